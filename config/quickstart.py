@@ -1,0 +1,13 @@
+# A small GPT on the source of the Python standard library, bytes as tokens: minutes on two CPU cores.
+out_dir = 'out/quickstart'
+dataset = 'pysource'
+model_size = 'tiny'
+optimizer_name = 'sophiag'
+block_size = 128
+batch_size = 16
+total_batch_size = 32
+max_iters = 1000
+warmup_iters = 50
+eval_interval = 100
+eval_iters = 20
+log_interval = 10

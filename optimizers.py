@@ -1,0 +1,350 @@
+"""The optimizers a run can choose from: the baselines Lion and AdaHessian, the table of every optimizer's settings and
+peak learning rates, `build_optimizer`, and the Hessian hook that train.py calls.
+"""
+
+import torch
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import AdamW
+
+from loader import LABELS, VECTORS, keyed_bits, keyed_uniforms
+from sophia import GaussNewtonBartlett, GuardedOptimizer, Hutchinson, Sophia, hessian_vector_product, may_enter
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The table: section "Hyperparamter Tuning" of the paper for what it trains, "left to us" noted where it is silent.
+
+SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10)
+SOPHIA_G = dict(SOPHIA, gamma=0.05, hessian_batch_size=240)
+SOPHIA_H = dict(SOPHIA, gamma=0.01, hessian_batch_size=32)
+
+# hessian_interval 0: no Hessian. hessian_batch_size stands for a mini-batch of 480 sequences.
+SETTINGS = {
+    'adamw': dict(beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8),
+    'lion': dict(beta1=0.95, beta2=0.98, weight_decay=0.2),
+    # Weight decay, ε and the whole mini-batch for the estimate are left to us.
+    'adahessian': dict(beta1=0.92, beta2=0.99, weight_decay=0.1, eps=1e-8, hessian_interval=1, hessian_batch_size=480),
+    'sophiag': SOPHIA_G,
+    'sophiah': SOPHIA_H,
+    # Ablations. Empirical Fisher and AH+clip: k = 10, γ "found by grid search" but not stated, so Sophia's own here.
+    'ef_clip': SOPHIA_G,
+    'ah_clip': SOPHIA_H,
+    # Clip and Normalize have no preconditioner; β1 is left to us.
+    'clip': dict(beta1=0.96, weight_decay=0.2),
+    'normalize': dict(beta1=0.96, weight_decay=0.2),
+    # k = 2 is the paper's; without the clip ε has to bound the step where h is tiny, its value is left to us.
+    'gnb_noclip': dict(SOPHIA_G, hessian_interval=2, eps=1e-4),
+}
+UNUSED = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0, hessian_batch_size=0)
+
+# Table 3: peak learning rates by model size. The row 'tiny' is ours (README, "The quickstart's settings").
+PEAK_LR = {
+    'tiny': dict(adamw=3e-3, lion=4e-4, sophiah=4e-4, sophiag=4e-4),
+    '30M': dict(adamw=1.2e-3, lion=4e-4, sophiah=1e-3, sophiag=1e-3),
+    '125M': dict(adamw=6e-4, lion=1.5e-4, sophiah=6e-4, sophiag=6e-4),
+    '355M': dict(adamw=3e-4, lion=6e-5, sophiah=4e-4, sophiag=4e-4),
+    '540M': dict(adamw=3e-4, sophiah=4e-4, sophiag=4e-4),
+    '770M': dict(adamw=2e-4, sophiah=3e-4, sophiag=3e-4),
+    '1.5B': dict(adamw=1.5e-4, sophiag=1.2e-4),
+    '6.6B': dict(adamw=1.2e-4, sophiag=6e-5),
+}
+# Where the paper states no rate ("found by grid search"), the rate of the optimizer it is closest to.
+RATE_OF = {'adahessian': 'adamw', 'ef_clip': 'sophiag', 'gnb_noclip': 'sophiag', 'ah_clip': 'sophiah',
+           'clip': 'lion', 'normalize': 'lion'}
+
+
+def settings(optimizer_name, total_batch_size):
+    """The settings of an optimizer, a dict key → value for train.py; SystemExit when there is no such optimizer.
+
+    hessian_batch_size keeps its share of the mini-batch (Gauss-Newton), or its size where that fits (Hutchinson).
+    """
+    if optimizer_name not in SETTINGS:
+        raise SystemExit(f'optimizer_name = {optimizer_name!r}: no such optimizer; choose from {", ".join(SETTINGS)}')
+    table = dict(UNUSED, **SETTINGS[optimizer_name])
+    if HOOKS.get(optimizer_name) in (GaussNewton, EmpiricalFisher):
+        table['hessian_batch_size'] = max(1, table['hessian_batch_size'] * total_batch_size // 480)
+    table['hessian_batch_size'] = min(table['hessian_batch_size'], total_batch_size)
+    return table
+
+
+def peak_learning_rate(optimizer_name, model_size):
+    """(rate, where it stands) from Table 3, or (None, why not) where the paper has none."""
+    column = RATE_OF.get(optimizer_name, optimizer_name)
+    rate = PEAK_LR.get(model_size, {}).get(column)
+    if rate is None:
+        return None, f'Table 3 has no learning rate for {column} at {model_size}'
+    table = 'our table' if model_size == 'tiny' else 'Table 3'
+    return rate, f'{table}: {column}, {model_size}'
+
+
+def scales_attention(optimizer_name, n_layer):
+    """Whether the paper divides attention logits by the layer index: for AdamW and Lion from 355M (24 layers) up."""
+    return optimizer_name in ('adamw', 'lion') and n_layer >= 24
+
+
+def build_optimizer(name, params, *, lr, beta1, beta2, weight_decay, eps=1e-12, gamma=0.05):
+    """The optimizer called `name` in the table, on `params` (parameters or param groups).
+
+    Gradients and estimates are taken as finite: train.py has looked before it lets them in.
+    """
+    if name == 'adamw':
+        return AdamW(params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, fused=True)
+    if name == 'lion':
+        return Lion(params, lr=lr, betas=(beta1, beta2), weight_decay=weight_decay, nonfinite='ignore')
+    if name == 'adahessian':
+        return AdaHessian(params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, nonfinite='ignore')
+    if name not in SETTINGS:
+        raise ValueError(f'no optimizer {name!r}; choose from {", ".join(SETTINGS)}')
+    variant = {'ah_clip': dict(squared=True), 'normalize': dict(clipping='normalize'),
+               'gnb_noclip': dict(clipping='none')}.get(name, {})
+    # Clip is Sophia whose h stays 0: every step is lr·sign(m).
+    return Sophia(params, lr=lr, betas=(beta1, beta2), gamma=gamma or 1.0, eps=eps or 1e-12, weight_decay=weight_decay,
+                  nonfinite='ignore', **variant)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Baselines
+
+
+class Lion(GuardedOptimizer):
+    """Lion (Chen et al., 2023): θ ← θ − lr·λ·θ;  θ ← θ − lr·sign(β1·m + (1−β1)·g);  m ← β2·m + (1−β2)·g.
+
+    Arguments as for `Sophia`. State per parameter: `exp_avg` (m).
+    """
+
+    def __init__(self, params, lr, betas=(0.95, 0.98), weight_decay=0.2, *, maximize=False, nonfinite='raise'):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize), nonfinite)
+
+    def update(self, group, params, grads, states):
+        lr, (beta1, beta2), ms = group['lr'], group['betas'], [s['exp_avg'] for s in states]
+        step = torch._foreach_lerp(ms, grads, 1 - beta1)
+        torch._foreach_sign_(step)
+        torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
+        torch._foreach_mul_(step, -lr)
+        torch._foreach_add_(params, step)
+        torch._foreach_lerp_(ms, grads, 1 - beta2)
+
+
+class AdaHessian(GuardedOptimizer):
+    """AdaHessian (Yao et al., 2021) as the paper compares with it: Adam with the Hessian's diagonal for the gradient in
+    the second moment, θ ← θ − lr·m̂ / (√v̂ + ε), v the EMA of ĥ², both bias-corrected, decoupled decay, no clipping.
+
+    ĥ comes through `update_hessian`, as for `Sophia`; there is no averaging over blocks of coordinates. State per
+    parameter: `exp_avg` (m), `hessian` (v), and how often each has been updated: `step`, `hessian_step`.
+    """
+
+    state_keys = ('exp_avg', 'hessian')
+
+    def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=0.1, *, maximize=False,
+                 nonfinite='raise'):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize),
+                         nonfinite)
+
+    def state_of(self, p):
+        state = super().state_of(p)
+        state.setdefault('step', torch.tensor(0.0))
+        state.setdefault('hessian_step', torch.tensor(0.0))
+        return state
+
+    def update(self, group, params, grads, states):
+        lr, (beta1, beta2) = group['lr'], group['betas']
+        for p, g, state in zip(params, grads, states):
+            state['step'] += 1
+            m = state['exp_avg'].lerp_(g, 1 - beta1)
+            p.mul_(1 - lr * group['weight_decay'])
+            # Before the first estimate v is 0 and has no bias to correct.
+            correction2 = 1 - beta2 ** state['hessian_step'].item() or 1.0
+            denominator = (state['hessian'] / correction2).sqrt_().add_(group['eps'])
+            p.sub_(m / denominator * (lr / (1 - beta1 ** state['step'].item())))
+
+    def fold(self, group, state, h_hat):
+        state['hessian_step'] += 1
+        state['hessian'].lerp_(h_hat.square(), 1 - group['betas'][1])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The Hessian hook
+
+
+class NoHessian:
+    """The hook of first-order optimizers: the forward of a micro-batch, and nothing else.
+
+    In each iteration train.py calls `start`; for each micro-batch `loss` and, after leaving autocast, `backward`;
+    then `finish`, before the update.
+    """
+
+    def start(self, iter_num):
+        """Begins iteration `iter_num`; True when it estimates the Hessian."""
+        return False
+
+    def loss(self, model, X, Y):
+        """The mean loss of a micro-batch, X and Y (B, T) int64."""
+        return model(X, Y, return_logits=False)[1]
+
+    def backward(self, loss_scale=1.0):
+        """What the estimate needs of the forward just made; leaves the graph for the gradient of the loss."""
+
+    def finish(self, optimizer, loss_scale=1.0):
+        """Hands the estimate to the optimizer."""
+
+
+class HessianHook(NoHessian):
+    """Estimates at iterations 0, k, 2k, … on the first `batch_size` sequences of that iteration's own mini-batch.
+
+    Args:
+        model: the plain GPT, neither compiled nor wrapped.
+        params: its parameters in the optimizer's order.
+        seed, interval (k), batch_size (sequences over all ranks, a multiple of world_size).
+        rank, world_size: which share of the mini-batch passes through `loss` here ([rank::world_size]).
+        autocast: context manager for a forward outside train.py's own.
+        compile: whether to compile what the estimator runs by itself.
+    """
+
+    def __init__(self, model, params, *, seed, interval, batch_size, rank, world_size, autocast, compile):
+        self.model, self.params, self.seed = model, params, seed
+        self.interval, self.batch_size, self.rank, self.world_size = interval, batch_size, rank, world_size
+        self.autocast, self.compile = autocast, compile
+        self.rows_left = 0
+
+    def start(self, iter_num):
+        self.iter_num = iter_num
+        self.due = iter_num % self.interval == 0
+        self.rows_left = self.batch_size // self.world_size if self.due else 0
+        self.rows_taken = 0
+        return self.due
+
+    def take_rows(self, X):
+        """How many of the micro-batch's first rows belong to the estimate; counts them as taken."""
+        n = min(self.rows_left, X.size(0))
+        self.rows_left -= n
+        self.rows_taken += n
+        return n
+
+    def submit(self, optimizer, estimate, overflow_is_normal=False):
+        """Hands over a finite estimate; else FloatingPointError, or nothing where loss scaling makes overflows normal."""
+        if may_enter('skip' if overflow_is_normal else 'raise', 'Hessian estimate', estimate):
+            optimizer.update_hessian(estimate)
+
+
+class GaussNewton(HessianHook):
+    """Gauss-Newton-Bartlett (Algorithm 2), sharing its forward with the gradient: one forward, two backwards."""
+
+    def start(self, iter_num):
+        if super().start(iter_num):
+            self.estimator = GaussNewtonBartlett(self.params)
+            self.uniforms = None
+        self.loss_hat = None
+        return self.due
+
+    def loss(self, model, X, Y):
+        taken_before, n = self.rows_taken, self.take_rows(X) if self.due else 0
+        if n == 0:
+            return super().loss(model, X, Y)
+        labels = self.labels(Y, taken_before, n)
+        _, loss, self.loss_hat = model(X, Y, labels, return_logits=False)
+        self.predictions = n * Y.size(1)
+        # As a share of the mean over all B predictions: float16 has no room for the gradient of a sum.
+        self.share = 1 / (self.batch_size * Y.size(1))
+        return loss
+
+    def labels(self, Y, first, n):
+        """Uniform numbers (B, T) with which the forward draws ŷ in rows [0, n), negative in the others."""
+        if self.uniforms is None:
+            shape = (self.batch_size, Y.size(1))
+            uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]
+            self.uniforms = uniforms.to(Y.device)
+        labels = torch.full(Y.shape, -1.0, device=Y.device)
+        labels[:n] = self.uniforms[first:first + n]
+        return labels
+
+    def backward(self, loss_scale=1.0):
+        if self.loss_hat is not None:
+            self.estimator.add(self.loss_hat * (loss_scale * self.share), self.predictions, retain_graph=True)
+            self.loss_hat = None
+
+    def finish(self, optimizer, loss_scale=1.0):
+        if self.due:
+            self.submit(optimizer, self.estimator.estimate(loss_scale * self.share), overflow_is_normal=loss_scale != 1)
+            self.estimator = None
+
+
+class EmpiricalFisher(GaussNewton):
+    """The ablation E-F+clip: Gauss-Newton-Bartlett with the true labels in the place of sampled ones."""
+
+    def labels(self, Y, first, n):
+        labels = Y.clone()
+        labels[n:] = -1
+        return labels
+
+
+class HutchinsonHook(HessianHook):
+    """Hutchinson's estimator (Algorithm 1), the Hessian-vector product by forward-over-reverse differentiation."""
+
+    rademacher = False
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.names = {id(p): name for name, p in self.model.named_parameters()}
+        self.product = torch.compile(self._product) if self.compile else self._product
+
+    def _product(self, params, u, X, Y):
+        names = [self.names[id(p)] for p in self.params]
+
+        def loss_fn(values):
+            return functional_call(self.model, dict(zip(names, values)), (X, Y), dict(return_logits=False))[1]
+
+        return hessian_vector_product(loss_fn, params, u)
+
+    def start(self, iter_num):
+        self.rows = []
+        return super().start(iter_num)
+
+    def loss(self, model, X, Y):
+        if self.due and (n := self.take_rows(X)):
+            self.rows.append((X[:n], Y[:n]))
+        return super().loss(model, X, Y)
+
+    def finish(self, optimizer, loss_scale=1.0):
+        if not self.due:
+            return
+        generator = torch.Generator(self.params[0].device)
+        generator.manual_seed(int(keyed_bits(self.seed, VECTORS, self.iter_num)[0] >> 1))
+        estimator = Hutchinson(self.params, generator, self.rademacher)
+        values = tuple(p.detach() for p in self.params)
+        for X, Y in self.rows:
+            # Flash attention has no derivative of its derivative; the math path has.
+            with self.autocast, sdpa_kernel(SDPBackend.MATH):
+                estimator.add(self.product(values, tuple(estimator.u), X, Y), X.size(0))
+        self.rows = []
+        self.submit(optimizer, estimator.estimate())
+
+
+class AdaHessianHook(HutchinsonHook):
+    """AdaHessian's own choice of u, uniform on {−1, 1}."""
+
+    rademacher = True
+
+
+HOOKS = {'sophiag': GaussNewton, 'gnb_noclip': GaussNewton, 'ef_clip': EmpiricalFisher,
+         'sophiah': HutchinsonHook, 'ah_clip': HutchinsonHook, 'adahessian': AdaHessianHook}
+
+
+def build_hessian_hook(name, model, optimizer, *, interval, **options):
+    """The hook for the optimizer called `name`; `options` as for `HessianHook`."""
+    if name not in HOOKS:
+        return NoHessian()
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    return HOOKS[name](model, params, interval=interval, **options)
+
+
+def statistics(optimizer):
+    """What the optimizer's state says of the run, as 0-d tensors: `momentum_norm` (ℓ2 of m) and, where there is an h,
+    `hessian_norm` (ℓ2 of h) and `update_unclipped`."""
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    found = {}
+    for name, key in [('momentum_norm', 'exp_avg'), ('hessian_norm', 'hessian')]:
+        tensors = [optimizer.state[p][key] for p in params if key in optimizer.state[p]]
+        if tensors:
+            found[name] = torch.nn.utils.get_total_norm(tensors)
+    if isinstance(optimizer, Sophia) and (unclipped := optimizer.unclipped()) is not None:
+        found['update_unclipped'] = unclipped
+    return found

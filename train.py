@@ -1,0 +1,338 @@
+"""Pre-train a GPT-2: one loop for every optimizer.
+
+  python train.py config/quickstart.py                                   one process
+  python train.py --model_size=125M --optimizer_name=sophiag             the paper's run, on one device
+  torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_small_sophiag.py --batch_size=12
+  python train.py config/quickstart.py --show_config=True                what would be trained, and why
+
+Config files apply in the order given, then flags --key=value.
+"""
+
+import collections
+import contextlib
+import json
+import math
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import checkpoint
+import configurator
+import optimizers
+from configurator import derived
+from distributed import World, peak_flops, ranks_from_environment
+from loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, keyed_bits
+from model import GPT, SIZES, GPTConfig, padded_vocab_size
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Settings. A value `derived(type)` comes from the tables of model.py and optimizers.py, or from other settings.
+
+# output
+out_dir = 'out'  # where checkpoints, metrics.jsonl and config.json go
+eval_interval = 2000  # iterations between evaluations
+log_interval = 10  # iterations between lines of metrics
+eval_iters = 0  # micro-batches of validation windows, over all devices; 0 = the whole validation set
+eval_only = False  # evaluate once and exit
+always_save_checkpoint = True  # save after every evaluation, not only after the best one
+keep_checkpoints = 2  # newest checkpoints that stay, besides the best one
+init_from = 'scratch'  # 'scratch' or 'resume' (the newest checkpoint in out_dir)
+show_config = False  # print every setting with its source, and exit
+# wandb logging, optional
+wandb_log = False  # mirror the metrics to Weights & Biases
+wandb_project = 'sophia'  # its project
+wandb_run_name = ''  # its run name; empty = out_dir
+# data
+dataset = 'openwebtext'  # a directory under data/, or a path
+total_batch_size = 480  # sequences per iteration over all devices
+batch_size = 12  # sequences per micro-batch of one device
+gradient_accumulation_steps = 0  # micro-batches per device and iteration; 0 = what total_batch_size makes it
+block_size = 1024  # tokens per sequence
+# model
+model_size = '125M'  # row of the tables of sizes and peak learning rates
+n_layer = derived(int)  # blocks
+n_head = derived(int)  # attention heads per block
+n_embd = derived(int)  # width
+dropout = 0.0  # dropout probability
+bias = False  # biases in linear layers and norms
+scale_attn_by_inverse_layer_idx = derived(bool)  # divide attention logits by layer index + 1
+# optimizer
+optimizer_name = 'adamw'  # adamw lion adahessian sophiag sophiah, or ef_clip ah_clip clip normalize gnb_noclip
+learning_rate = derived(float)  # peak learning rate
+weight_decay = derived(float)  # decoupled, on matrices only
+beta1 = derived(float)  # EMA of the gradient
+beta2 = derived(float)  # EMA of the second moment, of the Hessian (Sophia), of the momentum (Lion)
+eps = derived(float)  # lower bound of the denominator (Sophia), or added to it (AdamW, AdaHessian)
+gamma = derived(float)  # Sophia's γ in clip(m / max(γ·h, ε), 1)
+hessian_interval = derived(int)  # k, iterations between Hessian estimates; 0 = none
+hessian_batch_size = derived(int)  # sequences of the mini-batch, over all devices, that an estimate uses
+grad_clip = 1.0  # clip gradients at this norm; 0 = off
+# schedule
+max_iters = 100000  # T, number of updates
+decay_lr = True  # cosine decay; False = constant after the warm-up
+warmup_iters = 2000  # linear warm-up
+lr_decay_iters = derived(int)  # iterations to decay over
+min_lr = derived(float)  # final learning rate
+min_lr_ratio = 0.05  # final / peak learning rate, where min_lr is not given
+# system
+backend = derived(str)  # 'nccl' or 'gloo'
+device = derived(str)  # 'cuda', 'cuda:1', 'cpu', 'mps'
+dtype = derived(str)  # 'bfloat16', 'float16' (with loss scaling) or 'float32'
+compile = derived(bool)  # torch.compile the model
+seed = 1337  # of the initial weights, the data order, sampled labels and dropout
+
+config = configurator.configure(globals(), sys.argv[1:])
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the tables say, and what follows from other settings
+
+if model_size not in SIZES:
+    raise SystemExit(f'model_size = {model_size!r}: no such size; choose from {", ".join(SIZES)}')
+config.fill(SIZES[model_size], f'model size {model_size}')
+config.fill(optimizers.settings(optimizer_name, total_batch_size), f'optimizer {optimizer_name}')
+rate, where = optimizers.peak_learning_rate(optimizer_name, model_size)
+if rate is None and 'learning_rate' not in config.given:
+    raise SystemExit(f'{where}; set --learning_rate')
+config.fill(dict(learning_rate=rate), where)
+config.fill(dict(scale_attn_by_inverse_layer_idx=optimizers.scales_attention(optimizer_name, n_layer)),
+            f'{optimizer_name}, {n_layer} layers')
+config.fill(dict(lr_decay_iters=max_iters), 'max_iters')
+config.fill(dict(min_lr=min_lr_ratio * learning_rate), 'min_lr_ratio × learning_rate')
+config.fill(dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'what this machine has')
+on_cuda = device.startswith('cuda')
+config.fill(dict(backend='nccl' if on_cuda else 'gloo', dtype='bfloat16' if on_cuda else 'float32', compile=on_cuda),
+            f'device {device}')
+rank, _, world_size = ranks_from_environment()
+gradient_accumulation_steps = accumulation_steps(total_batch_size, batch_size, world_size, gradient_accumulation_steps)
+hessian_rounded = math.ceil(min(hessian_batch_size, total_batch_size) / world_size) * world_size
+if hessian_rounded != hessian_batch_size:
+    config.set('hessian_batch_size', hessian_rounded, f'{hessian_batch_size} made to fit {world_size} device(s)')
+if dtype not in ('float32', 'bfloat16', 'float16'):
+    raise SystemExit(f'dtype = {dtype!r}: choose float32, bfloat16 or float16')
+if init_from not in ('scratch', 'resume'):
+    raise SystemExit(f'init_from = {init_from!r}: choose scratch or resume')
+if min(eval_interval, log_interval, max_iters, block_size) < 1:
+    raise SystemExit('eval_interval, log_interval, max_iters and block_size must be at least 1')
+config.finish()
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Devices, data, model
+
+train_data, val_data = (Bin(Path('data') / dataset, split) for split in ('train', 'val'))
+for data in (train_data, val_data):
+    data.check_length(block_size)
+world = World(device, backend)
+say = print if world.is_master else lambda *args, **kwargs: None
+torch.manual_seed(seed)
+torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
+low_precision = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}[dtype]
+autocast = (torch.autocast(world.device.type, low_precision) if low_precision else contextlib.nullcontext())
+
+model_args = dict(block_size=block_size, vocab_size=padded_vocab_size(train_data.vocab_size), n_layer=n_layer,
+                  n_head=n_head, n_embd=n_embd, dropout=dropout, bias=bias,
+                  scale_attn_by_inverse_layer_idx=scale_attn_by_inverse_layer_idx)
+resumed = None
+if init_from == 'resume':
+    path, resumed = checkpoint.load(out_dir)
+    if resumed['model_args'] != model_args:
+        differing = [key for key in model_args if resumed['model_args'].get(key) != model_args[key]]
+        raise SystemExit(f'{path}: is a model with another {", ".join(differing)}; resume with its own settings')
+    say(f'resuming from {path}')
+raw_model = GPT(GPTConfig(**model_args))
+if resumed:
+    raw_model.load_state_dict(resumed['model'])
+raw_model.to(world.device)
+params = [p for p in raw_model.parameters() if p.requires_grad]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizer and its Hessian hook
+
+optimizer = optimizers.build_optimizer(optimizer_name, raw_model.parameter_groups(weight_decay), lr=learning_rate,
+                                       beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, gamma=gamma)
+assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
+hessian = optimizers.build_hessian_hook(
+    optimizer_name, raw_model, optimizer, interval=hessian_interval, batch_size=hessian_batch_size, seed=seed,
+    rank=world.rank, world_size=world.size, autocast=autocast, compile=compile)
+scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == 'float16')
+iter_num, best_val_loss, seconds, clipped = 0, float('inf'), 0.0, 0
+if resumed:
+    optimizer.load_state_dict(resumed['optimizer'])
+    scaler.load_state_dict(resumed['scaler'])
+    iter_num, best_val_loss = resumed['iter_num'], resumed['best_val_loss']
+    seconds, clipped = resumed['seconds'], resumed['clipped']
+    resumed = None  # frees the memory
+
+if compile:
+    # Two backward passes through one compiled forward need its buffers twice.
+    torch._functorch.config.donated_buffer = False
+forward = torch.compile(raw_model) if compile else raw_model
+model = world.wrap(forward)
+
+
+def learning_rate_at(iteration):
+    """Linear warm-up, then cosine decay to min_lr at lr_decay_iters."""
+    if iteration < warmup_iters:
+        return learning_rate * (iteration + 1) / (warmup_iters + 1)
+    if not decay_lr:
+        return learning_rate
+    progress = min(1.0, (iteration - warmup_iters) / max(1, lr_decay_iters - warmup_iters))
+    return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
+
+
+@torch.no_grad()
+def evaluate():
+    """Mean loss over the validation windows, each rank its share, one reduction at the end."""
+    raw_model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for X, Y in ValidationLoader(val_data, eval_iters * batch_size, batch_size, block_size,
+                                 world.rank, world.size, world.device):
+        with autocast:
+            loss = forward(X, Y, return_logits=False)[1]
+        count = (Y >= 0).sum()
+        total += torch.stack((loss.double() * count, count.double()))
+    raw_model.train()
+    loss_sum, count = world.sum(total).tolist()
+    return loss_sum / count
+
+
+def save_checkpoint(best):
+    """Rank 0 writes everything the run needs to go on from iter_num."""
+    if world.is_master:
+        checkpoint.save(out_dir, dict(
+            model=raw_model.state_dict(), optimizer=optimizer.state_dict(), model_args=model_args, iter_num=iter_num,
+            best_val_loss=best_val_loss, config=config.values, scaler=scaler.state_dict(), seconds=seconds,
+            clipped=clipped, data=train_data.fingerprint()), best=best, keep=keep_checkpoints)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logs: metrics.jsonl, one object a line; config.json; the terminal; wandb if asked for
+
+metrics_path = Path(out_dir) / 'metrics.jsonl'
+if world.is_master:
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    # Lines that a resumed run will write again are dropped.
+    kept = [line for line in metrics_path.read_text().splitlines() if json.loads(line)['iter'] < iter_num] \
+        if iter_num and metrics_path.is_file() else []
+    metrics_path.write_text(''.join(line + '\n' for line in kept))
+    commit = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True)
+    (Path(out_dir) / 'config.json').write_text(json.dumps(dict(
+        config=config.values, provenance=config.sources, command=[Path(sys.executable).name, *sys.argv],
+        world_size=world.size, parameters=raw_model.num_params(), data=train_data.fingerprint(),
+        device=torch.cuda.get_device_name(world.device) if on_cuda else platform.processor() or platform.machine(),
+        versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),
+        git_commit=commit.stdout.strip() or None), indent=1))
+    if wandb_log:
+        import wandb
+        wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config.values)
+progress = tqdm(total=max_iters, initial=iter_num, unit='it', smoothing=0.05,
+                disable=not (world.is_master and sys.stderr.isatty()))
+tokens_per_iter = total_batch_size * block_size
+
+
+def log(line, **metrics):
+    """Writes one object to metrics.jsonl (and wandb), and the text `line` to the terminal; rank 0 only."""
+    if not world.is_master:
+        return
+    entry = dict(iter=iter_num, tokens=iter_num * tokens_per_iter, time=round(seconds, 3), **metrics)
+    with metrics_path.open('a') as f:
+        f.write(json.dumps(entry) + '\n')
+    if wandb_log:
+        wandb.log(entry, step=iter_num)
+    progress.write(line) if not progress.disable else print(line, flush=True)
+
+
+for line in config.lines():
+    say(line)
+say(f'{raw_model.num_params():,} parameters; {len(train_data):,} training tokens; {tokens_per_iter:,} tokens per '
+    f'iteration = {world.size} device(s) × {gradient_accumulation_steps} × {batch_size} × {block_size}')
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The loop
+
+loader = TrainLoader(train_data, seed, total_batch_size, block_size, world.rank, world.size, world.device, iter_num)
+recent = {due: collections.deque(maxlen=50) for due in (True, False)}  # seconds of iterations with and without estimate
+since_log = []  # seconds of the iterations since the last line of metrics
+flops_per_iter = raw_model.flops_per_token() * tokens_per_iter
+peak = peak_flops(world.device)
+raw_model.train()
+
+while True:
+    lr = learning_rate_at(iter_num)
+    for group in optimizer.param_groups:
+        group['lr'] = lr
+
+    # Once in a while, and at the end: evaluate on the validation set, and save.
+    if iter_num % eval_interval == 0 or iter_num == max_iters or eval_only:
+        val_loss = evaluate()
+        log(f'iter {iter_num}: val loss {val_loss:.4f}', **{'val/loss': val_loss})
+        best = val_loss < best_val_loss
+        best_val_loss = min(best_val_loss, val_loss)
+        if iter_num > 0 and (best or always_save_checkpoint or iter_num == max_iters) and not eval_only:
+            save_checkpoint(best)
+    if iter_num >= max_iters or eval_only:
+        break
+
+    # Gradients: the mean over the whole mini-batch, one micro-batch at a time.
+    started = time.perf_counter()
+    if dropout:
+        torch.manual_seed(int(keyed_bits(seed, DROPOUT, iter_num, world.size)[world.rank] >> 1))
+    due = hessian.start(iter_num)
+    train_loss = torch.zeros((), device=world.device)
+    micro_batches = next(loader).split(batch_size)
+    for micro_step, windows in enumerate(micro_batches):
+        X, Y = windows[:, :-1], windows[:, 1:]
+        with world.gradient_sync(model, last=micro_step == gradient_accumulation_steps - 1):
+            with autocast:
+                loss = hessian.loss(model, X, Y) / gradient_accumulation_steps
+            hessian.backward(scaler.get_scale())
+            scaler.scale(loss).backward()
+        train_loss += loss.detach()
+
+    # The Hessian every k iterations, of the same mini-batch, before the update (Algorithm 3).
+    hessian.finish(optimizer, scaler.get_scale())
+
+    # Clip, check, step.
+    scaler.unscale_(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or float('inf')).item()
+    if not math.isfinite(grad_norm) and not scaler.is_enabled():
+        raise SystemExit(f'iteration {iter_num}: the gradient is not finite (norm {grad_norm}); nothing was updated')
+    clipped += bool(grad_clip and grad_clip < grad_norm < math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    elapsed = time.perf_counter() - started
+    seconds += elapsed
+    since_log.append(elapsed)
+    recent[due].append(elapsed)
+
+    # Metrics: the device is asked once.
+    if iter_num % log_interval == 0 or iter_num == max_iters - 1:
+        measured = optimizers.statistics(optimizer)
+        measured['param_norm'] = torch.nn.utils.get_total_norm([p.detach() for p in params])
+        world.sum(train_loss.div_(world.size))
+        values = torch.stack([train_loss, *measured.values()]).tolist()
+        metrics = {'train/loss': values[0], 'lr': lr, 'grad_norm': grad_norm, 'grad_clipped': clipped / (iter_num + 1),
+                   **dict(zip(measured, values[1:])), 'step_ms': 1e3 * statistics.mean(since_log)}
+        if recent[True] and recent[False]:
+            metrics['hessian_ms'] = 1e3 * (statistics.median(recent[True]) - statistics.median(recent[False]))
+        metrics['tokens_per_sec'] = tokens_per_iter / statistics.mean(since_log)
+        if peak:
+            metrics['mfu'] = flops_per_iter / statistics.mean(since_log) / (peak * world.size)
+        metrics['memory_gb'] = (torch.cuda.max_memory_allocated(world.device) / 1e9 if on_cuda
+                                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
+        log(f'iter {iter_num}: loss {values[0]:.4f}, lr {lr:.2e}, grad norm {grad_norm:.2f}, '
+            f'{metrics["step_ms"]:.0f} ms, {metrics["tokens_per_sec"]:,.0f} tokens/s', **metrics)
+        since_log.clear()
+    iter_num += 1
+    progress.update()
+
+progress.close()
+loader.close()
+world.close()
