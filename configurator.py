@@ -44,7 +44,8 @@ class Config:
         self.scope = scope
         plain = (bool, int, float, str, derived)
         self.types = {key: value.type if isinstance(value, derived) else type(value)
-                      for key, value in scope.items() if isinstance(value, plain) and key.islower() and not key.startswith('_')}
+                      for key, value in scope.items()
+                      if isinstance(value, plain) and key.islower() and not key.startswith('_')}
         self.sources = dict.fromkeys(self.types, 'default')
         self.given = set()  # the keys that a config file or a flag has set
 
@@ -66,6 +67,11 @@ class Config:
         for key, value in settings.items():
             if key not in self.given:
                 self.set(key, value, source)
+
+    def require(self, key, ok, rule):
+        """SystemExit with one line, unless `ok`: the value of `key` must be `rule`."""
+        if not ok:
+            raise SystemExit(f'{self.sources[key]}: {key} = {self.scope[key]!r} must be {rule}')
 
     def lines(self):
         """One line per setting that is not a plain default: `key = value   source`."""

@@ -76,6 +76,11 @@ def peak_learning_rate(optimizer_name, model_size):
     return rate, f'{table}: {column}, {model_size}'
 
 
+def needed(optimizer_name):
+    """The settings that must be above 0 for this optimizer: those of the Hessian for the optimizers that have one."""
+    return [key for key in ('gamma', 'hessian_interval', 'hessian_batch_size') if SETTINGS[optimizer_name].get(key)]
+
+
 def scales_attention(optimizer_name, n_layer):
     """Whether the paper divides attention logits by the layer index: for AdamW and Lion from 355M (24 layers) up."""
     return optimizer_name in ('adamw', 'lion') and n_layer >= 24
@@ -220,7 +225,7 @@ class HessianHook(NoHessian):
         return n
 
     def submit(self, optimizer, estimate, overflow_is_normal=False):
-        """Hands over a finite estimate; else FloatingPointError, or nothing where loss scaling makes overflows normal."""
+        """Hands over a finite estimate; of another, FloatingPointError unless loss scaling makes overflows normal."""
         if may_enter('skip' if overflow_is_normal else 'raise', 'Hessian estimate', estimate):
             optimizer.update_hessian(estimate)
 

@@ -114,12 +114,19 @@ gradient_accumulation_steps = accumulation_steps(total_batch_size, batch_size, w
 hessian_rounded = math.ceil(min(hessian_batch_size, total_batch_size) / world_size) * world_size
 if hessian_rounded != hessian_batch_size:
     config.set('hessian_batch_size', hessian_rounded, f'{hessian_batch_size} made to fit {world_size} device(s)')
-if dtype not in ('float32', 'bfloat16', 'float16'):
-    raise SystemExit(f'dtype = {dtype!r}: choose float32, bfloat16 or float16')
-if init_from not in ('scratch', 'resume'):
-    raise SystemExit(f'init_from = {init_from!r}: choose scratch or resume')
-if min(eval_interval, log_interval, max_iters, block_size) < 1:
-    raise SystemExit('eval_interval, log_interval, max_iters and block_size must be at least 1')
+config.require('dtype', dtype in ('float32', 'bfloat16', 'float16'), 'float32, bfloat16 or float16')
+config.require('backend', backend in ('nccl', 'gloo'), 'nccl or gloo')
+config.require('init_from', init_from in ('scratch', 'resume'), 'scratch or resume')
+config.require('n_head', n_head > 0 and n_embd % n_head == 0, f'a divisor of n_embd = {n_embd}')
+config.require('dropout', 0 <= dropout < 1, 'at least 0 and below 1')
+for key in ('eval_interval', 'log_interval', 'max_iters', 'block_size', 'n_layer', 'n_embd', 'keep_checkpoints'):
+    config.require(key, config.values[key] >= 1, 'at least 1')
+for key in ('learning_rate', 'min_lr', 'weight_decay', 'eps', 'gamma', 'grad_clip', 'warmup_iters', 'eval_iters'):
+    config.require(key, 0 <= config.values[key] < math.inf, 'at least 0')
+for key in ('beta1', 'beta2'):
+    config.require(key, 0 <= config.values[key] < 1, 'at least 0 and below 1')
+for key in optimizers.needed(optimizer_name):
+    config.require(key, config.values[key] > 0, f'above 0 for {optimizer_name}')
 config.finish()
 
 # ----------------------------------------------------------------------------------------------------------------------

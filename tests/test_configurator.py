@@ -1,0 +1,142 @@
+"""Config files and flags: types, refusals, precedence, provenance."""
+
+import pytest
+from conftest import ROOT, run_train
+
+import configurator
+from configurator import configure, derived
+
+
+def scope(**more):
+    return {'steps': 10, 'rate': 0.5, 'name': 'a', 'fast': False, 'size': derived(int), '__name__': 'config', **more}
+
+
+def apply(*argv, **more):
+    values = scope(**more)
+    return configure(values, list(argv)), values
+
+
+def refusal(*argv):
+    with pytest.raises(SystemExit) as stopped:
+        apply(*argv)
+    message = str(stopped.value)
+    assert '\n' not in message
+    return message
+
+
+@pytest.mark.parametrize('flag, key, value', [
+    ('--steps=7', 'steps', 7), ('--steps=1e3', 'steps', 1000), ('--steps=1_000', 'steps', 1000),
+    ('--steps=9007199254740993', 'steps', 9007199254740993),
+    ('--rate=1', 'rate', 1.0), ('--rate=3e-4', 'rate', 3e-4), ('--fast=True', 'fast', True),
+    ('--fast=false', 'fast', False), ('--name=x=y', 'name', 'x=y'), ('--name=', 'name', ''), ('--name=1', 'name', '1'),
+    ('--name=__import__("os")', 'name', '__import__("os")'), ('--size=3', 'size', 3),
+])
+def test_flags_are_typed(flag, key, value):
+    config, values = apply(flag)
+    assert values[key] == value and type(values[key]) is type(value)
+    assert config.sources[key] == 'flag'
+
+
+@pytest.mark.parametrize('flag, words', [
+    ('--setps=7', "unknown setting 'setps'; did you mean steps?"), ('--zzz=1', 'python train.py --help'),
+    ('--steps=1.5', "steps = '1.5' is not a whole number"), ('--steps=ten', 'not a whole number'),
+    ('--steps=inf', 'not a whole number'), ('--rate=fast', "rate = 'fast' is not a number"),
+    ('--fast=2', 'not True or False'), ('--steps', '--key=value'), ('--__name__=x', 'unknown setting'),
+])
+def test_bad_flags_are_refused_in_one_line(flag, words):
+    assert words in refusal(flag)
+
+
+def test_files_then_flags_in_order(tmp_path):
+    a, b = tmp_path / 'a.py', tmp_path / 'b.py'
+    a.write_text('import time\nsteps = 3\nrate = 2  # an int for a float\n_helper = 5\n')
+    b.write_text('steps = 2 * steps\nname = "b"\n')
+    config, values = apply('--name=flag', str(a), str(b))
+    assert values['steps'] == 6 and values['rate'] == 2.0 and values['name'] == 'flag'
+    assert config.sources == {'steps': str(b), 'rate': str(a), 'name': 'flag', 'fast': 'default', 'size': 'default'}
+
+
+@pytest.mark.parametrize('text, words', [
+    ('setps = 3', "unknown setting 'setps'; did you mean steps?"), ('steps = "3x"', 'not a whole number'),
+    ('fast = 1', 'not True or False'), ('x = (', 'bad.py:1:'), ('steps = 1 / 0', 'bad.py:1: ZeroDivisionError'),
+    ('\nsteps = stpes', 'bad.py:2: NameError'),
+])
+def test_bad_files_are_refused_in_one_line(tmp_path, text, words):
+    path = tmp_path / 'bad.py'
+    path.write_text(text)
+    assert words in refusal(str(path))
+
+
+def test_missing_file_names_the_nearest(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    message = refusal('config/quikstart.py')
+    assert 'no such config file' in message and 'did you mean config/quickstart.py?' in message
+
+
+def test_tables_fill_only_what_nobody_set():
+    config, values = apply('--steps=5')
+    config.fill({'steps': 99, 'size': 4}, 'a table')
+    assert values['steps'] == 5 and values['size'] == 4
+    assert config.sources['size'] == 'a table'
+    assert any(line.split() == ['size', '=', '4', 'a', 'table'] for line in config.lines())
+
+
+def test_derived_without_a_value_is_refused():
+    config, _ = apply()
+    with pytest.raises(SystemExit, match='no value for size'):
+        config.finish()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# train.py's own settings
+
+
+def test_table_and_config_file_give_the_same_run():
+    by_file = configurator.resolve([str(ROOT / 'config/train_gpt2_small_sophiag.py')]).values
+    by_flags = configurator.resolve(['--model_size=125M', '--optimizer_name=sophiag']).values
+    assert {k: v for k, v in by_file.items() if k != 'out_dir'} == {k: v for k, v in by_flags.items() if k != 'out_dir'}
+
+
+def test_switching_the_optimizer_switches_its_settings():
+    config = configurator.resolve(['--model_size=355M', '--optimizer_name=sophiag'])
+    assert config.values['learning_rate'] == 4e-4 and config.sources['learning_rate'] == 'Table 3: sophiag, 355M'
+    adamw = configurator.resolve([str(ROOT / 'config/train_gpt2_small_sophiag.py'), '--optimizer_name=adamw']).values
+    assert (adamw['learning_rate'], adamw['weight_decay'], adamw['hessian_interval']) == (6e-4, 0.1, 0)
+
+
+def test_official_command_lines_resolve(monkeypatch):
+    """The official repository's README: 10 GPUs of 8 × 6 sequences."""
+    monkeypatch.setenv('WORLD_SIZE', '10')
+    values = configurator.resolve([str(ROOT / 'config/train_gpt2_small_sophiag.py'), '--batch_size=8',
+                                   '--gradient_accumulation_steps=6']).values
+    assert values['gradient_accumulation_steps'] == 6 and values['hessian_batch_size'] == 240
+    monkeypatch.setenv('WORLD_SIZE', '7')
+    with pytest.raises(SystemExit, match='not a multiple of batch_size × world_size = 8 × 7 = 56'):
+        configurator.resolve(['--batch_size=8'])
+
+
+def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '12')
+    config = configurator.resolve(['--optimizer_name=sophiah', '--batch_size=8'])
+    assert config.values['hessian_batch_size'] == 36
+    assert config.sources['hessian_batch_size'] == '32 made to fit 12 device(s)'
+
+
+@pytest.mark.parametrize('argv, words', [
+    (['--optimizer_name=adam'], "optimizer_name = 'adam': no such optimizer; choose from adamw, lion"),
+    (['--model_size=1T'], "model_size = '1T': no such size; choose from"),
+    (['--model_size=540M', '--optimizer_name=lion'], 'Table 3 has no learning rate for lion at 540M'),
+    (['--dtype=int8'], "flag: dtype = 'int8' must be float32"), (['--beta2=1'], 'must be at least 0 and below 1'),
+    (['--batch_size=7'], 'not a multiple of'), (['--max_iters=0'], 'must be at least 1'),
+])
+def test_settings_that_cannot_be_are_refused(argv, words):
+    with pytest.raises(SystemExit) as stopped:
+        configurator.resolve(argv)
+    assert words in str(stopped.value) and '\n' not in str(stopped.value)
+
+
+def test_help_lists_every_setting_with_its_comment():
+    text = run_train('--help').stdout
+    for key in configurator.resolve([]).values:
+        line = next(line for line in text.splitlines() if line.startswith(f'  --{key}='))
+        assert len(line.split(maxsplit=1)[1]) > 10, f'{key} has no comment in train.py'

@@ -1,0 +1,118 @@
+"""The real train.py as a process: it learns, and what must not matter to the losses does not."""
+
+import json
+
+import pytest
+import torch
+from conftest import TINY, metrics, run_train
+
+import checkpoint
+
+HESSIAN = {'adamw': [], 'sophiag': ['--hessian_interval=2']}
+
+
+@pytest.fixture(scope='module')
+def reference(corpus, tmp_path_factory):
+    """out_dirs of one-process runs, by optimizer."""
+    runs = {}
+    for name in ('adamw', 'sophiag'):
+        runs[name] = tmp_path_factory.mktemp(name)
+        run_train(*TINY, f'--dataset={corpus}', f'--out_dir={runs[name]}', f'--optimizer_name={name}',
+                  *HESSIAN[name], '--learning_rate=1e-2')
+    return runs
+
+
+@pytest.mark.parametrize('name', ['adamw', 'sophiag'])
+def test_it_learns_and_leaves_its_records(reference, name):
+    out = reference[name]
+    losses = metrics(out)
+    assert len(losses) == 10 and losses[-1] < losses[0] - 0.3
+    lines = [json.loads(line) for line in (out / 'metrics.jsonl').read_text().splitlines()]
+    assert all({'iter', 'tokens', 'time'} <= line.keys() for line in lines)
+    assert [line['iter'] for line in lines if 'val/loss' in line] == [0, 5, 10]
+    assert all(line['tokens'] == line['iter'] * 4 * 32 for line in lines)
+    step = next(line for line in lines if line['iter'] == 9 and 'lr' in line)
+    expected = {'train/loss', 'lr', 'grad_norm', 'grad_clipped', 'momentum_norm', 'param_norm', 'step_ms',
+                'tokens_per_sec', 'memory_gb'}
+    assert expected <= step.keys()
+    assert ({'hessian_norm', 'update_unclipped', 'hessian_ms'} <= step.keys()) == (name == 'sophiag')
+    described = json.loads((out / 'config.json').read_text())
+    assert described['config']['learning_rate'] == 0.01 and described['provenance']['learning_rate'] == 'flag'
+    assert described['provenance']['weight_decay'] == f'optimizer {name}'
+    assert {'command', 'versions', 'git_commit', 'data'} <= described.keys()
+
+
+def test_learning_rate_warms_up_and_decays_to_its_ratio(reference):
+    rates = metrics(reference['adamw'], 'lr')
+    assert rates[0] == pytest.approx(1e-2 / 3) and max(rates) == rates[2] == pytest.approx(1e-2)
+    assert rates[2:] == sorted(rates[2:], reverse=True) and rates[-1] < 1e-3
+
+
+def test_checkpoint_holds_nanogpts_keys(reference):
+    path, state = checkpoint.load(reference['sophiag'])
+    assert path.name == 'ckpt_00000010.pt' and state['iter_num'] == 10
+    assert {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'} <= state.keys()
+    assert (reference['sophiag'] / 'best.pt').is_file()
+    h = [s['hessian'] for s in state['optimizer']['state'].values()]
+    assert all(torch.isfinite(t).all() and (t >= 0).all() for t in h) and sum(t.sum() for t in h) > 0
+
+
+@pytest.mark.parametrize('name', ['adamw', 'sophiag'])
+def test_two_ranks_give_the_same_losses(reference, corpus, tmp_path, name):
+    out = tmp_path / 'two'
+    run_train(*TINY, f'--dataset={corpus}', f'--out_dir={out}', f'--optimizer_name={name}', '--learning_rate=1e-2',
+              *HESSIAN[name], nproc=2)
+    assert metrics(out) == pytest.approx(metrics(reference[name]), abs=1e-4)
+    assert metrics(out, 'val/loss') == pytest.approx(metrics(reference[name], 'val/loss'), abs=1e-4)
+    if name == 'sophiag':  # B counts the predictions of all ranks: the same h, not half of it
+        assert metrics(out, 'hessian_norm') == pytest.approx(metrics(reference[name], 'hessian_norm'), rel=1e-3)
+
+
+@pytest.mark.parametrize('name', ['adamw', 'sophiag'])
+def test_the_micro_batch_does_not_matter(corpus, tmp_path, name):
+    """12 × 1 against 3 × 4 sequences, with a Hessian batch that ends within a micro-batch."""
+    runs = []
+    for batch_size in (12, 3):
+        runs.append(tmp_path / str(batch_size))
+        hessian = ['--hessian_interval=2', '--hessian_batch_size=7'] if name == 'sophiag' else []
+        run_train(*TINY, f'--dataset={corpus}', f'--out_dir={runs[-1]}', f'--optimizer_name={name}', *hessian,
+                  '--total_batch_size=12', f'--batch_size={batch_size}', '--learning_rate=1e-2', '--max_iters=6')
+    for key in ('train/loss', 'val/loss', 'grad_norm'):
+        assert metrics(runs[0], key) == pytest.approx(metrics(runs[1], key), abs=1e-4)
+    if name == 'sophiag':
+        assert metrics(runs[0], 'hessian_norm') == pytest.approx(metrics(runs[1], 'hessian_norm'), rel=1e-3)
+
+
+@pytest.mark.parametrize('flags, words', [
+    (['--dataset=openwebtext'], 'run python data/openwebtext/prepare.py'),
+    (['--dataset=nowhere'], 'data/nowhere/train.bin: no such file'),
+    (['--device=cuda'], 'torch finds no CUDA device here; use --device=cpu'),
+    (['--block_size=60000'], 'too few for block_size = 60000'),
+    (['--n_head=3'], 'flag: n_head = 3 must be a divisor of n_embd = 32'),
+    (['--learning_rate=-1'], 'flag: learning_rate = -1.0 must be at least 0'),
+    (['--optimizer_name=sophiag', '--hessian_interval=0'], 'hessian_interval = 0 must be above 0 for sophiag'),
+    (['config/nothing.py'], 'config/nothing.py: no such config file'),
+])
+def test_bad_input_is_one_line_and_leaves_nothing(corpus, tmp_path, flags, words):
+    if '--device=cuda' in flags and torch.cuda.is_available():
+        pytest.skip('this machine has CUDA')
+    out = tmp_path / 'out'
+    done = run_train(*TINY, f'--dataset={corpus}', f'--out_dir={out}', *flags, check=False)
+    assert done.returncode != 0 and not out.exists()
+    assert words in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_eval_only_evaluates(reference, corpus, tmp_path):
+    out = tmp_path / 'out'
+    done = run_train(*TINY, f'--dataset={corpus}', f'--out_dir={out}', '--eval_only=True')
+    assert 'val loss' in done.stdout
+    assert len(metrics(out, 'val/loss')) == 1 and not list(out.glob('*.pt'))
+
+
+@pytest.mark.gpu
+def test_gpu_agrees_with_cpu(reference, corpus, tmp_path):
+    for dtype, compile, slack in (('float32', False, 2e-2), ('bfloat16', True, 5e-2), ('float16', False, 5e-2)):
+        out = tmp_path / dtype
+        run_train(*TINY, f'--dataset={corpus}', f'--out_dir={out}', '--optimizer_name=sophiag', '--hessian_interval=2',
+                  '--learning_rate=1e-2', '--device=cuda', f'--dtype={dtype}', f'--compile={compile}', timeout=300)
+        assert metrics(out) == pytest.approx(metrics(reference['sophiag']), abs=slack)
