@@ -7,8 +7,16 @@ import pytest
 import torch
 from conftest import write_bins
 
-from loader import (Bin, TrainLoader, ValidationLoader, accumulation_steps, keyed_bits, keyed_uniforms, on_device,
-                    window_starts)
+from loader import (
+    Bin,
+    TrainLoader,
+    ValidationLoader,
+    accumulation_steps,
+    keyed_bits,
+    keyed_uniforms,
+    on_device,
+    window_starts,
+)
 
 
 def test_windows_are_a_pure_function_of_seed_and_iteration():
@@ -105,7 +113,8 @@ def test_ids_above_32767_survive(tmp_path):
 def test_nanogpt_bins_load_without_meta(tmp_path):
     data = Bin(write_bins(tmp_path, [50256, 1, 2, 3], [1, 2, 3], meta=False), 'train')
     assert data.vocab_size == 50257 and data.windows([0], 4).tolist() == [[50256, 1, 2, 3]]
-    assert data.fingerprint() != Bin(write_bins(tmp_path / 'o', [50256, 1, 2, 4], [1], meta=False), 'train').fingerprint()
+    other = write_bins(tmp_path / 'other', [50256, 1, 2, 4], [1], meta=False)
+    assert data.fingerprint() != Bin(other, 'train').fingerprint()
 
 
 def refusal(function, *args):
