@@ -1,0 +1,283 @@
+"""Where documents come from: tables (parquet, jsonl) through `datasets`, on the Hub or on disk, and a user's own files.
+
+Also the flags that every prepare.py has.
+"""
+
+import argparse
+import bz2
+import gzip
+import importlib.util
+import json
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+from data.tokenizer import TOKENIZERS, get_tokenizer
+from data.writer import Batches, Corpus, sha256, write_bins
+
+ROWS = 1000  # rows of a table in one batch
+CHARS = 2 ** 20  # characters of text in one batch
+END_OF_TEXT = '<|endoftext|>'
+SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
+
+# A blank after something that is none. No tokenizer here joins across such a place (they cut text into words before
+# they merge, a blank going with the word after it), so a long text cut there gives the ids of the whole.
+CUT = re.compile(r'(?<=\S)[ \t\r\n]')
+
+
+def argument_parser(doc, script, tokenizer=None, data_files=False):
+    """The parser of a prepare.py, from its docstring and __file__, with the flags that all of them share.
+
+    `tokenizer`: the default of --tokenizer, which is there only if this is given; `data_files`: with --data_files.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--out_dir', type=Path, default=Path(script).resolve().parent,
+                        help="where the bins go (default: this script's directory)")
+    parser.add_argument('--num_proc', type=at_least_one, help='processes (default: one per core)',
+                        default=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
+    parser.add_argument('--overwrite', action='store_true', help='replace other bins that are in the way')
+    if tokenizer:
+        parser.add_argument('--tokenizer', choices=TOKENIZERS, default=tokenizer, help=f'default: {tokenizer}')
+    if data_files:
+        parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE',
+                            help='local .parquet or .jsonl files instead of the Hub')
+    return parser
+
+
+def at_least_one(text):
+    """An int >= 1, for argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError('must be at least 1')
+    return int(text)
+
+
+def local_files(paths):
+    """(source, revision) of files on disk: their names, the SHA-256 of their bytes. SystemExit if one is not there."""
+    for path in paths:
+        if not path.is_file():
+            raise SystemExit(f'{path}: no such file')
+    names = [path.name for path in paths]
+    return ' '.join(names[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else ''), f'sha256:{sha256(paths)}'
+
+
+def hub(repository, revision, names):
+    """Addresses, for `load`, of files of a data set on the Hub."""
+    return [f'hf://datasets/{repository}@{revision}/{name}' for name in names]
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def load(files, text_key, **kwargs):
+    """`datasets.load_dataset` of parquet or jsonl files (paths or hf:// addresses), as one split."""
+    try:
+        import datasets
+    except ImportError:
+        raise SystemExit('this corpus needs the package datasets: pip install datasets') from None
+    files = [str(file) for file in files]
+    if files[0].endswith('.zst') and not importlib.util.find_spec('zstandard'):
+        raise SystemExit('reading .zst needs the package zstandard: pip install zstandard')
+    kind = 'parquet' if files[0].endswith('.parquet') else 'json'
+    try:
+        dataset = datasets.load_dataset(kind, data_files=files, split='train', **kwargs)
+    except Exception as error:  # whatever the network, the Hub, the file system or a parser has to say
+        raise SystemExit(f'{files[0]}: cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); '
+                         '--data_files FILE... reads local copies') from None
+    if dataset.column_names and text_key not in dataset.column_names:
+        raise SystemExit(f'{files[0]}: no column {text_key!r}, only {", ".join(dataset.column_names)}')
+    return dataset
+
+
+def prepare_split_table(doc, script, repository, revision, names):
+    """The whole of a prepare.py whose corpus is a table on the Hub, in GPT-2's tokens and with nanoGPT's split."""
+    args = argument_parser(doc, script, tokenizer='gpt2', data_files=True).parse_args()
+    tokenizer = get_tokenizer(args.tokenizer)
+    files, source = hub(repository, revision, names), repository
+    if args.data_files:
+        files, (source, revision) = args.data_files, local_files(args.data_files)
+    corpus = Corpus(source, revision, split=f'train_test_split: {SPLIT}',
+                    open=partial(split_table, files, min(args.num_proc, len(files))))
+    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
+
+
+def split_table(files, num_proc, text_key='text'):
+    """Batches of a table split as nanoGPT splits it: the parts of `datasets`' train_test_split, each in its order."""
+    dataset = load(files, text_key, num_proc=num_proc)
+    try:
+        parts = dataset.train_test_split(**SPLIT)
+    except ValueError:
+        raise SystemExit(f'{files[0]}: {len(dataset)} documents are too few to split') from None
+    parts = {'train': parts['train'], 'val': parts['test']}
+    segments = [[(split, start)] for split in parts for start in range(0, len(parts[split]), ROWS)]
+    return Batches(segments, partial(read_rows, parts, text_key), documents=len(dataset))
+
+
+def read_rows(parts, text_key, batch):
+    """Worker: the pieces of one batch of a split table."""
+    split, start = batch
+    return [(split, text, True) for text in parts[split][start:start + ROWS][text_key]]
+
+
+def stream_tables(files, text_key='text'):
+    """Batches of tables too large to keep: {split: files}, read one after another as streams, nothing stored."""
+    return Batches([stream(file, load([file], text_key, streaming=True), split, text_key)
+                    for split in files for file in files[split]])
+
+
+def stream(file, dataset, split, text_key):
+    """Yield the batches of one file."""
+    try:
+        for table in dataset.with_format('arrow').iter(ROWS):
+            if text_key not in table.column_names:
+                raise SystemExit(f'{file}: no column {text_key!r}, only {", ".join(table.column_names)}')
+            yield [(split, text, True) for text in table[text_key].to_pylist()]
+    except Exception as error:  # as in `load`; an OSError lets the writer keep what it has
+        raise OSError(f'{file}: {type(error).__name__}: {error}') from None
+
+
+# ---- a user's own files ----------------------------------------------------------------------------------------------
+
+
+def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
+    """.txt, .jsonl (both also .gz, .bz2) and .parquet files; without `val_files`, some of the text is for val."""
+    source, revision = local_files([*files, *val_files])
+    if val_files:
+        rule = 'val: ' + local_files(val_files)[0]
+        pieces = ((split, *piece) for split, of in (('train', files), ('val', val_files))
+                  for piece in read_files(of, text_key))
+    else:
+        # Every n-th document, if there are as many; else the end of the text.
+        every, documents, characters = round(1 / val_fraction), 0, 0
+        for text, ends in read_files(files, text_key):
+            documents, characters = documents + ends, characters + len(text)
+            if documents == every:
+                rule = f'val: every {every}th document'
+                pieces = by_document(read_files(files, text_key), every)
+                break
+        else:
+            rule = f'val: the last {val_fraction:g} of the text, as there are fewer than {every} documents'
+            pieces = by_position(read_files(files, text_key), max(1, int(characters * (1 - val_fraction))))
+        print(f'{source}: {rule}')
+    return Corpus(source, revision, rule, open=lambda: Batches([batched(pieces)]))
+
+
+def by_document(pieces, every):
+    """(split, text, ends): the documents number every, 2 x every, ... are val's."""
+    number = 1
+    for text, ends in pieces:
+        yield 'train' if number % every else 'val', text, ends
+        number += ends
+
+
+def by_position(pieces, boundary):
+    """(split, text, ends): val's is what comes after the last line end before character number `boundary`."""
+    split = 'train'
+    for text, ends in pieces:
+        if split == 'train' and boundary <= len(text):
+            end = text.rfind('\n', 0, boundary) + 1 or boundary
+            yield split, text[:end], True
+            split, text = 'val', text[end:]
+            if not text:
+                continue
+        boundary -= len(text)
+        yield split, text, ends
+
+
+def batched(pieces):
+    """Lists of pieces with about CHARS characters in each."""
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[1])
+        if size >= CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def read_files(paths, text_key):
+    """Yield (text, ends) for the documents of the files, the long ones in several pieces; blank ones are left out."""
+    for path in paths:
+        kind = path.with_suffix('').suffix if path.suffix in ('.gz', '.bz2') else path.suffix
+        if kind not in ('.txt', '.jsonl', '.parquet'):
+            raise SystemExit(f'{path}: not a .txt, .jsonl (both also .gz, .bz2) or .parquet file')
+        try:
+            if kind == '.txt':
+                with open_text(path) as file:
+                    yield from txt_pieces(file)
+            else:
+                for document in (jsonl if kind == '.jsonl' else parquet)(path, text_key):
+                    if not isinstance(document, str):
+                        raise SystemExit(f'{path}: {text_key!r} is {document!r} in one document, not text')
+                    if document.strip():
+                        yield from pieces_of(document)
+        except (UnicodeDecodeError, OSError, EOFError) as error:
+            raise SystemExit(f'{path}: cannot be read ({error})') from None
+
+
+def open_text(path):
+    """A text file, compressed or not, with its line ends as they are."""
+    opener = {'.gz': gzip.open, '.bz2': bz2.open}.get(path.suffix, open)
+    return opener(path, 'rt', encoding='utf-8', newline='')
+
+
+def txt_pieces(file):
+    """Yield (text, ends) for documents between <|endoftext|>, never holding much more than CHARS characters."""
+    rest, begun = '', False
+    while block := file.read(CHARS):
+        *documents, rest = (rest + block).split(END_OF_TEXT)
+        for document in documents:
+            if begun or document.strip():
+                yield from pieces_of(document)
+            begun = False
+        *ready, rest = cut(rest)
+        for text in ready:
+            yield text, False
+            begun = True
+    if begun or rest.strip():
+        yield from pieces_of(rest)
+
+
+def jsonl(path, text_key):
+    """Yield the text of each line of a .jsonl file."""
+    with open_text(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield json.loads(line)[text_key]
+            except (ValueError, KeyError, TypeError):
+                raise SystemExit(f'{path}, line {number}: not a JSON object with the key {text_key!r} '
+                                 '(--text_key names another)') from None
+
+
+def parquet(path, text_key):
+    """Yield the text of each row of a .parquet file."""
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+    try:
+        file = ParquetFile(path)
+    except ArrowInvalid as error:
+        raise SystemExit(f'{path}: not a parquet file ({error})') from None
+    if text_key not in file.schema_arrow.names:
+        raise SystemExit(f'{path}: no column {text_key!r}, only {", ".join(file.schema_arrow.names)} '
+                         '(--text_key names another)')
+    for rows in file.iter_batches(batch_size=ROWS, columns=[text_key]):
+        yield from rows.column(0).to_pylist()
+
+
+def pieces_of(document):
+    """Yield (text, ends) for one document."""
+    *texts, last = cut(document)
+    for text in texts:
+        yield text, False
+    yield last, True
+
+
+def cut(text):
+    """The text in pieces: each at least CHARS long and ending where no token crosses, the last as long as is left."""
+    pieces, start = [], 0
+    while found := CUT.search(text, start + CHARS):
+        pieces.append(text[start:found.start()])
+        start = found.start()
+    return [*pieces, text[start:]]

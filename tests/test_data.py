@@ -1,0 +1,616 @@
+"""The corpora: tokenizers, sources, the writer of bins, and every prepare.py run as a user runs it."""
+
+import bz2
+import gzip
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import sources, writer
+from data.tokenizer import Char, get_tokenizer, tokenizer_from_meta
+from data.writer import Batches, Corpus, Parts, write_bins
+
+ROOT = Path(__file__).resolve().parents[1]
+EOT = '<|endoftext|>'
+
+
+@pytest.fixture(scope='session', autouse=True)
+def environment(gpt2_cache, tmp_path_factory):
+    """Children find GPT-2's tokenizer, leave no cache behind, and never ask the Hub."""
+    os.environ['HF_HOME'] = str(tmp_path_factory.mktemp('hf_home'))
+    os.environ['HF_HUB_OFFLINE'] = '1'
+
+
+def texts(n, seed=0, words=40):
+    """n documents of about `words` words, no two alike, with line ends, marks and letters outside ASCII."""
+    rng = random.Random(seed)
+    vocabulary = ['sophia', 'Hessian', 'the', 'clipped', 'über', 'naïve', '数学', '🙂', '3.14', "don't", 'x_1', EOT[:7]]
+    ends = [' ', ' ', ' ', '  ', ', ', '.\n', '\n\n', '\t', '\r\n']
+    lengths = [rng.randint(1, 2 * words) for _ in range(n)]
+    return [f'{seed}/{i} ' + ''.join(rng.choice(vocabulary) + rng.choice(ends) for _ in range(length))
+            for i, length in enumerate(lengths)]
+
+
+def need_gpt_neox():
+    pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
+    if 'GPT_NEOX_TOKENIZER' not in os.environ:
+        pytest.skip('GPT_NEOX_TOKENIZER does not name the tokenizer.json of EleutherAI/gpt-neox-20b')
+
+
+def prepare(name, *args, ok=True, **env):
+    """Run data/NAME/prepare.py; its output. A failure must be one line, and never a traceback."""
+    done = subprocess.run([sys.executable, ROOT / 'data' / name / 'prepare.py', *map(str, args)], capture_output=True,
+                          text=True, env={**os.environ, **env}, timeout=120)
+    assert 'Traceback' not in done.stderr
+    assert (done.returncode == 0) == ok, done.stderr
+    return done.stdout if ok else done.stderr.strip().splitlines()[-1]
+
+
+def bins(out_dir):
+    """The two bins as arrays, checked against meta.json; and meta.json."""
+    meta = json.loads((out_dir / 'meta.json').read_text())
+    found = []
+    for split in ('train', 'val'):
+        data = (out_dir / f'{split}.bin').read_bytes()
+        assert hashlib.sha256(data).hexdigest() == meta[split]['sha256']
+        found.append(np.frombuffer(data, dtype=meta['dtype']))
+        assert len(found[-1]) == meta[split]['tokens']
+        assert found[-1].max() < meta['vocab_size']
+        if meta['eot_id'] is not None:
+            assert found[-1][-1] == meta['eot_id']
+    assert sorted(path.name for path in out_dir.iterdir()) == ['meta.json', 'train.bin', 'val.bin']
+    return *found, meta
+
+
+def concatenated(documents, tokenizer):
+    return np.array([i for text in documents for i in [*tokenizer.encode(text), tokenizer.eot_id]])
+
+
+def documents_of(ids, tokenizer):
+    """The texts between the end-of-text ids."""
+    ends = np.flatnonzero(ids == tokenizer.eot_id)
+    return [tokenizer.decode(part[:-1]) for part in np.split(ids, ends + 1)[:-1]]
+
+
+def write_parquet(path, rows, key='text'):
+    import pyarrow
+    import pyarrow.parquet
+    pyarrow.parquet.write_table(pyarrow.table({'url': [f'u{i}' for i in range(len(rows))], key: rows}), path)
+    return path
+
+
+def write_jsonl(path, rows, key='text'):
+    opener = gzip.open if path.suffix == '.gz' else open
+    with opener(path, 'wt', encoding='utf-8') as file:
+        file.writelines(json.dumps({'meta': {'set': 'x'}, key: row}) + '\n' for row in rows)
+    return path
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name, vocab_size, eot_id', [('gpt2', 50257, 50256), ('byte', 256, 0)])
+def test_tokenizer(name, vocab_size, eot_id):
+    tokenizer = get_tokenizer(name)
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot_id) == (name, vocab_size, eot_id)
+    assert tokenizer.dtype == 'uint16'
+    documents = [*texts(20), '', f'a{EOT}b']
+    for text, ids in zip(documents, tokenizer.encode_batch(documents)):
+        assert list(ids) == list(tokenizer.encode(text))
+        assert tokenizer.decode(ids) == text
+        assert eot_id not in ids
+    assert tokenizer.decode(tokenizer.encode('a\ud800b')) == 'a\ufffdb'
+    again = tokenizer_from_meta(json.loads(json.dumps(tokenizer.meta)))
+    assert again.encode('the same') == tokenizer.encode('the same')
+
+
+def test_char_tokenizer_is_kept_in_meta():
+    tokenizer = tokenizer_from_meta(json.loads(json.dumps(Char('\n abcü').meta)))
+    assert tokenizer.decode(tokenizer.encode('cab ü\n')) == 'cab ü\n'
+    assert tokenizer.vocab_size == 6
+    with pytest.raises(SystemExit, match="character 'z'"):
+        tokenizer.encode('z')
+    assert Char(''.join(map(chr, range(2 ** 16 + 1)))).dtype == 'uint32'
+
+
+def test_unknown_tokenizer_names_the_known_ones():
+    with pytest.raises(SystemExit, match='gpt2, byte, gpt-neox-20b'):
+        get_tokenizer('gpt3')
+
+
+def test_gpt_neox_tokenizer():
+    need_gpt_neox()
+    tokenizer = get_tokenizer('gpt-neox-20b')
+    assert (tokenizer.vocab_size, tokenizer.eot_id, tokenizer.dtype) == (50277, 0, 'uint16')
+    for text, ids in zip(texts(20), tokenizer.encode_batch(texts(20))):
+        assert tokenizer.decode(ids) == text
+    assert 0 not in tokenizer.encode(f'a{EOT}b')
+    assert tokenizer.decode([*tokenizer.encode(f'a{EOT}b'), 0]) == f'a{EOT}b{EOT}'
+
+
+def test_no_tokenizer_and_no_network_is_one_line(tmp_path):
+    (tmp_path / 'a.txt').write_text('some text')
+    message = prepare('text', tmp_path / 'a.txt', '--out_dir', tmp_path / 'out', ok=False,
+                      TIKTOKEN_CACHE_DIR=str(tmp_path / 'cache'), HTTPS_PROXY='http://127.0.0.1:9')
+    assert 'not cached' in message
+    assert 'TIKTOKEN_CACHE_DIR' in message
+    assert not (tmp_path / 'out').exists()
+
+
+# ---- cutting text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['gpt2', 'gpt-neox-20b'])
+def test_a_cut_text_has_the_ids_of_the_whole(name, monkeypatch):
+    if name == 'gpt-neox-20b':
+        need_gpt_neox()
+    tokenizer = get_tokenizer(name)
+    monkeypatch.setattr(sources, 'CHARS', 5)
+    rng = random.Random(1)
+    for _ in range(300):
+        text = ''.join(rng.choice(" \n\t\r\u00a0\u2003\x1fab1'.sSé\u0301数🙂-<|") for _ in range(rng.randint(0, 80)))
+        pieces = sources.cut(text)
+        assert ''.join(pieces) == text
+        assert [i for ids in tokenizer.encode_batch(pieces) for i in ids] == list(tokenizer.encode(text))
+    assert len(sources.cut('ab ' * 100)) > 30
+
+
+def test_text_read_in_blocks_has_the_documents_between_the_separators(tmp_path, monkeypatch):
+    documents = ['one', ' \n', 'two\nlines ', '', 'a <|endof text|> b', *texts(30), 'x' * 200, 'last\n']
+    path = tmp_path / 'a.txt'
+    path.write_bytes(EOT.join(documents).encode())
+    for chars in (1, 3, 14, 50, 1000):
+        monkeypatch.setattr(sources, 'CHARS', chars)
+        found = ['']
+        for text, ends in sources.read_files([path], 'text'):
+            found[-1] += text
+            if ends:
+                found.append('')
+        assert found == [d for d in documents if d.strip()] + ['']
+
+
+# ---- the writer ------------------------------------------------------------------------------------------------------
+
+# Writes 12 batches in 3 segments and keeps a log of what it read; with a fourth argument, waits before that batch.
+DRIVER = '''
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from data import writer
+from data.tokenizer import get_tokenizer
+
+out_dir, log, wait_at = sys.argv[2], sys.argv[3], int(sys.argv[4])
+writer.SAVE_SECONDS = 0
+
+def note(line):
+    with open(log, 'a') as file:
+        file.write(line + '\\n')
+
+def read(batch):
+    note(f'batch {batch}')
+    return [('val' if i % 5 == 0 else 'train', f'document {i} of batch {batch}', True) for i in range(batch + 2)]
+
+class Segment:
+    def __init__(self, number):
+        self.number = number
+
+    def __iter__(self):
+        note(f'segment {self.number}')
+        for batch in range(4 * self.number, 4 * self.number + 4):
+            if batch == wait_at:
+                time.sleep(600)
+            yield batch
+
+if __name__ == '__main__':
+    batches = writer.Batches([Segment(i) for i in range(3)], read)
+    corpus = writer.Corpus('driver', 'r1', 'by number', open=lambda: batches)
+    writer.write_bins(corpus, get_tokenizer('gpt2'), out_dir, num_proc=2)
+'''
+
+
+@pytest.fixture
+def start():
+    """Starts a process, output to a pipe; at the end of the test it is killed if it is still there."""
+    processes = []
+
+    def start(*command):
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def wait_until(condition, process):
+    while not condition():
+        assert process.poll() is None, 'the process ended early'
+        time.sleep(0.01)
+
+
+def saved_documents(out_dir):
+    progress = writer.read_json(out_dir / 'progress.json') if (out_dir / 'progress.json').exists() else None
+    return progress['train']['documents'] + progress['val']['documents'] if progress else 0
+
+
+def test_killed_and_started_again(tmp_path, start):
+    driver, log = tmp_path / 'driver.py', tmp_path / 'log'
+    driver.write_text(DRIVER)
+
+    def command(out_dir, wait_at=-1):
+        return [sys.executable, driver, ROOT, tmp_path / out_dir, log, str(wait_at)]
+
+    subprocess.run(command('whole'), check=True, capture_output=True)
+    log.write_text('')
+    # Two processes have four batches under way: with batch 9 outstanding, 0 to 4 are written.
+    first = start(*command('killed', wait_at=9))
+    written = sum(batch + 2 for batch in range(5))
+    wait_until(lambda: saved_documents(tmp_path / 'killed') == written, first)
+    second = subprocess.run(command('killed'), capture_output=True, text=True)
+    assert second.returncode
+    assert 'another process is writing there' in second.stderr
+    assert 'Traceback' not in second.stderr
+    first.send_signal(signal.SIGKILL)
+    first.communicate(timeout=60)  # returns when nobody holds the pipe any more: the workers have ended too
+    left = sorted(path.name for path in (tmp_path / 'killed').iterdir())
+    assert left == ['progress.json', 'train.bin.part', 'val.bin.part']
+
+    with (tmp_path / 'killed' / 'train.bin.part').open('ab') as file:
+        file.write(b'written, but not yet in progress.json')
+    log.write_text('')
+    done = subprocess.run(command('killed'), check=True, capture_output=True, text=True)
+    assert f'going on after {written} documents' in done.stdout
+    assert sorted(log.read_text().split('\n')) == sorted(
+        ['', 'segment 1', 'segment 2', *(f'batch {b}' for b in range(5, 12))])
+    for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(tmp_path / 'killed')[:2]):
+        assert np.array_equal(whole, restarted)
+
+
+def test_prepare_killed_and_started_again(tmp_path, start):
+    path = tmp_path / 'a.txt'
+    path.write_text(EOT.join(texts(1000, words=1000)))
+    prepare('text', path, '--out_dir', tmp_path / 'whole')
+    process = start(sys.executable, ROOT / 'data/text/prepare.py', path, '--out_dir', tmp_path / 'killed')
+    wait_until((tmp_path / 'killed' / 'progress.json').exists, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    prepare('text', path, '--out_dir', tmp_path / 'killed')
+    for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(tmp_path / 'killed')[:2]):
+        assert np.array_equal(whole, restarted)
+
+
+def small_corpus(revision='r1', val='d'):
+    pieces = [('train', 'a', False), ('train', 'b', True), ('train', 'c', True), ('val', val, True)]
+    return Corpus('small', revision, 'by hand', open=lambda: Batches([[pieces[:1]], [pieces[1:]]]))
+
+
+def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
+    tokenizer = get_tokenizer('byte')
+    meta = write_bins(small_corpus(), tokenizer, tmp_path / 'whole', num_proc=1)
+    out_dir = tmp_path / 'ended'
+    real = writer.write_json
+
+    def stop_at_meta(path, value):
+        if path.name == 'meta.json':
+            raise KeyboardInterrupt
+        real(path, value)
+
+    monkeypatch.setattr(writer, 'write_json', stop_at_meta)
+    with pytest.raises(SystemExit, match='stopped by KeyboardInterrupt.*the same command goes on'):
+        write_bins(small_corpus(), tokenizer, out_dir, num_proc=1)
+    monkeypatch.undo()
+    assert not (out_dir / 'meta.json').exists()
+    again = write_bins(small_corpus(), tokenizer, out_dir, num_proc=1)
+    assert {**again, 'seconds': 0} == {**meta, 'seconds': 0}
+    train, val, _ = bins(out_dir)
+    assert bytes(train.astype(np.uint8)) == b'ab\0c\0'
+    assert bytes(val.astype(np.uint8)) == b'd\0'
+
+
+def test_ids_above_65536_are_uint32(tmp_path):
+    text = ''.join(chr(i) for i in range(70_000) if not 0xd800 <= i < 0xe000)
+    pieces = [('train', text, True), ('val', text[-2:], True)]
+    corpus = Corpus('many', 'r', 'by hand', open=lambda: Batches([[pieces]]))
+    write_bins(corpus, Char(text), tmp_path, num_proc=1)
+    train, val, meta = bins(tmp_path)
+    assert train.dtype == np.uint32
+    assert np.array_equal(train, np.arange(len(text)))
+    assert list(val) == [len(text) - 2, len(text) - 1]
+    assert meta['eot_id'] is None
+
+
+def test_other_bins_in_the_way(tmp_path, capsys):
+    tokenizer = get_tokenizer('byte')
+    (tmp_path / 'val.bin').write_bytes(b'\1\0')
+    with pytest.raises(SystemExit, match=r'val\.bin: in the way.*--overwrite'):
+        write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
+    assert [path.name for path in tmp_path.iterdir()] == ['val.bin']
+    write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1, overwrite=True)
+    before = bins(tmp_path)[2]
+    capsys.readouterr()
+    write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
+    assert 'nothing to do' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="revision 'r1', not 'r2'"):
+        write_bins(small_corpus('r2'), tokenizer, tmp_path, num_proc=1)
+    with pytest.raises(SystemExit, match="tokenizer 'byte', not 'gpt2'"):
+        write_bins(small_corpus(), get_tokenizer('gpt2'), tmp_path, num_proc=1)
+    assert bins(tmp_path)[2] == before
+    (tmp_path / 'train.bin').write_bytes(b'\1')
+    with pytest.raises(SystemExit, match='not the 10 bytes'):
+        write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
+    def unreadable():
+        raise SystemExit('a.txt: cannot be read')
+
+    with pytest.raises(SystemExit, match='cannot be read'):
+        write_bins(Corpus('small', 'r2', 'by hand', unreadable), tokenizer, tmp_path, num_proc=1, overwrite=True)
+    assert (tmp_path / 'meta.json').exists()
+    write_bins(small_corpus('r2', val='e'), tokenizer, tmp_path, num_proc=1, overwrite=True)
+    assert bins(tmp_path)[2]['revision'] == 'r2'
+
+
+def test_an_unfinished_run_of_other_data_is_in_the_way(tmp_path):
+    tokenizer = get_tokenizer('byte')
+    parts = Parts(tmp_path, {**tokenizer.meta, 'source': 'small', 'revision': 'r0', 'split': 'by hand'})
+    parts.append([0, 1], {'train': (np.array([97, 0]), 1)})
+    for file in parts.files.values():
+        file.close()
+    with pytest.raises(SystemExit, match="revision 'r0', not 'r1'"):
+        write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
+    write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1, overwrite=True)
+    assert bins(tmp_path)[2]['train'] == {**bins(tmp_path)[2]['train'], 'tokens': 5, 'documents': 2}
+
+
+def test_parts_shorter_than_progress_are_refused(tmp_path):
+    tokenizer = get_tokenizer('byte')
+    parts = Parts(tmp_path, {**tokenizer.meta, 'source': 'small', 'revision': 'r1', 'split': 'by hand'})
+    parts.append([0, 1], {'train': (np.array([97, 0]), 1)})
+    parts.files['train'].truncate(2)
+    for file in parts.files.values():
+        file.close()
+    with pytest.raises(SystemExit, match='not the 4 bytes that progress.json says'):
+        write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
+
+
+def test_a_document_that_is_not_text_leaves_nothing_behind(tmp_path):
+    with pytest.raises(SystemExit, match='None, not text'):
+        write_bins(small_corpus(val=None), get_tokenizer('byte'), tmp_path, num_proc=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_split_leaves_nothing_behind(tmp_path):
+    corpus = Corpus('small', 'r1', 'by hand', open=lambda: Batches([[[('train', 'a', True)]]]))
+    with pytest.raises(SystemExit, match='no text for val.bin'):
+        write_bins(corpus, get_tokenizer('byte'), tmp_path, num_proc=1)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def table(tmp_path_factory):
+    """2,500 documents in three parquet files: more than one batch, two documents for val."""
+    folder, rows = tmp_path_factory.mktemp('table'), [*texts(2499), '']
+    return [write_parquet(folder / f'{i}.parquet', rows[start:end])
+            for i, (start, end) in enumerate([(0, 900), (900, 1000), (1000, 2500)])], rows
+
+
+def test_openwebtext_has_nanogpts_split(table, tmp_path):
+    """Against what nanoGPT does: the two parts of train_test_split, in order, each document with its end-of-text id."""
+    import datasets
+    files, rows = table
+    for num_proc in (1, 2):
+        prepare('openwebtext', '--data_files', *files, '--out_dir', tmp_path / str(num_proc), '--num_proc', num_proc)
+    train, val, meta = bins(tmp_path / '1')
+    whole = datasets.load_dataset('parquet', data_files=list(map(str, files)), split='train')
+    parts = whole.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    tokenizer = get_tokenizer('gpt2')
+    assert train.dtype == np.uint16
+    assert np.array_equal(train, concatenated(parts['train']['text'], tokenizer))
+    assert np.array_equal(val, concatenated(parts['test']['text'], tokenizer))
+    assert sorted(documents_of(train, tokenizer) + documents_of(val, tokenizer)) == sorted(rows)
+    assert not set(documents_of(train, tokenizer)) & set(documents_of(val, tokenizer))
+    assert (meta['train']['documents'], meta['val']['documents']) == (2498, 2)
+    assert (meta['tokenizer'], meta['vocab_size'], meta['eot_id']) == ('gpt2', 50257, 50256)
+    assert meta['source'] == '0.parquet 1.parquet 2.parquet'
+    assert meta['revision'] == 'sha256:' + hashlib.sha256(b''.join(f.read_bytes() for f in files)).hexdigest()
+    for one, two in zip((train, val), bins(tmp_path / '2')):
+        assert np.array_equal(one, two)
+
+
+def test_fineweb_from_jsonl(tmp_path):
+    rows = texts(50)
+    prepare('fineweb', '--data_files', write_jsonl(tmp_path / 'a.jsonl', rows), '--out_dir', tmp_path / 'out')
+    train, val, meta = bins(tmp_path / 'out')
+    tokenizer = get_tokenizer('gpt2')
+    assert sorted(documents_of(train, tokenizer) + documents_of(val, tokenizer)) == sorted(rows)
+    assert meta['val']['documents'] == 1
+
+
+def test_pile_streams_its_files_in_order(tmp_path):
+    rows = texts(2600)
+    files = [write_jsonl(tmp_path / '0.jsonl', rows[:1100]), write_jsonl(tmp_path / '1.jsonl.gz', rows[1100:2500])]
+    val = write_parquet(tmp_path / 'val.parquet', rows[2500:])
+    for num_proc in (1, 2):
+        prepare('pile', '--data_files', *files, '--val_files', val, '--tokenizer', 'gpt2',
+                '--out_dir', tmp_path / str(num_proc), '--num_proc', num_proc)
+    train, val, meta = bins(tmp_path / '1')
+    assert np.array_equal(train, concatenated(rows[:2500], get_tokenizer('gpt2')))
+    assert np.array_equal(val, concatenated(rows[2500:], get_tokenizer('gpt2')))
+    assert meta['source'] == '0.jsonl 1.jsonl.gz val.parquet'
+    assert np.array_equal(train, bins(tmp_path / '2')[0])
+
+
+def test_pile_in_gpt_neox_tokens(tmp_path):
+    need_gpt_neox()
+    rows = texts(100)
+    prepare('pile', '--data_files', write_jsonl(tmp_path / 'a.jsonl', rows[:80]),
+            '--val_files', write_jsonl(tmp_path / 'b.jsonl', rows[80:]), '--out_dir', tmp_path / 'out')
+    train, val, meta = bins(tmp_path / 'out')
+    tokenizer = tokenizer_from_meta(meta)
+    assert (meta['tokenizer'], meta['vocab_size'], meta['eot_id']) == ('gpt-neox-20b', 50277, 0)
+    assert train.dtype == np.uint16
+    assert documents_of(train, tokenizer) == rows[:80]
+    assert documents_of(val, tokenizer) == rows[80:]
+
+
+def test_a_table_that_turns_bad_half_way_keeps_what_was_done(tmp_path):
+    good, bad, out_dir = write_jsonl(tmp_path / 'a.jsonl', texts(5000, words=3)), tmp_path / 'b.jsonl', tmp_path / 'out'
+    bad.write_text('{"text": \n')
+    message = prepare('pile', '--data_files', good, bad, '--val_files', good, '--tokenizer', 'byte',
+                      '--out_dir', out_dir, '--num_proc', 1, ok=False)
+    assert 'b.jsonl' in message
+    assert 'the same command goes on' in message
+    assert not (out_dir / 'meta.json').exists()
+    assert not (out_dir / 'train.bin').exists()
+    assert saved_documents(out_dir) >= 1000
+
+
+def test_bad_tables_are_one_line(tmp_path):
+    good, out = write_jsonl(tmp_path / 'a.jsonl', texts(5)), ('--out_dir', tmp_path / 'out', '--tokenizer', 'byte')
+    bad = tmp_path / 'bad.parquet'
+    bad.write_text('not parquet')
+    other = write_jsonl(tmp_path / 'other.jsonl', texts(5), key='content')
+    assert 'bad.parquet: cannot be read' in prepare('openwebtext', '--data_files', bad, *out, ok=False)
+    assert "no column 'text'" in prepare('openwebtext', '--data_files', other, *out, ok=False)
+    assert 'go together' in prepare('pile', '--data_files', good, *out, ok=False)
+    assert "no column 'text'" in prepare('pile', '--data_files', other, '--val_files', other, *out, ok=False)
+    assert 'none.parquet: no such file' in prepare('fineweb', '--data_files', tmp_path / 'none.parquet', *out, ok=False)
+    assert 'cannot be read' in prepare('openwebtext', *out, ok=False)  # the Hub is out of reach here
+    assert not (tmp_path / 'out').exists() or not list((tmp_path / 'out').iterdir())
+
+
+# ---- a user's own files ----------------------------------------------------------------------------------------------
+
+
+def test_text_of_every_kind_split_by_document(tmp_path):
+    rows = texts(210)
+    files = [tmp_path / 'a.txt', tmp_path / 'b.txt.bz2', write_jsonl(tmp_path / 'c.jsonl', rows[80:120]),
+             write_jsonl(tmp_path / 'd.jsonl.gz', rows[120:150]), write_parquet(tmp_path / 'e.parquet', rows[150:])]
+    files[0].write_bytes((EOT.join(rows[:50]) + EOT).encode())
+    files[1].write_bytes(bz2.compress(EOT.join(rows[50:80]).encode()))
+    for num_proc in (1, 2):
+        prepare('text', *files, '--out_dir', tmp_path / str(num_proc), '--val_fraction', 0.05, '--num_proc', num_proc)
+    train, val, meta = bins(tmp_path / '1')
+    tokenizer = get_tokenizer('gpt2')
+    assert documents_of(val, tokenizer) == rows[19::20]
+    assert documents_of(train, tokenizer) == [row for i, row in enumerate(rows) if i % 20 != 19]
+    assert (meta['train']['documents'], meta['val']['documents']) == (200, 10)
+    assert meta['split'] == 'val: every 20th document'
+    for one, two in zip((train, val), bins(tmp_path / '2')):
+        assert np.array_equal(one, two)
+
+
+def test_a_single_document_is_split_at_a_line_end(tmp_path):
+    path = tmp_path / 'a.txt'
+    path.write_text('\n'.join(f'line {i}' for i in range(1000)))
+    out = prepare('text', path, '--tokenizer', 'byte', '--val_fraction', 0.1, '--out_dir', tmp_path / 'out')
+    assert 'the last 0.1 of the text' in out
+    train, val, meta = bins(tmp_path / 'out')
+    train, val = (documents_of(ids, get_tokenizer('byte')) for ids in (train, val))
+    assert len(train) == len(val) == meta['train']['documents'] == meta['val']['documents'] == 1
+    assert train[0] + val[0] == path.read_text()
+    assert train[0].endswith('\n')
+    assert abs(len(val[0]) / len(path.read_text()) - 0.1) < 0.01
+
+
+@pytest.mark.parametrize('chars', [1, 7, 100, 10_000])
+@pytest.mark.parametrize('documents', [['one document\nof few\nlines'], ['no line end'], ['ab', 'c\nd', 'e f'], ['xy']])
+def test_few_documents_are_split_by_position(documents, chars, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, 'CHARS', chars)
+    (tmp_path / 'a.txt').write_text(EOT.join(documents))
+    corpus = sources.files_corpus([tmp_path / 'a.txt'], val_fraction=0.3)
+    found = {'train': [''], 'val': ['']}
+    for split, text, ends in (piece for segment in corpus.open().segments for batch in segment for piece in batch):
+        found[split][-1] += text
+        if ends:
+            found[split].append('')
+    assert found['train'].pop() == found['val'].pop() == ''  # every document is ended
+    assert all(found['train'])
+    assert all(found['val'])
+    assert ''.join(found['train'] + found['val']) == ''.join(documents)
+    assert found['val']
+
+
+def test_explicit_val_file_and_text_key(tmp_path):
+    rows = texts(30)
+    train_file = write_jsonl(tmp_path / 'a.jsonl', rows[:20], key='content')
+    val_file = write_parquet(tmp_path / 'b.parquet', rows[20:], key='content')
+    prepare('text', train_file, '--val_file', val_file, '--text_key', 'content', '--out_dir', tmp_path / 'out')
+    train, val, _ = bins(tmp_path / 'out')
+    assert documents_of(train, get_tokenizer('gpt2')) == rows[:20]
+    assert documents_of(val, get_tokenizer('gpt2')) == rows[20:]
+    assert 'nothing to do' in prepare('text', train_file, '--val_file', val_file, '--text_key', 'content',
+                                      '--out_dir', tmp_path / 'out')
+
+
+@pytest.mark.parametrize('name, content, message', [
+    ('a.jsonl', b'{"text": "good"}\n{"text": \n', 'a.jsonl, line 2: not a JSON object'),
+    ('a.jsonl', b'{"content": "good"}\n', "with the key 'text'"),
+    ('a.jsonl', b'{"text": 3}\n', "'text' is 3 in one document"),
+    ('a.txt', b'good\xff\xfe', 'a.txt: cannot be read'),
+    ('a.txt.bz2', b'not bz2', 'a.txt.bz2: cannot be read'),
+    ('a.parquet', b'not parquet', 'a.parquet: not a parquet file'),
+    ('a.csv', b'text\n', 'a.csv: not a .txt'),
+    ('a.txt', b' \n ', 'no text for train.bin'),
+])
+def test_bad_text_is_one_line(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit, match=message.replace('.', r'\.')):
+        corpus = sources.files_corpus([tmp_path / name])
+        write_bins(corpus, get_tokenizer('byte'), tmp_path / 'out', num_proc=1)
+    assert not (tmp_path / 'out').exists() or not list((tmp_path / 'out').iterdir())
+
+
+def test_bad_flags_are_one_line(tmp_path):
+    assert 'no such file' in prepare('text', tmp_path / 'none.txt', ok=False)
+    assert '--val_fraction=0.9' in prepare('text', tmp_path / 'none.txt', '--val_fraction', 0.9, ok=False)
+    assert '--num_proc' in prepare('text', tmp_path / 'none.txt', '--num_proc', 0, ok=False)
+
+
+# ---- corpora of their own --------------------------------------------------------------------------------------------
+
+
+def test_pysource_needs_no_download_and_no_further_package(tmp_path):
+    for name in ('tiktoken', 'datasets', 'pyarrow', 'tokenizers', 'huggingface_hub', 'torch', 'requests'):
+        (tmp_path / f'{name}.py').write_text(f'raise ImportError({name!r})')
+    prepare('pysource', '--out_dir', tmp_path / '1', '--num_proc', 1, PYTHONPATH=str(tmp_path))
+    train, val, meta = bins(tmp_path / '1')
+    assert (meta['tokenizer'], meta['vocab_size'], meta['eot_id'], meta['dtype']) == ('byte', 256, 0, 'uint16')
+    assert len(train) > 5e6
+    assert 0.03 < len(val) / len(train) < 0.2
+    train_files, val_files = (documents_of(ids, get_tokenizer('byte')) for ids in (train, val))
+    assert not set(train_files) & set(val_files)
+    assert Path(random.__file__).read_text() in train_files + val_files
+    assert (len(train_files), len(val_files)) == (meta['train']['documents'], meta['val']['documents'])
+    prepare('pysource', '--out_dir', tmp_path / '2', '--num_proc', 2)
+    for one, two in zip((train, val), bins(tmp_path / '2')):
+        assert np.array_equal(one, two)
+
+
+def test_shakespeare_char_is_nanogpts(tmp_path):
+    path = tmp_path / 'input.txt'
+    path.write_text('To be, or not to be:\n' * 50)
+    prepare('shakespeare_char', '--input', path, '--out_dir', tmp_path / 'out')
+    train, val, meta = bins(tmp_path / 'out')
+    text = path.read_text()
+    chars = sorted(set(text))
+    assert meta['chars'] == ''.join(chars)
+    assert list(train) == [chars.index(c) for c in text[:int(0.9 * len(text))]]
+    assert list(val) == [chars.index(c) for c in text[int(0.9 * len(text)):]]
+    assert tokenizer_from_meta(meta).decode(val) == text[int(0.9 * len(text)):]
+
+
+@pytest.mark.parametrize('name', ['fineweb', 'openwebtext', 'pile', 'pysource', 'shakespeare_char', 'text'])
+def test_help(name):
+    assert '--overwrite' in prepare(name, '--help')
