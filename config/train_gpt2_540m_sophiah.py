@@ -1,0 +1,4 @@
+# GPT-2, 540M parameters, on OpenWebText (the paper's Figure "head", d).
+out_dir = 'out/gpt2-540m-sophiah'
+model_size = '540M'
+optimizer_name = 'sophiah'

@@ -1,0 +1,260 @@
+"""Everything that needs a GPU, in order, in pieces: tests, benchmark, and the runs that compare the optimizers.
+
+  python scripts/gpu_suite.py --dataset data/books --text train.txt.bz2 --val_text val.txt.bz2 --minutes 8.5
+  python scripts/gpu_suite.py --dry_run                        the plan, and what of it is done
+  python scripts/gpu_suite.py --device cpu --tiny              try it on a CPU, in minutes
+
+Each call goes on with the next item that --records lacks, stops after --minutes, and can be repeated until all is done;
+training that was cut off is resumed from its checkpoint in --work. What has ended is in --records at once, small files
+only, and in the archive --out if one is given. Needs Python and torch (matplotlib and a network it does not).
+
+The runs: GPT-2 on the text given, AdamW, Lion, Sophia-G and Sophia-H at Table 3's rate times --multipliers, AdamW's
+rate swept as finely as Sophia's, each on the whole schedule of T = --max_iters or of T/2; then a second seed of the
+best runs of AdamW at T and Sophia-G at T/2; then Sophia-G with other γ, warm-up, ε and Hessian average; then AdamW and
+Sophia-G over mini-batch and horizon. scripts/speedup.py judges the first (RECORDS/main), scripts/paper/loss_grid.py
+draws the last (RECORDS/map). Remove a record to have it made again.
+"""
+
+import argparse
+import importlib.util
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from optimizers import PEAK_LR
+from scripts.runs import ROOT, below, print_table, read_json, read_run, write_json
+from scripts.sweep import expand, interrupt, progress, train_all
+
+GROUPS = ('tests', 'bench', 'runs', 'seeds', 'variants', 'map')
+TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=32', '--log_interval=2']
+
+
+class Command:
+    """An item that is one command with a result of a few lines: recorded as NAME.json with exit code and output."""
+
+    def __init__(self, name, argv, records, missing=''):
+        self.name, self.argv, self.record, self.missing = name, argv, records / f'{name}.json', missing
+
+    @property
+    def state(self):
+        if self.record.is_file():
+            return f'done (exit code {read_json(self.record)["exit_code"]})'
+        return f'left out: there is no {self.missing}' if self.missing else 'missing'
+
+    def run(self, deadline):
+        """Runs the command until it ends or `deadline`; True when it ended."""
+        started = time.monotonic()
+        try:
+            done = subprocess.run(self.argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                  timeout=max(1.0, deadline - started))
+        except subprocess.TimeoutExpired:
+            return False
+        print(done.stdout[-3000:])
+        write_json(self.record, dict(command=['python', *self.argv[1:]], exit_code=done.returncode,
+                                     seconds=round(time.monotonic() - started, 1), output=done.stdout[-20000:]))
+        return True
+
+
+class Training:
+    """An item that is one run of train.py: recorded as its metrics.jsonl and config.json."""
+
+    def __init__(self, item, records):
+        self.item, self.name, self.record = item, f'{item.out_dir.parent.name}/{item.out_dir.name}', records
+        self.record = records / self.name
+
+    @property
+    def state(self):
+        if (self.record / 'failed.txt').is_file():
+            return 'done (diverged)'
+        return 'done' if (self.record / 'metrics.jsonl').is_file() else {
+            'not begun': 'missing'}.get(progress(self.item), progress(self.item))
+
+    def run(self, deadline):
+        """Trains until the run ends or `deadline`; True when it ended. One that failed is not recorded."""
+        self.item.check()
+        ended = list(train_all([self.item], deadline=deadline))
+        if not self.item.finished and not self.item.failure:
+            if ended:
+                print(f'{self.name}: failed; see {self.item.out_dir}/log.txt')
+            return bool(ended)
+        self.record.mkdir(parents=True, exist_ok=True)
+        # metrics.jsonl comes last: it is what says that the record is complete.
+        for name in ('failed.txt', 'config.json', 'metrics.jsonl'):
+            if (self.item.out_dir / name).is_file():
+                shutil.copy(self.item.out_dir / name, self.record / name)
+        return True
+
+
+def base_arguments(args):
+    """Arguments of train.py that all runs share."""
+    base = [f'--model_size={args.model_size}', f'--device={args.device}',
+            f'--dataset={below(ROOT / "data", args.dataset)}', '--always_save_checkpoint=False', '--eval_iters=0']
+    return base + (TINY + ['--eval_iters=4'] if args.tiny else [])
+
+
+def entry(args, optimizer, T, multipliers, **settings):
+    """One object of a sweep's spec: an optimizer at T steps, over multiples of its rate in the table."""
+    rates = [float(f'{factor * PEAK_LR[args.model_size][optimizer]:.6g}') for factor in multipliers]
+    batch = settings.setdefault('total_batch_size', args.total_batch_size)
+    return dict(optimizer_name=optimizer, max_iters=T, learning_rate=rates, **settings, base=[
+        f'--batch_size={min(args.batch_size, batch)}', f'--warmup_iters={args.warmup_iters}',
+        f'--eval_interval={max(1, T // 10)}'])
+
+
+def training_items(args, group):
+    """The `Training` items of a group, in order."""
+    T, half, first, others = args.max_iters, args.max_iters // 2, args.multipliers[:1], args.multipliers[1:]
+    where = 'map' if group == 'map' else 'main'
+    if group == 'runs':
+        headline = [('adamw', T), ('sophiag', half), ('adamw', half), ('sophiag', T), ('sophiah', half),
+                    ('sophiah', T), ('lion', T)]
+        swept = [('adamw', T), ('sophiag', half), ('adamw', half), ('sophiah', half), ('lion', T)]
+        runs = [entry(args, *pair, first) for pair in headline] + [entry(args, *pair, others) for pair in swept]
+    elif group == 'seeds':
+        # The headline pair at the rate that turned out best; known once all rates are recorded.
+        runs = [dict(found, seed=args.seed2) for found in (best_entry(args, 'adamw', T),
+                                                           best_entry(args, 'sophiag', half)) if found]
+    elif group == 'variants':
+        # Among them a β2 with which h averages over the tenth part of the steps, and an estimate at every step.
+        runs = [entry(args, 'sophiag', half, first, **variant) for variant in (
+            dict(gamma=0.02), dict(gamma=0.1), dict(eps=1e-7), dict(warmup_iters=max(1, T // 4)), dict(beta2=0.9),
+            dict(hessian_interval=1))]
+    else:
+        runs = [entry(args, optimizer, horizon, args.multipliers[:2], total_batch_size=batch)
+                for batch in args.map_batches for horizon in (half // 2, half) for optimizer in ('adamw', 'sophiag')]
+    if not runs:
+        return []
+    return [Training(item, args.records)
+            for item in expand(dict(base=base_arguments(args), runs=runs), args.work / where)]
+
+
+def best_entry(args, optimizer, T):
+    """The `entry` of an optimizer at T with the rate whose recorded run is best; None while rates are missing."""
+    losses = {}
+    for factor in args.multipliers:
+        (item,) = [Training(item, args.records) for item in expand(
+            dict(base=[], runs=[entry(args, optimizer, T, [factor])]), args.work / 'main')]
+        if not item.state.startswith('done'):
+            return None
+        if 'diverged' not in item.state:
+            losses[factor] = read_run(item.record).last('val/loss')
+    return entry(args, optimizer, T, [min(losses, key=losses.get)]) if losses else None
+
+
+def items_of(args, group):
+    """The items of a group, in order."""
+    if group == 'tests':
+        missing = '' if importlib.util.find_spec('pytest') else 'pytest'
+        return [Command('tests', [sys.executable, '-m', 'pytest', '-q', '-m', 'gpu', 'tests'], args.records, missing)]
+    if group == 'bench':
+        script = 'scripts/bench.py'
+        return [Command('bench', [sys.executable, script, '--output', below(ROOT, args.records / 'bench_results.json')],
+                        args.records, '' if (ROOT / script).is_file() else script)]
+    return training_items(args, group)
+
+
+def prepare_data(args):
+    """Makes the bins where they are missing."""
+    if (Path(args.dataset) / 'meta.json').is_file():
+        return
+    if args.tiny:
+        command = ['data/pysource/prepare.py']
+    elif args.text and args.val_text:
+        command = ['data/text/prepare.py', '--tokenizer=gpt2', *(str(Path(p).resolve()) for p in args.text),
+                   '--val_file', *(str(Path(p).resolve()) for p in args.val_text)]
+    else:
+        raise SystemExit(f'{args.dataset}: no bins in it; give --text and --val_text to make them')
+    done = subprocess.run([sys.executable, *command, f'--out_dir={Path(args.dataset).resolve()}'], cwd=ROOT)
+    if done.returncode:
+        raise SystemExit('the data could not be prepared')
+
+
+def pack(records, out):
+    """Writes everything in `records` as the archive `out`."""
+    if out and records.is_dir():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_name(out.name + '.partial')
+        with tarfile.open(partial, 'w:gz') as archive:
+            archive.add(records, arcname=records.name)
+        partial.replace(out)
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--minutes', type=float, default=9.0, help='stop after so many (default: 9)')
+    parser.add_argument('--dry_run', action='store_true', help='list the plan')
+    parser.add_argument('--groups', nargs='+', choices=GROUPS, default=GROUPS, help=f'default: {" ".join(GROUPS)}')
+    parser.add_argument('--records', type=Path, default=Path('records/gpu'), help='results, read and written')
+    parser.add_argument('--out', type=Path, help='also pack all of --records into this .tar.gz, after every item')
+    parser.add_argument('--work', type=Path, default=Path('out/gpu_suite'), help='runs with their checkpoints')
+    parser.add_argument('--device', default='cuda')
+    parser.add_argument('--dataset', default='data/books', help='directory of the bins (default: data/books)')
+    parser.add_argument('--text', nargs='+', default=[], metavar='FILE',
+                        help='to make the bins of, where missing (needs tiktoken with its GPT-2 vocabulary)')
+    parser.add_argument('--val_text', nargs='+', default=[], metavar='FILE')
+    parser.add_argument('--model_size', default='30M', choices=[size for size in PEAK_LR if 'lion' in PEAK_LR[size]])
+    parser.add_argument('--max_iters', type=int, default=2000, help='T (default: 2000)')
+    parser.add_argument('--total_batch_size', type=int, default=128, help='sequences (default: 128)')
+    parser.add_argument('--batch_size', type=int, default=32, help='micro-batch (default: 32)')
+    parser.add_argument('--warmup_iters', type=int, help='default: T/20')
+    parser.add_argument('--multipliers', nargs='+', type=float, default=[1, 2, 0.5],
+                        help="of Table 3's rate, the first one first (default: 1 2 0.5)")
+    parser.add_argument('--map_batches', nargs='+', type=int, default=[8, 32, 480], metavar='N',
+                        help='mini-batches of the map (default: 8 32 480)')
+    parser.add_argument('--seed2', type=int, default=1338, help='the second seed (default: 1338)')
+    parser.add_argument('--tiny', action='store_true', help='a tiny model, bytes as tokens, a few steps')
+    args = parser.parse_args(argv)
+    if args.out and not args.out.name.endswith('.tar.gz'):
+        parser.error(f'--out={args.out}: must end in .tar.gz')
+    if args.tiny:
+        args.model_size, args.max_iters, args.total_batch_size, args.batch_size = 'tiny', 20, 4, 2
+        args.dataset, args.map_batches, args.multipliers = args.work / 'pysource', [2], [1, 2]
+    if args.max_iters % 2:
+        parser.error('--max_iters must be even: half of it is compared with all of it')
+    args.records, args.work = args.records.resolve(), args.work.resolve()
+    args.warmup_iters = args.warmup_iters or max(1, args.max_iters // 20)
+    return args
+
+
+def main(argv=None):
+    args = parse(argv)
+    deadline = time.monotonic() + 60 * args.minutes
+    if args.dry_run:
+        rows = [dict(group=group, item=item.name, state=item.state)
+                for group in args.groups for item in items_of(args, group)]
+        print_table(rows)
+        if 'seeds' in args.groups and not any(row['group'] == 'seeds' for row in rows):
+            print('and a second seed of the best runs, once those are known')
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    prepare_data(args)
+    tokens = read_json(Path(args.dataset) / 'meta.json')['train']['tokens']
+    block_size = 32 if args.tiny else 1024
+    epochs = args.max_iters * args.total_batch_size * block_size / tokens
+    print(f'T = {args.max_iters} steps of {args.total_batch_size} × {block_size} tokens: {epochs:.1f} epochs of '
+          f'{tokens:,} tokens' + (' (more than 8: lower --max_iters)' if epochs > 8 else ''), flush=True)
+    try:
+        for group in args.groups:
+            for item in items_of(args, group):
+                if item.state.startswith(('done', 'left out')):
+                    continue
+                print(f'{group}: {item.name}: {item.state}', flush=True)
+                ended = time.monotonic() < deadline and item.run(deadline)
+                pack(args.records, args.out)
+                if not ended:
+                    print(f'time is up; {item.name} is next: {item.state}')
+                    return
+    except KeyboardInterrupt:
+        raise SystemExit('interrupted; the same command goes on where it stopped') from None
+    left = [item.name for group in args.groups for item in items_of(args, group)
+            if not item.state.startswith(('done', 'left out'))]
+    print(f'{len(left)} failed: {", ".join(left)}' if left else 'all done')
+
+
+if __name__ == '__main__':
+    main()

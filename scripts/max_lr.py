@@ -1,0 +1,99 @@
+"""The largest stable peak learning rate, with and without attention scaling (Figure "stability" (b)).
+
+  python scripts/max_lr.py --out_dir out/max_lr --optimizers adamw lion sophiag --rates 1e-4 2e-4 4e-4 8e-4 \\
+      -- config/train_gpt2_medium_adamw.py --max_iters=2000
+
+For every optimizer, once with and once without scale_attn_by_inverse_layer_idx, runs at rising rates until one blows
+up. A rate is stable when its run ends finite and with a training loss no more than --margin above the lowest loss of
+the run itself and of the runs at lower rates. Runs are kept in out_dir, and the same command goes on where it stopped.
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from scripts.runs import OPTIMIZER_LABELS, figure, png_path, print_table, save
+from scripts.sweep import expand, interrupt, train_all
+
+# The list that the paper searches (section Hyperparamter Tuning), rising.
+RATES = [4e-5, 6e-5, 8e-5, 1e-4, 1.2e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 6e-4]
+
+
+def end_and_lowest(run):
+    """(mean training loss over the last tenth of the lines, lowest mean over any tenth); the run's stability in two
+    numbers."""
+    losses = run.series('train/loss')[1]
+    n = max(1, len(losses) // 10)
+    means = [sum(losses[i:i + n]) / n for i in range(len(losses) - n + 1)]
+    return means[-1], min(means)
+
+
+def judge(item, lowest_before, margin):
+    """(stable, final loss, why not) of a run that has ended; `lowest_before`: over the runs at lower rates."""
+    if item.failure:
+        return False, None, item.failure
+    if not item.finished:
+        raise SystemExit(f'{item.out_dir}: did not end; see log.txt in it')
+    end, lowest = end_and_lowest(item.run)
+    above = end - min(lowest, lowest_before)
+    return above <= margin, end, '' if above <= margin else f'ends {above:.2f} above the lowest loss'
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
+    parser.add_argument('--out_dir', required=True, type=Path)
+    parser.add_argument('--optimizers', nargs='+', default=['adamw', 'lion', 'sophiag'], metavar='NAME')
+    parser.add_argument('--rates', nargs='+', type=float, default=RATES, help="default: the paper's list")
+    parser.add_argument('--margin', type=float, default=0.5, help='nats of training loss (default: 0.5)')
+    parser.add_argument('--launcher', default=sys.executable, metavar='COMMAND', help='starts train.py')
+    parser.add_argument('--output', help='PNG; .csv beside it (default: OUT_DIR/max_lr.png)')
+    args = parser.parse_args(argv)
+    output = png_path(args.output or args.out_dir / 'max_lr.png')
+    signal.signal(signal.SIGTERM, interrupt)
+
+    rows, largest = [], []
+    for name in args.optimizers:
+        for scaled in (True, False):
+            lowest, best = float('inf'), None
+            entry = dict(optimizer_name=name, scale_attn_by_inverse_layer_idx=scaled, learning_rate=sorted(args.rates))
+            for item in expand(dict(base=args.base, runs=[entry]), args.out_dir):
+                item.check()
+                for _ in train_all([item], launcher=args.launcher.split()):
+                    pass
+                stable, loss, why = judge(item, lowest, args.margin)
+                rate = item.settings['learning_rate']
+                rows.append(dict(optimizer=name, attention_scaling=scaled, learning_rate=rate, stable=stable,
+                                 final_train_loss=loss, why=why))
+                print(f'{name}, attention scaling {scaled}, {rate:g}: {"stable" if stable else "blows up: " + why}'
+                      + (f', training loss {loss:.3f}' if loss else ''), flush=True)
+                if not stable:
+                    break
+                lowest, best = min(lowest, end_and_lowest(item.run)[1]), rate
+            largest.append(dict(optimizer=name, attention_scaling=scaled, largest_stable=best,
+                                all_stable=best == max(args.rates)))
+    print_table(largest)
+    if any(row['all_stable'] for row in largest):
+        print('where all rates were stable the largest is above those tried: give larger --rates')
+
+    fig, (ax,) = figure()
+    for i, name in enumerate(args.optimizers):
+        for scaled in (True, False):
+            mine = [row for row in rows if (row['optimizer'], row['attention_scaling']) == (name, scaled)]
+            drawn = [row for row in mine if row['final_train_loss'] is not None]
+            ax.plot([row['learning_rate'] for row in drawn], [row['final_train_loss'] for row in drawn],
+                    'o-' if scaled else 'o--', color=f'C{i}',
+                    label=f'{OPTIMIZER_LABELS.get(name, name)}, {"with" if scaled else "without"} scaling')
+            for row in mine:
+                if not row['stable']:
+                    ax.axvline(row['learning_rate'], color=f'C{i}', linestyle='-' if scaled else '--', alpha=0.3)
+    ax.set(xscale='log', xlabel='peak learning rate', ylabel='final training loss',
+           title='a vertical line: blows up')
+    ax.legend(fontsize=7)
+    save(output, fig, rows, largest=largest, margin=args.margin)
+
+
+if __name__ == '__main__':
+    main()

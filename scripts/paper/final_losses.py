@@ -1,0 +1,82 @@
+"""Final validation losses of many runs: against steps, FLOPs, model size or learning rate, one line per optimizer.
+
+  Figure "add_res":       python scripts/paper/final_losses.py out/sweep
+  Figure "head" (d):      python scripts/paper/final_losses.py out/sizes --x parameters
+  Figure "ablation" (a):  python scripts/paper/final_losses.py out/interval --by hessian_interval --x flops
+  Figure "ablation" (b):  python scripts/paper/final_losses.py out/preconditioners
+  Figure "ablation" (c):  python scripts/paper/final_losses.py out/clipping
+  Figure "66b":           python scripts/paper/final_losses.py out/rates --x learning_rate
+
+Runs that differ in their seed are averaged; of those that differ otherwise, at the same x and on the same line, the
+best is drawn: the learning rate is tuned for each point. Unfinished runs are left out.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.runs import OPTIMIZER_LABELS, by_seed, figure, finished_runs, mean_loss, png_path, print_table, save
+
+X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
+     'learning_rate': 'peak learning rate', 'tokens': 'training tokens'}
+
+
+def x_value(run, x):
+    """The run's place on the x-axis."""
+    if x == 'flops':
+        return run.max_iters * run.flops_per_iteration()
+    if x == 'tokens':
+        return run.max_iters * run.total_batch_size * run.block_size
+    return run.about['parameters'] if x == 'parameters' else run.config[x]
+
+
+def line_of(run, by):
+    """The name of the line that a run belongs to."""
+    return ', '.join(OPTIMIZER_LABELS.get(run.config[key], run.config[key]) if key == 'optimizer_name'
+                     else f'{key} = {run.config[key]}' for key in by)
+
+
+def best_points(runs, by, x):
+    """Rows line, x, loss, spread, learning rate, …: the best group of seeds at each x of each line, sorted."""
+    best = {}
+    for group in by_seed(runs):
+        point, (loss, spread) = (line_of(group[0], by), x_value(group[0], x)), mean_loss(group)
+        row = {'line': point[0], x: point[1], 'val/loss': loss, 'spread': spread, 'seeds': len(group),
+               'learning_rate': group[0].learning_rate, 'max_iters': group[0].max_iters,
+               'run': str(group[0].out_dir)}
+        tried = best[point]['tried'] if point in best else 0
+        if point not in best or loss < best[point]['val/loss']:
+            best[point] = row
+        best[point]['tried'] = tried + 1
+    return [best[point] for point in sorted(best)]
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs, or directories of runs')
+    parser.add_argument('--x', choices=X, default='max_iters')
+    parser.add_argument('--by', nargs='+', default=['optimizer_name'], metavar='KEY',
+                        help='settings that make a line (default: optimizer_name)')
+    parser.add_argument('--output', default='final_losses.png', help='PNG; .csv beside it')
+    args = parser.parse_args(argv)
+    png_path(args.output)
+    runs = finished_runs(args.out_dirs)
+    for key in args.by:
+        if key not in runs[0].config:
+            raise SystemExit(f'--by={key}: no such setting; see python train.py --help')
+    rows = best_points(runs, args.by, args.x)
+    print_table(rows, [key for key in rows[0] if key != 'run'])
+
+    fig, (ax,) = figure()
+    for line in dict.fromkeys(row['line'] for row in rows):
+        mine = [row for row in rows if row['line'] == line]
+        ax.errorbar([row[args.x] for row in mine], [row['val/loss'] for row in mine], [row['spread'] for row in mine],
+                    fmt='o-', capsize=3, label=line)
+    ax.set(xscale='log', xlabel=X[args.x], ylabel='final validation loss')
+    ax.legend(fontsize=8)
+    save(args.output, fig, rows)
+
+
+if __name__ == '__main__':
+    main()

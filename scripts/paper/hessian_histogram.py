@@ -1,0 +1,85 @@
+"""How dispersed the curvatures are: histogram of the positive entries of the Hessian's diagonal (Figure "lt").
+
+  python scripts/paper/hessian_histogram.py out/quickstart --estimator gnb --samples 10
+
+The diagonal at a checkpoint is estimated as the mean of several samples of the paper's Algorithm 1 (hutchinson) or 2
+(gnb), each on a mini-batch of its own from the training data. The more samples, the less of the spread is noise.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from loader import Bin, TrainLoader
+from scripts.load import MODEL_HELP, load
+from scripts.runs import ROOT, figure, png_path, print_table, save
+from sophia import gauss_newton_bartlett, hutchinson
+
+QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
+
+
+def mean_diagonal(model, batches, estimator):
+    """The estimated diagonal, one float32 vector over all parameters, averaged over `batches` of windows (B, T + 1)."""
+    params, total = list(model.parameters()), 0
+    for windows in batches:
+        X, Y = windows[:, :-1], windows[:, 1:]
+        if estimator == 'gnb':
+            sample = gauss_newton_bartlett(model(X)[0], params)
+        else:
+            with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
+                sample = hutchinson(model(X, Y)[1], params)
+        total = total + torch.cat([h.flatten().float() for h in sample]) / len(batches)
+    return total
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('checkpoint', help=MODEL_HELP)
+    parser.add_argument('--estimator', choices=['gnb', 'hutchinson'], default='gnb', help='default: gnb')
+    parser.add_argument('--samples', type=int, default=10, help='how many are averaged (default: 10)')
+    parser.add_argument('--batch_size', type=int, default=8, help='sequences per sample (default: 8)')
+    parser.add_argument('--dataset', help="default: the checkpoint's")
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--seed', type=int, default=1337)
+    parser.add_argument('--output', default='hessian_histogram.png', help='PNG; .csv and .json beside it')
+    args = parser.parse_args(argv)
+    png_path(args.output)
+    if min(args.samples, args.batch_size) < 1:
+        parser.error('--samples and --batch_size must be at least 1')
+    loaded = load(args.checkpoint, args.device)
+    dataset = args.dataset or loaded.state.get('config', {}).get('dataset')
+    if not dataset:
+        parser.error(f'{loaded.path} does not name its data set: give --dataset')
+    torch.manual_seed(args.seed)
+    loader = TrainLoader(Bin(ROOT / 'data' / dataset, 'train'), args.seed, args.batch_size,
+                         loaded.model.config.block_size, 0, 1, args.device)
+    batches = [next(loader) for _ in range(args.samples)]
+    loader.close()
+    diagonal = mean_diagonal(loaded.model, batches, args.estimator).cpu().numpy()
+
+    positive = diagonal[diagonal > 0]
+    if not len(positive):
+        raise SystemExit(f'{loaded.path}: no entry of the estimated diagonal is positive')
+    quantiles = {f'{q:.0%} quantile': float(np.quantile(positive, q)) for q in QUANTILES}
+    summary = dict(checkpoint=loaded.name, iteration=loaded.state.get('iter_num'), estimator=args.estimator,
+                   samples=args.samples, sequences=args.samples * args.batch_size, parameters=len(diagonal),
+                   positive=len(positive) / len(diagonal), negative=float((diagonal < 0).mean()), **quantiles)
+    print_table([{'': key, 'value': value} for key, value in summary.items()])
+
+    edges = np.logspace(np.log10(quantiles['1% quantile']) - 1, np.log10(positive.max()), 101)
+    counts, _ = np.histogram(positive, edges)
+    fig, (ax,) = figure()
+    ax.stairs(counts, edges, fill=True)
+    ax.set(xscale='log', xlabel="positive entries of the Hessian's diagonal", ylabel='parameters',
+           title=f'{loaded.name}, {args.estimator}, mean of {args.samples}')
+    save(args.output, fig, [dict(low=low, high=high, parameters=int(n))
+                            for low, high, n in zip(edges, edges[1:], counts)], **summary)
+
+
+if __name__ == '__main__':
+    main()

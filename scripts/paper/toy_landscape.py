@@ -1,0 +1,117 @@
+"""The motivating toy example (Figure "toy"): GD, SignGD, Adam, Newton and Sophia on a two-dimensional loss.
+
+  python scripts/paper/toy_landscape.py --output out/toy.png
+
+L(θ1, θ2) = L1(θ1) + L2(θ2) with the functions of the paper's footnote: L1(x) = 8 (x − 1)² (1.3 x² + 2 x + 1), sharp
+and not convex, and L2(y) = ½ (y − 4)², flat. The paper names no start and no learning rates; the defaults are ours.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.runs import figure, png_path, print_table, save
+
+MINIMUM = np.array([1.0, 4.0])
+
+# GD's is bounded by the sharp direction: it is stable at the minimum below 2 / L1''(1) = 0.029.
+RATES = {'GD': 0.01, 'SignGD': 0.3, 'Adam': 0.3, 'Newton': 1.0, 'Sophia': 1.0}
+
+
+def loss(theta):
+    """L at `theta` (…, 2)."""
+    x, y = theta[..., 0], theta[..., 1]
+    return 8 * (x - 1) ** 2 * (1.3 * x ** 2 + 2 * x + 1) + 0.5 * (y - 4) ** 2
+
+
+def gradient(theta):
+    """∇L at `theta` (2,)."""
+    x, y = theta
+    return np.array([8 * (x - 1) * x * (5.2 * x + 3.4), y - 4])
+
+
+def hessian_diagonal(theta):
+    """The diagonal of ∇²L at `theta` (2,): all of it, for L is separable."""
+    x, _ = theta
+    return np.array([8 * (15.6 * x ** 2 - 3.6 * x - 3.4), 1.0])
+
+
+def updates(lr, rho, eps=1e-12, beta1=0.9, beta2=0.999):
+    """The update rules by name: each maps (t from 1, θ, its own state dict) → step to subtract. `lr`: rate by name."""
+    def gd(t, theta, state):
+        return lr['GD'] * gradient(theta)
+
+    def signgd(t, theta, state):
+        return lr['SignGD'] * np.sign(gradient(theta))
+
+    def adam(t, theta, state):
+        g = gradient(theta)
+        state['m'] = beta1 * state.get('m', 0) + (1 - beta1) * g
+        state['v'] = beta2 * state.get('v', 0) + (1 - beta2) * g ** 2
+        return lr['Adam'] * (state['m'] / (1 - beta1 ** t)) / (np.sqrt(state['v'] / (1 - beta2 ** t)) + 1e-8)
+
+    def newton(t, theta, state):
+        return lr['Newton'] * gradient(theta) / hessian_diagonal(theta)
+
+    def sophia(t, theta, state):
+        ratio = gradient(theta) / np.maximum(hessian_diagonal(theta), eps)
+        return lr['Sophia'] * np.clip(ratio, -rho, rho)
+
+    return {'GD': gd, 'SignGD': signgd, 'Adam': adam, 'Newton': newton, 'Sophia': sophia}
+
+
+def trajectories(start, steps, lr, rho):
+    """{name: θ_0 … θ_steps, an array (steps + 1, 2)}."""
+    paths = {}
+    for name, update in updates(lr, rho).items():
+        path, state = [np.array(start, dtype=float)], {}
+        for t in range(1, steps + 1):
+            path.append(path[-1] - update(t, path[-1], state))
+        paths[name] = np.array(path)
+    return paths
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--start', nargs=2, type=float, default=[0.2, 0.0], metavar=('X', 'Y'),
+                        help='default: 0.2 0, where L1 curves downwards')
+    parser.add_argument('--steps', type=int, default=50)
+    parser.add_argument('--rho', type=float, default=0.6, help='clipping threshold of Sophia (default: 0.6)')
+    for name, rate in RATES.items():
+        parser.add_argument(f'--lr_{name.lower()}', type=float, default=rate, help=f'default: {rate:g}')
+    parser.add_argument('--output', default='toy_landscape.png', help='PNG; .csv and .json beside it')
+    args = parser.parse_args(argv)
+    png_path(args.output)
+    paths = trajectories(args.start, args.steps, {name: getattr(args, f'lr_{name.lower()}') for name in RATES},
+                         args.rho)
+
+    rows, summary = [], []
+    for name, path in paths.items():
+        distance = np.linalg.norm(path - MINIMUM, axis=1)
+        near = np.flatnonzero(distance < 0.05)
+        stays = next((int(t) for t in near if (distance[t:] < 0.05).all()), None)
+        summary.append({'method': name, 'theta1': float(path[-1, 0]), 'theta2': float(path[-1, 1]),
+                        'loss': float(loss(path[-1])), 'steps to stay within 0.05 of the minimum': stays})
+        rows += [dict(method=name, step=t, theta1=x, theta2=y, loss=float(loss(path[t])))
+                 for t, (x, y) in enumerate(path.tolist())]
+    print_table(summary)
+
+    fig, (ax,) = figure(width=5.5, height=4.8)
+    x, y = np.meshgrid(np.linspace(-1.1, 1.5, 300), np.linspace(-0.6, 4.8, 300))
+    z = loss(np.stack((x, y), axis=-1))
+    contours = ax.contour(x, y, z, levels=[0.1, 0.5, 1, 2, 4, 6, 8, 10, 13, 16, 20, 30, 50, 90], colors='0.65',
+                          linewidths=0.7)
+    ax.clabel(contours, fontsize=6)
+    for (name, path), color in zip(paths.items(), ('tab:brown', 'gold', 'tab:red', 'tab:blue', 'black')):
+        ax.plot(path[:, 0], path[:, 1], 'o-', color=color, markersize=3, linewidth=1.2, label=name)
+    ax.plot(*MINIMUM, '*', color='tab:green', markersize=14, label='minimum')
+    ax.set(xlabel=r'$\theta_{[1]}$ (sharp)', ylabel=r'$\theta_{[2]}$ (flat)', xlim=(-1.1, 1.5), ylim=(-0.6, 4.8))
+    ax.legend(fontsize=8, loc='lower left')
+    save(args.output, fig, rows, summary=summary, start=args.start, rho=args.rho)
+
+
+if __name__ == '__main__':
+    main()

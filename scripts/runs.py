@@ -1,0 +1,290 @@
+"""What the scripts share: runs read from their out_dirs, their FLOPs, grouping over seeds, figures and tables written.
+
+A run is a directory with the metrics.jsonl and config.json that train.py writes (or a copy of the two in records/).
+"""
+
+import csv
+import io
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+# How an x-axis is called on the command line, and what it says under the figure.
+AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds of training', 'flops': 'training FLOPs'}
+
+# FLOPs of one Hessian estimate, in units of a forward and backward of the sequences that it uses. Gauss-Newton-Bartlett
+# shares the gradient's forward and adds a backward, two thirds. Forward-over-reverse differentiation makes two more
+# matrix products of each one.
+HESSIAN_COST = {'sophiag': 2 / 3, 'gnb_noclip': 2 / 3, 'ef_clip': 2 / 3, 'sophiah': 3, 'ah_clip': 3, 'adahessian': 3}
+
+OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian', 'sophiag': 'Sophia-G',
+                    'sophiah': 'Sophia-H', 'ef_clip': 'E-F+clip', 'ah_clip': 'AH+clip', 'clip': 'Clip',
+                    'normalize': 'Normalize', 'gnb_noclip': 'GNB'}
+
+# Settings that say where or how fast a run ran, not what it computed; and the seed, over which results are averaged.
+INCIDENTAL = {
+    'out_dir', 'dataset', 'eval_interval', 'log_interval', 'eval_iters', 'eval_only', 'always_save_checkpoint',
+    'keep_checkpoints', 'init_from', 'ignore_data_change', 'max_hours', 'skip_nonfinite', 'show_config', 'wandb_log',
+    'wandb_project', 'wandb_run_name', 'batch_size', 'gradient_accumulation_steps', 'backend', 'device', 'compile',
+    'seed'}
+
+
+@dataclass
+class Run:
+    """One training run.
+
+    out_dir: where it lies. config: its settings, key → value. about: config.json as it stands. records: the lines of
+    metrics.jsonl.
+    """
+    out_dir: Path
+    config: dict
+    about: dict
+    records: list
+
+    def __getattr__(self, key):
+        """A setting of the run: run.max_iters."""
+        try:
+            return self.__dict__['config'][key]
+        except KeyError:
+            raise AttributeError(f'{self.__dict__.get("out_dir")}: config.json has no {key!r}') from None
+
+    @property
+    def optimizer_label(self):
+        return OPTIMIZER_LABELS.get(self.optimizer_name, self.optimizer_name)
+
+    def series(self, key, x='steps'):
+        """The measured values of `key` as (xs, ys), two lists; x is one of AXES."""
+        found = [record for record in self.records if key in record]
+        if x == 'flops':
+            per_iteration = self.flops_per_iteration()
+            xs = [record['iter'] * per_iteration for record in found]
+        else:
+            xs = [record[{'steps': 'iter', 'tokens': 'tokens', 'seconds': 'time'}[x]] for record in found]
+        return xs, [record[key] for record in found]
+
+    def last(self, key):
+        """The latest measured value of `key`; None where there is none."""
+        return next((record[key] for record in reversed(self.records) if key in record), None)
+
+    @property
+    def unfinished(self):
+        """Why the run's schedule has not been run to its end, one clause; None when it has."""
+        done = max((record['iter'] for record in self.records if 'val/loss' in record), default=0)
+        if done < self.max_iters:
+            return f'it has a validation loss at iteration {done} of {self.max_iters} only'
+        if self.decay_lr and self.lr_decay_iters != self.max_iters:
+            return (f'its learning rate decays over {self.lr_decay_iters} iterations, and it was run for '
+                    f'{self.max_iters}')
+        return None
+
+    def flops_per_iteration(self):
+        """FLOPs of one iteration on average, with its share of the Hessian estimates (see `flops_per_iteration`)."""
+        return sum(flops_per_iteration(self.config, self.about['parameters']))
+
+
+def flops_per_iteration(config, parameters):
+    """(FLOPs of forward and backward of an iteration, FLOPs per iteration spent on Hessian estimates).
+
+    Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration; an estimate costs HESSIAN_COST
+    of that on hessian_batch_size sequences, every hessian_interval iterations.
+
+    Args:
+        config: the settings, key → value.
+        parameters: number of parameters, from which follows the vocabulary: config.json does not name it.
+    """
+    import torch
+
+    from model import GPT, GPTConfig
+    shape = {key: config[key] for key in ('block_size', 'n_layer', 'n_head', 'n_embd', 'bias')}
+    with torch.device('meta'):
+        rest = GPT(GPTConfig(vocab_size=64, **shape)).num_params() - 64 * config['n_embd']
+        model = GPT(GPTConfig(vocab_size=(parameters - rest) // config['n_embd'], **shape))
+    per_sequence = model.flops_per_token() * config['block_size']
+    estimate = HESSIAN_COST.get(config['optimizer_name'], 0) * config['hessian_batch_size'] * per_sequence
+    interval = config['hessian_interval']
+    return per_sequence * config['total_batch_size'], estimate / interval if interval else 0.0
+
+
+def read_run(out_dir):
+    """The `Run` in `out_dir`; SystemExit with one line when it is not one."""
+    out_dir = Path(out_dir)
+    about = read_json(out_dir / 'config.json')
+    if not isinstance(about, dict) or 'config' not in about:
+        raise SystemExit(f'{out_dir}/config.json: not written by train.py (it has no "config")')
+    path, records = out_dir / 'metrics.jsonl', []
+    if path.is_file():
+        lines = path.read_text(encoding='utf-8').splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                if number < len(lines):  # the last line of a run that is being written may be cut off
+                    raise SystemExit(f'{path}:{number}: not a JSON object; the file is damaged') from None
+    return Run(out_dir, about['config'], about, records)
+
+
+def find_runs(paths):
+    """The runs in `paths`: out_dirs, or directories of out_dirs at any depth, in order of their names."""
+    found = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise SystemExit(f'{path}: no such directory; give the out_dir of a run, or a directory of such')
+        out_dirs = [path] if (path / 'metrics.jsonl').is_file() else sorted(
+            metrics.parent for metrics in path.rglob('metrics.jsonl'))
+        if not out_dirs:
+            raise SystemExit(f'{path}: no metrics.jsonl in it; train first, or check the path')
+        found += [out_dir for out_dir in out_dirs if out_dir not in found]
+    return [read_run(out_dir) for out_dir in found]
+
+
+def finished_runs(paths):
+    """The runs in `paths` that reached the end of their schedule; says on stderr which were left out, and why."""
+    runs = find_runs(paths)
+    for run in runs:
+        if run.unfinished:
+            print(f'left out {run.out_dir}: {run.unfinished}', file=sys.stderr)
+    kept = [run for run in runs if not run.unfinished]
+    if not kept:
+        raise SystemExit('no finished run among these; let train.py reach max_iters')
+    return kept
+
+
+def hyperparameters(run):
+    """What a run's result depends on besides data and seed, as a hashable key: equal keys differ in the seed only."""
+    return tuple(sorted((key, value) for key, value in run.config.items() if key not in INCIDENTAL))
+
+
+def by_seed(runs):
+    """Lists of the runs that differ in their seed only, in order of first appearance."""
+    groups = {}
+    for run in runs:
+        groups.setdefault(hyperparameters(run), []).append(run)
+    return list(groups.values())
+
+
+def mean_loss(runs, key='val/loss'):
+    """(mean, half the range) of the last `key` of runs that differ in their seed."""
+    losses = [run.last(key) for run in runs]
+    return sum(losses) / len(losses), (max(losses) - min(losses)) / 2
+
+
+def differing_settings(runs):
+    """The settings in which `runs` differ, where and how fast they ran left out, the seed included."""
+    keys = [key for key in runs[0].config if key not in INCIDENTAL - {'seed'}]
+    return [key for key in keys if len({json.dumps(run.config.get(key)) for run in runs}) > 1]
+
+
+def below(root, path):
+    """`path` relative to the directory `root` where it lies in it, else absolute: a str that says nothing of the
+    machine where that can be helped."""
+    path = Path(path).resolve()
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
+
+
+def read_json(path):
+    """The contents of a JSON file; SystemExit with one line when it is missing or damaged."""
+    path = Path(path)
+    try:
+        return json.loads(path.read_text(encoding='utf-8'))
+    except OSError:
+        raise SystemExit(f'{path}: no such file') from None
+    except ValueError as error:
+        raise SystemExit(f'{path}: not JSON ({error})') from None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def figure(columns=1, width=5.0, height=3.7, **options):
+    """A matplotlib figure of `columns` panels side by side, drawn without a display: (figure, list of axes)."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit('drawing needs matplotlib: pip install matplotlib') from None
+    matplotlib.use('Agg')
+    from matplotlib import pyplot as plt
+    fig, axes = plt.subplots(1, columns, figsize=(width * columns, height), squeeze=False, layout='constrained',
+                             **options)
+    for ax in axes[0]:
+        ax.grid(alpha=0.3)
+        ax.spines[['top', 'right']].set_visible(False)
+    return fig, list(axes[0])
+
+
+def save(output, fig, rows=None, **data):
+    """Writes the figure as `output` (PNG) and beside it the numbers: `rows` as .csv, and `data` as .json.
+
+    Args:
+        rows: list of dicts; the header is the union of their keys in order of appearance.
+        data: what else was measured; written only where there is any.
+    """
+    from matplotlib import pyplot as plt
+    output = png_path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(output.name + '.partial')
+    fig.savefig(partial, dpi=150, format='png')
+    plt.close(fig)
+    partial.replace(output)
+    written = [output]
+    if rows is not None:
+        write_csv(output.with_suffix('.csv'), rows)
+        written.append(output.with_suffix('.csv'))
+    if data:
+        write_json(output.with_suffix('.json'), data)
+        written.append(output.with_suffix('.json'))
+    print('wrote ' + ', '.join(map(str, written)))
+
+
+def png_path(output):
+    """`output` as a Path; SystemExit unless it ends in .png."""
+    output = Path(output)
+    if output.suffix != '.png':
+        raise SystemExit(f'--output={output}: must end in .png; the numbers go beside it as .csv or .json')
+    return output
+
+
+def write_csv(path, rows):
+    """`rows`, a list of dicts, as a CSV file; a key that a row lacks stays empty."""
+    header = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, header, lineterminator='\n')
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def write_json(path, data):
+    """`data` as an indented JSON file."""
+    write_text(path, json.dumps(data, indent=1) + '\n')
+
+
+def write_text(path, text):
+    """Writes a text file that takes its name only when it is complete."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + '.partial')
+    partial.write_text(text, encoding='utf-8')
+    partial.replace(path)
+
+
+def print_table(rows, columns=None):
+    """Prints `rows`, a list of dicts, as an aligned table."""
+    columns = columns or list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        print('  '.join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip())
+
+
+def _cell(value):
+    if value is None:
+        return '–'
+    if isinstance(value, float):
+        return 'nan' if math.isnan(value) else f'{value:.4f}' if 0.01 <= abs(value) < 1e4 else f'{value:.3g}'
+    return str(value)

@@ -1,0 +1,255 @@
+"""Train a grid or a list of runs, here or as a Slurm array; resumable, skips what is finished, prints a table by loss.
+
+  python scripts/sweep.py --out_dir out/lr --grid optimizer_name=adamw,lion learning_rate=1e-3,2e-3 \\
+      -- config/quickstart.py --max_iters=200
+  python scripts/sweep.py --out_dir out/sensitivity --spec config/ablation/sensitivity.json
+  python scripts/sweep.py --out_dir out/sensitivity            the same again: goes on with what is missing
+  python scripts/sweep.py --out_dir out/sensitivity --table    only the table
+
+A spec is a JSON object: "base", arguments of train.py for every run, and "runs", a list of objects setting → value, or
+→ list of values, of which every combination is one run. There "config" names a config file in the place of a setting,
+and "base" more arguments for the runs of that object. A run's directory is named after its settings, not after "base".
+Other keys, such as "about", are for the reader.
+"""
+
+import argparse
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import configurator
+from distributed import NOT_FINITE
+from scripts.runs import INCIDENTAL, ROOT, below, print_table, read_json, read_run, write_csv, write_json, write_text
+
+# Settings in which a finished run must agree with what is asked for.
+CHECKED_TOO = {'dataset', 'eval_iters', 'seed'}
+GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
+
+
+@dataclass
+class Item:
+    """One run of a sweep: its directory, the settings that make it differ, and the arguments of train.py."""
+    out_dir: Path
+    settings: dict
+    argv: list
+
+    @property
+    def failure(self):
+        """What train.py said when the run diverged, one line; None where it has not."""
+        path = self.out_dir / 'failed.txt'
+        return path.read_text(encoding='utf-8').strip() if path.is_file() else None
+
+    @property
+    def run(self):
+        """The `Run` so far, None where there is none."""
+        return read_run(self.out_dir) if (self.out_dir / 'config.json').is_file() else None
+
+    @property
+    def finished(self):
+        return self.run is not None and not self.run.unfinished
+
+    def check(self):
+        """SystemExit unless train.py takes the arguments and what lies in out_dir was trained with them."""
+        values = configurator.resolve(self.argv).values
+        if self.run:
+            for key, there in self.run.config.items():
+                if key in values and values[key] != there and key != 'dtype' and key not in INCIDENTAL - CHECKED_TOO:
+                    raise SystemExit(f'{self.out_dir}: holds a run with {key} = {there!r}, asked for is '
+                                     f'{values[key]!r}; choose another --out_dir or remove it')
+
+
+def expand(spec, out_dir):
+    """The `Item`s of a spec (see the top of this file), in its order; equal ones once."""
+    if not isinstance(spec, dict) or not isinstance(spec.get('runs'), list) or not spec['runs']:
+        raise SystemExit('a sweep needs "runs": a list of objects setting → value or list of values')
+    items = {}
+    for entry in spec['runs']:
+        grid = {key: value if isinstance(value, list) else [value] for key, value in entry.items() if key != 'base'}
+        for values in itertools.product(*grid.values()):
+            settings = dict(zip(grid, values))
+            name = ','.join(f'{key}={short(value)}' for key, value in settings.items())
+            argv = [*spec.get('base', []), *entry.get('base', [])]
+            if 'config' in settings:
+                argv.append(settings['config'])
+            argv += [f'--{key}={value}' for key, value in settings.items() if key != 'config']
+            items.setdefault(name, Item(Path(out_dir) / name, settings, argv))
+    return list(items.values())
+
+
+def short(value):
+    """A setting's value as part of a directory's name, the same for 1e-3 and 0.001."""
+    text = str(value)
+    with contextlib.suppress(ValueError):
+        return str(int(text))
+    with contextlib.suppress(ValueError):
+        return f'{float(text):.10g}'
+    return Path(text).stem if text.endswith('.py') else text.replace('/', '_').replace(',', '_')
+
+
+def train_all(items, jobs=1, launcher=(sys.executable,), deadline=None):
+    """Trains `items`, `jobs` at a time, each from where it stopped; yields each as it ends.
+
+    Runs that are finished or have diverged are passed over. At `deadline` (of time.monotonic), or when this process is
+    interrupted, runs are told to save and stop.
+    """
+    waiting = [item for item in items if not item.finished and not item.failure]
+    free, running = list(range(jobs)), {}
+    try:
+        while waiting or running:
+            if deadline and time.monotonic() > deadline:
+                return
+            while waiting and free:
+                slot, item = free.pop(0), waiting.pop(0)
+                running[slot] = item, start(item, launcher, slot if jobs > 1 else None)
+            time.sleep(0.1)
+            for slot, (item, process) in list(running.items()):
+                if process.poll() is not None:
+                    del running[slot]
+                    free.append(slot)
+                    note_failure(item, process.returncode)
+                    yield item
+    finally:
+        for _, process in running.values():
+            process.terminate()
+        for item, process in running.values():
+            try:
+                process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            print(f'stopped {item.out_dir}: {progress(item)}', flush=True)
+
+
+def start(item, launcher, slot):
+    """Starts train.py on an item; its output goes to log.txt in out_dir. Returns the process."""
+    item.out_dir.mkdir(parents=True, exist_ok=True)
+    env = dict(os.environ)
+    if slot is not None:
+        import torch
+        if torch.cuda.is_available():
+            env['CUDA_VISIBLE_DEVICES'] = str(slot % torch.cuda.device_count())
+    with (item.out_dir / 'log.txt').open('a') as log:
+        return subprocess.Popen([*launcher, 'train.py', *item.argv, f'--out_dir={below(ROOT, item.out_dir)}',
+                                 '--init_from=auto'], cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def note_failure(item, returncode):
+    """Remembers in failed.txt that a run diverged, which it would do again."""
+    if returncode == NOT_FINITE:
+        lines = (item.out_dir / 'log.txt').read_text(encoding='utf-8', errors='replace').strip().splitlines()
+        write_text(item.out_dir / 'failed.txt', lines[-1] + '\n')
+
+
+def progress(item):
+    """How far an item is, in a few words."""
+    if item.finished:
+        return 'finished'
+    if item.failure:
+        return f'diverged: {item.failure}'
+    run = item.run
+    done = max((record['iter'] for record in run.records), default=0) if run else 0
+    return f'iteration {done} of {run.max_iters}' if run else 'not begun'
+
+
+def table(items):
+    """One row per item, sorted by validation loss; unfinished ones last."""
+    rows = []
+    for item in items:
+        run = item.run
+        row = dict(item.settings, **{'val/loss': run.last('val/loss') if item.finished else None})
+        for key in ('train/loss', 'grad_clipped', 'update_unclipped'):
+            row[key] = run.last(key) if run else None
+        row.update(seconds=run.records[-1]['time'] if run and run.records else None, state=progress(item))
+        rows.append(row)
+    return sorted(rows, key=lambda row: float('inf') if row['val/loss'] is None else row['val/loss'])
+
+
+def sbatch(items, out_dir, options):
+    """The text of a Slurm array job that trains one item a task."""
+    directives = [f'--job-name={out_dir.name}', f'--array=0-{len(items) - 1}', f'--output={out_dir}/slurm-%a.out',
+                  '--requeue', '--signal=TERM@300', *([options] if options else [])]
+    return '\n'.join(['#!/bin/bash', *(f'#SBATCH {line}' for line in directives),
+                      f'cd {ROOT}', f'srun {sys.executable} scripts/sweep.py --out_dir {out_dir} '
+                                    '--only $SLURM_ARRAY_TASK_ID', ''])
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run of --grid')
+    parser.add_argument('--out_dir', required=True, type=Path, help='a directory per run is made in it')
+    parser.add_argument('--spec', help='JSON file (default: the one that this out_dir was begun with)')
+    parser.add_argument('--grid', nargs='+', action='append', metavar='KEY=V1,V2',
+                        help='settings and their values; given several times, several grids')
+    parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
+    parser.add_argument('--only', type=int, metavar='N', help='train only run number N')
+    parser.add_argument('--launcher', default=sys.executable, metavar='COMMAND',
+                        help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
+    parser.add_argument('--slurm', nargs='?', const='', metavar='OPTIONS',
+                        help='write OUT_DIR/sweep.sbatch, an array job with these sbatch options, instead of training')
+    parser.add_argument('--retry', action='store_true', help='try runs again that diverged')
+    parser.add_argument('--dry_run', action='store_true', help='list the runs and their state')
+    parser.add_argument('--table', action='store_true', help='print the table, train nothing')
+    args = parser.parse_args(argv)
+    if args.spec and (args.grid or args.base):
+        parser.error('give --spec, or --grid with arguments after --, not both')
+    stored = args.out_dir / 'sweep.json'
+    if args.grid:
+        for pair in (pair for entry in args.grid for pair in entry):
+            if not pair.partition('=')[2]:
+                parser.error(f'--grid {pair}: write KEY=V1,V2')
+        spec = dict(base=args.base, runs=[{key: values.split(',') for key, _, values in
+                                           (pair.partition('=') for pair in entry)} for entry in args.grid])
+    elif args.spec or stored.is_file():
+        spec = read_json(args.spec or stored)
+    else:
+        parser.error(f'{stored}: no such file; give --spec or --grid')
+    items = expand(spec, args.out_dir)
+    for item in items:
+        item.check()
+    if args.only is not None and not 0 <= args.only < len(items):
+        raise SystemExit(f'--only={args.only}: there are runs 0 to {len(items) - 1}')
+    chosen = items if args.only is None else [items[args.only]]
+
+    if args.dry_run:
+        for number, item in enumerate(items):
+            print(f'{number}: {progress(item)}: train.py {" ".join(item.argv)}')
+        return
+    if not args.table:
+        write_json(stored, spec)
+        if args.slurm is not None:
+            script = args.out_dir.resolve() / 'sweep.sbatch'
+            write_text(script, sbatch(items, args.out_dir.resolve(), args.slurm))
+            print(f'sbatch {script}')
+            return
+        if args.retry:
+            for item in chosen:
+                (item.out_dir / 'failed.txt').unlink(missing_ok=True)
+        if args.jobs > 1:
+            os.environ.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // args.jobs)))
+        signal.signal(signal.SIGTERM, interrupt)
+        try:
+            for item in train_all(chosen, args.jobs, args.launcher.split()):
+                loss = item.run.last('val/loss') if item.run else None
+                print(f'{item.out_dir.name}: {progress(item)}' + (f', val loss {loss:.4f}' if loss else ''), flush=True)
+        except KeyboardInterrupt:
+            raise SystemExit('interrupted; the same command goes on where it stopped') from None
+    rows = table(items)
+    print_table(rows)
+    write_csv(args.out_dir / 'results.csv', rows)
+    if not args.table and not all(item.finished for item in chosen):
+        raise SystemExit(f'not finished: {sum(not item.finished for item in chosen)} of {len(chosen)} runs; '
+                         'see log.txt in their directories')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,37 @@
+"""Runs for the tests of scripts that read them: a metrics.jsonl and a config.json, without training."""
+
+import json
+from pathlib import Path
+
+import configurator
+
+# A run's arguments, and the number of parameters of the GPT that they describe (256 ids): embeddings of tokens and
+# positions, 12 d² and two norms per layer, the last norm.
+SHAPE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--block_size=16', '--total_batch_size=4',
+         '--batch_size=2', '--warmup_iters=2', '--device=cpu', '--dataset=somewhere']
+PARAMETERS = 256 * 32 + 16 * 32 + 2 * (12 * 32 ** 2 + 2 * 32) + 32
+
+
+def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', **metrics):
+    """Writes the run that train.py would leave with the arguments SHAPE + argv. Returns its directory.
+
+    Args:
+        val_loss: the validation loss at the end; it falls from 5.0 on a straight line.
+        end: the iteration it got to, default max_iters.
+        metrics: further keys of every training line, a value or a function of the iteration.
+    """
+    out_dir = Path(out_dir)
+    config = configurator.resolve([*SHAPE, *argv, f'--out_dir={out_dir}']).values
+    T = config['max_iters']
+    end = T if end is None else end
+    lines = []
+    for i in range(0, end + 1, max(1, T // 10)):
+        entry = dict(iter=i, tokens=i * 4 * 16, time=i * 0.5)
+        loss = 5.0 + (val_loss - 5.0) * i / T
+        lines.append({**entry, 'val/loss': loss})
+        extra = {key: value(i) if callable(value) else value for key, value in metrics.items()}
+        lines.append({**entry, 'train/loss': loss - 0.1, 'step_ms': 500.0, 'memory_gb': 1.5, **extra})
+    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    (out_dir / 'config.json').write_text(json.dumps(dict(config=config, parameters=PARAMETERS, data=data)))
+    return out_dir

@@ -1,0 +1,79 @@
+"""scripts/plot.py: the figure and its numbers, from one run and from several."""
+
+import csv
+
+import pytest
+from fake_runs import fake_run
+from matplotlib import image
+
+from scripts import plot
+
+
+@pytest.fixture
+def run(tmp_path):
+    return fake_run(tmp_path / 'adamw', 3.0, ['--max_iters=100'])
+
+
+def rows_of(path):
+    with path.open() as f:
+        return list(csv.DictReader(f))
+
+
+def test_one_run_is_drawn_into_its_directory_with_its_numbers(run):
+    plot.main([str(run)])
+    height, width, _ = image.imread(run / 'loss.png').shape
+    assert min(height, width) > 300
+    val = [row for row in rows_of(run / 'loss.csv') if row['metric'] == 'val/loss']
+    assert [int(row['steps']) for row in val] == list(range(0, 101, 10))
+    assert [float(row['value']) for row in val] == pytest.approx([5.0 - 0.02 * i for i in range(0, 101, 10)])
+
+
+# FLOPs of a step: 64 tokens × (6 × (12·L·d² + d·V) + 12·L·d·T); and for Sophia-G every 10 steps another backward, two
+# thirds of that, on half of the mini-batch.
+GRADIENT = 64 * (6 * (12 * 2 * 32 ** 2 + 32 * 256) + 12 * 2 * 32 * 16)
+
+
+@pytest.mark.parametrize(('optimizer', 'x', 'last'), [
+    ('adamw', 'steps', 100), ('adamw', 'tokens', 6400), ('adamw', 'seconds', 50.0), ('adamw', 'flops', 100 * GRADIENT),
+    ('sophiag', 'flops', 100 * GRADIENT * (1 + 2 / 3 / 2 / 10)), ('sophiah', 'flops', 100 * GRADIENT * (1 + 3 / 10))])
+def test_axes(tmp_path, optimizer, x, last):
+    run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100', f'--optimizer_name={optimizer}'])
+    plot.main([str(run), '--x', x, '--output', str(tmp_path / 'figure.png')])
+    assert float(rows_of(tmp_path / 'figure.csv')[10][x]) == pytest.approx(last)
+
+
+def test_several_runs_with_labels_from_a_directory_of_runs(tmp_path, run):
+    fake_run(tmp_path / 'sophiag', 2.9, ['--max_iters=100'])
+    plot.main([str(tmp_path), '--labels', 'A', 'B', '--metrics', 'val/loss', '--output', str(tmp_path / 'both.png')])
+    rows = rows_of(tmp_path / 'both.csv')
+    assert {row['run']: float(row['value']) for row in rows} == pytest.approx({'A': 3.0, 'B': 2.9})
+
+
+def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_refused(run):
+    path = run / 'metrics.jsonl'
+    lines = path.read_text()
+    path.write_text(lines + '{"iter": 110, "val/lo')
+    plot.main([str(run)])
+    path.write_text('{"iter": 0, "val\n' + lines)
+    with pytest.raises(SystemExit, match=r'metrics\.jsonl:1: not a JSON object'):
+        plot.main([str(run)])
+
+
+@pytest.mark.parametrize(('flags', 'message'), [
+    (['--labels', 'A', 'B'], '2 labels for 1 runs'), (['--metrics', 'mfu'], 'mfu: no such metric'),
+    (['--output', 'loss.pdf'], 'must end in .png')])
+def test_refusals(run, flags, message):
+    with pytest.raises(SystemExit, match=message):
+        plot.main([str(run), *flags])
+    assert not (run / 'loss.png').exists()
+
+
+def test_what_is_no_run_is_refused(tmp_path, run):
+    with pytest.raises(SystemExit, match='no such directory'):
+        plot.main([str(tmp_path / 'nowhere')])
+    (tmp_path / 'empty').mkdir()
+    with pytest.raises(SystemExit, match=r'no metrics\.jsonl'):
+        plot.main([str(tmp_path / 'empty')])
+    (run / 'config.json').unlink()
+    with pytest.raises(SystemExit, match=r'config\.json: no such file'):
+        plot.main([str(run)])
