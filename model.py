@@ -1,11 +1,13 @@
-"""GPT-2: configuration, the table of sizes, the model, its loss, parameter groups and FLOPs.
+"""GPT-2: configuration, the table of sizes, the model, its loss, parameter groups, FLOPs; sampling; pretrained weights.
 
 The architecture is GPT-2's (learned positions, pre-norm blocks, GELU, tied head) in the paper's setting: no bias, no
 dropout, vocabulary padded to a multiple of 64, optional scaling of attention logits by the inverse layer index.
 """
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -40,6 +42,7 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = False
     scale_attn_by_inverse_layer_idx: bool = False
+    gelu_approximate: str = 'none'  # 'tanh' for the weights that OpenAI published
 
 
 class CausalSelfAttention(nn.Module):
@@ -47,6 +50,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config, layer_idx):
         super().__init__()
+        self.layer_idx = layer_idx
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.n_head = config.n_head
@@ -55,11 +59,14 @@ class CausalSelfAttention(nn.Module):
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= layer_idx + 1
 
-    def forward(self, x):
+    def forward(self, x, cache=None):
         B, T, C = x.shape
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
                    for t in self.c_attn(x).split(C, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale,
+        mask, causal = None, True
+        if cache is not None:
+            k, v, mask, causal = cache.extend(self.layer_idx, k, v)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale,
                                            dropout_p=self.dropout if self.training else 0.0)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
@@ -73,9 +80,11 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
+        self.gelu_approximate = config.gelu_approximate
 
     def forward(self, x):
-        return F.dropout(self.c_proj(F.gelu(self.c_fc(x))), self.dropout, self.training)
+        x = self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu_approximate))
+        return F.dropout(x, self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -88,8 +97,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x, cache=None):
+        x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -153,6 +162,39 @@ class GPT(nn.Module):
             labels_hat = torch.where(labels_hat < 0, -1, sample_labels(logits.detach(), labels_hat))
         return kept, loss, cross_entropy(logits, labels_hat, 'sum')
 
+    @classmethod
+    def from_pretrained(cls, name, block_size=None, dropout=0.0):
+        """A GPT with the weights of a GPT-2 in Hugging Face's format; needs the package safetensors.
+
+        Args:
+            name: one of HUB_MODELS, or a local folder with config.json and model.safetensors.
+            block_size: fewer tokens than the model's own; default its own.
+
+        Raises SystemExit with one line when there is no such model, or it is no GPT-2 that this class can be.
+        """
+        folder = hf_folder(name)
+        hf, weights = _read_hf_config(folder / 'config.json'), _read_hf_weights(folder)
+        block_size = block_size or hf['n_positions']
+        if block_size > hf['n_positions']:
+            raise SystemExit(f'{name}: has {hf["n_positions"]} positions; set --block_size to at most that')
+        # Theirs always has biases; one exported from a model without says so, and they are zero until trained.
+        bias = hf.get('bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
+        model = cls(GPTConfig(
+            block_size=block_size, vocab_size=hf['vocab_size'], n_layer=hf['n_layer'], n_head=hf['n_head'],
+            n_embd=hf['n_embd'], dropout=dropout, bias=bias,
+            scale_attn_by_inverse_layer_idx=hf.get('scale_attn_by_inverse_layer_idx', False),
+            gelu_approximate=HF_ACTIVATIONS[hf['activation_function']]))
+        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size]
+        if not bias:
+            weights = {key: w for key, w in weights.items() if not key.endswith('.bias')}
+        weights = {key: w.t() if key.endswith(HF_TRANSPOSED) else w for key, w in weights.items()}
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise SystemExit(f'{folder}: the weights are not those of its config.json: '
+                             + ' '.join(str(error).split())[:300]) from None
+        return model
+
     def parameter_groups(self, weight_decay):
         """Two param groups for an optimizer: weight decay on matrices (2-D and up), none on norms and biases."""
         params = [p for p in self.parameters() if p.requires_grad]
@@ -176,15 +218,115 @@ class GPT(nn.Module):
         return 6 * weights + 12 * c.n_layer * c.n_embd * (T or c.block_size)
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """Continues each row of `idx` (B, T) by `max_new_tokens` sampled ids; returns (B, T + max_new_tokens)."""
+    def next_logits(self, idx, cache):
+        """Logits (B, vocab_size) of the token after `idx` (B, T), which goes on from what `cache` holds already."""
+        x = self.transformer.wte(idx) + self.transformer.wpe(cache.start(idx))
+        for block in self.transformer.h:
+            x = block(x, cache)
+        return self.lm_head(self.transformer.ln_f(x[:, -1]))
+
+    @torch.no_grad()
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, padding=None, generator=None):
+        """Continues each row of `idx` (B, T) by `max_new_tokens` ids, and yields them as they come: (B,) each.
+
+        A token sees the block_size tokens before it. Up to block_size in all, a step computes one position and takes
+        the others from a KV cache. Beyond, every step moves the window, and with it the position of each token in it:
+        what was computed no longer holds, and a step costs a forward pass over block_size tokens.
+
+        Args:
+            temperature, top_k, top_p: see `sample_next`; temperature 0 is greedy decoding.
+            padding: (B,) int64, how many tokens on the left of each row are padding (any id): no token sees them.
+            generator: of the random numbers, on the device of `idx`; default torch's own.
+        """
+        block_size = self.config.block_size
+        padding = torch.zeros(len(idx), dtype=torch.int64, device=idx.device) if padding is None else padding
+        seen, cache = idx, None
         for _ in range(max_new_tokens):
-            logits = self(idx[:, -self.config.block_size:])[0][:, -1, :].float() / temperature
-            if top_k is not None:
-                kth = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -torch.inf)
-            idx = torch.cat((idx, torch.multinomial(logits.softmax(-1), 1)), dim=1)
-        return idx
+            if cache is None or cache.length == cache.capacity:
+                dropped = max(0, seen.size(1) - block_size)
+                cache = KVCache(self.config.n_layer, min(block_size, idx.size(1) + max_new_tokens),
+                                (padding - dropped).clamp(min=0))
+                logits = self.next_logits(seen[:, dropped:], cache)
+            else:
+                logits = self.next_logits(seen[:, -1:], cache)
+            new = sample_next(logits, temperature, top_k, top_p, generator)
+            seen = torch.cat((seen, new[:, None]), dim=1)
+            yield new
+
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, padding=None, generator=None):
+        """All of `stream`: `idx` (B, T) and its continuation, (B, T + max_new_tokens)."""
+        new = self.stream(idx, max_new_tokens, temperature, top_k, top_p, padding, generator)
+        return torch.cat((idx, *(ids[:, None] for ids in new)), dim=1)
+
+    def crop_vocab_size(self, vocab_size):
+        """Leaves out the ids from `vocab_size` on, which pad the vocabulary and mean nothing."""
+        if vocab_size > self.config.vocab_size:
+            raise ValueError(f'{vocab_size} ids are more than the model has ({self.config.vocab_size})')
+        self.config.vocab_size = self.transformer.wte.num_embeddings = self.lm_head.out_features = vocab_size
+        self.transformer.wte.weight = nn.Parameter(self.transformer.wte.weight.detach()[:vocab_size].clone())
+        self.lm_head.weight = self.transformer.wte.weight
+
+
+class KVCache:
+    """Keys and values that each block has computed for the tokens a batch has read so far.
+
+    Args:
+        n_layer: blocks of the model.
+        capacity: tokens it has room for.
+        padding: (B,), how many of each row's first tokens are padding.
+    """
+
+    def __init__(self, n_layer, capacity, padding):
+        self.keys, self.values = [None] * n_layer, [None] * n_layer
+        self.capacity, self.padding, self.length = capacity, padding, 0
+        self.padded = bool(padding.any())
+        self.mask, self.causal = None, True
+
+    def start(self, idx):
+        """Makes room for the tokens `idx` (B, T), and returns their positions, (T,) or, where rows differ, (B, T)."""
+        first, self.length = self.length, self.length + idx.size(1)
+        at = torch.arange(first, self.length, device=idx.device)
+        # PyTorch's causal masks start both sequences at 0: right for the first tokens, and one token alone needs none.
+        self.causal = first == 0
+        if not self.padded:
+            return at
+        of = torch.arange(self.length, device=idx.device)
+        # Padding attends to itself, so that no row of the softmax is empty.
+        mask = (of >= self.padding[:, None, None]) & (of <= at[:, None]) | (of == at[:, None])
+        self.mask, self.causal = mask[:, None], False
+        return (at - self.padding[:, None]).clamp(min=0)
+
+    def extend(self, layer_idx, k, v):
+        """Adds keys and values, (B, n_head, T, head size) each. Returns all of them, the mask, and is_causal."""
+        if self.keys[layer_idx] is None:
+            B, n_head, _, head_size = k.shape
+            self.keys[layer_idx] = k.new_empty(B, n_head, self.capacity, head_size)
+            self.values[layer_idx] = torch.empty_like(self.keys[layer_idx])
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys[:, :, self.length - k.size(2):self.length] = k
+        values[:, :, self.length - k.size(2):self.length] = v
+        return keys[:, :, :self.length], values[:, :, :self.length], self.mask, self.causal
+
+
+def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """One id for each row of `logits` (B, V), drawn from softmax(logits / temperature); (B,) int64.
+
+    `top_k` keeps the k likeliest ids, `top_p` the likeliest whose probabilities first reach top_p together (of those
+    that top_k leaves). Temperature 0 takes the likeliest one.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None:
+        kth = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probabilities = logits.softmax(-1)
+    if top_p is not None:
+        ordered, ids = probabilities.sort(dim=-1, descending=True)
+        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+        probabilities = torch.zeros_like(probabilities).scatter(-1, ids, ordered)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
 
 def cross_entropy(logits, labels, reduction):
@@ -213,3 +355,75 @@ def _first_above(cumulative, t):
     # Held below the total, so that rounding never selects a class of probability 0 past the end.
     t = torch.minimum(t, cumulative[..., -1:] * (1 - 2 ** -22))
     return (cumulative <= t).sum(-1, keepdim=True)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hugging Face's format, for GPT.from_pretrained
+
+# What it gets from the Hub by name.
+HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+# Weights that Hugging Face keeps as (in, out), the other way round than nn.Linear.
+HF_TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
+# The activations of its config.json that F.gelu computes → the argument `approximate`.
+HF_ACTIVATIONS = {'gelu': 'none', 'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh'}
+
+
+def hf_folder(name):
+    """The local folder with the Hugging Face model `name`: a folder, or one of HUB_MODELS, downloaded if need be."""
+    if Path(name).is_dir():
+        return Path(name)
+    if name not in HUB_MODELS:
+        raise SystemExit(f'{name}: neither a folder nor one of {", ".join(HUB_MODELS)}; get other models of the Hub '
+                         'with `hf download NAME --local-dir FOLDER`')
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(f'openai-community/{name}',
+                                      allow_patterns=['config.json', 'model.safetensors', 'tokenizer.json']))
+    except Exception as error:  # whatever the network makes huggingface_hub raise
+        raise SystemExit(f'{name}: cannot be had from the Hugging Face Hub ({type(error).__name__}); where there is '
+                         f'network, run `hf download openai-community/{name} --local-dir FOLDER`, and give FOLDER '
+                         'instead of the name') from None
+
+
+def _read_hf_config(path):
+    """The dict of a Hugging Face config.json; SystemExit unless it describes a GPT-2 that `GPT` can be."""
+    try:
+        given = json.loads(path.read_text(encoding='utf-8'))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f'{path}: cannot be read ({error})') from None
+    supported = {'model_type': ('gpt2',), 'activation_function': tuple(HF_ACTIVATIONS), 'layer_norm_epsilon': (1e-5,),
+                 'scale_attn_weights': (True,), 'add_cross_attention': (False,), 'tie_word_embeddings': (True,),
+                 'n_inner': (None, 4 * given.get('n_embd', 768))}
+    # The values of a GPT2Config that config.json leaves out.
+    hf = {'activation_function': 'gelu_new', 'layer_norm_epsilon': 1e-5, 'scale_attn_weights': True,
+          'add_cross_attention': False, 'tie_word_embeddings': True, 'n_inner': None, 'n_positions': 1024,
+          'vocab_size': 50257, 'n_layer': 12, 'n_head': 12, 'n_embd': 768} | given
+    for key, values in supported.items():
+        if hf.get(key) not in values:
+            raise SystemExit(f'{path}: {key} = {hf.get(key)!r} is not supported, only {" or ".join(map(repr, values))}')
+    return hf
+
+
+def _read_hf_weights(folder):
+    """The parameters in a folder's safetensors, float32, under the names of `GPT`'s state_dict."""
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise SystemExit('Hugging Face weights need the package safetensors: pip install safetensors') from None
+    files = sorted(folder.glob('model*.safetensors'))
+    if not files:
+        raise SystemExit(f'{folder}: no model.safetensors in it')
+    weights = {}
+    for file in files:
+        try:
+            weights |= load_file(file)
+        except Exception as error:  # safetensors has its own exception
+            raise SystemExit(f'{file}: not a safetensors file ({error})') from None
+    # Saved from GPT2Model the names lack the prefix; older files carry each block's causal mask.
+    weights = {key if key.startswith(('transformer.', 'lm_head.')) else f'transformer.{key}': w.float()
+               for key, w in weights.items() if not key.endswith(('.attn.bias', '.attn.masked_bias'))}
+    if not {'transformer.wte.weight', 'transformer.wpe.weight'} <= weights.keys():
+        raise SystemExit(f'{folder}: the weights are not those of a GPT-2')
+    if not torch.equal(weights.setdefault('lm_head.weight', weights['transformer.wte.weight']),
+                       weights['transformer.wte.weight']):
+        raise SystemExit(f'{folder}: the output head is not tied to the embeddings; such a model is not supported')
+    return weights

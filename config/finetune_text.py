@@ -1,0 +1,16 @@
+# Fine-tune OpenAI's GPT-2 small on your own text: python data/text/prepare.py my.txt, then this. A Hugging Face folder
+# (of scripts/export_hf.py, say) in init_from does as well. Small steps at a constant rate: the model knows English.
+out_dir = 'out/finetune-text'
+init_from = 'gpt2'
+dataset = 'text'
+optimizer_name = 'adamw'
+learning_rate = 3e-5
+decay_lr = False
+warmup_iters = 0
+total_batch_size = 32
+batch_size = 4
+max_iters = 200
+eval_interval = 20
+eval_iters = 40
+log_interval = 5
+always_save_checkpoint = False

@@ -1,0 +1,260 @@
+"""Few-shot accuracy on SuperGLUE, as in the paper (section "Downstream Evaluation"): 2-shot prompts, greedy decoding.
+
+  python scripts/superglue.py out/gpt2-small-adamw out/gpt2-small-sophiag
+  python scripts/superglue.py out/gpt2-small-sophiag gpt2 --tasks boolq rte --data_dir superglue --output compare.png
+
+A prompt is an instruction and two exemplars from the train split; accuracy on the validation split is averaged over 5
+draws of exemplars, the same for every checkpoint. Data: the Hub's aps/super_glue, or a folder TASK/{train,val}.jsonl.
+An answer is right if the first word that the model writes on the line is the right one. Beside each accuracy stand the
+one of always giving the most frequent answer, and of guessing. A bar chart goes to --output, the numbers beside it.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.tokenizer import TOKENIZERS
+from scripts.load import DTYPES, MODEL_HELP, load, with_tokenizer
+from scripts.runs import figure, png_path, print_table, save
+from scripts.superglue_prompts import TASKS
+
+HUB = 'aps/super_glue'
+
+
+def parse(argv):
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('checkpoints', nargs='+', metavar='CHECKPOINT', help=MODEL_HELP)
+    parser.add_argument('--tasks', nargs='+', choices=TASKS, default=list(TASKS), metavar='TASK',
+                        help=f'of {" ".join(TASKS)} (default: all)')
+    parser.add_argument('--data_dir', type=Path, help=f'folder of TASK/train.jsonl and TASK/val.jsonl (default: {HUB})')
+    parser.add_argument('--shots', type=int, default=2, help='exemplars in a prompt (default: 2)')
+    parser.add_argument('--draws', type=int, default=5, help='draws of exemplars (default: 5)')
+    parser.add_argument('--limit', type=int, default=0, help='only so many validation rows of a task, drawn at random')
+    parser.add_argument('--batch_size', type=int, default=32, help='prompts at once (default: 32)')
+    parser.add_argument('--seed', type=int, default=1337, help='of the draws')
+    parser.add_argument('--labels', nargs='+', metavar='LABEL', help='one per checkpoint (default: their names)')
+    parser.add_argument('--output', default='superglue.png', help='PNG; the numbers go beside it as JSON and CSV')
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--dtype', choices=DTYPES, help='default: bfloat16 on cuda, else float32')
+    parser.add_argument('--tokenizer', choices=TOKENIZERS,
+                        help="needed only if a checkpoint's data set is not here any more")
+    args = parser.parse_args(argv)
+    if min(args.draws, args.batch_size) < 1 or min(args.shots, args.limit) < 0:
+        parser.error('--draws and --batch_size must be at least 1, --shots and --limit 0 or more')
+    if args.labels and len(args.labels) != len(args.checkpoints):
+        parser.error(f'--labels: {len(args.labels)} labels for {len(args.checkpoints)} checkpoints')
+    png_path(args.output)
+    return args
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows: from the Hub or jsonl files, in one form
+
+
+def read_rows(task, split, data_dir=None):
+    """The rows of a task's 'train' or 'validation' split: dicts with the template's fields and `label`, an index."""
+    if data_dir is None:
+        import datasets
+        try:
+            rows = datasets.load_dataset(HUB, task.config, split=split)
+        except Exception as error:  # whatever the network makes `datasets` raise
+            raise SystemExit(f'{HUB}, {task.config}: cannot be had from the Hub ({type(error).__name__}); '
+                             'give --data_dir') from None
+        return [row for raw in rows for row in flatten(task, raw)]
+    name = {'train': 'train.jsonl', 'validation': 'val.jsonl'}[split]
+    path = next((folder / name for folder in (data_dir / task.title, data_dir / task.config)
+                 if (folder / name).is_file()), None)
+    if path is None:
+        raise SystemExit(f'{data_dir / task.title / name}: no such file; check --data_dir, or leave out the task')
+    rows = []
+    for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1):
+        try:
+            rows += flatten(task, json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise SystemExit(f'{path}:{number}: not a row of {task.title} ({error!r})') from None
+    if not rows:
+        raise SystemExit(f'{path}: no rows')
+    return rows
+
+
+def flatten(task, row):
+    """The rows in one row of a file: several for MultiRC's nested form, else one. `label` becomes an index.
+
+    Raises KeyError or ValueError where a field of the template is missing, or the label is none of the task's.
+    """
+    if 'passage' in row and isinstance(row['passage'], dict):
+        return [checked(task, dict(paragraph=row['passage']['text'], question=question['question'],
+                                   answer=answer['text'], label=answer['label']))
+                for question in row['passage']['questions'] for answer in question['answers']]
+    return [checked(task, {**row, **row.get('target', {})})]
+
+
+def checked(task, row):
+    """`row` with its label as an index into task.answers, its template filled in once to see that all fields exist."""
+    task.template.format(**row)
+    # The Hub has numbers for all labels; in files they are names, numbers or truth values (True == 1).
+    label = task.labels.index(row['label']) if isinstance(row['label'], str) else int(row['label'])
+    if label not in range(len(task.labels)):
+        raise ValueError(f'label {row["label"]!r}')
+    return {**row, 'label': label}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Prompts and scores
+
+
+def draw_exemplars(name, rows, shots, draws, seed):
+    """`draws` lists of `shots` different rows, a function of the arguments alone."""
+    if shots > len(rows):
+        raise SystemExit(f'{TASKS[name].title}: {len(rows)} training rows are too few for --shots={shots}')
+    return [random.Random(f'{seed} {name} {draw}').sample(rows, shots) for draw in range(draws)]
+
+
+def make_prompt(task, exemplars, row):
+    """The text that the model is to go on with, up to and without the space before the answer."""
+    shown = [f'{task.template.format(**e)} {task.answers[e["label"]]}' for e in exemplars]
+    return '\n\n'.join([task.instruction, *shown, task.template.format(**row)])
+
+
+def read_answer(task, text):
+    """The index of the answer in what the model wrote: the first word of its first line; None if that is no answer."""
+    word = re.search(r'\w+', text.split('\n')[0])
+    word = word.group().lower() if word else None
+    return task.answers.index(word) if word in task.answers else None
+
+
+def complete(model, tokenizer, prompts, max_new_tokens, batch_size):
+    """Greedy continuations of `prompts` up to the line's end, at most `max_new_tokens`; and how many were cut.
+
+    A prompt longer than the context loses its beginning. Prompts of similar length share a batch, padded on the left.
+    """
+    room = model.config.block_size - max_new_tokens
+    if room < 1:
+        raise SystemExit(f'block_size = {model.config.block_size} leaves no room for a prompt')
+    encoded = [[int(i) for i in tokenizer.encode(prompt)] for prompt in prompts]
+    cut = sum(len(ids) > room for ids in encoded)
+    encoded = [ids[-room:] for ids in encoded]
+    texts, device = [''] * len(prompts), model.lm_head.weight.device
+    order = sorted(range(len(prompts)), key=lambda i: len(encoded[i]), reverse=True)
+    for start in range(0, len(order), batch_size):
+        batch = order[start:start + batch_size]
+        length = len(encoded[batch[0]])
+        padding = [length - len(encoded[i]) for i in batch]
+        idx = torch.tensor([[0] * pad + encoded[i] for i, pad in zip(batch, padding)], device=device)
+        new = [[] for _ in batch]
+        for ids in model.stream(idx, max_new_tokens, temperature=0, padding=torch.tensor(padding, device=device)):
+            for written, token in zip(new, ids.tolist()):
+                written.append(token)
+            if all(ended(tokenizer, written) for written in new):
+                break
+        for i, written in zip(batch, new):
+            end = written.index(tokenizer.eot_id) if tokenizer.eot_id in written else None
+            texts[i] = tokenizer.decode(written[:end]).split('\n')[0]
+    return texts, cut
+
+
+def ended(tokenizer, written):
+    """Whether a continuation has come to the end of its line or document."""
+    return tokenizer.eot_id in written or '\n' in tokenizer.decode(written)
+
+
+def score(task, rows, texts):
+    """(accuracy, fraction of `texts` that are no answer)."""
+    answers = [read_answer(task, text) for text in texts]
+    return (sum(answer == row['label'] for answer, row in zip(answers, rows)) / len(rows),
+            answers.count(None) / len(rows))
+
+
+def baselines(task, rows):
+    """(accuracy of always giving the most frequent answer of `rows`, of guessing evenly among the answers)."""
+    return Counter(row['label'] for row in rows).most_common(1)[0][1] / len(rows), 1 / len(task.answers)
+
+
+def run_task(loaded, task, rows, draws, batch_size, progress):
+    """What a checkpoint reaches on one task, a dict; `draws` are the lists of exemplars."""
+    # One token more than the longest answer, to see where the word ends.
+    max_new_tokens = 1 + max(len(loaded.tokenizer.encode(f' {answer}')) for answer in task.answers)
+    accuracies, unparsed, cut = [], 0, 0
+    for exemplars in draws:
+        prompts = [make_prompt(task, exemplars, row) for row in rows]
+        texts, n = complete(loaded.model, loaded.tokenizer, prompts, max_new_tokens, batch_size)
+        accuracy, none = score(task, rows, texts)
+        accuracies.append(accuracy)
+        unparsed, cut = unparsed + none, cut + n
+        progress.update()
+    accuracy = statistics.mean(accuracies)
+    return dict(accuracy=accuracy, draws=accuracies, stdev=statistics.stdev(accuracies) if len(draws) > 1 else 0.0,
+                # Of the choice of validation rows, which are the same in every draw.
+                standard_error=(accuracy * (1 - accuracy) / len(rows)) ** 0.5,
+                no_answer=unparsed / len(draws), prompts_cut=cut / len(draws) / len(rows))
+
+
+def draw_figure(results, names):
+    """Bars of accuracy, a group for each task and a color for each checkpoint; lines for the baselines."""
+    fig, (ax,) = figure(width=max(4.5, 1.2 * len(results) * (1 + len(names) / 4)), height=3.8)
+    width = 0.8 / len(names)
+    for i, result in enumerate(results.values()):
+        for j, name in enumerate(names):
+            found = result['checkpoints'][name]
+            ax.bar(i + (j + 0.5) * width - 0.4, 100 * found['accuracy'], width, yerr=100 * found['stdev'], capsize=2,
+                   color=f'C{j}', label=name if i == 0 else None)
+        for key, style in (('majority', '--'), ('random', ':')):
+            ax.hlines(100 * result[key], i - 0.45, i + 0.45, colors='black', linestyles=style, linewidth=1.2,
+                      label=key if i == 0 else None)
+    ax.set_xticks(range(len(results)), results)
+    ax.set_ylabel('accuracy, %')
+    ax.set_ylim(0, 100)
+    ax.grid(False, axis='x')
+    ax.legend(fontsize='small', ncols=2)
+    return fig
+
+
+def main(argv=None):
+    args = parse(argv)
+    results, data = {}, {}
+    for name in args.tasks:
+        task = TASKS[name]
+        train, rows = (read_rows(task, split, args.data_dir) for split in ('train', 'validation'))
+        if args.limit:
+            rows = random.Random(f'{args.seed} {name}').sample(rows, min(args.limit, len(rows)))
+        majority, chance = baselines(task, rows)
+        data[name] = rows, draw_exemplars(name, train, args.shots, args.draws, args.seed)
+        results[task.title] = dict(rows=len(rows), training_rows=len(train), majority=majority, random=chance,
+                                   checkpoints={})
+    names, about = [], {}
+    progress = tqdm(total=len(args.checkpoints) * len(args.tasks) * args.draws, unit='draw',
+                    disable=not sys.stderr.isatty())
+    for number, path in enumerate(args.checkpoints):
+        loaded = with_tokenizer(load(path, args.device, args.tokenizer))
+        loaded.model.to(DTYPES[args.dtype or ('bfloat16' if args.device.startswith('cuda') else 'float32')])
+        label = args.labels[number] if args.labels else loaded.name
+        label = label if label not in names else f'{label} ({path})'
+        names.append(label)
+        about[label] = dict(path=str(loaded.path), iter=loaded.state.get('iter_num'),
+                            parameters=loaded.model.num_params())
+        for name in args.tasks:
+            rows, draws = data[name]
+            results[TASKS[name].title]['checkpoints'][label] = run_task(
+                loaded, TASKS[name], rows, draws, args.batch_size, progress)
+    progress.close()
+    table = [dict(task=title, checkpoint=name, rows=result['rows'], **{key: result['checkpoints'][name][key] for key in
+             ('accuracy', 'stdev', 'standard_error')}, majority=result['majority'], random=result['random'],
+             **{key: result['checkpoints'][name][key] for key in ('no_answer', 'prompts_cut')})
+             for title, result in results.items() for name in names]
+    print_table(table)
+    save(args.output, draw_figure(results, names), table, tasks=results, checkpoints=about, shots=args.shots,
+         draws=args.draws, seed=args.seed, limit=args.limit, data=str(args.data_dir or HUB))
+
+
+if __name__ == '__main__':
+    main()
