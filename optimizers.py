@@ -2,13 +2,22 @@
 peak learning rates, `build_optimizer`, and the Hessian hook that train.py calls.
 """
 
+import contextlib
+
 import torch
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 
 from loader import LABELS, VECTORS, keyed_bits, keyed_uniforms
-from sophia import GaussNewtonBartlett, GuardedOptimizer, Hutchinson, Sophia, hessian_vector_product, may_enter
+from sophia import (
+    GaussNewtonBartlett,
+    GuardedOptimizer,
+    HessianOptimizer,
+    Hutchinson,
+    Sophia,
+    hessian_vector_product,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The table: section "Hyperparamter Tuning" of the paper for what it trains, "left to us" noted where it is silent.
@@ -21,16 +30,17 @@ SOPHIA_H = dict(SOPHIA, gamma=0.01, hessian_batch_size=32)
 SETTINGS = {
     'adamw': dict(beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8),
     'lion': dict(beta1=0.95, beta2=0.98, weight_decay=0.2),
-    # Weight decay, ε and the whole mini-batch for the estimate are left to us.
-    'adahessian': dict(beta1=0.92, beta2=0.99, weight_decay=0.1, eps=1e-8, hessian_interval=1, hessian_batch_size=480),
+    # Weight decay, ε and the whole mini-batch for the estimate are left to us. The decay per step is rate × λ, and the
+    # rate is hundreds of times AdamW's.
+    'adahessian': dict(beta1=0.92, beta2=0.99, weight_decay=1e-3, eps=1e-8, hessian_interval=1, hessian_batch_size=480),
     'sophiag': SOPHIA_G,
     'sophiah': SOPHIA_H,
     # Ablations. Empirical Fisher and AH+clip: k = 10, γ "found by grid search" but not stated, so Sophia's own here.
     'ef_clip': SOPHIA_G,
     'ah_clip': SOPHIA_H,
-    # Clip and Normalize have no preconditioner; β1 is left to us.
+    # Clip and Normalize have no preconditioner; β1 is left to us. ε only bounds Normalize's denominator.
     'clip': dict(beta1=0.96, weight_decay=0.2),
-    'normalize': dict(beta1=0.96, weight_decay=0.2),
+    'normalize': dict(beta1=0.96, weight_decay=0.2, eps=1e-12),
     # k = 2 is the paper's; without the clip ε has to bound the step where h is tiny, its value is left to us.
     'gnb_noclip': dict(SOPHIA_G, hessian_interval=2, eps=1e-4),
 }
@@ -47,20 +57,22 @@ PEAK_LR = {
     '1.5B': dict(adamw=1.5e-4, sophiag=1.2e-4),
     '6.6B': dict(adamw=1.2e-4, sophiag=6e-5),
 }
+# AdaHessian's step is a fraction of a Newton step, not one of a size that the rate fixes: one rate for all models. The
+# paper does not state it; ours is the best of 0.1, 0.3 and 1 with the model 'tiny'.
+ADAHESSIAN_LR = 0.3
 # Where the paper states no rate ("found by grid search"), the rate of the optimizer it is closest to.
-RATE_OF = {'adahessian': 'adamw', 'ef_clip': 'sophiag', 'gnb_noclip': 'sophiag', 'ah_clip': 'sophiah',
-           'clip': 'lion', 'normalize': 'lion'}
+RATE_OF = {'ef_clip': 'sophiag', 'gnb_noclip': 'sophiag', 'ah_clip': 'sophiah', 'clip': 'lion', 'normalize': 'lion'}
 
 
 def settings(optimizer_name, total_batch_size):
     """The settings of an optimizer, a dict key → value for train.py; SystemExit when there is no such optimizer.
 
-    hessian_batch_size keeps its share of the mini-batch (Gauss-Newton), or its size where that fits (Hutchinson).
+    hessian_batch_size keeps its share of the mini-batch; Hutchinson's 32 sequences stay 32 where that fits.
     """
     if optimizer_name not in SETTINGS:
         raise SystemExit(f'optimizer_name = {optimizer_name!r}: no such optimizer; choose from {", ".join(SETTINGS)}')
     table = dict(UNUSED, **SETTINGS[optimizer_name])
-    if HOOKS.get(optimizer_name) in (GaussNewton, EmpiricalFisher):
+    if table['hessian_batch_size'] and HOOKS[optimizer_name] is not HutchinsonHook:
         table['hessian_batch_size'] = max(1, table['hessian_batch_size'] * total_batch_size // 480)
     table['hessian_batch_size'] = min(table['hessian_batch_size'], total_batch_size)
     return table
@@ -68,6 +80,8 @@ def settings(optimizer_name, total_batch_size):
 
 def peak_learning_rate(optimizer_name, model_size):
     """(rate, where it stands) from Table 3, or (None, why not) where the paper has none."""
+    if optimizer_name == 'adahessian':
+        return ADAHESSIAN_LR, 'our table: adahessian'
     column = RATE_OF.get(optimizer_name, optimizer_name)
     rate = PEAK_LR.get(model_size, {}).get(column)
     if rate is None:
@@ -77,8 +91,9 @@ def peak_learning_rate(optimizer_name, model_size):
 
 
 def needed(optimizer_name):
-    """The settings that must be above 0 for this optimizer: those of the Hessian for the optimizers that have one."""
-    return [key for key in ('gamma', 'hessian_interval', 'hessian_batch_size') if SETTINGS[optimizer_name].get(key)]
+    """The settings that must be above 0 for this optimizer: ε and those of the Hessian, where it has them."""
+    keys = ('eps', 'gamma', 'hessian_interval', 'hessian_batch_size')
+    return [key for key in keys if SETTINGS[optimizer_name].get(key)]
 
 
 def scales_attention(optimizer_name, n_layer):
@@ -86,24 +101,29 @@ def scales_attention(optimizer_name, n_layer):
     return optimizer_name in ('adamw', 'lion') and n_layer >= 24
 
 
-def build_optimizer(name, params, *, lr, beta1, beta2, weight_decay, eps=1e-12, gamma=0.05):
+def build_optimizer(name, params, *, lr, beta1=None, beta2=None, weight_decay=None, eps=None, gamma=None):
     """The optimizer called `name` in the table, on `params` (parameters or param groups).
 
-    Gradients and estimates are taken as finite: train.py has looked before it lets them in.
+    Settings that are None are the table's. Gradients are taken as finite: train.py has looked before it steps.
     """
-    if name == 'adamw':
-        return AdamW(params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, fused=True)
-    if name == 'lion':
-        return Lion(params, lr=lr, betas=(beta1, beta2), weight_decay=weight_decay, nonfinite='ignore')
-    if name == 'adahessian':
-        return AdaHessian(params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, nonfinite='ignore')
     if name not in SETTINGS:
         raise ValueError(f'no optimizer {name!r}; choose from {", ".join(SETTINGS)}')
+    given = dict(beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, gamma=gamma)
+    given = {**UNUSED, **SETTINGS[name], **{key: value for key, value in given.items() if value is not None}}
+    betas, eps = (given['beta1'], given['beta2']), given['eps']
+    common = dict(lr=lr, betas=betas, weight_decay=given['weight_decay'])
+    if name == 'adamw':
+        return AdamW(params, eps=eps, fused=True, **common)
+    if name == 'adahessian':
+        return AdaHessian(params, eps=eps, nonfinite='ignore', **common)
+    if name == 'lion':
+        return Lion(params, nonfinite='ignore', **common)
+    if name == 'clip':
+        # Sign momentum: every step of Sophia with h = 0, or Lion with a single β.
+        return Lion(params, nonfinite='ignore', **dict(common, betas=(betas[0], betas[0])))
     variant = {'ah_clip': dict(squared=True), 'normalize': dict(clipping='normalize'),
                'gnb_noclip': dict(clipping='none')}.get(name, {})
-    # Clip is Sophia whose h stays 0: every step is lr·sign(m).
-    return Sophia(params, lr=lr, betas=(beta1, beta2), gamma=gamma or 1.0, eps=eps or 1e-12, weight_decay=weight_decay,
-                  nonfinite='ignore', **variant)
+    return Sophia(params, eps=eps, gamma=given['gamma'], nonfinite='ignore', **common, **variant)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -119,8 +139,8 @@ class Lion(GuardedOptimizer):
     def __init__(self, params, lr, betas=(0.95, 0.98), weight_decay=0.2, *, maximize=False, nonfinite='raise'):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize), nonfinite)
 
-    def update(self, group, params, grads, states):
-        lr, (beta1, beta2), ms = group['lr'], group['betas'], [s['exp_avg'] for s in states]
+    def update(self, group, params, grads):
+        lr, (beta1, beta2), ms = group['lr'], group['betas'], self.buffers(params, 'exp_avg')
         step = torch._foreach_lerp(ms, grads, 1 - beta1)
         torch._foreach_sign_(step)
         torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
@@ -129,41 +149,37 @@ class Lion(GuardedOptimizer):
         torch._foreach_lerp_(ms, grads, 1 - beta2)
 
 
-class AdaHessian(GuardedOptimizer):
+class AdaHessian(HessianOptimizer):
     """AdaHessian (Yao et al., 2021) as the paper compares with it: Adam with the Hessian's diagonal for the gradient in
     the second moment, θ ← θ − lr·m̂ / (√v̂ + ε), v the EMA of ĥ², both bias-corrected, decoupled decay, no clipping.
 
-    ĥ comes through `update_hessian`, as for `Sophia`; there is no averaging over blocks of coordinates. State per
-    parameter: `exp_avg` (m), `hessian` (v), and how often each has been updated: `step`, `hessian_step`.
+    ĥ comes through `update_hessian`, as for `Sophia`; there is no averaging over blocks of coordinates. Arguments as
+    for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and how often each was updated: `step`,
+    `hessian_step` (int).
     """
 
-    state_keys = ('exp_avg', 'hessian')
-
-    def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=0.1, *, maximize=False,
+    def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, maximize=False,
                  nonfinite='raise'):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize),
-                         nonfinite)
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize,
+                                      squared=True), nonfinite)
 
-    def state_of(self, p):
-        state = super().state_of(p)
-        state.setdefault('step', torch.tensor(0.0))
-        state.setdefault('hessian_step', torch.tensor(0.0))
-        return state
-
-    def update(self, group, params, grads, states):
+    def update(self, group, params, grads):
         lr, (beta1, beta2) = group['lr'], group['betas']
-        for p, g, state in zip(params, grads, states):
-            state['step'] += 1
-            m = state['exp_avg'].lerp_(g, 1 - beta1)
-            p.mul_(1 - lr * group['weight_decay'])
+        ms, vs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
+        torch._foreach_lerp_(ms, grads, 1 - beta1)
+        for p, m, v in zip(params, ms, vs):
+            state = self.state[p]
+            state['step'] = state.get('step', 0) + 1
             # Before the first estimate v is 0 and has no bias to correct.
-            correction2 = 1 - beta2 ** state['hessian_step'].item() or 1.0
-            denominator = (state['hessian'] / correction2).sqrt_().add_(group['eps'])
-            p.sub_(m / denominator * (lr / (1 - beta1 ** state['step'].item())))
+            correction = 1 - beta2 ** state.get('hessian_step', 0) or 1.0
+            denominator = (v / correction).sqrt_().add_(group['eps'])
+            p.mul_(1 - lr * group['weight_decay'])
+            p.sub_(m / denominator * (lr / (1 - beta1 ** state['step'])))
 
-    def fold(self, group, state, h_hat):
-        state['hessian_step'] += 1
-        state['hessian'].lerp_(h_hat.square(), 1 - group['betas'][1])
+    def fold(self, group, params, xs):
+        super().fold(group, params, xs)
+        for p in params:
+            self.state[p]['hessian_step'] = self.state[p].get('hessian_step', 0) + 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -189,7 +205,7 @@ class NoHessian:
         """What the estimate needs of the forward just made; leaves the graph for the gradient of the loss."""
 
     def finish(self, optimizer, loss_scale=1.0):
-        """Hands the estimate to the optimizer."""
+        """Hands the estimate to the optimizer; FloatingPointError if it is not finite, nothing of it taken."""
 
 
 class HessianHook(NoHessian):
@@ -223,11 +239,6 @@ class HessianHook(NoHessian):
         self.rows_left -= n
         self.rows_taken += n
         return n
-
-    def submit(self, optimizer, estimate, overflow_is_normal=False):
-        """Hands over a finite estimate; of another, FloatingPointError unless loss scaling makes overflows normal."""
-        if may_enter('skip' if overflow_is_normal else 'raise', 'Hessian estimate', estimate):
-            optimizer.update_hessian(estimate)
 
 
 class GaussNewton(HessianHook):
@@ -268,7 +279,9 @@ class GaussNewton(HessianHook):
 
     def finish(self, optimizer, loss_scale=1.0):
         if self.due:
-            self.submit(optimizer, self.estimator.estimate(loss_scale * self.share), overflow_is_normal=loss_scale != 1)
+            # Under loss scaling overflows are normal.
+            optimizer.update_hessian(self.estimator.estimate(loss_scale * self.share),
+                                     nonfinite='skip' if loss_scale != 1 else 'raise')
             self.estimator = None
 
 
@@ -288,14 +301,16 @@ class HutchinsonHook(HessianHook):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.names = {id(p): name for name, p in self.model.named_parameters()}
+        name_of = {id(p): name for name, p in self.model.named_parameters()}
+        self.names = [name_of[id(p)] for p in self.params]
         self.product = torch.compile(self._product) if self.compile else self._product
+        if getattr(self.autocast, 'fast_dtype', None) == torch.float16:
+            # Gradients and their derivatives along u differ too much in size for float16, whatever the loss scale.
+            self.autocast = contextlib.nullcontext()
 
     def _product(self, params, u, X, Y):
-        names = [self.names[id(p)] for p in self.params]
-
         def loss_fn(values):
-            return functional_call(self.model, dict(zip(names, values)), (X, Y), dict(return_logits=False))[1]
+            return functional_call(self.model, dict(zip(self.names, values)), (X, Y), dict(return_logits=False))[1]
 
         return hessian_vector_product(loss_fn, params, u)
 
@@ -320,7 +335,7 @@ class HutchinsonHook(HessianHook):
             with self.autocast, sdpa_kernel(SDPBackend.MATH):
                 estimator.add(self.product(values, tuple(estimator.u), X, Y), X.size(0))
         self.rows = []
-        self.submit(optimizer, estimator.estimate())
+        optimizer.update_hessian(estimator.estimate(), nonfinite='raise')
 
 
 class AdaHessianHook(HutchinsonHook):

@@ -18,26 +18,32 @@ from torch.optim import Optimizer
 
 
 class GuardedOptimizer(Optimizer):
-    """What the optimizers here share: closures, the guard in front of the state, lazily made state.
+    """What the optimizers here share: checked settings, closures, and a guard in front of the state.
 
-    A subclass names its per-parameter state in `state_keys` and defines `update` (and `fold`, if it takes Hessian
-    estimates). nonfinite says what happens when a gradient or an estimate holds inf or NaN, before anything enters the
-    state: 'raise' FloatingPointError, 'skip' that step or estimate, or 'ignore' (the caller has checked; saves a
+    A subclass defines `update`. nonfinite says what happens when a gradient holds inf or NaN, before anything enters
+    the state: 'raise' FloatingPointError, 'skip' that step, or 'ignore' (the caller has checked; saves a
     synchronisation with the device).
     """
 
-    state_keys = ('exp_avg',)
-
     def __init__(self, params, defaults, nonfinite):
-        in_range = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
-                        gamma=lambda v: v > 0, eps=lambda v: v > 0, weight_decay=lambda v: v >= 0,
-                        clipping=lambda v: v in ('element', 'none', 'normalize'),
-                        nonfinite=lambda v: v in ('raise', 'skip', 'ignore'))
-        for key, value in dict(defaults, nonfinite=nonfinite).items():
-            if key in in_range and not in_range[key](value):
-                raise ValueError(f'{type(self).__name__}: {key} = {value!r} is out of range')
+        if nonfinite not in ('raise', 'skip', 'ignore'):
+            raise ValueError(f'{type(self).__name__}: nonfinite = {nonfinite!r}; choose raise, skip or ignore')
         super().__init__(params, defaults)
         self.nonfinite = nonfinite
+
+    def add_param_group(self, param_group):
+        """Adds a group of parameters; ValueError when one of its settings is out of range."""
+        in_range = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
+                        gamma=lambda v: v >= 0, eps=lambda v: v > 0, weight_decay=lambda v: v >= 0,
+                        clipping=lambda v: v in ('element', 'none', 'normalize'))
+        for key, value in {**self.defaults, **param_group}.items():
+            if key in in_range and not in_range[key](value):
+                raise ValueError(f'{type(self).__name__}: {key} = {value!r} is out of range')
+        super().add_param_group(param_group)
+
+    def __getstate__(self):
+        # Optimizer's copies carry over only the attributes that it names.
+        return dict(super().__getstate__(), nonfinite=self.nonfinite)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -46,58 +52,77 @@ class GuardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batches = [(group, [p for p in group['params'] if p.grad is not None]) for group in self.param_groups]
-        if any(p.grad.is_sparse for _, params in batches for p in params):
+        groups = [(group, [p for p in group['params'] if p.grad is not None]) for group in self.param_groups]
+        gradients = [p.grad for _, params in groups for p in params]
+        if any(g.is_sparse for g in gradients):
             raise RuntimeError(f'{type(self).__name__} does not support sparse gradients: use dense embeddings')
-        if may_enter(self.nonfinite, 'gradient', [p.grad for _, params in batches for p in params]):
-            for group, params in batches:
+        if may_enter(self.nonfinite, 'gradient', gradients):
+            for group, params in groups:
                 if params:
                     grads = [p.grad for p in params]
-                    self.update(group, params, torch._foreach_neg(grads) if group['maximize'] else grads,
-                                [self.state_of(p) for p in params])
+                    self.update(group, params, torch._foreach_neg(grads) if group['maximize'] else grads)
         return loss
 
+    def update(self, group, params, grads):
+        """Updates `params`, all of `group`, and their state by the gradients `grads`."""
+        raise NotImplementedError
+
+    def buffers(self, params, key):
+        """The state `key` of each of `params`, zeros where there is none yet."""
+        for p in params:
+            if key not in self.state[p]:
+                self.state[p][key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return [self.state[p][key] for p in params]
+
+
+class HessianOptimizer(GuardedOptimizer):
+    """An optimizer with an EMA of Hessian estimates in its state `hessian`; of their squares if group['squared']."""
+
     @torch.no_grad()
-    def update_hessian(self, estimates):
-        """Folds ĥ into the state.
+    def update_hessian(self, estimates, nonfinite=None):
+        """Folds ĥ into the state, h ← β2·h + (1−β2)·ĥ.
 
         Args:
             estimates: iterable of tensors, one per parameter in param-group order; None leaves that state as it is.
+            nonfinite: what to do when an estimate holds inf or NaN, in the place of the optimizer's own setting:
+                'raise', 'skip' (all of them) or 'ignore'.
         """
         estimates = list(estimates)
-        params = [(p, group) for group in self.param_groups for p in group['params']]
+        params = [p for group in self.param_groups for p in group['params']]
         if len(estimates) != len(params):
             raise ValueError(f'update_hessian got {len(estimates)} estimates for {len(params)} parameters')
-        found = [(p, group, h_hat) for (p, group), h_hat in zip(params, estimates) if h_hat is not None]
-        for p, _, h_hat in found:
-            if h_hat.shape != p.shape:
+        for p, h_hat in zip(params, estimates):
+            if h_hat is not None and h_hat.shape != p.shape:
                 raise ValueError(f'estimate of shape {tuple(h_hat.shape)} for a parameter of {tuple(p.shape)}')
-        if may_enter(self.nonfinite, 'Hessian estimate', [h_hat for _, _, h_hat in found]):
-            for p, group, h_hat in found:
-                self.fold(group, self.state_of(p), h_hat.to(p.dtype))
+        remaining, found = iter(estimates), []
+        for group in self.param_groups:
+            pairs = [(p, h_hat.to(p.dtype)) for p, h_hat in zip(group['params'], remaining) if h_hat is not None]
+            found.append((group, [p for p, _ in pairs],
+                          [h_hat.square() if group['squared'] else h_hat for _, h_hat in pairs]))
+        if may_enter(nonfinite or self.nonfinite, 'Hessian estimate', [x for _, _, xs in found for x in xs]):
+            for group, params, xs in found:
+                if params:
+                    self.fold(group, params, xs)
 
-    def state_of(self, p):
-        """The state of `p`, made of zeros where there is none yet."""
-        state = self.state[p]
-        if not state:
-            state.update({key: torch.zeros_like(p, memory_format=torch.preserve_format) for key in self.state_keys})
-        return state
+    def fold(self, group, params, xs):
+        """Moves the EMAs of `params`, all of `group`, towards `xs`."""
+        torch._foreach_lerp_(self.buffers(params, 'hessian'), xs, 1 - group['betas'][1])
 
 
-class Sophia(GuardedOptimizer):
+class Sophia(HessianOptimizer):
     """Algorithm 3: m ← β1·m + (1−β1)·g;  θ ← θ − lr·λ·θ;  θ ← θ − lr·clip(m / max(γ·h, ε), 1).
 
     h changes only in `update_hessian`, h ← β2·h + (1−β2)·ĥ, to be called every k-th iteration before `step`. Neither m
     nor h is bias-corrected.
 
     Args:
-        params: parameters or param groups.
+        params: parameters or param groups, of a dtype with float32's range (not float16, where ε is 0).
         lr: learning rate η, a float or a 0-d tensor.
         betas: (β1, β2).
         gamma: γ, scales h. The paper: 0.05 with Gauss-Newton-Bartlett, 0.01 with Hutchinson.
         eps: ε.
         weight_decay: λ, decoupled.
-        maximize: step uphill instead.
+        maximize: step uphill instead; estimates are then to be those of the negated objective.
         clipping: 'element' is Algorithm 3. For the paper's ablations 'none' leaves out the clip, and 'normalize'
             takes m divided by its root mean square over each tensor, without h.
         squared: for the ablation AH+clip: h is the EMA of ĥ², and √h takes its place in the update.
@@ -106,21 +131,20 @@ class Sophia(GuardedOptimizer):
     State per parameter: `exp_avg` (m) and `hessian` (h), in the parameter's dtype and shape.
     """
 
-    state_keys = ('exp_avg', 'hessian')
-
     def __init__(self, params, lr, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.2, *, maximize=False,
                  clipping='element', squared=False, nonfinite='raise'):
         super().__init__(params, dict(lr=lr, betas=betas, gamma=gamma, eps=eps, weight_decay=weight_decay,
                                       maximize=maximize, clipping=clipping, squared=squared), nonfinite)
 
-    def update(self, group, params, grads, states):
-        """Lines 6, 11 and 12 of Algorithm 3."""
-        lr, ms, hs = group['lr'], [s['exp_avg'] for s in states], [s['hessian'] for s in states]
+    def update(self, group, params, grads):
+        """The lines of Algorithm 3 that change m and θ."""
+        lr, ms = group['lr'], self.buffers(params, 'exp_avg')
         torch._foreach_lerp_(ms, grads, 1 - group['betas'][0])
         if group['clipping'] == 'normalize':
-            rms = [norm.clamp_(min=group['eps']) / m.numel() ** 0.5 for norm, m in zip(torch._foreach_norm(ms), ms)]
+            rms = [norm.div_(m.numel() ** 0.5).clamp_(min=group['eps']) for norm, m in zip(torch._foreach_norm(ms), ms)]
             step = torch._foreach_div(ms, rms)
         else:
+            hs = self.buffers(params, 'hessian')
             denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if group['squared'] else hs, group['gamma'])
             torch._foreach_clamp_min_(denominator, group['eps'])
             step = torch._foreach_div(ms, denominator)
@@ -131,19 +155,16 @@ class Sophia(GuardedOptimizer):
         torch._foreach_mul_(step, -lr)
         torch._foreach_add_(params, step)
 
-    def fold(self, group, state, h_hat):
-        """Line 9 of Algorithm 3."""
-        state['hessian'].lerp_(h_hat.square() if group['squared'] else h_hat, 1 - group['betas'][1])
-
     def unclipped(self):
-        """Fraction of coordinates with |m / max(γ·h, ε)| < 1 in the latest update, a 0-d tensor (None before the first
-        step). The paper chooses γ so that it lies between 0.1 and 0.5."""
+        """Fraction of coordinates with |m / max(γ·h, ε)| < 1 in the latest update, a 0-d tensor; None before the first
+        step, and without h ('normalize'). The paper chooses γ so that it lies between 0.1 and 0.5."""
         inside, total = [], 0
         for group in self.param_groups:
             for state in (self.state[p] for p in group['params'] if p in self.state):
-                h = state['hessian'].sqrt() if group['squared'] else state['hessian']
-                inside.append((state['exp_avg'].abs() < (group['gamma'] * h).clamp_(min=group['eps'])).sum())
-                total += h.numel()
+                if 'exp_avg' in state and 'hessian' in state:
+                    h = state['hessian'].sqrt() if group['squared'] else state['hessian']
+                    inside.append((state['exp_avg'].abs() < (group['gamma'] * h).clamp_(min=group['eps'])).sum())
+                    total += h.numel()
         return torch.stack(inside).sum() / total if inside else None
 
 
@@ -155,7 +176,8 @@ def may_enter(nonfinite, what, tensors):
     tensors = [t for t in tensors if t.numel()]
     if nonfinite == 'ignore' or not tensors:
         return True
-    if torch.stack([m.float() for m in torch._foreach_norm(tensors, ord=torch.inf)]).isfinite().all():
+    largest = torch._foreach_norm(tensors, ord=torch.inf)
+    if torch.stack([m.isfinite().to(largest[0].device) for m in largest]).all():
         return True
     if nonfinite == 'raise':
         raise FloatingPointError(f'a {what} is not finite; nothing of it entered the optimizer state')
@@ -190,7 +212,7 @@ class GaussNewtonBartlett:
         B = sum_over_ranks(self.gradient, self.predictions, group)
         if B == 0:
             raise ValueError('Gauss-Newton-Bartlett: no predictions were added')
-        return [g.div_(loss_scale * B).square_().mul_(B) for g in self.gradient]
+        return [g.div_(loss_scale * B ** 0.5).square_() for g in self.gradient]
 
 
 def gauss_newton_bartlett(outputs, params, distribution=None, group=None, retain_graph=False):
@@ -198,24 +220,33 @@ def gauss_newton_bartlett(outputs, params, distribution=None, group=None, retain
 
     Args:
         outputs: what the model computed with a graph, (…, V) logits of B predictions; or an iterable of such, one per
-            micro-batch (a generator runs the forwards one at a time).
+            micro-batch (a generator runs the forwards one at a time). Leave out the positions that the loss ignores.
         params: the parameters, in the optimizer's param-group order.
         distribution: maps outputs to the `torch.distributions.Distribution` whose negative log-likelihood is the loss;
-            any exponential family in its natural parameter. Default Categorical(logits=…), i.e. cross-entropy; for the
-            squared loss ½(f − y)²: `lambda f: torch.distributions.Normal(f, 1.0)`.
-        group: process group over which the mini-batch is spread; default all ranks.
+            any exponential family in its natural parameter. Its `log_prob` has one entry per prediction, of which the
+            loss is the mean. Default Categorical(logits=…), i.e. cross-entropy; for the squared loss ½(f − y)²:
+            `lambda f: torch.distributions.Normal(f, 1.0)`.
+        group: process group over which the mini-batch is spread; default all ranks. Each rank must draw labels of its
+            own: seed torch differently on each.
         retain_graph: keep the graph of `outputs` for the gradient of the true loss.
 
     Returns:
         list of tensors ĥ = B·ĝ⊙ĝ for `Sophia.update_hessian`.
     """
     distribution = distribution or (lambda logits: torch.distributions.Categorical(logits=logits))
+    params = list(params)
+    if ranks(group) > 1:
+        seed = torch.tensor([torch.initial_seed() % 2 ** 63], device=params[0].device)
+        seeds = [torch.empty_like(seed) for _ in range(ranks(group))]
+        dist.all_gather(seeds, seed, group=group)
+        if len({int(s) for s in seeds}) < len(seeds):
+            # Labels that depend on each other make the expectation of the square too large.
+            raise ValueError('gauss_newton_bartlett: ranks with the same random seed would draw the same labels; '
+                             'call torch.manual_seed(seed + rank) once the model is made')
     estimator = GaussNewtonBartlett(params)
     for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
         likelihood = distribution(f)
-        with torch.no_grad():
-            y_hat = likelihood.sample()
-        nll = -likelihood.log_prob(y_hat)
+        nll = -likelihood.log_prob(likelihood.sample())
         estimator.add(nll.sum(), nll.numel(), retain_graph)
     return estimator.estimate(group=group)
 
@@ -265,7 +296,7 @@ def hutchinson(losses, params, generator=None, rademacher=False, group=None):
     Returns:
         list of tensors ĥ = u ⊙ ∇⟨∇L, u⟩ for `Sophia.update_hessian`.
     """
-    if generator is None and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+    if generator is None and ranks(group) > 1:
         raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
     estimator = Hutchinson(params, generator, rademacher)
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
@@ -293,9 +324,14 @@ def hessian_vector_product(loss_fn, params, u):
     return torch.func.jvp(torch.func.grad(loss_fn), (tuple(params),), (tuple(u),))[1]
 
 
+def ranks(group=None):
+    """Number of ranks in `group`; 1 without torch.distributed."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
 def sum_over_ranks(tensors, count, group=None):
     """Adds up `tensors` (in place) and the number `count` over the ranks of `group`; returns the summed count."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1):
+    if ranks(group) < 2:
         return count
     counts = torch.tensor([count], dtype=torch.float64, device=tensors[0].device)
     for work in [dist.all_reduce(t, group=group, async_op=True) for t in [*tensors, counts]]:

@@ -1,0 +1,107 @@
+"""γ and the peak learning rate of Sophia by the paper's procedure (section "Experimental Setup").
+
+  python scripts/tune_gamma.py --out_dir out/tune_gamma -- --optimizer_name=sophiag --dataset=openwebtext
+  python scripts/tune_gamma.py --out_dir out/tune_gamma --iters 300 -- config/quickstart.py
+
+Short runs of a small model (30M unless the arguments say otherwise): γ is halved while more than 50 % of the
+coordinates are not clipped, and doubled while fewer than 10 % are. The learning rate is 0.8 × AdamW's, or 3 to 5 ×
+Lion's. Standard output holds the lines for a config file, standard error the rest. The runs stay in out_dir, and the
+same command goes on where it stopped.
+"""
+
+import argparse
+import signal
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import configurator
+from optimizers import SETTINGS, peak_learning_rate
+from scripts.sweep import expand, interrupt, train_all
+
+LOW, HIGH = 0.1, 0.5
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def runs_arguments(base, iters, learning_rate):
+    """The arguments of train.py that the runs share: `base`, made short."""
+    config = configurator.resolve(base)
+    short = dict(max_iters=iters, eval_interval=iters, eval_iters=1, always_save_checkpoint=False,
+                 warmup_iters=min(config.values['warmup_iters'], iters // 10),
+                 log_interval=min(config.values['log_interval'], max(1, iters // 50)))
+    if 'learning_rate' not in config.given:
+        short['learning_rate'] = learning_rate
+    # h is not corrected for its start at 0: while it is below its level in a long run, γ would come out too large.
+    estimates = iters / config.values['hessian_interval']
+    beta2 = 0.05 ** (1 / estimates)
+    if 'beta2' not in config.given and beta2 < config.values['beta2']:
+        short['beta2'] = round(beta2, 4)
+        say(f'beta2 = {short["beta2"]} in these runs, for {config.values["beta2"]} in yours: with {estimates:.0f} '
+            'estimates h then ends at 95 % of its level')
+    return [*base, *(f'--{key}={value}' for key, value in short.items())]
+
+
+def unclipped(gamma, base, out_dir, launcher):
+    """Trains with γ, and returns the mean fraction of unclipped coordinates in the last quarter of the run."""
+    item, = expand(dict(base=base, runs=[dict(gamma=gamma)]), out_dir)
+    item.check()
+    for _ in train_all([item], launcher=launcher.split()):
+        pass
+    if item.failure:
+        raise SystemExit(f'{item.out_dir}: diverged ({item.failure}); give a lower --learning_rate')
+    if not item.finished:
+        raise SystemExit(f'{item.out_dir}: did not end; see log.txt in it')
+    for path in item.out_dir.glob('*.pt'):
+        path.unlink()  # only the metrics are of use
+    fractions = item.run.series('update_unclipped')[1]
+    return statistics.mean(fractions[-max(1, len(fractions) // 4):])
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
+    parser.add_argument('--out_dir', required=True, type=Path, help='a directory per run is made in it')
+    parser.add_argument('--iters', type=int, default=1000, help='iterations of a run (default: 1000)')
+    parser.add_argument('--most', type=int, default=8, help='runs before giving up (default: 8)')
+    parser.add_argument('--adamw_lr', type=float, help="peak learning rate of AdamW (default: Table 3's)")
+    parser.add_argument('--lion_lr', type=float, help="peak learning rate of Lion (default: Table 3's, if it has one)")
+    parser.add_argument('--launcher', default=sys.executable, metavar='COMMAND', help='starts train.py')
+    args = parser.parse_args(argv)
+    if args.iters < 10:
+        parser.error('--iters: at least 10')
+    signal.signal(signal.SIGTERM, interrupt)
+
+    config = configurator.resolve(args.base)
+    if 'model_size' not in config.given:
+        args.base.append('--model_size=30M')
+        config = configurator.resolve(args.base)
+    name, gamma, size = (config.values[key] for key in ('optimizer_name', 'gamma', 'model_size'))
+    if not SETTINGS[name].get('gamma'):
+        raise SystemExit(f'{name} has no γ; choose an optimizer that has, such as --optimizer_name=sophiag')
+    adamw, lion = (given or peak_learning_rate(other, size)[0]
+                   for other, given in (('adamw', args.adamw_lr), ('lion', args.lion_lr)))
+    learning_rate = float(f'{0.8 * adamw:.3g}')
+    base = runs_arguments(args.base, args.iters, learning_rate)
+
+    tried = {}
+    while True:
+        tried[gamma] = unclipped(gamma, base, args.out_dir, args.launcher)
+        say(f'gamma = {gamma:g}: {tried[gamma]:.1%} not clipped')
+        if LOW <= tried[gamma] <= HIGH:
+            break
+        gamma = gamma / 2 if tried[gamma] > HIGH else gamma * 2
+        if gamma in tried or len(tried) == args.most:
+            raise SystemExit(f'no γ among {", ".join(f"{g:g}" for g in sorted(tried))} leaves 10 to 50 % unclipped; '
+                             'start elsewhere with --gamma=…, or give more --iters')
+    print(f'optimizer_name = {name!r}')
+    print(f'gamma = {gamma:g}  # {tried[gamma]:.0%} not clipped in the last quarter of {args.iters} iterations')
+    print(f"learning_rate = {learning_rate:g}  # 0.8 × AdamW's {adamw:g}"
+          + (f"; 3 to 5 × Lion's {lion:g} is {3 * lion:g} to {5 * lion:g}" if lion else ''))
+
+
+if __name__ == '__main__':
+    main()

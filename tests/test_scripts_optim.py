@@ -1,0 +1,108 @@
+"""scripts/sophia_anywhere.py, scripts/tune_gamma.py, and the configs of the ablations."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+
+import configurator
+from optimizers import peak_learning_rate
+from scripts import tune_gamma
+
+
+def run_script(path, *args, cwd=ROOT, check=True):
+    done = subprocess.run([sys.executable, path, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=120,
+                          env=dict(os.environ, OMP_NUM_THREADS='1'))
+    assert not check or done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.parametrize('estimator', ['gnb', 'hutchinson'])
+def test_sophia_anywhere(tmp_path, estimator):
+    """sophia.py and the script alone, in a directory with nothing else: both models learn."""
+    for path in ('sophia.py', 'scripts/sophia_anywhere.py'):
+        shutil.copy(ROOT / path, tmp_path)
+    done = run_script('sophia_anywhere.py', '--steps=120', f'--estimator={estimator}', cwd=tmp_path)
+    first = [float(x) for x in re.findall(r'step 0: loss ([\d.]+)', done.stdout)]
+    unseen = [float(x) for x in re.findall(r'new \w+: ([\d.]+)', done.stdout)]
+    assert len(first) == len(unseen) == 2
+    assert unseen[0] < first[0] - 0.5 and unseen[1] < 0.25 * first[1]
+
+
+def test_sophia_anywhere_in_the_repository():
+    assert 'new points' in run_script(ROOT / 'scripts/sophia_anywhere.py', '--steps=2').stdout
+
+
+def test_the_recipe_in_the_documentation():
+    recipe, = re.findall(r'```python\n(.*?)```', (ROOT / 'docs/optimizers.md').read_text(encoding='utf-8'), flags=re.S)
+    torch.manual_seed(0)
+    x = torch.randn(200, 4)
+    y = (x @ torch.randn(4, 3)).argmax(1)
+    scope = dict(model=torch.nn.Linear(4, 3), F=torch.nn.functional, batches=[(x, y)] * 300)
+    with torch.no_grad():
+        before = scope['F'].cross_entropy(scope['model'](x), y).item()
+    exec(recipe, scope)
+    assert scope['loss'].item() < before - 0.1 and 0 <= scope['optimizer'].unclipped() <= 1
+
+
+def test_tune_gamma(corpus, tmp_path):
+    """From a γ that is far too small; the second time the runs are there already."""
+    args = ['--out_dir', tmp_path / 'runs', '--iters', 20, '--most', 12, '--', *TINY, f'--dataset={corpus}',
+            '--optimizer_name=sophiag', '--hessian_interval=2', '--gamma=0.04']
+    done = run_script('scripts/tune_gamma.py', *args)
+    chosen = {}
+    exec(done.stdout, {}, chosen)  # lines for a config file
+    assert chosen['optimizer_name'] == 'sophiag'
+    assert chosen['learning_rate'] == pytest.approx(0.8 * peak_learning_rate('adamw', 'tiny')[0])
+    fractions = {float(gamma): float(percent) for gamma, percent in
+                 re.findall(r'^gamma = (\S+): ([\d.]+)% not clipped', done.stderr, flags=re.M)}
+    gammas = list(fractions)
+    assert len(gammas) > 1 and gammas == [0.04 * 2 ** i for i in range(len(gammas))] and gammas[-1] == chosen['gamma']
+    assert 10 <= fractions[chosen['gamma']] <= 50 and all(fractions[gamma] < 10 for gamma in gammas[:-1])
+    assert 'h then ends at 95 % of its level' in done.stderr
+    assert not list((tmp_path / 'runs').rglob('*.pt'))
+    settings = json.loads((tmp_path / 'runs' / 'gamma=0.04' / 'config.json').read_text())['config']
+    assert settings['max_iters'] == 20 and settings['beta2'] ** 10 == pytest.approx(0.05, rel=1e-2)
+    lines = (tmp_path / 'runs' / 'gamma=0.04' / 'log.txt').read_text()
+    assert run_script('scripts/tune_gamma.py', *args).stdout == done.stdout
+    assert (tmp_path / 'runs' / 'gamma=0.04' / 'log.txt').read_text() == lines
+
+
+def test_tune_gamma_doubles_halves_and_gives_up(monkeypatch, tmp_path, capsys):
+    """With a made-up dependence of the fraction on γ in the place of runs."""
+    def chosen(fraction, *args):
+        monkeypatch.setattr(tune_gamma, 'unclipped', lambda gamma, *_: fraction(gamma))
+        tune_gamma.main(['--out_dir', str(tmp_path), *args, '--', '--optimizer_name=sophiah'])
+        return capsys.readouterr().out
+
+    assert 'gamma = 0.0025  # 38% not clipped' in chosen(lambda gamma: 150 * gamma)
+    assert 'gamma = 0.16  # 16% not clipped' in chosen(lambda gamma: gamma, '--adamw_lr=1e-3', '--lion_lr=1e-4')
+    assert "learning_rate = 0.00096  # 0.8 × AdamW's 0.0012; 3 to 5 × Lion's 0.0004 is 0.0012 to 0.002" in chosen(
+        lambda gamma: 0.3)
+    with pytest.raises(SystemExit, match='no γ among 0.01, 0.02 leaves'):
+        chosen(lambda gamma: 0.05 if gamma < 0.015 else 0.6)
+    with pytest.raises(SystemExit, match='lion has no γ'):
+        tune_gamma.main(['--out_dir', str(tmp_path), '--', '--optimizer_name=lion'])
+
+
+@pytest.mark.parametrize('name, expected', [
+    ('ef_clip', dict(optimizer_name='ef_clip', hessian_interval=10, hessian_batch_size=240)),
+    ('ah_clip', dict(optimizer_name='ah_clip', hessian_interval=10, hessian_batch_size=32)),
+    ('adahessian', dict(optimizer_name='adahessian', hessian_interval=1, beta1=0.92, beta2=0.99)),
+    ('clip', dict(optimizer_name='clip', hessian_interval=0)),
+    ('normalize', dict(optimizer_name='normalize', hessian_interval=0)),
+    ('gnb_noclip', dict(optimizer_name='gnb_noclip', hessian_interval=2, hessian_batch_size=240)),
+    ('hessian_interval_1', dict(optimizer_name='sophiag', hessian_interval=1, beta2=0.99)),
+    ('hessian_interval_10', dict(optimizer_name='sophiag', hessian_interval=10, beta2=0.99)),
+    ('hessian_interval_100', dict(optimizer_name='sophiag', hessian_interval=100, beta2=0.99)),
+])
+def test_ablation_configs(name, expected):
+    values = configurator.resolve([str(ROOT / f'config/ablation/{name}.py')]).values
+    expected = dict(expected, model_size='30M', n_layer=6, total_batch_size=480, max_iters=100000)
+    assert {key: values[key] for key in expected} == expected

@@ -1,0 +1,479 @@
+"""Algorithms 1 to 3: the update rule, Gauss-Newton-Bartlett, Hutchinson, each against an independent reference."""
+
+import copy
+import socket
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributions import Bernoulli, Categorical, Normal, Poisson
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from model import GPT, GPTConfig
+from optimizers import Lion, build_hessian_hook, build_optimizer
+from sophia import GaussNewtonBartlett, Sophia, gauss_newton_bartlett, hessian_vector_product, hutchinson
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Algorithm 3
+
+
+def sophia_in_numpy(theta, gradients, estimates, lr, beta1, beta2, gamma, eps, weight_decay, clipping, squared):
+    """Algorithm 3 and the ablations' variants, written from the paper. Returns θ, m, h after the last gradient."""
+    theta, m, h = theta.copy(), np.zeros_like(theta), np.zeros_like(theta)
+    for g, h_hat in zip(gradients, estimates):
+        m = beta1 * m + (1 - beta1) * g
+        if h_hat is not None:
+            h = beta2 * h + (1 - beta2) * (h_hat ** 2 if squared else h_hat)
+        theta = theta - lr * weight_decay * theta
+        if clipping == 'normalize':
+            theta = theta - lr * m / np.sqrt(np.mean(m ** 2))
+        else:
+            ratio = m / np.maximum(gamma * (np.sqrt(h) if squared else h), eps)
+            theta = theta - lr * (np.clip(ratio, -1, 1) if clipping == 'element' else ratio)
+    return theta, m, h
+
+
+@pytest.mark.parametrize('seed', range(12))
+def test_update_rule(seed):
+    """Random hyperparameters, two param groups, estimates of either sign at some of the steps, some of them None."""
+    rng = np.random.default_rng(seed)
+    settings = [dict(lr=10 ** rng.uniform(-4, -1), beta1=rng.uniform(0, 0.99), beta2=rng.uniform(0, 0.99),
+                     gamma=10 ** rng.uniform(-2, 1), eps=10 ** rng.uniform(-12, -2), weight_decay=rng.uniform(0, 0.5),
+                     clipping=['element', 'none', 'normalize'][rng.choice(3, p=[0.6, 0.2, 0.2])],
+                     squared=bool(rng.random() < 0.3)) for _ in range(2)]
+    start = [rng.normal(size=shape) for shape in [(3, 4), (5,), (2, 2)]]
+    group_of = [0, 0, 1]
+    gradients = [[rng.normal(size=theta.shape) * 10 ** rng.uniform(-3, 1) for theta in start] for _ in range(20)]
+    estimates = [[rng.normal(0.5, 1, size=theta.shape) if t % 3 == 0 and (i, t) != (1, 6) else None
+                  for i, theta in enumerate(start)] for t in range(20)]
+
+    params = [torch.nn.Parameter(torch.tensor(theta)) for theta in start]
+    groups = []
+    for g, s in enumerate(settings):
+        group = {key: s[key] for key in ('lr', 'gamma', 'eps', 'weight_decay', 'clipping', 'squared')}
+        groups.append({**group, 'betas': (s['beta1'], s['beta2']),
+                       'params': [p for p, of in zip(params, group_of) if of == g]})
+    optimizer = Sophia(groups, lr=1.0)
+    for t in range(20):
+        if t % 3 == 0:
+            optimizer.update_hessian(None if e is None else torch.tensor(e) for e in estimates[t])
+        for p, g in zip(params, gradients[t]):
+            p.grad = torch.tensor(g)
+        optimizer.step()
+
+    for i, p in enumerate(params):
+        expected = sophia_in_numpy(start[i], [g[i] for g in gradients], [e[i] for e in estimates],
+                                   **settings[group_of[i]])
+        state = optimizer.state[p]
+        np.testing.assert_allclose(p.detach().numpy(), expected[0], rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(state['exp_avg'].numpy(), expected[1], rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(state['hessian'].numpy(), expected[2], rtol=1e-10, atol=1e-12)
+
+
+def test_negative_and_zero_curvature_fall_back_to_the_sign_step():
+    """A Newton step would go uphill where h < 0."""
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = Sophia([p], lr=0.1, betas=(0, 0), gamma=1.0, weight_decay=0)
+    optimizer.update_hessian([torch.tensor([-5.0, 0.0, -1e-9, 4.0])])
+    p.grad = torch.tensor([3.0, -2.0, 0.5, 1.0])
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.tensor([-0.1, 0.1, -0.1, -0.025]))
+
+
+def test_unclipped_fraction():
+    p, q = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(1))
+    optimizer = Sophia([p, q], lr=0.1, betas=(0, 0), gamma=0.5)
+    assert optimizer.unclipped() is None
+    optimizer.update_hessian([torch.tensor([1.0, 4.0, -1.0, 1.0]), torch.tensor([10.0])])
+    p.grad, q.grad = torch.tensor([0.4, 1.0, 1e-3, 0.6]), torch.tensor([1.0])
+    optimizer.step()
+    assert optimizer.unclipped().item() == pytest.approx(3 / 5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Section "Theoretical Analysis": the run time does not depend on the condition number
+
+
+def steps_to_tolerance(make_optimizer, start, curvature, tolerance, estimate, most=6_000):
+    """Steps until ½ Σ curvature·θ² stays at most `tolerance` for two iterates, as in the paper's lower bound."""
+    theta = torch.nn.Parameter(start.clone())
+    optimizer = make_optimizer([theta])
+    before = False
+    for t in range(most):
+        loss = 0.5 * (curvature * theta ** 2).sum()
+        below = loss.item() <= tolerance
+        if below and before:
+            return t
+        before = below
+        if estimate:
+            optimizer.update_hessian(hutchinson(loss, [theta], rademacher=True))
+        theta.grad = (curvature * theta).detach()
+        optimizer.step()
+    return most
+
+
+def test_steps_do_not_grow_with_the_condition_number():
+    """L(θ) = μ/2 θ₁² + β/2 θ₂² from the two starts of the appendix's theorem, each of loss Δ. SignGD has the largest
+    rate that keeps it below ε wherever it started; the theorem's bound, for any rate, is ½(√(Δ/ε) − √2)·√(β/μ)."""
+    mu, delta, tolerance = 1.0, 1.0, 0.04
+    sophia, sign_descent = [], []
+    for condition in (1e2, 1e4, 1e6):
+        curvature = torch.tensor([mu, mu * condition])
+        starts = [torch.tensor([0.0, (2 * delta / curvature[1]) ** 0.5]), torch.tensor([(2 * delta / mu) ** 0.5, 0.0])]
+        sophia.append(max(steps_to_tolerance(
+            lambda params: Sophia(params, lr=0.5, betas=(0, 0), gamma=1.0, weight_decay=0),
+            start, curvature, tolerance, estimate=True) for start in starts))
+        rate = (2 * tolerance / curvature[1].item()) ** 0.5
+        sign_descent.append(max(steps_to_tolerance(
+            lambda params, rate=rate: Lion(params, lr=rate, betas=(0, 0), weight_decay=0),
+            start, curvature, tolerance, estimate=False) for start in starts))
+        assert sign_descent[-1] >= 0.5 * ((delta / tolerance) ** 0.5 - 2 ** 0.5) * condition ** 0.5 - 1
+    assert max(sophia) <= min(sophia) + 1 and max(sophia) < 10
+    assert 50 * sign_descent[0] < sign_descent[2] < 6_000
+
+
+def test_many_curvatures_with_momentum_and_the_papers_estimator():
+    """20 coordinates with curvatures spread over 1 … κ, loss spread evenly, β1 = 0.96, u ~ N(0, I) every 10 steps."""
+    steps = []
+    for condition in (1e0, 1e3, 1e6):
+        curvature = torch.logspace(0, float(np.log10(condition)), 20)
+        theta = torch.nn.Parameter(torch.ones(20))
+        optimizer = Sophia([theta], lr=0.02, betas=(0.96, 0.9), gamma=1.0, weight_decay=0)
+        generator = torch.Generator().manual_seed(0)
+        t = 0
+        while theta.detach().abs().max() > 0.02:
+            loss = 0.5 * (curvature * theta ** 2).sum()
+            if t % 10 == 0:
+                optimizer.update_hessian(hutchinson(loss, [theta], generator))
+            theta.grad, = torch.autograd.grad(loss, [theta])
+            optimizer.step()
+            t += 1
+            assert t < 2000
+        steps.append(t)
+    assert max(steps) <= 1.05 * min(steps)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Algorithm 2
+
+
+def make_mlp(outputs):
+    """A tiny network, its 8 inputs, and a function (parameters as a tuple) → (8, outputs)."""
+    params = [torch.nn.Parameter(0.8 * torch.randn(shape)) for shape in [(3, 4), (4,), (4, outputs)]]
+    x = torch.randn(8, 3)
+    return params, x, lambda params, x: torch.tanh(x @ params[0] + params[1]) @ params[2]
+
+
+def exact_gauss_newton(f, params, x, distribution):
+    """diag(1/B Σ J S Jᵀ), S the Hessian of the negative log-likelihood in the outputs, for some fixed label."""
+    params = tuple(p.detach() for p in params)
+    total = [torch.zeros_like(p) for p in params]
+    for x_b in x:
+        out = f(params, x_b)
+        y = distribution(out).sample()
+        S = torch.func.hessian(lambda out, y: -distribution(out).log_prob(y).sum())(out, y)
+        for sum_, J in zip(total, torch.func.jacrev(f)(params, x_b)):
+            sum_ += torch.einsum('v...,vw,w...->...', J, S, J)
+    return total, len(x)
+
+
+def assert_mean_is(samples, expected):
+    """The mean of `samples` (N, n) agrees with `expected` (n,) within its standard error, and that says something."""
+    error = samples.std(0) / len(samples) ** 0.5
+    z = (samples.mean(0) - expected) / error.clamp(min=1e-12)
+    assert z.abs().max() < 5 and z.square().mean() < 2.5
+    assert samples.sum(1).std() / len(samples) ** 0.5 < 0.05 * expected.sum().abs()
+
+
+def flat(tensors):
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+@pytest.mark.parametrize('micro_batches', [(8,), (3, 4, 1)])
+def test_gauss_newton_bartlett_is_unbiased(micro_batches):
+    params, x, f = make_mlp(outputs=5)
+    total, B = exact_gauss_newton(f, params, x, lambda out: Categorical(logits=out))
+    samples = torch.stack([flat(gauss_newton_bartlett((f(params, part) for part in x.split(micro_batches)), params))
+                           for _ in range(1500)])
+    assert (samples >= 0).all()
+    assert_mean_is(samples, flat(total) / B)
+
+
+@pytest.mark.parametrize('distribution', [
+    lambda f: Normal(f, 1.0), lambda f: Bernoulli(logits=f), lambda f: Poisson(f.exp())],
+    ids=['squared loss', 'Bernoulli', 'Poisson'])
+def test_gauss_newton_bartlett_of_any_exponential_family(distribution):
+    """Two outputs per example, and a loss that is the mean over all 16 of them: B = 16."""
+    params, x, f = make_mlp(outputs=2)
+    total, B = exact_gauss_newton(f, params, x, distribution)
+    samples = torch.stack([flat(gauss_newton_bartlett(f(params, x), params, distribution)) for _ in range(1500)])
+    assert_mean_is(samples, flat(total) / (2 * B))
+
+
+def test_squared_losses_curvature_is_that_of_the_loss_itself():
+    """mean (f − y)², torch's own scaling, is the negative log-likelihood of a normal of variance ½. For a linear model
+    the Gauss-Newton diagonal is the Hessian's: 2/B Σ x²."""
+    w, x = torch.nn.Parameter(torch.randn(4)), torch.randn(6, 4)
+    hessian = torch.func.hessian(lambda w: F.mse_loss(x @ w, torch.zeros(6)))(w.detach()).diagonal()
+    samples = torch.stack([gauss_newton_bartlett(x @ w, [w], lambda f: Normal(f, 0.5 ** 0.5))[0] for _ in range(2000)])
+    assert_mean_is(samples, hessian)
+
+
+def test_gauss_newton_bartlett_keeps_the_graph_if_asked_and_undoes_the_loss_scale():
+    params, x, f = make_mlp(outputs=5)
+    out = f(params, x)
+    gauss_newton_bartlett(out, params, retain_graph=True)
+    out.sum().backward()
+    labels = torch.arange(8) % 5
+    estimates = []
+    for scale in (1.0, 1024.0):
+        estimator = GaussNewtonBartlett(params)
+        estimator.add(scale * F.cross_entropy(f(params, x), labels, reduction='sum'), 8)
+        estimates.append(flat(estimator.estimate(scale)))
+    torch.testing.assert_close(*estimates)
+    with pytest.raises(ValueError, match='no predictions'):
+        GaussNewtonBartlett(params).estimate()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Algorithm 1
+
+
+def indefinite_matrix(n):
+    A = torch.randn(n, n)
+    A = A + A.T
+    A.diagonal().copy_(torch.linspace(-2, 2, n))
+    return A
+
+
+@pytest.mark.parametrize('rademacher', [False, True])
+def test_hutchinson_is_unbiased_on_an_indefinite_quadratic(rademacher):
+    A, theta = indefinite_matrix(6), torch.nn.Parameter(torch.randn(6))
+    generator = torch.Generator().manual_seed(1)
+    samples = torch.stack([hutchinson(0.5 * theta @ A @ theta, [theta], generator, rademacher)[0]
+                           for _ in range(3000)])
+    z = (samples.mean(0) - A.diagonal()) / (samples.std(0) / 3000 ** 0.5)
+    assert z.abs().max() < 4.5
+    assert (samples.mean(0)[[0, -1]] - torch.tensor([-2.0, 2.0])).abs().max() < 0.3
+
+
+def test_hutchinson_averages_micro_batches_with_one_u():
+    params, x, f = make_mlp(outputs=5)
+    y = torch.arange(8) % 5
+    whole = hutchinson(F.cross_entropy(f(params, x), y), params, torch.Generator().manual_seed(2))
+    parts = hutchinson((F.cross_entropy(f(params, x[i:i + 2]), y[i:i + 2]) for i in range(0, 8, 2)), params,
+                       torch.Generator().manual_seed(2))
+    torch.testing.assert_close(parts, whole)
+
+
+def test_hutchinson_refuses_a_gradient_without_a_graph():
+    """What a compiled module can return; h would silently stay 0."""
+    p, unused = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(RuntimeError, match='no graph of its own'):
+        hutchinson((2.0 * p).sum(), [p])
+    estimates = hutchinson((p ** 2).sum(), [p, unused], rademacher=True)
+    torch.testing.assert_close(estimates, [torch.full((3,), 2.0), torch.zeros(2)])
+
+
+def tiny_gpt():
+    """A GPT of about 900 parameters, a mini-batch of 4 sequences, and its loss as a function of its parameters."""
+    model = GPT(GPTConfig(block_size=4, vocab_size=16, n_layer=1, n_head=2, n_embd=8))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    idx = torch.randint(16, (4, 5))
+    names = [name for name, _ in model.named_parameters()]
+
+    def loss_fn(values):
+        with sdpa_kernel(SDPBackend.MATH):
+            return functional_call(model, dict(zip(names, values)), (idx[:, :-1], idx[:, 1:]))[1]
+
+    return model, idx, loss_fn
+
+
+def explicit_hessian(loss_fn, params):
+    """The whole Hessian (n, n) by double backward, a row at a time."""
+    gradient = torch.autograd.grad(loss_fn(params), params, create_graph=True)
+    n = sum(p.numel() for p in params)
+    rows = [g.flatten()[i] for g in gradient for i in range(g.numel())]
+    return torch.stack([flat(torch.autograd.grad(row, params, retain_graph=True, materialize_grads=True))
+                        for row in rows]).view(n, n)
+
+
+@pytest.fixture(scope='module')
+def gpt_with_hessian():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    model, idx, loss_fn = tiny_gpt()
+    return model, idx, loss_fn, explicit_hessian(loss_fn, list(model.parameters()))
+
+
+def test_hessian_vector_product(gpt_with_hessian):
+    """Against the explicit Hessian and a central difference of gradients."""
+    model, _, loss_fn, H = gpt_with_hessian
+    params = [p.detach() for p in model.parameters()]
+    u = [torch.randn_like(p) for p in params]
+    product = flat(hessian_vector_product(loss_fn, params, u))
+    torch.testing.assert_close(product, H @ flat(u), rtol=1e-8, atol=1e-10)
+    delta = 1e-5
+    up, down = (flat(torch.func.grad(loss_fn)(tuple(p + s * delta * v for p, v in zip(params, u)))) for s in (1, -1))
+    torch.testing.assert_close(product, (up - down) / (2 * delta), rtol=1e-5, atol=1e-7)
+
+
+def hook_estimates(model, idx, name, iterations, micro_batch=4, **options):
+    """The estimates of train.py's hook over `iterations` iterations on the same mini-batch, (iterations, n)."""
+    params = list(model.parameters())
+    optimizer = build_optimizer(name, params, lr=0.0, beta2=0.0, weight_decay=0.0)
+    options = {'interval': 1, 'batch_size': len(idx), 'seed': 7, 'rank': 0, 'world_size': 1,
+               'autocast': torch.autocast('cpu', enabled=False), 'compile': False, **options}
+    hook = build_hessian_hook(name, model, optimizer, **options)
+    samples = []
+    for i in range(iterations):
+        assert hook.start(i)
+        for part in idx.split(micro_batch):
+            loss = hook.loss(model, part[:, :-1], part[:, 1:])
+            hook.backward()
+            loss.backward()
+        hook.finish(optimizer)
+        samples.append(flat(optimizer.state[p]['hessian'] for p in params))
+        model.zero_grad()
+    return torch.stack(samples)
+
+
+def test_hutchinson_hook_is_unbiased_on_a_gpt(gpt_with_hessian):
+    """Two micro-batches of two sequences. Entries range over orders of magnitude, so they are judged by their own
+    standard errors; the trace says that the scale is right."""
+    model, idx, _, H = gpt_with_hessian
+    samples = hook_estimates(model, idx, 'sophiah', 200, micro_batch=2)
+    z = (samples.mean(0) - H.diagonal()) / (samples.std(0) / 200 ** 0.5)
+    assert (samples < 0).any() and z.abs().max() < 6 and z.square().mean() < 1.5
+    assert samples.sum(1).mean() == pytest.approx(H.trace().item(), rel=0.15)
+
+
+def test_gauss_newton_hook_is_unbiased_on_a_gpt(gpt_with_hessian):
+    """Sampled labels, one forward for two backwards, two micro-batches: against the exact Gauss-Newton diagonal."""
+    model, idx, _, _ = gpt_with_hessian
+    names = [name for name, _ in model.named_parameters()]
+    params = tuple(p.detach() for p in model.parameters())
+
+    def logits(params):
+        with sdpa_kernel(SDPBackend.MATH):
+            return functional_call(model, dict(zip(names, params)), (idx[:, :-1],))[0].flatten(0, 1)
+
+    p = logits(params).softmax(-1)
+    S = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    exact = [torch.einsum('bv...,bvw,bw...->...', J, S, J) / len(p) for J in torch.func.jacrev(logits)(params)]
+    samples = hook_estimates(model, idx, 'sophiag', 500, micro_batch=2)
+    z = (samples.mean(0) - flat(exact)) / (samples.std(0) / 500 ** 0.5).clamp(min=1e-12)
+    assert (samples >= 0).all() and z.abs().max() < 6 and z.square().mean() < 1.5
+    assert samples.sum(1).mean() == pytest.approx(flat(exact).sum().item(), rel=0.05)
+
+
+def test_empirical_fisher_is_the_squared_gradient(gpt_with_hessian):
+    """With the true labels and the whole mini-batch ĝ is the gradient: ĥ = B·g⊙g."""
+    model, idx, loss_fn, _ = gpt_with_hessian
+    gradient = torch.func.grad(loss_fn)(tuple(p.detach() for p in model.parameters()))
+    torch.testing.assert_close(hook_estimates(model, idx, 'ef_clip', 1, micro_batch=2)[0], 16 * flat(gradient) ** 2)
+
+
+@pytest.mark.parametrize('name', ['sophiag', 'sophiah', 'ef_clip'])
+def test_the_micro_batch_does_not_change_the_estimate(gpt_with_hessian, name):
+    """All 4 sequences as 3 + 1; the first 3 of them out of 2 + 2."""
+    model, idx = gpt_with_hessian[:2]
+    for size, micro_batch in ((4, 3), (3, 2)):
+        whole, parts = (hook_estimates(model, idx, name, 2, n, batch_size=size) for n in (4, micro_batch))
+        torch.testing.assert_close(parts, whole)
+
+
+def test_hessian_vector_product_in_low_precision_and_compiled(gpt_with_hessian):
+    """bfloat16 is close; float16 runs compute the product in float32; torch.compile changes nothing."""
+    model, idx = copy.deepcopy(gpt_with_hessian[0]).float(), gpt_with_hessian[1]
+    torch.set_default_dtype(torch.float32)
+    exact, = hook_estimates(model, idx, 'sophiah', 1)
+    rough, = hook_estimates(model, idx, 'sophiah', 1, autocast=torch.autocast('cpu', torch.bfloat16))
+    assert 0 < (rough - exact).norm() < 0.05 * exact.norm()
+    half, = hook_estimates(model, idx, 'sophiah', 1, autocast=torch.autocast('cpu', torch.float16))
+    torch.testing.assert_close(half, exact, rtol=0, atol=0)
+    compiled, = hook_estimates(model, idx, 'sophiah', 1, compile=True)
+    torch.testing.assert_close(compiled, exact, rtol=1e-4, atol=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Two ranks
+
+
+def on_each_of_two_ranks(rank, port, path):
+    """Rank 0 has three of the eight examples for Gauss-Newton-Bartlett, half of them for Hutchinson."""
+    torch.set_num_threads(1)
+    dist.init_process_group('gloo', f'tcp://127.0.0.1:{port}', rank=rank, world_size=2)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    params, x, f = make_mlp(outputs=5)
+    mine = x[:3] if rank == 0 else x[3:]
+    try:
+        gauss_newton_bartlett(f(params, mine), params)
+        refusals = []
+    except ValueError as error:
+        refusals = [str(error)]
+    y = torch.arange(8) % 5
+    part = slice(0, 4) if rank == 0 else slice(4, 8)
+    try:
+        hutchinson(F.cross_entropy(f(params, x[part]), y[part]), params)
+    except ValueError as error:
+        refusals.append(str(error))
+    torch.manual_seed(100 + rank)
+    samples = torch.stack([flat(gauss_newton_bartlett((f(params, part) for part in mine.split(2)), params))
+                           for _ in range(1000)])
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    estimates = {name: flat(hutchinson(F.cross_entropy(f(params, x[part]), y[part]), params,
+                                       torch.Generator().manual_seed(2), group=group))
+                 for name, group in (('both', None), ('alone', alone))}
+    torch.save(dict(samples=samples, refusals=refusals, **estimates), f'{path}/{rank}.pt')
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope='module')
+def two_ranks(tmp_path_factory):
+    path = tmp_path_factory.mktemp('ranks')
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(on_each_of_two_ranks, (port, path), nprocs=2)
+    return [torch.load(path / f'{rank}.pt') for rank in range(2)]
+
+
+def test_gauss_newton_bartlett_over_two_ranks(two_ranks):
+    """B counts the examples of both ranks, which have different numbers of them and of micro-batches."""
+    assert torch.equal(two_ranks[0]['samples'], two_ranks[1]['samples'])
+    params, x, f = make_mlp(outputs=5)
+    total, B = exact_gauss_newton(f, params, x, lambda out: Categorical(logits=out))
+    assert_mean_is(two_ranks[0]['samples'], flat(total) / B)
+
+
+def test_hutchinson_over_two_ranks_is_that_of_the_whole_mini_batch(two_ranks):
+    params, x, f = make_mlp(outputs=5)
+    whole = flat(hutchinson(F.cross_entropy(f(params, x), torch.arange(8) % 5), params,
+                            torch.Generator().manual_seed(2)))
+    for rank in two_ranks:
+        torch.testing.assert_close(rank['both'], whole)
+    # Without the all-reduce each rank would have kept the estimate of its own half.
+    assert (two_ranks[0]['alone'] - two_ranks[1]['alone']).norm() > 0.1 * whole.norm()
+    torch.testing.assert_close((two_ranks[0]['alone'] + two_ranks[1]['alone']) / 2, whole)
+
+
+def test_ranks_must_draw_different_labels_but_the_same_u(two_ranks):
+    for rank in two_ranks:
+        assert len(rank['refusals']) == 2
+        assert 'torch.manual_seed(seed + rank)' in rank['refusals'][0] and 'same u' in rank['refusals'][1]
