@@ -1,12 +1,22 @@
-"""Process group, DDP wrapping, gradient sync and reductions. A single process is a world of one rank."""
+"""Process group, DDP wrapping, gradient sync and reductions. A single process is a world of one rank.
+
+Also what ends a run early: signals and the time limit (`Stops`), and the message of a rank that dies.
+"""
 
 import contextlib
 import os
+import signal
+import sys
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+# Exit codes, besides 0 = finished and 1 = refused or failed (sysexits.h: EX_TEMPFAIL, EX_DATAERR).
+STOPPED, NOT_FINITE = 75, 65
+STARTED = time.monotonic()
 
 
 class World:
@@ -27,8 +37,14 @@ class World:
         if self.size > 1:
             if backend == 'nccl' and self.device.type != 'cuda':
                 raise SystemExit(f'--backend=nccl needs CUDA devices, this run is on {self.device}; use --backend=gloo')
-            dist.init_process_group(backend, timeout=timedelta(minutes=10),
+            store = None
+            if restarts() and os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
+                # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
+                store = dist.PrefixStore(f'restart {restarts()}', next(dist.rendezvous('env://'))[0])
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size,
+                                    timeout=timedelta(minutes=10),
                                     device_id=self.device if backend == 'nccl' else None)
+            sys.excepthook = self._die
 
     def wrap(self, model):
         """`model` under DDP where there are several ranks: its parameters made equal to rank 0's."""
@@ -50,6 +66,32 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def gather(self, tensor):
+        """The 1-D `tensor`s of all ranks, as rows."""
+        rows = tensor.new_zeros(self.size, len(tensor))
+        rows[self.rank] = tensor
+        return self.sum(rows)
+
+    def from_master(self, number):
+        """Rank 0's `number` (an int), on all ranks."""
+        return int(self.sum(torch.tensor(number if self.is_master else 0, device=self.device)))
+
+    @contextlib.contextmanager
+    def together(self):
+        """Around a part of the set-up that may refuse: if it does on any rank, all leave, and the first one says why.
+
+        No collective may stand inside.
+        """
+        refusal = None
+        try:
+            yield
+        except SystemExit as error:
+            refusal = error
+        refused = torch.zeros(self.size, device=self.device)
+        refused[self.rank] = float(refusal is not None)
+        if self.sum(refused).any():
+            raise refusal if refused.argmax() == self.rank else SystemExit(1)
+
     def barrier(self):
         if self.size > 1:
             dist.barrier()
@@ -58,6 +100,69 @@ class World:
         """Leaves the process group."""
         if self.size > 1:
             dist.destroy_process_group()
+
+    def _die(self, kind, error, trace):
+        """Ends a rank that an exception has reached, at once, so that torchrun ends the others.
+
+        The interpreter's orderly exit could wait for ranks that wait for this one.
+        """
+        lost = ('Connection closed by peer', 'Connection reset by peer', 'Broken pipe', 'remote process exited')
+        if issubclass(kind, RuntimeError) and any(sign in str(error) for sign in lost):
+            print(f'rank {self.rank}: another rank has died; its own message says why', file=sys.stderr)
+            time.sleep(2)  # torchrun names the rank that ended first
+        else:
+            print(f'rank {self.rank}:', file=sys.stderr)
+            sys.__excepthook__(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class Stops:
+    """Why this rank thinks that the run should stop or save: SIGTERM, SIGINT, the time limit; SIGUSR1.
+
+    Signal handlers only leave a note. The ranks exchange their notes once an iteration, together with the loss, so that
+    all of them act after the same iteration.
+    """
+
+    def __init__(self, max_hours=0.0):
+        self.deadline = STARTED + 3600 * max_hours if max_hours else float('inf')
+        self.reason, self.noted, self.save = '', 0.0, False
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._note)
+
+    def _note(self, number, frame):
+        now = time.monotonic()
+        if number == signal.SIGUSR1:
+            self.save = True
+        elif not self.reason:
+            self.reason, self.noted = signal.Signals(number).name, now
+        elif number == signal.SIGINT and now > self.noted + 1:
+            # Impatience. Within a second it may be a launcher that hands on what the terminal has sent to all.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    @property
+    def stop(self):
+        """Whether the run should stop."""
+        if not self.reason and time.monotonic() > self.deadline:
+            self.reason = 'max_hours'
+        return bool(self.reason)
+
+    def notes(self):
+        """(stop, save) as 0 or 1; forgets that a save was asked for."""
+        save, self.save = self.save, False
+        return float(self.stop), float(save)
+
+
+def under_torchrun():
+    """Whether torchrun has started this process: it takes every exit code but 0 for a failure, and may restart."""
+    return 'TORCHELASTIC_RUN_ID' in os.environ
+
+
+def restarts():
+    """How often torchrun has started this run again after a failure."""
+    return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
 
 
 def ranks_from_environment():

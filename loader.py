@@ -78,25 +78,40 @@ class Bin:
             raise SystemExit(f'{self.path}: no such file; {hint}')
         self.meta = read_meta(data_dir)
         dtype = np.dtype(self.meta['dtype'] if self.meta else 'uint16').newbyteorder('<')
-        size = self.path.stat().st_size
-        if size == 0 or size % dtype.itemsize:
-            raise SystemExit(f'{self.path}: {size} bytes are no whole number of {dtype.name} tokens; prepare it again')
-        self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
+        try:
+            size = self.path.stat().st_size
+            if size == 0 or size % dtype.itemsize:
+                raise SystemExit(f'{self.path}: {size} bytes are no whole number of {dtype.name} tokens; '
+                                 'prepare it again')
+            self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
+        except OSError as error:
+            raise SystemExit(f'{self.path}: cannot be read ({error.strerror})') from None
         if self.meta and self.meta[split]['tokens'] != len(self.tokens):
             raise SystemExit(f'{self.path}: holds {len(self.tokens)} tokens, meta.json says '
                              f'{self.meta[split]["tokens"]}; prepare it again')
         self.vocab_size = self.meta['vocab_size'] if self.meta else 50257
+        meta = self.meta or {'tokenizer': 'gpt2'}
+        self.tokenizer = {key: meta[key] for key in ('tokenizer', 'chars') if key in meta}
 
     def __len__(self):
         return len(self.tokens)
 
     def windows(self, starts, length):
         """(len(starts), length) tokens in the file's dtype. SystemExit when an id is beyond the vocabulary."""
-        out = np.stack([self.tokens[s:s + length] for s in starts])
-        if (top := int(out.max())) >= self.vocab_size:
+        return self.check_ids(np.stack([self.tokens[s:s + length] for s in starts]))
+
+    def check_ids(self, tokens):
+        """Returns `tokens`; SystemExit when one of them is beyond the vocabulary."""
+        if (top := int(tokens.max())) >= self.vocab_size:
             raise SystemExit(f'{self.path}: token id {top} is beyond the vocabulary of {self.vocab_size}; '
                              f'prepare it again (ids above 65,535 need a meta.json that says uint32)')
-        return out
+        return tokens
+
+    def samples(self):
+        """The first, the last and evenly spaced tokens of the split, at most 2^20 of them: (blocks, tokens)."""
+        length = min(2 ** 14, len(self))
+        starts = np.linspace(0, len(self) - length, 64).astype(np.int64)
+        return np.stack([self.tokens[s:s + length] for s in np.unique(starts)])
 
     def check_length(self, block_size):
         """SystemExit unless the split holds at least one window of block_size + 1 tokens."""
@@ -105,14 +120,8 @@ class Bin:
                              f'set --block_size to at most {len(self) - 1}')
 
     def fingerprint(self):
-        """Identifies the data: the sha256 of meta.json, or for a foreign bin of its size, first and last megabyte."""
-        if self.meta:
-            return self.meta[self.path.stem]['sha256']
-        with self.path.open('rb') as f:
-            digest = hashlib.sha256(str(len(self)).encode() + f.read(2 ** 20))
-            f.seek(-min(2 ** 20, self.path.stat().st_size), 2)
-            digest.update(f.read())
-        return digest.hexdigest()
+        """Identifies the data by its size and `samples`, whatever meta.json says of it: a sha256, hexadecimal."""
+        return hashlib.sha256(f'{self.tokens.dtype.str} {len(self)} '.encode() + self.samples().tobytes()).hexdigest()
 
 
 def read_meta(data_dir):
@@ -124,8 +133,13 @@ def read_meta(data_dir):
         meta = json.loads(path.read_text(encoding='utf-8'))
         if meta['dtype'] not in ('uint16', 'uint32'):
             raise ValueError(f'dtype {meta["dtype"]!r}')
-        [int(meta['vocab_size']), *(int(meta[s]['tokens']) for s in ('train', 'val')), meta['train']['sha256']]
-    except (ValueError, KeyError, TypeError) as error:
+        counts = dict(vocab_size=meta['vocab_size'], **{f'{s} tokens': meta[s]['tokens'] for s in ('train', 'val')})
+        for key, count in counts.items():
+            if type(count) is not int or count < 0:
+                raise ValueError(f'{key} {count!r}')
+        if meta['vocab_size'] > np.iinfo(meta['dtype']).max + 1:
+            raise ValueError(f'vocab_size {meta["vocab_size"]} in {meta["dtype"]}')
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f'{path}: not a valid meta.json ({error!r}); prepare the data again') from None
     return meta
 
@@ -147,10 +161,20 @@ class TrainLoader:
         self.thread = threading.Thread(target=self._fill, daemon=True, name='loader')
         self.thread.start()
 
-    def starts(self, iteration):
-        """Window starts of this rank's share of `iteration`, int64 (total_batch_size / world_size,)."""
+    def starts(self, iteration, rank=None):
+        """Window starts of a rank's share (default: this one's) of `iteration`, int64 (total_batch_size / ranks,)."""
         starts = window_starts(self.seed, iteration, self.total_batch_size, len(self.data), self.block_size)
-        return starts[self.rank::self.world_size]
+        first = self.rank if rank is None else rank
+        return starts[first::self.world_size]
+
+    def describe(self, iteration, losses):
+        """Says which windows have non-finite `losses` (ranks, micro-batches); where none has, any may be the cause."""
+        bad = ~losses.isfinite()
+        suspects = bad.nonzero() if bad.any() else torch.ones_like(bad).nonzero()
+        return '; '.join(
+            f'rank {rank}, micro-batch {i}: windows of {self.data.path} at '
+            f'{np.array_split(self.starts(iteration, rank), losses.size(1))[i].tolist()}'
+            for rank, i in suspects.tolist())
 
     def __next__(self):
         batch = self.ready.get()

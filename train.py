@@ -12,12 +12,11 @@ import collections
 import contextlib
 import json
 import math
-import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +27,9 @@ import checkpoint
 import configurator
 import optimizers
 from configurator import derived
-from distributed import World, peak_flops, ranks_from_environment
+from distributed import NOT_FINITE, STOPPED, Stops, World, peak_flops, ranks_from_environment, restarts, under_torchrun
 from loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, keyed_bits
-from model import GPT, SIZES, GPTConfig, padded_vocab_size
+from model import GPT, HUB_MODELS, SIZES, GPTConfig, padded_vocab_size
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. A value `derived(type)` comes from the tables of model.py and optimizers.py, or from other settings.
@@ -42,8 +41,11 @@ log_interval = 10  # iterations between lines of metrics
 eval_iters = 0  # micro-batches of validation windows, over all devices; 0 = the whole validation set
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # save after every evaluation, not only after the best one
-keep_checkpoints = 2  # newest checkpoints that stay, besides the best one
-init_from = 'scratch'  # 'scratch' or 'resume' (the newest checkpoint in out_dir)
+keep_checkpoints = 2  # newest checkpoints that stay (at least 2), besides the best one
+init_from = 'scratch'  # or 'resume', 'auto' (resume if there is a checkpoint), 'gpt2', …, or a Hugging Face folder
+ignore_data_change = False  # resume although the data set is not the one trained on before
+max_hours = 0.0  # save and stop after so many hours; 0 = no limit
+skip_nonfinite = 0  # iterations in a row to pass over whose loss or gradient is not finite; 0 = stop at the first
 show_config = False  # print every setting with its source, and exit
 # wandb logging, optional
 wandb_log = False  # mirror the metrics to Weights & Biases
@@ -116,12 +118,16 @@ if hessian_rounded != hessian_batch_size:
     config.set('hessian_batch_size', hessian_rounded, f'{hessian_batch_size} made to fit {world_size} device(s)')
 config.require('dtype', dtype in ('float32', 'bfloat16', 'float16'), 'float32, bfloat16 or float16')
 config.require('backend', backend in ('nccl', 'gloo'), 'nccl or gloo')
-config.require('init_from', init_from in ('scratch', 'resume'), 'scratch or resume')
+own = init_from in ('scratch', 'resume', 'auto')  # else the weights of a Hugging Face model
+config.require('init_from', own or init_from in HUB_MODELS or Path(init_from).is_dir(),
+               f'scratch, resume, auto, {", ".join(HUB_MODELS)} or a Hugging Face folder')
+config.require('keep_checkpoints', keep_checkpoints >= 2, 'at least 2, in case the newest one gets damaged')
 config.require('n_head', n_head > 0 and n_embd % n_head == 0, f'a divisor of n_embd = {n_embd}')
 config.require('dropout', 0 <= dropout < 1, 'at least 0 and below 1')
-for key in ('eval_interval', 'log_interval', 'max_iters', 'block_size', 'n_layer', 'n_embd', 'keep_checkpoints'):
+for key in ('eval_interval', 'log_interval', 'max_iters', 'block_size', 'n_layer', 'n_embd'):
     config.require(key, config.values[key] >= 1, 'at least 1')
-for key in ('learning_rate', 'min_lr', 'weight_decay', 'eps', 'gamma', 'grad_clip', 'warmup_iters', 'eval_iters'):
+for key in ('learning_rate', 'min_lr', 'weight_decay', 'eps', 'gamma', 'grad_clip', 'warmup_iters', 'eval_iters',
+            'max_hours', 'skip_nonfinite'):
     config.require(key, 0 <= config.values[key] < math.inf, 'at least 0')
 for key in ('beta1', 'beta2'):
     config.require(key, 0 <= config.values[key] < 1, 'at least 0 and below 1')
@@ -132,11 +138,14 @@ config.finish()
 # ----------------------------------------------------------------------------------------------------------------------
 # Devices, data, model
 
-train_data, val_data = (Bin(Path('data') / dataset, split) for split in ('train', 'val'))
-for data in (train_data, val_data):
-    data.check_length(block_size)
 world = World(device, backend)
 say = print if world.is_master else lambda *args, **kwargs: None
+with world.together():
+    train_data, val_data = (Bin(Path('data') / dataset, split) for split in ('train', 'val'))
+    for data in (train_data, val_data):
+        data.check_length(block_size)
+        data.check_ids(data.samples())
+fingerprints = dict(train=train_data.fingerprint(), val=val_data.fingerprint())
 torch.manual_seed(seed)
 torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
 low_precision = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}[dtype]
@@ -145,16 +154,36 @@ autocast = (torch.autocast(world.device.type, low_precision) if low_precision el
 model_args = dict(block_size=block_size, vocab_size=padded_vocab_size(train_data.vocab_size), n_layer=n_layer,
                   n_head=n_head, n_embd=n_embd, dropout=dropout, bias=bias,
                   scale_attn_by_inverse_layer_idx=scale_attn_by_inverse_layer_idx)
-resumed = None
-if init_from == 'resume':
-    path, resumed = checkpoint.load(out_dir)
-    if resumed['model_args'] != model_args:
-        differing = [key for key in model_args if resumed['model_args'].get(key) != model_args[key]]
-        raise SystemExit(f'{path}: is a model with another {", ".join(differing)}; resume with its own settings')
-    say(f'resuming from {path}')
-raw_model = GPT(GPTConfig(**model_args))
+
+
+def take_shape(args):
+    """`args`, the model_args of weights that are fine-tuned; the settings follow them."""
+    for key in args.keys() & config.values.keys():
+        if args[key] != config.values[key]:
+            config.set(key, args[key], 'pretrained weights')
+    return args
+
+
+if not own:
+    with world.together():
+        pretrained = GPT.from_pretrained(init_from, block_size, dropout)
+    model_args = take_shape(asdict(pretrained.config))
+
+# A run that torchrun has restarted resumes, whatever its init_from.
+path, resumed = checkpoint.begin(world, out_dir, 'auto' if restarts() else init_from, read_only=eval_only)
 if resumed:
-    raw_model.load_state_dict(resumed['model'])
+    with world.together():
+        if resumed['model_args'].keys() > model_args.keys():  # a fine-tuned model
+            model_args = take_shape(resumed['model_args'] | dict(block_size=block_size, dropout=dropout))
+        changes = checkpoint.compare(path, resumed, config.values, model_args, fingerprints, ignore_data_change)
+    say(f'resuming from {path} at iteration {resumed["iter_num"]} of {max_iters}')
+    for change in changes:
+        say(f'changed: {change}')
+
+if not model_args['vocab_size'] - 64 < train_data.vocab_size <= model_args['vocab_size']:
+    raise SystemExit(f'{train_data.path}: made with a tokenizer of {train_data.vocab_size} ids, but the weights of '
+                     f'{init_from} have {model_args["vocab_size"]}; prepare the data with their tokenizer')
+raw_model = GPT(GPTConfig(**model_args)) if own else pretrained
 raw_model.to(world.device)
 params = [p for p in raw_model.parameters() if p.requires_grad]
 
@@ -169,11 +198,15 @@ hessian = optimizers.build_hessian_hook(
     rank=world.rank, world_size=world.size, autocast=autocast, compile=compile)
 scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == 'float16')
 iter_num, best_val_loss, seconds, clipped = 0, float('inf'), 0.0, 0
+evaluated = -1  # the iteration of the latest evaluation
+passed_over = 0  # iterations in a row that were not finite
+latest_losses = collections.deque(maxlen=100)
 if resumed:
-    optimizer.load_state_dict(resumed['optimizer'])
-    scaler.load_state_dict(resumed['scaler'])
-    iter_num, best_val_loss = resumed['iter_num'], resumed['best_val_loss']
-    seconds, clipped = resumed['seconds'], resumed['clipped']
+    with world.together():
+        checkpoint.restore(path, resumed, raw_model, optimizer, scaler)
+    iter_num, best_val_loss, evaluated = resumed['iter_num'], resumed['best_val_loss'], resumed['evaluated']
+    seconds, clipped, passed_over = resumed['seconds'], resumed['clipped'], resumed['passed_over']
+    latest_losses.extend(resumed['latest_losses'])
     resumed = None  # frees the memory
 
 if compile:
@@ -195,46 +228,60 @@ def learning_rate_at(iteration):
 
 @torch.no_grad()
 def evaluate():
-    """Mean loss over the validation windows, each rank its share, one reduction at the end."""
+    """Mean loss over the validation windows, each rank its share, one reduction at the end.
+
+    None when a rank was asked to stop meanwhile; then the evaluation is to be made again by the resumed run.
+    """
     raw_model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    total = torch.zeros(3, dtype=torch.float64, device=world.device)
     for X, Y in ValidationLoader(val_data, eval_iters * batch_size, batch_size, block_size,
                                  world.rank, world.size, world.device):
+        if stops.stop:
+            total[2] = 1
+            break
         with autocast:
             loss = forward(X, Y, return_logits=False)[1]
         count = (Y >= 0).sum()
-        total += torch.stack((loss.double() * count, count.double()))
+        total[:2] += torch.stack((loss.double() * count, count.double()))
     raw_model.train()
-    loss_sum, count = world.sum(total).tolist()
-    return loss_sum / count
+    loss_sum, count, stopping = world.sum(total).tolist()
+    return None if stopping else loss_sum / count
 
 
-def save_checkpoint(best):
-    """Rank 0 writes everything the run needs to go on from iter_num."""
+def save_checkpoint(best=False):
+    """Rank 0 writes everything the run needs to go on from iter_num. False when that failed."""
+    if not math.isfinite(torch.nn.utils.get_total_norm([p.detach() for p in params])):
+        give_up('the parameters are not finite')
+    if not world.is_master:
+        return True
+    path = checkpoint.save(out_dir, dict(
+        model=raw_model.state_dict(), optimizer=optimizer.state_dict(), model_args=model_args, iter_num=iter_num,
+        best_val_loss=best_val_loss, config=config.values, scaler=scaler.state_dict(), evaluated=evaluated,
+        seconds=seconds, clipped=clipped, passed_over=passed_over, latest_losses=list(latest_losses),
+        data=fingerprints, tokenizer=train_data.tokenizer), best=best, keep=keep_checkpoints)
+    if path:
+        say(f'saved {path}', flush=True)
+    return path is not None
+
+
+def give_up(what):
+    """Ends all ranks with one line; nothing is saved."""
     if world.is_master:
-        checkpoint.save(out_dir, dict(
-            model=raw_model.state_dict(), optimizer=optimizer.state_dict(), model_args=model_args, iter_num=iter_num,
-            best_val_loss=best_val_loss, config=config.values, scaler=scaler.state_dict(), seconds=seconds,
-            clipped=clipped, data=train_data.fingerprint()), best=best, keep=keep_checkpoints)
+        print(f'iteration {iter_num}: {what}; nothing of it was saved; go on with a lower --learning_rate, '
+              f'or pass over it by --skip_nonfinite={skip_nonfinite + 1}', file=sys.stderr)
+    raise SystemExit(NOT_FINITE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Logs: metrics.jsonl, one object a line; config.json; the terminal; wandb if asked for
 
 metrics_path = Path(out_dir) / 'metrics.jsonl'
-if world.is_master:
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    # Lines that a resumed run will write again are dropped.
-    kept = [line for line in metrics_path.read_text().splitlines() if json.loads(line)['iter'] < iter_num] \
-        if iter_num and metrics_path.is_file() else []
-    metrics_path.write_text(''.join(line + '\n' for line in kept))
-    commit = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True)
-    (Path(out_dir) / 'config.json').write_text(json.dumps(dict(
-        config=config.values, provenance=config.sources, command=[Path(sys.executable).name, *sys.argv],
-        world_size=world.size, parameters=raw_model.num_params(), data=train_data.fingerprint(),
-        device=torch.cuda.get_device_name(world.device) if on_cuda else platform.processor() or platform.machine(),
-        versions=dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__),
-        git_commit=commit.stdout.strip() or None), indent=1))
+writes = world.is_master and not eval_only
+if writes:
+    checkpoint.rewind_log(metrics_path, iter_num, evaluated)
+    checkpoint.describe_run(
+        out_dir, config.values, config.sources, world_size=world.size, parameters=raw_model.num_params(),
+        data=fingerprints, device=torch.cuda.get_device_name(world.device) if on_cuda else world.device.type)
     if wandb_log:
         import wandb
         wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config.values)
@@ -247,11 +294,12 @@ def log(line, **metrics):
     """Writes one object to metrics.jsonl (and wandb), and the text `line` to the terminal; rank 0 only."""
     if not world.is_master:
         return
-    entry = dict(iter=iter_num, tokens=iter_num * tokens_per_iter, time=round(seconds, 3), **metrics)
-    with metrics_path.open('a') as f:
-        f.write(json.dumps(entry) + '\n')
-    if wandb_log:
-        wandb.log(entry, step=iter_num)
+    entry = dict(iter=iter_num, tokens=iter_num * tokens_per_iter, time=round(seconds, 3),
+                 **{key: value for key, value in metrics.items() if math.isfinite(value)})
+    if writes:
+        checkpoint.append_line(metrics_path, json.dumps(entry))
+        if wandb_log:
+            wandb.log(entry, step=iter_num)
     progress.write(line) if not progress.disable else print(line, flush=True)
 
 
@@ -269,6 +317,7 @@ since_log = []  # seconds of the iterations since the last line of metrics
 flops_per_iter = raw_model.flops_per_token() * tokens_per_iter
 peak = peak_flops(world.device)
 raw_model.train()
+stops, stopping, saved = Stops(max_hours), False, True
 
 while True:
     lr = learning_rate_at(iter_num)
@@ -276,14 +325,18 @@ while True:
         group['lr'] = lr
 
     # Once in a while, and at the end: evaluate on the validation set, and save.
-    if iter_num % eval_interval == 0 or iter_num == max_iters or eval_only:
+    due = (iter_num % eval_interval == 0 or iter_num == max_iters) and evaluated != iter_num
+    if eval_only or (due and not stopping):
         val_loss = evaluate()
-        log(f'iter {iter_num}: val loss {val_loss:.4f}', **{'val/loss': val_loss})
-        best = val_loss < best_val_loss
-        best_val_loss = min(best_val_loss, val_loss)
-        if iter_num > 0 and (best or always_save_checkpoint or iter_num == max_iters) and not eval_only:
-            save_checkpoint(best)
-    if iter_num >= max_iters or eval_only:
+        stopping = val_loss is None
+        if not stopping:
+            evaluated = iter_num
+            log(f'iter {iter_num}: val loss {val_loss:.4f}', **{'val/loss': val_loss})
+            best = val_loss < best_val_loss
+            best_val_loss = min(best_val_loss, val_loss)
+            if iter_num > 0 and (best or always_save_checkpoint or iter_num == max_iters) and not eval_only:
+                saved = save_checkpoint(best)
+    if stopping or iter_num >= max_iters or eval_only:
         break
 
     # Gradients: the mean over the whole mini-batch, one micro-batch at a time.
@@ -291,7 +344,7 @@ while True:
     if dropout:
         torch.manual_seed(int(keyed_bits(seed, DROPOUT, iter_num, world.size)[world.rank] >> 1))
     due = hessian.start(iter_num)
-    train_loss = torch.zeros((), device=world.device)
+    losses = []
     micro_batches = next(loader).split(batch_size)
     for micro_step, windows in enumerate(micro_batches):
         X, Y = windows[:, :-1], windows[:, 1:]
@@ -300,18 +353,37 @@ while True:
                 loss = hessian.loss(model, X, Y) / gradient_accumulation_steps
             hessian.backward(scaler.get_scale())
             scaler.scale(loss).backward()
-        train_loss += loss.detach()
+        losses.append(loss.detach())
 
-    # The Hessian every k iterations, of the same mini-batch, before the update (Algorithm 3).
-    hessian.finish(optimizer, scaler.get_scale())
-
-    # Clip, check, step.
+    # Clip. Then all ranks learn the loss, and whether one of them was asked to stop or to save: one reduction, and the
+    # device is asked once.
     scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or float('inf')).item()
-    if not math.isfinite(grad_norm) and not scaler.is_enabled():
-        raise SystemExit(f'iteration {iter_num}: the gradient is not finite (norm {grad_norm}); nothing was updated')
-    clipped += bool(grad_clip and grad_clip < grad_norm < math.inf)
-    scaler.step(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or float('inf'))
+    losses = torch.stack(losses)
+    shared = torch.stack([losses.sum() / world.size, *(losses.new_full((), note) for note in stops.notes())])
+    train_loss, stopping, save_now, grad_norm = torch.cat((world.sum(shared), grad_norm.view(1))).tolist()
+
+    # Nothing enters the optimizer's state unless all of it is finite: the Hessian every k iterations, of the same
+    # mini-batch, before the update (Algorithm 3); then the step.
+    trouble = ('the loss is not finite' if not math.isfinite(train_loss) else
+               'the gradient is not finite' if not math.isfinite(grad_norm) else '')
+    if not trouble:
+        try:
+            hessian.finish(optimizer, scaler.get_scale())
+        except FloatingPointError as error:
+            trouble = str(error)
+    if trouble:
+        passed_over += 1
+        # float16's overflows are how its loss scale is found: from 2^16 it takes no 40 halvings.
+        overflow = scaler.is_enabled() and math.isfinite(train_loss)
+        if passed_over > max(skip_nonfinite, 40 * overflow):
+            give_up(f'{trouble} ({loader.describe(iter_num, world.gather(losses))})')
+        if not overflow:
+            say(f'iter {iter_num}: {trouble}; passed over ({loader.describe(iter_num, world.gather(losses))})')
+    else:
+        passed_over = 0
+        clipped += bool(grad_clip and grad_clip < grad_norm)
+        scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     elapsed = time.perf_counter() - started
@@ -319,14 +391,17 @@ while True:
     since_log.append(elapsed)
     recent[due].append(elapsed)
 
-    # Metrics: the device is asked once.
+    # Metrics: the device is asked once more.
+    if len(latest_losses) == 100 and train_loss > np.mean(latest_losses) + 5 * np.std(latest_losses):
+        log(f'iter {iter_num}: loss spike, {train_loss:.4f} after {np.mean(latest_losses):.4f}', loss_spike=train_loss)
+    if not trouble:
+        latest_losses.append(train_loss)
     if iter_num % log_interval == 0 or iter_num == max_iters - 1:
         measured = optimizers.statistics(optimizer)
         measured['param_norm'] = torch.nn.utils.get_total_norm([p.detach() for p in params])
-        world.sum(train_loss.div_(world.size))
-        values = torch.stack([train_loss, *measured.values()]).tolist()
-        metrics = {'train/loss': values[0], 'lr': lr, 'grad_norm': grad_norm, 'grad_clipped': clipped / (iter_num + 1),
-                   **dict(zip(measured, values[1:])), 'step_ms': 1e3 * statistics.mean(since_log)}
+        metrics = {'train/loss': train_loss, 'lr': lr, 'grad_norm': grad_norm, 'grad_clipped': clipped / (iter_num + 1),
+                   **dict(zip(measured, torch.stack([*measured.values()]).tolist())),
+                   'step_ms': 1e3 * statistics.mean(since_log)}
         if recent[True] and recent[False]:
             metrics['hessian_ms'] = 1e3 * (statistics.median(recent[True]) - statistics.median(recent[False]))
         metrics['tokens_per_sec'] = tokens_per_iter / statistics.mean(since_log)
@@ -334,12 +409,22 @@ while True:
             metrics['mfu'] = flops_per_iter / statistics.mean(since_log) / (peak * world.size)
         metrics['memory_gb'] = (torch.cuda.max_memory_allocated(world.device) / 1e9 if on_cuda
                                 else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
-        log(f'iter {iter_num}: loss {values[0]:.4f}, lr {lr:.2e}, grad norm {grad_norm:.2f}, '
+        log(f'iter {iter_num}: loss {train_loss:.4f}, lr {lr:.2e}, grad norm {grad_norm:.2f}, '
             f'{metrics["step_ms"]:.0f} ms, {metrics["tokens_per_sec"]:,.0f} tokens/s', **metrics)
         since_log.clear()
     iter_num += 1
     progress.update()
+    if save_now and not stopping:
+        save_checkpoint()
 
 progress.close()
 loader.close()
+if stopping:
+    if iter_num > 0 and not eval_only:
+        saved = save_checkpoint()
+    say(f'stopped at iteration {iter_num} by {stops.reason or "another rank"}')
 world.close()
+if not saved:
+    raise SystemExit(f'{out_dir}: the last checkpoint could not be saved; the one before it is the newest')
+if stopping and not under_torchrun():  # which takes anything but 0 for a failure
+    raise SystemExit(STOPPED)

@@ -102,11 +102,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(corpus, tmp_path, flags, words
     assert words in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
-def test_eval_only_evaluates(reference, corpus, tmp_path):
+def test_eval_only_evaluates_and_writes_nothing(corpus, tmp_path):
     out = tmp_path / 'out'
     done = run_train(*TINY, f'--dataset={corpus}', f'--out_dir={out}', '--eval_only=True')
-    assert 'val loss' in done.stdout
-    assert len(metrics(out, 'val/loss')) == 1 and not list(out.glob('*.pt'))
+    assert 'iter 0: val loss 5.' in done.stdout and not out.exists()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,121 @@
+"""train.py with faults. `inject.py CODE ARGUMENTS…` runs CODE, which plans them, and then train.py as a script.
+
+`inject.py --serve` imports everything once, and then forks for each run that a line on stdin asks for: a process that
+starts within milliseconds. Its answer is a line with the exit codes.
+"""
+
+import contextlib  # noqa: F401 - for CODE, like others below
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+TRAIN = Path(__file__).resolve().parents[1] / 'train.py'
+sys.path.insert(0, str(TRAIN.parent))
+
+import torch._dynamo  # noqa: E402, F401 - slow to import, and any optimizer does
+
+import checkpoint  # noqa: E402, F401
+import loader  # noqa: E402
+import model  # noqa: E402
+import optimizers  # noqa: E402, F401
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What CODE may use
+
+PLANNED = []  # (iteration, rank, action)
+FACTORS = []  # what the next losses are multiplied by
+
+
+def at(iteration, action, rank=0):
+    """Has `rank` call `action` before the gradients of `iteration`."""
+    PLANNED.append((iteration, rank, action))
+
+
+def kill(number):
+    """An action: this process gets the signal."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def kill_torchrun():
+    """An action: torchrun gets SIGTERM, and a second to pass it on."""
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(1)
+
+
+def spoil(factor):
+    """An action: the loss of the next micro-batch is multiplied by `factor`."""
+    return lambda: FACTORS.append(factor)
+
+
+def raises(error):
+    """An action."""
+    def action():
+        raise error
+    return action
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _spoiled(*args, **kwargs):
+    logits, loss, *rest = _forward(*args, **kwargs)
+    return logits, loss * FACTORS.pop() if FACTORS else loss, *rest
+
+
+def _counted(self, *args, **kwargs):
+    _init(self, *args, **kwargs)
+    self.next_iteration = args[7]
+
+
+def _faulty(self):
+    for iteration, rank, action in PLANNED:
+        if iteration == self.next_iteration and rank == self.rank:
+            action()
+    self.next_iteration += 1
+    return _next(self)
+
+
+_init, _next, _forward = loader.TrainLoader.__init__, loader.TrainLoader.__next__, model.GPT.forward
+loader.TrainLoader.__init__, loader.TrainLoader.__next__, model.GPT.forward = _counted, _faulty, _spoiled
+
+
+def serve():
+    """Forks as asked; returns in the children, each with its own sys.argv, output and ranks' environment."""
+    gc.freeze()  # spares the children a slow exit
+    for line in sys.stdin:
+        request = json.loads(line)
+        pids = []
+        for env in request['environments']:
+            pid = os.fork()
+            if pid == 0:
+                for number, name in ((1, 'out'), (2, 'err')):
+                    os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+                os.environ.update(env)
+                sys.argv[1:] = request['argv']
+                return
+            pids.append(pid)
+        deadline = time.monotonic() + request['timeout']
+        codes = {}
+        while len(codes) < len(pids):
+            for pid in set(pids) - codes.keys():
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                elif time.monotonic() > deadline:
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        print(json.dumps([codes[pid] for pid in pids]), flush=True)
+    raise SystemExit
+
+
+if __name__ == '__main__':
+    if sys.argv[1] == '--serve':
+        serve()
+    exec(sys.argv[1])
+    sys.argv = [str(TRAIN), *sys.argv[2:]]
+    runpy.run_path(str(TRAIN), run_name='__main__')

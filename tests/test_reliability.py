@@ -1,0 +1,507 @@
+"""What can happen to a run of days, done to the real train.py as a process: it goes on exactly, or says why not."""
+
+import collections
+import itertools
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY, metrics, write_bins
+
+import checkpoint
+from distributed import NOT_FINITE, STOPPED
+from loader import window_starts
+
+# Ten iterations; evaluations and checkpoints after 0, 5, 10; Hessian at 0, 4, 8.
+OPTIMIZERS = {'adamw': [], 'sophiag': ['--hessian_interval=4', '--dropout=0.1'], 'sophiah': ['--hessian_interval=4']}
+INJECT = ROOT / 'tests/inject.py'
+TIMING = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}
+Done = collections.namedtuple('Done', 'code out err')
+
+
+def command(out, *flags, faults='', name='adamw'):
+    """Arguments of inject.py."""
+    return [faults, *TINY, '--eval_iters=4', f'--out_dir={out}', f'--dataset={command.corpus}',
+            f'--optimizer_name={name}', '--learning_rate=1e-2', *OPTIMIZERS[name], *map(str, flags)]
+
+
+def start(*args, torchrun=(), **kwargs):
+    """A process that runs train.py, or torchrun with these options."""
+    launch = ['-m', 'torch.distributed.run', '--standalone', *torchrun] if torchrun else []
+    return subprocess.Popen(
+        [sys.executable, *launch, str(INJECT), *command(*args, **kwargs)], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
+
+
+def finish(process):
+    """Its exit code, and what it has written."""
+    try:
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    return Done(process.returncode, out, err)
+
+
+@pytest.fixture(scope='module')
+def train(corpus, tmp_path_factory):
+    """train(out, *flags, faults=, name=, ranks=): runs train.py in forked processes, without torchrun."""
+    command.corpus = corpus
+    server = subprocess.Popen([sys.executable, str(INJECT), '--serve'], cwd=ROOT, stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
+    logs = tmp_path_factory.mktemp('logs')
+    number = itertools.count()
+
+    def run(*args, ranks=1, **kwargs):
+        out, err = (logs / f'{next(number)}' for _ in range(2))
+        environments = [{}]
+        if ranks > 1:
+            with socket.create_server(('127.0.0.1', 0)) as free:
+                port = free.getsockname()[1]
+            environments = [dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(ranks), MASTER_ADDR='127.0.0.1',
+                                 MASTER_PORT=str(port)) for r in range(ranks)]
+        server.stdin.write(json.dumps(dict(argv=command(*args, **kwargs), out=str(out), err=str(err),
+                                           environments=environments, timeout=60)) + '\n')
+        server.stdin.flush()
+        codes = json.loads(server.stdout.readline())
+        return Done(next((code for code in codes if code), 0), out.read_text(), err.read_text())
+
+    yield run
+    server.stdin.close()
+    server.wait(10)
+
+
+@pytest.fixture(scope='module')
+def reference(train, tmp_path_factory):
+    """reference(name, ranks): the out_dir of an undisturbed run."""
+    made = {}
+
+    def get(name='adamw', ranks=1):
+        if (name, ranks) not in made:
+            out = tmp_path_factory.mktemp(f'{name}{ranks}')
+            done = train(out, name=name, ranks=ranks)
+            assert done.code == 0, done.err
+            made[name, ranks] = out
+        return made[name, ranks]
+    return get
+
+
+def state(out, iteration=10):
+    return checkpoint.load(checkpoint.path_of(out, iteration))[1]
+
+
+def assert_same_run(a, b):
+    """Both runs ended in the same state, bit for bit, and have logged the same."""
+    for ours, theirs in zip(state(a)['model'].items(), state(b)['model'].items()):
+        assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
+    ours, theirs = state(a)['optimizer']['state'], state(b)['optimizer']['state']
+    assert ours.keys() == theirs.keys()
+    for index, entries in ours.items():
+        assert entries.keys() == theirs[index].keys()
+        assert all(torch.equal(value, theirs[index][key]) for key, value in entries.items())
+    logs = [[{k: v for k, v in json.loads(line).items() if k not in TIMING}
+             for line in (out / 'metrics.jsonl').read_text().splitlines()] for out in (a, b)]
+    assert logs[0] == logs[1]
+
+
+def iterations(out):
+    """Those of the checkpoints in `out`."""
+    return [checkpoint.number(p) for p in checkpoint.checkpoints(out) if p.name != 'best.pt']
+
+
+def content(out):
+    return {p: p.read_bytes() for p in sorted(out.rglob('*')) if p.is_file() and p.name != 'lock'}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Resuming
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+@pytest.mark.parametrize('ranks', [1, 2])
+def test_resume_is_bit_exact(train, reference, tmp_path, ranks, name):
+    """Cut before, at, and after a Hessian iteration."""
+    for cut in (4, 5, 6):
+        faults = f'at({cut - 1}, kill(signal.SIGTERM))'
+        done = train(tmp_path, '--init_from=auto', name=name, ranks=ranks, faults=faults)
+        assert done.code == STOPPED and f'stopped at iteration {cut} by SIGTERM' in done.out, done.err
+    done = train(tmp_path, '--init_from=resume', name=name, ranks=ranks)
+    assert done.code == 0 and 'ckpt_00000006.pt at iteration 6 of 10' in done.out, done.err
+    assert_same_run(tmp_path, reference(name, ranks))
+
+
+def test_resume_on_another_world_size_and_micro_batch(train, reference, tmp_path):
+    assert train(tmp_path, name='sophiah', faults='at(4, kill(signal.SIGTERM))').code == STOPPED
+    done = train(tmp_path, '--init_from=resume', '--batch_size=1', '--eval_iters=8', name='sophiah', ranks=2)
+    assert done.code == 0 and 'changed: batch_size = 1, was 2' in done.out
+    for key in ('train/loss', 'val/loss', 'hessian_norm'):
+        assert metrics(tmp_path, key) == pytest.approx(metrics(reference('sophiah'), key), rel=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stops
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_signals_from_outside_save_and_stop(train, tmp_path, number):
+    process = start(tmp_path, '--max_iters=1000000', '--eval_interval=1000000')
+    for line in process.stdout:
+        if line.startswith('iter 20:'):
+            process.send_signal(number)
+            break
+    code, out, err = finish(process)
+    assert code == STOPPED and not err
+    (iteration,) = iterations(tmp_path)
+    assert f'stopped at iteration {iteration} by {number.name}' in out
+    assert len(metrics(tmp_path)) == iteration == state(tmp_path, iteration)['iter_num']
+
+
+def test_a_stop_during_evaluation_makes_it_again_later(train, reference, tmp_path):
+    """Only one of two ranks gets the signal, in the midst of the second evaluation; both stop together."""
+    done = train(tmp_path, ranks=2, faults="""
+validate, calls = loader.ValidationLoader.__iter__, []
+def interrupted(self):
+    calls.append(1)
+    for batch in validate(self):
+        yield batch
+        if len(calls) == 2 and os.environ['RANK'] == '1':
+            os.kill(os.getpid(), signal.SIGTERM)
+loader.ValidationLoader.__iter__ = interrupted
+""")
+    assert done.code == STOPPED and 'stopped at iteration 5 by another rank' in done.out, done.err
+    assert iterations(tmp_path) == [5] and len(metrics(tmp_path, 'val/loss')) == 1
+    assert train(tmp_path, '--init_from=auto', ranks=2).code == 0
+    assert_same_run(tmp_path, reference('adamw', 2))
+
+
+def test_sigusr1_saves_and_goes_on(train, reference, tmp_path):
+    done = train(tmp_path, '--keep_checkpoints=5', faults='at(2, kill(signal.SIGUSR1))')
+    assert done.code == 0 and iterations(tmp_path) == [10, 5, 3]
+    assert_same_run(tmp_path, reference())
+
+
+def test_max_hours_stops(train, tmp_path):
+    done = finish(start(tmp_path, '--max_iters=1000000', '--eval_interval=1000000', f'--max_hours={5 / 3600}'))
+    assert done.code == STOPPED and 'by max_hours' in done.out
+    assert iterations(tmp_path) == [len(metrics(tmp_path))]
+
+
+def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
+    faults = """
+at(3, kill(signal.SIGINT))
+at(3, lambda: time.sleep(1.1))
+at(3, kill(signal.SIGINT))
+"""
+    assert train(tmp_path, faults=faults).code == -signal.SIGINT and not iterations(tmp_path)
+
+
+def test_eval_only_writes_nothing(train, reference, tmp_path):
+    before = content(reference())
+    done = train(reference(), '--eval_only=True', '--init_from=resume')
+    assert done.code == 0 and f'val loss {metrics(reference(), "val/loss")[-1]:.4f}' in done.out
+    assert content(reference()) == before
+    assert train(tmp_path / 'new', '--eval_only=True').code == 0 and not (tmp_path / 'new').exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+def test_killed_while_saving(train, reference, tmp_path):
+    """kill -9 with half of the second checkpoint written: the run goes on from the first, as if undisturbed."""
+    done = train(tmp_path, '--eval_interval=5', faults="""
+save, calls = torch.save, []
+def interrupted(state, f):
+    calls.append(1)
+    save(state, f)
+    if len(calls) == 2:
+        f.truncate(f.tell() // 2)
+        kill(signal.SIGKILL)()
+torch.save = interrupted
+""")
+    assert done.code == -signal.SIGKILL
+    assert iterations(tmp_path) == [5] and list(tmp_path.glob('*.partial'))
+    assert train(tmp_path, '--init_from=auto').code == 0
+    assert not list(tmp_path.glob('*.partial'))
+    assert_same_run(tmp_path, reference())
+
+
+FULL_DISK = """
+import resource
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+"""
+
+
+def test_full_disk(train, reference, tmp_path):
+    """No file may grow beyond 20 kB while the run wants to save: it says so, goes on, and saves later if it can."""
+    faults = (FULL_DISK + 'at(2, kill(signal.SIGUSR1))\nat(4, lambda: limit(20_000))',
+              FULL_DISK + 'at(4, lambda: limit(20_000))\nat(7, lambda: limit(-1))')
+    stays, passes = (train(tmp_path / out, faults=fault) for out, fault in zip(('stays', 'passes'), faults))
+    assert stays.code == 1 and 'the last checkpoint could not be saved' in stays.err
+    assert iterations(tmp_path / 'stays') == [3] and checkpoint.newest(tmp_path / 'stays')
+    assert passes.code == 0 and iterations(tmp_path / 'passes') == [10]
+    for done, out in ((stays, 'stays'), (passes, 'passes')):
+        assert 'ckpt_00000005.pt: could not be saved (File too large); older checkpoints are kept' in done.err
+        assert not list((tmp_path / out).glob('*.partial'))
+        assert metrics(tmp_path / out) == metrics(reference())
+
+
+def test_a_line_of_metrics_is_written_whole_or_not(tmp_path):
+    path = tmp_path / 'metrics.jsonl'
+    checkpoint.append_line(path, '{"iter": 1}')
+    code = FULL_DISK + f"""
+import pathlib
+limit(20)
+checkpoint.append_line(pathlib.Path({str(path)!r}), '{{"iter": 2, "long": 1}}')
+"""
+    done = subprocess.run([sys.executable, '-c', f'import checkpoint\n{code}'], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert done.returncode == 0 and 'a line could not be written' in done.stderr
+    assert path.read_text() == '{"iter": 1}\n'
+
+
+def test_retention(tmp_path):
+    for i, best in ((1, True), (2, False), (3, False), (12, False)):
+        checkpoint.save(tmp_path, dict(model={}, model_args={}, iter_num=i, config={}), best=best, keep=2)
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ['ckpt_00000012.pt', 'ckpt_00000003.pt', 'best.pt']
+    assert checkpoint.load(tmp_path / 'best.pt')[1]['iter_num'] == 1
+    # A damaged newer checkpoint that a resumed run has passed over does not count as one of those kept.
+    checkpoint.save(tmp_path, dict(model={}, model_args={}, iter_num=4, config={}), keep=2)
+    assert iterations(tmp_path) == [12, 4, 3]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files that are not what they should be
+
+
+class Exploit:
+    def __reduce__(self):
+        return os.mkdir, ('exploited',)
+
+
+def hostile(path):
+    """A file that torch.save could have made, whose pickle runs code."""
+    torch.save(dict(model={}, model_args={}, iter_num=3, config={}), path)
+    with zipfile.ZipFile(path) as old:
+        names = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, 'w', zipfile.ZIP_STORED) as new:
+        for name, data in names.items():
+            new.writestr(name, pickle.dumps(Exploit()) if name.endswith('data.pkl') else data)
+
+
+def refusal(function, *args):
+    with pytest.raises(SystemExit) as stopped:
+        function(*args)
+    message = str(stopped.value)
+    assert '\n' not in message
+    return message
+
+
+def test_damaged_and_foreign_checkpoints_are_refused(reference, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    good = checkpoint.path_of(reference(), 10).read_bytes()
+    bad = tmp_path / 'ckpt_00000099.pt'
+    for size in [0, 1, 1000, *np.random.default_rng(0).integers(0, len(good), 20), len(good) - 1]:
+        bad.write_bytes(good[:size])
+        assert str(bad) in refusal(checkpoint.load, bad)
+    for position in np.random.default_rng(1).integers(0, len(good), 30):
+        damaged = bytearray(good)
+        damaged[position] ^= 1
+        bad.write_bytes(damaged)
+        try:  # a bit of padding or of a file's date may flip without harm
+            loaded = checkpoint.load(bad)[1]
+        except SystemExit:
+            continue
+        assert all(torch.equal(t, state(reference())['model'][name]) for name, t in loaded['model'].items())
+    bad.write_text('not a checkpoint')
+    assert 'truncated, or something else' in refusal(checkpoint.load, bad)
+    torch.save(dict(model={}, model_args={}, iter_num=3, config=Exploit()), bad, _use_new_zipfile_serialization=False)
+    refusal(checkpoint.load, bad)
+    for wrong in ([1], {'weights': 1}, dict(model={}, model_args={}, iter_num='3', config={})):
+        torch.save(wrong, bad)
+        assert 'not a checkpoint of this repository (it has no' in refusal(checkpoint.load, bad)
+    hostile(bad)
+    assert 'could run code' in refusal(checkpoint.load, bad)
+    shutil.copy(checkpoint.path_of(reference(), 5), tmp_path)
+    assert checkpoint.newest(tmp_path).name == 'ckpt_00000005.pt'
+    assert 'ckpt_00000099.pt: not a checkpoint' in capsys.readouterr().err
+    (tmp_path / 'ckpt_00000005.pt').write_bytes(good[:-1])
+    assert 'none of its 2 checkpoints can be read' in refusal(checkpoint.newest, tmp_path)
+    assert not (tmp_path / 'exploited').exists()
+
+
+def test_a_damaged_checkpoint_is_passed_over(train, reference, tmp_path):
+    shutil.copytree(reference(), tmp_path, dirs_exist_ok=True)
+    newest = checkpoint.path_of(tmp_path, 10)
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    done = train(tmp_path, '--init_from=resume')
+    assert done.code == 0 and 'warning' in done.err and str(newest) in done.err
+    assert 'ckpt_00000005.pt at iteration 5 of 10' in done.out
+    assert_same_run(tmp_path, reference())
+
+
+def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path, corpus):
+    """All that a user may get wrong with a run's files, in an out_dir with checkpoints or beside it."""
+    out = shutil.copytree(reference(), tmp_path / 'run')
+    stranger = shutil.copytree(reference(), tmp_path / 'stranger')
+    for path in stranger.glob('*.pt'):
+        path.unlink()
+    hostile(stranger / 'ckpt_00000003.pt')
+    tokens = np.arange(6000) % 251
+
+    def damaged(name, split='train', **kwargs):
+        return write_bins(tmp_path / name, tokens, tokens[:3000], **kwargs) / f'{split}.bin'
+
+    other = damaged('other')
+    truncated = damaged('truncated')
+    truncated.write_bytes(truncated.read_bytes()[:-100])
+    large = damaged('large')
+    ids = tokens.astype('<u2')
+    ids[3000] = 256
+    large.write_bytes(ids.tobytes())
+    lies = damaged('lies').with_name('meta.json')
+    lies.write_text(lies.read_text().replace('"tokens": 6000', '"tokens": "6000"'))
+    narrow = damaged('narrow', vocab_size=100)
+    config = tmp_path / 'broken.py'
+    config.write_text('n_layer = 1\nmax_iters = = 3\n')
+    (tmp_path / 'file').write_text('')
+    before = content(tmp_path)
+    # flags, out_dir, words of the message
+    cases = [
+        ([], out, 'holds checkpoints, which a new run would overwrite; go on with that run by --init_from=resume'),
+        (['--init_from=resume', '--n_embd=64'], out, 'is a model with another n_embd'),
+        (['--init_from=resume', '--optimizer_name=lion'], out, 'was trained with --optimizer_name=adamw'),
+        (['--init_from=auto', f'--dataset={other.parent}'], out, '(train, val.bin differs)'),
+        (['--init_from=resume'], stranger, 'none of its 1 checkpoints can be read'),
+        (['--init_from=auto'], stranger, 'none of its 1 checkpoints can be read'),
+        (['--init_from=resume'], tmp_path / 'other', 'nothing to resume; check --out_dir'),
+        (['--init_from=resume'], tmp_path / 'nowhere', 'nothing to resume; check --out_dir'),
+        ([], tmp_path / 'file' / 'out', 'cannot be written (Not a directory); set --out_dir'),
+        ([f'--dataset={truncated.parent}'], tmp_path / 'new', f'{truncated}: holds 5950 tokens, meta.json says 6000'),
+        ([f'--dataset={large.parent}'], tmp_path / 'new', f'{large}: token id 256 is beyond the vocabulary of 256'),
+        ([f'--dataset={lies.parent}'], tmp_path / 'new', f"{lies}: not a valid meta.json"),
+        ([f'--dataset={narrow.parent}'], tmp_path / 'new', f'{narrow}: token id 250 is beyond the vocabulary of 100'),
+        ([config], tmp_path / 'new', f'{config}:2: invalid syntax'),
+        (['--keep_checkpoints=1'], tmp_path / 'new', 'keep_checkpoints = 1 must be at least 2'),
+        (['--init_from=elsewhere'], tmp_path / 'new', "init_from = 'elsewhere' must be"),
+    ]
+    for flags, directory, words in cases:
+        done = train(directory, *flags)
+        lines = [line for line in done.err.splitlines() if not line.startswith('warning: ')]
+        assert done.code == 1 and len(lines) == 1 and words in lines[0], (flags, done.err)
+    assert content(tmp_path) == before and not (tmp_path / 'new').exists()
+    done = train(out, '--init_from=resume', f'--dataset={other.parent}', '--ignore_data_change=True', '--max_iters=12')
+    assert done.code == 0 and iterations(out)[0] == 12
+
+
+def test_one_run_in_an_out_dir(train, tmp_path):
+    checkpoint.claim(tmp_path)
+    done = train(tmp_path, ranks=2)
+    assert done.code == 1
+    assert done.err.count(f'{tmp_path}: another run (process {os.getpid()} on ') == 1  # not once per rank
+    assert not (tmp_path / 'metrics.jsonl').exists()
+    checkpoint.LOCKS.pop().close()
+    assert train(tmp_path).code == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers that are not finite
+
+
+def test_nan_on_one_rank_stops_all_and_names_the_windows(train, corpus, tmp_path):
+    done = train(tmp_path, ranks=2, faults='at(6, spoil(float("nan")), rank=1)')
+    starts = window_starts(1337, 6, 4, 50_000, 32)[1::2].tolist()
+    assert done.code == NOT_FINITE
+    assert (f'iteration 6: the loss is not finite (rank 1, micro-batch 0: windows of {corpus}/train.bin at {starts}); '
+            'nothing of it was saved; go on with a lower --learning_rate, or pass over it by --skip_nonfinite=1'
+            ) in done.err.splitlines()
+    assert iterations(tmp_path) == [5] and len(metrics(tmp_path)) == 6
+
+
+def test_skip_nonfinite_passes_over_and_lets_nothing_in(train, tmp_path):
+    """Iteration 4 is a Hessian iteration: neither its gradient nor its ĥ may enter."""
+    tolerant, strict = (train(tmp_path / out, '--skip_nonfinite=1', name='sophiag', faults=faults) for out, faults in (
+        ('one', 'at(4, spoil(float("inf")))'), ('two', 'at(6, spoil(float("nan")))\nat(7, spoil(float("nan")))')))
+    assert tolerant.code == 0 and 'iter 4: the loss is not finite; passed over (rank 0, micro-batch 0' in tolerant.out
+    lines = {line['iter']: line for line in map(json.loads, (tmp_path / 'one/metrics.jsonl').open()) if 'lr' in line}
+    for key in ('momentum_norm', 'hessian_norm', 'param_norm'):
+        assert lines[4][key] == lines[3][key]
+    assert lines[8]['hessian_norm'] != lines[7]['hessian_norm'] and 'train/loss' not in lines[4]
+    assert strict.code == NOT_FINITE and len(strict.err.splitlines()) == 1
+    assert 'iteration 7: the loss is not finite' in strict.err
+
+
+def test_a_hessian_estimate_that_is_not_finite_stops_the_run(train, tmp_path):
+    done = train(tmp_path, name='sophiag', faults="""
+import sophia
+estimate = sophia.GaussNewtonBartlett.estimate
+at(4, lambda: setattr(sophia.GaussNewtonBartlett, 'estimate',
+                      lambda self, *args: [h * float('inf') for h in estimate(self, *args)]))
+""")
+    assert done.code == NOT_FINITE and len(done.err.splitlines()) == 1
+    assert 'iteration 4: a Hessian estimate is not finite' in done.err and not iterations(tmp_path)
+
+
+def test_a_loss_spike_is_logged(train, tmp_path):
+    done = train(tmp_path, '--max_iters=115', '--eval_interval=200', '--log_interval=50', faults='at(110, spoil(50.0))')
+    assert done.code == 0 and 'iter 110: loss spike' in done.out
+    assert len(metrics(tmp_path, 'loss_spike')) == 1
+
+
+def test_overflows_of_float16_are_no_error(train, tmp_path):
+    """From a loss scale that is far too high, the run finds its own."""
+    done = train(tmp_path, '--dtype=float16', '--max_iters=30', '--eval_interval=30', name='sophiag', faults="""
+Scaler = torch.amp.GradScaler
+torch.amp.GradScaler = lambda *args, **kwargs: Scaler(*args, init_scale=2.0 ** 30, **kwargs)
+""")
+    assert done.code == 0 and 'not finite' not in done.out + done.err
+    assert state(tmp_path, 30)['scaler']['scale'] < 2.0 ** 25
+    assert metrics(tmp_path)[-1] < metrics(tmp_path)[0] - 0.1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ranks and memory
+
+
+def torchrun(*args, options=(), **kwargs):
+    return finish(start(*args, torchrun=['--nproc_per_node=2', *options], **kwargs))
+
+
+def test_sigterm_to_torchrun_saves_on_all_ranks(train, reference, tmp_path):
+    done = torchrun(tmp_path, faults='at(6, kill_torchrun)')
+    assert done.code == 1 and 'stopped at iteration 7 by SIGTERM' in done.out, done.err
+    assert train(tmp_path, '--init_from=resume', ranks=2).code == 0
+    assert_same_run(tmp_path, reference('adamw', 2))
+
+
+def test_a_dead_rank_ends_the_run_with_its_own_message(train, tmp_path):
+    done = torchrun(tmp_path, faults='at(3, raises(ValueError("of its own")), rank=1)')
+    assert done.code == 1
+    assert 'rank 1:\nTraceback' in done.err and 'ValueError: of its own' in done.err
+    assert 'rank 0: another rank has died' in done.err
+
+
+def test_torchrun_restarts_resume(train, reference, tmp_path):
+    """A rank is killed from outside; torchrun starts both again, and the run ends as if undisturbed."""
+    done = torchrun(tmp_path, options=['--max-restarts=1'], faults="""
+if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
+    at(7, kill(signal.SIGKILL), rank=1)
+""")
+    assert done.code == 0 and 'ckpt_00000005.pt at iteration 5 of 10' in done.out, done.err
+    assert_same_run(tmp_path, reference('adamw', 2))
+
+
+def test_memory_does_not_grow(train, tmp_path):
+    done = train(tmp_path, '--max_iters=600', '--eval_interval=20', '--log_interval=100', name='sophiag')
+    assert done.code == 0
+    _, _, early, *_, late = metrics(tmp_path, 'memory_gb')
+    assert late - early < 0.008  # 8 MB in 400 iterations and 20 saves
