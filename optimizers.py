@@ -48,7 +48,7 @@ UNUSED = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessia
 
 # Table 3: peak learning rates by model size. The row 'tiny' is ours (README, "The quickstart's settings").
 PEAK_LR = {
-    'tiny': dict(adamw=3e-3, lion=4e-4, sophiah=4e-4, sophiag=4e-4),
+    'tiny': dict(adamw=6e-3, lion=4e-4, sophiah=2e-4, sophiag=2e-4),
     '30M': dict(adamw=1.2e-3, lion=4e-4, sophiah=1e-3, sophiag=1e-3),
     '125M': dict(adamw=6e-4, lion=1.5e-4, sophiah=6e-4, sophiag=6e-4),
     '355M': dict(adamw=3e-4, lion=6e-5, sophiah=4e-4, sophiag=4e-4),
@@ -101,10 +101,12 @@ def scales_attention(optimizer_name, n_layer):
     return optimizer_name in ('adamw', 'lion') and n_layer >= 24
 
 
-def build_optimizer(name, params, *, lr, beta1=None, beta2=None, weight_decay=None, eps=None, gamma=None):
+def build_optimizer(name, params, *, lr, beta1=None, beta2=None, weight_decay=None, eps=None, gamma=None,
+                    compile=False):
     """The optimizer called `name` in the table, on `params` (parameters or param groups).
 
-    Settings that are None are the table's. Gradients are taken as finite: train.py has looked before it steps.
+    Settings that are None are the table's; `compile` fuses Sophia's update by torch.compile. Gradients are taken as
+    finite: train.py has looked before it steps.
     """
     if name not in SETTINGS:
         raise ValueError(f'no optimizer {name!r}; choose from {", ".join(SETTINGS)}')
@@ -123,7 +125,7 @@ def build_optimizer(name, params, *, lr, beta1=None, beta2=None, weight_decay=No
         return Lion(params, nonfinite='ignore', **dict(common, betas=(betas[0], betas[0])))
     variant = {'ah_clip': dict(squared=True), 'normalize': dict(clipping='normalize'),
                'gnb_noclip': dict(clipping='none')}.get(name, {})
-    return Sophia(params, eps=eps, gamma=given['gamma'], nonfinite='ignore', **common, **variant)
+    return Sophia(params, eps=eps, gamma=given['gamma'], nonfinite='ignore', compile=compile, **common, **variant)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

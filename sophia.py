@@ -12,6 +12,8 @@ A training step with any model, every k-th iteration in front of the update:
 Symbols are the paper's: m (EMA of the gradient), h (EMA of the diagonal Hessian estimate ĥ), γ, β1, β2, ε, k.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -127,33 +129,30 @@ class Sophia(HessianOptimizer):
             takes m divided by its root mean square over each tensor, without h.
         squared: for the ablation AH+clip: h is the EMA of ĥ², and √h takes its place in the update.
         nonfinite: 'raise', 'skip' or 'ignore', see `GuardedOptimizer`.
+        compile: fuse the update to one pass over memory by torch.compile.
 
     State per parameter: `exp_avg` (m) and `hessian` (h), in the parameter's dtype and shape.
     """
 
     def __init__(self, params, lr, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.2, *, maximize=False,
-                 clipping='element', squared=False, nonfinite='raise'):
+                 clipping='element', squared=False, nonfinite='raise', compile=False):
         super().__init__(params, dict(lr=lr, betas=betas, gamma=gamma, eps=eps, weight_decay=weight_decay,
                                       maximize=maximize, clipping=clipping, squared=squared), nonfinite)
+        self.compile = compile
+
+    def __getstate__(self):
+        return dict(super().__getstate__(), compile=self.compile)
 
     def update(self, group, params, grads):
         """The lines of Algorithm 3 that change m and θ."""
-        lr, ms = group['lr'], self.buffers(params, 'exp_avg')
-        torch._foreach_lerp_(ms, grads, 1 - group['betas'][0])
-        if group['clipping'] == 'normalize':
-            rms = [norm.div_(m.numel() ** 0.5).clamp_(min=group['eps']) for norm, m in zip(torch._foreach_norm(ms), ms)]
-            step = torch._foreach_div(ms, rms)
-        else:
-            hs = self.buffers(params, 'hessian')
-            denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if group['squared'] else hs, group['gamma'])
-            torch._foreach_clamp_min_(denominator, group['eps'])
-            step = torch._foreach_div(ms, denominator)
-            if group['clipping'] == 'element':
-                torch._foreach_clamp_min_(step, -1.0)
-                torch._foreach_clamp_max_(step, 1.0)
-        torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
-        torch._foreach_mul_(step, -lr)
-        torch._foreach_add_(params, step)
+        lr, normalize = group['lr'], group['clipping'] == 'normalize'
+        if self.compile and not isinstance(lr, torch.Tensor):
+            lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
+        lists = params, grads, self.buffers(params, 'exp_avg'), [] if normalize else self.buffers(params, 'hessian')
+        rule = compiled_rule() if self.compile else sophia_rule
+        for parts in [lists] if self.compile or normalize else in_cache(*lists):
+            rule(*parts, lr, group['betas'][0], group['gamma'], group['eps'], group['weight_decay'],
+                 group['clipping'], group['squared'])
 
     def unclipped(self):
         """Fraction of coordinates with |m / max(γ·h, ε)| < 1 in the latest update, a 0-d tensor; None before the first
@@ -166,6 +165,44 @@ class Sophia(HessianOptimizer):
                     inside.append((state['exp_avg'].abs() < (group['gamma'] * h).clamp_(min=group['eps'])).sum())
                     total += h.numel()
         return torch.stack(inside).sum() / total if inside else None
+
+
+def sophia_rule(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, clipping, squared):
+    """Algorithm 3's update of θ and m, in place, on lists of tensors; the settings are those of `Sophia`."""
+    torch._foreach_lerp_(ms, grads, 1 - beta1)
+    if clipping == 'normalize':
+        rms = [norm.div_(m.numel() ** 0.5).clamp_(min=eps) for norm, m in zip(torch._foreach_norm(ms), ms)]
+        step = torch._foreach_div(ms, rms)
+    else:
+        denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if squared else hs, gamma)
+        torch._foreach_clamp_min_(denominator, eps)
+        step = torch._foreach_div(ms, denominator)
+        if clipping == 'element':
+            torch._foreach_clamp_min_(step, -1.0)
+            torch._foreach_clamp_max_(step, 1.0)
+    torch._foreach_mul_(params, 1 - lr * weight_decay)
+    torch._foreach_mul_(step, -lr)
+    torch._foreach_add_(params, step)
+
+
+@functools.cache
+def compiled_rule():
+    """`sophia_rule` as one kernel for many tensors."""
+    return torch.compile(sophia_rule)
+
+
+def in_cache(*lists, size=2 ** 16):
+    """Yields `lists` of tensors in parts for an elementwise rule.
+
+    On CPU a part is `size` entries of one tensor each: they stay in the cache from one operation to the next, where
+    memory would be the limit. Other devices get everything at once, in few launches.
+    """
+    if any(t.device.type != 'cpu' or not t.is_contiguous() for tensors in lists for t in tensors):
+        yield lists
+        return
+    for tensors in zip(*lists):
+        for pieces in zip(*(t.view(-1).split(size) for t in tensors)):
+            yield [[piece] for piece in pieces]
 
 
 def may_enter(nonfinite, what, tensors):

@@ -1,0 +1,84 @@
+"""The benchmark: its columns, its peers, its refusals; and that it steps as train.py does."""
+
+import json
+
+import pytest
+import torch
+from conftest import TINY, metrics, run_train
+
+import configurator
+from scripts import bench
+
+PEER = '''
+import torch
+from dataclasses import dataclass
+from torch import nn
+from model import GPT as Ours
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 8
+    vocab_size: int = 64
+    n_layer: int = 1
+    n_head: int = 1
+    n_embd: int = 8
+    dropout: float = 0.0
+    bias: bool = False
+
+
+class GPT(Ours):
+    def __init__(self, config):
+        from model import GPTConfig as Full
+        super().__init__(Full(**vars(config)))
+
+    def forward(self, idx, targets):
+        assert idx.is_contiguous() and targets.is_contiguous()
+        logits = super().forward(idx)[0]
+        return logits, nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        print('this is no row of the table')
+        return torch.optim.AdamW(self.parameter_groups(weight_decay), lr=learning_rate, betas=betas)
+'''
+
+
+@pytest.fixture(scope='module')
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('bench')
+    (folder / 'peer').mkdir()
+    (folder / 'peer' / 'model.py').write_text(PEER)
+    bench.main(['--tiny', '--rounds', '2', '--device', 'cpu', '--peer', str(folder / 'peer'), '--output',
+                str(folder / 'bench.json')])
+    return json.loads((folder / 'bench.json').read_text())
+
+
+def test_every_column_is_measured_where_it_exists(report):
+    rows = report['results']
+    assert len(rows) == 4 and rows[3]['config'].startswith('peer: ')
+    for row, name in zip(rows, ('adamw', 'sophiag', 'sophiah', 'adamw')):
+        assert f'optimizer_name={name}' in row['config']
+        for key in ('step_ms', 'tokens_per_sec', 'optimizer_ms', 'over_adamw', 'over_adamw_clipping', 'over_floor',
+                    'wait_share', 'memory_gb', 'bandwidth_gb_s'):
+            assert row[key] >= 0, key
+        assert ('hessian_ms' in row) == name.startswith('sophia') and ('hvp_ratio' in row) == (name == 'sophiah')
+        assert 'mfu' not in row  # of a CPU, whose peak is not known
+    assert report['about']['torch'] == torch.__version__
+    lines = bench.table(rows).splitlines()
+    assert len(lines) == 6 and len({line.count('|') for line in lines}) == 1
+
+
+@pytest.mark.parametrize('name, extra', [('adamw', []), ('sophiag', ['--hessian_interval=2', '--hessian_batch_size=3']),
+                                         ('sophiah', ['--hessian_interval=2', '--hessian_batch_size=3'])])
+def test_it_steps_as_train_py_does(corpus, tmp_path, name, extra):
+    """The first steps: bench.py's rate is constant, and iterations 0 to 3 of its rounds are those of k = 2."""
+    flags = [*TINY, f'--optimizer_name={name}', '--decay_lr=False', '--warmup_iters=0', '--learning_rate=1e-2', *extra]
+    run_train(*flags, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--max_iters=4')
+    case = bench.Case(configurator.resolve([*flags, f'--dataset={corpus}']), corpus)
+    case.close()
+    assert case.losses == pytest.approx(metrics(tmp_path), abs=2e-6)
+
+
+def test_a_peer_that_is_none_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match='no model.py'):
+        bench.main(['--tiny', '--peer', str(tmp_path)])
