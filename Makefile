@@ -20,6 +20,7 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 
 quickstart: install  ## prepare an embedded corpus, train a small GPT with Sophia-G, sample from it, draw its loss
 	$(PY) data/pysource/prepare.py
+	rm -rf out/quickstart
 	$(PY) train.py config/quickstart.py
 	$(PY) scripts/sample.py --out_dir=out/quickstart --num_samples=1 --max_new_tokens=400
 	$(PY) scripts/plot.py out/quickstart --output out/quickstart/loss.png

@@ -130,7 +130,7 @@ def resolve(argv):
 def help_text(intro, config):
     """The settings with their defaults, each with the comment that stands beside it in train.py."""
     comments = dict(re.findall(r'^(\w+) = [^#\n]*# (.*)$', TRAIN.read_text(encoding='utf-8'), flags=re.M))
-    rows = [f'  --{key}={config.scope[key]!r}'.ljust(46) + comments.get(key, '') for key in config.types]
+    rows = [f'{f"  --{key}={config.scope[key]!r}":<45} {comments.get(key, "")}' for key in config.types]
     return '\n'.join([intro.strip(), '', 'settings (config/FILE.py sets them as key = value):', *rows])
 
 

@@ -1,5 +1,7 @@
 """Config files and flags: types, refusals, precedence, provenance."""
 
+import re
+
 import pytest
 from conftest import ROOT, run_train
 
@@ -140,3 +142,9 @@ def test_help_lists_every_setting_with_its_comment():
     for key in configurator.resolve([]).values:
         line = next(line for line in text.splitlines() if line.startswith(f'  --{key}='))
         assert len(line.split(maxsplit=1)[1]) > 10, f'{key} has no comment in train.py'
+
+
+def test_readme_lists_every_setting():
+    text = (ROOT / 'README.md').read_text(encoding='utf-8')
+    listed = set(re.findall(r'^\| `(\w+)` \| ', text, flags=re.M))
+    assert set(configurator.resolve([]).values) <= listed

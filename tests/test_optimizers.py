@@ -358,7 +358,7 @@ def test_every_optimizer_has_settings_a_rate_and_a_builder():
 
 
 def test_states_per_parameter():
-    """What docs/optimizers.md says: tensors of the parameter's size."""
+    """What the README says: tensors of the parameter's size."""
     count = {}
     for name in SETTINGS:
         p = torch.nn.Parameter(torch.ones(3))
