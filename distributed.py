@@ -92,10 +92,6 @@ class World:
         if self.sum(refused).any():
             raise refusal if refused.argmax() == self.rank else SystemExit(1)
 
-    def barrier(self):
-        if self.size > 1:
-            dist.barrier()
-
     def close(self):
         """Leaves the process group."""
         if self.size > 1:

@@ -87,3 +87,12 @@ def metrics(out_dir, key='train/loss'):
     """The values of `key` in an out_dir's metrics.jsonl, in order."""
     lines = map(json.loads, (Path(out_dir) / 'metrics.jsonl').read_text().splitlines())
     return [line[key] for line in lines if key in line]
+
+
+def refusal(function, *args):
+    """The one line with which `function` refuses by SystemExit."""
+    with pytest.raises(SystemExit) as stopped:
+        function(*args)
+    message = str(stopped.value)
+    assert '\n' not in message
+    return message

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conftest import ROOT, run_train
+from conftest import ROOT, refusal, run_train
 
 import configurator
 from configurator import configure, derived
@@ -16,14 +16,6 @@ def scope(**more):
 def apply(*argv, **more):
     values = scope(**more)
     return configure(values, list(argv)), values
-
-
-def refusal(*argv):
-    with pytest.raises(SystemExit) as stopped:
-        apply(*argv)
-    message = str(stopped.value)
-    assert '\n' not in message
-    return message
 
 
 @pytest.mark.parametrize('flag, key, value', [
@@ -46,7 +38,7 @@ def test_flags_are_typed(flag, key, value):
     ('--fast=2', 'not True or False'), ('--steps', '--key=value'), ('--__name__=x', 'unknown setting'),
 ])
 def test_bad_flags_are_refused_in_one_line(flag, words):
-    assert words in refusal(flag)
+    assert words in refusal(apply, flag)
 
 
 def test_files_then_flags_in_order(tmp_path):
@@ -66,12 +58,12 @@ def test_files_then_flags_in_order(tmp_path):
 def test_bad_files_are_refused_in_one_line(tmp_path, text, words):
     path = tmp_path / 'bad.py'
     path.write_text(text)
-    assert words in refusal(str(path))
+    assert words in refusal(apply, str(path))
 
 
 def test_missing_file_names_the_nearest(monkeypatch):
     monkeypatch.chdir(ROOT)
-    message = refusal('config/quikstart.py')
+    message = refusal(apply, 'config/quikstart.py')
     assert 'no such config file' in message and 'did you mean config/quickstart.py?' in message
 
 

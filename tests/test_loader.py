@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import write_bins
+from conftest import refusal, write_bins
 
 from loader import (
     Bin,
@@ -115,14 +115,6 @@ def test_nanogpt_bins_load_without_meta(tmp_path):
     assert data.vocab_size == 50257 and data.windows([0], 4).tolist() == [[50256, 1, 2, 3]]
     other = write_bins(tmp_path / 'other', [50256, 1, 2, 4], [1], meta=False)
     assert data.fingerprint() != Bin(other, 'train').fingerprint()
-
-
-def refusal(function, *args):
-    with pytest.raises(SystemExit) as stopped:
-        function(*args)
-    message = str(stopped.value)
-    assert '\n' not in message
-    return message
 
 
 def test_bins_that_do_not_fit_are_refused(tmp_path):

@@ -15,7 +15,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, metrics, write_bins
+from conftest import ROOT, TINY, metrics, refusal, write_bins
 
 import checkpoint
 from distributed import NOT_FINITE, STOPPED
@@ -296,14 +296,6 @@ def hostile(path):
     with zipfile.ZipFile(path, 'w', zipfile.ZIP_STORED) as new:
         for name, data in names.items():
             new.writestr(name, pickle.dumps(Exploit()) if name.endswith('data.pkl') else data)
-
-
-def refusal(function, *args):
-    with pytest.raises(SystemExit) as stopped:
-        function(*args)
-    message = str(stopped.value)
-    assert '\n' not in message
-    return message
 
 
 def test_damaged_and_foreign_checkpoints_are_refused(reference, tmp_path, monkeypatch, capsys):
