@@ -1,10 +1,13 @@
 """What several test files need: tiny data sets, train.py as a process, GPT-2's tokenizer files."""
 
+import collections
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +18,16 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+import checkpoint  # noqa: E402
 
 # Flags for a run of seconds on CPU.
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--block_size=32', '--total_batch_size=4',
         '--batch_size=2', '--max_iters=10', '--warmup_iters=2', '--eval_interval=5', '--log_interval=1', '--device=cpu']
+
+# Ten iterations; evaluations and checkpoints after 0, 5, 10; Hessian at 0, 4, 8.
+OPTIMIZERS = {'adamw': [], 'sophiag': ['--hessian_interval=4', '--dropout=0.1'], 'sophiah': ['--hessian_interval=4']}
+INJECT = ROOT / 'tests/inject.py'
+Done = collections.namedtuple('Done', 'code out err')
 
 # tiktoken's cache names the files by the SHA-1 of the addresses it has them from.
 GPT2_FILES = {'vocab.bpe': '6d1cbeee0f20b3d9449abfede4726ed8212e3aee',
@@ -89,6 +98,11 @@ def metrics(out_dir, key='train/loss'):
     return [line[key] for line in lines if key in line]
 
 
+def iterations(out):
+    """Those of the checkpoints in `out`."""
+    return [checkpoint.number(p) for p in checkpoint.checkpoints(out) if checkpoint.number(p) != checkpoint.BEST]
+
+
 def refusal(function, *args):
     """The one line with which `function` refuses by SystemExit."""
     with pytest.raises(SystemExit) as stopped:
@@ -96,3 +110,55 @@ def refusal(function, *args):
     message = str(stopped.value)
     assert '\n' not in message
     return message
+
+
+def command(out, *flags, faults='', name='adamw'):
+    """Arguments of inject.py."""
+    return [faults, *TINY, '--eval_iters=4', f'--out_dir={out}', f'--dataset={command.corpus}', '--learning_rate=1e-2',
+            f'--optimizer_name={name}', *OPTIMIZERS.get(name, ['--hessian_interval=4']), *map(str, flags)]
+
+
+def start(*args, torchrun=(), **kwargs):
+    """A process that runs train.py, or torchrun with these options."""
+    launch = ['-m', 'torch.distributed.run', '--standalone', *torchrun] if torchrun else []
+    return subprocess.Popen(
+        [sys.executable, *launch, str(INJECT), *command(*args, **kwargs)], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
+
+
+def finish(process):
+    """Its exit code, and what it has written."""
+    try:
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    return Done(process.returncode, out, err)
+
+
+@pytest.fixture(scope='module')
+def train(corpus, tmp_path_factory):
+    """train(out, *flags, faults=, name=, ranks=, machines=): runs train.py in forked processes, without torchrun."""
+    command.corpus = corpus
+    server = subprocess.Popen([sys.executable, str(INJECT), '--serve'], cwd=ROOT, stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
+    logs = tmp_path_factory.mktemp('logs')
+    number = itertools.count()
+
+    def run(*args, ranks=1, machines=1, **kwargs):
+        out, err = (logs / f'{next(number)}' for _ in range(2))
+        environments = [{}]
+        if ranks > 1:
+            with socket.create_server(('127.0.0.1', 0)) as free:
+                port = free.getsockname()[1]
+            environments = [dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(ranks),
+                                 LOCAL_WORLD_SIZE=str(ranks // machines), MASTER_ADDR='127.0.0.1',
+                                 MASTER_PORT=str(port)) for r in range(ranks)]
+        server.stdin.write(json.dumps(dict(argv=command(*args, **kwargs), out=str(out), err=str(err),
+                                           environments=environments, timeout=60)) + '\n')
+        server.stdin.flush()
+        codes = json.loads(server.stdout.readline())
+        return Done(next((code for code in codes if code), 0), out.read_text(), err.read_text())
+
+    yield run
+    server.stdin.close()
+    server.wait(10)

@@ -1,13 +1,10 @@
 """What can happen to a run of days, done to the real train.py as a process: it goes on exactly, or says why not."""
 
-import collections
-import itertools
 import json
 import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import zipfile
@@ -15,68 +12,13 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, metrics, refusal, write_bins
+from conftest import OPTIMIZERS, ROOT, finish, iterations, metrics, refusal, start, write_bins
 
 import checkpoint
 from distributed import NOT_FINITE, STOPPED
 from loader import window_starts
 
-# Ten iterations; evaluations and checkpoints after 0, 5, 10; Hessian at 0, 4, 8.
-OPTIMIZERS = {'adamw': [], 'sophiag': ['--hessian_interval=4', '--dropout=0.1'], 'sophiah': ['--hessian_interval=4']}
-INJECT = ROOT / 'tests/inject.py'
 TIMING = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}
-Done = collections.namedtuple('Done', 'code out err')
-
-
-def command(out, *flags, faults='', name='adamw'):
-    """Arguments of inject.py."""
-    return [faults, *TINY, '--eval_iters=4', f'--out_dir={out}', f'--dataset={command.corpus}',
-            f'--optimizer_name={name}', '--learning_rate=1e-2', *OPTIMIZERS[name], *map(str, flags)]
-
-
-def start(*args, torchrun=(), **kwargs):
-    """A process that runs train.py, or torchrun with these options."""
-    launch = ['-m', 'torch.distributed.run', '--standalone', *torchrun] if torchrun else []
-    return subprocess.Popen(
-        [sys.executable, *launch, str(INJECT), *command(*args, **kwargs)], cwd=ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
-
-
-def finish(process):
-    """Its exit code, and what it has written."""
-    try:
-        out, err = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    return Done(process.returncode, out, err)
-
-
-@pytest.fixture(scope='module')
-def train(corpus, tmp_path_factory):
-    """train(out, *flags, faults=, name=, ranks=): runs train.py in forked processes, without torchrun."""
-    command.corpus = corpus
-    server = subprocess.Popen([sys.executable, str(INJECT), '--serve'], cwd=ROOT, stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
-    logs = tmp_path_factory.mktemp('logs')
-    number = itertools.count()
-
-    def run(*args, ranks=1, **kwargs):
-        out, err = (logs / f'{next(number)}' for _ in range(2))
-        environments = [{}]
-        if ranks > 1:
-            with socket.create_server(('127.0.0.1', 0)) as free:
-                port = free.getsockname()[1]
-            environments = [dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(ranks), MASTER_ADDR='127.0.0.1',
-                                 MASTER_PORT=str(port)) for r in range(ranks)]
-        server.stdin.write(json.dumps(dict(argv=command(*args, **kwargs), out=str(out), err=str(err),
-                                           environments=environments, timeout=60)) + '\n')
-        server.stdin.flush()
-        codes = json.loads(server.stdout.readline())
-        return Done(next((code for code in codes if code), 0), out.read_text(), err.read_text())
-
-    yield run
-    server.stdin.close()
-    server.wait(10)
 
 
 @pytest.fixture(scope='module')
@@ -110,11 +52,6 @@ def assert_same_run(a, b):
     logs = [[{k: v for k, v in json.loads(line).items() if k not in TIMING}
              for line in (out / 'metrics.jsonl').read_text().splitlines()] for out in (a, b)]
     assert logs[0] == logs[1]
-
-
-def iterations(out):
-    """Those of the checkpoints in `out`."""
-    return [checkpoint.number(p) for p in checkpoint.checkpoints(out) if p.name != 'best.pt']
 
 
 def content(out):
