@@ -7,6 +7,7 @@ set it.
 """
 
 import difflib
+import math
 import re
 import runpy
 import sys
@@ -32,6 +33,19 @@ class Resolved(SystemExit):
     def __init__(self, config):
         super().__init__(0)
         self.config = config
+
+
+# Rule → (its test, the settings it is for), as far as one setting alone can tell.
+RANGES = {
+    'float32, bfloat16 or float16': (('float32', 'bfloat16', 'float16').__contains__, 'dtype'),
+    'nccl or gloo': (('nccl', 'gloo').__contains__, 'backend'),
+    'ddp, fsdp or hsdp': (('ddp', 'fsdp', 'hsdp').__contains__, 'parallel'),
+    'at least 2, in case the newest one gets damaged': (lambda v: v >= 2, 'keep_checkpoints'),
+    'at least 1': (lambda v: v >= 1, 'eval_interval log_interval max_iters block_size n_layer n_embd'),
+    'at least 0': (lambda v: 0 <= v < math.inf, 'learning_rate min_lr weight_decay eps gamma grad_clip warmup_iters '
+                                                'eval_iters max_hours skip_nonfinite'),
+    'at least 0 and below 1': (lambda v: 0 <= v < 1, 'dropout beta1 beta2'),
+}
 
 
 class Config:
@@ -72,6 +86,12 @@ class Config:
         """SystemExit with one line, unless `ok`: the value of `key` must be `rule`."""
         if not ok:
             raise SystemExit(f'{self.sources[key]}: {key} = {self.scope[key]!r} must be {rule}')
+
+    def check_ranges(self):
+        """SystemExit with one line if a setting is outside of its range in RANGES."""
+        for rule, (inside, keys) in RANGES.items():
+            for key in keys.split():
+                self.require(key, inside(self.scope[key]), rule)
 
     def lines(self):
         """One line per setting that is not a plain default: `key = value   source`."""
