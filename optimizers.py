@@ -9,6 +9,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 
+from distributed import whole
 from loader import LABELS, VECTORS, keyed_bits, keyed_uniforms
 from sophia import (
     GaussNewtonBartlett,
@@ -17,6 +18,7 @@ from sophia import (
     Hutchinson,
     Sophia,
     hessian_vector_product,
+    local,
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -101,6 +103,11 @@ def scales_attention(optimizer_name, n_layer):
     return optimizer_name in ('adamw', 'lion') and n_layer >= 24
 
 
+def differentiates_twice(optimizer_name):
+    """Whether its Hessian estimate is made of Hessian-vector products."""
+    return issubclass(HOOKS.get(optimizer_name, NoHessian), HutchinsonHook)
+
+
 def build_optimizer(name, params, *, lr, beta1=None, beta2=None, weight_decay=None, eps=None, gamma=None,
                     compile=False):
     """The optimizer called `name` in the table, on `params` (parameters or param groups).
@@ -142,7 +149,8 @@ class Lion(GuardedOptimizer):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize), nonfinite)
 
     def update(self, group, params, grads):
-        lr, (beta1, beta2), ms = group['lr'], group['betas'], self.buffers(params, 'exp_avg')
+        lr, (beta1, beta2) = group['lr'], group['betas']
+        params, grads, ms = local(params), local(grads), local(self.buffers(params, 'exp_avg'))
         step = torch._foreach_lerp(ms, grads, 1 - beta1)
         torch._foreach_sign_(step)
         torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
@@ -366,7 +374,7 @@ def statistics(optimizer):
     for name, key in [('momentum_norm', 'exp_avg'), ('hessian_norm', 'hessian')]:
         tensors = [optimizer.state[p][key] for p in params if key in optimizer.state[p]]
         if tensors:
-            found[name] = torch.nn.utils.get_total_norm(tensors)
+            found[name] = whole(torch.nn.utils.get_total_norm(tensors))
     if isinstance(optimizer, Sophia) and (unclipped := optimizer.unclipped()) is not None:
         found['update_unclipped'] = unclipped
     return found

@@ -9,6 +9,10 @@ A training step with any model, every k-th iteration in front of the update:
     optimizer.update_hessian(gauss_newton_bartlett(model(x), params))
     optimizer.step()
 
+Parameters may be sharded (DTensors of FSDP2's `fully_shard`, over all ranks): rules act on each rank's shards, and
+Gauss-Newton-Bartlett takes its gradient through FSDP's own backward. Hutchinson's estimator cannot: FSDP's hooks gather
+a block's parameters outside of autograd, so there is no derivative of the gradient.
+
 Symbols are the paper's: m (EMA of the gradient), h (EMA of the diagonal Hessian estimate ĥ), γ, β1, β2, ε, k.
 """
 
@@ -16,6 +20,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 
@@ -108,7 +113,7 @@ class HessianOptimizer(GuardedOptimizer):
 
     def fold(self, group, params, xs):
         """Moves the EMAs of `params`, all of `group`, towards `xs`."""
-        torch._foreach_lerp_(self.buffers(params, 'hessian'), xs, 1 - group['betas'][1])
+        torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(xs), 1 - group['betas'][1])
 
 
 class Sophia(HessianOptimizer):
@@ -146,9 +151,10 @@ class Sophia(HessianOptimizer):
     def update(self, group, params, grads):
         """The lines of Algorithm 3 that change m and θ."""
         lr, normalize = group['lr'], group['clipping'] == 'normalize'
+        ms, hs = self.buffers(params, 'exp_avg'), [] if normalize else self.buffers(params, 'hessian')
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
-        lists = params, grads, self.buffers(params, 'exp_avg'), [] if normalize else self.buffers(params, 'hessian')
+        lists = local(params), local(grads), ms if normalize else local(ms), local(hs)
         rule = compiled_rule() if self.compile else sophia_rule
         for parts in [lists] if self.compile or normalize else in_cache(*lists):
             rule(*parts, lr, group['betas'][0], group['gamma'], group['eps'], group['weight_decay'],
@@ -157,22 +163,29 @@ class Sophia(HessianOptimizer):
     def unclipped(self):
         """Fraction of coordinates with |m / max(γ·h, ε)| < 1 in the latest update, a 0-d tensor; None before the first
         step, and without h ('normalize'). The paper chooses γ so that it lies between 0.1 and 0.5."""
-        inside, total = [], 0
+        inside, states = [], []
         for group in self.param_groups:
             for state in (self.state[p] for p in group['params'] if p in self.state):
                 if 'exp_avg' in state and 'hessian' in state:
-                    h = state['hessian'].sqrt() if group['squared'] else state['hessian']
-                    inside.append((state['exp_avg'].abs() < (group['gamma'] * h).clamp_(min=group['eps'])).sum())
-                    total += h.numel()
-        return torch.stack(inside).sum() / total if inside else None
+                    m, h = local([state['exp_avg'], state['hessian']])
+                    h = h.sqrt() if group['squared'] else h
+                    inside.append((m.abs() < (group['gamma'] * h).clamp_(min=group['eps'])).sum())
+                    states.append(state['hessian'])
+        if not inside:
+            return None
+        counts = torch.stack([torch.stack(inside).sum(), inside[0].new_tensor(sum(h.numel() for h in local(states)))])
+        inside, total = add_shards(counts, states)
+        return inside / total
 
 
 def sophia_rule(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, clipping, squared):
     """Algorithm 3's update of θ and m, in place, on lists of tensors; the settings are those of `Sophia`."""
-    torch._foreach_lerp_(ms, grads, 1 - beta1)
+    torch._foreach_lerp_(local(ms), grads, 1 - beta1)
     if clipping == 'normalize':
-        rms = [norm.div_(m.numel() ** 0.5).clamp_(min=eps) for norm, m in zip(torch._foreach_norm(ms), ms)]
-        step = torch._foreach_div(ms, rms)
+        # The norm of a tensor takes all of its shards; everything else is about one coordinate at a time.
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in torch._foreach_norm(ms)]
+        rms = [norm.div_(m.numel() ** 0.5).clamp_(min=eps) for norm, m in zip(norms, ms)]
+        step = torch._foreach_div(local(ms), rms)
     else:
         denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if squared else hs, gamma)
         torch._foreach_clamp_min_(denominator, eps)
@@ -213,8 +226,10 @@ def may_enter(nonfinite, what, tensors):
     tensors = [t for t in tensors if t.numel()]
     if nonfinite == 'ignore' or not tensors:
         return True
-    largest = torch._foreach_norm(tensors, ord=torch.inf)
-    if torch.stack([m.isfinite().to(largest[0].device) for m in largest]).all():
+    shards = [t for t in local(tensors) if t.numel()]
+    largest = torch._foreach_norm(shards, ord=torch.inf) if shards else [torch.zeros((), device=tensors[0].device)]
+    bad = torch.stack([~m.isfinite().to(largest[0].device) for m in largest]).sum()
+    if not add_shards(bad, tensors):
         return True
     if nonfinite == 'raise':
         raise FloatingPointError(f'a {what} is not finite; nothing of it entered the optimizer state')
@@ -235,7 +250,7 @@ class GaussNewtonBartlett:
 
     def add(self, loss_hat, predictions, retain_graph=False):
         """Adds the gradient of `loss_hat`, the loss on sampled labels *summed* over `predictions` predictions."""
-        gradient = torch.autograd.grad(loss_hat, self.params, retain_graph=retain_graph, allow_unused=True)
+        gradient = gradients(loss_hat, self.params, retain_graph)
         for total, g in zip(self.gradient, gradient):
             if g is not None:
                 total.add_(g)
@@ -361,16 +376,49 @@ def hessian_vector_product(loss_fn, params, u):
     return torch.func.jvp(torch.func.grad(loss_fn), (tuple(params),), (tuple(u),))[1]
 
 
+def gradients(loss, params, retain_graph=False):
+    """d loss / d params, None where one does not take part; of sharded parameters the sum over the ranks."""
+    if not any(isinstance(p, DTensor) for p in params):
+        return torch.autograd.grad(loss, params, retain_graph=retain_graph, allow_unused=True)
+    # FSDP gathers parameters for the computation, and its backward alone turns their gradients into shards: it adds to
+    # .grad, the mean over the ranks.
+    before = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    (loss * ranks()).backward(retain_graph=retain_graph)
+    found = [p.grad for p in params]
+    for p, grad in zip(params, before):
+        p.grad = grad
+    return found
+
+
+def local(tensors):
+    """`tensors`, of sharded ones this rank's part."""
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def add_shards(count, tensors):
+    """`count`, made of the `local` part of `tensors`, added up (in place) over all ranks if they are sharded."""
+    if any(isinstance(t, DTensor) for t in tensors):
+        dist.all_reduce(count)
+    return count
+
+
 def ranks(group=None):
     """Number of ranks in `group`; 1 without torch.distributed."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def sum_over_ranks(tensors, count, group=None):
-    """Adds up `tensors` (in place) and the number `count` over the ranks of `group`; returns the summed count."""
+    """Adds up `tensors` (in place) and the number `count` over the ranks of `group`; returns the summed count.
+
+    Sharded tensors are sums over all ranks already.
+    """
     if ranks(group) < 2:
         return count
-    counts = torch.tensor([count], dtype=torch.float64, device=tensors[0].device)
+    device = tensors[0].device
+    tensors = [t for t in tensors if not isinstance(t, DTensor)]
+    counts = torch.tensor([count], dtype=torch.float64, device=device)
     for work in [dist.all_reduce(t, group=group, async_op=True) for t in [*tensors, counts]]:
         work.wait()
     return int(counts.item())
