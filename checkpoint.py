@@ -3,6 +3,10 @@
 Checkpoints are `ckpt_ITERATION.pt`, and `best.pt`, a second name of the one with the lowest validation loss. They hold
 nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and what else a run needs to go on; there
 is no state of random generators among it, because everything random is a function of (seed, iteration).
+
+Where the model is sharded, a checkpoint is a directory `ckpt_ITERATION` (and `best`, a link to one) to which every rank
+writes its part: the tensors in the format of torch.distributed.checkpoint, the rest in state.json. Either kind can be
+resumed by any number of ranks, sharded or not.
 """
 
 import contextlib
@@ -18,16 +22,34 @@ import subprocess
 import sys
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from distributed import restarts
 
 BEST, NONE = -1, -2  # stand for best.pt, and for no checkpoint, where others have their iteration
 LOCKS = []  # files of this process whose closing would give up a lock
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Saving
+
+
+def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
+    """Saves a run with its `model` and `optimizer`: rank 0 one file, or all ranks their shards. See `save`.
+
+    Returns the path on every rank, or None where it failed; what fails on rank 0 alone is known to rank 0 alone.
+    """
+    if world.sharded:
+        return save_shards(world, out_dir, model, optimizer, state, best, keep)
+    if not world.is_master:
+        return path_of(out_dir, state['iter_num'])
+    return save(out_dir, dict(model=model.state_dict(), optimizer=optimizer.state_dict(), **state), best, keep)
 
 
 def save(out_dir, state, best=False, keep=2):
@@ -39,30 +61,123 @@ def save(out_dir, state, best=False, keep=2):
     Returns its path, or None, with a warning, when the file system fails (a full disk); older checkpoints then remain.
     """
     out_dir = Path(out_dir)
-    path = path_of(out_dir, state['iter_num'])
+    path = out_dir / f'ckpt_{state["iter_num"]:08d}.pt'
     try:
-        with _beside(path) as partial, partial.open('wb') as f:
-            torch.save(state, f)
-            f.flush()
-            os.fsync(f.fileno())
+        write_file(path, state)
         if best:
             with _beside(out_dir / 'best.pt') as partial:
                 try:
                     os.link(path, partial)
                 except OSError:  # a file system without hard links
                     shutil.copyfile(path, partial)
+            (out_dir / 'best').unlink(missing_ok=True)
+        _remove(path.with_suffix(''))
         _sync_directory(out_dir)
     except (OSError, RuntimeError) as error:
         # torch.save wraps the error of a write into a RuntimeError of its own.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        warn(f'{path}: could not be saved ({cause.strerror}); older checkpoints are kept, training goes on')
+        _warn_not_saved(path, cause.strerror)
         return None
-    for old in [p for p in checkpoints(out_dir) if BEST < number(p) <= state['iter_num']][keep:]:
-        with contextlib.suppress(OSError):
-            old.unlink()
+    _retire(out_dir, state['iter_num'], keep)
     return path
+
+
+def save_shards(world, out_dir, model, optimizer, state, best=False, keep=2):
+    """`save_run` for a sharded model: a directory in a file system that all ranks share.
+
+    Its files are written to a directory beside, synced, and their checksums put into state.json; then rank 0 renames
+    it. A matter of all ranks; returns the same on all of them.
+    """
+    path = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}'
+    partial = path.with_suffix('.partial')
+    model.reshard()  # a forward without a backward leaves the parameters of the root gathered
+    if world.is_master:
+        shutil.rmtree(partial, ignore_errors=True)
+    try:
+        dcp.save(named_tensors(model, optimizer), storage_writer=ShardWriter(partial))
+    except dcp.api.CheckpointException as error:  # the same on all ranks
+        if world.is_master:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            _warn_not_saved(path, f'rank {rank}: {getattr(cause, "strerror", None) or _first_line(cause)}')
+            shutil.rmtree(partial, ignore_errors=True)
+        return None
+    mine = partial / f'__{world.rank}_0.distcp'
+    sums = world.gather(torch.tensor([checksum(mine) if mine.is_file() else -1], device=world.device)).flatten()
+    saved = True
+    if world.is_master:
+        try:
+            files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
+            files['.metadata'] = checksum(partial / '.metadata')
+            write_text(partial / 'state.json', json.dumps(dict(state, files=files, tied=tied(model))), sync=True)
+            _sync_directory(partial)
+            _remove(path)
+            partial.replace(path)
+            path.with_suffix('.pt').unlink(missing_ok=True)
+            if best:
+                with _beside(path.with_name('best')) as link:
+                    link.symlink_to(path.name)
+                path.with_name('best.pt').unlink(missing_ok=True)
+            _sync_directory(path.parent)
+            _retire(out_dir, state['iter_num'], keep)
+        except (OSError, SystemExit) as error:
+            _warn_not_saved(path, getattr(error, 'strerror', None) or error)
+            shutil.rmtree(partial, ignore_errors=True)
+            saved = False
+    return path if world.from_master(int(saved)) else None
+
+
+def named_tensors(model, optimizer):
+    """The tensors of a run by name: model.NAME, and optimizer.NAME.KEY for the optimizer's state of parameter NAME."""
+    found = {f'model.{name}': p.detach() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found |= {f'optimizer.{name}.{key}': value for key, value in optimizer.state[p].items()}
+    return found
+
+
+def tied(model):
+    """The further names of parameters that have several, and the first one of each."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
+
+
+def checksum(path):
+    """CRC-32 of a file."""
+    value = 0
+    with path.open('rb') as f:
+        while block := f.read(2 ** 24):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _retire(out_dir, iteration, keep):
+    """Removes all but the `keep` newest checkpoints up to `iteration`, and the best one."""
+    best = path_of(out_dir, BEST).resolve()
+    for old in [p for p in checkpoints(out_dir) if BEST < number(p) <= iteration][keep:]:
+        with contextlib.suppress(OSError):
+            if old.is_file():
+                old.unlink()
+            elif old.resolve() != best:
+                _remove(old)
+
+
+def _remove(path):
+    """Removes the directory `path`, if there is one; it has gone from its place at once."""
+    if path.is_dir():
+        shutil.rmtree(path.rename(path.with_suffix('.old.partial')))
+
+
+def _warn_not_saved(path, reason):
+    warn(f'{path}: could not be saved ({reason}); older checkpoints are kept, training goes on')
+
+
+def write_file(path, state):
+    """Writes the checkpoint `state` as the file `path`, which is there complete or not at all."""
+    with _beside(path) as partial, partial.open('wb') as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())
 
 
 @contextlib.contextmanager
@@ -93,19 +208,26 @@ def _sync_directory(path):
 
 
 def path_of(out_dir, iteration):
-    """Where the checkpoint of `iteration` is; BEST stands for best.pt."""
-    return Path(out_dir) / ('best.pt' if iteration == BEST else f'ckpt_{iteration:08d}.pt')
+    """Where the checkpoint of `iteration` is, a directory if there is one; BEST stands for the best one."""
+    directory = Path(out_dir) / ('best' if iteration == BEST else f'ckpt_{iteration:08d}')
+    return directory if is_shards(directory) else directory.with_suffix('.pt')
+
+
+def is_shards(path):
+    """Whether `path` is the directory of a sharded checkpoint."""
+    return (Path(path) / 'state.json').is_file()
 
 
 def number(path):
-    """The iteration that a checkpoint's name says, BEST for best.pt, NONE for other files."""
-    match = re.fullmatch(r'ckpt_(\d+)\.pt', path.name)
-    return int(match[1]) if match else BEST if path.name == 'best.pt' else NONE
+    """The iteration that a checkpoint's name says, BEST for the best one, NONE for other files."""
+    match = re.fullmatch(r'ckpt_(\d+)(\.pt)?', path.name)
+    return int(match[1]) if match else BEST if path.name in ('best.pt', 'best') else NONE
 
 
 def checkpoints(out_dir):
-    """The checkpoints in `out_dir`, newest iteration first, best.pt last."""
-    return sorted((p for p in Path(out_dir).glob('*.pt') if number(p) != NONE), key=number, reverse=True)
+    """The checkpoints in `out_dir`, newest iteration first, the best one last."""
+    found = (p for pattern in ('ckpt_*', 'best*') for p in Path(out_dir).glob(pattern) if number(p) != NONE)
+    return sorted(found, key=number, reverse=True)
 
 
 def newest(out_dir):
@@ -116,7 +238,7 @@ def newest(out_dir):
     found = checkpoints(out_dir)
     for path in found:
         try:
-            load(path)
+            load(path, weights=False)
             return path
         except SystemExit as error:
             warn(f'{error}; it is skipped')
@@ -126,26 +248,22 @@ def newest(out_dir):
     return None
 
 
-def load(path, map_location='cpu'):
-    """The checkpoint at `path`: a .pt file, or an out_dir, whose newest valid one is taken. Returns (path, state).
+def load(path, weights=True):
+    """The checkpoint at `path`, or the newest valid one of an out_dir. Returns (path, state).
 
-    Loads tensors and plain containers only, memory-mapped, after comparing the file with its checksums. SystemExit with
-    one line when there is none or it cannot be read.
+    Loads tensors and plain containers only, after comparing the file with its checksums: a .pt file memory-mapped, of
+    a directory the model, unless `weights` is False, and not the optimizer. SystemExit with one line when there is none
+    or it cannot be read.
     """
     path = Path(path)
-    if path.is_dir():
+    if path.is_dir() and not is_shards(path):
         directory, path = path, newest(path)
         if path is None:
             raise SystemExit(f'{directory}: no checkpoint ckpt_*.pt in it; train first, or check --out_dir')
-    if not path.is_file():
+    if not path.exists():
         raise SystemExit(f'{path}: no such checkpoint')
     try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.testzip():
-                raise ValueError('its content does not fit its checksums')
-        with warnings.catch_warnings():  # torch's remarks on the pickles of other programs
-            warnings.simplefilter('ignore')
-            state = torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+        state = _load_shards(path, weights) if path.is_dir() else _load_file(path)
         require(state, model=dict, model_args=dict, iter_num=int, config=dict)
         if state['iter_num'] < 0:
             raise ValueError(f'its iter_num is {state["iter_num"]}')
@@ -157,6 +275,78 @@ def load(path, map_location='cpu'):
     except Exception as error:  # whatever a damaged or foreign file makes torch.load raise
         reason = _first_line(error)
     raise SystemExit(f'{path}: not a checkpoint of this repository ({reason})')
+
+
+def _load_file(path):
+    with zipfile.ZipFile(path) as archive:
+        if archive.testzip():
+            raise ValueError('its content does not fit its checksums')
+    with warnings.catch_warnings():  # torch's remarks on the pickles of other programs
+        warnings.simplefilter('ignore')
+        return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+
+
+def _load_shards(path, weights):
+    state = json.loads((path / 'state.json').read_text(encoding='utf-8'))
+    for name, crc in state.pop('files').items():
+        if not (path / name).is_file() or checksum(path / name) != crc:
+            raise ValueError(f'{name} does not fit its checksum')
+    model = read_shards(path, 'model.') if weights else {}
+    also = state.pop('tied')
+    return dict(state, model=model | {name: model[first] for name, first in also.items() if weights})
+
+
+def read_shards(path, prefix):
+    """Whole tensors of the directory `path`, by what follows `prefix` in their names; for one process."""
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
+               for name, entry in tensors_in(path).items() if name.startswith(prefix)}
+    with warnings.catch_warnings():  # the remark that there is no process group
+        warnings.simplefilter('ignore')
+        dcp.load(tensors, storage_reader=ShardReader(path), no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def tensors_in(path):
+    """The metadata (size, properties.dtype) of the tensors in the directory `path`, by name."""
+    return ShardReader(path).read_metadata().state_dict_metadata
+
+
+class ShardWriter(dcp.FileSystemWriter):
+    """Writes shards without a word of where that was."""
+
+    def storage_meta(self):
+        return None
+
+
+class ShardReader(dcp.FileSystemReader):
+    """Reads shards without running code that a file may hold: tensors, and metadata of nothing else."""
+
+    def read_metadata(self, *args, **kwargs):
+        """The metadata; UnpicklingError when it is about anything but tensors."""
+        with (Path(self.path) / '.metadata').open('rb') as f:
+            metadata = _MetadataUnpickler(f).load()
+        if not all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()):
+            raise pickle.UnpicklingError('not a tensor')
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes only what the metadata of tensors consist of."""
+
+    ALLOWED = {
+        'torch.distributed.checkpoint.metadata': {
+            'Metadata', 'MetadataIndex', 'TensorStorageMetadata', 'TensorProperties', 'ChunkStorageMetadata',
+            'StorageMeta', '_MEM_FORMAT_ENCODING'},
+        'torch.distributed.checkpoint.filesystem': {'_StorageInfo'},
+        'torch.serialization': {'_get_layout'},
+        'torch': {'Size', 'float32', 'bfloat16', 'float64', 'int64'},
+    }
+
+    def find_class(self, module, name):
+        if name not in self.ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f'{module}.{name}')
+        return super().find_class(module, name)
 
 
 def require(state, **kinds):
@@ -178,10 +368,13 @@ def begin(world, out_dir, init_from, read_only=False):
         init_from: 'resume', 'auto' (resume if there is a checkpoint), or anything else for a start without one.
         read_only: nothing will be written (evaluation), so it does not matter what other runs do.
 
+    A run that torchrun has restarted resumes, whatever its init_from.
+
     Returns (path, state), or (None, None) for a start without a checkpoint. SystemExit with one line when another run
     has the directory, it cannot be written, there is nothing to resume, or the run would overwrite checkpoints.
     """
     out_dir, chosen = Path(out_dir), NONE
+    init_from = 'auto' if restarts() else init_from
     with world.together():
         if world.is_master:
             if init_from == 'resume' and not checkpoints(out_dir):
@@ -195,11 +388,16 @@ def begin(world, out_dir, init_from, read_only=False):
             elif checkpoints(out_dir) and not read_only:
                 raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; go on with that run '
                                  'by --init_from=resume (or auto), or choose another --out_dir')
+    if world.sharded and not read_only:
+        with world.together():
+            if not (out_dir / 'lock').is_file():
+                raise SystemExit(f'{out_dir}: rank {world.rank} does not see what rank 0 has written there; '
+                                 'set --out_dir to a directory on a file system that all machines share')
     chosen = world.from_master(chosen)
     if chosen == NONE:
         return None, None
     with world.together():
-        return load(path_of(out_dir, chosen))
+        return load(path_of(out_dir, chosen), weights=False)
 
 
 def claim(out_dir):
@@ -222,7 +420,7 @@ def claim(out_dir):
         lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
         lock.flush()
         for partial in out_dir.glob('*.partial'):  # left by a run that was killed while saving
-            partial.unlink()
+            shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
     except OSError as error:
         raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); set --out_dir to a directory that '
                          'can') from None
@@ -238,7 +436,7 @@ def compare(path, state, config, model_args, data, ignore_data_change=False):
     Returns the settings that differ, as text. SystemExit with one line when model, optimizer or data are others.
     """
     try:
-        require(state, optimizer=dict, scaler=dict, best_val_loss=float, evaluated=int, seconds=float, clipped=int,
+        require(state, scaler=dict, best_val_loss=float, evaluated=int, seconds=float, clipped=int,
                 passed_over=int, latest_losses=list, data=dict)
     except ValueError as error:
         raise SystemExit(f'{path}: cannot be resumed ({error})') from None
@@ -261,21 +459,18 @@ def compare(path, state, config, model_args, data, ignore_data_change=False):
 def restore(path, state, model, optimizer, scaler):
     """Puts the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler.
 
-    The optimizer keeps the settings it was built with. SystemExit with one line when something does not fit.
+    The optimizer keeps the settings it was built with. No communication, sharded or not. SystemExit with one line when
+    something does not fit.
     """
     try:
-        model.load_state_dict(state['model'])
-        params = [p for group in optimizer.param_groups for p in group['params']]
-        saved = state['optimizer']['state']
-        for index, entries in saved.items():
-            for key, value in entries.items():
-                if torch.is_tensor(value) and value.dim() and value.shape != params[index].shape:
-                    raise ValueError(f'{key} of parameter {index} has the shape {tuple(value.shape)}')
-        optimizer.load_state_dict(dict(state=saved, param_groups=optimizer.state_dict()['param_groups']))
-        for entries in optimizer.state.values():
-            # Not the mapped file, which would keep its place on the disk after its deletion.
-            entries.update({key: value.clone() for key, value in entries.items()
-                            if torch.is_tensor(value) and value.device.type == 'cpu'})
+        if path.is_dir():
+            for name, entry in tensors_in(path).items():
+                _make_room(model, optimizer, name, entry.size, entry.properties.dtype)
+            dcp.load(named_tensors(model, optimizer), storage_reader=ShardReader(path), no_dist=True)
+        elif any(isinstance(p, DTensor) for p in model.parameters()):
+            _restore_into_shards(state, model, optimizer)
+        else:
+            _restore_file(state, model, optimizer)
         if state['scaler']:
             scaler.load_state_dict(state['scaler'])
     except Exception as error:
@@ -283,15 +478,63 @@ def restore(path, state, model, optimizer, scaler):
         raise SystemExit(f'{path}: does not fit this run ({reason}); resume with its own settings') from None
 
 
+def _restore_file(state, model, optimizer):
+    model.load_state_dict(state['model'])
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    saved = state['optimizer']['state']
+    for index, entries in saved.items():
+        for key, value in entries.items():
+            if torch.is_tensor(value) and value.dim() and value.shape != params[index].shape:
+                raise ValueError(f'{key} of parameter {index} has the shape {tuple(value.shape)}')
+    optimizer.load_state_dict(dict(state=saved, param_groups=optimizer.state_dict()['param_groups']))
+    for entries in optimizer.state.values():
+        # Not the mapped file, which would keep its place on the disk after its deletion.
+        entries.update({key: value.clone() for key, value in entries.items()
+                        if torch.is_tensor(value) and value.device.type == 'cpu'})
+
+
+def _restore_into_shards(state, model, optimizer):
+    """Each rank takes its part of the whole tensors of a file."""
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    names = [name_of[id(p)] for group in optimizer.param_groups for p in group['params']]
+    whole = {f'model.{name}': state['model'][name] for name in names}
+    for index, entries in state['optimizer']['state'].items():
+        whole |= {f'optimizer.{names[index]}.{key}': value for key, value in entries.items()}
+    for name, source in whole.items():
+        _make_room(model, optimizer, name, source.shape, source.dtype)
+    for name, target in named_tensors(model, optimizer).items():
+        if isinstance(target, DTensor):
+            source = distribute_tensor(whole[name].to(target.device), target.device_mesh, target.placements,
+                                       src_data_rank=None)
+            target, whole[name] = target.to_local(), source.to_local()
+        target.copy_(whole[name])
+
+
+def _make_room(model, optimizer, name, shape, dtype):
+    """Makes the optimizer's state that the tensor `name` of `named_tensors` goes to; ValueError if it does not fit."""
+    kind, _, name = name.partition('.')
+    name, _, key = name.rpartition('.') if kind == 'optimizer' else (name, '', '')
+    p = model.get_parameter(name)
+    if key and not len(shape):
+        optimizer.state[p][key] = torch.zeros((), dtype=dtype, device=p.device)
+    elif p.shape != torch.Size(shape):
+        raise ValueError(f'{key or "the weight"} of {name} has the shape {tuple(shape)}')
+    elif key:
+        optimizer.state[p][key] = torch.zeros_like(p)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Logs
 
 
-def write_text(path, text):
-    """Replaces the file `path`, atomically. SystemExit with one line when it cannot be written."""
+def write_text(path, text, sync=False):
+    """Replaces the file `path`, atomically, with `sync` durably. SystemExit with one line when it cannot be written."""
     try:
-        with _beside(path) as partial:
-            partial.write_text(text, encoding='utf-8')
+        with _beside(path) as partial, partial.open('w', encoding='utf-8') as f:
+            f.write(text)
+            if sync:
+                f.flush()
+                os.fsync(f.fileno())
     except OSError as error:
         raise SystemExit(f'{path}: cannot be written ({error.strerror})') from None
 

@@ -1,9 +1,10 @@
-"""Process group, DDP wrapping, gradient sync and reductions. A single process is a world of one rank.
+"""Process group, replicas (DDP) and shards (FSDP2) of the model, reductions. A single process is a world of one rank.
 
 Also what ends a run early: signals and the time limit (`Stops`), and the message of a rank that dies.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -11,8 +12,13 @@ import time
 from datetime import timedelta
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 # Exit codes, besides 0 = finished and 1 = refused or failed (sysexits.h: EX_TEMPFAIL, EX_DATAERR).
 STOPPED, NOT_FINITE = 75, 65
@@ -22,13 +28,23 @@ STARTED = time.monotonic()
 class World:
     """The ranks of this run, as torchrun's environment describes them, and what they do together.
 
-    Attributes: rank, local_rank, size, is_master (rank 0), device (torch.device of this rank).
+    Attributes: rank, local_rank, size, is_master (rank 0), device (torch.device of this rank); sharded: parameters are
+    spread over the ranks, so that every forward is a matter of all of them.
     """
 
-    def __init__(self, device, backend):
-        """Joins the process group. `backend` is 'nccl' or 'gloo'; SystemExit with one line when it cannot work."""
+    def __init__(self, device, backend, parallel='ddp'):
+        """Joins the process group.
+
+        Args:
+            backend: 'nccl' or 'gloo'.
+            parallel: 'ddp': every rank holds the model. 'fsdp': all ranks together hold it once. 'hsdp': the ranks of
+                each machine do.
+
+        SystemExit with one line when it cannot work.
+        """
         self.rank, self.local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
+        self.parallel, self.sharded = parallel, parallel != 'ddp' and self.size > 1
         if device == 'cuda' and self.size > 1:
             device = f'cuda:{self.local_rank}'
         self.device = check_device(device)
@@ -46,19 +62,63 @@ class World:
                                     device_id=self.device if backend == 'nccl' else None)
             sys.excepthook = self._die
 
-    def wrap(self, model):
-        """`model` under DDP where there are several ranks: its parameters made equal to rank 0's."""
+    def wrap(self, model, compile=False, activation_checkpointing=False, low_precision=None):
+        """Puts `model`, a GPT with the same weights on every rank, on the ranks' devices, and returns what to call.
+
+        Sharded, the parameters of `model` become DTensors in place; build the optimizer afterwards.
+
+        Args:
+            compile: torch.compile, of the whole model, or of each block where it is sharded.
+            activation_checkpointing: keep only what enters a block, and compute the rest again in the backward pass.
+            low_precision: dtype that sharded parameters are gathered in; default their own. Shards, gradients and
+                their sums stay float32.
+        """
+        if compile:
+            # Gauss-Newton-Bartlett's two backward passes through one compiled forward need its buffers twice.
+            torch._functorch.config.donated_buffer = False
+        if activation_checkpointing:
+            for block in model.transformer.h:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        if self.sharded:
+            return self._shard(model, compile, low_precision)
+        model.to(self.device)
+        forward = torch.compile(model) if compile else model
         if self.size == 1:
-            return model
+            return forward
         device_ids = [self.device.index] if self.device.type == 'cuda' else None
-        return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        return DistributedDataParallel(forward, device_ids=device_ids, gradient_as_bucket_view=True)
+
+    def _shard(self, model, compile, low_precision):
+        """FSDP2: each block is gathered when it is needed, and given up again; the embeddings, shared with the head,
+        and the last norm are another group of parameters."""
+        shape, names = (self.size,), ('shard',)
+        if self.parallel == 'hsdp':
+            per_node = int(os.environ['LOCAL_WORLD_SIZE'])
+            shape, names = (self.size // per_node, per_node), ('replicate', 'shard')
+        # Inputs stay as they are: bfloat16 would round the uniform numbers that labels are drawn with.
+        options = dict(mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),
+                       mp_policy=MixedPrecisionPolicy(low_precision, torch.float32, cast_forward_inputs=False))
+        for block in model.transformer.h:
+            if compile:  # inside of FSDP's hooks
+                block.forward = torch.compile(block.forward)
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
 
     @contextlib.contextmanager
     def gradient_sync(self, model, last):
-        """Around forward and backward of a micro-batch: DDP averages gradients over ranks only in the last one."""
-        if self.size > 1:
+        """Around forward and backward of a micro-batch: DDP averages gradients over ranks only in the last one.
+
+        Shards are summed up in every one: whole gradients would need the room that sharding is there to save.
+        """
+        if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = last
         yield
+
+    def any(self, flag):
+        """Whether `flag` is true, on any rank where the ranks have to go on together because they are sharded."""
+        if not self.sharded:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)))
 
     def sum(self, tensor):
         """Adds `tensor` up over all ranks, in place, and returns it."""
@@ -149,6 +209,11 @@ class Stops:
         """(stop, save) as 0 or 1; forgets that a save was asked for."""
         save, self.save = self.save, False
         return float(self.stop), float(save)
+
+
+def whole(tensor):
+    """`tensor`, gathered from all ranks if it is sharded (then a matter of all ranks)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def under_torchrun():

@@ -209,8 +209,8 @@ class TrainLoader:
 class ValidationLoader:
     """Fixed, non-overlapping windows of the validation split, the same for every run, shared over the ranks.
 
-    Iterating yields (inputs, targets), each (batch_size, block_size) int64 on `device`; a last incomplete batch is
-    filled up with targets of -1, which do not count, so that every batch has one shape.
+    Iterating yields (inputs, targets), each (batch_size, block_size) int64 on `device`; an incomplete batch is filled
+    up with targets of -1, which do not count: every batch has one shape, and every rank as many of them.
 
     Args:
         num_windows: how many, evenly spaced over the split; 0 = all of them.
@@ -222,16 +222,17 @@ class ValidationLoader:
         n = min(num_windows or available, available)
         self.starts = np.arange(n, dtype=np.int64) * available // n * block_size
         self.mine = self.starts[rank::world_size]
+        self.batches = -(-n // (world_size * batch_size))
         self.data, self.batch_size, self.block_size, self.device = data, batch_size, block_size, torch.device(device)
 
     def __len__(self):
-        return -(-len(self.mine) // self.batch_size)
+        return self.batches
 
     def __iter__(self):
-        for i in range(0, len(self.mine), self.batch_size):
-            starts = self.mine[i:i + self.batch_size]
+        for i in range(self.batches):
+            starts = self.mine[i * self.batch_size:(i + 1) * self.batch_size]
             missing = self.batch_size - len(starts)
-            starts = np.pad(starts, (0, missing), mode='edge')
+            starts = np.pad(starts, (0, missing))
             batch = on_device(as_tensor(self.data.windows(starts, self.block_size + 1)), self.device)
             inputs, targets = batch[:, :-1], batch[:, 1:].clone()
             targets[self.batch_size - missing:] = -1

@@ -27,7 +27,7 @@ import checkpoint
 import configurator
 import optimizers
 from configurator import derived
-from distributed import NOT_FINITE, STOPPED, Stops, World, peak_flops, ranks_from_environment, restarts, under_torchrun
+from distributed import NOT_FINITE, STOPPED, Stops, World, peak_flops, ranks_from_environment, under_torchrun, whole
 from loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, keyed_bits
 from model import GPT, HUB_MODELS, SIZES, GPTConfig, padded_vocab_size
 
@@ -84,6 +84,8 @@ lr_decay_iters = derived(int)  # iterations to decay over
 min_lr = derived(float)  # final learning rate
 min_lr_ratio = 0.05  # final / peak learning rate, where min_lr is not given
 # system
+parallel = 'ddp'  # every device holds the model; 'fsdp': all of them together do; 'hsdp': those of each machine
+activation_checkpointing = False  # keep each block's input only, compute the rest again in the backward pass
 backend = derived(str)  # 'nccl' or 'gloo'
 device = derived(str)  # 'cuda', 'cuda:1', 'cpu', 'mps'
 dtype = derived(str)  # 'bfloat16', 'float16' (with loss scaling) or 'float32'
@@ -116,21 +118,16 @@ gradient_accumulation_steps = accumulation_steps(total_batch_size, batch_size, w
 hessian_rounded = math.ceil(min(hessian_batch_size, total_batch_size) / world_size) * world_size
 if hessian_rounded != hessian_batch_size:
     config.set('hessian_batch_size', hessian_rounded, f'{hessian_batch_size} made to fit {world_size} device(s)')
-config.require('dtype', dtype in ('float32', 'bfloat16', 'float16'), 'float32, bfloat16 or float16')
-config.require('backend', backend in ('nccl', 'gloo'), 'nccl or gloo')
+config.check_ranges()
+config.require('dtype', parallel == 'ddp' or dtype != 'float16', f'bfloat16 or float32 for parallel = {parallel}')
+if optimizers.differentiates_twice(optimizer_name):
+    why = f'for {optimizer_name}, which needs derivatives of the gradient'
+    config.require('parallel', parallel == 'ddp', f'ddp {why}')
+    config.require('activation_checkpointing', not activation_checkpointing, f'False {why}')
 own = init_from in ('scratch', 'resume', 'auto')  # else the weights of a Hugging Face model
 config.require('init_from', own or init_from in HUB_MODELS or Path(init_from).is_dir(),
                f'scratch, resume, auto, {", ".join(HUB_MODELS)} or a Hugging Face folder')
-config.require('keep_checkpoints', keep_checkpoints >= 2, 'at least 2, in case the newest one gets damaged')
 config.require('n_head', n_head > 0 and n_embd % n_head == 0, f'a divisor of n_embd = {n_embd}')
-config.require('dropout', 0 <= dropout < 1, 'at least 0 and below 1')
-for key in ('eval_interval', 'log_interval', 'max_iters', 'block_size', 'n_layer', 'n_embd'):
-    config.require(key, config.values[key] >= 1, 'at least 1')
-for key in ('learning_rate', 'min_lr', 'weight_decay', 'eps', 'gamma', 'grad_clip', 'warmup_iters', 'eval_iters',
-            'max_hours', 'skip_nonfinite'):
-    config.require(key, 0 <= config.values[key] < math.inf, 'at least 0')
-for key in ('beta1', 'beta2'):
-    config.require(key, 0 <= config.values[key] < 1, 'at least 0 and below 1')
 for key in optimizers.needed(optimizer_name):
     config.require(key, config.values[key] > 0, f'above 0 for {optimizer_name}')
 config.finish()
@@ -138,7 +135,7 @@ config.finish()
 # ----------------------------------------------------------------------------------------------------------------------
 # Devices, data, model
 
-world = World(device, backend)
+world = World(device, backend, parallel)
 say = print if world.is_master else lambda *args, **kwargs: None
 with world.together():
     train_data, val_data = (Bin(Path('data') / dataset, split) for split in ('train', 'val'))
@@ -157,7 +154,10 @@ model_args = dict(block_size=block_size, vocab_size=padded_vocab_size(train_data
 
 
 def take_shape(args):
-    """`args`, the model_args of weights that are fine-tuned; the settings follow them."""
+    """`args`, the model_args of weights that are fine-tuned; the settings follow them, the data have to."""
+    if not args['vocab_size'] - 64 < train_data.vocab_size <= args['vocab_size']:
+        raise SystemExit(f'{train_data.path}: made with a tokenizer of {train_data.vocab_size} ids, but the weights of '
+                         f'{init_from} have {args["vocab_size"]}; prepare the data with their tokenizer')
     for key in args.keys() & config.values.keys():
         if args[key] != config.values[key]:
             config.set(key, args[key], 'pretrained weights')
@@ -167,10 +167,9 @@ def take_shape(args):
 if not own:
     with world.together():
         pretrained = GPT.from_pretrained(init_from, block_size, dropout)
-    model_args = take_shape(asdict(pretrained.config))
+        model_args = take_shape(asdict(pretrained.config))
 
-# A run that torchrun has restarted resumes, whatever its init_from.
-path, resumed = checkpoint.begin(world, out_dir, 'auto' if restarts() else init_from, read_only=eval_only)
+path, resumed = checkpoint.begin(world, out_dir, init_from, read_only=eval_only)
 if resumed:
     with world.together():
         if resumed['model_args'].keys() > model_args.keys():  # a fine-tuned model
@@ -180,11 +179,8 @@ if resumed:
     for change in changes:
         say(f'changed: {change}')
 
-if not model_args['vocab_size'] - 64 < train_data.vocab_size <= model_args['vocab_size']:
-    raise SystemExit(f'{train_data.path}: made with a tokenizer of {train_data.vocab_size} ids, but the weights of '
-                     f'{init_from} have {model_args["vocab_size"]}; prepare the data with their tokenizer')
 raw_model = GPT(GPTConfig(**model_args)) if own else pretrained
-raw_model.to(world.device)
+model = world.wrap(raw_model, compile, activation_checkpointing, low_precision)
 params = [p for p in raw_model.parameters() if p.requires_grad]
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -209,12 +205,6 @@ if resumed:
     latest_losses.extend(resumed['latest_losses'])
     resumed = None  # frees the memory
 
-if compile:
-    # Two backward passes through one compiled forward need its buffers twice.
-    torch._functorch.config.donated_buffer = False
-forward = torch.compile(raw_model) if compile else raw_model
-model = world.wrap(forward)
-
 
 def learning_rate_at(iteration):
     """Linear warm-up, then cosine decay to min_lr at lr_decay_iters."""
@@ -236,32 +226,34 @@ def evaluate():
     total = torch.zeros(3, dtype=torch.float64, device=world.device)
     for X, Y in ValidationLoader(val_data, eval_iters * batch_size, batch_size, block_size,
                                  world.rank, world.size, world.device):
-        if stops.stop:
+        if world.any(stops.stop):
             total[2] = 1
             break
         with autocast:
-            loss = forward(X, Y, return_logits=False)[1]
+            loss = model(X, Y, return_logits=False)[1]
         count = (Y >= 0).sum()
-        total[:2] += torch.stack((loss.double() * count, count.double()))
+        total[:2] += torch.stack((torch.where(count > 0, loss.double() * count, 0), count.double()))
     raw_model.train()
     loss_sum, count, stopping = world.sum(total).tolist()
     return None if stopping else loss_sum / count
 
 
 def save_checkpoint(best=False):
-    """Rank 0 writes everything the run needs to go on from iter_num. False when that failed."""
-    if not math.isfinite(torch.nn.utils.get_total_norm([p.detach() for p in params])):
+    """Saves everything the run needs to go on from iter_num. False when that failed."""
+    if not param_norm().isfinite():
         give_up('the parameters are not finite')
-    if not world.is_master:
-        return True
-    path = checkpoint.save(out_dir, dict(
-        model=raw_model.state_dict(), optimizer=optimizer.state_dict(), model_args=model_args, iter_num=iter_num,
-        best_val_loss=best_val_loss, config=config.values, scaler=scaler.state_dict(), evaluated=evaluated,
-        seconds=seconds, clipped=clipped, passed_over=passed_over, latest_losses=list(latest_losses),
-        data=fingerprints, tokenizer=train_data.tokenizer), best=best, keep=keep_checkpoints)
+    path = checkpoint.save_run(world, out_dir, raw_model, optimizer, dict(
+        model_args=model_args, iter_num=iter_num, best_val_loss=best_val_loss, config=config.values,
+        scaler=scaler.state_dict(), evaluated=evaluated, seconds=seconds, clipped=clipped, passed_over=passed_over,
+        latest_losses=list(latest_losses), data=fingerprints, tokenizer=train_data.tokenizer), best, keep_checkpoints)
     if path:
         say(f'saved {path}', flush=True)
     return path is not None
+
+
+def param_norm():
+    """ℓ2 norm of all parameters, a 0-d tensor."""
+    return whole(torch.nn.utils.get_total_norm([p.detach() for p in params]))
 
 
 def give_up(what):
@@ -358,7 +350,7 @@ while True:
     # Clip. Then all ranks learn the loss, and whether one of them was asked to stop or to save: one reduction, and the
     # device is asked once.
     scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(params, grad_clip or float('inf'))
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(params, grad_clip or float('inf')))
     losses = torch.stack(losses)
     shared = torch.stack([losses.sum() / world.size, *(losses.new_full((), note) for note in stops.notes())])
     train_loss, stopping, save_now, grad_norm = torch.cat((world.sum(shared), grad_norm.view(1))).tolist()
@@ -397,8 +389,7 @@ while True:
     if not trouble:
         latest_losses.append(train_loss)
     if iter_num % log_interval == 0 or iter_num == max_iters - 1:
-        measured = optimizers.statistics(optimizer)
-        measured['param_norm'] = torch.nn.utils.get_total_norm([p.detach() for p in params])
+        measured = dict(optimizers.statistics(optimizer), param_norm=param_norm())
         metrics = {'train/loss': train_loss, 'lr': lr, 'grad_norm': grad_norm, 'grad_clipped': clipped / (iter_num + 1),
                    **dict(zip(measured, torch.stack([*measured.values()]).tolist())),
                    'step_ms': 1e3 * statistics.mean(since_log)}

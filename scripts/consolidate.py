@@ -1,0 +1,62 @@
+"""Make one .pt file of a sharded checkpoint (a directory), as runs without sharding write it; needs no ranks.
+
+  python scripts/consolidate.py out/neox-1.5b                            its newest checkpoint → ckpt_ITERATION.pt there
+  python scripts/consolidate.py out/neox-1.5b/best --output best-1.5b.pt --no_optimizer
+
+Nothing here needs it in order to read such a directory: the scripts and train.py, sharded or not, take it as it is.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import checkpoint
+from model import GPT, GPTConfig
+
+
+def consolidate(path, output=None, optimizer=True):
+    """Writes the file, and returns its path.
+
+    Args:
+        path: a directory ckpt_ITERATION (or best), or an out_dir, of which the newest is taken.
+        output: default beside the directory, under its name, with .pt.
+        optimizer: whether to take over the optimizer's state, without which the run cannot be resumed.
+
+    SystemExit with one line when there is nothing to consolidate, or the file exists or cannot be written.
+    """
+    path, state = checkpoint.load(path)
+    if not path.is_dir():
+        raise SystemExit(f'{path}: is one file already')
+    output = Path(output) if output else path.resolve().with_suffix('.pt')
+    if output.exists():
+        raise SystemExit(f'{output}: exists; remove it, or choose another --output')
+    if optimizer:
+        state['optimizer'] = optimizer_state(path, state['model_args'])
+    checkpoint.write_file(output, state)
+    return output
+
+
+def optimizer_state(path, model_args):
+    """The optimizer's state_dict as train.py would save it: parameters by their number in the order of its groups."""
+    with torch.device('meta'):
+        model = GPT(GPTConfig(**model_args))
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    groups = [[name_of[id(p)] for p in group['params']] for group in model.parameter_groups(0.0)]
+    number = {name: i for i, name in enumerate(name for group in groups for name in group)}
+    entries = {i: {} for i in number.values()}
+    for name, tensor in checkpoint.read_shards(path, 'optimizer.').items():
+        name, _, key = name.rpartition('.')
+        entries[number[name]][key] = tensor
+    return dict(state=entries, param_groups=[dict(params=[number[name] for name in group]) for group in groups])
+
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('checkpoint', help='out_dir (its newest checkpoint), or one directory ckpt_ITERATION in it')
+    parser.add_argument('--output', help='the file to write; default beside the directory')
+    parser.add_argument('--no_optimizer', action='store_true', help="leave out the optimizer's state")
+    args = parser.parse_args()
+    print(consolidate(args.checkpoint, args.output, not args.no_optimizer))

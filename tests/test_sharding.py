@@ -1,0 +1,246 @@
+"""Runs whose model is spread over ranks (parallel = 'fsdp', 'hsdp'): the same losses, and the same promises."""
+
+import json
+import os
+import pickle
+import signal
+
+import pytest
+import torch
+from conftest import iterations, metrics, refusal
+
+import checkpoint
+from distributed import STOPPED
+from scripts.consolidate import consolidate
+from scripts.load import load
+
+RUN = ['--n_layer=2', '--total_batch_size=8', '--dropout=0', '--learning_rate=2e-3']
+KEYS = ('train/loss', 'val/loss', 'grad_norm', 'momentum_norm', 'param_norm', 'hessian_norm', 'update_unclipped')
+
+
+@pytest.fixture(scope='module')
+def run(train, tmp_path_factory):
+    """run(name, parallel, *flags): the out_dir of a run of two ranks, or as many as asked for, made once."""
+    made = {}
+
+    def get(name='sophiag', parallel='ddp', *flags, ranks=2, machines=1):
+        key = name, parallel, flags, ranks
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(f'{name}-{parallel}')
+            done = train(made[key], *RUN, f'--parallel={parallel}', *flags, name=name, ranks=ranks, machines=machines)
+            assert done.code == 0, done.err
+        return made[key]
+    return get
+
+
+def assert_same_metrics(a, b, rel=1e-5):
+    for key in KEYS:
+        # One coordinate at the bound may be taken for clipped here and not there.
+        slack = 1e-3 if key == 'update_unclipped' else rel
+        assert metrics(a, key) == pytest.approx(metrics(b, key), rel=slack, abs=slack), key
+
+
+@pytest.mark.parametrize('name', ['adamw', 'lion', 'sophiag', 'ef_clip', 'clip', 'normalize', 'gnb_noclip'])
+def test_shards_train_as_replicas_do(run, name):
+    """Losses, norms, h and the clipped fraction of 20 iterations with an estimate at every fourth."""
+    flags = ['--max_iters=20', '--eps=1e-2' if name == 'gnb_noclip' else '--eps=1e-6']
+    assert_same_metrics(run(name, 'fsdp', *flags), run(name, 'ddp', *flags))
+
+
+@pytest.mark.parametrize('parallel, flags, ranks, machines', [
+    ('hsdp', [], 4, 2), ('fsdp', [], 4, 1), ('fsdp', ['--activation_checkpointing=True'], 2, 1),
+    ('ddp', ['--activation_checkpointing=True'], 2, 1),
+    ('fsdp', ['--activation_checkpointing=True', '--compile=True'], 2, 1),
+])
+def test_how_a_model_is_spread_does_not_matter(run, parallel, flags, ranks, machines):
+    assert_same_metrics(run('sophiag', parallel, *flags, ranks=ranks, machines=machines), run(), rel=1e-4)
+
+
+def test_bfloat16_is_close(run):
+    """Parameters are gathered in bfloat16, shards and their sums stay float32."""
+    out, ddp = (run('sophiag', parallel, '--dtype=bfloat16') for parallel in ('fsdp', 'ddp'))
+    assert metrics(out) == pytest.approx(metrics(ddp), abs=2e-2)
+    assert metrics(out, 'hessian_norm') == pytest.approx(metrics(ddp, 'hessian_norm'), rel=0.1)
+    assert all(t.dtype == torch.float32 for t in checkpoint.load(out)[1]['model'].values())
+
+
+@pytest.mark.parametrize('flags, name, words', [
+    (['--parallel=fsdp'], 'sophiah', 'must be ddp for sophiah, which needs derivatives of the gradient'),
+    (['--activation_checkpointing=True'], 'sophiah', 'must be False for sophiah'),
+    (['--parallel=fsdp', '--dtype=float16'], 'adamw', 'must be bfloat16 or float32 for parallel = fsdp'),
+    (['--parallel=tp'], 'adamw', 'must be ddp, fsdp or hsdp'),
+])
+def test_what_shards_cannot_do_is_refused(train, tmp_path, flags, name, words):
+    done = train(tmp_path / 'out', *flags, name=name, ranks=2)
+    assert done.code == 1 and words in done.err and not (tmp_path / 'out').exists()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+@pytest.mark.parametrize('before, after', [
+    (('fsdp', 2), ('fsdp', 2)), (('fsdp', 2), ('fsdp', 4)), (('fsdp', 2), ('ddp', 1)), (('fsdp', 2), ('ddp', 2)),
+    (('ddp', 2), ('fsdp', 2))])
+@pytest.mark.parametrize('name', ['adamw', 'sophiag'])
+def test_resume_onto_other_ranks(train, run, tmp_path, name, before, after):
+    """Stopped in the midst, even of a Hessian interval, and gone on with elsewhere."""
+    (parallel, ranks), (then_parallel, then_ranks) = before, after
+    done = train(tmp_path, *RUN, f'--parallel={parallel}', ranks=ranks, name=name, faults='at(6, kill(signal.SIGTERM))')
+    assert done.code == STOPPED and iterations(tmp_path) == [7, 5], done.err
+    done = train(tmp_path, *RUN, f'--parallel={then_parallel}', '--init_from=auto', ranks=then_ranks, name=name)
+    assert done.code == 0 and 'at iteration 7 of 10' in done.out, done.err
+    if before == after:
+        assert all(metrics(tmp_path, key) == metrics(run(name, parallel), key) for key in KEYS)
+    assert_same_metrics(tmp_path, run(name), rel=1e-4)
+    assert iterations(tmp_path) == [10, 7] and checkpoint.path_of(tmp_path, 10).is_dir() == (then_parallel == 'fsdp')
+
+
+def test_scripts_take_a_directory_for_a_checkpoint(run):
+    ours, theirs = load(run('adamw', 'fsdp')), load(run('adamw', 'ddp'))
+    assert ours.path.name == 'ckpt_00000010' and theirs.path.name == 'ckpt_00000010.pt'
+    for (name, p), (other, q) in zip(ours.model.named_parameters(), theirs.model.named_parameters()):
+        assert name == other and torch.allclose(p, q, atol=1e-5)
+    best = run('adamw', 'fsdp') / 'best'
+    assert best.is_symlink() and load(best).state['iter_num'] == 10
+    counts = [json.loads((run('adamw', p) / 'config.json').read_text())['parameters'] for p in ('fsdp', 'ddp')]
+    assert counts[0] == counts[1] == ours.model.num_params()
+
+
+def test_consolidate_makes_the_file_that_ddp_would_have_written(run, tmp_path):
+    path = consolidate(run(parallel='fsdp'), tmp_path / 'ckpt_00000010.pt')
+    ours, theirs = checkpoint.load(path)[1], checkpoint.load(run(parallel='ddp'))[1]
+    assert ours.keys() == theirs.keys() and ours['model'].keys() == theirs['model'].keys()
+    assert ours['optimizer']['state'].keys() == theirs['optimizer']['state'].keys()
+    for index, entries in theirs['optimizer']['state'].items():
+        assert entries.keys() == ours['optimizer']['state'][index].keys()
+        assert all(torch.allclose(value, ours['optimizer']['state'][index][key], rtol=1e-3, atol=1e-5)
+                   for key, value in entries.items())
+    assert 'exists; remove it' in refusal(consolidate, run(parallel='fsdp'), path)
+    assert 'one file already' in refusal(consolidate, path)
+
+
+def test_a_consolidated_run_goes_on(train, run, tmp_path):
+    consolidate(run(parallel='fsdp'), tmp_path / 'ckpt_00000010.pt')
+    done = train(tmp_path, *RUN, '--init_from=resume', '--max_iters=12', name='sophiag')
+    assert done.code == 0 and 'resuming from' in done.out and len(metrics(tmp_path)) == 2, done.err
+
+
+def test_retention_spares_the_best(train, tmp_path):
+    """The loss grows soon after the fourth iteration; the best checkpoint stays, though others are newer."""
+    done = train(tmp_path, *RUN, '--parallel=fsdp', '--eval_interval=2', '--warmup_iters=0', '--decay_lr=False',
+                 '--learning_rate=0.01', ranks=2, faults="""
+def worse():
+    for group in [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)][0].param_groups:
+        group['maximize'] = True
+at(4, worse)
+""")
+    assert done.code == 0, done.err
+    assert (tmp_path / 'best').resolve().name == 'ckpt_00000006' and iterations(tmp_path) == [10, 8, 6]
+
+
+def test_killed_while_saving(train, run, tmp_path):
+    """kill -9 of a rank whose shards of the second checkpoint are written but not yet in their place."""
+    done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults="""
+checksum, calls = checkpoint.checksum, []
+def interrupted(path):
+    calls.append(path.name)
+    if calls.count('.metadata') == 2:
+        kill(signal.SIGKILL)()
+    return checksum(path)
+checkpoint.checksum = interrupted
+""")
+    assert done.code and iterations(tmp_path) == [5] and list(tmp_path.glob('*.partial'))
+    done = train(tmp_path, *RUN, '--parallel=fsdp', '--init_from=auto', ranks=2)
+    assert done.code == 0 and not list(tmp_path.glob('*.partial')), done.err
+    assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
+
+
+def test_full_disk(train, run, tmp_path):
+    """No file may grow beyond 20 kB for a while: it says so, goes on, and saves later."""
+    done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults="""
+import resource
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+for rank in range(2):
+    at(4, lambda: limit(20_000), rank)
+    at(7, lambda: limit(-1), rank)
+""")
+    assert done.code == 0 and iterations(tmp_path) == [10], done.err
+    assert 'ckpt_00000005: could not be saved (rank' in done.err and 'older checkpoints are kept' in done.err
+    assert not list(tmp_path.glob('*.partial')) and metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
+
+
+def damage(path, how):
+    if how == 'truncated':
+        os.truncate(path, path.stat().st_size // 2)
+    elif how == 'missing':
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize('name', ['__0_0.distcp', '__1_0.distcp', '.metadata', 'state.json'])
+@pytest.mark.parametrize('how', ['truncated', 'missing', 'flipped'])
+def test_damage_is_noticed(run, tmp_path, name, how):
+    """The newest intact one is taken, whatever has happened to the last."""
+    for path in checkpoint.checkpoints(run(parallel='fsdp'))[:2]:
+        (tmp_path / path.name).mkdir()
+        for f in path.iterdir():
+            (tmp_path / path.name / f.name).write_bytes(f.read_bytes())
+    newest = tmp_path / 'ckpt_00000010'
+    if (how, name) == ('flipped', 'state.json'):
+        newest.joinpath(name).write_text(newest.joinpath(name).read_text().replace('":', '";', 1))
+    else:
+        damage(newest / name, how)
+    assert checkpoint.newest(tmp_path).name == 'ckpt_00000005'
+
+
+class Exploit:
+    def __reduce__(self):
+        return os.mkdir, ('exploited',)
+
+
+def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):
+    """Metadata whose pickle runs code, or that announces pickled objects in the place of tensors."""
+    monkeypatch.chdir(tmp_path)
+    good = checkpoint.path_of(run(parallel='fsdp'), 10)
+    metadata = checkpoint.ShardReader(good).read_metadata()
+    name = next(iter(metadata.state_dict_metadata))
+    metadata.state_dict_metadata[name] = torch.distributed.checkpoint.metadata.BytesStorageMetadata()
+    for i, content in enumerate((Exploit(), metadata)):
+        bad = tmp_path / f'ckpt_{i:08d}'
+        bad.mkdir()
+        for f in good.iterdir():
+            (bad / f.name).write_bytes(f.read_bytes())
+        (bad / '.metadata').write_bytes(pickle.dumps(content))
+        state = json.loads((bad / 'state.json').read_text())
+        state['files']['.metadata'] = checkpoint.checksum(bad / '.metadata')
+        (bad / 'state.json').write_text(json.dumps(state))
+        assert 'could run code' in refusal(checkpoint.load, bad)
+    assert not (tmp_path / 'exploited').exists()
+
+
+def test_a_stop_during_evaluation_stops_all_ranks(train, tmp_path):
+    """One rank of two gets the signal while all of them take part in every forward."""
+    done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults="""
+validate, calls = loader.ValidationLoader.__iter__, []
+def interrupted(self):
+    calls.append(1)
+    for batch in validate(self):
+        yield batch
+        if len(calls) == 2 and os.environ['RANK'] == '1':
+            os.kill(os.getpid(), signal.SIGTERM)
+loader.ValidationLoader.__iter__ = interrupted
+""")
+    assert done.code == STOPPED and iterations(tmp_path) == [5] and signal.SIGTERM.name not in done.err, done.err
+
+
+def test_every_rank_evaluates_as_often(train, tmp_path):
+    """Three windows for two ranks: the second one's last batch counts for nothing."""
+    flags = ['--eval_iters=3', '--batch_size=1', '--max_iters=1', '--eval_interval=1']
+    for parallel in ('ddp', 'fsdp'):
+        assert train(tmp_path / parallel, *RUN, *flags, f'--parallel={parallel}', ranks=2).code == 0
+    assert metrics(tmp_path / 'fsdp', 'val/loss') == pytest.approx(metrics(tmp_path / 'ddp', 'val/loss'), abs=1e-5)
