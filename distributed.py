@@ -44,17 +44,17 @@ class World:
         """
         self.rank, self.local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
-        self.parallel, self.sharded = parallel, parallel != 'ddp' and self.size > 1
+        self.parallel, self.sharded = parallel, parallel != 'ddp'
         if device == 'cuda' and self.size > 1:
             device = f'cuda:{self.local_rank}'
         self.device = check_device(device)
         if self.device.type == 'cuda':
             torch.cuda.set_device(self.device)
-        if self.size > 1:
+        if self.size > 1 or self.sharded:
             if backend == 'nccl' and self.device.type != 'cuda':
                 raise SystemExit(f'--backend=nccl needs CUDA devices, this run is on {self.device}; use --backend=gloo')
-            store = None
-            if restarts() and os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
+            store = dist.HashStore() if self.size == 1 else None
+            if self.size > 1 and restarts() and os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
                 # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
                 store = dist.PrefixStore(f'restart {restarts()}', next(dist.rendezvous('env://'))[0])
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size,
@@ -93,7 +93,7 @@ class World:
         and the last norm are another group of parameters."""
         shape, names = (self.size,), ('shard',)
         if self.parallel == 'hsdp':
-            per_node = int(os.environ['LOCAL_WORLD_SIZE'])
+            per_node = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
             shape, names = (self.size // per_node, per_node), ('replicate', 'shard')
         # Inputs stay as they are: bfloat16 would round the uniform numbers that labels are drawn with.
         options = dict(mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),
@@ -154,7 +154,7 @@ class World:
 
     def close(self):
         """Leaves the process group."""
-        if self.size > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     def _die(self, kind, error, trace):

@@ -110,8 +110,11 @@ def test_eval_only_evaluates_and_writes_nothing(corpus, tmp_path):
 
 @pytest.mark.gpu
 def test_gpu_agrees_with_cpu(reference, corpus, tmp_path):
-    for dtype, compile, slack in (('float32', False, 2e-2), ('bfloat16', True, 5e-2), ('float16', False, 5e-2)):
-        out = tmp_path / dtype
+    for dtype, compile, slack, parallel in (
+            ('float32', False, 2e-2, 'ddp'), ('bfloat16', True, 5e-2, 'ddp'), ('float16', False, 5e-2, 'ddp'),
+            ('float32', False, 2e-2, 'fsdp'), ('bfloat16', True, 5e-2, 'fsdp')):
+        out = tmp_path / f'{dtype}-{parallel}'
         run_train(*TINY, f'--dataset={corpus}', f'--out_dir={out}', '--optimizer_name=sophiag', '--hessian_interval=2',
-                  '--learning_rate=1e-2', '--device=cuda', f'--dtype={dtype}', f'--compile={compile}', timeout=300)
+                  '--learning_rate=1e-2', '--device=cuda', f'--dtype={dtype}', f'--compile={compile}',
+                  f'--parallel={parallel}', timeout=300)
         assert metrics(out) == pytest.approx(metrics(reference['sophiag']), abs=slack)
