@@ -28,6 +28,17 @@ TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--bloc
 OPTIMIZERS = {'adamw': [], 'sophiag': ['--hessian_interval=4', '--dropout=0.1'], 'sophiah': ['--hessian_interval=4']}
 INJECT = ROOT / 'tests/inject.py'
 Done = collections.namedtuple('Done', 'code out err')
+# A fault for inject.py: rank 1 gets a signal in the midst of its second evaluation.
+STOP_IN_EVALUATION = """
+validate, calls = loader.ValidationLoader.__iter__, []
+def interrupted(self):
+    calls.append(1)
+    for batch in validate(self):
+        yield batch
+        if len(calls) == 2 and os.environ['RANK'] == '1':
+            os.kill(os.getpid(), signal.SIGTERM)
+loader.ValidationLoader.__iter__ = interrupted
+"""
 
 # tiktoken's cache names the files by the SHA-1 of the addresses it has them from.
 GPT2_FILES = {'vocab.bpe': '6d1cbeee0f20b3d9449abfede4726ed8212e3aee',

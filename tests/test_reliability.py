@@ -12,7 +12,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from conftest import OPTIMIZERS, ROOT, finish, iterations, metrics, refusal, start, write_bins
+from conftest import OPTIMIZERS, ROOT, STOP_IN_EVALUATION, finish, iterations, metrics, refusal, start, write_bins
 
 import checkpoint
 from distributed import NOT_FINITE, STOPPED
@@ -103,16 +103,7 @@ def test_signals_from_outside_save_and_stop(train, tmp_path, number):
 
 def test_a_stop_during_evaluation_makes_it_again_later(train, reference, tmp_path):
     """Only one of two ranks gets the signal, in the midst of the second evaluation; both stop together."""
-    done = train(tmp_path, ranks=2, faults="""
-validate, calls = loader.ValidationLoader.__iter__, []
-def interrupted(self):
-    calls.append(1)
-    for batch in validate(self):
-        yield batch
-        if len(calls) == 2 and os.environ['RANK'] == '1':
-            os.kill(os.getpid(), signal.SIGTERM)
-loader.ValidationLoader.__iter__ = interrupted
-""")
+    done = train(tmp_path, ranks=2, faults=STOP_IN_EVALUATION)
     assert done.code == STOPPED and 'stopped at iteration 5 by another rank' in done.out, done.err
     assert iterations(tmp_path) == [5] and len(metrics(tmp_path, 'val/loss')) == 1
     assert train(tmp_path, '--init_from=auto', ranks=2).code == 0

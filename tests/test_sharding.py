@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from conftest import iterations, metrics, refusal
+from conftest import STOP_IN_EVALUATION, iterations, metrics, refusal
 
 import checkpoint
 from distributed import STOPPED
@@ -226,16 +226,7 @@ def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):
 
 def test_a_stop_during_evaluation_stops_all_ranks(train, tmp_path):
     """One rank of two gets the signal while all of them take part in every forward."""
-    done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults="""
-validate, calls = loader.ValidationLoader.__iter__, []
-def interrupted(self):
-    calls.append(1)
-    for batch in validate(self):
-        yield batch
-        if len(calls) == 2 and os.environ['RANK'] == '1':
-            os.kill(os.getpid(), signal.SIGTERM)
-loader.ValidationLoader.__iter__ = interrupted
-""")
+    done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults=STOP_IN_EVALUATION)
     assert done.code == STOPPED and iterations(tmp_path) == [5] and signal.SIGTERM.name not in done.err, done.err
 
 

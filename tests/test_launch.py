@@ -1,0 +1,121 @@
+"""Several machines, as far as one can be several: agents of torchrun that meet on loopback, and the Slurm script."""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import INJECT, ROOT, command, finish, iterations, metrics
+
+from distributed import STOPPED
+
+SBATCH = ROOT / 'scripts/slurm/train.sbatch'
+# What Slurm would be: one more process group for each node; the highest exit code counts.
+SRUN = f'''#!{sys.executable}
+import os, subprocess, sys
+argv = sys.argv[1:]
+while argv[0].startswith('-'):
+    argv.pop(0)
+nodes = [subprocess.Popen(argv, start_new_session=True) for _ in range(int(os.environ['SLURM_JOB_NUM_NODES']))]
+sys.exit(max([node.wait() for node in nodes]))
+'''
+SCONTROL = f'''#!{sys.executable}
+import os, sys
+print('127.0.0.1' if sys.argv[1] == 'show' else 'asked for: ' + ' '.join(sys.argv[1:]))
+'''
+TRAIN = f'''
+import os, runpy, sys
+sys.argv = [{str(INJECT)!r}, os.environ.get('FAULTS', ''), *sys.argv[1:]]
+runpy.run_path(sys.argv[0], run_name='__main__')
+'''
+
+
+@pytest.fixture(scope='module')
+def reference(train, tmp_path_factory):
+    """The out_dir of an undisturbed run on two ranks of one machine."""
+    out = tmp_path_factory.mktemp('reference')
+    done = train(out, name='sophiag', ranks=2)
+    assert done.code == 0, done.err
+    return out
+
+
+def two_nodes(*args, **kwargs):
+    """What ends train.py on two agents with one rank each: [Done, Done]."""
+    with socket.create_server(('127.0.0.1', 0)) as free:
+        endpoint = f'127.0.0.1:{free.getsockname()[1]}'
+    agents = [subprocess.Popen(
+        [sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', '--nproc_per_node=1', '--rdzv_backend=c10d',
+         f'--rdzv_endpoint={endpoint}', '--rdzv_id=test', str(INJECT), *command(*args, **kwargs)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=dict(os.environ, OMP_NUM_THREADS='1', TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1')) for _ in range(2)]
+    try:
+        return [finish(agent) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+
+
+def test_two_nodes_are_one_run_and_stop_together(reference, tmp_path):
+    """SIGTERM to the agents of both stops and saves the run; started again on both, it ends as if undisturbed."""
+    stopped = two_nodes(tmp_path, '--init_from=auto', name='sophiag',
+                        faults='at(6, kill_torchrun, rank=0)\nat(6, kill_torchrun, rank=1)')
+    assert 'stopped at iteration 7 by ' in ''.join(done.out for done in stopped), [done.err for done in stopped]
+    assert iterations(tmp_path)[0] == 7
+    done = two_nodes(tmp_path, '--init_from=auto', name='sophiag')
+    assert [each.code for each in done] == [0, 0], done
+    assert sum('at iteration 7 of 10' in each.out for each in done) == 1  # there is one rank 0
+    for key in ('train/loss', 'val/loss', 'hessian_norm', 'param_norm'):
+        assert metrics(tmp_path, key) == metrics(reference, key)
+
+
+def sbatch(directory, *args, faults='', **kwargs):
+    """Runs the Slurm script with Slurm's commands replaced, in a copy of the repository that is only train.py."""
+    for name, text in (('srun', SRUN), ('scontrol', SCONTROL)):
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o755)
+    (directory / 'train.py').write_text(TRAIN)
+    with socket.create_server(('127.0.0.1', 0)) as free:
+        job = free.getsockname()[1]
+    environment = dict(os.environ, OMP_NUM_THREADS='1', FAULTS=faults, NPROC_PER_NODE='1', SLURM_JOB_ID=str(job),
+                       SLURM_JOB_NODELIST='node[1-2]', SLURM_JOB_NUM_NODES='2',
+                       PATH=os.pathsep.join([str(directory), str(Path(sys.executable).parent), os.environ['PATH']]))
+    return job, finish(subprocess.Popen(
+        ['bash', str(SBATCH), *command(*args, **kwargs)[1:]], cwd=directory, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=environment))
+
+
+def test_the_slurm_script_saves_before_the_time_limit_and_asks_to_go_on(reference, tmp_path):
+    """SIGTERM reaches every process of a step, as Slurm's does; then the job is requeued, and ends."""
+    to_all = 'lambda: (os.killpg(os.getpgid(os.getppid()), signal.SIGTERM), time.sleep(1))'
+    job, done = sbatch(tmp_path, tmp_path / 'out', name='sophiag',
+                       faults=f'at(6, {to_all}, rank=0)\nat(6, {to_all}, rank=1)')
+    assert done.code == STOPPED and f'asked for: requeue {job}' in done.out, done.err
+    assert iterations(tmp_path / 'out')[0] == 7
+    _, done = sbatch(tmp_path, tmp_path / 'out', name='sophiag')
+    assert done.code == 0 and 'at iteration 7 of 10' in done.out and 'asked for' not in done.out, done.err
+    assert metrics(tmp_path / 'out') == metrics(reference)
+
+
+def test_the_slurm_script_does_not_try_failures_again(tmp_path, corpus):
+    command.corpus = corpus
+    _, done = sbatch(tmp_path, tmp_path / 'out', '--n_head=5')
+    assert done.code not in (0, STOPPED) and 'n_head = 5 must be' in done.err and 'asked for' not in done.out
+
+
+def test_the_slurm_script_asks_slurm_for_what_it_needs():
+    text = SBATCH.read_text()
+    assert subprocess.run(['bash', '-n', str(SBATCH)]).returncode == 0
+    for option in ('--requeue', '--signal=TERM@300', '--ntasks-per-node=1', '--open-mode=append'):
+        assert f'#SBATCH {option}\n' in text
+
+
+@pytest.mark.skipif(importlib.util.find_spec('yaml') is None, reason='PyYAML is not installed')
+def test_the_skypilot_task_is_one():
+    import yaml
+    task = yaml.safe_load((ROOT / 'scripts/skypilot.yaml').read_text())
+    assert task['num_nodes'] > 1 and (ROOT / task['envs']['CONFIG']).is_file()
+    for script in (task['setup'], task['run']):
+        assert subprocess.run(['bash', '-n'], input=script, text=True).returncode == 0
