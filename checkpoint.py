@@ -110,7 +110,8 @@ def save_shards(world, out_dir, model, optimizer, state, best=False, keep=2):
         try:
             files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
             files['.metadata'] = checksum(partial / '.metadata')
-            write_text(partial / 'state.json', json.dumps(dict(state, files=files, tied=tied(model))), sync=True)
+            text = json.dumps(dict(state, files=files, tied=tied(model)))
+            write_text(partial / 'state.json', f'{text}\n{zlib.crc32(text.encode())}', sync=True)
             _sync_directory(partial)
             _remove(path)
             partial.replace(path)
@@ -230,15 +231,16 @@ def checkpoints(out_dir):
     return sorted(found, key=number, reverse=True)
 
 
-def newest(out_dir):
+def newest(out_dir, but=(), share=(0, 1)):
     """The path of the newest valid checkpoint in `out_dir`; None when it holds no checkpoint.
 
-    Damaged and foreign files are passed over with a warning. SystemExit with one line when there is nothing else.
+    Damaged and foreign files are passed over with a warning, and the iterations `but` without. `share` as for `load`.
+    SystemExit with one line when there is nothing else.
     """
     found = checkpoints(out_dir)
-    for path in found:
+    for path in [p for p in found if number(p) not in but]:
         try:
-            load(path, weights=False)
+            load(path, weights=False, share=share)
             return path
         except SystemExit as error:
             warn(f'{error}; it is skipped')
@@ -248,12 +250,12 @@ def newest(out_dir):
     return None
 
 
-def load(path, weights=True):
+def load(path, weights=True, share=(0, 1)):
     """The checkpoint at `path`, or the newest valid one of an out_dir. Returns (path, state).
 
     Loads tensors and plain containers only, after comparing the file with its checksums: a .pt file memory-mapped, of
-    a directory the model, unless `weights` is False, and not the optimizer. SystemExit with one line when there is none
-    or it cannot be read.
+    a directory the model, unless `weights` is False, and not the optimizer. Of a directory's files only the i-th of
+    every n are compared, where `share` is (i, n). SystemExit with one line when there is none or it cannot be read.
     """
     path = Path(path)
     if path.is_dir() and not is_shards(path):
@@ -263,7 +265,7 @@ def load(path, weights=True):
     if not path.exists():
         raise SystemExit(f'{path}: no such checkpoint')
     try:
-        state = _load_shards(path, weights) if path.is_dir() else _load_file(path)
+        state = _load_shards(path, weights, share) if path.is_dir() else _load_file(path)
         require(state, model=dict, model_args=dict, iter_num=int, config=dict)
         if state['iter_num'] < 0:
             raise ValueError(f'its iter_num is {state["iter_num"]}')
@@ -286,9 +288,12 @@ def _load_file(path):
         return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
 
 
-def _load_shards(path, weights):
-    state = json.loads((path / 'state.json').read_text(encoding='utf-8'))
-    for name, crc in state.pop('files').items():
+def _load_shards(path, weights, share):
+    text, crc = (path / 'state.json').read_text(encoding='utf-8').split('\n')
+    if zlib.crc32(text.encode()) != int(crc):
+        raise ValueError('state.json does not fit its checksum')
+    state = json.loads(text)
+    for name, crc in list(state.pop('files').items())[share[0]::share[1]]:
         if not (path / name).is_file() or checksum(path / name) != crc:
             raise ValueError(f'{name} does not fit its checksum')
     model = read_shards(path, 'model.') if weights else {}
@@ -364,7 +369,8 @@ def begin(world, out_dir, init_from, read_only=False):
     """Makes `out_dir` this run's own, and loads the checkpoint from which the run goes on.
 
     Args:
-        world: the ranks. The first one takes and chooses, all load.
+        world: the ranks. The first one takes and chooses; all load, and each looks for damage in its share of a
+            directory's files, which may be more than one rank can read in time.
         init_from: 'resume', 'auto' (resume if there is a checkpoint), or anything else for a start without one.
         read_only: nothing will be written (evaluation), so it does not matter what other runs do.
 
@@ -373,7 +379,7 @@ def begin(world, out_dir, init_from, read_only=False):
     Returns (path, state), or (None, None) for a start without a checkpoint. SystemExit with one line when another run
     has the directory, it cannot be written, there is nothing to resume, or the run would overwrite checkpoints.
     """
-    out_dir, chosen = Path(out_dir), NONE
+    out_dir = Path(out_dir)
     init_from = 'auto' if restarts() else init_from
     with world.together():
         if world.is_master:
@@ -382,10 +388,7 @@ def begin(world, out_dir, init_from, read_only=False):
                                  '--init_from=auto')
             if not read_only:
                 claim(out_dir)
-            if init_from in ('resume', 'auto'):
-                found = newest(out_dir)
-                chosen = number(found) if found else NONE
-            elif checkpoints(out_dir) and not read_only:
+            if init_from not in ('resume', 'auto') and checkpoints(out_dir) and not read_only:
                 raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; go on with that run '
                                  'by --init_from=resume (or auto), or choose another --out_dir')
     if world.sharded and not read_only:
@@ -393,11 +396,24 @@ def begin(world, out_dir, init_from, read_only=False):
             if not (out_dir / 'lock').is_file():
                 raise SystemExit(f'{out_dir}: rank {world.rank} does not see what rank 0 has written there; '
                                  'set --out_dir to a directory on a file system that all machines share')
-    chosen = world.from_master(chosen)
-    if chosen == NONE:
-        return None, None
-    with world.together():
-        return load(path_of(out_dir, chosen), weights=False)
+    damaged = []
+    while True:
+        chosen = NONE
+        with world.together():
+            if world.is_master and init_from in ('resume', 'auto'):
+                found = newest(out_dir, damaged, (0, world.size))
+                chosen = number(found) if found else NONE
+        chosen = world.from_master(chosen)
+        if chosen == NONE:
+            return None, None
+        try:
+            loaded = load(path_of(out_dir, chosen), weights=False, share=(world.rank, world.size))
+        except SystemExit as error:
+            warn(f'{error}; it is skipped')
+            loaded = None
+        if not world.sum(torch.tensor(float(loaded is None), device=world.device)):
+            return loaded
+        damaged.append(chosen)
 
 
 def claim(out_dir):
