@@ -110,8 +110,7 @@ def save_shards(world, out_dir, model, optimizer, state, best=False, keep=2):
         try:
             files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
             files['.metadata'] = checksum(partial / '.metadata')
-            text = json.dumps(dict(state, files=files, tied=tied(model)))
-            write_text(partial / 'state.json', f'{text}\n{zlib.crc32(text.encode())}', sync=True)
+            write_text(partial / 'state.json', with_checksum(dict(state, files=files, tied=tied(model))), sync=True)
             _sync_directory(partial)
             _remove(path)
             partial.replace(path)
@@ -150,6 +149,11 @@ def checksum(path):
         while block := f.read(2 ** 24):
             value = zlib.crc32(block, value)
     return value
+
+
+def with_checksum(state):
+    """`state` as the text of a state.json: JSON with the CRC-32 of the rest in it."""
+    return json.dumps(dict(crc32=zlib.crc32(json.dumps(state).encode()), state=state))
 
 
 def _retire(out_dir, iteration, keep):
@@ -289,10 +293,10 @@ def _load_file(path):
 
 
 def _load_shards(path, weights, share):
-    text, crc = (path / 'state.json').read_text(encoding='utf-8').split('\n')
-    if zlib.crc32(text.encode()) != int(crc):
+    text = (path / 'state.json').read_text(encoding='utf-8')
+    state = json.loads(text)['state']
+    if with_checksum(state) != text:
         raise ValueError('state.json does not fit its checksum')
-    state = json.loads(text)
     for name, crc in list(state.pop('files').items())[share[0]::share[1]]:
         if not (path / name).is_file() or checksum(path / name) != crc:
             raise ValueError(f'{name} does not fit its checksum')
