@@ -30,8 +30,8 @@ OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian'
 INCIDENTAL = {
     'out_dir', 'dataset', 'eval_interval', 'log_interval', 'eval_iters', 'eval_only', 'always_save_checkpoint',
     'keep_checkpoints', 'init_from', 'ignore_data_change', 'max_hours', 'skip_nonfinite', 'show_config', 'wandb_log',
-    'wandb_project', 'wandb_run_name', 'batch_size', 'gradient_accumulation_steps', 'backend', 'device', 'compile',
-    'seed'}
+    'wandb_project', 'wandb_run_name', 'batch_size', 'gradient_accumulation_steps', 'parallel',
+    'activation_checkpointing', 'backend', 'device', 'compile', 'seed'}
 
 
 @dataclass

@@ -42,7 +42,8 @@ def hold(values, vocab_size, ranks=1, per_node=1):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('checkpointing', [False, True])
 @pytest.mark.parametrize('shape, name, accumulation', [
-    (BLOCKS, 'adamw', 1), (BLOCKS, 'sophiag', 2), (WEIGHTS, 'sophiag', 1), (WEIGHTS, 'lion', 2), (LOGITS, 'ef_clip', 1)])
+    (BLOCKS, 'adamw', 1), (BLOCKS, 'sophiag', 2), (WEIGHTS, 'sophiag', 1), (WEIGHTS, 'lion', 2),
+    (LOGITS, 'ef_clip', 1)])
 def test_memory_is_what_a_step_allocates(shape, name, accumulation, checkpointing, dtype):
     hold(*settings(shape, f'--optimizer_name={name}', f'--dtype={dtype}', f'--activation_checkpointing={checkpointing}',
                    accumulation=accumulation))
@@ -85,7 +86,8 @@ def plans(tmp_path, *argv):
 
 
 def option(entry, parallel, checkpointing=False):
-    return next(o for o in entry['options'] if (o['parallel'], o['activation_checkpointing']) == (parallel, checkpointing))
+    return next(one for one in entry['options']
+                if (one['parallel'], one['activation_checkpointing']) == (parallel, checkpointing))
 
 
 def test_plan_of_the_papers_largest_model(tmp_path, capsys):

@@ -1,0 +1,9 @@
+# GPT-NeoX, 1.5B parameters, on the Pile, fully sharded (the paper's Figure "gpt2", d).
+out_dir = 'out/neox-1.5b-adamw'
+dataset = 'pile'
+model_size = '1.5B'
+optimizer_name = 'adamw'
+block_size = 2048
+total_batch_size = 512
+batch_size = 4
+parallel = 'fsdp'

@@ -1,0 +1,9 @@
+# GPT-NeoX, 6.6B parameters, on the Pile, fully sharded (the paper's Figure "gpt2", e).
+out_dir = 'out/neox-6.6b-adamw'
+dataset = 'pile'
+model_size = '6.6B'
+optimizer_name = 'adamw'
+block_size = 2048
+total_batch_size = 1024
+batch_size = 2
+parallel = 'fsdp'
