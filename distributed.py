@@ -105,14 +105,23 @@ class World:
         return fully_shard(model, **options)
 
     @contextlib.contextmanager
-    def gradient_sync(self, model, last):
+    def gradient_sync(self, model, last, estimating=False):
         """Around forward and backward of a micro-batch: DDP averages gradients over ranks only in the last one.
 
-        Shards are summed up in every one: whole gradients would need the room that sharding is there to save.
+        Shards are summed up in every one: whole gradients would need the room that sharding is there to save. What
+        HSDP has still to sum up between machines waits for the last one, unless the iteration is `estimating` the
+        Hessian, whose gradient must not get mixed up with what waits.
         """
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = last
+        elif self.parallel == 'hsdp':
+            model.set_requires_all_reduce(last or estimating)
         yield
+
+    def zero_grad(self, optimizer):
+        """Forgets the gradients. DDP's stay, as zeros: they are views of its buckets, and others, up to the last
+        micro-batch, would be a second set."""
+        optimizer.zero_grad(set_to_none=self.size == 1 or self.sharded)
 
     def any(self, flag):
         """Whether `flag` is true, on any rank where the ranks have to go on together because they are sharded."""

@@ -18,6 +18,7 @@ from sophia import (
     Hutchinson,
     Sophia,
     hessian_vector_product,
+    in_parts,
     local,
 )
 
@@ -150,13 +151,14 @@ class Lion(GuardedOptimizer):
 
     def update(self, group, params, grads):
         lr, (beta1, beta2) = group['lr'], group['betas']
-        params, grads, ms = local(params), local(grads), local(self.buffers(params, 'exp_avg'))
-        step = torch._foreach_lerp(ms, grads, 1 - beta1)
-        torch._foreach_sign_(step)
-        torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
-        torch._foreach_mul_(step, -lr)
-        torch._foreach_add_(params, step)
-        torch._foreach_lerp_(ms, grads, 1 - beta2)
+        lists = local(params), local(grads), local(self.buffers(params, 'exp_avg'))
+        for params, grads, ms in in_parts(*lists):
+            step = torch._foreach_lerp(ms, grads, 1 - beta1)
+            torch._foreach_sign_(step)
+            torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
+            torch._foreach_mul_(step, -lr)
+            torch._foreach_add_(params, step)
+            torch._foreach_lerp_(ms, grads, 1 - beta2)
 
 
 class AdaHessian(HessianOptimizer):

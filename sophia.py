@@ -156,7 +156,7 @@ class Sophia(HessianOptimizer):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
         lists = local(params), local(grads), ms if normalize else local(ms), local(hs)
         rule = compiled_rule() if self.compile else sophia_rule
-        for parts in [lists] if self.compile or normalize else in_cache(*lists):
+        for parts in [lists] if self.compile or normalize else in_parts(*lists):
             rule(*parts, lr, group['betas'][0], group['gamma'], group['eps'], group['weight_decay'],
                  group['clipping'], group['squared'])
 
@@ -204,14 +204,23 @@ def compiled_rule():
     return torch.compile(sophia_rule)
 
 
-def in_cache(*lists, size=2 ** 16):
+def in_parts(*lists, size=2 ** 16, together=2 ** 26):
     """Yields `lists` of tensors in parts for an elementwise rule.
 
     On CPU a part is `size` entries of one tensor each: they stay in the cache from one operation to the next, where
-    memory would be the limit. Other devices get everything at once, in few launches.
+    memory would be the limit. Other devices get whole tensors, as many as have `together` entries: few launches, and no
+    intermediate result of the size of the model.
     """
     if any(t.device.type != 'cpu' or not t.is_contiguous() for tensors in lists for t in tensors):
-        yield lists
+        part, entries = [], 0
+        for tensors in zip(*lists):
+            part.append(tensors)
+            entries += tensors[0].numel()
+            if entries >= together:
+                yield [*map(list, zip(*part))]
+                part, entries = [], 0
+        if part:
+            yield [*map(list, zip(*part))]
         return
     for tensors in zip(*lists):
         for pieces in zip(*(t.view(-1).split(size) for t in tensors)):
@@ -250,10 +259,7 @@ class GaussNewtonBartlett:
 
     def add(self, loss_hat, predictions, retain_graph=False):
         """Adds the gradient of `loss_hat`, the loss on sampled labels *summed* over `predictions` predictions."""
-        gradient = gradients(loss_hat, self.params, retain_graph)
-        for total, g in zip(self.gradient, gradient):
-            if g is not None:
-                total.add_(g)
+        add_gradients(self.gradient, loss_hat, self.params, retain_graph)
         self.predictions += predictions
 
     def estimate(self, loss_scale=1.0, group=None):
@@ -376,20 +382,23 @@ def hessian_vector_product(loss_fn, params, u):
     return torch.func.jvp(torch.func.grad(loss_fn), (tuple(params),), (tuple(u),))[1]
 
 
-def gradients(loss, params, retain_graph=False):
-    """d loss / d params, None where one does not take part; of sharded parameters the sum over the ranks."""
+def add_gradients(totals, loss, params, retain_graph=False):
+    """Adds d loss / d params to the list `totals`; of sharded parameters the sum over the ranks."""
     if not any(isinstance(p, DTensor) for p in params):
-        return torch.autograd.grad(loss, params, retain_graph=retain_graph, allow_unused=True)
+        found = torch.autograd.grad(loss, params, retain_graph=retain_graph, allow_unused=True)
+        for total, g in zip(totals, found):
+            if g is not None:
+                total.add_(g)
+        return
     # FSDP gathers parameters for the computation, and its backward alone turns their gradients into shards: it adds to
     # .grad, the mean over the ranks.
     before = [p.grad for p in params]
-    for p in params:
-        p.grad = None
+    for p, total in zip(params, totals):
+        p.grad = total
     (loss * ranks()).backward(retain_graph=retain_graph)
-    found = [p.grad for p in params]
+    totals[:] = [p.grad for p in params]
     for p, grad in zip(params, before):
         p.grad = grad
-    return found
 
 
 def local(tensors):

@@ -340,7 +340,7 @@ while True:
     micro_batches = next(loader).split(batch_size)
     for micro_step, windows in enumerate(micro_batches):
         X, Y = windows[:, :-1], windows[:, 1:]
-        with world.gradient_sync(model, last=micro_step == gradient_accumulation_steps - 1):
+        with world.gradient_sync(model, micro_step == gradient_accumulation_steps - 1, due):
             with autocast:
                 loss = hessian.loss(model, X, Y) / gradient_accumulation_steps
             hessian.backward(scaler.get_scale())
@@ -377,7 +377,7 @@ while True:
         clipped += bool(grad_clip and grad_clip < grad_norm)
         scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    world.zero_grad(optimizer)
     elapsed = time.perf_counter() - started
     seconds += elapsed
     since_log.append(elapsed)

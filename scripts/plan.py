@@ -12,9 +12,9 @@ It follows from model.py, sophia.py and optimizers.py as they run eagerly, and t
 real steps allocate on CPU, shards included. (Compiled, four small cases took 82 to 104 % of it there.) Where CUDA
 differs the figure is CUDA's, read off PyTorch's dispatch and sources, and not measured yet: cross-entropy under
 autocast keeps its log-probabilities in 16 bits and a float32 copy of them (6 bytes per logit; on CPU 4); layer norms of
-16-bit inputs save a float32 copy of them (on CPU none); Sophia's update is not cut into parts that fit a cache, and
-makes two float32 copies of what it updates; of shards one more block is on its way. Not counted: the CUDA context,
-workspaces of cuBLAS and NCCL, fragmentation (HEADROOM is left for them), masks of dropout.
+16-bit inputs save a float32 copy of them (on CPU none); Sophia's and Lion's updates copy larger parts than fit a cache;
+of shards one more block is on its way. Not counted: the CUDA context, workspaces of cuBLAS and NCCL, fragmentation
+(HEADROOM is left for them), masks of dropout.
 
 A step takes its FLOPs (by Chowdhery et al., as train.py's mfu counts them, and the Hessian's and those of
 recomputation) at --mfu of all GPUs' peak. Communication is bytes over bandwidth, nothing of it hidden behind
@@ -96,19 +96,20 @@ def meta_model(values, vocab_size):
 
 def states_of(values):
     """(float32 numbers of optimizer state per parameter, float32 copies of the parameters that an update makes, copies
-    that it makes of one parameter after the other), from the optimizer itself."""
+    that it makes of a part of them after the other), from the optimizer itself."""
     p = torch.nn.Parameter(torch.zeros(8))
     p.grad = torch.zeros(8)
     optimizer = optimizers.build_optimizer(values['optimizer_name'], [p], lr=1e-3)
     if values['optimizer_name'] in optimizers.HOOKS:
         optimizer.update_hessian([torch.zeros(8)])
     optimizer.step()
+    on_cuda = values['device'].startswith('cuda')
     states = sum(s.numel() for s in optimizer.state[p].values() if isinstance(s, torch.Tensor) and s.shape == p.shape)
     if isinstance(optimizer, Sophia):
         normalize = optimizer.param_groups[0]['clipping'] == 'normalize'
-        copies = 1 if normalize else 2 if values['device'].startswith('cuda') else 0
-        return states / 8, copies, 0
-    return states / 8, isinstance(optimizer, optimizers.Lion), 3 * isinstance(optimizer, optimizers.AdaHessian)
+        return states / 8, 1 * normalize, 2 * (on_cuda and not normalize)
+    in_parts = 3 if isinstance(optimizer, optimizers.AdaHessian) else isinstance(optimizer, optimizers.Lion) * on_cuda
+    return states / 8, 0, in_parts
 
 
 # Bytes of one Hessian-vector product (forward-over-reverse, attention by the math path), fitted to 11 shapes on CPU,
@@ -131,7 +132,8 @@ def memory(values, vocab_size, gpus=1, per_node=8):
     P, block = model.num_params(), sum(p.numel() for p in model.transformer.h[0].parameters())
     root, wte = P - c.n_layer * block, c.vocab_size * c.n_embd
     shards = {'ddp': 1, 'fsdp': gpus, 'hsdp': min(gpus, per_node)}[values['parallel']]
-    on_cuda, low, sharded = values['device'].startswith('cuda'), values['dtype'] != 'float32', shards > 1
+    on_cuda, low = values['device'].startswith('cuda'), values['dtype'] != 'float32'
+    sharded = values['parallel'] != 'ddp'
     e = 2 if low else 4
     r = 2 if low and sharded else 4
 
@@ -180,9 +182,7 @@ def memory(values, vocab_size, gpus=1, per_node=8):
     gauss_newton = values['optimizer_name'] in optimizers.HOOKS and not twice
     estimating_micro_batches = math.ceil(values['hessian_batch_size'] / gpus / B) if gauss_newton else 0
     accumulated = gradients if gauss_newton else 0
-    # DDP's buckets stay; what micro-batches before the last one leave is kept beside them.
-    in_buckets = gpus > 1 and not sharded
-    gathering = gradients * (1 + in_buckets) if accumulation > 1 else gradients
+    in_buckets = gpus > 1 and not sharded  # DDP's stay
     found = {}
 
     def moment(name, held=0, kept=0, copies=0, lost=0, buffers=0, accumulated=accumulated):
@@ -190,7 +190,7 @@ def memory(values, vocab_size, gpus=1, per_node=8):
                      buffers=buffers)
         found[name] = {term: size for term, size in terms.items() if size}
 
-    held = gathering if accumulation > 1 else gradients * in_buckets
+    held = gradients if accumulation > 1 or in_buckets else 0
     again = waiting if held or sharded else 0
     # Of the first block the gradients of attention and c_fc are still to come, then those of the positions.
     to_come = 4 * (8 * c.n_embd ** 2 + T * c.n_embd) / shards
@@ -200,33 +200,35 @@ def memory(values, vocab_size, gpus=1, per_node=8):
     moment('backward: last block', held, blocks + inside, at_last, buffers=working + waiting + ahead)
     moment('backward: first block', held or gradients - to_come, entered + inside, at_first,
            buffers=again + working + summing + ahead)
-    moment('backward: embeddings', gathering, 0, e * root * sharded, buffers=again + passing)
+    moment('backward: embeddings', gradients, 0, e * root * sharded, buffers=again + passing)
     if sharded:
         moment('backward: last block but one', held, blocks - entered + inside, at_last,
                buffers=working + waiting + summing + ahead)
         moment('backward: gradients of the last block', held, blocks - entered, at_last,
                buffers=r * NC + waiting + passing_block + ahead)
     if gauss_newton:
-        held = gathering if estimating_micro_batches > 1 else gradients * in_buckets
+        held = gradients if estimating_micro_batches > 1 or in_buckets else 0
         sampled = logits + (8 if values['optimizer_name'] != 'ef_clip' else 0)
         kept_copies = at_last if sharded else after_forward + at_first * checkpointed
         moment('loss, sampled labels', held, blocks + head, at_loss, (saved + max(sampled, saved + forward)) * NV)
         moment('estimate: loss', held, blocks + head, at_backward, (2 * saved + backward) * NV)
         # The graph is kept for the gradient. Parameters' gradients are handed over together, and only then added to
-        # those before; shards of them pass by like the gradient's.
+        # those before; shards of them are added as they come.
+        handed = 0 if sharded else gradients
         moment('estimate: first block', held, blocks + head + inside, kept_copies, 2 * saved * NV,
-               gradients - to_come + working_kept + waiting * sharded + summing + ahead)
-        moment('estimate: embeddings', held, blocks + head, after_forward, 2 * saved * NV, gradients + passing)
+               max(0, handed - to_come) + working_kept + waiting * sharded + summing + ahead)
+        moment('estimate: embeddings', held, blocks + head, after_forward, 2 * saved * NV, handed + passing)
         if sharded:
             moment('estimate: gradients of the first block', held, blocks + head, kept_copies, 2 * saved * NV,
-                   gradients + r * NC + waiting + passing_block + ahead)
+                   r * NC + waiting + passing_block + ahead)
     elif twice:
         rows = min(B, math.ceil(values['hessian_batch_size'] / gpus))
         NC, NV, squares = NC / B * rows, NV / B * rows, rows * c.n_head * T * T
         a = HUTCHINSON[e]
         moment('estimate', gradients, c.n_layer * (a['layer_squares'] * squares + a['layer_channels'] * NC),
                (a['parameters'] - 12) * P, a['logits'] * NV, a['squares'] * squares + a['channels'] * NC, 8 * P)
-    moment('update', gradients, buffers=4 * step_copies * P / shards + 4 * step_largest * wte, accumulated=0)
+    part = min(P, wte + 2 ** 26) / shards
+    moment('update', gradients, buffers=4 * (step_copies * P / shards + step_largest * part), accumulated=0)
     return found
 
 
@@ -285,15 +287,15 @@ def traffic(values, vocab_size, gpus, per_node):
     hybrid = values['parallel'] == 'hsdp'
     shards = min(gpus, per_node) if hybrid else gpus
     forwards = values['gradient_accumulation_steps']
-    backwards = forwards
-    if interval:
-        backwards += math.ceil(values['hessian_batch_size'] / gpus / values['batch_size']) / interval
+    estimates = math.ceil(values['hessian_batch_size'] / gpus / values['batch_size']) if interval else 0
+    backwards = forwards + (estimates / interval if interval else 0)
     part, link = (shards - 1) / shards, 'nvlink' if hybrid else link
     found = [('all-gather of parameters', part * e * (P * forwards + blocks * backwards), link),
              ('reduce-scatter of gradients', part * 4 * P * backwards, link)]
     if hybrid and nodes > 1:
-        # All GPUs of a node at once, each for its shard.
-        found.append(('all-reduce between nodes', 2 * (nodes - 1) / nodes * 4 * P * backwards, 'network'))
+        # All GPUs of a node at once, each for its shard: once in a step, but for steps with an estimate.
+        times = 1 + (forwards + estimates - 1) / interval if interval else 1
+        found.append(('all-reduce between nodes', 2 * (nodes - 1) / nodes * 4 * P * times, 'network'))
     return found
 
 
@@ -435,10 +437,10 @@ def measure(values, vocab_size):
         compile=values['compile'])
     steps, rows = values['gradient_accumulation_steps'], values['gradient_accumulation_steps'] * values['batch_size']
     for iter_num in (0, 1, values['hessian_interval'] or 2):
-        hessian.start(iter_num)
+        due = hessian.start(iter_num)
         windows = torch.randint(vocab_size, (rows, values['block_size'] + 1), device=world.device)
         for micro_step, micro_batch in enumerate(windows.split(values['batch_size'])):
-            with world.gradient_sync(model, last=micro_step == steps - 1):
+            with world.gradient_sync(model, micro_step == steps - 1, due):
                 meter.mark(f'before {iter_num}')
                 with autocast:
                     loss = hessian.loss(model, micro_batch[:, :-1], micro_batch[:, 1:]) / steps
@@ -448,7 +450,7 @@ def measure(values, vocab_size):
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         hessian.finish(optimizer)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        world.zero_grad(optimizer)
         del loss
     highest, marked = meter.read()
     parts = [p.to_local() if hasattr(p, 'to_local') else p for p in params]

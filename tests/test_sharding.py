@@ -49,8 +49,8 @@ def test_shards_train_as_replicas_do(run, name):
 
 
 @pytest.mark.parametrize('parallel, flags, ranks, machines', [
-    ('hsdp', [], 4, 2), ('hsdp', [], 1, 1), ('fsdp', [], 1, 1), ('fsdp', [], 4, 1),
-    ('fsdp', ['--activation_checkpointing=True'], 2, 1),
+    ('hsdp', [], 4, 2), ('hsdp', ['--batch_size=1', '--eval_iters=8'], 4, 2), ('hsdp', [], 1, 1),
+    ('fsdp', [], 1, 1), ('fsdp', [], 4, 1), ('fsdp', ['--activation_checkpointing=True'], 2, 1),
     ('ddp', ['--activation_checkpointing=True'], 2, 1),
     ('fsdp', ['--activation_checkpointing=True', '--compile=True'], 2, 1),
 ])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from optimizers import SETTINGS, build_optimizer
-from sophia import Sophia, in_cache
+from sophia import Sophia, in_parts
 
 needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
 
@@ -19,14 +19,15 @@ def error(xs, ys):
 
 def test_parts_hold_every_entry_once():
     lists = [[torch.zeros(7, 3), torch.zeros(()), torch.zeros(4)], [torch.zeros(7, 3), torch.zeros(()), torch.zeros(4)]]
-    parts = list(in_cache(*lists, size=5))
+    parts = list(in_parts(*lists, size=5))
     assert [part[0][0].numel() for part in parts] == [5, 5, 5, 5, 1, 1, 4]
     for tensors, other in parts:
         tensors[0].add_(1)
         other[0].add_(2)
     assert all((t == i + 1).all() for i, tensors in enumerate(lists) for t in tensors)
     transposed = [torch.zeros(3, 7).t()]
-    assert list(in_cache(transposed, transposed)) == [(transposed, transposed)]
+    assert [[len(ts) for ts in part] for part in in_parts(transposed * 5, transposed * 5, together=42)] == [
+        [2, 2], [2, 2], [1, 1]]
 
 
 @needs_compiler
