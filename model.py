@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from ops import Linear, cross_entropy, head_loss, on_cpu, sample_labels
+from ops import Linear, TiedEmbedding, cross_entropy, head_loss, on_cpu, sample_labels
 
 # Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
 SIZES = {
@@ -152,13 +152,19 @@ class GPT(nn.Module):
         T = idx.size(1)
         if T > self.config.block_size:
             raise ValueError(f'sequence of {T} tokens is longer than block_size = {self.config.block_size}')
-        x = self.transformer.wte(idx) + self.transformer.wpe.weight[:T]
+        wte = self.transformer.wte.weight
+        fused = targets is not None and not return_logits and on_cpu(wte)
+        if fused and not torch.compiler.is_compiling():
+            x, wte = TiedEmbedding.apply(idx, wte)
+        else:
+            x = F.embedding(idx, wte)
+        x = x + self.transformer.wpe.weight[:T]
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
-        if targets is not None and not return_logits and on_cpu(x):
-            return self.head_loss(x, targets, labels_hat)
+        if fused:
+            return self.head_loss(x, wte, targets, labels_hat)
         logits = self.lm_head(x)
         loss = None if targets is None else cross_entropy(logits, targets, 'mean')
         kept = logits if return_logits else None
@@ -168,11 +174,11 @@ class GPT(nn.Module):
             labels_hat = torch.where(labels_hat < 0, -1, sample_labels(logits.detach(), labels_hat))
         return kept, loss, cross_entropy(logits, labels_hat, 'sum')
 
-    def head_loss(self, x, targets, labels_hat):
+    @staticmethod
+    def head_loss(x, weight, targets, labels_hat):
         """What `forward` returns without logits, by ops.head_loss: x (B, T, n_embd) is the head's input."""
         hat = x.new_empty(0) if labels_hat is None else labels_hat.reshape(-1)
-        loss, loss_hat, *_ = head_loss(x.flatten(0, 1), self.lm_head.weight, targets.reshape(-1), hat,
-                                       torch.is_grad_enabled())
+        loss, loss_hat, *_ = head_loss(x.flatten(0, 1), weight, targets.reshape(-1), hat, torch.is_grad_enabled())
         return (None, loss) if labels_hat is None else (None, loss, loss_hat)
 
     @classmethod

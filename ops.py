@@ -95,42 +95,38 @@ def scratch(size):
         return torch.empty(size, dtype=torch.float32, device='cpu')
 
 
-def softmax_in_parts(x, weight, memory):
-    """The softmax of the logits x·weightᵀ over a few classes at a time: (N, C), (V, C), the numbers for (N, V).
-
-    Returns:
-        list of the softmax over each part of the classes alone (N, CLASSES), each part's share in the whole
-        (parts, N), and the logsumexp of the logits (N,).
-    """
-    parts, logsumexps = [], []
-    for part in weight.split(CLASSES):
-        logits = linear(x, part)
-        p, memory = memory[:logits.numel()].view_as(logits), memory[logits.numel():]
-        top = logits.amax(-1)
-        torch.softmax(logits, -1, out=p)
-        parts.append(p)
-        logsumexps.append(top - p.amax(-1).log())
-    logsumexps = torch.stack(logsumexps)
-    logsumexp = logsumexps.logsumexp(0)
-    return parts, (logsumexps - logsumexp).exp(), logsumexp
-
-
-def draw_in_parts(parts, shares, uniforms):
-    """`draw` from a softmax in parts."""
-    part, above = _invert(shares.t(), uniforms)
-    uniforms = above / shares.t().gather(-1, part[:, None])
-    labels = torch.empty_like(part)
-    for i, p in enumerate(parts):
-        rows = (part == i).nonzero().squeeze(-1)
-        labels[rows] = i * CLASSES + draw(p[rows], uniforms[rows, 0])
-    return labels
-
-
 def outer(p, x):
     """pᵀ·x: (N, M), (N, C) → (M, C)."""
     if x.numel() <= 20480:
         return p.t() @ x
     return conv2d_weight(as_image(x), (p.size(1), x.size(1), 1, 1), as_image(p), dilation=2).flatten(1)
+
+
+def exponentials(x, weight, shift):
+    """exp(logit − shift) for every class and token, and its sum over the classes.
+
+    Args: x (N, C), weight (V, C), shift (N,), a number near the token's largest logits.
+    Returns: list of (CLASSES, N), one for each part of the classes, in memory that the next call overwrites; (N,).
+    """
+    memory, parts, total = scratch(ENTRIES), [], torch.zeros_like(shift)
+    for part in weight.split(CLASSES):
+        logits = linear(part, x, -shift)
+        p, memory = memory[:logits.numel()].view_as(logits), memory[logits.numel():]
+        total += torch.exp(logits, out=p).sum(0)
+        parts.append(p)
+    return parts, total
+
+
+def draw_in_parts(parts, uniforms):
+    """`draw` from what `exponentials` returns."""
+    in_part = torch.stack([p.sum(0) for p in parts], dim=1)
+    found, above = _invert(in_part, uniforms)
+    uniforms = above / in_part.gather(-1, found[:, None])
+    labels = torch.empty_like(found)
+    for i, p in enumerate(parts):
+        rows = (found == i).nonzero().squeeze(-1)
+        labels[rows] = i * CLASSES + draw(p[:, rows].t(), uniforms[rows, 0])
+    return labels
 
 
 @torch.library.custom_op('sophia::head_loss', mutates_args=())
@@ -157,37 +153,44 @@ def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, labe
                               for t, wanted in ((x, True), (weight, True), (x, hat), (weight, hat)))
     # Either all rows of a chunk may have a second label, or none has.
     last = int(w_hat.nonzero().amax()) + 1 if w_hat.any() else 0
-    size = min(N, max(1, ENTRIES // len(weight)))
+    size = max(1, ENTRIES // len(weight))
     for first in [*range(0, last, size), *range(last, N, size)]:
         at = slice(first, min(first + size, last if first < last else N))
-        xs = x[at]
-        parts, shares, logsumexp = softmax_in_parts(xs, weight, scratch(size * len(weight)))
-        pw = torch.zeros_like(xs) if gradients else None
-        sets = [(targets[at], w[at], loss, dx, dw)]
+        xs, labels = x[at], targets[at].clamp(min=0)
+        shift = (xs * weight[labels]).sum(-1)
+        parts, total = exponentials(xs, weight, shift)
+        if not (total < 1e20).all():  # a label so improbable that float32 has no room for it beside the others
+            shift = torch.stack([linear(part, xs).amax(0) for part in weight.split(CLASSES)]).amax(0)
+            parts, total = exponentials(xs, weight, shift)
+        logsumexp = total.log() + shift
+        sets = [(labels, w[at], loss, dx, dw)]
         if first < last:
             labels = labels_hat[at]
-            if labels.is_floating_point():
-                labels = draw_in_parts(parts, shares, labels)
+            labels = draw_in_parts(parts, labels) if labels.is_floating_point() else labels.clamp(min=0)
             sets.append((labels, w_hat[at], loss_hat, dx_hat, dw_hat))
+        for labels, counted, sum_, _, _ in sets:
+            sum_ += ((logsumexp - (xs * weight[labels]).sum(-1)) * counted).sum()
+        if not gradients:
+            continue
+
         # Where both labels of every row count, one product serves both losses.
         alike = first < last and bool((w_hat[at] == 1).all() and (w[at] == w[first]).all())
-        for i, (p, share, part) in enumerate(zip(parts, shares, weight.split(CLASSES)) if gradients else ()):
+        scaled, scaled_hat = ((xs * (c / total)[:, None]).t().contiguous() for c in (w[at], (w_hat if hat else w)[at]))
+        pw = torch.zeros_like(xs)
+        for i, (p, part) in enumerate(zip(parts, weight.split(CLASSES))):
             classes = slice(i * CLASSES, i * CLASSES + len(part))
-            pw.addcmul_(linear(p, part.t()), share[:, None])
+            pw += outer(p, part)
             if first < last:
-                product = outer(p, xs * (share * w_hat[at])[:, None])
+                product = linear(p, scaled_hat)
                 dw_hat[classes] += product
             if alike:
                 dw[classes].add_(product, alpha=float(w[first]))
             else:
-                dw[classes] += outer(p, xs * (share * w[at])[:, None])
-        for labels, counted, total, dx_total, dw_total in sets:
-            labels = labels.clamp(min=0)
-            of_label = weight[labels]
-            total += ((logsumexp - (xs * of_label).sum(-1)) * counted).sum()
-            if gradients:
-                dx_total[at] = (pw - of_label) * counted[:, None]
-                dw_total.index_add_(0, labels, xs * counted[:, None], alpha=-1)
+                dw[classes] += linear(p, scaled)
+        pw /= total[:, None]
+        for labels, counted, _, dx_, dw_ in sets:
+            dx_[at] = (pw - weight[labels]) * counted[:, None]
+            dw_.index_add_(0, labels, xs * counted[:, None], alpha=-1)
     return loss, loss_hat, dx, dw, dx_hat, dw_hat
 
 
@@ -216,3 +219,18 @@ def _backward(ctx, grad, grad_hat, *_):
 
 
 head_loss.register_autograd(_backward, setup_context=_keep)
+
+
+class TiedEmbedding(torch.autograd.Function):
+    """Rows `idx` (B, T) of `weight` (V, C), and `weight` itself, for `head_loss`: its gradient comes back first, as
+    memory of its own, and takes in the rows' gradient. Two dense gradients would be made and added otherwise."""
+
+    @staticmethod
+    def forward(ctx, idx, weight):
+        ctx.save_for_backward(idx)
+        return F.embedding(idx, weight), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, dx, dw):
+        idx, = ctx.saved_tensors
+        return None, dw.index_add_(0, idx.flatten(), dx.flatten(0, 1))
