@@ -149,8 +149,9 @@ def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, labe
     w, w_hat = (targets >= 0).float(), (labels_hat >= 0).float()
     w /= w.sum()
     loss, loss_hat = x.new_zeros(()), x.new_zeros(())
-    dx, dw, dx_hat, dw_hat = (torch.zeros_like(t) if gradients and wanted else t.new_empty(0)
-                              for t, wanted in ((x, True), (weight, True), (x, hat), (weight, hat)))
+    dx, dx_hat, dw_hat = (torch.zeros_like(t) if gradients and wanted else t.new_empty(0)
+                          for t, wanted in ((x, True), (x, hat), (weight, hat)))
+    dw = torch.empty_like(weight) if gradients else weight.new_empty(0)  # to be written first, not added to
     # Either all rows of a chunk may have a second label, or none has.
     last = int(w_hat.nonzero().amax()) + 1 if w_hat.any() else 0
     size = max(1, ENTRIES // len(weight))
@@ -183,10 +184,8 @@ def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, labe
             if first < last:
                 product = linear(p, scaled_hat)
                 dw_hat[classes] += product
-            if alike:
-                dw[classes].add_(product, alpha=float(w[first]))
-            else:
-                dw[classes] += linear(p, scaled)
+            product = product * w[first] if alike else linear(p, scaled)
+            (dw[classes].add_ if first else dw[classes].copy_)(product)
         pw /= total[:, None]
         for labels, counted, _, dx_, dw_ in sets:
             dx_[at] = (pw - weight[labels]) * counted[:, None]
