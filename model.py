@@ -13,6 +13,8 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
+from ops import Linear, TiedEmbedding, cross_entropy, head_loss, on_cpu, sample_labels
+
 # Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
 SIZES = {
     'tiny': dict(n_layer=4, n_head=4, n_embd=128),
@@ -51,8 +53,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
         self.layer_idx = layer_idx
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.n_head = config.n_head
         self.dropout = config.dropout
         self.scale = (config.n_embd // config.n_head) ** -0.5
@@ -77,8 +79,8 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
         self.gelu_approximate = config.gelu_approximate
 
@@ -140,7 +142,8 @@ class GPT(nn.Module):
             labels_hat: (B, T), for the Gauss-Newton-Bartlett estimator: either labels (int64, -1 = not counted), or
                 uniform numbers in [0, 1) (float32, negative = not counted) with which ŷ ~ softmax(logits) is drawn.
                 One forward then serves two backward passes.
-            return_logits: False in training, where keeping (B, T, vocab_size) alive costs memory.
+            return_logits: False in training, where keeping (B, T, vocab_size) alive costs memory and time. On CPU the
+                loss can then be differentiated once, not twice.
 
         Returns:
             (logits, loss), each None where not asked for; with `labels_hat`, (logits, loss, loss_hat) where
@@ -149,11 +152,20 @@ class GPT(nn.Module):
         T = idx.size(1)
         if T > self.config.block_size:
             raise ValueError(f'sequence of {T} tokens is longer than block_size = {self.config.block_size}')
-        x = self.transformer.wte(idx) + self.transformer.wpe.weight[:T]
+        wte = self.transformer.wte.weight
+        fused = targets is not None and not return_logits and on_cpu(wte)
+        if fused and not torch.compiler.is_compiling():
+            x, wte = TiedEmbedding.apply(idx, wte)
+        else:
+            x = F.embedding(idx, wte)
+        x = x + self.transformer.wpe.weight[:T]
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.transformer.h:
             x = block(x)
-        logits = self.lm_head(self.transformer.ln_f(x))
+        x = self.transformer.ln_f(x)
+        if fused:
+            return self.head_loss(x, wte, targets, labels_hat)
+        logits = self.lm_head(x)
         loss = None if targets is None else cross_entropy(logits, targets, 'mean')
         kept = logits if return_logits else None
         if labels_hat is None:
@@ -161,6 +173,13 @@ class GPT(nn.Module):
         if labels_hat.is_floating_point():
             labels_hat = torch.where(labels_hat < 0, -1, sample_labels(logits.detach(), labels_hat))
         return kept, loss, cross_entropy(logits, labels_hat, 'sum')
+
+    @staticmethod
+    def head_loss(x, weight, targets, labels_hat):
+        """What `forward` returns without logits, by ops.head_loss: x (B, T, n_embd) is the head's input."""
+        hat = x.new_empty(0) if labels_hat is None else labels_hat.reshape(-1)
+        loss, loss_hat, *_ = head_loss(x.flatten(0, 1), weight, targets.reshape(-1), hat, torch.is_grad_enabled())
+        return (None, loss) if labels_hat is None else (None, loss, loss_hat)
 
     @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):
@@ -328,33 +347,6 @@ def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None)
         probabilities = torch.zeros_like(probabilities).scatter(-1, ids, ordered)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
-
-def cross_entropy(logits, labels, reduction):
-    """Cross-entropy of (B, T, V) logits with (B, T) labels; label -1 does not count."""
-    return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.reshape(-1), ignore_index=-1, reduction=reduction)
-
-
-def sample_labels(logits, uniforms):
-    """ŷ ~ softmax(logits) by inverting the cumulative distribution: (…, V) logits, (…) uniforms in [0, 1) → (…) int64.
-
-    One uniform number per label, so that the caller decides what the labels depend on. Two levels (blocks of 128
-    classes, then the class within its block) keep the cumulative sums short and accurate.
-    """
-    V = logits.size(-1)
-    p = F.pad(logits.float().softmax(-1), (0, -V % 128)).unflatten(-1, (-1, 128))
-    in_block = p.sum(-1)
-    up_to_block = in_block.cumsum(-1)
-    t = uniforms.unsqueeze(-1) * up_to_block[..., -1:]
-    block = _first_above(up_to_block, t)
-    t = t - (up_to_block - in_block).gather(-1, block)
-    p = p.gather(-2, block.unsqueeze(-1).expand(*block.shape, 128)).squeeze(-2)
-    return (block * 128 + _first_above(p.cumsum(-1), t)).squeeze(-1)
-
-
-def _first_above(cumulative, t):
-    # Held below the total, so that rounding never selects a class of probability 0 past the end.
-    t = torch.minimum(t, cumulative[..., -1:] * (1 - 2 ** -22))
-    return (cumulative <= t).sum(-1, keepdim=True)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Hugging Face's format, for GPT.from_pretrained

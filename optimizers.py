@@ -322,7 +322,8 @@ class HutchinsonHook(HessianHook):
 
     def _product(self, params, u, X, Y):
         def loss_fn(values):
-            return functional_call(self.model, dict(zip(self.names, values)), (X, Y), dict(return_logits=False))[1]
+            # With the logits, as the loss without them may be differentiable only once.
+            return functional_call(self.model, dict(zip(self.names, values)), (X, Y))[1]
 
         return hessian_vector_product(loss_fn, params, u)
 

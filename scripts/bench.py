@@ -20,10 +20,12 @@ import argparse
 import contextlib
 import gc
 import importlib.util
+import os
 import platform
 import re
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -284,6 +286,25 @@ def peak(device):
     return torch.cuda.max_memory_allocated(device) if device.type == 'cuda' else _status('VmHWM')
 
 
+def processor():
+    """The CPU's name and the number of its cores here."""
+    try:
+        name = re.search(r'model name\s*: (.*)', Path('/proc/cpuinfo').read_text())[1]
+    except (OSError, TypeError):
+        name = platform.processor() or platform.machine()
+    return f'{name}, {os.cpu_count()} cores'
+
+
+def commit():
+    """The commit measured, with a + where files differ from it; None outside of git."""
+    root = Path(__file__).resolve().parents[1]
+    try:
+        run = subprocess.run(['git', '-C', root, 'describe', '--always', '--dirty=+'], capture_output=True, text=True)
+    except OSError:
+        return None
+    return run.stdout.strip() or None
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -365,7 +386,9 @@ def main(argv=None):
             torch.compiler.reset()
             if device.type == 'cuda':
                 torch.cuda.empty_cache()
-    about = dict(device=torch.cuda.get_device_name(device) if device.type == 'cuda' else platform.processor(),
+    given = [Path(part).name if part in args.peer else part for part in (sys.argv[1:] if argv is None else argv)]
+    about = dict(command=shlex.join(['scripts/bench.py', *given]), commit=commit(),
+                 device=torch.cuda.get_device_name(device) if device.type == 'cuda' else processor(),
                  threads=torch.get_num_threads(), torch=torch.__version__, python=platform.python_version())
     print(table(rows))
     if args.output:

@@ -64,6 +64,8 @@ def test_every_column_is_measured_where_it_exists(report):
         assert ('hessian_ms' in row) == name.startswith('sophia') and ('hvp_ratio' in row) == (name == 'sophiah')
         assert 'mfu' not in row  # of a CPU, whose peak is not known
     assert report['about']['torch'] == torch.__version__
+    command = report['about']['command']
+    assert command.startswith('scripts/bench.py --tiny') and '--peer peer ' in command
     lines = bench.table(rows).splitlines()
     assert len(lines) == 6 and len({line.count('|') for line in lines}) == 1
 

@@ -1,15 +1,44 @@
-"""What is fast equals what is plain: Sophia's update in parts that fit the cache, and compiled."""
+"""What is fast equals what is plain: oneDNN's products, the head with its loss, the updates in parts and compiled."""
 
 import copy
 import shutil
 
 import pytest
 import torch
+import torch._functorch.config
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
 
-from optimizers import SETTINGS, build_optimizer
-from sophia import Sophia, in_parts
+import ops
+from model import GPT, GPTConfig
+from optimizers import SETTINGS, build_hessian_hook, build_optimizer
+from sophia import Sophia, hessian_vector_product, in_parts
 
 needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
+
+
+needs_onednn = pytest.mark.skipif(not ops.ONEDNN, reason='this PyTorch has no oneDNN beside MKL')
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """A function that switches between plain PyTorch (True) and the ways for CPU (False)."""
+    return lambda on: monkeypatch.setattr(ops, 'ONEDNN', not on)
+
+
+def tiny(bias=False):
+    """A model whose layers get enough numbers in `batch` for oneDNN's convolution."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=96, vocab_size=192, n_layer=2, n_head=2, n_embd=64, bias=bias))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def batch():
+    """Tokens and targets, (4, 96) each."""
+    return torch.randint(0, 192, (2, 4, 96), generator=torch.Generator().manual_seed(2))
 
 
 def error(xs, ys):
@@ -62,3 +91,180 @@ def test_only_sophia_has_an_update_to_compile():
     for name in SETTINGS:
         optimizer = build_optimizer(name, params, lr=1e-3, compile=True)
         assert getattr(optimizer, 'compile', None) is (True if isinstance(optimizer, Sophia) else None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The ways for CPU in float32
+
+
+@needs_onednn
+@pytest.mark.parametrize('threads', [1, 2])
+def test_linear_layers_go_through_onednn(threads, plain):
+    """Equal to F.linear, with the first and second derivatives; contiguous; and indeed another product than MKL's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.manual_seed(0)
+        layer, x = ops.Linear(96, 160), torch.randn(4, 80, 96, requires_grad=True)
+        results = []
+        for on in (True, False):
+            plain(on)
+            y = layer(x)
+            assert y.is_contiguous()
+            first = torch.autograd.grad(y.square().sum(), (x, *layer.parameters()), create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, *layer.parameters()))
+            results.append([y.detach(), *(g.detach() for g in first), *second])
+        with torch.profiler.profile() as profile:
+            layer(x)
+    finally:
+        torch.set_num_threads(before)
+    assert error(*results) < 5e-6
+    assert 'aten::mkldnn_convolution' in {event.name for event in profile.events()}
+
+
+@needs_onednn
+def test_few_tokens_take_the_plain_product():
+    """As sampling does with a KV cache: below 20,481 numbers PyTorch's convolution is a slow one."""
+    with torch.profiler.profile() as profile:
+        ops.Linear(64, 96)(torch.randn(320, 64))
+    assert not any('conv' in event.name for event in profile.events())
+
+
+def labels(kind, targets):
+    uniforms = torch.rand(targets.shape, generator=torch.Generator().manual_seed(1))
+    some = uniforms.clone()
+    some[2:] = -1
+    holes = uniforms.clone()
+    holes[0, 3], holes[3] = -1, -1
+    return {'none': None, 'all rows': uniforms, 'first rows': some, 'holes': holes,
+            'given': torch.where(some < 0, -1, targets), 'nothing': torch.full_like(uniforms, -1)}[kind]
+
+
+def both_gradients(model, idx, targets, labels_hat):
+    """Losses, and the gradients of both, as the Gauss-Newton-Bartlett hook takes them."""
+    params = list(model.parameters())
+    _, loss, *hat = model(idx, targets, labels_hat, return_logits=False)
+    gradients = [g for h in hat for g in torch.autograd.grad(h * 0.01, params, retain_graph=True)]
+    return [loss.detach(), *(h.detach() for h in hat), *gradients, *torch.autograd.grad(loss / 3, params)]
+
+
+@needs_onednn
+@pytest.mark.parametrize('classes, entries', [(2048, 2 ** 26), (80, 192 * 150)])
+@pytest.mark.parametrize('ignored', [0, 5])
+@pytest.mark.parametrize('kind', ['none', 'all rows', 'first rows', 'holes', 'given', 'nothing'])
+def test_losses_and_gradients_equal_autograds(plain, monkeypatch, kind, ignored, classes, entries):
+    monkeypatch.setattr(ops, 'CLASSES', classes)
+    monkeypatch.setattr(ops, 'ENTRIES', entries)
+    model, (idx, targets) = tiny(bias=kind == 'none'), batch()
+    targets[3, :ignored] = -1
+    results = []
+    for on in (True, False):
+        plain(on)
+        assert ops.on_cpu(torch.zeros(1)) is not on
+        results.append(both_gradients(model, idx, targets, labels(kind, targets)))
+    assert error(*results) < 5e-6
+    with torch.no_grad():
+        assert model(idx, targets, return_logits=False)[1].item() == pytest.approx(results[0][0].item(), abs=1e-6)
+
+
+@needs_onednn
+@pytest.mark.parametrize('logit', [20.0, 60.0, 300.0])
+def test_improbable_labels_have_finite_losses_and_right_gradients(logit):
+    """The sums are relative to the label's own logit, which may be far below the largest."""
+    x, weight = torch.full((2, 4), logit / 4), torch.zeros(3, 4)
+    weight[0], weight[1] = 1.0, 0.5
+    x.requires_grad_(), weight.requires_grad_()
+    labels = torch.tensor([2, 0])
+    loss = ops.head_loss(x, weight, labels, torch.empty(0), True)[0]
+    expected = F.cross_entropy(F.linear(x, weight), labels)
+    assert loss.item() == pytest.approx(expected.item())
+    for ours, theirs in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight))):
+        torch.testing.assert_close(ours, theirs)
+
+
+@needs_onednn
+def test_gradients_accumulate_over_losses_and_calls():
+    """Two forward passes before two backward passes, and a graph that is gone through twice."""
+    model, (idx, targets) = tiny(), batch()
+    losses = [model(idx[rows], targets[rows], return_logits=False)[1] for rows in (slice(0, 2), slice(2, 4))]
+    losses[0].backward(retain_graph=True)
+    losses[1].backward()
+    losses[0].backward()
+    ours = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    (2 * model(idx[:2], targets[:2])[1] + model(idx[2:], targets[2:])[1]).backward()
+    assert error([p.grad for p in model.parameters()], ours) < 5e-6
+
+
+@needs_onednn
+def test_hessian_vector_product_and_per_sample_gradients_equal_the_plain_ones(plain):
+    model, (idx, targets) = tiny(), batch()
+    names, values = zip(*((name, p.detach()) for name, p in model.named_parameters()))
+    torch.manual_seed(1)
+    u = tuple(torch.randn_like(v) for v in values)
+
+    def loss(values, idx, targets):
+        return functional_call(model, dict(zip(names, values)), (idx, targets))[1]
+
+    results = []
+    for on in (True, False):
+        plain(on)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            product = hessian_vector_product(lambda v: loss(v, idx, targets), values, u)
+            per_sample = vmap(grad(loss), (None, 0, 0))(values, idx[:, None], targets[:, None])
+        results.append([*product, *per_sample])
+    assert error(*results) < 1e-5
+
+
+def test_autocast_takes_the_plain_ways():
+    model, (idx, targets) = tiny(), batch()
+    with torch.autocast('cpu', torch.bfloat16):
+        loss = model(idx, targets, return_logits=False)[1]
+        expected = model(idx, targets)[1]
+    assert loss.item() == expected.item()
+    assert 'head_loss' not in type(loss.grad_fn).__name__
+
+
+def train(model, name, steps):
+    """The losses of a run with an estimate at every fifth step."""
+    optimizer = build_optimizer(name, model.parameter_groups(0.2), lr=1e-3)
+    hook = build_hessian_hook(name, model, optimizer, interval=5, batch_size=3, seed=0, rank=0, world_size=1,
+                              autocast=torch.enable_grad(), compile=False)
+    generator, losses = torch.Generator().manual_seed(3), []
+    for i in range(steps):
+        hook.start(i)
+        windows = torch.randint(0, 3, (4, 97), generator=generator).cumsum(1) % 192
+        loss = hook.loss(model, windows[:, :-1], windows[:, 1:])
+        hook.backward()
+        loss.backward()
+        hook.finish(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@needs_onednn
+@pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
+def test_fifty_steps_have_the_losses_of_plain_pytorch(plain, monkeypatch, name):
+    runs = []
+    for on in (True, False):
+        plain(on)
+        with monkeypatch.context() as patch:
+            if on:
+                patch.setattr('sophia.in_cache', lambda *lists: [lists])
+            runs.append(train(tiny(), name, 50))
+    assert runs[0] == pytest.approx(runs[1], abs=2e-3) and runs[0][:5] == pytest.approx(runs[1][:5], abs=1e-5)
+    assert runs[0][-1] < runs[0][0]
+
+
+@needs_compiler
+@needs_onednn
+def test_a_compiled_model_gives_the_gradients_of_the_plain_one(plain, monkeypatch):
+    monkeypatch.setattr(torch._functorch.config, 'donated_buffer', False)
+    model, (idx, targets) = tiny(), batch()
+    labels_hat = labels('first rows', targets)
+    plain(True)
+    expected = both_gradients(model, idx, targets, labels_hat)
+    plain(False)
+    assert error(expected, both_gradients(torch.compile(model, fullgraph=True), idx, targets, labels_hat)) < 5e-6
