@@ -17,6 +17,7 @@ from sophia import (
     HessianOptimizer,
     Hutchinson,
     Sophia,
+    clipped,
     hessian_vector_product,
     in_parts,
     local,
@@ -136,6 +137,18 @@ def build_optimizer(name, params, *, lr, beta1=None, beta2=None, weight_decay=No
     return Sophia(params, eps=eps, gamma=given['gamma'], nonfinite='ignore', compile=compile, **common, **variant)
 
 
+def clip_gradients(optimizer, params, max_norm):
+    """Clips the gradients of `params` at the norm `max_norm` (0: no clipping), or has the optimizer's next update do so
+    without rewriting them. Returns their norm before that, a 0-d tensor."""
+    gradients = [p.grad for p in params]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if max_norm and isinstance(optimizer, GuardedOptimizer):
+        optimizer.clip_coef = (max_norm / (whole(norm) + 1e-6)).clamp(max=1)
+    elif max_norm:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return whole(norm)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Baselines
 
@@ -153,6 +166,7 @@ class Lion(GuardedOptimizer):
         lr, (beta1, beta2) = group['lr'], group['betas']
         lists = local(params), local(grads), local(self.buffers(params, 'exp_avg'))
         for params, grads, ms in in_parts(*lists):
+            grads = clipped(grads, self.clip_coef)
             step = torch._foreach_lerp(ms, grads, 1 - beta1)
             torch._foreach_sign_(step)
             torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
@@ -178,7 +192,7 @@ class AdaHessian(HessianOptimizer):
     def update(self, group, params, grads):
         lr, (beta1, beta2) = group['lr'], group['betas']
         ms, vs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
-        torch._foreach_lerp_(ms, grads, 1 - beta1)
+        torch._foreach_lerp_(ms, clipped(grads, self.clip_coef), 1 - beta1)
         for p, m, v in zip(params, ms, vs):
             state = self.state[p]
             state['step'] = state.get('step', 0) + 1

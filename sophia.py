@@ -29,14 +29,15 @@ class GuardedOptimizer(Optimizer):
 
     A subclass defines `update`. nonfinite says what happens when a gradient holds inf or NaN, before anything enters
     the state: 'raise' FloatingPointError, 'skip' that step, or 'ignore' (the caller has checked; saves a
-    synchronisation with the device).
+    synchronisation with the device). The attribute `clip_coef`, a 0-d tensor or None, multiplies every gradient on its
+    way into the update: clipping that rewrites no gradient.
     """
 
     def __init__(self, params, defaults, nonfinite):
         if nonfinite not in ('raise', 'skip', 'ignore'):
             raise ValueError(f'{type(self).__name__}: nonfinite = {nonfinite!r}; choose raise, skip or ignore')
         super().__init__(params, defaults)
-        self.nonfinite = nonfinite
+        self.nonfinite, self.clip_coef = nonfinite, None
 
     def add_param_group(self, param_group):
         """Adds a group of parameters; ValueError when one of its settings is out of range."""
@@ -50,7 +51,7 @@ class GuardedOptimizer(Optimizer):
 
     def __getstate__(self):
         # Optimizer's copies carry over only the attributes that it names.
-        return dict(super().__getstate__(), nonfinite=self.nonfinite)
+        return dict(super().__getstate__(), nonfinite=self.nonfinite, clip_coef=self.clip_coef)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -157,7 +158,7 @@ class Sophia(HessianOptimizer):
         lists = local(params), local(grads), ms if normalize else local(ms), local(hs)
         rule = compiled_rule() if self.compile else sophia_rule
         for parts in [lists] if self.compile or normalize else in_parts(*lists):
-            rule(*parts, lr, group['betas'][0], group['gamma'], group['eps'], group['weight_decay'],
+            rule(*parts, self.clip_coef, lr, group['betas'][0], group['gamma'], group['eps'], group['weight_decay'],
                  group['clipping'], group['squared'])
 
     def unclipped(self):
@@ -178,8 +179,9 @@ class Sophia(HessianOptimizer):
         return inside / total
 
 
-def sophia_rule(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, clipping, squared):
+def sophia_rule(params, grads, ms, hs, clip_coef, lr, beta1, gamma, eps, weight_decay, clipping, squared):
     """Algorithm 3's update of θ and m, in place, on lists of tensors; the settings are those of `Sophia`."""
+    grads = clipped(grads, clip_coef)
     torch._foreach_lerp_(local(ms), grads, 1 - beta1)
     if clipping == 'normalize':
         # The norm of a tensor takes all of its shards; everything else is about one coordinate at a time.
@@ -196,6 +198,11 @@ def sophia_rule(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, clip
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     torch._foreach_mul_(step, -lr)
     torch._foreach_add_(params, step)
+
+
+def clipped(grads, clip_coef):
+    """The list `grads` times `clip_coef`, unless that is None."""
+    return grads if clip_coef is None else torch._foreach_mul(grads, clip_coef)
 
 
 @functools.cache

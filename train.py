@@ -187,7 +187,8 @@ params = [p for p in raw_model.parameters() if p.requires_grad]
 # Optimizer and its Hessian hook
 
 optimizer = optimizers.build_optimizer(optimizer_name, raw_model.parameter_groups(weight_decay), lr=learning_rate,
-                                       beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, gamma=gamma)
+                                       beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, gamma=gamma,
+                                       compile=compile)
 assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
 hessian = optimizers.build_hessian_hook(
     optimizer_name, raw_model, optimizer, interval=hessian_interval, batch_size=hessian_batch_size, seed=seed,
@@ -350,7 +351,7 @@ while True:
     # Clip. Then all ranks learn the loss, and whether one of them was asked to stop or to save: one reduction, and the
     # device is asked once.
     scaler.unscale_(optimizer)
-    grad_norm = whole(torch.nn.utils.clip_grad_norm_(params, grad_clip or float('inf')))
+    grad_norm = optimizers.clip_gradients(optimizer, params, grad_clip)
     losses = torch.stack(losses)
     shared = torch.stack([losses.sum() / world.size, *(losses.new_full((), note) for note in stops.notes())])
     train_loss, stopping, save_now, grad_norm = torch.cat((world.sum(shared), grad_norm.view(1))).tolist()

@@ -102,6 +102,10 @@ class Case:
             batch_size=values['hessian_batch_size'], seed=values['seed'], rank=0, world_size=1,
             autocast=self.autocast, compile=values['compile'])
 
+    def clip(self, max_norm):
+        """Clips the gradients."""
+        optimizers.clip_gradients(self.optimizer, self.params, max_norm)
+
     def iterate(self, iter_num):
         """One iteration of train.py's loop, without its logs; returns (mean loss, seconds waited for data)."""
         self.hook.start(iter_num)
@@ -116,7 +120,7 @@ class Case:
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.params, self.values['grad_clip'] or float('inf'))
+        self.clip(self.values['grad_clip'])
         loss = torch.stack(losses).sum().item()
         self.hook.finish(self.optimizer, self.scaler.get_scale())
         self.scaler.step(self.optimizer)
@@ -171,11 +175,24 @@ class Case:
         for p in self.params:
             p.grad = torch.full_like(p, 1e-3)
         adamw = torch.optim.AdamW(self.params, lr=0.0, fused=True)
-        clip = lambda: torch.nn.utils.clip_grad_norm_(self.params, 1.0)  # noqa: E731
+
+        def step():
+            self.optimizer.clip_coef = None
+            self.optimizer.step()
+
+        def clip_and_step():
+            self.clip(1.0)
+            self.optimizer.step()
+
+        def adamw_clip_and_step():
+            torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+            adamw.step()
+
         size = sum(p.numel() for p in self.params)
         a, b, c = (torch.zeros(size, device=self.device) for _ in range(3))
-        own, reference, clipping, adding = interleave(
-            [self.optimizer.step, adamw.step, clip, lambda: torch.add(a, b, out=c)], repeats, self.device)
+        own, reference, own_clipping, reference_clipping, adding = interleave(
+            [step, adamw.step, clip_and_step, adamw_clip_and_step, lambda: torch.add(a, b, out=c)], repeats,
+            self.device)
         bandwidth = 4 * 3 * size / adding
         # Words of memory: the gradient and h are read; parameters and the other states are read and written.
         words = sum(3 * p.numel() + sum((1 if key == 'hessian' else 2) * s.numel()
@@ -183,7 +200,7 @@ class Case:
                                         if isinstance(s, torch.Tensor) and s.shape == p.shape) for p in self.params)
         self.optimizer.zero_grad(set_to_none=True)
         return dict(optimizer_ms=1e3 * own, over_adamw=own / reference, over_floor=own / (4 * words / bandwidth),
-                    over_adamw_clipping=(own + clipping) / (reference + clipping), bandwidth_gb_s=bandwidth / 1e9)
+                    over_adamw_clipping=own_clipping / reference_clipping, bandwidth_gb_s=bandwidth / 1e9)
 
     def hvp_ratio(self, repeats):
         """Time of a Hessian-vector product over that of a gradient, of the same sequences."""
@@ -236,6 +253,9 @@ class Peer(Case):
             self.optimizer = self.model.configure_optimizers(
                 values['weight_decay'], values['learning_rate'], (values['beta1'], values['beta2']), self.device.type)
         self.hook = PeerHook()
+
+    def clip(self, max_norm):
+        torch.nn.utils.clip_grad_norm_(self.params, max_norm or float('inf'))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -447,7 +447,7 @@ def measure(values, vocab_size):
                 meter.mark(f'after {iter_num}')
                 hessian.backward()
                 loss.backward()
-        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizers.clip_gradients(optimizer, params, 1.0)
         hessian.finish(optimizer)
         optimizer.step()
         world.zero_grad(optimizer)

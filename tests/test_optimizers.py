@@ -421,6 +421,32 @@ def test_a_hook_hands_over_nothing_that_is_not_finite(name):
     assert not optimizer.state
 
 
+@pytest.mark.parametrize('max_norm', [0, 0.5, 100.0])
+@pytest.mark.parametrize('name', SETTINGS)
+def test_clipping_inside_the_update_is_clipping(name, max_norm):
+    """Bit for bit what clip_grad_norm_ in front of the update does; our own optimizers leave the gradients alone."""
+    runs = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(s)) for s in ((5, 4), (3,))]
+        optimizer = build_optimizer(name, params, lr=1e-2)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            before = [p.grad.clone() for p in params]
+            if name in HOOKS:
+                optimizer.update_hessian([torch.rand_like(p) for p in params])
+            if inside:
+                norm = optimizers.clip_gradients(optimizer, params, max_norm)
+                untouched = all(torch.equal(p.grad, g) for p, g in zip(params, before))
+                assert untouched == (name != 'adamw' or max_norm != 0.5)
+            else:
+                norm = torch.nn.utils.clip_grad_norm_(params, max_norm or float('inf'))
+            optimizer.step()
+        runs.append([norm, *(p.detach() for p in params)])
+    assert all(torch.equal(*pair) for pair in zip(*runs))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The real train.py: every optimizer, 1 and 2 ranks, float32 and bfloat16
 
