@@ -26,7 +26,7 @@ quickstart: install  ## prepare an embedded corpus, train a small GPT with Sophi
 	$(PY) scripts/plot.py out/quickstart --output out/quickstart/loss.png
 
 test: $(VENV)/.installed-dev  ## run the tests (no GPU, no download of data)
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=2 --dist=loadfile
 
 lint: $(VENV)/.installed-dev  ## ruff
 	$(PY) -m ruff check .

@@ -18,6 +18,7 @@ memory_gb, the peak of device memory (on CPU: of resident memory).
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib.util
 import os
@@ -38,7 +39,7 @@ import torch._functorch.config
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
 import optimizers
-from distributed import peak_flops
+from distributed import World, peak_flops
 from loader import Bin, TrainLoader, keyed_bits
 from model import GPT, GPTConfig, padded_vocab_size
 from scripts.runs import write_json
@@ -60,6 +61,12 @@ def default_configs(device, tiny):
 # What is measured: train.py's parts, put together as it does
 
 
+@functools.cache
+def alone(device, backend, parallel):
+    """The World of this process, made once."""
+    return World(device, backend, parallel)
+
+
 class Case:
     """One configuration on one device: model, optimizer, Hessian hook and loader, built from train.py's settings."""
 
@@ -74,11 +81,10 @@ class Case:
         torch.manual_seed(values['seed'])
         self.model_args = dict(vocab_size=padded_vocab_size(self.data.vocab_size), **{key: values[key] for key in (
             'block_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'scale_attn_by_inverse_layer_idx')})
-        low = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}[values['dtype']]
-        self.autocast = torch.autocast(self.device.type, low) if low else contextlib.nullcontext()
+        self.low = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}[values['dtype']]
+        self.autocast = torch.autocast(self.device.type, self.low) if self.low else contextlib.nullcontext()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=values['dtype'] == 'float16')
         self.build()
-        self.forward = torch.compile(self.model) if values['compile'] else self.model
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         self.loader = TrainLoader(self.data, values['seed'], values['total_batch_size'], values['block_size'], 0, 1,
                                   self.device)
@@ -93,7 +99,9 @@ class Case:
     def build(self):
         """Model, optimizer and hook."""
         values = self.values
-        self.model = GPT(GPTConfig(**self.model_args)).to(self.device)
+        self.model = GPT(GPTConfig(**self.model_args))
+        world = alone(values['device'], values['backend'], values['parallel'])
+        self.forward = world.wrap(self.model, values['compile'], values['activation_checkpointing'], self.low)
         self.optimizer = optimizers.build_optimizer(
             values['optimizer_name'], self.model.parameter_groups(values['weight_decay']), lr=values['learning_rate'],
             **{key: values[key] for key in ('beta1', 'beta2', 'weight_decay', 'eps', 'gamma', 'compile')})
@@ -144,7 +152,7 @@ class Case:
         self.losses.append(loss)
 
     def results(self, repeats):
-        """What the table says of this configuration, a dict."""
+        """What the table says of this configuration, a dict; with repeats = 0 of its steps only."""
         plain = statistics.median(self.seconds[False] or self.seconds[True])
         row = dict(config=self.name, compile=self.values['compile'], dtype=self.values['dtype'], step_ms=1e3 * plain)
         average = plain
@@ -156,8 +164,9 @@ class Case:
         row['tokens_per_sec'] = tokens / average
         if limit := peak_flops(self.device):
             row['mfu'] = GPT.flops_per_token(self) * tokens / plain / limit
-        row.update(self.optimizer_step(repeats))
-        if isinstance(self.hook, optimizers.HutchinsonHook):
+        if repeats:
+            row.update(self.optimizer_step(repeats))
+        if repeats and isinstance(self.hook, optimizers.HutchinsonHook):
             row['hvp_ratio'] = self.hvp_ratio(repeats)
         row['wait_share'] = statistics.median(self.waits) / plain
         row['memory_gb'] = (self.resting + max(self.peaks)) / 1e9
@@ -252,6 +261,7 @@ class Peer(Case):
             self.model.load_state_dict(GPT(GPTConfig(**self.model_args)).state_dict())
             self.optimizer = self.model.configure_optimizers(
                 values['weight_decay'], values['learning_rate'], (values['beta1'], values['beta2']), self.device.type)
+        self.forward = torch.compile(self.model) if values['compile'] else self.model
         self.hook = PeerHook()
 
     def clip(self, max_norm):
@@ -335,7 +345,7 @@ def random_bins(folder, seed=0):
     return Path(folder)
 
 
-def measure(configs, peers, dataset, rounds, deadline):
+def measure(configs, peers, dataset, rounds, deadline, steps_only=False):
     """Rows of the table for `configs` (of one model), in turns over at least 4 and at most `rounds` rounds."""
     cases = [Case(config, dataset) for config in configs]
     adamw = [config for config in configs if config.values['optimizer_name'] == 'adamw']
@@ -347,7 +357,7 @@ def measure(configs, peers, dataset, rounds, deadline):
         for case in cases:
             case.run(2 * round_)
             case.run(2 * round_ + 1)
-    repeats = min(rounds, 20)
+    repeats = 0 if steps_only else min(rounds, 20)
     rows = [case.results(repeats) for case in cases]
     for case in cases:
         case.close()
@@ -375,6 +385,8 @@ def parse(argv):
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--rounds', type=int, default=15, help='steps of each kind and configuration (default: 15)')
     parser.add_argument('--minutes', type=float, default=8.0, help='then rounds end, after at least 4 (default: 8)')
+    parser.add_argument('--steps_only', action='store_true',
+                        help='measure no parts by themselves: for models that leave no memory for it')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
     parser.add_argument('--tiny', action='store_true', help='a tiny model in the place of the default list')
     args = parser.parse_args(argv)
@@ -395,13 +407,15 @@ def main(argv=None):
     groups = {}  # configurations of one model, compiled alike, take turns
     for text in texts:
         config = configurator.resolve([*shlex.split(text), f'--device={args.device}'])
-        shape = tuple(config.values[key] for key in ('n_layer', 'n_head', 'n_embd', 'block_size', 'compile', 'dtype'))
+        shape = tuple(config.values[key] for key in (
+            'n_layer', 'n_head', 'n_embd', 'block_size', 'compile', 'dtype', 'parallel', 'activation_checkpointing'))
         groups.setdefault(shape, []).append(config)
     started, rows = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         dataset = Path(args.dataset) if args.dataset else random_bins(folder)
         for i, configs in enumerate(groups.values(), start=1):
-            rows += measure(configs, args.peer, dataset, args.rounds, started + 60 * args.minutes * i / len(groups))
+            deadline = started + 60 * args.minutes * i / len(groups)
+            rows += measure(configs, args.peer, dataset, args.rounds, deadline, args.steps_only)
             gc.collect()
             torch.compiler.reset()
             if device.type == 'cuda':

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in order, in pieces: tests, benchmark, and the runs that compare the optimizers.
+"""Everything that needs a GPU, in order, in pieces: tests, benchmark, large models, runs that compare the optimizers.
 
   python scripts/gpu_suite.py --dataset data/books --text train.txt.bz2 --val_text val.txt.bz2 --minutes 8.5
   python scripts/gpu_suite.py --dry_run                        the plan, and what of it is done
@@ -17,6 +17,7 @@ draws the last (RECORDS/map). Remove a record to have it made again.
 
 import argparse
 import importlib.util
+import shlex
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,12 @@ from optimizers import PEAK_LR
 from scripts.runs import ROOT, below, print_table, read_json, read_run, write_json
 from scripts.sweep import expand, interrupt, progress, train_all
 
-GROUPS = ('tests', 'bench', 'runs', 'seeds', 'variants', 'map')
+GROUPS = ('tests', 'bench', 'large', 'runs', 'seeds', 'variants', 'map')
+# One GPU of 141 GB holds the states of the 6.6B model (107 GB) and the estimate's gradient (27 GB) in FSDP's way only:
+# no 16-bit copies of all weights, no second gradient.
+LARGE = [('1.5B', ['--block_size=2048', '--batch_size=4', '--total_batch_size=16']),
+         ('6.6B', ['--block_size=2048', '--batch_size=1', '--total_batch_size=4', '--parallel=fsdp',
+                   '--activation_checkpointing=True'])]
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=32', '--log_interval=2']
 
 
@@ -155,7 +161,25 @@ def items_of(args, group):
         script = 'scripts/bench.py'
         return [Command('bench', [sys.executable, script, '--output', below(ROOT, args.records / 'bench_results.json')],
                         args.records, '' if (ROOT / script).is_file() else script)]
+    if group == 'large':
+        return large_items(args)
     return training_items(args, group)
+
+
+def large_items(args):
+    """The 1.5B and 6.6B models, AdamW and Sophia-G, each alone on the GPU; and memory beside the plan's."""
+    items, models = [], [('tiny', [*TINY, '--total_batch_size=4', '--batch_size=2'])] if args.tiny else LARGE
+    for size, flags in models:
+        flags = [f'--model_size={size}', *flags]
+        for name in ('adamw', 'sophiag'):
+            output = below(ROOT, args.records / f'large_{size}_{name}_results.json')
+            items.append(Command(f'large_{size}_{name}', [
+                sys.executable, 'scripts/bench.py', shlex.join([*flags, f'--optimizer_name={name}']), '--steps_only',
+                '--rounds', '4', f'--device={args.device}', '--output', output], args.records))
+            items.append(Command(f'plan_{size}_{name}', [
+                sys.executable, 'scripts/plan.py', '--measure', f'--device={args.device}', '--compile=False', *flags,
+                f'--optimizer_name={name}'], args.records))
+    return items
 
 
 def prepare_data(args):

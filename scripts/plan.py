@@ -35,6 +35,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
+import ops
 import optimizers
 from distributed import PEAK_FLOPS, World, ranks_from_environment
 from model import GPT, GPTConfig, padded_vocab_size
@@ -416,6 +417,15 @@ class Meter:
 
 
 def measure(values, vocab_size):
+    """`steps_measured` without the ways that are for CPU alone, whose memory is another."""
+    before, ops.ONEDNN = ops.ONEDNN, False
+    try:
+        return steps_measured(values, vocab_size)
+    finally:
+        ops.ONEDNN = before
+
+
+def steps_measured(values, vocab_size):
     """What three real steps allocate on this rank's device, built and run as train.py does: a dict of bytes.
 
     peak; parameters; optimizer (state); activations: what the forward pass of a micro-batch leaves for the backward.

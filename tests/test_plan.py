@@ -10,7 +10,6 @@ from conftest import refusal
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import configurator
-import ops
 import sophia
 from model import GPT
 from scripts import plan
@@ -38,12 +37,6 @@ def hold(values, vocab_size, ranks=1, per_node=1):
     assert after['optimizer state'] == pytest.approx(measured['optimizer'], rel=0.001)
     kept = sum(after.get(term, 0) for term in ('activations', 'loss', 'copies'))
     assert kept == pytest.approx(measured['activations'], rel=0.06)
-
-
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
-    """Without the CPU's own ways, whose memory is another."""
-    monkeypatch.setattr(ops, 'ONEDNN', False)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
