@@ -121,9 +121,8 @@ if hessian_rounded != hessian_batch_size:
 config.check_ranges()
 config.require('dtype', parallel == 'ddp' or dtype != 'float16', f'bfloat16 or float32 for parallel = {parallel}')
 if optimizers.differentiates_twice(optimizer_name):
-    why = f'for {optimizer_name}, which needs derivatives of the gradient'
-    config.require('parallel', parallel == 'ddp', f'ddp {why}')
-    config.require('activation_checkpointing', not activation_checkpointing, f'False {why}')
+    for key, only in dict(parallel='ddp', activation_checkpointing=False).items():
+        config.require(key, config.values[key] == only, f'{only} for {optimizer_name}, which differentiates gradients')
 own = init_from in ('scratch', 'resume', 'auto')  # else the weights of a Hugging Face model
 config.require('init_from', own or init_from in HUB_MODELS or Path(init_from).is_dir(),
                f'scratch, resume, auto, {", ".join(HUB_MODELS)} or a Hugging Face folder')
@@ -195,8 +194,7 @@ hessian = optimizers.build_hessian_hook(
     rank=world.rank, world_size=world.size, autocast=autocast, compile=compile)
 scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == 'float16')
 iter_num, best_val_loss, seconds, clipped = 0, float('inf'), 0.0, 0
-evaluated = -1  # the iteration of the latest evaluation
-passed_over = 0  # iterations in a row that were not finite
+evaluated, passed_over = -1, 0  # iteration of the latest evaluation; iterations in a row that were not finite
 latest_losses = collections.deque(maxlen=100)
 if resumed:
     with world.together():

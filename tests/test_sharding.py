@@ -67,7 +67,7 @@ def test_bfloat16_is_close(run):
 
 
 @pytest.mark.parametrize('flags, name, words', [
-    (['--parallel=fsdp'], 'sophiah', 'must be ddp for sophiah, which needs derivatives of the gradient'),
+    (['--parallel=fsdp'], 'sophiah', 'must be ddp for sophiah, which differentiates gradients'),
     (['--activation_checkpointing=True'], 'sophiah', 'must be False for sophiah'),
     (['--parallel=fsdp', '--dtype=float16'], 'adamw', 'must be bfloat16 or float32 for parallel = fsdp'),
     (['--parallel=tp'], 'adamw', 'must be ddp, fsdp or hsdp'),
