@@ -142,11 +142,12 @@ def clip_gradients(optimizer, params, max_norm):
     without rewriting them. Returns their norm before that, a 0-d tensor."""
     gradients = [p.grad for p in params]
     norm = torch.nn.utils.get_total_norm(gradients)
+    total = whole(norm)
     if max_norm and isinstance(optimizer, GuardedOptimizer):
-        optimizer.clip_coef = (max_norm / (whole(norm) + 1e-6)).clamp(max=1)
+        optimizer.clip_coef = (max_norm / (total + 1e-6)).clamp(max=1)
     elif max_norm:
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-    return whole(norm)
+    return total
 
 
 # ----------------------------------------------------------------------------------------------------------------------

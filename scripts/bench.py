@@ -34,7 +34,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch._functorch.config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
@@ -401,7 +400,6 @@ def parse(argv):
 def main(argv=None):
     args = parse(argv)
     torch.set_float32_matmul_precision('high')  # as train.py
-    torch._functorch.config.donated_buffer = False
     device = torch.device(args.device)
     texts = args.configs or default_configs(device, args.tiny)
     groups = {}  # configurations of one model, compiled alike, take turns

@@ -437,7 +437,6 @@ def steps_measured(values, vocab_size):
     autocast = torch.autocast(world.device.type, low) if low else contextlib.nullcontext()
     torch.manual_seed(values['seed'])
     raw_model = GPT(shape_of(values, vocab_size))
-    torch._functorch.config.donated_buffer = False
     model = world.wrap(raw_model, values['compile'], values['activation_checkpointing'], low)
     params = list(raw_model.parameters())
     optimizer = optimizers.build_optimizer(values['optimizer_name'], raw_model.parameter_groups(0.1), lr=1e-4)
