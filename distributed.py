@@ -76,6 +76,7 @@ class World:
         if compile:
             # Gauss-Newton-Bartlett's two backward passes through one compiled forward need its buffers twice.
             torch._functorch.config.donated_buffer = False
+            model.compile_loss = True
         if activation_checkpointing:
             for block in model.transformer.h:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from ops import Linear, TiedEmbedding, cross_entropy, head_loss, on_cpu, sample_labels
+from ops import Linear, TiedEmbedding, cross_entropy, head_loss, sample_labels
 
 # Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
 SIZES = {
@@ -112,6 +112,7 @@ class GPT(nn.Module):
         if config.n_embd % config.n_head:
             raise ValueError(f'n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}')
         self.config = config
+        self.compile_loss = False  # see ops.head_loss
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
@@ -139,11 +140,11 @@ class GPT(nn.Module):
         Args:
             idx: (B, T) token ids.
             targets: (B, T) token ids, -1 where a position does not count.
-            labels_hat: (B, T), for the Gauss-Newton-Bartlett estimator: either labels (int64, -1 = not counted), or
-                uniform numbers in [0, 1) (float32, negative = not counted) with which ŷ ~ softmax(logits) is drawn.
-                One forward then serves two backward passes.
-            return_logits: False in training, where keeping (B, T, vocab_size) alive costs memory and time. On CPU the
-                loss can then be differentiated once, not twice.
+            labels_hat: (n, T), n ≤ B, for the Gauss-Newton-Bartlett estimator, of the first n sequences: either labels
+                (int64), or uniform numbers in [0, 1) (float32) with which ŷ ~ softmax(logits) is drawn. Positions
+                whose target is -1 do not count here either. One forward then serves two backward passes.
+            return_logits: False in training: logits (B, T, vocab_size), which cost memory and time, are not kept, and
+                the loss can be differentiated once, not twice.
 
         Returns:
             (logits, loss), each None where not asked for; with `labels_hat`, (logits, loss, loss_hat) where
@@ -153,8 +154,8 @@ class GPT(nn.Module):
         if T > self.config.block_size:
             raise ValueError(f'sequence of {T} tokens is longer than block_size = {self.config.block_size}')
         wte = self.transformer.wte.weight
-        fused = targets is not None and not return_logits and on_cpu(wte)
-        if fused and not torch.compiler.is_compiling():
+        fused = targets is not None and not return_logits
+        if fused and wte.dtype == torch.float32 and not torch.compiler.is_compiling():
             x, wte = TiedEmbedding.apply(idx, wte)
         else:
             x = F.embedding(idx, wte)
@@ -167,18 +168,19 @@ class GPT(nn.Module):
             return self.head_loss(x, wte, targets, labels_hat)
         logits = self.lm_head(x)
         loss = None if targets is None else cross_entropy(logits, targets, 'mean')
-        kept = logits if return_logits else None
         if labels_hat is None:
-            return kept, loss
+            return logits, loss
+        logits_hat, counted = logits[:len(labels_hat)], targets[:len(labels_hat)] >= 0
         if labels_hat.is_floating_point():
-            labels_hat = torch.where(labels_hat < 0, -1, sample_labels(logits.detach(), labels_hat))
-        return kept, loss, cross_entropy(logits, labels_hat, 'sum')
+            labels_hat = sample_labels(logits_hat.detach(), labels_hat)
+        return logits, loss, cross_entropy(logits_hat, torch.where(counted, labels_hat, -1), 'sum')
 
-    @staticmethod
-    def head_loss(x, weight, targets, labels_hat):
+    def head_loss(self, x, weight, targets, labels_hat):
         """What `forward` returns without logits, by ops.head_loss: x (B, T, n_embd) is the head's input."""
-        hat = x.new_empty(0) if labels_hat is None else labels_hat.reshape(-1)
-        loss, loss_hat, *_ = head_loss(x.flatten(0, 1), weight, targets.reshape(-1), hat, torch.is_grad_enabled())
+        kind = x.device.type
+        x = x.flatten(0, 1).to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype)
+        hat = torch.empty(0, device=x.device) if labels_hat is None else labels_hat.reshape(-1)
+        loss, loss_hat, *_ = head_loss(x, weight, targets.reshape(-1), hat, torch.is_grad_enabled(), self.compile_loss)
         return (None, loss) if labels_hat is None else (None, loss, loss_hat)
 
     @classmethod

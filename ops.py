@@ -1,9 +1,10 @@
-"""What the model computes with: linear layers, cross-entropy, labels drawn from the softmax; on CPU by faster ways.
+"""What the model computes with: linear layers, cross-entropy, labels drawn from the softmax; the head with its loss.
 
 PyTorch's matrix product on x86 is MKL's, which leaves AVX-512 unused on AMD processors. Its convolutions are oneDNN's,
-which does not: a linear layer is a convolution with a 1×1 kernel over its tokens. There the head and its loss are one
-operation, too. The plain ways remain for every other device and dtype, for autocast, and where more than the first
-derivative is asked for; setting `ONEDNN` to False leaves no other.
+which does not: on CPU in float32 a linear layer is a convolution with a 1×1 kernel over its tokens. Setting `ONEDNN` to
+False turns that off.
+
+`head_loss` is the output head and the cross-entropy as one operation, part by part, so that logits are never kept.
 """
 
 import functools
@@ -61,7 +62,9 @@ def draw(p, uniforms):
 
     Two levels (blocks of 128 classes, then the class within its block) keep the cumulative sums short and accurate.
     """
-    p = F.pad(p, (0, -p.size(-1) % 128)).unflatten(-1, (-1, 128))
+    if missing := -p.size(-1) % 128:  # F.pad would copy p in any case
+        p = F.pad(p, (0, missing))
+    p = p.unflatten(-1, (-1, 128))
     block, t = _invert(p.sum(-1), uniforms)
     p = p.gather(-2, block[..., None, None].expand(*block.shape, 1, 128)).squeeze(-2)
     return block * 128 + _first_above(p.cumsum(-1), t).squeeze(-1)
@@ -82,7 +85,152 @@ def _first_above(cumulative, t):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The head and its loss on CPU in float32
+# The head with its loss
+
+ROWS = 8192  # computed at a time: products are at full speed, and logits take 0.8 GB in 16 bits
+
+
+@torch.library.custom_op('sophia::head_loss', mutates_args=())
+def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, labels_hat: torch.Tensor, gradients: bool,
+              compile: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
+                                      torch.Tensor, torch.Tensor]:
+    """Mean cross-entropy of the logits x·weightᵀ with `targets`, that summed over `labels_hat`, and their gradients.
+
+    The gradients of the logits, softmax minus one-hot, differ between the two in the one-hot alone: the second loss
+    needs no product of its own, only rows of `weight` and `x`. Differentiable once.
+
+    Args:
+        x: (N, C), of the type that products are to be computed in. weight: (V, C).
+        targets: (N,), -1 = not counted, in neither loss.
+        labels_hat: (n,), n ≤ N, second labels of the first n rows, or uniform numbers to draw them with.
+        gradients: whether to compute them.
+        compile: whether to torch.compile what is no product (on CPU in float32 it never is).
+
+    Returns:
+        loss and loss_hat; how many targets count; and the gradients to x and weight, first of the *sum* over the
+        targets, then of loss_hat, to its n rows of x; empty where not asked for. All but those to x at least float32.
+    """
+    N, n = len(x), len(labels_hat)
+    counted, labels, w = targets >= 0, targets.clamp(min=0), weight.to(x.dtype)
+    losses = x.new_zeros(2, dtype=wide(x))
+    dx, dw, dx_hat, dw_hat = _gradients(x, weight, n, gradients)
+    totals = (dw, dw_hat)
+    size = max(1, ENTRIES // len(weight)) if on_cpu(x) else ROWS
+    with torch.autocast(x.device.type, enabled=False):
+        # Either all rows of a chunk may have a second label, or none has.
+        for first in [*range(0, n, size), *range(n, N, size)]:
+            at = slice(first, min(first + size, n if first < n else N))
+            hat, mask, y = labels_hat[at] if first < n else None, counted[at].to(losses.dtype), labels[at]
+            nll, y_hat, nll_hat, backward = (
+                by_classes(x[at], w, y, hat) if on_cpu(x) else by_rows(x[at], w, y, hat, compile))
+            losses[0] += (nll * mask).sum()
+            if hat is not None:
+                losses[1] += (nll_hat * mask).sum()
+            if not gradients:
+                continue
+            mask = mask[:, None].to(x.dtype)
+            xs = x[at] * mask
+            dx_at = backward(xs, totals[:1 if hat is None else 2])
+            dx[at] = dx_at * mask
+            if hat is not None:
+                dx_hat[at] = (dx_at + (w[y] - w[y_hat])) * mask
+                xs = xs.to(dw.dtype)
+                dw_hat.index_add_(0, y, xs).index_add_(0, y_hat, xs, alpha=-1)
+    count = counted.sum().to(losses.dtype)
+    return losses[0] / count, losses[1].clone(), count, dx, dw, dx_hat, dw_hat
+
+
+def wide(x):
+    """The type that numbers of x's type are added up in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _gradients(x, weight, n, wanted):
+    """Memory for the gradients that `head_loss` returns, of the weight zeros."""
+    none = [(0,)] * 2
+    (a, b), (c, d) = ([(rows, x.size(1)), weight.shape] if wanted and rows else none for rows in (len(x), n))
+    return x.new_empty(a), x.new_zeros(b, dtype=wide(x)), x.new_empty(c), x.new_zeros(d, dtype=wide(x))
+
+
+@head_loss.register_fake
+def _(x, weight, targets, labels_hat, gradients, compile):
+    return *(x.new_empty((), dtype=wide(x)) for _ in range(3)), *_gradients(x, weight, len(labels_hat), gradients)
+
+
+@register_flop_formula(torch.ops.sophia.head_loss)
+def _(x, weight, targets, labels_hat, gradients, *_, **__):
+    return 2 * x[0] * x[1] * weight[0] * (3 if gradients else 1)
+
+
+def _keep(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.rows, ctx.dtype = len(inputs[0]), inputs[1].dtype
+    ctx.save_for_backward(*output[2:])
+
+
+def _backward(ctx, grad, grad_hat, *_):
+    count, dx, dw, dx_hat, dw_hat = ctx.saved_tensors
+    to_x, to_weight = [], []
+    if grad is not None and dx.numel():
+        to_x.append(dx.to(dw.dtype) * (grad / count))
+        to_weight.append(dw * (grad / count))
+    if grad_hat is not None and dx_hat.numel():
+        to_x.append(F.pad(dx_hat.to(dw.dtype) * grad_hat, (0, 0, 0, ctx.rows - len(dx_hat))))
+        to_weight.append(dw_hat * grad_hat)
+    if not to_x:
+        return (None,) * 6
+    add = functools.partial(functools.reduce, torch.add)
+    return add(to_x).to(dx.dtype), add(to_weight).to(ctx.dtype), None, None, None, None
+
+
+head_loss.register_autograd(_backward, setup_context=_keep)
+
+
+def by_rows(x, weight, labels, hat, compile):
+    """Softmax and losses of all classes of some rows.
+
+    Args: x (R, C), weight (V, C), labels (R,), hat (R,): second labels, uniform numbers to draw them with, or None.
+
+    Returns:
+        The label's negative log-likelihood (R,); the second labels and theirs; and a function of (xs (R, C), totals)
+        that adds the gradient to `weight` with xs for x to each of the `totals`, and returns that to x.
+    """
+    logits = F.linear(x, weight)
+    nll, labels_hat, nll_hat = (_compiled() if compile else softmax_)(logits, labels, hat)
+    # Softmax minus one-hot; near p = 1 the difference has to be taken before it is rounded to 16 bits.
+    logits.scatter_(-1, labels[:, None], torch.expm1(-nll)[:, None].to(logits.dtype))
+
+    def backward(xs, totals):
+        room = 64 if xs.dtype == torch.float16 else 1  # for sums over rows, which no loss scaling makes smaller
+        product = logits.t() @ (xs / room)
+        for total in totals:
+            total.add_(product, alpha=room)
+        return logits @ weight
+
+    return nll, labels_hat, nll_hat, backward
+
+
+def softmax_(logits, labels, hat):
+    """Overwrites `logits` (R, V) by their softmax; returns losses and second labels as `by_rows`."""
+    log_p = F.log_softmax(logits, -1, dtype=wide(logits))
+    at = labels[:, None]
+    nll, p = -log_p.gather(-1, at), log_p.exp_()
+    labels_hat, nll_hat = hat, None
+    if hat is not None:
+        labels_hat = draw(p, hat) if hat.is_floating_point() else hat
+        others = logits.gather(-1, labels_hat[:, None]).to(log_p.dtype)
+        nll_hat = (nll + logits.gather(-1, at) - others).squeeze(-1)
+    logits.copy_(p)
+    return nll.squeeze(-1), labels_hat, nll_hat
+
+
+@functools.cache
+def _compiled():
+    """`softmax_` in two passes over the logits."""
+    return torch.compile(softmax_)
+
+
+# On CPU in float32: class by class
 
 CLASSES = 2048  # computed at a time: 8 MB for 1,024 tokens, which stay in the cache
 ENTRIES = 2 ** 26  # of the softmax kept at a time (256 MiB)
@@ -129,95 +277,30 @@ def draw_in_parts(parts, uniforms):
     return labels
 
 
-@torch.library.custom_op('sophia::head_loss', mutates_args=())
-def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, labels_hat: torch.Tensor, gradients: bool,
-              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean cross-entropy of the logits x·weightᵀ with `targets`, that summed over `labels_hat`, and their gradients.
+def by_classes(x, weight, labels, hat):
+    """As `by_rows`, a part of the classes after the other."""
+    shift = label_logit = (x * weight[labels]).sum(-1)
+    parts, sums = exponentials(x, weight, shift)
+    if not (sums < 1e20).all():  # a label so improbable that float32 has no room for it beside the others
+        shift = torch.stack([linear(part, x).amax(0) for part in weight.split(CLASSES)]).amax(0)
+        parts, sums = exponentials(x, weight, shift)
+    logsumexp = sums.log() + shift
+    labels_hat = draw_in_parts(parts, hat) if hat is not None and hat.is_floating_point() else hat
+    nll_hat = None if hat is None else logsumexp - (x * weight[labels_hat]).sum(-1)
 
-    The gradients of the logits, softmax minus one-hot, differ between the two in the one-hot alone: the second loss
-    needs no product of its own, only rows of `weight` and `x`. Differentiable once.
-
-    Args:
-        x: (N, C). weight: (V, C). targets: (N,), -1 = not counted.
-        labels_hat: (N,) labels, or uniform numbers to draw them with, negative = not counted; (0,) for none.
-        gradients: whether to compute them.
-
-    Returns:
-        loss, loss_hat, and the gradients of loss to x and weight, of loss_hat to x and weight; empty if not asked for.
-    """
-    N, hat = len(x), labels_hat.numel() > 0
-    w, w_hat = (targets >= 0).float(), (labels_hat >= 0).float()
-    w /= w.sum()
-    loss, loss_hat = x.new_zeros(()), x.new_zeros(())
-    dx, dx_hat, dw_hat = (torch.zeros_like(t) if gradients and wanted else t.new_empty(0)
-                          for t, wanted in ((x, True), (x, hat), (weight, hat)))
-    dw = torch.empty_like(weight) if gradients else weight.new_empty(0)  # to be written first, not added to
-    # Either all rows of a chunk may have a second label, or none has.
-    last = int(w_hat.nonzero().amax()) + 1 if w_hat.any() else 0
-    size = max(1, ENTRIES // len(weight))
-    for first in [*range(0, last, size), *range(last, N, size)]:
-        at = slice(first, min(first + size, last if first < last else N))
-        xs, labels = x[at], targets[at].clamp(min=0)
-        shift = (xs * weight[labels]).sum(-1)
-        parts, total = exponentials(xs, weight, shift)
-        if not (total < 1e20).all():  # a label so improbable that float32 has no room for it beside the others
-            shift = torch.stack([linear(part, xs).amax(0) for part in weight.split(CLASSES)]).amax(0)
-            parts, total = exponentials(xs, weight, shift)
-        logsumexp = total.log() + shift
-        sets = [(labels, w[at], loss, dx, dw)]
-        if first < last:
-            labels = labels_hat[at]
-            labels = draw_in_parts(parts, labels) if labels.is_floating_point() else labels.clamp(min=0)
-            sets.append((labels, w_hat[at], loss_hat, dx_hat, dw_hat))
-        for labels, counted, sum_, _, _ in sets:
-            sum_ += ((logsumexp - (xs * weight[labels]).sum(-1)) * counted).sum()
-        if not gradients:
-            continue
-
-        # Where both labels of every row count, one product serves both losses.
-        alike = first < last and bool((w_hat[at] == 1).all() and (w[at] == w[first]).all())
-        scaled, scaled_hat = ((xs * (c / total)[:, None]).t().contiguous() for c in (w[at], (w_hat if hat else w)[at]))
-        pw = torch.zeros_like(xs)
+    def backward(xs, totals):
+        scaled, px = (xs / sums[:, None]).t().contiguous(), torch.zeros_like(x)
         for i, (p, part) in enumerate(zip(parts, weight.split(CLASSES))):
             classes = slice(i * CLASSES, i * CLASSES + len(part))
-            pw += outer(p, part)
-            if first < last:
-                product = linear(p, scaled_hat)
-                dw_hat[classes] += product
-            product = product * w[first] if alike else linear(p, scaled)
-            (dw[classes].add_ if first else dw[classes].copy_)(product)
-        pw /= total[:, None]
-        for labels, counted, _, dx_, dw_ in sets:
-            dx_[at] = (pw - weight[labels]) * counted[:, None]
-            dw_.index_add_(0, labels, xs * counted[:, None], alpha=-1)
-    return loss, loss_hat, dx, dw, dx_hat, dw_hat
+            px += outer(p, part)
+            product = linear(p, scaled)
+            for total in totals:
+                total[classes] += product
+        for total in totals:
+            total.index_add_(0, labels, xs, alpha=-1)
+        return px / sums[:, None] - weight[labels]
 
-
-@head_loss.register_fake
-def _(x, weight, targets, labels_hat, gradients):
-    results = [x.new_empty(()), x.new_empty(())]
-    for wanted in (gradients, gradients and labels_hat.numel() > 0):
-        results += [torch.empty_like(x), torch.empty_like(weight)] if wanted else [x.new_empty(0), x.new_empty(0)]
-    return tuple(results)
-
-
-@register_flop_formula(torch.ops.sophia.head_loss)
-def _(x, weight, targets, labels_hat, gradients, **_):
-    return 2 * x[0] * x[1] * weight[0] * (3 if gradients else 1)
-
-
-def _keep(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[2:])
-
-
-def _backward(ctx, grad, grad_hat, *_):
-    dx, dw, dx_hat, dw_hat = ctx.saved_tensors
-    used = [(x * g, w * g) for g, x, w in ((grad, dx, dw), (grad_hat, dx_hat, dw_hat)) if g is not None and x.numel()]
-    return *(functools.reduce(torch.add, terms) for terms in zip(*used)), None, None, None
-
-
-head_loss.register_autograd(_backward, setup_context=_keep)
+    return logsumexp - label_logit, labels_hat, nll_hat, backward
 
 
 class TiedEmbedding(torch.autograd.Function):

@@ -290,14 +290,12 @@ class GaussNewton(HessianHook):
         return loss
 
     def labels(self, Y, first, n):
-        """Uniform numbers (B, T) with which the forward draws ŷ in rows [0, n), negative in the others."""
+        """Uniform numbers (n, T) with which the forward draws ŷ of the first n rows, `first` rows having been taken."""
         if self.uniforms is None:
             shape = (self.batch_size, Y.size(1))
             uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]
             self.uniforms = uniforms.to(Y.device)
-        labels = torch.full(Y.shape, -1.0, device=Y.device)
-        labels[:n] = self.uniforms[first:first + n]
-        return labels
+        return self.uniforms[first:first + n]
 
     def backward(self, loss_scale=1.0):
         if self.loss_hat is not None:
@@ -316,9 +314,7 @@ class EmpiricalFisher(GaussNewton):
     """The ablation E-F+clip: Gauss-Newton-Bartlett with the true labels in the place of sampled ones."""
 
     def labels(self, Y, first, n):
-        labels = Y.clone()
-        labels[n:] = -1
-        return labels
+        return Y[:n]
 
 
 class HutchinsonHook(HessianHook):

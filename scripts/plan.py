@@ -9,12 +9,11 @@ Settings are train.py's: config files, one plan each, and --key=value flags for 
 Memory is the peak of a training step on one GPU: parameters, gradients, optimizer state, what autograd saves and the
 buffers around it, at the moment of the step where they are most, of steps with a Hessian estimate where there are any.
 It follows from model.py, sophia.py and optimizers.py as they run eagerly, and tests/test_plan.py holds it against what
-real steps allocate on CPU, shards included. (Compiled, four small cases took 82 to 104 % of it there.) Where CUDA
-differs the figure is CUDA's, read off PyTorch's dispatch and sources, and not measured yet: cross-entropy under
-autocast keeps its log-probabilities in 16 bits and a float32 copy of them (6 bytes per logit; on CPU 4); layer norms of
-16-bit inputs save a float32 copy of them (on CPU none); Sophia's and Lion's updates copy larger parts than fit a cache;
-of shards one more block is on its way. Not counted: the CUDA context, workspaces of cuBLAS and NCCL, fragmentation
-(HEADROOM is left for them), masks of dropout.
+real steps allocate on CPU, shards included. (Compiled, four small cases took 102 to 108 % of it there.) Where CUDA
+differs the figure is CUDA's, read off PyTorch's dispatch and sources, and not measured yet: layer norms of 16-bit
+inputs save a float32 copy of them (on CPU none); Sophia's and Lion's updates copy larger parts than fit a cache; of
+shards one more block is on its way. A compiled loss copies logits to float32 to draw labels only. Not counted: the CUDA
+context, workspaces of cuBLAS and NCCL, fragmentation (HEADROOM is left for them), masks of dropout.
 
 A step takes its FLOPs (by Chowdhery et al., as train.py's mfu counts them, and the Hessian's and those of
 recomputation) at --mfu of all GPUs' peak. Communication is bytes over bandwidth, nothing of it hidden behind
@@ -124,12 +123,12 @@ HUTCHINSON = {
 def memory(values, vocab_size, gpus=1, per_node=8):
     """{moment of a step: {term: bytes on one GPU}}; the peak is that of the moment with the largest sum.
 
-    Bytes per token of a micro-batch and channel (NC) and per logit (NV) are counted operation by operation; `e` is the
-    size of a number that matrix products take, `r` of one in the residual stream.
+    Bytes per token of a micro-batch and channel (NC) are counted operation by operation; `e` is the size of a number
+    that matrix products take, `r` of one in the residual stream.
     """
     model = meta_model(values, vocab_size)
     c, (B, T) = model.config, (values['batch_size'], values['block_size'])
-    N, NC, NV = B * T, B * T * c.n_embd, B * T * c.vocab_size
+    N, NC = B * T, B * T * c.n_embd
     P, block = model.num_params(), sum(p.numel() for p in model.transformer.h[0].parameters())
     root, wte = P - c.n_layer * block, c.vocab_size * c.n_embd
     shards = {'ddp': 1, 'fsdp': gpus, 'hsdp': min(gpus, per_node)}[values['parallel']]
@@ -151,9 +150,17 @@ def memory(values, vocab_size, gpus=1, per_node=8):
     # or, where the graph is kept, of attention's output, q, k, v, and these put together.
     working = (r + e + 4 * e if low else 20) * NC + e * 4 * c.n_embd ** 2
     working_kept = (r + 7 * e) * NC
-    # Per logit: the logits; what cross-entropy saves; what else it needs in the forward and in the backward pass.
-    logits, saved, forward, backward = (e, 6, 2, 4) if low and on_cuda else (e, 4, 6 if low else 4, 8)
-    head = (norm + e) * NC + 8 * N
+    # ops.head_loss computes ROWS logits at a time, in float32 their log-probabilities (16-bit ones it copies first),
+    # and the product that adds to the head's gradient. It saves that gradient and the one of its input.
+    head, head_weight = (norm + e) * NC + 8 * N, 4 * wte
+
+    def losing(rows, drawing=False):
+        in_float32 = 4 * drawing if values['compile'] else 8 if low else 4
+        logits = min(rows, ops.ROWS) * c.vocab_size
+        computing = max((e + in_float32) * logits, e * (logits + wte))
+        return head_weight + e * NC + 2 * wte * (low and not sharded) + computing
+
+    scaled = 4 * wte + e * wte * (low and sharded) + (4 * low + e) * NC
 
     states, step_copies, step_largest = states_of(values)
     resident = {'parameters': 4 * P / shards, 'optimizer state': 4 * states * P / shards}
@@ -170,13 +177,13 @@ def memory(values, vocab_size, gpus=1, per_node=8):
         waiting, passing, passing_block = e * wte, (e + 4) * root, (e + 4) * block
     else:
         # 16-bit copies that autocast makes of matrices: kept until it ends, and by the graph, which has none of what
-        # checkpoints will compute again. The gradient of the embeddings, whole, from the head waits for the look-up's.
+        # checkpoints will compute again. The head's gradient waits for the look-up's to be added.
         ahead = summing = 0
-        at_loss = 2 * (c.n_layer * matrices + wte) * low
-        after_forward = at_backward = 2 * wte * low if checkpointed else at_loss
+        at_loss = 2 * c.n_layer * matrices * low
+        after_forward = at_backward = 0 if checkpointed else at_loss
         at_first = 2 * matrices * low
-        at_last = at_first if checkpointed else at_loss - 2 * wte * low
-        waiting, passing, passing_block = 4 * wte, 4 * wte, 0
+        at_last = at_first if checkpointed else at_loss
+        waiting, passing, passing_block = 4 * wte, 0, 0
 
     accumulation = values['gradient_accumulation_steps']
     twice = optimizers.differentiates_twice(values['optimizer_name'])
@@ -195,9 +202,10 @@ def memory(values, vocab_size, gpus=1, per_node=8):
     again = waiting if held or sharded else 0
     # Of the first block the gradients of attention and c_fc are still to come, then those of the positions.
     to_come = 4 * (8 * c.n_embd ** 2 + T * c.n_embd) / shards
-    moment('loss', held, blocks + head, at_loss, (saved + forward) * NV)
-    moment('after the forward pass', held, blocks + head, after_forward, saved * NV)
-    moment('backward: loss', held, blocks + head, at_backward, (saved + backward) * NV)
+    moment('loss', held, blocks + head, at_loss, losing(N),
+           accumulated=accumulated if estimating_micro_batches < accumulation else 0)
+    moment('after the forward pass', held, blocks + head, after_forward, head_weight)
+    moment('backward: loss', held, blocks + head, at_backward, head_weight + scaled)
     moment('backward: last block', held, blocks + inside, at_last, buffers=working + waiting + ahead)
     moment('backward: first block', held or gradients - to_come, entered + inside, at_first,
            buffers=again + working + summing + ahead)
@@ -209,22 +217,25 @@ def memory(values, vocab_size, gpus=1, per_node=8):
                buffers=r * NC + waiting + passing_block + ahead)
     if gauss_newton:
         held = gradients if estimating_micro_batches > 1 or in_buckets else 0
-        sampled = logits + (8 if values['optimizer_name'] != 'ef_clip' else 0)
+        # The second loss has gradients of its own, and its rows are computed by themselves.
+        sampled = min(B, math.ceil(values['hessian_batch_size'] / gpus)) * T
+        both = head_weight + 4 * wte + e * sampled * c.n_embd
         kept_copies = at_last if sharded else after_forward + at_first * checkpointed
-        moment('loss, sampled labels', held, blocks + head, at_loss, (saved + max(sampled, saved + forward)) * NV)
-        moment('estimate: loss', held, blocks + head, at_backward, (2 * saved + backward) * NV)
+        moment('loss, sampled labels', held, blocks + head, at_loss,
+               both - head_weight + losing(max(sampled, N - sampled), drawing=True))
+        moment('estimate: loss', held, blocks + head, at_backward, both + scaled + 8 * sampled * c.n_embd)
         # The graph is kept for the gradient. Parameters' gradients are handed over together, and only then added to
         # those before; shards of them are added as they come.
         handed = 0 if sharded else gradients
-        moment('estimate: first block', held, blocks + head + inside, kept_copies, 2 * saved * NV,
+        moment('estimate: first block', held, blocks + head + inside, kept_copies, both,
                max(0, handed - to_come) + working_kept + waiting * sharded + summing + ahead)
-        moment('estimate: embeddings', held, blocks + head, after_forward, 2 * saved * NV, handed + passing)
+        moment('estimate: embeddings', held, blocks + head, after_forward, both, handed + passing)
         if sharded:
-            moment('estimate: gradients of the first block', held, blocks + head, kept_copies, 2 * saved * NV,
+            moment('estimate: gradients of the first block', held, blocks + head, kept_copies, both,
                    r * NC + waiting + passing_block + ahead)
     elif twice:
         rows = min(B, math.ceil(values['hessian_batch_size'] / gpus))
-        NC, NV, squares = NC / B * rows, NV / B * rows, rows * c.n_head * T * T
+        NC, NV, squares = NC / B * rows, rows * T * c.vocab_size, rows * c.n_head * T * T
         a = HUTCHINSON[e]
         moment('estimate', gradients, c.n_layer * (a['layer_squares'] * squares + a['layer_channels'] * NC),
                (a['parameters'] - 12) * P, a['logits'] * NV, a['squares'] * squares + a['channels'] * NC, 8 * P)
