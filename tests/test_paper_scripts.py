@@ -396,6 +396,8 @@ def test_gpu_suite_goes_on_with_what_is_missing(tmp_path, corpus, capsys):
         args.dataset = corpus
         return gpu_suite.training_items(args, group)
 
+    for item in plan('variants') + plan('map'):
+        item.item.check()
     items = plan('runs')
     settings = [item.item.settings for item in items]
     assert [(s['optimizer_name'], s['max_iters']) for s in settings[:3]] == [
