@@ -34,6 +34,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
@@ -45,6 +46,8 @@ from scripts.runs import write_json
 
 TINY = '--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --total_batch_size=4 --batch_size=2'
 CPU_MODEL = '--model_size=30M --block_size=256 --total_batch_size=4 --batch_size=4'
+ATTENTION = dict(flash=SDPBackend.FLASH_ATTENTION, cudnn=SDPBackend.CUDNN_ATTENTION,
+                 efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)
 # Micro-batches that keep one device of 80 GB or more busy.
 CUDA_MODELS = [f'--model_size={size} --batch_size={n}' for size, n in
                (('30M', 48), ('125M', 32), ('355M', 16), ('770M', 12))]
@@ -384,6 +387,7 @@ def parse(argv):
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--rounds', type=int, default=15, help='steps of each kind and configuration (default: 15)')
     parser.add_argument('--minutes', type=float, default=8.0, help='then rounds end, after at least 4 (default: 8)')
+    parser.add_argument('--attention', choices=ATTENTION, help="of PyTorch's ways to attention only this one")
     parser.add_argument('--steps_only', action='store_true',
                         help='measure no parts by themselves: for models that leave no memory for it')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
@@ -413,7 +417,8 @@ def main(argv=None):
         dataset = Path(args.dataset) if args.dataset else random_bins(folder)
         for i, configs in enumerate(groups.values(), start=1):
             deadline = started + 60 * args.minutes * i / len(groups)
-            rows += measure(configs, args.peer, dataset, args.rounds, deadline, args.steps_only)
+            with sdpa_kernel(ATTENTION[args.attention]) if args.attention else contextlib.nullcontext():
+                rows += measure(configs, args.peer, dataset, args.rounds, deadline, args.steps_only)
             gc.collect()
             torch.compiler.reset()
             if device.type == 'cuda':

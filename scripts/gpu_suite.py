@@ -163,9 +163,16 @@ def items_of(args, group):
         missing = '' if importlib.util.find_spec('pytest') else 'pytest'
         return [Command('tests', [sys.executable, '-m', 'pytest', '-q', '-m', 'gpu', 'tests'], args.records, missing)]
     if group == 'bench':
-        script = 'scripts/bench.py'
-        return [Command('bench', [sys.executable, script, '--output', below(ROOT, args.records / 'bench_results.json')],
-                        args.records, '' if (ROOT / script).is_file() else script)]
+        # Then which of the two kernels for attention is faster at d = 64, T = 1024.
+        attention = [f'--device={args.device}', '--steps_only', *(['--tiny'] if args.tiny else [
+            '--minutes=2', '--model_size=125M --batch_size=32', '--model_size=355M --batch_size=16'])]
+        whole = [f'--device={args.device}', *['--tiny'] * args.tiny, *(f'--peer={folder}' for folder in args.peer)]
+        return [Command(name, [sys.executable, 'scripts/bench.py', *flags, '--output',
+                               below(ROOT, args.records / f'{name}_results.json')], args.records)
+                for name, flags in (('bench', whole),
+                                    ('bench_flash', [*attention, '--attention=flash']),
+                                    ('bench_cudnn', [*attention, '--attention=' + (
+                                        'math' if args.device == 'cpu' else 'cudnn')]))]
     if group == 'large':
         return large_items(args)
     return training_items(args, group)
@@ -236,6 +243,8 @@ def parse(argv):
     parser.add_argument('--map_batches', nargs='+', type=int, default=[8, 32, 480], metavar='N',
                         help='mini-batches of the map (default: 8 32 480)')
     parser.add_argument('--seed2', type=int, default=1338, help='the second seed (default: 1338)')
+    parser.add_argument('--peer', action='append', default=[], metavar='PATH',
+                        help='a checkout of nanoGPT for the benchmark to measure beside ours')
     parser.add_argument('--tiny', action='store_true', help='a tiny model, bytes as tokens, a few steps')
     args = parser.parse_args(argv)
     if args.out and not args.out.name.endswith('.tar.gz'):
