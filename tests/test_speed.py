@@ -18,6 +18,7 @@ from sophia import Sophia, hessian_vector_product, in_parts
 needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
 
 
+devices = pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
 needs_onednn = pytest.mark.skipif(not ops.ONEDNN, reason='this PyTorch has no oneDNN beside MKL')
 
 
@@ -63,20 +64,21 @@ def test_parts_hold_every_entry_once():
 @needs_compiler
 @pytest.mark.parametrize('variant', [{}, dict(squared=True), dict(clipping='normalize'),
                                      dict(clipping='none', eps=1e-3)])
-def test_the_compiled_update_equals_the_plain_one(variant):
+@devices
+def test_the_compiled_update_equals_the_plain_one(variant, device):
     torch.manual_seed(0)
     shapes = (40, 9), (17,), ()
-    start = [torch.randn(s) for s in shapes]
+    start = [torch.randn(s, device=device) for s in shapes]
     optimizers = [Sophia([{'params': [torch.nn.Parameter(t.clone()) for t in start[:2]]},
                           {'params': [torch.nn.Parameter(start[2].clone())], 'weight_decay': 0.0}],
                          lr=1e-2, compile=compile, **variant) for compile in (False, True)]
     for step in range(4):
-        gradients, estimates = [torch.randn(s) for s in shapes], [torch.randn(s) for s in shapes]
+        gradients, estimates = ([torch.randn(s, device=device) for s in shapes] for _ in range(2))
         for optimizer in optimizers:
             params = [p for group in optimizer.param_groups for p in group['params']]
             for p, g in zip(params, gradients):
                 p.grad = g.clone()
-            optimizer.clip_coef = torch.tensor(0.3) if step > 1 else None
+            optimizer.clip_coef = torch.tensor(0.3, device=device) if step > 1 else None
             for group in optimizer.param_groups:
                 group['lr'] = 1e-2 / (step + 1)
             if step % 2 == 0 and variant.get('clipping') != 'normalize':
@@ -179,17 +181,18 @@ def test_losses_and_gradients_equal_autograds(way, monkeypatch, kind, ignored, c
 
 @pytest.mark.parametrize('dtype, compile', [(torch.bfloat16, False), (torch.float16, False),
                                             pytest.param(torch.bfloat16, True, marks=needs_compiler)])
-def test_losses_and_gradients_in_sixteen_bits(two_backwards, monkeypatch, dtype, compile):
+@devices
+def test_losses_and_gradients_in_sixteen_bits(two_backwards, monkeypatch, dtype, compile, device):
     """As near to those of float32 as autocast's own, and of the same types."""
     monkeypatch.setattr(ops, 'ROWS', 150)
-    model, (idx, targets) = tiny(), batch()
+    model, (idx, targets) = tiny().to(device), batch().to(device)
     with torch.no_grad():
         # Some targets are nearly certain: their gradient is a small difference of large numbers.
         targets[:, ::3] = model(idx, targets)[0].argmax(-1)[:, ::3]
     given = targets[:2].roll(1, 0)
     exact = both_gradients(model, idx, targets, given, return_logits=True)
-    forward = World('cpu', 'gloo').wrap(model, compile)
-    with torch.autocast('cpu', dtype):
+    forward = World(device, 'gloo').wrap(model, compile)
+    with torch.autocast(device, dtype):
         autocasts = both_gradients(model, idx, targets, given, return_logits=True)
         ours = both_gradients(forward, idx, targets, given)
     assert [t.dtype for t in ours] == [torch.float32] * len(ours)
