@@ -52,7 +52,7 @@ UNUSED = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessia
 
 # Table 3: peak learning rates by model size. The row 'tiny' is ours (README, "The quickstart's settings").
 PEAK_LR = {
-    'tiny': dict(adamw=6e-3, lion=4e-4, sophiah=2e-4, sophiag=2e-4),
+    'tiny': dict(adamw=1.2e-2, lion=1e-3, sophiah=2e-3, sophiag=2e-3),
     '30M': dict(adamw=1.2e-3, lion=4e-4, sophiah=1e-3, sophiag=1e-3),
     '125M': dict(adamw=6e-4, lion=1.5e-4, sophiah=6e-4, sophiag=6e-4),
     '355M': dict(adamw=3e-4, lion=6e-5, sophiah=4e-4, sophiag=4e-4),
