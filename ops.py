@@ -7,6 +7,7 @@ derivative is asked for; setting `ONEDNN` to False leaves no other.
 """
 
 import functools
+import weakref
 
 import torch
 import torch.nn as nn
@@ -95,6 +96,22 @@ def scratch(size):
         return torch.empty(size, dtype=torch.float32, device='cpu')
 
 
+KEPT = []  # memory of `lent` that no tensor uses
+
+
+def lent(like):
+    """An empty tensor like `like` whose memory goes on to the next call once the last tensor that uses it is gone.
+
+    For gradients of the model's size, which an optimizer's zero_grad frees in every step. A tensor made from an array
+    holds it for as long as any tensor uses its memory: what watches the array knows when nobody does.
+    """
+    i = next((i for i, memory in enumerate(KEPT) if memory.size == like.numel()), None)
+    memory = torch.empty(like.numel(), dtype=torch.float32).numpy() if i is None else KEPT.pop(i)
+    array = memory.view()
+    weakref.finalize(array, KEPT.append, memory).atexit = False
+    return torch.from_numpy(array).view_as(like)
+
+
 def outer(p, x):
     """pᵀ·x: (N, M), (N, C) → (M, C)."""
     if x.numel() <= 20480:
@@ -114,6 +131,7 @@ def exponentials(x, weight, shift):
         p, memory = memory[:logits.numel()].view_as(logits), memory[logits.numel():]
         total += torch.exp(logits, out=p).sum(0)
         parts.append(p)
+        del logits  # its memory is the next part's
     return parts, total
 
 
@@ -151,7 +169,7 @@ def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, labe
     loss, loss_hat = x.new_zeros(()), x.new_zeros(())
     dx, dx_hat, dw_hat = (torch.zeros_like(t) if gradients and wanted else t.new_empty(0)
                           for t, wanted in ((x, True), (x, hat), (weight, hat)))
-    dw = torch.empty_like(weight) if gradients else weight.new_empty(0)  # to be written first, not added to
+    dw = lent(weight) if gradients else weight.new_empty(0)  # to be written first, not added to
     # Either all rows of a chunk may have a second label, or none has.
     last = int(w_hat.nonzero().amax()) + 1 if w_hat.any() else 0
     size = max(1, ENTRIES // len(weight))
@@ -208,13 +226,22 @@ def _(x, weight, targets, labels_hat, gradients, **_):
 
 def _keep(ctx, inputs, output):
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[2:])
+    ctx.save_for_backward(*inputs[:4])
+    ctx.gradients = [t.detach() for t in output[2:]]
 
 
 def _backward(ctx, grad, grad_hat, *_):
-    dx, dw, dx_hat, dw_hat = ctx.saved_tensors
-    used = [(x * g, w * g) for g, x, w in ((grad, dx, dw), (grad_hat, dx_hat, dw_hat)) if g is not None and x.numel()]
-    return *(functools.reduce(torch.add, terms) for terms in zip(*used)), None, None, None
+    """Gives the gradients away, as they may be as large as the model; another backward pass computes them again."""
+    total = None
+    for grad, first in ((grad, 0), (grad_hat, 2)):
+        if grad is None or ctx.gradients[first] is not None and not ctx.gradients[first].numel():
+            continue
+        if ctx.gradients[first] is None:
+            ctx.gradients = list(head_loss(*ctx.saved_tensors, True)[2:])
+        pair = [ctx.gradients[i].mul_(grad) for i in (first, first + 1)]
+        ctx.gradients[first:first + 2] = None, None
+        total = pair if total is None else [t.add_(g) for t, g in zip(total, pair)]
+    return *total, None, None, None
 
 
 head_loss.register_autograd(_backward, setup_context=_keep)
