@@ -12,7 +12,6 @@ import weakref
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.nn.grad import conv2d_weight
 from torch.utils.flop_counter import register_flop_formula
 
 ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
@@ -116,7 +115,10 @@ def outer(p, x):
     """pᵀ·x: (N, M), (N, C) → (M, C)."""
     if x.numel() <= 20480:
         return p.t() @ x
-    return conv2d_weight(as_image(x), (p.size(1), x.size(1), 1, 1), as_image(p), dilation=2).flatten(1)
+    # torch.nn.grad.conv2d_weight, which copies an expanded number to have something of the kernel's shape.
+    kernel = x.new_empty(p.size(1), x.size(1), 1, 1)
+    return torch.ops.aten.convolution_backward(as_image(p), as_image(x), kernel, None, [1, 1], [0, 0], [2, 2], False,
+                                               [0, 0], 1, [False, True, False])[1].flatten(1)
 
 
 def exponentials(x, weight, shift):
