@@ -235,14 +235,15 @@ def _keep(ctx, inputs, output):
 def _backward(ctx, grad, grad_hat, *_):
     """Gives the gradients away, as they may be as large as the model; another backward pass computes them again."""
     total = None
-    for grad, first in ((grad, 0), (grad_hat, 2)):
-        if grad is None or ctx.gradients[first] is not None and not ctx.gradients[first].numel():
+    for first, g in ((0, grad), (2, grad_hat)):
+        kept = ctx.gradients[first]
+        if g is None or kept is not None and not kept.numel():
             continue
-        if ctx.gradients[first] is None:
+        if kept is None:
             ctx.gradients = list(head_loss(*ctx.saved_tensors, True)[2:])
-        pair = [ctx.gradients[i].mul_(grad) for i in (first, first + 1)]
+        pair = [t.mul_(g) for t in ctx.gradients[first:first + 2]]
         ctx.gradients[first:first + 2] = None, None
-        total = pair if total is None else [t.add_(g) for t, g in zip(total, pair)]
+        total = pair if total is None else [t.add_(other) for t, other in zip(total, pair)]
     return *total, None, None, None
 
 
