@@ -8,11 +8,11 @@ False turns that off.
 """
 
 import functools
+import weakref
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.nn.grad import conv2d_weight
 from torch.utils.flop_counter import register_flop_formula
 
 ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
@@ -114,15 +114,15 @@ def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, labe
     counted, labels, w = targets >= 0, targets.clamp(min=0), weight.to(x.dtype)
     losses = x.new_zeros(2, dtype=wide(x))
     dx, dw, dx_hat, dw_hat = _gradients(x, weight, n, gradients)
-    totals = (dw, dw_hat)
-    size = max(1, ENTRIES // len(weight)) if on_cpu(x) else ROWS
+    size, way = (max(1, ENTRIES // len(weight)), by_classes) if on_cpu(x) else (ROWS, by_rows)
+    if gradients and on_cpu(x):
+        dw = lent(weight)
     with torch.autocast(x.device.type, enabled=False):
         # Either all rows of a chunk may have a second label, or none has.
         for first in [*range(0, n, size), *range(n, N, size)]:
             at = slice(first, min(first + size, n if first < n else N))
             hat, mask, y = labels_hat[at] if first < n else None, counted[at].to(losses.dtype), labels[at]
-            nll, y_hat, nll_hat, backward = (
-                by_classes(x[at], w, y, hat) if on_cpu(x) else by_rows(x[at], w, y, hat, compile))
+            nll, y_hat, nll_hat, backward = way(x[at], w, y, hat, compile)
             losses[0] += (nll * mask).sum()
             if hat is not None:
                 losses[1] += (nll_hat * mask).sum()
@@ -130,7 +130,7 @@ def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, labe
                 continue
             mask = mask[:, None].to(x.dtype)
             xs = x[at] * mask
-            dx_at = backward(xs, totals[:1 if hat is None else 2])
+            dx_at = backward(xs, [dw] if hat is None else [dw, dw_hat], first == 0)
             dx[at] = dx_at * mask
             if hat is not None:
                 dx_hat[at] = (dx_at + (w[y] - w[y_hat])) * mask
@@ -146,10 +146,10 @@ def wide(x):
 
 
 def _gradients(x, weight, n, wanted):
-    """Memory for the gradients that `head_loss` returns, of the weight zeros."""
+    """Memory for the gradients that `head_loss` returns."""
     none = [(0,)] * 2
     (a, b), (c, d) = ([(rows, x.size(1)), weight.shape] if wanted and rows else none for rows in (len(x), n))
-    return x.new_empty(a), x.new_zeros(b, dtype=wide(x)), x.new_empty(c), x.new_zeros(d, dtype=wide(x))
+    return x.new_empty(a), x.new_empty(b, dtype=wide(x)), x.new_empty(c), x.new_empty(d, dtype=wide(x))
 
 
 @head_loss.register_fake
@@ -164,23 +164,27 @@ def _(x, weight, targets, labels_hat, gradients, *_, **__):
 
 def _keep(ctx, inputs, output):
     ctx.set_materialize_grads(False)
-    ctx.rows, ctx.dtype = len(inputs[0]), inputs[1].dtype
-    ctx.save_for_backward(*output[2:])
+    ctx.save_for_backward(*inputs[:4], output[2])
+    ctx.compile, ctx.gradients = inputs[5], [t.detach() for t in output[3:]]
 
 
 def _backward(ctx, grad, grad_hat, *_):
-    count, dx, dw, dx_hat, dw_hat = ctx.saved_tensors
-    to_x, to_weight = [], []
-    if grad is not None and dx.numel():
-        to_x.append(dx.to(dw.dtype) * (grad / count))
-        to_weight.append(dw * (grad / count))
-    if grad_hat is not None and dx_hat.numel():
-        to_x.append(F.pad(dx_hat.to(dw.dtype) * grad_hat, (0, 0, 0, ctx.rows - len(dx_hat))))
-        to_weight.append(dw_hat * grad_hat)
-    if not to_x:
-        return (None,) * 6
-    add = functools.partial(functools.reduce, torch.add)
-    return add(to_x).to(dx.dtype), add(to_weight).to(ctx.dtype), None, None, None, None
+    """Gives the gradients away, as they may be as large as the model; another backward pass computes them again."""
+    *inputs, count = ctx.saved_tensors
+    to_x, to_weight = None, None
+    for first, scale in ((0, None if grad is None else grad / count), (2, grad_hat)):
+        kept = ctx.gradients[first]
+        if scale is None or kept is not None and not kept.numel():
+            continue
+        if kept is None:
+            ctx.gradients = list(head_loss(*inputs, True, ctx.compile)[3:])
+        dx, dw = ctx.gradients[first:first + 2]
+        ctx.gradients[first:first + 2] = None, None
+        dx, dw = F.pad(dx.to(dw.dtype) * scale, (0, 0, 0, len(inputs[0]) - len(dx))), dw.mul_(scale)
+        to_x, to_weight = (dx, dw) if to_x is None else (to_x + dx, to_weight.add_(dw))
+    if to_x is not None:
+        to_x, to_weight = to_x.to(inputs[0].dtype), to_weight.to(inputs[1].dtype)
+    return to_x, to_weight, None, None, None, None
 
 
 head_loss.register_autograd(_backward, setup_context=_keep)
@@ -192,19 +196,20 @@ def by_rows(x, weight, labels, hat, compile):
     Args: x (R, C), weight (V, C), labels (R,), hat (R,): second labels, uniform numbers to draw them with, or None.
 
     Returns:
-        The label's negative log-likelihood (R,); the second labels and theirs; and a function of (xs (R, C), totals)
-        that adds the gradient to `weight` with xs for x to each of the `totals`, and returns that to x.
+        The label's negative log-likelihood (R,); the second labels and theirs; and a function of (xs (R, C), totals,
+        first) that adds the gradient to `weight` with xs for x to each of the `totals`, writes it if it is the `first`,
+        and returns that to x.
     """
     logits = F.linear(x, weight)
     nll, labels_hat, nll_hat = (_compiled() if compile else softmax_)(logits, labels, hat)
     # Softmax minus one-hot; near p = 1 the difference has to be taken before it is rounded to 16 bits.
     logits.scatter_(-1, labels[:, None], torch.expm1(-nll)[:, None].to(logits.dtype))
 
-    def backward(xs, totals):
+    def backward(xs, totals, first):
         room = 64 if xs.dtype == torch.float16 else 1  # for sums over rows, which no loss scaling makes smaller
         product = logits.t() @ (xs / room)
         for total in totals:
-            total.add_(product, alpha=room)
+            (total.zero_() if first else total).add_(product, alpha=room)
         return logits @ weight
 
     return nll, labels_hat, nll_hat, backward
@@ -243,11 +248,30 @@ def scratch(size):
         return torch.empty(size, dtype=torch.float32, device='cpu')
 
 
+KEPT = []  # memory of `lent` that no tensor uses
+
+
+def lent(like):
+    """An empty tensor like `like` whose memory goes on to the next call once the last tensor that uses it is gone.
+
+    For gradients of the model's size, which an optimizer's zero_grad frees in every step. A tensor made from an array
+    holds it for as long as any tensor uses its memory: what watches the array knows when nobody does.
+    """
+    i = next((i for i, memory in enumerate(KEPT) if memory.size == like.numel()), None)
+    memory = torch.empty(like.numel(), dtype=torch.float32).numpy() if i is None else KEPT.pop(i)
+    array = memory.view()
+    weakref.finalize(array, KEPT.append, memory).atexit = False
+    return torch.from_numpy(array).view_as(like)
+
+
 def outer(p, x):
     """pᵀ·x: (N, M), (N, C) → (M, C)."""
     if x.numel() <= 20480:
         return p.t() @ x
-    return conv2d_weight(as_image(x), (p.size(1), x.size(1), 1, 1), as_image(p), dilation=2).flatten(1)
+    # torch.nn.grad.conv2d_weight, which copies an expanded number to have something of the kernel's shape.
+    kernel = x.new_empty(p.size(1), x.size(1), 1, 1)
+    return torch.ops.aten.convolution_backward(as_image(p), as_image(x), kernel, None, [1, 1], [0, 0], [2, 2], False,
+                                               [0, 0], 1, [False, True, False])[1].flatten(1)
 
 
 def exponentials(x, weight, shift):
@@ -262,6 +286,7 @@ def exponentials(x, weight, shift):
         p, memory = memory[:logits.numel()].view_as(logits), memory[logits.numel():]
         total += torch.exp(logits, out=p).sum(0)
         parts.append(p)
+        del logits  # its memory is the next part's
     return parts, total
 
 
@@ -277,8 +302,8 @@ def draw_in_parts(parts, uniforms):
     return labels
 
 
-def by_classes(x, weight, labels, hat):
-    """As `by_rows`, a part of the classes after the other."""
+def by_classes(x, weight, labels, hat, compile):
+    """As `by_rows`, a part of the classes after the other; there is nothing to compile."""
     shift = label_logit = (x * weight[labels]).sum(-1)
     parts, sums = exponentials(x, weight, shift)
     if not (sums < 1e20).all():  # a label so improbable that float32 has no room for it beside the others
@@ -288,14 +313,14 @@ def by_classes(x, weight, labels, hat):
     labels_hat = draw_in_parts(parts, hat) if hat is not None and hat.is_floating_point() else hat
     nll_hat = None if hat is None else logsumexp - (x * weight[labels_hat]).sum(-1)
 
-    def backward(xs, totals):
+    def backward(xs, totals, first):
         scaled, px = (xs / sums[:, None]).t().contiguous(), torch.zeros_like(x)
         for i, (p, part) in enumerate(zip(parts, weight.split(CLASSES))):
             classes = slice(i * CLASSES, i * CLASSES + len(part))
             px += outer(p, part)
             product = linear(p, scaled)
             for total in totals:
-                total[classes] += product
+                total[classes].copy_(product) if first else total[classes].add_(product)
         for total in totals:
             total.index_add_(0, labels, xs, alpha=-1)
         return px / sums[:, None] - weight[labels]

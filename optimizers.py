@@ -5,6 +5,7 @@ peak learning rates, `build_optimizer`, and the Hessian hook that train.py calls
 import contextlib
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
@@ -137,11 +138,26 @@ def build_optimizer(name, params, *, lr, beta1=None, beta2=None, weight_decay=No
     return Sophia(params, eps=eps, gamma=given['gamma'], nonfinite='ignore', compile=compile, **common, **variant)
 
 
+def total_norm(tensors, size=4096):
+    """ℓ2 norm of all entries of `tensors` together, a 0-d tensor (a DTensor of sharded ones).
+
+    On CPU PyTorch adds up the squares of a tensor in a few float32 sums: of 19M entries the norm comes out 0.1 % too
+    small, of equal ones 1 %. By rows of `size` entries it is right, and takes less time.
+    """
+    if any(isinstance(t, DTensor) or t.device.type != 'cpu' for t in tensors):
+        return torch.nn.utils.get_total_norm(tensors)
+    norms = []
+    for t in tensors:
+        t = t.reshape(-1)
+        rows, rest = t.split([t.numel() - t.numel() % size, t.numel() % size])
+        norms += [torch.linalg.vector_norm(rows.view(-1, size), dim=1), torch.linalg.vector_norm(rest)[None]]
+    return torch.linalg.vector_norm(torch.cat(norms))
+
+
 def clip_gradients(optimizer, params, max_norm):
     """Clips the gradients of `params` at the norm `max_norm` (0: no clipping), or has the optimizer's next update do so
     without rewriting them. Returns their norm before that, a 0-d tensor."""
-    gradients = [p.grad for p in params]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = total_norm([p.grad for p in params])
     total = whole(norm)
     if max_norm and isinstance(optimizer, GuardedOptimizer):
         optimizer.clip_coef = (max_norm / (total + 1e-6)).clamp(max=1)
@@ -388,7 +404,7 @@ def statistics(optimizer):
     for name, key in [('momentum_norm', 'exp_avg'), ('hessian_norm', 'hessian')]:
         tensors = [optimizer.state[p][key] for p in params if key in optimizer.state[p]]
         if tensors:
-            found[name] = whole(torch.nn.utils.get_total_norm(tensors))
+            found[name] = whole(total_norm(tensors))
     if isinstance(optimizer, Sophia) and (unclipped := optimizer.unclipped()) is not None:
         found['update_unclipped'] = unclipped
     return found

@@ -252,7 +252,7 @@ def save_checkpoint(best=False):
 
 def param_norm():
     """ℓ2 norm of all parameters, a 0-d tensor."""
-    return whole(torch.nn.utils.get_total_norm([p.detach() for p in params]))
+    return whole(optimizers.total_norm([p.detach() for p in params]))
 
 
 def give_up(what):

@@ -4,10 +4,11 @@
   python scripts/bench.py '--model_size=125M' '--model_size=125M --optimizer_name=sophiag' --output bench.json
   python scripts/bench.py --peer ~/nanoGPT '--model_size=125M --compile=True'       and nanoGPT's model beside it
 
-Each CONFIG is one quoted string with the arguments that train.py would get. Configurations of the same model take turns
-in every round, and the medians over the rounds are compared: what else the machine does meets all of them alike. A peer
-is a checkout with nanoGPT's interface in its model.py (GPT, GPTConfig, configure_optimizers); it gets the same weights,
-batch, dtype and compile as the configurations of AdamW. Tokens are random, unless --dataset says otherwise.
+Each CONFIG is one quoted string with the arguments that train.py would get. Configurations of the same model, compiled
+or not, take turns in every round, and the medians over the rounds are compared: what else the machine does meets all of
+them alike. A peer is a checkout with nanoGPT's interface in its model.py (GPT, GPTConfig, configure_optimizers); it
+gets the same weights, batch, dtype and compile as each configuration of AdamW. Tokens are random, unless --dataset says
+otherwise.
 
 Columns: step_ms, T(step) without an estimate; hessian_ms, what an estimate adds to a step; hessian_share, that over k
 steps, as a fraction of T(step); optimizer_ms, the optimizer's step alone, and its ratios to fused AdamW's (over_adamw,
@@ -406,11 +407,11 @@ def main(argv=None):
     torch.set_float32_matmul_precision('high')  # as train.py
     device = torch.device(args.device)
     texts = args.configs or default_configs(device, args.tiny)
-    groups = {}  # configurations of one model, compiled alike, take turns
+    groups = {}  # configurations of one model take turns
     for text in texts:
         config = configurator.resolve([*shlex.split(text), f'--device={args.device}'])
         shape = tuple(config.values[key] for key in (
-            'n_layer', 'n_head', 'n_embd', 'block_size', 'compile', 'dtype', 'parallel', 'activation_checkpointing'))
+            'n_layer', 'n_head', 'n_embd', 'block_size', 'dtype', 'parallel', 'activation_checkpointing'))
         groups.setdefault(shape, []).append(config)
     started, rows = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:

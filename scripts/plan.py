@@ -151,8 +151,8 @@ def memory(values, vocab_size, gpus=1, per_node=8):
     working = (r + e + 4 * e if low else 20) * NC + e * 4 * c.n_embd ** 2
     working_kept = (r + 7 * e) * NC
     # ops.head_loss computes ROWS logits at a time, in float32 their log-probabilities (16-bit ones it copies first),
-    # and the product that adds to the head's gradient. It saves that gradient and the one of its input.
-    head, head_weight = (norm + e) * NC + 8 * N, 4 * wte
+    # and the product that adds to the head's gradient. It saves its input, that gradient, and the one of the input.
+    head, head_weight = (norm + 2 * e) * NC + 8 * N, 4 * wte
 
     def losing(rows, drawing=False):
         in_float32 = 4 * drawing if values['compile'] else 8 if low else 4
@@ -160,7 +160,7 @@ def memory(values, vocab_size, gpus=1, per_node=8):
         computing = max((e + in_float32) * logits, e * (logits + wte))
         return head_weight + e * NC + 2 * wte * (low and not sharded) + computing
 
-    scaled = 4 * wte + e * wte * (low and sharded) + (4 * low + e) * NC
+    scaled = e * wte * (low and sharded) + (4 + e * low) * NC
 
     states, step_copies, step_largest = states_of(values)
     resident = {'parameters': 4 * P / shards, 'optimizer state': 4 * states * P / shards}
@@ -227,11 +227,11 @@ def memory(values, vocab_size, gpus=1, per_node=8):
         # The graph is kept for the gradient. Parameters' gradients are handed over together, and only then added to
         # those before; shards of them are added as they come.
         handed = 0 if sharded else gradients
-        moment('estimate: first block', held, blocks + head + inside, kept_copies, both,
+        moment('estimate: first block', held, blocks + head + inside, kept_copies, head_weight,
                max(0, handed - to_come) + working_kept + waiting * sharded + summing + ahead)
-        moment('estimate: embeddings', held, blocks + head, after_forward, both, handed + passing)
+        moment('estimate: embeddings', held, blocks + head, after_forward, head_weight, handed + passing)
         if sharded:
-            moment('estimate: gradients of the first block', held, blocks + head, kept_copies, both,
+            moment('estimate: gradients of the first block', held, blocks + head, kept_copies, head_weight,
                    r * NC + waiting + passing_block + ahead)
     elif twice:
         rows = min(B, math.ceil(values['hessian_batch_size'] / gpus))

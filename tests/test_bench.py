@@ -81,6 +81,18 @@ def test_it_steps_as_train_py_does(corpus, tmp_path, name, extra):
     assert case.losses == pytest.approx(metrics(tmp_path), abs=2e-6)
 
 
+def test_configurations_of_one_model_take_turns_compiled_or_not(monkeypatch):
+    groups = []
+
+    def measure(configs, *_):
+        groups.append([(config.values['n_layer'], config.values['compile']) for config in configs])
+        return []
+
+    monkeypatch.setattr(bench, 'measure', measure)
+    bench.main(['--device', 'cpu', bench.TINY, f'{bench.TINY} --n_layer=2', f'{bench.TINY} --compile=True'])
+    assert groups == [[(1, False), (1, True)], [(2, False)]]
+
+
 def test_a_peer_that_is_none_is_refused(tmp_path):
     with pytest.raises(SystemExit, match='no model.py'):
         bench.main(['--tiny', '--peer', str(tmp_path)])

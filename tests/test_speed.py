@@ -240,6 +240,18 @@ def test_gradients_accumulate_over_losses_and_calls(way):
     assert error([p.grad for p in model.parameters()], ours) < 5e-6
 
 
+def test_lent_memory_goes_on_only_when_no_tensor_uses_it():
+    like = torch.zeros(7, 11)
+    first = ops.lent(like)
+    row, at = first[3], first.data_ptr()
+    del first
+    assert ops.lent(like).data_ptr() != at
+    del row
+    taken = [ops.lent(like) for _ in range(2)]
+    assert at in [t.data_ptr() for t in taken] and taken[0].data_ptr() != taken[1].data_ptr()
+    assert taken[0].shape == like.shape and taken[0].is_contiguous()
+
+
 @needs_onednn
 def test_hessian_vector_product_and_per_sample_gradients_equal_the_plain_ones(plain):
     model, (idx, targets) = tiny(), batch()
