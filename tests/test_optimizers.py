@@ -345,7 +345,7 @@ def test_every_optimizer_has_settings_a_rate_and_a_builder():
     for name in SETTINGS:
         for size in ('tiny', '30M', '125M', '355M'):
             rate, where = optimizers.peak_learning_rate(name, size)
-            assert (rate == 0.3 and 'our table' in where) if name == 'adahessian' else (rate < 0.01 and size in where)
+            assert (rate == 0.3 and 'our table' in where) if name == 'adahessian' else (rate < 0.02 and size in where)
         model = torch.nn.Linear(2, 2)
         built = build_optimizer(name, model.parameters(), lr=1e-3)
         assert isinstance(built, torch.optim.Optimizer)
