@@ -68,7 +68,8 @@ class World:
         Sharded, the parameters of `model` become DTensors in place; build the optimizer afterwards.
 
         Args:
-            compile: torch.compile, of the whole model, or of each block where it is sharded.
+            compile: torch.compile what training runs between embeddings and head, or, where the model is sharded, each
+                block; and the loss.
             activation_checkpointing: keep only what enters a block, and compute the rest again in the backward pass.
             low_precision: dtype that sharded parameters are gathered in; default their own. Shards, gradients and
                 their sums stay float32.
@@ -77,17 +78,19 @@ class World:
             # Gauss-Newton-Bartlett's two backward passes through one compiled forward need its buffers twice.
             torch._functorch.config.donated_buffer = False
             model.compile_loss = True
+            if not self.sharded:
+                # Its layout pass would copy what goes into convolutions, which linear layers are on CPU.
+                model.compiled_trunk = torch.compile(model.trunk, options={'layout_optimization': False})
         if activation_checkpointing:
             for block in model.transformer.h:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if self.sharded:
             return self._shard(model, compile, low_precision)
         model.to(self.device)
-        forward = torch.compile(model) if compile else model
         if self.size == 1:
-            return forward
+            return model
         device_ids = [self.device.index] if self.device.type == 'cuda' else None
-        return DistributedDataParallel(forward, device_ids=device_ids, gradient_as_bucket_view=True)
+        return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
     def _shard(self, model, compile, low_precision):
         """FSDP2: each block is gathered when it is needed, and given up again; the embeddings, shared with the head,

@@ -112,7 +112,7 @@ class GPT(nn.Module):
         if config.n_embd % config.n_head:
             raise ValueError(f'n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}')
         self.config = config
-        self.compile_loss = False  # see ops.head_loss
+        self.compiled_trunk, self.compile_loss = None, False  # for losses without logits, which World.wrap may compile
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
@@ -155,18 +155,15 @@ class GPT(nn.Module):
             raise ValueError(f'sequence of {T} tokens is longer than block_size = {self.config.block_size}')
         wte = self.transformer.wte.weight
         fused = targets is not None and not return_logits
-        if fused and wte.dtype == torch.float32 and not torch.compiler.is_compiling():
+        if fused and wte.dtype == torch.float32:
             x, wte = TiedEmbedding.apply(idx, wte)
         else:
             x = F.embedding(idx, wte)
         x = x + self.transformer.wpe.weight[:T]
         x = F.dropout(x, self.config.dropout, self.training)
-        for block in self.transformer.h:
-            x = block(x)
-        x = self.transformer.ln_f(x)
         if fused:
-            return self.head_loss(x, wte, targets, labels_hat)
-        logits = self.lm_head(x)
+            return self.head_loss((self.compiled_trunk or self.trunk)(x), wte, targets, labels_hat)
+        logits = self.lm_head(self.trunk(x))
         loss = None if targets is None else cross_entropy(logits, targets, 'mean')
         if labels_hat is None:
             return logits, loss
@@ -174,6 +171,12 @@ class GPT(nn.Module):
         if labels_hat.is_floating_point():
             labels_hat = sample_labels(logits_hat.detach(), labels_hat)
         return logits, loss, cross_entropy(logits_hat, torch.where(counted, labels_hat, -1), 'sum')
+
+    def trunk(self, x):
+        """The blocks and the last norm: (B, T, n_embd) → (B, T, n_embd)."""
+        for block in self.transformer.h:
+            x = block(x)
+        return self.transformer.ln_f(x)
 
     def head_loss(self, x, weight, targets, labels_hat):
         """What `forward` returns without logits, by ops.head_loss: x (B, T, n_embd) is the head's input."""
