@@ -1,8 +1,8 @@
 """What the model computes with: linear layers, cross-entropy, labels drawn from the softmax; the head with its loss.
 
 PyTorch's matrix product on x86 is MKL's, which leaves AVX-512 unused on AMD processors. Its convolutions are oneDNN's,
-which does not: on CPU in float32 a linear layer is a convolution with a 1×1 kernel over its tokens. Setting `ONEDNN` to
-False turns that off.
+which does not: where there is AVX-512, on CPU in float32, a linear layer is a convolution with a 1×1 kernel over its
+tokens (`ONEDNN`). Without AVX-512 the convolutions are no faster, and their gradients slower.
 
 `head_loss` is the output head and the cross-entropy as one operation, part by part, so that logits are never kept.
 """
@@ -15,12 +15,19 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+FOR_CPU = True  # False: as on any other device
+ONEDNN = (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+          and torch.backends.cpu.get_cpu_capability() == 'AVX512')
 
 
 def on_cpu(x):
     """Whether the ways for CPU are for `x`."""
-    return ONEDNN and x.device.type == 'cpu' and x.dtype == torch.float32 and not torch.is_autocast_enabled('cpu')
+    return FOR_CPU and x.device.type == 'cpu' and x.dtype == torch.float32 and not torch.is_autocast_enabled('cpu')
+
+
+def by_convolution(x):
+    """Whether a product of `x` (…, C) is to be a convolution."""
+    return ONEDNN and on_cpu(x) and x.numel() > 20480  # up to there PyTorch's convolution is not oneDNN's
 
 
 def as_image(x):
@@ -30,7 +37,7 @@ def as_image(x):
 
 def linear(x, weight, bias=None):
     """F.linear: (…, C), (M, C), (M,) → (…, M)."""
-    if not on_cpu(x) or x.numel() <= 20480:  # up to there PyTorch's convolution is not oneDNN's
+    if not by_convolution(x):
         return F.linear(x, weight, bias)
     # The dilation of a 1×1 kernel changes nothing, but has PyTorch choose oneDNN on a single thread, too.
     y = F.conv2d(as_image(x), weight[:, :, None, None], bias, dilation=2)
@@ -266,7 +273,7 @@ def lent(like):
 
 def outer(p, x):
     """pᵀ·x: (N, M), (N, C) → (M, C)."""
-    if x.numel() <= 20480:
+    if not by_convolution(x):
         return p.t() @ x
     # torch.nn.grad.conv2d_weight, which copies an expanded number to have something of the kernel's shape.
     kernel = x.new_empty(p.size(1), x.size(1), 1, 1)

@@ -429,11 +429,11 @@ class Meter:
 
 def measure(values, vocab_size):
     """`steps_measured` without the ways that are for CPU alone, whose memory is another."""
-    before, ops.ONEDNN = ops.ONEDNN, False
+    before, ops.FOR_CPU = ops.FOR_CPU, False
     try:
         return steps_measured(values, vocab_size)
     finally:
-        ops.ONEDNN = before
+        ops.FOR_CPU = before
 
 
 def steps_measured(values, vocab_size):

@@ -19,13 +19,17 @@ needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('cl
 
 
 devices = pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
-needs_onednn = pytest.mark.skipif(not ops.ONEDNN, reason='this PyTorch has no oneDNN beside MKL')
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='this PyTorch has no oneDNN')
 
 
 @pytest.fixture
-def plain(monkeypatch):
-    """A function that switches between plain PyTorch (True) and the ways for CPU (False)."""
-    return lambda on: monkeypatch.setattr(ops, 'ONEDNN', not on)
+def switch(monkeypatch):
+    """A function that switches between plain PyTorch ('rows'), and the ways for CPU with ('convolutions') or without
+    oneDNN's products ('classes'), whatever this processor has."""
+    def switch(way):
+        monkeypatch.setattr(ops, 'FOR_CPU', way != 'rows')
+        monkeypatch.setattr(ops, 'ONEDNN', way == 'convolutions')
+    return switch
 
 
 def tiny(bias=False):
@@ -103,7 +107,7 @@ def test_only_sophia_has_an_update_to_compile():
 
 @needs_onednn
 @pytest.mark.parametrize('threads', [1, 2])
-def test_linear_layers_go_through_onednn(threads, plain):
+def test_linear_layers_go_through_onednn(threads, switch):
     """Equal to F.linear, with the first and second derivatives; contiguous; and indeed another product than MKL's."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -111,8 +115,8 @@ def test_linear_layers_go_through_onednn(threads, plain):
         torch.manual_seed(0)
         layer, x = ops.Linear(96, 160), torch.randn(4, 80, 96, requires_grad=True)
         results = []
-        for on in (True, False):
-            plain(on)
+        for way in ('rows', 'convolutions'):
+            switch(way)
             y = layer(x)
             assert y.is_contiguous()
             first = torch.autograd.grad(y.square().sum(), (x, *layer.parameters()), create_graph=True)
@@ -127,8 +131,9 @@ def test_linear_layers_go_through_onednn(threads, plain):
 
 
 @needs_onednn
-def test_few_tokens_take_the_plain_product():
+def test_few_tokens_take_the_plain_product(switch):
     """As sampling does with a KV cache: below 20,481 numbers PyTorch's convolution is a slow one."""
+    switch('convolutions')
     with torch.profiler.profile() as profile:
         ops.Linear(64, 96)(torch.randn(320, 64))
     assert not any('conv' in event.name for event in profile.events())
@@ -155,10 +160,10 @@ def two_backwards():
         yield
 
 
-@pytest.fixture(params=[pytest.param('classes', marks=needs_onednn), 'rows'])
-def way(request, plain):
-    """Both of head_loss's: that for CPU in float32, and that for everything else."""
-    plain(request.param == 'rows')
+@pytest.fixture(params=[pytest.param('convolutions', marks=needs_onednn), 'classes', 'rows'])
+def way(request, switch):
+    """All of head_loss's: those for CPU in float32, and that for everything else."""
+    switch(request.param)
     return request.param
 
 
@@ -253,7 +258,7 @@ def test_lent_memory_goes_on_only_when_no_tensor_uses_it():
 
 
 @needs_onednn
-def test_hessian_vector_product_and_per_sample_gradients_equal_the_plain_ones(plain):
+def test_hessian_vector_product_and_per_sample_gradients_equal_the_plain_ones(switch):
     model, (idx, targets) = tiny(), batch()
     names, values = zip(*((name, p.detach()) for name, p in model.named_parameters()))
     torch.manual_seed(1)
@@ -263,8 +268,8 @@ def test_hessian_vector_product_and_per_sample_gradients_equal_the_plain_ones(pl
         return functional_call(model, dict(zip(names, values)), (idx, targets))[1]
 
     results = []
-    for on in (True, False):
-        plain(on)
+    for way in ('rows', 'convolutions'):
+        switch(way)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             product = hessian_vector_product(lambda v: loss(v, idx, targets), values, u)
             per_sample = vmap(grad(loss), (None, 0, 0))(values, idx[:, None], targets[:, None])
@@ -292,10 +297,10 @@ def train(model, name, steps, forward):
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
-def test_fifty_steps_have_the_losses_of_plain_pytorch(way, plain, monkeypatch, name):
+def test_fifty_steps_have_the_losses_of_plain_pytorch(way, switch, monkeypatch, name):
     fast, model = tiny(), tiny()
     runs = [train(fast, name, 50, fast)]
-    plain(True)
+    switch('rows')
     monkeypatch.setattr('sophia.in_parts', lambda *lists: [lists])
     runs.append(train(model, name, 50, lambda *args, return_logits: model(*args)))
     assert runs[0] == pytest.approx(runs[1], abs=2e-3) and runs[0][:5] == pytest.approx(runs[1][:5], abs=1e-5)
