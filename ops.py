@@ -208,7 +208,10 @@ def by_rows(x, weight, labels, hat, compile):
         and returns that to x.
     """
     logits = F.linear(x, weight)
-    nll, labels_hat, nll_hat = (_compiled() if compile else softmax_)(logits, labels, hat)
+    if compile:
+        nll, labels_hat, nll_hat, logits = _compiled()(logits, labels, hat)
+    else:
+        nll, labels_hat, nll_hat, logits = softmax(logits, labels, hat, in_place=True)
     # Softmax minus one-hot; near p = 1 the difference has to be taken before it is rounded to 16 bits.
     logits.scatter_(-1, labels[:, None], torch.expm1(-nll)[:, None].to(logits.dtype))
 
@@ -222,8 +225,11 @@ def by_rows(x, weight, labels, hat, compile):
     return nll, labels_hat, nll_hat, backward
 
 
-def softmax_(logits, labels, hat):
-    """Overwrites `logits` (R, V) by their softmax; returns losses and second labels as `by_rows`."""
+def softmax(logits, labels, hat, in_place=False):
+    """Losses and second labels as `by_rows` returns them, and the softmax of `logits` (R, V), if wanted in their place.
+
+    Not compiled in place: PyTorch 2.11 makes that a kernel which reads the label's logit from what it has overwritten.
+    """
     log_p = F.log_softmax(logits, -1, dtype=wide(logits))
     at = labels[:, None]
     nll, p = -log_p.gather(-1, at), log_p.exp_()
@@ -232,14 +238,13 @@ def softmax_(logits, labels, hat):
         labels_hat = draw(p, hat) if hat.is_floating_point() else hat
         others = logits.gather(-1, labels_hat[:, None]).to(log_p.dtype)
         nll_hat = (nll + logits.gather(-1, at) - others).squeeze(-1)
-    logits.copy_(p)
-    return nll.squeeze(-1), labels_hat, nll_hat
+    return nll.squeeze(-1), labels_hat, nll_hat, logits.copy_(p) if in_place else p.to(logits.dtype)
 
 
 @functools.cache
 def _compiled():
-    """`softmax_` in two passes over the logits."""
-    return torch.compile(softmax_)
+    """`softmax` in two passes over the logits."""
+    return torch.compile(softmax)
 
 
 # On CPU in float32: class by class
