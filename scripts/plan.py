@@ -22,12 +22,13 @@ computation: its share of the step is an upper bound of what it costs.
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -85,9 +86,14 @@ def shape_of(values, vocab_size):
 
 
 def meta_model(values, vocab_size):
-    """The run's GPT without memory."""
+    """The run's GPT without memory, made once: a plan asks for it for every way to spread it and every micro-batch."""
+    return _meta_model(*astuple(shape_of(values, vocab_size)))
+
+
+@functools.lru_cache(maxsize=8)
+def _meta_model(*shape):
     with torch.device('meta'):
-        return GPT(shape_of(values, vocab_size))
+        return GPT(GPTConfig(*shape))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

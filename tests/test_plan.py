@@ -15,7 +15,7 @@ from model import GPT
 from scripts import plan
 
 # Vocabulary, layers, tokens, sequences, width, heads: blocks, weights or logits are what most of the memory is for.
-BLOCKS, WEIGHTS, LOGITS = (512, 4, 256, 4, 128, 4), (64, 4, 128, 2, 256, 4), (4096, 2, 128, 4, 128, 2)
+BLOCKS, WEIGHTS, LOGITS = (512, 4, 256, 2, 128, 4), (64, 4, 64, 2, 256, 4), (4096, 2, 128, 2, 128, 2)
 
 
 def settings(shape, *flags, accumulation=1, ranks=1):
