@@ -240,7 +240,7 @@ def memory(values, vocab_size, gpus=1, per_node=8):
             moment('estimate: gradients of the first block', held, blocks + head, kept_copies, head_weight,
                    r * NC + waiting + passing_block + ahead)
     elif twice:
-        rows = min(B, math.ceil(values['hessian_batch_size'] / gpus))
+        rows = optimizers.rows_at_once(c, math.ceil(values['hessian_batch_size'] / gpus), T, B)
         NC, NV, squares = NC / B * rows, rows * T * c.vocab_size, rows * c.n_head * T * T
         a = HUTCHINSON[e]
         moment('estimate', gradients, c.n_layer * (a['layer_squares'] * squares + a['layer_channels'] * NC),

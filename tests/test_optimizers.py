@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT, TINY, metrics
 
 import optimizers
+from model import SIZES, GPTConfig
 from optimizers import HOOKS, SETTINGS, AdaHessian, Lion, build_hessian_hook, build_optimizer
 from sophia import Sophia
 
@@ -398,10 +399,21 @@ def test_hook_estimates_at_0_k_2k_and_takes_its_share_of_the_rows():
     assert [hook.take_rows(torch.zeros(3, 2)) for _ in range(3)] == [3, 2, 0]
 
 
+@pytest.mark.parametrize('size, rows, T, micro_batch, expected', [
+    ('125M', 32, 1024, 32, 2), ('125M', 33, 1024, 32, 3), ('770M', 32, 1024, 12, 1), ('6.6B', 2, 2048, 1, 1),
+    ('30M', 32, 128, 32, 32), ('30M', 32, 128, 12, 8), ('30M', 31, 128, 12, 1)])
+def test_a_hessian_vector_product_takes_as_many_rows_as_have_room(size, rows, T, micro_batch, expected):
+    config = GPTConfig(**SIZES[size])
+    assert optimizers.rows_at_once(config, rows, T, micro_batch) == expected
+    assert expected == 1 or expected * T ** 2 * config.n_layer * config.n_head <= optimizers.ATTENTION_WEIGHTS
+
+
 @pytest.mark.parametrize('name', ['sophiag', 'sophiah', 'adahessian'])
 def test_a_hook_hands_over_nothing_that_is_not_finite(name):
     """A model whose second derivatives are NaN; under loss scaling Gauss-Newton's overflow is passed over."""
     class Model(torch.nn.Linear):
+        config = GPTConfig(n_layer=1, n_head=1)
+
         def forward(self, X, Y, labels_hat=None, return_logits=True):
             loss = (super().forward(X) ** 2).sum().sqrt() * torch.inf
             return None, loss, loss

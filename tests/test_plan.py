@@ -10,6 +10,7 @@ from conftest import refusal
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import configurator
+import optimizers
 import sophia
 from model import GPT
 from scripts import plan
@@ -50,8 +51,11 @@ def test_memory_is_what_a_step_allocates(shape, name, accumulation, checkpointin
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('shape, name', [((512, 2, 256, 2, 128, 4), 'sophiah'), (WEIGHTS, 'adahessian')])
-def test_memory_of_a_hessian_vector_product(shape, name, dtype):
+@pytest.mark.parametrize('shape, name, room', [
+    ((512, 2, 256, 2, 128, 4), 'sophiah', 2 ** 29), ((512, 2, 256, 2, 128, 4), 'sophiah', 2 ** 19),
+    (WEIGHTS, 'adahessian', 2 ** 29)])
+def test_memory_of_a_hessian_vector_product(monkeypatch, shape, name, room, dtype):
+    monkeypatch.setattr(optimizers, 'ATTENTION_WEIGHTS', room)  # for both sequences at once, or one at a time
     hold(*settings(shape, f'--optimizer_name={name}', f'--dtype={dtype}'))
 
 

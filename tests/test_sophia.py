@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import optimizers
 from model import GPT, GPTConfig
 from optimizers import Lion, build_hessian_hook, build_optimizer
 from sophia import GaussNewtonBartlett, Sophia, gauss_newton_bartlett, hessian_vector_product, hutchinson
@@ -395,6 +396,23 @@ def test_the_micro_batch_does_not_change_the_estimate(gpt_with_hessian, name):
     for size, micro_batch in ((4, 3), (3, 2)):
         whole, parts = (hook_estimates(model, idx, name, 2, n, batch_size=size) for n in (4, micro_batch))
         torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize('name', ['sophiah', 'adahessian'])
+def test_a_product_in_parts_is_the_product(gpt_with_hessian, monkeypatch, name):
+    """4 sequences, as many as there is room for at a time: 4, 2 (3 would leave one over), 1."""
+    model, idx = gpt_with_hessian[:2]
+    one = model.config.n_layer * model.config.n_head * (idx.size(1) - 1) ** 2
+    sizes, product = [], optimizers.HutchinsonHook._product
+    monkeypatch.setattr(optimizers.HutchinsonHook, '_product', lambda self, params, u, X, Y: (
+        sizes.append(len(X)), product(self, params, u, X, Y))[1])
+    estimates = []
+    for room in (4, 3, 0.5):
+        monkeypatch.setattr(optimizers, 'ATTENTION_WEIGHTS', int(room * one))
+        estimates.append(hook_estimates(model, idx, name, 1, batch_size=4))
+    assert sizes == [4, 2, 2, 1, 1, 1, 1]
+    for parts in estimates[1:]:
+        torch.testing.assert_close(parts, estimates[0])
 
 
 def test_hessian_vector_product_in_low_precision_and_compiled(gpt_with_hessian):
