@@ -1,11 +1,12 @@
-"""Everything that needs a GPU, in order, in pieces: tests, benchmark, large models, runs that compare the optimizers.
+"""Everything that needs a GPU, in order, in pieces: tests, benchmark, runs that compare the optimizers, large models.
 
   python scripts/gpu_suite.py --dataset data/books --text train.txt.bz2 --val_text val.txt.bz2 --minutes 8.5
   python scripts/gpu_suite.py --dry_run                        the plan, and what of it is done
   python scripts/gpu_suite.py --device cpu --tiny              try it on a CPU, in minutes
 
-Each call goes on with the next item that --records lacks, stops after --minutes, and can be repeated until all is done;
-training that was cut off is resumed from its checkpoint in --work. What has ended is in --records at once, small files
+Each call goes on with the next item that --records lacks, stops after --minutes, and can be repeated until all is done.
+What cannot be resumed waits for a call with enough time left; training that was cut off goes on from its checkpoint in
+--work. What has ended is in --records at once, small files
 only, and in the archive --out if one is given. Needs Python and torch (matplotlib and a network it does not).
 
 The runs: GPT-2 on the text given, AdamW, Lion, Sophia-G and Sophia-H at Table 3's rate times --multipliers, AdamW's
@@ -17,6 +18,7 @@ Hessian averages; then AdamW and Sophia-G over mini-batch and horizon. scripts/s
 
 import argparse
 import importlib.util
+import re
 import shlex
 import shutil
 import signal
@@ -26,25 +28,34 @@ import tarfile
 import time
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from optimizers import PEAK_LR
+from scripts.bench import default_configs
 from scripts.runs import ROOT, below, print_table, read_json, read_run, write_json
 from scripts.sweep import expand, interrupt, progress, train_all
 
-GROUPS = ('tests', 'bench', 'large', 'runs', 'seeds', 'variants', 'map')
+GROUPS = ('tests', 'bench', 'runs', 'seeds', 'large', 'variants', 'map')
 # One GPU of 141 GB holds the states of the 6.6B model (107 GB) and the estimate's gradient (27 GB) in FSDP's way only:
 # no 16-bit copies of all weights, no second gradient.
 LARGE = [('1.5B', ['--block_size=2048', '--batch_size=4', '--total_batch_size=16']),
          ('6.6B', ['--block_size=2048', '--batch_size=1', '--total_batch_size=4', '--parallel=fsdp',
                    '--activation_checkpointing=True'])]
+# Minutes after which the benchmark of a size begins no more rounds; compilation takes most of the first ones.
+BENCH_MINUTES = {'30M': 2.0, '125M': 2.5, '355M': 3.5, '770M': 5.5}
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=32', '--log_interval=2']
 
 
 class Command:
-    """An item that is one command with a result of a few lines: recorded as NAME.json with exit code and output."""
+    """An item that is one command with a result of a few lines: recorded as NAME.json with exit code and output.
 
-    def __init__(self, name, argv, records, missing=''):
-        self.name, self.argv, self.record, self.missing = name, argv, records / f'{name}.json', missing
+    Args: needs: minutes it is expected to take, at most; with less left it is not begun.
+    """
+
+    def __init__(self, name, argv, records, needs, missing=''):
+        self.name, self.argv, self.record, self.needs = name, argv, records / f'{name}.json', needs
+        self.missing = missing
 
     @property
     def state(self):
@@ -53,21 +64,26 @@ class Command:
         return f'left out: there is no {self.missing}' if self.missing else 'missing'
 
     def run(self, deadline):
-        """Runs the command until it ends or `deadline`; True when it ended."""
+        """Runs the command until it ends or `deadline`, which is recorded as exit code 124: it had the time it needs,
+        and would take all of the next call's, too. True when it ended."""
         started = time.monotonic()
         try:
-            done = subprocess.run(self.argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            done = subprocess.run(self.argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                   timeout=max(1.0, deadline - started))
-        except subprocess.TimeoutExpired:
-            return False
-        print(done.stdout[-3000:])
-        write_json(self.record, dict(command=['python', *self.argv[1:]], exit_code=done.returncode,
-                                     seconds=round(time.monotonic() - started, 1), output=done.stdout[-20000:]))
-        return True
+            code, output = done.returncode, done.stdout
+        except subprocess.TimeoutExpired as stopped:
+            code, output = 124, stopped.stdout or b''
+        output = output.decode(errors='replace')
+        print(output[-3000:])
+        write_json(self.record, dict(command=['python', *self.argv[1:]], exit_code=code,
+                                     seconds=round(time.monotonic() - started, 1), output=output[-20000:]))
+        return code != 124
 
 
 class Training:
     """An item that is one run of train.py: recorded as its metrics.jsonl and config.json."""
+
+    needs = 0.0  # it is resumed
 
     def __init__(self, item, records):
         self.item, self.name, self.record = item, f'{item.out_dir.parent.name}/{item.out_dir.name}', records
@@ -160,21 +176,35 @@ def items_of(args, group):
     """The items of a group, in order."""
     if group == 'tests':
         missing = '' if importlib.util.find_spec('pytest') else 'pytest'
-        return [Command('tests', [sys.executable, '-m', 'pytest', '-q', '-m', 'gpu', 'tests'], args.records, missing)]
+        argv = [sys.executable, '-m', 'pytest', '-q', '-m', 'gpu', 'tests']
+        return [Command('tests', argv, args.records, 3, missing)]
     if group == 'bench':
-        # Then which of the two kernels for attention is faster at d = 64, T = 1024.
-        attention = [f'--device={args.device}', '--steps_only', *(['--tiny'] if args.tiny else [
-            '--minutes=2', '--model_size=125M --batch_size=32', '--model_size=355M --batch_size=16'])]
-        whole = [f'--device={args.device}', *['--tiny'] * args.tiny, *(f'--peer={folder}' for folder in args.peer)]
-        return [Command(name, [sys.executable, 'scripts/bench.py', *flags, '--output',
-                               below(ROOT, args.records / f'{name}_results.json')], args.records)
-                for name, flags in (('bench', whole),
-                                    ('bench_flash', [*attention, '--attention=flash']),
-                                    ('bench_cudnn', [*attention, '--attention=' + (
-                                        'math' if args.device == 'cpu' else 'cudnn')]))]
+        return bench_items(args)
     if group == 'large':
         return large_items(args)
     return training_items(args, group)
+
+
+def bench_items(args):
+    """The benchmark of each size by itself, and Sophia-H after the others, as its product takes long to compile; then
+    which of two kernels for attention is faster at d = 64, T = 1024."""
+    configs, hutchinson = {}, {}
+    for config in default_configs(torch.device(args.device), args.tiny):
+        size = re.search(r'--model_size=(\S+)', config)
+        of_sizes = hutchinson if config.endswith('sophiah') else configs
+        of_sizes.setdefault(size[1] if size else 'tiny', []).append(config)
+    attention = configs['tiny'][:1] if args.tiny else [
+        '--model_size=125M --batch_size=32', '--model_size=355M --batch_size=16']
+    peers = [f'--peer={folder}' for folder in args.peer]
+    wanted = [(f'bench_{size}{suffix}', [*of_size, *more], BENCH_MINUTES.get(size, 2.0))
+              for of_sizes, suffix, more in ((configs, '', peers), (hutchinson, '_sophiah', []))
+              for size, of_size in of_sizes.items()]
+    wanted += [(f'bench_{kernel}', [*attention, '--steps_only', f'--attention={kernel}'], 2.0)
+               for kernel in ('flash', 'math' if args.device == 'cpu' else 'cudnn')]
+    return [Command(name, [sys.executable, 'scripts/bench.py', *flags, f'--device={args.device}',
+                           f'--minutes={minutes}', '--output', below(ROOT, args.records / f'{name}_results.json')],
+                    args.records, minutes + 1.5)
+            for name, flags, minutes in wanted]
 
 
 def large_items(args):
@@ -186,10 +216,10 @@ def large_items(args):
             output = below(ROOT, args.records / f'large_{size}_{name}_results.json')
             items.append(Command(f'large_{size}_{name}', [
                 sys.executable, 'scripts/bench.py', shlex.join([*flags, f'--optimizer_name={name}']), '--steps_only',
-                '--rounds', '4', f'--device={args.device}', '--output', output], args.records))
+                '--rounds', '4', f'--device={args.device}', '--output', output], args.records, 4))
             items.append(Command(f'plan_{size}_{name}', [
                 sys.executable, 'scripts/plan.py', '--measure', f'--device={args.device}', '--compile=False', *flags,
-                f'--optimizer_name={name}'], args.records))
+                f'--optimizer_name={name}'], args.records, 2))
     return items
 
 
@@ -280,17 +310,21 @@ def main(argv=None):
             for item in items_of(args, group):
                 if item.state.startswith(('done', 'left out')):
                     continue
+                left = (deadline - time.monotonic()) / 60
+                if left < min(item.needs, 0.9 * args.minutes):
+                    print(f'{group}: {item.name}: needs {item.needs:g} minutes, {left:.1f} are left', flush=True)
+                    continue
                 print(f'{group}: {item.name}: {item.state}', flush=True)
-                ended = time.monotonic() < deadline and item.run(deadline)
+                ended = left > 0 and item.run(deadline)
                 pack(args.records, args.out)
                 if not ended:
-                    print(f'time is up; {item.name} is next: {item.state}')
+                    print(f'time is up at {item.name}: {item.state}')
                     return
     except KeyboardInterrupt:
         raise SystemExit('interrupted; the same command goes on where it stopped') from None
     left = [item.name for group in args.groups for item in items_of(args, group)
             if not item.state.startswith(('done', 'left out'))]
-    print(f'{len(left)} failed: {", ".join(left)}' if left else 'all done')
+    print(f'{len(left)} failed or left for another call: {", ".join(left)}' if left else 'all done')
 
 
 if __name__ == '__main__':

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -418,6 +419,27 @@ def test_gpu_suite_goes_on_with_what_is_missing(tmp_path, corpus, capsys):
     assert [(s['optimizer_name'], s['max_iters'], s['seed']) for s in seeds] == [('adamw', 20, 1338),
                                                                                  ('sophiag', 10, 1338)]
     assert [s['learning_rate'] for s in seeds] == [min(rates['adamw']), min(rates['sophiag'])]
+
+
+def test_gpu_suite_leaves_for_another_call_what_has_not_enough_time(tmp_path, corpus, monkeypatch, capsys):
+    records = tmp_path / 'records'
+    items = [gpu_suite.Command(name, [sys.executable, '-c', code], records, needs) for name, code, needs in (
+        ('first', 'import time; time.sleep(2); print("slept")', 100), ('long', '', 100), ('short', '', 0.01))]
+    monkeypatch.setattr(gpu_suite, 'items_of', lambda args, group: items)
+    shutil.copytree(corpus, tmp_path / 'pysource')
+    monkeypatch.setattr(signal, 'signal', lambda *args: None)
+    argv = ['--tiny', '--groups', 'bench', '--minutes', '0.2', '--records', str(records), '--work', str(tmp_path)]
+    gpu_suite.main(argv)
+    said = capsys.readouterr().out
+    assert [item.state for item in items] == ['done (exit code 0)', 'missing', 'done (exit code 0)']
+    assert 'slept' in said and 'long: needs 100 minutes, 0.' in said and 'left for another call: long' in said
+    gpu_suite.main(argv)  # which has all of its time for it
+    assert items[1].state == 'done (exit code 0)' and 'all done' in capsys.readouterr().out
+
+    endless = gpu_suite.Command('endless', [sys.executable, '-uc', 'print("begun"); import time; time.sleep(99)'],
+                                records, 0.01)
+    assert not endless.run(time.monotonic() + 3) and endless.state == 'done (exit code 124)'
+    assert json.loads(endless.record.read_text())['output'] == 'begun\n'
 
 
 def test_gpu_suite_trains_an_item_and_stops_in_time(tmp_path, corpus, capsys):
