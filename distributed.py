@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 
 import torch
+import torch._dynamo.config
 import torch._functorch.config
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,8 +46,8 @@ class World:
         self.rank, self.local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
         self.parallel, self.sharded = parallel, parallel != 'ddp'
-        if device == 'cuda' and self.size > 1:
-            device = f'cuda:{self.local_rank}'
+        if device == 'cuda':
+            device = f'cuda:{self.local_rank}'  # with an index, which set_device wants
         self.device = check_device(device)
         if self.device.type == 'cuda':
             torch.cuda.set_device(self.device)
@@ -102,6 +103,10 @@ class World:
         # Inputs stay as they are: bfloat16 would round the uniform numbers that labels are drawn with.
         options = dict(mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),
                        mp_policy=MixedPrecisionPolicy(low_precision, torch.float32, cast_forward_inputs=False))
+        if compile:
+            # All blocks are one function to torch.compile. Where their attention is scaled differently, each needs
+            # graphs of its own: to train and to evaluate.
+            torch._dynamo.config.recompile_limit = max(8, 4 * len(model.transformer.h))
         for block in model.transformer.h:
             if compile:  # inside of FSDP's hooks
                 block.forward = torch.compile(block.forward)

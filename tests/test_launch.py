@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import INJECT, ROOT, command, finish, iterations, metrics
 
-from distributed import STOPPED
+from distributed import STOPPED, World
 
 SBATCH = ROOT / 'scripts/slurm/train.sbatch'
 # What Slurm would be: one more process group for each node; the highest exit code counts.
@@ -119,3 +120,14 @@ def test_the_skypilot_task_is_one():
     assert task['num_nodes'] > 1 and (ROOT / task['envs']['CONFIG']).is_file()
     for script in (task['setup'], task['run']):
         assert subprocess.run(['bash', '-n'], input=script, text=True).returncode == 0
+
+
+@pytest.mark.parametrize('environment, index', [({}, 0), (dict(LOCAL_RANK='0'), 0), (dict(LOCAL_RANK='3'), 3)])
+def test_a_cuda_device_has_an_index(monkeypatch, environment, index):
+    """Without one `torch.cuda.set_device` refuses it, and so does NCCL's process group."""
+    chosen = []
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    for name, value in dict(is_available=lambda: True, device_count=lambda: 4, set_device=chosen.append).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert chosen == [World('cuda', 'nccl').device] == [torch.device('cuda', index)]

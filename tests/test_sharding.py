@@ -58,6 +58,19 @@ def test_how_a_model_is_spread_does_not_matter(run, parallel, flags, ranks, mach
     assert_same_metrics(run('sophiag', parallel, *flags, ranks=ranks, machines=machines), run(), rel=1e-4)
 
 
+def test_blocks_that_differ_are_all_compiled(train, tmp_path):
+    """Ten blocks, each with a factor of its own for attention, to train and to evaluate: 20 graphs of one function, of
+    which PyTorch by itself compiles eight."""
+    faults = """
+import functools
+torch.compile = functools.partial(torch.compile, backend='eager')
+torch._dynamo.config.fail_on_recompile_limit_hit = True
+"""
+    done = train(tmp_path / 'out', '--n_layer=10', '--scale_attn_by_inverse_layer_idx=True', '--parallel=fsdp',
+                 '--compile=True', '--max_iters=2', '--eval_interval=1', name='adamw', faults=faults)
+    assert done.code == 0, done.err
+
+
 def test_bfloat16_is_close(run):
     """Parameters are gathered in bfloat16, shards and their sums stay float32."""
     out, ddp = (run('sophiag', parallel, '--dtype=bfloat16') for parallel in ('fsdp', 'ddp'))
