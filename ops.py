@@ -129,6 +129,7 @@ def head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, labe
         for first in [*range(0, n, size), *range(n, N, size)]:
             at = slice(first, min(first + size, n if first < n else N))
             hat, mask, y = labels_hat[at] if first < n else None, counted[at].to(losses.dtype), labels[at]
+            backward = None  # which holds the softmax of the chunk before
             nll, y_hat, nll_hat, backward = way(x[at], w, y, hat, compile)
             losses[0] += (nll * mask).sum()
             if hat is not None:

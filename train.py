@@ -334,15 +334,14 @@ while True:
     started = time.perf_counter()
     if dropout:
         torch.manual_seed(int(keyed_bits(seed, DROPOUT, iter_num, world.size)[world.rank] >> 1))
-    due = hessian.start(iter_num)
-    losses = []
+    due, loss_scale, losses = hessian.start(iter_num), scaler.get_scale(), []
     micro_batches = next(loader).split(batch_size)
     for micro_step, windows in enumerate(micro_batches):
         X, Y = windows[:, :-1], windows[:, 1:]
         with world.gradient_sync(model, micro_step == gradient_accumulation_steps - 1, due):
             with autocast:
                 loss = hessian.loss(model, X, Y) / gradient_accumulation_steps
-            hessian.backward(scaler.get_scale())
+            hessian.backward(loss_scale)
             scaler.scale(loss).backward()
         losses.append(loss.detach())
 
@@ -360,7 +359,7 @@ while True:
                'the gradient is not finite' if not math.isfinite(grad_norm) else '')
     if not trouble:
         try:
-            hessian.finish(optimizer, scaler.get_scale())
+            hessian.finish(optimizer, loss_scale)
         except FloatingPointError as error:
             trouble = str(error)
     if trouble:

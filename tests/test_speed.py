@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -70,6 +71,7 @@ def test_parts_hold_every_entry_once():
                                      dict(clipping='none', eps=1e-3)])
 @devices
 def test_the_compiled_update_equals_the_plain_one(variant, device):
+    torch.compiler.reset()  # of one function PyTorch compiles eight graphs, and then no more
     torch.manual_seed(0)
     shapes = (40, 9), (17,), ()
     start = [torch.randn(s, device=device) for s in shapes]
@@ -203,6 +205,23 @@ def test_losses_and_gradients_in_sixteen_bits(two_backwards, monkeypatch, dtype,
     assert [t.dtype for t in ours] == [torch.float32] * len(ours)
     for e, a, o in zip(exact, autocasts, ours, strict=True):
         assert error([e], [o]) < max(1.5 * error([e], [a]), 1e-3)
+
+
+def test_the_softmax_of_some_rows_is_gone_before_the_next_is_made(switch, monkeypatch):
+    switch('rows')
+    monkeypatch.setattr(ops, 'ROWS', 3)
+    by_rows, made, left_over = ops.by_rows, [], []
+
+    def watched(*args):
+        left_over.append(sum(held() is not None for held in made))
+        results = by_rows(*args)
+        made.append(weakref.ref(results[-1]))  # its closure holds the softmax
+        return results
+
+    monkeypatch.setattr(ops, 'by_rows', watched)
+    for gradients in (True, False):
+        ops.head_loss(torch.randn(10, 4), torch.randn(6, 4), torch.arange(10) % 6, torch.rand(5), gradients, False)
+    assert len(made) == 8 and not any(left_over)
 
 
 def test_labels_drawn_part_by_part_follow_the_softmax(way, monkeypatch):
