@@ -335,7 +335,7 @@ class EmpiricalFisher(GaussNewton):
 
 # Of all layers together, in one Hessian-vector product: without flash attention they stay, with their derivatives, some
 # 25 bytes each. 32 sequences of 1,024 tokens in one product would take 200 GB with 125M parameters.
-ATTENTION_WEIGHTS = 2 ** 29
+ATTENTION_WEIGHTS = 2 ** 30
 
 
 def rows_at_once(config, rows, T, micro_batch):

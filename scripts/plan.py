@@ -453,7 +453,8 @@ def steps_measured(values, vocab_size):
     low = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}[values['dtype']]
     autocast = torch.autocast(world.device.type, low) if low else contextlib.nullcontext()
     torch.manual_seed(values['seed'])
-    raw_model = GPT(shape_of(values, vocab_size))
+    with world.device:  # minutes for the largest on one CPU core
+        raw_model = GPT(shape_of(values, vocab_size))
     model = world.wrap(raw_model, values['compile'], values['activation_checkpointing'], low)
     params = list(raw_model.parameters())
     optimizer = optimizers.build_optimizer(values['optimizer_name'], raw_model.parameter_groups(0.1), lr=1e-4)
