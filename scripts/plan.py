@@ -156,14 +156,15 @@ def memory(values, vocab_size, gpus=1, per_node=8):
     # or, where the graph is kept, of attention's output, q, k, v, and these put together.
     working = (r + e + 4 * e if low else 20) * NC + e * 4 * c.n_embd ** 2
     working_kept = (r + 7 * e) * NC
-    # ops.head_loss computes ROWS logits at a time, in float32 their log-probabilities (16-bit ones it copies first),
-    # and the product that adds to the head's gradient. It saves its input, that gradient, and the one of the input.
+    # ops.head_loss computes ROWS logits at a time; compiled their softmax, else in float32 their log-probabilities
+    # (16-bit ones it copies first); and the product that adds to the head's gradient. It saves its input, that
+    # gradient, and the one of the input.
     head, head_weight = (norm + 2 * e) * NC + 8 * N, 4 * wte
 
-    def losing(rows, drawing=False):
-        in_float32 = 4 * drawing if values['compile'] else 8 if low else 4
+    def losing(rows):
+        beside = e if values['compile'] else 8 if low else 4
         logits = min(rows, ops.ROWS) * c.vocab_size
-        computing = max((e + in_float32) * logits, e * (logits + wte))
+        computing = max((e + beside) * logits, e * (logits + wte))
         return head_weight + e * NC + 2 * wte * (low and not sharded) + computing
 
     scaled = e * wte * (low and sharded) + (4 + e * low) * NC
@@ -228,7 +229,7 @@ def memory(values, vocab_size, gpus=1, per_node=8):
         both = head_weight + 4 * wte + e * sampled * c.n_embd
         kept_copies = at_last if sharded else after_forward + at_first * checkpointed
         moment('loss, sampled labels', held, blocks + head, at_loss,
-               both - head_weight + losing(max(sampled, N - sampled), drawing=True))
+               both - head_weight + losing(max(sampled, N - sampled)))
         moment('estimate: loss', held, blocks + head, at_backward, both + scaled + 8 * sampled * c.n_embd)
         # The graph is kept for the gradient. Parameters' gradients are handed over together, and only then added to
         # those before; shards of them are added as they come.

@@ -1,6 +1,7 @@
 """scripts/plan.py: its memory against what real steps allocate on CPU, its costs against formulas, its refusals."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -48,6 +49,12 @@ def hold(values, vocab_size, ranks=1, per_node=1):
 def test_memory_is_what_a_step_allocates(shape, name, accumulation, checkpointing, dtype):
     hold(*settings(shape, f'--optimizer_name={name}', f'--dtype={dtype}', f'--activation_checkpointing={checkpointing}',
                    accumulation=accumulation))
+
+
+@pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
+def test_memory_of_a_compiled_model():
+    """Most of it logits and their softmax. (In 16 bits code compiled for CPUs keeps one more copy of them.)"""
+    hold(*settings((16384, 1, 64, 8, 64, 1), '--optimizer_name=sophiag', '--compile=True'))
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
