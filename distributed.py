@@ -97,8 +97,8 @@ class World:
         """FSDP2: each block is gathered when it is needed, and given up again; the embeddings, shared with the head,
         and the last norm are another group of parameters."""
         shape, names = (self.size,), ('shard',)
-        if self.parallel == 'hsdp':
-            per_node = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+        per_node = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+        if self.parallel == 'hsdp' and self.size > per_node:  # on one machine it is fsdp
             shape, names = (self.size // per_node, per_node), ('replicate', 'shard')
         # Inputs stay as they are: bfloat16 would round the uniform numbers that labels are drawn with.
         options = dict(mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),

@@ -35,6 +35,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -66,9 +67,11 @@ def default_configs(device, tiny):
 # What is measured: train.py's parts, put together as it does
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def alone(device, backend, parallel):
-    """The World of this process, made once."""
+    """The World of this process, made once for models of one kind, which are measured together."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return World(device, backend, parallel)
 
 

@@ -133,10 +133,16 @@ def start(item, launcher, slot):
     if slot is not None:
         import torch
         if torch.cuda.is_available():
-            env['CUDA_VISIBLE_DEVICES'] = str(slot % torch.cuda.device_count())
+            env['CUDA_VISIBLE_DEVICES'] = gpu_of(slot, torch.cuda.device_count())
     with (item.out_dir / 'log.txt').open('a') as log:
         return subprocess.Popen([*launcher, 'train.py', *item.argv, f'--out_dir={below(ROOT, item.out_dir)}',
                                  '--init_from=auto'], cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def gpu_of(slot, count):
+    """The name of the GPU for the `slot`-th of the runs at a time, out of the `count` that this process sees."""
+    visible = [name for name in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if name]
+    return (visible or [*map(str, range(count))])[slot % count]
 
 
 def note_failure(item, returncode):

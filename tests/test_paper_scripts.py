@@ -354,6 +354,13 @@ def test_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
     assert 'resuming from' in (tmp_path / 'seed=1' / 'log.txt').read_text()
 
 
+def test_sweep_takes_the_gpus_it_may_see_in_turns(monkeypatch):
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    assert [sweep.gpu_of(slot, 2) for slot in range(3)] == ['0', '1', '0']
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,GPU-5a')
+    assert [sweep.gpu_of(slot, 2) for slot in range(3)] == ['4', 'GPU-5a', '4']
+
+
 def test_sweep_writes_a_slurm_array(tmp_path, capsys):
     sweep.main(['--out_dir', str(tmp_path), '--slurm=--gres=gpu:1', '--grid', 'seed=1,2,3', '--', *SHAPE])
     text = (tmp_path / 'sweep.sbatch').read_text()

@@ -92,7 +92,8 @@ def test_the_compiled_update_equals_the_plain_one(variant, device):
             optimizer.step()
     plain, compiled = ([t for group in o.param_groups for p in group['params']
                         for t in (p.detach(), *o.state[p].values())] for o in optimizers)
-    assert len(plain) == len(compiled) and error(plain, compiled) < 1e-6
+    # On CUDA compiled code divides approximately.
+    assert len(plain) == len(compiled) and error(plain, compiled) < (1e-6 if device == 'cpu' else 1e-5)
     assert copy.deepcopy(optimizers[1]).compile
 
 
