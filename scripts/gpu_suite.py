@@ -6,8 +6,8 @@
 
 Each call goes on with the next item that --records lacks, stops after --minutes, and can be repeated until all is done.
 What cannot be resumed waits for a call with enough time left; training that was cut off goes on from its checkpoint in
---work. What has ended is in --records at once, small files
-only, and in the archive --out if one is given. Needs Python and torch (matplotlib and a network it does not).
+--work. What has ended is in --records at once, small files only, and in the archive --out if one is given. Needs Python
+and torch (matplotlib and a network it does not).
 
 The runs: GPT-2 on the text given, AdamW, Lion, Sophia-G and Sophia-H at Table 3's rate times --multipliers, AdamW's
 rate swept as finely as Sophia's, each on the whole schedule of T = --max_iters or of T/2; then a second seed of the
@@ -332,9 +332,9 @@ def main(argv=None):
                     return
     except KeyboardInterrupt:
         raise SystemExit('interrupted; the same command goes on where it stopped') from None
-    left = [item.name for group in args.groups for item in items_of(args, group)
-            if not item.state.startswith(('done', 'left out'))]
-    print(f'{len(left)} failed or left for another call: {", ".join(left)}' if left else 'all done')
+    missing = [item.name for group in args.groups for item in items_of(args, group)
+               if not item.state.startswith(('done', 'left out'))]
+    print(f'{len(missing)} failed or left for another call: {", ".join(missing)}' if missing else 'all done')
 
 
 if __name__ == '__main__':

@@ -27,6 +27,7 @@ TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--bloc
 # Ten iterations; evaluations and checkpoints after 0, 5, 10; Hessian at 0, 4, 8.
 OPTIMIZERS = {'adamw': [], 'sophiag': ['--hessian_interval=4', '--dropout=0.1'], 'sophiah': ['--hessian_interval=4']}
 INJECT = ROOT / 'tests/inject.py'
+needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
 Done = collections.namedtuple('Done', 'code out err')
 # A fault for inject.py: rank 1 gets a signal in the midst of its second evaluation.
 STOP_IN_EVALUATION = """

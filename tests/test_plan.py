@@ -1,13 +1,12 @@
 """scripts/plan.py: its memory against what real steps allocate on CPU, its costs against formulas, its refusals."""
 
 import json
-import shutil
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import refusal
+from conftest import needs_compiler, refusal
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import configurator
@@ -51,7 +50,7 @@ def test_memory_is_what_a_step_allocates(shape, name, accumulation, checkpointin
                    accumulation=accumulation))
 
 
-@pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
+@needs_compiler
 def test_memory_of_a_compiled_model():
     """Most of it logits and their softmax. (In 16 bits code compiled for CPUs keeps one more copy of them.)"""
     hold(*settings((16384, 1, 64, 8, 64, 1), '--optimizer_name=sophiag', '--compile=True'))

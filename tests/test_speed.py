@@ -1,12 +1,12 @@
 """What is fast equals what is plain: oneDNN's products, the head with its loss, the updates in parts and compiled."""
 
 import copy
-import shutil
 import weakref
 
 import pytest
 import torch
 import torch._functorch.config
+from conftest import needs_compiler
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
@@ -15,9 +15,6 @@ from distributed import World
 from model import GPT, GPTConfig
 from optimizers import SETTINGS, build_hessian_hook, build_optimizer
 from sophia import Sophia, hessian_vector_product, in_parts
-
-needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
-
 
 devices = pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='this PyTorch has no oneDNN')
