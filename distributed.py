@@ -81,7 +81,7 @@ class World:
             model.compile_loss = True
             if not self.sharded:
                 # Its layout pass would copy what goes into convolutions, which linear layers are on CPU.
-                model.compiled_trunk = torch.compile(model.trunk, options={'layout_optimization': False})
+                model.compiled_trunk = torch.compile(model.transformer.forward, options={'layout_optimization': False})
         if activation_checkpointing:
             for block in model.transformer.h:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

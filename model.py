@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 import torch.nn as nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
 from torch.nn import functional as F
 
-from ops import Linear, TiedEmbedding, cross_entropy, head_loss, sample_labels
+from ops import Linear, TiedEmbedding, cross_entropy, head_hvp, head_loss, sample_labels
 
 # Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
 SIZES = {
@@ -31,6 +33,12 @@ SIZES = {
 def padded_vocab_size(vocab_size):
     """`vocab_size` rounded up to a multiple of 64 (GPT-2's 50,257 → 50,304): aligned matrices are faster."""
     return math.ceil(vocab_size / 64) * 64
+
+
+def product_dtype(x):
+    """The type that products of `x` are computed in: autocast's, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 @dataclass
@@ -104,6 +112,24 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class Transformer(nn.Module):
+    """All of a GPT's parameters. Called, what lies between embeddings and head: (B, T, n_embd) → (B, T, n_embd)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.dropout = config.dropout
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+
+    def forward(self, x):
+        x = F.dropout(x, self.dropout, self.training)
+        for block in self.h:
+            x = block(x)
+        return self.ln_f(x)
+
+
 class GPT(nn.Module):
     """A GPT-2 language model with nanoGPT's module names."""
 
@@ -113,12 +139,7 @@ class GPT(nn.Module):
             raise ValueError(f'n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}')
         self.config = config
         self.compiled_trunk, self.compile_loss = None, False  # for losses without logits, which World.wrap may compile
-        self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
-            wpe=nn.Embedding(config.block_size, config.n_embd),
-            h=nn.ModuleList(Block(config, i) for i in range(config.n_layer)),
-            ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
-        ))
+        self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
         self.apply(self._init_weights)
@@ -160,10 +181,9 @@ class GPT(nn.Module):
         else:
             x = F.embedding(idx, wte)
         x = x + self.transformer.wpe.weight[:T]
-        x = F.dropout(x, self.config.dropout, self.training)
         if fused:
-            return self.head_loss((self.compiled_trunk or self.trunk)(x), wte, targets, labels_hat)
-        logits = self.lm_head(self.trunk(x))
+            return self.head_loss((self.compiled_trunk or self.transformer)(x), wte, targets, labels_hat)
+        logits = self.lm_head(self.transformer(x))
         loss = None if targets is None else cross_entropy(logits, targets, 'mean')
         if labels_hat is None:
             return logits, loss
@@ -172,19 +192,47 @@ class GPT(nn.Module):
             labels_hat = sample_labels(logits_hat.detach(), labels_hat)
         return logits, loss, cross_entropy(logits_hat, torch.where(counted, labels_hat, -1), 'sum')
 
-    def trunk(self, x):
-        """The blocks and the last norm: (B, T, n_embd) → (B, T, n_embd)."""
-        for block in self.transformer.h:
-            x = block(x)
-        return self.transformer.ln_f(x)
-
     def head_loss(self, x, weight, targets, labels_hat):
         """What `forward` returns without logits, by ops.head_loss: x (B, T, n_embd) is the head's input."""
-        kind = x.device.type
-        x = x.flatten(0, 1).to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype)
+        x = x.flatten(0, 1).to(product_dtype(x))
         hat = torch.empty(0, device=x.device) if labels_hat is None else labels_hat.reshape(-1)
         loss, loss_hat, *_ = head_loss(x, weight, targets.reshape(-1), hat, torch.is_grad_enabled(), self.compile_loss)
         return (None, loss) if labels_hat is None else (None, loss, loss_hat)
+
+    def hessian_vector_product(self, idx, targets, u):
+        """∇²L·u with L the mean cross-entropy, by forward-over-reverse differentiation; logits are never kept.
+
+        Flash attention has no derivative of its derivative: call it with the math path,
+        `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
+
+        Args:
+            idx, targets: as for `forward`.
+            u: dict of tensors, with the names and shapes of the parameters.
+
+        Returns:
+            the product, a dict of the same names.
+        """
+        values = {name: p.detach() for name, p in self.named_parameters()}
+        tokens, positions = 'transformer.wte.weight', 'transformer.wpe.weight'
+        inner = {name: name.removeprefix('transformer.') for name in values if name not in (tokens, positions)}
+
+        def embeddings(of):  # linear, so their own derivative
+            return F.embedding(idx, of[tokens]) + of[positions][:idx.size(1)]
+
+        def gradient(x, trunk):
+            x, pull_back = torch.func.vjp(lambda *args: functional_call(self.transformer, args[1], args[:1]), x, trunk)
+            x, dx = forward_ad.unpack_dual(x)
+            low = product_dtype(x)
+            g, dg, product = head_hvp(x.flatten(0, 1).to(low), values[tokens], targets.reshape(-1),
+                                      dx.flatten(0, 1).to(low), u[tokens], self.compile_loss)
+            return pull_back(forward_ad.make_dual(*(t.view_as(x).to(x.dtype) for t in (g, dg)))), product
+
+        start, direction = ((embeddings(of), {short: of[name] for name, short in inner.items()}) for of in (values, u))
+        _, (dx, trunk), product = torch.func.jvp(gradient, start, direction, has_aux=True)
+        to_positions = torch.zeros_like(values[positions])
+        to_positions[:idx.size(1)] = dx.sum(0)
+        return {tokens: product.index_add_(0, idx.flatten(), dx.flatten(0, 1)), positions: to_positions,
+                **{name: trunk[short] for name, short in inner.items()}}
 
     @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):

@@ -4,7 +4,8 @@ PyTorch's matrix product on x86 is MKL's, which leaves AVX-512 unused on AMD pro
 which does not: where there is AVX-512, on CPU in float32, a linear layer is a convolution with a 1×1 kernel over its
 tokens (`ONEDNN`). Without AVX-512 the convolutions are no faster, and their gradients slower.
 
-`head_loss` is the output head and the cross-entropy as one operation, part by part, so that logits are never kept.
+`head_loss` is the output head and the cross-entropy as one operation, part by part, so that logits are never kept, and
+`head_hvp` what a Hessian-vector product needs of both.
 """
 
 import functools
@@ -210,11 +211,10 @@ def by_rows(x, weight, labels, hat, compile):
     """
     logits = F.linear(x, weight)
     if compile:
-        nll, labels_hat, nll_hat, logits = _compiled()(logits, labels, hat)
+        nll, labels_hat, nll_hat, logits = compiled(softmax)(logits, labels, hat)
     else:
         nll, labels_hat, nll_hat, logits = softmax(logits, labels, hat, in_place=True)
-    # Softmax minus one-hot; near p = 1 the difference has to be taken before it is rounded to 16 bits.
-    logits.scatter_(-1, labels[:, None], torch.expm1(-nll)[:, None].to(logits.dtype))
+    minus_one_hot(logits, labels, nll)
 
     def backward(xs, totals, first):
         room = 64 if xs.dtype == torch.float16 else 1  # for sums over rows, which no loss scaling makes smaller
@@ -242,10 +242,15 @@ def softmax(logits, labels, hat, in_place=False):
     return nll.squeeze(-1), labels_hat, nll_hat, logits.copy_(p) if in_place else p.to(logits.dtype)
 
 
+def minus_one_hot(p, labels, nll):
+    """Takes the one-hot off the softmax in place; near p = 1 that has to be before it is rounded to 16 bits."""
+    p.scatter_(-1, labels[:, None], torch.expm1(-nll)[:, None].to(p.dtype))
+
+
 @functools.cache
-def _compiled():
-    """`softmax` in two passes over the logits."""
-    return torch.compile(softmax)
+def compiled(function):
+    """torch.compile, once for each function: `softmax` in two passes over the logits."""
+    return torch.compile(function)
 
 
 # On CPU in float32: class by class
@@ -287,20 +292,42 @@ def outer(p, x):
                                                [0, 0], 1, [False, True, False])[1].flatten(1)
 
 
-def exponentials(x, weight, shift):
-    """exp(logit − shift) for every class and token, and its sum over the classes.
+def exponentials(x, weight, labels, dx=None, dweight=None):
+    """exp(logit − shift) for every class and token, the shift being the logit of one of the classes, and their sums.
 
-    Args: x (N, C), weight (V, C), shift (N,), a number near the token's largest logits.
-    Returns: list of (CLASSES, N), one for each part of the classes, in memory that the next call overwrites; (N,).
+    Args: x, dx (N, C), weight, dweight (V, C), labels (N,).
+    Returns: list of (CLASSES, N), one for each part of the classes, in memory that the next call overwrites; (N,); and
+    the shift (N,), the label's logit, or where that will not do the largest one. With dx and dweight the derivatives of
+    the exponentials along them follow as N more columns, and N more sums.
     """
-    memory, parts, total = scratch(ENTRIES), [], torch.zeros_like(shift)
-    for part in weight.split(CLASSES):
-        logits = linear(part, x, -shift)
+    parts, sums, shift = _exponentials(x, weight, labels, dx, dweight)
+    if not (sums[:len(x)] < 1e20).all():  # a label so improbable that float32 has no room for it beside the others
+        logits, classes = zip(*(linear(part, x).max(0) for part in weight.split(CLASSES)))
+        i = torch.stack(logits).argmax(0, keepdim=True)
+        largest = i * CLASSES + torch.stack(classes).gather(0, i)
+        parts, sums, shift = _exponentials(x, weight, largest[0], dx, dweight)
+    return parts, sums, shift
+
+
+def _exponentials(x, weight, reference, dx, dweight):
+    memory, parts, n = scratch(ENTRIES), [], len(x)
+    xs, shift = x, (x * weight[reference]).sum(-1)
+    if dx is not None:
+        xs = torch.cat((x, dx))
+        shift = torch.cat((shift, (dx * weight[reference] + x * dweight[reference]).sum(-1)))
+    sums = torch.zeros_like(shift)
+    for i, part in enumerate(weight.split(CLASSES)):
+        logits = linear(part, xs, -shift)
         p, memory = memory[:logits.numel()].view_as(logits), memory[logits.numel():]
-        total += torch.exp(logits, out=p).sum(0)
+        torch.exp(logits[:, :n], out=p[:, :n])
+        if dx is not None:
+            dlogits = logits[:, n:].add_(linear(dweight[i * CLASSES:i * CLASSES + len(part)], x))
+            torch.mul(p[:, :n], dlogits, out=p[:, n:])
+            del dlogits
+        sums += p.sum(0)
         parts.append(p)
         del logits  # its memory is the next part's
-    return parts, total
+    return parts, sums, shift[:n]
 
 
 def draw_in_parts(parts, uniforms):
@@ -317,11 +344,7 @@ def draw_in_parts(parts, uniforms):
 
 def by_classes(x, weight, labels, hat, compile):
     """As `by_rows`, a part of the classes after the other; there is nothing to compile."""
-    shift = label_logit = (x * weight[labels]).sum(-1)
-    parts, sums = exponentials(x, weight, shift)
-    if not (sums < 1e20).all():  # a label so improbable that float32 has no room for it beside the others
-        shift = torch.stack([linear(part, x).amax(0) for part in weight.split(CLASSES)]).amax(0)
-        parts, sums = exponentials(x, weight, shift)
+    parts, sums, shift = exponentials(x, weight, labels)
     logsumexp = sums.log() + shift
     labels_hat = draw_in_parts(parts, hat) if hat is not None and hat.is_floating_point() else hat
     nll_hat = None if hat is None else logsumexp - (x * weight[labels_hat]).sum(-1)
@@ -338,7 +361,90 @@ def by_classes(x, weight, labels, hat, compile):
             total.index_add_(0, labels, xs, alpha=-1)
         return px / sums[:, None] - weight[labels]
 
-    return logsumexp - label_logit, labels_hat, nll_hat, backward
+    return logsumexp - (x * weight[labels]).sum(-1), labels_hat, nll_hat, backward
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The head in a Hessian-vector product
+
+
+@torch.library.custom_op('sophia::head_hvp', mutates_args=())
+def head_hvp(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, dx: torch.Tensor, dweight: torch.Tensor,
+             compile: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradient of the mean cross-entropy of the logits x·weightᵀ, and its derivative along (dx, dweight).
+
+    With p the softmax, ż = dx·weightᵀ + x·dweightᵀ the derivative of the logits and δ = p minus one-hot that of the
+    losses by them, δ̇ = p ⊙ (ż − ⟨p, ż⟩); the gradients are δ·weight and δᵀ·x.
+
+    Args:
+        x, dx: (N, C), of the type that products are to be computed in. weight, dweight: (V, C).
+        targets: (N,), -1 = not counted.
+        compile: as for `head_loss`.
+
+    Returns:
+        the gradient to x, its derivative, and the derivative of the gradient to weight, at least float32.
+    """
+    w, dw, labels = weight.to(x.dtype), dweight.to(x.dtype), targets.clamp(min=0)
+    mask = (targets >= 0).to(x.dtype)[:, None]
+    to_x, dto_x = torch.empty_like(x), torch.empty_like(x)
+    dto_weight = torch.zeros_like(weight, dtype=wide(x))
+    # Two numbers are kept for each logit.
+    size, way = (max(1, ENTRIES // len(weight) // 2), hvp_by_classes) if on_cpu(x) else (ROWS // 2, hvp_by_rows)
+    with torch.autocast(x.device.type, enabled=False):
+        for first in range(0, len(x), size):
+            at = slice(first, first + size)
+            xs, dxs = x[at] * mask[at], dx[at] * mask[at]
+            to_x[at], dto_x[at] = way(xs, w, labels[at], dxs, dw, mask[at], dto_weight, compile)
+    count = mask.sum(dtype=dto_weight.dtype)
+    return to_x / count, dto_x / count, dto_weight.div_(count)
+
+
+@head_hvp.register_fake
+def _(x, weight, targets, dx, dweight, compile):
+    return torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight, dtype=wide(x))
+
+
+@register_flop_formula(torch.ops.sophia.head_hvp)
+def _(x, weight, *_, **__):
+    return 2 * x[0] * x[1] * weight[0] * 8
+
+
+def hvp_by_rows(x, weight, labels, dx, dweight, mask, total, compile):
+    """`head_hvp` of some rows, of the sum of their losses: x and dx (R, C) are 0 where mask (R, 1) is.
+
+    Adds the derivative of the gradient to `weight` to `total`; returns the gradient to x and its derivative, (R, C).
+    """
+    logits, dlogits = F.linear(x, weight), torch.addmm(F.linear(dx, weight), x, dweight.t())
+    nll, p, dp = (compiled(dsoftmax) if compile else dsoftmax)(logits, dlogits, labels)
+    del logits, dlogits
+    minus_one_hot(p, labels, nll)
+    total.add_(torch.addmm(dp.t() @ x, p.t(), dx))
+    return p @ weight * mask, torch.addmm(dp @ weight, p, dweight) * mask
+
+
+def dsoftmax(logits, dlogits, labels):
+    """Losses (R,), softmax and its derivative (R, V) of the logits (R, V) whose derivative is dlogits (R, V)."""
+    log_p = F.log_softmax(logits, -1, dtype=wide(logits))
+    nll, p = -log_p.gather(-1, labels[:, None]).squeeze(-1), log_p.exp_()
+    return nll, p.to(logits.dtype), (p * (dlogits - (p * dlogits).sum(-1, keepdim=True))).to(logits.dtype)
+
+
+def hvp_by_classes(x, weight, labels, dx, dweight, mask, total, compile):
+    """As `hvp_by_rows`, a part of the classes after the other."""
+    n = len(x)
+    parts, sums, _ = exponentials(x, weight, labels, dx, dweight)
+    # The softmax is p / sum, its derivative (dp − p · mean) / sum.
+    scale = 1 / sums[:n, None]
+    mean, xs = sums[n:, None] * scale, x * scale
+    factors = torch.cat((dx * scale - xs * mean, xs)).t().contiguous()
+    both, pdw = x.new_zeros(2 * n, x.size(1)), torch.zeros_like(x)
+    for p, w, dw, product in zip(parts, *(t.split(CLASSES) for t in (weight, dweight, total))):
+        both += outer(p, w)
+        pdw += outer(p[:, :n], dw)
+        product.add_(linear(p, factors))
+    total.index_add_(0, labels, dx, alpha=-1)
+    pw, dpw = both.split(n)
+    return (pw * scale - weight[labels]) * mask, ((dpw + pdw - pw * mean) * scale - dweight[labels]) * mask
 
 
 class TiedEmbedding(torch.autograd.Function):

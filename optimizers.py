@@ -6,7 +6,6 @@ import contextlib
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 
@@ -19,7 +18,6 @@ from sophia import (
     Hutchinson,
     Sophia,
     clipped,
-    hessian_vector_product,
     in_parts,
     local,
 )
@@ -357,17 +355,11 @@ class HutchinsonHook(HessianHook):
         super().__init__(*args, **kwargs)
         name_of = {id(p): name for name, p in self.model.named_parameters()}
         self.names = [name_of[id(p)] for p in self.params]
-        self.product = torch.compile(self._product) if self.compile else self._product
+        product = self.model.hessian_vector_product
+        self.product = torch.compile(product, options={'layout_optimization': False}) if self.compile else product
         if getattr(self.autocast, 'fast_dtype', None) == torch.float16:
             # Gradients and their derivatives along u differ too much in size for float16, whatever the loss scale.
             self.autocast = contextlib.nullcontext()
-
-    def _product(self, params, u, X, Y):
-        def loss_fn(values):
-            # With the logits, as the loss without them may be differentiable only once.
-            return functional_call(self.model, dict(zip(self.names, values)), (X, Y))[1]
-
-        return hessian_vector_product(loss_fn, params, u)
 
     def start(self, iter_num):
         self.rows = []
@@ -384,13 +376,14 @@ class HutchinsonHook(HessianHook):
         generator = torch.Generator(self.params[0].device)
         generator.manual_seed(int(keyed_bits(self.seed, VECTORS, self.iter_num)[0] >> 1))
         estimator = Hutchinson(self.params, generator, self.rademacher)
-        values = tuple(p.detach() for p in self.params)
+        u = dict(zip(self.names, estimator.u))
         X, Y = (torch.cat(parts) for parts in zip(*self.rows))
         n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows))
         for x, y in zip(X.split(n), Y.split(n)):
             # Flash attention has no derivative of its derivative; the math path has.
             with self.autocast, sdpa_kernel(SDPBackend.MATH):
-                estimator.add(self.product(values, tuple(estimator.u), x, y), n)
+                product = self.product(x, y, u)
+            estimator.add([product[name] for name in self.names], n)
         self.rows = []
         optimizer.update_hessian(estimator.estimate(), nonfinite='raise')
 

@@ -13,7 +13,7 @@ otherwise.
 Columns: step_ms, T(step) without an estimate; hessian_ms, what an estimate adds to a step; hessian_share, that over k
 steps, as a fraction of T(step); optimizer_ms, the optimizer's step alone, and its ratios to fused AdamW's (over_adamw,
 the JSON also has it with both clipping) and to the time in which memory can move what it reads and writes (over_floor);
-hvp_ratio, a Hessian estimate of Hutchinson over a gradient of the same sequences; wait_share, waiting for data;
+hvp_ratio, a Hessian-vector product over a gradient of the same sequences; wait_share, waiting for data;
 memory_gb, the peak of device memory (on CPU: of resident memory).
 """
 
@@ -236,9 +236,11 @@ class Case:
                 loss = self.forward(X, Y, return_logits=False)[1]
             torch.autograd.grad(loss, self.params)
 
+        u = {name: torch.randn_like(p) for name, p in self.model.named_parameters()}
+
         def product():
-            self.hook.due, self.hook.rows, self.hook.iter_num = True, [(X, Y)], 0
-            self.hook.finish(self.optimizer)
+            with self.autocast, sdpa_kernel(SDPBackend.MATH):
+                self.hook.product(X, Y, u)
 
         hvp, reference = interleave([product, gradient], repeats, self.device)
         return hvp / reference

@@ -403,9 +403,9 @@ def test_a_product_in_parts_is_the_product(gpt_with_hessian, monkeypatch, name):
     """4 sequences, as many as there is room for at a time: 4, 2 (3 would leave one over), 1."""
     model, idx = gpt_with_hessian[:2]
     one = model.config.n_layer * model.config.n_head * (idx.size(1) - 1) ** 2
-    sizes, product = [], optimizers.HutchinsonHook._product
-    monkeypatch.setattr(optimizers.HutchinsonHook, '_product', lambda self, params, u, X, Y: (
-        sizes.append(len(X)), product(self, params, u, X, Y))[1])
+    sizes, product = [], GPT.hessian_vector_product
+    monkeypatch.setattr(GPT, 'hessian_vector_product', lambda self, X, *args: (
+        sizes.append(len(X)), product(self, X, *args))[1])
     estimates = []
     for room in (4, 3, 0.5):
         monkeypatch.setattr(optimizers, 'ATTENTION_WEIGHTS', int(room * one))

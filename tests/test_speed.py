@@ -9,6 +9,7 @@ import torch._functorch.config
 from conftest import needs_compiler
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ops
 from distributed import World
@@ -274,24 +275,92 @@ def test_lent_memory_goes_on_only_when_no_tensor_uses_it():
     assert taken[0].shape == like.shape and taken[0].is_contiguous()
 
 
-@needs_onednn
-def test_hessian_vector_product_and_per_sample_gradients_equal_the_plain_ones(switch):
-    model, (idx, targets) = tiny(), batch()
+# ----------------------------------------------------------------------------------------------------------------------
+# Hessian-vector products
+
+
+def loss_of(model):
+    """The loss of PyTorch's own operations, as a function of the parameters; and these, and a u of their shapes."""
     names, values = zip(*((name, p.detach()) for name, p in model.named_parameters()))
     torch.manual_seed(1)
     u = tuple(torch.randn_like(v) for v in values)
 
     def loss(values, idx, targets):
-        return functional_call(model, dict(zip(names, values)), (idx, targets))[1]
+        with sdpa_kernel(SDPBackend.MATH):
+            return functional_call(model, dict(zip(names, values)), (idx, targets))[1]
 
+    return loss, values, u, names
+
+
+def product_of(model, idx, targets, u, names, function=None):
+    """`GPT.hessian_vector_product`, or `function` in its place, as a list."""
+    with sdpa_kernel(SDPBackend.MATH):
+        found = (function or model.hessian_vector_product)(idx, targets, dict(zip(names, u)))
+    return [found[name] for name in names]
+
+
+@pytest.mark.parametrize('classes, entries, rows', [(2048, 2 ** 26, 8192), (80, 2 * 192 * 150, 300)])
+@pytest.mark.parametrize('ignored', [0, 5])
+def test_hessian_vector_products_equal_the_plain_ones(way, monkeypatch, ignored, classes, entries, rows):
+    """Without logits, which `head_hvp` keeps a part of at a time; more than one, and parts left over."""
+    monkeypatch.setattr(ops, 'CLASSES', classes)
+    monkeypatch.setattr(ops, 'ENTRIES', entries)
+    monkeypatch.setattr(ops, 'ROWS', rows)
+    model, (idx, targets) = tiny(bias=bool(ignored)), batch()
+    targets[1, :ignored] = targets[3, :ignored] = -1
+    loss, values, u, names = loss_of(model)
+    expected = hessian_vector_product(lambda v: loss(v, idx, targets), values, u)
+    assert error(expected, product_of(model, idx, targets, u, names)) < 1e-5
+    assert all(p.grad is None for p in model.parameters())
+
+
+@needs_onednn
+def test_per_sample_gradients_equal_the_plain_ones(switch):
+    (loss, values, *_), (idx, targets) = loss_of(tiny()), batch()
     results = []
     for way in ('rows', 'convolutions'):
         switch(way)
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            product = hessian_vector_product(lambda v: loss(v, idx, targets), values, u)
-            per_sample = vmap(grad(loss), (None, 0, 0))(values, idx[:, None], targets[:, None])
-        results.append([*product, *per_sample])
+        results.append(vmap(grad(loss), (None, 0, 0))(values, idx[:, None], targets[:, None]))
     assert error(*results) < 1e-5
+
+
+@pytest.mark.parametrize('dtype, compile', [(torch.float32, False), (torch.bfloat16, False),
+                                            pytest.param(torch.float32, True, marks=needs_compiler),
+                                            pytest.param(torch.bfloat16, True, marks=needs_compiler)])
+@devices
+def test_hessian_vector_products_in_sixteen_bits_and_compiled(switch, monkeypatch, dtype, compile, device):
+    """As near to those of float32 as autocast's own, and of the same types."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    switch('rows')
+    monkeypatch.setattr(ops, 'ROWS', 300)
+    model, (idx, targets) = tiny().to(device), batch().to(device)
+    with torch.no_grad():
+        targets[:, ::3] = model(idx, targets)[0].argmax(-1)[:, ::3]
+    loss, values, u, names = loss_of(model)
+    exact = hessian_vector_product(lambda v: loss(v, idx, targets), values, u)
+    model.compile_loss = compile
+    function = torch.compile(model.hessian_vector_product) if compile else None
+    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+        autocasts = hessian_vector_product(lambda v: loss(v, idx, targets), values, u)
+        ours = product_of(model, idx, targets, u, names, function)
+    assert [t.dtype for t in ours] == [torch.float32] * len(ours)
+    for e, a, o in zip(exact, autocasts, ours, strict=True):
+        assert error([e], [o]) < max(1.5 * error([e], [a]), 1e-5)
+    # The product; and in it the softmax, of 150 rows and of those that are left.
+    assert not compile or torch._dynamo.utils.counters['frames']['ok'] == 3
+
+
+@pytest.mark.parametrize('logit', [20.0, 60.0, 300.0])
+def test_products_of_improbable_labels(way, logit):
+    x, weight = torch.full((2, 4), logit / 4), torch.zeros(3, 4)
+    weight[0], weight[1] = 1.0, 0.5
+    torch.manual_seed(0)
+    dx, dweight, labels = torch.randn(2, 4), torch.randn(3, 4), torch.tensor([2, 0])
+    gradient = grad(lambda x, weight: F.cross_entropy(F.linear(x, weight), labels), (0, 1))
+    (expected, _), derivatives = torch.func.jvp(gradient, (x, weight), (dx, dweight))
+    for ours, theirs in zip(ops.head_hvp(x, weight, labels, dx, dweight, False), (expected, *derivatives)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def train(model, name, steps, forward):
