@@ -332,7 +332,8 @@ class EmpiricalFisher(GaussNewton):
 
 
 # Of all layers together, in one Hessian-vector product: without flash attention they stay, with their derivatives, some
-# 25 bytes each. 32 sequences of 1,024 tokens in one product would take 200 GB with 125M parameters.
+# 10 bytes each. 32 sequences of 1,024 tokens in one product would take 80 GB with 125M parameters; so a product takes
+# what a micro-batch of training does.
 ATTENTION_WEIGHTS = 2 ** 30
 
 
@@ -355,8 +356,10 @@ class HutchinsonHook(HessianHook):
         super().__init__(*args, **kwargs)
         name_of = {id(p): name for name, p in self.model.named_parameters()}
         self.names = [name_of[id(p)] for p in self.params]
-        product = self.model.hessian_vector_product
-        self.product = torch.compile(product, options={'layout_optimization': False}) if self.compile else product
+        self.product = self.model.hessian_vector_product
+        if self.compile:
+            # For one shape: PyTorch 2.11 fails at others. Without the layout pass, as in World.wrap.
+            self.product = torch.compile(self.product, dynamic=False, options={'layout_optimization': False})
         if getattr(self.autocast, 'fast_dtype', None) == torch.float16:
             # Gradients and their derivatives along u differ too much in size for float16, whatever the loss scale.
             self.autocast = contextlib.nullcontext()

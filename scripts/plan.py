@@ -118,12 +118,11 @@ def states_of(values):
     return states / 8, 0, in_parts
 
 
-# Bytes of one Hessian-vector product (forward-over-reverse, attention by the math path), fitted to 11 shapes on CPU,
-# all of which it meets within 4 %: per layer, for each entry of the T × T attention matrices and each channel of a
-# token; once, for the same; per logit; and per parameter, of which 12 are gradient, u, and the product.
-HUTCHINSON = {
-    4: dict(layer_squares=22.7, layer_channels=281, squares=8.8, channels=32.7, logits=19, parameters=17.4),
-    2: dict(layer_squares=24.5, layer_channels=143, squares=17.9, channels=23.8, logits=15.4, parameters=24.4)}
+# Bytes of one Hessian-vector product (forward-over-reverse, attention by the math path) without the head's, fitted to
+# 17 shapes on CPU, all of which it meets within 4 %: per layer, for each entry of the T × T attention matrices and each
+# channel of a token; once, for the same; and per parameter of the blocks.
+HUTCHINSON = {4: dict(layer_squares=8.7, layer_channels=121, squares=27.2, channels=99, parameters=8),
+              2: dict(layer_squares=7.9, layer_channels=81.5, squares=31.3, channels=50.5, parameters=12.15)}
 
 
 def memory(values, vocab_size, gpus=1, per_node=8):
@@ -242,10 +241,16 @@ def memory(values, vocab_size, gpus=1, per_node=8):
                    r * NC + waiting + passing_block + ahead)
     elif twice:
         rows = optimizers.rows_at_once(c, math.ceil(values['hessian_batch_size'] / gpus), T, B)
-        NC, NV, squares = NC / B * rows, rows * T * c.vocab_size, rows * c.n_head * T * T
+        NC, squares = NC / B * rows, rows * c.n_head * T * T
         a = HUTCHINSON[e]
-        moment('estimate', gradients, c.n_layer * (a['layer_squares'] * squares + a['layer_channels'] * NC),
-               (a['parameters'] - 12) * P, a['logits'] * NV, a['squares'] * squares + a['channels'] * NC, 8 * P)
+        kept = c.n_layer * (a['layer_squares'] * squares + a['layer_channels'] * NC)
+        # ops.head_hvp: the logits and their derivative, and the softmax of both; uncompiled, three of these in float32.
+        logits = min(rows * T, ops.ROWS // 2) * c.vocab_size
+        computing = max((4 * e if values['compile'] else 2 * e + 12 + e * low) * logits, 4 * e * logits + 2 * e * wte)
+        weights = 4 * (P - wte) * low + (4 + 2 * e * low) * wte
+        moment('estimate: head', gradients, kept, weights, computing, 6 * e * NC, 8 * P)
+        moment('estimate: blocks', gradients, kept, a['parameters'] * (P - wte) + 4 * wte, 0,
+               a['squares'] * squares + a['channels'] * NC, 8 * P)
     part = min(P, wte + 2 ** 26) / shards
     moment('update', gradients, buffers=4 * (step_copies * P / shards + step_largest * part), accumulated=0)
     return found

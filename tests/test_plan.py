@@ -59,7 +59,7 @@ def test_memory_of_a_compiled_model():
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('shape, name, room', [
     ((512, 2, 256, 2, 128, 4), 'sophiah', 2 ** 29), ((512, 2, 256, 2, 128, 4), 'sophiah', 2 ** 19),
-    (WEIGHTS, 'adahessian', 2 ** 29)])
+    (WEIGHTS, 'adahessian', 2 ** 29), (LOGITS, 'sophiah', 2 ** 29)])
 def test_memory_of_a_hessian_vector_product(monkeypatch, shape, name, room, dtype):
     monkeypatch.setattr(optimizers, 'ATTENTION_WEIGHTS', room)  # for both sequences at once, or one at a time
     hold(*settings(shape, f'--optimizer_name={name}', f'--dtype={dtype}'))
