@@ -214,25 +214,29 @@ class GPT(nn.Module):
         """
         values = {name: p.detach() for name, p in self.named_parameters()}
         tokens, positions = 'transformer.wte.weight', 'transformer.wpe.weight'
-        inner = {name: name.removeprefix('transformer.') for name in values if name not in (tokens, positions)}
+        short = {name: name.removeprefix('transformer.') for name in values if name not in (tokens, positions)}
 
-        def embeddings(of):  # linear, so their own derivative
-            return F.embedding(idx, of[tokens]) + of[positions][:idx.size(1)]
+        def split(of):
+            """The embeddings, which are linear in their weights, and the other parameters by their short names."""
+            x = F.embedding(idx, of[tokens]) + of[positions][:idx.size(1)]
+            return x, {short[name]: of[name] for name in short}
 
-        def gradient(x, trunk):
-            x, pull_back = torch.func.vjp(lambda *args: functional_call(self.transformer, args[1], args[:1]), x, trunk)
+        def run(x, inner):
+            return functional_call(self.transformer, inner, (x,))
+
+        def gradient(x, inner):
+            x, pull_back = torch.func.vjp(run, x, inner)
             x, dx = forward_ad.unpack_dual(x)
             low = product_dtype(x)
-            g, dg, product = head_hvp(x.flatten(0, 1).to(low), values[tokens], targets.reshape(-1),
-                                      dx.flatten(0, 1).to(low), u[tokens], self.compile_loss)
-            return pull_back(forward_ad.make_dual(*(t.view_as(x).to(x.dtype) for t in (g, dg)))), product
+            g, dg, to_tokens = head_hvp(x.flatten(0, 1).to(low), values[tokens], targets.reshape(-1),
+                                        dx.flatten(0, 1).to(low), u[tokens], self.compile_loss)
+            return pull_back(forward_ad.make_dual(*(t.view_as(x).to(x.dtype) for t in (g, dg)))), to_tokens
 
-        start, direction = ((embeddings(of), {short: of[name] for name, short in inner.items()}) for of in (values, u))
-        _, (dx, trunk), product = torch.func.jvp(gradient, start, direction, has_aux=True)
+        _, (dx, inner), to_tokens = torch.func.jvp(gradient, split(values), split(u), has_aux=True)
         to_positions = torch.zeros_like(values[positions])
         to_positions[:idx.size(1)] = dx.sum(0)
-        return {tokens: product.index_add_(0, idx.flatten(), dx.flatten(0, 1)), positions: to_positions,
-                **{name: trunk[short] for name, short in inner.items()}}
+        return {tokens: to_tokens.index_add_(0, idx.flatten(), dx.flatten(0, 1)), positions: to_positions,
+                **{name: inner[short[name]] for name in short}}
 
     @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):
