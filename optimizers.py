@@ -386,7 +386,7 @@ class HutchinsonHook(HessianHook):
             # Flash attention has no derivative of its derivative; the math path has.
             with self.autocast, sdpa_kernel(SDPBackend.MATH):
                 product = self.product(x, y, u)
-            estimator.add([product[name] for name in self.names], n)
+            estimator.add([product.pop(name) for name in self.names], n)  # and its memory is the next one's
         self.rows = []
         optimizer.update_hessian(estimator.estimate(), nonfinite='raise')
 

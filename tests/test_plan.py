@@ -28,11 +28,11 @@ def settings(shape, *flags, accumulation=1, ranks=1):
         '--learning_rate=1e-3', *flags]).values, vocab_size
 
 
-def hold(values, vocab_size, ranks=1, per_node=1):
-    """The plan's peak is within 10 % of the measured one, and so is each of its largest terms by itself."""
+def hold(values, vocab_size, ranks=1, per_node=1, rel=0.1):
+    """The plan's peak is within `rel` of the measured one, and each of its largest terms is right by itself."""
     measured = plan.measure(values, vocab_size)
     moments = plan.memory(values, vocab_size, ranks, per_node)
-    assert plan.peak(moments)[1] == pytest.approx(measured['peak'], rel=0.1)
+    assert plan.peak(moments)[1] == pytest.approx(measured['peak'], rel=rel)
     after = moments['after the forward pass']
     assert after['parameters'] == measured['parameters']
     assert after['optimizer state'] == pytest.approx(measured['optimizer'], rel=0.001)
@@ -62,7 +62,7 @@ def test_memory_of_a_compiled_model():
     (WEIGHTS, 'adahessian', 2 ** 29), (LOGITS, 'sophiah', 2 ** 29)])
 def test_memory_of_a_hessian_vector_product(monkeypatch, shape, name, room, dtype):
     monkeypatch.setattr(optimizers, 'ATTENTION_WEIGHTS', room)  # for both sequences at once, or one at a time
-    hold(*settings(shape, f'--optimizer_name={name}', f'--dtype={dtype}'))
+    hold(*settings(shape, f'--optimizer_name={name}', f'--dtype={dtype}'), rel=0.04)
 
 
 @pytest.fixture
