@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ops import Linear, TiedEmbedding, cross_entropy, head_hvp, head_loss, sample_labels
 
@@ -202,9 +203,6 @@ class GPT(nn.Module):
     def hessian_vector_product(self, idx, targets, u):
         """∇²L·u with L the mean cross-entropy, by forward-over-reverse differentiation; logits are never kept.
 
-        Flash attention has no derivative of its derivative: call it with the math path,
-        `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
-
         Args:
             idx, targets: as for `forward`.
             u: dict of tensors, with the names and shapes of the parameters.
@@ -222,7 +220,8 @@ class GPT(nn.Module):
             return x, {short[name]: of[name] for name in short}
 
         def run(x, inner):
-            return functional_call(self.transformer, inner, (x,))
+            with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
+                return functional_call(self.transformer, inner, (x,))
 
         def gradient(x, inner):
             x, pull_back = torch.func.vjp(run, x, inner)

@@ -6,7 +6,6 @@ import contextlib
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 
 from distributed import whole
@@ -383,8 +382,7 @@ class HutchinsonHook(HessianHook):
         X, Y = (torch.cat(parts) for parts in zip(*self.rows))
         n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows))
         for x, y in zip(X.split(n), Y.split(n)):
-            # Flash attention has no derivative of its derivative; the math path has.
-            with self.autocast, sdpa_kernel(SDPBackend.MATH):
+            with self.autocast:
                 product = self.product(x, y, u)
             estimator.add([product.pop(name) for name in self.names], n)  # and its memory is the next one's
         self.rows = []

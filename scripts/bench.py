@@ -239,7 +239,7 @@ class Case:
         u = {name: torch.randn_like(p) for name, p in self.model.named_parameters()}
 
         def product():
-            with self.autocast, sdpa_kernel(SDPBackend.MATH):
+            with self.autocast:
                 self.hook.product(X, Y, u)
 
         hvp, reference = interleave([product, gradient], repeats, self.device)

@@ -294,8 +294,7 @@ def loss_of(model):
 
 def product_of(model, idx, targets, u, names, function=None):
     """`GPT.hessian_vector_product`, or `function` in its place, as a list."""
-    with sdpa_kernel(SDPBackend.MATH):
-        found = (function or model.hessian_vector_product)(idx, targets, dict(zip(names, u)))
+    found = (function or model.hessian_vector_product)(idx, targets, dict(zip(names, u)))
     return [found[name] for name in names]
 
 
