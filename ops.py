@@ -2,7 +2,8 @@
 
 PyTorch's matrix product on x86 is MKL's, which leaves AVX-512 unused on AMD processors. Its convolutions are oneDNN's,
 which does not: where there is AVX-512, on CPU in float32, a linear layer is a convolution with a 1×1 kernel over its
-tokens (`ONEDNN`). Without AVX-512 the convolutions are no faster, and their gradients slower.
+tokens (`linear`). Without AVX-512 a convolution is a little faster, but its gradients are slower: then only what needs
+no gradients is one (`product`).
 
 `head_loss` is the output head and the cross-entropy as one operation, part by part, so that logits are never kept, and
 `head_hvp` what a Hessian-vector product needs of both.
@@ -17,8 +18,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 FOR_CPU = True  # False: as on any other device
-ONEDNN = (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
-          and torch.backends.cpu.get_cpu_capability() == 'AVX512')
+ONEDNN = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()  # on x86
+AVX512 = torch.backends.cpu.get_cpu_capability() == 'AVX512'
 
 
 def on_cpu(x):
@@ -38,6 +39,11 @@ def as_image(x):
 
 def linear(x, weight, bias=None):
     """F.linear: (…, C), (M, C), (M,) → (…, M)."""
+    return product(x, weight, bias) if AVX512 else F.linear(x, weight, bias)
+
+
+def product(x, weight, bias=None):
+    """`linear` where nobody differentiates it."""
     if not by_convolution(x):
         return F.linear(x, weight, bias)
     # The dilation of a 1×1 kernel changes nothing, but has PyTorch choose oneDNN on a single thread, too.
@@ -284,7 +290,7 @@ def lent(like):
 
 def outer(p, x):
     """pᵀ·x: (N, M), (N, C) → (M, C)."""
-    if not by_convolution(x):
+    if not (AVX512 and by_convolution(x)):
         return p.t() @ x
     # torch.nn.grad.conv2d_weight, which copies an expanded number to have something of the kernel's shape.
     kernel = x.new_empty(p.size(1), x.size(1), 1, 1)
@@ -302,7 +308,7 @@ def exponentials(x, weight, labels, dx=None, dweight=None):
     """
     parts, sums, shift = _exponentials(x, weight, labels, dx, dweight)
     if not (sums[:len(x)] < 1e20).all():  # a label so improbable that float32 has no room for it beside the others
-        logits, classes = zip(*(linear(part, x).max(0) for part in weight.split(CLASSES)))
+        logits, classes = zip(*(product(part, x).max(0) for part in weight.split(CLASSES)))
         i = torch.stack(logits).argmax(0, keepdim=True)
         largest = i * CLASSES + torch.stack(classes).gather(0, i)
         parts, sums, shift = _exponentials(x, weight, largest[0], dx, dweight)
@@ -317,11 +323,11 @@ def _exponentials(x, weight, reference, dx, dweight):
         shift = torch.cat((shift, (dx * weight[reference] + x * dweight[reference]).sum(-1)))
     sums = torch.zeros_like(shift)
     for i, part in enumerate(weight.split(CLASSES)):
-        logits = linear(part, xs, -shift)
+        logits = product(part, xs, -shift)
         p, memory = memory[:logits.numel()].view_as(logits), memory[logits.numel():]
         torch.exp(logits[:, :n], out=p[:, :n])
         if dx is not None:
-            dlogits = logits[:, n:].add_(linear(dweight[i * CLASSES:i * CLASSES + len(part)], x))
+            dlogits = logits[:, n:].add_(product(dweight[i * CLASSES:i * CLASSES + len(part)], x))
             torch.mul(p[:, :n], dlogits, out=p[:, n:])
             del dlogits
         sums += p.sum(0)
@@ -354,9 +360,9 @@ def by_classes(x, weight, labels, hat, compile):
         for i, (p, part) in enumerate(zip(parts, weight.split(CLASSES))):
             classes = slice(i * CLASSES, i * CLASSES + len(part))
             px += outer(p, part)
-            product = linear(p, scaled)
+            gradient = product(p, scaled)
             for total in totals:
-                total[classes].copy_(product) if first else total[classes].add_(product)
+                total[classes].copy_(gradient) if first else total[classes].add_(gradient)
         for total in totals:
             total.index_add_(0, labels, xs, alpha=-1)
         return px / sums[:, None] - weight[labels]
@@ -438,10 +444,10 @@ def hvp_by_classes(x, weight, labels, dx, dweight, mask, total, compile):
     mean, xs = sums[n:, None] * scale, x * scale
     factors = torch.cat((dx * scale - xs * mean, xs)).t().contiguous()
     both, pdw = x.new_zeros(2 * n, x.size(1)), torch.zeros_like(x)
-    for p, w, dw, product in zip(parts, *(t.split(CLASSES) for t in (weight, dweight, total))):
+    for p, w, dw, to_w in zip(parts, *(t.split(CLASSES) for t in (weight, dweight, total))):
         both += outer(p, w)
         pdw += outer(p[:, :n], dw)
-        product.add_(linear(p, factors))
+        to_w.add_(product(p, factors))
     total.index_add_(0, labels, dx, alpha=-1)
     pw, dpw = both.split(n)
     return (pw * scale - weight[labels]) * mask, ((dpw + pdw - pw * mean) * scale - dweight[labels]) * mask

@@ -23,18 +23,19 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 
 @pytest.fixture
 def switch(monkeypatch):
-    """A function that switches between plain PyTorch ('rows'), and the ways for CPU with ('convolutions') or without
-    oneDNN's products ('classes'), whatever this processor has."""
+    """A function that switches between plain PyTorch ('rows'), and the ways for CPU with oneDNN for all products
+    ('convolutions'), for those without gradients ('products') or for none ('classes'), whatever this processor has."""
     def switch(way):
         monkeypatch.setattr(ops, 'FOR_CPU', way != 'rows')
-        monkeypatch.setattr(ops, 'ONEDNN', way == 'convolutions')
+        monkeypatch.setattr(ops, 'ONEDNN', way in ('convolutions', 'products'))
+        monkeypatch.setattr(ops, 'AVX512', way == 'convolutions')
     return switch
 
 
 def tiny(bias=False):
     """A model whose layers get enough numbers in `batch` for oneDNN's convolution."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=96, vocab_size=192, n_layer=2, n_head=2, n_embd=64, bias=bias))
+    model = GPT(GPTConfig(block_size=96, vocab_size=384, n_layer=2, n_head=2, n_embd=64, bias=bias))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -43,7 +44,7 @@ def tiny(bias=False):
 
 def batch():
     """Tokens and targets, (4, 96) each."""
-    return torch.randint(0, 192, (2, 4, 96), generator=torch.Generator().manual_seed(2))
+    return torch.randint(0, 384, (2, 4, 96), generator=torch.Generator().manual_seed(2))
 
 
 def error(xs, ys):
@@ -140,6 +141,23 @@ def test_few_tokens_take_the_plain_product(switch):
     assert not any('conv' in event.name for event in profile.events())
 
 
+@needs_onednn
+@pytest.mark.parametrize('way, layer, head', [('convolutions', 1, 3), ('products', 0, 2), ('classes', 0, 0)])
+def test_where_onednn_computes(switch, way, layer, head):
+    """Without AVX-512 only the head, and not its product over the classes, which is a convolution's gradient."""
+    switch(way)
+    model, targets = tiny(), batch()[1]
+    x, weight = torch.randn(384, 64), model.lm_head.weight.detach()
+
+    def convolutions(function):
+        with torch.profiler.profile() as profile:
+            function()
+        return sum(event.name in ('aten::convolution', 'aten::convolution_backward') for event in profile.events())
+
+    assert convolutions(lambda: model.transformer.h[0].mlp.c_fc(x)) == layer
+    assert convolutions(lambda: ops.head_loss(x, weight, targets.flatten(), x.new_empty(0), True, False)) == head
+
+
 def labels(kind, targets):
     uniforms = torch.rand(targets.shape, generator=torch.Generator().manual_seed(1))
     return {'none': None, 'all rows': uniforms, 'first rows': uniforms[:2], 'given': targets[:3].roll(1, 0)}[kind]
@@ -161,14 +179,15 @@ def two_backwards():
         yield
 
 
-@pytest.fixture(params=[pytest.param('convolutions', marks=needs_onednn), 'classes', 'rows'])
+@pytest.fixture(params=[*(pytest.param(way, marks=needs_onednn) for way in ('convolutions', 'products')), 'classes',
+                        'rows'])
 def way(request, switch):
     """All of head_loss's: those for CPU in float32, and that for everything else."""
     switch(request.param)
     return request.param
 
 
-@pytest.mark.parametrize('classes, entries, rows', [(2048, 2 ** 26, 8192), (80, 192 * 150, 150)])
+@pytest.mark.parametrize('classes, entries, rows', [(2048, 2 ** 26, 8192), (80, 384 * 150, 150)])
 @pytest.mark.parametrize('ignored', [0, 5])
 @pytest.mark.parametrize('kind', ['none', 'all rows', 'first rows', 'given'])
 def test_losses_and_gradients_equal_autograds(way, monkeypatch, kind, ignored, classes, entries, rows):
@@ -298,7 +317,7 @@ def product_of(model, idx, targets, u, names, function=None):
     return [found[name] for name in names]
 
 
-@pytest.mark.parametrize('classes, entries, rows', [(2048, 2 ** 26, 8192), (80, 2 * 192 * 150, 300)])
+@pytest.mark.parametrize('classes, entries, rows', [(2048, 2 ** 26, 8192), (80, 2 * 384 * 150, 300)])
 @pytest.mark.parametrize('ignored', [0, 5])
 def test_hessian_vector_products_equal_the_plain_ones(way, monkeypatch, ignored, classes, entries, rows):
     """Without logits, which `head_hvp` keeps a part of at a time; more than one, and parts left over."""
@@ -370,7 +389,7 @@ def train(model, name, steps, forward):
     generator, losses = torch.Generator().manual_seed(3), []
     for i in range(steps):
         hook.start(i)
-        windows = torch.randint(0, 3, (4, 97), generator=generator).cumsum(1) % 192
+        windows = torch.randint(0, 3, (4, 97), generator=generator).cumsum(1) % 384
         loss = hook.loss(forward, windows[:, :-1], windows[:, 1:])
         hook.backward()
         loss.backward()
