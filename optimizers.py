@@ -151,6 +151,11 @@ def total_norm(tensors, size=4096):
     return torch.linalg.vector_norm(torch.cat(norms))
 
 
+def param_norm(params):
+    """ℓ2 norm of all entries of the parameters, a 0-d tensor, of sharded ones too."""
+    return whole(total_norm([p.detach() for p in params]))
+
+
 def clip_gradients(optimizer, params, max_norm):
     """Clips the gradients of `params` at the norm `max_norm` (0: no clipping), or has the optimizer's next update do so
     without rewriting them. Returns their norm before that, a 0-d tensor."""
@@ -256,14 +261,16 @@ class HessianHook(NoHessian):
         params: its parameters in the optimizer's order.
         seed, interval (k), batch_size (sequences over all ranks, a multiple of world_size).
         rank, world_size: which share of the mini-batch passes through `loss` here ([rank::world_size]).
+        accumulation_steps: in how many micro-batches.
         autocast: context manager for a forward outside train.py's own.
         compile: whether to compile what the estimator runs by itself.
     """
 
-    def __init__(self, model, params, *, seed, interval, batch_size, rank, world_size, autocast, compile):
+    def __init__(self, model, params, *, seed, interval, batch_size, rank, world_size, accumulation_steps=1, autocast,
+                 compile):
         self.model, self.params, self.seed = model, params, seed
         self.interval, self.batch_size, self.rank, self.world_size = interval, batch_size, rank, world_size
-        self.autocast, self.compile = autocast, compile
+        self.accumulation_steps, self.autocast, self.compile = accumulation_steps, autocast, compile
         self.rows_left = 0
 
     def start(self, iter_num):
@@ -285,10 +292,9 @@ class GaussNewton(HessianHook):
     """Gauss-Newton-Bartlett (Algorithm 2), sharing its forward with the gradient: one forward, two backwards."""
 
     def start(self, iter_num):
+        self.loss_hat = self.uniforms = self.estimator = None  # also of an iteration that was passed over
         if super().start(iter_num):
             self.estimator = GaussNewtonBartlett(self.params)
-            self.uniforms = None
-        self.loss_hat = None
         return self.due
 
     def loss(self, model, X, Y):
@@ -298,8 +304,9 @@ class GaussNewton(HessianHook):
         labels = self.labels(Y, taken_before, n)
         _, loss, self.loss_hat = model(X, Y, labels, return_logits=False)
         self.predictions = n * Y.size(1)
-        # As a share of the mean over all B predictions: float16 has no room for the gradient of a sum.
-        self.share = 1 / (self.batch_size * Y.size(1))
+        if taken_before == 0:
+            # The weight of a label in the gradient of the loss, for whose size float16's loss scale has room.
+            self.share = 1 / (self.accumulation_steps * Y.numel())
         return loss
 
     def labels(self, Y, first, n):
@@ -317,10 +324,10 @@ class GaussNewton(HessianHook):
 
     def finish(self, optimizer, loss_scale=1.0):
         if self.due:
+            estimator, self.estimator = self.estimator, None
             # Under loss scaling overflows are normal.
-            optimizer.update_hessian(self.estimator.estimate(loss_scale * self.share),
+            optimizer.update_hessian(estimator.estimate(loss_scale * self.share),
                                      nonfinite='skip' if loss_scale != 1 else 'raise')
-            self.estimator = None
 
 
 class EmpiricalFisher(GaussNewton):
@@ -353,8 +360,9 @@ class HutchinsonHook(HessianHook):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        name_of = {id(p): name for name, p in self.model.named_parameters()}
-        self.names = [name_of[id(p)] for p in self.params]
+        name_of = {p: name for name, p in self.model.named_parameters()}
+        self.names = [name_of.pop(p) for p in self.params]
+        self.frozen = {name: p for p, name in name_of.items()}
         self.product = self.model.hessian_vector_product
         if self.compile:
             # For one shape: PyTorch 2.11 fails at others. Without the layout pass, as in World.wrap.
@@ -378,7 +386,7 @@ class HutchinsonHook(HessianHook):
         generator = torch.Generator(self.params[0].device)
         generator.manual_seed(int(keyed_bits(self.seed, VECTORS, self.iter_num)[0] >> 1))
         estimator = Hutchinson(self.params, generator, self.rademacher)
-        u = dict(zip(self.names, estimator.u))
+        u = dict(zip(self.names, estimator.u)) | {name: torch.zeros_like(p) for name, p in self.frozen.items()}
         X, Y = (torch.cat(parts) for parts in zip(*self.rows))
         n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows))
         for x, y in zip(X.split(n), Y.split(n)):

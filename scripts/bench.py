@@ -121,7 +121,7 @@ class Case:
         self.hook = optimizers.build_hessian_hook(
             values['optimizer_name'], self.model, self.optimizer, interval=self.interval,
             batch_size=values['hessian_batch_size'], seed=values['seed'], rank=0, world_size=1,
-            autocast=self.autocast, compile=values['compile'])
+            accumulation_steps=values['gradient_accumulation_steps'], autocast=self.autocast, compile=values['compile'])
 
     def clip(self, max_norm):
         """Clips the gradients."""

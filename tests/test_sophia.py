@@ -15,7 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import optimizers
 from model import GPT, GPTConfig
 from optimizers import Lion, build_hessian_hook, build_optimizer
-from sophia import GaussNewtonBartlett, Sophia, gauss_newton_bartlett, hessian_vector_product, hutchinson
+from sophia import (
+    GaussNewtonBartlett,
+    Hutchinson,
+    Sophia,
+    gauss_newton_bartlett,
+    hessian_vector_product,
+    hutchinson,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -335,7 +342,7 @@ def test_hessian_vector_product(gpt_with_hessian):
 
 def hook_estimates(model, idx, name, iterations, micro_batch=4, **options):
     """The estimates of train.py's hook over `iterations` iterations on the same mini-batch, (iterations, n)."""
-    params = list(model.parameters())
+    params = [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(name, params, lr=0.0, beta2=0.0, weight_decay=0.0)
     options = {'interval': 1, 'batch_size': len(idx), 'seed': 7, 'rank': 0, 'world_size': 1,
                'autocast': torch.autocast('cpu', enabled=False), 'compile': False, **options}
@@ -361,6 +368,31 @@ def test_hutchinson_hook_is_unbiased_on_a_gpt(gpt_with_hessian):
     z = (samples.mean(0) - H.diagonal()) / (samples.std(0) / 200 ** 0.5)
     assert (samples < 0).any() and z.abs().max() < 6 and z.square().mean() < 1.5
     assert samples.sum(1).mean() == pytest.approx(H.trace().item(), rel=0.15)
+
+
+def test_frozen_parameters_take_no_part(gpt_with_hessian, monkeypatch):
+    """Hutchinson's estimate of the others is that of their block of the Hessian."""
+    model, idx, _, H = gpt_with_hessian
+    model = copy.deepcopy(model)
+    frozen = model.transformer.wpe.weight, model.transformer.h[0].ln_2.weight
+    trained = flat(torch.full_like(p, all(p is not f for f in frozen)) for p in model.parameters()) > 0
+    for p in frozen:
+        p.requires_grad_(False)
+    drawn, estimate = [], Hutchinson.estimate
+    monkeypatch.setattr(Hutchinson, 'estimate', lambda self: drawn.append(flat(self.u)) or estimate(self))
+    h_hat, = hook_estimates(model, idx, 'sophiah', 1)
+    u, = drawn
+    torch.testing.assert_close(h_hat, u * (H[trained][:, trained] @ u))
+
+
+def test_labels_weigh_as_much_in_the_estimate_as_in_the_loss(monkeypatch):
+    """float16's loss scale, which the loss finds, has to do for both. One of two micro-batches is estimated on."""
+    model, idx, _ = tiny_gpt()
+    found = []
+    monkeypatch.setattr(GaussNewtonBartlett, 'estimate', lambda self, scale: found.append(self.gradient) or found[0])
+    hook_estimates(model, idx, 'ef_clip', 1, micro_batch=2, batch_size=2, accumulation_steps=2)
+    loss = model(idx[:2, :-1], idx[:2, 1:])[1] / 2
+    torch.testing.assert_close(found[0], list(torch.autograd.grad(loss, list(model.parameters()))))
 
 
 def test_gauss_newton_hook_is_unbiased_on_a_gpt(gpt_with_hessian):
