@@ -49,15 +49,15 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     step = batch_size * world_size
     if min(total_batch_size, batch_size) < 1 or given < 0:
         raise SystemExit(f'total_batch_size = {total_batch_size} and batch_size = {batch_size} must be at least 1')
+    if given and given * step != total_batch_size:
+        raise SystemExit(f'total_batch_size = {total_batch_size} is not gradient_accumulation_steps × batch_size × '
+                         f'world_size = {given} × {batch_size} × {world_size}; set --total_batch_size={given * step}, '
+                         'or leave out gradient_accumulation_steps')
     if total_batch_size % step:
         near = sorted({max(total_batch_size // step, 1) * step, (total_batch_size // step + 1) * step})
         raise SystemExit(f'total_batch_size = {total_batch_size} is not a multiple of batch_size × world_size = '
                          f'{batch_size} × {world_size} = {step}; nearest that fit: --total_batch_size='
                          + ' or '.join(map(str, near)))
-    if given and given != total_batch_size // step:
-        raise SystemExit(f'gradient_accumulation_steps = {given}, but total_batch_size / (batch_size × world_size) = '
-                         f'{total_batch_size} / ({batch_size} × {world_size}) = {total_batch_size // step}; '
-                         f'leave it out, or set --total_batch_size={given * step}')
     return total_batch_size // step
 
 

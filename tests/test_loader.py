@@ -149,5 +149,7 @@ def test_accumulation_steps():
     message = refusal(accumulation_steps, 480, 7, 2)
     assert '480' in message and '7 × 2 = 14' in message and '476 or 490' in message
     message = refusal(accumulation_steps, 480, 8, 10, 5)
-    assert 'gradient_accumulation_steps = 5' in message and '= 6' in message and '--total_batch_size=400' in message
+    assert 'gradient_accumulation_steps' in message and '= 5 × 8 × 10' in message and '=400' in message
+    assert '--total_batch_size=64,' in refusal(accumulation_steps, 480, 64, 1, 1)  # which fits
+    assert accumulation_steps(64, 64, 1, 1) == 1
     refusal(accumulation_steps, 480, 0, 1)
