@@ -456,7 +456,7 @@ def compare(path, state, config, model_args, data, ignore_data_change=False):
     Returns the settings that differ, as text. SystemExit with one line when model, optimizer or data are others.
     """
     try:
-        require(state, scaler=dict, best_val_loss=float, evaluated=int, seconds=float, clipped=int,
+        require(state, scaler=dict, best_val_loss=float, evaluated=int, tokens=int, seconds=float, clipped=int,
                 passed_over=int, latest_losses=list, data=dict)
     except ValueError as error:
         raise SystemExit(f'{path}: cannot be resumed ({error})') from None

@@ -138,6 +138,10 @@ class World:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)))
 
+    def zeros(self, n):
+        """(n,) zeros to add up over many batches: float64, which Apple's devices do not have."""
+        return torch.zeros(n, dtype=torch.float32 if self.device.type == 'mps' else torch.float64, device=self.device)
+
     def sum(self, tensor):
         """Adds `tensor` up over all ranks, in place, and returns it."""
         if self.size > 1:

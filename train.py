@@ -27,7 +27,7 @@ import checkpoint
 import configurator
 import optimizers
 from configurator import derived
-from distributed import NOT_FINITE, STOPPED, Stops, World, peak_flops, ranks_from_environment, under_torchrun, whole
+from distributed import NOT_FINITE, STOPPED, Stops, World, peak_flops, ranks_from_environment, under_torchrun
 from loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, keyed_bits
 from model import GPT, HUB_MODELS, SIZES, GPTConfig, padded_vocab_size
 
@@ -102,6 +102,11 @@ if model_size not in SIZES:
 config.fill(SIZES[model_size], f'model size {model_size}')
 config.fill(optimizers.settings(optimizer_name, total_batch_size), f'optimizer {optimizer_name}')
 rate, where = optimizers.peak_learning_rate(optimizer_name, model_size)
+own = init_from in ('scratch', 'resume', 'auto')  # else the weights of a Hugging Face model
+config.require('init_from', own or init_from in HUB_MODELS or Path(init_from).is_dir(),
+               f'scratch, resume, auto, {", ".join(HUB_MODELS)} or a Hugging Face folder')
+if not own and not eval_only:
+    rate, where = None, f'Table 3 is for training from scratch, not for init_from = {init_from}'
 if rate is None and 'learning_rate' not in config.given:
     raise SystemExit(f'{where}; set --learning_rate')
 config.fill(dict(learning_rate=rate), where)
@@ -123,9 +128,6 @@ config.require('dtype', parallel == 'ddp' or dtype != 'float16', f'bfloat16 or f
 if optimizers.differentiates_twice(optimizer_name):
     for key, only in dict(parallel='ddp', activation_checkpointing=False).items():
         config.require(key, config.values[key] == only, f'{only} for {optimizer_name}, which differentiates gradients')
-own = init_from in ('scratch', 'resume', 'auto')  # else the weights of a Hugging Face model
-config.require('init_from', own or init_from in HUB_MODELS or Path(init_from).is_dir(),
-               f'scratch, resume, auto, {", ".join(HUB_MODELS)} or a Hugging Face folder')
 config.require('n_head', n_head > 0 and n_embd % n_head == 0, f'a divisor of n_embd = {n_embd}')
 for key in optimizers.needed(optimizer_name):
     config.require(key, config.values[key] > 0, f'above 0 for {optimizer_name}')
@@ -191,17 +193,21 @@ optimizer = optimizers.build_optimizer(optimizer_name, raw_model.parameter_group
 assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
 hessian = optimizers.build_hessian_hook(
     optimizer_name, raw_model, optimizer, interval=hessian_interval, batch_size=hessian_batch_size, seed=seed,
-    rank=world.rank, world_size=world.size, autocast=autocast, compile=compile)
+    rank=world.rank, world_size=world.size, accumulation_steps=gradient_accumulation_steps, autocast=autocast,
+    compile=compile)
 scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == 'float16')
-iter_num, best_val_loss, seconds, clipped = 0, float('inf'), 0.0, 0
-evaluated, passed_over = -1, 0  # iteration of the latest evaluation; iterations in a row that were not finite
+iter_num, tokens, seconds = 0, 0, 0.0
+clipped, passed_over = 0, 0  # iterations with clipped gradients; iterations in a row that were not finite
+best_val_loss, evaluated = float('inf'), -1  # evaluated: iteration of the latest evaluation
 latest_losses = collections.deque(maxlen=100)
 if resumed:
     with world.together():
         checkpoint.restore(path, resumed, raw_model, optimizer, scaler)
-    iter_num, best_val_loss, evaluated = resumed['iter_num'], resumed['best_val_loss'], resumed['evaluated']
-    seconds, clipped, passed_over = resumed['seconds'], resumed['clipped'], resumed['passed_over']
+    iter_num, tokens, seconds = resumed['iter_num'], resumed['tokens'], resumed['seconds']
+    clipped, passed_over = resumed['clipped'], resumed['passed_over']
     latest_losses.extend(resumed['latest_losses'])
+    if resumed['data']['val'] == fingerprints['val']:  # losses of other data are not to be compared with
+        best_val_loss, evaluated = resumed['best_val_loss'], resumed['evaluated']
     resumed = None  # frees the memory
 
 
@@ -222,7 +228,7 @@ def evaluate():
     None when a rank was asked to stop meanwhile; then the evaluation is to be made again by the resumed run.
     """
     raw_model.eval()
-    total = torch.zeros(3, dtype=torch.float64, device=world.device)
+    total = world.zeros(3)
     for X, Y in ValidationLoader(val_data, eval_iters * batch_size, batch_size, block_size,
                                  world.rank, world.size, world.device):
         if world.any(stops.stop):
@@ -231,7 +237,7 @@ def evaluate():
         with autocast:
             loss = model(X, Y, return_logits=False)[1]
         count = (Y >= 0).sum()
-        total[:2] += torch.stack((torch.where(count > 0, loss.double() * count, 0), count.double()))
+        total[:2] += torch.stack((torch.where(count > 0, loss.to(total) * count, 0), count.to(total)))
     raw_model.train()
     loss_sum, count, stopping = world.sum(total).tolist()
     return None if stopping else loss_sum / count
@@ -239,27 +245,23 @@ def evaluate():
 
 def save_checkpoint(best=False):
     """Saves everything the run needs to go on from iter_num. False when that failed."""
-    if not param_norm().isfinite():
+    if not optimizers.param_norm(params).isfinite():
         give_up('the parameters are not finite')
     path = checkpoint.save_run(world, out_dir, raw_model, optimizer, dict(
         model_args=model_args, iter_num=iter_num, best_val_loss=best_val_loss, config=config.values,
-        scaler=scaler.state_dict(), evaluated=evaluated, seconds=seconds, clipped=clipped, passed_over=passed_over,
-        latest_losses=list(latest_losses), data=fingerprints, tokenizer=train_data.tokenizer), best, keep_checkpoints)
+        scaler=scaler.state_dict(), evaluated=evaluated, tokens=tokens, seconds=seconds, clipped=clipped,
+        passed_over=passed_over, latest_losses=list(latest_losses), data=fingerprints,
+        tokenizer=train_data.tokenizer), best, keep_checkpoints)
     if path:
         say(f'saved {path}', flush=True)
     return path is not None
 
 
-def param_norm():
-    """ℓ2 norm of all parameters, a 0-d tensor."""
-    return whole(optimizers.total_norm([p.detach() for p in params]))
-
-
-def give_up(what):
+def give_up(what, otherwise=''):
     """Ends all ranks with one line; nothing is saved."""
     if world.is_master:
-        print(f'iteration {iter_num}: {what}; nothing of it was saved; go on with a lower --learning_rate, '
-              f'or pass over it by --skip_nonfinite={skip_nonfinite + 1}', file=sys.stderr)
+        print(f'iteration {iter_num}: {what}; nothing of it was saved; go on with a lower --learning_rate{otherwise}',
+              file=sys.stderr)
     raise SystemExit(NOT_FINITE)
 
 
@@ -285,7 +287,7 @@ def log(line, **metrics):
     """Writes one object to metrics.jsonl (and wandb), and the text `line` to the terminal; rank 0 only."""
     if not world.is_master:
         return
-    entry = dict(iter=iter_num, tokens=iter_num * tokens_per_iter, time=round(seconds, 3),
+    entry = dict(iter=iter_num, tokens=tokens, time=round(seconds, 3),
                  **{key: value for key, value in metrics.items() if math.isfinite(value)})
     if writes:
         checkpoint.append_line(metrics_path, json.dumps(entry))
@@ -365,9 +367,10 @@ while True:
     if trouble:
         passed_over += 1
         # float16's overflows are how its loss scale is found: from 2^16 it takes no 40 halvings.
-        overflow = scaler.is_enabled() and math.isfinite(train_loss)
+        overflow = scaler.is_enabled() and math.isfinite(train_loss) and not math.isfinite(grad_norm)
         if passed_over > max(skip_nonfinite, 40 * overflow):
-            give_up(f'{trouble} ({loader.describe(iter_num, world.gather(losses))})')
+            give_up(f'{trouble} ({loader.describe(iter_num, world.gather(losses))})',
+                    f', or pass over it by --skip_nonfinite={passed_over}')
         if not overflow:
             say(f'iter {iter_num}: {trouble}; passed over ({loader.describe(iter_num, world.gather(losses))})')
     else:
@@ -387,7 +390,7 @@ while True:
     if not trouble:
         latest_losses.append(train_loss)
     if iter_num % log_interval == 0 or iter_num == max_iters - 1:
-        measured = dict(optimizers.statistics(optimizer), param_norm=param_norm())
+        measured = dict(optimizers.statistics(optimizer), param_norm=optimizers.param_norm(params))
         metrics = {'train/loss': train_loss, 'lr': lr, 'grad_norm': grad_norm, 'grad_clipped': clipped / (iter_num + 1),
                    **dict(zip(measured, torch.stack([*measured.values()]).tolist())),
                    'step_ms': 1e3 * statistics.mean(since_log)}
@@ -402,6 +405,7 @@ while True:
             f'{metrics["step_ms"]:.0f} ms, {metrics["tokens_per_sec"]:,.0f} tokens/s', **metrics)
         since_log.clear()
     iter_num += 1
+    tokens += tokens_per_iter
     progress.update()
     if save_now and not stopping:
         save_checkpoint()

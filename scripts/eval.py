@@ -114,12 +114,12 @@ def evaluate(model, batches, world, autocast, sizes=None):
 
     `sizes`: `bytes_per_id`; without, bytes is 0.
     """
-    total = torch.zeros(3, dtype=torch.float64, device=world.device)
+    total = world.zeros(3)
     for X, Y in tqdm(batches, unit='batch', disable=not (world.is_master and sys.stderr.isatty())):
         with autocast:
             loss = model(X, Y, return_logits=False)[1]
         counted = Y[Y >= 0]
-        total[0] += loss.double() * len(counted)
+        total[0] += loss.to(total) * len(counted)
         total[1] += len(counted)
         if sizes is not None:
             total[2] += sizes[counted].sum()

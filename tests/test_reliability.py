@@ -83,6 +83,12 @@ def test_resume_on_another_world_size_and_micro_batch(train, reference, tmp_path
         assert metrics(tmp_path, key) == pytest.approx(metrics(reference('sophiah'), key), rel=1e-4)
 
 
+def test_tokens_seen_are_counted_over_mini_batches_of_different_size(train, tmp_path):
+    assert train(tmp_path).code == 0
+    assert train(tmp_path, '--init_from=resume', '--total_batch_size=8', '--max_iters=12').code == 0
+    assert metrics(tmp_path, 'tokens')[-1] == (10 * 4 + 2 * 8) * 32
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Stops
 
@@ -313,6 +319,7 @@ def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path,
         ([config], tmp_path / 'new', f'{config}:2: invalid syntax'),
         (['--keep_checkpoints=1'], tmp_path / 'new', 'keep_checkpoints = 1 must be at least 2'),
         (['--init_from=elsewhere'], tmp_path / 'new', "init_from = 'elsewhere' must be"),
+        (['--init_from=gpt2'], tmp_path / 'new', 'not for init_from = gpt2; set --learning_rate'),
     ]
     for flags, directory, words in cases:
         done = train(directory, *flags)
@@ -321,6 +328,7 @@ def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path,
     assert content(tmp_path) == before and not (tmp_path / 'new').exists()
     done = train(out, '--init_from=resume', f'--dataset={other.parent}', '--ignore_data_change=True', '--max_iters=12')
     assert done.code == 0 and iterations(out)[0] == 12
+    assert state(out, 12)['best_val_loss'] == min(metrics(out, 'val/loss')[-2:])  # of this data set: at 10 and 12
 
 
 def test_one_run_in_an_out_dir(train, tmp_path):
@@ -360,11 +368,15 @@ def test_skip_nonfinite_passes_over_and_lets_nothing_in(train, tmp_path):
     assert 'iteration 7: the loss is not finite' in strict.err
 
 
-def test_a_hessian_estimate_that_is_not_finite_stops_the_run(train, tmp_path):
-    done = train(tmp_path, name='sophiag', faults="""
+@pytest.mark.parametrize('name, estimator, dtype', [
+    ('sophiag', 'GaussNewtonBartlett', 'float32'), ('sophiah', 'Hutchinson', 'float32'),
+    ('sophiah', 'Hutchinson', 'float16')])
+def test_a_hessian_estimate_that_is_not_finite_stops_the_run(train, tmp_path, name, estimator, dtype):
+    """Hessian-vector products have no loss scale that could be to blame."""
+    done = train(tmp_path, f'--dtype={dtype}', name=name, faults=f"""
 import sophia
-estimate = sophia.GaussNewtonBartlett.estimate
-at(4, lambda: setattr(sophia.GaussNewtonBartlett, 'estimate',
+estimate = sophia.{estimator}.estimate
+at(4, lambda: setattr(sophia.{estimator}, 'estimate',
                       lambda self, *args: [h * float('inf') for h in estimate(self, *args)]))
 """)
     assert done.code == NOT_FINITE and len(done.err.splitlines()) == 1
@@ -386,6 +398,15 @@ torch.amp.GradScaler = lambda *args, **kwargs: Scaler(*args, init_scale=2.0 ** 3
     assert done.code == 0 and 'not finite' not in done.out + done.err
     assert state(tmp_path, 30)['scaler']['scale'] < 2.0 ** 25
     assert metrics(tmp_path)[-1] < metrics(tmp_path)[0] - 0.1
+
+
+def test_float16_gives_up_after_forty_overflows(train, tmp_path):
+    done = train(tmp_path, '--dtype=float16', '--max_iters=50', '--eval_interval=50', faults="""
+clip = optimizers.clip_gradients
+optimizers.clip_gradients = lambda *args: clip(*args) * float('inf')
+""")
+    assert done.code == NOT_FINITE and 'iteration 40: the gradient is not finite' in done.err
+    assert done.err.rstrip().endswith('or pass over it by --skip_nonfinite=41')
 
 
 # ----------------------------------------------------------------------------------------------------------------------
