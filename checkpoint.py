@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from distributed import restarts
 
 BEST, NONE = -1, -2  # stand for best.pt, and for no checkpoint, where others have their iteration
+FAILED = 'failed.txt'  # what a run said when it gave up
 LOCKS = []  # files of this process whose closing would give up a lock
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -439,6 +440,7 @@ def claim(out_dir):
         lock.truncate(0)
         lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
         lock.flush()
+        (out_dir / FAILED).unlink(missing_ok=True)
         for partial in out_dir.glob('*.partial'):  # left by a run that was killed while saving
             shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
     except OSError as error:

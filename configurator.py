@@ -159,6 +159,9 @@ def _apply_file(config, name):
     if not path.is_file():
         near = difflib.get_close_matches(name, [str(p) for p in Path('config').rglob('*.py')], n=1)
         raise SystemExit(f'{name}: no such config file' + (f'; did you mean {near[0]}?' if near else ''))
+    if path.suffix != '.py':
+        raise SystemExit(f'{name}: config files end in .py' + (
+            '; a spec of several runs is for scripts/sweep.py --spec' if path.suffix == '.json' else ''))
     assigned = {}
     try:
         # Globals hold the current values, so a file may compute from them; assignments land in their own dict.

@@ -61,6 +61,12 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     return total_batch_size // step
 
 
+def data_dir(dataset, root=Path()):
+    """The directory that --dataset means: data/DATASET, or the path itself where there is only that."""
+    inside, itself = root / 'data' / dataset, root / dataset
+    return itself if itself.is_dir() and not inside.is_dir() else inside
+
+
 class Bin:
     """One split of a data set: `path` memory-mapped, checked against the meta.json beside it.
 

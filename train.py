@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ import configurator
 import optimizers
 from configurator import derived
 from distributed import NOT_FINITE, STOPPED, Stops, World, peak_flops, ranks_from_environment, under_torchrun
-from loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, keyed_bits
+from loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir, keyed_bits
 from model import GPT, HUB_MODELS, SIZES, GPTConfig, padded_vocab_size
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -128,6 +129,7 @@ config.require('dtype', parallel == 'ddp' or dtype != 'float16', f'bfloat16 or f
 if optimizers.differentiates_twice(optimizer_name):
     for key, only in dict(parallel='ddp', activation_checkpointing=False).items():
         config.require(key, config.values[key] == only, f'{only} for {optimizer_name}, which differentiates gradients')
+config.require('wandb_log', not wandb_log or find_spec('wandb'), 'False without wandb; pip install wandb')
 config.require('n_head', n_head > 0 and n_embd % n_head == 0, f'a divisor of n_embd = {n_embd}')
 for key in optimizers.needed(optimizer_name):
     config.require(key, config.values[key] > 0, f'above 0 for {optimizer_name}')
@@ -139,7 +141,7 @@ config.finish()
 world = World(device, backend, parallel)
 say = print if world.is_master else lambda *args, **kwargs: None
 with world.together():
-    train_data, val_data = (Bin(Path('data') / dataset, split) for split in ('train', 'val'))
+    train_data, val_data = (Bin(data_dir(dataset), split) for split in ('train', 'val'))
     for data in (train_data, val_data):
         data.check_length(block_size)
         data.check_ids(data.samples())
@@ -258,10 +260,11 @@ def save_checkpoint(best=False):
 
 
 def give_up(what, otherwise=''):
-    """Ends all ranks with one line; nothing is saved."""
+    """Ends all ranks with one line, also in failed.txt; nothing is saved."""
     if world.is_master:
-        print(f'iteration {iter_num}: {what}; nothing of it was saved; go on with a lower --learning_rate{otherwise}',
-              file=sys.stderr)
+        line = f'iteration {iter_num}: {what}; nothing of it was saved; go on with a lower --learning_rate{otherwise}'
+        print(line, file=sys.stderr)
+        checkpoint.write_text(Path(out_dir) / checkpoint.FAILED, line + '\n')
     raise SystemExit(NOT_FINITE)
 
 

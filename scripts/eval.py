@@ -24,7 +24,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.tokenizer import TOKENIZERS, Byte, Char
 from distributed import World
-from loader import Bin, ValidationLoader, as_tensor, on_device
+from loader import Bin, ValidationLoader, as_tensor, data_dir, on_device
 from scripts.load import DTYPES, MODEL_HELP, find_data, load
 
 
@@ -140,7 +140,7 @@ def main(argv=None):
         dataset = args.dataset or loaded.state.get('config', {}).get('dataset')
         if not dataset:
             raise SystemExit(f'{args.checkpoint}: does not say what to evaluate it on; give --dataset or --text')
-        data = Bin(find_data(loaded.state, dataset) or Path('data') / dataset, args.split)
+        data = Bin(find_data(loaded.state, dataset) or data_dir(dataset), args.split)
     ids = loaded.tokenizer.vocab_size if loaded.tokenizer else loaded.model.config.vocab_size
     if data.vocab_size > ids or loaded.tokenizer and data.vocab_size != ids:
         raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, the one of {loaded.path} has '

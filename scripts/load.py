@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 import checkpoint
 from data.tokenizer import TOKENIZERS, Tokenizer, get_tokenizer, tokenizer_from_meta
 from distributed import check_device
-from loader import read_meta
+from loader import data_dir, read_meta
 from model import GPT, HUB_MODELS, GPTConfig, hf_folder
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -74,9 +74,9 @@ def with_tokenizer(loaded):
 
 def checkpoint_tokenizer(state):
     """The tokenizer that a checkpoint names, else that of its data set; None where the data set is gone."""
-    meta, data_dir = state.get('tokenizer'), find_data(state)
-    if meta is None and data_dir:
-        meta = read_meta(data_dir) or {'tokenizer': 'gpt2'}  # as loader.py takes bins without meta.json
+    meta, folder = state.get('tokenizer'), find_data(state)
+    if meta is None and folder:
+        meta = read_meta(folder) or {'tokenizer': 'gpt2'}  # as loader.py takes bins without meta.json
     return tokenizer_from_meta(meta) if meta and 'tokenizer' in meta else None
 
 
@@ -86,7 +86,7 @@ def find_data(state, dataset=None):
     It is looked for from the working directory, as train.py does, and from the repository.
     """
     dataset = dataset or state.get('config', {}).get('dataset')
-    places = [base / dataset for base in (Path('data'), ROOT / 'data')] if dataset else []
+    places = [data_dir(dataset), data_dir(dataset, ROOT)] if dataset else []
     return next((place for place in places if (place / 'meta.json').is_file() or (place / 'train.bin').is_file()), None)
 
 

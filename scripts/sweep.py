@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
-from distributed import NOT_FINITE
+from checkpoint import FAILED
 from scripts.runs import INCIDENTAL, ROOT, below, print_table, read_json, read_run, write_csv, write_json, write_text
 
 # Settings in which a finished run must agree with what is asked for.
@@ -43,7 +43,7 @@ class Item:
     @property
     def failure(self):
         """What train.py said when the run diverged, one line; None where it has not."""
-        path = self.out_dir / 'failed.txt'
+        path = self.out_dir / FAILED
         return path.read_text(encoding='utf-8').strip() if path.is_file() else None
 
     @property
@@ -67,10 +67,13 @@ class Item:
 
 def expand(spec, out_dir):
     """The `Item`s of a spec (see the top of this file), in its order; equal ones once."""
-    if not isinstance(spec, dict) or not isinstance(spec.get('runs'), list) or not spec['runs']:
+    runs = spec.get('runs') if isinstance(spec, dict) else None
+    if not runs or not isinstance(runs, list) or not all(isinstance(entry, dict) for entry in runs):
         raise SystemExit('a sweep needs "runs": a list of objects setting → value or list of values')
+    if not all(isinstance(part.get('base', []), list) for part in (spec, *runs)):
+        raise SystemExit('"base" of a sweep has to be a list of arguments, such as ["config/quickstart.py"]')
     items = {}
-    for entry in spec['runs']:
+    for entry in runs:
         grid = {key: value if isinstance(value, list) else [value] for key, value in entry.items() if key != 'base'}
         for values in itertools.product(*grid.values()):
             settings = dict(zip(grid, values))
@@ -113,7 +116,6 @@ def train_all(items, jobs=1, launcher=(sys.executable,), deadline=None):
                 if process.poll() is not None:
                     del running[slot]
                     free.append(slot)
-                    note_failure(item, process.returncode)
                     yield item
     finally:
         for _, process in running.values():
@@ -135,21 +137,17 @@ def start(item, launcher, slot):
         if torch.cuda.is_available():
             env['CUDA_VISIBLE_DEVICES'] = gpu_of(slot, torch.cuda.device_count())
     with (item.out_dir / 'log.txt').open('a') as log:
-        return subprocess.Popen([*launcher, 'train.py', *item.argv, f'--out_dir={below(ROOT, item.out_dir)}',
-                                 '--init_from=auto'], cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            return subprocess.Popen([*launcher, 'train.py', *item.argv, f'--out_dir={below(ROOT, item.out_dir)}',
+                                     '--init_from=auto'], cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+        except OSError as error:
+            raise SystemExit(f'{launcher[0]}: cannot be started ({error.strerror}); check --launcher') from None
 
 
 def gpu_of(slot, count):
     """The name of the GPU for the `slot`-th of the runs at a time, out of the `count` that this process sees."""
     visible = [name for name in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if name]
     return (visible or [*map(str, range(count))])[slot % count]
-
-
-def note_failure(item, returncode):
-    """Remembers in failed.txt that a run diverged, which it would do again."""
-    if returncode == NOT_FINITE:
-        lines = (item.out_dir / 'log.txt').read_text(encoding='utf-8', errors='replace').strip().splitlines()
-        write_text(item.out_dir / 'failed.txt', lines[-1] + '\n')
 
 
 def progress(item):
@@ -201,11 +199,14 @@ def main(argv=None):
     parser.add_argument('--launcher', default=sys.executable, metavar='COMMAND',
                         help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
     parser.add_argument('--slurm', nargs='?', const='', metavar='OPTIONS',
-                        help='write OUT_DIR/sweep.sbatch, an array job with these sbatch options, instead of training')
+                        help="write OUT_DIR/sweep.sbatch, an array job, instead of training; "
+                             "--slurm='--time=1:00 --mem=9G' passes options on to sbatch")
     parser.add_argument('--retry', action='store_true', help='try runs again that diverged')
     parser.add_argument('--dry_run', action='store_true', help='list the runs and their state')
     parser.add_argument('--table', action='store_true', help='print the table, train nothing')
     args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f'--jobs {args.jobs}: at least 1')
     if args.spec and (args.grid or args.base):
         parser.error('give --spec, or --grid with arguments after --, not both')
     stored = args.out_dir / 'sweep.json'
@@ -239,7 +240,7 @@ def main(argv=None):
             return
         if args.retry:
             for item in chosen:
-                (item.out_dir / 'failed.txt').unlink(missing_ok=True)
+                (item.out_dir / FAILED).unlink(missing_ok=True)
         if args.jobs > 1:
             os.environ.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // args.jobs)))
         signal.signal(signal.SIGTERM, interrupt)

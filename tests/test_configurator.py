@@ -1,6 +1,7 @@
 """Config files and flags: types, refusals, precedence, provenance."""
 
 import re
+import sys
 
 import pytest
 from conftest import ROOT, refusal, run_train
@@ -67,6 +68,11 @@ def test_missing_file_names_the_nearest(monkeypatch):
     assert 'no such config file' in message and 'did you mean config/quickstart.py?' in message
 
 
+def test_a_sweeps_spec_is_no_config_file():
+    """JSON is valid Python, which would set nothing."""
+    assert 'scripts/sweep.py --spec' in refusal(apply, str(ROOT / 'config/ablation/clipping.json'))
+
+
 def test_tables_fill_only_what_nobody_set():
     config, values = apply('--steps=5')
     config.fill({'steps': 99, 'size': 4}, 'a table')
@@ -127,6 +133,12 @@ def test_settings_that_cannot_be_are_refused(argv, words):
     with pytest.raises(SystemExit) as stopped:
         configurator.resolve(argv)
     assert words in str(stopped.value) and '\n' not in str(stopped.value)
+
+
+def test_wandb_has_to_be_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    with pytest.raises(SystemExit, match='wandb_log = True must be False without wandb; pip install wandb'):
+        configurator.resolve(['--wandb_log=True'])
 
 
 def test_help_lists_every_setting_with_its_comment():

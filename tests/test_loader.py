@@ -1,6 +1,7 @@
 """The data order, the windows of every world size, bins that do not fit."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from loader import (
     TrainLoader,
     ValidationLoader,
     accumulation_steps,
+    data_dir,
     keyed_bits,
     keyed_uniforms,
     on_device,
@@ -141,6 +143,14 @@ def test_a_bad_token_stops_the_training_thread_with_its_message(tmp_path):
     loader = TrainLoader(data, 0, 4, 8, 0, 1, 'cpu')
     assert 'token id 95' in refusal(next, loader)
     loader.close()
+
+
+def test_a_data_set_is_named_by_its_directory_in_data_or_by_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path('data/mine').mkdir(parents=True)
+    for name in ('mine', 'data/mine', './data/mine', tmp_path / 'data/mine'):
+        assert data_dir(name).resolve() == tmp_path / 'data/mine'
+    assert data_dir('missing') == Path('data/missing')
 
 
 def test_accumulation_steps():

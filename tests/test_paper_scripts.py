@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, refusal
 from fake_runs import SHAPE, fake_run
 
 from scripts import gpu_suite, max_lr, plot, runs, speedup, sweep
@@ -324,8 +324,11 @@ def test_sweep_does_not_take_a_run_with_other_settings_for_its_own(swept):
         sweep.main([*argv, '--learning_rat=0.02'])
 
 
-def test_sweep_remembers_a_run_that_diverged(tmp_path, corpus, capsys):
-    argv = ['--out_dir', str(tmp_path), '--grid', 'learning_rate=1e30', '--', *TINY, f'--dataset={corpus}']
+@pytest.mark.parametrize('launcher', [sys.executable, f'{sys.executable} -m torch.distributed.run --standalone'])
+def test_sweep_remembers_a_run_that_diverged(tmp_path, corpus, capsys, launcher):
+    """Under torchrun, too, whose exit code does not tell."""
+    argv = ['--out_dir', str(tmp_path), '--launcher', launcher, '--grid', 'learning_rate=1e30', '--', *TINY,
+            f'--dataset={corpus}']
     with pytest.raises(SystemExit, match='not finished: 1 of 1'):
         sweep.main(argv)
     (log,) = tmp_path.rglob('log.txt')
@@ -334,6 +337,18 @@ def test_sweep_remembers_a_run_that_diverged(tmp_path, corpus, capsys):
         sweep.main(argv)
     assert log.read_text() == before
     assert rows_of(tmp_path / 'results.csv')[0]['state'].startswith('diverged: iteration ')
+
+
+@pytest.mark.parametrize('argv, words', [
+    (['--launcher', 'nosuch'], 'nosuch: cannot be started'), (['--spec', '{"runs": [3]}'], 'needs "runs"'),
+    (['--spec', '{"base": "--seed=1", "runs": [{"seed": 1}]}'], '"base" of a sweep has to be a list')])
+def test_sweep_refuses(tmp_path, corpus, argv, words):
+    if argv[0] == '--spec':
+        (tmp_path / 'spec.json').write_text(argv[1])
+        argv = ['--spec', str(tmp_path / 'spec.json')]
+    else:
+        argv = [*argv, '--grid', 'seed=1', '--', *TINY, f'--dataset={corpus}']
+    assert words in refusal(sweep.main, ['--out_dir', str(tmp_path / 'out'), *argv])
 
 
 def test_sweep_stops_and_resumes_its_runs(tmp_path, corpus):

@@ -352,7 +352,9 @@ def test_nan_on_one_rank_stops_all_and_names_the_windows(train, corpus, tmp_path
     assert (f'iteration 6: the loss is not finite (rank 1, micro-batch 0: windows of {corpus}/train.bin at {starts}); '
             'nothing of it was saved; go on with a lower --learning_rate, or pass over it by --skip_nonfinite=1'
             ) in done.err.splitlines()
+    assert (tmp_path / 'failed.txt').read_text().strip() in done.err.splitlines()
     assert iterations(tmp_path) == [5] and len(metrics(tmp_path)) == 6
+    assert train(tmp_path, '--init_from=resume').code == 0 and not (tmp_path / 'failed.txt').exists()
 
 
 def test_skip_nonfinite_passes_over_and_lets_nothing_in(train, tmp_path):
