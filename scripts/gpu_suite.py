@@ -5,9 +5,9 @@
   python scripts/gpu_suite.py --device cpu --tiny              try it on a CPU, in minutes
 
 Each call goes on with the next item that --records lacks, stops after --minutes, and can be repeated until all is done.
-What cannot be resumed waits for a call with enough time left; training that was cut off goes on from its checkpoint in
---work. What has ended is in --records at once, small files only, and in the archive --out if one is given. Needs Python
-and torch (matplotlib and a network it does not).
+What cannot be resumed waits for a call with enough time left: once it was cut off, with more than it had then. Training
+that was cut off goes on from its checkpoint in --work. What has ended is in --records at once, small files only, and in
+the archive --out if one is given. Needs Python and torch (matplotlib and a network it does not).
 
 The runs: GPT-2 on the text given, AdamW, Lion, Sophia-G and Sophia-H at Table 3's rate times --multipliers, AdamW's
 rate swept as finely as Sophia's, each on the whole schedule of T = --max_iters or of T/2; then a second seed of the
@@ -34,9 +34,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from distributed import check_device
 from optimizers import PEAK_LR
 from scripts.bench import default_configs
-from scripts.runs import ROOT, below, print_table, read_json, read_run, write_json
+from scripts.runs import ROOT, below, print_table, read_json, read_run, write_json, writing
 from scripts.sweep import expand, interrupt, progress, train_all
 
 GROUPS = ('tests', 'bench', 'runs', 'seeds', 'large', 'variants', 'map')
@@ -45,6 +46,7 @@ GROUPS = ('tests', 'bench', 'runs', 'seeds', 'large', 'variants', 'map')
 LARGE = [('1.5B', ['--block_size=2048', '--batch_size=4', '--total_batch_size=16']),
          ('6.6B', ['--block_size=2048', '--batch_size=1', '--total_batch_size=4', '--parallel=fsdp',
                    '--activation_checkpointing=True'])]
+CUT_OFF = 124  # the exit code of what is killed at the end of a call's time, as with timeout(1)
 # Minutes after which the benchmark of a size begins no more rounds; compilation takes most of the first ones.
 BENCH_MINUTES = {'30M': 2.0, '125M': 2.5, '355M': 3.5, '770M': 5.5}
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=32', '--log_interval=2']
@@ -53,22 +55,34 @@ TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=32', '--log_in
 class Command:
     """An item that is one command with a result of a few lines: recorded as NAME.json with exit code and output.
 
-    Args: needs: minutes it is expected to take, at most; with less left it is not begun.
+    Args: expected: minutes it is expected to take, at most.
     """
 
-    def __init__(self, name, argv, records, needs, missing=''):
-        self.name, self.argv, self.record, self.needs = name, argv, records / f'{name}.json', needs
+    def __init__(self, name, argv, records, expected, missing=''):
+        self.name, self.argv, self.record, self.expected = name, argv, records / f'{name}.json', expected
         self.missing = missing
 
     @property
+    def cut_off(self):
+        """The minutes after which it was cut off; 0 where it was not."""
+        found = read_json(self.record) if self.record.is_file() else {}
+        return found['seconds'] / 60 if found.get('exit_code') == CUT_OFF else 0.0
+
+    @property
+    def needs(self):
+        """Minutes without which it is not begun: more than it had when it was cut off, as it would be again."""
+        return max(self.expected, round(1.1 * self.cut_off, 2))
+
+    @property
     def state(self):
+        if self.cut_off:
+            return f'cut off after {self.cut_off:.1f} minutes'
         if self.record.is_file():
             return f'done (exit code {read_json(self.record)["exit_code"]})'
         return f'left out: there is no {self.missing}' if self.missing else 'missing'
 
     def run(self, deadline):
-        """Runs the command until it ends or `deadline`, which is recorded as exit code 124: it had the time it needs,
-        and would take all of the next call's, too. True when it ended."""
+        """Runs the command until it ends or `deadline`, which is recorded as exit code CUT_OFF. True when it ended."""
         started = time.monotonic()
         process = subprocess.Popen(self.argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                    start_new_session=True)
@@ -76,7 +90,7 @@ class Command:
             output, _ = process.communicate(timeout=max(1.0, deadline - started))
             code = process.returncode
         except subprocess.TimeoutExpired as stopped:
-            code, output = 124, stopped.stdout or b''
+            code, output = CUT_OFF, stopped.stdout or b''
         finally:  # with all that it has started, which would keep the GPU busy
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -85,7 +99,7 @@ class Command:
         print(output[-3000:])
         write_json(self.record, dict(command=['python', *self.argv[1:]], exit_code=code,
                                      seconds=round(time.monotonic() - started, 1), output=output[-20000:]))
-        return code != 124
+        return code != CUT_OFF
 
 
 class Training:
@@ -252,11 +266,8 @@ def prepare_data(args):
 def pack(records, out):
     """Writes everything in `records` as the archive `out`."""
     if out and records.is_dir():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_name(out.name + '.partial')
-        with tarfile.open(partial, 'w:gz') as archive:
+        with writing(out) as partial, tarfile.open(partial, 'w:gz') as archive:
             archive.add(records, arcname=records.name)
-        partial.replace(out)
 
 
 def parse(argv):
@@ -308,6 +319,7 @@ def main(argv=None):
         if 'seeds' in args.groups and not any(row['group'] == 'seeds' for row in rows):
             print('and a second seed of the best runs, once those are known')
         return
+    check_device(args.device)
     signal.signal(signal.SIGTERM, interrupt)
     prepare_data(args)
     tokens = read_json(Path(args.dataset) / 'meta.json')['train']['tokens']
@@ -321,7 +333,7 @@ def main(argv=None):
                 if item.state.startswith(('done', 'left out')):
                     continue
                 left = (deadline - time.monotonic()) / 60
-                if left < min(item.needs, 0.9 * args.minutes):
+                if left < item.needs:
                     print(f'{group}: {item.name}: needs {item.needs:g} minutes, {left:.1f} are left', flush=True)
                     continue
                 print(f'{group}: {item.name}: {item.state}', flush=True)
