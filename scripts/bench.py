@@ -41,10 +41,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
 import optimizers
-from distributed import World, peak_flops
+from distributed import World, check_device, peak_flops
 from loader import Bin, TrainLoader, keyed_bits
 from model import GPT, GPTConfig, padded_vocab_size
-from scripts.runs import write_json
+from scripts.runs import writable, write_json
 
 TINY = '--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --total_batch_size=4 --batch_size=2'
 CPU_MODEL = '--model_size=30M --block_size=256 --total_batch_size=4 --batch_size=4'
@@ -396,8 +396,8 @@ def table(rows):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('configs', nargs='*', metavar='CONFIG', help='quoted arguments of train.py')
+    parser = argparse.ArgumentParser(usage='%(prog)s [options] [CONFIG ...]', description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--peer', action='append', default=[], metavar='PATH', help='a checkout to measure beside ours')
     parser.add_argument('--dataset', help='directory of bins (default: random tokens)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
@@ -408,19 +408,25 @@ def parse(argv):
                         help='measure no parts by themselves: for models that leave no memory for it')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
     parser.add_argument('--tiny', action='store_true', help='a tiny model in the place of the default list')
-    args = parser.parse_args(argv)
+    # A CONFIG may begin with --, which argparse takes for a flag: what it leaves over, in its order, are the CONFIGs.
+    args, args.configs = parser.parse_known_args(argv)
+    for text in args.configs:
+        if text.startswith('-') and '=' not in text:
+            parser.error(f'{text}: no such flag; a CONFIG is written --key=value')
     if args.rounds < 1:
         parser.error('--rounds must be at least 1')
     for folder in args.peer:
         if not (Path(folder) / 'model.py').is_file():
             raise SystemExit(f'--peer={folder}: no model.py in it; give the checkout of a repository like nanoGPT')
+    if args.output:
+        writable(args.output)
     return args
 
 
 def main(argv=None):
     args = parse(argv)
     torch.set_float32_matmul_precision('high')  # as train.py
-    device = torch.device(args.device)
+    device = check_device(args.device)
     texts = args.configs or default_configs(device, args.tiny)
     groups = {}  # configurations of one model take turns
     for text in texts:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import TINY, metrics, run_train
+from conftest import TINY, metrics, refusal, run_train
 
 import configurator
 from scripts import bench
@@ -91,6 +91,28 @@ def test_configurations_of_one_model_take_turns_compiled_or_not(monkeypatch):
     monkeypatch.setattr(bench, 'measure', measure)
     bench.main(['--device', 'cpu', bench.TINY, f'{bench.TINY} --n_layer=2', f'{bench.TINY} --compile=True'])
     assert groups == [[(1, False), (1, True)], [(2, False)]]
+
+
+def test_a_configuration_may_be_one_flag_and_they_keep_their_order(monkeypatch):
+    texts = []
+
+    def measure(configs, *_):
+        texts.extend(' '.join(sorted(config.given - {'device', 'show_config'})) for config in configs)
+        return []
+
+    monkeypatch.setattr(bench, 'measure', measure)
+    bench.main(['--model_size=125M', '--device', 'cpu', '--model_size=125M --optimizer_name=sophiag', '--rounds', '2',
+                '--total_batch_size=480', 'config/quickstart.py --model_size=125M --n_layer=12'])
+    assert texts[:3] == ['model_size', 'model_size optimizer_name', 'total_batch_size']
+
+
+def test_refusals(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    assert 'no CUDA device' in refusal(bench.main, ['--tiny', '--device', 'cuda'])
+    for argv in (['--tyni'], ['--model_size', '125M']):
+        with pytest.raises(SystemExit):
+            bench.main(argv)
+        assert f'{argv[0]}: no such flag' in capsys.readouterr().err
 
 
 def test_a_peer_that_is_none_is_refused(tmp_path):
