@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import checkpoint
 from model import GPT, GPTConfig
+from scripts.runs import refusing, writable
 
 
 def consolidate(path, output=None, optimizer=True):
@@ -33,9 +34,12 @@ def consolidate(path, output=None, optimizer=True):
     output = Path(output) if output else path.resolve().with_suffix('.pt')
     if output.exists():
         raise SystemExit(f'{output}: exists; remove it, or choose another --output')
+    writable(output)
     if optimizer:
         state['optimizer'] = optimizer_state(path, state['model_args'])
-    checkpoint.write_file(output, state)
+    with refusing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_file(output, state)
     return output
 
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.tokenizer import TOKENIZERS, Byte, Char
 from distributed import World
 from loader import Bin, ValidationLoader, as_tensor, data_dir, on_device
-from scripts.load import DTYPES, MODEL_HELP, find_data, load
+from scripts.load import DTYPES, MODEL_HELP, check_data, find_data, load
 
 
 def parse(argv):
@@ -141,10 +141,7 @@ def main(argv=None):
         if not dataset:
             raise SystemExit(f'{args.checkpoint}: does not say what to evaluate it on; give --dataset or --text')
         data = Bin(find_data(loaded.state, dataset) or data_dir(dataset), args.split)
-    ids = loaded.tokenizer.vocab_size if loaded.tokenizer else loaded.model.config.vocab_size
-    if data.vocab_size > ids or loaded.tokenizer and data.vocab_size != ids:
-        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, the one of {loaded.path} has '
-                         f'{ids}; prepare the text again with the right one')
+    check_data(loaded, data)
     block_size = args.block_size or loaded.model.config.block_size
     if block_size > loaded.model.config.block_size:
         raise SystemExit(f'--block_size={block_size}: the model has {loaded.model.config.block_size} positions')

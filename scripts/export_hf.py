@@ -20,6 +20,7 @@ from data.tokenizer import TOKENIZERS, Byte, Char
 from loader import read_meta
 from model import HF_ACTIVATIONS, HF_TRANSPOSED
 from scripts.load import MODEL_HELP, find_data, load, with_tokenizer
+from scripts.runs import read_metrics, refusing, writable
 
 END_OF_TEXT = '<|endoftext|>'
 TOLERANCE = 1e-4  # on logits, in float32
@@ -128,7 +129,7 @@ def metrics_of(loaded):
     if 'iter_num' not in loaded.state or not path.is_file():
         return {}
     last = {}
-    for line in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
+    for line in read_metrics(path):
         if line['iter'] <= loaded.state['iter_num']:
             last |= line
     return {name: last[key] for key, name in METRICS.items() if key in last}
@@ -200,6 +201,7 @@ def export(loaded, dest):
     Everything is written beside, checked, and renamed; on any error nothing is left.
     """
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError:
         raise SystemExit('the export needs the packages safetensors and tokenizers: '
@@ -207,18 +209,24 @@ def export(loaded, dest):
     dest = Path(dest)
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
         raise SystemExit(f'{dest}: is there already; give another place, or remove it')
+    writable(dest / 'config.json')
     data_dir = find_data(loaded.state)
     data = read_meta(data_dir) if data_dir else None
     partial = dest.with_name(f'{dest.name}.partial{os.getpid()}')
     try:
-        partial.mkdir(parents=True)
-        (partial / 'config.json').write_text(json.dumps(hf_config(loaded), indent=2), encoding='utf-8')
-        write_tokenizer(loaded.tokenizer, partial, loaded.model.config.block_size)
-        (partial / 'README.md').write_text(model_card(loaded, data), encoding='utf-8')
-        save_file(hf_weights(loaded.model), partial / 'model.safetensors', metadata={'format': 'pt'})
-        (partial / 'model.safetensors').chmod(0o644)  # safetensors writes for the owner alone
+        with refusing(dest):
+            partial.mkdir(parents=True)
+            (partial / 'config.json').write_text(json.dumps(hf_config(loaded), indent=2), encoding='utf-8')
+            write_tokenizer(loaded.tokenizer, partial, loaded.model.config.block_size)
+            (partial / 'README.md').write_text(model_card(loaded, data), encoding='utf-8')
+            try:
+                save_file(hf_weights(loaded.model), partial / 'model.safetensors', metadata={'format': 'pt'})
+            except SafetensorError as error:  # what it makes of an error of the file system
+                raise OSError(str(error)) from None
+            (partial / 'model.safetensors').chmod(0o644)  # safetensors writes for the owner alone
         checked = check(loaded, partial)
-        partial.replace(dest)
+        with refusing(dest):
+            partial.replace(dest)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return checked

@@ -72,6 +72,15 @@ def with_tokenizer(loaded):
     return loaded
 
 
+def check_data(loaded, data):
+    """SystemExit with one line unless the tokens of `data`, which has a `Bin`'s path and vocab_size, are of the model's
+    tokenizer, as far as the number of ids tells."""
+    ids = loaded.tokenizer.vocab_size if loaded.tokenizer else loaded.model.config.vocab_size
+    if data.vocab_size > ids or loaded.tokenizer and data.vocab_size != ids:
+        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, the one of {loaded.path} has '
+                         f'{ids}; prepare the text again with the right one')
+
+
 def checkpoint_tokenizer(state):
     """The tokenizer that a checkpoint names, else that of its data set; None where the data set is gone."""
     meta, folder = state.get('tokenizer'), find_data(state)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts.runs import OPTIMIZER_LABELS, figure, png_path, print_table, save
+from scripts.runs import OPTIMIZER_LABELS, add_launcher, figure, png_path, print_table, save
 from scripts.sweep import expand, interrupt, train_all
 
 # The list that the paper searches (section Hyperparamter Tuning), rising.
@@ -48,7 +48,7 @@ def main(argv=None):
     parser.add_argument('--optimizers', nargs='+', default=['adamw', 'lion', 'sophiag'], metavar='NAME')
     parser.add_argument('--rates', nargs='+', type=float, default=RATES, help="default: the paper's list")
     parser.add_argument('--margin', type=float, default=0.5, help='nats of training loss (default: 0.5)')
-    parser.add_argument('--launcher', default=sys.executable, metavar='COMMAND', help='starts train.py')
+    add_launcher(parser)
     parser.add_argument('--output', help='PNG; .csv beside it (default: OUT_DIR/max_lr.png)')
     args = parser.parse_args(argv)
     output = png_path(args.output or args.out_dir / 'max_lr.png')
@@ -61,7 +61,7 @@ def main(argv=None):
             entry = dict(optimizer_name=name, scale_attn_by_inverse_layer_idx=scaled, learning_rate=sorted(args.rates))
             for item in expand(dict(base=args.base, runs=[entry]), args.out_dir):
                 item.check()
-                for _ in train_all([item], launcher=args.launcher.split()):
+                for _ in train_all([item], launcher=args.launcher):
                     pass
                 stable, loss, why = judge(item, lowest, args.margin)
                 rate = item.settings['learning_rate']

@@ -39,7 +39,7 @@ import ops
 import optimizers
 from distributed import PEAK_FLOPS, World, ranks_from_environment
 from model import GPT, GPTConfig, padded_vocab_size
-from scripts.runs import flops_per_iteration, print_table, write_json
+from scripts.runs import flops_per_iteration, print_table, writable, write_json
 from sophia import Sophia
 
 GiB = 2 ** 30
@@ -537,6 +537,8 @@ def parse(argv):
             parser.error(f'--{key} must be above 0')
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
         parser.error(f'--gpus={args.gpus} is not a multiple of --gpus_per_node={args.gpus_per_node}')
+    if args.output:
+        writable(args.output)
     return args, flags
 
 

@@ -3,11 +3,16 @@
 A run is a directory with the metrics.jsonl and config.json that train.py writes (or a copy of the two in records/).
 """
 
+import argparse
+import contextlib
 import csv
 import io
 import json
 import math
+import shlex
+import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +37,11 @@ INCIDENTAL = {
     'keep_checkpoints', 'init_from', 'ignore_data_change', 'max_hours', 'skip_nonfinite', 'show_config', 'wandb_log',
     'wandb_project', 'wandb_run_name', 'batch_size', 'gradient_accumulation_steps', 'parallel',
     'activation_checkpointing', 'backend', 'device', 'compile', 'seed'}
+
+# Settings without which nothing can be said of a run; others may be unknown to the train.py that wrote its config.json.
+NEEDED = ('optimizer_name', 'learning_rate', 'max_iters', 'decay_lr', 'lr_decay_iters', 'eval_iters', 'batch_size',
+          'total_batch_size', 'hessian_interval', 'hessian_batch_size', 'model_size', 'block_size', 'n_layer', 'n_head',
+          'n_embd', 'bias')
 
 
 @dataclass
@@ -114,18 +124,33 @@ def read_run(out_dir):
     """The `Run` in `out_dir`; SystemExit with one line when it is not one."""
     out_dir = Path(out_dir)
     about = read_json(out_dir / 'config.json')
-    if not isinstance(about, dict) or 'config' not in about:
+    if not isinstance(about, dict) or not isinstance(about.get('config'), dict):
         raise SystemExit(f'{out_dir}/config.json: not written by train.py (it has no "config")')
-    path, records = out_dir / 'metrics.jsonl', []
-    if path.is_file():
+    missing = [key for key in NEEDED if key not in about['config']] + ['parameters'] * ('parameters' not in about)
+    if missing:
+        raise SystemExit(f'{out_dir}/config.json: has no {missing[0]!r}, which train.py writes; the file is damaged')
+    path = out_dir / 'metrics.jsonl'
+    return Run(out_dir, about['config'], about, read_metrics(path) if path.is_file() else [])
+
+
+def read_metrics(path):
+    """The lines of a metrics.jsonl, a list of dicts; SystemExit with one line when one is damaged."""
+    records = []
+    try:
         lines = path.read_text(encoding='utf-8').splitlines()
-        for number, line in enumerate(lines, 1):
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                if number < len(lines):  # the last line of a run that is being written may be cut off
-                    raise SystemExit(f'{path}:{number}: not a JSON object; the file is damaged') from None
-    return Run(out_dir, about['config'], about, records)
+    except UnicodeDecodeError as error:
+        raise SystemExit(f'{path}: not a JSON object in every line ({error}); the file is damaged') from None
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            if number == len(lines):  # of a run that is being written it may be cut off
+                break
+            record = None
+        if not isinstance(record, dict):
+            raise SystemExit(f'{path}:{number}: not a JSON object; the file is damaged')
+        records.append(record)
+    return records
 
 
 def find_runs(paths):
@@ -226,11 +251,9 @@ def save(output, fig, rows=None, **data):
     """
     from matplotlib import pyplot as plt
     output = png_path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(output.name + '.partial')
-    fig.savefig(partial, dpi=150, format='png')
+    with writing(output) as partial:
+        fig.savefig(partial, dpi=150, format='png')
     plt.close(fig)
-    partial.replace(output)
     written = [output]
     if rows is not None:
         write_csv(output.with_suffix('.csv'), rows)
@@ -241,12 +264,68 @@ def save(output, fig, rows=None, **data):
     print('wrote ' + ', '.join(map(str, written)))
 
 
+def add_launcher(parser):
+    """Gives an ArgumentParser the flag --launcher, whose value is the list of the command's words."""
+    def words(text):
+        try:
+            found = shlex.split(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f'{text}: {error}') from None
+        if not found or not shutil.which(found[0]):
+            raise argparse.ArgumentTypeError(f'{text!r}: no such command')
+        return found
+    parser.add_argument('--launcher', type=words, default=[sys.executable], metavar='COMMAND',
+                        help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
+
+
 def png_path(output):
-    """`output` as a Path; SystemExit unless it ends in .png."""
+    """`output` as a Path; SystemExit with one line unless it ends in .png and can be written."""
     output = Path(output)
     if output.suffix != '.png':
         raise SystemExit(f'--output={output}: must end in .png; the numbers go beside it as .csv or .json')
-    return output
+    return writable(output)
+
+
+@contextlib.contextmanager
+def refusing(path):
+    """Around what writes `path`: where the file system fails, SystemExit with one line."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # torch.save wraps the error of a write into a RuntimeError of its own.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise SystemExit(f'{path}: cannot be written ({cause.strerror or cause})') from None
+
+
+def writable(path):
+    """`path` as a Path; SystemExit with one line when no file could be written there. To be asked before the work that
+    the file is for; leaves nothing, not even the folder where that is missing."""
+    path = Path(path)
+    with refusing(path):
+        if path.is_dir():
+            raise IsADirectoryError('is a directory')
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        with tempfile.TemporaryFile(dir=folder):  # permissions alone do not tell, to root for one
+            return path
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Yields the path of a file to be written that then becomes `path`, in a folder made where it is missing.
+
+    SystemExit with one line when that fails; the file is complete or not there at all.
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + '.partial')
+    with refusing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield partial
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def write_csv(path, rows):
@@ -266,11 +345,8 @@ def write_json(path, data):
 
 def write_text(path, text):
     """Writes a text file that takes its name only when it is complete."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + '.partial')
-    partial.write_text(text, encoding='utf-8')
-    partial.replace(path)
+    with writing(path) as partial:
+        partial.write_text(text, encoding='utf-8')
 
 
 def print_table(rows, columns=None):

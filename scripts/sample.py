@@ -8,6 +8,8 @@ Text goes to standard output as it comes, the rest to standard error.
 """
 
 import argparse
+import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -39,8 +41,8 @@ def parse(argv):
     parser.add_argument('--tokenizer', choices=TOKENIZERS,
                         help="needed only if the checkpoint's data set is not here any more")
     args = parser.parse_args(argv)
-    if args.temperature < 0:
-        parser.error(f'--temperature={args.temperature}: must be 0 or more')
+    if not 0 <= args.temperature < math.inf:
+        parser.error(f'--temperature={args.temperature}: must be a finite number, 0 or more')
     if args.top_k < 0 or not 0 < args.top_p <= 1:
         parser.error('--top_k must be 0 or more, --top_p above 0 and at most 1')
     if min(args.num_samples, args.max_new_tokens) < 1:
@@ -105,11 +107,15 @@ def main(argv=None):
     print(f'{loaded.path}: {loaded.model.num_params():,} parameters, tokenizer {loaded.tokenizer.name}',
           file=sys.stderr)
     tokens, started = 0, time.perf_counter()
-    for prompt, idx in zip(starts, encoded):
-        for _ in range(args.num_samples):
-            print(prompt, end='', flush=True)
-            tokens += write_sample(loaded, idx, args, generator)
-            print('---------------')
+    try:
+        for prompt, idx in zip(starts, encoded):
+            for _ in range(args.num_samples):
+                print(prompt, end='', flush=True)
+                tokens += write_sample(loaded, idx, args, generator)
+                print('---------------', flush=True)
+    except BrokenPipeError:  # the reader has enough, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
+        return
     seconds = time.perf_counter() - started
     print(f'{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s on {args.device}', file=sys.stderr)
 

@@ -223,14 +223,16 @@ FAULTS = dict(kill=(kill, 50), terminate=(terminate, 10), truncate=(truncate, 10
               rank=(rank, 5), memory=(memory, 1))
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--dataset', default='pysource', help='as for train.py (default: pysource)')
     parser.add_argument('--device', default='cpu', help='as for train.py (default: cpu)')
     parser.add_argument('--only', nargs='+', choices=FAULTS, default=list(FAULTS), help='these faults')
     parser.add_argument('--tries', type=int, help='of each fault (default: what the faults have)')
     parser.add_argument('--seed', type=int, default=0, help='of the random moments')
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.tries is not None and args.tries < 1:
+        parser.error(f'--tries={args.tries}: must be at least 1')
     if not (ROOT / 'data' / args.dataset / 'train.bin').is_file():
         raise SystemExit(f'data/{args.dataset}/train.bin: no such file; run python data/pysource/prepare.py, or set '
                          '--dataset')

@@ -25,6 +25,8 @@ def main(argv=None):
     parser.add_argument('--output', default='speedup.png', help='PNG; .csv and .json beside it (default: speedup.png)')
     args = parser.parse_args(argv)
     png_path(args.output)
+    if not 0 < args.k < math.inf:
+        parser.error(f'--k={args.k:g}: must be above 0')
     if args.baseline == args.candidate:
         print('note: an optimizer compared with itself; with k > 1 it should fail', file=sys.stderr)
     runs = [run for run in find_runs(args.out_dirs) if run.optimizer_name in (args.baseline, args.candidate)]

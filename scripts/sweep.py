@@ -26,7 +26,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
 from checkpoint import FAILED
-from scripts.runs import INCIDENTAL, ROOT, below, print_table, read_json, read_run, write_csv, write_json, write_text
+from scripts.runs import (
+    INCIDENTAL,
+    ROOT,
+    add_launcher,
+    below,
+    print_table,
+    read_json,
+    read_run,
+    write_csv,
+    write_json,
+    write_text,
+)
 
 # Settings in which a finished run must agree with what is asked for.
 CHECKED_TOO = {'dataset', 'eval_iters', 'seed'}
@@ -137,11 +148,8 @@ def start(item, launcher, slot):
         if torch.cuda.is_available():
             env['CUDA_VISIBLE_DEVICES'] = gpu_of(slot, torch.cuda.device_count())
     with (item.out_dir / 'log.txt').open('a') as log:
-        try:
-            return subprocess.Popen([*launcher, 'train.py', *item.argv, f'--out_dir={below(ROOT, item.out_dir)}',
-                                     '--init_from=auto'], cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
-        except OSError as error:
-            raise SystemExit(f'{launcher[0]}: cannot be started ({error.strerror}); check --launcher') from None
+        return subprocess.Popen([*launcher, 'train.py', *item.argv, f'--out_dir={below(ROOT, item.out_dir)}',
+                                 '--init_from=auto'], cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
 
 
 def gpu_of(slot, count):
@@ -196,8 +204,7 @@ def main(argv=None):
                         help='settings and their values; given several times, several grids')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
     parser.add_argument('--only', type=int, metavar='N', help='train only run number N')
-    parser.add_argument('--launcher', default=sys.executable, metavar='COMMAND',
-                        help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
+    add_launcher(parser)
     parser.add_argument('--slurm', nargs='?', const='', metavar='OPTIONS',
                         help="write OUT_DIR/sweep.sbatch, an array job, instead of training; "
                              "--slurm='--time=1:00 --mem=9G' passes options on to sbatch")
@@ -245,7 +252,7 @@ def main(argv=None):
             os.environ.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // args.jobs)))
         signal.signal(signal.SIGTERM, interrupt)
         try:
-            for item in train_all(chosen, args.jobs, args.launcher.split()):
+            for item in train_all(chosen, args.jobs, args.launcher):
                 loss = item.run.last('val/loss') if item.run else None
                 print(f'{item.out_dir.name}: {progress(item)}' + (f', val loss {loss:.4f}' if loss else ''), flush=True)
         except KeyboardInterrupt:

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
 from optimizers import SETTINGS, peak_learning_rate
+from scripts.runs import add_launcher
 from scripts.sweep import expand, interrupt, train_all
 
 LOW, HIGH = 0.1, 0.5
@@ -49,7 +50,7 @@ def unclipped(gamma, base, out_dir, launcher):
     """Trains with γ, and returns the mean fraction of unclipped coordinates in the last quarter of the run."""
     item, = expand(dict(base=base, runs=[dict(gamma=gamma)]), out_dir)
     item.check()
-    for _ in train_all([item], launcher=launcher.split()):
+    for _ in train_all([item], launcher=launcher):
         pass
     if item.failure:
         raise SystemExit(f'{item.out_dir}: diverged ({item.failure}); give a lower --learning_rate')
@@ -69,7 +70,7 @@ def main(argv=None):
     parser.add_argument('--most', type=int, default=8, help='runs before giving up (default: 8)')
     parser.add_argument('--adamw_lr', type=float, help="peak learning rate of AdamW (default: Table 3's)")
     parser.add_argument('--lion_lr', type=float, help="peak learning rate of Lion (default: Table 3's, if it has one)")
-    parser.add_argument('--launcher', default=sys.executable, metavar='COMMAND', help='starts train.py')
+    add_launcher(parser)
     args = parser.parse_args(argv)
     if args.iters < 10:
         parser.error('--iters: at least 10')

@@ -611,6 +611,13 @@ def test_shakespeare_char_is_nanogpts(tmp_path):
     assert tokenizer_from_meta(meta).decode(val) == text[int(0.9 * len(text)):]
 
 
+def test_shakespeare_char_refuses_what_is_not_utf8(tmp_path):
+    (tmp_path / 'latin1.txt').write_bytes('à'.encode('latin-1') * 50)
+    assert 'latin1.txt: cannot be read' in prepare('shakespeare_char', '--input', tmp_path / 'latin1.txt', '--out_dir',
+                                                   tmp_path / 'out', ok=False)
+    assert not (tmp_path / 'out').exists()
+
+
 @pytest.mark.parametrize('name', ['fineweb', 'openwebtext', 'pile', 'pysource', 'shakespeare_char', 'text'])
 def test_help(name):
     assert '--overwrite' in prepare(name, '--help')

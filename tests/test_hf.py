@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, metrics, run_train
+from conftest import ROOT, metrics, refusal, run_train
 
 import checkpoint
 from data.tokenizer import Char, get_tokenizer
@@ -158,6 +158,9 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path):
         with pytest.raises(SystemExit) as error:
             call()
         assert words in str(error.value) and '\n' not in str(error.value)
+    (tmp_path / 'file').touch()
+    assert 'cannot be written' in refusal(export_main, [str(tmp_path / 'run'), str(tmp_path / 'file' / 'hf')])
+    (tmp_path / 'file').unlink()
     assert sorted(tmp_path.iterdir()) == before
     export_main([str(tmp_path / 'run'), str(tmp_path / 'hf')])
     with pytest.raises(SystemExit, match='has 24 positions'):

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,10 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, refusal
+import torch
+from conftest import ROOT, TINY, refusal, write_bins
 from fake_runs import SHAPE, fake_run
 
-from scripts import gpu_suite, max_lr, plot, runs, speedup, sweep
+import checkpoint
+from scripts import bench, consolidate, gpu_suite, max_lr, plan, plot, runs, soak, speedup, superglue, sweep
 from scripts.paper import (
     clipped_newton,
     compute_table,
@@ -49,6 +52,83 @@ def test_the_files_that_the_pages_name_exist(page):
     named = set(re.findall(r'(?:scripts|config|tests)/[\w/]+\.(?:py|json)', text))
     assert named or page == 'docs/differences.md'
     assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize(('script', 'argv', 'message'), [
+    (speedup, ['somewhere', '--k=0'], 'above 0'), (speedup, ['somewhere', '--k=nan'], 'above 0'),
+    (soak, ['--tries=0'], 'at least 1'), (soak, ['--tries=-1'], 'at least 1'),
+    (compute_table, ['config/quickstart.py', '--launcher=torchrum --standalone'], 'no such command'),
+    (compute_table, ['config/quickstart.py', '--launcher='], 'no such command'),
+    (compute_table, ['config/quickstart.py', '--launcher="torchrun'], 'No closing quotation'),
+    (sweep, ['--out_dir=somewhere', '--launcher=nosuch'], 'no such command'),
+    (sweep, ['--out_dir=somewhere', '--jobs=0'], 'at least 1')])
+def test_flags_that_make_no_sense_are_refused(script, argv, message, capsys):
+    with pytest.raises(SystemExit):
+        script.main(argv)
+    assert message in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files written
+
+
+@pytest.mark.parametrize(('script', 'argv', 'suffix'), [
+    (plot, ['{run}'], 'png'), (superglue, ['nowhere', '--device=cpu'], 'png'),
+    (plan, ['config/quickstart.py', '--gpus=1'], 'json'), (bench, ['--tiny', '--device=cpu'], 'json')],
+    ids=lambda value: getattr(value, '__name__', ''))
+def test_output_that_cannot_be_written_is_refused_before_the_work(script, argv, suffix, tmp_path, monkeypatch, capsys):
+    run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'])
+    monkeypatch.setattr(bench, 'measure', lambda *args: pytest.fail('it began to measure'))
+    monkeypatch.setattr(plot, 'figure', lambda *args, **kwargs: pytest.fail('it began to draw'))
+    monkeypatch.chdir(ROOT)
+    (tmp_path / 'file').touch()
+    (tmp_path / f'folder.{suffix}').mkdir()
+    argv = [flag.format(run=run) for flag in argv]
+    for place in (tmp_path / 'file' / f'x.{suffix}', tmp_path / f'folder.{suffix}'):
+        assert f'{place}: cannot be written' in refusal(script.main, [*argv, f'--output={place}'])
+    assert capsys.readouterr().out == ''
+
+
+def test_a_file_is_written_whole_or_not_at_all_into_a_folder_that_is_made(tmp_path):
+    path = runs.writable(tmp_path / 'a' / 'b' / 'x.txt')
+    assert not (tmp_path / 'a').exists(), 'asking should leave nothing'
+    runs.write_text(path, 'first')
+
+    def fail():
+        with runs.writing(path) as partial:
+            partial.write_text('half')
+            raise OSError(28, 'No space left on device')
+
+    assert refusal(fail) == f'{path}: cannot be written (No space left on device)'
+    assert path.read_text() == 'first' and list(path.parent.iterdir()) == [path]
+
+
+def test_consolidate_makes_the_folder_or_refuses(tmp_path, monkeypatch):
+    (tmp_path / 'ckpt_00000005').mkdir()
+    monkeypatch.setattr(checkpoint, 'load', lambda path: (path, dict(model={'w': torch.zeros(2)})))
+    written = consolidate.consolidate(tmp_path / 'ckpt_00000005', tmp_path / 'a' / 'b' / 'x.pt', optimizer=False)
+    assert torch.load(written)['model']['w'].tolist() == [0, 0]
+    assert 'cannot be written' in refusal(
+        consolidate.consolidate, tmp_path / 'ckpt_00000005', written / 'x.pt', False)
+
+
+@pytest.mark.parametrize('config', [{'config': {}}, {'config': 3}, {'parameters': 3}, [1]])
+def test_a_run_without_its_settings_is_refused(tmp_path, config):
+    run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'])
+    (run / 'config.json').write_text(json.dumps(config))
+    for main, flags in ((speedup.main, []), (final_losses.main, []), (plot.main, ['--x', 'flops'])):
+        message = refusal(main, [str(run), *flags, f'--output={tmp_path / "x.png"}'])
+        assert message.startswith(f'{run}/config.json: ') and ('config' in message and 'damaged' in message
+                                                               or 'not written by train.py' in message)
+
+
+@pytest.mark.parametrize('key', ['parameters', 'max_iters', 'bias'])
+def test_a_run_that_lacks_one_key_is_refused_by_its_name(tmp_path, key):
+    run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'])
+    about = json.loads((run / 'config.json').read_text())
+    (about if key in about else about['config']).pop(key)
+    (run / 'config.json').write_text(json.dumps(about))
+    assert f'config.json: has no {key!r}' in refusal(runs.read_run, run)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -270,6 +350,20 @@ def test_compute_table_measures_times_from_runs(tmp_path):
     assert float(sophiag['T(Hessian) s']) == pytest.approx(0.01) and sophiag['over AdamW'] == '+0.0%'
 
 
+def test_compute_table_trains_with_the_launcher(tmp_path, monkeypatch):
+    """`train.py` in its place is a copy of a run."""
+    (tmp_path / 'launch er.py').write_text(
+        'import pathlib, shutil, sys\nassert sys.argv[1:3] == ["--ranks=8", "train.py"]\n'
+        'out_dir, = [a.partition("=")[2] for a in sys.argv if a.startswith("--out_dir=")]\n'
+        f'shutil.copytree({str(make(tmp_path, "adamw", 100, 3.0))!r}, out_dir, dirs_exist_ok=True)\n')
+    argv = ['config/quickstart.py', '--steps=60', '--output', str(tmp_path / 'table.png'), '--launcher']
+    launcher = shlex.join([sys.executable, str(tmp_path / 'launch er.py'), '--ranks='])
+    monkeypatch.chdir(ROOT)
+    compute_table.main([*argv, f'{launcher}8'])
+    assert float(rows_of(tmp_path / 'table.csv')[0]['T(step) s']) == pytest.approx(0.5)
+    assert 'AssertionError' in refusal(compute_table.main, [*argv, f'{launcher}7'])
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Training many runs
 
@@ -339,16 +433,12 @@ def test_sweep_remembers_a_run_that_diverged(tmp_path, corpus, capsys, launcher)
     assert rows_of(tmp_path / 'results.csv')[0]['state'].startswith('diverged: iteration ')
 
 
-@pytest.mark.parametrize('argv, words', [
-    (['--launcher', 'nosuch'], 'nosuch: cannot be started'), (['--spec', '{"runs": [3]}'], 'needs "runs"'),
-    (['--spec', '{"base": "--seed=1", "runs": [{"seed": 1}]}'], '"base" of a sweep has to be a list')])
-def test_sweep_refuses(tmp_path, corpus, argv, words):
-    if argv[0] == '--spec':
-        (tmp_path / 'spec.json').write_text(argv[1])
-        argv = ['--spec', str(tmp_path / 'spec.json')]
-    else:
-        argv = [*argv, '--grid', 'seed=1', '--', *TINY, f'--dataset={corpus}']
-    assert words in refusal(sweep.main, ['--out_dir', str(tmp_path / 'out'), *argv])
+@pytest.mark.parametrize('spec, words', [
+    ({'runs': [3]}, 'needs "runs"'),
+    ({'base': '--seed=1', 'runs': [{'seed': 1}]}, '"base" of a sweep has to be a list')])
+def test_sweep_refuses_specs(tmp_path, spec, words):
+    (tmp_path / 'spec.json').write_text(json.dumps(spec))
+    assert words in refusal(sweep.main, ['--out_dir', str(tmp_path / 'out'), '--spec', str(tmp_path / 'spec.json')])
 
 
 def test_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
@@ -396,6 +486,15 @@ def test_hessian_histogram_of_a_checkpoint(swept, tmp_path, estimator):
     assert 0.98 * summary['positive'] * summary['parameters'] < counted <= summary['parameters']
     # Gauss-Newton is positive semidefinite; the Hessian's own diagonal is not.
     assert (summary['negative'] == 0) is (estimator == 'gnb')
+
+
+def test_hessian_histogram_refuses_tokens_of_another_tokenizer(swept, tmp_path):
+    for ids in (255, 257):
+        data = write_bins(tmp_path / f'{ids}', range(250), range(250), vocab_size=ids)
+        message = refusal(hessian_histogram.main, [
+            str(swept[0] / 'optimizer_name=sophiag'), f'--dataset={data}', '--samples=1', '--device=cpu',
+            f'--output={tmp_path / "x.png"}'])
+        assert f'a tokenizer of {ids} ids' in message and 'has 256' in message
 
 
 def test_max_lr_finds_the_largest_stable_rate(tmp_path, capsys):
@@ -446,22 +545,38 @@ def test_gpu_suite_goes_on_with_what_is_missing(tmp_path, corpus, capsys):
 def test_gpu_suite_leaves_for_another_call_what_has_not_enough_time(tmp_path, corpus, monkeypatch, capsys):
     records = tmp_path / 'records'
     items = [gpu_suite.Command(name, [sys.executable, '-c', code], records, needs) for name, code, needs in (
-        ('first', 'import time; time.sleep(2); print("slept")', 100), ('long', '', 100), ('short', '', 0.01))]
+        ('first', 'import time; time.sleep(2); print("slept")', 0.1), ('long', '', 0.18), ('short', '', 0.01))]
     monkeypatch.setattr(gpu_suite, 'items_of', lambda args, group: items)
     shutil.copytree(corpus, tmp_path / 'pysource')
     monkeypatch.setattr(signal, 'signal', lambda *args: None)
-    argv = ['--tiny', '--groups', 'bench', '--minutes', '0.2', '--records', str(records), '--work', str(tmp_path)]
+    argv = ['--tiny', '--device', 'cpu', '--groups', 'bench', '--minutes', '0.2', '--records', str(records),
+            '--work', str(tmp_path)]
+    gpu_suite.main([*argv, '--minutes', '0.005'])
+    assert {item.state for item in items} == {'missing'} and 'needs 0.01 minutes' in capsys.readouterr().out
     gpu_suite.main(argv)
     said = capsys.readouterr().out
     assert [item.state for item in items] == ['done (exit code 0)', 'missing', 'done (exit code 0)']
-    assert 'slept' in said and 'long: needs 100 minutes, 0.' in said and 'left for another call: long' in said
+    assert 'slept' in said and 'long: needs 0.18 minutes, 0.' in said and 'left for another call: long' in said
     gpu_suite.main(argv)  # which has all of its time for it
     assert items[1].state == 'done (exit code 0)' and 'all done' in capsys.readouterr().out
 
     endless = gpu_suite.Command('endless', [sys.executable, '-uc', 'print("begun"); import time; time.sleep(99)'],
                                 records, 0.01)
-    assert not endless.run(time.monotonic() + 3) and endless.state == 'done (exit code 124)'
+    assert not endless.run(time.monotonic() + 3) and endless.state == 'cut off after 0.1 minutes'
     assert json.loads(endless.record.read_text())['output'] == 'begun\n'
+    items[:] = [endless]
+    gpu_suite.main([*argv, '--minutes', '0.05'])  # no more than it had
+    assert 'left for another call: endless' in capsys.readouterr().out
+    endless.argv[-1] = 'print("ended")'
+    gpu_suite.main(argv)
+    assert endless.state == 'done (exit code 0)' and 'ended' in capsys.readouterr().out
+
+
+def test_gpu_suite_refuses_to_begin_without_the_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(gpu_suite, 'prepare_data', lambda args: pytest.fail('it began'))
+    assert 'no CUDA device' in refusal(gpu_suite.main, [
+        '--groups', 'runs', '--records', str(tmp_path / 'records'), '--work', str(tmp_path / 'work')])
 
 
 def test_gpu_suite_trains_an_item_and_stops_in_time(tmp_path, corpus, capsys):

@@ -3,6 +3,7 @@
 import csv
 
 import pytest
+from conftest import refusal
 from fake_runs import fake_run
 from matplotlib import image
 
@@ -57,6 +58,10 @@ def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_refused(run):
     path.write_text('{"iter": 0, "val\n' + lines)
     with pytest.raises(SystemExit, match=r'metrics\.jsonl:1: not a JSON object'):
         plot.main([str(run)])
+    for damage in (b'3', b'[1, 2]', b'"x"', b'{"iter": "\xe9"}'):
+        for data in (lines.encode() + damage, damage + b'\n' + lines.encode()):
+            path.write_bytes(data)
+            assert 'not a JSON object' in refusal(plot.main, [str(run)])
 
 
 @pytest.mark.parametrize(('flags', 'message'), [

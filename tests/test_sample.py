@@ -1,10 +1,13 @@
 """Generating: the KV cache against computing everything again, the sampler, scripts/sample.py."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import write_bins
+from conftest import ROOT, write_bins
 
 import checkpoint
 from data.tokenizer import get_tokenizer
@@ -161,6 +164,25 @@ def test_errors_are_one_line(tmp_path, capsys, gpt2_cache):
         with pytest.raises(SystemExit) as error:
             sample.main([*argv, '--max_new_tokens=2'])
         assert words in str(error.value) and '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('temperature', ['nan', '-1', 'inf'])
+def test_a_temperature_that_is_none_is_refused(temperature, capsys):
+    with pytest.raises(SystemExit):
+        sample.main([f'--temperature={temperature}'])
+    assert f'--temperature={float(temperature)}: must be' in capsys.readouterr().err
+
+
+def test_it_ends_quietly_when_nobody_reads_on(tmp_path):
+    out_dir = save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)
+    process = subprocess.Popen([sys.executable, 'scripts/sample.py', f'--out_dir={out_dir}', '--num_samples=1000',
+                                '--device=cpu'], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=dict(os.environ, OMP_NUM_THREADS='1'))
+    process.stdout.read(1)
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(60) == 0 and said.count('\n') == 1 and 'parameters' in said
 
 
 def test_text_streams_in_whole_characters(capsys):

@@ -37,7 +37,10 @@ def main():
     if not args.input and not path.is_file():
         download(path)
     source, revision = local_files([path])
-    text = path.read_bytes().decode()
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f'{path}: cannot be read ({error})') from None
     start = int(0.9 * len(text))
     pieces = [('train', text[:start], True), ('val', text[start:], True)]
     corpus = Corpus(source, revision, 'val: the last tenth of the text', open=lambda: Batches([[pieces]], documents=2))

@@ -2,6 +2,8 @@
 
   python scripts/paper/compute_table.py config/train_gpt2_large_{adamw,sophiah,sophiag}.py
   python scripts/paper/compute_table.py config/train_gpt2_30m_*.py --steps 60 -- --batch_size=48
+  python scripts/paper/compute_table.py config/train_gpt2_large_*.py --steps 60 \\
+      --launcher "torchrun --standalone --nproc_per_node=8"
   python scripts/paper/compute_table.py out/gpt2-30m-adamw out/gpt2-30m-sophiag
 
 TFLOPs per step follow Chowdhery et al. (2022) and need no run: 6 per weight and token plus attention, and the share of
@@ -18,7 +20,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import configurator
-from scripts.runs import OPTIMIZER_LABELS, ROOT, figure, flops_per_iteration, png_path, print_table, read_run, save
+from scripts.runs import (
+    OPTIMIZER_LABELS,
+    ROOT,
+    add_launcher,
+    figure,
+    flops_per_iteration,
+    png_path,
+    print_table,
+    read_run,
+    save,
+)
 
 
 def planned(path, flags, vocab_size):
@@ -47,13 +59,14 @@ def measured(run):
     return row
 
 
-def trial(path, steps, flags, directory):
+def trial(path, steps, flags, directory, launcher):
     """Trains `steps` iterations of a config file in `directory` and returns the `Run`; SystemExit when it fails."""
-    command = [sys.executable, 'train.py', str(Path(path).resolve()), *flags, f'--out_dir={directory}',
+    command = [*launcher, 'train.py', str(Path(path).resolve()), *flags, f'--out_dir={directory}',
                f'--max_iters={steps}', f'--eval_interval={steps}', '--eval_iters=1', '--log_interval=5']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f'{path}: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}')
+        said = done.stderr.strip() or done.stdout.strip() or f'train.py ended with exit code {done.returncode}'
+        raise SystemExit(f'{path}: {said.splitlines()[-1]}')
     return read_run(directory)
 
 
@@ -62,6 +75,7 @@ def main(argv=None):
     parser.add_argument('sources', nargs='+', metavar='OUT_DIR_OR_CONFIG')
     parser.add_argument('--steps', type=int, default=0, help='train each config for so many steps (at least 30)')
     parser.add_argument('--vocab_size', type=int, default=50257, help='where nothing is trained (default: 50257)')
+    add_launcher(parser)
     parser.add_argument('--output', default='compute_table.png', help='PNG; .csv beside it')
     argv = sys.argv[1:] if argv is None else argv
     split = argv.index('--') if '--' in argv else len(argv)
@@ -76,7 +90,7 @@ def main(argv=None):
             run = read_run(source)
         elif args.steps:
             with tempfile.TemporaryDirectory() as directory:
-                run = trial(source, args.steps, flags, directory)
+                run = trial(source, args.steps, flags, directory, args.launcher)
         else:
             run = None
         config, parameters = (run.config, run.about['parameters']) if run else planned(source, flags, args.vocab_size)

@@ -15,9 +15,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from loader import Bin, TrainLoader
-from scripts.load import MODEL_HELP, load
-from scripts.runs import ROOT, figure, png_path, print_table, save
+from loader import Bin, TrainLoader, data_dir
+from scripts.load import MODEL_HELP, check_data, find_data, load
+from scripts.runs import figure, png_path, print_table, save
 from sophia import gauss_newton_bartlett, hutchinson
 
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
@@ -55,9 +55,10 @@ def main(argv=None):
     dataset = args.dataset or loaded.state.get('config', {}).get('dataset')
     if not dataset:
         parser.error(f'{loaded.path} does not name its data set: give --dataset')
+    data = Bin(find_data(loaded.state, dataset) or data_dir(dataset), 'train')
+    check_data(loaded, data)
     torch.manual_seed(args.seed)
-    loader = TrainLoader(Bin(ROOT / 'data' / dataset, 'train'), args.seed, args.batch_size,
-                         loaded.model.config.block_size, 0, 1, args.device)
+    loader = TrainLoader(data, args.seed, args.batch_size, loaded.model.config.block_size, 0, 1, args.device)
     batches = [next(loader) for _ in range(args.samples)]
     loader.close()
     diagonal = mean_diagonal(loaded.model, batches, args.estimator).cpu().numpy()
