@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from checkpoint import FAILED
 from distributed import check_device
 from optimizers import PEAK_LR
 from scripts.bench import default_configs
@@ -113,7 +114,7 @@ class Training:
 
     @property
     def state(self):
-        if (self.record / 'failed.txt').is_file():
+        if (self.record / FAILED).is_file():
             return 'done (diverged)'
         return 'done' if (self.record / 'metrics.jsonl').is_file() else {
             'not begun': 'missing'}.get(progress(self.item), progress(self.item))
@@ -128,7 +129,7 @@ class Training:
             return bool(ended)
         self.record.mkdir(parents=True, exist_ok=True)
         # metrics.jsonl comes last: it is what says that the record is complete.
-        for name in ('failed.txt', 'config.json', 'metrics.jsonl'):
+        for name in (FAILED, 'config.json', 'metrics.jsonl'):
             if (self.item.out_dir / name).is_file():
                 shutil.copy(self.item.out_dir / name, self.record / name)
         return True
