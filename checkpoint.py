@@ -74,12 +74,8 @@ def save(out_dir, state, best=False, keep=2):
             (out_dir / 'best').unlink(missing_ok=True)
         _remove(path.with_suffix(''))
         _sync_directory(out_dir)
-    except (OSError, RuntimeError) as error:
-        # torch.save wraps the error of a write into a RuntimeError of its own.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        _warn_not_saved(path, cause.strerror)
+    except OSError as error:
+        _warn_not_saved(path, error.strerror)
         return None
     _retire(out_dir, state['iter_num'], keep)
     return path
@@ -179,9 +175,14 @@ def _warn_not_saved(path, reason):
 
 
 def write_file(path, state):
-    """Writes the checkpoint `state` as the file `path`, which is there complete or not at all."""
+    """Writes the checkpoint `state` as the file `path`, which is there complete or not at all; OSError if it fails."""
     with _beside(path) as partial, partial.open('wb') as f:
-        torch.save(state, f)
+        try:
+            torch.save(state, f)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch.save wraps the error of a write
+                raise error.__context__ from None
+            raise
         f.flush()
         os.fsync(f.fileno())
 

@@ -11,6 +11,7 @@ import math
 import re
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -45,6 +46,7 @@ RANGES = {
     'at least 0': (lambda v: 0 <= v < math.inf, 'learning_rate min_lr weight_decay eps gamma grad_clip warmup_iters '
                                                 'eval_iters max_hours skip_nonfinite'),
     'at least 0 and below 1': (lambda v: 0 <= v < 1, 'dropout beta1 beta2'),
+    'False without wandb; pip install wandb': (lambda v: not v or find_spec('wandb'), 'wandb_log'),
 }
 
 

@@ -92,12 +92,6 @@ def peak_learning_rate(optimizer_name, model_size):
     return rate, f'{table}: {column}, {model_size}'
 
 
-def needed(optimizer_name):
-    """The settings that must be above 0 for this optimizer: ε and those of the Hessian, where it has them."""
-    keys = ('eps', 'gamma', 'hessian_interval', 'hessian_batch_size')
-    return [key for key in keys if SETTINGS[optimizer_name].get(key)]
-
-
 def scales_attention(optimizer_name, n_layer):
     """Whether the paper divides attention logits by the layer index: for AdamW and Lion from 355M (24 layers) up."""
     return optimizer_name in ('adamw', 'lion') and n_layer >= 24
@@ -106,6 +100,18 @@ def scales_attention(optimizer_name, n_layer):
 def differentiates_twice(optimizer_name):
     """Whether its Hessian estimate is made of Hessian-vector products."""
     return issubclass(HOOKS.get(optimizer_name, NoHessian), HutchinsonHook)
+
+
+def check_settings(config):
+    """SystemExit with one line where a setting of train.py's `config` does not go with the optimizer: ε and those of
+    the Hessian must be above 0 where it has them, and what differentiates twice needs the plain model."""
+    values = config.values
+    name = values['optimizer_name']
+    for key in ('eps', 'gamma', 'hessian_interval', 'hessian_batch_size'):
+        config.require(key, not SETTINGS[name].get(key) or values[key] > 0, f'above 0 for {name}')
+    if differentiates_twice(name):
+        for key, only in dict(parallel='ddp', activation_checkpointing=False).items():
+            config.require(key, values[key] == only, f'{only} for {name}, which differentiates gradients')
 
 
 def build_optimizer(name, params, *, lr, beta1=None, beta2=None, weight_decay=None, eps=None, gamma=None,

@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -126,13 +125,8 @@ if hessian_rounded != hessian_batch_size:
     config.set('hessian_batch_size', hessian_rounded, f'{hessian_batch_size} made to fit {world_size} device(s)')
 config.check_ranges()
 config.require('dtype', parallel == 'ddp' or dtype != 'float16', f'bfloat16 or float32 for parallel = {parallel}')
-if optimizers.differentiates_twice(optimizer_name):
-    for key, only in dict(parallel='ddp', activation_checkpointing=False).items():
-        config.require(key, config.values[key] == only, f'{only} for {optimizer_name}, which differentiates gradients')
-config.require('wandb_log', not wandb_log or find_spec('wandb'), 'False without wandb; pip install wandb')
 config.require('n_head', n_head > 0 and n_embd % n_head == 0, f'a divisor of n_embd = {n_embd}')
-for key in optimizers.needed(optimizer_name):
-    config.require(key, config.values[key] > 0, f'above 0 for {optimizer_name}')
+optimizers.check_settings(config)
 config.finish()
 
 # ----------------------------------------------------------------------------------------------------------------------

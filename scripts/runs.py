@@ -291,12 +291,8 @@ def refusing(path):
     """Around what writes `path`: where the file system fails, SystemExit with one line."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        # torch.save wraps the error of a write into a RuntimeError of its own.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        raise SystemExit(f'{path}: cannot be written ({cause.strerror or cause})') from None
+    except OSError as error:
+        raise SystemExit(f'{path}: cannot be written ({error.strerror or error})') from None
 
 
 def writable(path):
