@@ -202,7 +202,9 @@ if resumed:
     iter_num, tokens, seconds = resumed['iter_num'], resumed['tokens'], resumed['seconds']
     clipped, passed_over = resumed['clipped'], resumed['passed_over']
     latest_losses.extend(resumed['latest_losses'])
-    if resumed['data']['val'] == fingerprints['val']:  # losses of other data are not to be compared with
+    before = resumed['config']  # losses of other windows, or other data, are not to be compared with
+    if resumed['data']['val'] == fingerprints['val'] and eval_iters * batch_size == (
+            before['eval_iters'] * before['batch_size']):
         best_val_loss, evaluated = resumed['best_val_loss'], resumed['evaluated']
     resumed = None  # frees the memory
 

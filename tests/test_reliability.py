@@ -330,6 +330,18 @@ def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path,
     assert state(out, 12)['best_val_loss'] == min(metrics(out, 'val/loss')[-2:])  # of this data set: at 10 and 12
 
 
+def test_best_loss_is_of_the_same_windows(train, reference, tmp_path):
+    """A lower loss on other validation windows, before a resume with another eval_iters, does not stay the best."""
+    out = shutil.copytree(reference(), tmp_path / 'out')
+    path = checkpoint.path_of(out, 10)
+    saved = torch.load(path, weights_only=True)
+    torch.save(saved | dict(best_val_loss=0.0), path)
+    for eval_iters, best in ((saved['config']['eval_iters'], 0.0), (3, None)):
+        assert train(out, '--init_from=resume', '--max_iters=12', f'--eval_iters={eval_iters}').code == 0
+        assert state(out, 12)['best_val_loss'] == (min(metrics(out, 'val/loss')[-2:]) if best is None else best)
+        checkpoint.path_of(out, 12).unlink()
+
+
 def test_one_run_in_an_out_dir(train, tmp_path):
     checkpoint.claim(tmp_path)
     done = train(tmp_path, ranks=2)
