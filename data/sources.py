@@ -142,6 +142,8 @@ def stream(file, dataset, split, text_key):
 def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
     """.txt, .jsonl (both also .gz, .bz2) and .parquet files; without `val_files`, some of the text is for val."""
     source, revision = local_files([*files, *val_files])
+    if {kind_of(path) for path in [*files, *val_files]} != {'.txt'}:
+        source += f', key {text_key!r}'  # another key is other text, so these are other bins
     if val_files:
         rule = 'val: ' + local_files(val_files)[0]
         pieces = ((split, *piece) for split, of in (('train', files), ('val', val_files))
@@ -197,12 +199,18 @@ def batched(pieces):
         yield batch
 
 
+def kind_of(path):
+    """'.txt', '.jsonl' or '.parquet', by the name of a file, compressed or not; SystemExit if it is none of them."""
+    kind = path.with_suffix('').suffix if path.suffix in ('.gz', '.bz2') else path.suffix
+    if kind not in ('.txt', '.jsonl', '.parquet'):
+        raise SystemExit(f'{path}: not a .txt, .jsonl (both also .gz, .bz2) or .parquet file')
+    return kind
+
+
 def read_files(paths, text_key):
     """Yield (text, ends) for the documents of the files, the long ones in several pieces; blank ones are left out."""
     for path in paths:
-        kind = path.with_suffix('').suffix if path.suffix in ('.gz', '.bz2') else path.suffix
-        if kind not in ('.txt', '.jsonl', '.parquet'):
-            raise SystemExit(f'{path}: not a .txt, .jsonl (both also .gz, .bz2) or .parquet file')
+        kind = kind_of(path)
         try:
             if kind == '.txt':
                 with open_text(path) as file:

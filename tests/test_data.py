@@ -554,6 +554,28 @@ def test_explicit_val_file_and_text_key(tmp_path):
                                       '--out_dir', tmp_path / 'out')
 
 
+def test_another_text_key_is_other_data(tmp_path, monkeypatch):
+    """Finished bins are not taken for those of another key, and no unfinished run goes on with another key's text."""
+    tokenizer, path = get_tokenizer('byte'), write_parquet(tmp_path / 'a.parquet', texts(5))
+
+    def write(text_key, out_dir):
+        return write_bins(sources.files_corpus([path], val_fraction=0.5, text_key=text_key), tokenizer, out_dir, 1)
+
+    meta = write('text', tmp_path / 'finished')
+    with pytest.raises(SystemExit, match="meta.json: bins of other data are in the way.*key 'text'.*not.*key 'url'"):
+        write('url', tmp_path / 'finished')
+    assert write('text', tmp_path / 'finished') == meta
+
+    def stop(parts, end):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Parts, 'finish', stop)
+    with pytest.raises(SystemExit, match='the same command goes on'):
+        write('url', tmp_path / 'unfinished')
+    with pytest.raises(SystemExit, match="progress.json: bins of other data are in the way.*key 'url'"):
+        write('text', tmp_path / 'unfinished')
+
+
 @pytest.mark.parametrize('name, content, message', [
     ('a.jsonl', b'{"text": "good"}\n{"text": \n', 'a.jsonl, line 2: not a JSON object'),
     ('a.jsonl', b'{"content": "good"}\n', "with the key 'text'"),
