@@ -53,12 +53,17 @@ def at_least_one(text):
 
 
 def local_files(paths):
-    """(source, revision) of files on disk: their names, the SHA-256 of their bytes. SystemExit if one is not there."""
+    """(source, revision) of files on disk: their names, the SHA-256 of their bytes. SystemExit if one is not there, or
+    cannot be read."""
     for path in paths:
         if not path.is_file():
             raise SystemExit(f'{path}: no such file')
     names = [path.name for path in paths]
-    return ' '.join(names[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else ''), f'sha256:{sha256(paths)}'
+    try:
+        revision = f'sha256:{sha256(paths)}'
+    except OSError as error:
+        raise SystemExit(f'{" ".join(names)}: cannot be read ({error})') from None
+    return ' '.join(names[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else ''), revision
 
 
 def hub(repository, revision, names):
@@ -150,18 +155,29 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
                   for piece in read_files(of, text_key))
     else:
         # Every n-th document, if there are as many; else the end of the text.
-        every, documents, characters = round(1 / val_fraction), 0, 0
-        for text, ends in read_files(files, text_key):
-            documents, characters = documents + ends, characters + len(text)
-            if documents == every:
-                rule = f'val: every {every}th document'
-                pieces = by_document(read_files(files, text_key), every)
-                break
+        every = round(1 / val_fraction)
+        documents, characters = count(read_files(files, text_key), every)
+        if documents == every:
+            rule = f'val: every {every}th document'
+            pieces = by_document(read_files(files, text_key), every)
         else:
             rule = f'val: the last {val_fraction:g} of the text, as there are fewer than {every} documents'
             pieces = by_position(read_files(files, text_key), max(1, int(characters * (1 - val_fraction))))
         print(f'{source}: {rule}')
     return Corpus(source, revision, rule, open=lambda: Batches([batched(pieces)]))
+
+
+def count(pieces, enough):
+    """(documents, characters) of the pieces, up to `enough` documents. What cannot be read is one line."""
+    documents = characters = 0
+    try:
+        for text, ends in pieces:
+            documents, characters = documents + ends, characters + len(text)
+            if documents == enough:
+                break
+    except OSError as error:
+        raise SystemExit(f'{error}; the same command tries again') from None
+    return documents, characters
 
 
 def by_document(pieces, every):
@@ -208,7 +224,10 @@ def kind_of(path):
 
 
 def read_files(paths, text_key):
-    """Yield (text, ends) for the documents of the files, the long ones in several pieces; blank ones are left out."""
+    """Yield (text, ends) for the documents of the files, the long ones in several pieces; blank ones are left out.
+
+    SystemExit if the data is bad, OSError if the system cannot read it: that may pass, and the writer keeps its parts.
+    """
     for path in paths:
         kind = kind_of(path)
         try:
@@ -221,8 +240,10 @@ def read_files(paths, text_key):
                         raise SystemExit(f'{path}: {text_key!r} is {document!r} in one document, not text')
                     if document.strip():
                         yield from pieces_of(document)
-        except (UnicodeDecodeError, OSError, EOFError) as error:
-            raise SystemExit(f'{path}: cannot be read ({error})') from None
+        except (UnicodeDecodeError, EOFError, OSError) as error:
+            # What gzip, bz2 and pyarrow raise for damaged data is an OSError, too, but one without an errno.
+            kind = OSError if getattr(error, 'errno', None) else SystemExit
+            raise kind(f'{path}: cannot be read ({error})') from None
 
 
 def open_text(path):

@@ -65,7 +65,8 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     """Write a corpus to `out_dir` with `num_proc` worker processes and return what meta.json says.
 
     Finished bins of the same corpus are left as they are. SystemExit with one line when other bins are in the way
-    (unless `overwrite`), when the input is bad (then nothing is left behind), and after an interruption.
+    (unless `overwrite`), when the input is bad (then nothing is left behind), and after an interruption, an OSError of
+    the input included (then the same command goes on).
     """
     out_dir = Path(out_dir)
     identity = {**tokenizer.meta, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}

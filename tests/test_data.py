@@ -1,6 +1,7 @@
 """The corpora: tokenizers, sources, the writer of bins, and every prepare.py run as a user runs it."""
 
 import bz2
+import errno
 import gzip
 import hashlib
 import json
@@ -574,6 +575,58 @@ def test_another_text_key_is_other_data(tmp_path, monkeypatch):
         write('url', tmp_path / 'unfinished')
     with pytest.raises(SystemExit, match="progress.json: bins of other data are in the way.*key 'url'"):
         write('text', tmp_path / 'unfinished')
+
+
+def test_a_read_error_keeps_what_was_done(tmp_path, monkeypatch):
+    """Whichever pass over the files it comes in: the same command goes on, and the bins are those of one run."""
+    monkeypatch.setattr(sources, 'CHARS', 50)
+    monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
+    path, tokenizer, out_dir = write_jsonl(tmp_path / 'a.jsonl', texts(200)), get_tokenizer('byte'), tmp_path / 'out'
+    opened, open_text = [], sources.open_text
+
+    class Failing:
+        """A file whose lines end in an input/output error when opened first and third."""
+
+        def __enter__(self):
+            opened.append(self)
+            return self
+
+        def __exit__(self, *exception):
+            pass
+
+        def __iter__(self):
+            with open_text(path) as file:
+                for number, line in enumerate(file):
+                    if number == 99 and len(opened) in (1, 3):
+                        raise OSError(errno.EIO, 'Input/output error')
+                    yield line
+
+    def write(out_dir):
+        return write_bins(sources.files_corpus([path]), tokenizer, out_dir, num_proc=1)
+
+    write(tmp_path / 'whole')
+    monkeypatch.setattr(sources, 'open_text', lambda path: Failing())
+    message = r'a\.jsonl: cannot be read \(.*Input/output error\); the same command '
+    with pytest.raises(SystemExit, match=message + 'tries again'):
+        write(out_dir)
+    assert not out_dir.exists()
+    with pytest.raises(SystemExit, match=message + 'goes on'):
+        write(out_dir)
+    assert sorted(path.name for path in out_dir.iterdir()) == ['progress.json', 'train.bin.part', 'val.bin.part']
+    assert saved_documents(out_dir) > 50
+    write(out_dir)
+    for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(out_dir)[:2]):
+        assert np.array_equal(whole, restarted)
+
+
+def test_a_file_that_cannot_be_read_at_all_is_one_line(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.EIO, 'Input/output error')
+
+    (tmp_path / 'a.txt').write_text('some text')
+    monkeypatch.setattr(sources, 'sha256', fail)
+    with pytest.raises(SystemExit, match=r'a\.txt: cannot be read \(.*Input/output error'):
+        sources.files_corpus([tmp_path / 'a.txt'])
 
 
 @pytest.mark.parametrize('name, content, message', [
