@@ -6,6 +6,7 @@ Also the flags that every prepare.py has.
 import argparse
 import bz2
 import gzip
+import hashlib
 import importlib.util
 import json
 import os
@@ -52,18 +53,31 @@ def at_least_one(text):
     return int(text)
 
 
-def local_files(paths):
-    """(source, revision) of files on disk: their names, the SHA-256 of their bytes. SystemExit if one is not there, or
-    cannot be read."""
-    for path in paths:
+def local_files(paths, val_paths=()):
+    """(source, revision) of files on disk: their names, the SHA-256 of the list of their SHA-256s.
+
+    So text that moves from one file to another makes another revision. SystemExit if a file is not there, cannot be
+    read, or is for val with the content of one for train.
+    """
+    files = [*paths, *val_paths]
+    for path in files:
         if not path.is_file():
             raise SystemExit(f'{path}: no such file')
-    names = [path.name for path in paths]
-    try:
-        revision = f'sha256:{sha256(paths)}'
-    except OSError as error:
-        raise SystemExit(f'{" ".join(names)}: cannot be read ({error})') from None
-    return ' '.join(names[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else ''), revision
+    digests = []
+    for path in files:
+        try:
+            digests.append(sha256(path))
+        except OSError as error:
+            raise SystemExit(f'{path}: cannot be read ({error})') from None
+        if len(digests) > len(paths) and (first := digests.index(digests[-1])) < len(paths):
+            raise SystemExit(f'{path}: for val, but the same content as {files[first]}, which is for train; give val '
+                             'a file of its own')
+    return names_of(files), f'sha256:{hashlib.sha256("".join(digests).encode()).hexdigest()}'
+
+
+def names_of(paths):
+    """The names of the first three files, and how many there are besides."""
+    return ' '.join(path.name for path in paths[:3]) + (f' and {len(paths) - 3} more' if len(paths) > 3 else '')
 
 
 def hub(repository, revision, names):
@@ -146,11 +160,11 @@ def stream(file, dataset, split, text_key):
 
 def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
     """.txt, .jsonl (both also .gz, .bz2) and .parquet files; without `val_files`, some of the text is for val."""
-    source, revision = local_files([*files, *val_files])
+    source, revision = local_files(files, val_files)
     if {kind_of(path) for path in [*files, *val_files]} != {'.txt'}:
         source += f', key {text_key!r}'  # another key is other text, so these are other bins
     if val_files:
-        rule = 'val: ' + local_files(val_files)[0]
+        rule = 'val: ' + names_of(val_files)
         pieces = ((split, *piece) for split, of in (('train', files), ('val', val_files))
                   for piece in read_files(of, text_key))
     else:

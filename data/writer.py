@@ -179,7 +179,7 @@ class Parts:
         self.save(end)
         meta = {key: value for key, value in self.progress.items() if key != 'position'}
         for split in SPLITS:
-            meta[split] = {**self.progress[split], 'sha256': sha256([self.part(split)])}
+            meta[split] = {**self.progress[split], 'sha256': sha256(self.part(split))}
         for split in SPLITS:
             self.files[split].close()
             self.part(split).replace(self.dir / f'{split}.bin')
@@ -246,13 +246,12 @@ def encode(batch):
     return {split: (np.concatenate(parts), documents[split]) for split, parts in arrays.items()}
 
 
-def sha256(paths):
-    """Hex SHA-256 of the bytes of files, one file after another."""
+def sha256(path):
+    """Hex SHA-256 of the bytes of a file."""
     digest = hashlib.sha256()
-    for path in paths:
-        with Path(path).open('rb') as file:
-            while block := file.read(2 ** 24):
-                digest.update(block)
+    with path.open('rb') as file:
+        while block := file.read(2 ** 24):
+            digest.update(block)
     return digest.hexdigest()
 
 

@@ -424,7 +424,8 @@ def test_openwebtext_has_nanogpts_split(table, tmp_path):
     assert (meta['train']['documents'], meta['val']['documents']) == (2498, 2)
     assert (meta['tokenizer'], meta['vocab_size'], meta['eot_id']) == ('gpt2', 50257, 50256)
     assert meta['source'] == '0.parquet 1.parquet 2.parquet'
-    assert meta['revision'] == 'sha256:' + hashlib.sha256(b''.join(f.read_bytes() for f in files)).hexdigest()
+    digests = ''.join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    assert meta['revision'] == 'sha256:' + hashlib.sha256(digests.encode()).hexdigest()
     for one, two in zip((train, val), bins(tmp_path / '2')):
         assert np.array_equal(one, two)
 
@@ -468,7 +469,8 @@ def test_pile_in_gpt_neox_tokens(tmp_path):
 def test_a_table_that_turns_bad_half_way_keeps_what_was_done(tmp_path):
     good, bad, out_dir = write_jsonl(tmp_path / 'a.jsonl', texts(5000, words=3)), tmp_path / 'b.jsonl', tmp_path / 'out'
     bad.write_text('{"text": \n')
-    message = prepare('pile', '--data_files', good, bad, '--val_files', good, '--tokenizer', 'byte',
+    val = write_jsonl(tmp_path / 'val.jsonl', texts(5, seed=1))
+    message = prepare('pile', '--data_files', good, bad, '--val_files', val, '--tokenizer', 'byte',
                       '--out_dir', out_dir, '--num_proc', 1, ok=False)
     assert 'b.jsonl' in message
     assert 'the same command goes on' in message
@@ -485,7 +487,8 @@ def test_bad_tables_are_one_line(tmp_path):
     assert 'bad.parquet: cannot be read' in prepare('openwebtext', '--data_files', bad, *out, ok=False)
     assert "no column 'text'" in prepare('openwebtext', '--data_files', other, *out, ok=False)
     assert 'go together' in prepare('pile', '--data_files', good, *out, ok=False)
-    assert "no column 'text'" in prepare('pile', '--data_files', other, '--val_files', other, *out, ok=False)
+    assert "no column 'text'" in prepare('pile', '--data_files', other, '--val_files', good, *out, ok=False)
+    assert 'the same content as' in prepare('pile', '--data_files', good, '--val_files', good, *out, ok=False)
     assert 'none.parquet: no such file' in prepare('fineweb', '--data_files', tmp_path / 'none.parquet', *out, ok=False)
     assert 'cannot be read' in prepare('openwebtext', *out, ok=False)  # the Hub is out of reach here
     assert not (tmp_path / 'out').exists() or not list((tmp_path / 'out').iterdir())
@@ -553,6 +556,28 @@ def test_explicit_val_file_and_text_key(tmp_path):
     assert documents_of(val, get_tokenizer('gpt2')) == rows[20:]
     assert 'nothing to do' in prepare('text', train_file, '--val_file', val_file, '--text_key', 'content',
                                       '--out_dir', tmp_path / 'out')
+
+
+def test_text_moved_between_files_is_other_data(tmp_path):
+    train, val = tmp_path / 'a.txt', tmp_path / 'b.txt'
+    revisions = set()
+    for end in (3, 5):
+        train.write_text('abcdefgh'[:end])
+        val.write_text('abcdefgh'[end:])
+        corpus = sources.files_corpus([train], [val])
+        assert (corpus.source, corpus.split) == ('a.txt b.txt', 'val: b.txt')
+        revisions.add(corpus.revision)
+    assert len(revisions) == 2
+
+
+def test_a_file_is_not_for_train_and_val(tmp_path):
+    for name, text in [('a.txt', 'one'), ('b.txt', 'two'), ('c.txt', 'three'), ('d.txt', 'two')]:
+        (tmp_path / name).write_text(text)
+    a, b, c, d = (tmp_path / f'{name}.txt' for name in 'abcd')
+    assert sources.files_corpus([a, b, d], [c]).source == 'a.txt b.txt d.txt and 1 more'
+    for train, val in [([a], [a]), ([a, b], [c, d])]:
+        with pytest.raises(SystemExit, match=f'{val[-1].name}: for val, but the same content as {train[-1]}'):
+            sources.files_corpus(train, val)
 
 
 def test_another_text_key_is_other_data(tmp_path, monkeypatch):

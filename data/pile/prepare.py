@@ -27,7 +27,7 @@ def main():
         parser.error('--data_files and --val_files go together')
     tokenizer = get_tokenizer(args.tokenizer)
     if args.data_files:
-        files, (source, revision) = [args.data_files, args.val_files], local_files([*args.data_files, *args.val_files])
+        files, (source, revision) = [args.data_files, args.val_files], local_files(args.data_files, args.val_files)
     else:
         files = [hub(REPOSITORY, REVISION, names) for names in (FILES[:args.num_files], ['val.jsonl.zst'])]
         source, revision = REPOSITORY, REVISION
