@@ -261,9 +261,9 @@ def read_files(paths, text_key):
 
 
 def open_text(path):
-    """A text file, compressed or not, with its line ends as they are."""
+    """A text file, compressed or not, without its byte order mark, and with its line ends as they are."""
     opener = {'.gz': gzip.open, '.bz2': bz2.open}.get(path.suffix, open)
-    return opener(path, 'rt', encoding='utf-8', newline='')
+    return opener(path, 'rt', encoding='utf-8-sig', newline='')
 
 
 def txt_pieces(file):
@@ -284,9 +284,11 @@ def txt_pieces(file):
 
 
 def jsonl(path, text_key):
-    """Yield the text of each line of a .jsonl file."""
+    """Yield the text of each line of a .jsonl file that is not blank."""
     with open_text(path) as file:
         for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             try:
                 yield json.loads(line)[text_key]
             except (ValueError, KeyError, TypeError):

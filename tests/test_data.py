@@ -654,6 +654,16 @@ def test_a_file_that_cannot_be_read_at_all_is_one_line(tmp_path, monkeypatch):
         sources.files_corpus([tmp_path / 'a.txt'])
 
 
+@pytest.mark.parametrize('name, content', [
+    ('a.txt', f'one{EOT}two'), ('a.txt.gz', f'one{EOT}two'), ('a.jsonl', '{"text": "one"}\n{"text": "two"}\n'),
+    ('a.jsonl', '\n{"text": "one"}\r\n \r\n\n{"text": "two"}\n\n')])
+@pytest.mark.parametrize('mark', ['', '\ufeff'])
+def test_byte_order_mark_and_blank_lines_are_no_text(mark, name, content, tmp_path):
+    content = (mark + content).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
+    assert list(sources.read_files([tmp_path / name], 'text')) == [('one', True), ('two', True)]
+
+
 @pytest.mark.parametrize('name, content, message', [
     ('a.jsonl', b'{"text": "good"}\n{"text": \n', 'a.jsonl, line 2: not a JSON object'),
     ('a.jsonl', b'{"content": "good"}\n', "with the key 'text'"),
