@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -80,6 +81,11 @@ def names_of(paths):
     return ' '.join(path.name for path in paths[:3]) + (f' and {len(paths) - 3} more' if len(paths) > 3 else '')
 
 
+def first_line(error):
+    """The first line of what an exception says."""
+    return str(error).partition('\n')[0]
+
+
 def hub(repository, revision, names):
     """Addresses, for `load`, of files of a data set on the Hub."""
     return [f'hf://datasets/{repository}@{revision}/{name}' for name in names]
@@ -101,7 +107,7 @@ def load(files, text_key, **kwargs):
     try:
         dataset = datasets.load_dataset(kind, data_files=files, split='train', **kwargs)
     except Exception as error:  # whatever the network, the Hub, the file system or a parser has to say
-        raise SystemExit(f'{files[0]}: cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); '
+        raise SystemExit(f'{files[0]}: cannot be read ({type(error).__name__}: {first_line(error)}); '
                          '--data_files FILE... reads local copies') from None
     if dataset.column_names and text_key not in dataset.column_names:
         raise SystemExit(f'{files[0]}: no column {text_key!r}, only {", ".join(dataset.column_names)}')
@@ -152,7 +158,7 @@ def stream(file, dataset, split, text_key):
                 raise SystemExit(f'{file}: no column {text_key!r}, only {", ".join(table.column_names)}')
             yield [(split, text, True) for text in table[text_key].to_pylist()]
     except Exception as error:  # as in `load`; an OSError lets the writer keep what it has
-        raise OSError(f'{file}: {type(error).__name__}: {error}') from None
+        raise OSError(f'{file}: {type(error).__name__}: {first_line(error)}') from None
 
 
 # ---- a user's own files ----------------------------------------------------------------------------------------------
@@ -254,10 +260,10 @@ def read_files(paths, text_key):
                         raise SystemExit(f'{path}: {text_key!r} is {document!r} in one document, not text')
                     if document.strip():
                         yield from pieces_of(document)
-        except (UnicodeDecodeError, EOFError, OSError) as error:
+        except (UnicodeDecodeError, EOFError, zlib.error, OSError) as error:
             # What gzip, bz2 and pyarrow raise for damaged data is an OSError, too, but one without an errno.
             kind = OSError if getattr(error, 'errno', None) else SystemExit
-            raise kind(f'{path}: cannot be read ({error})') from None
+            raise kind(f'{path}: cannot be read ({first_line(error)})') from None
 
 
 def open_text(path):
@@ -294,21 +300,23 @@ def jsonl(path, text_key):
             except (ValueError, KeyError, TypeError):
                 raise SystemExit(f'{path}, line {number}: not a JSON object with the key {text_key!r} '
                                  '(--text_key names another)') from None
+            except RecursionError:
+                raise SystemExit(f'{path}, line {number}: nested too deeply to be read') from None
 
 
 def parquet(path, text_key):
     """Yield the text of each row of a .parquet file."""
-    from pyarrow import ArrowInvalid
+    from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
     try:
         file = ParquetFile(path)
-    except ArrowInvalid as error:
-        raise SystemExit(f'{path}: not a parquet file ({error})') from None
-    if text_key not in file.schema_arrow.names:
-        raise SystemExit(f'{path}: no column {text_key!r}, only {", ".join(file.schema_arrow.names)} '
-                         '(--text_key names another)')
-    for rows in file.iter_batches(batch_size=ROWS, columns=[text_key]):
-        yield from rows.column(0).to_pylist()
+        if text_key not in file.schema_arrow.names:
+            raise SystemExit(f'{path}: no column {text_key!r}, only {", ".join(file.schema_arrow.names)} '
+                             '(--text_key names another)')
+        for rows in file.iter_batches(batch_size=ROWS, columns=[text_key]):
+            yield from rows.column(0).to_pylist()
+    except ArrowException as error:
+        raise SystemExit(f'{path}: not a parquet file, or a damaged one ({first_line(error)})') from None
 
 
 def pieces_of(document):
