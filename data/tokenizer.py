@@ -53,15 +53,15 @@ class GPT2(Tokenizer):
 
 
 class Byte(Tokenizer):
-    """UTF-8 bytes; 0 (a byte that text does not use) ends a document."""
+    """UTF-8 bytes; 0 ends a document, so NUL, which UTF-8 writes as 0, becomes U+FFFD in text."""
 
     name, vocab_size, eot_id = 'byte', 256, 0
 
     def encode(self, text):
-        return list(utf8(text))
+        return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts):
-        return [np.frombuffer(utf8(text), dtype=np.uint8) for text in texts]
+        return [np.frombuffer(utf8(text.replace('\0', '\ufffd')), dtype=np.uint8) for text in texts]
 
     def decode(self, ids):
         return bytes(int(i) for i in ids).decode(errors='replace')

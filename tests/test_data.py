@@ -114,6 +114,12 @@ def test_tokenizer(name, vocab_size, eot_id):
     assert again.encode('the same') == tokenizer.encode('the same')
 
 
+def test_nul_is_no_end_of_text():
+    tokenizer = get_tokenizer('byte')
+    assert tokenizer.decode(tokenizer.encode('a\0b')) == 'a\ufffdb'
+    assert [tokenizer.eot_id in ids for ids in tokenizer.encode_batch(['\0', 'a\0\ud800'])] == [False, False]
+
+
 def test_char_tokenizer_is_kept_in_meta():
     tokenizer = tokenizer_from_meta(json.loads(json.dumps(Char('\n abcü').meta)))
     assert tokenizer.decode(tokenizer.encode('cab ü\n')) == 'cab ü\n'

@@ -27,9 +27,9 @@ def python_files(root):
 
 
 def is_text(data):
-    """Whether bytes are UTF-8, not blank, and free of the 0 that ends a document."""
+    """Whether bytes are UTF-8 and not blank."""
     try:
-        return bool(data.decode().strip()) and b'\0' not in data
+        return bool(data.decode().strip())
     except UnicodeDecodeError:
         return False
 
