@@ -20,11 +20,13 @@ from data.writer import Batches, Corpus, sha256, write_bins
 
 ROWS = 1000  # rows of a table in one batch
 CHARS = 2 ** 20  # characters of text in one batch
+LONGEST = 2 ** 22  # characters after which a text is cut where tokens may cross
 END_OF_TEXT = '<|endoftext|>'
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
 
 # A blank after something that is none. No tokenizer here joins across such a place (they cut text into words before
-# they merge, a blank going with the word after it), so a long text cut there gives the ids of the whole.
+# they merge, a blank going with the word after it), so a long text cut there gives the ids of the whole. Text that has
+# no such place for LONGEST characters (base64, blanks only) is cut nevertheless, or one piece would take all memory.
 CUT = re.compile(r'(?<=\S)[ \t\r\n]')
 
 
@@ -273,7 +275,8 @@ def open_text(path):
 
 
 def txt_pieces(file):
-    """Yield (text, ends) for documents between <|endoftext|>, never holding much more than CHARS characters."""
+    """Yield (text, ends) for documents between <|endoftext|>, never holding much more than LONGEST characters."""
+    held = len(END_OF_TEXT) - 1  # characters that may be the beginning of <|endoftext|>, in which is no cut
     rest, begun = '', False
     while block := file.read(CHARS):
         *documents, rest = (rest + block).split(END_OF_TEXT)
@@ -281,10 +284,11 @@ def txt_pieces(file):
             if begun or document.strip():
                 yield from pieces_of(document)
             begun = False
-        *ready, rest = cut(rest)
+        *ready, left = cut(rest[:-held])
+        rest = left + rest[-held:]
         for text in ready:
-            yield text, False
-            begun = True
+            if begun := begun or bool(text.strip()):
+                yield text, False
     if begun or rest.strip():
         yield from pieces_of(rest)
 
@@ -328,9 +332,14 @@ def pieces_of(document):
 
 
 def cut(text):
-    """The text in pieces: each at least CHARS long and ending where no token crosses, the last as long as is left."""
+    """The text in pieces: each at least CHARS long and ending where no token crosses, the last as long as is left.
+
+    Where no such place comes within LONGEST characters, the piece is LONGEST long, and the ids at its end may be others
+    than those of the whole. Where the cuts are depends on nothing but the text before them.
+    """
     pieces, start = [], 0
-    while found := CUT.search(text, start + CHARS):
-        pieces.append(text[start:found.start()])
-        start = found.start()
+    while (found := CUT.search(text, start + CHARS, start + LONGEST)) or len(text) > start + LONGEST:
+        end = found.start() if found else start + LONGEST
+        pieces.append(text[start:end])
+        start = end
     return [*pieces, text[start:]]

@@ -4,6 +4,7 @@ import bz2
 import errno
 import gzip
 import hashlib
+import io
 import json
 import os
 import random
@@ -183,6 +184,38 @@ def test_text_read_in_blocks_has_the_documents_between_the_separators(tmp_path, 
             if ends:
                 found.append('')
         assert found == [d for d in documents if d.strip()] + ['']
+
+
+@pytest.mark.parametrize('letter', ['x', ' '])
+def test_text_without_a_place_to_cut_is_cut_in_linear_time(letter, monkeypatch):
+    monkeypatch.setattr(sources, 'CHARS', 10)
+    monkeypatch.setattr(sources, 'LONGEST', 40)
+    searched, cut = [], sources.cut
+
+    def counted(text):
+        searched.append(len(text))
+        return cut(text)
+
+    monkeypatch.setattr(sources, 'cut', counted)
+    text = 'begun' + letter * 4001
+    pieces = list(sources.txt_pieces(io.StringIO(text)))
+    assert ''.join(piece for piece, _ in pieces) == text
+    assert max(len(piece) for piece, _ in pieces) == 40
+    assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert max(searched) < 100
+    assert sum(searched) < 10 * len(text)
+
+
+def test_no_cut_is_in_a_separator_or_depends_on_the_blocks(monkeypatch):
+    rng = random.Random(1)
+    monkeypatch.setattr(sources, 'LONGEST', 40)
+    for _ in range(300):
+        text = ''.join(rng.choice([EOT, EOT[:5], EOT[5:], 'x' * rng.randint(1, 60), 'y y']) for _ in range(20))
+        monkeypatch.setattr(sources, 'CHARS', rng.randint(1, 40))
+        documents = [document for document in text.split(EOT) if document.strip()]
+        pieces = [piece for document in documents for piece in sources.pieces_of(document)]
+        assert list(sources.txt_pieces(io.StringIO(text))) == pieces
+    assert not list(sources.txt_pieces(io.StringIO(' ' * 1000)))
 
 
 # ---- the writer ------------------------------------------------------------------------------------------------------
