@@ -9,9 +9,11 @@ import gzip
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 import zlib
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from data.writer import Batches, Corpus, sha256, write_bins
 ROWS = 1000  # rows of a table in one batch
 CHARS = 2 ** 20  # characters of text in one batch
 LONGEST = 2 ** 22  # characters after which a text is cut where tokens may cross
+DENOMINATOR = 10 ** 6  # the largest of a fraction of documents; so its reciprocal is the least fraction
 END_OF_TEXT = '<|endoftext|>'
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
 
@@ -176,14 +179,15 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
         pieces = ((split, *piece) for split, of in (('train', files), ('val', val_files))
                   for piece in read_files(of, text_key))
     else:
-        # Every n-th document, if there are as many; else the end of the text.
-        every = round(1 / val_fraction)
-        documents, characters = count(read_files(files, text_key), every)
-        if documents == every:
-            rule = f'val: every {every}th document'
-            pieces = by_document(read_files(files, text_key), every)
+        # As many documents in all as the fraction says, if it comes to one; else the end of the text.
+        part = Fraction(val_fraction).limit_denominator(DENOMINATOR)
+        enough = math.ceil(1 / part)
+        documents, characters = count(read_files(files, text_key), enough)
+        if documents == enough:
+            rule = f'val: {part.numerator} of every {part.denominator} documents'
+            pieces = by_document(read_files(files, text_key), part)
         else:
-            rule = f'val: the last {val_fraction:g} of the text, as there are fewer than {every} documents'
+            rule = f'val: the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
             pieces = by_position(read_files(files, text_key), max(1, int(characters * (1 - val_fraction))))
         print(f'{source}: {rule}')
     return Corpus(source, revision, rule, open=lambda: Batches([batched(pieces)]))
@@ -202,11 +206,14 @@ def count(pieces, enough):
     return documents, characters
 
 
-def by_document(pieces, every):
-    """(split, text, ends): the documents number every, 2 x every, ... are val's."""
-    number = 1
+def by_document(pieces, part):
+    """(split, text, ends): val's is each document with which `part` of the documents so far comes to one more.
+
+    Of 1/n these are the documents number n, 2 x n, ...
+    """
+    number, numerator, denominator = 1, part.numerator, part.denominator
     for text, ends in pieces:
-        yield 'train' if number % every else 'val', text, ends
+        yield 'val' if number * numerator % denominator < numerator else 'train', text, ends
         number += ends
 
 

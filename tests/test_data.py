@@ -549,9 +549,21 @@ def test_text_of_every_kind_split_by_document(tmp_path):
     assert documents_of(val, tokenizer) == rows[19::20]
     assert documents_of(train, tokenizer) == [row for i, row in enumerate(rows) if i % 20 != 19]
     assert (meta['train']['documents'], meta['val']['documents']) == (200, 10)
-    assert meta['split'] == 'val: every 20th document'
+    assert meta['split'] == 'val: 1 of every 20 documents'
     for one, two in zip((train, val), bins(tmp_path / '2')):
         assert np.array_equal(one, two)
+
+
+@pytest.mark.parametrize('fraction, share, first', [
+    (0.4, 400, [3, 5, 8, 10]), (0.03, 30, [34, 67, 100]), (0.29, 290, [4, 7]), (0.01, 10, [100, 200]),
+    (1 / 3, 333, [3, 6]), (0.5, 500, [2, 4])])
+def test_val_has_the_fraction_of_the_documents(fraction, share, first, tmp_path):
+    (tmp_path / 'a.txt').write_text(EOT.join(f'{i}' for i in range(1, 1001)))
+    corpus = sources.files_corpus([tmp_path / 'a.txt'], val_fraction=fraction)
+    val = [int(text) for segment in corpus.open().segments for batch in segment for split, text, _ in batch
+           if split == 'val']
+    assert len(val) == share
+    assert val[:len(first)] == first
 
 
 def test_a_single_document_is_split_at_a_line_end(tmp_path):
@@ -739,7 +751,9 @@ def test_parquet_damaged_anywhere_is_one_line(tmp_path):
 
 def test_bad_flags_are_one_line(tmp_path):
     assert 'no such file' in prepare('text', tmp_path / 'none.txt', ok=False)
-    assert '--val_fraction=0.9' in prepare('text', tmp_path / 'none.txt', '--val_fraction', 0.9, ok=False)
+    for fraction in (0.9, 0, 1e-7):
+        message = prepare('text', tmp_path / 'none.txt', '--val_fraction', fraction, ok=False)
+        assert message.endswith('must be at least 1e-06 and at most 0.5')
     assert '--num_proc' in prepare('text', tmp_path / 'none.txt', '--num_proc', 0, ok=False)
 
 
