@@ -9,6 +9,8 @@ A training step with any model, every k-th iteration in front of the update:
     optimizer.update_hessian(gauss_newton_bartlett(model(x), params))
     optimizer.step()
 
+Frozen parameters (requires_grad=False) may be in the lists: their estimate is 0, and no step changes them.
+
 Parameters may be sharded (DTensors of FSDP2's `fully_shard`, over all ranks): rules act on each rank's shards, and
 Gauss-Newton-Bartlett takes its gradient through FSDP's own backward. Hutchinson's estimator cannot: FSDP's hooks gather
 a block's parameters outside of autograd, so there is no derivative of the gradient.
@@ -20,8 +22,14 @@ import functools
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+try:
+    from torch.distributed.tensor import DTensor
+except ImportError:  # PyTorch built without torch.distributed, for Windows on Arm or ROCm, say
+
+    class DTensor:
+        """What no tensor is an instance of."""
 
 
 class GuardedOptimizer(Optimizer):
@@ -48,6 +56,13 @@ class GuardedOptimizer(Optimizer):
             if key in in_range and not in_range[key](value):
                 raise ValueError(f'{type(self).__name__}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
+        # In float16 the usual ε are 0.
+        unfit = (torch.complex64, torch.complex128, torch.float16)[:3 if 'eps' in self.defaults else 2]
+        for p in self.param_groups[-1]['params']:
+            if p.dtype in unfit:
+                self.param_groups.pop()
+                raise ValueError(f'{type(self).__name__}: parameters of type {p.dtype} are not supported; keep them in '
+                                 'float32, and compute in other types by autocast')
 
     def __getstate__(self):
         # Optimizer's copies carry over only the attributes that it names.
@@ -124,7 +139,8 @@ class Sophia(HessianOptimizer):
     nor h is bias-corrected.
 
     Args:
-        params: parameters or param groups, of a dtype with float32's range (not float16, where ε is 0).
+        params: parameters or param groups, best in float32: bfloat16 drops updates below 1/256 of a value, most of
+            weight decay's among them. float16, where ε is 0, and complex numbers are refused.
         lr: learning rate η, a float or a 0-d tensor.
         betas: (β1, β2).
         gamma: γ, scales h. The paper: 0.05 with Gauss-Newton-Bartlett, 0.01 with Hutchinson.
@@ -365,13 +381,16 @@ def hutchinson(losses, params, generator=None, rademacher=False, group=None):
         raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
     estimator = Hutchinson(params, generator, rademacher)
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
-        gradient = torch.autograd.grad(loss, estimator.params, create_graph=True, allow_unused=True)
-        used = [(g, u) for g, u in zip(gradient, estimator.u) if g is not None and g.requires_grad]
+        at = [i for i, p in enumerate(estimator.params) if p.requires_grad]
+        trained = [estimator.params[i] for i in at]
+        gradient = torch.autograd.grad(loss, trained, create_graph=True, allow_unused=True)
+        used = [(g, estimator.u[i]) for i, g in zip(at, gradient) if g is not None and g.requires_grad]
         if not used:
             raise RuntimeError('hutchinson: the gradient has no graph of its own; the loss must come from an eager, '
                                'twice differentiable forward (use hessian_vector_product under torch.compile)')
-        product = torch.autograd.grad([g for g, _ in used], estimator.params, [u for _, u in used], allow_unused=True)
-        estimator.add(product, 1)
+        product = dict(zip(at, torch.autograd.grad([g for g, _ in used], trained, [u for _, u in used],
+                                                   allow_unused=True)))
+        estimator.add([product.get(i) for i in range(len(estimator.params))], 1)
     return estimator.estimate(group)
 
 
@@ -392,8 +411,12 @@ def hessian_vector_product(loss_fn, params, u):
 def add_gradients(totals, loss, params, retain_graph=False):
     """Adds d loss / d params to the list `totals`; of sharded parameters the sum over the ranks."""
     if not any(isinstance(p, DTensor) for p in params):
-        found = torch.autograd.grad(loss, params, retain_graph=retain_graph, allow_unused=True)
-        for total, g in zip(totals, found):
+        trained = [(total, p) for total, p in zip(totals, params) if p.requires_grad]
+        found = torch.autograd.grad(loss, [p for _, p in trained], retain_graph=retain_graph, allow_unused=True)
+        if all(g is None for g in found):
+            raise RuntimeError('the outputs depend on none of the params: those of another model, or made under '
+                               'checkpoint(…, use_reentrant=True)?')
+        for (total, _), g in zip(trained, found):
             if g is not None:
                 total.add_(g)
         return

@@ -2,11 +2,14 @@
 
 import copy
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 from torch.distributions import Bernoulli, Categorical, Normal, Poisson
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -293,6 +296,67 @@ def test_hutchinson_refuses_a_gradient_without_a_graph():
         hutchinson((2.0 * p).sum(), [p])
     estimates = hutchinson((p ** 2).sum(), [p, unused], rademacher=True)
     torch.testing.assert_close(estimates, [torch.full((3,), 2.0), torch.zeros(2)])
+
+
+def test_estimates_of_frozen_parameters_are_zero():
+    """A layer that is not trained may stay in the lists, as with other optimizers."""
+    params, x, f = make_mlp(outputs=5)
+    y = torch.arange(8) % 5
+    estimators = [lambda: gauss_newton_bartlett(f(params, x), params),
+                  lambda: hutchinson(F.cross_entropy(f(params, x), y), params, rademacher=True)]
+    for estimator in estimators:
+        for p in params:
+            p.requires_grad_(True)
+        torch.manual_seed(4)
+        free = estimator()
+        params[-1].requires_grad_(False)
+        torch.manual_seed(4)
+        estimates = estimator()
+        assert free[-1].any() and not estimates[-1].any() and estimates[0].any()
+        if estimator is estimators[0]:  # Hutchinson's sees another block of the Hessian
+            torch.testing.assert_close(estimates[:-1], free[:-1])
+        before = params[-1].detach().clone()
+        optimizer = Sophia(params, lr=0.1)
+        optimizer.update_hessian(estimates)
+        optimizer.zero_grad()
+        F.cross_entropy(f(params, x), y).backward()
+        optimizer.step()
+        assert torch.equal(params[-1], before) and optimizer.unclipped() is not None
+
+
+def test_outputs_of_another_model_are_refused():
+    """h would silently stay 0, and every step a sign step."""
+    params, x, f = make_mlp(outputs=5)
+    with pytest.raises(RuntimeError, match='depend on none of the params'):
+        gauss_newton_bartlett(f(params, x), [p.detach().clone().requires_grad_() for p in params])
+
+
+WITHOUT_DISTRIBUTED = """
+import importlib.abc, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == 'torch.distributed':
+            import torch._C as C
+            [delattr(C, a) for a in ('_c10d_init', '_rpc_init', '_dist_autograd_init') if hasattr(C, a)]
+        if name == 'torch._C._distributed_c10d':
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+import torch
+assert not torch.distributed.is_available()
+from sophia import Sophia, gauss_newton_bartlett
+w = torch.nn.Parameter(torch.ones(3, 2))
+optimizer = Sophia([w], lr=0.1)
+optimizer.update_hessian(gauss_newton_bartlett(torch.ones(4, 3) @ w, [w]))
+(w ** 2).sum().backward()
+optimizer.step()
+assert (w < 1).all()
+"""
+
+
+def test_without_torch_distributed():
+    """sophia.py alone needs PyTorch only, one that was built without torch.distributed, too."""
+    done = subprocess.run([sys.executable, '-c', WITHOUT_DISTRIBUTED], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def tiny_gpt():
