@@ -119,6 +119,8 @@ def evaluate(model, batches, world, autocast, sizes=None):
         with autocast:
             loss = model(X, Y, return_logits=False)[1]
         counted = Y[Y >= 0]
+        if not len(counted):  # what fills up a rank's share, of which there is no mean loss
+            continue
         total[0] += loss.to(total) * len(counted)
         total[1] += len(counted)
         if sizes is not None:

@@ -64,14 +64,16 @@ def test_sliding_windows_count_every_token_once(capsys, out_dir, tmp_path):
     assert evaluate(capsys, out_dir, f'--text={tmp_path / "short.txt"}')['tokens'] == 4
 
 
-def test_all_ranks_together(capsys, out_dir):
-    alone = evaluate(capsys, out_dir, '--stride=20')
+@pytest.mark.parametrize('flags, tokens', [(['--stride=20'], 9_999), (['--eval_iters=1', '--batch_size=1'], None)])
+def test_all_ranks_together(capsys, out_dir, flags, tokens):
+    """In the second case there is one window, so that a rank has none."""
+    alone = evaluate(capsys, out_dir, *flags)
     done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
-                           str(ROOT / 'scripts' / 'eval.py'), str(out_dir), '--stride=20', '--device=cpu'],
+                           str(ROOT / 'scripts' / 'eval.py'), str(out_dir), *flags, '--device=cpu'],
                           capture_output=True, text=True, timeout=120, cwd=ROOT)
     together = json.loads(done.stdout)  # one line, of one rank
     assert together['loss'] == pytest.approx(alone['loss'], rel=1e-6)
-    assert together['tokens'] == alone['tokens'] == 9_999
+    assert together['tokens'] == alone['tokens'] and tokens in (None, alone['tokens'])
 
 
 def test_bytes_per_id_adds_up(tmp_path, gpt2_cache):
