@@ -179,17 +179,34 @@ def finished_runs(paths):
     return kept
 
 
+def check_comparable(runs, *keys):
+    """SystemExit unless all runs have the same data and validation windows, and equal settings `keys`."""
+    def sides(run):
+        return {'the data (fingerprint)': run.about.get('data'), 'block_size': run.block_size,
+                'validation windows (eval_iters × batch_size)': run.eval_iters * run.batch_size or 'all',
+                **{key: run.config[key] for key in keys}}
+    for run in runs[1:]:
+        first, other = sides(runs[0]), sides(run)
+        for key in first:
+            if first[key] != other[key]:
+                raise SystemExit(f'{runs[0].out_dir} and {run.out_dir} cannot be compared: {key} is {first[key]} in '
+                                 f'one and {other[key]} in the other')
+
+
 def hyperparameters(run):
     """What a run's result depends on besides data and seed, as a hashable key: equal keys differ in the seed only."""
-    return tuple(sorted((key, value) for key, value in run.config.items() if key not in INCIDENTAL))
+    settings = {key: value for key, value in run.config.items() if key not in INCIDENTAL}
+    if run.config.get('init_from') not in ('scratch', 'auto', 'resume'):
+        settings['init_from'] = run.config.get('init_from')  # the weights that it began with
+    return tuple(sorted(settings.items()))
 
 
 def by_seed(runs):
-    """Lists of the runs that differ in their seed only, in order of first appearance."""
+    """Lists of the runs that differ in their seed only, in order of first appearance; of each seed the first run."""
     groups = {}
     for run in runs:
-        groups.setdefault(hyperparameters(run), []).append(run)
-    return list(groups.values())
+        groups.setdefault(hyperparameters(run), {}).setdefault(run.config.get('seed'), run)
+    return [list(group.values()) for group in groups.values()]
 
 
 def mean_loss(runs, key='val/loss'):

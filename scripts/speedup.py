@@ -13,7 +13,17 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts.runs import OPTIMIZER_LABELS, by_seed, figure, find_runs, mean_loss, png_path, print_table, save
+from scripts.runs import (
+    OPTIMIZER_LABELS,
+    by_seed,
+    check_comparable,
+    figure,
+    find_runs,
+    mean_loss,
+    png_path,
+    print_table,
+    save,
+)
 
 
 def main(argv=None):
@@ -32,7 +42,7 @@ def main(argv=None):
     runs = [run for run in find_runs(args.out_dirs) if run.optimizer_name in (args.baseline, args.candidate)]
     refused = [dict(run=str(run.out_dir), reason=run.unfinished) for run in runs if run.unfinished]
     runs = [run for run in runs if not run.unfinished]
-    check_comparable(runs)
+    check_comparable(runs, 'n_layer', 'n_head', 'n_embd', 'total_batch_size')
     best = {name: best_at_each_T(runs, name) for name in (args.baseline, args.candidate)}
     rows, notes = compare(best[args.baseline], best[args.candidate], args.k)
     refused += tempting(best[args.candidate], [T / args.k for T in best[args.baseline]])
@@ -65,21 +75,6 @@ def main(argv=None):
     ax.legend()
     save(args.output, fig, rows, verdict=verdict, holds=holds, k=args.k, baseline=args.baseline,
          candidate=args.candidate, comparisons=rows, notes=notes, refused=refused)
-
-
-def check_comparable(runs):
-    """SystemExit unless all runs have the same data, validation windows, model and mini-batch."""
-    def sides(run):
-        windows = run.eval_iters * run.batch_size
-        return {'the data (fingerprint)': run.about.get('data'), 'block_size': run.block_size,
-                'validation windows (eval_iters × batch_size)': windows or 'all', 'n_layer': run.n_layer,
-                'n_head': run.n_head, 'n_embd': run.n_embd, 'total_batch_size': run.total_batch_size}
-    for run in runs[1:]:
-        first, other = sides(runs[0]), sides(run)
-        for key in first:
-            if first[key] != other[key]:
-                raise SystemExit(f'{runs[0].out_dir} and {run.out_dir} cannot be compared: {key} is {first[key]} in '
-                                 f'one and {other[key]} in the other')
 
 
 def best_at_each_T(runs, optimizer_name):

@@ -293,6 +293,22 @@ def test_final_losses_draws_the_best_rate_of_finished_runs(tmp_path, capsys):
     assert 'left out' in capsys.readouterr().err
 
 
+def test_losses_of_other_data_or_windows_are_not_averaged(tmp_path, capsys):
+    make(tmp_path, 'adamw', 100, 3.0)
+    make(tmp_path, 'adamw', 100, 3.1)  # the same run again
+    make(tmp_path, 'adamw', 100, 3.3, argv=['--init_from=gpt2'])
+    final_losses.main([str(tmp_path), '--output', str(tmp_path / 'figure.png')])
+    (row,) = rows_of(tmp_path / 'figure.csv')
+    assert (row['val/loss'], row['seeds'], row['tried']) == ('3.0', '1', '2')
+    for other, what in ((dict(data='other'), 'the data'), (dict(argv=['--eval_iters=3']), 'validation windows')):
+        directory = tmp_path / what
+        make(directory, 'adamw', 100, 3.0)
+        make(directory, 'adamw', 100, 3.0, lr=2e-3, **other)
+        for script, flags in ((final_losses, []), (loss_grid, ['--rows', 'gamma', '--columns', 'beta2'])):
+            with pytest.raises(SystemExit, match=f'cannot be compared: {what}'):
+                script.main([str(directory), *flags, '--output', str(tmp_path / 'g.png')])
+
+
 def test_final_losses_by_hessian_interval_against_flops(tmp_path):
     for k in (1, 10):
         make(tmp_path, 'sophiag', 100, 3.0 + k / 100, argv=[f'--hessian_interval={k}'])
