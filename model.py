@@ -134,6 +134,10 @@ class Transformer(nn.Module):
 class GPT(nn.Module):
     """A GPT-2 language model with nanoGPT's module names."""
 
+    # Training takes the loss from `ops.head_loss`, not from logits. To change the loss in `forward`, or what it does in
+    # front of the trunk, set this to False: gradients and Hessian-vector products are those of its other lines then.
+    fused = True
+
     def __init__(self, config):
         super().__init__()
         if config.n_embd % config.n_head:
@@ -176,7 +180,7 @@ class GPT(nn.Module):
         if T > self.config.block_size:
             raise ValueError(f'sequence of {T} tokens is longer than block_size = {self.config.block_size}')
         wte = self.transformer.wte.weight
-        fused = targets is not None and not return_logits
+        fused = self.fused and targets is not None and not return_logits
         if fused and wte.dtype == torch.float32:
             x, wte = TiedEmbedding.apply(idx, wte)
         else:
@@ -211,6 +215,14 @@ class GPT(nn.Module):
             the product, a dict of the same names.
         """
         values = {name: p.detach() for name, p in self.named_parameters()}
+
+        def math_attention(module, parameters, *args):
+            with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
+                return functional_call(module, parameters, args)
+
+        if not self.fused:
+            gradient = torch.func.grad(lambda values: math_attention(self, values, idx, targets)[1])
+            return torch.func.jvp(gradient, (values,), (u,))[1]
         tokens, positions = 'transformer.wte.weight', 'transformer.wpe.weight'
         short = {name: name.removeprefix('transformer.') for name in values if name not in (tokens, positions)}
 
@@ -220,8 +232,7 @@ class GPT(nn.Module):
             return x, {short[name]: of[name] for name in short}
 
         def run(x, inner):
-            with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
-                return functional_call(self.transformer, inner, (x,))
+            return math_attention(self.transformer, inner, x)
 
         def gradient(x, inner):
             x, pull_back = torch.func.vjp(run, x, inner)
@@ -289,7 +300,7 @@ class GPT(nn.Module):
         (2022), which the paper's Table 2 follows.
         """
         c = self.config
-        weights = 12 * c.n_layer * c.n_embd ** 2 + c.n_embd * c.vocab_size
+        weights = sum(p.numel() for p in self.transformer.h.parameters() if p.dim() > 1) + c.n_embd * c.vocab_size
         return 6 * weights + 12 * c.n_layer * c.n_embd * (T or c.block_size)
 
     @torch.no_grad()

@@ -78,7 +78,7 @@ hessian_batch_size = derived(int)  # sequences of the mini-batch, over all devic
 grad_clip = 1.0  # clip gradients at this norm; 0 = off
 # schedule
 max_iters = 100000  # T, number of updates
-decay_lr = True  # cosine decay; False = constant after the warm-up
+decay_lr = True  # warm-up and cosine decay; False = learning_rate throughout
 warmup_iters = 2000  # linear warm-up
 lr_decay_iters = derived(int)  # iterations to decay over
 min_lr = derived(float)  # final learning rate
@@ -210,11 +210,11 @@ if resumed:
 
 
 def learning_rate_at(iteration):
-    """Linear warm-up, then cosine decay to min_lr at lr_decay_iters."""
-    if iteration < warmup_iters:
-        return learning_rate * (iteration + 1) / (warmup_iters + 1)
+    """Linear warm-up, then cosine decay to min_lr at lr_decay_iters; constant without decay_lr, as in nanoGPT."""
     if not decay_lr:
         return learning_rate
+    if iteration < warmup_iters:
+        return learning_rate * (iteration + 1) / (warmup_iters + 1)
     progress = min(1.0, (iteration - warmup_iters) / max(1, lr_decay_iters - warmup_iters))
     return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
 
@@ -297,6 +297,8 @@ def log(line, **metrics):
 
 for line in config.lines():
     say(line)
+if decay_lr and warmup_iters >= max_iters:
+    say(f'note: the run of {max_iters} iterations ends in its warm-up of {warmup_iters}; see --warmup_iters')
 say(f'{raw_model.num_params():,} parameters; {len(train_data):,} training tokens; {tokens_per_iter:,} tokens per '
     f'iteration = {world.size} device(s) × {gradient_accumulation_steps} × {batch_size} × {block_size}')
 

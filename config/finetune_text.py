@@ -6,7 +6,6 @@ dataset = 'text'
 optimizer_name = 'adamw'
 learning_rate = 3e-5
 decay_lr = False
-warmup_iters = 0
 total_batch_size = 32
 batch_size = 4
 max_iters = 200

@@ -177,7 +177,8 @@ class Case:
         tokens = self.values['total_batch_size'] * self.values['block_size']
         row['tokens_per_sec'] = tokens / average
         if limit := peak_flops(self.device):
-            row['mfu'] = GPT.flops_per_token(self) * tokens / plain / limit
+            with torch.device('meta'):  # a peer's model may not know
+                row['mfu'] = GPT(GPTConfig(**self.model_args)).flops_per_token() * tokens / plain / limit
         if repeats:
             row.update(self.optimizer_step(repeats))
         if repeats and isinstance(self.hook, optimizers.HutchinsonHook):
@@ -185,10 +186,6 @@ class Case:
         row['wait_share'] = statistics.median(self.waits) / plain
         row['memory_gb'] = (self.resting + max(self.peaks)) / 1e9
         return row
-
-    @property
-    def config(self):
-        return GPTConfig(**self.model_args)  # for GPT.flops_per_token, which peers lack
 
     def optimizer_step(self, repeats):
         """Times the optimizer's step at rate 0 beside fused AdamW's on the same parameters and gradients, and beside an

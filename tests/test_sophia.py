@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import optimizers
 from model import GPT, GPTConfig
+from ops import cross_entropy
 from optimizers import Lion, build_hessian_hook, build_optimizer
 from sophia import (
     GaussNewtonBartlett,
@@ -402,6 +403,27 @@ def test_hessian_vector_product(gpt_with_hessian):
     delta = 1e-5
     up, down = (flat(torch.func.grad(loss_fn)(tuple(p + s * delta * v for p, v in zip(params, u)))) for s in (1, -1))
     torch.testing.assert_close(product, (up - down) / (2 * delta), rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_of_ones_own(gpt_with_hessian, monkeypatch):
+    """With fused = False what is added to the loss in `GPT.forward` counts, in Hessian-vector products too."""
+    model, idx, loss_fn, _ = gpt_with_hessian
+    X, Y = idx[:, :-1], idx[:, 1:]
+    plain = model(X, Y, return_logits=False)[1]
+
+    def with_z_loss(logits, labels, reduction):
+        return cross_entropy(logits, labels, reduction) + logits.logsumexp(-1).square().mean()
+
+    monkeypatch.setattr(GPT, 'fused', False)
+    torch.testing.assert_close(model(X, Y, return_logits=False)[1], plain)
+    monkeypatch.setattr('model.cross_entropy', with_z_loss)
+    z = model(X)[0].logsumexp(-1).square().mean()
+    torch.testing.assert_close(model(X, Y, return_logits=False)[1], plain + z)
+    params = [p.detach() for p in model.parameters()]
+    u = [torch.randn_like(p) for p in params]
+    product = model.hessian_vector_product(X, Y, {name: v for (name, _), v in zip(model.named_parameters(), u)})
+    up, down = (flat(torch.func.grad(loss_fn)(tuple(p + s * v for p, v in zip(params, u)))) for s in (1e-5, -1e-5))
+    torch.testing.assert_close(flat(product.values()), (up - down) / 2e-5, rtol=1e-5, atol=1e-7)
 
 
 def hook_estimates(model, idx, name, iterations, micro_batch=4, **options):
