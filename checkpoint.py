@@ -267,7 +267,8 @@ def load(path, weights=True, share=(0, 1)):
     if path.is_dir() and not is_shards(path):
         directory, path = path, newest(path)
         if path is None:
-            raise SystemExit(f'{directory}: no checkpoint ckpt_*.pt in it; train first, or check --out_dir')
+            hint = 'name ckpt.pt, nanoGPT\'s, itself' if (directory / 'ckpt.pt').is_file() else 'train first'
+            raise SystemExit(f'{directory}: no checkpoint ckpt_*.pt in it; {hint}, or check --out_dir')
     if not path.exists():
         raise SystemExit(f'{path}: no such checkpoint')
     try:

@@ -28,6 +28,10 @@ class derived:  # noqa: N801 - reads as a declaration: learning_rate = derived(f
         return f'derived ({self.type.__name__})'
 
 
+# Names that the official repository's configs have for settings.
+RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_size')
+
+
 class Resolved(SystemExit):
     """Raised by `Config.finish` under --show_config: ends train.py with exit code 0, and carries the configuration."""
 
@@ -72,7 +76,7 @@ class Config:
     def set(self, key, value, source):
         """Sets `key`; SystemExit with one line when the key is unknown or the value is of the wrong type."""
         if key not in self.types:
-            near = difflib.get_close_matches(key, self.types, n=1)
+            near = [RENAMED[key]] if key in RENAMED else difflib.get_close_matches(key, self.types, n=1)
             hint = f'did you mean {near[0]}?' if near else 'see python train.py --help'
             raise SystemExit(f'{source}: unknown setting {key!r}; {hint}')
         self.scope[key] = _convert(key, value, self.types[key], source)

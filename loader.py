@@ -49,6 +49,9 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     step = batch_size * world_size
     if min(total_batch_size, batch_size) < 1 or given < 0:
         raise SystemExit(f'total_batch_size = {total_batch_size} and batch_size = {batch_size} must be at least 1')
+    if given and given * batch_size == total_batch_size != given * step:
+        raise SystemExit(f'gradient_accumulation_steps = {given} counts those of all {world_size} devices, as nanoGPT '
+                         f'does; here they are each device\'s: leave it out')
     if given and given * step != total_batch_size:
         raise SystemExit(f'total_batch_size = {total_batch_size} is not gradient_accumulation_steps × batch_size × '
                          f'world_size = {given} × {batch_size} × {world_size}; set --total_batch_size={given * step}, '
@@ -83,6 +86,9 @@ class Bin:
             hint = f'run python {prepare}' if prepare.is_file() else 'make it with data/text/prepare.py'
             raise SystemExit(f'{self.path}: no such file; {hint}')
         self.meta = read_meta(data_dir)
+        if not self.meta and (data_dir / 'meta.pkl').is_file():
+            raise SystemExit(f'{data_dir}/meta.pkl: a vocabulary of nanoGPT\'s, which is not read, as a pickle may run '
+                             'anything; make these bins again with data/shakespeare_char/prepare.py --input FILE')
         dtype = np.dtype(self.meta['dtype'] if self.meta else 'uint16').newbyteorder('<')
         try:
             size = self.path.stat().st_size

@@ -280,6 +280,7 @@ if writes:
 progress = tqdm(total=max_iters, initial=iter_num, unit='it', smoothing=0.05,
                 disable=not (world.is_master and sys.stderr.isatty()))
 tokens_per_iter = total_batch_size * block_size
+RSS_UNIT = 1 if sys.platform == 'darwin' else 1024  # bytes
 
 
 def log(line, **metrics):
@@ -401,7 +402,7 @@ while True:
         if peak:
             metrics['mfu'] = flops_per_iter / statistics.mean(since_log) / (peak * world.size)
         metrics['memory_gb'] = (torch.cuda.max_memory_allocated(world.device) / 1e9 if on_cuda
-                                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
+                                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT / 1e9)
         log(f'iter {iter_num}: loss {train_loss:.4f}, lr {lr:.2e}, grad norm {grad_norm:.2f}, '
             f'{metrics["step_ms"]:.0f} ms, {metrics["tokens_per_sec"]:,.0f} tokens/s', **metrics)
         since_log.clear()

@@ -144,9 +144,10 @@ def model_card(loaded, data):
             f'{loaded.tokenizer.name}'), ('biases', 'yes' if c.bias else 'no (zeros in the file)'),
             ('attention logits divided by layer index + 1', 'yes' if c.scale_attn_by_inverse_layer_idx else 'no')]
     if settings:
-        rows += [('data set', Path(settings['dataset']).name), ('optimizer', settings['optimizer_name']),
-                 ('iterations', f'{state["iter_num"]:,} of {settings["max_iters"]:,}'),
-                 ('tokens seen', f'{state["iter_num"] * settings["total_batch_size"] * settings["block_size"]:,}')]
+        rows += [('data set', Path(settings['dataset']).name),
+                 ('iterations', f'{state["iter_num"]:,} of {settings["max_iters"]:,}')]
+    if 'tokens' in state:  # nanoGPT's checkpoints do not say
+        rows += [('optimizer', settings['optimizer_name']), ('tokens seen', f'{state["tokens"]:,}')]
     if data:
         rows += [(f'data: {key}', data[key]) for key in ('source', 'revision', 'split') if data.get(key)]
         rows += [(f'data: {split}', f'{data[split]["tokens"]:,} tokens, sha256 {data[split]["sha256"]}')

@@ -47,8 +47,14 @@ def load(path, device='cpu', tokenizer=None):
         model = GPT.from_pretrained(folder)
         found = get_tokenizer(tokenizer) if tokenizer else folder_tokenizer(folder, model.config.vocab_size)
         return Loaded(Path(path).name, folder, model.to(device).eval(), found)
+    given = Path(path)
     path, state = checkpoint.load(path)
     state.pop('optimizer', None)
+    best = checkpoint.path_of(given, checkpoint.BEST)
+    if path.parent == given and best.exists() and not best.samefile(path):
+        print(f'note: {path} is the newest; {best} had the lowest validation loss', file=sys.stderr)
+    if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in state['model_args']:
+        state['model_args'].setdefault('gelu_approximate', 'tanh')  # of the official repository, whose GELU that is
     try:
         model = GPT(GPTConfig(**state['model_args']))
         # nanoGPT saves the compiled model, whose names begin so.

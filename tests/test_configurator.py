@@ -113,6 +113,9 @@ def test_official_command_lines_resolve(monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '7')
     with pytest.raises(SystemExit, match='not a multiple of batch_size × world_size = 8 × 7 = 56'):
         configurator.resolve(['--batch_size=8'])
+    for theirs, ours in dict(rho='gamma', interval='hessian_interval').items():
+        with pytest.raises(SystemExit, match=f"unknown setting '{theirs}'; did you mean {ours}"):
+            configurator.resolve([f'--{theirs}=10'])
 
 
 def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):

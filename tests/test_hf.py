@@ -36,7 +36,7 @@ def make_checkpoint(out_dir, tokenizer, block_size=24, seed=0, **kwargs):
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
     checkpoint.save(out_dir, dict(
-        model=model.state_dict(), model_args=args, iter_num=3, tokenizer=tokenizer.meta,
+        model=model.state_dict(), model_args=args, iter_num=3, tokenizer=tokenizer.meta, tokens=288, data={},
         config=dict(dataset='gone', optimizer_name='sophiag', max_iters=9, total_batch_size=4, block_size=block_size)))
     return model
 
@@ -143,6 +143,12 @@ def test_model_card(tmp_path):
     export(with_tokenizer(load(tmp_path / 'run')), tmp_path / 'hf')
     card = (tmp_path / 'hf' / 'README.md').read_text()
     assert '| validation loss | 4.5000 |' in card and "optimizer_name = 'sophiag'" in card and '| 256 ids' in card
+    assert '| tokens seen | 288 |' in card and '| optimizer | sophiag |' in card
+    loaded = load(tmp_path / 'run')
+    loaded.state = dict(iter_num=4, config=dict(dataset='gone', max_iters=9))  # what nanoGPT's checkpoints say
+    export(with_tokenizer(loaded), tmp_path / 'nano')
+    card = (tmp_path / 'nano' / 'README.md').read_text()
+    assert '| iterations | 4 of 9 |' in card and 'optimizer' not in card
 
 
 def test_errors_are_one_line_and_leave_nothing(tmp_path):

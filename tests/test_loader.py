@@ -119,6 +119,12 @@ def test_nanogpt_bins_load_without_meta(tmp_path):
     assert data.fingerprint() != Bin(other, 'train').fingerprint()
 
 
+def test_nanogpts_character_bins_are_not_taken_for_gpt2s(tmp_path):
+    path = write_bins(tmp_path, range(60), range(60), meta=False)
+    (path / 'meta.pkl').touch()
+    assert 'meta.pkl: a vocabulary of nanoGPT' in refusal(Bin, path, 'train')
+
+
 def test_bins_that_do_not_fit_are_refused(tmp_path):
     def fresh(name, **kwargs):
         return write_bins(tmp_path / name, np.arange(100), np.arange(50), **kwargs)
@@ -160,6 +166,7 @@ def test_accumulation_steps():
     assert '480' in message and '7 × 2 = 14' in message and '476 or 490' in message
     message = refusal(accumulation_steps, 480, 8, 10, 5)
     assert 'gradient_accumulation_steps' in message and '= 5 × 8 × 10' in message and '=400' in message
+    assert 'as nanoGPT does' in refusal(accumulation_steps, 480, 12, 8, 40)
     assert '--total_batch_size=64,' in refusal(accumulation_steps, 480, 64, 1, 1)  # which fits
     assert accumulation_steps(64, 64, 1, 1) == 1
     refusal(accumulation_steps, 480, 0, 1)

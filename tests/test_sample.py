@@ -13,6 +13,7 @@ import checkpoint
 from data.tokenizer import get_tokenizer
 from model import GPT, GPTConfig, sample_next
 from scripts import sample
+from scripts.load import load
 
 TINY = dict(block_size=24, vocab_size=64, n_layer=3, n_head=2, n_embd=16, dropout=0.0, bias=False,
             scale_attn_by_inverse_layer_idx=False)
@@ -100,7 +101,7 @@ def save_run(out_dir, **extra):
     out_dir.mkdir(exist_ok=True)
     args = dict(TINY, vocab_size=320)
     state = dict(model=make_model(vocab_size=320).state_dict(), model_args=args, iter_num=5,
-                 config=dict(dataset='gone')) | extra
+                 config=dict(dataset='gone'), data={}) | extra
     checkpoint.save(out_dir, state)
     return out_dir
 
@@ -151,6 +152,30 @@ def test_nanogpts_checkpoints(tmp_path, capsys):
                     model_args=args, iter_num=5, best_val_loss=torch.tensor(1.0), config=dict(dataset='gone')),
                tmp_path / 'ckpt.pt')
     assert run(capsys, f'--out_dir={tmp_path / "ckpt.pt"}', *short).out == ours
+    with pytest.raises(SystemExit, match="name ckpt.pt, nanoGPT's, itself"):
+        run(capsys, f'--out_dir={tmp_path}', *short)
+
+
+def test_gelu_of_the_official_repositorys_checkpoints(tmp_path):
+    """Its GELU is the tanh approximation; its model_args say so by the attention scaling, which nanoGPT's lack."""
+    ours = save_run(tmp_path / 'run')
+    state = checkpoint.load(ours)[1]
+    assert 'gelu_approximate' not in state['model_args']
+    torch.save({key: value for key, value in state.items() if key != 'data'}, tmp_path / 'ckpt.pt')
+    assert load(ours).model.config.gelu_approximate == 'none'
+    assert load(tmp_path / 'ckpt.pt').model.config.gelu_approximate == 'tanh'
+
+
+def test_a_better_checkpoint_than_the_newest_is_named(tmp_path, capsys):
+    run_dir = save_run(tmp_path / 'run')
+    (run_dir / 'best.pt').hardlink_to(run_dir / 'ckpt_00000005.pt')
+    load(run_dir)
+    assert 'note' not in capsys.readouterr().err
+    save_run(run_dir, iter_num=7)
+    assert load(run_dir).state['iter_num'] == 7
+    assert f'{run_dir / "best.pt"} had the lowest validation loss' in capsys.readouterr().err
+    load(run_dir / 'ckpt_00000005.pt')
+    assert not capsys.readouterr().err
 
 
 def test_errors_are_one_line(tmp_path, capsys, gpt2_cache):
