@@ -508,7 +508,8 @@ def _restore_file(state, model, optimizer):
     saved = state['optimizer']['state']
     for index, entries in saved.items():
         for key, value in entries.items():
-            if torch.is_tensor(value) and value.dim() and value.shape != params[index].shape:
+            # Of the states that optimizers here have; what another one keeps, its own load_state_dict knows.
+            if key in ('exp_avg', 'exp_avg_sq', 'hessian') and value.shape != params[index].shape:
                 raise ValueError(f'{key} of parameter {index} has the shape {tuple(value.shape)}')
     optimizer.load_state_dict(dict(state=saved, param_groups=optimizer.state_dict()['param_groups']))
     for entries in optimizer.state.values():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -328,6 +329,25 @@ def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path,
     done = train(out, '--init_from=resume', f'--dataset={other.parent}', '--ignore_data_change=True', '--max_iters=12')
     assert done.code == 0 and iterations(out)[0] == 12
     assert state(out, 12)['best_val_loss'] == min(metrics(out, 'val/loss')[-2:])  # of this data set: at 10 and 12
+
+
+def test_an_optimizers_state_of_any_shape_is_restored():
+    """As of one that somebody adds, which keeps a number for each row."""
+    def made():
+        model = torch.nn.Linear(3, 4, bias=False)
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        return model, optimizer
+
+    model, optimizer = made()
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    saved = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), scaler={})
+    again, its = made()
+    checkpoint.restore(Path('ckpt.pt'), saved, again, its, None)
+    assert torch.equal(its.state[again.weight]['row_var'], optimizer.state[model.weight]['row_var'])
+    saved['optimizer']['state'][0]['exp_avg'] = torch.zeros(2)
+    assert "exp_avg of parameter 0 has the shape (2,)" in refusal(
+        checkpoint.restore, Path('ckpt.pt'), saved, again, its, None)
 
 
 def test_best_loss_is_of_the_same_windows(train, reference, tmp_path):
