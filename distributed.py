@@ -6,10 +6,13 @@ Also what ends a run early: signals and the time limit (`Stops`), and the messag
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import sys
+import sysconfig
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch._dynamo.config
@@ -236,6 +239,20 @@ class Stops:
 def whole(tensor):
     """`tensor`, gathered from all ranks if it is sharded (then a matter of all ranks)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def settings_for(device):
+    """(backend, dtype and compile, as a dict; why) that suit a device, for train.py's `config.fill`."""
+    if not device.startswith('cuda'):
+        return dict(backend='gloo', dtype='float32', compile=False), f'device {device}'
+    where = f'device {device}' if can_compile() else f'device {device}; no C compiler or no Python.h'
+    return dict(backend='nccl', dtype='bfloat16', compile=can_compile()), where
+
+
+def can_compile():
+    """Whether this machine has what torch.compile needs for CUDA: a C compiler and Python's headers."""
+    compiler = os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang')
+    return bool(compiler) and Path(sysconfig.get_path('include'), 'Python.h').is_file()
 
 
 def under_torchrun():

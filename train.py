@@ -25,9 +25,10 @@ from tqdm import tqdm
 
 import checkpoint
 import configurator
+import distributed
 import optimizers
 from configurator import derived
-from distributed import NOT_FINITE, STOPPED, Stops, World, peak_flops, ranks_from_environment, under_torchrun
+from distributed import NOT_FINITE, STOPPED, Stops, World, ranks_from_environment, under_torchrun
 from loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir, keyed_bits
 from model import GPT, HUB_MODELS, SIZES, GPTConfig, padded_vocab_size
 
@@ -115,9 +116,7 @@ config.fill(dict(scale_attn_by_inverse_layer_idx=optimizers.scales_attention(opt
 config.fill(dict(lr_decay_iters=max_iters), 'max_iters')
 config.fill(dict(min_lr=min_lr_ratio * learning_rate), 'min_lr_ratio × learning_rate')
 config.fill(dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'what this machine has')
-on_cuda = device.startswith('cuda')
-config.fill(dict(backend='nccl' if on_cuda else 'gloo', dtype='bfloat16' if on_cuda else 'float32', compile=on_cuda),
-            f'device {device}')
+config.fill(*distributed.settings_for(device))
 rank, _, world_size = ranks_from_environment()
 gradient_accumulation_steps = accumulation_steps(total_batch_size, batch_size, world_size, gradient_accumulation_steps)
 hessian_rounded = math.ceil(min(hessian_batch_size, total_batch_size) / world_size) * world_size
@@ -133,6 +132,7 @@ config.finish()
 # Devices, data, model
 
 world = World(device, backend, parallel)
+on_cuda = world.device.type == 'cuda'
 say = print if world.is_master else lambda *args, **kwargs: None
 with world.together():
     train_data, val_data = (Bin(data_dir(dataset), split) for split in ('train', 'val'))
@@ -310,7 +310,7 @@ loader = TrainLoader(train_data, seed, total_batch_size, block_size, world.rank,
 recent = {due: collections.deque(maxlen=50) for due in (True, False)}  # seconds of iterations with and without estimate
 since_log = []  # seconds of the iterations since the last line of metrics
 flops_per_iter = raw_model.flops_per_token() * tokens_per_iter
-peak = peak_flops(world.device)
+peak = distributed.peak_flops(world.device)
 raw_model.train()
 stops, stopping, saved = Stops(max_hours), False, True
 

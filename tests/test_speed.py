@@ -21,6 +21,15 @@ devices = pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=p
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='this PyTorch has no oneDNN')
 
 
+@pytest.fixture(autouse=True)
+def full_precision():
+    """No TF32 on a GPU, which scripts that other tests run allow."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('highest')
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture
 def switch(monkeypatch):
     """A function that switches between plain PyTorch ('rows'), and the ways for CPU with oneDNN for all products
