@@ -24,8 +24,9 @@ AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds 
 
 # FLOPs of one Hessian estimate, in units of a forward and backward of the sequences that it uses. Gauss-Newton-Bartlett
 # shares the gradient's forward and adds a backward, two thirds. Forward-over-reverse differentiation makes two more
-# matrix products of each one.
-HESSIAN_COST = {'sophiag': 2 / 3, 'gnb_noclip': 2 / 3, 'ef_clip': 2 / 3, 'sophiah': 3, 'ah_clip': 3, 'adahessian': 3}
+# matrix products of each of the three, and does without one of these: the gradient to the weight.
+HESSIAN_COST = dict.fromkeys(('sophiag', 'gnb_noclip', 'ef_clip'), 2 / 3) | dict.fromkeys(
+    ('sophiah', 'ah_clip', 'adahessian'), 8 / 3)
 
 OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian', 'sophiag': 'Sophia-G',
                     'sophiah': 'Sophia-H', 'ef_clip': 'E-F+clip', 'ah_clip': 'AH+clip', 'clip': 'Clip',
