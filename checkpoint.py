@@ -109,8 +109,11 @@ def save_shards(world, out_dir, model, optimizer, state, best=False, keep=2):
             files['.metadata'] = checksum(partial / '.metadata')
             write_text(partial / 'state.json', with_checksum(dict(state, files=files, tied=tied(model))), sync=True)
             _sync_directory(partial)
-            _remove(path)
+            old = path.with_suffix('.old')
+            if path.is_dir():  # of this iteration before its evaluation, say: it goes once the other one has its name
+                path.rename(old)
             partial.replace(path)
+            shutil.rmtree(old, ignore_errors=True)
             path.with_suffix('.pt').unlink(missing_ok=True)
             if best:
                 with _beside(path.with_name('best')) as link:
@@ -120,9 +123,16 @@ def save_shards(world, out_dir, model, optimizer, state, best=False, keep=2):
             _retire(out_dir, state['iter_num'], keep)
         except (OSError, SystemExit) as error:
             _warn_not_saved(path, getattr(error, 'strerror', None) or error)
+            _take_back(out_dir)
             shutil.rmtree(partial, ignore_errors=True)
             saved = False
     return path if world.from_master(int(saved)) else None
+
+
+def _take_back(out_dir):
+    """Gives checkpoints that were to be replaced their names back where nothing has taken them."""
+    for old in out_dir.glob('ckpt_*.old'):
+        shutil.rmtree(old) if old.with_suffix('').exists() else old.rename(old.with_suffix(''))
 
 
 def named_tensors(model, optimizer):
@@ -312,10 +322,15 @@ def read_shards(path, prefix):
     """Whole tensors of the directory `path`, by what follows `prefix` in their names; for one process."""
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
                for name, entry in tensors_in(path).items() if name.startswith(prefix)}
+    _load_into(tensors, path)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def _load_into(tensors, path):
+    """Fills `tensors`, by their names, from the directory `path`, without communication."""
     with warnings.catch_warnings():  # the remark that there is no process group
         warnings.simplefilter('ignore')
         dcp.load(tensors, storage_reader=ShardReader(path), no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def tensors_in(path):
@@ -443,6 +458,7 @@ def claim(out_dir):
         lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
         lock.flush()
         (out_dir / FAILED).unlink(missing_ok=True)
+        _take_back(out_dir)
         for partial in out_dir.glob('*.partial'):  # left by a run that was killed while saving
             shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
     except OSError as error:
@@ -490,7 +506,7 @@ def restore(path, state, model, optimizer, scaler):
         if path.is_dir():
             for name, entry in tensors_in(path).items():
                 _make_room(model, optimizer, name, entry.size, entry.properties.dtype)
-            dcp.load(named_tensors(model, optimizer), storage_reader=ShardReader(path), no_dist=True)
+            _load_into(named_tensors(model, optimizer), path)
         elif any(isinstance(p, DTensor) for p in model.parameters()):
             _restore_into_shards(state, model, optimizer)
         else:

@@ -171,6 +171,29 @@ checkpoint.checksum = interrupted
     assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
 
 
+@pytest.mark.parametrize('where', ['shutil.rmtree', 'Path.replace'])
+def test_killed_while_a_checkpoint_takes_the_place_of_another(train, run, tmp_path, where):
+    """That of iteration 5 is saved before its evaluation, in which the run is stopped, and again after it."""
+    sharded = [*RUN, '--parallel=fsdp']
+    assert train(tmp_path, *sharded, ranks=2, faults=STOP_IN_EVALUATION).code == STOPPED
+    assert iterations(tmp_path) == [5]
+    owner, name = where.split('.')
+    done = train(tmp_path, *sharded, '--init_from=auto', ranks=2, faults=f"""
+owner = checkpoint.{owner}
+{name} = owner.{name}
+def interrupted(path, *args, **kwargs):
+    if Path(path).name == 'ckpt_00000005.{dict(rmtree='old', replace='partial')[name]}' and Path(path).exists():
+        kill(signal.SIGKILL)()
+    return {name}(path, *args, **kwargs)
+owner.{name} = interrupted
+""")
+    assert done.code and list(tmp_path.glob('ckpt_00000005.old'))
+    done = train(tmp_path, *sharded, '--init_from=auto', ranks=2)
+    assert done.code == 0 and 'at iteration 5 of' in done.out, done.err
+    assert iterations(tmp_path) == [10, 5] and not list(tmp_path.glob('*.old')), done.err
+    assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
+
+
 def test_full_disk(train, run, tmp_path):
     """No file may grow beyond 20 kB for a while: it says so, goes on, and saves later."""
     done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults="""
