@@ -52,6 +52,7 @@ class World:
         if device == 'cuda':
             device = f'cuda:{self.local_rank}'  # with an index, which set_device wants
         self.device = check_device(device)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save before `Stops` takes it
         if self.device.type == 'cuda':
             torch.cuda.set_device(self.device)
         if self.size > 1 or self.sharded:
@@ -199,8 +200,27 @@ class World:
         os._exit(1)
 
 
+class Unbreakable:
+    """The text stream `stream`, whose failures end no run: a log on a full disk, a terminal or pipe that has gone."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+
 class Stops:
-    """Why this rank thinks that the run should stop or save: SIGTERM, SIGINT, the time limit; SIGUSR1.
+    """Why this rank thinks that the run should stop or save: SIGTERM, SIGINT, SIGHUP, the time limit; SIGUSR1.
 
     Signal handlers only leave a note. The ranks exchange their notes once an iteration, together with the loss, so that
     all of them act after the same iteration.
@@ -209,8 +229,9 @@ class Stops:
     def __init__(self, max_hours=0.0):
         self.deadline = STARTED + 3600 * max_hours if max_hours else float('inf')
         self.reason, self.noted, self.save = '', 0.0, False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._note)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._note)
 
     def _note(self, number, frame):
         now = time.monotonic()

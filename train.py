@@ -131,6 +131,7 @@ config.finish()
 # ----------------------------------------------------------------------------------------------------------------------
 # Devices, data, model
 
+sys.stdout, sys.stderr = distributed.Unbreakable(sys.stdout), distributed.Unbreakable(sys.stderr)
 world = World(device, backend, parallel)
 on_cuda = world.device.type == 'cuda'
 say = print if world.is_master else lambda *args, **kwargs: None

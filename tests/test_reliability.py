@@ -94,8 +94,10 @@ def test_tokens_seen_are_counted_over_mini_batches_of_different_size(train, tmp_
 # Stops
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_from_outside_save_and_stop(train, tmp_path, number):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip(f'{number.name} is ignored here, as under nohup')
     process = start(tmp_path, '--max_iters=1000000', '--eval_interval=1000000')
     for line in process.stdout:
         if line.startswith('iter 20:'):
@@ -120,6 +122,30 @@ def test_a_stop_during_evaluation_makes_it_again_later(train, reference, tmp_pat
 def test_sigusr1_saves_and_goes_on(train, reference, tmp_path):
     done = train(tmp_path, '--keep_checkpoints=5', faults='at(2, kill(signal.SIGUSR1))')
     assert done.code == 0 and iterations(tmp_path) == [10, 5, 3]
+    assert_same_run(tmp_path, reference())
+
+
+def test_sigusr1_before_the_loop_ends_no_run(train, tmp_path):
+    done = train(tmp_path, faults="""
+begin = checkpoint.begin
+def signalled(*args, **kwargs):
+    kill(signal.SIGUSR1)()
+    return begin(*args, **kwargs)
+checkpoint.begin = signalled
+""")
+    assert done.code == 0 and iterations(tmp_path)[0] == 10, done.err
+
+
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs /dev/full')
+def test_a_log_that_cannot_be_written_ends_no_run(train, reference, tmp_path):
+    """As where it goes to a full disk, or the terminal has gone."""
+    done = train(tmp_path, faults="""
+def fill():
+    for stream in (1, 2):
+        os.dup2(os.open('/dev/full', os.O_WRONLY), stream)
+at(3, fill)
+""")
+    assert done.code == 0 and 'iter 2' in done.out and 'iter 4' not in done.out
     assert_same_run(tmp_path, reference())
 
 
