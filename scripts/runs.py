@@ -9,8 +9,10 @@ import csv
 import io
 import json
 import math
+import os
 import shlex
 import shutil
+import socket
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -332,7 +334,8 @@ def writing(path):
     SystemExit with one line when that fails; the file is complete or not there at all.
     """
     path = Path(path)
-    partial = path.with_name(path.name + '.partial')
+    # Tasks of a sweep on several machines may write the same file.
+    partial = path.with_name(f'{path.name}.{socket.gethostname()}.{os.getpid()}.partial')
     with refusing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -185,9 +185,12 @@ def table(items):
 def sbatch(items, out_dir, options):
     """The text of a Slurm array job that trains one item a task."""
     directives = [f'--job-name={out_dir.name}', f'--array=0-{len(items) - 1}', f'--output={out_dir}/slurm-%a.out',
-                  '--requeue', '--signal=TERM@300', *([options] if options else [])]
+                  '--requeue', '--open-mode=append', '--signal=TERM@300', *([options] if options else [])]
     return '\n'.join(['#!/bin/bash', *(f'#SBATCH {line}' for line in directives),
-                      f'cd {ROOT}', f'srun {sys.executable} scripts/sweep.py --out_dir {out_dir} '
+                      f'cd {ROOT}',
+                      # Since Slurm 22.05 srun does not take it over from sbatch.
+                      '[ -n "${SLURM_CPUS_PER_TASK:-}" ] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK',
+                      f'srun {sys.executable} scripts/sweep.py --out_dir {out_dir} '
                                     '--only $SLURM_ARRAY_TASK_ID', ''])
 
 
@@ -239,7 +242,8 @@ def main(argv=None):
             print(f'{number}: {progress(item)}: train.py {" ".join(item.argv)}')
         return
     if not args.table:
-        write_json(stored, spec)
+        if args.only is None or not stored.is_file():
+            write_json(stored, spec)
         if args.slurm is not None:
             script = args.out_dir.resolve() / 'sweep.sbatch'
             write_text(script, sbatch(items, args.out_dir.resolve(), args.slurm))

@@ -111,6 +111,7 @@ def test_the_slurm_script_asks_slurm_for_what_it_needs():
     assert subprocess.run(['bash', '-n', str(SBATCH)]).returncode == 0
     for option in ('--requeue', '--signal=TERM@300', '--ntasks-per-node=1', '--open-mode=append'):
         assert f'#SBATCH {option}\n' in text
+    assert text.index('\nexport SRUN_CPUS_PER_TASK=') < text.index('\nsrun ')
 
 
 @pytest.mark.skipif(importlib.util.find_spec('yaml') is None, reason='PyYAML is not installed')

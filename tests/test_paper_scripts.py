@@ -487,6 +487,11 @@ def test_sweep_writes_a_slurm_array(tmp_path, capsys):
     text = (tmp_path / 'sweep.sbatch').read_text()
     assert text.startswith('#!/bin/bash\n') and '#SBATCH --array=0-2\n' in text and '#SBATCH --gres=gpu:1\n' in text
     assert f'--out_dir {tmp_path} --only $SLURM_ARRAY_TASK_ID' in text
+    job = text.replace(text[text.index('srun'):], 'echo $SRUN_CPUS_PER_TASK')
+    for cpus in ('8', ''):
+        done = subprocess.run(['bash', '-eu', '-c', job], env=dict(os.environ, SLURM_CPUS_PER_TASK=cpus),
+                              capture_output=True, text=True)
+        assert done.stdout.strip() == cpus, done.stderr
     assert not list(tmp_path.glob('seed*')), 'nothing should have been trained'
 
 
