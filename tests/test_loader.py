@@ -95,9 +95,17 @@ def test_validation_windows_cover_the_split_once(tmp_path, world_size):
     assert sorted(seen) == list(range(0, 100, 10))  # 102 predictions: ten windows of ten
 
 
-def test_validation_windows_do_not_overlap(corpus):
+def test_validation_windows_are_spread_over_the_split(corpus):
+    """Of 312 windows the first of each seventh."""
     loader = ValidationLoader(Bin(corpus, 'val'), 7, 4, 32, 0, 1, 'cpu')
-    assert len(loader.starts) == 7 and (np.diff(loader.starts) >= 32).all()
+    assert loader.starts.tolist() == [32 * window for window in (0, 44, 89, 133, 178, 222, 267)]
+
+
+@pytest.mark.parametrize('tokens, windows', [(40, 3), (41, 4)])
+def test_the_last_validation_window_has_its_last_target(tmp_path, tokens, windows):
+    loader = ValidationLoader(Bin(write_bins(tmp_path, range(40), range(tokens)), 'val'), 0, 8, 10, 0, 1, 'cpu')
+    (_, Y), = loader
+    assert Y[windows - 1].tolist() == list(range(10 * windows - 9, 10 * windows + 1)) and (Y[windows:] == -1).all()
 
 
 def test_ids_above_32767_survive(tmp_path):
@@ -117,6 +125,16 @@ def test_nanogpt_bins_load_without_meta(tmp_path):
     assert data.vocab_size == 50257 and data.windows([0], 4).tolist() == [[50256, 1, 2, 3]]
     other = write_bins(tmp_path / 'other', [50256, 1, 2, 4], [1], meta=False)
     assert data.fingerprint() != Bin(other, 'train').fingerprint()
+
+
+def test_a_fingerprint_tells_size_and_both_ends(tmp_path):
+    """Of splits so long that only parts of them are looked at."""
+    plain, longer, first, last = (np.zeros(n, dtype=np.uint16) for n in (2 ** 21, 2 ** 21 + 1, 2 ** 21, 2 ** 21))
+    first[0] = last[-1] = 7
+    bins = [Bin(write_bins(tmp_path / str(i), tokens, [0]), 'train') for i, tokens in enumerate(
+        (plain, longer, first, last))]
+    assert len({data.fingerprint() for data in bins}) == 4
+    assert bins[0].samples().size <= 2 ** 20
 
 
 def test_nanogpts_character_bins_are_not_taken_for_gpt2s(tmp_path):

@@ -45,6 +45,8 @@ def assert_same_run(a, b):
     """Both runs ended in the same state, bit for bit, and have logged the same."""
     for ours, theirs in zip(state(a)['model'].items(), state(b)['model'].items()):
         assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
+    for key in ('tokens', 'best_val_loss', 'evaluated', 'clipped', 'passed_over', 'latest_losses'):
+        assert state(a)[key] == state(b)[key], key
     ours, theirs = state(a)['optimizer']['state'], state(b)['optimizer']['state']
     assert ours.keys() == theirs.keys()
     for index, entries in ours.items():
@@ -84,10 +86,14 @@ def test_resume_on_another_world_size_and_micro_batch(train, reference, tmp_path
         assert metrics(tmp_path, key) == pytest.approx(metrics(reference('sophiah'), key), rel=1e-4)
 
 
-def test_tokens_seen_are_counted_over_mini_batches_of_different_size(train, tmp_path):
+def test_a_resumed_run_has_its_own_settings_and_counts_on(train, tmp_path):
+    """Tokens of mini-batches of different size, and seconds; the optimizer takes the new β1."""
     assert train(tmp_path).code == 0
-    assert train(tmp_path, '--init_from=resume', '--total_batch_size=8', '--max_iters=12').code == 0
+    assert train(tmp_path, '--init_from=resume', '--total_batch_size=8', '--beta1=0.5', '--max_iters=12').code == 0
     assert metrics(tmp_path, 'tokens')[-1] == (10 * 4 + 2 * 8) * 32
+    times = metrics(tmp_path, 'time')
+    assert times == sorted(times) and times[-1] > 0
+    assert all(group['betas'][0] == 0.5 for group in state(tmp_path, 12)['optimizer']['param_groups'])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -228,6 +234,18 @@ checkpoint.append_line(pathlib.Path({str(path)!r}), '{{"iter": 2, "long": 1}}')
                           text=True)
     assert done.returncode == 0 and 'a line could not be written' in done.stderr
     assert path.read_text() == '{"iter": 1}\n'
+
+
+def test_without_always_save_checkpoint_the_best_and_the_last_are_saved(train, tmp_path):
+    """The loss grows from the fifth iteration on."""
+    done = train(tmp_path, '--always_save_checkpoint=False', '--eval_interval=2', '--decay_lr=False', faults="""
+def worse():
+    for group in [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)][0].param_groups:
+        group['maximize'] = True
+at(4, worse)
+""")
+    assert done.code == 0 and iterations(tmp_path) == [10, 4], metrics(tmp_path, 'val/loss')
+    assert checkpoint.load(tmp_path / 'best.pt')[1]['iter_num'] == 4
 
 
 def test_retention(tmp_path):
@@ -415,9 +433,16 @@ def test_nan_on_one_rank_stops_all_and_names_the_windows(train, corpus, tmp_path
 
 
 def test_skip_nonfinite_passes_over_and_lets_nothing_in(train, tmp_path):
-    """Iteration 4 is a Hessian iteration: neither its gradient nor its ĥ may enter."""
-    tolerant, strict = (train(tmp_path / out, '--skip_nonfinite=1', name='sophiag', faults=faults) for out, faults in (
-        ('one', 'at(4, spoil(float("inf")))'), ('two', 'at(6, spoil(float("nan")))\nat(7, spoil(float("nan")))')))
+    """Iteration 4 is a Hessian iteration: neither its gradient nor its ĥ may enter. Of iterations in a row one may be
+    passed over, with others between them several; a stop in between changes nothing."""
+    tolerant, stopped, strict = (
+        train(tmp_path / out, '--skip_nonfinite=1', '--init_from=auto', name='sophiag', faults=faults)
+        for out, faults in (('one', 'at(4, spoil(float("inf")))\nat(7, spoil(float("nan")))'),
+                            ('two', 'at(6, spoil(float("nan")))\nat(6, kill(signal.SIGTERM))'),
+                            ('two', 'at(7, spoil(float("nan")))')))
+    assert stopped.code == STOPPED and 'iter 6: the loss is not finite; passed over' in stopped.out
+    latest = state(tmp_path / 'one')['latest_losses']
+    assert len(latest) == 8 and np.isfinite(latest).all()  # with NaN among them no spike would be seen any more
     assert tolerant.code == 0 and 'iter 4: the loss is not finite; passed over (rank 0, micro-batch 0' in tolerant.out
     lines = {line['iter']: line for line in map(json.loads, (tmp_path / 'one/metrics.jsonl').open()) if 'lr' in line}
     for key in ('momentum_norm', 'hessian_norm', 'param_norm'):
@@ -442,6 +467,16 @@ at(4, lambda: setattr(sophia.{estimator}, 'estimate',
     assert 'iteration 4: a Hessian estimate is not finite' in done.err and not iterations(tmp_path)
 
 
+def test_parameters_that_are_not_finite_are_not_saved(train, tmp_path):
+    done = train(tmp_path, faults="""
+def spoiled(self, closure=None):
+    self.param_groups[0]['params'][0].data.fill_(float('nan'))
+at(4, lambda: setattr(torch.optim.AdamW, 'step', spoiled))
+""")
+    assert done.code == NOT_FINITE and 'iteration 5: the parameters are not finite' in done.err
+    assert not iterations(tmp_path)
+
+
 def test_a_loss_spike_is_logged(train, tmp_path):
     done = train(tmp_path, '--max_iters=115', '--eval_interval=200', '--log_interval=50', faults='at(110, spoil(50.0))')
     assert done.code == 0 and 'iter 110: loss spike' in done.out
@@ -449,14 +484,18 @@ def test_a_loss_spike_is_logged(train, tmp_path):
 
 
 def test_overflows_of_float16_are_no_error(train, tmp_path):
-    """From a loss scale that is far too high, the run finds its own."""
-    done = train(tmp_path, '--dtype=float16', '--max_iters=30', '--eval_interval=30', name='sophiag', faults="""
+    """From a loss scale that is far too high, the run finds its own, and goes on with it."""
+    flags, faults = ['--dtype=float16', '--eval_interval=30', '--init_from=auto'], """
 Scaler = torch.amp.GradScaler
 torch.amp.GradScaler = lambda *args, **kwargs: Scaler(*args, init_scale=2.0 ** 30, **kwargs)
-""")
+"""
+    done = train(tmp_path, *flags, '--max_iters=30', name='sophiag', faults=faults)
     assert done.code == 0 and 'not finite' not in done.out + done.err
     assert state(tmp_path, 30)['scaler']['scale'] < 2.0 ** 25
     assert metrics(tmp_path)[-1] < metrics(tmp_path)[0] - 0.1
+    assert 0 < metrics(tmp_path, 'grad_norm')[-1] < 10  # that of the loss, not of the scaled one
+    assert train(tmp_path, *flags, '--max_iters=31', name='sophiag', faults=faults).code == 0
+    assert state(tmp_path, 31)['scaler']['scale'] == state(tmp_path, 30)['scaler']['scale']
 
 
 def test_float16_gives_up_after_forty_overflows(train, tmp_path):
