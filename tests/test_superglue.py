@@ -1,6 +1,7 @@
 """scripts/superglue.py: rows of both sources, prompts, the scorer against hand-made answers, batching."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -34,6 +35,14 @@ def test_rows_of_files_and_of_the_hub_agree(name):
     for wrong in (-1, len(task.answers), 'nonsense'):
         with pytest.raises(ValueError):
             superglue.flatten(task, {**hub, 'label': wrong})
+
+
+def test_answers_stand_for_the_labels_of_the_hub():
+    assert {name: ' '.join(task.answers) for name, task in TASKS.items()} == {
+        'boolq': 'no yes', 'cb': 'true false neither', 'copa': '1 2', 'rte': 'yes no', 'wic': 'no yes',
+        'wsc': 'no yes', 'multirc': 'no yes'}
+    row, = superglue.flatten(TASKS['wsc'], ROWS['wsc'][0])
+    assert 'Pronoun: he\nWords: Bob\n' in TASKS['wsc'].template.format(**row)
 
 
 def test_multirc_has_a_row_for_each_answer():
@@ -88,7 +97,7 @@ def test_batched_completions_are_those_of_each_prompt_alone():
 
 def write_task(folder, rows):
     folder.mkdir(parents=True)
-    for name, part in (('train', rows[:4]), ('val', rows)):
+    for name, part in (('train', [{**row, 'premise': f'Seen {i}.'} for i, row in enumerate(rows[:4])]), ('val', rows)):
         (folder / f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in part))
 
 
@@ -107,7 +116,8 @@ def test_script(tmp_path, monkeypatch, capsys):
     def complete(model, tokenizer, prompts, max_new_tokens, batch_size):
         calls.append(prompts)
         right = 'yes' if 'Claim' in prompts[0] else '1'
-        return [f' {right}' if len(calls) <= 6 else 'well'] * len(prompts), 0
+        assert max_new_tokens == len(f' {right}') + 1  # bytes, and what tells where the word ends
+        return [f' {right}' if len(calls) <= 6 else 'well'] * len(prompts), 2
 
     monkeypatch.setattr(superglue, 'complete', complete)
     superglue.main(argv)
@@ -116,14 +126,21 @@ def test_script(tmp_path, monkeypatch, capsys):
     assert (rte['rows'], rte['majority'], rte['random']) == (10, 0.6, 0.5) and copa['majority'] == 0.5
     good, bad = rte['checkpoints']['good'], rte['checkpoints']['bad']
     assert good['accuracy'] == pytest.approx(0.6) and good['draws'] == [0.6] * 3 and good['stdev'] == 0
+    assert good['standard_error'] == pytest.approx((0.6 * 0.4 / 10) ** 0.5)
+    assert good['prompts_cut'] == pytest.approx(2 / 10) and good['no_answer'] == 0
     assert copa['checkpoints']['good']['accuracy'] == 0.5
     assert bad['accuracy'] == 0 and bad['no_answer'] == 1
     assert calls[0] == calls[6] and calls[0] != calls[1]  # the same draws for both checkpoints
+    assert all(prompt.count('Seen') == 2 for prompts in calls for prompt in prompts)  # exemplars of the train split
     assert (tmp_path / 'figure.png').stat().st_size > 5000 and (tmp_path / 'figure.csv').is_file()
     assert 'majority' in capsys.readouterr().out
 
     monkeypatch.undo()
+    drawn, complete = [], superglue.complete
+    monkeypatch.setattr(superglue, 'complete', lambda *args: drawn.append(args[2]) or complete(*args))
     superglue.main([*argv, '--limit=3', '--draws=1'])  # with the models' own answers
+    asked = [re.findall(r'P\d', ' '.join(prompts)) for prompts in drawn]
+    assert asked[:2] == asked[2:] and len(asked[0]) == 3 and asked[0] != ['P0', 'P1', 'P2']
     assert json.loads((tmp_path / 'figure.json').read_text())['tasks']['RTE']['rows'] == 3
 
 
