@@ -230,17 +230,26 @@ def test_speedup_says_what_makes_its_verdict_weak(tmp_path, capsys):
     make(tmp_path, 'adamw', 100, 3.5)
     make(tmp_path, 'sophiag', 50, 3.4)
     assert 'one learning rate of O1 only' in ' '.join(judge(tmp_path)['notes'])
-    make(tmp_path, 'adamw', 100, 3.45, lr=2e-3)
-    assert 'at the edge' in ' '.join(judge(tmp_path)['notes'])
+    for lr, loss in ((2e-3, 3.45), (5e-4, 3.4)):
+        make(tmp_path, 'adamw', 100, loss, lr=lr)
+        assert 'at the edge' in ' '.join(judge(tmp_path)['notes'])
     make(tmp_path, 'adamw', 100, 3.6, lr=4e-3)
     make(tmp_path, 'adamw', 100, 3.25, lr=2e-3, seed=2)
     notes = ' '.join(judge(tmp_path)['notes'])
     assert 'at the edge' not in notes and 'within the spread over seeds' in notes
+    make(tmp_path, 'sophiag', 50, 3.0, lr=2e-3)
+    assert 'one seed, so the noise' in ' '.join(judge(tmp_path)['notes'])
+    make(tmp_path, 'sophiag', 50, 2.6, lr=4e-3, seed=1)
+    make(tmp_path, 'sophiag', 50, 3.3, lr=4e-3, seed=2)
+    result = judge(tmp_path)  # 3.35 ± 0.1 against 2.95 ± 0.35
+    (row,), (note,) = result['comparisons'], result['notes']
+    assert row['holds'] and (row['lr O1'], row['lr O2']) == (2e-3, 4e-3) and 'within the spread over seeds' in note
 
 
 def test_speedup_refuses_unfinished_schedules_and_says_why(tmp_path, capsys):
     make(tmp_path, 'adamw', 100, 3.5)
     make(tmp_path, 'sophiag', 100, 3.0)
+    make(tmp_path, 'sophiag', 200, 2.9)
     with pytest.raises(SystemExit, match='nothing to compare'):
         judge(tmp_path)
     said = capsys.readouterr().out
@@ -267,7 +276,8 @@ def test_speedup_finds_the_k_at_which_losses_cross(tmp_path):
 
 @pytest.mark.parametrize(('options', 'what'), [
     (dict(data='another'), 'fingerprint'), (dict(argv=['--eval_iters=3']), 'validation windows'),
-    (dict(argv=['--n_layer=3']), 'n_layer'), (dict(argv=['--total_batch_size=8']), 'total_batch_size')])
+    (dict(argv=['--n_layer=3']), 'n_layer'), (dict(argv=['--n_head=1']), 'n_head'),
+    (dict(argv=['--n_embd=64']), 'n_embd'), (dict(argv=['--total_batch_size=8']), 'total_batch_size')])
 def test_speedup_refuses_runs_that_cannot_be_compared(tmp_path, options, what):
     make(tmp_path, 'adamw', 100, 3.5)
     make(tmp_path, 'sophiag', 50, 3.4, **options)
