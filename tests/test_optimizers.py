@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT, TINY, metrics
 
 import optimizers
+from loader import LABELS, VECTORS, keyed_bits, keyed_uniforms
 from model import GPT, SIZES, GPTConfig
 from optimizers import HOOKS, SETTINGS, AdaHessian, Lion, build_hessian_hook, build_optimizer
 from sophia import Sophia
@@ -412,6 +413,43 @@ def test_hook_estimates_at_0_k_2k_and_takes_its_share_of_the_rows():
                               **hook_options(batch_size=10, world_size=2))
     assert [i for i in range(10) if hook.start(i)] == [0, 3, 6, 9]
     assert [hook.take_rows(torch.zeros(3, 2)) for _ in range(3)] == [3, 2, 0]
+
+
+def test_what_a_hook_draws_is_a_function_of_seed_iteration_and_rank_alone(monkeypatch):
+    """With streams of their own: neither labels nor u have to do with the windows that they are drawn for."""
+    params, drawn = make_params(), []
+    model = torch.nn.ParameterList(params)
+    model.hessian_vector_product, model.config = None, None
+    options = hook_options(seed=5, rank=1, world_size=2)
+    labels, vectors = (build_hessian_hook(name, model, build_optimizer(name, params, lr=1e-3), **options)
+                       for name in ('sophiag', 'sophiah'))
+    labels.start(3)
+    uniforms = keyed_uniforms(5, LABELS, 3, (4, 7))
+    assert torch.equal(labels.labels(torch.zeros(2, 7), 1, 1), uniforms[[3]])  # its second row: the fourth of all
+
+    def estimator(params, generator, rademacher):
+        drawn.append(generator.initial_seed())
+        raise InterruptedError
+
+    monkeypatch.setattr(optimizers, 'Hutchinson', estimator)
+    vectors.start(3)
+    with pytest.raises(InterruptedError):
+        vectors.finish(None)
+    assert drawn == [int(keyed_bits(5, VECTORS, 3)[0] >> 1)] and LABELS != VECTORS
+
+
+def test_statistics_are_those_of_the_state():
+    params = make_params()
+    optimizer = build_optimizer('sophiag', params, lr=1e-3)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.update_hessian([torch.rand_like(p) for p in params])
+    optimizer.step()
+    found = optimizers.statistics(optimizer)
+    for name, key in (('momentum_norm', 'exp_avg'), ('hessian_norm', 'hessian')):
+        expected = torch.cat([optimizer.state[p][key].flatten() for p in params]).norm()
+        assert found[name].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert found['update_unclipped'] == optimizer.unclipped()
 
 
 @pytest.mark.parametrize('size, rows, T, micro_batch, expected', [

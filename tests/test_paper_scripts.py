@@ -224,6 +224,8 @@ def test_speedup_takes_the_minimum_over_rates_and_the_mean_over_seeds(tmp_path):
     (row,) = judge(tmp_path)['comparisons']
     assert row['loss O1'] == pytest.approx(3.2) and row['lr O1'] == 2e-3 and row['seeds O1'] == 2
     assert row['H1 tried'] == 3 and not row['holds']
+    seeds = [run for run in runs.find_runs([tmp_path]) if run.learning_rate == 2e-3]
+    assert runs.mean_loss(seeds) == pytest.approx((3.2, 0.1))  # half the range
 
 
 def test_speedup_says_what_makes_its_verdict_weak(tmp_path, capsys):
