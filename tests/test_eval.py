@@ -36,6 +36,7 @@ def test_is_the_validation_loss_of_train(capsys, out_dir):
     assert result['perplexity'] == pytest.approx(math.exp(result['loss']))
     assert evaluate(capsys, out_dir, '--batch_size=7')['loss'] == pytest.approx(result['loss'], rel=1e-6)
     assert evaluate(capsys, out_dir, '--split=train')['tokens'] == 49_999 // 32 * 32
+    assert evaluate(capsys, out_dir, '--eval_iters=2', '--batch_size=3')['tokens'] == 2 * 3 * 32
 
 
 @torch.no_grad()

@@ -257,10 +257,12 @@ def test_speedup_refuses_unfinished_schedules_and_says_why(tmp_path, capsys):
     said = capsys.readouterr().out
     assert 'its schedule is of 100, so at step 50 its learning rate is still high' in said
     make(tmp_path, 'sophiag', 50, 3.0, end=40)
-    make(tmp_path, 'sophiag', 50, 3.0, argv=['--lr_decay_iters=100'])
+    for T in (40, 100):
+        make(tmp_path, 'sophiag', 50, 3.0, argv=[f'--lr_decay_iters={T}'])
     with pytest.raises(SystemExit, match='nothing to compare'):
         judge(tmp_path)
     said = capsys.readouterr().out
+    assert 'its learning rate decays over 40 iterations, and it was run for 50' in said
     assert 'at iteration 40 of 50 only' in said
     assert 'its learning rate decays over 100 iterations, and it was run for 50' in said
 
@@ -309,9 +311,10 @@ def test_losses_of_other_data_or_windows_are_not_averaged(tmp_path, capsys):
     make(tmp_path, 'adamw', 100, 3.0)
     make(tmp_path, 'adamw', 100, 3.1)  # the same run again
     make(tmp_path, 'adamw', 100, 3.3, argv=['--init_from=gpt2'])
+    make(tmp_path, 'adamw', 100, 3.4, argv=['--weight_decay=0.3'])
     final_losses.main([str(tmp_path), '--output', str(tmp_path / 'figure.png')])
     (row,) = rows_of(tmp_path / 'figure.csv')
-    assert (row['val/loss'], row['seeds'], row['tried']) == ('3.0', '1', '2')
+    assert (row['val/loss'], row['seeds'], row['tried']) == ('3.0', '1', '3')
     for other, what in ((dict(data='other'), 'the data'), (dict(argv=['--eval_iters=3']), 'validation windows')):
         directory = tmp_path / what
         make(directory, 'adamw', 100, 3.0)
@@ -398,12 +401,37 @@ def test_compute_table_trains_with_the_launcher(tmp_path, monkeypatch):
 
 def test_sweep_expands_a_spec_in_order_with_stable_names(tmp_path):
     spec = dict(base=['--seed=3'], runs=[dict(learning_rate=[1e-3, '2e-3'], gamma=0.1),
-                                         dict(learning_rate='0.001', gamma=0.1), dict(config='config/quickstart.py')])
+                                         dict(learning_rate='0.001', gamma=0.1), dict(config='config/quickstart.py'),
+                                         dict(base=['--bias=True'], gamma=0.2)])
     items = sweep.expand(spec, tmp_path)
     assert [item.out_dir.name for item in items] == [
-        'learning_rate=0.001,gamma=0.1', 'learning_rate=0.002,gamma=0.1', 'config=quickstart']
+        'learning_rate=0.001,gamma=0.1', 'learning_rate=0.002,gamma=0.1', 'config=quickstart', 'gamma=0.2']
     assert items[1].argv == ['--seed=3', '--learning_rate=2e-3', '--gamma=0.1']
     assert items[2].argv == ['--seed=3', 'config/quickstart.py']
+    assert items[3].argv == ['--seed=3', '--bias=True', '--gamma=0.2']
+
+
+def test_sweep_trains_the_one_asked_for_and_tries_again_only_that(tmp_path, monkeypatch):
+    argv = ['--out_dir', str(tmp_path), '--grid', 'seed=1,2,3', '--', *SHAPE]
+    failures = [tmp_path / f'seed={seed}' / checkpoint.FAILED for seed in (1, 2, 3)]
+    for path in failures:
+        path.parent.mkdir()
+        path.write_text('iteration 3: the loss is not finite')
+    chosen = []
+    monkeypatch.setattr(sweep, 'train_all', lambda items, *args: chosen.extend(items) or [])
+    assert 'not finished: 1 of 1' in refusal(sweep.main, ['--only=1', '--retry', *argv])
+    assert [item.settings for item in chosen] == [dict(seed='2')]
+    assert [path.exists() for path in failures] == [True, False, True]
+    assert 'there are runs 0 to 2' in refusal(sweep.main, ['--only=3', *argv])
+
+
+def test_sweep_lists_no_loss_of_what_is_not_finished(tmp_path):
+    items = sweep.expand(dict(base=SHAPE, runs=[dict(seed=[1, 2, 3, 4], max_iters=100)]), tmp_path)
+    for item, loss, end in zip(items, (2.0, 3.2, 3.1), (50, 100, 100)):
+        fake_run(item.out_dir, loss, ['--max_iters=100'], end=end)
+    assert [(row['seed'], row['val/loss'], row['state']) for row in sweep.table(items)] == [
+        (3, pytest.approx(3.1), 'finished'), (2, pytest.approx(3.2), 'finished'),
+        (1, None, 'iteration 50 of 100'), (4, None, 'not begun')]
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').rglob('*.json')), ids=lambda path: path.stem)
@@ -442,6 +470,8 @@ def test_sweep_does_not_take_a_run_with_other_settings_for_its_own(swept):
     out_dir, argv = swept
     with pytest.raises(SystemExit, match=r'holds a run with learning_rate = 0\.01, asked for is 0\.02'):
         sweep.main([*argv, '--learning_rate=0.02'])
+    with pytest.raises(SystemExit, match='holds a run with seed = 1337, asked for is 2'):
+        sweep.main([*argv, '--seed=2'])
     with pytest.raises(SystemExit, match='unknown setting'):
         sweep.main([*argv, '--learning_rat=0.02'])
 

@@ -45,7 +45,8 @@ def test_axes(tmp_path, optimizer, x, last):
 
 def test_several_runs_with_labels_from_a_directory_of_runs(tmp_path, run):
     fake_run(tmp_path / 'sophiag', 2.9, ['--max_iters=100'])
-    plot.main([str(tmp_path), '--labels', 'A', 'B', '--metrics', 'val/loss', '--output', str(tmp_path / 'both.png')])
+    plot.main([str(tmp_path), str(run), '--labels', 'A', 'B', '--metrics', 'val/loss',  # one of them named twice
+               '--output', str(tmp_path / 'both.png')])
     rows = rows_of(tmp_path / 'both.csv')
     assert {row['run']: float(row['value']) for row in rows} == pytest.approx({'A': 3.0, 'B': 2.9})
 

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, TINY
+from fake_runs import SHAPE, fake_run
 
 import configurator
 from optimizers import peak_learning_rate
@@ -72,6 +73,18 @@ def test_tune_gamma(corpus, tmp_path):
     lines = (tmp_path / 'runs' / 'gamma=0.005' / 'log.txt').read_text()
     assert run_script('scripts/tune_gamma.py', *args).stdout == done.stdout
     assert (tmp_path / 'runs' / 'gamma=0.005' / 'log.txt').read_text() == lines
+
+
+def test_tune_gamma_keeps_what_is_given_and_looks_at_the_last_quarter(tmp_path):
+    given = ['--optimizer_name=sophiag', '--learning_rate=0.5', '--beta2=0.9', '--warmup_iters=500']
+    added = tune_gamma.runs_arguments(given, 1000, 0.1)
+    assert added[:4] == given and '--warmup_iters=100' in added[4:]
+    assert not [flag for flag in added[4:] if flag.startswith(('--learning_rate', '--beta2'))]
+    assert '--learning_rate=0.1' in tune_gamma.runs_arguments(given[:1], 1000, 0.1)
+
+    base = [*SHAPE, '--optimizer_name=sophiag', '--max_iters=100']  # a run that is there already
+    fake_run(tmp_path / 'gamma=0.03', 3.0, [*base, '--gamma=0.03'], update_unclipped=lambda i: i / 100)
+    assert tune_gamma.unclipped(0.03, base, tmp_path, [sys.executable]) == pytest.approx((0.9 + 1.0) / 2)
 
 
 def test_tune_gamma_doubles_halves_and_gives_up(monkeypatch, tmp_path, capsys):
