@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import INJECT, ROOT, command, finish, iterations, metrics
 
-from distributed import STOPPED, World
+import distributed
+from distributed import STOPPED, World, settings_for
 
 SBATCH = ROOT / 'scripts/slurm/train.sbatch'
 # What Slurm would be: one more process group for each node; the highest exit code counts.
@@ -121,6 +122,13 @@ def test_the_skypilot_task_is_one():
     assert task['num_nodes'] > 1 and (ROOT / task['envs']['CONFIG']).is_file()
     for script in (task['setup'], task['run']):
         assert subprocess.run(['bash', '-n'], input=script, text=True).returncode == 0
+
+
+def test_what_suits_a_device(monkeypatch):
+    for compiler in (True, False):
+        monkeypatch.setattr(distributed, 'can_compile', lambda found=compiler: found)
+        assert settings_for('cuda:1')[0] == dict(backend='nccl', dtype='bfloat16', compile=compiler)
+        assert settings_for('cpu')[0] == dict(backend='gloo', dtype='float32', compile=False)
 
 
 @pytest.mark.parametrize('environment, index', [({}, 0), (dict(LOCAL_RANK='0'), 0), (dict(LOCAL_RANK='3'), 3)])

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import zipfile
@@ -16,7 +17,7 @@ import torch
 from conftest import OPTIMIZERS, ROOT, STOP_IN_EVALUATION, finish, iterations, metrics, refusal, start, write_bins
 
 import checkpoint
-from distributed import NOT_FINITE, STOPPED
+from distributed import NOT_FINITE, STARTED, STOPPED, Stops
 from loader import window_starts
 
 TIMING = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}
@@ -161,6 +162,11 @@ def test_max_hours_stops(train, tmp_path):
     assert iterations(tmp_path) == [len(metrics(tmp_path))]
 
 
+def test_max_hours_are_hours(monkeypatch):
+    monkeypatch.setattr(signal, 'signal', lambda *args: None)
+    assert Stops(2.0).deadline - STARTED == pytest.approx(7200) and Stops().deadline == float('inf')
+
+
 def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
     faults = """
 at(3, kill(signal.SIGINT))
@@ -236,6 +242,15 @@ checkpoint.append_line(pathlib.Path({str(path)!r}), '{{"iter": 2, "long": 1}}')
     assert path.read_text() == '{"iter": 1}\n'
 
 
+def test_what_will_be_written_again_is_dropped_from_the_log(tmp_path):
+    """And what a crash has torn; the evaluation of the checkpoint's own iteration stays."""
+    path = tmp_path / 'metrics.jsonl'
+    good = '{"iter": 4, "lr": 1}\n{"iter": 5, "val/loss": 3}\n'
+    path.write_text(good + '{"iter": 5, "lr": 1}\n{"iter": 6, "l\n3\n')
+    checkpoint.rewind_log(path, 5, 5)
+    assert path.read_text() == good
+
+
 def test_without_always_save_checkpoint_the_best_and_the_last_are_saved(train, tmp_path):
     """The loss grows from the fifth iteration on."""
     done = train(tmp_path, '--always_save_checkpoint=False', '--eval_interval=2', '--decay_lr=False', faults="""
@@ -256,6 +271,35 @@ def test_retention(tmp_path):
     # A damaged newer checkpoint that a resumed run has passed over does not count as one of those kept.
     checkpoint.save(tmp_path, dict(model={}, model_args={}, iter_num=4, config={}), keep=2)
     assert iterations(tmp_path) == [12, 4, 3]
+    for i in iterations(tmp_path):
+        checkpoint.path_of(tmp_path, i).write_bytes(b'')
+    assert checkpoint.newest(tmp_path).name == 'best.pt', 'better than none'
+
+
+def test_a_file_takes_the_place_of_shards_even_without_hard_links(tmp_path, monkeypatch):
+    def no_link(*args):
+        raise OSError(95, 'Operation not supported')
+
+    monkeypatch.setattr(os, 'link', no_link)
+    (tmp_path / 'ckpt_00000003').mkdir()
+    (tmp_path / 'ckpt_00000003' / 'state.json').touch()
+    (tmp_path / 'best').symlink_to('ckpt_00000003')
+    path = checkpoint.save(tmp_path, dict(model={}, model_args={}, iter_num=3, config={}), best=True)
+    assert path == checkpoint.path_of(tmp_path, 3) == tmp_path / 'ckpt_00000003.pt'
+    assert checkpoint.load(checkpoint.path_of(tmp_path, checkpoint.BEST))[0].name == 'best.pt'
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['best.pt', 'ckpt_00000003.pt']
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def seen(fd):
+        synced.append((stat.S_ISDIR(os.fstat(fd).st_mode), [p.name for p in tmp_path.iterdir()]))
+        fsync(fd)
+
+    monkeypatch.setattr(os, 'fsync', seen)
+    checkpoint.save(tmp_path, dict(model={}, model_args={}, iter_num=3, config={}))
+    assert synced == [(False, ['ckpt_00000003.partial']), (True, ['ckpt_00000003.pt'])]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

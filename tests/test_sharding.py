@@ -11,7 +11,9 @@ import torch
 from conftest import STOP_IN_EVALUATION, iterations, metrics, refusal
 
 import checkpoint
-from distributed import STOPPED
+import distributed
+from distributed import STOPPED, World
+from model import GPT, GPTConfig
 from scripts.consolidate import consolidate
 from scripts.load import load
 
@@ -77,6 +79,18 @@ def test_bfloat16_is_close(run):
     assert metrics(out) == pytest.approx(metrics(ddp), abs=2e-2)
     assert metrics(out, 'hessian_norm') == pytest.approx(metrics(ddp, 'hessian_norm'), rel=0.1)
     assert all(t.dtype == torch.float32 for t in checkpoint.load(out)[1]['model'].values())
+
+
+def test_sums_of_shards_are_float32_and_inputs_stay_as_they_are(monkeypatch):
+    """Rounding would show neither in a few losses nor in the labels that uniform numbers draw."""
+    found = []
+    monkeypatch.setattr(distributed, 'init_device_mesh', lambda *args, **kwargs: None)
+    monkeypatch.setattr(distributed, 'fully_shard', lambda module, mp_policy, **_: found.append(mp_policy))
+    world = World('cpu', 'gloo')
+    world.sharded, world.parallel = True, 'fsdp'
+    world.wrap(GPT(GPTConfig(n_layer=2, n_head=1, n_embd=8, vocab_size=64)), low_precision=torch.bfloat16)
+    assert len(found) == 3 and {(p.param_dtype, p.reduce_dtype, p.cast_forward_inputs) for p in found} == {
+        (torch.bfloat16, torch.float32, False)}
 
 
 @pytest.mark.parametrize('flags, name, words', [
