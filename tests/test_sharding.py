@@ -12,7 +12,7 @@ from conftest import STOP_IN_EVALUATION, iterations, metrics, refusal
 
 import checkpoint
 import distributed
-from distributed import STOPPED, World
+from distributed import NOT_FINITE, STOPPED, World
 from model import GPT, GPTConfig
 from scripts.consolidate import consolidate
 from scripts.load import load
@@ -91,6 +91,20 @@ def test_sums_of_shards_are_float32_and_inputs_stay_as_they_are(monkeypatch):
     world.wrap(GPT(GPTConfig(n_layer=2, n_head=1, n_embd=8, vocab_size=64)), low_precision=torch.bfloat16)
     assert len(found) == 3 and {(p.param_dtype, p.reduce_dtype, p.cast_forward_inputs) for p in found} == {
         (torch.bfloat16, torch.float32, False)}
+
+
+def test_an_estimate_that_is_not_finite_in_one_ranks_shards_stops_all(train, tmp_path):
+    done = train(tmp_path, *RUN, '--parallel=fsdp', name='sophiag', ranks=2, faults="""
+import sophia
+estimate = sophia.GaussNewtonBartlett.estimate
+def spoiled(self, *args):
+    found = estimate(self, *args)
+    found[0].to_local().fill_(float('inf'))
+    return found
+at(4, lambda: setattr(sophia.GaussNewtonBartlett, 'estimate', spoiled), rank=1)
+""")
+    assert done.code == NOT_FINITE and 'iteration 4: a Hessian estimate is not finite' in done.err, done.err
+    assert not iterations(tmp_path)
 
 
 @pytest.mark.parametrize('flags, name, words', [

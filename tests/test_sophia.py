@@ -4,6 +4,7 @@ import copy
 import socket
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from sophia import (
     gauss_newton_bartlett,
     hessian_vector_product,
     hutchinson,
+    sum_over_ranks,
 )
 
 
@@ -104,14 +106,15 @@ def test_negative_and_zero_curvature_fall_back_to_the_sign_step():
     torch.testing.assert_close(p.detach(), torch.tensor([-0.1, 0.1, -0.1, -0.025]))
 
 
-def test_unclipped_fraction():
+@pytest.mark.parametrize('squared, inside', [(False, 2), (True, 3)])
+def test_unclipped_fraction(squared, inside):
     p, q = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(1))
-    optimizer = Sophia([p, q], lr=0.1, betas=(0, 0), gamma=0.5)
+    optimizer = Sophia([p, q], lr=0.1, betas=(0, 0), gamma=0.5, squared=squared)
     assert optimizer.unclipped() is None
     optimizer.update_hessian([torch.tensor([1.0, 4.0, -1.0, 1.0]), torch.tensor([10.0])])
-    p.grad, q.grad = torch.tensor([0.4, 1.0, 1e-3, 0.6]), torch.tensor([1.0])
+    p.grad, q.grad = torch.tensor([0.4, 3.0, 1e-3, 0.6]), torch.tensor([1.0])
     optimizer.step()
-    assert optimizer.unclipped().item() == pytest.approx(3 / 5)
+    assert optimizer.unclipped().item() == pytest.approx(inside / 5)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -607,6 +610,14 @@ def test_hutchinson_over_two_ranks_is_that_of_the_whole_mini_batch(two_ranks):
     # Without the all-reduce each rank would have kept the estimate of its own half.
     assert (two_ranks[0]['alone'] - two_ranks[1]['alone']).norm() > 0.1 * whole.norm()
     torch.testing.assert_close((two_ranks[0]['alone'] + two_ranks[1]['alone']) / 2, whole)
+
+
+def test_sums_are_over_the_ranks_of_the_group_alone(monkeypatch):
+    groups = []
+    monkeypatch.setattr('sophia.ranks', lambda group=None: 2)
+    monkeypatch.setattr(dist, 'all_reduce', lambda tensor, group=None, async_op=False: groups.append(group) or Mock())
+    assert sum_over_ranks([torch.zeros(2), torch.zeros(3)], 5, 'some ranks') == 5
+    assert groups == ['some ranks'] * 3
 
 
 def test_ranks_must_draw_different_labels_but_the_same_u(two_ranks):
