@@ -401,6 +401,9 @@ def test_settings_of_the_paper():
     assert optimizers.settings('adahessian', 1024)['hessian_batch_size'] == 1024
     assert optimizers.settings('gnb_noclip', 480)['hessian_interval'] == 2
     assert optimizers.settings('adahessian', 480)['hessian_interval'] == 1
+    # Ablations have the rate of the optimizer that they are closest to.
+    assert {name: optimizers.peak_learning_rate(name, '30M')[0] for name in optimizers.RATE_OF} == {
+        'ef_clip': 1e-3, 'gnb_noclip': 1e-3, 'ah_clip': 1e-3, 'clip': 4e-4, 'normalize': 4e-4}
 
 
 def hook_options(**options):
