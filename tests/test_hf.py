@@ -144,11 +144,21 @@ def test_model_card(tmp_path):
     card = (tmp_path / 'hf' / 'README.md').read_text()
     assert '| validation loss | 4.5000 |' in card and "optimizer_name = 'sophiag'" in card and '| 256 ids' in card
     assert '| tokens seen | 288 |' in card and '| optimizer | sophiag |' in card
+    assert 'max_iters = 9' in card and 'dataset = ' not in card  # names and places are nobody's business
     loaded = load(tmp_path / 'run')
     loaded.state = dict(iter_num=4, config=dict(dataset='gone', max_iters=9))  # what nanoGPT's checkpoints say
     export(with_tokenizer(loaded), tmp_path / 'nano')
     card = (tmp_path / 'nano' / 'README.md').read_text()
     assert '| iterations | 4 of 9 |' in card and 'optimizer' not in card
+
+
+def test_weights_that_are_not_finite_are_not_exported(tmp_path):
+    make_checkpoint(tmp_path / 'run', get_tokenizer('byte'))
+    loaded = with_tokenizer(load(tmp_path / 'run'))
+    with torch.no_grad():
+        loaded.model.transformer.ln_f.weight[0] = float('nan')
+    assert 'computes other logits' in refusal(export, loaded, tmp_path / 'hf')
+    assert [path.name for path in tmp_path.iterdir()] == ['run']
 
 
 def test_errors_are_one_line_and_leave_nothing(tmp_path):
