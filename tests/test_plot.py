@@ -30,13 +30,14 @@ def test_one_run_is_drawn_into_its_directory_with_its_numbers(run):
 
 
 # FLOPs of a step: 64 tokens × (6 × (12·L·d² + d·V) + 12·L·d·T); and for Sophia-G every 10 steps another backward, two
-# thirds of that, on half of the mini-batch.
+# thirds of that, on half of the mini-batch; for Sophia-H eight products for three, on all four sequences.
 GRADIENT = 64 * (6 * (12 * 2 * 32 ** 2 + 32 * 256) + 12 * 2 * 32 * 16)
 
 
 @pytest.mark.parametrize(('optimizer', 'x', 'last'), [
     ('adamw', 'steps', 100), ('adamw', 'tokens', 6400), ('adamw', 'seconds', 50.0), ('adamw', 'flops', 100 * GRADIENT),
-    ('sophiag', 'flops', 100 * GRADIENT * (1 + 2 / 3 / 2 / 10)), ('sophiah', 'flops', 100 * GRADIENT * (1 + 3 / 10))])
+    ('sophiag', 'flops', 100 * GRADIENT * (1 + 2 / 3 / 2 / 10)),
+    ('sophiah', 'flops', 100 * GRADIENT * (1 + 8 / 3 / 10))])
 def test_axes(tmp_path, optimizer, x, last):
     run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100', f'--optimizer_name={optimizer}'])
     plot.main([str(run), '--x', x, '--output', str(tmp_path / 'figure.png')])
