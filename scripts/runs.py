@@ -171,7 +171,10 @@ def find_runs(paths):
 
 
 def finished_runs(paths):
-    """The runs in `paths` that reached the end of their schedule; says on stderr which were left out, and why."""
+    """The runs in `paths` that reached the end of their schedule; says on stderr which were left out, and why.
+
+    SystemExit unless there are some, and `check_comparable`.
+    """
     runs = find_runs(paths)
     for run in runs:
         if run.unfinished:
@@ -179,6 +182,7 @@ def finished_runs(paths):
     kept = [run for run in runs if not run.unfinished]
     if not kept:
         raise SystemExit('no finished run among these; let train.py reach max_iters')
+    check_comparable(kept)
     return kept
 
 

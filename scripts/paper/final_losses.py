@@ -16,17 +16,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.runs import (
-    OPTIMIZER_LABELS,
-    by_seed,
-    check_comparable,
-    figure,
-    finished_runs,
-    mean_loss,
-    png_path,
-    print_table,
-    save,
-)
+from scripts.runs import OPTIMIZER_LABELS, by_seed, figure, finished_runs, mean_loss, png_path, print_table, save
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
      'learning_rate': 'peak learning rate', 'tokens': 'training tokens'}
@@ -72,7 +62,6 @@ def main(argv=None):
     args = parser.parse_args(argv)
     png_path(args.output)
     runs = finished_runs(args.out_dirs)
-    check_comparable(runs)
     for key in args.by:
         if key not in runs[0].config:
             raise SystemExit(f'--by={key}: no such setting; see python train.py --help')

@@ -17,17 +17,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.runs import (
-    OPTIMIZER_LABELS,
-    by_seed,
-    check_comparable,
-    figure,
-    finished_runs,
-    mean_loss,
-    png_path,
-    print_table,
-    save,
-)
+from scripts.runs import OPTIMIZER_LABELS, by_seed, figure, finished_runs, mean_loss, png_path, print_table, save
 
 
 def best_losses(runs, keys):
@@ -51,7 +41,6 @@ def main(argv=None):
     args = parser.parse_args(argv)
     png_path(args.output)
     runs, keys = finished_runs(args.out_dirs), (args.rows, args.columns)
-    check_comparable(runs)
     for key in keys:
         if key not in runs[0].config:
             raise SystemExit(f'{key}: no such setting; see python train.py --help')
