@@ -381,16 +381,13 @@ def hutchinson(losses, params, generator=None, rademacher=False, group=None):
         raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
     estimator = Hutchinson(params, generator, rademacher)
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
-        at = [i for i, p in enumerate(estimator.params) if p.requires_grad]
-        trained = [estimator.params[i] for i in at]
-        gradient = torch.autograd.grad(loss, trained, create_graph=True, allow_unused=True)
-        used = [(g, estimator.u[i]) for i, g in zip(at, gradient) if g is not None and g.requires_grad]
+        gradient = gradients(loss, estimator.params, create_graph=True)
+        used = [(g, u) for g, u in zip(gradient, estimator.u) if g is not None and g.requires_grad]
         if not used:
             raise RuntimeError('hutchinson: the gradient has no graph of its own; the loss must come from an eager, '
                                'twice differentiable forward (use hessian_vector_product under torch.compile)')
-        product = dict(zip(at, torch.autograd.grad([g for g, _ in used], trained, [u for _, u in used],
-                                                   allow_unused=True)))
-        estimator.add([product.get(i) for i in range(len(estimator.params))], 1)
+        product = gradients([g for g, _ in used], estimator.params, grad_outputs=[u for _, u in used])
+        estimator.add(product, 1)
     return estimator.estimate(group)
 
 
@@ -408,15 +405,20 @@ def hessian_vector_product(loss_fn, params, u):
     return torch.func.jvp(torch.func.grad(loss_fn), (tuple(params),), (tuple(u),))[1]
 
 
+def gradients(outputs, params, **options):
+    """torch.autograd.grad, with None for a parameter that is frozen or that `outputs` do not depend on."""
+    found = iter(torch.autograd.grad(outputs, [p for p in params if p.requires_grad], allow_unused=True, **options))
+    return [next(found) if p.requires_grad else None for p in params]
+
+
 def add_gradients(totals, loss, params, retain_graph=False):
     """Adds d loss / d params to the list `totals`; of sharded parameters the sum over the ranks."""
     if not any(isinstance(p, DTensor) for p in params):
-        trained = [(total, p) for total, p in zip(totals, params) if p.requires_grad]
-        found = torch.autograd.grad(loss, [p for _, p in trained], retain_graph=retain_graph, allow_unused=True)
+        found = gradients(loss, params, retain_graph=retain_graph)
         if all(g is None for g in found):
             raise RuntimeError('the outputs depend on none of the params: those of another model, or made under '
                                'checkpoint(…, use_reentrant=True)?')
-        for (total, _), g in zip(trained, found):
+        for total, g in zip(totals, found):
             if g is not None:
                 total.add_(g)
         return
