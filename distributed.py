@@ -6,6 +6,7 @@ Also what ends a run early: signals and the time limit (`Stops`), and the messag
 import contextlib
 import functools
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -309,6 +310,18 @@ def check_device(device):
     return device
 
 
+def device_name(device):
+    """What `device` is called: the GPU's name, else its kind."""
+    return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
+
+
+def peak_memory(device):
+    """The most bytes so far: allocated on a GPU, else of this process."""
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+
+
 # Dense bf16/fp16 peak of one device in FLOP/s, from the makers' data sheets (no sparsity).
 PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'A5000': 111e12, 'L40S': 362e12, 'RTX 4090': 165e12}
 
@@ -317,5 +330,4 @@ def peak_flops(device):
     """Peak FLOP/s of `device` in 16-bit matrix products; None where it is not known."""
     if device.type != 'cuda':
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+    return next((flops for key, flops in PEAK_FLOPS.items() if key in device_name(device)), None)

@@ -12,7 +12,6 @@ import collections
 import contextlib
 import json
 import math
-import resource
 import statistics
 import sys
 import time
@@ -133,7 +132,6 @@ config.finish()
 
 sys.stdout, sys.stderr = distributed.Unbreakable(sys.stdout), distributed.Unbreakable(sys.stderr)
 world = World(device, backend, parallel)
-on_cuda = world.device.type == 'cuda'
 say = print if world.is_master else lambda *args, **kwargs: None
 with world.together():
     train_data, val_data = (Bin(data_dir(dataset), split) for split in ('train', 'val'))
@@ -274,14 +272,13 @@ if writes:
     checkpoint.rewind_log(metrics_path, iter_num, evaluated)
     checkpoint.describe_run(
         out_dir, config.values, config.sources, world_size=world.size, parameters=raw_model.num_params(),
-        data=fingerprints, device=torch.cuda.get_device_name(world.device) if on_cuda else world.device.type)
+        data=fingerprints, device=distributed.device_name(world.device))
     if wandb_log:
         import wandb
         wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config.values)
 progress = tqdm(total=max_iters, initial=iter_num, unit='it', smoothing=0.05,
                 disable=not (world.is_master and sys.stderr.isatty()))
 tokens_per_iter = total_batch_size * block_size
-RSS_UNIT = 1 if sys.platform == 'darwin' else 1024  # bytes
 
 
 def log(line, **metrics):
@@ -402,8 +399,7 @@ while True:
         metrics['tokens_per_sec'] = tokens_per_iter / statistics.mean(since_log)
         if peak:
             metrics['mfu'] = flops_per_iter / statistics.mean(since_log) / (peak * world.size)
-        metrics['memory_gb'] = (torch.cuda.max_memory_allocated(world.device) / 1e9 if on_cuda
-                                else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT / 1e9)
+        metrics['memory_gb'] = distributed.peak_memory(world.device) / 1e9
         log(f'iter {iter_num}: loss {train_loss:.4f}, lr {lr:.2e}, grad norm {grad_norm:.2f}, '
             f'{metrics["step_ms"]:.0f} ms, {metrics["tokens_per_sec"]:,.0f} tokens/s', **metrics)
         since_log.clear()
