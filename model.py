@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ops import Linear, TiedEmbedding, cross_entropy, head_hvp, head_loss, sample_labels
+from loss import Linear, TiedEmbedding, cross_entropy, head_hvp, head_loss, sample_labels
 
 # Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
 SIZES = {

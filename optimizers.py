@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from distributed import whole
-from loader import LABELS, VECTORS, keyed_bits, keyed_uniforms
+from data.loader import LABELS, VECTORS, keyed_bits, keyed_uniforms
+from runtime.distributed import whole
 from sophia import (
     GaussNewtonBartlett,
     GuardedOptimizer,

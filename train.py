@@ -22,14 +22,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import checkpoint
 import configurator
-import distributed
 import optimizers
 from configurator import derived
-from distributed import NOT_FINITE, STOPPED, Stops, World, ranks_from_environment, under_torchrun
-from loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir, keyed_bits
+from data.loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir, keyed_bits
 from model import GPT, HUB_MODELS, SIZES, GPTConfig, padded_vocab_size
+from runtime import checkpoint, distributed
+from runtime.distributed import NOT_FINITE, STOPPED, Stops, World, ranks_from_environment, under_torchrun
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. A value `derived(type)` comes from the tables of model.py and optimizers.py, or from other settings.

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import checkpoint
 from model import GPT, GPTConfig
+from runtime import checkpoint
 from scripts.runs import refusing, writable
 
 

@@ -22,9 +22,9 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.loader import Bin, ValidationLoader, as_tensor, data_dir, on_device
 from data.tokenizer import TOKENIZERS, Byte, Char
-from distributed import World
-from loader import Bin, ValidationLoader, as_tensor, data_dir, on_device
+from runtime.distributed import World
 from scripts.load import DTYPES, MODEL_HELP, check_data, find_data, load
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.loader import read_meta
 from data.tokenizer import TOKENIZERS, Byte, Char
-from loader import read_meta
 from model import HF_ACTIVATIONS, HF_TRANSPOSED
 from scripts.load import MODEL_HELP, find_data, load, with_tokenizer
 from scripts.runs import read_metrics, refusing, writable

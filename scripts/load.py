@@ -9,11 +9,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import checkpoint
+from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZERS, Tokenizer, get_tokenizer, tokenizer_from_meta
-from distributed import check_device
-from loader import data_dir, read_meta
 from model import GPT, HUB_MODELS, GPTConfig, hf_folder
+from runtime import checkpoint
+from runtime.distributed import check_device
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(HUB_MODELS)

@@ -35,10 +35,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
-import ops
+import loss as ops
 import optimizers
-from distributed import PEAK_FLOPS, World, ranks_from_environment
 from model import GPT, GPTConfig, padded_vocab_size
+from runtime.distributed import PEAK_FLOPS, World, ranks_from_environment
 from scripts.runs import flops_per_iteration, print_table, writable, write_json
 from sophia import Sophia
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
-from checkpoint import FAILED
+from runtime.checkpoint import FAILED
 from scripts.runs import (
     INCIDENTAL,
     ROOT,

@@ -18,7 +18,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import checkpoint  # noqa: E402
+from runtime import checkpoint  # noqa: E402
 
 # Flags for a run of seconds on CPU.
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--block_size=32', '--total_batch_size=4',

@@ -19,10 +19,10 @@ sys.path.insert(0, str(TRAIN.parent))
 
 import torch._dynamo  # noqa: E402, F401 - slow to import, and any optimizer does
 
-import checkpoint  # noqa: E402, F401
-import loader  # noqa: E402
 import model  # noqa: E402
 import optimizers  # noqa: E402, F401
+from data import loader  # noqa: E402
+from runtime import checkpoint  # noqa: E402, F401
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What CODE may use

@@ -7,7 +7,7 @@ import torch
 from conftest import TINY, metrics, refusal, run_train
 
 import configurator
-from scripts import bench
+from dev import bench
 
 PEER = '''
 import torch
@@ -65,7 +65,7 @@ def test_every_column_is_measured_where_it_exists(report):
         assert 'mfu' not in row  # of a CPU, whose peak is not known
     assert report['about']['torch'] == torch.__version__
     command = report['about']['command']
-    assert command.startswith('scripts/bench.py --tiny') and '--peer peer ' in command
+    assert command.startswith('dev/bench.py --tiny') and '--peer peer ' in command
     lines = bench.table(rows).splitlines()
     assert len(lines) == 6 and len({line.count('|') for line in lines}) == 1
 

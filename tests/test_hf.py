@@ -10,11 +10,11 @@ import pytest
 import torch
 from conftest import ROOT, metrics, refusal, run_train
 
-import checkpoint
+from data.loader import Bin, ValidationLoader
 from data.tokenizer import Char, get_tokenizer
-from distributed import World
-from loader import Bin, ValidationLoader
 from model import GPT, GPTConfig, padded_vocab_size
+from runtime import checkpoint
+from runtime.distributed import World
 from scripts.eval import evaluate
 from scripts.export_hf import export
 from scripts.export_hf import main as export_main

@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import INJECT, ROOT, command, finish, iterations, metrics
 
-import distributed
-from distributed import STOPPED, World, settings_for
+from runtime import distributed
+from runtime.distributed import STOPPED, World, settings_for
 
 SBATCH = ROOT / 'scripts/slurm/train.sbatch'
 # What Slurm would be: one more process group for each node; the highest exit code counts.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import refusal, write_bins
 
-from loader import (
+from data.loader import (
     Bin,
     TrainLoader,
     ValidationLoader,

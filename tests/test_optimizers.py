@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT, TINY, metrics
 
 import optimizers
-from loader import LABELS, VECTORS, keyed_bits, keyed_uniforms
+from data.loader import LABELS, VECTORS, keyed_bits, keyed_uniforms
 from model import GPT, SIZES, GPTConfig
 from optimizers import HOOKS, SETTINGS, AdaHessian, Lion, build_hessian_hook, build_optimizer
 from sophia import Sophia

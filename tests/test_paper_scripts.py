@@ -19,8 +19,9 @@ import torch
 from conftest import ROOT, TINY, refusal, write_bins
 from fake_runs import SHAPE, fake_run
 
-import checkpoint
-from scripts import bench, consolidate, gpu_suite, max_lr, plan, plot, runs, soak, speedup, superglue, sweep
+from dev import bench, gpu_suite, soak
+from runtime import checkpoint
+from scripts import consolidate, plan, plot, runs, speedup, sweep
 from scripts.paper import (
     clipped_newton,
     compute_table,
@@ -28,6 +29,8 @@ from scripts.paper import (
     final_losses,
     hessian_histogram,
     loss_grid,
+    max_lr,
+    superglue,
     toy_landscape,
 )
 

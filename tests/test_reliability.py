@@ -16,9 +16,9 @@ import pytest
 import torch
 from conftest import OPTIMIZERS, ROOT, STOP_IN_EVALUATION, finish, iterations, metrics, refusal, start, write_bins
 
-import checkpoint
-from distributed import NOT_FINITE, STARTED, STOPPED, Stops
-from loader import window_starts
+from data.loader import window_starts
+from runtime import checkpoint
+from runtime.distributed import NOT_FINITE, STARTED, STOPPED, Stops
 
 TIMING = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}
 

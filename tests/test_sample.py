@@ -9,9 +9,9 @@ import pytest
 import torch
 from conftest import ROOT, write_bins
 
-import checkpoint
 from data.tokenizer import get_tokenizer
 from model import GPT, GPTConfig, sample_next
+from runtime import checkpoint
 from scripts import sample
 from scripts.load import load
 

@@ -1,4 +1,4 @@
-"""scripts/sophia_anywhere.py, scripts/tune_gamma.py, and the configs of the ablations."""
+"""examples/sophia_anywhere.py, scripts/paper/tune_gamma.py, and the configs of the ablations."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from fake_runs import SHAPE, fake_run
 
 import configurator
 from optimizers import peak_learning_rate
-from scripts import tune_gamma
+from scripts.paper import tune_gamma
 
 
 def run_script(path, *args, cwd=ROOT, check=True):
@@ -27,7 +27,7 @@ def run_script(path, *args, cwd=ROOT, check=True):
 @pytest.mark.parametrize('estimator', ['gnb', 'hutchinson'])
 def test_sophia_anywhere(tmp_path, estimator):
     """sophia.py and the script alone, in a directory with nothing else: both models learn."""
-    for path in ('sophia.py', 'scripts/sophia_anywhere.py'):
+    for path in ('sophia.py', 'examples/sophia_anywhere.py'):
         shutil.copy(ROOT / path, tmp_path)
     done = run_script('sophia_anywhere.py', '--steps=120', f'--estimator={estimator}', cwd=tmp_path)
     first = [float(x) for x in re.findall(r'step 0: loss ([\d.]+)', done.stdout)]
@@ -37,7 +37,7 @@ def test_sophia_anywhere(tmp_path, estimator):
 
 
 def test_sophia_anywhere_in_the_repository():
-    assert 'new points' in run_script(ROOT / 'scripts/sophia_anywhere.py', '--steps=2').stdout
+    assert 'new points' in run_script(ROOT / 'examples/sophia_anywhere.py', '--steps=2').stdout
 
 
 def test_the_recipe_of_the_readme():
@@ -56,7 +56,7 @@ def test_tune_gamma(corpus, tmp_path):
     """From a γ that is far too small; the second time the runs are there already."""
     args = ['--out_dir', tmp_path / 'runs', '--iters', 20, '--most', 12, '--', *TINY, f'--dataset={corpus}',
             '--optimizer_name=sophiag', '--hessian_interval=2', '--gamma=0.005']
-    done = run_script('scripts/tune_gamma.py', *args)
+    done = run_script('scripts/paper/tune_gamma.py', *args)
     chosen = {}
     exec(done.stdout, {}, chosen)  # lines for a config file
     assert chosen['optimizer_name'] == 'sophiag'
@@ -71,7 +71,7 @@ def test_tune_gamma(corpus, tmp_path):
     settings = json.loads((tmp_path / 'runs' / 'gamma=0.005' / 'config.json').read_text())['config']
     assert settings['max_iters'] == 20 and settings['beta2'] ** 10 == pytest.approx(0.05, rel=1e-2)
     lines = (tmp_path / 'runs' / 'gamma=0.005' / 'log.txt').read_text()
-    assert run_script('scripts/tune_gamma.py', *args).stdout == done.stdout
+    assert run_script('scripts/paper/tune_gamma.py', *args).stdout == done.stdout
     assert (tmp_path / 'runs' / 'gamma=0.005' / 'log.txt').read_text() == lines
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from conftest import STOP_IN_EVALUATION, iterations, metrics, refusal
 
-import checkpoint
-import distributed
-from distributed import NOT_FINITE, STOPPED, World
 from model import GPT, GPTConfig
+from runtime import checkpoint, distributed
+from runtime.distributed import NOT_FINITE, STOPPED, World
 from scripts.consolidate import consolidate
 from scripts.load import load
 

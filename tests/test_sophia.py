@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import optimizers
+from loss import cross_entropy
 from model import GPT, GPTConfig
-from ops import cross_entropy
 from optimizers import Lion, build_hessian_hook, build_optimizer
 from sophia import (
     GaussNewtonBartlett,

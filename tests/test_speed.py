@@ -11,10 +11,10 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import ops
-from distributed import World
+import loss as ops
 from model import GPT, GPTConfig
 from optimizers import SETTINGS, build_hessian_hook, build_optimizer
+from runtime.distributed import World
 from sophia import Sophia, hessian_vector_product, in_parts
 
 devices = pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])

@@ -1,4 +1,4 @@
-"""scripts/superglue.py: rows of both sources, prompts, the scorer against hand-made answers, batching."""
+"""scripts/paper/superglue.py: rows of both sources, prompts, the scorer against hand-made answers, batching."""
 
 import json
 import re
@@ -8,8 +8,8 @@ import torch
 from test_sample import make_model, save_run
 
 from data.tokenizer import get_tokenizer
-from scripts import superglue
-from scripts.superglue_prompts import TASKS
+from scripts.paper import superglue
+from scripts.paper.superglue_prompts import TASKS
 
 # The same example as jsonl files have it and as the Hub has it, and the label that both mean.
 ROWS = {

@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from loader import Bin, TrainLoader, data_dir
+from data.loader import Bin, TrainLoader, data_dir
 from scripts.load import MODEL_HELP, check_data, find_data, load
 from scripts.runs import figure, png_path, print_table, save
 from sophia import gauss_newton_bartlett, hutchinson

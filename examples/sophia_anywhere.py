@@ -1,6 +1,6 @@
 """Sophia on models that are no GPTs: a convolutional classifier and a squared-loss regressor, on generated data.
 
-    python scripts/sophia_anywhere.py [--steps=300] [--estimator=gnb]
+    python examples/sophia_anywhere.py [--steps=300] [--estimator=gnb]
 
 Needs sophia.py and PyTorch, nothing else: copy the two files into any project.
 """

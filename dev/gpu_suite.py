@@ -1,8 +1,8 @@
 """Everything that needs a GPU, in order, in pieces: tests, benchmark, runs that compare the optimizers, large models.
 
-  python scripts/gpu_suite.py --dataset data/books --text train.txt.bz2 --val_text val.txt.bz2 --minutes 8.5
-  python scripts/gpu_suite.py --dry_run                        the plan, and what of it is done
-  python scripts/gpu_suite.py --device cpu --tiny              try it on a CPU, in minutes
+  python dev/gpu_suite.py --dataset data/books --text train.txt.bz2 --val_text val.txt.bz2 --minutes 8.5
+  python dev/gpu_suite.py --dry_run                        the plan, and what of it is done
+  python dev/gpu_suite.py --device cpu --tiny              try it on a CPU, in minutes
 
 Each call goes on with the next item that --records lacks, stops after --minutes, and can be repeated until all is done.
 What cannot be resumed waits for a call with enough time left: once it was cut off, with more than it had then. Training
@@ -34,10 +34,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from checkpoint import FAILED
-from distributed import check_device
+from dev.bench import default_configs
 from optimizers import PEAK_LR
-from scripts.bench import default_configs
+from runtime.checkpoint import FAILED
+from runtime.distributed import check_device
 from scripts.runs import ROOT, below, print_table, read_json, read_run, write_json, writing
 from scripts.sweep import expand, interrupt, progress, train_all
 
@@ -224,7 +224,7 @@ def bench_items(args):
               for size, of_size in of_sizes.items()]
     wanted += [(f'bench_{kernel}', [*attention, '--steps_only', f'--attention={kernel}'], 2.0)
                for kernel in ('flash', 'math' if args.device == 'cpu' else 'cudnn')]
-    return [Command(name, [sys.executable, 'scripts/bench.py', *flags, f'--device={args.device}',
+    return [Command(name, [sys.executable, 'dev/bench.py', *flags, f'--device={args.device}',
                            f'--minutes={minutes}', '--output', below(ROOT, args.records / f'{name}_results.json')],
                     args.records, minutes + (3.5 if name.endswith('sophiah') else 1.5))
             for name, flags, minutes in wanted]
@@ -240,7 +240,7 @@ def large_items(args):
         for name in ('adamw', 'sophiag'):
             output = below(ROOT, args.records / f'large_{size}_{name}_results.json')
             items.append(Command(f'large_{size}_{name}', [
-                sys.executable, 'scripts/bench.py', shlex.join([*flags, f'--optimizer_name={name}']), '--steps_only',
+                sys.executable, 'dev/bench.py', shlex.join([*flags, f'--optimizer_name={name}']), '--steps_only',
                 '--rounds', '4', f'--device={args.device}', '--output', output], args.records, 4, missing))
             items.append(Command(f'plan_{size}_{name}', [
                 sys.executable, 'scripts/plan.py', '--measure', f'--device={args.device}', '--compile=False', *flags,

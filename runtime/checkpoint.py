@@ -31,7 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from distributed import restarts
+from runtime.distributed import restarts
 
 BEST, NONE = -1, -2  # stand for best.pt, and for no checkpoint, where others have their iteration
 FAILED = 'failed.txt'  # what a run said when it gave up

@@ -1,7 +1,7 @@
 """Does to a training run, many times, what happens to runs of days, and counts what survives.
 
-  python scripts/soak.py --dataset=pysource                    everything, about ten minutes on one CPU core
-  python scripts/soak.py --only kill truncate --tries 5        some faults, fewer times
+  python dev/soak.py --dataset=pysource                    everything, about ten minutes on one CPU core
+  python dev/soak.py --only kill truncate --tries 5        some faults, fewer times
 
 Every try is the real train.py as a process, on a model so small that most of its time goes into saving. A try has
 survived when the run goes on from a checkpoint no older than the last one it reported as saved (where that one itself
@@ -27,8 +27,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import checkpoint
-from distributed import STOPPED
+from runtime import checkpoint
+from runtime.distributed import STOPPED
 
 SETTINGS = dict(model_size='tiny', n_layer=2, n_head=2, n_embd=256, block_size=64, total_batch_size=4, batch_size=2,
                 optimizer_name='sophiag', hessian_interval=4, learning_rate=1e-3, max_iters=10 ** 6, warmup_iters=100,

@@ -1,7 +1,7 @@
 """γ and the peak learning rate of Sophia by the paper's procedure (section "Experimental Setup").
 
-  python scripts/tune_gamma.py --out_dir out/tune_gamma -- --optimizer_name=sophiag --dataset=openwebtext
-  python scripts/tune_gamma.py --out_dir out/tune_gamma --iters 300 -- config/quickstart.py
+  python scripts/paper/tune_gamma.py --out_dir out/tune_gamma -- --optimizer_name=sophiag --dataset=openwebtext
+  python scripts/paper/tune_gamma.py --out_dir out/tune_gamma --iters 300 -- config/quickstart.py
 
 Short runs of a small model (30M unless the arguments say otherwise): γ is halved while more than 50 % of the
 coordinates are not clipped, and doubled while fewer than 10 % are. The learning rate is 0.8 × AdamW's, or 3 to 5 ×
@@ -15,7 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import configurator
 from optimizers import SETTINGS, peak_learning_rate
 from scripts.runs import add_launcher

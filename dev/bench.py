@@ -1,8 +1,8 @@
 """How fast a training step is, for any list of configurations, measured side by side in one process.
 
-  python scripts/bench.py                                                     the default list of this kind of device
-  python scripts/bench.py '--model_size=125M' '--model_size=125M --optimizer_name=sophiag' --output bench.json
-  python scripts/bench.py --peer ~/nanoGPT '--model_size=125M --compile=True'       and nanoGPT's model beside it
+  python dev/bench.py                                                     the default list of this kind of device
+  python dev/bench.py '--model_size=125M' '--model_size=125M --optimizer_name=sophiag' --output bench.json
+  python dev/bench.py --peer ~/nanoGPT '--model_size=125M --compile=True'       and nanoGPT's model beside it
 
 Each CONFIG is one quoted string with the arguments that train.py would get. Configurations of the same model, compiled
 or not, take turns in every round, and the medians over the rounds are compared: what else the machine does meets all of
@@ -41,9 +41,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
 import optimizers
-from distributed import World, check_device, peak_flops
-from loader import Bin, TrainLoader, keyed_bits
+from data.loader import Bin, TrainLoader, keyed_bits
 from model import GPT, GPTConfig, padded_vocab_size
+from runtime.distributed import World, check_device, peak_flops
 from scripts.runs import writable, write_json
 
 TINY = '--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --total_batch_size=4 --batch_size=2'
@@ -443,7 +443,7 @@ def main(argv=None):
             if device.type == 'cuda':
                 torch.cuda.empty_cache()
     given = [Path(part).name if part in args.peer else part for part in (sys.argv[1:] if argv is None else argv)]
-    about = dict(command=shlex.join(['scripts/bench.py', *given]), commit=commit(),
+    about = dict(command=shlex.join(['dev/bench.py', *given]), commit=commit(),
                  device=torch.cuda.get_device_name(device) if device.type == 'cuda' else processor(),
                  threads=torch.get_num_threads(), torch=torch.__version__, python=platform.python_version())
     print(table(rows))

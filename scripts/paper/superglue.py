@@ -1,7 +1,7 @@
 """Few-shot accuracy on SuperGLUE, as in the paper (section "Downstream Evaluation"): 2-shot prompts, greedy decoding.
 
-  python scripts/superglue.py out/gpt2-small-adamw out/gpt2-small-sophiag
-  python scripts/superglue.py out/gpt2-small-sophiag gpt2 --tasks boolq rte --data_dir superglue --output compare.png
+  python scripts/paper/superglue.py out/gpt2-small-adamw out/gpt2-small-sophiag
+  python scripts/paper/superglue.py out/gpt2-small-sophiag gpt2 --tasks boolq rte --output compare.png
 
 A prompt is an instruction and two exemplars from the train split; accuracy on the validation split is averaged over 5
 draws of exemplars, the same for every checkpoint. Data: the Hub's aps/super_glue, or a folder TASK/{train,val}.jsonl.
@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.tokenizer import TOKENIZERS
 from scripts.load import DTYPES, MODEL_HELP, load, with_tokenizer
+from scripts.paper.superglue_prompts import TASKS
 from scripts.runs import figure, png_path, print_table, save
-from scripts.superglue_prompts import TASKS
 
 HUB = 'aps/super_glue'
 

@@ -1,6 +1,6 @@
 """The largest stable peak learning rate, with and without attention scaling (Figure "stability" (b)).
 
-  python scripts/max_lr.py --out_dir out/max_lr --optimizers adamw lion sophiag --rates 1e-4 2e-4 4e-4 8e-4 \\
+  python scripts/paper/max_lr.py --out_dir out/max_lr --optimizers adamw lion sophiag --rates 1e-4 2e-4 4e-4 8e-4 \\
       -- config/train_gpt2_medium_adamw.py --max_iters=2000
 
 For every optimizer, once with and once without scale_attn_by_inverse_layer_idx, runs at rising rates until one blows
@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.runs import OPTIMIZER_LABELS, add_launcher, figure, png_path, print_table, save
 from scripts.sweep import expand, interrupt, train_all
 

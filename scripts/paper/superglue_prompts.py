@@ -1,4 +1,4 @@
-"""The prompts of scripts/superglue.py: a task is an instruction, a template for its examples, and the answers.
+"""The prompts of scripts/paper/superglue.py: a task is an instruction, a template for its examples, and the answers.
 
 The paper shows its prompts in a figure only; these are this repository's own, in the form that it describes. A prompt
 reads: the instruction, the exemplars (template, a space, the answer), and the template of the question to be answered,
