@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from data.loader import LABELS, VECTORS, keyed_bits, keyed_uniforms
-from runtime.distributed import whole
+from runtime.distributed import full_tensor
+from runtime.rng import LABELS, VECTORS, keyed_bits, keyed_uniforms
 from sophia import (
     GaussNewtonBartlett,
     GuardedOptimizer,
@@ -159,14 +159,14 @@ def total_norm(tensors, size=4096):
 
 def param_norm(params):
     """ℓ2 norm of all entries of the parameters, a 0-d tensor, of sharded ones too."""
-    return whole(total_norm([p.detach() for p in params]))
+    return full_tensor(total_norm([p.detach() for p in params]))
 
 
 def clip_gradients(optimizer, params, max_norm):
     """Clips the gradients of `params` at the norm `max_norm` (0: no clipping), or has the optimizer's next update do so
     without rewriting them. Returns their norm before that, a 0-d tensor."""
     norm = total_norm([p.grad for p in params])
-    total = whole(norm)
+    total = full_tensor(norm)
     if max_norm and isinstance(optimizer, GuardedOptimizer):
         optimizer.clip_coef = (max_norm / (total + 1e-6)).clamp(max=1)
     elif max_norm:
@@ -429,7 +429,7 @@ def statistics(optimizer):
     for name, key in [('momentum_norm', 'exp_avg'), ('hessian_norm', 'hessian')]:
         tensors = [optimizer.state[p][key] for p in params if key in optimizer.state[p]]
         if tensors:
-            found[name] = whole(total_norm(tensors))
+            found[name] = full_tensor(total_norm(tensors))
     if isinstance(optimizer, Sophia) and (unclipped := optimizer.unclipped()) is not None:
         found['update_unclipped'] = unclipped
     return found

@@ -9,7 +9,6 @@ Config files apply in the order given, then flags --key=value.
 """
 
 import collections
-import contextlib
 import json
 import math
 import statistics
@@ -25,10 +24,13 @@ from tqdm import tqdm
 import configurator
 import optimizers
 from configurator import derived
-from data.loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir, keyed_bits
+from data.loader import Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir
 from model import GPT, HUB_MODELS, SIZES, GPTConfig, padded_vocab_size
-from runtime import checkpoint, distributed
-from runtime.distributed import NOT_FINITE, STOPPED, Stops, World, ranks_from_environment, under_torchrun
+from runtime import checkpoint
+from runtime.device import DTYPES, autocast, device_defaults, device_name, peak_flops, peak_memory
+from runtime.distributed import World, ranks_from_environment, under_torchrun
+from runtime.rng import DROPOUT, keyed_bits
+from runtime.signals import NOT_FINITE, STOPPED, SafeStream, StopSignals
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. A value `derived(type)` comes from the tables of model.py and optimizers.py, or from other settings.
@@ -114,7 +116,7 @@ config.fill(dict(scale_attn_by_inverse_layer_idx=optimizers.scales_attention(opt
 config.fill(dict(lr_decay_iters=max_iters), 'max_iters')
 config.fill(dict(min_lr=min_lr_ratio * learning_rate), 'min_lr_ratio × learning_rate')
 config.fill(dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'what this machine has')
-config.fill(*distributed.settings_for(device))
+config.fill(*device_defaults(device))
 rank, _, world_size = ranks_from_environment()
 gradient_accumulation_steps = accumulation_steps(total_batch_size, batch_size, world_size, gradient_accumulation_steps)
 hessian_rounded = math.ceil(min(hessian_batch_size, total_batch_size) / world_size) * world_size
@@ -129,10 +131,10 @@ config.finish()
 # ----------------------------------------------------------------------------------------------------------------------
 # Devices, data, model
 
-sys.stdout, sys.stderr = distributed.Unbreakable(sys.stdout), distributed.Unbreakable(sys.stderr)
+sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
 world = World(device, backend, parallel)
 say = print if world.is_master else lambda *args, **kwargs: None
-with world.together():
+with world.exit_together():
     train_data, val_data = (Bin(data_dir(dataset), split) for split in ('train', 'val'))
     for data in (train_data, val_data):
         data.check_length(block_size)
@@ -140,8 +142,7 @@ with world.together():
 fingerprints = dict(train=train_data.fingerprint(), val=val_data.fingerprint())
 torch.manual_seed(seed)
 torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
-low_precision = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}[dtype]
-autocast = (torch.autocast(world.device.type, low_precision) if low_precision else contextlib.nullcontext())
+low_precision = autocast(world.device, dtype)
 
 model_args = dict(block_size=block_size, vocab_size=padded_vocab_size(train_data.vocab_size), n_layer=n_layer,
                   n_head=n_head, n_embd=n_embd, dropout=dropout, bias=bias,
@@ -160,13 +161,13 @@ def take_shape(args):
 
 
 if not own:
-    with world.together():
+    with world.exit_together():
         pretrained = GPT.from_pretrained(init_from, block_size, dropout)
         model_args = take_shape(asdict(pretrained.config))
 
 path, resumed = checkpoint.begin(world, out_dir, init_from, read_only=eval_only)
 if resumed:
-    with world.together():
+    with world.exit_together():
         if resumed['model_args'].keys() > model_args.keys():  # a fine-tuned model
             model_args = take_shape(resumed['model_args'] | dict(block_size=block_size, dropout=dropout))
         changes = checkpoint.compare(path, resumed, config.values, model_args, fingerprints, ignore_data_change)
@@ -175,7 +176,7 @@ if resumed:
         say(f'changed: {change}')
 
 raw_model = GPT(GPTConfig(**model_args)) if own else pretrained
-model = world.wrap(raw_model, compile, activation_checkpointing, low_precision)
+model = world.wrap(raw_model, raw_model.transformer.h, compile, activation_checkpointing, DTYPES[dtype])
 params = [p for p in raw_model.parameters() if p.requires_grad]
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ optimizer = optimizers.build_optimizer(optimizer_name, raw_model.parameter_group
 assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
 hessian = optimizers.build_hessian_hook(
     optimizer_name, raw_model, optimizer, interval=hessian_interval, batch_size=hessian_batch_size, seed=seed,
-    rank=world.rank, world_size=world.size, accumulation_steps=gradient_accumulation_steps, autocast=autocast,
+    rank=world.rank, world_size=world.size, accumulation_steps=gradient_accumulation_steps, autocast=low_precision,
     compile=compile)
 scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == 'float16')
 iter_num, tokens, seconds = 0, 0, 0.0
@@ -195,7 +196,7 @@ clipped, passed_over = 0, 0  # iterations with clipped gradients; iterations in 
 best_val_loss, evaluated = float('inf'), -1  # evaluated: iteration of the latest evaluation
 latest_losses = collections.deque(maxlen=100)
 if resumed:
-    with world.together():
+    with world.exit_together():
         checkpoint.restore(path, resumed, raw_model, optimizer, scaler)
     iter_num, tokens, seconds = resumed['iter_num'], resumed['tokens'], resumed['seconds']
     clipped, passed_over = resumed['clipped'], resumed['passed_over']
@@ -230,7 +231,7 @@ def evaluate():
         if world.any(stops.stop):
             total[2] = 1
             break
-        with autocast:
+        with low_precision:
             loss = model(X, Y, return_logits=False)[1]
         count = (Y >= 0).sum()
         total[:2] += torch.stack((torch.where(count > 0, loss.to(total) * count, 0), count.to(total)))
@@ -271,7 +272,7 @@ if writes:
     checkpoint.rewind_log(metrics_path, iter_num, evaluated)
     checkpoint.describe_run(
         out_dir, config.values, config.sources, world_size=world.size, parameters=raw_model.num_params(),
-        data=fingerprints, device=distributed.device_name(world.device))
+        data=fingerprints, device=device_name(world.device))
     if wandb_log:
         import wandb
         wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config.values)
@@ -307,9 +308,9 @@ loader = TrainLoader(train_data, seed, total_batch_size, block_size, world.rank,
 recent = {due: collections.deque(maxlen=50) for due in (True, False)}  # seconds of iterations with and without estimate
 since_log = []  # seconds of the iterations since the last line of metrics
 flops_per_iter = raw_model.flops_per_token() * tokens_per_iter
-peak = distributed.peak_flops(world.device)
+peak = peak_flops(world.device)
 raw_model.train()
-stops, stopping, saved = Stops(max_hours), False, True
+stops, stopping, saved = StopSignals(max_hours), False, True
 
 while True:
     lr = learning_rate_at(iter_num)
@@ -340,7 +341,7 @@ while True:
     for micro_step, windows in enumerate(micro_batches):
         X, Y = windows[:, :-1], windows[:, 1:]
         with world.gradient_sync(model, micro_step == gradient_accumulation_steps - 1, due):
-            with autocast:
+            with low_precision:
                 loss = hessian.loss(model, X, Y) / gradient_accumulation_steps
             hessian.backward(loss_scale)
             scaler.scale(loss).backward()
@@ -351,7 +352,7 @@ while True:
     scaler.unscale_(optimizer)
     grad_norm = optimizers.clip_gradients(optimizer, params, grad_clip)
     losses = torch.stack(losses)
-    shared = torch.stack([losses.sum() / world.size, *(losses.new_full((), note) for note in stops.notes())])
+    shared = torch.stack([losses.sum() / world.size, *(losses.new_full((), note) for note in stops.poll())])
     train_loss, stopping, save_now, grad_norm = torch.cat((world.sum(shared), grad_norm.view(1))).tolist()
 
     # Nothing enters the optimizer's state unless all of it is finite: the Hessian every k iterations, of the same
@@ -398,7 +399,7 @@ while True:
         metrics['tokens_per_sec'] = tokens_per_iter / statistics.mean(since_log)
         if peak:
             metrics['mfu'] = flops_per_iter / statistics.mean(since_log) / (peak * world.size)
-        metrics['memory_gb'] = distributed.peak_memory(world.device) / 1e9
+        metrics['memory_gb'] = peak_memory(world.device) / 1e9
         log(f'iter {iter_num}: loss {train_loss:.4f}, lr {lr:.2e}, grad norm {grad_norm:.2f}, '
             f'{metrics["step_ms"]:.0f} ms, {metrics["tokens_per_sec"]:,.0f} tokens/s', **metrics)
         since_log.clear()
