@@ -403,7 +403,7 @@ def begin(world, out_dir, init_from, read_only=False):
     """
     out_dir = Path(out_dir)
     init_from = 'auto' if restarts() else init_from
-    with world.together():
+    with world.exit_together():
         if world.is_master:
             if init_from == 'resume' and not checkpoints(out_dir):
                 raise SystemExit(f'{out_dir}: no checkpoint in it, nothing to resume; check --out_dir, or use '
@@ -414,14 +414,14 @@ def begin(world, out_dir, init_from, read_only=False):
                 raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; go on with that run '
                                  'by --init_from=resume (or auto), or choose another --out_dir')
     if world.sharded and not read_only:
-        with world.together():
+        with world.exit_together():
             if not (out_dir / 'lock').is_file():
                 raise SystemExit(f'{out_dir}: rank {world.rank} does not see what rank 0 has written there; '
                                  'set --out_dir to a directory on a file system that all machines share')
     damaged = []
     while True:
         chosen = NONE
-        with world.together():
+        with world.exit_together():
             if world.is_master and init_from in ('resume', 'auto'):
                 found = newest(out_dir, damaged, (0, world.size))
                 chosen = number(found) if found else NONE

@@ -13,7 +13,7 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZERS, Tokenizer, get_tokenizer, tokenizer_from_meta
 from model import GPT, HUB_MODELS, GPTConfig, hf_folder
 from runtime import checkpoint
-from runtime.distributed import check_device
+from runtime.device import check_device
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(HUB_MODELS)
