@@ -25,7 +25,7 @@ from configurator import derived
 from data.loader import Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir
 from hessian import Hook
 from model import GPT, SIZES, GPTConfig, padded_vocab_size
-from runtime import checkpoint, cpu_kernels, hf, runlog
+from runtime import checkpoint, cpu_kernels, files, hf, runlog
 from runtime import device as devices
 from runtime.distributed import World, ranks_from_environment, under_torchrun
 from runtime.rng import DROPOUT, keyed_bits
@@ -332,6 +332,7 @@ def main(argv):
                       n_head=c.n_head, n_embd=c.n_embd, dropout=c.dropout, bias=c.bias,
                       scale_attn_by_inverse_layer_idx=c.scale_attn_by_inverse_layer_idx)
     path, saved = checkpoint.open_run(world, c.out_dir, c.init_from, read_only=c.eval_only)
+    differences, changes = [], []
     with world.exit_together():
         if not from_scratch(c):
             model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
@@ -340,7 +341,8 @@ def main(argv):
             if saved['model_args'].keys() > model_args.keys():  # a fine-tuned model
                 model_args = adopt_model_args(
                     c, saved['model_args'] | dict(block_size=c.block_size, dropout=c.dropout), train_data)
-            changes = checkpoint.compare(path, saved, c.values, model_args, fingerprints, c.ignore_data_change)
+            differences, changes = checkpoint.compare(
+                path, saved, c.values, model_args, fingerprints, c.ignore_data_change)
         if from_scratch(c):
             model = GPT(GPTConfig(**model_args))
     run = set_up(c, world, model)
@@ -363,11 +365,11 @@ def main(argv):
     if writes:
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
-                            data=fingerprints, device=devices.device_name(world.device))
+                            data=fingerprints, changes=changes, device=devices.device_name(world.device))
     if path:
         log.print(f'resuming from {path} at iteration {state.iter} of {c.max_iters}')
-        for change in changes:
-            log.print(f'changed: {change}')
+        for line in differences:
+            log.print(f'changed: {line}')
     for line in c.lines():
         log.print(line)
     if c.decay_lr and c.warmup_iters >= c.max_iters:
@@ -386,7 +388,7 @@ def main(argv):
         saved_as = checkpoint.save_run(world, c.out_dir, model, run.optimizer, dict(
             model_args=model_args, iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values,
             train_state=asdict(state), scaler=run.scaler.state_dict(), data=fingerprints,
-            tokenizer=train_data.tokenizer), best, c.keep_checkpoints)
+            tokenizer=train_data.tokenizer, changes=changes), best, c.keep_checkpoints)
         if saved_as:
             log.print(f'saved {saved_as}')
         return saved_as is not None
@@ -396,7 +398,7 @@ def main(argv):
             line = (f'iteration {state.iter}: {what}; nothing of it was saved; resume with a lower --learning_rate'
                     f'{otherwise}')
             print(line, file=sys.stderr)
-            checkpoint.write_text(Path(c.out_dir) / checkpoint.FAILED, line + '\n')
+            files.write_text(Path(c.out_dir) / checkpoint.FAILED, line + '\n')
         raise SystemExit(NOT_FINITE)
 
     loader = TrainLoader(train_data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
@@ -417,10 +419,12 @@ def main(argv):
                 state.last_eval_iter = state.iter
                 record(f'iter {state.iter}: val loss {val_loss:.4f}', **{'val/loss': val_loss})
                 best = val_loss < state.best_val_loss
-                state.best_val_loss = min(state.best_val_loss, val_loss)
+                before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
                 if state.iter > 0 and not c.eval_only and (
                         best or c.always_save_checkpoint or state.iter == c.max_iters):
                     is_saved = save(best)
+                    if not is_saved:
+                        state.best_val_loss = before  # the best is the lowest that was saved
         if stopping or state.iter >= c.max_iters or c.eval_only:
             break
 
