@@ -1,4 +1,5 @@
-"""Several machines, as far as one can be several: agents of torchrun that meet on loopback, and the Slurm script."""
+"""How runs are started: several machines, as far as one can be several (agents of torchrun that meet on loopback, the
+Slurm script), the environment, the device; and that the tests' own way of starting runs tells hangs and lines apart."""
 
 import importlib.util
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import INJECT, ROOT, command, finish, iterations, metrics
+from conftest import INJECT, ROOT, command, finish, iterations, metrics, start
 
 from runtime import device
 from runtime.device import device_defaults
@@ -142,3 +143,30 @@ def test_a_cuda_device_has_an_index(monkeypatch, environment, index):
     for name, value in dict(is_available=lambda: True, device_count=lambda: 4, set_device=chosen.append).items():
         monkeypatch.setattr(torch.cuda, name, value)
     assert chosen == [World('cuda', 'nccl').device] == [torch.device('cuda', index)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The harness
+
+
+@pytest.mark.parametrize('forked', [True, False])
+def test_a_hang_is_called_one(train, tmp_path, forked):
+    """A run that the harness has killed must not look like one that a signal has ended."""
+    with pytest.raises(pytest.fail.Exception, match='the run hung: .* not ended after 2 s'):
+        if forked:
+            train(tmp_path, faults='time.sleep(3600)', seconds=2)
+        else:
+            finish(start(tmp_path, faults='time.sleep(3600)'), seconds=2)
+
+
+def test_ranks_that_print_to_one_file_do_not_cut_each_others_lines(train, tmp_path):
+    faults = ''.join(f"""
+def talk(character={character!r}):
+    for _ in range(40):
+        print(character * 999)
+        time.sleep(0.01)
+at(0, talk, rank={rank})
+""" for rank, character in enumerate('ab'))
+    done = train(tmp_path, '--max_iters=1', '--eval_interval=1', ranks=2, faults=faults)
+    assert done.code == 0, done.err
+    assert all(done.out.splitlines().count(character * 999) == 40 for character in 'ab')
