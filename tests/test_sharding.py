@@ -11,7 +11,7 @@ import torch
 from conftest import STOP_IN_EVALUATION, iterations, metrics, refusal
 
 from model import GPT, GPTConfig
-from runtime import checkpoint, distributed
+from runtime import checkpoint, distributed, files, sharded
 from runtime.distributed import NOT_FINITE, STOPPED, World
 from scripts.consolidate import consolidate
 from scripts.load import load
@@ -184,13 +184,13 @@ at(4, worse)
 def test_killed_while_saving(train, run, tmp_path):
     """kill -9 of a rank whose shards of the second checkpoint are written but not yet in their place."""
     done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults="""
-checksum, calls = checkpoint.checksum, []
+checksum, calls = checkpoint.sharded.checksum, []
 def interrupted(path):
     calls.append(path.name)
     if calls.count('.metadata') == 2:
         kill(signal.SIGKILL)()
     return checksum(path)
-checkpoint.checksum = interrupted
+checkpoint.sharded.checksum = interrupted
 """)
     assert done.code and iterations(tmp_path) == [5] and list(tmp_path.glob('*.partial'))
     done = train(tmp_path, *RUN, '--parallel=fsdp', '--init_from=auto', ranks=2)
@@ -209,15 +209,15 @@ def test_killed_while_a_checkpoint_takes_the_place_of_another(train, run, tmp_pa
 owner = checkpoint.{owner}
 {name} = owner.{name}
 def interrupted(path, *args, **kwargs):
-    if Path(path).name == 'ckpt_00000005.{dict(rmtree='old', replace='partial')[name]}' and Path(path).exists():
+    if Path(path).name == 'ckpt_00000005.{dict(rmtree='old.', replace='')[name]}partial' and Path(path).exists():
         kill(signal.SIGKILL)()
     return {name}(path, *args, **kwargs)
 owner.{name} = interrupted
 """)
-    assert done.code and list(tmp_path.glob('ckpt_00000005.old'))
+    assert done.code and list(tmp_path.glob('ckpt_00000005.old.partial'))
     done = train(tmp_path, *sharded, '--init_from=auto', ranks=2)
     assert done.code == 0 and 'at iteration 5 of' in done.out, done.err
-    assert iterations(tmp_path) == [10, 5] and not list(tmp_path.glob('*.old')), done.err
+    assert iterations(tmp_path) == [10, 5] and not list(tmp_path.glob('*.partial')), done.err
     assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
 
 
@@ -279,7 +279,7 @@ def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):
     """Metadata whose pickle runs code, or that announces pickled objects in the place of tensors."""
     monkeypatch.chdir(tmp_path)
     good = checkpoint.path_of(run(parallel='fsdp'), 10)
-    metadata = checkpoint.ShardReader(good).read_metadata()
+    metadata = sharded.ShardReader(good).read_metadata()
     name = next(iter(metadata.state_dict_metadata))
     metadata.state_dict_metadata[name] = torch.distributed.checkpoint.metadata.BytesStorageMetadata()
     for i, content in enumerate((Exploit(), metadata)):
@@ -289,8 +289,8 @@ def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):
             (bad / f.name).write_bytes(f.read_bytes())
         (bad / '.metadata').write_bytes(pickle.dumps(content))
         state = json.loads((bad / 'state.json').read_text())['state']
-        state['files']['.metadata'] = checkpoint.checksum(bad / '.metadata')
-        (bad / 'state.json').write_text(checkpoint.with_checksum(state))
+        state['files']['.metadata'] = files.checksum(bad / '.metadata')
+        (bad / 'state.json').write_text(sharded.with_checksum(state))
         assert 'could run code' in refusal(checkpoint.load, bad)
     assert not (tmp_path / 'exploited').exists()
 
