@@ -27,7 +27,7 @@ import optimizers
 from configurator import derived
 from data.loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir, keyed_bits
 from model import GPT, HUB_MODELS, SIZES, GPTConfig, padded_vocab_size
-from runtime import checkpoint, distributed
+from runtime import checkpoint, distributed, files, runlog
 from runtime.distributed import NOT_FINITE, STOPPED, Stops, World, ranks_from_environment, under_torchrun
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -164,15 +164,16 @@ if not own:
         pretrained = GPT.from_pretrained(init_from, block_size, dropout)
         model_args = take_shape(asdict(pretrained.config))
 
-path, resumed = checkpoint.begin(world, out_dir, init_from, read_only=eval_only)
+changes = []
+path, resumed = checkpoint.open_run(world, out_dir, init_from, read_only=eval_only)
 if resumed:
     with world.together():
         if resumed['model_args'].keys() > model_args.keys():  # a fine-tuned model
             model_args = take_shape(resumed['model_args'] | dict(block_size=block_size, dropout=dropout))
-        changes = checkpoint.compare(path, resumed, config.values, model_args, fingerprints, ignore_data_change)
+        lines, changes = checkpoint.compare(path, resumed, config.values, model_args, fingerprints, ignore_data_change)
     say(f'resuming from {path} at iteration {resumed["iter_num"]} of {max_iters}')
-    for change in changes:
-        say(f'changed: {change}')
+    for line in lines:
+        say(f'changed: {line}')
 
 raw_model = GPT(GPTConfig(**model_args)) if own else pretrained
 model = world.wrap(raw_model, compile, activation_checkpointing, low_precision)
@@ -247,7 +248,7 @@ def save_checkpoint(best=False):
         model_args=model_args, iter_num=iter_num, best_val_loss=best_val_loss, config=config.values,
         scaler=scaler.state_dict(), evaluated=evaluated, tokens=tokens, seconds=seconds, clipped=clipped,
         passed_over=passed_over, latest_losses=list(latest_losses), data=fingerprints,
-        tokenizer=train_data.tokenizer), best, keep_checkpoints)
+        tokenizer=train_data.tokenizer, changes=changes), best, keep_checkpoints)
     if path:
         say(f'saved {path}', flush=True)
     return path is not None
@@ -258,7 +259,7 @@ def give_up(what, otherwise=''):
     if world.is_master:
         line = f'iteration {iter_num}: {what}; nothing of it was saved; go on with a lower --learning_rate{otherwise}'
         print(line, file=sys.stderr)
-        checkpoint.write_text(Path(out_dir) / checkpoint.FAILED, line + '\n')
+        files.write_text(Path(out_dir) / checkpoint.FAILED, line + '\n')
     raise SystemExit(NOT_FINITE)
 
 
@@ -268,10 +269,10 @@ def give_up(what, otherwise=''):
 metrics_path = Path(out_dir) / 'metrics.jsonl'
 writes = world.is_master and not eval_only
 if writes:
-    checkpoint.rewind_log(metrics_path, iter_num, evaluated)
-    checkpoint.describe_run(
+    runlog.rewind_log(metrics_path, iter_num, evaluated)
+    runlog.describe_run(
         out_dir, config.values, config.sources, world_size=world.size, parameters=raw_model.num_params(),
-        data=fingerprints, device=distributed.device_name(world.device))
+        data=fingerprints, changes=changes, device=distributed.device_name(world.device))
     if wandb_log:
         import wandb
         wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config.values)
@@ -287,7 +288,7 @@ def log(line, **metrics):
     entry = dict(iter=iter_num, tokens=tokens, time=round(seconds, 3),
                  **{key: value for key, value in metrics.items() if math.isfinite(value)})
     if writes:
-        checkpoint.append_line(metrics_path, json.dumps(entry))
+        runlog.append_line(metrics_path, json.dumps(entry))
         if wandb_log:
             wandb.log(entry, step=iter_num)
     progress.write(line) if not progress.disable else print(line, flush=True)
@@ -325,9 +326,11 @@ while True:
             evaluated = iter_num
             log(f'iter {iter_num}: val loss {val_loss:.4f}', **{'val/loss': val_loss})
             best = val_loss < best_val_loss
-            best_val_loss = min(best_val_loss, val_loss)
+            before, best_val_loss = best_val_loss, min(best_val_loss, val_loss)
             if iter_num > 0 and (best or always_save_checkpoint or iter_num == max_iters) and not eval_only:
                 saved = save_checkpoint(best)
+                if not saved:
+                    best_val_loss = before  # the best is the lowest that was saved
     if stopping or iter_num >= max_iters or eval_only:
         break
 
