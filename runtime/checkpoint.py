@@ -10,6 +10,7 @@ Either kind can be resumed by any number of ranks, sharded or not.
 
 import contextlib
 import fcntl
+import json
 import os
 import pickle
 import re
@@ -265,9 +266,14 @@ def _validated(state):
     for name, weight in state['model'].items():
         if type(name) is not str or not isinstance(weight, torch.Tensor):
             raise ValueError(f'its model holds {name!r}, which is no tensor')
-    for key in ('config', 'model_args', 'train_state', 'data', 'tokenizer'):
-        if not all(type(name) is str for name in state.get(key) or ()):
+    json.dumps([state.get(key) for key in ('config', 'model_args', 'train_state', 'changes', 'tokenizer')])
+    for key in ('config', 'model_args', 'train_state'):
+        if not all(type(name) is str for name in state.get(key, ())):
             raise ValueError(f'its {key} has keys that are no text')
+    for key, items, kind in (('changes', state.get('changes', ()), dict),
+                             ('latest_losses', state.get('train_state', {}).get('latest_losses', ()), float)):
+        if not isinstance(items, (list, tuple)) or not all(isinstance(item, kind) for item in items):
+            raise ValueError(f'its {key} is {items!r:.80}')
     require(state['config'], **{key: str for key in ('dataset', 'optimizer_name') if key in state['config']})
     if state.get('tokenizer'):
         require(state['tokenizer'], tokenizer=str)
@@ -434,9 +440,8 @@ def compare(path, state, config, model_args, data, ignore_data_change=False, def
         require(state, scaler=dict, data=dict, train_state=dict)
         require(state['train_state'], **TRAIN_STATE)
         before = state['config']
-        for key in config.keys() & before.keys():
-            if isinstance(config[key], str) != isinstance(before[key], str):
-                raise ValueError(f'its {key} is {before[key]!r:.80}')
+        require(before, **{key: (int, float) if type(value) in (int, float) else type(value)
+                           for key, value in config.items() if key in before and value is not None})
     except ValueError as error:
         raise SystemExit(f'{path}: cannot be resumed ({error})') from None
     ours, theirs = ({**(defaults or {}), **args} for args in (model_args, state['model_args']))

@@ -419,25 +419,6 @@ def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path,
     assert state(out, 12)['best_val_loss'] == min(metrics(out, 'val/loss')[-2:])  # of this data set: at 10 and 12
 
 
-def test_an_optimizers_state_of_any_shape_is_restored():
-    """As of one that somebody adds, which keeps a number for each row."""
-    def made():
-        model = torch.nn.Linear(3, 4, bias=False)
-        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
-        return model, optimizer
-
-    model, optimizer = made()
-    model(torch.ones(2, 3)).square().sum().backward()
-    optimizer.step()
-    saved = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), scaler={})
-    again, its = made()
-    checkpoint.restore(Path('ckpt.pt'), saved, again, its, None)
-    assert torch.equal(its.state[again.weight]['row_var'], optimizer.state[model.weight]['row_var'])
-    saved['optimizer']['state'][0]['exp_avg'] = torch.zeros(2)
-    assert "exp_avg of parameter 0 has the shape (2,)" in refusal(
-        checkpoint.restore, Path('ckpt.pt'), saved, again, its, None)
-
-
 def test_best_loss_is_of_the_same_windows(train, reference, tmp_path):
     """A lower loss on other validation windows, before a resume with another eval_iters, does not stay the best."""
     out = shutil.copytree(reference(), tmp_path / 'out')
