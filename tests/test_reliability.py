@@ -97,6 +97,22 @@ def test_a_resumed_run_has_its_own_settings_and_counts_on(train, tmp_path):
     assert all(group['betas'][0] == 0.5 for group in state(tmp_path, 12)['optimizer']['param_groups'])
 
 
+def test_changed_settings_stay_in_config_json(train, tmp_path):
+    """Their values, and from which iteration they apply, over later resumes as well."""
+    def changes():
+        found = json.loads((tmp_path / 'config.json').read_text())['changes']
+        return sorted(found, key=lambda change: (change['iter'], change['key']))
+
+    assert train(tmp_path, '--max_iters=4').code == 0 and changes() == []
+    flags = ['--init_from=auto', '--max_iters=6', '--lr_decay_iters=4', '--min_lr=5e-4', '--grad_clip=0.5']
+    assert train(tmp_path, *flags).code == 0
+    expected = [{'iter': 4, 'key': 'grad_clip', 'from': 1.0, 'to': 0.5},
+                {'iter': 4, 'key': 'max_iters', 'from': 4, 'to': 6}]
+    assert changes() == expected
+    assert train(tmp_path, *flags, '--grad_clip=0').code == 0
+    assert changes() == [*expected, {'iter': 6, 'key': 'grad_clip', 'from': 0.5, 'to': 0.0}]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Stops
 
@@ -226,6 +242,24 @@ def test_full_disk(train, reference, tmp_path):
         assert 'ckpt_00000005.pt: could not be saved (File too large); older checkpoints are kept' in done.err
         assert not list((tmp_path / out).glob('*.partial'))
         assert metrics(tmp_path / out) == metrics(reference())
+
+
+def test_the_best_is_the_lowest_that_was_saved(train, tmp_path):
+    """The disk is full at the lowest loss, that of iteration 4; afterwards it grows, but stays below that of 2."""
+    flags = ['--eval_interval=2', '--keep_checkpoints=9', '--decay_lr=False', '--max_iters=8']
+    done = train(tmp_path, *flags, faults=FULL_DISK + """
+def worse():
+    for group in [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)][0].param_groups:
+        group['maximize'] = True
+at(3, lambda: limit(20_000))
+at(4, worse)
+at(4, lambda: limit(-1))
+""")
+    losses = dict(zip(range(0, 10, 2), metrics(tmp_path, 'val/loss')))
+    assert done.code == 0 and iterations(tmp_path) == [8, 6, 2], done.err
+    assert losses[4] < losses[6] < losses[2], losses
+    best = checkpoint.load(tmp_path / 'best.pt')[1]
+    assert best['iter_num'] == 6 and best['best_val_loss'] == losses[6]
 
 
 def test_a_line_of_metrics_is_written_whole_or_not(tmp_path):

@@ -295,6 +295,79 @@ def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):
     assert not (tmp_path / 'exploited').exists()
 
 
+@pytest.mark.parametrize('how', ['no checksums', 'outside', 'checksum outside', 'damaged with its checksum'])
+def test_a_directory_is_read_as_far_as_its_checksums_go(run, tmp_path, how):
+    """Paths that leave the directory are not followed; nothing is read that has no checksum."""
+    good, bad = checkpoint.path_of(run(parallel='fsdp'), 10), tmp_path / 'ckpt_00000010'
+    shutil.copytree(good, bad)
+    state = json.loads((bad / 'state.json').read_text())['state']
+    metadata = sharded.ShardReader(good).read_metadata()
+    metadata.storage_meta = None
+    words = 'has no checksum'
+    if how == 'no checksums':
+        state['files'] = {}
+    elif how == 'damaged with its checksum':  # torch's exception is a BaseException
+        damage(bad / '__0_0.distcp', 'truncated')
+        state['files']['__0_0.distcp'] = files.checksum(bad / '__0_0.distcp')
+        words = 'not a checkpoint of this repository'
+    else:
+        for info in metadata.storage_data.values():
+            info.relative_path = '../' + info.relative_path
+        (bad / '.metadata').write_bytes(pickle.dumps(metadata))
+        state['files']['.metadata'] = files.checksum(bad / '.metadata')
+        for f in good.glob('*.distcp'):
+            shutil.copy(f, tmp_path)
+            if how == 'checksum outside':
+                state['files']['../' + f.name] = files.checksum(f)
+                words = 'is no file of this directory'
+    (bad / 'state.json').write_text(sharded.with_checksum(state))
+    assert words in refusal(checkpoint.load, bad)
+
+
+TOY = """
+class Toy(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr, k=0))
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group['k'] += 1
+            for p in group['params']:
+                state = self.state[p]
+                state['step'] = state.get('step', 0) + 1
+                state['pair'] = [0.9 * state['pair'][0] + p.grad if 'pair' in state else p.grad.clone(), None]
+                MORE
+                p.sub_(state['pair'][0], alpha=group['lr'] * (1 + 1 / group['k'] + 1 / state['step']))
+optimizers.build_optimizer = lambda name, params, *, lr, **kwargs: Toy(params, lr)
+"""
+
+
+def test_an_optimizer_with_numbers_in_its_state_resumes_sharded(train, tmp_path):
+    """Python numbers and lists in the state, and a counter in the groups; onto one rank as well."""
+    faults = TOY.replace('MORE', '')
+    flags = [*RUN, '--init_from=auto', '--log_interval=1']
+    done = train(tmp_path / 'a', *flags, '--parallel=fsdp', ranks=2, faults=faults)
+    assert done.code == 0, done.err
+    stopped = train(tmp_path / 'b', *flags, '--parallel=fsdp', ranks=2, faults=faults + 'at(6, kill(signal.SIGTERM))')
+    assert stopped.code == STOPPED, stopped.err
+    shutil.copytree(tmp_path / 'b', tmp_path / 'c')
+    assert train(tmp_path / 'b', *flags, '--parallel=fsdp', ranks=2, faults=faults).code == 0
+    assert metrics(tmp_path / 'b') == metrics(tmp_path / 'a')
+    assert train(tmp_path / 'c', *flags, faults=faults).code == 0
+    assert metrics(tmp_path / 'c') == pytest.approx(metrics(tmp_path / 'a'), rel=1e-4)
+    path = consolidate(tmp_path / 'a', tmp_path / 'whole.pt')
+    optimizer = checkpoint.load(path)[1]['optimizer']
+    assert optimizer['param_groups'][0]['k'] == 10 and {s['step'] for s in optimizer['state'].values()} == {10}
+
+
+def test_a_state_that_shards_cannot_hold_is_never_said_to_be_saved(train, tmp_path):
+    faults = TOY.replace('MORE', "state['rows'] = torch.ones(2)")
+    done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults=faults)
+    assert done.code == 1 and 'saved' not in done.out and not iterations(tmp_path)
+    (line,) = [line for line in done.err.splitlines() if 'Toy' in line]
+    assert 'Toy: its state cannot be saved' in line and '.rows is a tensor that each rank has for itself' in line
+
+
 def test_a_stop_during_evaluation_stops_all_ranks(train, tmp_path):
     """One rank of two gets the signal while all of them take part in every forward."""
     done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults=STOP_IN_EVALUATION)
