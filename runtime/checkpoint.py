@@ -387,10 +387,14 @@ def _repair_best(path, state):
     if not state.get('best') or best.exists() and best.samefile(path):
         return
     try:
-        if not best.exists() or load(best, weights=False)[1]['best_val_loss'] > state['best_val_loss']:
+        lowest = load(best, weights=False)[1].get('best_val_loss', float('inf'))
+    except SystemExit:  # missing or damaged
+        lowest = float('inf')
+    if lowest > state.get('best_val_loss', float('inf')):
+        try:
             link_best(path)
-    except (OSError, SystemExit, KeyError) as error:
-        warn(f'{best}: {error}')
+        except OSError as error:
+            warn(f'{best}: cannot be written ({error.strerror})')
 
 
 def lock_out_dir(out_dir):
@@ -437,7 +441,7 @@ def compare(path, state, config, model_args, data, ignore_data_change=False, def
     SystemExit with one line when model, optimizer or data are others.
     """
     try:
-        require(state, scaler=dict, data=dict, train_state=dict)
+        require(state, scaler=dict, data=dict, train_state=dict, **({} if path.is_dir() else dict(optimizer=dict)))
         require(state['train_state'], **TRAIN_STATE)
         before = state['config']
         require(before, **{key: (int, float) if type(value) in (int, float) else type(value)
@@ -504,10 +508,10 @@ def _restore_optimizer(optimizer, saved, as_built):
     built = optimizer.state_dict()['param_groups']
     params = [p for group in optimizer.param_groups for p in group['params']]
     numbers = [i for group in saved['param_groups'] or built for i in group['params']]
-    for i, entries in saved['state'].items():
-        for key, value in entries.items():
-            if key in ('exp_avg', 'exp_avg_sq', 'hessian') and value.shape != params[i].shape:
-                raise ValueError(f'{key} of parameter {i} has the shape {tuple(value.shape)}')
+    for p, i in zip(params, numbers):
+        for key in {'exp_avg', 'exp_avg_sq', 'hessian'} & saved['state'].get(i, {}).keys():
+            if saved['state'][i][key].shape != p.shape:
+                raise ValueError(f'{key} of parameter {i} has the shape {tuple(saved["state"][i][key].shape)}')
     groups = [{**ours, **{key: value for key, value in theirs.items() if key not in as_built or key == 'params'}}
               for ours, theirs in zip(built, saved['param_groups'] or built, strict=True)]
     optimizer.load_state_dict(dict(state=saved['state'], param_groups=groups))

@@ -360,6 +360,18 @@ def test_an_optimizer_with_numbers_in_its_state_resumes_sharded(train, tmp_path)
     assert optimizer['param_groups'][0]['k'] == 10 and {s['step'] for s in optimizer['state'].values()} == {10}
 
 
+def test_a_directory_of_tensors_alone_resumes(train, run, tmp_path):
+    """As this repository wrote them before: of the optimizer no more than its tensors."""
+    shutil.copytree(checkpoint.path_of(run('adamw', 'fsdp'), 5), tmp_path / 'ckpt_00000005')
+    path = tmp_path / 'ckpt_00000005' / 'state.json'
+    state = json.loads(path.read_text())['state']
+    del state['optimizer']
+    path.write_text(sharded.with_checksum(state))
+    assert 'does not say in which order' in refusal(consolidate, tmp_path)
+    done = train(tmp_path, *RUN, '--parallel=fsdp', '--init_from=auto', ranks=2)
+    assert done.code == 0 and metrics(tmp_path) == metrics(run('adamw', 'fsdp'))[5:], done.err
+
+
 def test_a_state_that_shards_cannot_hold_is_never_said_to_be_saved(train, tmp_path):
     faults = TOY.replace('MORE', "state['rows'] = torch.ones(2)")
     done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults=faults)
