@@ -4,10 +4,8 @@ The architecture is GPT-2's (learned positions, pre-norm blocks, GELU, tied head
 dropout, vocabulary padded to a multiple of 64, optional scaling of attention logits by the inverse layer index.
 """
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -17,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from loss import Linear, TiedEmbedding, cross_entropy, head_hvp, head_loss, sample_labels
+from runtime import hf
 
 # Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
 SIZES = {
@@ -253,32 +252,14 @@ class GPT(nn.Module):
         """A GPT with the weights of a GPT-2 in Hugging Face's format; needs the package safetensors.
 
         Args:
-            name: one of HUB_MODELS, or a local folder with config.json and model.safetensors.
+            name: one of hf.HUB_MODELS, or a local folder with config.json and model.safetensors.
             block_size: fewer tokens than the model's own; default its own.
 
         Raises SystemExit with one line when there is no such model, or it is no GPT-2 that this class can be.
         """
-        folder = hf_folder(name)
-        hf, weights = _read_hf_config(folder / 'config.json'), _read_hf_weights(folder)
-        block_size = block_size or hf['n_positions']
-        if block_size > hf['n_positions']:
-            raise SystemExit(f'{name}: has {hf["n_positions"]} positions; set --block_size to at most that')
-        # Theirs always has biases; one exported from a model without says so, and they are zero until trained.
-        bias = hf.get('bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
-        model = cls(GPTConfig(
-            block_size=block_size, vocab_size=hf['vocab_size'], n_layer=hf['n_layer'], n_head=hf['n_head'],
-            n_embd=hf['n_embd'], dropout=dropout, bias=bias,
-            scale_attn_by_inverse_layer_idx=hf.get('scale_attn_by_inverse_layer_idx', False),
-            gelu_approximate=HF_ACTIVATIONS[hf['activation_function']]))
-        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size]
-        if not bias:
-            weights = {key: w for key, w in weights.items() if not key.endswith('.bias')}
-        weights = {key: w.t() if key.endswith(HF_TRANSPOSED) else w for key, w in weights.items()}
-        try:
-            model.load_state_dict(weights)
-        except RuntimeError as error:
-            raise SystemExit(f'{folder}: the weights are not those of its config.json: '
-                             + ' '.join(str(error).split())[:300]) from None
+        model_args, weights = hf.read(name, block_size)
+        model = cls(GPTConfig(**model_args, dropout=dropout))
+        model.load_state_dict(weights)
         return model
 
     def parameter_groups(self, weight_decay):
@@ -413,76 +394,3 @@ def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None)
         ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
         probabilities = torch.zeros_like(probabilities).scatter(-1, ids, ordered)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Hugging Face's format, for GPT.from_pretrained
-
-# What it gets from the Hub by name.
-HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
-# Weights that Hugging Face keeps as (in, out), the other way round than nn.Linear.
-HF_TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
-# The activations of its config.json that F.gelu computes → the argument `approximate`.
-HF_ACTIVATIONS = {'gelu': 'none', 'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh'}
-
-
-def hf_folder(name):
-    """The local folder with the Hugging Face model `name`: a folder, or one of HUB_MODELS, downloaded if need be."""
-    if Path(name).is_dir():
-        return Path(name)
-    if name not in HUB_MODELS:
-        raise SystemExit(f'{name}: neither a folder nor one of {", ".join(HUB_MODELS)}; get other models of the Hub '
-                         'with `hf download NAME --local-dir FOLDER`')
-    from huggingface_hub import snapshot_download
-    try:
-        return Path(snapshot_download(f'openai-community/{name}',
-                                      allow_patterns=['config.json', 'model.safetensors', 'tokenizer.json']))
-    except Exception as error:  # whatever the network makes huggingface_hub raise
-        raise SystemExit(f'{name}: cannot be had from the Hugging Face Hub ({type(error).__name__}); where there is '
-                         f'network, run `hf download openai-community/{name} --local-dir FOLDER`, and give FOLDER '
-                         'instead of the name') from None
-
-
-def _read_hf_config(path):
-    """The dict of a Hugging Face config.json; SystemExit unless it describes a GPT-2 that `GPT` can be."""
-    try:
-        given = json.loads(path.read_text(encoding='utf-8'))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f'{path}: cannot be read ({error})') from None
-    supported = {'model_type': ('gpt2',), 'activation_function': tuple(HF_ACTIVATIONS), 'layer_norm_epsilon': (1e-5,),
-                 'scale_attn_weights': (True,), 'add_cross_attention': (False,), 'tie_word_embeddings': (True,),
-                 'n_inner': (None, 4 * given.get('n_embd', 768))}
-    # The values of a GPT2Config that config.json leaves out.
-    hf = {'activation_function': 'gelu_new', 'layer_norm_epsilon': 1e-5, 'scale_attn_weights': True,
-          'add_cross_attention': False, 'tie_word_embeddings': True, 'n_inner': None, 'n_positions': 1024,
-          'vocab_size': 50257, 'n_layer': 12, 'n_head': 12, 'n_embd': 768} | given
-    for key, values in supported.items():
-        if hf.get(key) not in values:
-            raise SystemExit(f'{path}: {key} = {hf.get(key)!r} is not supported, only {" or ".join(map(repr, values))}')
-    return hf
-
-
-def _read_hf_weights(folder):
-    """The parameters in a folder's safetensors, float32, under the names of `GPT`'s state_dict."""
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        raise SystemExit('Hugging Face weights need the package safetensors: pip install safetensors') from None
-    files = sorted(folder.glob('model*.safetensors'))
-    if not files:
-        raise SystemExit(f'{folder}: no model.safetensors in it')
-    weights = {}
-    for file in files:
-        try:
-            weights |= load_file(file)
-        except Exception as error:  # safetensors has its own exception
-            raise SystemExit(f'{file}: not a safetensors file ({error})') from None
-    # Saved from GPT2Model the names lack the prefix; older files carry each block's causal mask.
-    weights = {key if key.startswith(('transformer.', 'lm_head.')) else f'transformer.{key}': w.float()
-               for key, w in weights.items() if not key.endswith(('.attn.bias', '.attn.masked_bias'))}
-    if not {'transformer.wte.weight', 'transformer.wpe.weight'} <= weights.keys():
-        raise SystemExit(f'{folder}: the weights are not those of a GPT-2')
-    if not torch.equal(weights.setdefault('lm_head.weight', weights['transformer.wte.weight']),
-                       weights['transformer.wte.weight']):
-        raise SystemExit(f'{folder}: the output head is not tied to the embeddings; such a model is not supported')
-    return weights

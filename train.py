@@ -26,8 +26,8 @@ import configurator
 import optimizers
 from configurator import derived
 from data.loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir, keyed_bits
-from model import GPT, HUB_MODELS, SIZES, GPTConfig, padded_vocab_size
-from runtime import checkpoint, distributed
+from model import GPT, SIZES, GPTConfig, padded_vocab_size
+from runtime import checkpoint, distributed, hf
 from runtime.distributed import NOT_FINITE, STOPPED, Stops, World, ranks_from_environment, under_torchrun
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ config.fill(SIZES[model_size], f'model size {model_size}')
 config.fill(optimizers.settings(optimizer_name, total_batch_size), f'optimizer {optimizer_name}')
 rate, where = optimizers.peak_learning_rate(optimizer_name, model_size)
 own = init_from in ('scratch', 'resume', 'auto')  # else the weights of a Hugging Face model
-config.require('init_from', own or init_from in HUB_MODELS or Path(init_from).is_dir(),
-               f'scratch, resume, auto, {", ".join(HUB_MODELS)} or a Hugging Face folder')
+config.require('init_from', own or init_from in hf.HUB_MODELS or Path(init_from).is_dir(),
+               f'scratch, resume, auto, {", ".join(hf.HUB_MODELS)} or a Hugging Face folder')
 if not own and not eval_only:
     rate, where = None, f'Table 3 is for training from scratch, not for init_from = {init_from}'
 if rate is None and 'learning_rate' not in config.given:
