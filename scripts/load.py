@@ -12,7 +12,7 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZERS, Tokenizer, get_tokenizer, tokenizer_from_meta
 from model import GPT, GPTConfig
 from runtime import checkpoint, hf
-from runtime.distributed import check_device
+from runtime.device import check_device
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 LOGITS = 2 ** 29  # at most so many in one forward pass of generation: 2 GiB in float32
