@@ -11,7 +11,6 @@ every token but the first counts once. One line of JSON goes to standard output.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import sys
@@ -26,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.loader import Bin, ValidationLoader, as_tensor, data_dir, on_device
 from data.sources import open_text, txt_pieces
 from data.tokenizer import Byte, Char
+from runtime.device import autocast
 from runtime.distributed import World
 from scripts.load import (
     MODEL_HELP,
     add_device_flags,
     add_tokenizer_flag,
     check_data,
-    dtype_of,
+    dtype_name,
     find_data,
     load,
     require_tokenizer,
@@ -123,15 +123,17 @@ def bytes_per_id(tokenizer):
 
 
 @torch.no_grad()
-def evaluate(model, batches, world, autocast, sizes=None):
+def evaluate(model, batches, world, precision, sizes=None):
     """(loss, tokens, bytes) over (inputs, targets) batches of all ranks: mean cross-entropy in nats, what it is over.
 
-    `sizes`: `bytes_per_id`; without, bytes is 0.
+    Args:
+        precision: a context manager, as `runtime.device.autocast` makes it.
+        sizes: `bytes_per_id`; without, bytes is 0.
     """
     total = world.zeros(3)
     for X, Y in tqdm(batches, unit='batch', disable=not (world.is_master and sys.stderr.isatty())):
-        with autocast:
-            loss = model(X, Y)[1]
+        with precision:
+            loss = model(X, Y, return_logits=False)[1]
         counted = Y[Y >= 0]
         if not len(counted):  # what fills up a rank's share, of which there is no mean loss
             continue
@@ -168,11 +170,9 @@ def main(argv=None):
         batches = SlidingLoader(data, args.stride, args.batch_size, block_size, *share)
     else:
         batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, *share)
-    dtype = dtype_of(args)
-    autocast = torch.autocast(world.device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
     torch.set_float32_matmul_precision('high')  # as in train.py
     sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
-    loss, tokens, n_bytes = evaluate(loaded.model, batches, world, autocast,
+    loss, tokens, n_bytes = evaluate(loaded.model, batches, world, autocast(world.device, dtype_name(args)),
                                      None if sizes is None else sizes.to(world.device))
     if world.is_master:
         result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -12,9 +13,8 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZERS, Tokenizer, get_tokenizer, tokenizer_from_meta
 from model import GPT, GPTConfig
 from runtime import checkpoint, hf
-from runtime.device import check_device
+from runtime.device import DTYPES, check_device
 
-DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 LOGITS = 2 ** 29  # at most so many in one forward pass of generation: 2 GiB in float32
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(hf.HUB_MODELS)
 
@@ -39,9 +39,9 @@ def add_device_flags(parser):
     parser.add_argument('--dtype', choices=DTYPES, help='default: bfloat16 on cuda, else float32')
 
 
-def dtype_of(args):
-    """The torch.dtype that the flags of `add_device_flags` ask for."""
-    return DTYPES[args.dtype or ('bfloat16' if args.device.startswith('cuda') else 'float32')]
+def dtype_name(args):
+    """The key of DTYPES that the flags of `add_device_flags` ask for."""
+    return args.dtype or ('bfloat16' if args.device.startswith('cuda') else 'float32')
 
 
 def add_tokenizer_flag(parser):
@@ -90,13 +90,9 @@ def load(path, device='cpu', tokenizer=None):
 
 def build(state):
     """The GPT of a checkpoint's `state`, from which its weights are taken. Raises something if they make no model."""
-    weights, args = clean_state_dict(state.pop('model')), dict(state['model_args'])
+    weights, args = state.pop('model'), dict(state['model_args'])
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
         args.setdefault('gelu_approximate', 'tanh')  # of the official repository, whose GELU that is
-    if not isinstance(state['config'].get('dataset', ''), str):
-        raise TypeError(f'dataset = {state["config"]["dataset"]!r}')
-    if not args.get('n_layer', 0) <= len(weights):
-        raise ValueError(f'n_layer = {args["n_layer"]} with {len(weights)} weights')
     # First without memory: sizes that the weights do not have are not allocated, settings out of range not accepted.
     with torch.device('meta'):
         outline = GPT(GPTConfig(**args))
@@ -105,13 +101,6 @@ def build(state):
     model = GPT(GPTConfig(**args))
     model.load_state_dict(weights)
     return model
-
-
-def clean_state_dict(weights):
-    """`weights` under GPT's names: without the prefix of a compiled model, and without the attention's mask buffers,
-    which nanoGPT has where there is no flash attention, and the official repository always."""
-    weights = {key.removeprefix('_orig_mod.'): w for key, w in weights.items()}
-    return {key: w for key, w in weights.items() if not key.endswith(('.attn.bias', '.attn.masked_bias'))}
 
 
 def require_tokenizer(loaded):
@@ -134,8 +123,18 @@ def with_tokenizer(loaded):
     if loaded.tokenizer.vocab_size > loaded.model.config.vocab_size:
         raise SystemExit(f'{loaded.path}: a model of {loaded.model.config.vocab_size} ids is not one for the tokenizer '
                          f'{loaded.tokenizer.name}, which has {loaded.tokenizer.vocab_size}; check --tokenizer')
-    loaded.model.crop_vocab_size(loaded.tokenizer.vocab_size)
+    crop_vocab_size(loaded.model, loaded.tokenizer.vocab_size)
     return loaded
+
+
+def crop_vocab_size(model, vocab_size):
+    """Leaves out of a GPT the ids from `vocab_size` on, which pad the vocabulary and mean nothing."""
+    embedding, head = model.transformer.wte, model.lm_head
+    cropped = {id(p): nn.Parameter(p.detach()[:vocab_size].clone()) for p in (embedding.weight, *head.parameters())}
+    for module in (embedding, head):
+        for name, p in list(module.named_parameters()):
+            setattr(module, name, cropped[id(p)])  # one for both, if the head is tied
+    model.config.vocab_size = embedding.num_embeddings = head.out_features = vocab_size
 
 
 def check_data(loaded, data):

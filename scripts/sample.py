@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from runtime.device import DTYPES
 from scripts.load import (
     MODEL_HELP,
     add_device_flags,
     add_tokenizer_flag,
-    dtype_of,
+    dtype_name,
     load,
     rows_at_once,
     with_tokenizer,
@@ -142,7 +143,7 @@ def main(argv=None):
         sys.stdout.reconfigure(errors='replace')
     starts = prompts(args)
     loaded = with_tokenizer(load(args.checkpoint, args.device, args.tokenizer))
-    loaded.model.to(dtype_of(args))
+    loaded.model.to(DTYPES[dtype_name(args)])
     generator = torch.Generator(args.device).manual_seed(args.seed)
     encoded = [encode(prompt, loaded) for prompt in starts]
     print(f'{loaded.path}: {loaded.model.num_params():,} parameters, tokenizer {loaded.tokenizer.name}',

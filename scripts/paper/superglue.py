@@ -22,11 +22,12 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from runtime.device import DTYPES
 from scripts.load import (
     MODEL_HELP,
     add_device_flags,
     add_tokenizer_flag,
-    dtype_of,
+    dtype_name,
     load,
     rows_at_once,
     with_tokenizer,
@@ -255,7 +256,7 @@ def main(argv=None):
                     disable=not sys.stderr.isatty())
     for number, path in enumerate(args.checkpoints):
         loaded = with_tokenizer(load(path, args.device, args.tokenizer))
-        loaded.model.to(dtype_of(args))
+        loaded.model.to(DTYPES[dtype_name(args)])
         label = args.labels[number] if args.labels else loaded.name
         label = label if label not in names else f'{label} ({path})'
         names.append(label)
