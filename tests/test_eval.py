@@ -11,7 +11,9 @@ import torch
 from conftest import ROOT, TINY, metrics, run_train
 from torch.nn import functional as F
 
+from data.sources import files_corpus
 from data.tokenizer import Char, get_tokenizer
+from data.writer import write_bins
 from scripts import eval as eval_script
 from scripts.load import FolderTokenizer, load
 
@@ -98,14 +100,13 @@ def test_bytes_per_id_of_a_folder(tmp_path, gpt2_cache):
 @pytest.mark.parametrize('content', [
     b'\xef\xbb\xbfwith a byte order mark', b'line\r\nline\r\n\r\nline\rend\r\n', b'a\x0cb\xe2\x80\xa8c\x1cd\n',
     b'one<|endoftext|>two<|endoftext|>\n \n<|endoftext|>three\n', b'\n  blanks first'])
-def test_text_has_the_tokens_that_prepare_makes_of_it(out_dir, tmp_path, content):
+def test_text_has_the_tokens_that_prepare_makes_of_it(tmp_path, content):
     (tmp_path / 'my.txt').write_bytes(content)
     (tmp_path / 'val.txt').write_text('another text')
-    subprocess.run([sys.executable, ROOT / 'data' / 'text' / 'prepare.py', tmp_path / 'my.txt', '--tokenizer=byte',
-                    f'--val_files={tmp_path / "val.txt"}', f'--out_dir={tmp_path}', '--num_proc=1'],
-                   check=True, capture_output=True)
+    byte = get_tokenizer('byte')
+    write_bins(files_corpus([tmp_path / 'my.txt'], [tmp_path / 'val.txt']), byte, tmp_path, 1)
     prepared = np.fromfile(tmp_path / 'train.bin', dtype='<u2').tolist()
-    text = eval_script.Text(tmp_path / 'my.txt', get_tokenizer('byte'))
+    text = eval_script.Text(tmp_path / 'my.txt', byte)
     assert [*text.tokens.tolist(), 0] == prepared  # which ends the last document, too
 
 
