@@ -51,7 +51,7 @@ def need_gpt_neox():
 def prepare(name, *args, ok=True, **env):
     """Run data/NAME/prepare.py; its output. A failure must be one line, and never a traceback."""
     done = subprocess.run([sys.executable, ROOT / 'data' / name / 'prepare.py', *map(str, args)], capture_output=True,
-                          text=True, env={**os.environ, **env}, timeout=120)
+                          text=True, env={**os.environ, **env}, timeout=300)
     assert 'Traceback' not in done.stderr
     assert (done.returncode == 0) == ok, done.stderr
     return done.stdout if ok else done.stderr.strip().splitlines()[-1]
@@ -301,19 +301,70 @@ def test_killed_and_started_again(tmp_path, start):
     assert 'another process is writing there' in second.stderr
     assert 'Traceback' not in second.stderr
     first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=60)  # returns when nobody holds the pipe any more: the workers have ended too
+    first.communicate(timeout=300)  # returns when nobody holds the pipe any more: the workers have ended too
     left = sorted(path.name for path in (tmp_path / 'killed').iterdir())
-    assert left == ['progress.json', 'train.bin.part', 'val.bin.part']
+    assert left == ['prepare.lock', 'progress.json', 'train.bin.part', 'val.bin.part']
 
     with (tmp_path / 'killed' / 'train.bin.part').open('ab') as file:
         file.write(b'written, but not yet in progress.json')
     log.write_text('')
     done = subprocess.run(command('killed'), check=True, capture_output=True, text=True)
-    assert f'going on after {written} documents' in done.stdout
+    assert f'resuming after {written} documents' in done.stdout
     assert sorted(log.read_text().split('\n')) == sorted(
         ['', 'segment 1', 'segment 2', *(f'batch {b}' for b in range(5, 12))])
     for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(tmp_path / 'killed')[:2]):
         assert np.array_equal(whole, restarted)
+
+
+def test_overwrite_deletes_nothing_of_a_process_that_is_writing(tmp_path, start):
+    driver, out_dir = tmp_path / 'driver.py', tmp_path / 'out'
+    driver.write_text(DRIVER)
+    process = start(sys.executable, driver, ROOT, out_dir, tmp_path / 'log', '9')
+    wait_until(lambda: saved_documents(out_dir) == sum(batch + 2 for batch in range(5)), process)
+    before = {path.name: path.read_bytes() for path in out_dir.iterdir()}
+    with pytest.raises(SystemExit, match='out: another process is writing there'):
+        write_bins(small_corpus(), get_tokenizer('byte'), out_dir, num_proc=1, overwrite=True)
+    assert {path.name: path.read_bytes() for path in out_dir.iterdir()} == before
+
+
+# The worker that reads batch 3 sends only half of its result, and is killed.
+KILLED = '''
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from multiprocessing.connection import Connection
+from data import writer
+from data.tokenizer import get_tokenizer
+
+def half(connection, message, write=os.write):
+    write(connection.fileno(), bytes(message)[:len(message) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def read(batch):
+    if batch == 3 and len(sys.argv) > 3:
+        Connection._send = half
+    return [('val' if batch == 5 else 'train', f'document {batch} ' * 500, True)]
+
+if __name__ == '__main__':
+    corpus = writer.Corpus('driver', 'r1', 'by number', open=lambda: writer.Batches([range(6)], read))
+    writer.write_bins(corpus, get_tokenizer('byte'), sys.argv[2], num_proc=2)
+'''
+
+
+def test_a_worker_killed_while_it_sends_a_result_is_one_line(tmp_path):
+    driver = tmp_path / 'driver.py'
+    driver.write_text(KILLED)
+    done = subprocess.run([sys.executable, driver, ROOT, tmp_path / 'out', 'kill'], capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode
+    assert done.stderr.splitlines()[-1] == (
+        f'{tmp_path / "out"}: stopped: a worker process was killed (if memory is short, set a smaller --num_proc); '
+        'the same command resumes where it stopped')
+    assert 'Traceback' not in done.stderr
+    subprocess.run([sys.executable, driver, ROOT, tmp_path / 'out'], check=True, capture_output=True)
+    train, val, _ = bins(tmp_path / 'out')
+    tokenizer = get_tokenizer('byte')
+    assert documents_of(train, tokenizer) == [f'document {batch} ' * 500 for batch in range(5)]
+    assert documents_of(val, tokenizer) == ['document 5 ' * 500]
 
 
 def test_prepare_killed_and_started_again(tmp_path, start):
@@ -323,7 +374,7 @@ def test_prepare_killed_and_started_again(tmp_path, start):
     process = start(sys.executable, ROOT / 'data/text/prepare.py', path, '--out_dir', tmp_path / 'killed')
     wait_until((tmp_path / 'killed' / 'progress.json').exists, process)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     prepare('text', path, '--out_dir', tmp_path / 'killed')
     for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(tmp_path / 'killed')[:2]):
         assert np.array_equal(whole, restarted)
@@ -346,7 +397,7 @@ def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
         real(path, value)
 
     monkeypatch.setattr(writer, 'write_json', stop_at_meta)
-    with pytest.raises(SystemExit, match='stopped by KeyboardInterrupt.*the same command goes on'):
+    with pytest.raises(SystemExit, match='interrupted; the same command resumes'):
         write_bins(small_corpus(), tokenizer, out_dir, num_proc=1)
     monkeypatch.undo()
     assert not (out_dir / 'meta.json').exists()
@@ -512,7 +563,7 @@ def test_a_table_that_turns_bad_half_way_keeps_what_was_done(tmp_path):
     message = prepare('pile', '--data_files', good, bad, '--val_files', val, '--tokenizer', 'byte',
                       '--out_dir', out_dir, '--num_proc', 1, ok=False)
     assert 'b.jsonl' in message
-    assert 'the same command goes on' in message
+    assert 'the same command resumes' in message
     assert not (out_dir / 'meta.json').exists()
     assert not (out_dir / 'train.bin').exists()
     assert saved_documents(out_dir) >= 1000
@@ -647,14 +698,14 @@ def test_another_text_key_is_other_data(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Parts, 'finish', stop)
-    with pytest.raises(SystemExit, match='the same command goes on'):
+    with pytest.raises(SystemExit, match='the same command resumes'):
         write('url', tmp_path / 'unfinished')
     with pytest.raises(SystemExit, match="progress.json: bins of other data are in the way.*key 'url'"):
         write('text', tmp_path / 'unfinished')
 
 
 def test_a_read_error_keeps_what_was_done(tmp_path, monkeypatch):
-    """Whichever pass over the files it comes in: the same command goes on, and the bins are those of one run."""
+    """Whichever pass over the files it comes in: the same command resumes, and the bins are those of one run."""
     monkeypatch.setattr(sources, 'CHARS', 5000)
     monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
     path, tokenizer, out_dir = write_jsonl(tmp_path / 'a.jsonl', texts(200)), get_tokenizer('byte'), tmp_path / 'out'
@@ -686,7 +737,7 @@ def test_a_read_error_keeps_what_was_done(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=message + 'tries again'):
         write(out_dir)
     assert not out_dir.exists()
-    with pytest.raises(SystemExit, match=message + 'goes on'):
+    with pytest.raises(SystemExit, match=message + 'resumes'):
         write(out_dir)
     assert sorted(path.name for path in out_dir.iterdir()) == ['progress.json', 'train.bin.part', 'val.bin.part']
     assert 0 < saved_documents(out_dir) < 99
