@@ -276,9 +276,24 @@ def read_files(paths, text_key):
 
 
 def open_text(path):
-    """A text file, compressed or not, without its byte order mark, and with its line ends as they are."""
+    """A text file, compressed or not, without its byte order mark, and with its line ends as they are.
+
+    Only a newline ends a line: JSON may have a carriage return between its tokens.
+    """
     opener = {'.gz': gzip.open, '.bz2': bz2.open}.get(path.suffix, open)
-    return opener(path, 'rt', encoding='utf-8-sig', newline='')
+    return opener(path, 'rt', encoding='utf-8-sig', newline='\n')
+
+
+def read_text(path):
+    """The whole text of a UTF-8 file, compressed or not, exactly as the corpora have it (see `open_text`).
+
+    SystemExit with one line when it cannot be read.
+    """
+    try:
+        with open_text(Path(path)) as file:
+            return file.read()
+    except (UnicodeDecodeError, EOFError, zlib.error, OSError) as error:
+        raise SystemExit(f'{path}: cannot be read as UTF-8 text ({first_line(error)})') from None
 
 
 def txt_pieces(file):

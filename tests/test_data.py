@@ -766,6 +766,34 @@ def test_byte_order_mark_and_blank_lines_are_no_text(mark, name, content, tmp_pa
     assert list(sources.read_files([tmp_path / name], 'text')) == [('one', True), ('two', True)]
 
 
+@pytest.mark.parametrize('name', ['a.txt', 'a.txt.gz', 'a.txt.bz2'])
+def test_the_text_of_a_file_is_the_same_for_all_who_read_it(name, tmp_path):
+    """Neither line ends nor the marks that Python takes for some are changed; a byte order mark is left out."""
+    text, path = 'one\r\ntwo\rthree\u2028four\x0cfive\x85six\n', tmp_path / name
+    compress = {'.gz': gzip.compress, '.bz2': bz2.compress}.get(path.suffix, bytes)
+    path.write_bytes(compress(('\ufeff' + text).encode()))
+    assert sources.read_text(path) == text
+    assert list(sources.read_files([path], 'text')) == [(text, True)]
+    if name == 'a.txt':
+        prepare('shakespeare_char', '--input', path, '--out_dir', tmp_path / 'out')
+        train, val, meta = bins(tmp_path / 'out')
+        assert tokenizer_from_meta(meta).decode(np.concatenate((train, val))) == text
+
+
+@pytest.mark.parametrize('content', [b'good\xff\xfe', None])
+def test_text_that_cannot_be_read_is_one_line(content, tmp_path):
+    if content:
+        (tmp_path / 'a.txt').write_bytes(content)
+    with pytest.raises(SystemExit, match=r'a\.txt: cannot be read as UTF-8 text \('):
+        sources.read_text(tmp_path / 'a.txt')
+
+
+def test_only_newlines_end_the_lines_of_jsonl(tmp_path):
+    """Not a carriage return between two tokens of JSON, nor the marks that str.splitlines takes for line ends."""
+    (tmp_path / 'a.jsonl').write_bytes('{"text":\r "a\u2028b\x85c"}\r\n{"text": "d"}'.encode())
+    assert list(sources.read_files([tmp_path / 'a.jsonl'], 'text')) == [('a\u2028b\x85c', True), ('d', True)]
+
+
 @pytest.mark.parametrize('name, content, message', [
     ('a.jsonl', b'{"text": "good"}\n{"text": \n', 'a.jsonl, line 2: not a JSON object'),
     ('a.jsonl', b'{"content": "good"}\n', "with the key 'text'"),
