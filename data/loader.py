@@ -5,6 +5,7 @@ Philox; so the data that iteration i sees depend neither on the number of ranks,
 how often the run was interrupted.
 """
 
+import difflib
 import hashlib
 import json
 import queue
@@ -46,21 +47,29 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     SystemExit with one line that names the numbers and the nearest that fit when this is not a whole number, or not
     the `given` one (0 = none given).
     """
+    for flag, value, least in (('total_batch_size', total_batch_size, 1), ('batch_size', batch_size, 1),
+                               ('gradient_accumulation_steps', given, 0)):
+        if value < least:
+            raise SystemExit(f'--{flag}={value}: must be at least {least}')
     step = batch_size * world_size
-    if min(total_batch_size, batch_size) < 1 or given < 0:
-        raise SystemExit(f'total_batch_size = {total_batch_size} and batch_size = {batch_size} must be at least 1')
-    if given and given * batch_size == total_batch_size != given * step:
-        raise SystemExit(f'gradient_accumulation_steps = {given} counts those of all {world_size} devices, as nanoGPT '
-                         f'does; here they are each device\'s: leave it out')
+    share, rest = divmod(total_batch_size, world_size)
+    of_all_devices = given * batch_size == total_batch_size  # how nanoGPT counts
+    if total_batch_size % step and (not given or of_all_devices):
+        if rest:
+            near = ' or '.join(str(n * world_size) for n in (share, share + 1) if n)
+            raise SystemExit(f'--total_batch_size={total_batch_size}: must be a multiple of the {world_size} devices; '
+                             f'set --total_batch_size={near}')
+        divisors = [n for n in range(1, share + 1) if share % n == 0]
+        near = ', '.join(map(str, sorted(sorted(divisors, key=lambda n: abs(n - batch_size))[:3])))
+        what = f'{share} (--total_batch_size={total_batch_size} / {world_size} devices)' if world_size > 1 else share
+        raise SystemExit(f'--batch_size={batch_size}: must divide {what}: ' + ' or '.join(near.rsplit(', ', 1)))
     if given and given * step != total_batch_size:
-        raise SystemExit(f'total_batch_size = {total_batch_size} is not gradient_accumulation_steps × batch_size × '
-                         f'world_size = {given} × {batch_size} × {world_size}; set --total_batch_size={given * step}, '
-                         'or leave out gradient_accumulation_steps')
-    if total_batch_size % step:
-        near = sorted({max(total_batch_size // step, 1) * step, (total_batch_size // step + 1) * step})
-        raise SystemExit(f'total_batch_size = {total_batch_size} is not a multiple of batch_size × world_size = '
-                         f'{batch_size} × {world_size} = {step}; nearest that fit: --total_batch_size='
-                         + ' or '.join(map(str, near)))
+        fix = [] if of_all_devices else [f'--total_batch_size={given * step}']
+        if total_batch_size % step == 0:
+            fix.insert(0, f'--gradient_accumulation_steps=0, which makes it {total_batch_size // step}')
+        why = ' (it counts the micro-batches of each device; nanoGPT counts those of all)' * of_all_devices
+        raise SystemExit(f'--gradient_accumulation_steps={given}: × --batch_size={batch_size} × {world_size} device(s) '
+                         f'= {given * step}, not --total_batch_size={total_batch_size}{why}; set ' + ', or '.join(fix))
     return total_batch_size // step
 
 
@@ -82,13 +91,8 @@ class Bin:
         data_dir = Path(data_dir)
         self.path = data_dir / f'{split}.bin'
         if not self.path.is_file():
-            prepare = data_dir / 'prepare.py'
-            hint = f'run python {prepare}' if prepare.is_file() else 'make it with data/text/prepare.py'
-            raise SystemExit(f'{self.path}: no such file; {hint}')
+            raise SystemExit(missing(self.path))
         self.meta = read_meta(data_dir)
-        if not self.meta and (data_dir / 'meta.pkl').is_file():
-            raise SystemExit(f'{data_dir}/meta.pkl: a vocabulary of nanoGPT\'s, which is not read, as a pickle may run '
-                             'anything; make these bins again with data/shakespeare_char/prepare.py --input FILE')
         dtype = np.dtype(self.meta['dtype'] if self.meta else 'uint16').newbyteorder('<')
         try:
             size = self.path.stat().st_size
@@ -136,10 +140,30 @@ class Bin:
         return hashlib.sha256(f'{self.tokens.dtype.str} {len(self)} '.encode() + self.samples().tobytes()).hexdigest()
 
 
+def missing(path):
+    """The one line that says what to do about a bin that is not there."""
+    folder = path.parent
+    if (folder / 'prepare.py').is_file():
+        return f'{path}: no such file; run python {folder / "prepare.py"}'
+    siblings = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
+    near = [] if folder.is_dir() else difflib.get_close_matches(folder.name, siblings, n=1)
+    return (f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?' if near else
+            f'{path}: no such file; check --dataset, or make it with python data/text/prepare.py FILE... '
+            f'--out_dir {folder}')
+
+
 def read_meta(data_dir):
-    """The dict of data_dir/meta.json, None where there is none; SystemExit when it is not what the writer makes."""
+    """The dict of data_dir/meta.json, None where there is none.
+
+    SystemExit when it is not what the writer makes, or when there is nanoGPT's meta.pkl instead: without the vocabulary
+    in it, character bins would pass for GPT-2's.
+    """
     path = Path(data_dir) / 'meta.json'
     if not path.is_file():
+        if path.with_suffix('.pkl').is_file():
+            raise SystemExit(f'{path.with_suffix(".pkl")}: nanoGPT\'s vocabulary is not read, because a pickle may run '
+                             'any program; python data/shakespeare_char/prepare.py --input FILE --out_dir DIR makes '
+                             'the same bins of the same text, with a meta.json')
         return None
     try:
         meta = json.loads(path.read_text(encoding='utf-8'))

@@ -17,6 +17,7 @@ from data.loader import (
     keyed_bits,
     keyed_uniforms,
     on_device,
+    read_meta,
     window_starts,
 )
 
@@ -140,7 +141,24 @@ def test_a_fingerprint_tells_size_and_both_ends(tmp_path):
 def test_nanogpts_character_bins_are_not_taken_for_gpt2s(tmp_path):
     path = write_bins(tmp_path, range(60), range(60), meta=False)
     (path / 'meta.pkl').touch()
-    assert 'meta.pkl: a vocabulary of nanoGPT' in refusal(Bin, path, 'train')
+    for function, *arguments in ((Bin, path, 'train'), (read_meta, path)):
+        message = refusal(function, *arguments)
+        assert message.startswith(f"{path}/meta.pkl: nanoGPT's vocabulary is not read")
+        assert 'data/shakespeare_char/prepare.py --input FILE' in message
+
+
+def test_a_missing_data_set_is_named_with_what_helps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_bins(tmp_path / 'data/pysource', [1], [1])
+    assert refusal(Bin, data_dir('pysorce'), 'val') == (
+        '--dataset=pysorce: no directory data/pysorce; did you mean pysource?')
+    assert refusal(Bin, data_dir('mine'), 'val') == (
+        'data/mine/val.bin: no such file; check --dataset, or make it with python data/text/prepare.py FILE... '
+        '--out_dir data/mine')
+    Path('data/fineweb').mkdir()
+    Path('data/fineweb/prepare.py').touch()
+    assert refusal(Bin, data_dir('fineweb'), 'val') == (
+        'data/fineweb/val.bin: no such file; run python data/fineweb/prepare.py')
 
 
 def test_bins_that_do_not_fit_are_refused(tmp_path):
@@ -180,11 +198,27 @@ def test_a_data_set_is_named_by_its_directory_in_data_or_by_a_path(tmp_path, mon
 def test_accumulation_steps():
     assert accumulation_steps(480, 12, 8) == 5
     assert accumulation_steps(480, 8, 10, given=6) == 6
-    message = refusal(accumulation_steps, 480, 7, 2)
-    assert '480' in message and '7 × 2 = 14' in message and '476 or 490' in message
-    message = refusal(accumulation_steps, 480, 8, 10, 5)
-    assert 'gradient_accumulation_steps' in message and '= 5 × 8 × 10' in message and '=400' in message
-    assert 'as nanoGPT does' in refusal(accumulation_steps, 480, 12, 8, 40)
-    assert '--total_batch_size=64,' in refusal(accumulation_steps, 480, 64, 1, 1)  # which fits
     assert accumulation_steps(64, 64, 1, 1) == 1
-    refusal(accumulation_steps, 480, 0, 1)
+
+
+@pytest.mark.parametrize('arguments, message', [
+    ((480, 14, 1), '--batch_size=14: must divide 480: 12, 15 or 16'),
+    ((480, 7, 2), '--batch_size=7: must divide 240 (--total_batch_size=480 / 2 devices): 5, 6 or 8'),
+    ((3, 2, 1), '--batch_size=2: must divide 3: 1 or 3'),
+    ((1, 2, 1), '--batch_size=2: must divide 1: 1'),
+    ((480, 8, 7), '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=476 or 483'),
+    ((3, 1, 7), '--total_batch_size=3: must be a multiple of the 7 devices; set --total_batch_size=7'),
+    ((480, 8, 10, 5), '--gradient_accumulation_steps=5: × --batch_size=8 × 10 device(s) = 400, not '
+     '--total_batch_size=480; set --gradient_accumulation_steps=0, which makes it 6, or --total_batch_size=400'),
+    ((480, 64, 1, 1), '--gradient_accumulation_steps=1: × --batch_size=64 × 1 device(s) = 64, not '
+     '--total_batch_size=480; set --total_batch_size=64'),  # 64 does not divide 480
+    ((480, 12, 8, 40), '--gradient_accumulation_steps=40: × --batch_size=12 × 8 device(s) = 3840, not '
+     '--total_batch_size=480 (it counts the micro-batches of each device; nanoGPT counts those of all); set '
+     '--gradient_accumulation_steps=0, which makes it 5'),
+    ((480, 12, 7, 40),
+     '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=476 or 483'),
+    ((480, 0, 1), '--batch_size=0: must be at least 1'),
+    ((480, 8, 1, -1), '--gradient_accumulation_steps=-1: must be at least 0'),
+])
+def test_batch_sizes_that_do_not_fit(arguments, message):
+    assert refusal(accumulation_steps, *arguments) == message
