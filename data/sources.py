@@ -47,7 +47,7 @@ def argument_parser(doc, script, tokenizer=None, data_files=False):
     if tokenizer:
         parser.add_argument('--tokenizer', choices=TOKENIZERS, default=tokenizer, help=f'default: {tokenizer}')
     if data_files:
-        parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE',
+        parser.add_argument('--data_files', nargs='+', type=existing, metavar='FILE',
                             help='local .parquet or .jsonl files instead of the Hub')
     return parser
 
@@ -59,16 +59,20 @@ def at_least_one(text):
     return int(text)
 
 
+def existing(text):
+    """The path of a file or directory, for argparse: so a prepare.py looks for its input before its tokenizer."""
+    if not Path(text).exists():
+        raise SystemExit(f'{text}: no such file')
+    return Path(text)
+
+
 def local_files(paths, val_paths=()):
     """(source, revision) of files on disk: their names, the SHA-256 of the list of their SHA-256s.
 
-    So text that moves from one file to another makes another revision. SystemExit if a file is not there, cannot be
-    read, or is for val with the content of one for train.
+    So text that moves from one file to another makes another revision. SystemExit if a file cannot be read, or is for
+    val with the content of one for train.
     """
     files = [*paths, *val_paths]
-    for path in files:
-        if not path.is_file():
-            raise SystemExit(f'{path}: no such file')
     digests = []
     for path in files:
         try:

@@ -829,11 +829,22 @@ def test_parquet_damaged_anywhere_is_one_line(tmp_path):
 
 
 def test_bad_flags_are_one_line(tmp_path):
-    assert 'no such file' in prepare('text', tmp_path / 'none.txt', ok=False)
+    path = tmp_path / 'a.txt'
+    path.write_text('some text')
     for fraction in (0.9, 0, 1e-7):
-        message = prepare('text', tmp_path / 'none.txt', '--val_fraction', fraction, ok=False)
+        message = prepare('text', path, '--val_fraction', fraction, ok=False)
         assert message.endswith('must be at least 1e-06 and at most 0.5')
-    assert '--num_proc' in prepare('text', tmp_path / 'none.txt', '--num_proc', 0, ok=False)
+    assert '--num_proc' in prepare('text', path, '--num_proc', 0, ok=False)
+
+
+@pytest.mark.parametrize('name, flags', [
+    ('text', ['none.txt']), ('text', [__file__, '--val_file', 'none.txt']),
+    ('openwebtext', ['--data_files', 'none.txt']), ('pile', ['--data_files', 'none.txt']), ('pile', ['--data_files', __file__, '--val_files', 'none.txt']),
+    ('shakespeare_char', ['--input', 'none.txt'])])
+def test_input_files_are_looked_for_before_the_tokenizer(name, flags, tmp_path):
+    """Which would be another error here, as it cannot be loaded."""
+    assert prepare(name, *flags, '--out_dir', tmp_path / 'out', ok=False, TIKTOKEN_CACHE_DIR=str(tmp_path / 'none'),
+                   HTTPS_PROXY='http://127.0.0.1:9', GPT_NEOX_TOKENIZER='none.json') == 'none.txt: no such file'
 
 
 # ---- corpora of their own --------------------------------------------------------------------------------------------
