@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data.tokenizer import FileTokenizer, identifying
+
 # What a keyed draw is for: the second half of Philox's key.
 WINDOWS, LABELS, VECTORS, DROPOUT = range(4)
 
@@ -106,8 +108,7 @@ class Bin:
             raise SystemExit(f'{self.path}: holds {len(self.tokens)} tokens, meta.json says '
                              f'{self.meta[split]["tokens"]}; prepare it again')
         self.vocab_size = self.meta['vocab_size'] if self.meta else 50257
-        meta = self.meta or {'tokenizer': 'gpt2'}
-        self.tokenizer = {key: meta[key] for key in ('tokenizer', 'chars') if key in meta}
+        self.tokenizer = identifying(self.meta or {'tokenizer': 'gpt2'})
 
     def __len__(self):
         return len(self.tokens)
@@ -153,7 +154,7 @@ def missing(path):
 
 
 def read_meta(data_dir):
-    """The dict of data_dir/meta.json, None where there is none.
+    """The dict of data_dir/meta.json, None where there is none; with the text of a tokenizer.json beside it as 'json'.
 
     SystemExit when it is not what the writer makes, or when there is nanoGPT's meta.pkl instead: without the vocabulary
     in it, character bins would pass for GPT-2's.
@@ -175,6 +176,12 @@ def read_meta(data_dir):
                 raise ValueError(f'{key} {count!r}')
         if meta['vocab_size'] > np.iinfo(meta['dtype']).max + 1:
             raise ValueError(f'vocab_size {meta["vocab_size"]} in {meta["dtype"]}')
+        if meta['tokenizer'] == FileTokenizer.name:
+            text = path.with_name(FileTokenizer.name).read_bytes()
+            if hashlib.sha256(text).hexdigest() != meta['tokenizer_sha256']:
+                raise ValueError(f'{FileTokenizer.name} is another')
+            meta['json'] = text.decode()
+        identifying(meta)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f'{path}: not a valid meta.json ({error!r}); prepare the data again') from None
     return meta

@@ -72,7 +72,8 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     and after an interruption, an OSError of the input included (then the same command resumes).
     """
     out_dir = Path(out_dir)
-    identity = {**tokenizer.meta, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}
+    about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}  # that has a file of its own
+    identity = {**about, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}
     meta = None if overwrite else find_existing(out_dir, identity)
     if meta:
         print(f'{out_dir}: these bins exist already, nothing to do (--overwrite makes them again)')
@@ -80,7 +81,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
         with locked(out_dir):
             if not overwrite:  # again, because another process may have finished just before the lock was taken
                 meta = find_existing(out_dir, identity)
-            meta = meta or write(corpus, identity, out_dir, num_proc, overwrite)
+            meta = meta or write(corpus, identity, tokenizer.meta, out_dir, num_proc, overwrite)
     for split in SPLITS:
         print(f'{out_dir / split}.bin: {meta[split]["tokens"]:,} tokens, {meta[split]["documents"]:,} documents')
     return meta
@@ -115,18 +116,22 @@ def locked(out_dir):
             path.unlink(missing_ok=True)
 
 
-def write(corpus, identity, out_dir, num_proc, overwrite):
+def write(corpus, identity, tokenizer_meta, out_dir, num_proc, overwrite):
     """The work of `write_bins`, under the lock."""
     batches = corpus.open()
+    own = out_dir / 'tokenizer.json'
+    if 'json' in tokenizer_meta and not overwrite and own.exists() and own.read_bytes().decode(errors='replace') != (
+            tokenizer_meta['json']):
+        raise SystemExit(f'{own}: another tokenizer is in the way; choose another --out_dir or pass --overwrite')
     if overwrite:  # only once the input could be opened; meta.json first, so that nothing else passes for its bins
         for name in ('meta.json', 'progress.json', *(f'{split}.bin' for split in SPLITS)):
             (out_dir / name).unlink(missing_ok=True)
     parts = Parts(out_dir, identity)
     try:
-        with closing(encode_in_order(batches, identity, parts, num_proc)) as results:
+        with closing(encode_in_order(batches, tokenizer_meta, parts, num_proc)) as results:
             for position, encoded in results:
                 parts.append(position, encoded)
-        return parts.finish(end=[len(batches.segments), 0])
+        return parts.finish([len(batches.segments), 0], tokenizer_meta.get('json'))
     except SystemExit:
         parts.discard()
         raise
@@ -211,8 +216,11 @@ class Parts:
         self.progress.update(seconds=round(self.saved - self.started, 1), position=position)
         write_json(self.progress_path, self.progress)
 
-    def finish(self, end):
-        """Turn the complete parts into bins, write meta.json and return it. SystemExit if a split is empty."""
+    def finish(self, end, tokenizer_json=None):
+        """Turn the complete parts into bins, write meta.json and return it. SystemExit if a split is empty.
+
+        `tokenizer_json`: goes to tokenizer.json.
+        """
         for split in SPLITS:
             if not self.progress[split]['tokens']:
                 raise SystemExit(f'{self.progress["source"]}: there is no text for {split}.bin')
@@ -223,6 +231,8 @@ class Parts:
         for split in SPLITS:
             self.files[split].close()
             self.part(split).replace(self.dir / f'{split}.bin')
+        if tokenizer_json:
+            write_text(self.dir / 'tokenizer.json', tokenizer_json)
         write_json(self.dir / 'meta.json', meta)
         self.progress_path.unlink()
         return meta
@@ -239,9 +249,9 @@ class Worker:
     standard library read all results from one pipe, and would wait for the rest of that result for ever.)
     """
 
-    def __init__(self, read, identity):
+    def __init__(self, read, tokenizer_meta):
         self.pipe, theirs = multiprocessing.Pipe()
-        self.process = multiprocessing.Process(target=work, args=(theirs, read, identity), daemon=True)
+        self.process = multiprocessing.Process(target=work, args=(theirs, read, tokenizer_meta), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -261,13 +271,13 @@ class Worker:
         return result
 
 
-def encode_in_order(batches, identity, parts, num_proc):
+def encode_in_order(batches, tokenizer_meta, parts, num_proc):
     """Yield (position after it, {split: (ids, documents)}) for each batch that `parts` has not, in order.
 
     At most two batches per process are under way at a time, however large the corpus.
     """
     first, done = parts.progress['position']
-    workers = [Worker(batches.read, identity) for _ in range(num_proc)]  # before there are threads
+    workers = [Worker(batches.read, tokenizer_meta) for _ in range(num_proc)]  # before there are threads
     idle, under_way = queue.SimpleQueue(), deque()
     for worker in workers:
         idle.put(worker)
@@ -305,13 +315,13 @@ def encode_in_order(batches, identity, parts, num_proc):
                 worker.process.kill()
 
 
-def work(pipe, read, identity):
+def work(pipe, read, tokenizer_meta):
     """Worker: answers each batch that comes through `pipe` with what `encode` returns, or with the error of the input.
 
     Ends when the parent ends, however it does.
     """
     global read_batch, tokenizer
-    read_batch, tokenizer = read, tokenizer_from_meta(identity)
+    read_batch, tokenizer = read, tokenizer_from_meta(tokenizer_meta)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -358,10 +368,15 @@ def read_json(path):
 
 
 def write_json(path, value):
-    """Write a JSON file so that it is there whole or not at all."""
+    """Write a JSON file so that it is complete or absent."""
+    write_text(path, json.dumps(value, indent=2))
+
+
+def write_text(path, text):
+    """Write a file so that it is complete or absent."""
     temporary = path.with_name(path.name + '.tmp')
-    with temporary.open('w', encoding='utf-8') as file:
-        json.dump(value, file, indent=2)
+    with temporary.open('wb') as file:
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

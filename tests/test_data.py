@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from data import sources, writer
+from data.loader import Bin, read_meta
 from data.tokenizer import Char, get_tokenizer, tokenizer_from_meta
 from data.writer import Batches, Corpus, Parts, write_bins
 
@@ -69,7 +70,8 @@ def bins(out_dir):
         assert found[-1].max() < meta['vocab_size']
         if meta['eot_id'] is not None:
             assert found[-1][-1] == meta['eot_id']
-    assert sorted(path.name for path in out_dir.iterdir()) == ['meta.json', 'train.bin', 'val.bin']
+    own_tokenizer = ['tokenizer.json'] * (meta['tokenizer'] == 'tokenizer.json')
+    assert sorted(path.name for path in out_dir.iterdir()) == ['meta.json', *own_tokenizer, 'train.bin', 'val.bin']
     return *found, meta
 
 
@@ -143,6 +145,79 @@ def test_gpt_neox_tokenizer():
         assert tokenizer.decode(ids) == text
     assert 0 not in tokenizer.encode(f'a{EOT}b')
     assert tokenizer.decode([*tokenizer.encode(f'a{EOT}b'), 0]) == f'a{EOT}b{EOT}'
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    """A small byte-level tokenizer.json, with the truncation and padding that published files may have."""
+    tokenizers = pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.train_from_iterator(texts(50), tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=['<s>', '</s>'], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    bpe.enable_truncation(8)
+    bpe.enable_padding(length=32)
+    path = tmp_path / 'own' / 'mine.json'
+    path.parent.mkdir()
+    bpe.save(str(path))
+    return path
+
+
+def test_a_tokenizer_file_prepares_and_is_kept_with_the_bins(tokenizer_file, tmp_path):
+    rows, out_dir = [*texts(20), 'a<s>b</s>c'], tmp_path / 'out'
+    path = write_jsonl(tmp_path / 'a.jsonl', rows)
+    command = [path, '--val_fraction', 0.1, '--out_dir', out_dir, '--tokenizer', tokenizer_file]
+    prepare('text', *command)
+    assert (out_dir / 'tokenizer.json').read_bytes() == tokenizer_file.read_bytes()
+    train, val, meta = bins(out_dir)
+    assert (meta['tokenizer'], meta['vocab_size'], meta['eot_id']) == ('tokenizer.json', 300, 1)
+    tokenizer_file.unlink()
+    checkpoint = json.loads(json.dumps(Bin(out_dir, 'train').tokenizer))
+    for entry in (read_meta(out_dir), checkpoint):  # neither needs the file that was given
+        tokenizer = tokenizer_from_meta(entry)
+        assert tokenizer.eot_id == 1
+        assert documents_of(train, tokenizer) + documents_of(val, tokenizer) == [
+            *(row for i, row in enumerate(rows) if i % 10 != 9), *rows[9::10]]
+    (out_dir / 'tokenizer.json').write_text('{}')
+    with pytest.raises(SystemExit, match=r'meta\.json: not a valid meta.json .*tokenizer.json is another'):
+        Bin(out_dir, 'train')
+
+
+def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_file):
+    beside = tokenizer_file.with_name('tokenizer_config.json')
+    for config, eot_id in (({}, 1), ({'eos_token': '<s>'}, 0), ({'eos_token': {'content': 'a'}}, None)):
+        beside.write_text(json.dumps(config))
+        tokenizer = get_tokenizer(tokenizer_file)
+        assert tokenizer.eot_id == (tokenizer.bpe.token_to_id('a') if eot_id is None else eot_id)
+    beside.write_text('{"eos_token": "none such"}')
+    with pytest.raises(SystemExit, match=r'mine\.json: none of its tokens ends a document \(none such\)'):
+        get_tokenizer(tokenizer_file)
+    beside.write_text('[')
+    with pytest.raises(SystemExit, match='cannot be read, or the tokenizer_config.json beside it'):
+        get_tokenizer(tokenizer_file)
+
+
+@pytest.mark.parametrize('content', ['', '{}', '[1]', '{"model": {"type": "BPE"}}', '\x00'])
+def test_a_broken_tokenizer_file_is_one_line(content, tmp_path):
+    pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
+    (tmp_path / 'a.json').write_text(content)
+    with pytest.raises(SystemExit, match=r'a\.json: not a tokenizer\.json of the package tokenizers \(.*\)$'):
+        get_tokenizer(tmp_path / 'a.json')
+    with pytest.raises(SystemExit, match=r'none\.json: cannot be read'):
+        get_tokenizer(tmp_path / 'none.json')
+
+
+def test_another_tokenizer_file_is_in_the_way(tokenizer_file, tmp_path):
+    out_dir = tmp_path / 'out'
+    out_dir.mkdir()
+    (out_dir / 'tokenizer.json').write_text('a user\'s own')
+    with pytest.raises(SystemExit, match='tokenizer.json: another tokenizer is in the way'):
+        write_bins(small_corpus(), get_tokenizer(tokenizer_file), out_dir, num_proc=1)
+    assert (out_dir / 'tokenizer.json').read_text() == 'a user\'s own'
+    write_bins(small_corpus(), get_tokenizer(tokenizer_file), out_dir, num_proc=1, overwrite=True)
+    assert read_meta(out_dir)['json'] == tokenizer_file.read_text(encoding='utf-8')
 
 
 def test_no_tokenizer_and_no_network_is_one_line(tmp_path):
@@ -839,7 +914,8 @@ def test_bad_flags_are_one_line(tmp_path):
 
 @pytest.mark.parametrize('name, flags', [
     ('text', ['none.txt']), ('text', [__file__, '--val_file', 'none.txt']),
-    ('openwebtext', ['--data_files', 'none.txt']), ('pile', ['--data_files', 'none.txt']), ('pile', ['--data_files', __file__, '--val_files', 'none.txt']),
+    ('openwebtext', ['--data_files', 'none.txt']), ('pile', ['--data_files', 'none.txt']),
+    ('pile', ['--data_files', __file__, '--val_files', 'none.txt']),
     ('shakespeare_char', ['--input', 'none.txt'])])
 def test_input_files_are_looked_for_before_the_tokenizer(name, flags, tmp_path):
     """Which would be another error here, as it cannot be loaded."""
