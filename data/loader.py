@@ -1,4 +1,4 @@
-"""Token windows out of memory-mapped bins: the stateless order, prefetch, validation windows.
+"""Sequences of tokens out of memory-mapped bins: the stateless order, prefetch, validation sequences.
 
 Everything random in a run is a pure function of (seed, what for, iteration), drawn with the counter-based generator
 Philox; so the data that iteration i sees depend neither on the number of ranks, the micro-batch, the optimizer, nor on
@@ -19,10 +19,10 @@ from data.tokenizer import FileTokenizer, identifying
 from runtime.rng import WINDOWS, keyed_bits
 
 
-def window_starts(seed, iteration, n, num_tokens, block_size):
-    """Where the `n` windows of an iteration's mini-batch start: int64 (n,), uniform over all windows of the split.
+def sequence_starts(seed, iteration, n, num_tokens, block_size):
+    """Where the `n` sequences of an iteration's mini-batch start: int64 (n,), uniform over all sequences of the split.
 
-    A window is block_size + 1 tokens. Rank r of w takes every w-th of them, [r::w]: the first N sequences of the
+    A sequence is block_size + 1 tokens. Rank r of w takes every w-th of them, [r::w]: the first N sequences of the
     mini-batch are then spread evenly over the ranks.
     """
     fraction = (keyed_bits(seed, WINDOWS, iteration, n) >> np.uint64(11)) * 2.0 ** -53
@@ -85,7 +85,7 @@ class Bin:
         try:
             size = self.path.stat().st_size
             if size == 0 or size % dtype.itemsize:
-                raise SystemExit(f'{self.path}: {size} bytes are no whole number of {dtype.name} tokens; '
+                raise SystemExit(f'{self.path}: {size} bytes are not a whole number of {dtype.name} tokens; '
                                  'prepare it again')
             self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
         except OSError as error:
@@ -99,7 +99,7 @@ class Bin:
     def __len__(self):
         return len(self.tokens)
 
-    def windows(self, starts, length):
+    def sequences(self, starts, length):
         """(len(starts), length) tokens in the file's dtype. SystemExit when an id is beyond the vocabulary."""
         return self.check_ids(np.stack([self.tokens[s:s + length] for s in starts]))
 
@@ -117,7 +117,7 @@ class Bin:
         return np.stack([self.tokens[s:s + length] for s in np.unique(starts)])
 
     def check_length(self, block_size):
-        """SystemExit unless the split holds at least one window of block_size + 1 tokens."""
+        """SystemExit unless the split holds at least one sequence of block_size + 1 tokens."""
         if len(self) <= block_size:
             raise SystemExit(f'{self.path}: {len(self)} tokens are too few for block_size = {block_size}; '
                              f'set --block_size to at most {len(self) - 1}')
@@ -191,17 +191,17 @@ class TrainLoader:
         self.thread.start()
 
     def starts(self, iteration, rank=None):
-        """Window starts of a rank's share (default: this one's) of `iteration`, int64 (total_batch_size / ranks,)."""
-        starts = window_starts(self.seed, iteration, self.total_batch_size, len(self.data), self.block_size)
+        """Sequence starts of a rank's share (default: this one's) of `iteration`, int64 (total_batch_size / ranks,)."""
+        starts = sequence_starts(self.seed, iteration, self.total_batch_size, len(self.data), self.block_size)
         first = self.rank if rank is None else rank
         return starts[first::self.world_size]
 
     def describe(self, iteration, losses):
-        """Says which windows have non-finite `losses` (ranks, micro-batches); where none has, any may be the cause."""
+        """Says which sequences have non-finite `losses` (ranks, micro-batches); all of them where no loss says it."""
         bad = ~losses.isfinite()
         suspects = bad.nonzero() if bad.any() else torch.ones_like(bad).nonzero()
         return '; '.join(
-            f'rank {rank}, micro-batch {i}: windows of {self.data.path} at '
+            f'rank {rank}, micro-batch {i}: sequences of {self.data.path} at '
             f'{np.array_split(self.starts(iteration, rank), losses.size(1))[i].tolist()}'
             for rank, i in suspects.tolist())
 
@@ -219,7 +219,7 @@ class TrainLoader:
     def _fill(self):
         while not self.stopped.is_set():
             try:
-                batch = as_tensor(self.data.windows(self.starts(self.iteration), self.block_size + 1))
+                batch = as_tensor(self.data.sequences(self.starts(self.iteration), self.block_size + 1))
                 if self.device.type == 'cuda':
                     batch = batch.pin_memory()
             except BaseException as error:  # handed to the training thread, which raises it
@@ -236,19 +236,19 @@ class TrainLoader:
 
 
 class ValidationLoader:
-    """Fixed, non-overlapping windows of the validation split, the same for every run, shared over the ranks.
+    """Fixed, non-overlapping sequences of the validation split, the same for every run, shared over the ranks.
 
     Iterating yields (inputs, targets), each (batch_size, block_size) int64 on `device`; an incomplete batch is filled
     up with targets of -1, which do not count: every batch has one shape, and every rank as many of them.
 
     Args:
-        num_windows: how many, evenly spaced over the split; 0 = all of them.
+        num_sequences: how many, evenly spaced over the split; 0 = all of them.
     """
 
-    def __init__(self, data, num_windows, batch_size, block_size, rank, world_size, device):
+    def __init__(self, data, num_sequences, batch_size, block_size, rank, world_size, device):
         data.check_length(block_size)
         available = (len(data) - 1) // block_size
-        n = min(num_windows or available, available)
+        n = min(num_sequences or available, available)
         self.starts = np.arange(n, dtype=np.int64) * available // n * block_size
         self.mine = self.starts[rank::world_size]
         self.batches = -(-n // (world_size * batch_size))
@@ -262,7 +262,7 @@ class ValidationLoader:
             starts = self.mine[i * self.batch_size:(i + 1) * self.batch_size]
             missing = self.batch_size - len(starts)
             starts = np.pad(starts, (0, missing))
-            batch = on_device(as_tensor(self.data.windows(starts, self.block_size + 1)), self.device)
+            batch = on_device(as_tensor(self.data.sequences(starts, self.block_size + 1)), self.device)
             inputs, targets = batch[:, :-1], batch[:, 1:].clone()
             targets[self.batch_size - missing:] = -1
             yield inputs, targets

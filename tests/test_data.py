@@ -536,7 +536,7 @@ def test_an_unfinished_run_of_other_data_is_in_the_way(tmp_path):
     assert bins(tmp_path)[2]['train'] == {**bins(tmp_path)[2]['train'], 'tokens': 5, 'documents': 2}
 
 
-def test_parts_shorter_than_progress_are_refused(tmp_path):
+def test_parts_shorter_than_progress_are_rejected(tmp_path):
     tokenizer = get_tokenizer('byte')
     parts = Parts(tmp_path, {**tokenizer.meta, 'source': 'small', 'revision': 'r1', 'split': 'by hand'})
     parts.append([0, 1], {'train': (np.array([97, 0]), 1)})
@@ -758,7 +758,7 @@ def test_a_file_is_not_for_train_and_val(tmp_path):
 
 
 def test_another_text_key_is_other_data(tmp_path, monkeypatch):
-    """Finished bins are not taken for those of another key, and no unfinished run goes on with another key's text."""
+    """Finished bins are not taken for those of another key, and no unfinished run resumes with another key's text."""
     tokenizer, path = get_tokenizer('byte'), write_parquet(tmp_path / 'a.parquet', texts(5))
 
     def write(text_key, out_dir):
@@ -956,7 +956,7 @@ def test_shakespeare_char_is_nanogpts(tmp_path):
     assert tokenizer_from_meta(meta).decode(val) == text[int(0.9 * len(text)):]
 
 
-def test_shakespeare_char_refuses_what_is_not_utf8(tmp_path):
+def test_shakespeare_char_rejects_what_is_not_utf8(tmp_path):
     (tmp_path / 'latin1.txt').write_bytes('à'.encode('latin-1') * 50)
     assert 'latin1.txt: cannot be read' in prepare('shakespeare_char', '--input', tmp_path / 'latin1.txt', '--out_dir',
                                                    tmp_path / 'out', ok=False)

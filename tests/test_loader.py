@@ -1,4 +1,4 @@
-"""The data order, the windows of every world size, bins that do not fit."""
+"""The data order, the sequences of every world size, bins that do not fit."""
 
 import json
 from pathlib import Path
@@ -16,27 +16,27 @@ from data.loader import (
     data_dir,
     on_device,
     read_meta,
-    window_starts,
+    sequence_starts,
 )
 from runtime.rng import keyed_bits, keyed_uniforms
 
 
-def test_windows_are_a_pure_function_of_seed_and_iteration():
-    starts = window_starts(7, 3, 480, 10_000, 64)
-    assert np.array_equal(starts, window_starts(7, 3, 480, 10_000, 64))
-    assert not np.array_equal(starts, window_starts(7, 4, 480, 10_000, 64))
-    assert not np.array_equal(starts, window_starts(8, 3, 480, 10_000, 64))
+def test_sequences_are_a_pure_function_of_seed_and_iteration():
+    starts = sequence_starts(7, 3, 480, 10_000, 64)
+    assert np.array_equal(starts, sequence_starts(7, 3, 480, 10_000, 64))
+    assert not np.array_equal(starts, sequence_starts(7, 4, 480, 10_000, 64))
+    assert not np.array_equal(starts, sequence_starts(8, 3, 480, 10_000, 64))
     assert starts.min() >= 0 and starts.max() < 10_000 - 64
 
 
 def test_data_order_never_changes():
     """Pinned: other numbers here would silently change the data of every run that is resumed or compared."""
     assert keyed_bits(1337, 0, 5, 2).tolist() == [6403813828210065407, 16623685186354751458]
-    assert window_starts(1337, 5, 3, 9_000_000_000, 1024).tolist() == [3124362633, 8110545094, 3008058390]
+    assert sequence_starts(1337, 5, 3, 9_000_000_000, 1024).tolist() == [3124362633, 8110545094, 3008058390]
 
 
-def test_windows_are_uniform_over_all_starts():
-    starts = np.concatenate([window_starts(0, i, 1000, 42, 32) for i in range(20)])
+def test_sequences_are_uniform_over_all_starts():
+    starts = np.concatenate([sequence_starts(0, i, 1000, 42, 32) for i in range(20)])
     counts = np.bincount(starts, minlength=10)
     assert len(counts) == 10  # starts 0 … num_tokens - block_size - 1
     assert abs(counts - 2000).max() < 5 * 2000 ** 0.5
@@ -56,7 +56,7 @@ def test_uniforms_lie_in_the_half_open_interval():
 @pytest.mark.parametrize('world_size', [1, 2, 8, 10])
 def test_shares_of_all_ranks_make_up_the_mini_batch(corpus, world_size):
     data = Bin(corpus, 'train')
-    whole = data.windows(window_starts(5, 2, 40, len(data), 16), 17)
+    whole = data.sequences(sequence_starts(5, 2, 40, len(data), 16), 17)
     together = np.zeros_like(whole)
     for rank in range(world_size):
         loader = TrainLoader(data, 5, 40, 16, rank, world_size, 'cpu', first_iteration=2)
@@ -77,7 +77,7 @@ def test_loader_goes_through_the_iterations_and_starts_anywhere(corpus):
 
 
 @pytest.mark.parametrize('world_size', [1, 2, 3])
-def test_validation_windows_cover_the_split_once(tmp_path, world_size):
+def test_validation_sequences_cover_the_split_once(tmp_path, world_size):
     data = Bin(write_bins(tmp_path, np.arange(100) % 256, np.arange(103) % 251), 'val')
     seen = []
     for rank in range(world_size):
@@ -92,20 +92,21 @@ def test_validation_windows_cover_the_split_once(tmp_path, world_size):
                     seen.append(x[0].item())
                 else:
                     assert (y == -1).all()
-    assert sorted(seen) == list(range(0, 100, 10))  # 102 predictions: ten windows of ten
+    assert sorted(seen) == list(range(0, 100, 10))  # 102 predictions: ten sequences of ten
 
 
-def test_validation_windows_are_spread_over_the_split(corpus):
-    """Of 312 windows the first of each seventh."""
+def test_validation_sequences_are_spread_over_the_split(corpus):
+    """Of 312 sequences the first of each seventh."""
     loader = ValidationLoader(Bin(corpus, 'val'), 7, 4, 32, 0, 1, 'cpu')
-    assert loader.starts.tolist() == [32 * window for window in (0, 44, 89, 133, 178, 222, 267)]
+    assert loader.starts.tolist() == [32 * sequence for sequence in (0, 44, 89, 133, 178, 222, 267)]
 
 
-@pytest.mark.parametrize('tokens, windows', [(40, 3), (41, 4)])
-def test_the_last_validation_window_has_its_last_target(tmp_path, tokens, windows):
+@pytest.mark.parametrize('tokens, sequences', [(40, 3), (41, 4)])
+def test_the_last_validation_window_has_its_last_target(tmp_path, tokens, sequences):
     loader = ValidationLoader(Bin(write_bins(tmp_path, range(40), range(tokens)), 'val'), 0, 8, 10, 0, 1, 'cpu')
     (_, Y), = loader
-    assert Y[windows - 1].tolist() == list(range(10 * windows - 9, 10 * windows + 1)) and (Y[windows:] == -1).all()
+    assert Y[sequences - 1].tolist() == list(range(10 * sequences - 9, 10 * sequences + 1))
+    assert (Y[sequences:] == -1).all()
 
 
 def test_ids_above_32767_survive(tmp_path):
@@ -116,13 +117,13 @@ def test_ids_above_32767_survive(tmp_path):
     loader.close()
     wide = np.array([0, 70_000] * 10)
     data = Bin(write_bins(tmp_path / 'b', wide, wide, vocab_size=100_000, dtype='uint32'), 'train')
-    windows = torch.from_numpy(data.windows([0], 4).view(np.int32))
-    assert on_device(windows, 'cpu').tolist() == [[0, 70_000, 0, 70_000]]
+    sequences = torch.from_numpy(data.sequences([0], 4).view(np.int32))
+    assert on_device(sequences, 'cpu').tolist() == [[0, 70_000, 0, 70_000]]
 
 
 def test_nanogpt_bins_load_without_meta(tmp_path):
     data = Bin(write_bins(tmp_path, [50256, 1, 2, 3], [1, 2, 3], meta=False), 'train')
-    assert data.vocab_size == 50257 and data.windows([0], 4).tolist() == [[50256, 1, 2, 3]]
+    assert data.vocab_size == 50257 and data.sequences([0], 4).tolist() == [[50256, 1, 2, 3]]
     other = write_bins(tmp_path / 'other', [50256, 1, 2, 4], [1], meta=False)
     assert data.fingerprint() != Bin(other, 'train').fingerprint()
 
@@ -160,14 +161,14 @@ def test_a_missing_data_set_is_named_with_what_helps(tmp_path, monkeypatch):
         'data/fineweb/val.bin: no such file; run python data/fineweb/prepare.py')
 
 
-def test_bins_that_do_not_fit_are_refused(tmp_path):
+def test_bins_that_do_not_fit_are_rejected(tmp_path):
     def fresh(name, **kwargs):
         return write_bins(tmp_path / name, np.arange(100), np.arange(50), **kwargs)
 
     assert 'train.bin: no such file' in refusal(Bin, tmp_path / 'none', 'train')
     path = fresh('odd')
     (path / 'train.bin').write_bytes(b'abc')
-    assert 'no whole number of uint16' in refusal(Bin, path, 'train')
+    assert 'not a whole number of uint16' in refusal(Bin, path, 'train')
     path = fresh('short')
     (path / 'train.bin').write_bytes(b'abcd')
     assert 'holds 2 tokens, meta.json says 100' in refusal(Bin, path, 'train')
@@ -175,7 +176,7 @@ def test_bins_that_do_not_fit_are_refused(tmp_path):
     (path / 'meta.json').write_text(json.dumps({'dtype': 'uint16'}))
     assert 'not a valid meta.json' in refusal(Bin, path, 'train')
     data = Bin(fresh('ids', vocab_size=90), 'train')
-    assert 'token id 99 is beyond the vocabulary of 90' in refusal(data.windows, [0], 100)
+    assert 'token id 99 is beyond the vocabulary of 90' in refusal(data.sequences, [0], 100)
     assert 'too few for block_size = 100' in refusal(data.check_length, 100)
 
 
