@@ -19,14 +19,23 @@ from data.tokenizer import FileTokenizer, identifying
 from runtime.rng import WINDOWS, keyed_bits
 
 
-def sequence_starts(seed, iteration, n, num_tokens, block_size):
+def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
     """Where the `n` sequences of an iteration's mini-batch start: int64 (n,), uniform over all sequences of the split.
 
     A sequence is block_size + 1 tokens. Rank r of w takes every w-th of them, [r::w]: the first N sequences of the
     mini-batch are then spread evenly over the ranks.
+
+    Args:
+        num_tokens: of the split; or, for a mixture, a list of those of its parts. Starts then count through the parts
+            as if they stood one after another; no sequence crosses from one to the next.
+        weights: the share that each part has in the mixture; their sum is 1.
     """
     fraction = (keyed_bits(seed, WINDOWS, iteration, n) >> np.uint64(11)) * 2.0 ** -53
-    return (fraction * (num_tokens - block_size)).astype(np.int64)
+    sizes, edges = np.atleast_1d(num_tokens), np.cumsum([0.0, *weights])
+    part = np.minimum(np.searchsorted(edges, fraction, side='right'), len(sizes)) - 1
+    inside = (fraction - edges[part]) / np.diff(edges)[part]
+    choices = sizes[part] - block_size
+    return (np.cumsum(sizes) - sizes)[part] + np.minimum((inside * choices).astype(np.int64), choices - 1)
 
 
 def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
@@ -70,13 +79,14 @@ def data_dir(dataset, root=Path()):
 class Bin:
     """One split of a data set: `path` memory-mapped, checked against the meta.json beside it.
 
-    Without a meta.json the file is taken as GPT-2's uint16 (nanoGPT's bins), and checked as it is read.
+    Without a meta.json the file is taken as GPT-2's uint16 (nanoGPT's bins), and checked as it is read. `weight`: its
+    share of a Mixture.
 
     Raises SystemExit with one line when the file is missing, is truncated, or does not fit its meta.json.
     """
 
-    def __init__(self, data_dir, split):
-        data_dir = Path(data_dir)
+    def __init__(self, data_dir, split, weight=1.0):
+        data_dir, self.weight = Path(data_dir), weight
         self.path = data_dir / f'{split}.bin'
         if not self.path.is_file():
             raise SystemExit(missing(self.path))
@@ -102,6 +112,24 @@ class Bin:
     def sequences(self, starts, length):
         """(len(starts), length) tokens in the file's dtype. SystemExit when an id is beyond the vocabulary."""
         return self.check_ids(np.stack([self.tokens[s:s + length] for s in starts]))
+
+    @property
+    def bins(self):
+        """As a Mixture has them."""
+        return [self]
+
+    def sequence_starts(self, seed, iteration, n, block_size):
+        """See `sequence_starts`."""
+        return sequence_starts(seed, iteration, n, len(self), block_size)
+
+    def where(self, starts):
+        """The file, and the places in it, where the sequences start."""
+        return f'{self.path} at {starts.tolist()}'
+
+    def check(self, block_size):
+        """SystemExit unless the split is long enough, and the ids of `samples` are within the vocabulary."""
+        self.check_length(block_size)
+        self.check_ids(self.samples())
 
     def check_ids(self, tokens):
         """Returns `tokens`; SystemExit when one of them is beyond the vocabulary."""
@@ -173,6 +201,98 @@ def read_meta(data_dir):
     return meta
 
 
+class Mixture:
+    """Several training Bins, read by TrainLoader as one: each sequence comes from one of them, drawn by its `weight`.
+
+    Sequence starts count through the bins as if they stood one after another. SystemExit with one line when the bins
+    were made with different tokenizers.
+    """
+
+    def __init__(self, bins):
+        self.bins, self.path = bins, ' + '.join(str(bin.path) for bin in bins)
+        self.tokenizer, self.vocab_size = bins[0].tokenizer, bins[0].vocab_size
+        for bin in bins:
+            if (bin.tokenizer, bin.vocab_size) != (self.tokenizer, self.vocab_size):
+                raise SystemExit(f'{bin.path}: made with another tokenizer ({bin.tokenizer["tokenizer"]}) than '
+                                 f'{bins[0].path} ({self.tokenizer["tokenizer"]}); prepare all parts with one')
+        self.first = np.cumsum([0, *map(len, bins)])
+
+    def __len__(self):
+        return int(self.first[-1])
+
+    def sequence_starts(self, seed, iteration, n, block_size):
+        """See `sequence_starts`."""
+        return sequence_starts(seed, iteration, n, [len(bin) for bin in self.bins], block_size,
+                               [bin.weight for bin in self.bins])
+
+    def _by_bin(self, starts):
+        """(index of the bin, start within it) of each of `starts`."""
+        index = np.searchsorted(self.first, starts, side='right') - 1
+        return index, starts - self.first[index]
+
+    def sequences(self, starts, length):
+        """(len(starts), length) tokens. SystemExit when an id is beyond the vocabulary."""
+        return np.concatenate([self.bins[i].sequences([start], length) for i, start in zip(*self._by_bin(starts))])
+
+    def where(self, starts):
+        """The files, and the places in them, where the sequences start."""
+        index, starts = self._by_bin(starts)
+        return ', '.join(bin.where(starts[index == i]) for i, bin in enumerate(self.bins) if (index == i).any())
+
+    def fingerprint(self):
+        """See `fingerprint`."""
+        return fingerprint(self.bins)
+
+
+def fingerprint(bins):
+    """Identifies the data of several Bins and their weights; for a single Bin it is the fingerprint of that."""
+    found = [bin.fingerprint() for bin in bins]
+    weights = [bin.weight for bin in bins]
+    return hashlib.sha256(repr((weights, found)).encode()).hexdigest() if len(found) > 1 else found[0]
+
+
+def parts_of(dataset):
+    """The parts of --dataset=a:0.7,b:0.3 as {name: share}, with shares whose sum is 1; a single name has the share 1.
+
+    SystemExit with one line when it is not of that form.
+    """
+    dataset = str(dataset)
+    if not {':', ','} & set(dataset) or data_dir(dataset).is_dir():
+        return {dataset: 1.0}
+    parts = {}
+    for part in dataset.split(','):
+        name, _, weight = part.rpartition(':')
+        try:
+            valid = name.strip() and 0 <= float(weight) < float('inf')
+        except ValueError:
+            valid = False
+        if not valid:
+            raise SystemExit(f'--dataset={dataset}: {part!r} is not NAME:WEIGHT; a mixture is written a:0.7,b:0.3')
+        if name.strip() in parts:
+            raise SystemExit(f'--dataset={dataset}: names {name.strip()} twice')
+        parts[name.strip()] = float(weight)
+    if not (total := sum(parts.values())):
+        raise SystemExit(f'--dataset={dataset}: needs a weight above 0')
+    return {name: weight / total for name, weight in parts.items()}
+
+
+def open_dataset(dataset, block_size):
+    """The training split and the validation splits of --dataset: (Bin or Mixture, {key: Bin}).
+
+    A mixture a:0.7,b:0.3 trains on both and has a validation set for each part, whose key is the name of its directory;
+    on a part of weight 0 it only validates. The validation loss is the sum of the parts' losses times their `weight`.
+    SystemExit with one line when something does not fit.
+    """
+    parts = parts_of(dataset)
+    train = [Bin(data_dir(name), 'train', share) for name, share in parts.items() if share]
+    val = {Path(name).name: Bin(data_dir(name), 'val', share) for name, share in parts.items()}
+    if len(val) < len(parts):
+        raise SystemExit(f'--dataset={dataset}: two parts have the same name')
+    for bin in Mixture([*train, *val.values()]).bins:  # which checks that all have one tokenizer
+        bin.check(block_size)
+    return Mixture(train) if len(train) > 1 else train[0], val
+
+
 class TrainLoader:
     """This rank's share of each mini-batch, in iteration order from `first_iteration`, prepared one step ahead.
 
@@ -181,7 +301,8 @@ class TrainLoader:
     """
 
     def __init__(self, data, seed, total_batch_size, block_size, rank, world_size, device, first_iteration=0):
-        data.check_length(block_size)
+        for bin in data.bins:
+            bin.check_length(block_size)
         self.data, self.seed, self.total_batch_size, self.block_size = data, seed, total_batch_size, block_size
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.iteration = first_iteration
@@ -192,7 +313,7 @@ class TrainLoader:
 
     def starts(self, iteration, rank=None):
         """Sequence starts of a rank's share (default: this one's) of `iteration`, int64 (total_batch_size / ranks,)."""
-        starts = sequence_starts(self.seed, iteration, self.total_batch_size, len(self.data), self.block_size)
+        starts = self.data.sequence_starts(self.seed, iteration, self.total_batch_size, self.block_size)
         first = self.rank if rank is None else rank
         return starts[first::self.world_size]
 
@@ -201,8 +322,8 @@ class TrainLoader:
         bad = ~losses.isfinite()
         suspects = bad.nonzero() if bad.any() else torch.ones_like(bad).nonzero()
         return '; '.join(
-            f'rank {rank}, micro-batch {i}: sequences of {self.data.path} at '
-            f'{np.array_split(self.starts(iteration, rank), losses.size(1))[i].tolist()}'
+            f'rank {rank}, micro-batch {i}: sequences of '
+            + self.data.where(np.array_split(self.starts(iteration, rank), losses.size(1))[i])
             for rank, i in suspects.tolist())
 
     def __next__(self):

@@ -14,7 +14,9 @@ from data.loader import (
     ValidationLoader,
     accumulation_steps,
     data_dir,
+    fingerprint,
     on_device,
+    open_dataset,
     read_meta,
     sequence_starts,
 )
@@ -199,6 +201,108 @@ def test_accumulation_steps():
     assert accumulation_steps(480, 12, 8) == 5
     assert accumulation_steps(480, 8, 10, given=6) == 6
     assert accumulation_steps(64, 64, 1, 1) == 1
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch):
+    """Data sets a, of the ids 0 to 99, and b, 100 to 199, each id in its turn; the working directory has them."""
+    monkeypatch.chdir(tmp_path)
+    write_bins(tmp_path / 'data/a', np.arange(5000) % 100, np.arange(500) % 100)
+    write_bins(tmp_path / 'data/b', np.arange(700) % 100 + 100, np.arange(300) % 100 + 100)
+
+
+def batches(data, first, n, rank=0, world_size=1):
+    loader = TrainLoader(data, 7, 24, 16, rank, world_size, 'cpu', first)
+    found = [next(loader) for _ in range(n)]
+    loader.close()
+    return found
+
+
+def test_a_mixture_draws_its_parts_by_their_weights(two):
+    data, val = open_dataset('a:7,b:3', 16)
+    found = torch.cat(batches(data, 0, 200))
+    assert (found % 100)[:, 1:].equal((found % 100)[:, :-1].add(1).remainder(100))  # as they stand in the bins
+    of_b = (found >= 100).float().mean(1)
+    assert set(of_b.tolist()) == {0.0, 1.0}  # no sequence crosses from one part to the other
+    assert of_b.mean().item() == pytest.approx(0.3, abs=5 * (0.21 / 4800) ** 0.5)
+    assert sorted(found[of_b == 0][:, 0].unique().tolist()) == list(range(100))
+    assert {key: (str(bin.path), bin.weight) for key, bin in val.items()} == {
+        'a': ('data/a/val.bin', 0.7), 'b': ('data/b/val.bin', 0.3)}
+
+
+def test_a_mixture_is_a_pure_function_of_seed_and_iteration(two):
+    data, _ = open_dataset('a:0.7,b:0.3', 16)
+    whole = batches(data, 0, 6)
+    assert all(map(torch.equal, batches(data, 3, 3), whole[3:]))
+    for world_size in (2, 3):
+        shares = [batches(data, 2, 1, rank, world_size)[0] for rank in range(world_size)]
+        assert all(torch.equal(share, whole[2][rank::world_size]) for rank, share in enumerate(shares))
+    # Pinned, as test_data_order_never_changes.
+    assert sequence_starts(1337, 5, 4, [10 ** 9, 10 ** 6], 1024, [0.7, 0.3]).tolist() == (
+        [495930125, 1000669885, 477469151, 238625459])
+    starts = sequence_starts(1337, 5, 100, [9_000_000_000], 1024, [1.0])
+    assert np.array_equal(starts, sequence_starts(1337, 5, 100, 9_000_000_000, 1024))
+
+
+def test_the_shares_of_a_mixture_may_add_up_to_a_little_less_than_one():
+    starts = sequence_starts(0, 0, 10_000, [20] * 10, 16, [0.1] * 10)
+    assert sum([0.1] * 10) < 1
+    assert np.array_equal(np.unique(starts), (np.arange(0, 200, 20)[:, None] + np.arange(4)).ravel())
+
+
+def test_a_mixture_tells_where_its_sequences_are(two):
+    data, _ = open_dataset('a:0.5,b:0.5', 16)
+    assert data.where(np.array([3, 5000, 4983, 5683])) == 'data/a/train.bin at [3, 4983], data/b/train.bin at [0, 683]'
+    assert data.sequences([4983, 5000], 17)[:, [0, 16]].tolist() == [[83, 99], [100, 116]]
+
+
+def test_the_fingerprint_of_a_mixture_covers_all_of_it(two, tmp_path):
+    def fingerprints(dataset):
+        train, val = open_dataset(dataset, 16)
+        return train.fingerprint(), fingerprint(list(val.values()))
+
+    known = [fingerprints(dataset) for dataset in ('a', 'b', 'a:0.7,b:0.3', 'a:0.6,b:0.4')]
+    assert known[2] == fingerprints('a:7,b:3')
+    assert known[0] == (Bin('data/a', 'train').fingerprint(), Bin('data/a', 'val').fingerprint())
+    write_bins(tmp_path / 'data/b', np.arange(700) % 100 + 101, np.arange(300) % 100 + 101)
+    known.append(fingerprints('a:0.7,b:0.3'))
+    for split in zip(*known):
+        assert len(set(split)) == len(known)
+
+
+def test_a_part_of_weight_0_is_only_validated_on(two):
+    Path('data/b/train.bin').unlink()
+    train, val = open_dataset('a:2,b:0', 16)
+    assert isinstance(train, Bin) and str(train.path) == 'data/a/train.bin'
+    assert {key: bin.weight for key, bin in val.items()} == {'a': 1.0, 'b': 0.0}
+    train, val = open_dataset('a', 16)
+    assert isinstance(train, Bin) and list(val) == ['a'] and val['a'].weight == 1
+
+
+@pytest.mark.parametrize('dataset, message', [
+    ('a:0.7,b', "--dataset=a:0.7,b: 'b' is not NAME:WEIGHT; a mixture is written a:0.7,b:0.3"),
+    ('a,b', "--dataset=a,b: 'a' is not NAME:WEIGHT"), ('a:-1,b:2', "'a:-1' is not"), ('a:nan,b:2', "'a:nan' is not"),
+    ('a:inf,b:2', "'a:inf' is not"), (':1,b:2', "':1' is not"), ('a:x', "'a:x' is not"), ('a:1,a:2', 'names a twice'),
+    ('a:0,b:0', 'needs a weight above 0'), ('a:1,./data/a:1', 'two parts have the same name'),
+    ('a:1,bb:1', '--dataset=bb: no directory data/bb; did you mean b?'),
+    ('a:1,c:1', 'data/c/train.bin: made with another tokenizer (char) than data/a/train.bin (byte); prepare all'),
+    ('a:1,c:0', 'data/c/val.bin: made with another tokenizer (char)')])
+def test_mixtures_that_cannot_be_are_one_line(dataset, message, two):
+    c = write_bins(Path('data/c'), range(60), range(60))
+    meta = json.loads((c / 'meta.json').read_text())
+    (c / 'meta.json').write_text(json.dumps({**meta, 'tokenizer': 'char', 'chars': 'ab'}))
+    assert message in refusal(open_dataset, dataset, 16)
+
+
+def test_open_dataset_checks_the_length_and_the_ids_of_each_split(two):
+    assert 'data/b/val.bin: 300 tokens are too few for block_size = 400' in refusal(open_dataset, 'a:1,b:1', 400)
+    write_bins(Path('data/b'), np.full(700, 99), np.full(300, 99), vocab_size=90)
+    assert 'data/b/train.bin: token id 99 is beyond the vocabulary of 90' in refusal(open_dataset, 'b', 16)
+
+
+def test_a_directory_may_be_named_like_a_mixture(two, tmp_path):
+    write_bins(tmp_path / 'data/a:1,b:2', range(60), range(60))
+    assert open_dataset('a:1,b:2', 16)[0].path == Path('data/a:1,b:2/train.bin')
 
 
 @pytest.mark.parametrize('arguments, message', [
