@@ -94,7 +94,7 @@ class SlidingLoader(ValidationLoader):
     def __iter__(self):
         for i in range(0, len(self.mine), self.batch_size):
             mine = self.mine[i:i + self.batch_size]
-            windows = self.data.windows(self.ends[mine] - self.block_size, self.block_size + 1)
+            windows = self.data.sequences(self.ends[mine] - self.block_size, self.block_size + 1)
             batch = on_device(as_tensor(windows), self.device)
             inputs, targets = batch[:, :-1], batch[:, 1:].clone()
             for row, counted in zip(targets, self.counted[mine]):
