@@ -95,6 +95,20 @@ class Run:
                     f'{self.max_iters}')
         return None
 
+    @property
+    def changed(self):
+        """Which setting was changed when the run was resumed, one clause; None where none that a result depends on."""
+        for change in self.about.get('changes', []):
+            if change['key'] not in INCIDENTAL - {'dataset', 'seed'}:
+                return (f'{change["key"]} was changed from {change["from"]} to {change["to"]} at iteration '
+                        f'{change["iter"]}')
+        return None
+
+    @property
+    def rejected(self):
+        """Why the run cannot be compared with others, one clause; None when it can."""
+        return self.unfinished or self.changed
+
     def flops_per_iteration(self):
         """FLOPs of one iteration on average, with its share of the Hessian estimates (see `flops_per_iteration`)."""
         return sum(flops_per_iteration(self.config, self.about['parameters']))
@@ -132,6 +146,11 @@ def read_run(out_dir):
     missing = [key for key in NEEDED if key not in about['config']] + ['parameters'] * ('parameters' not in about)
     if missing:
         raise SystemExit(f'{out_dir}/config.json: has no {missing[0]!r}, which train.py writes; the file is damaged')
+    changes = about.get('changes', [])
+    if not isinstance(changes, list) or not all(
+            isinstance(change, dict) and {'iter', 'key', 'from', 'to'} <= change.keys() for change in changes):
+        raise SystemExit(f'{out_dir}/config.json: "changes" is not a list of {{iter, key, from, to}}; the file is '
+                         'damaged')
     path = out_dir / 'metrics.jsonl'
     return Run(out_dir, about['config'], about, read_metrics(path) if path.is_file() else [])
 
@@ -171,15 +190,15 @@ def find_runs(paths):
 
 
 def finished_runs(paths):
-    """The runs in `paths` that reached the end of their schedule; says on stderr which were left out, and why.
+    """The runs in `paths` that trained with one schedule to its end; says on stderr which were left out, and why.
 
     SystemExit unless there are some, and `check_comparable`.
     """
     runs = find_runs(paths)
     for run in runs:
-        if run.unfinished:
-            print(f'left out {run.out_dir}: {run.unfinished}', file=sys.stderr)
-    kept = [run for run in runs if not run.unfinished]
+        if run.rejected:
+            print(f'left out {run.out_dir}: {run.rejected}', file=sys.stderr)
+    kept = [run for run in runs if not run.rejected]
     if not kept:
         raise SystemExit('no finished run among these; let train.py reach max_iters')
     check_comparable(kept)
@@ -264,6 +283,11 @@ def figure(columns=1, width=5.0, height=3.7, **options):
         ax.grid(alpha=0.3)
         ax.spines[['top', 'right']].set_visible(False)
     return fig, list(axes[0])
+
+
+def plain(text):
+    """`text` for a figure with its dollar signs shown: matplotlib takes what stands between two for a formula."""
+    return str(text).replace('$', r'\$')
 
 
 def save(output, fig, rows=None, **data):

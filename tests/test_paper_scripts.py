@@ -218,6 +218,30 @@ def test_speedup_is_strict_at_every_T(tmp_path, loss, holds):
     assert [row['holds'] for row in result['comparisons']] == [True, holds]
 
 
+@pytest.mark.parametrize(('k', 'T', 'shorter'), [('1.1', 1650, 1500), ('2.2', 2640, 1200), ('4/3', 400, 300)])
+def test_speedup_divides_T_exactly(tmp_path, k, T, shorter):
+    make(tmp_path, 'adamw', T, 3.0)
+    make(tmp_path, 'sophiag', shorter, 3.4)  # which turns the verdict
+    make(tmp_path, 'adamw', 100, 4.0)
+    make(tmp_path, 'sophiag', 50, 3.9)
+    result = judge(tmp_path, f'--k={k}')
+    assert [(row['T'], row['T/k']) for row in result['comparisons']] == [(T, shorter)] and not result['holds']
+
+
+@pytest.mark.parametrize('key', ['learning_rate', 'max_iters', 'lr_decay_iters', 'dataset'])
+def test_comparisons_reject_runs_resumed_with_other_settings(tmp_path, key, capsys):
+    make(tmp_path, 'adamw', 100, 3.0)
+    make(tmp_path, 'adamw', 100, 2.0, lr=2e-3, changes=[{'iter': 40, 'key': 'log_interval', 'from': 1, 'to': 2},
+                                                       {'iter': 60, 'key': key, 'from': 'a', 'to': 'b'}])
+    make(tmp_path, 'sophiag', 50, 2.5, changes=[{'iter': 40, 'key': 'out_dir', 'from': 'a', 'to': 'b'}])
+    result = judge(tmp_path)
+    assert result['holds'] and result['comparisons'][0]['H1 tried'] == 1
+    assert f'{key} was changed from a to b at iteration 60' in result['refused'][0]['reason']
+    final_losses.main([str(tmp_path), '--output', str(tmp_path / 'figure.png')])
+    assert [row['tried'] for row in rows_of(tmp_path / 'figure.csv')] == ['1', '1']
+    assert f'{key} was changed from a to b at iteration 60' in capsys.readouterr().err
+
+
 def test_speedup_takes_the_minimum_over_rates_and_the_mean_over_seeds(tmp_path):
     make(tmp_path, 'adamw', 100, 3.5, lr=1e-3)
     make(tmp_path, 'adamw', 100, 3.1, lr=2e-3, seed=1)
