@@ -1,223 +1,169 @@
-"""The files of a run in its out_dir: checkpoints (atomic saving, safe loading, retention), the lock, logs.
+"""The checkpoints of a run in its out_dir: saving, retention, validated loading, resuming, and the directory's lock.
 
 Checkpoints are `ckpt_ITERATION.pt`, and `best.pt`, a second name of the one with the lowest validation loss. They hold
-nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and what else a run needs to go on; there
-is no state of random generators among it, because everything random is a function of (seed, iteration).
+nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and what else a run needs to resume. No
+state of random generators is among it, because everything random is a function of (seed, iteration).
 
-Where the model is sharded, a checkpoint is a directory `ckpt_ITERATION` (and `best`, a link to one) to which every rank
-writes its part: the tensors in the format of torch.distributed.checkpoint, the rest in state.json. Either kind can be
-resumed by any number of ranks, sharded or not.
+Where the model is sharded, a checkpoint is a directory `ckpt_ITERATION` (and `best`, a link to one), see sharded.py.
+Either kind can be resumed by any number of ranks, sharded or not.
 """
 
 import contextlib
 import fcntl
-import json
 import os
 import pickle
-import platform
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import warnings
 import zipfile
-import zlib
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from runtime import sharded
 from runtime.distributed import restarts
+from runtime.files import atomic_write, first_line, sync_directory, warn
+from runtime.sharded import is_shards
 
-BEST, NONE = -1, -2  # stand for best.pt, and for no checkpoint, where others have their iteration
+BEST, NONE = -1, -2  # stand for the best checkpoint, and for no checkpoint, where others have their iteration
 FAILED = 'failed.txt'  # what a run said when it gave up
 LOCKS = []  # files of this process whose closing would give up a lock
+
+# What a loaded checkpoint must hold, and what it may; `load` rejects other types.
+REQUIRED = dict(model=dict, model_args=dict, iter_num=int, config=dict)
+OPTIONAL = dict(optimizer=dict, best_val_loss=(float, int, torch.Tensor), train_state=dict, scaler=dict, data=dict,
+                tokenizer=(dict, type(None)), changes=list, best=bool)
+TRAIN_STATE = dict(iter=int, tokens=int, seconds=(float, int), clipped=int, skipped_in_a_row=int,
+                   best_val_loss=(float, int), last_eval_iter=int, latest_losses=list)
+
+# Largest values of model_args that are taken for meant.
+BOUNDS = dict(block_size=2 ** 24, vocab_size=2 ** 24, n_layer=10_000, n_head=2 ** 16, n_embd=2 ** 20)
+
+# Settings whose change does not alter what a run computes, but for rounding.
+HARMLESS = {
+    'out_dir', 'init_from', 'eval_interval', 'eval_only', 'log_interval', 'always_save_checkpoint', 'keep_checkpoints',
+    'ignore_data_change', 'max_hours', 'show_config', 'wandb_log', 'wandb_project', 'wandb_run_name', 'dataset',
+    'batch_size', 'gradient_accumulation_steps', 'parallel', 'activation_checkpointing', 'backend', 'device', 'compile'}
+
+# What a param group keeps as it was built at resume, besides what has the name of a setting: the command line sets it.
+AS_BUILT = {'params', 'lr', 'initial_lr', 'betas', 'momentum', 'fused', 'foreach', 'capturable'}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Saving
 
 
 def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
-    """Saves a run with its `model` and `optimizer`: rank 0 one file, or all ranks their shards. See `save`.
+    """Saves a run as the checkpoint of state['iter_num']: rank 0 one file, or all ranks their shards.
 
-    Returns the path on every rank, or None where it failed; what fails on rank 0 alone is known to rank 0 alone.
-    """
-    if world.sharded:
-        return save_shards(world, out_dir, model, optimizer, state, best, keep)
-    if not world.is_master:
-        return path_of(out_dir, state['iter_num'])
-    return save(out_dir, dict(model=model.state_dict(), optimizer=optimizer.state_dict(), **state), best, keep)
+    It is written beside, synced, then renamed: a checkpoint under its final name is complete. Then it becomes the best
+    one if `best`, and of the checkpoints up to this one the `keep` newest stay. Collective: every rank must call it.
 
-
-def save(out_dir, state, best=False, keep=2):
-    """Writes `state` as the checkpoint of state['iter_num'].
-
-    Written beside, synced, then renamed: a checkpoint under its final name is complete. Then `best.pt` becomes this
-    one if `best`, and of the checkpoints up to this one the `keep` newest stay.
+    Args:
+        state: a dict of everything else than the tensors of `model` and `optimizer`.
 
     Returns its path, or None, with a warning, when the file system fails (a full disk); older checkpoints then remain.
+    The same on every rank. SystemExit with one line when the optimizer's state could not be read back.
     """
-    out_dir = Path(out_dir)
-    path = out_dir / f'ckpt_{state["iter_num"]:08d}.pt'
+    if world.sharded:
+        model.reshard()  # a forward without a backward leaves the parameters of the root gathered
+    with world.exit_together():
+        packed, tensors = packed_optimizer(model, optimizer, world.sharded)
+    path = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}{"" if world.sharded else ".pt"}'
     try:
-        write_file(path, state)
-        if best:
-            with _beside(out_dir / 'best.pt') as partial:
-                try:
-                    os.link(path, partial)
-                except OSError:  # a file system without hard links
-                    shutil.copyfile(path, partial)
-            (out_dir / 'best').unlink(missing_ok=True)
-        _remove(path.with_suffix(''))
-        _sync_directory(out_dir)
+        if world.sharded:
+            sharded.write(world, path, model, dict(state, best=best, optimizer=packed), tensors)
+            if world.is_master:
+                _finish(path, best, keep)
+        elif world.is_master:
+            optimizer_state = sharded.unpack(packed, tensors.get)
+            save(out_dir, dict(model=model.state_dict(), optimizer=optimizer_state, **state), best, keep)
+        saved = True
     except OSError as error:
-        _warn_not_saved(path, error.strerror)
-        return None
-    _retire(out_dir, state['iter_num'], keep)
-    return path
-
-
-def save_shards(world, out_dir, model, optimizer, state, best=False, keep=2):
-    """`save_run` for a sharded model: a directory in a file system that all ranks share.
-
-    Its files are written to a directory beside, synced, and their checksums put into state.json; then rank 0 renames
-    it. A matter of all ranks; returns the same on all of them.
-    """
-    path = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}'
-    partial = path.with_suffix('.partial')
-    model.reshard()  # a forward without a backward leaves the parameters of the root gathered
-    if world.is_master:
-        shutil.rmtree(partial, ignore_errors=True)
-    try:
-        dcp.save(named_tensors(model, optimizer), storage_writer=ShardWriter(partial))
-    except dcp.api.CheckpointException as error:  # the same on all ranks
+        saved = False
         if world.is_master:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            _warn_not_saved(path, f'rank {rank}: {getattr(cause, "strerror", None) or _first_line(cause)}')
-            shutil.rmtree(partial, ignore_errors=True)
-        return None
-    mine = partial / f'__{world.rank}_0.distcp'
-    sums = world.gather(torch.tensor([checksum(mine) if mine.is_file() else -1], device=world.device)).flatten()
-    saved = True
-    if world.is_master:
-        try:
-            files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
-            files['.metadata'] = checksum(partial / '.metadata')
-            write_text(partial / 'state.json', with_checksum(dict(state, files=files, tied=tied(model))), sync=True)
-            _sync_directory(partial)
-            old = path.with_suffix('.old')
-            if path.is_dir():  # of this iteration before its evaluation, say: it goes once the other one has its name
-                path.rename(old)
-            partial.replace(path)
-            shutil.rmtree(old, ignore_errors=True)
-            path.with_suffix('.pt').unlink(missing_ok=True)
-            if best:
-                with _beside(path.with_name('best')) as link:
-                    link.symlink_to(path.name)
-                path.with_name('best.pt').unlink(missing_ok=True)
-            _sync_directory(path.parent)
-            _retire(out_dir, state['iter_num'], keep)
-        except (OSError, SystemExit) as error:
-            _warn_not_saved(path, getattr(error, 'strerror', None) or error)
-            _take_back(out_dir)
-            shutil.rmtree(partial, ignore_errors=True)
-            saved = False
+            warn(f'{path}: could not be saved ({error.strerror or error}); older checkpoints are kept, '
+                 'training continues')
     return path if world.from_master(int(saved)) else None
 
 
-def _take_back(out_dir):
-    """Gives checkpoints that were to be replaced their names back where nothing has taken them."""
-    for old in out_dir.glob('ckpt_*.old'):
-        shutil.rmtree(old) if old.with_suffix('').exists() else old.rename(old.with_suffix(''))
+def save(out_dir, state, best=False, keep=2):
+    """Writes the dict `state`, model and optimizer included, as one file; the rest as `save_run`. Returns its path.
+
+    OSError where the file system fails.
+    """
+    path = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}.pt'
+    write_file(path, dict(state, best=best))
+    _finish(path, best, keep)
+    return path
 
 
-def named_tensors(model, optimizer):
-    """The tensors of a run by name: model.NAME, and optimizer.NAME.KEY for the optimizer's state of parameter NAME."""
-    found = {f'model.{name}': p.detach() for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        found |= {f'optimizer.{name}.{key}': value for key, value in optimizer.state[p].items()}
-    return found
+def packed_optimizer(model, optimizer, shards):
+    """(plain values, tensors) of the state of `optimizer`, see `sharded.pack`; with `shards` by parameter names.
 
-
-def tied(model):
-    """The further names of parameters that have several, and the first one of each."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
-
-
-def checksum(path):
-    """CRC-32 of a file."""
-    value = 0
-    with path.open('rb') as f:
-        while block := f.read(2 ** 24):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def with_checksum(state):
-    """`state` as the text of a state.json: JSON with the CRC-32 of the rest in it."""
-    return json.dumps(dict(crc32=zlib.crc32(json.dumps(state).encode()), state=state))
-
-
-def _retire(out_dir, iteration, keep):
-    """Removes all but the `keep` newest checkpoints up to `iteration`, and the best one."""
-    best = path_of(out_dir, BEST).resolve()
-    for old in [p for p in checkpoints(out_dir) if BEST < number(p) <= iteration][keep:]:
-        with contextlib.suppress(OSError):
-            if old.is_file():
-                old.unlink()
-            elif old.resolve() != best:
-                _remove(old)
-
-
-def _remove(path):
-    """Removes the directory `path`, if there is one; it has gone from its place at once."""
-    if path.is_dir():
-        shutil.rmtree(path.rename(path.with_suffix('.old.partial')))
-
-
-def _warn_not_saved(path, reason):
-    warn(f'{path}: could not be saved ({reason}); older checkpoints are kept, training goes on')
+    SystemExit with one line when it holds what no checkpoint can.
+    """
+    tensors = {}
+    try:
+        if shards:
+            return sharded.pack_optimizer(model, optimizer, tensors), tensors
+        return sharded.pack(optimizer.state_dict(), 'optimizer', tensors), tensors
+    except TypeError as error:
+        raise SystemExit(f'{type(optimizer).__name__}: its state cannot be saved ({error}); keep plain numbers and '
+                         f'tensors there{", or use --parallel=ddp" if shards else ""}') from None
 
 
 def write_file(path, state):
     """Writes the checkpoint `state` as the file `path`, which is there complete or not at all; OSError if it fails."""
-    with _beside(path) as partial, partial.open('wb') as f:
+    with atomic_write(path, sync=True) as f:
         try:
             torch.save(state, f)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):  # torch.save wraps the error of a write
                 raise error.__context__ from None
             raise
-        f.flush()
-        os.fsync(f.fileno())
 
 
-@contextlib.contextmanager
-def _beside(path):
-    """Yields the path of a file to be written that then takes the place of `path`; it is removed on failure."""
-    partial = path.with_suffix('.partial')
+def _finish(path, best, keep):
+    """What follows when the checkpoint `path` has its name: best, durability, retention."""
+    _remove(path.with_suffix('') if path.suffix else path.with_suffix('.pt'))
+    if best:
+        link_best(path)
+    sync_directory(path.parent)
+    prune(path.parent, number(path), keep)
+
+
+def link_best(path):
+    """Makes `best.pt` (`best`, where it is a directory) a second name of the checkpoint `path`."""
+    best, other = (path.with_name(f'best{suffix}') for suffix in ((path.suffix, '') if path.suffix else ('', '.pt')))
+    partial = path.with_name('best.partial')
+    partial.unlink(missing_ok=True)
     try:
-        partial.unlink(missing_ok=True)
-        yield partial
-        partial.replace(path)
-    except BaseException:
+        partial.symlink_to(path.name) if path.is_dir() else os.link(path, partial)
+        partial.replace(best)
+    except OSError:  # a file system without links
+        with atomic_write(best, sync=True) as f, path.open('rb') as source:
+            shutil.copyfileobj(source, f)
+    other.unlink(missing_ok=True)
+
+
+def prune(out_dir, iteration, keep):
+    """Removes all but the `keep` newest checkpoints up to `iteration`, and the best one."""
+    best = path_of(out_dir, BEST).resolve()
+    for old in [p for p in checkpoints(out_dir) if BEST < number(p) <= iteration][keep:]:
         with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+            if old.is_file() or old.resolve() != best:  # the content of a file stays under its name best.pt
+                _remove(old)
 
 
-def _sync_directory(path):
-    """Makes renames in the directory `path` durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _remove(path):
+    """Removes a checkpoint, if there is one; a directory leaves its place at once."""
+    if path.is_dir():
+        shutil.rmtree(path.rename(path.with_suffix('.old.partial')))
+    else:
+        path.unlink(missing_ok=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -230,14 +176,9 @@ def path_of(out_dir, iteration):
     return directory if is_shards(directory) else directory.with_suffix('.pt')
 
 
-def is_shards(path):
-    """Whether `path` is the directory of a sharded checkpoint."""
-    return (Path(path) / 'state.json').is_file()
-
-
 def number(path):
     """The iteration that a checkpoint's name says, BEST for the best one, NONE for other files."""
-    match = re.fullmatch(r'ckpt_(\d+)(\.pt)?', path.name)
+    match = re.fullmatch(r'ckpt_(\d{8}|[1-9]\d{8,17})(\.pt)?', path.name)
     return int(match[1]) if match else BEST if path.name in ('best.pt', 'best') else NONE
 
 
@@ -247,16 +188,18 @@ def checkpoints(out_dir):
     return sorted(found, key=number, reverse=True)
 
 
-def newest(out_dir, but=(), share=(0, 1)):
+def newest(out_dir, exclude=(), share=(0, 1)):
     """The path of the newest valid checkpoint in `out_dir`; None when it holds no checkpoint.
 
-    Damaged and foreign files are passed over with a warning, and the iterations `but` without. `share` as for `load`.
-    SystemExit with one line when there is nothing else.
+    Damaged and foreign files are skipped with a warning, as is one whose name says another iteration than it holds; the
+    iterations `exclude` without. `share` as for `load`. SystemExit with one line when there is nothing else.
     """
     found = checkpoints(out_dir)
-    for path in [p for p in found if number(p) not in but]:
+    for path in [p for p in found if number(p) not in exclude]:
         try:
-            load(path, weights=False, share=share)
+            iteration = load(path, weights=False, share=share)[1]['iter_num']
+            if number(path) not in (BEST, iteration):
+                raise SystemExit(f'{path}: holds iteration {iteration}, which its name does not say')
             return path
         except SystemExit as error:
             warn(f'{error}; it is skipped')
@@ -271,7 +214,9 @@ def load(path, weights=True, share=(0, 1)):
 
     Loads tensors and plain containers only, after comparing the file with its checksums: a .pt file memory-mapped, of
     a directory the model, unless `weights` is False, and not the optimizer. Of a directory's files only the i-th of
-    every n are compared, where `share` is (i, n). SystemExit with one line when there is none or it cannot be read.
+    every n are compared, where `share` is (i, n). The state has the types of REQUIRED and OPTIONAL.
+
+    SystemExit with one line when there is none or it cannot be read.
     """
     path = Path(path)
     if path.is_dir() and not is_shards(path):
@@ -282,113 +227,97 @@ def load(path, weights=True, share=(0, 1)):
     if not path.exists():
         raise SystemExit(f'{path}: no such checkpoint')
     try:
-        state = _load_shards(path, weights, share) if path.is_dir() else _load_file(path)
-        require(state, model=dict, model_args=dict, iter_num=int, config=dict)
-        if state['iter_num'] < 0:
-            raise ValueError(f'its iter_num is {state["iter_num"]}')
-        return path, state
+        state = sharded.read(path, weights, share) if path.is_dir() else _load_file(path)
+        return path, _validated(state)
     except pickle.UnpicklingError:
         reason = 'it holds objects that could run code, which no checkpoint does'
     except zipfile.BadZipFile:
         reason = 'it is truncated, or something else'
-    except Exception as error:  # whatever a damaged or foreign file makes torch.load raise
-        reason = _first_line(error)
+    except (Exception, CheckpointException) as error:  # whatever a damaged or foreign file makes torch raise
+        reason = first_line(error)
     raise SystemExit(f'{path}: not a checkpoint of this repository ({reason})')
 
 
 def _load_file(path):
+    if not path.is_file():
+        raise ValueError('it is no regular file')
     with zipfile.ZipFile(path) as archive:
-        if archive.testzip():
+        members = archive.infolist()
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise ValueError('it was compressed, which torch.save does not do')  # memory-mapped, it would be garbage
+        if sum(member.file_size for member in members) > path.stat().st_size or archive.testzip():
             raise ValueError('its content does not fit its checksums')
     with warnings.catch_warnings():  # torch's remarks on the pickles of other programs
         warnings.simplefilter('ignore')
         return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
 
 
-def _load_shards(path, weights, share):
-    text = (path / 'state.json').read_text(encoding='utf-8')
-    state = json.loads(text)['state']
-    if with_checksum(state) != text:
-        raise ValueError('state.json does not fit its checksum')
-    for name, crc in list(state.pop('files').items())[share[0]::share[1]]:
-        if not (path / name).is_file() or checksum(path / name) != crc:
-            raise ValueError(f'{name} does not fit its checksum')
-    model = read_shards(path, 'model.') if weights else {}
-    also = state.pop('tied')
-    return dict(state, model=model | {name: model[first] for name, first in also.items() if weights})
-
-
-def read_shards(path, prefix):
-    """Whole tensors of the directory `path`, by what follows `prefix` in their names; for one process."""
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
-               for name, entry in tensors_in(path).items() if name.startswith(prefix)}
-    _load_into(tensors, path)
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-
-def _load_into(tensors, path):
-    """Fills `tensors`, by their names, from the directory `path`, without communication."""
-    with warnings.catch_warnings():  # the remark that there is no process group
-        warnings.simplefilter('ignore')
-        dcp.load(tensors, storage_reader=ShardReader(path), no_dist=True)
-
-
-def tensors_in(path):
-    """The metadata (size, properties.dtype) of the tensors in the directory `path`, by name."""
-    return ShardReader(path).read_metadata().state_dict_metadata
-
-
-class ShardWriter(dcp.FileSystemWriter):
-    """Writes shards without a word of where that was."""
-
-    def storage_meta(self):
-        return None
-
-
-class ShardReader(dcp.FileSystemReader):
-    """Reads shards without running code that a file may hold: tensors, and metadata of nothing else."""
-
-    def read_metadata(self, *args, **kwargs):
-        """The metadata; UnpicklingError when it is about anything but tensors."""
-        with (Path(self.path) / '.metadata').open('rb') as f:
-            metadata = _MetadataUnpickler(f).load()
-        if not all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()):
-            raise pickle.UnpicklingError('not a tensor')
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes only what the metadata of tensors consist of."""
-
-    ALLOWED = {
-        'torch.distributed.checkpoint.metadata': {
-            'Metadata', 'MetadataIndex', 'TensorStorageMetadata', 'TensorProperties', 'ChunkStorageMetadata',
-            'StorageMeta', '_MEM_FORMAT_ENCODING'},
-        'torch.distributed.checkpoint.filesystem': {'_StorageInfo'},
-        'torch.serialization': {'_get_layout'},
-        'torch': {'Size', 'float32', 'bfloat16', 'float64', 'int64'},
-    }
-
-    def find_class(self, module, name):
-        if name not in self.ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f'{module}.{name}')
-        return super().find_class(module, name)
+def _validated(state):
+    """The content of a file, upgraded to today's keys; ValueError unless its fields have their types."""
+    require(state, **REQUIRED)
+    if 'train_state' not in state and 'passed_over' in state:  # as this repository wrote it before
+        state['train_state'] = {key: state.get(old) for key, old in dict(
+            {key: key for key in TRAIN_STATE}, iter='iter_num', skipped_in_a_row='passed_over',
+            last_eval_iter='evaluated').items()}
+    require(state, **{key: kind for key, kind in OPTIONAL.items() if key in state})
+    if state['iter_num'] < 0:
+        raise ValueError(f'its iter_num is {state["iter_num"]}')
+    for name, weight in state['model'].items():
+        if type(name) is not str or not isinstance(weight, torch.Tensor):
+            raise ValueError(f'its model holds {name!r}, which is no tensor')
+    for key in ('config', 'model_args', 'train_state', 'data', 'tokenizer'):
+        if not all(type(name) is str for name in state.get(key) or ()):
+            raise ValueError(f'its {key} has keys that are no text')
+    require(state['config'], **{key: str for key in ('dataset', 'optimizer_name') if key in state['config']})
+    if state.get('tokenizer'):
+        require(state['tokenizer'], tokenizer=str)
+    check_model_args(state['model_args'], state['model'])
+    state['model'] = clean_state_dict(state['model'])
+    return state
 
 
 def require(state, **kinds):
-    """ValueError unless the checkpoint `state` is a dict with these keys, each of its type."""
+    """ValueError unless `state` is a dict with these keys, each of its type (a bool is no int)."""
     for key, kind in kinds.items():
-        if not isinstance(state, dict) or not isinstance(state.get(key), kind):
-            raise ValueError(f'it has no {key}')
+        value = state.get(key) if isinstance(state, dict) else None
+        if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
+            raise ValueError(f'it has no {key}' if value is None else f'its {key} is {value!r:.80}')
+
+
+def check_model_args(args, weights=None):
+    """ValueError unless the model that `args` asks for is of plausible size, measured by its `weights` if given."""
+    for key, value in args.items():
+        if key in BOUNDS and not (type(value) is int and 0 < value <= BOUNDS[key]):
+            raise ValueError(f'its {key} is {value!r:.80}')
+        if key == 'dropout' and not (type(value) in (int, float) and 0 <= value < 1):
+            raise ValueError(f'its dropout is {value!r:.80}')
+        if type(value) not in (int, float, bool, str, type(None)):
+            raise ValueError(f'its {key} is of type {type(value).__name__}')
+    n_embd = args.get('n_embd', 1)
+    if n_embd % args.get('n_head', 1):
+        raise ValueError(f'its n_embd is {n_embd}, which n_head = {args["n_head"]} does not divide')
+    asked = n_embd * (args.get('n_layer', 1) * n_embd + args.get('vocab_size', 1))
+    if weights and asked > 64 * sum(weight.numel() for weight in weights.values()):
+        raise ValueError('its model_args ask for a far larger model than its weights are')
+
+
+def clean_state_dict(weights):
+    """The weights of a model by the names that they have here.
+
+    Without the prefixes of torch.compile and DDP, and without the mask buffers that nanoGPT (where it has no flash
+    attention) and the official repository save.
+    """
+    cleaned = {re.sub(r'^(module\.)+', '', name.replace('_orig_mod.', '')): weight for name, weight in weights.items()}
+    return {name: weight for name, weight in cleaned.items()
+            if not name.endswith('.attn.masked_bias') and not (name.endswith('.attn.bias') and weight.dim() == 4)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Starting and resuming a run
 
 
-def begin(world, out_dir, init_from, read_only=False):
-    """Makes `out_dir` this run's own, and loads the checkpoint from which the run goes on.
+def open_run(world, out_dir, init_from, read_only=False):
+    """Makes `out_dir` this run's own, and loads the checkpoint from which the run resumes.
 
     Args:
         world: the ranks. The first one takes and chooses; all load, and each looks for damage in its share of a
@@ -403,28 +332,34 @@ def begin(world, out_dir, init_from, read_only=False):
     """
     out_dir = Path(out_dir)
     init_from = 'auto' if restarts() else init_from
-    with world.together():
+    resumes = init_from in ('resume', 'auto')
+    with world.exit_together():
         if world.is_master:
-            if init_from == 'resume' and not checkpoints(out_dir):
+            found = checkpoints(out_dir)
+            if resumes and not found and (out_dir / 'ckpt.pt').is_file():
+                raise SystemExit(f'{out_dir / "ckpt.pt"}: a checkpoint of nanoGPT, which does not say what data it has '
+                                 'seen; make it a Hugging Face folder by scripts/export_hf.py, and start from that by '
+                                 '--init_from=FOLDER in another --out_dir')
+            if init_from == 'resume' and not found:
                 raise SystemExit(f'{out_dir}: no checkpoint in it, nothing to resume; check --out_dir, or use '
                                  '--init_from=auto')
             if not read_only:
-                claim(out_dir)
-            if init_from not in ('resume', 'auto') and checkpoints(out_dir) and not read_only:
-                raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; go on with that run '
+                lock_out_dir(out_dir)
+            if not resumes and found and not read_only:
+                raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that run '
                                  'by --init_from=resume (or auto), or choose another --out_dir')
     if world.sharded and not read_only:
-        with world.together():
+        with world.exit_together():
             if not (out_dir / 'lock').is_file():
                 raise SystemExit(f'{out_dir}: rank {world.rank} does not see what rank 0 has written there; '
                                  'set --out_dir to a directory on a file system that all machines share')
     damaged = []
     while True:
         chosen = NONE
-        with world.together():
-            if world.is_master and init_from in ('resume', 'auto'):
-                found = newest(out_dir, damaged, (0, world.size))
-                chosen = number(found) if found else NONE
+        with world.exit_together():
+            if world.is_master and resumes:
+                path = newest(out_dir, damaged, (0, world.size))
+                chosen = number(path) if path else NONE
         chosen = world.from_master(chosen)
         if chosen == NONE:
             return None, None
@@ -434,11 +369,25 @@ def begin(world, out_dir, init_from, read_only=False):
             warn(f'{error}; it is skipped')
             loaded = None
         if not world.sum(torch.tensor(float(loaded is None), device=world.device)):
+            if world.is_master and not read_only:
+                _repair_best(*loaded)
             return loaded
         damaged.append(chosen)
 
 
-def claim(out_dir):
+def _repair_best(path, state):
+    """Makes `path` the best checkpoint if it was when it was saved, but the run was killed before it got that name."""
+    best = path_of(path.parent, BEST)
+    if not state.get('best') or best.exists() and best.samefile(path):
+        return
+    try:
+        if not best.exists() or load(best, weights=False)[1]['best_val_loss'] > state['best_val_loss']:
+            link_best(path)
+    except (OSError, SystemExit, KeyError) as error:
+        warn(f'{best}: {error}')
+
+
+def lock_out_dir(out_dir):
     """Makes `out_dir`, if need be, and locks it until this process ends, whatever ends it. The lock names the process.
 
     SystemExit with one line when another run has it, or it cannot be written.
@@ -458,7 +407,6 @@ def claim(out_dir):
         lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
         lock.flush()
         (out_dir / FAILED).unlink(missing_ok=True)
-        _take_back(out_dir)
         for partial in out_dir.glob('*.partial'):  # left by a run that was killed while saving
             shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
     except OSError as error:
@@ -467,167 +415,105 @@ def claim(out_dir):
     LOCKS.append(lock)
 
 
-def compare(path, state, config, model_args, data, ignore_data_change=False):
+def compare(path, state, config, model_args, data, ignore_data_change=False, defaults=None):
     """Checks that the checkpoint `state` from `path` can be resumed by a run with these settings.
 
     Args:
-        config, model_args, data: dicts as `save` gets them; data: fingerprints by split.
+        config, model_args, data: dicts as `save_run` gets them; data: fingerprints by split.
+        defaults: model_args that either side may leave out.
 
-    Returns the settings that differ, as text. SystemExit with one line when model, optimizer or data are others.
+    Returns (lines, changes): the settings that differ, as text; and a list for config.json and the next checkpoints of
+    all that changed at this resume and before, as dicts with iter, key, from and to, without what alters no number.
+    SystemExit with one line when model, optimizer or data are others.
     """
     try:
-        require(state, scaler=dict, best_val_loss=float, evaluated=int, tokens=int, seconds=float, clipped=int,
-                passed_over=int, latest_losses=list, data=dict)
+        require(state, scaler=dict, data=dict, train_state=dict)
+        require(state['train_state'], **TRAIN_STATE)
+        before = state['config']
+        for key in config.keys() & before.keys():
+            if isinstance(config[key], str) != isinstance(before[key], str):
+                raise ValueError(f'its {key} is {before[key]!r:.80}')
     except ValueError as error:
         raise SystemExit(f'{path}: cannot be resumed ({error})') from None
-    differing = [key for key in model_args if state['model_args'].get(key) != model_args[key]]
+    ours, theirs = ({**(defaults or {}), **args} for args in (model_args, state['model_args']))
+    differing = [key for key in ours if key not in theirs or theirs[key] != ours[key]]
     if differing:
         raise SystemExit(f'{path}: is a model with another {", ".join(differing)}; resume with its own settings, or '
                          'choose another --out_dir')
-    before = state['config']
     if before.get('optimizer_name') != config['optimizer_name']:
         raise SystemExit(f'{path}: was trained with --optimizer_name={before.get("optimizer_name")}; resume with it, '
                          'or choose another --out_dir')
-    changed = [split for split in data if state['data'].get(split) != data[split]]
-    if changed and not ignore_data_change:
-        raise SystemExit(f'{path}: was trained on another data set than {config["dataset"]} ({", ".join(changed)}.bin '
-                         'differs); name its --dataset, or go on with this one by --ignore_data_change=True')
-    return [f'{key} = {value!r}, was {before[key]!r}' for key, value in config.items()
-            if key in before and before[key] != value and key not in ('init_from', 'out_dir')]
+    other = [split for split in data if state['data'].get(split) != data[split]]
+    if other and not ignore_data_change:
+        raise SystemExit(f'{path}: was trained on another data set than {config["dataset"]} ({", ".join(other)}.bin '
+                         'differs); name its --dataset, or use this one by --ignore_data_change=True')
+    changed = [key for key in config if key in before and before[key] != config[key]]
+    changes = [dict(iter=state['iter_num'], key=key, **{'from': before[key], 'to': config[key]})
+               for key in changed if key not in HARMLESS]
+    changes += [dict(iter=state['iter_num'], key=f'data {split}', **{'from': state['data'].get(split),
+                                                                    'to': data[split]}) for split in other]
+    return ([f'{key} = {config[key]!r}, was {before[key]!r}' for key in changed if key not in ('init_from', 'out_dir')],
+            state.get('changes', []) + changes)
 
 
 def restore(path, state, model, optimizer, scaler):
     """Puts the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler.
 
-    The optimizer keeps the settings it was built with. No communication, sharded or not. SystemExit with one line when
+    Of the optimizer everything is restored, counters in its param groups included, except what the command line sets
+    (AS_BUILT and whatever has the name of a setting). No communication, sharded or not. SystemExit with one line when
     something does not fit.
     """
     try:
+        names = {id(p): name for name, p in model.named_parameters()}
+        params = {names[id(p)]: p for group in optimizer.param_groups for p in group['params']}
+        saved = state.get('optimizer')
         if path.is_dir():
-            for name, entry in tensors_in(path).items():
-                _make_room(model, optimizer, name, entry.size, entry.properties.dtype)
-            _load_into(named_tensors(model, optimizer), path)
-        elif any(isinstance(p, DTensor) for p in model.parameters()):
-            _restore_into_shards(state, model, optimizer)
+            sharded.read_model(path, model)
+            saved = sharded.read_optimizer(path, saved, params)
+        elif any(isinstance(p, DTensor) for p in params.values()):
+            for name, target in model.state_dict().items():
+                target.copy_(_spread(state['model'][name], target))
+            saved = dict(saved, state={i: {key: _spread(value, p) for key, value in saved['state'][i].items()}
+                                       for i, p in enumerate(params.values()) if i in saved['state']})
         else:
-            _restore_file(state, model, optimizer)
+            model.load_state_dict(state['model'])
+        _restore_optimizer(optimizer, saved, AS_BUILT | state['config'].keys())
         if state['scaler']:
             scaler.load_state_dict(state['scaler'])
-    except Exception as error:
-        reason = _first_line(error)
-        raise SystemExit(f'{path}: does not fit this run ({reason}); resume with its own settings') from None
+    except (Exception, CheckpointException) as error:
+        raise SystemExit(f'{path}: does not fit this run ({first_line(error)}); resume with its own settings') from None
 
 
-def _restore_file(state, model, optimizer):
-    model.load_state_dict(state['model'])
+def _spread(value, like):
+    """A whole tensor of the shape of `like` as a DTensor of its placements; anything else as it is."""
+    if isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape:
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return value
+
+
+def _restore_optimizer(optimizer, saved, as_built):
+    built = optimizer.state_dict()['param_groups']
     params = [p for group in optimizer.param_groups for p in group['params']]
-    saved = state['optimizer']['state']
-    for index, entries in saved.items():
+    numbers = [i for group in saved['param_groups'] or built for i in group['params']]
+    for i, entries in saved['state'].items():
         for key, value in entries.items():
-            # Of the states that optimizers here have; what another one keeps, its own load_state_dict knows.
-            if key in ('exp_avg', 'exp_avg_sq', 'hessian') and value.shape != params[index].shape:
-                raise ValueError(f'{key} of parameter {index} has the shape {tuple(value.shape)}')
-    optimizer.load_state_dict(dict(state=saved, param_groups=optimizer.state_dict()['param_groups']))
-    for entries in optimizer.state.values():
-        # Not the mapped file, which would keep its place on the disk after its deletion.
-        entries.update({key: value.clone() for key, value in entries.items()
-                        if torch.is_tensor(value) and value.device.type == 'cpu'})
+            if key in ('exp_avg', 'exp_avg_sq', 'hessian') and value.shape != params[i].shape:
+                raise ValueError(f'{key} of parameter {i} has the shape {tuple(value.shape)}')
+    groups = [{**ours, **{key: value for key, value in theirs.items() if key not in as_built or key == 'params'}}
+              for ours, theirs in zip(built, saved['param_groups'] or built, strict=True)]
+    optimizer.load_state_dict(dict(state=saved['state'], param_groups=groups))
+    for p, i in zip(params, numbers):
+        if i in saved['state']:
+            optimizer.state[p] = _as_saved(optimizer.state[p], saved['state'][i])
 
 
-def _restore_into_shards(state, model, optimizer):
-    """Each rank takes its part of the whole tensors of a file."""
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    names = [name_of[id(p)] for group in optimizer.param_groups for p in group['params']]
-    whole = {f'model.{name}': state['model'][name] for name in names}
-    for index, entries in state['optimizer']['state'].items():
-        whole |= {f'optimizer.{names[index]}.{key}': value for key, value in entries.items()}
-    for name, source in whole.items():
-        _make_room(model, optimizer, name, source.shape, source.dtype)
-    for name, target in named_tensors(model, optimizer).items():
-        if isinstance(target, DTensor):
-            source = distribute_tensor(whole[name].to(target.device), target.device_mesh, target.placements,
-                                       src_data_rank=None)
-            target, whole[name] = target.to_local(), source.to_local()
-        target.copy_(whole[name])
-
-
-def _make_room(model, optimizer, name, shape, dtype):
-    """Makes the optimizer's state that the tensor `name` of `named_tensors` goes to; ValueError if it does not fit."""
-    kind, _, name = name.partition('.')
-    name, _, key = name.rpartition('.') if kind == 'optimizer' else (name, '', '')
-    p = model.get_parameter(name)
-    if key and not len(shape):
-        optimizer.state[p][key] = torch.zeros((), dtype=dtype, device=p.device)
-    elif p.shape != torch.Size(shape):
-        raise ValueError(f'{key or "the weight"} of {name} has the shape {tuple(shape)}')
-    elif key:
-        optimizer.state[p][key] = torch.zeros_like(p)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Logs
-
-
-def write_text(path, text, sync=False):
-    """Replaces the file `path`, atomically, with `sync` durably. SystemExit with one line when it cannot be written."""
-    try:
-        with _beside(path) as partial, partial.open('w', encoding='utf-8') as f:
-            f.write(text)
-            if sync:
-                f.flush()
-                os.fsync(f.fileno())
-    except OSError as error:
-        raise SystemExit(f'{path}: cannot be written ({error.strerror})') from None
-
-
-def describe_run(out_dir, values, sources, **more):
-    """Writes config.json: every setting and its source, the command, versions, the commit, and what `more` says."""
-    try:
-        git = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True)
-        commit = git.stdout.strip() or None
-    except OSError:  # no git here
-        commit = None
-    versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
-    write_text(Path(out_dir) / 'config.json', json.dumps(dict(
-        config=values, provenance=sources, command=[Path(sys.executable).name, *sys.argv], **more, versions=versions,
-        processor=platform.processor() or platform.machine(), git_commit=commit), indent=1))
-
-
-def append_line(path, line):
-    """Adds `line` to the file `path`, whole or not at all; warns when the file system fails."""
-    data = line.encode() + b'\n'
-    problem = 'No space left on device'
-    try:
-        with path.open('ab', buffering=0) as f:
-            size = f.tell()
-            if f.write(data) == len(data):
-                return
-            f.truncate(size)
-    except OSError as error:
-        problem = error.strerror
-    warn(f'{path}: a line could not be written ({problem}); training goes on')
-
-
-def rewind_log(path, iteration, evaluated):
-    """Drops from a metrics.jsonl what a run that goes on at `iteration` will write again, and torn lines.
-
-    `evaluated` is the iteration of its last evaluation, which precedes the update of that iteration.
-    """
-    kept = []
-    for line in path.read_text(encoding='utf-8', errors='replace').splitlines() if path.is_file() else ():
-        try:
-            entry = json.loads(line)
-            if entry['iter'] < iteration or ('val/loss' in entry and entry['iter'] == iteration == evaluated):
-                kept.append(line + '\n')
-        except (ValueError, KeyError, TypeError):
-            pass
-    write_text(path, ''.join(kept))
-
-
-def warn(text):
-    """One line on stderr."""
-    print(f'warning: {text}', file=sys.stderr, flush=True)
-
-
-def _first_line(error):
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+def _as_saved(loaded, saved):
+    """`loaded` by load_state_dict, which gives tensors the dtype of their parameter, with the dtype that was saved; and
+    not in the mapped file, which would keep its place on the disk after its deletion."""
+    if isinstance(loaded, dict):
+        return {key: _as_saved(value, saved[key]) if key in saved else value for key, value in loaded.items()}
+    if isinstance(loaded, (list, tuple)):
+        return type(loaded)(map(_as_saved, loaded, saved))
+    if isinstance(saved, torch.Tensor) and not isinstance(saved, DTensor):
+        return saved.to(loaded.device, copy=saved.device.type == 'cpu')
+    return loaded

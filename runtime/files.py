@@ -1,0 +1,77 @@
+"""Files that are complete or absent. Needs no torch, so that scripts that only plot stay light."""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import zlib
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def atomic_write(path, mode='wb', sync=False):
+    """Yields an open file that replaces `path` at the end of the block; after an error `path` is as it was.
+
+    Args:
+        mode: 'wb', or 'w' for UTF-8 text.
+        sync: also wait until the content is on the disk. The new name is durable after `sync_directory`.
+
+    OSError where the file system fails.
+    """
+    path = Path(path)
+    # Its name holds the process: several tasks of a sweep, on several machines, may write the same file.
+    partial = path.with_name(f'{path.name}.{socket.gethostname()}.{os.getpid()}.partial')
+    try:
+        with partial.open(mode, encoding=None if 'b' in mode else 'utf-8') as f:
+            yield f
+            if sync:
+                f.flush()
+                os.fsync(f.fileno())
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def write_text(path, text, sync=False):
+    """Replaces the file `path`, see `atomic_write`. SystemExit with one line when it cannot be written."""
+    try:
+        with atomic_write(path, 'w', sync) as f:
+            f.write(text)
+    except OSError as error:
+        raise SystemExit(f'{path}: cannot be written ({error.strerror})') from None
+
+
+def write_json(path, value, sync=False):
+    """Replaces the file `path` by indented JSON, as `write_text` does."""
+    write_text(path, json.dumps(value, indent=1) + '\n', sync)
+
+
+def sync_directory(path):
+    """Makes renames in the directory `path` durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def checksum(path):
+    """CRC-32 of a file."""
+    value = 0
+    with Path(path).open('rb') as f:
+        while block := f.read(2 ** 24):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def warn(text):
+    """Prints one line on stderr."""
+    print(f'warning: {text}', file=sys.stderr, flush=True)
+
+
+def first_line(error):
+    """The message of an exception in one line of at most 200 characters; its type where it has no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

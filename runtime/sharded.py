@@ -1,0 +1,268 @@
+"""Checkpoints of sharded models: a directory to which every rank writes its part.
+
+Tensors are in the format of torch.distributed.checkpoint. Everything else is in state.json, with a checksum of every
+file, so that nothing has to be unpickled but the metadata of tensors.
+"""
+
+import functools
+import json
+import pickle
+import shutil
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Replicate, zeros
+
+from runtime.files import checksum, first_line, sync_directory, write_text
+
+
+def is_shards(path):
+    """Whether `path` is the directory of a sharded checkpoint."""
+    return (Path(path) / 'state.json').is_file()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a checkpoint can hold: tensors and plain values
+
+
+def pack(value, name, tensors):
+    """`value` as JSON can hold it: a tensor becomes {'tensor': its name}, and goes to the dict `tensors`.
+
+    Args:
+        value: tensors, numbers, strings and None, in dicts, lists and tuples.
+        name: what the names of its tensors begin with.
+
+    TypeError where `value` holds anything else.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return {'tensor': name}
+    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+        return {'dict': [[key, pack(item, f'{name}.{key}', tensors)] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        items = [pack(item, f'{name}.{i}', tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {'tuple': items}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) in (str, int, float, bool, type(None)):
+        return value
+    raise TypeError(f'{name} is of type {type(value).__name__}')
+
+
+def unpack(value, find):
+    """The inverse of `pack`: `find` gives the tensor of a name."""
+    if isinstance(value, list):
+        return [unpack(item, find) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == 'dict':
+        return {key: unpack(item, find) for key, item in content}
+    return tuple(unpack(content, find)) if kind == 'tuple' else find(content)
+
+
+def model_tensors(model):
+    """The weights and buffers of a model as model.NAME, each once."""
+    also = tied(model)
+    return {f'model.{name}': tensor for name, tensor in model.state_dict().items() if name not in also}
+
+
+def tied(model):
+    """The further names of parameters that have several, and the first one of each."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
+
+
+def pack_optimizer(model, optimizer, tensors):
+    """The state of an optimizer as JSON can hold it, by parameter names; its tensors go to the dict `tensors`.
+
+    TypeError where it holds something else than tensors and plain values, or a tensor that differs between ranks but
+    is no DTensor.
+    """
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    names = [name_of[id(p)] for group in optimizer.param_groups for p in group['params']]
+    state = optimizer.state_dict()
+    groups = [dict(group, params=[names[i] for i in group['params']]) for group in state['param_groups']]
+    packed = dict(state={names[i]: pack(entries, f'optimizer.{names[i]}', tensors)
+                         for i, entries in state['state'].items()},
+                  param_groups=[pack(group, f'group.{i}', tensors) for i, group in enumerate(groups)])
+    for name, tensor in tensors.items():
+        if tensor.numel() > 1 and not isinstance(tensor, DTensor):
+            raise TypeError(f'{name} is a tensor that each rank has for itself')
+    return packed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def write(world, path, model, state, tensors):
+    """Writes the checkpoint `state`, with the weights of `model` and the `tensors` by name, as the directory `path`.
+
+    Its files are written to a directory beside, synced, and their checksums put into state.json; then rank 0 renames
+    it. Collective: every rank must call it. OSError where it failed, on rank 0 at least.
+    """
+    partial = path.with_suffix('.partial')
+    if world.is_master:
+        shutil.rmtree(partial, ignore_errors=True)
+    try:
+        dcp.save(model_tensors(model) | tensors, storage_writer=ShardWriter(partial))
+    except CheckpointException as error:  # the same on all ranks
+        rank, (cause, _) = next(iter(error.failures.items()))
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(f'rank {rank}: {getattr(cause, "strerror", None) or first_line(cause)}') from None
+    mine = partial / f'__{world.rank}_0.distcp'
+    sums = world.gather(torch.tensor([checksum(mine) if mine.is_file() else -1], device=world.device)).flatten()
+    if world.is_master:
+        try:
+            files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
+            files['.metadata'] = checksum(partial / '.metadata')
+            write_text(partial / 'state.json', with_checksum(
+                dict(state, files=files, tied=tied(model))), sync=True)
+            sync_directory(partial)
+            old = path.with_suffix('.old.partial')
+            if path.is_dir():  # the checkpoint of this iteration before its evaluation
+                path.rename(old)
+            partial.replace(path)
+            shutil.rmtree(old, ignore_errors=True)
+        except (OSError, SystemExit) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise OSError(getattr(error, 'strerror', None) or str(error)) from None
+
+
+def with_checksum(state):
+    """`state` as the text of a state.json: JSON with the CRC-32 of the rest in it."""
+    return json.dumps(dict(crc32=zlib.crc32(json.dumps(state).encode()), state=state))
+
+
+class ShardWriter(dcp.FileSystemWriter):
+    """Writes shards without a word of where that was."""
+
+    def storage_meta(self):
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read(path, weights=True, share=(0, 1)):
+    """The state of the directory `path`, its model as whole tensors unless `weights` is False; for one process.
+
+    Of its files only the i-th of every n are compared with their checksums, where `share` is (i, n). Its 'optimizer' is
+    as `pack_optimizer` made it, for `read_optimizer`. ValueError when something is damaged.
+    """
+    text = (path / 'state.json').read_text(encoding='utf-8')
+    state = json.loads(text)['state']
+    if with_checksum(state) != text:
+        raise ValueError('state.json does not fit its checksum')
+    files, also = state.pop('files'), state.pop('tied')
+    for name, crc in list(files.items())[share[0]::share[1]]:
+        if Path(name).name != name:
+            raise ValueError(f'{name} is no file of this directory')
+        if not (path / name).is_file() or checksum(path / name) != crc:
+            raise ValueError(f'{name} does not fit its checksum')
+    metadata = ShardReader(path).read_metadata()
+    for name in {info.relative_path for info in metadata.storage_data.values()} | {'.metadata'}:
+        if name not in files or Path(name).name != name:
+            raise ValueError(f'{name} has no checksum')
+    model = {}
+    if weights:
+        model = {name.removeprefix('model.'): torch.empty(entry.size, dtype=entry.properties.dtype)
+                 for name, entry in metadata.state_dict_metadata.items() if name.startswith('model.')}
+        _load_into({f'model.{name}': tensor for name, tensor in model.items()}, path)
+        model |= {name: model[first] for name, first in also.items()}
+    return dict(state, model=model)
+
+
+def read_model(path, model):
+    """Fills the weights of `model`, sharded or not, from the directory `path`; ValueError when they do not fit."""
+    saved = {name: entry.size for name, entry in tensors_in(path).items() if name.startswith('model.')}
+    targets = model_tensors(model)
+    for name in saved.keys() | targets.keys():
+        if name not in saved or name not in targets or saved[name] != targets[name].shape:
+            raise ValueError(f'{name} is missing or has another shape')
+    _load_into(targets, path)
+
+
+def read_optimizer(path, packed, params=None):
+    """The state_dict of the optimizer in the directory `path`.
+
+    Args:
+        packed: what `pack_optimizer` made; None for a directory without it, which holds nothing but tensors.
+        params: the parameters by name in the order of the optimizer's groups, whose kind, sharded or not, the tensors
+            get; default whole tensors.
+    """
+    metadata, targets = tensors_in(path), {}
+
+    def target(like, name):
+        size, dtype = metadata[name].size, metadata[name].properties.dtype
+        if isinstance(like, DTensor) and size.numel() > 1:
+            placements = like.placements if size == like.shape else [Replicate()] * like.device_mesh.ndim
+            targets[name] = zeros(size, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
+        else:  # load_state_dict moves it to where the optimizer wants it
+            targets[name] = torch.zeros(size, dtype=dtype)
+        return targets[name]
+
+    if packed is None:
+        packed = dict(state={}, param_groups=[])
+        for name in (name for name in metadata if name.startswith('optimizer.')):
+            owner, _, key = name.removeprefix('optimizer.').rpartition('.')
+            packed['state'].setdefault(owner, {'dict': []})['dict'].append([key, {'tensor': name}])
+    state = {name: unpack(entries, functools.partial(target, params[name] if params else None))
+             for name, entries in packed['state'].items()}
+    groups = [unpack(group, functools.partial(target, None)) for group in packed['param_groups']]
+    _load_into(targets, path)
+    number = {name: i for i, name in enumerate([name for group in groups for name in group['params']] or params)}
+    return dict(state={number[name]: entries for name, entries in state.items()},
+                param_groups=[dict(group, params=[number[name] for name in group['params']]) for group in groups])
+
+
+def tensors_in(path):
+    """The metadata (size, properties.dtype) of the tensors in the directory `path`, by name."""
+    return ShardReader(path).read_metadata().state_dict_metadata
+
+
+def _load_into(tensors, path):
+    """Fills `tensors`, by their names, from the directory `path`, without communication."""
+    with warnings.catch_warnings():  # the remark that there is no process group
+        warnings.simplefilter('ignore')
+        dcp.load(tensors, storage_reader=ShardReader(path), no_dist=True)
+
+
+class ShardReader(dcp.FileSystemReader):
+    """Reads shards without running code that a file may hold: tensors, and metadata of nothing else."""
+
+    def read_metadata(self, *args, **kwargs):
+        """The metadata; UnpicklingError when it is about anything but tensors."""
+        with (Path(self.path) / '.metadata').open('rb') as f:
+            metadata = _MetadataUnpickler(f).load()
+        if not all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()):
+            raise pickle.UnpicklingError('not a tensor')
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes only what the metadata of tensors consist of."""
+
+    ALLOWED = {
+        'torch.distributed.checkpoint.metadata': {
+            'Metadata', 'MetadataIndex', 'TensorStorageMetadata', 'TensorProperties', 'ChunkStorageMetadata',
+            'StorageMeta', '_MEM_FORMAT_ENCODING'},
+        'torch.distributed.checkpoint.filesystem': {'_StorageInfo'},
+        'torch.serialization': {'_get_layout'},
+        'torch': {'Size', 'float16', 'float32', 'bfloat16', 'float64', 'uint8', 'int8', 'int16', 'int32', 'int64',
+                  'bool'},
+    }
+
+    def find_class(self, module, name):
+        if name not in self.ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f'{module}.{name}')
+        return super().find_class(module, name)
