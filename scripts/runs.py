@@ -9,10 +9,8 @@ import csv
 import io
 import json
 import math
-import os
 import shlex
 import shutil
-import socket
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -20,15 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from runtime import files
 
 # How an x-axis is called on the command line, and what it says under the figure.
 AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds of training', 'flops': 'training FLOPs'}
-
-# FLOPs of one Hessian estimate, in units of a forward and backward of the sequences that it uses. Gauss-Newton-Bartlett
-# shares the gradient's forward and adds a backward, two thirds. Forward-over-reverse differentiation makes two more
-# matrix products of each of the three, and does without one of these: the gradient to the weight.
-HESSIAN_COST = dict.fromkeys(('sophiag', 'gnb_noclip', 'ef_clip'), 2 / 3) | dict.fromkeys(
-    ('sophiah', 'ah_clip', 'adahessian'), 8 / 3)
 
 OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian', 'sophiag': 'Sophia-G',
                     'sophiah': 'Sophia-H', 'ef_clip': 'E-F+clip', 'ah_clip': 'AH+clip', 'clip': 'Clip',
@@ -117,8 +110,9 @@ class Run:
 def flops_per_iteration(config, parameters):
     """(FLOPs of forward and backward of an iteration, FLOPs per iteration spent on Hessian estimates).
 
-    Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration; an estimate costs HESSIAN_COST
-    of that on hessian_batch_size sequences, every hessian_interval iterations.
+    Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration; an estimate, every
+    hessian_interval iterations, costs `hessian_cost` of that on hessian_batch_size sequences. What else an optimizer
+    computes does not count.
 
     Args:
         config: the settings, key → value.
@@ -132,9 +126,24 @@ def flops_per_iteration(config, parameters):
         rest = GPT(GPTConfig(vocab_size=64, **shape)).num_params() - 64 * config['n_embd']
         model = GPT(GPTConfig(vocab_size=(parameters - rest) // config['n_embd'], **shape))
     per_sequence = model.flops_per_token() * config['block_size']
-    estimate = HESSIAN_COST.get(config['optimizer_name'], 0) * config['hessian_batch_size'] * per_sequence
+    estimate = hessian_cost(config['optimizer_name']) * config['hessian_batch_size'] * per_sequence
     interval = config['hessian_interval']
     return per_sequence * config['total_batch_size'], estimate / interval if interval else 0.0
+
+
+def hessian_cost(optimizer_name):
+    """FLOPs of one Hessian estimate, in units of a forward and backward of the sequences that it uses.
+
+    Gauss-Newton-Bartlett shares the gradient's forward and adds a backward, two thirds. Forward-over-reverse
+    differentiation makes two more matrix products of each of the three, and does without one of these: the gradient to
+    the weight.
+    """
+    from hessian import HessianHook
+    from optimizers import OPTIMIZERS
+    hook = OPTIMIZERS[optimizer_name].hook if optimizer_name in OPTIMIZERS else None
+    if hook is None or not issubclass(hook, HessianHook):
+        return 0.0
+    return 8 / 3 if hook.hessian_products else 2 / 3
 
 
 def read_run(out_dir):
@@ -299,8 +308,9 @@ def save(output, fig, rows=None, **data):
     """
     from matplotlib import pyplot as plt
     output = png_path(output)
-    with writing(output) as partial:
-        fig.savefig(partial, dpi=150, format='png')
+    make_folder(output)
+    with refusing(output), files.atomic_write(output) as f:
+        fig.savefig(f, dpi=150, format='png')
     plt.close(fig)
     written = [output]
     if rows is not None:
@@ -355,24 +365,6 @@ def writable(path):
             return path
 
 
-@contextlib.contextmanager
-def writing(path):
-    """Yields the path of a file to be written that then becomes `path`, in a folder made where it is missing.
-
-    SystemExit with one line when that fails; the file is complete or not there at all.
-    """
-    path = Path(path)
-    # Tasks of a sweep on several machines may write the same file.
-    partial = path.with_name(f'{path.name}.{socket.gethostname()}.{os.getpid()}.partial')
-    with refusing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield partial
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-
-
 def write_csv(path, rows):
     """`rows`, a list of dicts, as a CSV file; a key that a row lacks stays empty."""
     header = list(dict.fromkeys(key for row in rows for key in row))
@@ -389,9 +381,15 @@ def write_json(path, data):
 
 
 def write_text(path, text):
-    """Writes a text file that takes its name only when it is complete."""
-    with writing(path) as partial:
-        partial.write_text(text, encoding='utf-8')
+    """Replaces a text file, in a folder that is made where it is missing; SystemExit with one line when that fails."""
+    make_folder(path)
+    files.write_text(path, text)
+
+
+def make_folder(path):
+    """Makes the folder of the file `path`; SystemExit with one line when that fails."""
+    with refusing(path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
 def print_table(rows, columns=None):

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import configurator
+import train
 from runtime.checkpoint import FAILED
 from scripts.runs import (
     INCIDENTAL,
@@ -112,11 +112,11 @@ def anchored_spec(spec):
 
 
 def resolve(argv):
-    """`configurator.resolve` in the repository, which is where train.py is started."""
+    """`train.resolve` in the repository, which is where train.py is started."""
     here = Path.cwd()
     os.chdir(ROOT)
     try:
-        return configurator.resolve(argv)
+        return train.resolve(argv)
     finally:
         os.chdir(here)
 

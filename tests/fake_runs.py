@@ -1,9 +1,10 @@
 """Runs for the tests of scripts that read them: a metrics.jsonl and a config.json, without training."""
 
+import csv
 import json
 from pathlib import Path
 
-import configurator
+import train
 
 # A run's arguments, and the number of parameters of the GPT that they describe (256 ids): embeddings of tokens and
 # positions, 12 d² and two norms per layer, the last norm.
@@ -22,7 +23,7 @@ def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes
         metrics: further keys of every training line, a value or a function of the iteration.
     """
     out_dir = Path(out_dir)
-    config = configurator.resolve([*SHAPE, *argv, f'--out_dir={out_dir}']).values
+    config = train.resolve([*SHAPE, *argv, f'--out_dir={out_dir}']).values
     T = config['max_iters']
     end = T if end is None else end
     lines = []
@@ -37,3 +38,16 @@ def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes
     about = dict(config=config, parameters=PARAMETERS, data=data, **({'changes': changes} if changes else {}))
     (out_dir / 'config.json').write_text(json.dumps(about))
     return out_dir
+
+
+def make(directory, optimizer, T, loss, lr=1e-3, seed=1, **options):
+    """A `fake_run` of T iterations in a directory of its own below `directory`; further options as there."""
+    argv = [f'--optimizer_name={optimizer}', f'--max_iters={T}', f'--learning_rate={lr}', f'--seed={seed}',
+            *options.pop('argv', [])]
+    return fake_run(directory / f'{optimizer}-{T}-{lr}-{seed}-{len(list(directory.glob("*")))}', loss, argv, **options)
+
+
+def rows_of(path):
+    """The rows of a CSV file, dicts."""
+    with Path(path).open() as f:
+        return list(csv.DictReader(f))

@@ -1,10 +1,8 @@
 """scripts/plot.py: the figure and its numbers, from one run and from several."""
 
-import csv
-
 import pytest
 from conftest import refusal
-from fake_runs import fake_run
+from fake_runs import fake_run, rows_of
 from matplotlib import image
 
 from scripts import plot
@@ -14,11 +12,6 @@ from scripts.paper import dynamics, final_losses
 @pytest.fixture
 def run(tmp_path):
     return fake_run(tmp_path / 'adamw', 3.0, ['--max_iters=100'])
-
-
-def rows_of(path):
-    with path.open() as f:
-        return list(csv.DictReader(f))
 
 
 def test_one_run_is_drawn_into_its_directory_with_its_numbers(run):

@@ -1,16 +1,20 @@
 """scripts/sweep.py and what trains through it: paths, names of directories, Slurm scripts, tables of received runs."""
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
-from conftest import ROOT, TINY, refusal
-from fake_runs import SHAPE, fake_run
+from conftest import ROOT, TINY, refusal, write_bins
+from fake_runs import SHAPE, fake_run, rows_of
 
-from scripts import sweep
-from scripts.paper import max_lr, tune_gamma
+from runtime import checkpoint
+from scripts import runs, sweep
+from scripts.paper import hessian_histogram, max_lr, tune_gamma
 
 
 @pytest.fixture
@@ -119,3 +123,177 @@ def test_paths_typed_in_the_repository_stay_as_they_are(monkeypatch):
     monkeypatch.chdir(ROOT)
     words = ['config/quickstart.py', '--dataset=pysource', '--seed=1', *TINY]
     assert [sweep.anchored(word) for word in words] == words
+
+
+def test_sweep_expands_a_spec_in_order_with_stable_names(tmp_path):
+    spec = dict(base=['--seed=3'], runs=[dict(learning_rate=[1e-3, '2e-3'], gamma=0.1),
+                                         dict(learning_rate='0.001', gamma=0.1), dict(config='config/quickstart.py'),
+                                         dict(base=['--bias=True'], gamma=0.2)])
+    items = sweep.expand(spec, tmp_path)
+    assert [item.out_dir.name for item in items] == [
+        'learning_rate=0.001,gamma=0.1', 'learning_rate=0.002,gamma=0.1', 'config=quickstart', 'gamma=0.2']
+    assert items[1].argv == ['--seed=3', '--learning_rate=2e-3', '--gamma=0.1']
+    assert items[2].argv == ['--seed=3', 'config/quickstart.py']
+    assert items[3].argv == ['--seed=3', '--bias=True', '--gamma=0.2']
+
+
+def test_sweep_trains_the_one_asked_for_and_tries_again_only_that(tmp_path, monkeypatch):
+    argv = ['--out_dir', str(tmp_path), '--grid', 'seed=1,2,3', '--', *SHAPE]
+    failures = [tmp_path / f'seed={seed}' / checkpoint.FAILED for seed in (1, 2, 3)]
+    for path in failures:
+        path.parent.mkdir()
+        path.write_text('iteration 3: the loss is not finite')
+    chosen = []
+    monkeypatch.setattr(sweep, 'train_all', lambda items, *args: chosen.extend(items) or [])
+    assert 'not finished: 1 of 1' in refusal(sweep.main, ['--only=1', '--retry', *argv])
+    assert [item.settings for item in chosen] == [dict(seed='2')]
+    assert [path.exists() for path in failures] == [True, False, True]
+    assert 'there are runs 0 to 2' in refusal(sweep.main, ['--only=3', *argv])
+
+
+def test_sweep_lists_no_loss_of_what_is_not_finished(tmp_path):
+    items = sweep.expand(dict(base=SHAPE, runs=[dict(seed=[1, 2, 3, 4], max_iters=100)]), tmp_path)
+    for item, loss, end in zip(items, (2.0, 3.2, 3.1), (50, 100, 100)):
+        fake_run(item.out_dir, loss, ['--max_iters=100'], end=end)
+    assert [(row['seed'], row['val/loss'], row['state']) for row in sweep.table(items)] == [
+        (3, pytest.approx(3.1), 'finished'), (2, pytest.approx(3.2), 'finished'),
+        (1, None, 'iteration 50 of 100'), (4, None, 'not begun')]
+
+
+@pytest.mark.parametrize('path', sorted((ROOT / 'config').rglob('*.json')), ids=lambda path: path.stem)
+def test_shipped_specs_resolve(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    items = sweep.expand(runs.read_json(path), tmp_path)
+    assert len(items) > 3
+    for item in items[::5]:
+        item.check()
+
+
+@pytest.fixture(scope='module')
+def swept(tmp_path_factory, corpus):
+    """A sweep of two runs, really trained: (directory, arguments of sweep.py)."""
+    out_dir = tmp_path_factory.mktemp('sweep')
+    argv = ['--out_dir', str(out_dir), '--jobs', '2', '--grid', 'optimizer_name=sophiag,adamw', '--', *TINY,
+            f'--dataset={corpus}', '--learning_rate=0.01']
+    sweep.main(argv)
+    return out_dir, argv
+
+
+def test_sweep_trains_what_is_missing_and_sorts_by_loss(swept, capsys):
+    out_dir, argv = swept
+    files = sorted(out_dir.rglob('metrics.jsonl'))
+    before = [path.stat().st_mtime_ns for path in files]
+    assert len(files) == 2
+    sweep.main(['--out_dir', str(out_dir)])  # the spec is remembered
+    assert [path.stat().st_mtime_ns for path in files] == before
+    rows = rows_of(out_dir / 'results.csv')
+    losses = [float(row['val/loss']) for row in rows]
+    assert losses == sorted(losses) and losses == sorted(run.last('val/loss') for run in runs.find_runs([out_dir]))
+    assert {row['state'] for row in rows} == {'finished'}
+
+
+def test_sweep_does_not_take_a_run_with_other_settings_for_its_own(swept):
+    out_dir, argv = swept
+    with pytest.raises(SystemExit, match=r'holds a run with learning_rate = 0\.01, asked for is 0\.02'):
+        sweep.main([*argv, '--learning_rate=0.02'])
+    with pytest.raises(SystemExit, match='holds a run with seed = 1337, asked for is 2'):
+        sweep.main([*argv, '--seed=2'])
+    with pytest.raises(SystemExit, match='unknown setting'):
+        sweep.main([*argv, '--learning_rat=0.02'])
+
+
+@pytest.mark.parametrize('launcher', [sys.executable, f'{sys.executable} -m torch.distributed.run --standalone'])
+def test_sweep_remembers_a_run_that_diverged(tmp_path, corpus, capsys, launcher):
+    """Under torchrun, too, whose exit code does not tell."""
+    argv = ['--out_dir', str(tmp_path), '--launcher', launcher, '--grid', 'learning_rate=1e30', '--', *TINY,
+            f'--dataset={corpus}']
+    with pytest.raises(SystemExit, match='not finished: 1 of 1'):
+        sweep.main(argv)
+    (log,) = tmp_path.rglob('log.txt')
+    before = log.read_text()
+    with pytest.raises(SystemExit, match='not finished: 1 of 1'):
+        sweep.main(argv)
+    assert log.read_text() == before
+    assert rows_of(tmp_path / 'results.csv')[0]['state'].startswith('diverged: iteration ')
+
+
+@pytest.mark.parametrize('spec, words', [
+    ({'runs': [3]}, 'needs "runs"'),
+    ({'base': '--seed=1', 'runs': [{'seed': 1}]}, '"base" of a sweep has to be a list')])
+def test_sweep_refuses_specs(tmp_path, spec, words):
+    (tmp_path / 'spec.json').write_text(json.dumps(spec))
+    assert words in refusal(sweep.main, ['--out_dir', str(tmp_path / 'out'), '--spec', str(tmp_path / 'spec.json')])
+
+
+def test_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
+    argv = [sys.executable, 'scripts/sweep.py', '--out_dir', str(tmp_path), '--grid', 'seed=1', '--', *TINY,
+            f'--dataset={corpus}', '--max_iters=400', '--eval_interval=10000', '--eval_iters=1']
+    env = dict(os.environ, OMP_NUM_THREADS='1')
+    process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = tmp_path / 'seed=1' / 'metrics.jsonl'
+    while not (metrics.is_file() and metrics.read_text().count('\n') > 20):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode and 'the same command goes on where it stopped' in said, said
+    assert runs.read_run(tmp_path / 'seed=1').unfinished
+    subprocess.run(argv, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+    assert not runs.read_run(tmp_path / 'seed=1').unfinished
+    assert 'resuming from' in (tmp_path / 'seed=1' / 'log.txt').read_text()
+
+
+def test_sweep_takes_the_gpus_it_may_see_in_turns(monkeypatch):
+    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+    assert [sweep.gpu_of(slot, 2) for slot in range(3)] == ['0', '1', '0']
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,GPU-5a')
+    assert [sweep.gpu_of(slot, 2) for slot in range(3)] == ['4', 'GPU-5a', '4']
+
+
+def test_sweep_writes_a_slurm_array(tmp_path, capsys):
+    sweep.main(['--out_dir', str(tmp_path), '--slurm=--gres=gpu:1', '--grid', 'seed=1,2,3', '--', *SHAPE])
+    text = (tmp_path / 'sweep.sbatch').read_text()
+    assert text.startswith('#!/bin/bash\n') and '#SBATCH --array=0-2\n' in text and '#SBATCH --gres=gpu:1\n' in text
+    assert f'--out_dir {tmp_path} --only $SLURM_ARRAY_TASK_ID' in text
+    job = text.replace(text[text.index('srun'):], 'echo $SRUN_CPUS_PER_TASK')
+    for cpus in ('8', ''):
+        done = subprocess.run(['bash', '-eu', '-c', job], env=dict(os.environ, SLURM_CPUS_PER_TASK=cpus),
+                              capture_output=True, text=True)
+        assert done.stdout.strip() == cpus, done.stderr
+    assert not list(tmp_path.glob('seed*')), 'nothing should have been trained'
+
+
+def test_max_lr_finds_the_largest_stable_rate(tmp_path, capsys):
+    # Runs as they would lie there: up to 2e-3 stable with scaling, up to 1e-3 without, where 2e-3 ends on a plateau.
+    for scaled, losses in [(True, {1e-3: 3.5, 2e-3: 3.3, 4e-3: 6.5}), (False, {1e-3: 3.5, 2e-3: 4.9})]:
+        entry = dict(optimizer_name='adamw', scale_attn_by_inverse_layer_idx=scaled, learning_rate=list(losses))
+        base = ['--max_iters=100', *SHAPE]
+        for item, loss in zip(sweep.expand(dict(base=base, runs=[entry]), tmp_path), losses.values()):
+            fake_run(item.out_dir, loss, [f'--{key}={value}' for key, value in item.settings.items()]
+                     + ['--max_iters=100'])
+    max_lr.main(['--out_dir', str(tmp_path), '--optimizers', 'adamw', '--rates', '1e-3', '2e-3', '4e-3', '--', *base])
+    largest = json.loads((tmp_path / 'max_lr.json').read_text())['largest']
+    assert [(row['attention_scaling'], row['largest_stable']) for row in largest] == [(True, 2e-3), (False, 1e-3)]
+
+
+@pytest.mark.parametrize('estimator', ['gnb', 'hutchinson'])
+def test_hessian_histogram_of_a_checkpoint(swept, tmp_path, estimator):
+    out_dir, _ = swept
+    hessian_histogram.main([str(out_dir / 'optimizer_name=sophiag'), '--estimator', estimator, '--samples', '2',
+                            '--batch_size', '4', '--device', 'cpu', '--output', str(tmp_path / 'histogram.png')])
+    summary = json.loads((tmp_path / 'histogram.json').read_text())
+    assert summary['iteration'] == 10 and summary['estimator'] == estimator
+    assert summary['1% quantile'] < summary['50% quantile'] < summary['99% quantile']
+    counted = sum(int(row['parameters']) for row in rows_of(tmp_path / 'histogram.csv'))
+    assert 0.98 * summary['positive'] * summary['parameters'] < counted <= summary['parameters']
+    # Gauss-Newton is positive semidefinite; the Hessian's own diagonal is not.
+    assert (summary['negative'] == 0) is (estimator == 'gnb')
+
+
+def test_hessian_histogram_refuses_tokens_of_another_tokenizer(swept, tmp_path):
+    for ids in (255, 257):
+        data = write_bins(tmp_path / f'{ids}', range(250), range(250), vocab_size=ids)
+        message = refusal(hessian_histogram.main, [
+            str(swept[0] / 'optimizer_name=sophiag'), f'--dataset={data}', '--samples=1', '--device=cpu',
+            f'--output={tmp_path / "x.png"}'])
+        assert f'a tokenizer of {ids} ids' in message and 'has 256' in message

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from optimizers import SETTINGS, peak_learning_rate
+from optimizers import peak_learning_rate, row
 from scripts.runs import add_launcher
 from scripts.sweep import anchored, expand, interrupt, resolve, train_all
 
@@ -81,7 +81,7 @@ def main(argv=None):
         args.base.append('--model_size=30M')
         config = resolve(args.base)
     name, gamma, size = (config.values[key] for key in ('optimizer_name', 'gamma', 'model_size'))
-    if not SETTINGS[name].get('gamma'):
+    if 'gamma' not in row(name).settings:
         raise SystemExit(f'{name} has no γ; choose an optimizer that has, such as --optimizer_name=sophiag')
     adamw, lion = (given or peak_learning_rate(other, size)[0]
                    for other, given in (('adamw', args.adamw_lr), ('lion', args.lion_lr)))
