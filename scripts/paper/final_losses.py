@@ -49,7 +49,7 @@ def line_of(run, by):
 
 
 def best_points(runs, by, x):
-    """Rows line, x, loss, standard deviation, learning rate, …: the best group of seeds at each x of each line, sorted."""
+    """Rows line, x, loss, sd, learning rate, …: the best group of seeds at each x of each line, sorted."""
     best = {}
     for group in by_seed(runs):
         point, (loss, sd) = (line_of(group[0], by), x_value(group[0], x)), mean_loss(group)
