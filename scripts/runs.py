@@ -328,9 +328,10 @@ def labels_of(groups):
 
 
 def averaged(group, key, x='steps'):
-    """(xs, means, lows, highs) of the values of `key` over runs that differ in their seed, as far as all of them go."""
-    columns = [list(zip(*run.series(key, x))) for run in group]
-    rows = list(zip(*columns))
+    """(xs, means, lows, highs) of the values of `key` over runs that differ in their seed, at the iterations at which
+    all of them have one."""
+    points = [dict(zip(run.series(key)[0], zip(*run.series(key, x)))) for run in group]
+    rows = [[run[i] for run in points] for i in points[0] if all(i in run for run in points)]
     return ([statistics.mean(x for x, _ in row) for row in rows], [statistics.mean(y for _, y in row) for row in rows],
             [min(y for _, y in row) for row in rows], [max(y for _, y in row) for row in rows])
 
