@@ -150,7 +150,7 @@ def test_what_suits_a_device(monkeypatch):
 
 @pytest.mark.parametrize('environment, index', [({}, 0), (dict(LOCAL_RANK='0'), 0), (dict(LOCAL_RANK='3'), 3)])
 def test_a_cuda_device_has_an_index(monkeypatch, environment, index):
-    """Without one `torch.cuda.set_device` refuses it, and so does NCCL's process group."""
+    """Without one `torch.cuda.set_device` rejects it, and so does NCCL's process group."""
     chosen = []
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
