@@ -93,8 +93,8 @@ class Run:
 
 def kill(directory, tries, settings):
     """kill -9 at random moments of saving."""
-    def while_saving(out):
-        while not any(out.glob('ckpt_*.partial')):
+    def while_saving(run, out):
+        while run.process.poll() is None and not any(out.glob('ckpt_*.partial')):
             pass
         time.sleep(random.uniform(0, 0.03))
     return interrupt(directory / 'kill', tries, settings, signal.SIGKILL, -signal.SIGKILL, while_saving)
@@ -103,11 +103,11 @@ def kill(directory, tries, settings):
 def terminate(directory, tries, settings):
     """SIGTERM at random moments of training, evaluation and saving."""
     return interrupt(directory / 'term', tries, settings, signal.SIGTERM, STOPPED,
-                     lambda out: time.sleep(random.uniform(0, 0.5)))
+                     lambda *_: time.sleep(random.uniform(0, 0.5)))
 
 
 def interrupt(out, tries, settings, number, code, moment):
-    """Ends a run `tries` times by the signal `number` once moment(out) returns, and resumes it. It must exit with
+    """Ends a run `tries` times by the signal `number` once moment(run, out) returns, and resumes it. It must exit with
     `code`, and end in the state of an undisturbed run. Returns (survived, lost iterations) for each."""
     results, before, partial = [], None, 0
     for _ in range(tries + 1):
@@ -115,7 +115,7 @@ def interrupt(out, tries, settings, number, code, moment):
         run.wait_until(lambda run=run: len(run.saved) > 1)
         if before:
             results.append((run.resumed[0] >= before.saved[-1], before.done - run.resumed[0]))
-        moment(out)
+        moment(run, out)
         # The last one stops by SIGTERM, which saves the state that is compared.
         ended = run.end(signal.SIGTERM if len(results) == tries else number)
         assert ended == (STOPPED if len(results) == tries else code), ended
@@ -225,7 +225,7 @@ def memory(directory, tries, settings):
     return results
 
 
-# Name: (function, tries). A function takes (directory, tries, settings) and returns (survived, lost iterations) per try.
+# Name: (function, tries). A function takes (directory, tries, settings); returns (survived, lost iterations) per try.
 FAULTS = dict(kill=(kill, 50), terminate=(terminate, 10), truncate=(truncate, 10), flip=(flip, 10), full=(full, 10),
               rank=(rank, 5), memory=(memory, 1))
 
