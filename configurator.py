@@ -1,21 +1,16 @@
-"""Config files and --key=value flags onto train.py's globals: typed, checked, the source of each value recorded.
+"""Settings from train.py's defaults, config files and --key=value flags: typed, checked, the source of each recorded.
 
-train.py declares its settings as plain globals and calls `configure(globals(), sys.argv[1:])`. Config files are Python
-files of `key = value` lines; files apply in the order given, flags after all files. A setting declared as
-`derived(type)` has no fixed default: train.py fills it in from the tables (model sizes, Table 3) unless a file or flag
-set it.
+train.py declares its settings as plain module-level names. Config files are Python files of `key = value` lines; files
+apply in the order given, flags after all files. A setting declared as `derived(type)` has no fixed default: `derive`
+fills it in from tables (model sizes, optimizers) unless a file or flag has set it.
 """
 
 import difflib
 import math
 import re
-import runpy
-import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import FunctionType, ModuleType
-
-TRAIN = Path(__file__).with_name('train.py')
+from types import ModuleType
 
 
 class derived:  # noqa: N801 - reads as a declaration: learning_rate = derived(float)
@@ -28,17 +23,8 @@ class derived:  # noqa: N801 - reads as a declaration: learning_rate = derived(f
         return f'derived ({self.type.__name__})'
 
 
-# Names that the official repository's configs have for settings.
-RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_size')
-
-
-class Resolved(SystemExit):
-    """Raised by `Config.finish` under --show_config: ends train.py with exit code 0, and carries the configuration."""
-
-    def __init__(self, config):
-        super().__init__(0)
-        self.config = config
-
+# Names that other programs have for settings: the official repository's configs, Hugging Face's trainer.
+RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_size', lr='learning_rate')
 
 # Rule → (its test, the settings it is for), as far as one setting alone can tell.
 RANGES = {
@@ -46,40 +32,47 @@ RANGES = {
     'nccl or gloo': (('nccl', 'gloo').__contains__, 'backend'),
     'ddp, fsdp or hsdp': (('ddp', 'fsdp', 'hsdp').__contains__, 'parallel'),
     'at least 2, in case the newest one gets damaged': (lambda v: v >= 2, 'keep_checkpoints'),
-    'at least 1': (lambda v: v >= 1, 'eval_interval log_interval max_iters block_size n_layer n_embd'),
+    'at least 1': (lambda v: v >= 1, 'eval_interval log_interval max_iters block_size batch_size total_batch_size '
+                                     'n_layer n_head n_embd'),
     'at least 0': (lambda v: 0 <= v < math.inf, 'learning_rate min_lr weight_decay eps gamma grad_clip warmup_iters '
-                                                'eval_iters max_hours skip_nonfinite'),
+                                                'eval_iters max_hours skip_nonfinite gradient_accumulation_steps'),
     'at least 0 and below 1': (lambda v: 0 <= v < 1, 'dropout beta1 beta2'),
-    'False without wandb; pip install wandb': (lambda v: not v or find_spec('wandb'), 'wandb_log'),
+    'within 64 bits': (lambda v: -2 ** 63 <= v < 2 ** 64, 'seed'),
+    'False, or pip install wandb': (lambda v: not v or find_spec('wandb'), 'wandb_log'),
 }
 
 
 class Config:
-    """The settings in `scope` (train.py's globals), and for each the source of its value.
+    """Settings as attributes, and for each the source of its value.
 
-    `config.values` is a dict in declaration order, `config.sources` maps key → 'default', a file's name, 'flag', ….
+    `values` is a dict in declaration order; `sources` maps key → 'default', a file's name, 'flag', a table's name;
+    `given` holds the keys that a config file or a flag has set.
     """
 
-    def __init__(self, scope):
-        self.scope = scope
+    def __init__(self, defaults):
         plain = (bool, int, float, str, derived)
+        self.values = {key: value for key, value in defaults.items()
+                       if isinstance(value, plain) and key.islower() and not key.startswith('_')}
         self.types = {key: value.type if isinstance(value, derived) else type(value)
-                      for key, value in scope.items()
-                      if isinstance(value, plain) and key.islower() and not key.startswith('_')}
-        self.sources = dict.fromkeys(self.types, 'default')
-        self.given = set()  # the keys that a config file or a flag has set
+                      for key, value in self.values.items()}
+        self.sources = dict.fromkeys(self.values, 'default')
+        self.given = set()
 
-    @property
-    def values(self):
-        return {key: self.scope[key] for key in self.types}
+    def __getattr__(self, key):
+        try:
+            return self.__dict__['values'][key]
+        except KeyError:
+            raise AttributeError(f'no setting {key!r}') from None
 
     def set(self, key, value, source):
         """Sets `key`; SystemExit with one line when the key is unknown or the value is of the wrong type."""
+        name = f'--{key}' if source == 'flag' else f'{source}: {key}'
         if key not in self.types:
             near = [RENAMED[key]] if key in RENAMED else difflib.get_close_matches(key, self.types, n=1)
-            hint = f'did you mean {near[0]}?' if near else 'see python train.py --help'
-            raise SystemExit(f'{source}: unknown setting {key!r}; {hint}')
-        self.scope[key] = _convert(key, value, self.types[key], source)
+            dashes = '--' if source == 'flag' else ''
+            hint = f'did you mean {dashes}{near[0]}?' if near else 'see python train.py --help'
+            raise SystemExit(f'{name}: unknown setting; {hint}')
+        self.values[key] = _convert(name, value, self.types[key])
         self.sources[key] = source
 
     def fill(self, settings, source):
@@ -91,73 +84,84 @@ class Config:
     def require(self, key, ok, rule):
         """SystemExit with one line, unless `ok`: the value of `key` must be `rule`."""
         if not ok:
-            raise SystemExit(f'{self.sources[key]}: {key} = {self.scope[key]!r} must be {rule}')
+            name = f'--{key}={self.values[key]}' if self.sources[key] == 'flag' else (
+                f'{self.sources[key]}: {key} = {self.values[key]!r}')
+            raise SystemExit(f'{name}: must be {rule}')
 
-    def check_ranges(self):
-        """SystemExit with one line if a setting is outside of its range in RANGES."""
-        for rule, (inside, keys) in RANGES.items():
-            for key in keys.split():
-                self.require(key, inside(self.scope[key]), rule)
-
-    def lines(self):
-        """One line per setting that is not a plain default: `key = value   source`."""
+    def lines(self, everything=False):
+        """One aligned line per setting, `key = value   source`; of plain defaults only if `everything` is asked for."""
         rows = [(f'{key} = {value!r}', self.sources[key]) for key, value in self.values.items()
-                if self.sources[key] != 'default']
+                if everything or self.sources[key] != 'default']
         width = max((len(left) for left, _ in rows), default=0)
         return [f'{left:<{width}}   {source}' for left, source in rows]
 
-    def finish(self):
-        """Checks that every setting has a value; under --show_config prints all of them and stops."""
-        missing = [key for key, value in self.values.items() if isinstance(value, derived)]
-        if missing:
-            raise SystemExit(f'no value for {", ".join(missing)}: set it with --{missing[0]}=…')
-        if self.scope.get('show_config'):
-            if self.scope.get('__name__') == '__main__':
-                for key, value in self.values.items():
-                    print(f'{key} = {value!r}   {self.sources[key]}')
-            raise Resolved(self)
 
+def configure(defaults, argv):
+    """The `Config` of `defaults` (train.py's module-level names) with the config files and flags of `argv` applied.
 
-def configure(scope, argv):
-    """Applies config files and flags from `argv` to the settings among `scope`, train.py's globals.
-
-    Returns the `Config`. Raises SystemExit with one line that names the file or key when something does not fit.
+    SystemExit with one line that names the file or flag when something does not fit.
     """
-    config = Config(scope)
-    if '--help' in argv or '-h' in argv:
-        print(help_text(scope.get('__doc__') or '', config))
-        raise SystemExit(0)
-    files = [a for a in argv if not a.startswith('--')]
-    flags = [a for a in argv if a.startswith('--')]
+    config = Config(defaults)
+    flags, files = [], []
+    for i, arg in enumerate(argv):
+        if not arg.startswith('--'):
+            files.append(arg)
+        elif '=' not in arg:
+            value = argv[i + 1] if len(argv) > i + 1 and not argv[i + 1].startswith('--') else 'VALUE'
+            raise SystemExit(f'{arg}: write {arg}={value}')
+        else:
+            flags.append(arg)
     for name in files:
         _apply_file(config, name)
     for flag in flags:
-        key, equals, text = flag[2:].partition('=')
-        if not equals:
-            raise SystemExit(f'{flag}: flags are written --key=value')
+        key, _, text = flag[2:].partition('=')
         config.set(key, text, 'flag')
         config.given.add(key)
     return config
 
 
-def resolve(argv):
-    """The `Config` that `python train.py ARGV…` would train with, without training: for scripts and tests."""
-    before = sys.argv
-    sys.argv = [str(TRAIN), *argv, '--show_config=True']
-    try:
-        runpy.run_path(str(TRAIN), run_name='config')
-    except Resolved as resolved:
-        return resolved.config
-    finally:
-        sys.argv = before
-    raise AssertionError('train.py did not call Config.finish')
+def derive(config, tables):
+    """Fills in what neither a config file nor a flag has set, and checks each setting.
+
+    Args:
+        tables: functions of the config that return (settings as a dict, their source), applied in this order; each sees
+            what those before it have filled in.
+
+    SystemExit with one line when a setting has no value, or one that it cannot have.
+    """
+    for table in tables:
+        config.fill(*table(config))
+    for rule, (inside, keys) in RANGES.items():
+        for key in keys.split():
+            if key in config.values and not isinstance(config.values[key], derived):
+                config.require(key, inside(config.values[key]), rule)
+    missing = [key for key, value in config.values.items() if isinstance(value, derived)]
+    if missing:
+        raise SystemExit(f'no value for {", ".join(missing)}: set it with --{missing[0]}=…')
 
 
-def help_text(intro, config):
-    """The settings with their defaults, each with the comment that stands beside it in train.py."""
-    comments = dict(re.findall(r'^(\w+) = [^#\n]*# (.*)$', TRAIN.read_text(encoding='utf-8'), flags=re.M))
-    rows = [f'{f"  --{key}={config.scope[key]!r}":<45} {comments.get(key, "")}' for key in config.types]
-    return '\n'.join([intro.strip(), '', 'settings (config/FILE.py sets them as key = value):', *rows])
+def help_text(intro, defaults, source):
+    """The settings with their defaults, in sections, each with the comment beside it in `source`, train.py's text."""
+    config, rows = Config(defaults), []
+    for line in source.splitlines():
+        if match := re.match(r'(\w+) = [^#]*# (.*)$', line):
+            if match[1] in config.types:
+                rows.append(f'{f"  --{match[1]}={config.values[match[1]]!r}":<45} {match[2]}')
+        elif rows and line.startswith('# ') and len(rows) < len(config.types):
+            rows.append(f'\n{line[2:]}')
+    return '\n'.join([intro.strip(), '', 'Settings (a config file sets them as key = value):', '', *rows])
+
+
+class _Assignments(dict):
+    """The local names of a config file, which are its global ones as well: functions and comprehensions see them."""
+
+    def __init__(self, scope):
+        super().__init__()
+        self.scope = scope
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self.scope[key] = value
 
 
 def _apply_file(config, name):
@@ -168,22 +172,22 @@ def _apply_file(config, name):
     if path.suffix != '.py':
         raise SystemExit(f'{name}: config files end in .py' + (
             '; a spec of several runs is for scripts/sweep.py --spec' if path.suffix == '.json' else ''))
-    assigned = {}
+    scope = dict(config.values)  # a file may compute from the values so far
+    assigned = _Assignments(scope)
     try:
-        # Globals hold the current values, so a file may compute from them; assignments land in their own dict.
-        exec(compile(path.read_text(encoding='utf-8'), name, 'exec'), dict(config.values), assigned)
+        exec(compile(path.read_text(encoding='utf-8'), name, 'exec'), scope, assigned)
     except SyntaxError as error:
         raise SystemExit(f'{name}:{error.lineno}: {error.msg}: {(error.text or "").strip()}') from None
     except Exception as error:
         line = error.__traceback__.tb_next.tb_lineno if error.__traceback__.tb_next else '?'
         raise SystemExit(f'{name}:{line}: {type(error).__name__}: {error}') from None
     for key, value in assigned.items():
-        if not key.startswith('_') and not isinstance(value, (ModuleType, FunctionType, type)):
+        if not key.startswith('_') and not isinstance(value, ModuleType) and not callable(value):
             config.set(key, value, name)
             config.given.add(key)
 
 
-def _convert(key, value, type_, source):
+def _convert(name, value, type_):
     """`value` (a flag's text, or a Python value of a config file) as `type_`; int → float and 1e5 for an int pass."""
     try:
         if type_ is bool:
@@ -195,7 +199,7 @@ def _convert(key, value, type_, source):
     except (KeyError, ValueError, AttributeError, TypeError, OverflowError):
         pass
     kind = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'a string'}[type_]
-    raise SystemExit(f'{source}: {key} = {value!r} is not {kind}')
+    raise SystemExit(f'{name}: {value!r} is not {kind}')
 
 
 def _integer(value):

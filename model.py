@@ -1,22 +1,18 @@
-"""GPT-2: configuration, the table of sizes, the model, its loss, parameter groups, FLOPs; sampling; pretrained weights.
+"""GPT-2: the table of sizes, the model, its loss, its FLOPs, sampling.
 
 The architecture is GPT-2's (learned positions, pre-norm blocks, GELU, tied head) in the paper's setting: no bias, no
-dropout, vocabulary padded to a multiple of 64, optional scaling of attention logits by the inverse layer index.
+dropout, optional scaling of attention logits by the inverse layer index. Module names are nanoGPT's.
 """
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn as nn
-from torch.autograd import forward_ad
-from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from loss import Linear, TiedEmbedding, cross_entropy, head_hvp, head_loss, sample_labels
+from loss import head_loss, mean_loss
+from runtime import hf
 
 # Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
 SIZES = {
@@ -32,14 +28,11 @@ SIZES = {
 
 
 def padded_vocab_size(vocab_size):
-    """`vocab_size` rounded up to a multiple of 64 (GPT-2's 50,257 → 50,304): aligned matrices are faster."""
-    return math.ceil(vocab_size / 64) * 64
+    """`vocab_size` rounded up to a multiple of 64 (GPT-2's 50,257 → 50,304), for which matmuls are faster.
 
-
-def product_dtype(x):
-    """The type that products of `x` are computed in: autocast's, or its own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    Below 1,024 ids as it is: there the padding would be a large part of the vocabulary and raise the first losses.
+    """
+    return vocab_size if vocab_size < 1024 else math.ceil(vocab_size / 64) * 64
 
 
 @dataclass
@@ -61,23 +54,19 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config, layer_idx):
         super().__init__()
-        self.layer_idx = layer_idx
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.n_head = config.n_head
         self.dropout = config.dropout
         self.scale = (config.n_embd // config.n_head) ** -0.5
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= layer_idx + 1
 
-    def forward(self, x, cache=None):
+    def forward(self, x):
         B, T, C = x.shape
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
                    for t in self.c_attn(x).split(C, dim=2))
-        mask, causal = None, True
-        if cache is not None:
-            k, v, mask, causal = cache.extend(self.layer_idx, k, v)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale,
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale,
                                            dropout_p=self.dropout if self.training else 0.0)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
@@ -88,8 +77,8 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
         self.gelu_approximate = config.gelu_approximate
 
@@ -108,43 +97,24 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, cache=None):
-        x = x + self.attn(self.ln_1(x), cache)
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
 
-class Transformer(nn.Module):
-    """All of a GPT's parameters. Called, what lies between embeddings and head: (B, T, n_embd) → (B, T, n_embd)."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.dropout = config.dropout
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.h = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
-
-    def forward(self, x):
-        x = F.dropout(x, self.dropout, self.training)
-        for block in self.h:
-            x = block(x)
-        return self.ln_f(x)
-
-
 class GPT(nn.Module):
-    """A GPT-2 language model with nanoGPT's module names."""
-
-    # Training takes the loss from `ops.head_loss`, not from logits. To change the loss in `forward`, or what it does in
-    # front of the trunk, set this to False: gradients and Hessian-vector products are those of its other lines then.
-    fused = True
+    """A GPT-2 language model. ValueError when n_embd is not a multiple of n_head."""
 
     def __init__(self, config):
         super().__init__()
         if config.n_embd % config.n_head:
             raise ValueError(f'n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}')
         self.config = config
-        self.compiled_trunk, self.compile_loss = None, False  # for losses without logits, which World.wrap may compile
-        self.transformer = Transformer(config)
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(config.vocab_size, config.n_embd),
+            wpe=nn.Embedding(config.block_size, config.n_embd),
+            h=nn.ModuleList(Block(config, i) for i in range(config.n_layer)),
+            ln_f=nn.LayerNorm(config.n_embd, bias=config.bias)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
         self.apply(self._init_weights)
@@ -160,238 +130,105 @@ class GPT(nn.Module):
             if getattr(module, 'bias', None) is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, idx, targets=None, labels_hat=None, return_logits=True):
-        """Logits and mean cross-entropy, as in nanoGPT; optionally the loss on a second set of labels.
+    def forward(self, idx, targets=None, labels_hat=None, uniforms=None, return_logits=True):
+        """Logits and mean loss, as in nanoGPT; for the Gauss-Newton-Bartlett estimator the loss on other labels, too.
 
         Args:
             idx: (B, T) token ids.
             targets: (B, T) token ids, -1 where a position does not count.
-            labels_hat: (n, T), n ≤ B, for the Gauss-Newton-Bartlett estimator, of the first n sequences: either labels
-                (int64), or uniform numbers in [0, 1) (float32) with which ŷ ~ softmax(logits) is drawn. Positions
-                whose target is -1 do not count here either. One forward then serves two backward passes.
+            labels_hat: (n, T) token ids, n ≤ B, of the first n sequences, for a second loss.
+            uniforms: (n, T) uniform numbers in [0, 1) with which these labels are drawn from softmax(logits) instead.
             return_logits: False in training: logits (B, T, vocab_size), which cost memory and time, are not kept, and
                 the loss can be differentiated once, not twice.
 
         Returns:
-            (logits, loss), each None where not asked for; with `labels_hat`, (logits, loss, loss_hat) where
-            loss_hat is the cross-entropy *summed* over the labels that count.
+            (logits, loss), the loss None without targets, the logits None where not asked for; with second labels
+            (None, loss, loss_hat), where loss_hat is their negative log-likelihood, *summed*.
         """
-        T = idx.size(1)
+        B, T = idx.shape
         if T > self.config.block_size:
             raise ValueError(f'sequence of {T} tokens is longer than block_size = {self.config.block_size}')
-        wte = self.transformer.wte.weight
-        fused = self.fused and targets is not None and not return_logits
-        if fused and wte.dtype == torch.float32:
-            x, wte = TiedEmbedding.apply(idx, wte)
-        else:
-            x = F.embedding(idx, wte)
-        x = x + self.transformer.wpe.weight[:T]
-        if fused:
-            return self.head_loss((self.compiled_trunk or self.transformer)(x), wte, targets, labels_hat)
-        logits = self.lm_head(self.transformer(x))
-        loss = None if targets is None else cross_entropy(logits, targets, 'mean')
-        if labels_hat is None:
-            return logits, loss
-        logits_hat, counted = logits[:len(labels_hat)], targets[:len(labels_hat)] >= 0
-        if labels_hat.is_floating_point():
-            labels_hat = sample_labels(logits_hat.detach(), labels_hat)
-        return logits, loss, cross_entropy(logits_hat, torch.where(counted, labels_hat, -1), 'sum')
-
-    def head_loss(self, x, weight, targets, labels_hat):
-        """What `forward` returns without logits, by ops.head_loss: x (B, T, n_embd) is the head's input."""
-        x = x.flatten(0, 1).to(product_dtype(x))
-        hat = torch.empty(0, device=x.device) if labels_hat is None else labels_hat.reshape(-1)
-        loss, loss_hat, *_ = head_loss(x, weight, targets.reshape(-1), hat, torch.is_grad_enabled(), self.compile_loss)
-        return (None, loss) if labels_hat is None else (None, loss, loss_hat)
-
-    def hessian_vector_product(self, idx, targets, u):
-        """∇²L·u with L the mean cross-entropy, by forward-over-reverse differentiation; logits are never kept.
-
-        Args:
-            idx, targets: as for `forward`.
-            u: dict of tensors, with the names and shapes of the parameters.
-
-        Returns:
-            the product, a dict of the same names.
-        """
-        values = {name: p.detach() for name, p in self.named_parameters()}
-
-        def math_attention(module, parameters, *args):
-            with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
-                return functional_call(module, parameters, args)
-
-        if not self.fused:
-            gradient = torch.func.grad(lambda values: math_attention(self, values, idx, targets)[1])
-            return torch.func.jvp(gradient, (values,), (u,))[1]
-        tokens, positions = 'transformer.wte.weight', 'transformer.wpe.weight'
-        short = {name: name.removeprefix('transformer.') for name in values if name not in (tokens, positions)}
-
-        def split(of):
-            """The embeddings, which are linear in their weights, and the other parameters by their short names."""
-            x = F.embedding(idx, of[tokens]) + of[positions][:idx.size(1)]
-            return x, {short[name]: of[name] for name in short}
-
-        def run(x, inner):
-            return math_attention(self.transformer, inner, x)
-
-        def gradient(x, inner):
-            x, pull_back = torch.func.vjp(run, x, inner)
-            x, dx = forward_ad.unpack_dual(x)
-            low = product_dtype(x)
-            g, dg, to_tokens = head_hvp(x.flatten(0, 1).to(low), values[tokens], targets.reshape(-1),
-                                        dx.flatten(0, 1).to(low), u[tokens], self.compile_loss)
-            return pull_back(forward_ad.make_dual(*(t.view_as(x).to(x.dtype) for t in (g, dg)))), to_tokens
-
-        _, (dx, inner), to_tokens = torch.func.jvp(gradient, split(values), split(u), has_aux=True)
-        to_positions = torch.zeros_like(values[positions])
-        to_positions[:idx.size(1)] = dx.sum(0)
-        return {tokens: to_tokens.index_add_(0, idx.flatten(), dx.flatten(0, 1)), positions: to_positions,
-                **{name: inner[short[name]] for name in short}}
-
-    @classmethod
-    def from_pretrained(cls, name, block_size=None, dropout=0.0):
-        """A GPT with the weights of a GPT-2 in Hugging Face's format; needs the package safetensors.
-
-        Args:
-            name: one of HUB_MODELS, or a local folder with config.json and model.safetensors.
-            block_size: fewer tokens than the model's own; default its own.
-
-        Raises SystemExit with one line when there is no such model, or it is no GPT-2 that this class can be.
-        """
-        folder = hf_folder(name)
-        hf, weights = _read_hf_config(folder / 'config.json'), _read_hf_weights(folder)
-        block_size = block_size or hf['n_positions']
-        if block_size > hf['n_positions']:
-            raise SystemExit(f'{name}: has {hf["n_positions"]} positions; set --block_size to at most that')
-        # Theirs always has biases; one exported from a model without says so, and they are zero until trained.
-        bias = hf.get('bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
-        model = cls(GPTConfig(
-            block_size=block_size, vocab_size=hf['vocab_size'], n_layer=hf['n_layer'], n_head=hf['n_head'],
-            n_embd=hf['n_embd'], dropout=dropout, bias=bias,
-            scale_attn_by_inverse_layer_idx=hf.get('scale_attn_by_inverse_layer_idx', False),
-            gelu_approximate=HF_ACTIVATIONS[hf['activation_function']]))
-        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size]
-        if not bias:
-            weights = {key: w for key, w in weights.items() if not key.endswith('.bias')}
-        weights = {key: w.t() if key.endswith(HF_TRANSPOSED) else w for key, w in weights.items()}
-        try:
-            model.load_state_dict(weights)
-        except RuntimeError as error:
-            raise SystemExit(f'{folder}: the weights are not those of its config.json: '
-                             + ' '.join(str(error).split())[:300]) from None
-        return model
-
-    def parameter_groups(self, weight_decay):
-        """Two param groups for an optimizer: weight decay on matrices (2-D and up), none on norms and biases."""
-        params = [p for p in self.parameters() if p.requires_grad]
-        return [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
-                {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+        x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(T, device=idx.device))
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.transformer.h:
+            x = block(x)
+        x = self.transformer.ln_f(x)
+        if targets is None:
+            return self.lm_head(x), None
+        if return_logits and labels_hat is None and uniforms is None:
+            logits = self.lm_head(x)
+            return logits, mean_loss(logits, targets)
+        return None, *head_loss(x, self.lm_head, targets, labels_hat, uniforms)
 
     def num_params(self, non_embedding=False):
-        """Number of parameters, the tied head counted once; `non_embedding` leaves out the position embeddings."""
+        """Number of parameters, a tied head counted once; `non_embedding` leaves out the position embeddings."""
         n = sum(p.numel() for p in self.parameters())
         return n - self.transformer.wpe.weight.numel() if non_embedding else n
 
     def flops_per_token(self, T=None):
         """FLOPs to train on one token (forward + backward) at context length T, default block_size.
 
-        Counts every matrix product: 6 per weight that multiplies (blocks and head; not the embedding look-ups) and
+        Counts every matmul: 6 per weight that multiplies (blocks and head; not the embedding look-ups) and
         12·n_layer·n_embd·T for QKᵀ and AV, the causal half counted in full: the convention of Chowdhery et al.
         (2022), which the paper's Table 2 follows.
         """
         c = self.config
-        weights = sum(p.numel() for p in self.transformer.h.parameters() if p.dim() > 1) + c.n_embd * c.vocab_size
+        weights = sum(p.numel() for module in (self.transformer.h, self.lm_head) for p in module.parameters()
+                      if p.dim() > 1)
         return 6 * weights + 12 * c.n_layer * c.n_embd * (T or c.block_size)
 
     @torch.no_grad()
-    def next_logits(self, idx, cache):
-        """Logits (B, vocab_size) of the token after `idx` (B, T), which goes on from what `cache` holds already."""
-        x = self.transformer.wte(idx) + self.transformer.wpe(cache.start(idx))
-        for block in self.transformer.h:
-            x = block(x, cache)
-        return self.lm_head(self.transformer.ln_f(x[:, -1]))
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, lengths=None, stop=None,
+                 generator=None):
+        """Continues each row of `idx` (B, T) by up to `max_new_tokens` ids.
 
-    @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, padding=None, generator=None):
-        """Continues each row of `idx` (B, T) by `max_new_tokens` ids, and yields them as they come: (B,) each.
-
-        A token sees the block_size tokens before it. Up to block_size in all, a step computes one position and takes
-        the others from a KV cache. Beyond, every step moves the window, and with it the position of each token in it:
-        what was computed no longer holds, and a step costs a forward pass over block_size tokens.
+        Each token costs a forward pass over the whole row, of which a token sees the last block_size ids.
 
         Args:
             temperature, top_k, top_p: see `sample_next`; temperature 0 is greedy decoding.
-            padding: (B,) int64, how many tokens on the left of each row are padding (any id): no token sees them.
+            lengths: (B,) ids of each row that count, where rows are padded on the right; default T. A causal model
+                needs no mask: nothing attends to what stands behind it.
+            stop: function of (ids (B, L), lengths (B,)) that says which rows have ended, (B,) bool. They are not
+                continued, and when all have ended nothing is.
             generator: of the random numbers, on the device of `idx`; default torch's own.
+
+        Returns:
+            (ids, lengths): the rows (B, L ≤ T + max_new_tokens), of which the first `lengths` ids count.
         """
-        block_size = self.config.block_size
-        padding = torch.zeros(len(idx), dtype=torch.int64, device=idx.device) if padding is None else padding
-        seen, cache = idx, None
+        B, T = idx.shape
+        block_size, rows = self.config.block_size, torch.arange(B, device=idx.device)
+        lengths = torch.full_like(rows, T) if lengths is None else lengths.clone()
+        ended = torch.zeros_like(rows, dtype=torch.bool)
         for _ in range(max_new_tokens):
-            if cache is None or cache.length == cache.capacity:
-                dropped = max(0, seen.size(1) - block_size)
-                cache = KVCache(self.config.n_layer, min(block_size, idx.size(1) + max_new_tokens),
-                                (padding - dropped).clamp(min=0))
-                logits = self.next_logits(seen[:, dropped:], cache)
-            else:
-                logits = self.next_logits(seen[:, -1:], cache)
+            if lengths.max() == idx.size(1):
+                idx = F.pad(idx, (0, 1))
+            first = (lengths - block_size).clamp(min=0)  # where each row's context begins
+            width = min(int(lengths.max()), block_size)
+            context = idx.gather(1, first[:, None] + torch.arange(width, device=idx.device))
+            logits = self(context)[0][rows, lengths - first - 1]
             new = sample_next(logits, temperature, top_k, top_p, generator)
-            seen = torch.cat((seen, new[:, None]), dim=1)
-            yield new
+            idx[rows, lengths] = torch.where(ended, idx[rows, lengths], new)
+            lengths = lengths + ~ended
+            if stop is not None:
+                ended = ended | stop(idx, lengths)
+                if ended.all():
+                    break
+        return idx[:, :int(lengths.max())], lengths
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, padding=None, generator=None):
-        """All of `stream`: `idx` (B, T) and its continuation, (B, T + max_new_tokens)."""
-        new = self.stream(idx, max_new_tokens, temperature, top_k, top_p, padding, generator)
-        return torch.cat((idx, *(ids[:, None] for ids in new)), dim=1)
+    @classmethod
+    def from_pretrained(cls, name, block_size=None, dropout=0.0):
+        """A GPT with the weights of a GPT-2 in Hugging Face's format; needs the package safetensors.
 
-    def crop_vocab_size(self, vocab_size):
-        """Leaves out the ids from `vocab_size` on, which pad the vocabulary and mean nothing."""
-        if vocab_size > self.config.vocab_size:
-            raise ValueError(f'{vocab_size} ids are more than the model has ({self.config.vocab_size})')
-        self.config.vocab_size = self.transformer.wte.num_embeddings = self.lm_head.out_features = vocab_size
-        self.transformer.wte.weight = nn.Parameter(self.transformer.wte.weight.detach()[:vocab_size].clone())
-        self.lm_head.weight = self.transformer.wte.weight
+        Args:
+            name: one of runtime.hf.HUB_MODELS, or a local folder with config.json and model.safetensors.
+            block_size: fewer tokens than the model's own; default its own.
 
-
-class KVCache:
-    """Keys and values that each block has computed for the tokens a batch has read so far.
-
-    Args:
-        n_layer: blocks of the model.
-        capacity: tokens it has room for.
-        padding: (B,), how many of each row's first tokens are padding.
-    """
-
-    def __init__(self, n_layer, capacity, padding):
-        self.keys, self.values = [None] * n_layer, [None] * n_layer
-        self.capacity, self.padding, self.length = capacity, padding, 0
-        self.padded = bool(padding.any())
-        self.mask, self.causal = None, True
-
-    def start(self, idx):
-        """Makes room for the tokens `idx` (B, T), and returns their positions, (T,) or, where rows differ, (B, T)."""
-        first, self.length = self.length, self.length + idx.size(1)
-        at = torch.arange(first, self.length, device=idx.device)
-        # PyTorch's causal masks start both sequences at 0: right for the first tokens, and one token alone needs none.
-        self.causal = first == 0
-        if not self.padded:
-            return at
-        of = torch.arange(self.length, device=idx.device)
-        # Padding attends to itself, so that no row of the softmax is empty.
-        mask = (of >= self.padding[:, None, None]) & (of <= at[:, None]) | (of == at[:, None])
-        self.mask, self.causal = mask[:, None], False
-        return (at - self.padding[:, None]).clamp(min=0)
-
-    def extend(self, layer_idx, k, v):
-        """Adds keys and values, (B, n_head, T, head size) each. Returns all of them, the mask, and is_causal."""
-        if self.keys[layer_idx] is None:
-            B, n_head, _, head_size = k.shape
-            self.keys[layer_idx] = k.new_empty(B, n_head, self.capacity, head_size)
-            self.values[layer_idx] = torch.empty_like(self.keys[layer_idx])
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        keys[:, :, self.length - k.size(2):self.length] = k
-        values[:, :, self.length - k.size(2):self.length] = v
-        return keys[:, :, :self.length], values[:, :, :self.length], self.mask, self.causal
+        Raises SystemExit with one line when there is no such model, or it is no GPT-2 that this class can be.
+        """
+        model_args, weights = hf.read(name, block_size)
+        model = cls(GPTConfig(**model_args, dropout=dropout))
+        model.load_state_dict(weights)
+        return model
 
 
 def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -413,76 +250,3 @@ def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None)
         ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
         probabilities = torch.zeros_like(probabilities).scatter(-1, ids, ordered)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Hugging Face's format, for GPT.from_pretrained
-
-# What it gets from the Hub by name.
-HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
-# Weights that Hugging Face keeps as (in, out), the other way round than nn.Linear.
-HF_TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
-# The activations of its config.json that F.gelu computes → the argument `approximate`.
-HF_ACTIVATIONS = {'gelu': 'none', 'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh'}
-
-
-def hf_folder(name):
-    """The local folder with the Hugging Face model `name`: a folder, or one of HUB_MODELS, downloaded if need be."""
-    if Path(name).is_dir():
-        return Path(name)
-    if name not in HUB_MODELS:
-        raise SystemExit(f'{name}: neither a folder nor one of {", ".join(HUB_MODELS)}; get other models of the Hub '
-                         'with `hf download NAME --local-dir FOLDER`')
-    from huggingface_hub import snapshot_download
-    try:
-        return Path(snapshot_download(f'openai-community/{name}',
-                                      allow_patterns=['config.json', 'model.safetensors', 'tokenizer.json']))
-    except Exception as error:  # whatever the network makes huggingface_hub raise
-        raise SystemExit(f'{name}: cannot be had from the Hugging Face Hub ({type(error).__name__}); where there is '
-                         f'network, run `hf download openai-community/{name} --local-dir FOLDER`, and give FOLDER '
-                         'instead of the name') from None
-
-
-def _read_hf_config(path):
-    """The dict of a Hugging Face config.json; SystemExit unless it describes a GPT-2 that `GPT` can be."""
-    try:
-        given = json.loads(path.read_text(encoding='utf-8'))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f'{path}: cannot be read ({error})') from None
-    supported = {'model_type': ('gpt2',), 'activation_function': tuple(HF_ACTIVATIONS), 'layer_norm_epsilon': (1e-5,),
-                 'scale_attn_weights': (True,), 'add_cross_attention': (False,), 'tie_word_embeddings': (True,),
-                 'n_inner': (None, 4 * given.get('n_embd', 768))}
-    # The values of a GPT2Config that config.json leaves out.
-    hf = {'activation_function': 'gelu_new', 'layer_norm_epsilon': 1e-5, 'scale_attn_weights': True,
-          'add_cross_attention': False, 'tie_word_embeddings': True, 'n_inner': None, 'n_positions': 1024,
-          'vocab_size': 50257, 'n_layer': 12, 'n_head': 12, 'n_embd': 768} | given
-    for key, values in supported.items():
-        if hf.get(key) not in values:
-            raise SystemExit(f'{path}: {key} = {hf.get(key)!r} is not supported, only {" or ".join(map(repr, values))}')
-    return hf
-
-
-def _read_hf_weights(folder):
-    """The parameters in a folder's safetensors, float32, under the names of `GPT`'s state_dict."""
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        raise SystemExit('Hugging Face weights need the package safetensors: pip install safetensors') from None
-    files = sorted(folder.glob('model*.safetensors'))
-    if not files:
-        raise SystemExit(f'{folder}: no model.safetensors in it')
-    weights = {}
-    for file in files:
-        try:
-            weights |= load_file(file)
-        except Exception as error:  # safetensors has its own exception
-            raise SystemExit(f'{file}: not a safetensors file ({error})') from None
-    # Saved from GPT2Model the names lack the prefix; older files carry each block's causal mask.
-    weights = {key if key.startswith(('transformer.', 'lm_head.')) else f'transformer.{key}': w.float()
-               for key, w in weights.items() if not key.endswith(('.attn.bias', '.attn.masked_bias'))}
-    if not {'transformer.wte.weight', 'transformer.wpe.weight'} <= weights.keys():
-        raise SystemExit(f'{folder}: the weights are not those of a GPT-2')
-    if not torch.equal(weights.setdefault('lm_head.weight', weights['transformer.wte.weight']),
-                       weights['transformer.wte.weight']):
-        raise SystemExit(f'{folder}: the output head is not tied to the embeddings; such a model is not supported')
-    return weights

@@ -1,24 +1,21 @@
-"""Sophia (Liu et al., 2023): the paper's three algorithms, with no other file needed.
+"""Sophia (Liu et al., 2023): the paper's three algorithms in one file that needs nothing but PyTorch.
 
-- `Sophia`: Algorithm 3, the optimizer.
+- `Sophia`: Algorithm 3, the optimizer; `sophia_update` is its update rule.
 - `gauss_newton_bartlett`: Algorithm 2, the estimator of Sophia-G.
 - `hutchinson`: Algorithm 1, the estimator of Sophia-H.
 
-A training step with any model, every k-th iteration in front of the update:
+A training step with any model; every k-th iteration the first line goes before the update:
 
-    optimizer.update_hessian(gauss_newton_bartlett(model(x), params))
+    optimizer.update_hessian(gauss_newton_bartlett(model(x), optimizer))
     optimizer.step()
 
-Frozen parameters (requires_grad=False) may be in the lists: their estimate is 0, and no step changes them.
-
-Parameters may be sharded (DTensors of FSDP2's `fully_shard`, over all ranks): rules act on each rank's shards, and
-Gauss-Newton-Bartlett takes its gradient through FSDP's own backward. Hutchinson's estimator cannot: FSDP's hooks gather
-a block's parameters outside of autograd, so there is no derivative of the gradient.
-
-Symbols are the paper's: m (EMA of the gradient), h (EMA of the diagonal Hessian estimate ĥ), γ, β1, β2, ε, k.
+Symbols are the paper's: m (EMA of the gradient), h (EMA of the diagonal Hessian estimate ĥ), γ, β1, β2, ε, k. Frozen
+parameters (requires_grad=False) may be in the optimizer: their estimate is 0, and no step changes them. Parameters may
+be sharded (DTensors of FSDP2's `fully_shard`); see "Shards" below.
 """
 
 import functools
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -29,44 +26,87 @@ try:
 except ImportError:  # PyTorch built without torch.distributed, for Windows on Arm or ROCm, say
 
     class DTensor:
-        """What no tensor is an instance of."""
+        """A class without instances."""
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Algorithm 3
+
+
+def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, clipping='element', squared=False):
+    """The lines of Algorithm 3 that change m and θ, in place, on lists of tensors:
+
+        m ← β1·m + (1−β1)·g;   θ ← θ − lr·λ·θ;   θ ← θ − lr·clip(m / max(γ·h, ε), 1)
+
+    The settings are those of `Sophia`. `hs` is not read with clipping = 'normalize'.
+    """
+    torch._foreach_lerp_(local(ms), grads, 1 - beta1)
+    if clipping == 'normalize':
+        # The norm of a tensor takes all of its shards; every other line is about one coordinate at a time.
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in torch._foreach_norm(ms)]
+        rms = [norm.div_(m.numel() ** 0.5).clamp_(min=eps) for norm, m in zip(norms, ms)]
+        update = torch._foreach_div(local(ms), rms)
+    else:
+        denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if squared else hs, gamma)
+        torch._foreach_clamp_min_(denominator, eps)
+        update = torch._foreach_div(ms, denominator)
+        if clipping == 'element':
+            torch._foreach_clamp_min_(update, -1.0)
+            torch._foreach_clamp_max_(update, 1.0)
+    torch._foreach_mul_(params, 1 - lr * weight_decay)
+    torch._foreach_mul_(update, -lr)
+    torch._foreach_add_(params, update)
+
+
+@functools.cache
+def compiled_update():
+    """`sophia_update` as one kernel for many tensors."""
+    return torch.compile(sophia_update)
 
 
 class GuardedOptimizer(Optimizer):
-    """What the optimizers here share: checked settings, closures, and a guard in front of the state.
+    """What the optimizers of this repository share: checked settings, closures, a guard in front of the state.
 
     A subclass defines `update`. nonfinite says what happens when a gradient holds inf or NaN, before anything enters
     the state: 'raise' FloatingPointError, 'skip' that step, or 'ignore' (the caller has checked; saves a
-    synchronisation with the device). The attribute `clip_coef`, a 0-d tensor or None, multiplies every gradient on its
-    way into the update: clipping that rewrites no gradient.
+    synchronisation with the device). With 'ignore' and the learning rate in a tensor, `step` reads nothing back from
+    the device and may be captured in a CUDA graph; warm up with one step, which makes the state.
     """
 
     def __init__(self, params, defaults, nonfinite):
         if nonfinite not in ('raise', 'skip', 'ignore'):
             raise ValueError(f'{type(self).__name__}: nonfinite = {nonfinite!r}; choose raise, skip or ignore')
         super().__init__(params, defaults)
-        self.nonfinite, self.clip_coef = nonfinite, None
+        self.nonfinite = nonfinite
 
     def add_param_group(self, param_group):
         """Adds a group of parameters; ValueError when one of its settings is out of range."""
+        name = type(self).__name__
         in_range = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
                         gamma=lambda v: v >= 0, eps=lambda v: v > 0, weight_decay=lambda v: v >= 0,
                         clipping=lambda v: v in ('element', 'none', 'normalize'))
         for key, value in {**self.defaults, **param_group}.items():
+            if key == 'lr' and isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ValueError(f'{name}: a learning rate in a tensor has one element, not {value.numel()}')
             if key in in_range and not in_range[key](value):
-                raise ValueError(f'{type(self).__name__}: {key} = {value!r} is out of range')
+                raise ValueError(f'{name}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
         # In float16 the usual ε are 0.
         unfit = (torch.complex64, torch.complex128, torch.float16)[:3 if 'eps' in self.defaults else 2]
         for p in self.param_groups[-1]['params']:
             if p.dtype in unfit:
                 self.param_groups.pop()
-                raise ValueError(f'{type(self).__name__}: parameters of type {p.dtype} are not supported; keep them in '
-                                 'float32, and compute in other types by autocast')
+                raise ValueError(f'{name}: parameters of type {p.dtype} are not supported; keep them in float32, and '
+                                 'compute in other types by autocast')
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for group in self.param_groups:  # another implementation's state_dict may lack some settings
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
 
     def __getstate__(self):
         # Optimizer's copies carry over only the attributes that it names.
-        return dict(super().__getstate__(), nonfinite=self.nonfinite, clip_coef=self.clip_coef)
+        return dict(super().__getstate__(), nonfinite=self.nonfinite)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -79,7 +119,7 @@ class GuardedOptimizer(Optimizer):
         gradients = [p.grad for _, params in groups for p in params]
         if any(g.is_sparse for g in gradients):
             raise RuntimeError(f'{type(self).__name__} does not support sparse gradients: use dense embeddings')
-        if may_enter(self.nonfinite, 'gradient', gradients):
+        if check_finite(self.nonfinite, 'gradient', gradients):
             for group, params in groups:
                 if params:
                     grads = [p.grad for p in params]
@@ -103,31 +143,32 @@ class HessianOptimizer(GuardedOptimizer):
 
     @torch.no_grad()
     def update_hessian(self, estimates, nonfinite=None):
-        """Folds ĥ into the state, h ← β2·h + (1−β2)·ĥ.
+        """Updates the EMA, h ← β2·h + (1−β2)·ĥ (Algorithm 3, line 9).
 
         Args:
             estimates: iterable of tensors, one per parameter in param-group order; None leaves that state as it is.
-            nonfinite: what to do when an estimate holds inf or NaN, in the place of the optimizer's own setting:
-                'raise', 'skip' (all of them) or 'ignore'.
+            nonfinite: what to do when an estimate holds inf or NaN, instead of the optimizer's own setting: 'raise',
+                'skip' (all of them) or 'ignore'.
         """
         estimates = list(estimates)
-        params = [p for group in self.param_groups for p in group['params']]
+        params = parameters(self)
         if len(estimates) != len(params):
             raise ValueError(f'update_hessian got {len(estimates)} estimates for {len(params)} parameters')
         for p, h_hat in zip(params, estimates):
             if h_hat is not None and h_hat.shape != p.shape:
-                raise ValueError(f'estimate of shape {tuple(h_hat.shape)} for a parameter of {tuple(p.shape)}')
+                raise ValueError(f'update_hessian got an estimate of shape {tuple(h_hat.shape)} for a parameter of '
+                                 f'{tuple(p.shape)}; pass the optimizer to the estimator, which keeps their order')
         remaining, found = iter(estimates), []
         for group in self.param_groups:
             pairs = [(p, h_hat.to(p.dtype)) for p, h_hat in zip(group['params'], remaining) if h_hat is not None]
             found.append((group, [p for p, _ in pairs],
                           [h_hat.square() if group['squared'] else h_hat for _, h_hat in pairs]))
-        if may_enter(nonfinite or self.nonfinite, 'Hessian estimate', [x for _, _, xs in found for x in xs]):
+        if check_finite(nonfinite or self.nonfinite, 'Hessian estimate', [x for _, _, xs in found for x in xs]):
             for group, params, xs in found:
                 if params:
-                    self.fold(group, params, xs)
+                    self.update_ema(group, params, xs)
 
-    def fold(self, group, params, xs):
+    def update_ema(self, group, params, xs):
         """Moves the EMAs of `params`, all of `group`, towards `xs`."""
         torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(xs), 1 - group['betas'][1])
 
@@ -136,12 +177,12 @@ class Sophia(HessianOptimizer):
     """Algorithm 3: m ← β1·m + (1−β1)·g;  θ ← θ − lr·λ·θ;  θ ← θ − lr·clip(m / max(γ·h, ε), 1).
 
     h changes only in `update_hessian`, h ← β2·h + (1−β2)·ĥ, to be called every k-th iteration before `step`. Neither m
-    nor h is bias-corrected.
+    nor h is bias-corrected. A `step` before the first estimate is sign momentum, and says so once.
 
     Args:
         params: parameters or param groups, best in float32: bfloat16 drops updates below 1/256 of a value, most of
-            weight decay's among them. float16, where ε is 0, and complex numbers are refused.
-        lr: learning rate η, a float or a 0-d tensor.
+            weight decay's among them. float16, where ε is 0, and complex numbers are rejected.
+        lr: learning rate η, a float or a tensor of one element.
         betas: (β1, β2).
         gamma: γ, scales h. The paper: 0.05 with Gauss-Newton-Bartlett, 0.01 with Hutchinson.
         eps: ε.
@@ -149,8 +190,8 @@ class Sophia(HessianOptimizer):
         maximize: step uphill instead; estimates are then to be those of the negated objective.
         clipping: 'element' is Algorithm 3. For the paper's ablations 'none' leaves out the clip, and 'normalize'
             takes m divided by its root mean square over each tensor, without h.
-        squared: for the ablation AH+clip: h is the EMA of ĥ², and √h takes its place in the update.
-        nonfinite: 'raise', 'skip' or 'ignore', see `GuardedOptimizer`.
+        squared: for the ablation AH+clip: h is the EMA of ĥ², and the update uses √h.
+        nonfinite: 'raise', 'skip' or 'ignore', and CUDA graphs: see `GuardedOptimizer`.
         compile: fuse the update to one pass over memory by torch.compile.
 
     State per parameter: `exp_avg` (m) and `hessian` (h), in the parameter's dtype and shape.
@@ -166,18 +207,20 @@ class Sophia(HessianOptimizer):
         return dict(super().__getstate__(), compile=self.compile)
 
     def update(self, group, params, grads):
-        """The lines of Algorithm 3 that change m and θ."""
+        """`sophia_update` of one param group."""
         lr, normalize = group['lr'], group['clipping'] == 'normalize'
-        ms, hs = self.buffers(params, 'exp_avg'), [] if normalize else self.buffers(params, 'hessian')
-        if self.compile and not isinstance(lr, torch.Tensor):
+        if isinstance(lr, torch.Tensor):
+            lr = lr.reshape(())
+        elif self.compile:
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
-        lists = local(params), local(grads), ms if normalize else local(ms), local(hs)
-        rule = compiled_rule() if self.compile else sophia_rule
-        for parts in [lists] if self.compile or normalize else in_parts(*lists):
-            rule(*parts, self.clip_coef, lr, group['betas'][0], group['gamma'], group['eps'], group['weight_decay'],
-                 group['clipping'], group['squared'])
+        if not normalize and not any('hessian' in self.state[p] for p in params):
+            warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=4)
+        ms, hs = self.buffers(params, 'exp_avg'), [] if normalize else self.buffers(params, 'hessian')
+        update = compiled_update() if self.compile else sophia_update
+        update(local(params), local(grads), ms if normalize else local(ms), local(hs), lr, group['betas'][0],
+               group['gamma'], group['eps'], group['weight_decay'], group['clipping'], group['squared'])
 
-    def unclipped(self):
+    def unclipped_fraction(self):
         """Fraction of coordinates with |m / max(γ·h, ε)| < 1 in the latest update, a 0-d tensor; None before the first
         step, and without h ('normalize'). The paper chooses γ so that it lies between 0.1 and 0.5."""
         inside, states = [], []
@@ -195,88 +238,60 @@ class Sophia(HessianOptimizer):
         return inside / total
 
 
-def sophia_rule(params, grads, ms, hs, clip_coef, lr, beta1, gamma, eps, weight_decay, clipping, squared):
-    """Algorithm 3's update of θ and m, in place, on lists of tensors; the settings are those of `Sophia`."""
-    grads = clipped(grads, clip_coef)
-    torch._foreach_lerp_(local(ms), grads, 1 - beta1)
-    if clipping == 'normalize':
-        # The norm of a tensor takes all of its shards; everything else is about one coordinate at a time.
-        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in torch._foreach_norm(ms)]
-        rms = [norm.div_(m.numel() ** 0.5).clamp_(min=eps) for norm, m in zip(norms, ms)]
-        step = torch._foreach_div(local(ms), rms)
-    else:
-        denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if squared else hs, gamma)
-        torch._foreach_clamp_min_(denominator, eps)
-        step = torch._foreach_div(ms, denominator)
-        if clipping == 'element':
-            torch._foreach_clamp_min_(step, -1.0)
-            torch._foreach_clamp_max_(step, 1.0)
-    torch._foreach_mul_(params, 1 - lr * weight_decay)
-    torch._foreach_mul_(step, -lr)
-    torch._foreach_add_(params, step)
+# ----------------------------------------------------------------------------------------------------------------------
+# Algorithm 2
 
 
-def clipped(grads, clip_coef):
-    """The list `grads` times `clip_coef`, unless that is None."""
-    return grads if clip_coef is None else torch._foreach_mul(grads, clip_coef)
+def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, retain_graph=False):
+    """Algorithm 2: an estimate of the Gauss-Newton diagonal from labels that the model itself draws.
 
+    Args:
+        outputs: what the model computed with a graph, (…, V) logits of B predictions; or an iterable of such, one per
+            micro-batch (a generator runs the forwards one at a time). Leave out the positions that the loss ignores.
+        optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order.
+        distribution: maps outputs to the `torch.distributions.Distribution` whose negative log-likelihood is the loss;
+            any exponential family in its natural parameter. Its `log_prob` has one entry per prediction, of which the
+            loss is the mean. Default Categorical(logits=…), i.e. cross-entropy; for the squared loss ½(f − y)²:
+            `lambda f: torch.distributions.Normal(f, 1.0)`.
+        group: process group over which the mini-batch is spread; default all ranks. Each rank must draw labels of its
+            own: seed torch differently on each.
+        retain_graph: keep the graph of `outputs` for the gradient of the true loss.
 
-@functools.cache
-def compiled_rule():
-    """`sophia_rule` as one kernel for many tensors."""
-    return torch.compile(sophia_rule)
-
-
-def in_parts(*lists, size=2 ** 16, together=2 ** 26):
-    """Yields `lists` of tensors in parts for an elementwise rule.
-
-    On CPU a part is `size` entries of one tensor each: they stay in the cache from one operation to the next, where
-    memory would be the limit. Other devices get whole tensors, as many as have `together` entries: few launches, and no
-    intermediate result of the size of the model.
+    Returns:
+        list of tensors ĥ = B·ĝ⊙ĝ for `Sophia.update_hessian`.
     """
-    if any(t.device.type != 'cpu' or not t.is_contiguous() for tensors in lists for t in tensors):
-        part, entries = [], 0
-        for tensors in zip(*lists):
-            part.append(tensors)
-            entries += tensors[0].numel()
-            if entries >= together:
-                yield [*map(list, zip(*part))]
-                part, entries = [], 0
-        if part:
-            yield [*map(list, zip(*part))]
-        return
-    for tensors in zip(*lists):
-        for pieces in zip(*(t.view(-1).split(size) for t in tensors)):
-            yield [[piece] for piece in pieces]
-
-
-def may_enter(nonfinite, what, tensors):
-    """Whether `tensors` may enter an optimizer's state: True when all their entries are finite.
-
-    Otherwise FloatingPointError under nonfinite = 'raise', False under 'skip'. 'ignore' does not look.
-    """
-    tensors = [t for t in tensors if t.numel()]
-    if nonfinite == 'ignore' or not tensors:
-        return True
-    shards = [t for t in local(tensors) if t.numel()]
-    largest = torch._foreach_norm(shards, ord=torch.inf) if shards else [torch.zeros((), device=tensors[0].device)]
-    bad = torch.stack([~m.isfinite().to(largest[0].device) for m in largest]).sum()
-    if not add_shards(bad, tensors):
-        return True
-    if nonfinite == 'raise':
-        raise FloatingPointError(f'a {what} is not finite; nothing of it entered the optimizer state')
-    return False
+    distribution = distribution or (lambda logits: torch.distributions.Categorical(logits=logits))
+    estimator = GaussNewtonBartlett(optimizer)
+    if ranks(group) > 1:
+        seed = torch.tensor([torch.initial_seed() % 2 ** 63], device=estimator.params[0].device)
+        seeds = [torch.empty_like(seed) for _ in range(ranks(group))]
+        dist.all_gather(seeds, seed, group=group)
+        if len({int(s) for s in seeds}) < len(seeds):
+            # Labels that depend on each other make the expectation of the square too large.
+            raise ValueError('gauss_newton_bartlett: ranks with the same random seed would draw the same labels; '
+                             'call torch.manual_seed(seed + rank) once the model is made')
+    if isinstance(outputs, dict) or hasattr(outputs, 'logits'):
+        raise TypeError(f'gauss_newton_bartlett needs logits, not a {type(outputs).__name__}: pass outputs.logits')
+    for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
+        if not f.requires_grad:
+            raise RuntimeError('gauss_newton_bartlett: the outputs have no graph; run the forward outside of '
+                               'torch.no_grad(), and pass what it returns undetached')
+        likelihood = distribution(f)
+        nll = -likelihood.log_prob(likelihood.sample())
+        estimator.add(nll.sum(), nll.numel(), retain_graph)
+    return estimator.estimate(group=group)
 
 
 class GaussNewtonBartlett:
     """Algorithm 2 over any number of micro-batches and ranks: ĥ = B·ĝ⊙ĝ, ĝ the gradient of the mean over B predictions.
 
     `add` the loss on sampled labels of each micro-batch, then `estimate` once. B counts the predictions of all
-    micro-batches on all ranks together: squaring per micro-batch would estimate something else.
+    micro-batches on all ranks together: squaring per micro-batch would estimate something else. `optimizer` as for
+    `gauss_newton_bartlett`.
     """
 
-    def __init__(self, params):
-        self.params = list(params)
+    def __init__(self, optimizer):
+        self.params = parameters(optimizer)
         self.gradient = [torch.zeros_like(p) for p in self.params]
         self.predictions = 0
 
@@ -296,53 +311,55 @@ class GaussNewtonBartlett:
         return [g.div_(loss_scale * B ** 0.5).square_() for g in self.gradient]
 
 
-def gauss_newton_bartlett(outputs, params, distribution=None, group=None, retain_graph=False):
-    """Algorithm 2: an estimate of the Gauss-Newton diagonal from labels that the model itself draws.
+# ----------------------------------------------------------------------------------------------------------------------
+# Algorithm 1
+
+
+def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
+    """Algorithm 1: an unbiased estimate of the Hessian's diagonal, of any sign.
 
     Args:
-        outputs: what the model computed with a graph, (…, V) logits of B predictions; or an iterable of such, one per
-            micro-batch (a generator runs the forwards one at a time). Leave out the positions that the loss ignores.
-        params: the parameters, in the optimizer's param-group order.
-        distribution: maps outputs to the `torch.distributions.Distribution` whose negative log-likelihood is the loss;
-            any exponential family in its natural parameter. Its `log_prob` has one entry per prediction, of which the
-            loss is the mean. Default Categorical(logits=…), i.e. cross-entropy; for the squared loss ½(f − y)²:
-            `lambda f: torch.distributions.Normal(f, 1.0)`.
-        group: process group over which the mini-batch is spread; default all ranks. Each rank must draw labels of its
-            own: seed torch differently on each.
-        retain_graph: keep the graph of `outputs` for the gradient of the true loss.
+        losses: the mean loss of a mini-batch, a 0-d tensor with a graph that can be differentiated twice (no
+            flash attention, no compiled module); or an iterable of such, one per micro-batch of equal size.
+        optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order.
+        generator, rademacher: see `Hutchinson`. Over several ranks the generator is required.
+        group: process group over which the mini-batch is spread; default all ranks.
 
     Returns:
-        list of tensors ĥ = B·ĝ⊙ĝ for `Sophia.update_hessian`.
+        list of tensors ĥ = u ⊙ ∇⟨∇L, u⟩ for `Sophia.update_hessian`.
     """
-    distribution = distribution or (lambda logits: torch.distributions.Categorical(logits=logits))
-    params = list(params)
-    if ranks(group) > 1:
-        seed = torch.tensor([torch.initial_seed() % 2 ** 63], device=params[0].device)
-        seeds = [torch.empty_like(seed) for _ in range(ranks(group))]
-        dist.all_gather(seeds, seed, group=group)
-        if len({int(s) for s in seeds}) < len(seeds):
-            # Labels that depend on each other make the expectation of the square too large.
-            raise ValueError('gauss_newton_bartlett: ranks with the same random seed would draw the same labels; '
-                             'call torch.manual_seed(seed + rank) once the model is made')
-    estimator = GaussNewtonBartlett(params)
-    for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
-        likelihood = distribution(f)
-        nll = -likelihood.log_prob(likelihood.sample())
-        estimator.add(nll.sum(), nll.numel(), retain_graph)
-    return estimator.estimate(group=group)
+    if generator is None and ranks(group) > 1:
+        raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
+    if isinstance(losses, dict) or hasattr(losses, 'logits'):
+        raise TypeError(f'hutchinson needs the mean loss, not a {type(losses).__name__}: pass outputs.loss')
+    estimator = Hutchinson(optimizer, generator, rademacher)
+    for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
+        if not loss.requires_grad:
+            raise RuntimeError('hutchinson: the loss has no graph; run the forward outside of torch.no_grad()')
+        try:
+            gradient = gradients(loss, estimator.params, create_graph=True)
+            used = [(g, u) for g, u in zip(gradient, estimator.u) if g is not None and g.requires_grad]
+            if not used:
+                raise RuntimeError('its gradient has no graph')
+            product = gradients([g for g, _ in used], estimator.params, grad_outputs=[u for _, u in used])
+        except RuntimeError as error:
+            raise RuntimeError('hutchinson: the loss cannot be differentiated twice; take it from an eager forward '
+                               f'(no torch.compile, attention under sdpa_kernel(SDPBackend.MATH)): {error}') from error
+        estimator.add(product, 1)
+    return estimator.estimate(group)
 
 
 class Hutchinson:
     """Algorithm 1 over any number of micro-batches and ranks: ĥ = u ⊙ ∇²L u with one u for the whole mini-batch.
 
     Args:
-        params: the parameters, in the optimizer's param-group order.
+        optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order.
         generator: of u, on the parameters' device. Ranks must draw the same u: seed it alike on all of them.
         rademacher: u ∈ {−1, 1} (AdaHessian's choice) instead of u ~ N(0, I).
     """
 
-    def __init__(self, params, generator=None, rademacher=False):
-        self.params = list(params)
+    def __init__(self, optimizer, generator=None, rademacher=False):
+        self.params = parameters(optimizer)
         self.u = [torch.randn(p.shape, dtype=p.dtype, device=p.device, generator=generator) for p in self.params]
         if rademacher:
             self.u = [torch.where(u < 0, -1.0, 1.0).to(u.dtype) for u in self.u]
@@ -364,33 +381,6 @@ class Hutchinson:
         return [hvp.div_(n).mul_(u) for hvp, u in zip(self.product, self.u)]
 
 
-def hutchinson(losses, params, generator=None, rademacher=False, group=None):
-    """Algorithm 1: an unbiased estimate of the Hessian's diagonal, of any sign.
-
-    Args:
-        losses: the mean loss of a mini-batch, a 0-d tensor with a graph that can be differentiated twice (no
-            flash attention, no compiled module); or an iterable of such, one per micro-batch of equal size.
-        params: the parameters, in the optimizer's param-group order.
-        generator, rademacher: see `Hutchinson`. Over several ranks the generator is required.
-        group: process group over which the mini-batch is spread; default all ranks.
-
-    Returns:
-        list of tensors ĥ = u ⊙ ∇⟨∇L, u⟩ for `Sophia.update_hessian`.
-    """
-    if generator is None and ranks(group) > 1:
-        raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
-    estimator = Hutchinson(params, generator, rademacher)
-    for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
-        gradient = gradients(loss, estimator.params, create_graph=True)
-        used = [(g, u) for g, u in zip(gradient, estimator.u) if g is not None and g.requires_grad]
-        if not used:
-            raise RuntimeError('hutchinson: the gradient has no graph of its own; the loss must come from an eager, '
-                               'twice differentiable forward (use hessian_vector_product under torch.compile)')
-        product = gradients([g for g, _ in used], estimator.params, grad_outputs=[u for _, u in used])
-        estimator.add(product, 1)
-    return estimator.estimate(group)
-
-
 def hessian_vector_product(loss_fn, params, u):
     """∇²L u by forward-over-reverse differentiation, which torch.compile can trace where double backward cannot.
 
@@ -405,10 +395,45 @@ def hessian_vector_product(loss_fn, params, u):
     return torch.func.jvp(torch.func.grad(loss_fn), (tuple(params),), (tuple(u),))[1]
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Guards
+
+
+def parameters(optimizer):
+    """The parameters of an optimizer in param-group order; a list of parameters is returned as it is."""
+    if isinstance(optimizer, Optimizer):
+        return [p for group in optimizer.param_groups for p in group['params']]
+    return list(optimizer)
+
+
+def check_finite(nonfinite, what, tensors):
+    """Whether `tensors` may enter an optimizer's state: True when all their entries are finite.
+
+    Otherwise FloatingPointError under nonfinite = 'raise', False under 'skip'. 'ignore' does not look.
+    """
+    tensors = [t for t in tensors if t.numel()]
+    if nonfinite == 'ignore' or not tensors:
+        return True
+    shards = [t for t in local(tensors) if t.numel()]
+    largest = torch._foreach_norm(shards, ord=torch.inf) if shards else [torch.zeros((), device=tensors[0].device)]
+    bad = torch.stack([~m.isfinite().to(largest[0].device) for m in largest]).sum()
+    if not add_shards(bad, tensors):
+        return True
+    if nonfinite == 'raise':
+        raise FloatingPointError(f'a {what} is not finite; nothing of it entered the optimizer state')
+    return False
+
+
 def gradients(outputs, params, **options):
     """torch.autograd.grad, with None for a parameter that is frozen or that `outputs` do not depend on."""
     found = iter(torch.autograd.grad(outputs, [p for p in params if p.requires_grad], allow_unused=True, **options))
     return [next(found) if p.requires_grad else None for p in params]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shards: parameters that are DTensors, and mini-batches spread over ranks. Rules act on each rank's shards.
+# Gauss-Newton-Bartlett takes its gradient through FSDP's own backward. Hutchinson's estimator cannot: FSDP's hooks
+# gather a block's parameters outside of autograd, so there is no derivative of the gradient.
 
 
 def add_gradients(totals, loss, params, retain_graph=False):

@@ -8,27 +8,29 @@
 Config files apply in the order given, then flags --key=value.
 """
 
-import collections
-import contextlib
-import json
 import math
-import statistics
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import configurator
+import loss
 import optimizers
 from configurator import derived
-from data.loader import DROPOUT, Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir, keyed_bits
-from model import GPT, HUB_MODELS, SIZES, GPTConfig, padded_vocab_size
-from runtime import checkpoint, distributed, files, runlog
-from runtime.distributed import NOT_FINITE, STOPPED, Stops, World, ranks_from_environment, under_torchrun
+from data.loader import Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir
+from hessian import Hook
+from model import GPT, SIZES, GPTConfig, padded_vocab_size
+from runtime import checkpoint, cpu_kernels, files, hf, runlog
+from runtime import device as devices
+from runtime.distributed import World, ranks_from_environment, under_torchrun
+from runtime.rng import DROPOUT, keyed_bits
+from runtime.signals import NOT_FINITE, STOPPED, SafeStream, StopSignals
+from runtime.speed import Speed
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. A value `derived(type)` comes from the tables of model.py and optimizers.py, or from other settings.
@@ -37,14 +39,14 @@ from runtime.distributed import NOT_FINITE, STOPPED, Stops, World, ranks_from_en
 out_dir = 'out'  # where checkpoints, metrics.jsonl and config.json go
 eval_interval = 2000  # iterations between evaluations
 log_interval = 10  # iterations between lines of metrics
-eval_iters = 0  # micro-batches of validation windows, over all devices; 0 = the whole validation set
+eval_iters = 0  # micro-batches of validation sequences, over all devices; 0 = the whole validation set
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # save after every evaluation, not only after the best one
 keep_checkpoints = 2  # newest checkpoints that stay (at least 2), besides the best one
 init_from = 'scratch'  # or 'resume', 'auto' (resume if there is a checkpoint), 'gpt2', …, or a Hugging Face folder
 ignore_data_change = False  # resume although the data set is not the one trained on before
 max_hours = 0.0  # save and stop after so many hours; 0 = no limit
-skip_nonfinite = 0  # iterations in a row to pass over whose loss or gradient is not finite; 0 = stop at the first
+skip_nonfinite = 0  # iterations in a row that may be skipped for a loss or gradient that is not finite; 0 = stop
 show_config = False  # print every setting with its source, and exit
 # wandb logging, optional
 wandb_log = False  # mirror the metrics to Weights & Biases
@@ -91,334 +93,387 @@ dtype = derived(str)  # 'bfloat16', 'float16' (with loss scaling) or 'float32'
 compile = derived(bool)  # torch.compile the model
 seed = 1337  # of the initial weights, the data order, sampled labels and dropout
 
-config = configurator.configure(globals(), sys.argv[1:])
+DEFAULTS = {key: value for key, value in globals().items() if not key.startswith('_')}
+
+
+def size_settings(c):
+    """Depth, heads and width: the table of sizes."""
+    if c.model_size not in SIZES:
+        raise SystemExit(f'--model_size={c.model_size}: no such size; choose from {", ".join(SIZES)}')
+    return SIZES[c.model_size], f'model size {c.model_size}'
+
+
+def from_scratch(c):
+    """Whether the weights are this run's own, and not those of a Hugging Face model."""
+    return c.init_from in ('scratch', 'resume', 'auto')
+
+
+def learning_rate_settings(c):
+    """The peak learning rate: Table 3, which is about training from scratch."""
+    if not from_scratch(c) and not (c.init_from in hf.HUB_MODELS or Path(c.init_from).is_dir()):
+        c.require('init_from', False, f'scratch, resume, auto, {", ".join(hf.HUB_MODELS)} or a Hugging Face folder')
+    lr, source = optimizers.peak_learning_rate(c.optimizer_name, c.model_size)
+    if not from_scratch(c) and not c.eval_only:
+        lr, source = None, f'Table 3 is for training from scratch, not for init_from = {c.init_from}'
+    if lr is None and 'learning_rate' not in c.given:
+        raise SystemExit(f'{source}; set --learning_rate')
+    return dict(learning_rate=lr) if lr is not None else {}, source
+
+
+# What fills in the settings that nobody has set, in this order; see configurator.derive.
+TABLES = [
+    size_settings, optimizers.optimizer_settings, learning_rate_settings, optimizers.attention_settings,
+    lambda c: (dict(lr_decay_iters=c.max_iters), 'max_iters'),
+    lambda c: (dict(min_lr=c.min_lr_ratio * c.learning_rate), 'min_lr_ratio × learning_rate'),
+    lambda c: (dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'what this machine has'),
+    lambda c: devices.device_defaults(c.device),
+]
+
+
+def resolve(argv):
+    """The settings of `python train.py ARGV…`, a configurator.Config. SystemExit with one line when one is wrong."""
+    c = configurator.configure(DEFAULTS, argv)
+    configurator.derive(c, TABLES)
+    world_size = ranks_from_environment()[2]
+    steps = accumulation_steps(c.total_batch_size, c.batch_size, world_size, c.gradient_accumulation_steps)
+    c.set('gradient_accumulation_steps', steps, c.sources['gradient_accumulation_steps'])
+    rounded = math.ceil(min(c.hessian_batch_size, c.total_batch_size) / world_size) * world_size
+    if rounded != c.hessian_batch_size:
+        c.set('hessian_batch_size', rounded, f'{c.hessian_batch_size} made to fit {world_size} device(s)')
+    c.require('dtype', c.parallel == 'ddp' or c.dtype != 'float16', f'bfloat16 or float32 for --parallel={c.parallel}')
+    c.require('n_head', c.n_embd % c.n_head == 0, f'a divisor of n_embd = {c.n_embd}')
+    optimizers.check_settings(c)
+    return c
+
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the tables say, and what follows from other settings
-
-if model_size not in SIZES:
-    raise SystemExit(f'model_size = {model_size!r}: no such size; choose from {", ".join(SIZES)}')
-config.fill(SIZES[model_size], f'model size {model_size}')
-config.fill(optimizers.settings(optimizer_name, total_batch_size), f'optimizer {optimizer_name}')
-rate, where = optimizers.peak_learning_rate(optimizer_name, model_size)
-own = init_from in ('scratch', 'resume', 'auto')  # else the weights of a Hugging Face model
-config.require('init_from', own or init_from in HUB_MODELS or Path(init_from).is_dir(),
-               f'scratch, resume, auto, {", ".join(HUB_MODELS)} or a Hugging Face folder')
-if not own and not eval_only:
-    rate, where = None, f'Table 3 is for training from scratch, not for init_from = {init_from}'
-if rate is None and 'learning_rate' not in config.given:
-    raise SystemExit(f'{where}; set --learning_rate')
-config.fill(dict(learning_rate=rate), where)
-config.fill(dict(scale_attn_by_inverse_layer_idx=optimizers.scales_attention(optimizer_name, n_layer)),
-            f'{optimizer_name}, {n_layer} layers')
-config.fill(dict(lr_decay_iters=max_iters), 'max_iters')
-config.fill(dict(min_lr=min_lr_ratio * learning_rate), 'min_lr_ratio × learning_rate')
-config.fill(dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'what this machine has')
-config.fill(*distributed.settings_for(device))
-rank, _, world_size = ranks_from_environment()
-gradient_accumulation_steps = accumulation_steps(total_batch_size, batch_size, world_size, gradient_accumulation_steps)
-hessian_rounded = math.ceil(min(hessian_batch_size, total_batch_size) / world_size) * world_size
-if hessian_rounded != hessian_batch_size:
-    config.set('hessian_batch_size', hessian_rounded, f'{hessian_batch_size} made to fit {world_size} device(s)')
-config.check_ranges()
-config.require('dtype', parallel == 'ddp' or dtype != 'float16', f'bfloat16 or float32 for parallel = {parallel}')
-config.require('n_head', n_head > 0 and n_embd % n_head == 0, f'a divisor of n_embd = {n_embd}')
-optimizers.check_settings(config)
-config.finish()
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Devices, data, model
-
-sys.stdout, sys.stderr = distributed.Unbreakable(sys.stdout), distributed.Unbreakable(sys.stderr)
-world = World(device, backend, parallel)
-say = print if world.is_master else lambda *args, **kwargs: None
-with world.together():
-    train_data, val_data = (Bin(data_dir(dataset), split) for split in ('train', 'val'))
-    for data in (train_data, val_data):
-        data.check_length(block_size)
-        data.check_ids(data.samples())
-fingerprints = dict(train=train_data.fingerprint(), val=val_data.fingerprint())
-torch.manual_seed(seed)
-torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
-low_precision = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}[dtype]
-autocast = (torch.autocast(world.device.type, low_precision) if low_precision else contextlib.nullcontext())
-
-model_args = dict(block_size=block_size, vocab_size=padded_vocab_size(train_data.vocab_size), n_layer=n_layer,
-                  n_head=n_head, n_embd=n_embd, dropout=dropout, bias=bias,
-                  scale_attn_by_inverse_layer_idx=scale_attn_by_inverse_layer_idx)
+# The training step
 
 
-def take_shape(args):
-    """`args`, the model_args of weights that are fine-tuned; the settings follow them, the data have to."""
-    if not args['vocab_size'] - 64 < train_data.vocab_size <= args['vocab_size']:
-        raise SystemExit(f'{train_data.path}: made with a tokenizer of {train_data.vocab_size} ids, but the weights of '
-                         f'{init_from} have {args["vocab_size"]}; prepare the data with their tokenizer')
-    for key in args.keys() & config.values.keys():
-        if args[key] != config.values[key]:
-            config.set(key, args[key], 'pretrained weights')
+@dataclass
+class Run:
+    """What a training step works with. `model` is what training calls: `raw_model`, perhaps compiled and wrapped."""
+    config: configurator.Config
+    world: World
+    raw_model: GPT
+    model: Any
+    optimizer: torch.optim.Optimizer
+    hessian: Hook
+    scaler: torch.amp.GradScaler
+    autocast: Any
+    params: list
+
+
+def set_up(c, world, model):
+    """The `Run` of a model: it is moved to its devices, compiled and wrapped as the settings `c` say."""
+    loss.set_compile(c.compile)
+    if world.device.type == 'cpu':
+        cpu_kernels.install(model.transformer, loss)
+    autocast = devices.autocast(world.device, c.dtype)
+    wrapped = world.wrap(model, model.transformer.h, c.compile, c.activation_checkpointing,
+                         devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
+    optimizer = optimizers.build_optimizer(
+        c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay), lr=c.learning_rate, compile=c.compile,
+        beta1=c.beta1, beta2=c.beta2, weight_decay=c.weight_decay, eps=c.eps, gamma=c.gamma)
+    params = [p for p in model.parameters() if p.requires_grad]
+    assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
+    hessian = optimizers.build_hook(
+        c.optimizer_name, model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
+        rank=world.rank, world_size=world.size, accumulation_steps=c.gradient_accumulation_steps, autocast=autocast,
+        compile=c.compile)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=c.dtype == 'float16')
+    model.train()
+    return Run(c, world, model, wrapped, optimizer, hessian, scaler, autocast, params)
+
+
+@dataclass
+class Step:
+    """What a training step has found: the mean loss of the mini-batch, the norm of its gradient before clipping,
+    whether it estimated the Hessian, why the update was skipped (or ''), whether that was an overflow of float16's loss
+    scaling, the sums over the ranks of `flags`, and this rank's losses by micro-batch."""
+    loss: float
+    grad_norm: float
+    estimated: bool
+    problem: str
+    overflow: bool
+    flags: list
+    losses: torch.Tensor
+
+
+def train_step(run, sequences, iter_num, flags=()):
+    """One iteration of Algorithm 3: the gradient of the mini-batch, clipping, the Hessian every k iterations, the
+    update.
+
+    Args:
+        sequences: (B, block_size + 1) token ids, this rank's share of the mini-batch.
+        flags: numbers to add up over the ranks along with the loss.
+
+    Nothing enters the optimizer's state or the weights unless loss, gradient and estimate are finite.
+    """
+    c, world, optimizer = run.config, run.world, run.optimizer
+    if c.dropout:
+        torch.manual_seed(int(keyed_bits(c.seed, DROPOUT, iter_num, world.size)[world.rank] >> 1))
+    estimating, loss_scale, losses = run.hessian.start(iter_num), run.scaler.get_scale(), []
+    micro_batches = sequences.split(c.batch_size)
+    for micro_step, tokens in enumerate(micro_batches):
+        X, Y = tokens[:, :-1], tokens[:, 1:]
+        with world.gradient_sync(run.model, micro_step == len(micro_batches) - 1, estimating):
+            with run.autocast:
+                mean_loss = run.hessian.loss(run.model, X, Y) / len(micro_batches)
+            run.hessian.backward(loss_scale)
+            run.scaler.scale(mean_loss).backward()
+        losses.append(mean_loss.detach())
+
+    # All ranks learn the loss and the flags by one reduction, and the device is asked once.
+    run.scaler.unscale_(optimizer)
+    grad_norm = optimizers.clip_gradients(run.params, c.grad_clip)
+    losses = torch.stack(losses)
+    shared = world.sum(torch.stack([losses.sum() / world.size, *(losses.new_full((), flag) for flag in flags)]))
+    train_loss, *flags, grad_norm = torch.cat((shared, grad_norm.view(1))).tolist()
+
+    problem = ('the loss is not finite' if not math.isfinite(train_loss) else
+               'the gradient is not finite' if not math.isfinite(grad_norm) else '')
+    overflow = run.scaler.is_enabled() and math.isfinite(train_loss) and not math.isfinite(grad_norm)
+    if not problem:
+        try:
+            run.hessian.finish(loss_scale)
+        except FloatingPointError as error:
+            problem = str(error)
+    if not problem:
+        run.scaler.step(optimizer)
+    run.scaler.update()
+    world.zero_grad(optimizer)
+    return Step(train_loss, grad_norm, estimating, problem, overflow, flags, losses)
+
+
+def learning_rate_at(c, iteration):
+    """Linear warm-up, then cosine decay to min_lr at lr_decay_iters; constant without decay_lr, as in nanoGPT."""
+    if not c.decay_lr:
+        return c.learning_rate
+    if iteration < c.warmup_iters:
+        return c.learning_rate * (iteration + 1) / (c.warmup_iters + 1)
+    progress = min(1.0, (iteration - c.warmup_iters) / max(1, c.lr_decay_iters - c.warmup_iters))
+    return c.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (c.learning_rate - c.min_lr)
+
+
+def adopt_model_args(c, args, data):
+    """`args`, the model_args of weights that are fine-tuned: the settings follow them, and the `data` must fit them."""
+    if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
+        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the weights of '
+                         f'--init_from={c.init_from} have {args["vocab_size"]}; prepare the data with their tokenizer')
+    for key in args.keys() & c.values.keys():
+        if args[key] != c.values[key]:
+            c.set(key, args[key], 'pretrained weights')
     return args
 
-
-if not own:
-    with world.together():
-        pretrained = GPT.from_pretrained(init_from, block_size, dropout)
-        model_args = take_shape(asdict(pretrained.config))
-
-changes = []
-path, resumed = checkpoint.open_run(world, out_dir, init_from, read_only=eval_only)
-if resumed:
-    with world.together():
-        if resumed['model_args'].keys() > model_args.keys():  # a fine-tuned model
-            model_args = take_shape(resumed['model_args'] | dict(block_size=block_size, dropout=dropout))
-        lines, changes = checkpoint.compare(path, resumed, config.values, model_args, fingerprints, ignore_data_change)
-    say(f'resuming from {path} at iteration {resumed["iter_num"]} of {max_iters}')
-    for line in lines:
-        say(f'changed: {line}')
-
-raw_model = GPT(GPTConfig(**model_args)) if own else pretrained
-model = world.wrap(raw_model, compile, activation_checkpointing, low_precision)
-params = [p for p in raw_model.parameters() if p.requires_grad]
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Optimizer and its Hessian hook
-
-optimizer = optimizers.build_optimizer(optimizer_name, raw_model.parameter_groups(weight_decay), lr=learning_rate,
-                                       beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, gamma=gamma,
-                                       compile=compile)
-assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
-hessian = optimizers.build_hessian_hook(
-    optimizer_name, raw_model, optimizer, interval=hessian_interval, batch_size=hessian_batch_size, seed=seed,
-    rank=world.rank, world_size=world.size, accumulation_steps=gradient_accumulation_steps, autocast=autocast,
-    compile=compile)
-scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == 'float16')
-iter_num, tokens, seconds = 0, 0, 0.0
-clipped, passed_over = 0, 0  # iterations with clipped gradients; iterations in a row that were not finite
-best_val_loss, evaluated = float('inf'), -1  # evaluated: iteration of the latest evaluation
-latest_losses = collections.deque(maxlen=100)
-if resumed:
-    with world.together():
-        checkpoint.restore(path, resumed, raw_model, optimizer, scaler)
-    iter_num, tokens, seconds = resumed['iter_num'], resumed['tokens'], resumed['seconds']
-    clipped, passed_over = resumed['clipped'], resumed['passed_over']
-    latest_losses.extend(resumed['latest_losses'])
-    before = resumed['config']  # losses of other windows, or other data, are not to be compared with
-    if resumed['data']['val'] == fingerprints['val'] and eval_iters * batch_size == (
-            before['eval_iters'] * before['batch_size']):
-        best_val_loss, evaluated = resumed['best_val_loss'], resumed['evaluated']
-    resumed = None  # frees the memory
-
-
-def learning_rate_at(iteration):
-    """Linear warm-up, then cosine decay to min_lr at lr_decay_iters; constant without decay_lr, as in nanoGPT."""
-    if not decay_lr:
-        return learning_rate
-    if iteration < warmup_iters:
-        return learning_rate * (iteration + 1) / (warmup_iters + 1)
-    progress = min(1.0, (iteration - warmup_iters) / max(1, lr_decay_iters - warmup_iters))
-    return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
-
-
-@torch.no_grad()
-def evaluate():
-    """Mean loss over the validation windows, each rank its share, one reduction at the end.
-
-    None when a rank was asked to stop meanwhile; then the evaluation is to be made again by the resumed run.
-    """
-    raw_model.eval()
-    total = world.zeros(3)
-    for X, Y in ValidationLoader(val_data, eval_iters * batch_size, batch_size, block_size,
-                                 world.rank, world.size, world.device):
-        if world.any(stops.stop):
-            total[2] = 1
-            break
-        with autocast:
-            loss = model(X, Y, return_logits=False)[1]
-        count = (Y >= 0).sum()
-        total[:2] += torch.stack((torch.where(count > 0, loss.to(total) * count, 0), count.to(total)))
-    raw_model.train()
-    loss_sum, count, stopping = world.sum(total).tolist()
-    return None if stopping else loss_sum / count
-
-
-def save_checkpoint(best=False):
-    """Saves everything the run needs to go on from iter_num. False when that failed."""
-    if not optimizers.param_norm(params).isfinite():
-        give_up('the parameters are not finite')
-    path = checkpoint.save_run(world, out_dir, raw_model, optimizer, dict(
-        model_args=model_args, iter_num=iter_num, best_val_loss=best_val_loss, config=config.values,
-        scaler=scaler.state_dict(), evaluated=evaluated, tokens=tokens, seconds=seconds, clipped=clipped,
-        passed_over=passed_over, latest_losses=list(latest_losses), data=fingerprints,
-        tokenizer=train_data.tokenizer, changes=changes), best, keep_checkpoints)
-    if path:
-        say(f'saved {path}', flush=True)
-    return path is not None
-
-
-def give_up(what, otherwise=''):
-    """Ends all ranks with one line, also in failed.txt; nothing is saved."""
-    if world.is_master:
-        line = f'iteration {iter_num}: {what}; nothing of it was saved; go on with a lower --learning_rate{otherwise}'
-        print(line, file=sys.stderr)
-        files.write_text(Path(out_dir) / checkpoint.FAILED, line + '\n')
-    raise SystemExit(NOT_FINITE)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Logs: metrics.jsonl, one object a line; config.json; the terminal; wandb if asked for
-
-metrics_path = Path(out_dir) / 'metrics.jsonl'
-writes = world.is_master and not eval_only
-if writes:
-    runlog.rewind_log(metrics_path, iter_num, evaluated)
-    runlog.describe_run(
-        out_dir, config.values, config.sources, world_size=world.size, parameters=raw_model.num_params(),
-        data=fingerprints, changes=changes, device=distributed.device_name(world.device))
-    if wandb_log:
-        import wandb
-        wandb.init(project=wandb_project, name=wandb_run_name or out_dir, config=config.values)
-progress = tqdm(total=max_iters, initial=iter_num, unit='it', smoothing=0.05,
-                disable=not (world.is_master and sys.stderr.isatty()))
-tokens_per_iter = total_batch_size * block_size
-
-
-def log(line, **metrics):
-    """Writes one object to metrics.jsonl (and wandb), and the text `line` to the terminal; rank 0 only."""
-    if not world.is_master:
-        return
-    entry = dict(iter=iter_num, tokens=tokens, time=round(seconds, 3),
-                 **{key: value for key, value in metrics.items() if math.isfinite(value)})
-    if writes:
-        runlog.append_line(metrics_path, json.dumps(entry))
-        if wandb_log:
-            wandb.log(entry, step=iter_num)
-    progress.write(line) if not progress.disable else print(line, flush=True)
-
-
-for line in config.lines():
-    say(line)
-if decay_lr and warmup_iters >= max_iters:
-    say(f'note: the run of {max_iters} iterations ends in its warm-up of {warmup_iters}; see --warmup_iters')
-say(f'{raw_model.num_params():,} parameters; {len(train_data):,} training tokens; {tokens_per_iter:,} tokens per '
-    f'iteration = {world.size} device(s) × {gradient_accumulation_steps} × {batch_size} × {block_size}')
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The loop
 
-loader = TrainLoader(train_data, seed, total_batch_size, block_size, world.rank, world.size, world.device, iter_num)
-recent = {due: collections.deque(maxlen=50) for due in (True, False)}  # seconds of iterations with and without estimate
-since_log = []  # seconds of the iterations since the last line of metrics
-flops_per_iter = raw_model.flops_per_token() * tokens_per_iter
-peak = distributed.peak_flops(world.device)
-raw_model.train()
-stops, stopping, saved = Stops(max_hours), False, True
 
-while True:
-    lr = learning_rate_at(iter_num)
-    for group in optimizer.param_groups:
-        group['lr'] = lr
+@dataclass
+class TrainState:
+    """Where a run is; saved and restored as a whole."""
+    iter: int = 0  # updates made
+    tokens: int = 0
+    seconds: float = 0.0  # spent in iterations
+    clipped: int = 0  # iterations whose gradient was clipped
+    skipped_in_a_row: int = 0  # iterations, up to now, whose loss or gradient was not finite
+    best_val_loss: float = float('inf')  # the lowest
+    last_eval_iter: int = -1
+    latest_losses: list = field(default_factory=list)  # up to 100
 
-    # Once in a while, and at the end: evaluate on the validation set, and save.
-    due = (iter_num % eval_interval == 0 or iter_num == max_iters) and evaluated != iter_num
-    if eval_only or (due and not stopping):
-        val_loss = evaluate()
-        stopping = val_loss is None
-        if not stopping:
-            evaluated = iter_num
-            log(f'iter {iter_num}: val loss {val_loss:.4f}', **{'val/loss': val_loss})
-            best = val_loss < best_val_loss
-            before, best_val_loss = best_val_loss, min(best_val_loss, val_loss)
-            if iter_num > 0 and (best or always_save_checkpoint or iter_num == max_iters) and not eval_only:
-                saved = save_checkpoint(best)
-                if not saved:
-                    best_val_loss = before  # the best is the lowest that was saved
-    if stopping or iter_num >= max_iters or eval_only:
-        break
 
-    # Gradients: the mean over the whole mini-batch, one micro-batch at a time.
-    started = time.perf_counter()
-    if dropout:
-        torch.manual_seed(int(keyed_bits(seed, DROPOUT, iter_num, world.size)[world.rank] >> 1))
-    due, loss_scale, losses = hessian.start(iter_num), scaler.get_scale(), []
-    micro_batches = next(loader).split(batch_size)
-    for micro_step, windows in enumerate(micro_batches):
-        X, Y = windows[:, :-1], windows[:, 1:]
-        with world.gradient_sync(model, micro_step == gradient_accumulation_steps - 1, due):
-            with autocast:
-                loss = hessian.loss(model, X, Y) / gradient_accumulation_steps
-            hessian.backward(loss_scale)
-            scaler.scale(loss).backward()
-        losses.append(loss.detach())
+@torch.no_grad()
+def evaluate(run, val_data, stops):
+    """Mean loss over the validation sequences, each rank its share, one reduction at the end.
 
-    # Clip. Then all ranks learn the loss, and whether one of them was asked to stop or to save: one reduction, and the
-    # device is asked once.
-    scaler.unscale_(optimizer)
-    grad_norm = optimizers.clip_gradients(optimizer, params, grad_clip)
-    losses = torch.stack(losses)
-    shared = torch.stack([losses.sum() / world.size, *(losses.new_full((), note) for note in stops.notes())])
-    train_loss, stopping, save_now, grad_norm = torch.cat((world.sum(shared), grad_norm.view(1))).tolist()
+    None when a rank was asked to stop meanwhile; then the resumed run evaluates again.
+    """
+    c, world = run.config, run.world
+    run.raw_model.eval()
+    total = world.zeros(3)
+    for X, Y in ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
+                                 world.size, world.device):
+        if world.any(stops.stop):
+            total[2] = 1
+            break
+        with run.autocast:
+            mean_loss = run.model(X, Y, return_logits=False)[1]
+        count = (Y >= 0).sum()
+        total[:2] += torch.stack((torch.where(count > 0, mean_loss.to(total) * count, 0), count.to(total)))
+    run.raw_model.train()
+    loss_sum, count, stopping = world.sum(total).tolist()
+    return None if stopping else loss_sum / count
 
-    # Nothing enters the optimizer's state unless all of it is finite: the Hessian every k iterations, of the same
-    # mini-batch, before the update (Algorithm 3); then the step.
-    trouble = ('the loss is not finite' if not math.isfinite(train_loss) else
-               'the gradient is not finite' if not math.isfinite(grad_norm) else '')
-    if not trouble:
-        try:
-            hessian.finish(optimizer, loss_scale)
-        except FloatingPointError as error:
-            trouble = str(error)
-    if trouble:
-        passed_over += 1
-        # float16's overflows are how its loss scale is found: from 2^16 it takes no 40 halvings.
-        overflow = scaler.is_enabled() and math.isfinite(train_loss) and not math.isfinite(grad_norm)
-        if passed_over > max(skip_nonfinite, 40 * overflow):
-            give_up(f'{trouble} ({loader.describe(iter_num, world.gather(losses))})',
-                    f', or pass over it by --skip_nonfinite={passed_over}')
-        if not overflow:
-            say(f'iter {iter_num}: {trouble}; passed over ({loader.describe(iter_num, world.gather(losses))})')
-    else:
-        passed_over = 0
-        clipped += bool(grad_clip and grad_clip < grad_norm)
-        scaler.step(optimizer)
-    scaler.update()
-    world.zero_grad(optimizer)
-    elapsed = time.perf_counter() - started
-    seconds += elapsed
-    since_log.append(elapsed)
-    recent[due].append(elapsed)
 
-    # Metrics: the device is asked once more.
-    if len(latest_losses) == 100 and train_loss > np.mean(latest_losses) + 5 * np.std(latest_losses):
-        log(f'iter {iter_num}: loss spike, {train_loss:.4f} after {np.mean(latest_losses):.4f}', loss_spike=train_loss)
-    if not trouble:
-        latest_losses.append(train_loss)
-    if iter_num % log_interval == 0 or iter_num == max_iters - 1:
-        measured = dict(optimizers.statistics(optimizer), param_norm=optimizers.param_norm(params))
-        metrics = {'train/loss': train_loss, 'lr': lr, 'grad_norm': grad_norm, 'grad_clipped': clipped / (iter_num + 1),
-                   **dict(zip(measured, torch.stack([*measured.values()]).tolist())),
-                   'step_ms': 1e3 * statistics.mean(since_log)}
-        if recent[True] and recent[False]:
-            metrics['hessian_ms'] = 1e3 * (statistics.median(recent[True]) - statistics.median(recent[False]))
-        metrics['tokens_per_sec'] = tokens_per_iter / statistics.mean(since_log)
-        if peak:
-            metrics['mfu'] = flops_per_iter / statistics.mean(since_log) / (peak * world.size)
-        metrics['memory_gb'] = distributed.peak_memory(world.device) / 1e9
-        log(f'iter {iter_num}: loss {train_loss:.4f}, lr {lr:.2e}, grad norm {grad_norm:.2f}, '
-            f'{metrics["step_ms"]:.0f} ms, {metrics["tokens_per_sec"]:,.0f} tokens/s', **metrics)
-        since_log.clear()
-    iter_num += 1
-    tokens += tokens_per_iter
-    progress.update()
-    if save_now and not stopping:
-        save_checkpoint()
+def main(argv):
+    """Trains as the config files and flags `argv` say. SystemExit with one line when that cannot be."""
+    if '--help' in argv or '-h' in argv:
+        print(configurator.help_text(__doc__, DEFAULTS, Path(__file__).read_text(encoding='utf-8')))
+        return
+    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
+    c = resolve(argv)
+    if c.show_config:
+        print('\n'.join(c.lines(everything=True)))
+        return
 
-progress.close()
-loader.close()
-if stopping:
-    if iter_num > 0 and not eval_only:
-        saved = save_checkpoint()
-    say(f'stopped at iteration {iter_num} by {stops.reason or "another rank"}')
-world.close()
-if not saved:
-    raise SystemExit(f'{out_dir}: the last checkpoint could not be saved; the one before it is the newest')
-if stopping and not under_torchrun():  # which takes anything but 0 for a failure
-    raise SystemExit(STOPPED)
+    # Devices, data, model
+    world = World(c.device, c.backend, c.parallel)
+    with world.exit_together():
+        train_data, val_data = (Bin(data_dir(c.dataset), split) for split in ('train', 'val'))
+        for data in (train_data, val_data):
+            data.check_length(c.block_size)
+            data.check_ids(data.samples())
+    fingerprints = dict(train=train_data.fingerprint(), val=val_data.fingerprint())
+    torch.manual_seed(c.seed)
+    torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
+    model_args = dict(block_size=c.block_size, vocab_size=padded_vocab_size(train_data.vocab_size), n_layer=c.n_layer,
+                      n_head=c.n_head, n_embd=c.n_embd, dropout=c.dropout, bias=c.bias,
+                      scale_attn_by_inverse_layer_idx=c.scale_attn_by_inverse_layer_idx)
+    path, saved = checkpoint.open_run(world, c.out_dir, c.init_from, read_only=c.eval_only)
+    differences, changes = [], []
+    with world.exit_together():
+        if not from_scratch(c):
+            model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
+            model_args = adopt_model_args(c, asdict(model.config), train_data)
+        if saved:
+            if saved['model_args'].keys() > model_args.keys():  # a fine-tuned model
+                model_args = adopt_model_args(
+                    c, saved['model_args'] | dict(block_size=c.block_size, dropout=c.dropout), train_data)
+            differences, changes = checkpoint.compare(
+                path, saved, c.values, model_args, fingerprints, c.ignore_data_change)
+        if from_scratch(c):
+            model = GPT(GPTConfig(**model_args))
+    run = set_up(c, world, model)
+
+    state = TrainState()
+    if saved:
+        with world.exit_together():
+            checkpoint.restore(path, saved, model, run.optimizer, run.scaler)
+        state = TrainState(**saved['train_state'])
+        before = saved['config']
+        if saved['data']['val'] != fingerprints['val'] or (
+                c.eval_iters * c.batch_size != before['eval_iters'] * before['batch_size']):
+            state.best_val_loss, state.last_eval_iter = float('inf'), -1  # losses of other sequences do not compare
+        saved = None  # frees the memory
+
+    # Logs
+    writes = world.is_master and not c.eval_only
+    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master,
+                        dict(project=c.wandb_project, name=c.wandb_run_name or c.out_dir) if c.wandb_log else None)
+    if writes:
+        runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
+        runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
+                            data=fingerprints, changes=changes, device=devices.device_name(world.device))
+    if path:
+        log.print(f'resuming from {path} at iteration {state.iter} of {c.max_iters}')
+        for line in differences:
+            log.print(f'changed: {line}')
+    for line in c.lines():
+        log.print(line)
+    if c.decay_lr and c.warmup_iters >= c.max_iters:
+        log.print(f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
+                  '--warmup_iters')
+    tokens_per_iter = c.total_batch_size * c.block_size
+    log.print(f'{model.num_params():,} parameters; {len(train_data):,} training tokens; {tokens_per_iter:,} tokens per '
+              f'iteration = {world.size} device(s) × {c.gradient_accumulation_steps} × {c.batch_size} × {c.block_size}')
+
+    def record(line, **metrics):
+        log.write(dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **metrics), line)
+
+    def save(best=False):
+        if not optimizers.param_norm(run.params).isfinite():
+            give_up('the parameters are not finite')
+        saved_as = checkpoint.save_run(world, c.out_dir, model, run.optimizer, dict(
+            model_args=model_args, iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values,
+            train_state=asdict(state), scaler=run.scaler.state_dict(), data=fingerprints,
+            tokenizer=train_data.tokenizer, changes=changes), best, c.keep_checkpoints)
+        if saved_as:
+            log.print(f'saved {saved_as}')
+        return saved_as is not None
+
+    def give_up(what, otherwise=''):
+        if world.is_master:
+            line = (f'iteration {state.iter}: {what}; nothing of it was saved; resume with a lower --learning_rate'
+                    f'{otherwise}')
+            print(line, file=sys.stderr)
+            files.write_text(Path(c.out_dir) / checkpoint.FAILED, line + '\n')
+        raise SystemExit(NOT_FINITE)
+
+    loader = TrainLoader(train_data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
+                         state.iter)
+    speed = Speed(model.flops_per_token() * tokens_per_iter, tokens_per_iter, world)
+    stops, stopping, is_saved, start = StopSignals(c.max_hours), False, True, state.iter
+
+    for state.iter in range(start, max(start, c.max_iters) + 1):
+        lr = learning_rate_at(c, state.iter)
+        optimizers.set_learning_rate(run.optimizer, lr)
+
+        # Once in a while, and at the end: evaluate on the validation set, and save.
+        eval_due = state.iter % c.eval_interval == 0 or state.iter == c.max_iters
+        if c.eval_only or (eval_due and state.last_eval_iter != state.iter and not stopping):
+            val_loss = evaluate(run, val_data, stops)
+            stopping = val_loss is None
+            if not stopping:
+                state.last_eval_iter = state.iter
+                record(f'iter {state.iter}: val loss {val_loss:.4f}', **{'val/loss': val_loss})
+                best = val_loss < state.best_val_loss
+                before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
+                if state.iter > 0 and not c.eval_only and (
+                        best or c.always_save_checkpoint or state.iter == c.max_iters):
+                    is_saved = save(best)
+                    if not is_saved:
+                        state.best_val_loss = before  # the best is the lowest that was saved
+        if stopping or state.iter >= c.max_iters or c.eval_only:
+            break
+
+        started = time.perf_counter()
+        step = train_step(run, next(loader), state.iter, stops.poll())
+        stopping, save_now = map(bool, step.flags)
+        if step.problem:
+            state.skipped_in_a_row += 1
+            where = loader.describe(state.iter, world.gather(step.losses))
+            # float16's overflows are how its loss scale is found: from 2^16 it takes no 40 halvings.
+            if state.skipped_in_a_row > max(c.skip_nonfinite, 40 * step.overflow):
+                give_up(f'{step.problem} ({where})', f', or skip it by --skip_nonfinite={state.skipped_in_a_row}')
+            if not step.overflow:
+                log.print(f'iter {state.iter}: {step.problem}; skipped ({where})')
+        else:
+            state.skipped_in_a_row = 0
+            state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
+            latest = state.latest_losses
+            if len(latest) == 100 and step.loss > np.mean(latest) + 5 * np.std(latest):
+                record(f'iter {state.iter}: loss spike, {step.loss:.4f} after {np.mean(latest):.4f}',
+                       loss_spike=step.loss)
+            state.latest_losses = [*latest[-99:], step.loss]
+        state.seconds += speed.add(time.perf_counter() - started, step.estimated)
+
+        if state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1:
+            measured = dict(optimizers.optimizer_metrics(run.optimizer), param_norm=optimizers.param_norm(run.params))
+            metrics = {'train/loss': step.loss, 'lr': lr, 'grad_norm': step.grad_norm,
+                       'grad_clipped': state.clipped / (state.iter + 1),
+                       **dict(zip(measured, torch.stack([*measured.values()]).tolist())), **speed.metrics()}
+            record(f'iter {state.iter}: loss {step.loss:.4f}, lr {lr:.2e}, grad norm {step.grad_norm:.2f}, '
+                   f'{metrics["step_ms"]:.0f} ms, {metrics["tokens_per_sec"]:,.0f} tokens/s', **metrics)
+        state.tokens += tokens_per_iter
+        log.update()
+        if save_now and not stopping:
+            state.iter += 1
+            save()
+
+    loader.close()
+    if stopping:
+        if state.iter > 0 and not c.eval_only:
+            is_saved = save()
+        log.print(f'stopped at iteration {state.iter} by {stops.reason or "another rank"}')
+    log.close()
+    world.close()
+    if not is_saved:
+        raise SystemExit(f'{c.out_dir}: the last checkpoint could not be saved; the one before it is the newest')
+    if stopping and not under_torchrun():  # which takes anything but 0 for a failure
+        raise SystemExit(STOPPED)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

@@ -14,20 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-# What a keyed draw is for: the second half of Philox's key.
-WINDOWS, LABELS, VECTORS, DROPOUT = range(4)
-
-
-def keyed_bits(seed, stream, iteration, n=1):
-    """`n` random uint64, a pure function of the arguments, the same under every version of NumPy (raw Philox)."""
-    key = np.array([seed % 2 ** 64, stream], dtype=np.uint64)
-    return np.random.Philox(key=key, counter=np.array([0, 0, 0, iteration], dtype=np.uint64)).random_raw(n)
-
-
-def keyed_uniforms(seed, stream, iteration, shape):
-    """float32 tensor of uniform numbers in [0, 1), a pure function of the arguments."""
-    bits = keyed_bits(seed, stream, iteration, int(np.prod(shape)))
-    return torch.from_numpy(((bits >> np.uint64(40)) * np.float32(2 ** -24)).astype(np.float32).reshape(shape))
+from runtime.rng import WINDOWS, keyed_bits
 
 
 def window_starts(seed, iteration, n, num_tokens, block_size):

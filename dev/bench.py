@@ -41,9 +41,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import configurator
 import optimizers
-from data.loader import Bin, TrainLoader, keyed_bits
+from data.loader import Bin, TrainLoader
 from model import GPT, GPTConfig, padded_vocab_size
-from runtime.distributed import World, check_device, peak_flops
+from runtime.device import check_device, peak_flops
+from runtime.distributed import World
+from runtime.rng import keyed_bits
 from scripts.runs import writable, write_json
 
 TINY = '--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --total_batch_size=4 --batch_size=2'
@@ -114,7 +116,8 @@ class Case:
         values = self.values
         self.model = self.initialized()
         world = alone(values['device'], values['backend'], values['parallel'])
-        self.forward = world.wrap(self.model, values['compile'], values['activation_checkpointing'], self.low)
+        self.forward = world.wrap(self.model, self.model.transformer.h, values['compile'],
+                                  values['activation_checkpointing'], self.low)
         self.optimizer = optimizers.build_optimizer(
             values['optimizer_name'], self.model.parameter_groups(values['weight_decay']), lr=values['learning_rate'],
             **{key: values[key] for key in ('beta1', 'beta2', 'weight_decay', 'eps', 'gamma', 'compile')})

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dev.bench import default_configs
 from optimizers import PEAK_LR
 from runtime.checkpoint import FAILED
-from runtime.distributed import check_device
+from runtime.device import check_device
 from scripts.runs import ROOT, below, print_table, read_json, read_run, write_json, writing
 from scripts.sweep import expand, interrupt, progress, train_all
 

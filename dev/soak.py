@@ -28,7 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from runtime import checkpoint
-from runtime.distributed import STOPPED
+from runtime.signals import STOPPED
 
 SETTINGS = dict(model_size='tiny', n_layer=2, n_head=2, n_embd=256, block_size=64, total_batch_size=4, batch_size=2,
                 optimizer_name='sophiag', hessian_interval=4, learning_rate=1e-3, max_iters=10 ** 6, warmup_iters=100,

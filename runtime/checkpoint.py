@@ -70,7 +70,7 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
     """
     if world.sharded:
         model.reshard()  # a forward without a backward leaves the parameters of the root gathered
-    with world.together():
+    with world.exit_together():
         packed, tensors = packed_optimizer(model, optimizer, world.sharded)
     path = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}{"" if world.sharded else ".pt"}'
     try:
@@ -339,7 +339,7 @@ def open_run(world, out_dir, init_from, read_only=False):
     out_dir = Path(out_dir)
     init_from = 'auto' if restarts() else init_from
     resumes = init_from in ('resume', 'auto')
-    with world.together():
+    with world.exit_together():
         if world.is_master:
             found = checkpoints(out_dir)
             if resumes and not found and (out_dir / 'ckpt.pt').is_file():
@@ -355,14 +355,14 @@ def open_run(world, out_dir, init_from, read_only=False):
                 raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that run '
                                  'by --init_from=resume (or auto), or choose another --out_dir')
     if world.sharded and not read_only:
-        with world.together():
+        with world.exit_together():
             if not (out_dir / 'lock').is_file():
                 raise SystemExit(f'{out_dir}: rank {world.rank} does not see what rank 0 has written there; '
                                  'set --out_dir to a directory on a file system that all machines share')
     damaged = []
     while True:
         chosen = NONE
-        with world.together():
+        with world.exit_together():
             if world.is_master and resumes:
                 path = newest(out_dir, damaged, (0, world.size))
                 chosen = number(path) if path else NONE

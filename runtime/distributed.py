@@ -1,19 +1,12 @@
-"""Process group, replicas (DDP) and shards (FSDP2) of the model, reductions. A single process is a world of one rank.
-
-Also what ends a run early: signals and the time limit (`Stops`), and the message of a rank that dies.
-"""
+"""Process group, replicas (DDP) and shards (FSDP2) of a model, reductions. A single process is a world of one rank."""
 
 import contextlib
 import functools
 import os
-import resource
-import shutil
 import signal
 import sys
-import sysconfig
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch._dynamo.config
@@ -25,40 +18,44 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-# Exit codes, besides 0 = finished and 1 = refused or failed (sysexits.h: EX_TEMPFAIL, EX_DATAERR).
-STOPPED, NOT_FINITE = 75, 65
-STARTED = time.monotonic()
+from runtime.device import check_device
 
 
 class World:
-    """The ranks of this run, as torchrun's environment describes them, and what they do together.
+    """The ranks of this run, as torchrun's environment describes them, and their collectives.
 
     Attributes: rank, local_rank, size, is_master (rank 0), device (torch.device of this rank); sharded: parameters are
-    spread over the ranks, so that every forward is a matter of all of them.
+    spread over the ranks, which makes every forward collective: every rank must call it.
     """
 
     def __init__(self, device, backend, parallel='ddp'):
         """Joins the process group.
 
         Args:
+            device: as --device, checked; 'cuda' becomes the device of this local rank.
             backend: 'nccl' or 'gloo'.
             parallel: 'ddp': every rank holds the model. 'fsdp': all ranks together hold it once. 'hsdp': the ranks of
                 each machine do.
 
-        SystemExit with one line when it cannot work.
+        SystemExit with one line when the environment, the device or the backend does not allow it.
         """
         self.rank, self.local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
         self.parallel, self.sharded = parallel, parallel != 'ddp'
         if device == 'cuda':
-            device = f'cuda:{self.local_rank}'  # with an index, which set_device wants
+            device = f'cuda:{self.local_rank}'  # set_device needs an index
         self.device = check_device(device)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save before `Stops` takes it
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save before StopSignals handles it
         if self.device.type == 'cuda':
             torch.cuda.set_device(self.device)
         if self.size > 1 or self.sharded:
             if backend == 'nccl' and self.device.type != 'cuda':
-                raise SystemExit(f'--backend=nccl needs CUDA devices, this run is on {self.device}; use --backend=gloo')
+                raise SystemExit(f'--backend=nccl: needs CUDA devices, and this run is on {self.device}; '
+                                 'use --backend=gloo')
+            missing = [key for key in ('MASTER_ADDR', 'MASTER_PORT') if not os.environ.get(key)]
+            if self.size > 1 and missing:
+                raise SystemExit(f'WORLD_SIZE={self.size}: {missing[0]} is not set; start with torchrun, or unset '
+                                 'WORLD_SIZE')
             store = dist.HashStore() if self.size == 1 else None
             if self.size > 1 and restarts() and os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
                 # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
@@ -68,63 +65,66 @@ class World:
                                     device_id=self.device if backend == 'nccl' else None)
             sys.excepthook = self._die
 
-    def wrap(self, model, compile=False, activation_checkpointing=False, low_precision=None):
-        """Puts `model`, a GPT with the same weights on every rank, on the ranks' devices, and returns what to call.
+    def wrap(self, model, blocks, compile=False, activation_checkpointing=False, compute_dtype=None):
+        """Moves `model`, with the same weights on every rank, to the ranks' devices; returns what training calls.
 
-        Sharded, the parameters of `model` become DTensors in place; build the optimizer afterwards.
+        Sharded, the parameters of `model` become DTensors in place; build the optimizer afterwards. Otherwise `model`
+        itself stays as it was, eager, for whatever else is done with it.
 
         Args:
-            compile: torch.compile what training runs between embeddings and head, or, where the model is sharded, each
-                block; and the loss.
-            activation_checkpointing: keep only what enters a block, and compute the rest again in the backward pass.
-            low_precision: dtype that sharded parameters are gathered in; default their own. Shards, gradients and
+            blocks: the modules that most of the model consists of: what FSDP gathers one after another, and what
+                activation checkpointing computes again.
+            compile: torch.compile the model as a whole, or each block where the model is sharded.
+            activation_checkpointing: keep only the inputs of a block, and compute the rest again in the backward pass.
+            compute_dtype: dtype in which sharded parameters are gathered; default their own. Shards, gradients and
                 their sums stay float32.
         """
         if compile:
             # Gauss-Newton-Bartlett's two backward passes through one compiled forward need its buffers twice.
             torch._functorch.config.donated_buffer = False
-            model.compile_loss = True
-            if not self.sharded:
-                # Its layout pass would copy what goes into convolutions, which linear layers are on CPU.
-                model.compiled_trunk = torch.compile(model.transformer.forward, options={'layout_optimization': False})
+        blocks = list(blocks)
         if activation_checkpointing:
-            for block in model.transformer.h:
+            for block in blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if self.sharded:
-            return self._shard(model, compile, low_precision)
+            return self._shard(model, blocks, compile, compute_dtype)
         model.to(self.device)
+        if compile:
+            # Linear layers may be convolutions on CPU, whose inputs the layout pass would copy.
+            options = {'layout_optimization': False} if self.device.type == 'cpu' else None
+            model = torch.compile(model, options=options)
         if self.size == 1:
             return model
         device_ids = [self.device.index] if self.device.type == 'cuda' else None
         return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
-    def _shard(self, model, compile, low_precision):
-        """FSDP2: each block is gathered when it is needed, and given up again; the embeddings, shared with the head,
-        and the last norm are another group of parameters."""
+    def _shard(self, model, blocks, compile, compute_dtype):
+        """FSDP2: each block is gathered when it is needed and freed afterwards; all other parameters (the embeddings,
+        the last norm, the head) are one more group."""
         shape, names = (self.size,), ('shard',)
         per_node = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
         if self.parallel == 'hsdp' and self.size > per_node:  # on one machine it is fsdp
             shape, names = (self.size // per_node, per_node), ('replicate', 'shard')
-        # Inputs stay as they are: bfloat16 would round the uniform numbers that labels are drawn with.
+        # Inputs keep their dtype: bfloat16 would round the uniform numbers that labels are sampled with.
         options = dict(mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),
-                       mp_policy=MixedPrecisionPolicy(low_precision, torch.float32, cast_forward_inputs=False))
+                       mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False))
         if compile:
             # All blocks are one function to torch.compile. Where their attention is scaled differently, each needs
-            # graphs of its own: to train and to evaluate.
-            torch._dynamo.config.recompile_limit = max(8, 4 * len(model.transformer.h))
-        for block in model.transformer.h:
-            if compile:  # inside of FSDP's hooks
+            # graphs of its own, to train and to evaluate.
+            torch._dynamo.config.recompile_limit = max(8, 4 * len(blocks))
+        for block in blocks:
+            if compile:  # inside FSDP's hooks
                 block.forward = torch.compile(block.forward)
             fully_shard(block, **options)
         return fully_shard(model, **options)
 
     @contextlib.contextmanager
     def gradient_sync(self, model, last, estimating=False):
-        """Around forward and backward of a micro-batch: DDP averages gradients over ranks only in the last one.
+        """Around forward and backward of a micro-batch: DDP averages gradients over ranks only in the `last` one.
 
-        Shards are summed up in every one: whole gradients would need the room that sharding is there to save. What
-        HSDP has still to sum up between machines waits for the last one, unless the iteration is `estimating` the
-        Hessian, whose gradient must not get mixed up with what waits.
+        Sharded gradients are reduced in every micro-batch: unsharded ones would take the memory that sharding is there
+        to save. HSDP's reduction between machines waits for the last one, unless the iteration makes a second backward
+        pass (`estimating`), whose gradients must not be added to those that wait.
         """
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = last
@@ -133,28 +133,28 @@ class World:
         yield
 
     def zero_grad(self, optimizer):
-        """Forgets the gradients. DDP's stay, as zeros: they are views of its buckets, and others, up to the last
-        micro-batch, would be a second set."""
+        """Resets the gradients. DDP's become zeros instead of None: they are views of its buckets, and without them
+        all micro-batches but the last would accumulate into a second set."""
         optimizer.zero_grad(set_to_none=self.size == 1 or self.sharded)
 
     def any(self, flag):
-        """Whether `flag` is true, on any rank where the ranks have to go on together because they are sharded."""
+        """Whether `flag` is true on any rank if the model is sharded (then collective), else on this one."""
         if not self.sharded:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)))
 
     def zeros(self, n):
-        """(n,) zeros to add up over many batches: float64, which Apple's devices do not have."""
+        """(n,) zeros, for sums over many batches: float64, or float32 on Apple's devices, which have no float64."""
         return torch.zeros(n, dtype=torch.float32 if self.device.type == 'mps' else torch.float64, device=self.device)
 
     def sum(self, tensor):
-        """Adds `tensor` up over all ranks, in place, and returns it."""
+        """Sums `tensor` over all ranks, in place, and returns it."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def gather(self, tensor):
-        """The 1-D `tensor`s of all ranks, as rows."""
+        """The (n,) `tensor`s of all ranks as rows: (ranks, n)."""
         rows = tensor.new_zeros(self.size, len(tensor))
         rows[self.rank] = tensor
         return self.sum(rows)
@@ -164,20 +164,21 @@ class World:
         return int(self.sum(torch.tensor(number if self.is_master else 0, device=self.device)))
 
     @contextlib.contextmanager
-    def together(self):
-        """Around a part of the set-up that may refuse: if it does on any rank, all leave, and the first one says why.
+    def exit_together(self):
+        """Around a part of the set-up that may raise SystemExit: if any rank does, all exit, and the first of them
+        prints its message.
 
         No collective may stand inside.
         """
-        refusal = None
+        error = None
         try:
             yield
-        except SystemExit as error:
-            refusal = error
-        refused = torch.zeros(self.size, device=self.device)
-        refused[self.rank] = float(refusal is not None)
-        if self.sum(refused).any():
-            raise refusal if refused.argmax() == self.rank else SystemExit(1)
+        except SystemExit as raised:
+            error = raised
+        failed = torch.zeros(self.size, device=self.device)
+        failed[self.rank] = float(error is not None)
+        if self.sum(failed).any():
+            raise error if failed.argmax() == self.rank else SystemExit(1)
 
     def close(self):
         """Leaves the process group."""
@@ -185,9 +186,9 @@ class World:
             dist.destroy_process_group()
 
     def _die(self, kind, error, trace):
-        """Ends a rank that an exception has reached, at once, so that torchrun ends the others.
+        """Ends this rank at once after an uncaught exception, so that torchrun ends the others.
 
-        The interpreter's orderly exit could wait for ranks that wait for this one.
+        An orderly exit of the interpreter could wait for ranks that wait for this one.
         """
         lost = ('Connection closed by peer', 'Connection reset by peer', 'Broken pipe', 'remote process exited')
         if issubclass(kind, RuntimeError) and any(sign in str(error) for sign in lost):
@@ -201,80 +202,9 @@ class World:
         os._exit(1)
 
 
-class Unbreakable:
-    """The text stream `stream`, whose failures end no run: a log on a full disk, a terminal or pipe that has gone."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        with contextlib.suppress(OSError):
-            self.stream.flush()
-
-
-class Stops:
-    """Why this rank thinks that the run should stop or save: SIGTERM, SIGINT, SIGHUP, the time limit; SIGUSR1.
-
-    Signal handlers only leave a note. The ranks exchange their notes once an iteration, together with the loss, so that
-    all of them act after the same iteration.
-    """
-
-    def __init__(self, max_hours=0.0):
-        self.deadline = STARTED + 3600 * max_hours if max_hours else float('inf')
-        self.reason, self.noted, self.save = '', 0.0, False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-                signal.signal(number, self._note)
-
-    def _note(self, number, frame):
-        now = time.monotonic()
-        if number == signal.SIGUSR1:
-            self.save = True
-        elif not self.reason:
-            self.reason, self.noted = signal.Signals(number).name, now
-        elif number == signal.SIGINT and now > self.noted + 1:
-            # Impatience. Within a second it may be a launcher that hands on what the terminal has sent to all.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    @property
-    def stop(self):
-        """Whether the run should stop."""
-        if not self.reason and time.monotonic() > self.deadline:
-            self.reason = 'max_hours'
-        return bool(self.reason)
-
-    def notes(self):
-        """(stop, save) as 0 or 1; forgets that a save was asked for."""
-        save, self.save = self.save, False
-        return float(self.stop), float(save)
-
-
-def whole(tensor):
-    """`tensor`, gathered from all ranks if it is sharded (then a matter of all ranks)."""
+def full_tensor(tensor):
+    """`tensor`, gathered from all ranks if it is sharded. Collective then: every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def settings_for(device):
-    """(backend, dtype and compile, as a dict; why) that suit a device, for train.py's `config.fill`."""
-    if not device.startswith('cuda'):
-        return dict(backend='gloo', dtype='float32', compile=False), f'device {device}'
-    where = f'device {device}' if can_compile() else f'device {device}; no C compiler or no Python.h'
-    return dict(backend='nccl', dtype='bfloat16', compile=can_compile()), where
-
-
-def can_compile():
-    """Whether this machine has what torch.compile needs for CUDA: a C compiler and Python's headers."""
-    compiler = os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang')
-    return bool(compiler) and Path(sysconfig.get_path('include'), 'Python.h').is_file()
 
 
 def under_torchrun():
@@ -283,51 +213,23 @@ def under_torchrun():
 
 
 def restarts():
-    """How often torchrun has started this run again after a failure."""
+    """How often torchrun has restarted this run after a failure."""
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
 
 
 def ranks_from_environment():
-    """(rank, local rank, number of ranks) as torchrun sets them; (0, 0, 1) without torchrun."""
-    return tuple(int(os.environ.get(key, default)) for key, default in
-                 [('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)])
+    """(rank, local rank, number of ranks) as torchrun sets them; (0, 0, 1) without torchrun.
 
-
-def check_device(device):
-    """`device` as a torch.device; SystemExit with one line when this machine does not have it."""
-    try:
-        device = torch.device(device)
-    except RuntimeError:
-        raise SystemExit(f'--device={device}: no such kind of device; use cuda, cuda:N, mps or cpu') from None
-    if device.type == 'cuda':
-        if not torch.cuda.is_available():
-            raise SystemExit(f'--device={device}: torch finds no CUDA device here; use --device=cpu')
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise SystemExit(f'--device={device}: this machine has {torch.cuda.device_count()} CUDA device(s); '
-                             'start at most one process per device')
-    if device.type == 'mps' and not torch.backends.mps.is_available():
-        raise SystemExit(f'--device={device}: torch finds no MPS device here; use --device=cpu')
-    return device
-
-
-def device_name(device):
-    """What `device` is called: the GPU's name, else its kind."""
-    return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
-
-
-def peak_memory(device):
-    """The most bytes so far: allocated on a GPU, else of this process."""
-    if device.type == 'cuda':
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
-
-
-# Dense bf16/fp16 peak of one device in FLOP/s, from the makers' data sheets (no sparsity).
-PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'A5000': 111e12, 'L40S': 362e12, 'RTX 4090': 165e12}
-
-
-def peak_flops(device):
-    """Peak FLOP/s of `device` in 16-bit matrix products; None where it is not known."""
-    if device.type != 'cuda':
-        return None
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in device_name(device)), None)
+    SystemExit with one line when the variables are not such numbers.
+    """
+    found = []
+    for key, default, lowest in ('RANK', '0', 0), ('LOCAL_RANK', '0', 0), ('WORLD_SIZE', '1', 1):
+        text = os.environ.get(key, default)
+        if not text.isdecimal() or int(text) < lowest:
+            raise SystemExit(f'{key}={text}: must be a whole number, at least {lowest}; start with torchrun, or unset '
+                             f'{key}')
+        found.append(int(text))
+    rank, _, size = found
+    if rank >= size:
+        raise SystemExit(f'RANK={rank}: must be below WORLD_SIZE={size}; start with torchrun, or unset both')
+    return tuple(found)

@@ -7,6 +7,7 @@ tokenizers; where transformers is installed too, the logits and ids of both side
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.loader import read_meta
 from data.tokenizer import TOKENIZERS, Byte, Char
-from model import HF_ACTIVATIONS, HF_TRANSPOSED
+from runtime import hf
 from scripts.load import MODEL_HELP, find_data, load, with_tokenizer
 from scripts.runs import read_metrics, refusing, writable
 
@@ -27,30 +28,13 @@ TOLERANCE = 1e-4  # on logits, in float32
 PROBES = ['The cat sat on the mat.', 'def f(x):\n    return x', ' two  spaces, 1,234 and é ü 中 😀\n\n']
 
 
-def hf_config(loaded):
-    """The dict of a GPT2Config."""
-    c = loaded.model.config
-    activation = next(name for name, approximate in HF_ACTIVATIONS.items() if approximate == c.gelu_approximate)
-    config = dict(
-        architectures=['GPT2LMHeadModel'], model_type='gpt2', vocab_size=c.vocab_size, n_positions=c.block_size,
-        n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head, n_inner=None, activation_function=activation,
-        layer_norm_epsilon=1e-5, scale_attn_weights=True, tie_word_embeddings=True,
-        scale_attn_by_inverse_layer_idx=c.scale_attn_by_inverse_layer_idx,
-        resid_pdrop=c.dropout, embd_pdrop=c.dropout, attn_pdrop=c.dropout, bos_token_id=loaded.tokenizer.eot_id,
-        eos_token_id=loaded.tokenizer.eot_id, torch_dtype='float32',
-        bias=c.bias)  # for GPT.from_pretrained; Hugging Face's GPT-2 always has biases
-    if c.scale_attn_by_inverse_layer_idx:
-        # transformers < 5.4 leaves the scaling out in its other implementations.
-        config['_attn_implementation'] = 'eager'
-    return config
-
-
-def hf_weights(model):
-    """The model's weights under Hugging Face's names, contiguous; zeros for the biases it does not have."""
-    weights = {key: w for key, w in model.state_dict().items() if key != 'lm_head.weight'}
-    for key in [key for key in weights if key.endswith('.weight') and key.split('.')[-2] not in ('wte', 'wpe')]:
-        weights.setdefault(key.removesuffix('weight') + 'bias', torch.zeros(weights[key].size(0)))
-    return {key: (w.t() if key.endswith(HF_TRANSPOSED) else w).contiguous() for key, w in weights.items()}
+def model_args_of(config):
+    """The dict of a GPTConfig; SystemExit if it has a setting, not at its default, that GPT-2's config.json lacks."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in hf.FIELDS and value != field.default:
+            raise SystemExit(f"{field.name} = {value!r}: Hugging Face's GPT-2 has no such setting; nothing was written")
+    return {key: getattr(config, key) for key in hf.FIELDS}
 
 
 def byte_characters():
@@ -201,15 +185,10 @@ def export(loaded, dest):
 
     Everything is written beside, checked, and renamed; on any error nothing is left.
     """
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError:
-        raise SystemExit('the export needs the packages safetensors and tokenizers: '
-                         'pip install -r requirements-hf.txt') from None
     dest = Path(dest)
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
-        raise SystemExit(f'{dest}: is there already; give another place, or remove it')
+        raise SystemExit(f'{dest}: exists; give another folder, or remove it')
+    model_args = model_args_of(loaded.model.config)
     writable(dest / 'config.json')
     data_dir = find_data(loaded.state)
     data = read_meta(data_dir) if data_dir else None
@@ -217,14 +196,9 @@ def export(loaded, dest):
     try:
         with refusing(dest):
             partial.mkdir(parents=True)
-            (partial / 'config.json').write_text(json.dumps(hf_config(loaded), indent=2), encoding='utf-8')
+            hf.write(partial, model_args, loaded.model.state_dict(), loaded.tokenizer.eot_id)
             write_tokenizer(loaded.tokenizer, partial, loaded.model.config.block_size)
             (partial / 'README.md').write_text(model_card(loaded, data), encoding='utf-8')
-            try:
-                save_file(hf_weights(loaded.model), partial / 'model.safetensors', metadata={'format': 'pt'})
-            except SafetensorError as error:  # what it makes of an error of the file system
-                raise OSError(str(error)) from None
-            (partial / 'model.safetensors').chmod(0o644)  # safetensors writes for the owner alone
         checked = check(loaded, partial)
         with refusing(dest):
             partial.replace(dest)

@@ -1,6 +1,5 @@
 """What the scripts that use a trained model share: the model and its tokenizer, from where they are."""
 
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +10,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZERS, Tokenizer, get_tokenizer, tokenizer_from_meta
-from model import GPT, HUB_MODELS, GPTConfig, hf_folder
-from runtime import checkpoint
-from runtime.distributed import check_device
+from model import GPT, GPTConfig
+from runtime import checkpoint, hf
+from runtime.device import check_device
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
-MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(HUB_MODELS)
+MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(hf.HUB_MODELS)
 
 
 @dataclass
@@ -34,7 +33,7 @@ class Loaded:
 
 
 def load(path, device='cpu', tokenizer=None):
-    """The model at `path`: an out_dir (its newest checkpoint), a .pt file, a Hugging Face folder, one of HUB_MODELS.
+    """The model at `path`: an out_dir (its newest checkpoint), a .pt file, a Hugging Face folder, one of hf.HUB_MODELS.
 
     Args:
         tokenizer: name of the tokenizer; needed only where the checkpoint's data set is gone.
@@ -42,8 +41,8 @@ def load(path, device='cpu', tokenizer=None):
     Raises SystemExit with one line when there is none.
     """
     device = check_device(device)
-    if any(Path(path).glob('*.safetensors')) or str(path) in HUB_MODELS and not Path(path).exists():
-        folder = hf_folder(str(path))
+    if hf.is_model(path):
+        folder = hf.local_folder(path)
         model = GPT.from_pretrained(folder)
         found = get_tokenizer(tokenizer) if tokenizer else folder_tokenizer(folder, model.config.vocab_size)
         return Loaded(Path(path).name, folder, model.to(device).eval(), found)
@@ -129,6 +128,7 @@ class FolderTokenizer(Tokenizer):
 def folder_tokenizer(folder, vocab_size):
     """The tokenizer of a Hugging Face folder; GPT-2's where it brings none and the vocabulary has that size."""
     if (folder / 'tokenizer.json').is_file():
-        config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
-        return FolderTokenizer(folder / 'tokenizer.json', config.get('eos_token_id'))
+        eot_id = hf.read_config(folder).get('eos_token_id')
+        known = type(eot_id) is int and 0 <= eot_id < vocab_size
+        return FolderTokenizer(folder / 'tokenizer.json', eot_id if known else None)
     return get_tokenizer('gpt2') if vocab_size == 50257 else None

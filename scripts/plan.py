@@ -38,7 +38,8 @@ import configurator
 import loss as ops
 import optimizers
 from model import GPT, GPTConfig, padded_vocab_size
-from runtime.distributed import PEAK_FLOPS, World, ranks_from_environment
+from runtime.device import PEAK_FLOPS
+from runtime.distributed import World, ranks_from_environment
 from scripts.runs import flops_per_iteration, print_table, writable, write_json
 from sophia import Sophia
 
@@ -461,7 +462,7 @@ def steps_measured(values, vocab_size):
     torch.manual_seed(values['seed'])
     with world.device:  # minutes for the largest on one CPU core
         raw_model = GPT(shape_of(values, vocab_size))
-    model = world.wrap(raw_model, values['compile'], values['activation_checkpointing'], low)
+    model = world.wrap(raw_model, raw_model.transformer.h, values['compile'], values['activation_checkpointing'], low)
     params = list(raw_model.parameters())
     optimizer = optimizers.build_optimizer(values['optimizer_name'], raw_model.parameter_groups(0.1), lr=1e-4)
     hessian = optimizers.build_hessian_hook(

@@ -1,6 +1,7 @@
 """Hugging Face both ways: what transformers computes from an export, what we compute from its models."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,16 +14,17 @@ from conftest import ROOT, metrics, refusal, run_train
 from data.loader import Bin, ValidationLoader
 from data.tokenizer import Char, get_tokenizer
 from model import GPT, GPTConfig, padded_vocab_size
-from runtime import checkpoint
+from runtime import checkpoint, hf
 from runtime.distributed import World
 from scripts.eval import evaluate
-from scripts.export_hf import export
+from scripts.export_hf import check, export
 from scripts.export_hf import main as export_main
 from scripts.load import Loaded, load, with_tokenizer
 
 pytest.importorskip('safetensors', reason='needs requirements-hf.txt')
 pytest.importorskip('tokenizers', reason='needs requirements-hf.txt')
 transformers = pytest.importorskip('transformers', reason='needs requirements-hf.txt')
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 
 def make_checkpoint(out_dir, tokenizer, block_size=24, seed=0, **kwargs):
@@ -157,7 +159,42 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path):
     loaded = with_tokenizer(load(tmp_path / 'run'))
     with torch.no_grad():
         loaded.model.transformer.ln_f.weight[0] = float('nan')
-    assert 'computes other logits' in refusal(export, loaded, tmp_path / 'hf')
+    assert 'ln_f.weight holds values that are not finite' in refusal(export, loaded, tmp_path / 'hf')
+    assert [path.name for path in tmp_path.iterdir()] == ['run']
+
+
+def test_check_finds_other_logits_and_nan(tmp_path):
+    make_checkpoint(tmp_path / 'run', get_tokenizer('byte'))
+    loaded = with_tokenizer(load(tmp_path / 'run'))
+    export(loaded, tmp_path / 'hf')
+    for value in (2.0, float('nan')):
+        with torch.no_grad():
+            loaded.model.transformer.ln_f.weight[0] = value
+        assert 'computes other logits' in refusal(check, loaded, tmp_path / 'hf')
+
+
+def test_an_architecture_that_gpt2_lacks_is_not_exported(tmp_path):
+    make_checkpoint(tmp_path / 'run', get_tokenizer('byte'))
+
+    def exported(change):
+        loaded = with_tokenizer(load(tmp_path / 'run'))
+        change(loaded.model)
+        return refusal(export, loaded, tmp_path / 'hf')
+
+    def untie(model):
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
+
+    def another_setting(model):
+        model.config = dataclasses.make_dataclass('Config', [('rope', bool, False)], bases=(GPTConfig,))(
+            **vars(model.config), rope=True)
+
+    assert 'rope = True' in exported(another_setting)
+    assert 'not tied' in exported(untie)
+    assert "ln_3.weight' is none of them" in exported(
+        lambda model: setattr(model.transformer.h[1], 'ln_3', torch.nn.LayerNorm(16)))
+    assert 'wpe.weight is missing' in exported(lambda model: delattr(model.transformer, 'wpe'))
+    assert 'mlp.c_fc.weight has the shape' in exported(
+        lambda model: setattr(model.transformer.h[0].mlp, 'c_fc', torch.nn.Linear(16, 32, bias=False)))
     assert [path.name for path in tmp_path.iterdir()] == ['run']
 
 
@@ -168,7 +205,7 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path):
     (tmp_path / 'bert').mkdir()
     (tmp_path / 'bert' / 'config.json').write_text('{"model_type": "bert"}')
     before = sorted(tmp_path.iterdir())
-    for call, words in ((lambda: export_main([str(tmp_path / 'run'), str(tmp_path / 'there')]), 'is there already'),
+    for call, words in ((lambda: export_main([str(tmp_path / 'run'), str(tmp_path / 'there')]), 'there: exists'),
                         (lambda: GPT.from_pretrained(tmp_path / 'bert'), "model_type = 'bert'"),
                         (lambda: GPT.from_pretrained('gpt9'), 'neither a folder')):
         with pytest.raises(SystemExit) as error:
@@ -185,7 +222,130 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path):
 
 def test_main_job_needs_no_transformers():
     """What training and sampling import must not import the optional packages."""
-    code = 'import sys, model, checkpoint, scripts.sample; print({"transformers", "safetensors"} & set(sys.modules))'
+    code = 'import sys, model, runtime.hf, scripts.sample; print({"transformers", "safetensors"} & set(sys.modules))'
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,
                           env=dict(os.environ, PYTHONPATH=str(ROOT)))
     assert done.stdout.strip() == 'set()', done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Broken foreign folders: (what is done to a good one, a part of the one line that names it)
+
+HUGE = 10 ** 7
+BROKEN_CONFIGS = {
+    'a list': ('[]', 'a JSON list'),
+    'a number': ('7', 'a JSON int'),
+    'null': ('null', 'a JSON NoneType'),
+    'empty': ('', 'cannot be read'),
+    'truncated': ('{"n_layer": 2,', 'cannot be read'),
+    'nested': ('[' * 100_000, 'cannot be read'),
+    'no UTF-8': (b'\xff\xfe{}', 'cannot be read'),
+    'too long': (' ' * 2 ** 21 + '{}', 'no file of at most a MiB'),
+    'thousands of digits': ('{"n_layer": 1' + '0' * 5000 + '}', 'cannot be read'),
+    'bert': (dict(model_type='bert'), "model_type = 'bert'"),
+    'model_type a list': (dict(model_type=['gpt2']), "model_type = ['gpt2']"),
+    'no model_type': (dict(model_type=None), 'model_type = None'),
+    'text for n_embd': (dict(n_embd='16'), "n_embd = '16' must be"),
+    'null for n_embd': (dict(n_embd=None), 'n_embd = None must be'),
+    'a list for n_embd': (dict(n_embd=[16]), 'n_embd = [16] must be'),
+    'an object for n_embd': (dict(n_embd={'16': 16}), 'n_embd = '),
+    'a fraction for n_layer': (dict(n_layer=2.0), 'n_layer = 2.0 must be'),
+    'true for n_layer': (dict(n_layer=True), 'n_layer = True must be'),
+    'no layer': (dict(n_layer=0), 'n_layer = 0 must be'),
+    'no head': (dict(n_head=0), 'n_head = 0 must be'),
+    'negative heads': (dict(n_head=-2), 'n_head = -2 must be'),
+    'heads that do not divide': (dict(n_head=3), 'n_embd = 16 is not a multiple of n_head = 3'),
+    'infinite n_embd': ('{"model_type": "gpt2", "n_embd": 1e999}', 'n_embd = inf must be'),
+    'n_embd is not a number': ('{"model_type": "gpt2", "n_embd": NaN}', 'n_embd = nan must be'),
+    'text for vocab_size': (dict(vocab_size='many'), "vocab_size = 'many' must be"),
+    'no positions': (dict(n_positions=0), 'n_positions = 0 must be'),
+    'huge n_layer': (dict(n_layer=HUGE), 'they have 2 blocks, n_layer is 10000000'),
+    'huge n_embd': (dict(n_embd=HUGE), 'has the shape'),
+    'huge vocab_size': (dict(vocab_size=10 ** 40), 'wte.weight has the shape [50, 16]'),
+    'huge n_positions': (dict(n_positions=10 ** 400), 'wpe.weight has the shape [12, 16]'),
+    'one layer less': (dict(n_layer=1), 'they have 2 blocks, n_layer is 1'),
+    'another activation': (dict(activation_function='relu'), "activation_function = 'relu'"),
+    'an activation that is none': (dict(activation_function={}), 'activation_function = {}'),
+    'another epsilon': (dict(layer_norm_epsilon='1e-5'), "layer_norm_epsilon = '1e-5'"),
+    'another width of the MLP': (dict(n_inner=32), 'n_inner = 32'),
+    'text for the scaling': (dict(scale_attn_by_inverse_layer_idx='yes'), "scale_attn_by_inverse_layer_idx = 'yes'"),
+    'cross attention': (dict(add_cross_attention=True), 'add_cross_attention = True'),
+    'text for bias': (dict(bias='no'), "bias = 'no'"),
+    'an untied head': (dict(tie_word_embeddings=False), 'tie_word_embeddings = False'),
+}
+WTE, C_ATTN = 'transformer.wte.weight', 'transformer.h.1.attn.c_attn.weight'
+BROKEN_WEIGHTS = {
+    'no embeddings': ({WTE: None}, f'{WTE} is missing'),
+    'no bias': ({'transformer.h.0.ln_1.bias': None}, 'h.0.ln_1.bias is missing'),
+    'a foreign name': ({'transformer.h.0.attn.rotary': torch.zeros(4)}, "attn.rotary' is none of them"),
+    'a third block of one weight': ({'transformer.h.7.ln_1.bias': torch.zeros(16)}, 'they have 3 blocks'),
+    'another name of a block': ({'transformer.h.1.ln_1.bias': None, 'transformer.h.01.ln_1.bias': torch.zeros(16)},
+                                'they have 3 blocks'),
+    '3-D weights': ({C_ATTN: torch.zeros(1, 16, 48)}, 'has the shape [1, 16, 48], not [16, 48]'),
+    '1-D weights': ({C_ATTN: torch.zeros(16 * 48)}, 'has the shape [768]'),
+    '0-D weights': ({WTE: torch.zeros(())}, 'has the shape []'),
+    'transposed weights': ({C_ATTN: torch.zeros(48, 16)}, 'has the shape [48, 16]'),
+    'no values': ({WTE: torch.zeros(0, 16)}, 'has the shape [0, 16]'),
+    'integers': ({C_ATTN: torch.zeros(16, 48, dtype=torch.int8)}, 'is torch.int8'),
+    'NaN': ({C_ATTN: torch.full((16, 48), torch.nan)}, 'c_attn.weight holds values that are not finite'),
+    'an untied head': ({'lm_head.weight': torch.zeros(50, 16)}, 'not tied'),
+    'a head of another shape': ({'lm_head.weight': torch.zeros(51, 16)}, 'lm_head.weight has the shape [51, 16]'),
+    'no weights at all': (None, 'they have 0 blocks'),
+}
+BROKEN_FILES = {
+    'empty': b'',
+    'text': b'a model',
+    'a header beyond the end': (2 ** 40).to_bytes(8, 'little') + b'{}',
+    'a header that is no JSON': (4).to_bytes(8, 'little') + b'oops',
+    'an offset beyond the end': (61).to_bytes(8, 'little')
+    + b'{"wte.weight":{"dtype":"F32","shape":[9,9],"data_offsets":[0,324]}}'[:61],
+    'a pickle': b'\x80\x04\x95',
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A good folder with a model of two blocks."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=12, vocab_size=50, n_layer=2, n_head=2, n_embd=16, bias=True))
+    tmp_path.joinpath('good').mkdir()
+    hf.write(tmp_path / 'good', vars(model.config), model.state_dict())
+    assert hf.read(tmp_path / 'good')[0]['n_layer'] == 2
+    return tmp_path / 'good'
+
+
+@pytest.mark.parametrize('name', BROKEN_CONFIGS)
+def test_broken_configs_are_one_line(folder, name):
+    change, words = BROKEN_CONFIGS[name]
+    path = folder / 'config.json'
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(path.read_text()) | change)
+    path.write_bytes(change if isinstance(change, bytes) else change.encode())
+    message = refusal(GPT.from_pretrained, folder)
+    assert words in message and str(folder) in message and len(message) < 300 + len(str(folder))
+
+
+@pytest.mark.parametrize('name', BROKEN_WEIGHTS)
+def test_broken_weights_are_one_line(folder, name):
+    change, words = BROKEN_WEIGHTS[name]
+    path = folder / 'model.safetensors'
+    weights = load_file(path) | change if change else {}
+    save_file({key: w for key, w in weights.items() if w is not None}, path)
+    message = refusal(GPT.from_pretrained, folder)
+    assert words in message and str(folder) in message
+
+
+@pytest.mark.parametrize('name', BROKEN_FILES)
+def test_broken_safetensors_are_one_line(folder, name):
+    (folder / 'model.safetensors').write_bytes(BROKEN_FILES[name])
+    assert 'not a safetensors file' in refusal(GPT.from_pretrained, folder)
+
+
+def test_folders_without_weights_are_one_line(folder):
+    (folder / 'model.safetensors').unlink()
+    os.mkfifo(folder / 'model.safetensors')  # whoever opens it waits for ever
+    assert 'no model.safetensors' in refusal(GPT.from_pretrained, folder)
+    (folder / 'config.json').unlink()
+    assert 'config.json: cannot be read' in refusal(GPT.from_pretrained, folder)
+    os.mkfifo(folder / 'config.json')
+    assert 'config.json: cannot be read' in refusal(GPT.from_pretrained, folder)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from conftest import INJECT, ROOT, command, finish, iterations, metrics
 
-from runtime import distributed
-from runtime.distributed import STOPPED, World, settings_for
+from runtime import device
+from runtime.device import device_defaults
+from runtime.distributed import World
+from runtime.signals import STOPPED
 
 SBATCH = ROOT / 'scripts/slurm/train.sbatch'
 # What Slurm would be: one more process group for each node; the highest exit code counts.
@@ -126,9 +128,9 @@ def test_the_skypilot_task_is_one():
 
 def test_what_suits_a_device(monkeypatch):
     for compiler in (True, False):
-        monkeypatch.setattr(distributed, 'can_compile', lambda found=compiler: found)
-        assert settings_for('cuda:1')[0] == dict(backend='nccl', dtype='bfloat16', compile=compiler)
-        assert settings_for('cpu')[0] == dict(backend='gloo', dtype='float32', compile=False)
+        monkeypatch.setattr(device, 'can_compile', lambda found=compiler: found)
+        assert device_defaults('cuda:1')[0] == dict(backend='nccl', dtype='bfloat16', compile=compiler)
+        assert device_defaults('cpu')[0] == dict(backend='gloo', dtype='float32', compile=False)
 
 
 @pytest.mark.parametrize('environment, index', [({}, 0), (dict(LOCAL_RANK='0'), 0), (dict(LOCAL_RANK='3'), 3)])

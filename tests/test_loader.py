@@ -14,11 +14,10 @@ from data.loader import (
     ValidationLoader,
     accumulation_steps,
     data_dir,
-    keyed_bits,
-    keyed_uniforms,
     on_device,
     window_starts,
 )
+from runtime.rng import keyed_bits, keyed_uniforms
 
 
 def test_windows_are_a_pure_function_of_seed_and_iteration():

@@ -15,9 +15,9 @@ import torch
 from conftest import ROOT, TINY, metrics
 
 import optimizers
-from data.loader import LABELS, VECTORS, keyed_bits, keyed_uniforms
 from model import GPT, SIZES, GPTConfig
 from optimizers import HOOKS, SETTINGS, AdaHessian, Lion, build_hessian_hook, build_optimizer
+from runtime.rng import LABELS, VECTORS, keyed_bits, keyed_uniforms
 from sophia import Sophia
 
 # ----------------------------------------------------------------------------------------------------------------------

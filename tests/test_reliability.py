@@ -18,7 +18,7 @@ from conftest import OPTIMIZERS, ROOT, STOP_IN_EVALUATION, finish, iterations, m
 
 from data.loader import window_starts
 from runtime import checkpoint, runlog
-from runtime.distributed import NOT_FINITE, STARTED, STOPPED, Stops
+from runtime.signals import NOT_FINITE, STARTED, STOPPED, StopSignals
 
 TIMING = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}
 
@@ -180,7 +180,7 @@ def test_max_hours_stops(train, tmp_path):
 
 def test_max_hours_are_hours(monkeypatch):
     monkeypatch.setattr(signal, 'signal', lambda *args: None)
-    assert Stops(2.0).deadline - STARTED == pytest.approx(7200) and Stops().deadline == float('inf')
+    assert StopSignals(2.0).deadline - STARTED == pytest.approx(7200) and StopSignals().deadline == float('inf')
 
 
 def test_a_second_ctrl_c_ends_at_once(train, tmp_path):

@@ -12,7 +12,8 @@ from conftest import STOP_IN_EVALUATION, iterations, metrics, refusal
 
 from model import GPT, GPTConfig
 from runtime import checkpoint, distributed, files, sharded
-from runtime.distributed import NOT_FINITE, STOPPED, World
+from runtime.distributed import World
+from runtime.signals import NOT_FINITE, STOPPED
 from scripts.consolidate import consolidate
 from scripts.load import load
 
@@ -87,7 +88,8 @@ def test_sums_of_shards_are_float32_and_inputs_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(distributed, 'fully_shard', lambda module, mp_policy, **_: found.append(mp_policy))
     world = World('cpu', 'gloo')
     world.sharded, world.parallel = True, 'fsdp'
-    world.wrap(GPT(GPTConfig(n_layer=2, n_head=1, n_embd=8, vocab_size=64)), low_precision=torch.bfloat16)
+    model = GPT(GPTConfig(n_layer=2, n_head=1, n_embd=8, vocab_size=64))
+    world.wrap(model, model.transformer.h, compute_dtype=torch.bfloat16)
     assert len(found) == 3 and {(p.param_dtype, p.reduce_dtype, p.cast_forward_inputs) for p in found} == {
         (torch.bfloat16, torch.float32, False)}
 

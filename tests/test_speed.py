@@ -225,7 +225,7 @@ def test_losses_and_gradients_in_sixteen_bits(two_backwards, monkeypatch, dtype,
         targets[:, ::3] = model(idx, targets)[0].argmax(-1)[:, ::3]
     given = targets[:2].roll(1, 0)
     exact = both_gradients(model, idx, targets, given, return_logits=True)
-    forward = World(device, 'gloo').wrap(model, compile)
+    forward = World(device, 'gloo').wrap(model, model.transformer.h, compile)
     with torch.autocast(device, dtype):
         autocasts = both_gradients(model, idx, targets, given, return_logits=True)
         ours = both_gradients(forward, idx, targets, given)
@@ -424,8 +424,7 @@ def test_fifty_steps_have_the_losses_of_plain_pytorch(way, switch, monkeypatch, 
 def test_a_compiled_model_gives_the_gradients_of_the_plain_one(way, two_backwards, monkeypatch):
     monkeypatch.setattr(ops, 'ROWS', 150)
     model, (idx, targets) = tiny(), batch()
-    compiled = World('cpu', 'gloo').wrap(model, True)
-    assert model.compiled_trunk and model.compile_loss
+    compiled = World('cpu', 'gloo').wrap(model, model.transformer.h, True)
     for kind in ('none', 'first rows', 'all rows'):
         given = labels(kind, targets)
         expected = both_gradients(model, idx, targets, given, return_logits=True)

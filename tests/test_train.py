@@ -9,7 +9,7 @@ import torch
 from conftest import TINY, metrics, run_train
 
 from runtime import checkpoint
-from runtime.distributed import can_compile
+from runtime.device import can_compile
 
 FLAGS = {'adamw': ['--decay_lr=False', '--grad_clip=0.85'], 'sophiag': ['--hessian_interval=2', '--lr_decay_iters=8']}
 

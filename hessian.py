@@ -1,0 +1,217 @@
+"""When, and on what, a Hessian is estimated: the hooks that train_step calls.
+
+In each iteration train_step calls `start`; for each micro-batch `loss` and, outside of autocast, `backward`; then,
+before the update, `finish`. Estimates are made at iterations 0, k, 2k, … of the first sequences of that iteration's own
+mini-batch (Algorithm 3, lines 7 to 9). Everything random is a function of (seed, iteration).
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+
+import torch
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from runtime.rng import LABELS, VECTORS, keyed_bits, keyed_uniforms
+from sophia import GaussNewtonBartlett, Hutchinson, hessian_vector_product, parameters
+
+
+class Hook(ABC):
+    """What an optimizer needs of an iteration besides its gradient."""
+
+    hessian_products = False  # whether estimates are Hessian-vector products, which need an unsharded eager model
+
+    @abstractmethod
+    def start(self, iter_num):
+        """Begins iteration `iter_num`; True when it estimates the Hessian."""
+
+    def loss(self, model, X, Y):
+        """The mean loss of a micro-batch, X and Y (B, T) int64."""
+        return model(X, Y, return_logits=False)[1]
+
+    @abstractmethod
+    def backward(self, loss_scale=1.0):
+        """What the estimate needs of the forward just made; leaves the graph for the gradient of the loss."""
+
+    @abstractmethod
+    def finish(self, loss_scale=1.0):
+        """Passes the estimate to the optimizer; FloatingPointError if it is not finite, and nothing of it is taken."""
+
+
+class FirstOrder(Hook):
+    """The hook of first-order optimizers: it estimates nothing."""
+
+    def __init__(self, model, optimizer, **options):
+        pass
+
+    def start(self, iter_num):
+        return False
+
+    def backward(self, loss_scale=1.0):
+        pass
+
+    def finish(self, loss_scale=1.0):
+        pass
+
+
+class HessianHook(Hook):
+    """Estimates on the first `batch_size` sequences of the mini-batch at iterations 0, k, 2k, ….
+
+    Args:
+        model: the plain GPT, neither compiled nor wrapped.
+        optimizer: takes the estimates by `update_hessian`.
+        seed, interval (k), batch_size (sequences over all ranks, a multiple of world_size).
+        rank, world_size: which share of the mini-batch passes through `loss` here ([rank::world_size]).
+        accumulation_steps: in how many micro-batches.
+        autocast: context manager for a forward outside of train_step's own.
+        compile: whether to compile what the estimator runs by itself.
+    """
+
+    def __init__(self, model, optimizer, *, seed, interval, batch_size, rank=0, world_size=1, accumulation_steps=1,
+                 autocast=None, compile=False):
+        self.model, self.optimizer, self.seed = model, optimizer, seed
+        self.interval, self.batch_size, self.rank, self.world_size = interval, batch_size, rank, world_size
+        self.accumulation_steps, self.compile = accumulation_steps, compile
+        self.autocast = autocast or contextlib.nullcontext()
+        self.rows_left = 0
+
+    def start(self, iter_num):
+        self.iter_num = iter_num
+        self.due = iter_num % self.interval == 0
+        self.rows_left = self.batch_size // self.world_size if self.due else 0
+        self.rows_taken = 0
+        return self.due
+
+    def take_rows(self, X):
+        """How many of the micro-batch's first rows belong to the estimate; counts them as taken."""
+        n = min(self.rows_left, X.size(0))
+        self.rows_left -= n
+        self.rows_taken += n
+        return n
+
+
+class GNBHook(HessianHook):
+    """Gauss-Newton-Bartlett (Algorithm 2), sharing its forward with the gradient: one forward, two backwards."""
+
+    def start(self, iter_num):
+        self.loss_hat = self.uniforms = self.estimator = None  # also of an iteration that was skipped
+        if super().start(iter_num):
+            self.estimator = GaussNewtonBartlett(self.optimizer)
+        return self.due
+
+    def loss(self, model, X, Y):
+        taken_before, n = self.rows_taken, self.take_rows(X) if self.due else 0
+        if n == 0:
+            return super().loss(model, X, Y)
+        _, loss, self.loss_hat = model(X, Y, **self.labels(Y, taken_before, n), return_logits=False)
+        self.predictions = n * Y.size(1)
+        if taken_before == 0:
+            # The weight of a label in the gradient of the loss, for whose size float16's loss scale has room.
+            self.share = 1 / (self.accumulation_steps * Y.numel())
+        return loss
+
+    def labels(self, Y, first, n):
+        """What the forward draws ŷ of the first n rows with, `first` rows having been taken before."""
+        if self.uniforms is None:
+            shape = (self.batch_size, Y.size(1))
+            uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]
+            self.uniforms = uniforms.to(Y.device)
+        return dict(uniforms=self.uniforms[first:first + n])
+
+    def backward(self, loss_scale=1.0):
+        if self.loss_hat is not None:
+            self.estimator.add(self.loss_hat * (loss_scale * self.share), self.predictions, retain_graph=True)
+            self.loss_hat = None
+
+    def finish(self, loss_scale=1.0):
+        if self.due:
+            estimator, self.estimator = self.estimator, None
+            # Under loss scaling overflows are normal.
+            self.optimizer.update_hessian(estimator.estimate(loss_scale * self.share),
+                                          nonfinite='skip' if loss_scale != 1 else 'raise')
+
+
+class EmpiricalFisherHook(GNBHook):
+    """The ablation E-F+clip: Gauss-Newton-Bartlett with the true labels instead of sampled ones."""
+
+    def labels(self, Y, first, n):
+        return dict(labels_hat=Y[:n])
+
+
+# Numbers that one Hessian-vector product may have of attention weights and logits. Some ten bytes are kept of each
+# until its end, so that a product takes about the memory that a micro-batch of training does.
+PRODUCT_SIZE = 2 ** 30
+
+
+def rows_at_once(config, rows, T, micro_batch):
+    """How many of `rows` sequences of T tokens a Hessian-vector product of a GPT takes at a time.
+
+    At most a micro-batch, and no more than PRODUCT_SIZE allows; all parts are equal, as anything else would be
+    compiled again.
+    """
+    size = T * (config.n_layer * config.n_head * T + 4 * config.vocab_size)
+    most = max(1, min(micro_batch, PRODUCT_SIZE // size))
+    return max(n for n in range(1, most + 1) if rows % n == 0)
+
+
+class HutchinsonHook(HessianHook):
+    """Hutchinson's estimator (Algorithm 1): Hessian-vector products of the model's own forward."""
+
+    hessian_products = True
+    rademacher = False
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        name_of = {p: name for name, p in self.model.named_parameters()}
+        self.params = [p for p in parameters(self.optimizer) if p.requires_grad]
+        self.names = [name_of[p] for p in self.params]
+        self.product = self.hessian_vector_product
+        if self.compile:
+            # For one shape: PyTorch 2.11 fails at others.
+            self.product = torch.compile(self.product, dynamic=False)
+        if getattr(self.autocast, 'fast_dtype', None) == torch.float16:
+            # Gradients and their derivatives along u differ too much in size for float16, whatever the loss scale.
+            self.autocast = contextlib.nullcontext()
+
+    def hessian_vector_product(self, X, Y, u):
+        """∇²L·u of the mean loss L of some sequences, X and Y (B, T); u: tensors like `params`."""
+        def loss(values):
+            return functional_call(self.model, dict(zip(self.names, values)), (X, Y))[1]
+
+        with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
+            return hessian_vector_product(loss, [p.detach() for p in self.params], u)
+
+    def start(self, iter_num):
+        self.rows = []
+        return super().start(iter_num)
+
+    def backward(self, loss_scale=1.0):
+        pass
+
+    def loss(self, model, X, Y):
+        if self.due and (n := self.take_rows(X)):
+            self.rows.append((X[:n], Y[:n]))
+        return super().loss(model, X, Y)
+
+    def finish(self, loss_scale=1.0):
+        if not self.due:
+            return
+        generator = torch.Generator(self.params[0].device)
+        generator.manual_seed(int(keyed_bits(self.seed, VECTORS, self.iter_num)[0] >> 1))
+        estimator = Hutchinson(self.params, generator, self.rademacher)
+        X, Y = (torch.cat(parts) for parts in zip(*self.rows))
+        n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows))
+        for x, y in zip(X.split(n), Y.split(n)):
+            with self.autocast:
+                product = self.product(x, y, estimator.u)
+            estimator.add(product, n)
+            del product  # frees the memory for the next one
+        self.rows = []
+        estimates = dict(zip(self.params, estimator.estimate()))
+        self.optimizer.update_hessian([estimates.get(p) for p in parameters(self.optimizer)], nonfinite='raise')
+
+
+class AdaHessianHook(HutchinsonHook):
+    """AdaHessian's own choice of u, uniform on {−1, 1}."""
+
+    rademacher = True

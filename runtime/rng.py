@@ -1,0 +1,23 @@
+"""Random numbers that are pure functions of (seed, stream, iteration), from the counter-based generator Philox.
+
+Nothing is drawn from global generators, so a run draws the same numbers whatever its number of ranks, its micro-batch
+and its optimizer, and however often it was interrupted; and a checkpoint needs no generator's state.
+"""
+
+import numpy as np
+import torch
+
+# What a draw is for: the second half of Philox's key.
+WINDOWS, LABELS, VECTORS, DROPOUT = range(4)
+
+
+def keyed_bits(seed, stream, iteration, n=1):
+    """`n` random uint64, a pure function of the arguments, the same under every version of NumPy (raw Philox)."""
+    key = np.array([seed % 2 ** 64, stream], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=np.array([0, 0, 0, iteration], dtype=np.uint64)).random_raw(n)
+
+
+def keyed_uniforms(seed, stream, iteration, shape):
+    """float32 tensor of uniform numbers in [0, 1), a pure function of the arguments."""
+    bits = keyed_bits(seed, stream, iteration, int(np.prod(shape)))
+    return torch.from_numpy(((bits >> np.uint64(40)) * np.float32(2 ** -24)).astype(np.float32).reshape(shape))

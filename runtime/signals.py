@@ -1,0 +1,79 @@
+"""How a run ends early (exit codes, signals, the time limit), and output streams whose failures do not end it."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+# Exit codes, besides 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR).
+STOPPED, NOT_FINITE = 75, 65
+STARTED = time.monotonic()
+
+
+class SafeStream:
+    """The text stream `stream`, whose failures do not end a run: a log on a full disk, a terminal or pipe that is gone.
+
+    A stream that was closed before Python started (None) becomes /dev/null, which also takes the file descriptor that
+    is free: a checkpoint opened there would receive what libraries print. Characters that the stream's encoding lacks
+    are written as escapes.
+    """
+
+    def __init__(self, stream):
+        self.stream = Path(os.devnull).open('w') if stream is None else stream  # noqa: SIM115 - open until the end
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            try:
+                self.stream.write(text)
+            except UnicodeEncodeError:
+                self.stream.write(text.encode('ascii', 'backslashreplace').decode())
+        return len(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+
+class StopSignals:
+    """Whether this rank was asked to stop (SIGTERM, SIGINT, SIGHUP, the time limit) or to save (SIGUSR1).
+
+    Signal handlers only record the request. The ranks exchange their requests once an iteration, together with the
+    loss, so that all of them act after the same iteration.
+
+    Attributes: reason, why to stop: the name of the first signal, or 'max_hours'; '' while there is no reason.
+    """
+
+    def __init__(self, max_hours=0.0):
+        self.deadline = STARTED + 3600 * max_hours if max_hours else float('inf')
+        self.reason, self.received_at, self.save = '', 0.0, False
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._record)
+
+    def _record(self, number, frame):
+        now = time.monotonic()
+        if number == signal.SIGUSR1:
+            self.save = True
+        elif not self.reason:
+            self.reason, self.received_at = signal.Signals(number).name, now
+        elif number == signal.SIGINT and now > self.received_at + 1:
+            # A second Ctrl-C ends the process at once. Within a second of the first signal it may be a launcher that
+            # forwards what the terminal has sent to every process.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    @property
+    def stop(self):
+        """Whether the run should stop."""
+        if not self.reason and time.monotonic() > self.deadline:
+            self.reason = 'max_hours'
+        return bool(self.reason)
+
+    def poll(self):
+        """(stop, save) as 0.0 or 1.0; resets the request to save."""
+        save, self.save = self.save, False
+        return float(self.stop), float(save)
