@@ -141,13 +141,15 @@ def link_best(path):
     best, other = (path.with_name(f'best{suffix}') for suffix in ((path.suffix, '') if path.suffix else ('', '.pt')))
     partial = path.with_name('best.partial')
     partial.unlink(missing_ok=True)
+    if best.is_dir() and not best.is_symlink():  # of a run that was copied
+        _remove(best)
     try:
         partial.symlink_to(path.name) if path.is_dir() else os.link(path, partial)
         partial.replace(best)
     except OSError:  # a file system without links
         with atomic_write(best, sync=True) as f, path.open('rb') as source:
             shutil.copyfileobj(source, f)
-    other.unlink(missing_ok=True)
+    _remove(other)
 
 
 def prune(out_dir, iteration, keep):
@@ -161,7 +163,7 @@ def prune(out_dir, iteration, keep):
 
 def _remove(path):
     """Removes a checkpoint, if there is one; a directory leaves its place at once."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path.rename(path.with_suffix('.old.partial')))
     else:
         path.unlink(missing_ok=True)

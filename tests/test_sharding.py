@@ -309,7 +309,7 @@ def test_a_directory_is_read_as_far_as_its_checksums_go(run, tmp_path, how):
     if how == 'no checksums':
         state['files'] = {}
     elif how == 'damaged with its checksum':  # torch's exception is a BaseException
-        damage(bad / '__0_0.distcp', 'truncated')
+        os.truncate(bad / '__0_0.distcp', 100)
         state['files']['__0_0.distcp'] = files.checksum(bad / '__0_0.distcp')
         words = 'not a checkpoint of this repository'
     else:
