@@ -259,9 +259,8 @@ def _validated(state):
     """The content of a file, upgraded to today's keys; ValueError unless its fields have their types."""
     require(state, **REQUIRED)
     if 'train_state' not in state and 'passed_over' in state:  # as this repository wrote it before
-        state['train_state'] = {key: state.get(old) for key, old in dict(
-            {key: key for key in TRAIN_STATE}, iter='iter_num', skipped_in_a_row='passed_over',
-            last_eval_iter='evaluated').items()}
+        renamed = dict(iter='iter_num', skipped_in_a_row='passed_over', last_eval_iter='evaluated')
+        state['train_state'] = {key: state.get(renamed.get(key, key)) for key in TRAIN_STATE}
     require(state, **{key: kind for key, kind in OPTIONAL.items() if key in state})
     if state['iter_num'] < 0:
         raise ValueError(f'its iter_num is {state["iter_num"]}')

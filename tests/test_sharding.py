@@ -297,7 +297,8 @@ def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):
     assert not (tmp_path / 'exploited').exists()
 
 
-@pytest.mark.parametrize('how', ['no checksums', 'outside', 'checksum outside', 'damaged with its checksum'])
+@pytest.mark.parametrize(
+    'how', ['no checksums', 'outside', 'checksum outside', 'too large', 'damaged with its checksum'])
 def test_a_directory_is_read_as_far_as_its_checksums_go(run, tmp_path, how):
     """Paths that leave the directory are not followed; nothing is read that has no checksum."""
     good, bad = checkpoint.path_of(run(parallel='fsdp'), 10), tmp_path / 'ckpt_00000010'
@@ -313,15 +314,16 @@ def test_a_directory_is_read_as_far_as_its_checksums_go(run, tmp_path, how):
         state['files']['__0_0.distcp'] = files.checksum(bad / '__0_0.distcp')
         words = 'not a checkpoint of this repository'
     else:
-        for info in metadata.storage_data.values():
+        if how == 'too large':
+            next(iter(metadata.state_dict_metadata.values())).size = torch.Size([2 ** 36])
+            words = 'its tensors are larger than its files'
+        for info in metadata.storage_data.values() if 'outside' in how else ():
             info.relative_path = '../' + info.relative_path
         (bad / '.metadata').write_bytes(pickle.dumps(metadata))
         state['files']['.metadata'] = files.checksum(bad / '.metadata')
-        for f in good.glob('*.distcp'):
-            shutil.copy(f, tmp_path)
-            if how == 'checksum outside':
-                state['files']['../' + f.name] = files.checksum(f)
-                words = 'is no file of this directory'
+        if how == 'checksum outside':
+            state['files'] |= {'../' + f.name: files.checksum(shutil.copy(f, tmp_path)) for f in good.glob('*.distcp')}
+            words = 'is no file of this directory'
     (bad / 'state.json').write_text(sharded.with_checksum(state))
     assert words in refusal(checkpoint.load, bad)
 
