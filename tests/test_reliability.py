@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import OPTIMIZERS, ROOT, STOP_IN_EVALUATION, finish, iterations, metrics, refusal, start, write_bins
 
-from data.loader import window_starts
+from data.loader import sequence_starts
 from runtime import checkpoint, runlog
 from runtime.signals import NOT_FINITE, STARTED, STOPPED, StopSignals
 
@@ -482,9 +482,10 @@ def test_one_run_in_an_out_dir(train, tmp_path):
 
 def test_nan_on_one_rank_stops_all_and_names_the_windows(train, corpus, tmp_path):
     done = train(tmp_path, ranks=2, faults='at(6, spoil(float("nan")), rank=1)')
-    starts = window_starts(1337, 6, 4, 50_000, 32)[1::2].tolist()
+    starts = sequence_starts(1337, 6, 4, 50_000, 32)[1::2].tolist()
     assert done.code == NOT_FINITE
-    assert (f'iteration 6: the loss is not finite (rank 1, micro-batch 0: windows of {corpus}/train.bin at {starts}); '
+    where = f'rank 1, micro-batch 0: sequences of {corpus}/train.bin at {starts}'
+    assert (f'iteration 6: the loss is not finite ({where}); '
             'nothing of it was saved; go on with a lower --learning_rate, or pass over it by --skip_nonfinite=1'
             ) in done.err.splitlines()
     assert (tmp_path / 'failed.txt').read_text().strip() in done.err.splitlines()
