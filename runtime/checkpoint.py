@@ -208,7 +208,7 @@ def newest(out_dir, exclude=(), share=(0, 1)):
             warn(f'{error}; it is skipped')
     if found:
         raise SystemExit(f'{out_dir}: none of its {len(found)} checkpoints can be read; '
-                         'restore one of them, or start anew in another --out_dir')
+                         'restore one of them, or start from scratch in another --out_dir')
     return None
 
 
