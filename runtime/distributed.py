@@ -187,6 +187,9 @@ class World:
     def close(self):
         """Leaves the process group."""
         if dist.is_initialized():
+            # A thread of gloo needs the GIL to let go of the tensor of its last collective, and DDP's destructor, which
+            # holds the GIL, waits for that thread: give it the time before.
+            time.sleep(0.2)
             dist.destroy_process_group()
 
     def _die(self, kind, error, trace):
