@@ -1,13 +1,13 @@
-"""Validation loss, perplexity and bits per byte of a trained model, on bins or on a text file.
+"""Measures validation loss, perplexity and bits per byte of a trained model, on bins or on a text file.
 
-  python scripts/eval.py out/gpt2-small-sophiag                          its own validation set, as train.py has it
-  python scripts/eval.py gpt2 --dataset=openwebtext --stride=512         every token sees at least 512 before it
+  python scripts/eval.py out/gpt2-small-sophiag                          the validation set it was trained with
+  python scripts/eval.py gpt2 --dataset=openwebtext --stride=512         each token sees at least 512 before it
   python scripts/eval.py out/quickstart --text=README.md
   torchrun --standalone --nproc_per_node=8 scripts/eval.py out/gpt2-small-sophiag
 
-Without --stride: non-overlapping windows of block_size tokens, as in training; what remains at the end is left out.
-With --stride: windows that start `stride` tokens apart, of which only the tokens count that no window before had, so
-every token but the first counts once. One line of JSON goes to standard output.
+Without --stride, the text is cut into sequences of block_size tokens, as train.py does; an incomplete one at the end is
+left out. With --stride, sequences start that many tokens apart, and in each only the tokens that no earlier one had
+count, so every token but the first counts once. One line of JSON goes to standard output.
 """
 
 import argparse
@@ -46,17 +46,17 @@ def parse(argv):
     parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's own)")
     parser.add_argument('--split', choices=('val', 'train'), default='val', help='(default: val)')
     parser.add_argument('--text', type=Path, help='a UTF-8 text file instead of bins')
-    parser.add_argument('--stride', type=int, default=0, help='slide the window by so many tokens')
+    parser.add_argument('--stride', type=int, default=0, help='slide the context by so many tokens')
     parser.add_argument('--eval_iters', type=int, default=0, help='micro-batches, as in train.py; 0: everything')
-    parser.add_argument('--batch_size', type=int, default=8, help='windows at once on each device (default: 8)')
-    parser.add_argument('--block_size', type=int, default=0, help="tokens per window (default: the model's)")
+    parser.add_argument('--batch_size', type=int, default=8, help='sequences per forward pass and device (default: 8)')
+    parser.add_argument('--block_size', type=int, default=0, help="tokens per sequence (default: the model's)")
     add_device_flags(parser)
     add_tokenizer_flag(parser)
     args = parser.parse_args(argv)
     if args.text and args.dataset:
         parser.error('--text and --dataset: give one of them')
     if args.stride and args.eval_iters:
-        parser.error('--stride goes through everything: leave out --eval_iters')
+        parser.error('--stride evaluates everything: leave out --eval_iters')
     if min(args.stride, args.eval_iters, args.block_size) < 0 or args.batch_size < 1:
         parser.error('--stride, --eval_iters and --block_size must be 0 or more, --batch_size at least 1')
     return args
@@ -82,10 +82,10 @@ class Text(Bin):
 
 
 class SlidingLoader(ValidationLoader):
-    """Overlapping windows, in the form of a ValidationLoader: targets that an earlier window had are -1."""
+    """Overlapping sequences, as a ValidationLoader yields them: targets that an earlier sequence had are -1."""
 
     def __init__(self, data, stride, batch_size, block_size, rank, world_size, device):
-        # Windows end at block_size, block_size + stride, … and at the last token; each begins block_size before.
+        # Sequences end at block_size, block_size + stride, … and at the last token, and start block_size before that.
         self.ends = np.append(np.arange(block_size, len(data) - 1, stride), len(data) - 1)
         self.counted = np.diff(self.ends, prepend=0)
         self.mine = np.arange(len(self.ends))[rank::world_size]
@@ -94,8 +94,8 @@ class SlidingLoader(ValidationLoader):
     def __iter__(self):
         for i in range(0, len(self.mine), self.batch_size):
             mine = self.mine[i:i + self.batch_size]
-            windows = self.data.windows(self.ends[mine] - self.block_size, self.block_size + 1)
-            batch = on_device(as_tensor(windows), self.device)
+            tokens = self.data.windows(self.ends[mine] - self.block_size, self.block_size + 1)
+            batch = on_device(as_tensor(tokens), self.device)
             inputs, targets = batch[:, :-1], batch[:, 1:].clone()
             for row, counted in zip(targets, self.counted[mine]):
                 row[:-counted] = -1
@@ -103,7 +103,7 @@ class SlidingLoader(ValidationLoader):
 
 
 def bytes_per_id(tokenizer):
-    """(vocab_size,) int64: how many bytes of text each id stands for, 0 for the end of text; None where not known."""
+    """(vocab_size,) int64: how many bytes of text each id stands for, 0 for the end of text; None if unknown."""
     bpe = getattr(tokenizer, 'bpe', None)
     if isinstance(tokenizer, Byte):
         sizes = [1] * tokenizer.vocab_size
@@ -124,7 +124,7 @@ def bytes_per_id(tokenizer):
 
 @torch.no_grad()
 def evaluate(model, batches, world, precision, sizes=None):
-    """(loss, tokens, bytes) over (inputs, targets) batches of all ranks: mean cross-entropy in nats, what it is over.
+    """(loss, tokens, bytes) of the (inputs, targets) batches of all ranks: the mean cross-entropy in nats, over what.
 
     Args:
         precision: a context manager, as `runtime.device.autocast` makes it.
@@ -135,7 +135,7 @@ def evaluate(model, batches, world, precision, sizes=None):
         with precision:
             loss = model(X, Y, return_logits=False)[1]
         counted = Y[Y >= 0]
-        if not len(counted):  # what fills up a rank's share, of which there is no mean loss
+        if not len(counted):  # padding of this rank's share, which has no mean loss
             continue
         total[0] += loss.to(total) * len(counted)
         total[1] += len(counted)
@@ -155,7 +155,7 @@ def main(argv=None):
     else:
         dataset = args.dataset or loaded.state.get('config', {}).get('dataset')
         if not dataset:
-            raise SystemExit(f'{args.checkpoint}: does not say what to evaluate it on; give --dataset or --text')
+            raise SystemExit(f'{args.checkpoint}: does not name a data set to evaluate on; give --dataset or --text')
         data = Bin(find_data(loaded.state, dataset) or data_dir(dataset), args.split)
     check_data(loaded, data)
     block_size = args.block_size or loaded.model.config.block_size
@@ -164,7 +164,7 @@ def main(argv=None):
     if args.text or args.stride:
         block_size = min(block_size, len(data) - 1)
     if args.stride > block_size:
-        raise SystemExit(f'--stride={args.stride}: would skip tokens between windows of {block_size}')
+        raise SystemExit(f'--stride={args.stride}: would skip tokens between sequences of {block_size}')
     share = world.rank, world.size, world.device
     if args.stride:
         batches = SlidingLoader(data, args.stride, args.batch_size, block_size, *share)
@@ -180,7 +180,7 @@ def main(argv=None):
                       perplexity=math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf)
         if n_bytes:
             result |= dict(bytes=n_bytes, bits_per_byte=loss * tokens / n_bytes / math.log(2))
-        # JSON has no infinity and no NaN: null is neither of them.
+        # JSON has neither infinity nor NaN.
         print(json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
                           for key, value in result.items()}))
     world.close()

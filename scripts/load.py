@@ -1,4 +1,4 @@
-"""What the scripts that use a trained model share: the model and its tokenizer, from wherever they are."""
+"""Loads a trained model and its tokenizer, for the scripts that use them."""
 
 import sys
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from model import GPT, GPTConfig
 from runtime import checkpoint, hf
 from runtime.device import DTYPES, check_device
 
-LOGITS = 2 ** 29  # at most so many in one forward pass of generation: 2 GiB in float32
+LOGITS = 2 ** 29  # the most in one forward pass of generation: 2 GiB in float32
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(hf.HUB_MODELS)
 
 
@@ -23,7 +23,7 @@ MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or
 class Loaded:
     """A model in eval mode and what belongs to it.
 
-    name: short, for tables. tokenizer: None where it is unknown. state: the checkpoint without its weights; {} for a
+    name: a short one, for tables. tokenizer: None if unknown. state: the checkpoint without its weights; {} for a
     Hugging Face model.
     """
     name: str
@@ -57,10 +57,10 @@ def rows_at_once(model, length):
 
 
 def load(path, device='cpu', tokenizer=None):
-    """The model at `path`: an out_dir (its newest checkpoint), a .pt file, a Hugging Face folder, or a hf.HUB_MODELS.
+    """The model at `path`: an out_dir (its newest checkpoint), a .pt file, a Hugging Face folder or one of HUB_MODELS.
 
     Args:
-        tokenizer: name of the tokenizer, or directory of a data set made with it; needed only where the checkpoint's
+        tokenizer: name of the tokenizer, or directory of a data set made with it; needed only if the checkpoint's
             data set is gone.
 
     Raises SystemExit with one line when there is none.
@@ -89,11 +89,11 @@ def load(path, device='cpu', tokenizer=None):
 
 
 def build(state):
-    """The GPT of a checkpoint's `state`, from which its weights are taken. Raises something if they make no model."""
+    """The GPT of a checkpoint's `state`, whose weights are removed from it. Raises an exception if they do not fit."""
     weights, args = state.pop('model'), dict(state['model_args'])
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
-        args.setdefault('gelu_approximate', 'tanh')  # of the official repository, whose GELU that is
-    # First without memory: sizes that the weights do not have are not allocated, settings out of range not accepted.
+        args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
+    # A model without memory comes first: it shows settings that fail, and sizes that the weights do not have.
     with torch.device('meta'):
         outline = GPT(GPTConfig(**args))
         outline(torch.zeros(1, 1, dtype=torch.int64))
@@ -104,12 +104,12 @@ def build(state):
 
 
 def require_tokenizer(loaded):
-    """SystemExit with one line that says where to get the tokenizer of `loaded`, unless it has one."""
+    """SystemExit with one line that says how to get the tokenizer of `loaded`, unless it has one."""
     if loaded.tokenizer is not None:
         return
     size, dataset = loaded.model.config.vocab_size, loaded.state.get('config', {}).get('dataset')
     names = [name for name, tokenizer in TOKENIZERS.items() if tokenizer.vocab_size <= size]
-    flag = f'give --tokenizer={"|".join([*names, "DIR"])}, DIR being that of a data set made with it'
+    flag = f'give --tokenizer={"|".join([*names, "DIR"])}, DIR being a data set made with it'
     if dataset and (ROOT / 'data' / dataset / 'prepare.py').is_file():
         flag = f'run python data/{dataset}/prepare.py, or {flag}'
     missing = f'its data set {dataset!r} is not here, with a meta.json that names the tokenizer' if dataset else \
@@ -118,11 +118,11 @@ def require_tokenizer(loaded):
 
 
 def with_tokenizer(loaded):
-    """`loaded`, its vocabulary cut to that of its tokenizer: for what reads or writes text. SystemExit without one."""
+    """`loaded` with its vocabulary cut to that of its tokenizer, so that no padding is sampled."""
     require_tokenizer(loaded)
     if loaded.tokenizer.vocab_size > loaded.model.config.vocab_size:
-        raise SystemExit(f'{loaded.path}: a model of {loaded.model.config.vocab_size} ids is not one for the tokenizer '
-                         f'{loaded.tokenizer.name}, which has {loaded.tokenizer.vocab_size}; check --tokenizer')
+        raise SystemExit(f'{loaded.path}: the model has {loaded.model.config.vocab_size} ids, fewer than the tokenizer '
+                         f'{loaded.tokenizer.name} ({loaded.tokenizer.vocab_size}); check --tokenizer')
     crop_vocab_size(loaded.model, loaded.tokenizer.vocab_size)
     return loaded
 
@@ -138,12 +138,11 @@ def crop_vocab_size(model, vocab_size):
 
 
 def check_data(loaded, data):
-    """SystemExit with one line unless the tokens of `data`, which has a `Bin`'s path and vocab_size, are of the model's
-    tokenizer, as far as the number of ids tells."""
+    """SystemExit with one line unless the vocabulary of `data`, a `Bin`, has the size of the model's."""
     ids = loaded.tokenizer.vocab_size if loaded.tokenizer else loaded.model.config.vocab_size
     if data.vocab_size > ids or loaded.tokenizer and data.vocab_size != ids:
-        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, the one of {loaded.path} has '
-                         f'{ids}; prepare the text again with the right one')
+        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, that of {loaded.path} has '
+                         f'{ids}; prepare the text with that one')
 
 
 def named_tokenizer(name):
@@ -157,19 +156,19 @@ def named_tokenizer(name):
 
 
 def checkpoint_tokenizer(state):
-    """The tokenizer that a checkpoint names, else that of its data set; None where the data set is gone."""
+    """The tokenizer that a checkpoint names, else that of its data set; None if the data set is gone."""
     meta, folder = state.get('tokenizer'), find_data(state)
     if meta is None and folder:
         meta = read_meta(folder)
         if meta is None and state['model_args'].get('vocab_size', 50304) >= 50257:
-            meta = {'tokenizer': 'gpt2'}  # as loader.py takes bins without meta.json
+            meta = {'tokenizer': 'gpt2'}  # what data/loader.py assumes without a meta.json
     return tokenizer_from_meta(meta) if meta and 'tokenizer' in meta else None
 
 
 def find_data(state, dataset=None):
-    """The directory of a data set, by default the one a checkpoint was trained on; None where it is not here.
+    """The directory of a data set, by default the one a checkpoint was trained on; None if it is not here.
 
-    It is looked for from the working directory, as train.py does, and from the repository.
+    Looks in the working directory, as train.py does, and in the repository.
     """
     dataset = dataset or state.get('config', {}).get('dataset')
     places = [data_dir(dataset), data_dir(dataset, ROOT)] if dataset else []
@@ -187,7 +186,7 @@ class FolderTokenizer(Tokenizer):
             raise SystemExit(f'{path}: needs the package tokenizers: pip install tokenizers') from None
         except Exception as error:  # `tokenizers` raises plain Exception for a file it cannot read
             raise SystemExit(f'{path}: not a tokenizer ({error})') from None
-        self.bpe.encode_special_tokens = True  # means: encode them like any other text
+        self.bpe.encode_special_tokens = True  # as ordinary text
         self.name, self.vocab_size, self.eot_id = str(path), self.bpe.get_vocab_size(), eot_id
 
     def encode(self, text):
@@ -198,7 +197,7 @@ class FolderTokenizer(Tokenizer):
 
 
 def folder_tokenizer(folder, vocab_size):
-    """The tokenizer of a Hugging Face folder; GPT-2's where it brings none and the vocabulary has that size."""
+    """The tokenizer of a Hugging Face folder; GPT-2's if it has none and the vocabulary has that size."""
     if (folder / 'tokenizer.json').is_file():
         eot_id = hf.read_config(folder).get('eos_token_id')
         known = type(eot_id) is int and 0 <= eot_id < vocab_size

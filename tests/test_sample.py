@@ -232,7 +232,7 @@ def test_model_args_that_are_not_the_weights_are_one_line(tmp_path, change, word
 
 @pytest.mark.parametrize('tokenizer', [dict(tokenizer='nobody'), dict(tokenizer='char'),
                                        dict(tokenizer='char', chars=5)])
-def test_tokenizers_that_are_none_are_one_line(tmp_path, tokenizer):
+def test_bad_tokenizers_are_one_line(tmp_path, tokenizer):
     refusal(load, save_run(tmp_path / 'run', tokenizer=tokenizer))
 
 
@@ -253,7 +253,7 @@ def test_errors_are_one_line(tmp_path, capsys, gpt2_cache):
     (tmp_path / 'empty').touch()
     for argv, words in ((('--out_dir=nowhere',), 'nowhere'), ((f'--out_dir={tmp_path}',), 'no checkpoint'),
                         ((f'--out_dir={run_dir}', '--prompt_file=nothing.txt'), 'nothing.txt'),
-                        ((f'--out_dir={run_dir}', f'--prompt_file={tmp_path / "empty"}'), 'no prompt'),
+                        ((f'--out_dir={run_dir}', f'--prompt_file={tmp_path / "empty"}'), 'holds no prompt'),
                         ((f'--out_dir={run_dir}', '--tokenizer=gpt2'), 'check --tokenizer'),
                         ((f'--out_dir={run_dir}', '--device=abacus'), 'abacus')):
         with pytest.raises(SystemExit) as error:
@@ -262,13 +262,13 @@ def test_errors_are_one_line(tmp_path, capsys, gpt2_cache):
 
 
 @pytest.mark.parametrize('temperature', ['nan', '-1', 'inf'])
-def test_a_temperature_that_is_none_is_refused(temperature, capsys):
+def test_bad_temperatures_are_rejected(temperature, capsys):
     with pytest.raises(SystemExit):
         sample.main([f'--temperature={temperature}'])
     assert f'--temperature={float(temperature)}: must be' in capsys.readouterr().err
 
 
-def test_it_ends_quietly_when_nobody_reads_on(tmp_path):
+def test_a_closed_pipe_ends_it_quietly(tmp_path):
     out_dir = save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)
     process = subprocess.Popen([sys.executable, 'scripts/sample.py', f'--out_dir={out_dir}', '--num_samples=1000',
                                 '--device=cpu'], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
