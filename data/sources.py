@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from data.tokenizer import TOKENIZERS, get_tokenizer
+from data.tokenizer import TOKENIZER_NAMES, first_line, get_tokenizer
 from data.writer import Batches, Corpus, sha256, write_bins
 
 ROWS = 1000  # rows of a table in one batch
@@ -27,9 +27,10 @@ DENOMINATOR = 10 ** 6  # the largest of a fraction of documents; so its reciproc
 END_OF_TEXT = '<|endoftext|>'
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
 
-# A blank after something that is none. No tokenizer here joins across such a place (they cut text into words before
-# they merge, a blank going with the word after it), so a long text cut there gives the ids of the whole. Text that has
-# no such place for LONGEST characters (base64, blanks only) is cut nevertheless, or one piece would take all memory.
+# A blank after something that is none. The tokenizers named in data/tokenizer.py never join across such a place (they
+# cut text into words before they merge, a blank going with the word after it), so a long text cut there gives the ids
+# of the whole. Text that has no such place for LONGEST characters (base64, blanks only) is cut nevertheless, or one
+# piece would take all memory.
 CUT = re.compile(r'(?<=\S)[ \t\r\n]')
 
 
@@ -45,9 +46,9 @@ def argument_parser(doc, script, tokenizer=None, data_files=False):
                         default=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
     parser.add_argument('--overwrite', action='store_true', help='replace other bins that are in the way')
     if tokenizer:
-        parser.add_argument('--tokenizer', choices=TOKENIZERS, default=tokenizer, help=f'default: {tokenizer}')
+        parser.add_argument('--tokenizer', metavar=TOKENIZER_NAMES, default=tokenizer, help=f'default: {tokenizer}')
     if data_files:
-        parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE',
+        parser.add_argument('--data_files', nargs='+', type=existing, metavar='FILE',
                             help='local .parquet or .jsonl files instead of the Hub')
     return parser
 
@@ -59,16 +60,20 @@ def at_least_one(text):
     return int(text)
 
 
+def existing(text):
+    """The path of a file or directory, for argparse: so a prepare.py looks for its input before its tokenizer."""
+    if not Path(text).exists():
+        raise SystemExit(f'{text}: no such file')
+    return Path(text)
+
+
 def local_files(paths, val_paths=()):
     """(source, revision) of files on disk: their names, the SHA-256 of the list of their SHA-256s.
 
-    So text that moves from one file to another makes another revision. SystemExit if a file is not there, cannot be
-    read, or is for val with the content of one for train.
+    So text that moves from one file to another makes another revision. SystemExit if a file cannot be read, or is for
+    val with the content of one for train.
     """
     files = [*paths, *val_paths]
-    for path in files:
-        if not path.is_file():
-            raise SystemExit(f'{path}: no such file')
     digests = []
     for path in files:
         try:
@@ -84,11 +89,6 @@ def local_files(paths, val_paths=()):
 def names_of(paths):
     """The names of the first three files, and how many there are besides."""
     return ' '.join(path.name for path in paths[:3]) + (f' and {len(paths) - 3} more' if len(paths) > 3 else '')
-
-
-def first_line(error):
-    """The first line of what an exception says."""
-    return str(error).partition('\n')[0]
 
 
 def hub(repository, revision, names):
@@ -276,9 +276,24 @@ def read_files(paths, text_key):
 
 
 def open_text(path):
-    """A text file, compressed or not, without its byte order mark, and with its line ends as they are."""
+    """A text file, compressed or not, without its byte order mark, and with its line ends as they are.
+
+    Only a newline ends a line: JSON may have a carriage return between its tokens.
+    """
     opener = {'.gz': gzip.open, '.bz2': bz2.open}.get(path.suffix, open)
-    return opener(path, 'rt', encoding='utf-8-sig', newline='')
+    return opener(path, 'rt', encoding='utf-8-sig', newline='\n')
+
+
+def read_text(path):
+    """The whole text of a UTF-8 file, compressed or not, exactly as the corpora have it (see `open_text`).
+
+    SystemExit with one line when it cannot be read.
+    """
+    try:
+        with open_text(Path(path)) as file:
+            return file.read()
+    except (UnicodeDecodeError, EOFError, zlib.error, OSError) as error:
+        raise SystemExit(f'{path}: cannot be read as UTF-8 text ({first_line(error)})') from None
 
 
 def txt_pieces(file):

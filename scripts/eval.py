@@ -7,7 +7,8 @@
 
 Without --stride, the text is cut into sequences of block_size tokens, as train.py does; an incomplete one at the end is
 left out. With --stride, sequences start that many tokens apart, and in each only the tokens that no earlier one had
-count, so every token but the first counts once. One line of JSON goes to standard output.
+count, so every token but the first counts once. One line of JSON goes to standard output, of a mixture of data sets one
+for each part.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.loader import Bin, ValidationLoader, as_tensor, data_dir, on_device
+from data.loader import Bin, ValidationLoader, as_tensor, data_dir, on_device, parts_of
 from data.sources import open_text, txt_pieces
 from data.tokenizer import Byte, Char
 from runtime.device import autocast
@@ -94,7 +95,7 @@ class SlidingLoader(ValidationLoader):
     def __iter__(self):
         for i in range(0, len(self.mine), self.batch_size):
             mine = self.mine[i:i + self.batch_size]
-            tokens = self.data.windows(self.ends[mine] - self.block_size, self.block_size + 1)
+            tokens = self.data.sequences(self.ends[mine] - self.block_size, self.block_size + 1)
             batch = on_device(as_tensor(tokens), self.device)
             inputs, targets = batch[:, :-1], batch[:, 1:].clone()
             for row, counted in zip(targets, self.counted[mine]):
@@ -113,7 +114,7 @@ def bytes_per_id(tokenizer):
         sizes = [len(bpe.decode_single_token_bytes(i)) for i in range(tokenizer.vocab_size)]
     elif 'ByteLevel' in type(getattr(bpe, 'decoder', None)).__name__:  # tokenizers, one character for each byte
         added = bpe.get_added_tokens_decoder()
-        sizes = [len(added[i].content.encode()) if i in added else len(bpe.id_to_token(i))
+        sizes = [len(added[i].content.encode()) if i in added else len(bpe.id_to_token(i) or '')
                  for i in range(tokenizer.vocab_size)]
     else:
         return None
@@ -145,22 +146,13 @@ def evaluate(model, batches, world, precision, sizes=None):
     return loss_sum / tokens, int(tokens), int(n_bytes)
 
 
-def main(argv=None):
-    args = parse(argv)
-    world = World(args.device, 'nccl' if args.device.startswith('cuda') else 'gloo')
-    loaded = load(args.checkpoint, world.device, args.tokenizer)
-    if args.text:
-        require_tokenizer(loaded)
-        data = Text(args.text, loaded.tokenizer)
-    else:
-        dataset = args.dataset or loaded.state.get('config', {}).get('dataset')
-        if not dataset:
-            raise SystemExit(f'{args.checkpoint}: does not name a data set to evaluate on; give --dataset or --text')
-        data = Bin(find_data(loaded.state, dataset) or data_dir(dataset), args.split)
+def measure(loaded, data, args, world):
+    """What the script prints about `loaded` on `data`, a Bin: a dict. Collective: every rank must call it."""
     check_data(loaded, data)
-    block_size = args.block_size or loaded.model.config.block_size
-    if block_size > loaded.model.config.block_size:
-        raise SystemExit(f'--block_size={block_size}: the model has {loaded.model.config.block_size} positions')
+    positions = loaded.model.config.block_size
+    block_size = args.block_size or positions
+    if block_size > positions:
+        raise SystemExit(f'--block_size={block_size}: the model has {positions} positions')
     if args.text or args.stride:
         block_size = min(block_size, len(data) - 1)
     if args.stride > block_size:
@@ -170,19 +162,36 @@ def main(argv=None):
         batches = SlidingLoader(data, args.stride, args.batch_size, block_size, *share)
     else:
         batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, *share)
-    torch.set_float32_matmul_precision('high')  # as in train.py
     sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
     loss, tokens, n_bytes = evaluate(loaded.model, batches, world, autocast(world.device, dtype_name(args)),
                                      None if sizes is None else sizes.to(world.device))
-    if world.is_master:
-        result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
-                      block_size=block_size, stride=args.stride or block_size, tokens=tokens, loss=loss,
-                      perplexity=math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf)
-        if n_bytes:
-            result |= dict(bytes=n_bytes, bits_per_byte=loss * tokens / n_bytes / math.log(2))
-        # JSON has neither infinity nor NaN.
-        print(json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
-                          for key, value in result.items()}))
+    result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
+                  block_size=block_size, stride=args.stride or block_size, tokens=tokens, loss=loss,
+                  perplexity=math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf)
+    if n_bytes:
+        result |= dict(bytes=n_bytes, bits_per_byte=loss * tokens / n_bytes / math.log(2))
+    return result
+
+
+def main(argv=None):
+    args = parse(argv)
+    world = World(args.device, 'nccl' if args.device.startswith('cuda') else 'gloo')
+    loaded = load(args.checkpoint, world.device, args.tokenizer)
+    if args.text:
+        require_tokenizer(loaded)
+        found = [Text(args.text, loaded.tokenizer)]
+    else:
+        dataset = args.dataset or loaded.state.get('config', {}).get('dataset')
+        if not dataset:
+            raise SystemExit(f'{args.checkpoint}: does not name a data set to evaluate on; give --dataset or --text')
+        found = [Bin(find_data(loaded.state, name) or data_dir(name), args.split) for name in parts_of(dataset)]
+    torch.set_float32_matmul_precision('high')  # as in train.py
+    for data in found:
+        result = measure(loaded, data, args, world)
+        if world.is_master:
+            # JSON has neither infinity nor NaN.
+            print(json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
+                              for key, value in result.items()}))
     world.close()
 
 

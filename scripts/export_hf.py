@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.loader import read_meta
+from data.loader import parts_of, read_meta
 from data.tokenizer import Byte, Char
 from runtime import hf
 from scripts.load import MODEL_HELP, add_tokenizer_flag, find_data, load, with_tokenizer
@@ -127,11 +127,14 @@ def model_card(loaded, data):
             f'{c.n_embd}'), ('context', f'{c.block_size} tokens'), ('vocabulary', f'{c.vocab_size:,} ids, tokenizer '
             f'{loaded.tokenizer.name}'), ('biases', 'yes' if c.bias else 'no (zeros in the file)'),
             ('attention logits divided by layer index + 1', 'yes' if c.scale_attn_by_inverse_layer_idx else 'no')]
+    if 'dataset' in settings:
+        rows += [('data set', ', '.join(f'{Path(name).name} ({share:.0%})' if share < 1 else Path(name).name
+                                        for name, share in parts_of(settings['dataset']).items()))]
     if settings:
-        rows += [('data set', Path(settings['dataset']).name),
-                 ('iterations', f'{state["iter_num"]:,} of {settings["max_iters"]:,}')]
-    if 'tokens' in state:  # nanoGPT's checkpoints do not say
-        rows += [('optimizer', settings['optimizer_name']), ('tokens seen', f'{state["tokens"]:,}')]
+        rows += [('iterations', f'{state["iter_num"]:,} of {settings.get("max_iters", "?")}')]
+    if 'train_state' in state:  # nanoGPT's checkpoints lack it
+        rows += [('optimizer', settings.get('optimizer_name', '?')),
+                 ('tokens seen', f'{state["train_state"]["tokens"]:,}')]
     if data:
         rows += [(f'data: {key}', data[key]) for key in ('source', 'revision', 'split') if data.get(key)]
         rows += [(f'data: {split}', f'{data[split]["tokens"]:,} tokens, sha256 {data[split]["sha256"]}')
@@ -174,7 +177,8 @@ def check(loaded, folder):
               for text in PROBES]
     for text in probes:
         ids = [int(i) for i in loaded.tokenizer.encode(text)]
-        if tokenizer.encode(text, add_special_tokens=False) != ids or tokenizer.decode(ids) != text:
+        if tokenizer.encode(text, add_special_tokens=False) != ids or \
+                tokenizer.decode(ids) != loaded.tokenizer.decode(ids):
             raise SystemExit(f'transformers {transformers.__version__} tokenizes {text!r} differently '
                              f'from {loaded.tokenizer.name}; nothing was written')
     return f'transformers {transformers.__version__}: same ids, logits differ by at most {difference:.1e}'
@@ -190,8 +194,8 @@ def export(loaded, dest):
         raise SystemExit(f'{dest}: exists; give another folder, or remove it')
     model_args = model_args_of(loaded.model.config)
     writable(dest / 'config.json')
-    data_dir = find_data(loaded.state)
-    data = read_meta(data_dir) if data_dir else None
+    folder = find_data(loaded.state)
+    data = read_meta(folder) if folder and len(parts_of(loaded.state['config']['dataset'])) == 1 else None
     partial = dest.with_name(f'{dest.name}.partial{os.getpid()}')
     try:
         with refusing(dest):

@@ -9,8 +9,15 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.loader import data_dir, read_meta
-from data.tokenizer import TOKENIZERS, Tokenizer, get_tokenizer, tokenizer_from_meta
+from data.loader import data_dir, parts_of, read_meta
+from data.tokenizer import (
+    TOKENIZER_NAMES,
+    TOKENIZERS,
+    FileTokenizer,
+    Tokenizer,
+    get_tokenizer,
+    tokenizer_from_meta,
+)
 from model import GPT, GPTConfig
 from runtime import checkpoint, hf
 from runtime.device import DTYPES, check_device
@@ -47,8 +54,8 @@ def dtype_name(args):
 def add_tokenizer_flag(parser):
     """Adds --tokenizer, the argument of `load`."""
     parser.add_argument('--tokenizer', metavar='NAME|DIR',
-                        help=f'{", ".join(TOKENIZERS)}, or the directory of a data set made with the tokenizer; needed '
-                             "only if the checkpoint's data set is no longer here")
+                        help=f"{TOKENIZER_NAMES}, or the directory of a data set made with it; needed only if the "
+                             "checkpoint's data set is no longer here")
 
 
 def rows_at_once(model, length):
@@ -146,12 +153,12 @@ def check_data(loaded, data):
 
 
 def named_tokenizer(name):
-    """The tokenizer that --tokenizer asks for: one of TOKENIZERS, or that of the data set in the directory `name`."""
-    if name in TOKENIZERS:
+    """The tokenizer that --tokenizer asks for: one that `get_tokenizer` knows, or that of a data set's directory."""
+    if not Path(name).is_dir():
         return get_tokenizer(name)
     meta = read_meta(name)
     if meta is None:
-        raise SystemExit(f'--tokenizer={name}: neither one of {", ".join(TOKENIZERS)} nor a directory with a meta.json')
+        raise SystemExit(f'--tokenizer={name}: a directory without the meta.json of a data set')
     return tokenizer_from_meta(meta)
 
 
@@ -168,38 +175,21 @@ def checkpoint_tokenizer(state):
 def find_data(state, dataset=None):
     """The directory of a data set, by default the one a checkpoint was trained on; None if it is not here.
 
-    Looks in the working directory, as train.py does, and in the repository.
+    Looks in the working directory, as train.py does, and in the repository. Of a mixture it returns the first part.
     """
     dataset = dataset or state.get('config', {}).get('dataset')
-    places = [data_dir(dataset), data_dir(dataset, ROOT)] if dataset else []
+    places = [data_dir(name, root) for name in parts_of(dataset) for root in (Path(), ROOT)] if dataset else []
     return next((place for place in places if (place / 'meta.json').is_file() or (place / 'train.bin').is_file()), None)
-
-
-class FolderTokenizer(Tokenizer):
-    """The tokenizer.json of a Hugging Face folder, through the package `tokenizers`."""
-
-    def __init__(self, path, eot_id):
-        try:
-            import tokenizers
-            self.bpe = tokenizers.Tokenizer.from_file(str(path))
-        except ImportError:
-            raise SystemExit(f'{path}: needs the package tokenizers: pip install tokenizers') from None
-        except Exception as error:  # `tokenizers` raises plain Exception for a file it cannot read
-            raise SystemExit(f'{path}: not a tokenizer ({error})') from None
-        self.bpe.encode_special_tokens = True  # as ordinary text
-        self.name, self.vocab_size, self.eot_id = str(path), self.bpe.get_vocab_size(), eot_id
-
-    def encode(self, text):
-        return self.bpe.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids):
-        return self.bpe.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 def folder_tokenizer(folder, vocab_size):
     """The tokenizer of a Hugging Face folder; GPT-2's if it has none and the vocabulary has that size."""
-    if (folder / 'tokenizer.json').is_file():
+    path = folder / 'tokenizer.json'
+    if path.is_file():
         eot_id = hf.read_config(folder).get('eos_token_id')
-        known = type(eot_id) is int and 0 <= eot_id < vocab_size
-        return FolderTokenizer(folder / 'tokenizer.json', eot_id if known else None)
+        try:
+            text = path.read_text(encoding='utf-8')
+        except (OSError, UnicodeDecodeError) as error:
+            raise SystemExit(f'{path}: cannot be read ({error})') from None
+        return FileTokenizer(text, eot_id if type(eot_id) is int and 0 <= eot_id < vocab_size else None, path)
     return get_tokenizer('gpt2') if vocab_size == 50257 else None

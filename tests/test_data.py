@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from data import sources, writer
+from data.loader import Bin, read_meta
 from data.tokenizer import Char, get_tokenizer, tokenizer_from_meta
 from data.writer import Batches, Corpus, Parts, write_bins
 
@@ -51,7 +52,7 @@ def need_gpt_neox():
 def prepare(name, *args, ok=True, **env):
     """Run data/NAME/prepare.py; its output. A failure must be one line, and never a traceback."""
     done = subprocess.run([sys.executable, ROOT / 'data' / name / 'prepare.py', *map(str, args)], capture_output=True,
-                          text=True, env={**os.environ, **env}, timeout=120)
+                          text=True, env={**os.environ, **env}, timeout=300)
     assert 'Traceback' not in done.stderr
     assert (done.returncode == 0) == ok, done.stderr
     return done.stdout if ok else done.stderr.strip().splitlines()[-1]
@@ -69,7 +70,8 @@ def bins(out_dir):
         assert found[-1].max() < meta['vocab_size']
         if meta['eot_id'] is not None:
             assert found[-1][-1] == meta['eot_id']
-    assert sorted(path.name for path in out_dir.iterdir()) == ['meta.json', 'train.bin', 'val.bin']
+    own_tokenizer = ['tokenizer.json'] * (meta['tokenizer'] == 'tokenizer.json')
+    assert sorted(path.name for path in out_dir.iterdir()) == ['meta.json', *own_tokenizer, 'train.bin', 'val.bin']
     return *found, meta
 
 
@@ -143,6 +145,79 @@ def test_gpt_neox_tokenizer():
         assert tokenizer.decode(ids) == text
     assert 0 not in tokenizer.encode(f'a{EOT}b')
     assert tokenizer.decode([*tokenizer.encode(f'a{EOT}b'), 0]) == f'a{EOT}b{EOT}'
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    """A small byte-level tokenizer.json, with the truncation and padding that published files may have."""
+    tokenizers = pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.train_from_iterator(texts(50), tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=['<s>', '</s>'], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    bpe.enable_truncation(8)
+    bpe.enable_padding(length=32)
+    path = tmp_path / 'own' / 'mine.json'
+    path.parent.mkdir()
+    bpe.save(str(path))
+    return path
+
+
+def test_a_tokenizer_file_prepares_and_is_kept_with_the_bins(tokenizer_file, tmp_path):
+    rows, out_dir = [*texts(20), 'a<s>b</s>c'], tmp_path / 'out'
+    path = write_jsonl(tmp_path / 'a.jsonl', rows)
+    command = [path, '--val_fraction', 0.1, '--out_dir', out_dir, '--tokenizer', tokenizer_file]
+    prepare('text', *command)
+    assert (out_dir / 'tokenizer.json').read_bytes() == tokenizer_file.read_bytes()
+    train, val, meta = bins(out_dir)
+    assert (meta['tokenizer'], meta['vocab_size'], meta['eot_id']) == ('tokenizer.json', 300, 1)
+    tokenizer_file.unlink()
+    checkpoint = json.loads(json.dumps(Bin(out_dir, 'train').tokenizer))
+    for entry in (read_meta(out_dir), checkpoint):  # neither needs the file that was given
+        tokenizer = tokenizer_from_meta(entry)
+        assert tokenizer.eot_id == 1
+        assert documents_of(train, tokenizer) + documents_of(val, tokenizer) == [
+            *(row for i, row in enumerate(rows) if i % 10 != 9), *rows[9::10]]
+    (out_dir / 'tokenizer.json').write_text('{}')
+    with pytest.raises(SystemExit, match=r'meta\.json: not a valid meta.json .*tokenizer.json is another'):
+        Bin(out_dir, 'train')
+
+
+def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_file):
+    beside = tokenizer_file.with_name('tokenizer_config.json')
+    for config, eot_id in (({}, 1), ({'eos_token': '<s>'}, 0), ({'eos_token': {'content': 'a'}}, None)):
+        beside.write_text(json.dumps(config))
+        tokenizer = get_tokenizer(tokenizer_file)
+        assert tokenizer.eot_id == (tokenizer.bpe.token_to_id('a') if eot_id is None else eot_id)
+    beside.write_text('{"eos_token": "none such"}')
+    with pytest.raises(SystemExit, match=r'mine\.json: none of its tokens ends a document \(none such\)'):
+        get_tokenizer(tokenizer_file)
+    beside.write_text('[')
+    with pytest.raises(SystemExit, match='cannot be read, or the tokenizer_config.json beside it'):
+        get_tokenizer(tokenizer_file)
+
+
+@pytest.mark.parametrize('content', ['', '{}', '[1]', '{"model": {"type": "BPE"}}', '\x00'])
+def test_a_broken_tokenizer_file_is_one_line(content, tmp_path):
+    pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
+    (tmp_path / 'a.json').write_text(content)
+    with pytest.raises(SystemExit, match=r'a\.json: not a tokenizer\.json of the package tokenizers \(.*\)$'):
+        get_tokenizer(tmp_path / 'a.json')
+    with pytest.raises(SystemExit, match=r'none\.json: cannot be read'):
+        get_tokenizer(tmp_path / 'none.json')
+
+
+def test_another_tokenizer_file_is_in_the_way(tokenizer_file, tmp_path):
+    out_dir = tmp_path / 'out'
+    out_dir.mkdir()
+    (out_dir / 'tokenizer.json').write_text('a user\'s own')
+    with pytest.raises(SystemExit, match='tokenizer.json: another tokenizer is in the way'):
+        write_bins(small_corpus(), get_tokenizer(tokenizer_file), out_dir, num_proc=1)
+    assert (out_dir / 'tokenizer.json').read_text() == 'a user\'s own'
+    write_bins(small_corpus(), get_tokenizer(tokenizer_file), out_dir, num_proc=1, overwrite=True)
+    assert read_meta(out_dir)['json'] == tokenizer_file.read_text(encoding='utf-8')
 
 
 def test_no_tokenizer_and_no_network_is_one_line(tmp_path):
@@ -301,19 +376,70 @@ def test_killed_and_started_again(tmp_path, start):
     assert 'another process is writing there' in second.stderr
     assert 'Traceback' not in second.stderr
     first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=60)  # returns when nobody holds the pipe any more: the workers have ended too
+    first.communicate(timeout=300)  # returns when nobody holds the pipe any more: the workers have ended too
     left = sorted(path.name for path in (tmp_path / 'killed').iterdir())
-    assert left == ['progress.json', 'train.bin.part', 'val.bin.part']
+    assert left == ['prepare.lock', 'progress.json', 'train.bin.part', 'val.bin.part']
 
     with (tmp_path / 'killed' / 'train.bin.part').open('ab') as file:
         file.write(b'written, but not yet in progress.json')
     log.write_text('')
     done = subprocess.run(command('killed'), check=True, capture_output=True, text=True)
-    assert f'going on after {written} documents' in done.stdout
+    assert f'resuming after {written} documents' in done.stdout
     assert sorted(log.read_text().split('\n')) == sorted(
         ['', 'segment 1', 'segment 2', *(f'batch {b}' for b in range(5, 12))])
     for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(tmp_path / 'killed')[:2]):
         assert np.array_equal(whole, restarted)
+
+
+def test_overwrite_deletes_nothing_of_a_process_that_is_writing(tmp_path, start):
+    driver, out_dir = tmp_path / 'driver.py', tmp_path / 'out'
+    driver.write_text(DRIVER)
+    process = start(sys.executable, driver, ROOT, out_dir, tmp_path / 'log', '9')
+    wait_until(lambda: saved_documents(out_dir) == sum(batch + 2 for batch in range(5)), process)
+    before = {path.name: path.read_bytes() for path in out_dir.iterdir()}
+    with pytest.raises(SystemExit, match='out: another process is writing there'):
+        write_bins(small_corpus(), get_tokenizer('byte'), out_dir, num_proc=1, overwrite=True)
+    assert {path.name: path.read_bytes() for path in out_dir.iterdir()} == before
+
+
+# The worker that reads batch 3 sends only half of its result, and is killed.
+KILLED = '''
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from multiprocessing.connection import Connection
+from data import writer
+from data.tokenizer import get_tokenizer
+
+def half(connection, message, write=os.write):
+    write(connection.fileno(), bytes(message)[:len(message) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def read(batch):
+    if batch == 3 and len(sys.argv) > 3:
+        Connection._send = half
+    return [('val' if batch == 5 else 'train', f'document {batch} ' * 500, True)]
+
+if __name__ == '__main__':
+    corpus = writer.Corpus('driver', 'r1', 'by number', open=lambda: writer.Batches([range(6)], read))
+    writer.write_bins(corpus, get_tokenizer('byte'), sys.argv[2], num_proc=2)
+'''
+
+
+def test_a_worker_killed_while_it_sends_a_result_is_one_line(tmp_path):
+    driver = tmp_path / 'driver.py'
+    driver.write_text(KILLED)
+    done = subprocess.run([sys.executable, driver, ROOT, tmp_path / 'out', 'kill'], capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode
+    assert done.stderr.splitlines()[-1] == (
+        f'{tmp_path / "out"}: stopped: a worker process was killed (if memory is short, set a smaller --num_proc); '
+        'the same command resumes where it stopped')
+    assert 'Traceback' not in done.stderr
+    subprocess.run([sys.executable, driver, ROOT, tmp_path / 'out'], check=True, capture_output=True)
+    train, val, _ = bins(tmp_path / 'out')
+    tokenizer = get_tokenizer('byte')
+    assert documents_of(train, tokenizer) == [f'document {batch} ' * 500 for batch in range(5)]
+    assert documents_of(val, tokenizer) == ['document 5 ' * 500]
 
 
 def test_prepare_killed_and_started_again(tmp_path, start):
@@ -323,7 +449,7 @@ def test_prepare_killed_and_started_again(tmp_path, start):
     process = start(sys.executable, ROOT / 'data/text/prepare.py', path, '--out_dir', tmp_path / 'killed')
     wait_until((tmp_path / 'killed' / 'progress.json').exists, process)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     prepare('text', path, '--out_dir', tmp_path / 'killed')
     for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(tmp_path / 'killed')[:2]):
         assert np.array_equal(whole, restarted)
@@ -346,7 +472,7 @@ def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
         real(path, value)
 
     monkeypatch.setattr(writer, 'write_json', stop_at_meta)
-    with pytest.raises(SystemExit, match='stopped by KeyboardInterrupt.*the same command goes on'):
+    with pytest.raises(SystemExit, match='interrupted; the same command resumes'):
         write_bins(small_corpus(), tokenizer, out_dir, num_proc=1)
     monkeypatch.undo()
     assert not (out_dir / 'meta.json').exists()
@@ -410,7 +536,7 @@ def test_an_unfinished_run_of_other_data_is_in_the_way(tmp_path):
     assert bins(tmp_path)[2]['train'] == {**bins(tmp_path)[2]['train'], 'tokens': 5, 'documents': 2}
 
 
-def test_parts_shorter_than_progress_are_refused(tmp_path):
+def test_parts_shorter_than_progress_are_rejected(tmp_path):
     tokenizer = get_tokenizer('byte')
     parts = Parts(tmp_path, {**tokenizer.meta, 'source': 'small', 'revision': 'r1', 'split': 'by hand'})
     parts.append([0, 1], {'train': (np.array([97, 0]), 1)})
@@ -512,7 +638,7 @@ def test_a_table_that_turns_bad_half_way_keeps_what_was_done(tmp_path):
     message = prepare('pile', '--data_files', good, bad, '--val_files', val, '--tokenizer', 'byte',
                       '--out_dir', out_dir, '--num_proc', 1, ok=False)
     assert 'b.jsonl' in message
-    assert 'the same command goes on' in message
+    assert 'the same command resumes' in message
     assert not (out_dir / 'meta.json').exists()
     assert not (out_dir / 'train.bin').exists()
     assert saved_documents(out_dir) >= 1000
@@ -632,7 +758,7 @@ def test_a_file_is_not_for_train_and_val(tmp_path):
 
 
 def test_another_text_key_is_other_data(tmp_path, monkeypatch):
-    """Finished bins are not taken for those of another key, and no unfinished run goes on with another key's text."""
+    """Finished bins are not taken for those of another key, and no unfinished run resumes with another key's text."""
     tokenizer, path = get_tokenizer('byte'), write_parquet(tmp_path / 'a.parquet', texts(5))
 
     def write(text_key, out_dir):
@@ -647,14 +773,14 @@ def test_another_text_key_is_other_data(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Parts, 'finish', stop)
-    with pytest.raises(SystemExit, match='the same command goes on'):
+    with pytest.raises(SystemExit, match='the same command resumes'):
         write('url', tmp_path / 'unfinished')
     with pytest.raises(SystemExit, match="progress.json: bins of other data are in the way.*key 'url'"):
         write('text', tmp_path / 'unfinished')
 
 
 def test_a_read_error_keeps_what_was_done(tmp_path, monkeypatch):
-    """Whichever pass over the files it comes in: the same command goes on, and the bins are those of one run."""
+    """Whichever pass over the files it comes in: the same command resumes, and the bins are those of one run."""
     monkeypatch.setattr(sources, 'CHARS', 5000)
     monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
     path, tokenizer, out_dir = write_jsonl(tmp_path / 'a.jsonl', texts(200)), get_tokenizer('byte'), tmp_path / 'out'
@@ -686,7 +812,7 @@ def test_a_read_error_keeps_what_was_done(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=message + 'tries again'):
         write(out_dir)
     assert not out_dir.exists()
-    with pytest.raises(SystemExit, match=message + 'goes on'):
+    with pytest.raises(SystemExit, match=message + 'resumes'):
         write(out_dir)
     assert sorted(path.name for path in out_dir.iterdir()) == ['progress.json', 'train.bin.part', 'val.bin.part']
     assert 0 < saved_documents(out_dir) < 99
@@ -713,6 +839,34 @@ def test_byte_order_mark_and_blank_lines_are_no_text(mark, name, content, tmp_pa
     content = (mark + content).encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
     assert list(sources.read_files([tmp_path / name], 'text')) == [('one', True), ('two', True)]
+
+
+@pytest.mark.parametrize('name', ['a.txt', 'a.txt.gz', 'a.txt.bz2'])
+def test_the_text_of_a_file_is_the_same_for_all_who_read_it(name, tmp_path):
+    """Neither line ends nor the marks that Python takes for some are changed; a byte order mark is left out."""
+    text, path = 'one\r\ntwo\rthree\u2028four\x0cfive\x85six\n', tmp_path / name
+    compress = {'.gz': gzip.compress, '.bz2': bz2.compress}.get(path.suffix, bytes)
+    path.write_bytes(compress(('\ufeff' + text).encode()))
+    assert sources.read_text(path) == text
+    assert list(sources.read_files([path], 'text')) == [(text, True)]
+    if name == 'a.txt':
+        prepare('shakespeare_char', '--input', path, '--out_dir', tmp_path / 'out')
+        train, val, meta = bins(tmp_path / 'out')
+        assert tokenizer_from_meta(meta).decode(np.concatenate((train, val))) == text
+
+
+@pytest.mark.parametrize('content', [b'good\xff\xfe', None])
+def test_text_that_cannot_be_read_is_one_line(content, tmp_path):
+    if content:
+        (tmp_path / 'a.txt').write_bytes(content)
+    with pytest.raises(SystemExit, match=r'a\.txt: cannot be read as UTF-8 text \('):
+        sources.read_text(tmp_path / 'a.txt')
+
+
+def test_only_newlines_end_the_lines_of_jsonl(tmp_path):
+    """Not a carriage return between two tokens of JSON, nor the marks that str.splitlines takes for line ends."""
+    (tmp_path / 'a.jsonl').write_bytes('{"text":\r "a\u2028b\x85c"}\r\n{"text": "d"}'.encode())
+    assert list(sources.read_files([tmp_path / 'a.jsonl'], 'text')) == [('a\u2028b\x85c', True), ('d', True)]
 
 
 @pytest.mark.parametrize('name, content, message', [
@@ -750,11 +904,23 @@ def test_parquet_damaged_anywhere_is_one_line(tmp_path):
 
 
 def test_bad_flags_are_one_line(tmp_path):
-    assert 'no such file' in prepare('text', tmp_path / 'none.txt', ok=False)
+    path = tmp_path / 'a.txt'
+    path.write_text('some text')
     for fraction in (0.9, 0, 1e-7):
-        message = prepare('text', tmp_path / 'none.txt', '--val_fraction', fraction, ok=False)
+        message = prepare('text', path, '--val_fraction', fraction, ok=False)
         assert message.endswith('must be at least 1e-06 and at most 0.5')
-    assert '--num_proc' in prepare('text', tmp_path / 'none.txt', '--num_proc', 0, ok=False)
+    assert '--num_proc' in prepare('text', path, '--num_proc', 0, ok=False)
+
+
+@pytest.mark.parametrize('name, flags', [
+    ('text', ['none.txt']), ('text', [__file__, '--val_file', 'none.txt']),
+    ('openwebtext', ['--data_files', 'none.txt']), ('pile', ['--data_files', 'none.txt']),
+    ('pile', ['--data_files', __file__, '--val_files', 'none.txt']),
+    ('shakespeare_char', ['--input', 'none.txt'])])
+def test_input_files_are_looked_for_before_the_tokenizer(name, flags, tmp_path):
+    """Which would be another error here, as it cannot be loaded."""
+    assert prepare(name, *flags, '--out_dir', tmp_path / 'out', ok=False, TIKTOKEN_CACHE_DIR=str(tmp_path / 'none'),
+                   HTTPS_PROXY='http://127.0.0.1:9', GPT_NEOX_TOKENIZER='none.json') == 'none.txt: no such file'
 
 
 # ---- corpora of their own --------------------------------------------------------------------------------------------
@@ -790,7 +956,7 @@ def test_shakespeare_char_is_nanogpts(tmp_path):
     assert tokenizer_from_meta(meta).decode(val) == text[int(0.9 * len(text)):]
 
 
-def test_shakespeare_char_refuses_what_is_not_utf8(tmp_path):
+def test_shakespeare_char_rejects_what_is_not_utf8(tmp_path):
     (tmp_path / 'latin1.txt').write_bytes('à'.encode('latin-1') * 50)
     assert 'latin1.txt: cannot be read' in prepare('shakespeare_char', '--input', tmp_path / 'latin1.txt', '--out_dir',
                                                    tmp_path / 'out', ok=False)

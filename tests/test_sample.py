@@ -217,7 +217,8 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     (tmp_path / 'data').mkdir()
     (tmp_path / 'elsewhere').rename(tmp_path / 'data' / 'shakespeare_char')
     assert run(capsys, 'ckpt.pt', *short).out == by_directory
-    assert '--tokenizer=nowhere: neither' in refusal(run, capsys, 'ckpt.pt', *short, '--tokenizer=nowhere')
+    assert '--tokenizer=nowhere: unknown' in refusal(run, capsys, 'ckpt.pt', *short, '--tokenizer=nowhere')
+    assert '--tokenizer=.: a directory' in refusal(run, capsys, 'ckpt.pt', *short, '--tokenizer=.')
 
 
 @pytest.mark.parametrize('change, words', [
