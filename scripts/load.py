@@ -116,7 +116,7 @@ def require_tokenizer(loaded):
         return
     size, dataset = loaded.model.config.vocab_size, loaded.state.get('config', {}).get('dataset')
     names = [name for name, tokenizer in TOKENIZERS.items() if tokenizer.vocab_size <= size]
-    flag = f'give --tokenizer={"|".join([*names, "DIR"])}, DIR being a data set made with it'
+    flag = f'give --tokenizer={"|".join([*names, "FILE.json", "DIR"])}, DIR being a data set made with it'
     if dataset and (ROOT / 'data' / dataset / 'prepare.py').is_file():
         flag = f'run python data/{dataset}/prepare.py, or {flag}'
     missing = f'its data set {dataset!r} is not here, with a meta.json that names the tokenizer' if dataset else \

@@ -38,7 +38,8 @@ def make_checkpoint(out_dir, tokenizer, block_size=24, seed=0, **kwargs):
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
     checkpoint.save(out_dir, dict(
-        model=model.state_dict(), model_args=args, iter_num=3, tokenizer=tokenizer.meta, train_state=dict(tokens=288), data={},
+        model=model.state_dict(), model_args=args, iter_num=3, tokenizer=tokenizer.meta, data={},
+        train_state=dict(tokens=288),
         config=dict(dataset='gone', optimizer_name='sophiag', max_iters=9, total_batch_size=4, block_size=block_size)))
     return model
 

@@ -207,7 +207,7 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     for prepared in (scripts.load.ROOT / 'data' / 'shakespeare_char').glob('*.bin'):
         pytest.skip(f'{prepared} is here')
     message = refusal(run, capsys, 'ckpt.pt', *short)
-    assert 'run python data/shakespeare_char/prepare.py' in message and '--tokenizer=DIR' in message
+    assert 'run python data/shakespeare_char/prepare.py' in message and '--tokenizer=FILE.json|DIR' in message
     assert 'gpt2' not in message  # it has far more ids
     (tmp_path / 'input.txt').write_text(text)
     prepare = [sys.executable, ROOT / 'data' / 'shakespeare_char' / 'prepare.py', '--input=input.txt', '--num_proc=1']
