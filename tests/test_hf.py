@@ -109,6 +109,8 @@ def test_tokenizers_of_exports(tmp_path, gpt2_cache):
             ids = list(tokenizer.encode(text))
             assert theirs.encode(text) == ids and theirs.decode(ids) == text
             assert again.tokenizer.encode(text) == ids and again.tokenizer.decode(ids) == text
+        export(with_tokenizer(again), tmp_path / f'{tokenizer.name}-again')  # with a tokenizer.json of its own
+        assert load(tmp_path / f'{tokenizer.name}-again').tokenizer.encode(texts[1]) == list(tokenizer.encode(texts[1]))
         if tokenizer.eot_id is not None:
             assert theirs.encode('a<|endoftext|>b')[1] == tokenizer.eot_id
             assert len(again.tokenizer.encode('a<|endoftext|>b')) > 3  # ordinary text in this repository
