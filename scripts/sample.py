@@ -92,49 +92,46 @@ def encode(prompt, loaded):
 
 
 class Writer:
-    """Writes a sample to standard output, in whole characters, up to the end of its document."""
+    """Writes the text of a row of ids to standard output as the row grows: what follows the prompt in its document."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer, self.seen, self.waiting, self.ended = tokenizer, 0, [], False
+    def __init__(self, tokenizer, prompt):
+        self.tokenizer, self.start = tokenizer, len(prompt)
+        self.written = len(tokenizer.decode(prompt))
 
-    def __call__(self, ids):
-        """Takes all ids of the sample so far, and writes what has come since the last call."""
-        for token in ids[self.seen:].tolist():
-            self.ended = self.ended or token == self.tokenizer.eot_id
-            if self.ended:
-                break
-            # A character may take several tokens; until the last of them it decodes to U+FFFD.
-            self.waiting.append(token)
-            text = self.tokenizer.decode(self.waiting)
-            if not text.endswith('\ufffd') or len(self.waiting) > 3:
-                print(text, end='', flush=True)
-                self.waiting.clear()
-        self.seen = len(ids)
-
-    def close(self):
-        print(self.tokenizer.decode(self.waiting) if self.waiting else '', '---------------', sep='\n', flush=True)
+    def __call__(self, ids, complete=False):
+        """Writes what is new in `ids`, all of the row so far."""
+        new = ids[self.start:]
+        if self.tokenizer.eot_id in new:
+            ids = ids[:self.start + new.index(self.tokenizer.eot_id)]
+        # Some tokenizers write a space only between two tokens, so the row is decoded as a whole.
+        text = self.tokenizer.decode(ids)
+        # A character may take several tokens; until the last of them it decodes to U+FFFD.
+        if complete or not text.endswith('\ufffd'):
+            print(text[self.written:], end='', flush=True)
+            self.written = len(text)
 
 
 def write_samples(loaded, prompt, idx, rows, args, generator):
     """Writes `rows` continuations of `idx`, the ids (1, T) of `prompt`, and returns how many tokens they took."""
-    T, eot_id = idx.size(1), -1 if loaded.tokenizer.eot_id is None else loaded.tokenizer.eot_id
+    ids = idx[0].tolist()
+    eot_id = -1 if loaded.tokenizer.eot_id is None else loaded.tokenizer.eot_id
+    write_first = Writer(loaded.tokenizer, ids)
     print(prompt, end='', flush=True)
-    first = Writer(loaded.tokenizer)
 
     def stop(ids, lengths):
-        first(ids[0, T:lengths[0]])
+        write_first(ids[0, :lengths[0]].tolist())
         return ids.gather(1, lengths[:, None] - 1).squeeze(1) == eot_id
 
-    ids, lengths = loaded.model.generate(
+    found, lengths = loaded.model.generate(
         idx.expand(rows, -1), args.max_new_tokens, args.temperature, args.top_k or None,
         args.top_p if args.top_p < 1 else None, stop=stop, generator=generator)
-    first.close()
-    for row, length in zip(ids[1:], lengths[1:]):
-        print(prompt, end='')
-        writer = Writer(loaded.tokenizer)
-        writer(row[T:length])
-        writer.close()
-    return int((lengths - T).sum())
+    for number, (row, length) in enumerate(zip(found.tolist(), lengths.tolist())):
+        if number > 0:
+            print(prompt, end='')
+        write = Writer(loaded.tokenizer, ids) if number > 0 else write_first
+        write(row[:length], complete=True)
+        print('\n---------------', flush=True)
+    return int((lengths - len(ids)).sum())
 
 
 def main(argv=None):

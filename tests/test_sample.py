@@ -282,14 +282,25 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path):
 
 
 def test_text_streams_in_whole_characters(capsys):
-    text = 'aé中😀'.encode() + b'\xff\xfe!' + b'\0' + b'never shown'
-    writer, seen = sample.Writer(get_tokenizer('byte')), []
-    for n in range(1, len(text) + 1):
-        writer(torch.tensor(list(text[:n])))
+    ids = list('>aé中😀'.encode() + b'\xff\xfe!' + b'\0' + b'never shown')
+    write, seen = sample.Writer(get_tokenizer('byte'), ids[:1]), []
+    for n in range(2, len(ids) + 1):
+        write(ids[:n])
         seen.append(capsys.readouterr().out)
-    assert seen[:10] == ['a', '', 'é', '', '', '中', '', '', '', '😀']
-    writer.close()
-    assert ''.join(seen) + capsys.readouterr().out == 'aé中😀\ufffd\ufffd!\n---------------\n'
+    assert seen[:13] == ['a', '', 'é', '', '', '中', '', '', '', '😀', '', '', '\ufffd\ufffd!'] and not any(seen[13:])
+    write = sample.Writer(get_tokenizer('byte'), ids[:1])
+    write(ids[:3])  # half of é
+    write(ids[:3], complete=True)
+    assert capsys.readouterr().out == 'a\ufffd'
+
+
+def test_spaces_between_tokens_are_written(capsys):
+    """A tokenizer that, as SentencePiece's, writes the space before a word only if another word precedes it."""
+    tokenizer = SimpleNamespace(eot_id=None, decode=lambda ids: ' '.join(['Once', 'upon', 'a', 'time'][i] for i in ids))
+    write = sample.Writer(tokenizer, [0])
+    for n in (2, 3, 4):
+        write(list(range(n)))
+    assert capsys.readouterr().out == ' upon a time'
 
 
 def test_the_first_sample_streams_and_rows_end_with_their_document(tmp_path, capsys, monkeypatch):
