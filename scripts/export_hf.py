@@ -132,9 +132,9 @@ def model_card(loaded, data):
                                         for name, share in parts_of(settings['dataset']).items()))]
     if settings:
         rows += [('iterations', f'{state["iter_num"]:,} of {settings.get("max_iters", "?")}')]
-    if 'train_state' in state:  # nanoGPT's checkpoints lack it
-        rows += [('optimizer', settings.get('optimizer_name', '?')),
-                 ('tokens seen', f'{state["train_state"]["tokens"]:,}')]
+    tokens = state.get('train_state', {}).get('tokens')
+    if type(tokens) is int:  # nanoGPT's checkpoints do not say
+        rows += [('optimizer', settings.get('optimizer_name', '?')), ('tokens seen', f'{tokens:,}')]
     if data:
         rows += [(f'data: {key}', data[key]) for key in ('source', 'revision', 'split') if data.get(key)]
         rows += [(f'data: {split}', f'{data[split]["tokens"]:,} tokens, sha256 {data[split]["sha256"]}')
