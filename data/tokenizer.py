@@ -111,7 +111,7 @@ class GPTNeoX(FastTokenizer):
     Its file is tokenizer.json of EleutherAI/gpt-neox-20b on the Hub, or the local file GPT_NEOX_TOKENIZER names.
     """
 
-    name, eot_id = 'gpt-neox-20b', 0
+    name, vocab_size, eot_id = 'gpt-neox-20b', 50277, 0
     revision = 'c292233c833e336628618a88a648727eb3dff0a7'
 
     def __init__(self):
