@@ -17,8 +17,9 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from data.tokenizer import TOKENIZER_NAMES, first_line, get_tokenizer
+from data.tokenizer import TOKENIZER_NAMES, get_tokenizer
 from data.writer import Batches, Corpus, sha256, write_bins
+from runtime.files import first_line
 
 ROWS = 1000  # rows of a table in one batch
 CHARS = 2 ** 20  # characters of text in one batch

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.files import first_line
+
 # Tokens that end a document, the first that a tokenizer.json has, where nothing names the one.
 END_OF_TEXT = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
 
@@ -200,11 +202,6 @@ def utf8(text):
         return text.encode()
     except UnicodeEncodeError:
         return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').encode()
-
-
-def first_line(error):
-    """The first line of what an exception says."""
-    return str(error).partition('\n')[0]
 
 
 TOKENIZERS = {t.name: t for t in (GPT2, Byte, GPTNeoX)}

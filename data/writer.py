@@ -29,6 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.tokenizer import tokenizer_from_meta
+from runtime.files import atomic_write
 
 SPLITS = ('train', 'val')
 SAVE_SECONDS = 1.0  # how much work an interruption may cost
@@ -232,7 +233,8 @@ class Parts:
             self.files[split].close()
             self.part(split).replace(self.dir / f'{split}.bin')
         if tokenizer_json:
-            write_text(self.dir / 'tokenizer.json', tokenizer_json)
+            with atomic_write(self.dir / 'tokenizer.json', sync=True) as file:
+                file.write(tokenizer_json.encode())
         write_json(self.dir / 'meta.json', meta)
         self.progress_path.unlink()
         return meta
@@ -368,15 +370,6 @@ def read_json(path):
 
 
 def write_json(path, value):
-    """Write a JSON file so that it is complete or absent."""
-    write_text(path, json.dumps(value, indent=2))
-
-
-def write_text(path, text):
-    """Write a file so that it is complete or absent."""
-    temporary = path.with_name(path.name + '.tmp')
-    with temporary.open('wb') as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Replaces a JSON file, durably. OSError when it cannot be written."""
+    with atomic_write(path, 'w', sync=True) as file:
+        json.dump(value, file, indent=2)

@@ -769,7 +769,7 @@ def test_another_text_key_is_other_data(tmp_path, monkeypatch):
         write('url', tmp_path / 'finished')
     assert write('text', tmp_path / 'finished') == meta
 
-    def stop(parts, end):
+    def stop(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Parts, 'finish', stop)
