@@ -35,10 +35,10 @@ SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split 
 CUT = re.compile(r'(?<=\S)[ \t\r\n]')
 
 
-def argument_parser(doc, script, tokenizer=None, data_files=False):
+def argument_parser(doc, script, tokenizer=None, data_files=None):
     """The parser of a prepare.py, from its docstring and __file__, with the flags that all of them share.
 
-    `tokenizer`: the default of --tokenizer, which is there only if this is given; `data_files`: with --data_files.
+    `tokenizer`: the default of --tokenizer; `data_files`: what kinds --data_files takes. Without them, no such flag.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', type=Path, default=Path(script).resolve().parent,
@@ -50,7 +50,7 @@ def argument_parser(doc, script, tokenizer=None, data_files=False):
         parser.add_argument('--tokenizer', metavar=TOKENIZER_NAMES, default=tokenizer, help=f'default: {tokenizer}')
     if data_files:
         parser.add_argument('--data_files', nargs='+', type=existing, metavar='FILE',
-                            help='local .parquet or .jsonl files instead of the Hub')
+                            help=f'local {data_files} files instead of the Hub')
     return parser
 
 
@@ -122,7 +122,7 @@ def load(files, text_key, **kwargs):
 
 def prepare_split_table(doc, script, repository, revision, names):
     """The whole of a prepare.py whose corpus is a table on the Hub, in GPT-2's tokens and with nanoGPT's split."""
-    args = argument_parser(doc, script, tokenizer='gpt2', data_files=True).parse_args()
+    args = argument_parser(doc, script, tokenizer='gpt2', data_files='.parquet or .jsonl').parse_args()
     tokenizer = get_tokenizer(args.tokenizer)
     files, source = hub(repository, revision, names), repository
     if args.data_files:
@@ -171,7 +171,11 @@ def stream(file, dataset, split, text_key):
 
 
 def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
-    """.txt, .jsonl (both also .gz, .bz2) and .parquet files; without `val_files`, some of the text is for val."""
+    """.txt, .jsonl (both also .gz, .bz2) and .parquet files, and directories of them.
+
+    Without `val_files`, some of the text is for val.
+    """
+    files, val_files = expand(files), expand(val_files)
     source, revision = local_files(files, val_files)
     if {kind_of(path) for path in [*files, *val_files]} != {'.txt'}:
         source += f', key {text_key!r}'  # another key is other text, so these are other bins
@@ -246,11 +250,28 @@ def batched(pieces):
 
 
 def kind_of(path):
-    """'.txt', '.jsonl' or '.parquet', by the name of a file, compressed or not; SystemExit if it is none of them."""
+    """'.txt', '.jsonl' or '.parquet', by the name of a file, compressed or not; None if it is none of them."""
     kind = path.with_suffix('').suffix if path.suffix in ('.gz', '.bz2') else path.suffix
-    if kind not in ('.txt', '.jsonl', '.parquet'):
-        raise SystemExit(f'{path}: not a .txt, .jsonl (both also .gz, .bz2) or .parquet file')
-    return kind
+    return kind if kind in ('.txt', '.jsonl', '.parquet') else None
+
+
+def expand(paths):
+    """The paths, with the files below it for each directory: those of a kind that is read, hidden ones left out.
+
+    In the order of their names. SystemExit when nothing below a directory, or a file that was named, is of such a kind.
+    """
+    files = []
+    for path in paths:
+        found = [path]
+        if path.is_dir():
+            below = [p for p in sorted(path.rglob('*')) if p.is_file()]
+            found = [p for p in below if kind_of(p) and not any(n.startswith('.') for n in p.relative_to(path).parts)]
+            print(f'{path}: {len(found)} of {len(below)} files are text')
+        if not found or not kind_of(found[0]):
+            raise SystemExit(f'{path}: {"no" if path.is_dir() else "not a"} .txt, .jsonl (both also .gz, .bz2) or '
+                             '.parquet file' + ' in it' * path.is_dir())
+        files += found
+    return files
 
 
 def read_files(paths, text_key):

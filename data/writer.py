@@ -42,7 +42,8 @@ class Batches:
     segments: iterables of batches (anything picklable) in the order of writing, the same in every run. A restart skips
         finished segments unread; of the one it stopped in, it reads, but does not tokenize, what is written already.
     read: called with a batch in a worker (hence picklable), returns its pieces: a list of (split, text, ends), where
-        `ends` says that the document is complete with this piece. None: a batch is such a list.
+        `ends` says that the document is complete with this piece. None: a batch is such a list. For a corpus that is
+        tokenized already, it returns {split: (ids, number of documents)}.
     documents: how many there are, for the progress bar. None: only the end will tell.
     """
 
@@ -258,7 +259,7 @@ class Worker:
         theirs.close()
 
     def encode(self, batch):
-        """What `encode` returns or raises for a batch there; ChildProcessError when the process has ended."""
+        """The tokens of a batch, see `encode`; raises what the worker does, ChildProcessError when it has ended."""
         try:
             self.pipe.send(batch)
             result = self.pipe.recv()
@@ -318,18 +319,21 @@ def encode_in_order(batches, tokenizer_meta, parts, num_proc):
 
 
 def work(pipe, read, tokenizer_meta):
-    """Worker: answers each batch that comes through `pipe` with what `encode` returns, or with the error of the input.
+    """Worker: answers each batch that comes through `pipe` with its tokens, or with the error of the input.
 
     Ends when the parent ends, however it does.
     """
-    global read_batch, tokenizer
-    read_batch, tokenizer = read, tokenizer_from_meta(tokenizer_meta)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    tokenizer = None
     while True:
+        batch = pipe.recv()
         try:
-            result = encode(pipe.recv())
+            result = read(batch) if read else batch
+            if not isinstance(result, dict):
+                tokenizer = tokenizer or tokenizer_from_meta(tokenizer_meta)
+                result = encode(result, tokenizer)
         except (SystemExit, OSError) as error:
             result = error
         except MemoryError:
@@ -337,9 +341,8 @@ def work(pipe, read, tokenizer_meta):
         pipe.send(result)
 
 
-def encode(batch):
-    """Worker: the tokens of a batch, {split: (ids, number of documents that end in them)}."""
-    pieces = read_batch(batch) if read_batch else batch
+def encode(pieces, tokenizer):
+    """The tokens of the pieces of a batch, {split: (ids, number of documents that end in them)}."""
     for split, text, _ in pieces:
         if not isinstance(text, str):
             raise SystemExit(f'a document for {split}.bin is {text!r}, not text')

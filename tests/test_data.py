@@ -735,6 +735,26 @@ def test_explicit_val_file_and_text_key(tmp_path):
                                       '--out_dir', tmp_path / 'out')
 
 
+def test_the_files_of_a_directory(tmp_path, capsys):
+    """Those that can be read, in the order of their names, hidden ones left out."""
+    folder = tmp_path / 'corpus'
+    for name in ('b/2.txt', 'a.jsonl.gz', 'b/1.txt', 'c.txt', '.hidden/x.txt', 'b/.x.txt', 'README.md', 'x.gz'):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (tmp_path / 'one.txt').write_text('one')
+    assert sources.expand([tmp_path / 'one.txt', folder]) == [
+        tmp_path / 'one.txt', *(folder / name for name in ('a.jsonl.gz', 'b/1.txt', 'b/2.txt', 'c.txt'))]
+    assert capsys.readouterr().out == f'{folder}: 4 of 8 files are text\n'
+    (folder / 'a.jsonl.gz').unlink()
+    prepare('text', folder, '--val_file', tmp_path / 'one.txt', '--tokenizer', 'byte', '--out_dir', tmp_path / 'out')
+    train, val, meta = bins(tmp_path / 'out')
+    assert documents_of(train, get_tokenizer('byte')) == ['b/1.txt', 'b/2.txt', 'c.txt']
+    assert (documents_of(val, get_tokenizer('byte')), meta['source']) == (['one'], '1.txt 2.txt c.txt and 1 more')
+    (tmp_path / 'empty').mkdir()
+    with pytest.raises(SystemExit, match=r'empty: no \.txt, \.jsonl .* or \.parquet file in it$'):
+        sources.expand([tmp_path / 'empty'])
+
+
 def test_text_moved_between_files_is_other_data(tmp_path):
     train, val = tmp_path / 'a.txt', tmp_path / 'b.txt'
     revisions = set()
@@ -943,6 +963,52 @@ def test_pysource_needs_no_download_and_no_further_package(tmp_path):
         assert np.array_equal(one, two)
 
 
+def write_shard(path, ids, magic=20240520, version=1, count=None):
+    header = np.zeros(256, '<i4')
+    header[:3] = magic, version, len(ids) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(ids, '<u2').tobytes())
+    return path
+
+
+def test_fineweb10b_has_the_tokens_of_its_shards(tmp_path):
+    """As they are, without GPT-2's vocabulary files; each document begins with the end-of-text id."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 50256, n) for n in (5_000_000, 1000, 2000)]  # the first is more than one batch
+    for part in ids:
+        part[::500] = 50256
+    files = [write_shard(tmp_path / f'{i}.bin', part) for i, part in enumerate(ids)]
+    for num_proc in (1, 2):
+        out_dir = tmp_path / str(num_proc)
+        prepare('fineweb10b', '--data_files', *files[:2], '--val_files', files[2], '--out_dir', out_dir,
+                '--num_proc', num_proc, TIKTOKEN_CACHE_DIR=str(tmp_path / 'none'), HTTPS_PROXY='http://127.0.0.1:9')
+        meta = read_meta(out_dir)
+        train, val = (Bin(out_dir, split).tokens for split in ('train', 'val'))
+        assert np.array_equal(train, np.concatenate(ids[:2]))
+        assert np.array_equal(val, ids[2])
+        assert (meta['train']['documents'], meta['val']['documents']) == (10_002, 4)
+        assert {key: meta[key] for key in get_tokenizer('gpt2').meta} == get_tokenizer('gpt2').meta
+
+
+def test_bad_shards_are_one_line(tmp_path):
+    good, out = write_shard(tmp_path / 'good.bin', range(9)), ('--out_dir', tmp_path / 'out')
+    for kind, message in ((dict(magic=1), 'not a shard of GPT-2 tokens'), (dict(version=2), 'not a shard'),
+                          (dict(count=8), '1042 bytes, but its header says 8 tokens'),
+                          (dict(count=-1), '1042 bytes, but its header says -1 tokens')):
+        bad = write_shard(tmp_path / 'bad.bin', range(9), **kind)
+        assert f'bad.bin: {message}' in prepare('fineweb10b', '--data_files', good, '--val_files', bad, *out, ok=False)
+    (tmp_path / 'bad.bin').write_bytes(b'short')
+    assert 'bad.bin: not a shard' in prepare('fineweb10b', '--data_files', bad, '--val_files', good, *out, ok=False)
+    write_shard(bad, [50257])
+    assert 'bad.bin: token id 50257 is beyond' in prepare('fineweb10b', '--data_files', good, '--val_files', bad, *out,
+                                                          ok=False)
+    message = prepare('fineweb10b', '--data_files', tmp_path, '--val_files', good, *out, ok=False)
+    assert message == f'{tmp_path}: cannot be read (Is a directory)'
+    assert 'go together' in prepare('fineweb10b', '--data_files', good, *out, ok=False)
+    message = prepare('fineweb10b', *out, ok=False)  # the Hub is out of reach here
+    assert 'kjj0/fineweb10B-gpt2/fineweb_train_000001.bin: ' in message
+    assert 'the same command resumes' in message
+
+
 def test_shakespeare_char_is_nanogpts(tmp_path):
     path = tmp_path / 'input.txt'
     path.write_text('To be, or not to be:\n' * 50)
@@ -963,6 +1029,6 @@ def test_shakespeare_char_rejects_what_is_not_utf8(tmp_path):
     assert not (tmp_path / 'out').exists()
 
 
-@pytest.mark.parametrize('name', ['fineweb', 'openwebtext', 'pile', 'pysource', 'shakespeare_char', 'text'])
+@pytest.mark.parametrize('name', sorted(path.parent.name for path in ROOT.glob('data/*/prepare.py')))
 def test_help(name):
     assert '--overwrite' in prepare(name, '--help')
