@@ -11,11 +11,15 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data import sources, writer
 from data.loader import Bin, read_meta
@@ -453,6 +457,41 @@ def test_prepare_killed_and_started_again(tmp_path, start):
     prepare('text', path, '--out_dir', tmp_path / 'killed')
     for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(tmp_path / 'killed')[:2]):
         assert np.array_equal(whole, restarted)
+
+
+@settings(max_examples=30)
+@given(documents=st.lists(st.text(st.characters()) | st.sampled_from([EOT, '\r\n', '\ufeff', '\u2028', ' ']),
+                          min_size=2))
+def test_what_is_written_is_what_was_given(documents):
+    """Any text, lone surrogates included, through JSON Lines, bins and back; only blank documents are left out."""
+    kept = [text for text in documents if text.strip()]
+    with tempfile.TemporaryDirectory() as folder:
+        path, out_dir, tokenizer = Path(folder) / 'a.jsonl', Path(folder) / 'out', get_tokenizer('byte')
+        path.write_text(''.join(json.dumps({'text': text}) + '\n' for text in documents))
+        try:
+            write_bins(sources.files_corpus([path], val_fraction=0.5), tokenizer, out_dir, num_proc=1)
+        except SystemExit as error:
+            assert 'there is no text for' in str(error) and len(kept) < 2
+            return
+        train, val = (documents_of(Bin(out_dir, split).tokens, tokenizer) for split in ('train', 'val'))
+        found = [text for pair in zip_longest(train, val) for text in pair if text is not None]
+    if len(kept) > 1:
+        decoded = [text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace') for text in kept]
+        assert found == [text.replace('\0', '\ufffd') for text in decoded]
+
+
+@given(documents=st.lists(st.text(st.sampled_from('ab <|\n\r\u2028')) | st.just(EOT[:5]), max_size=8),
+       chars=st.integers(1, 40))
+def test_documents_of_a_text_do_not_depend_on_the_blocks_it_is_read_in(documents, chars):
+    text = EOT.join(documents)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, 'CHARS', chars)
+        found = ['']
+        for piece, ends in sources.txt_pieces(io.StringIO(text, newline='')):
+            found[-1] += piece
+            if ends:
+                found.append('')
+    assert found == [document for document in text.split(EOT) if document.strip()] + ['']
 
 
 def small_corpus(revision='r1', val='d'):
