@@ -112,7 +112,7 @@ def load(files, text_key, **kwargs):
     kind = 'parquet' if files[0].endswith('.parquet') else 'json'
     try:
         dataset = datasets.load_dataset(kind, data_files=files, split='train', **kwargs)
-    except Exception as error:  # whatever the network, the Hub, the file system or a parser has to say
+    except Exception as error:  # errors of the network, the Hub, the file system and parsers have no common class
         raise SystemExit(f'{files[0]}: cannot be read ({type(error).__name__}: {first_line(error)}); '
                          '--data_files FILE... reads local copies') from None
     if dataset.column_names and text_key not in dataset.column_names:

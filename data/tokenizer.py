@@ -126,7 +126,7 @@ class GPTNeoX(FastTokenizer):
         except ImportError:
             raise SystemExit('tokenizer gpt-neox-20b needs the package huggingface_hub: '
                              'pip install huggingface_hub') from None
-        except Exception as error:  # whatever the network, the Hub or the file system has to say
+        except Exception as error:  # errors of the network, the Hub and the file system have no common class
             where = path or 'the Hub'
             raise SystemExit(f'tokenizer gpt-neox-20b: cannot be loaded from {where} ({type(error).__name__}); set '
                              'GPT_NEOX_TOKENIZER to the tokenizer.json of EleutherAI/gpt-neox-20b') from None

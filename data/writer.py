@@ -74,7 +74,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     and after an interruption, an OSError of the input included (then the same command resumes).
     """
     out_dir = Path(out_dir)
-    about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}  # that has a file of its own
+    about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}
     identity = {**about, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}
     meta = None if overwrite else find_existing(out_dir, identity)
     if meta:
@@ -93,7 +93,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
 def locked(out_dir):
     """Holds the lock of `out_dir`, which is created if need be. SystemExit with one line when another process has it.
 
-    A POSIX lock: worker processes do not inherit it, so it ends with this process, and network file systems have it.
+    It is a POSIX lock, because worker processes do not inherit those, and network file systems have them.
     """
     path = out_dir / 'prepare.lock'
     try:
@@ -121,6 +121,9 @@ def locked(out_dir):
 def write(corpus, identity, tokenizer_meta, out_dir, num_proc, overwrite):
     """The work of `write_bins`, under the lock."""
     batches = corpus.open()
+    again = 'the same command' + ' without --overwrite' * overwrite + ' resumes where it stopped'
+    for path in out_dir.glob('*.json.*.partial'):  # left by a process that was killed while it wrote them
+        path.unlink()
     own = out_dir / 'tokenizer.json'
     if 'json' in tokenizer_meta and not overwrite and own.exists() and own.read_bytes().decode(errors='replace') != (
             tokenizer_meta['json']):
@@ -138,9 +141,9 @@ def write(corpus, identity, tokenizer_meta, out_dir, num_proc, overwrite):
         parts.discard()
         raise
     except KeyboardInterrupt:
-        raise SystemExit(f'{out_dir}: interrupted; the same command resumes where it stopped') from None
+        raise SystemExit(f'{out_dir}: interrupted; {again}') from None
     except OSError as error:
-        raise SystemExit(f'{out_dir}: stopped: {error}; the same command resumes where it stopped') from None
+        raise SystemExit(f'{out_dir}: stopped: {error}; {again}') from None
 
 
 def find_existing(out_dir, identity):
@@ -246,10 +249,10 @@ class Parts:
 
 
 class Worker:
-    """A process that encodes batches, with a pipe of its own.
+    """A process that encodes batches, and a pipe to it.
 
-    So a worker that is killed, in the middle of sending a result too, is an end of its pipe. (The executors of the
-    standard library read all results from one pipe, and would wait for the rest of that result for ever.)
+    The pipe closes when the process is killed, so the parent learns of it even in the middle of a result. (Executors of
+    the standard library have one pipe for all results; there the parent waits for the rest of that result for ever.)
     """
 
     def __init__(self, read, tokenizer_meta):
@@ -264,7 +267,7 @@ class Worker:
             self.pipe.send(batch)
             result = self.pipe.recv()
         except (EOFError, OSError):
-            self.process.join()
+            self.process.join(10)
             how = f'ended with exit code {self.process.exitcode}'
             if self.process.exitcode == -signal.SIGKILL:
                 how = 'was killed (if memory is short, set a smaller --num_proc)'

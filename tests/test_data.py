@@ -515,6 +515,11 @@ def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
         write_bins(small_corpus(), tokenizer, out_dir, num_proc=1)
     monkeypatch.undo()
     assert not (out_dir / 'meta.json').exists()
+    monkeypatch.setattr(writer, 'write_json', stop_at_meta)
+    with pytest.raises(SystemExit, match='the same command without --overwrite resumes'):
+        write_bins(small_corpus(), tokenizer, out_dir, num_proc=1, overwrite=True)
+    monkeypatch.undo()
+    (out_dir / 'progress.json.host.1.partial').touch()
     again = write_bins(small_corpus(), tokenizer, out_dir, num_proc=1)
     assert {**again, 'seconds': 0} == {**meta, 'seconds': 0}
     train, val, _ = bins(out_dir)

@@ -27,14 +27,14 @@ TOKENS = 2 ** 22  # in a batch
 
 
 class GPT2Ids(GPT2):
-    """GPT-2's tokenizer by its numbers alone: nothing is encoded here, so its vocabulary need not be there."""
+    """What meta.json says of GPT-2's tokenizer, without its vocabulary files: nothing is encoded here."""
 
     def __init__(self):
         pass
 
 
 class Shard:
-    """The batches of one file, given by its path, or by its name on the Hub, whence it comes when it is needed."""
+    """The batches of one file: a path, or a name on the Hub, which is downloaded when its turn comes."""
 
     def __init__(self, split, file):
         self.split, self.file = split, file
@@ -76,7 +76,7 @@ def download(name):
         return Path(hf_hub_download(REPOSITORY, name, repo_type='dataset', revision=REVISION))
     except ImportError:
         raise SystemExit('this corpus needs the package huggingface_hub: pip install huggingface_hub') from None
-    except Exception as error:  # whatever the network, the Hub or the file system has to say
+    except Exception as error:  # errors of the network, the Hub and the file system have no common class
         raise OSError(f'{REPOSITORY}/{name}: {type(error).__name__}: {first_line(error)} (--data_files FILE... reads '
                       'local copies)') from None
 
