@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 from hessian import AdaHessianHook, EmpiricalFisherHook, FirstOrder, GNBHook, Hook, HutchinsonHook
 from runtime.distributed import full_tensor
-from sophia import GuardedOptimizer, HessianOptimizer, Sophia, parameters
+from sophia import GuardedOptimizer, HessianOptimizer, Sophia, parameters, scalar
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Baselines
@@ -31,7 +31,7 @@ class Lion(GuardedOptimizer):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize), nonfinite)
 
     def update(self, group, params, grads):
-        lr, (beta1, beta2), ms = group['lr'], group['betas'], self.buffers(params, 'exp_avg')
+        lr, (beta1, beta2), ms = scalar(group['lr']), group['betas'], self.buffers(params, 'exp_avg')
         update = torch._foreach_lerp(ms, grads, 1 - beta1)
         torch._foreach_sign_(update)
         torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
@@ -56,8 +56,8 @@ class AdaHessian(HessianOptimizer):
                                       squared=True), nonfinite)
 
     def update(self, group, params, grads):
-        lr, (beta1, beta2) = group['lr'], group['betas']
-        if any('hessian_step' not in self.state[p] for p in params):
+        lr, (beta1, beta2) = scalar(group['lr']), group['betas']
+        if any('hessian_step' not in self.state.get(p, ()) for p in params):
             raise RuntimeError('AdaHessian.step() before an estimate of every Hessian: call update_hessian() first')
         ms, vs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
         torch._foreach_lerp_(ms, grads, 1 - beta1)

@@ -38,7 +38,8 @@ from dev.bench import default_configs
 from optimizers import PEAK_LR
 from runtime.checkpoint import FAILED
 from runtime.device import check_device
-from scripts.runs import ROOT, below, print_table, read_json, read_run, write_json, writing
+from runtime.files import atomic_write
+from scripts.runs import ROOT, below, print_table, read_json, read_run, write_json
 from scripts.sweep import expand, interrupt, progress, train_all
 
 GROUPS = ('tests', 'bench', 'runs', 'seeds', 'large', 'variants', 'map')
@@ -267,7 +268,7 @@ def prepare_data(args):
 def pack(records, out):
     """Writes everything in `records` as the archive `out`."""
     if out and records.is_dir():
-        with writing(out) as partial, tarfile.open(partial, 'w:gz') as archive:
+        with atomic_write(out) as f, tarfile.open(fileobj=f, mode='w:gz') as archive:
             archive.add(records, arcname=records.name)
 
 

@@ -10,6 +10,7 @@ Either kind can be resumed by any number of ranks, sharded or not.
 
 import contextlib
 import fcntl
+import json
 import os
 import pickle
 import re
@@ -265,9 +266,14 @@ def _validated(state):
     for name, weight in state['model'].items():
         if type(name) is not str or not isinstance(weight, torch.Tensor):
             raise ValueError(f'its model holds {name!r}, which is no tensor')
-    for key in ('config', 'model_args', 'train_state', 'data', 'tokenizer'):
-        if not all(type(name) is str for name in state.get(key) or ()):
+    json.dumps([state.get(key) for key in ('config', 'model_args', 'train_state', 'changes', 'tokenizer')])
+    for key in ('config', 'model_args', 'train_state'):
+        if not all(type(name) is str for name in state.get(key, ())):
             raise ValueError(f'its {key} has keys that are no text')
+    for key, items, kind in (('changes', state.get('changes', ()), dict),
+                             ('latest_losses', state.get('train_state', {}).get('latest_losses', ()), float)):
+        if not isinstance(items, (list, tuple)) or not all(isinstance(item, kind) for item in items):
+            raise ValueError(f'its {key} is {items!r:.80}')
     require(state['config'], **{key: str for key in ('dataset', 'optimizer_name') if key in state['config']})
     if state.get('tokenizer'):
         require(state['tokenizer'], tokenizer=str)
@@ -381,10 +387,14 @@ def _repair_best(path, state):
     if not state.get('best') or best.exists() and best.samefile(path):
         return
     try:
-        if not best.exists() or load(best, weights=False)[1]['best_val_loss'] > state['best_val_loss']:
+        lowest = load(best, weights=False)[1].get('best_val_loss', float('inf'))
+    except SystemExit:  # missing or damaged
+        lowest = float('inf')
+    if lowest > state.get('best_val_loss', float('inf')):
+        try:
             link_best(path)
-    except (OSError, SystemExit, KeyError) as error:
-        warn(f'{best}: {error}')
+        except OSError as error:
+            warn(f'{best}: cannot be written ({error.strerror})')
 
 
 def lock_out_dir(out_dir):
@@ -408,7 +418,11 @@ def lock_out_dir(out_dir):
         lock.flush()
         (out_dir / FAILED).unlink(missing_ok=True)
         for partial in out_dir.glob('*.partial'):  # left by a run that was killed while saving
-            shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
+            path = partial.with_suffix('')
+            if number(path) != NONE and is_shards(partial) and not path.exists():
+                partial.rename(path)  # it is complete: state.json comes last
+            else:
+                shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
     except OSError as error:
         raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); set --out_dir to a directory that '
                          'can') from None
@@ -427,12 +441,11 @@ def compare(path, state, config, model_args, data, ignore_data_change=False, def
     SystemExit with one line when model, optimizer or data are others.
     """
     try:
-        require(state, scaler=dict, data=dict, train_state=dict)
+        require(state, scaler=dict, data=dict, train_state=dict, **({} if path.is_dir() else dict(optimizer=dict)))
         require(state['train_state'], **TRAIN_STATE)
         before = state['config']
-        for key in config.keys() & before.keys():
-            if isinstance(config[key], str) != isinstance(before[key], str):
-                raise ValueError(f'its {key} is {before[key]!r:.80}')
+        require(before, **{key: (int, float) if type(value) in (int, float) else type(value)
+                           for key, value in config.items() if key in before and value is not None})
     except ValueError as error:
         raise SystemExit(f'{path}: cannot be resumed ({error})') from None
     ours, theirs = ({**(defaults or {}), **args} for args in (model_args, state['model_args']))
@@ -495,10 +508,10 @@ def _restore_optimizer(optimizer, saved, as_built):
     built = optimizer.state_dict()['param_groups']
     params = [p for group in optimizer.param_groups for p in group['params']]
     numbers = [i for group in saved['param_groups'] or built for i in group['params']]
-    for i, entries in saved['state'].items():
-        for key, value in entries.items():
-            if key in ('exp_avg', 'exp_avg_sq', 'hessian') and value.shape != params[i].shape:
-                raise ValueError(f'{key} of parameter {i} has the shape {tuple(value.shape)}')
+    for p, i in zip(params, numbers):
+        for key in {'exp_avg', 'exp_avg_sq', 'hessian'} & saved['state'].get(i, {}).keys():
+            if saved['state'][i][key].shape != p.shape:
+                raise ValueError(f'{key} of parameter {i} has the shape {tuple(saved["state"][i][key].shape)}')
     groups = [{**ours, **{key: value for key, value in theirs.items() if key not in as_built or key == 'params'}}
               for ours, theirs in zip(built, saved['param_groups'] or built, strict=True)]
     optimizer.load_state_dict(dict(state=saved['state'], param_groups=groups))

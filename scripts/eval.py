@@ -11,10 +11,10 @@ every token but the first counts once. One line of JSON goes to standard output.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +23,20 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.loader import Bin, ValidationLoader, as_tensor, data_dir, on_device
-from data.tokenizer import TOKENIZERS, Byte, Char
+from data.sources import open_text, txt_pieces
+from data.tokenizer import Byte, Char
+from runtime.device import autocast
 from runtime.distributed import World
-from scripts.load import DTYPES, MODEL_HELP, check_data, find_data, load
+from scripts.load import (
+    MODEL_HELP,
+    add_device_flags,
+    add_tokenizer_flag,
+    check_data,
+    dtype_name,
+    find_data,
+    load,
+    require_tokenizer,
+)
 
 
 def parse(argv):
@@ -39,10 +50,8 @@ def parse(argv):
     parser.add_argument('--eval_iters', type=int, default=0, help='micro-batches, as in train.py; 0: everything')
     parser.add_argument('--batch_size', type=int, default=8, help='windows at once on each device (default: 8)')
     parser.add_argument('--block_size', type=int, default=0, help="tokens per window (default: the model's)")
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--dtype', choices=DTYPES, help='default: bfloat16 on cuda, else float32')
-    parser.add_argument('--tokenizer', choices=TOKENIZERS,
-                        help="needed only if the checkpoint's data set is not here any more")
+    add_device_flags(parser)
+    add_tokenizer_flag(parser)
     args = parser.parse_args(argv)
     if args.text and args.dataset:
         parser.error('--text and --dataset: give one of them')
@@ -54,15 +63,20 @@ def parse(argv):
 
 
 class Text(Bin):
-    """A text file as a Bin: one document, tokenized here."""
+    """A text file as a Bin, tokenized as data/text/prepare.py does: <|endoftext|> divides documents."""
 
     def __init__(self, path, tokenizer):
+        ids = []
         try:
-            text = path.read_text(encoding='utf-8')
-        except (OSError, UnicodeDecodeError) as error:
+            with open_text(path) as file:
+                for text, ends in txt_pieces(file):
+                    ids += [*tokenizer.encode(text), *[tokenizer.eot_id] * (ends and tokenizer.eot_id is not None)]
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise SystemExit(f'{path}: cannot be read as UTF-8 text ({error})') from None
+        if ids and tokenizer.eot_id is not None:
+            ids.pop()  # nothing comes after the last document
         self.path, self.vocab_size = path, tokenizer.vocab_size
-        self.tokens = np.array(tokenizer.encode(text), dtype=tokenizer.dtype)
+        self.tokens = np.array(ids, dtype=tokenizer.dtype)
         if len(self) < 2:
             raise SystemExit(f'{path}: fewer than two tokens of text')
 
@@ -109,14 +123,16 @@ def bytes_per_id(tokenizer):
 
 
 @torch.no_grad()
-def evaluate(model, batches, world, autocast, sizes=None):
+def evaluate(model, batches, world, precision, sizes=None):
     """(loss, tokens, bytes) over (inputs, targets) batches of all ranks: mean cross-entropy in nats, what it is over.
 
-    `sizes`: `bytes_per_id`; without, bytes is 0.
+    Args:
+        precision: a context manager, as `runtime.device.autocast` makes it.
+        sizes: `bytes_per_id`; without, bytes is 0.
     """
     total = world.zeros(3)
     for X, Y in tqdm(batches, unit='batch', disable=not (world.is_master and sys.stderr.isatty())):
-        with autocast:
+        with precision:
             loss = model(X, Y, return_logits=False)[1]
         counted = Y[Y >= 0]
         if not len(counted):  # what fills up a rank's share, of which there is no mean loss
@@ -134,9 +150,7 @@ def main(argv=None):
     world = World(args.device, 'nccl' if args.device.startswith('cuda') else 'gloo')
     loaded = load(args.checkpoint, world.device, args.tokenizer)
     if args.text:
-        if loaded.tokenizer is None:
-            raise SystemExit(f'{args.text}: cannot be tokenized, the data set of {loaded.path} is not here; '
-                             f'give --tokenizer={"|".join(TOKENIZERS)}')
+        require_tokenizer(loaded)
         data = Text(args.text, loaded.tokenizer)
     else:
         dataset = args.dataset or loaded.state.get('config', {}).get('dataset')
@@ -156,19 +170,19 @@ def main(argv=None):
         batches = SlidingLoader(data, args.stride, args.batch_size, block_size, *share)
     else:
         batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, *share)
-    dtype = DTYPES[args.dtype or ('bfloat16' if world.device.type == 'cuda' else 'float32')]
-    autocast = torch.autocast(world.device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
     torch.set_float32_matmul_precision('high')  # as in train.py
     sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
-    loss, tokens, n_bytes = evaluate(loaded.model, batches, world, autocast,
+    loss, tokens, n_bytes = evaluate(loaded.model, batches, world, autocast(world.device, dtype_name(args)),
                                      None if sizes is None else sizes.to(world.device))
     if world.is_master:
         result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
                       block_size=block_size, stride=args.stride or block_size, tokens=tokens, loss=loss,
-                      perplexity=math.exp(loss))
+                      perplexity=math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf)
         if n_bytes:
             result |= dict(bytes=n_bytes, bits_per_byte=loss * tokens / n_bytes / math.log(2))
-        print(json.dumps(result))
+        # JSON has no infinity and no NaN: null is neither of them.
+        print(json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
+                          for key, value in result.items()}))
     world.close()
 
 

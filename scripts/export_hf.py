@@ -18,9 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.loader import read_meta
-from data.tokenizer import TOKENIZERS, Byte, Char
+from data.tokenizer import Byte, Char
 from runtime import hf
-from scripts.load import MODEL_HELP, find_data, load, with_tokenizer
+from scripts.load import MODEL_HELP, add_tokenizer_flag, find_data, load, with_tokenizer
 from scripts.runs import read_metrics, refusing, writable
 
 END_OF_TEXT = '<|endoftext|>'
@@ -211,8 +211,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', metavar='OUT_DIR', help=MODEL_HELP)
     parser.add_argument('dest', metavar='DEST', help='folder to write')
-    parser.add_argument('--tokenizer', choices=TOKENIZERS,
-                        help="needed only if the checkpoint's data set is not here any more")
+    add_tokenizer_flag(parser)
     args = parser.parse_args(argv)
     loaded = with_tokenizer(load(args.checkpoint, tokenizer=args.tokenizer))
     checked = export(loaded, args.dest)

@@ -1,10 +1,11 @@
-"""What the scripts that use a trained model share: the model and its tokenizer, from where they are."""
+"""What the scripts that use a trained model share: the model and its tokenizer, from wherever they are."""
 
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -12,9 +13,9 @@ from data.loader import data_dir, read_meta
 from data.tokenizer import TOKENIZERS, Tokenizer, get_tokenizer, tokenizer_from_meta
 from model import GPT, GPTConfig
 from runtime import checkpoint, hf
-from runtime.device import check_device
+from runtime.device import DTYPES, check_device
 
-DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+LOGITS = 2 ** 29  # at most so many in one forward pass of generation: 2 GiB in float32
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(hf.HUB_MODELS)
 
 
@@ -22,7 +23,7 @@ MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or
 class Loaded:
     """A model in eval mode and what belongs to it.
 
-    name: short, for tables. tokenizer: None where it is not known. state: the checkpoint without its weights; {} for a
+    name: short, for tables. tokenizer: None where it is unknown. state: the checkpoint without its weights; {} for a
     Hugging Face model.
     """
     name: str
@@ -32,19 +33,44 @@ class Loaded:
     state: dict = field(default_factory=dict)
 
 
+def add_device_flags(parser):
+    """Adds --device and --dtype."""
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--dtype', choices=DTYPES, help='default: bfloat16 on cuda, else float32')
+
+
+def dtype_name(args):
+    """The key of DTYPES that the flags of `add_device_flags` ask for."""
+    return args.dtype or ('bfloat16' if args.device.startswith('cuda') else 'float32')
+
+
+def add_tokenizer_flag(parser):
+    """Adds --tokenizer, the argument of `load`."""
+    parser.add_argument('--tokenizer', metavar='NAME|DIR',
+                        help=f'{", ".join(TOKENIZERS)}, or the directory of a data set made with the tokenizer; needed '
+                             "only if the checkpoint's data set is no longer here")
+
+
+def rows_at_once(model, length):
+    """How many rows of `length` tokens one forward pass of generation takes, so that its logits fit into memory."""
+    return max(1, LOGITS // (length * model.config.vocab_size))
+
+
 def load(path, device='cpu', tokenizer=None):
-    """The model at `path`: an out_dir (its newest checkpoint), a .pt file, a Hugging Face folder, one of hf.HUB_MODELS.
+    """The model at `path`: an out_dir (its newest checkpoint), a .pt file, a Hugging Face folder, or a hf.HUB_MODELS.
 
     Args:
-        tokenizer: name of the tokenizer; needed only where the checkpoint's data set is gone.
+        tokenizer: name of the tokenizer, or directory of a data set made with it; needed only where the checkpoint's
+            data set is gone.
 
     Raises SystemExit with one line when there is none.
     """
     device = check_device(device)
+    named = named_tokenizer(tokenizer) if tokenizer else None
     if hf.is_model(path):
         folder = hf.local_folder(path)
         model = GPT.from_pretrained(folder)
-        found = get_tokenizer(tokenizer) if tokenizer else folder_tokenizer(folder, model.config.vocab_size)
+        found = named or folder_tokenizer(folder, model.config.vocab_size)
         return Loaded(Path(path).name, folder, model.to(device).eval(), found)
     given = Path(path)
     path, state = checkpoint.load(path)
@@ -52,29 +78,63 @@ def load(path, device='cpu', tokenizer=None):
     best = checkpoint.path_of(given, checkpoint.BEST)
     if path.parent == given and best.exists() and not best.samefile(path):
         print(f'note: {path} is the newest; {best} had the lowest validation loss', file=sys.stderr)
-    if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in state['model_args']:
-        state['model_args'].setdefault('gelu_approximate', 'tanh')  # of the official repository, whose GELU that is
     try:
-        model = GPT(GPTConfig(**state['model_args']))
-        # nanoGPT saves the compiled model, whose names begin so.
-        model.load_state_dict({key.removeprefix('_orig_mod.'): w for key, w in state.pop('model').items()})
-    except (TypeError, RuntimeError) as error:
-        raise SystemExit(f'{path}: not a model of this repository ({" ".join(str(error).split())[:200]})') from None
-    found = get_tokenizer(tokenizer) if tokenizer else checkpoint_tokenizer(state)
+        model = build(state)
+        found = named or checkpoint_tokenizer(state)
+    except Exception as error:  # whatever a foreign file's fields make torch or Python raise
+        reason = ' '.join(str(error).split())[:200] or type(error).__name__
+        raise SystemExit(f'{path}: not a model of this repository ({reason})') from None
     name = path.parent.resolve().name if path.name.startswith('ckpt_') else f'{path.parent.resolve().name}-{path.stem}'
     return Loaded(name, path, model.to(device).eval(), found, state)
 
 
+def build(state):
+    """The GPT of a checkpoint's `state`, from which its weights are taken. Raises something if they make no model."""
+    weights, args = state.pop('model'), dict(state['model_args'])
+    if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
+        args.setdefault('gelu_approximate', 'tanh')  # of the official repository, whose GELU that is
+    # First without memory: sizes that the weights do not have are not allocated, settings out of range not accepted.
+    with torch.device('meta'):
+        outline = GPT(GPTConfig(**args))
+        outline(torch.zeros(1, 1, dtype=torch.int64))
+    outline.load_state_dict(weights, assign=True)
+    model = GPT(GPTConfig(**args))
+    model.load_state_dict(weights)
+    return model
+
+
+def require_tokenizer(loaded):
+    """SystemExit with one line that says where to get the tokenizer of `loaded`, unless it has one."""
+    if loaded.tokenizer is not None:
+        return
+    size, dataset = loaded.model.config.vocab_size, loaded.state.get('config', {}).get('dataset')
+    names = [name for name, tokenizer in TOKENIZERS.items() if tokenizer.vocab_size <= size]
+    flag = f'give --tokenizer={"|".join([*names, "DIR"])}, DIR being that of a data set made with it'
+    if dataset and (ROOT / 'data' / dataset / 'prepare.py').is_file():
+        flag = f'run python data/{dataset}/prepare.py, or {flag}'
+    missing = f'its data set {dataset!r} is not here, with a meta.json that names the tokenizer' if dataset else \
+        'it does not come with a tokenizer'
+    raise SystemExit(f'{loaded.path}: {missing}; {flag}')
+
+
 def with_tokenizer(loaded):
     """`loaded`, its vocabulary cut to that of its tokenizer: for what reads or writes text. SystemExit without one."""
-    if loaded.tokenizer is None:
-        raise SystemExit(f'{loaded.path}: the data set {loaded.state["config"]["dataset"]!r} it was trained on is not '
-                         f'here to name the tokenizer; give --tokenizer={"|".join(TOKENIZERS)}')
+    require_tokenizer(loaded)
     if loaded.tokenizer.vocab_size > loaded.model.config.vocab_size:
         raise SystemExit(f'{loaded.path}: a model of {loaded.model.config.vocab_size} ids is not one for the tokenizer '
                          f'{loaded.tokenizer.name}, which has {loaded.tokenizer.vocab_size}; check --tokenizer')
-    loaded.model.crop_vocab_size(loaded.tokenizer.vocab_size)
+    crop_vocab_size(loaded.model, loaded.tokenizer.vocab_size)
     return loaded
+
+
+def crop_vocab_size(model, vocab_size):
+    """Leaves out of a GPT the ids from `vocab_size` on, which pad the vocabulary and mean nothing."""
+    embedding, head = model.transformer.wte, model.lm_head
+    cropped = {id(p): nn.Parameter(p.detach()[:vocab_size].clone()) for p in (embedding.weight, *head.parameters())}
+    for module in (embedding, head):
+        for name, p in list(module.named_parameters()):
+            setattr(module, name, cropped[id(p)])  # one for both, if the head is tied
+    model.config.vocab_size = embedding.num_embeddings = head.out_features = vocab_size
 
 
 def check_data(loaded, data):
@@ -86,11 +146,23 @@ def check_data(loaded, data):
                          f'{ids}; prepare the text again with the right one')
 
 
+def named_tokenizer(name):
+    """The tokenizer that --tokenizer asks for: one of TOKENIZERS, or that of the data set in the directory `name`."""
+    if name in TOKENIZERS:
+        return get_tokenizer(name)
+    meta = read_meta(name)
+    if meta is None:
+        raise SystemExit(f'--tokenizer={name}: neither one of {", ".join(TOKENIZERS)} nor a directory with a meta.json')
+    return tokenizer_from_meta(meta)
+
+
 def checkpoint_tokenizer(state):
     """The tokenizer that a checkpoint names, else that of its data set; None where the data set is gone."""
     meta, folder = state.get('tokenizer'), find_data(state)
     if meta is None and folder:
-        meta = read_meta(folder) or {'tokenizer': 'gpt2'}  # as loader.py takes bins without meta.json
+        meta = read_meta(folder)
+        if meta is None and state['model_args'].get('vocab_size', 50304) >= 50257:
+            meta = {'tokenizer': 'gpt2'}  # as loader.py takes bins without meta.json
     return tokenizer_from_meta(meta) if meta and 'tokenizer' in meta else None
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts.runs import AXES, figure, find_runs, png_path, save
+from scripts.runs import AXES, figure, find_runs, plain, png_path, save
 
 STYLES = {'val/loss': dict(marker='o', markersize=3), 'train/loss': dict(alpha=0.45, linewidth=1)}
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss'}
@@ -43,13 +43,13 @@ def main(argv=None):
         for metric in args.metrics:
             xs, ys = run.series(metric, args.x)
             name = NAMES.get(metric, metric)
-            ax.plot(xs, ys, color=f'C{i % 10}', label=f'{label}, {name}' if len(args.metrics) > 1 else label,
+            ax.plot(xs, ys, color=f'C{i % 10}', label=plain(f'{label}, {name}' if len(args.metrics) > 1 else label),
                     **STYLES.get(metric, {}))
             rows += [{'run': label, 'metric': metric, args.x: x, 'value': y} for x, y in zip(xs, ys)]
     if not rows:
         raise SystemExit(f'{", ".join(args.metrics)}: no such metric in {", ".join(str(r.out_dir) for r in runs)}')
     ax.set(xlabel=AXES[args.x], ylabel=' / '.join(NAMES.get(metric, metric) for metric in args.metrics),
-           title=args.title, xscale='log' if args.log_x else 'linear', yscale='log' if args.log_y else 'linear',
+           title=plain(args.title), xscale='log' if args.log_x else 'linear', yscale='log' if args.log_y else 'linear',
            ylim=args.ylim)
     ax.legend(fontsize=8)
     save(output, fig, rows)

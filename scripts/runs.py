@@ -9,10 +9,8 @@ import csv
 import io
 import json
 import math
-import os
 import shlex
 import shutil
-import socket
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -20,15 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from runtime import files
 
 # How an x-axis is called on the command line, and what it says under the figure.
 AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds of training', 'flops': 'training FLOPs'}
-
-# FLOPs of one Hessian estimate, in units of a forward and backward of the sequences that it uses. Gauss-Newton-Bartlett
-# shares the gradient's forward and adds a backward, two thirds. Forward-over-reverse differentiation makes two more
-# matrix products of each of the three, and does without one of these: the gradient to the weight.
-HESSIAN_COST = dict.fromkeys(('sophiag', 'gnb_noclip', 'ef_clip'), 2 / 3) | dict.fromkeys(
-    ('sophiah', 'ah_clip', 'adahessian'), 8 / 3)
 
 OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian', 'sophiag': 'Sophia-G',
                     'sophiah': 'Sophia-H', 'ef_clip': 'E-F+clip', 'ah_clip': 'AH+clip', 'clip': 'Clip',
@@ -95,6 +88,20 @@ class Run:
                     f'{self.max_iters}')
         return None
 
+    @property
+    def changed(self):
+        """Which setting was changed when the run was resumed, one clause; None where none that a result depends on."""
+        for change in self.about.get('changes', []):
+            if change['key'] not in INCIDENTAL - {'dataset', 'seed'}:
+                return (f'{change["key"]} was changed from {change["from"]} to {change["to"]} at iteration '
+                        f'{change["iter"]}')
+        return None
+
+    @property
+    def rejected(self):
+        """Why the run cannot be compared with others, one clause; None when it can."""
+        return self.unfinished or self.changed
+
     def flops_per_iteration(self):
         """FLOPs of one iteration on average, with its share of the Hessian estimates (see `flops_per_iteration`)."""
         return sum(flops_per_iteration(self.config, self.about['parameters']))
@@ -103,8 +110,9 @@ class Run:
 def flops_per_iteration(config, parameters):
     """(FLOPs of forward and backward of an iteration, FLOPs per iteration spent on Hessian estimates).
 
-    Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration; an estimate costs HESSIAN_COST
-    of that on hessian_batch_size sequences, every hessian_interval iterations.
+    Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration; an estimate, every
+    hessian_interval iterations, costs `hessian_cost` of that on hessian_batch_size sequences. What else an optimizer
+    computes does not count.
 
     Args:
         config: the settings, key → value.
@@ -118,9 +126,24 @@ def flops_per_iteration(config, parameters):
         rest = GPT(GPTConfig(vocab_size=64, **shape)).num_params() - 64 * config['n_embd']
         model = GPT(GPTConfig(vocab_size=(parameters - rest) // config['n_embd'], **shape))
     per_sequence = model.flops_per_token() * config['block_size']
-    estimate = HESSIAN_COST.get(config['optimizer_name'], 0) * config['hessian_batch_size'] * per_sequence
+    estimate = hessian_cost(config['optimizer_name']) * config['hessian_batch_size'] * per_sequence
     interval = config['hessian_interval']
     return per_sequence * config['total_batch_size'], estimate / interval if interval else 0.0
+
+
+def hessian_cost(optimizer_name):
+    """FLOPs of one Hessian estimate, in units of a forward and backward of the sequences that it uses.
+
+    Gauss-Newton-Bartlett shares the gradient's forward and adds a backward, two thirds. Forward-over-reverse
+    differentiation makes two more matrix products of each of the three, and does without one of these: the gradient to
+    the weight.
+    """
+    from hessian import HessianHook
+    from optimizers import OPTIMIZERS
+    hook = OPTIMIZERS[optimizer_name].hook if optimizer_name in OPTIMIZERS else None
+    if hook is None or not issubclass(hook, HessianHook):
+        return 0.0
+    return 8 / 3 if hook.hessian_products else 2 / 3
 
 
 def read_run(out_dir):
@@ -132,6 +155,11 @@ def read_run(out_dir):
     missing = [key for key in NEEDED if key not in about['config']] + ['parameters'] * ('parameters' not in about)
     if missing:
         raise SystemExit(f'{out_dir}/config.json: has no {missing[0]!r}, which train.py writes; the file is damaged')
+    changes = about.get('changes', [])
+    if not isinstance(changes, list) or not all(
+            isinstance(change, dict) and {'iter', 'key', 'from', 'to'} <= change.keys() for change in changes):
+        raise SystemExit(f'{out_dir}/config.json: "changes" is not a list of {{iter, key, from, to}}; the file is '
+                         'damaged')
     path = out_dir / 'metrics.jsonl'
     return Run(out_dir, about['config'], about, read_metrics(path) if path.is_file() else [])
 
@@ -171,15 +199,15 @@ def find_runs(paths):
 
 
 def finished_runs(paths):
-    """The runs in `paths` that reached the end of their schedule; says on stderr which were left out, and why.
+    """The runs in `paths` that trained with one schedule to its end; says on stderr which were left out, and why.
 
     SystemExit unless there are some, and `check_comparable`.
     """
     runs = find_runs(paths)
     for run in runs:
-        if run.unfinished:
-            print(f'left out {run.out_dir}: {run.unfinished}', file=sys.stderr)
-    kept = [run for run in runs if not run.unfinished]
+        if run.rejected:
+            print(f'left out {run.out_dir}: {run.rejected}', file=sys.stderr)
+    kept = [run for run in runs if not run.rejected]
     if not kept:
         raise SystemExit('no finished run among these; let train.py reach max_iters')
     check_comparable(kept)
@@ -266,6 +294,11 @@ def figure(columns=1, width=5.0, height=3.7, **options):
     return fig, list(axes[0])
 
 
+def plain(text):
+    """`text` for a figure with its dollar signs shown: matplotlib takes what stands between two for a formula."""
+    return str(text).replace('$', r'\$')
+
+
 def save(output, fig, rows=None, **data):
     """Writes the figure as `output` (PNG) and beside it the numbers: `rows` as .csv, and `data` as .json.
 
@@ -275,8 +308,9 @@ def save(output, fig, rows=None, **data):
     """
     from matplotlib import pyplot as plt
     output = png_path(output)
-    with writing(output) as partial:
-        fig.savefig(partial, dpi=150, format='png')
+    make_folder(output)
+    with refusing(output), files.atomic_write(output) as f:
+        fig.savefig(f, dpi=150, format='png')
     plt.close(fig)
     written = [output]
     if rows is not None:
@@ -331,24 +365,6 @@ def writable(path):
             return path
 
 
-@contextlib.contextmanager
-def writing(path):
-    """Yields the path of a file to be written that then becomes `path`, in a folder made where it is missing.
-
-    SystemExit with one line when that fails; the file is complete or not there at all.
-    """
-    path = Path(path)
-    # Tasks of a sweep on several machines may write the same file.
-    partial = path.with_name(f'{path.name}.{socket.gethostname()}.{os.getpid()}.partial')
-    with refusing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield partial
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-
-
 def write_csv(path, rows):
     """`rows`, a list of dicts, as a CSV file; a key that a row lacks stays empty."""
     header = list(dict.fromkeys(key for row in rows for key in row))
@@ -365,9 +381,15 @@ def write_json(path, data):
 
 
 def write_text(path, text):
-    """Writes a text file that takes its name only when it is complete."""
-    with writing(path) as partial:
-        partial.write_text(text, encoding='utf-8')
+    """Replaces a text file, in a folder that is made where it is missing; SystemExit with one line when that fails."""
+    make_folder(path)
+    files.write_text(path, text)
+
+
+def make_folder(path):
+    """Makes the folder of the file `path`; SystemExit with one line when that fails."""
+    with refusing(path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
 def print_table(rows, columns=None):

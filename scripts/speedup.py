@@ -10,6 +10,7 @@ steps than are compared, or that has not reached its end, is refused. Runs that 
 import argparse
 import math
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,17 +32,16 @@ def main(argv=None):
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs of both, or directories of runs')
     parser.add_argument('--baseline', default='adamw', help='O1 (default: adamw)')
     parser.add_argument('--candidate', default='sophiag', help='O2 (default: sophiag)')
-    parser.add_argument('--k', type=float, default=2.0, help='the factor claimed (default: 2)')
+    parser.add_argument('--k', type=factor, default=Fraction(2), help='the factor claimed, such as 2, 1.1 or 4/3 '
+                        '(default: 2)')
     parser.add_argument('--output', default='speedup.png', help='PNG; .csv and .json beside it (default: speedup.png)')
     args = parser.parse_args(argv)
     png_path(args.output)
-    if not 0 < args.k < math.inf:
-        parser.error(f'--k={args.k:g}: must be above 0')
     if args.baseline == args.candidate:
         print('note: an optimizer compared with itself; with k > 1 it should fail', file=sys.stderr)
     runs = [run for run in find_runs(args.out_dirs) if run.optimizer_name in (args.baseline, args.candidate)]
-    refused = [dict(run=str(run.out_dir), reason=run.unfinished) for run in runs if run.unfinished]
-    runs = [run for run in runs if not run.unfinished]
+    refused = [dict(run=str(run.out_dir), reason=run.rejected) for run in runs if run.rejected]
+    runs = [run for run in runs if not run.rejected]
     check_comparable(runs, 'n_layer', 'n_head', 'n_embd', 'total_batch_size')
     best = {name: best_at_each_T(runs, name) for name in (args.baseline, args.candidate)}
     rows, notes = compare(best[args.baseline], best[args.candidate], args.k)
@@ -50,7 +50,7 @@ def main(argv=None):
     for entry in refused:
         print(f'refused {entry["run"]}: {entry["reason"]}')
     if not rows:
-        raise SystemExit(f'nothing to compare: no finished run of {args.candidate} at T/{args.k:g} for a T of '
+        raise SystemExit(f'nothing to compare: no finished run of {args.candidate} at T/{args.k} for a T of '
                          f'{args.baseline} (T of {args.baseline}: {sorted(best[args.baseline]) or "none"}; of '
                          f'{args.candidate}: {sorted(best[args.candidate]) or "none"})')
     print_table(rows)
@@ -58,7 +58,7 @@ def main(argv=None):
         print(f'note: {note}')
     holds = all(row['holds'] for row in rows)
     names = [OPTIMIZER_LABELS.get(name, name) for name in (args.candidate, args.baseline)]
-    verdict = (f'{names[0]} is {"" if holds else "not "}{args.k:g} times faster than {names[1]} by the criterion '
+    verdict = (f'{names[0]} is {"" if holds else "not "}{args.k} times faster than {names[1]} by the criterion '
                f'(it holds at {sum(row["holds"] for row in rows)} of {len(rows)} T)')
     print(verdict)
 
@@ -73,8 +73,19 @@ def main(argv=None):
     ax.set(xscale='log', xlabel='steps T of the whole schedule', ylabel='final validation loss',
            title='from O1 at T to O2 at T/k; green: the criterion holds')
     ax.legend()
-    save(args.output, fig, rows, verdict=verdict, holds=holds, k=args.k, baseline=args.baseline,
+    save(args.output, fig, rows, verdict=verdict, holds=holds, k=float(args.k), baseline=args.baseline,
          candidate=args.candidate, comparisons=rows, notes=notes, refused=refused)
+
+
+def factor(text):
+    """A factor as an exact fraction, so that T divided by it is a number of steps or is not: 1650 / 1.1 is 1500."""
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        value = 0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f'{text}: must be a number above 0')
+    return value
 
 
 def best_at_each_T(runs, optimizer_name):
@@ -132,7 +143,7 @@ def tempting(candidate, wanted):
     """For each wanted number of steps without a run of its own: the longer run whose checkpoint one would like to take,
     and why that does not count."""
     found = []
-    for step in wanted:
+    for step in map(float, wanted):
         longer = [T for T in candidate if T > step]
         if step not in candidate and longer:
             T = min(longer)

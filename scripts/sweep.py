@@ -3,19 +3,22 @@
   python scripts/sweep.py --out_dir out/lr --grid optimizer_name=adamw,lion learning_rate=1e-3,2e-3 \\
       -- config/quickstart.py --max_iters=200
   python scripts/sweep.py --out_dir out/sensitivity --spec config/ablation/sensitivity.json
-  python scripts/sweep.py --out_dir out/sensitivity            the same again: goes on with what is missing
-  python scripts/sweep.py --out_dir out/sensitivity --table    only the table
+  python scripts/sweep.py --out_dir out/sensitivity            the same again: trains what is missing
+  python scripts/sweep.py --out_dir out/sensitivity --table    only the table; reads files, executes nothing
 
 A spec is a JSON object: "base", arguments of train.py for every run, and "runs", a list of objects setting → value, or
-→ list of values, of which every combination is one run. There "config" names a config file in the place of a setting,
-and "base" more arguments for the runs of that object. A run's directory is named after its settings, not after "base".
+→ list of values, of which every combination is one run. There "config" names a config file instead of a setting, and
+"base" more arguments for the runs of that object. A run's directory is named after its settings, not after "base".
 Other keys, such as "about", are for the reader.
+
+A path means the current directory's file where there is one, else the repository's; sweep.json stores what was found.
 """
 
 import argparse
 import contextlib
 import itertools
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import configurator
+import train
 from runtime.checkpoint import FAILED
 from scripts.runs import (
     INCIDENTAL,
@@ -67,8 +70,11 @@ class Item:
         return self.run is not None and not self.run.unfinished
 
     def check(self):
-        """SystemExit unless train.py takes the arguments and what lies in out_dir was trained with them."""
-        values = configurator.resolve(self.argv).values
+        """SystemExit unless train.py takes the arguments and what lies in out_dir was trained with them.
+
+        This executes the config files among the arguments.
+        """
+        values = resolve(self.argv).values
         if self.run:
             for key, there in self.run.config.items():
                 if key in values and values[key] != there and key != 'dtype' and key not in INCIDENTAL - CHECKED_TOO:
@@ -76,8 +82,50 @@ class Item:
                                      f'{values[key]!r}; choose another --out_dir or remove it')
 
 
+def anchored(argument):
+    """An argument of train.py as typed in the current directory, for train.py in the repository's.
+
+    A config file, --dataset or --init_from that exists here becomes an absolute path (relative to the repository where
+    it lies inside it); everything else stays, and means what it means in the repository.
+    """
+    if Path.cwd() == ROOT:
+        return argument
+    key, equals, value = argument.partition('=') if argument.startswith('--') else ('', '', argument)
+    places = {'': [value], '--dataset': [Path('data', value), value], '--init_from': [value] * ('/' in value)}
+    for place in map(Path, places.get(key, [])):
+        if value and place.exists():
+            return key + equals + below(ROOT, place)
+    return argument
+
+
+def anchored_spec(spec):
+    """A spec with all its paths `anchored`."""
+    def anchor(key, value):
+        if isinstance(value, list):
+            return [anchor(key, each) for each in value]
+        if key in ('base', 'config'):
+            return anchored(str(value))
+        if key in ('dataset', 'init_from'):
+            return anchored(f'--{key}={value}').partition('=')[2]
+        return anchored_spec(value) if key == 'runs' else value
+    return {key: anchor(key, value) for key, value in spec.items()} if isinstance(spec, dict) else spec
+
+
+def resolve(argv):
+    """`train.resolve` in the repository, which is where train.py is started."""
+    here = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        return train.resolve(argv)
+    finally:
+        os.chdir(here)
+
+
 def expand(spec, out_dir):
-    """The `Item`s of a spec (see the top of this file), in its order; equal ones once."""
+    """The `Item`s of a spec (see the top of this file), in its order; equal ones once.
+
+    SystemExit where different runs would have the same directory.
+    """
     runs = spec.get('runs') if isinstance(spec, dict) else None
     if not runs or not isinstance(runs, list) or not all(isinstance(entry, dict) for entry in runs):
         raise SystemExit('a sweep needs "runs": a list of objects setting → value or list of values')
@@ -86,6 +134,9 @@ def expand(spec, out_dir):
     items = {}
     for entry in runs:
         grid = {key: value if isinstance(value, list) else [value] for key, value in entry.items() if key != 'base'}
+        for key in grid:
+            if not key.isidentifier():
+                raise SystemExit(f'{key!r} in "runs" of a sweep: no such setting')
         for values in itertools.product(*grid.values()):
             settings = dict(zip(grid, values))
             name = ','.join(f'{key}={short(value)}' for key, value in settings.items())
@@ -93,17 +144,35 @@ def expand(spec, out_dir):
             if 'config' in settings:
                 argv.append(settings['config'])
             argv += [f'--{key}={value}' for key, value in settings.items() if key != 'config']
-            items.setdefault(name, Item(Path(out_dir) / name, settings, argv))
+            item = Item(Path(out_dir) / name, settings, argv)
+            first = items.setdefault(name, item)
+            if signature(first) != signature(item):
+                raise SystemExit(f'{item.out_dir}: two runs of this sweep would be in this directory, '
+                                 f'{" ".join(first.argv)} and {" ".join(argv)}; rename a file, or make two sweeps')
     return list(items.values())
 
 
-def short(value):
-    """A setting's value as part of a directory's name, the same for 1e-3 and 0.001."""
+def signature(item):
+    """(arguments of the base, settings) of an item, 1e-3 the same as 0.001: what equal items agree in."""
+    settings = [f'{key}={exact(value)}' for key, value in item.settings.items()]
+    return item.argv[:len(item.argv) - len(settings)], settings
+
+
+def exact(value):
+    """A number as its shortest exact text, the same for 1e-3 and 0.001; any other value as text."""
     text = str(value)
     with contextlib.suppress(ValueError):
         return str(int(text))
     with contextlib.suppress(ValueError):
-        return f'{float(text):.10g}'
+        number = float(text)
+        rounded = f'{number:.10g}'
+        return rounded if float(rounded) == number else repr(number)
+    return text
+
+
+def short(value):
+    """A setting's value as part of a directory's name: `exact`, of a config file its name without folder and .py."""
+    text = exact(value)
     return Path(text).stem if text.endswith('.py') else text.replace('/', '_').replace(',', '_')
 
 
@@ -161,7 +230,7 @@ def gpu_of(slot, count):
 def progress(item):
     """How far an item is, in a few words."""
     if item.finished:
-        return 'finished'
+        return f'finished, but {item.run.changed}' if item.run.changed else 'finished'
     if item.failure:
         return f'diverged: {item.failure}'
     run = item.run
@@ -174,7 +243,7 @@ def table(items):
     rows = []
     for item in items:
         run = item.run
-        row = dict(item.settings, **{'val/loss': run.last('val/loss') if item.finished else None})
+        row = dict(item.settings, **{'val/loss': run.last('val/loss') if run and not run.rejected else None})
         for key in ('train/loss', 'grad_clipped', 'update_unclipped'):
             row[key] = run.last(key) if run else None
         row.update(seconds=run.records[-1]['time'] if run and run.records else None, state=progress(item))
@@ -184,14 +253,16 @@ def table(items):
 
 def sbatch(items, out_dir, options):
     """The text of a Slurm array job that trains one item a task."""
-    directives = [f'--job-name={out_dir.name}', f'--array=0-{len(items) - 1}', f'--output={out_dir}/slurm-%a.out',
-                  '--requeue', '--open-mode=append', '--signal=TERM@300', *([options] if options else [])]
+    log = f'{out_dir}/slurm-'.replace('%', '%%') + '%a.out'  # Slurm replaces what follows a single %
+    directives = [*map(shlex.quote, (f'--job-name={out_dir.name}', f'--array=0-{len(items) - 1}', f'--output={log}',
+                                     '--requeue', '--open-mode=append', '--signal=TERM@300')),
+                  *([options] if options else [])]
     return '\n'.join(['#!/bin/bash', *(f'#SBATCH {line}' for line in directives),
-                      f'cd {ROOT}',
+                      f'cd {shlex.quote(str(ROOT))}',
                       # Since Slurm 22.05 srun does not take it over from sbatch.
                       '[ -n "${SLURM_CPUS_PER_TASK:-}" ] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK',
-                      f'srun {sys.executable} scripts/sweep.py --out_dir {out_dir} '
-                                    '--only $SLURM_ARRAY_TASK_ID', ''])
+                      f'srun {shlex.join([sys.executable, "scripts/sweep.py", "--out_dir", str(out_dir)])} '
+                      '--only $SLURM_ARRAY_TASK_ID', ''])
 
 
 def interrupt(*_):
@@ -224,15 +295,20 @@ def main(argv=None):
         for pair in (pair for entry in args.grid for pair in entry):
             if not pair.partition('=')[2]:
                 parser.error(f'--grid {pair}: write KEY=V1,V2')
-        spec = dict(base=args.base, runs=[{key: values.split(',') for key, _, values in
-                                           (pair.partition('=') for pair in entry)} for entry in args.grid])
-    elif args.spec or stored.is_file():
-        spec = read_json(args.spec or stored)
+        spec = anchored_spec(dict(base=args.base, runs=[
+            {key: values.split(',') for key, _, values in (pair.partition('=') for pair in entry)}
+            for entry in args.grid]))
+    elif args.spec:
+        spec = anchored_spec(read_json(args.spec))
+    elif stored.is_file():
+        spec = read_json(stored)
     else:
         parser.error(f'{stored}: no such file; give --spec or --grid')
     items = expand(spec, args.out_dir)
-    for item in items:
-        item.check()
+    # Config files are programs: what a received directory names must not be executed for a list or a table of it.
+    if args.grid or args.spec or not (args.table or args.dry_run):
+        for item in items:
+            item.check()
     if args.only is not None and not 0 <= args.only < len(items):
         raise SystemExit(f'--only={args.only}: there are runs 0 to {len(items) - 1}')
     chosen = items if args.only is None else [items[args.only]]

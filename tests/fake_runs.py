@@ -1,9 +1,10 @@
 """Runs for the tests of scripts that read them: a metrics.jsonl and a config.json, without training."""
 
+import csv
 import json
 from pathlib import Path
 
-import configurator
+import train
 
 # A run's arguments, and the number of parameters of the GPT that they describe (256 ids): embeddings of tokens and
 # positions, 12 d² and two norms per layer, the last norm.
@@ -12,16 +13,17 @@ SHAPE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--blo
 PARAMETERS = 256 * 32 + 16 * 32 + 2 * (12 * 32 ** 2 + 2 * 32) + 32
 
 
-def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', **metrics):
+def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes=None, **metrics):
     """Writes the run that train.py would leave with the arguments SHAPE + argv. Returns its directory.
 
     Args:
         val_loss: the validation loss at the end; it falls from 5.0 on a straight line.
         end: the iteration it got to, default max_iters.
+        changes: what config.json records of settings that were changed when the run was resumed.
         metrics: further keys of every training line, a value or a function of the iteration.
     """
     out_dir = Path(out_dir)
-    config = configurator.resolve([*SHAPE, *argv, f'--out_dir={out_dir}']).values
+    config = train.resolve([*SHAPE, *argv, f'--out_dir={out_dir}']).values
     T = config['max_iters']
     end = T if end is None else end
     lines = []
@@ -33,5 +35,19 @@ def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', **metri
         lines.append({**entry, 'train/loss': loss - 0.1, 'step_ms': 500.0, 'memory_gb': 1.5, **extra})
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    (out_dir / 'config.json').write_text(json.dumps(dict(config=config, parameters=PARAMETERS, data=data)))
+    about = dict(config=config, parameters=PARAMETERS, data=data, **({'changes': changes} if changes else {}))
+    (out_dir / 'config.json').write_text(json.dumps(about))
     return out_dir
+
+
+def make(directory, optimizer, T, loss, lr=1e-3, seed=1, **options):
+    """A `fake_run` of T iterations in a directory of its own below `directory`; further options as there."""
+    argv = [f'--optimizer_name={optimizer}', f'--max_iters={T}', f'--learning_rate={lr}', f'--seed={seed}',
+            *options.pop('argv', [])]
+    return fake_run(directory / f'{optimizer}-{T}-{lr}-{seed}-{len(list(directory.glob("*")))}', loss, argv, **options)
+
+
+def rows_of(path):
+    """The rows of a CSV file, dicts."""
+    with Path(path).open() as f:
+        return list(csv.DictReader(f))

@@ -1,23 +1,17 @@
 """scripts/plot.py: the figure and its numbers, from one run and from several."""
 
-import csv
-
 import pytest
 from conftest import refusal
-from fake_runs import fake_run
+from fake_runs import fake_run, rows_of
 from matplotlib import image
 
 from scripts import plot
+from scripts.paper import dynamics, final_losses
 
 
 @pytest.fixture
 def run(tmp_path):
     return fake_run(tmp_path / 'adamw', 3.0, ['--max_iters=100'])
-
-
-def rows_of(path):
-    with path.open() as f:
-        return list(csv.DictReader(f))
 
 
 def test_one_run_is_drawn_into_its_directory_with_its_numbers(run):
@@ -64,6 +58,21 @@ def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_refused(run):
         for data in (lines.encode() + damage, damage + b'\n' + lines.encode()):
             path.write_bytes(data)
             assert 'not a JSON object' in refusal(plot.main, [str(run)])
+
+
+@pytest.mark.parametrize('script', [plot, dynamics, final_losses])
+@pytest.mark.parametrize('name', ['cost $5', '$\\nosuch$', 'a $x^$ b'])
+def test_dollar_signs_in_names_are_drawn_as_they_are(tmp_path, script, name, monkeypatch):
+    for i in (1, 2):
+        fake_run(tmp_path / f'{name}{i}', 3.0, ['--max_iters=100', f'--dataset={name}{i}'], grad_clipped=0.1)
+    drawn = []
+    monkeypatch.setattr(script, 'save', lambda output, fig, *_, **__: drawn.append(fig))
+    script.main([str(tmp_path), *(['--by', 'dataset'] if script is final_losses else [])])
+    fig, = drawn
+    fig.canvas.draw()  # a formula that matplotlib cannot read would end it here
+    legends = [*fig.legends, *filter(None, (ax.get_legend() for ax in fig.axes))]
+    texts = [text.get_text() for legend in legends for text in legend.get_texts()]
+    assert any(name.replace('$', r'\$') in text for text in texts)
 
 
 @pytest.mark.parametrize(('flags', 'message'), [

@@ -17,7 +17,7 @@ import torch
 from conftest import OPTIMIZERS, ROOT, STOP_IN_EVALUATION, finish, iterations, metrics, refusal, start, write_bins
 
 from data.loader import sequence_starts
-from runtime import checkpoint
+from runtime import checkpoint, runlog
 from runtime.signals import NOT_FINITE, STARTED, STOPPED, StopSignals
 
 TIMING = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}
@@ -46,8 +46,8 @@ def assert_same_run(a, b):
     """Both runs ended in the same state, bit for bit, and have logged the same."""
     for ours, theirs in zip(state(a)['model'].items(), state(b)['model'].items()):
         assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
-    for key in ('tokens', 'best_val_loss', 'evaluated', 'clipped', 'passed_over', 'latest_losses'):
-        assert state(a)[key] == state(b)[key], key
+    ours, theirs = (dict(state(out)['train_state'], seconds=None) for out in (a, b))
+    assert ours == theirs and state(a)['best_val_loss'] == state(b)['best_val_loss']
     ours, theirs = state(a)['optimizer']['state'], state(b)['optimizer']['state']
     assert ours.keys() == theirs.keys()
     for index, entries in ours.items():
@@ -97,6 +97,22 @@ def test_a_resumed_run_has_its_own_settings_and_counts_on(train, tmp_path):
     assert all(group['betas'][0] == 0.5 for group in state(tmp_path, 12)['optimizer']['param_groups'])
 
 
+def test_changed_settings_stay_in_config_json(train, tmp_path):
+    """Their values, and from which iteration they apply, over later resumes as well."""
+    def changes():
+        found = json.loads((tmp_path / 'config.json').read_text())['changes']
+        return sorted(found, key=lambda change: (change['iter'], change['key']))
+
+    assert train(tmp_path, '--max_iters=4').code == 0 and changes() == []
+    flags = ['--init_from=auto', '--max_iters=6', '--lr_decay_iters=4', '--min_lr=5e-4', '--grad_clip=0.5']
+    assert train(tmp_path, *flags).code == 0
+    expected = [{'iter': 4, 'key': 'grad_clip', 'from': 1.0, 'to': 0.5},
+                {'iter': 4, 'key': 'max_iters', 'from': 4, 'to': 6}]
+    assert changes() == expected
+    assert train(tmp_path, *flags, '--grad_clip=0').code == 0
+    assert changes() == [*expected, {'iter': 6, 'key': 'grad_clip', 'from': 0.5, 'to': 0.0}]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Stops
 
@@ -134,11 +150,11 @@ def test_sigusr1_saves_and_goes_on(train, reference, tmp_path):
 
 def test_sigusr1_before_the_loop_ends_no_run(train, tmp_path):
     done = train(tmp_path, faults="""
-begin = checkpoint.begin
+open_run = checkpoint.open_run
 def signalled(*args, **kwargs):
     kill(signal.SIGUSR1)()
-    return begin(*args, **kwargs)
-checkpoint.begin = signalled
+    return open_run(*args, **kwargs)
+checkpoint.open_run = signalled
 """)
     assert done.code == 0 and iterations(tmp_path)[0] == 10, done.err
 
@@ -228,15 +244,33 @@ def test_full_disk(train, reference, tmp_path):
         assert metrics(tmp_path / out) == metrics(reference())
 
 
+def test_the_best_is_the_lowest_that_was_saved(train, tmp_path):
+    """The disk is full at the lowest loss, that of iteration 4; afterwards it grows, but stays below that of 2."""
+    flags = ['--eval_interval=2', '--keep_checkpoints=9', '--decay_lr=False', '--max_iters=8']
+    done = train(tmp_path, *flags, faults=FULL_DISK + """
+def worse():
+    for group in [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)][0].param_groups:
+        group['maximize'] = True
+at(3, lambda: limit(20_000))
+at(4, worse)
+at(4, lambda: limit(-1))
+""")
+    losses = dict(zip(range(0, 10, 2), metrics(tmp_path, 'val/loss')))
+    assert done.code == 0 and iterations(tmp_path) == [8, 6, 2], done.err
+    assert losses[4] < losses[6] < losses[2], losses
+    best = checkpoint.load(tmp_path / 'best.pt')[1]
+    assert best['iter_num'] == 6 and best['best_val_loss'] == losses[6]
+
+
 def test_a_line_of_metrics_is_written_whole_or_not(tmp_path):
     path = tmp_path / 'metrics.jsonl'
-    checkpoint.append_line(path, '{"iter": 1}')
+    runlog.append_line(path, '{"iter": 1}')
     code = FULL_DISK + f"""
 import pathlib
 limit(20)
-checkpoint.append_line(pathlib.Path({str(path)!r}), '{{"iter": 2, "long": 1}}')
+runlog.append_line(pathlib.Path({str(path)!r}), '{{"iter": 2, "long": 1}}')
 """
-    done = subprocess.run([sys.executable, '-c', f'import checkpoint\n{code}'], cwd=ROOT, capture_output=True,
+    done = subprocess.run([sys.executable, '-c', f'from runtime import runlog\n{code}'], cwd=ROOT, capture_output=True,
                           text=True)
     assert done.returncode == 0 and 'a line could not be written' in done.stderr
     assert path.read_text() == '{"iter": 1}\n'
@@ -247,7 +281,7 @@ def test_what_will_be_written_again_is_dropped_from_the_log(tmp_path):
     path = tmp_path / 'metrics.jsonl'
     good = '{"iter": 4, "lr": 1}\n{"iter": 5, "val/loss": 3}\n'
     path.write_text(good + '{"iter": 5, "lr": 1}\n{"iter": 6, "l\n3\n')
-    checkpoint.rewind_log(path, 5, 5)
+    runlog.rewind_log(path, 5, 5)
     assert path.read_text() == good
 
 
@@ -294,12 +328,12 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     synced, fsync = [], os.fsync
 
     def seen(fd):
-        synced.append((stat.S_ISDIR(os.fstat(fd).st_mode), [p.name for p in tmp_path.iterdir()]))
+        synced.append((stat.S_ISDIR(os.fstat(fd).st_mode), [p.suffix for p in tmp_path.iterdir()]))
         fsync(fd)
 
     monkeypatch.setattr(os, 'fsync', seen)
     checkpoint.save(tmp_path, dict(model={}, model_args={}, iter_num=3, config={}))
-    assert synced == [(False, ['ckpt_00000003.partial']), (True, ['ckpt_00000003.pt'])]
+    assert synced == [(False, ['.partial']), (True, ['.pt'])]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -343,7 +377,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(reference, tmp_path, monkey
     refusal(checkpoint.load, bad)
     for wrong in ([1], {'weights': 1}, dict(model={}, model_args={}, iter_num='3', config={})):
         torch.save(wrong, bad)
-        assert 'not a checkpoint of this repository (it has no' in refusal(checkpoint.load, bad)
+        assert 'not a checkpoint of this repository (it' in refusal(checkpoint.load, bad)
     hostile(bad)
     assert 'could run code' in refusal(checkpoint.load, bad)
     shutil.copy(checkpoint.path_of(reference(), 5), tmp_path)
@@ -392,7 +426,7 @@ def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path,
     before = content(tmp_path)
     # flags, out_dir, words of the message
     cases = [
-        ([], out, 'holds checkpoints, which a new run would overwrite; go on with that run by --init_from=resume'),
+        ([], out, 'holds checkpoints, which a new run would overwrite; continue that run by --init_from=resume'),
         (['--init_from=resume', '--n_embd=64'], out, 'is a model with another n_embd'),
         (['--init_from=resume', '--optimizer_name=lion'], out, 'was trained with --optimizer_name=adamw'),
         (['--init_from=auto', f'--dataset={other.parent}'], out, '(train, val.bin differs)'),
@@ -419,31 +453,13 @@ def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path,
     assert state(out, 12)['best_val_loss'] == min(metrics(out, 'val/loss')[-2:])  # of this data set: at 10 and 12
 
 
-def test_an_optimizers_state_of_any_shape_is_restored():
-    """As of one that somebody adds, which keeps a number for each row."""
-    def made():
-        model = torch.nn.Linear(3, 4, bias=False)
-        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
-        return model, optimizer
-
-    model, optimizer = made()
-    model(torch.ones(2, 3)).square().sum().backward()
-    optimizer.step()
-    saved = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), scaler={})
-    again, its = made()
-    checkpoint.restore(Path('ckpt.pt'), saved, again, its, None)
-    assert torch.equal(its.state[again.weight]['row_var'], optimizer.state[model.weight]['row_var'])
-    saved['optimizer']['state'][0]['exp_avg'] = torch.zeros(2)
-    assert "exp_avg of parameter 0 has the shape (2,)" in refusal(
-        checkpoint.restore, Path('ckpt.pt'), saved, again, its, None)
-
-
 def test_best_loss_is_of_the_same_windows(train, reference, tmp_path):
     """A lower loss on other validation windows, before a resume with another eval_iters, does not stay the best."""
     out = shutil.copytree(reference(), tmp_path / 'out')
     path = checkpoint.path_of(out, 10)
     saved = torch.load(path, weights_only=True)
-    torch.save(saved | dict(best_val_loss=0.0), path)
+    saved.get('train_state', {})['best_val_loss'] = saved['best_val_loss'] = 0.0
+    torch.save(saved, path)
     for eval_iters, best in ((saved['config']['eval_iters'], 0.0), (3, None)):
         assert train(out, '--init_from=resume', '--max_iters=12', f'--eval_iters={eval_iters}').code == 0
         assert state(out, 12)['best_val_loss'] == (min(metrics(out, 'val/loss')[-2:]) if best is None else best)
@@ -451,7 +467,7 @@ def test_best_loss_is_of_the_same_windows(train, reference, tmp_path):
 
 
 def test_one_run_in_an_out_dir(train, tmp_path):
-    checkpoint.claim(tmp_path)
+    checkpoint.lock_out_dir(tmp_path)
     done = train(tmp_path, ranks=2)
     assert done.code == 1
     assert done.err.count(f'{tmp_path}: another run (process {os.getpid()} on ') == 1  # not once per rank
@@ -486,7 +502,7 @@ def test_skip_nonfinite_passes_over_and_lets_nothing_in(train, tmp_path):
                             ('two', 'at(6, spoil(float("nan")))\nat(6, kill(signal.SIGTERM))'),
                             ('two', 'at(7, spoil(float("nan")))')))
     assert stopped.code == STOPPED and 'iter 6: the loss is not finite; passed over' in stopped.out
-    latest = state(tmp_path / 'one')['latest_losses']
+    latest = state(tmp_path / 'one')['train_state']['latest_losses']
     assert len(latest) == 8 and np.isfinite(latest).all()  # with NaN among them no spike would be seen any more
     assert tolerant.code == 0 and 'iter 4: the loss is not finite; passed over (rank 0, micro-batch 0' in tolerant.out
     lines = {line['iter']: line for line in map(json.loads, (tmp_path / 'one/metrics.jsonl').open()) if 'lr' in line}

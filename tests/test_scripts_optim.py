@@ -12,13 +12,13 @@ import torch
 from conftest import ROOT, TINY
 from fake_runs import SHAPE, fake_run
 
-import configurator
+import train
 from optimizers import peak_learning_rate
 from scripts.paper import tune_gamma
 
 
 def run_script(path, *args, cwd=ROOT, check=True):
-    done = subprocess.run([sys.executable, path, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, path, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=300,
                           env=dict(os.environ, OMP_NUM_THREADS='1'))
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
@@ -116,6 +116,6 @@ def test_tune_gamma_doubles_halves_and_gives_up(monkeypatch, tmp_path, capsys):
     ('hessian_interval_100', dict(optimizer_name='sophiag', hessian_interval=100, beta2=0.99)),
 ])
 def test_ablation_configs(name, expected):
-    values = configurator.resolve([str(ROOT / f'config/ablation/{name}.py')]).values
+    values = train.resolve([str(ROOT / f'config/ablation/{name}.py')]).values
     expected = dict(expected, model_size='30M', n_layer=6, total_batch_size=480, max_iters=100000)
     assert {key: values[key] for key in expected} == expected

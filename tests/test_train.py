@@ -144,5 +144,5 @@ def test_gpu_agrees_with_cpu(reference, corpus, tmp_path):
         out = tmp_path / f'{dtype}-{parallel}'
         run_train(*TINY, f'--dataset={corpus}', f'--out_dir={out}', '--optimizer_name=sophiag', *FLAGS['sophiag'],
                   '--learning_rate=1e-2', '--device=cuda', f'--dtype={dtype}', f'--compile={compile and can_compile()}',
-                  f'--parallel={parallel}', timeout=300)
+                  f'--parallel={parallel}')
         assert metrics(out) == pytest.approx(metrics(reference['sophiag']), abs=slack)

@@ -19,7 +19,6 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import configurator
 from scripts.runs import (
     OPTIMIZER_LABELS,
     ROOT,
@@ -31,6 +30,7 @@ from scripts.runs import (
     read_run,
     save,
 )
+from scripts.sweep import anchored, resolve
 
 
 def planned(path, flags, vocab_size):
@@ -38,7 +38,7 @@ def planned(path, flags, vocab_size):
     import torch
 
     from model import GPT, GPTConfig, padded_vocab_size
-    config = configurator.resolve([path, *flags]).values
+    config = resolve([anchored(path), *flags]).values
     shape = {key: config[key] for key in ('block_size', 'n_layer', 'n_head', 'n_embd', 'bias')}
     with torch.device('meta'):
         return config, GPT(GPTConfig(vocab_size=padded_vocab_size(vocab_size), **shape)).num_params()
@@ -61,7 +61,7 @@ def measured(run):
 
 def trial(path, steps, flags, directory, launcher):
     """Trains `steps` iterations of a config file in `directory` and returns the `Run`; SystemExit when it fails."""
-    command = [*launcher, 'train.py', str(Path(path).resolve()), *flags, f'--out_dir={directory}',
+    command = [*launcher, 'train.py', anchored(path), *flags, f'--out_dir={directory}',
                f'--max_iters={steps}', f'--eval_interval={steps}', '--eval_iters=1', '--log_interval=5']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -79,7 +79,7 @@ def main(argv=None):
     parser.add_argument('--output', default='compute_table.png', help='PNG; .csv beside it')
     argv = sys.argv[1:] if argv is None else argv
     split = argv.index('--') if '--' in argv else len(argv)
-    args, flags = parser.parse_args(argv[:split]), argv[split + 1:]
+    args, flags = parser.parse_args(argv[:split]), [anchored(flag) for flag in argv[split + 1:]]
     png_path(args.output)
     if args.steps and args.steps < 30:
         parser.error('--steps must be at least 30: there is one estimate in ten steps')

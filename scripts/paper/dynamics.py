@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.runs import AXES, figure, find_runs, png_path, print_table, save
+from scripts.runs import AXES, figure, find_runs, plain, png_path, print_table, save
 
 PANELS = {'update_clipped': '(a) fraction of updates clipped', 'hessian_norm': r'(b) $\|h\|_2$',
           'grad_clipped': '(c) fraction of steps with clipped gradient'}
@@ -42,7 +42,7 @@ def main(argv=None):
         for ax, (key, title) in zip(axes, PANELS.items()):
             xs, ys = values(run, key, args.x)
             if ys:
-                ax.plot(xs, ys, label=label)
+                ax.plot(xs, ys, label=plain(label))
                 last[key] = ys[-1]
             ax.set(xlabel=AXES[args.x], title=title)
             rows += [{'run': label, 'metric': key, args.x: x, 'value': y} for x, y in zip(xs, ys)]

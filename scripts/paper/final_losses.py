@@ -16,7 +16,17 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.runs import OPTIMIZER_LABELS, by_seed, figure, finished_runs, mean_loss, png_path, print_table, save
+from scripts.runs import (
+    OPTIMIZER_LABELS,
+    by_seed,
+    figure,
+    finished_runs,
+    mean_loss,
+    plain,
+    png_path,
+    print_table,
+    save,
+)
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
      'learning_rate': 'peak learning rate', 'tokens': 'training tokens'}
@@ -72,7 +82,7 @@ def main(argv=None):
     for line in dict.fromkeys(row['line'] for row in rows):
         mine = [row for row in rows if row['line'] == line]
         ax.errorbar([row[args.x] for row in mine], [row['val/loss'] for row in mine], [row['spread'] for row in mine],
-                    fmt='o-', capsize=3, label=line)
+                    fmt='o-', capsize=3, label=plain(line))
     ax.set(xscale='log', xlabel=X[args.x], ylabel='final validation loss')
     ax.legend(fontsize=8)
     save(args.output, fig, rows)

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.loader import Bin, TrainLoader, data_dir
 from scripts.load import MODEL_HELP, check_data, find_data, load
-from scripts.runs import figure, png_path, print_table, save
+from scripts.runs import figure, plain, png_path, print_table, save
 from sophia import gauss_newton_bartlett, hutchinson
 
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
@@ -77,7 +77,7 @@ def main(argv=None):
     fig, (ax,) = figure()
     ax.stairs(counts, edges, fill=True)
     ax.set(xscale='log', xlabel="positive entries of the Hessian's diagonal", ylabel='parameters',
-           title=f'{loaded.name}, {args.estimator}, mean of {args.samples}')
+           title=plain(f'{loaded.name}, {args.estimator}, mean of {args.samples}'))
     save(args.output, fig, [dict(low=low, high=high, parameters=int(n))
                             for low, high, n in zip(edges, edges[1:], counts)], **summary)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.runs import OPTIMIZER_LABELS, add_launcher, figure, png_path, print_table, save
-from scripts.sweep import expand, interrupt, train_all
+from scripts.sweep import anchored, expand, interrupt, train_all
 
 # The list that the paper searches (section Hyperparamter Tuning), rising.
 RATES = [4e-5, 6e-5, 8e-5, 1e-4, 1.2e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 6e-4]
@@ -52,6 +52,7 @@ def main(argv=None):
     parser.add_argument('--output', help='PNG; .csv beside it (default: OUT_DIR/max_lr.png)')
     args = parser.parse_args(argv)
     output = png_path(args.output or args.out_dir / 'max_lr.png')
+    args.base = [anchored(argument) for argument in args.base]
     signal.signal(signal.SIGTERM, interrupt)
 
     rows, largest = [], []

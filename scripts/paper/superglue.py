@@ -22,8 +22,16 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.tokenizer import TOKENIZERS
-from scripts.load import DTYPES, MODEL_HELP, load, with_tokenizer
+from runtime.device import DTYPES
+from scripts.load import (
+    MODEL_HELP,
+    add_device_flags,
+    add_tokenizer_flag,
+    dtype_name,
+    load,
+    rows_at_once,
+    with_tokenizer,
+)
 from scripts.paper.superglue_prompts import TASKS
 from scripts.runs import figure, png_path, print_table, save
 
@@ -44,10 +52,8 @@ def parse(argv):
     parser.add_argument('--seed', type=int, default=1337, help='of the draws')
     parser.add_argument('--labels', nargs='+', metavar='LABEL', help='one per checkpoint (default: their names)')
     parser.add_argument('--output', default='superglue.png', help='PNG; the numbers go beside it as JSON and CSV')
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--dtype', choices=DTYPES, help='default: bfloat16 on cuda, else float32')
-    parser.add_argument('--tokenizer', choices=TOKENIZERS,
-                        help="needed only if a checkpoint's data set is not here any more")
+    add_device_flags(parser)
+    add_tokenizer_flag(parser)
     args = parser.parse_args(argv)
     if min(args.draws, args.batch_size) < 1 or min(args.shots, args.limit) < 0:
         parser.error('--draws and --batch_size must be at least 1, --shots and --limit 0 or more')
@@ -68,7 +74,7 @@ def read_rows(task, split, data_dir=None):
         try:
             rows = datasets.load_dataset(HUB, task.config, split=split)
         except Exception as error:  # whatever the network makes `datasets` raise
-            raise SystemExit(f'{HUB}, {task.config}: cannot be had from the Hub ({type(error).__name__}); '
+            raise SystemExit(f'{HUB}, {task.config}: unavailable from the Hub ({type(error).__name__}); '
                              'give --data_dir') from None
         return [row for raw in rows for row in flatten(task, raw)]
     name = {'train': 'train.jsonl', 'validation': 'val.jsonl'}[split]
@@ -76,11 +82,15 @@ def read_rows(task, split, data_dir=None):
                  if (folder / name).is_file()), None)
     if path is None:
         raise SystemExit(f'{data_dir / task.title / name}: no such file; check --data_dir, or leave out the task')
+    try:
+        lines = path.read_text(encoding='utf-8-sig').split('\n')
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f'{path}: cannot be read as UTF-8 text ({error})') from None
     rows = []
-    for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
-            rows += flatten(task, json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
+            rows += flatten(task, json.loads(line)) if line.strip() else []
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise SystemExit(f'{path}:{number}: not a row of {task.title} ({error!r})') from None
     if not rows:
         raise SystemExit(f'{path}: no rows')
@@ -136,7 +146,8 @@ def read_answer(task, text):
 def complete(model, tokenizer, prompts, max_new_tokens, batch_size):
     """Greedy continuations of `prompts` up to the line's end, at most `max_new_tokens`; and how many were cut.
 
-    A prompt longer than the context loses its beginning. Prompts of similar length share a batch, padded on the left.
+    A prompt longer than the context loses its beginning. Prompts of similar length share a batch, padded on the right,
+    of at most `batch_size` rows; it ends as soon as all rows have come to the end of their line.
     """
     room = model.config.block_size - max_new_tokens
     if room < 1:
@@ -144,28 +155,37 @@ def complete(model, tokenizer, prompts, max_new_tokens, batch_size):
     encoded = [[int(i) for i in tokenizer.encode(prompt)] for prompt in prompts]
     cut = sum(len(ids) > room for ids in encoded)
     encoded = [ids[-room:] for ids in encoded]
-    texts, device = [''] * len(prompts), model.lm_head.weight.device
+    texts = [''] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(encoded[i]), reverse=True)
-    for start in range(0, len(order), batch_size):
-        batch = order[start:start + batch_size]
-        length = len(encoded[batch[0]])
-        padding = [length - len(encoded[i]) for i in batch]
-        idx = torch.tensor([[0] * pad + encoded[i] for i, pad in zip(batch, padding)], device=device)
-        new = [[] for _ in batch]
-        for ids in model.stream(idx, max_new_tokens, temperature=0, padding=torch.tensor(padding, device=device)):
-            for written, token in zip(new, ids.tolist()):
-                written.append(token)
-            if all(ended(tokenizer, written) for written in new):
-                break
-        for i, written in zip(batch, new):
-            end = written.index(tokenizer.eot_id) if tokenizer.eot_id in written else None
-            texts[i] = tokenizer.decode(written[:end]).split('\n')[0]
+    while order:
+        size = min(batch_size, rows_at_once(model, len(encoded[order[0]]) + max_new_tokens))
+        batch, order = order[:size], order[size:]
+        for i, text in zip(batch, complete_lines(model, tokenizer, [encoded[i] for i in batch], max_new_tokens)):
+            texts[i] = text
     return texts, cut
 
 
-def ended(tokenizer, written):
-    """Whether a continuation has come to the end of its line or document."""
-    return tokenizer.eot_id in written or '\n' in tokenizer.decode(written)
+def complete_lines(model, tokenizer, rows, max_new_tokens):
+    """The greedy continuation of each of `rows`, lists of ids, up to the end of its line, as text."""
+    starts = [len(row) for row in rows]
+    device = model.lm_head.weight.device
+
+    def lines(ids, lengths):
+        return [first_line(tokenizer, row[start:end])
+                for row, start, end in zip(ids.tolist(), starts, lengths.tolist())]
+
+    idx = torch.tensor([row + [0] * (max(starts) - len(row)) for row in rows], device=device)
+    ids, lengths = model.generate(
+        idx, max_new_tokens, temperature=0, lengths=torch.tensor(starts, device=device),
+        stop=lambda *written: torch.tensor([ended for _, ended in lines(*written)], device=device))
+    return [text for text, _ in lines(ids, lengths)]
+
+
+def first_line(tokenizer, ids):
+    """(text of `ids` up to the end of its line or document, whether that end has come)."""
+    ended = tokenizer.eot_id in ids
+    text, line_end, _ = tokenizer.decode(ids[:ids.index(tokenizer.eot_id)] if ended else ids).partition('\n')
+    return text, ended or bool(line_end)
 
 
 def score(task, rows, texts):
@@ -236,7 +256,7 @@ def main(argv=None):
                     disable=not sys.stderr.isatty())
     for number, path in enumerate(args.checkpoints):
         loaded = with_tokenizer(load(path, args.device, args.tokenizer))
-        loaded.model.to(DTYPES[args.dtype or ('bfloat16' if args.device.startswith('cuda') else 'float32')])
+        loaded.model.to(DTYPES[dtype_name(args)])
         label = args.labels[number] if args.labels else loaded.name
         label = label if label not in names else f'{label} ({path})'
         names.append(label)

@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import configurator
-from optimizers import SETTINGS, peak_learning_rate
+from optimizers import peak_learning_rate, row
 from scripts.runs import add_launcher
-from scripts.sweep import expand, interrupt, train_all
+from scripts.sweep import anchored, expand, interrupt, resolve, train_all
 
 LOW, HIGH = 0.1, 0.5
 
@@ -30,7 +29,7 @@ def say(text):
 
 def runs_arguments(base, iters, learning_rate):
     """The arguments of train.py that the runs share: `base`, made short."""
-    config = configurator.resolve(base)
+    config = resolve(base)
     short = dict(max_iters=iters, eval_interval=iters, eval_iters=1, always_save_checkpoint=False,
                  warmup_iters=min(config.values['warmup_iters'], iters // 10),
                  log_interval=min(config.values['log_interval'], max(1, iters // 50)))
@@ -74,14 +73,15 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.iters < 10:
         parser.error('--iters: at least 10')
+    args.base = [anchored(argument) for argument in args.base]
     signal.signal(signal.SIGTERM, interrupt)
 
-    config = configurator.resolve(args.base)
+    config = resolve(args.base)
     if 'model_size' not in config.given:
         args.base.append('--model_size=30M')
-        config = configurator.resolve(args.base)
+        config = resolve(args.base)
     name, gamma, size = (config.values[key] for key in ('optimizer_name', 'gamma', 'model_size'))
-    if not SETTINGS[name].get('gamma'):
+    if 'gamma' not in row(name).settings:
         raise SystemExit(f'{name} has no γ; choose an optimizer that has, such as --optimizer_name=sophiag')
     adamw, lion = (given or peak_learning_rate(other, size)[0]
                    for other, given in (('adamw', args.adamw_lr), ('lion', args.lion_lr)))
