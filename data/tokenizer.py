@@ -113,7 +113,7 @@ class GPTNeoX(FastTokenizer):
     Its file is tokenizer.json of EleutherAI/gpt-neox-20b on the Hub, or the local file GPT_NEOX_TOKENIZER names.
     """
 
-    name, eot_id = 'gpt-neox-20b', 0
+    name, vocab_size, eot_id = 'gpt-neox-20b', 50277, 0
     revision = 'c292233c833e336628618a88a648727eb3dff0a7'
 
     def __init__(self):
@@ -131,8 +131,8 @@ class GPTNeoX(FastTokenizer):
             raise SystemExit(f'tokenizer gpt-neox-20b: cannot be loaded from {where} ({type(error).__name__}); set '
                              'GPT_NEOX_TOKENIZER to the tokenizer.json of EleutherAI/gpt-neox-20b') from None
         super().__init__(text, path)
-        if self.vocab_size != 50277 or self.bpe.token_to_id('<|endoftext|>') != self.eot_id:
-            raise SystemExit(f'{path}: {self.vocab_size} ids, not the 50,277 of GPT-NeoX-20B')
+        if self.vocab_size != GPTNeoX.vocab_size or self.bpe.token_to_id('<|endoftext|>') != self.eot_id:
+            raise SystemExit(f'{path}: {self.vocab_size} ids, not the {GPTNeoX.vocab_size} of GPT-NeoX-20B')
 
 
 class FileTokenizer(FastTokenizer):
