@@ -148,7 +148,7 @@ def check_data(loaded, data):
 
 def named_tokenizer(name):
     """The tokenizer that --tokenizer asks for: one of TOKENIZERS, or that of the data set in the directory `name`."""
-    if name in TOKENIZERS:
+    if name in TOKENIZERS or str(name).endswith('.json'):
         return get_tokenizer(name)
     meta = read_meta(name)
     if meta is None:

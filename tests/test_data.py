@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +27,7 @@ from data import sources, writer
 from data.loader import Bin, read_meta
 from data.tokenizer import Char, get_tokenizer, tokenizer_from_meta
 from data.writer import Batches, Corpus, Parts, write_bins
+from scripts.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 EOT = '<|endoftext|>'
@@ -187,6 +190,29 @@ def test_a_tokenizer_file_prepares_and_is_kept_with_the_bins(tokenizer_file, tmp
     (out_dir / 'tokenizer.json').write_text('{}')
     with pytest.raises(SystemExit, match=r'meta\.json: not a valid meta.json .*tokenizer.json is another'):
         Bin(out_dir, 'train')
+
+
+def test_a_mixture_in_the_users_tokenizer_trains_resumes_and_samples(train, tokenizer_file, tmp_path):
+    """Each part is a validation set; the checkpoint carries the tokenizer, so the data may be gone."""
+    for name, seed in (('a', 1), ('b', 2)):
+        path = write_jsonl(tmp_path / f'{name}.jsonl', texts(200, seed))
+        write_bins(sources.files_corpus([path], val_fraction=0.2), get_tokenizer(tokenizer_file), tmp_path / name, 1)
+    flags = [f'--dataset={tmp_path}/a:3,{tmp_path}/b:1', '--max_iters=4', '--lr_decay_iters=4', '--eval_interval=2']
+    for out, *more in (('whole',), ('parts', '--max_iters=2'), ('parts', '--init_from=resume')):
+        done = train(tmp_path / out, *flags, *more)
+        assert done.code == 0, done.err
+    for key in ('train/loss', 'val/loss', 'val/loss/a', 'val/loss/b'):
+        assert metrics(tmp_path / 'whole', key) == metrics(tmp_path / 'parts', key)
+    whole, a, b = (metrics(tmp_path / 'whole', f'val/loss{key}') for key in ('', '/a', '/b'))
+    assert whole == pytest.approx([0.75 * left + 0.25 * right for left, right in zip(a, b)])
+    done = train(tmp_path / 'parts', *flags, '--init_from=resume', f'--dataset={tmp_path}/a:2,{tmp_path}/b:1')
+    assert done.code and 'was trained on another data set' in done.err
+    tokenizer_file.rename(tmp_path / 'kept.json')
+    for name in ('a', 'b'):
+        shutil.rmtree(tmp_path / name)
+    ids = get_tokenizer(tmp_path / 'kept.json').encode('the Hessian')
+    for tokenizer in (None, str(tmp_path / 'kept.json')):
+        assert load(tmp_path / 'whole', tokenizer=tokenizer).tokenizer.encode('the Hessian') == ids
 
 
 def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_file):
