@@ -22,7 +22,7 @@ import configurator
 import loss
 import optimizers
 from configurator import derived
-from data.loader import Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir
+from data.loader import TrainLoader, ValidationLoader, accumulation_steps, fingerprint, open_dataset
 from hessian import Hook
 from model import GPT, SIZES, GPTConfig, padded_vocab_size
 from runtime import checkpoint, cpu_kernels, files, hf, runlog
@@ -321,11 +321,8 @@ def main(argv):
     # Devices, data, model
     world = World(c.device, c.backend, c.parallel)
     with world.exit_together():
-        train_data, val_data = (Bin(data_dir(c.dataset), split) for split in ('train', 'val'))
-        for data in (train_data, val_data):
-            data.check_length(c.block_size)
-            data.check_ids(data.samples())
-    fingerprints = dict(train=train_data.fingerprint(), val=val_data.fingerprint())
+        train_data, val_data = open_dataset(c.dataset, c.block_size)
+    fingerprints = dict(train=train_data.fingerprint(), val=fingerprint([*val_data.values()]))
     torch.manual_seed(c.seed)
     torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
     model_args = dict(block_size=c.block_size, vocab_size=padded_vocab_size(train_data.vocab_size), n_layer=c.n_layer,
@@ -413,11 +410,13 @@ def main(argv):
         # Once in a while, and at the end: evaluate on the validation set, and save.
         eval_due = state.iter % c.eval_interval == 0 or state.iter == c.max_iters
         if c.eval_only or (eval_due and state.last_eval_iter != state.iter and not stopping):
-            val_loss = evaluate(run, val_data, stops)
-            stopping = val_loss is None
+            losses = {key: evaluate(run, data, stops) for key, data in val_data.items()}
+            stopping = None in losses.values()
             if not stopping:
                 state.last_eval_iter = state.iter
-                record(f'iter {state.iter}: val loss {val_loss:.4f}', **{'val/loss': val_loss})
+                val_loss = sum(data.weight * losses[key] for key, data in val_data.items())
+                each = {f'val/loss/{key}': each for key, each in losses.items()} if len(losses) > 1 else {}
+                record(f'iter {state.iter}: val loss {val_loss:.4f}', **{'val/loss': val_loss}, **each)
                 best = val_loss < state.best_val_loss
                 before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
                 if state.iter > 0 and not c.eval_only and (
