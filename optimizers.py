@@ -170,6 +170,7 @@ OPTIMIZERS = {
     'gnb_noclip': Row(sophia(clipping='none'), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
                       'Table 3, sophiag', GNBHook),
 }
+# What train.py's settings of optimizers are where an optimizer has no use for them.
 UNUSED = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0, hessian_batch_size=0)
 
 
@@ -185,8 +186,8 @@ def row(optimizer_name):
 def build_optimizer(name, params, *, lr, compile=False, **settings):
     """The optimizer called `name` in the table, on `params` (parameters or param groups).
 
-    Settings (beta1, beta2, weight_decay, eps, gamma) that are None or not given are the table's; `compile` fuses
-    Sophia's update by torch.compile. Gradients are taken as finite: train_step has looked before the update.
+    Settings (the keys of UNUSED) that are None or not given are the table's; `compile` fuses Sophia's update by
+    torch.compile. Gradients are taken as finite: train_step has looked before the update.
     """
     given = {key: value for key, value in settings.items() if value is not None}
     if unknown := given.keys() - UNUSED.keys():
