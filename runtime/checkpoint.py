@@ -450,7 +450,7 @@ def compare(path, state, config, model_args, data, ignore_data_change=False, def
     except ValueError as error:
         raise SystemExit(f'{path}: cannot be resumed ({error})') from None
     ours, theirs = ({**(defaults or {}), **args} for args in (model_args, state['model_args']))
-    differing = [key for key in ours if key not in theirs or theirs[key] != ours[key]]
+    differing = [key for key in ours | theirs if key not in ours or key not in theirs or theirs[key] != ours[key]]
     if differing:
         raise SystemExit(f'{path}: is a model with another {", ".join(differing)}; resume with its own settings, or '
                          'choose another --out_dir')

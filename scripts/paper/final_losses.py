@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.runs import (
     OPTIMIZER_LABELS,
+    add_tuned,
     by_seed,
     figure,
     finished_runs,
@@ -48,11 +49,11 @@ def line_of(run, by):
 
 
 def best_points(runs, by, x):
-    """Rows line, x, loss, spread, learning rate, …: the best group of seeds at each x of each line, sorted."""
+    """Rows line, x, loss, sd, learning rate, …: the best group of seeds at each x of each line, sorted."""
     best = {}
     for group in by_seed(runs):
-        point, (loss, spread) = (line_of(group[0], by), x_value(group[0], x)), mean_loss(group)
-        row = {'line': point[0], x: point[1], 'val/loss': loss, 'spread': spread, 'seeds': len(group),
+        point, (loss, sd) = (line_of(group[0], by), x_value(group[0], x)), mean_loss(group)
+        row = {'line': point[0], x: point[1], 'val/loss': loss, 'sd': sd, 'seeds': len(group),
                'learning_rate': group[0].learning_rate, 'max_iters': group[0].max_iters,
                'run': str(group[0].out_dir)}
         tried = best[point]['tried'] if point in best else 0
@@ -68,10 +69,12 @@ def main(argv=None):
     parser.add_argument('--x', choices=X, default='max_iters')
     parser.add_argument('--by', nargs='+', default=['optimizer_name'], metavar='KEY',
                         help='settings that make a line (default: optimizer_name)')
+    add_tuned(parser)
     parser.add_argument('--output', default='final_losses.png', help='PNG; .csv beside it')
     args = parser.parse_args(argv)
     png_path(args.output)
-    runs = finished_runs(args.out_dirs)
+    shape = ('n_layer', 'n_head', 'n_embd') if args.x == 'parameters' else ()
+    runs = finished_runs(args.out_dirs, (*args.tuned, *args.by, *shape))
     for key in args.by:
         if key not in runs[0].config:
             raise SystemExit(f'--by={key}: no such setting; see python train.py --help')
@@ -81,7 +84,7 @@ def main(argv=None):
     fig, (ax,) = figure()
     for line in dict.fromkeys(row['line'] for row in rows):
         mine = [row for row in rows if row['line'] == line]
-        ax.errorbar([row[args.x] for row in mine], [row['val/loss'] for row in mine], [row['spread'] for row in mine],
+        ax.errorbar([row[args.x] for row in mine], [row['val/loss'] for row in mine], [row['sd'] or 0 for row in mine],
                     fmt='o-', capsize=3, label=plain(line))
     ax.set(xscale='log', xlabel=X[args.x], ylabel='final validation loss')
     ax.legend(fontsize=8)

@@ -5,7 +5,7 @@
 
 For every optimizer, once with and once without scale_attn_by_inverse_layer_idx, runs at rising rates until one blows
 up. A rate is stable when its run ends finite and with a training loss no more than --margin above the lowest loss of
-the run itself and of the runs at lower rates. Runs are kept in out_dir, and the same command goes on where it stopped.
+the run itself and of the runs at lower rates. Runs are kept in out_dir; the same command resumes.
 """
 
 import argparse
