@@ -1,10 +1,11 @@
-"""Token windows out of memory-mapped bins: the stateless order, prefetch, validation windows.
+"""Sequences of tokens out of memory-mapped bins: the stateless order, prefetch, validation sequences.
 
 Everything random in a run is a pure function of (seed, what for, iteration), drawn with the counter-based generator
 Philox; so the data that iteration i sees depend neither on the number of ranks, the micro-batch, the optimizer, nor on
 how often the run was interrupted.
 """
 
+import difflib
 import hashlib
 import json
 import queue
@@ -14,17 +15,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data.tokenizer import FileTokenizer, identifying
 from runtime.rng import WINDOWS, keyed_bits
 
 
-def window_starts(seed, iteration, n, num_tokens, block_size):
-    """Where the `n` windows of an iteration's mini-batch start: int64 (n,), uniform over all windows of the split.
+def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
+    """Where the `n` sequences of an iteration's mini-batch start: int64 (n,), uniform over all sequences of the split.
 
-    A window is block_size + 1 tokens. Rank r of w takes every w-th of them, [r::w]: the first N sequences of the
+    A sequence is block_size + 1 tokens. Rank r of w takes every w-th of them, [r::w]: the first N sequences of the
     mini-batch are then spread evenly over the ranks.
+
+    Args:
+        num_tokens: of the split; or, for a mixture, a list of those of its parts. Starts then count through the parts
+            as if they stood one after another; no sequence crosses from one to the next.
+        weights: the share that each part has in the mixture; their sum is 1.
     """
     fraction = (keyed_bits(seed, WINDOWS, iteration, n) >> np.uint64(11)) * 2.0 ** -53
-    return (fraction * (num_tokens - block_size)).astype(np.int64)
+    sizes, edges = np.atleast_1d(num_tokens), np.cumsum([0.0, *weights])
+    part = np.minimum(np.searchsorted(edges, fraction, side='right'), len(sizes)) - 1
+    inside = (fraction - edges[part]) / np.diff(edges)[part]
+    choices = sizes[part] - block_size
+    return (np.cumsum(sizes) - sizes)[part] + np.minimum((inside * choices).astype(np.int64), choices - 1)
 
 
 def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
@@ -33,21 +44,29 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     SystemExit with one line that names the numbers and the nearest that fit when this is not a whole number, or not
     the `given` one (0 = none given).
     """
+    for flag, value, least in (('total_batch_size', total_batch_size, 1), ('batch_size', batch_size, 1),
+                               ('gradient_accumulation_steps', given, 0)):
+        if value < least:
+            raise SystemExit(f'--{flag}={value}: must be at least {least}')
     step = batch_size * world_size
-    if min(total_batch_size, batch_size) < 1 or given < 0:
-        raise SystemExit(f'total_batch_size = {total_batch_size} and batch_size = {batch_size} must be at least 1')
-    if given and given * batch_size == total_batch_size != given * step:
-        raise SystemExit(f'gradient_accumulation_steps = {given} counts those of all {world_size} devices, as nanoGPT '
-                         f'does; here they are each device\'s: leave it out')
+    share = total_batch_size // world_size
+    of_all_devices = given * batch_size == total_batch_size  # how nanoGPT counts
+    if total_batch_size % step and (not given or of_all_devices):
+        if total_batch_size % world_size:
+            near = ' or '.join(str(n * step) for n in (total_batch_size // step, total_batch_size // step + 1) if n)
+            raise SystemExit(f'--total_batch_size={total_batch_size}: must be a multiple of the {world_size} devices; '
+                             f'set --total_batch_size={near}')
+        divisors = [n for n in range(1, share + 1) if share % n == 0]
+        near = ', '.join(map(str, sorted(sorted(divisors, key=lambda n: abs(n - batch_size))[:3])))
+        what = f'{share} (--total_batch_size={total_batch_size} / {world_size} devices)' if world_size > 1 else share
+        raise SystemExit(f'--batch_size={batch_size}: must divide {what}: ' + ' or '.join(near.rsplit(', ', 1)))
     if given and given * step != total_batch_size:
-        raise SystemExit(f'total_batch_size = {total_batch_size} is not gradient_accumulation_steps × batch_size × '
-                         f'world_size = {given} × {batch_size} × {world_size}; set --total_batch_size={given * step}, '
-                         'or leave out gradient_accumulation_steps')
-    if total_batch_size % step:
-        near = sorted({max(total_batch_size // step, 1) * step, (total_batch_size // step + 1) * step})
-        raise SystemExit(f'total_batch_size = {total_batch_size} is not a multiple of batch_size × world_size = '
-                         f'{batch_size} × {world_size} = {step}; nearest that fit: --total_batch_size='
-                         + ' or '.join(map(str, near)))
+        fix = [] if of_all_devices else [f'--total_batch_size={given * step}']
+        if total_batch_size % step == 0:
+            fix.insert(0, f'--gradient_accumulation_steps=0, which makes it {total_batch_size // step}')
+        why = ' (it counts the micro-batches of each device; nanoGPT counts those of all)' * of_all_devices
+        raise SystemExit(f'--gradient_accumulation_steps={given}: × --batch_size={batch_size} × {world_size} device(s) '
+                         f'= {given * step}, not --total_batch_size={total_batch_size}{why}; set ' + ', or '.join(fix))
     return total_batch_size // step
 
 
@@ -60,27 +79,23 @@ def data_dir(dataset, root=Path()):
 class Bin:
     """One split of a data set: `path` memory-mapped, checked against the meta.json beside it.
 
-    Without a meta.json the file is taken as GPT-2's uint16 (nanoGPT's bins), and checked as it is read.
+    Without a meta.json the file is taken as GPT-2's uint16 (nanoGPT's bins), and checked as it is read. `weight`: its
+    share of a Mixture.
 
     Raises SystemExit with one line when the file is missing, is truncated, or does not fit its meta.json.
     """
 
-    def __init__(self, data_dir, split):
-        data_dir = Path(data_dir)
+    def __init__(self, data_dir, split, weight=1.0):
+        data_dir, self.weight = Path(data_dir), weight
         self.path = data_dir / f'{split}.bin'
         if not self.path.is_file():
-            prepare = data_dir / 'prepare.py'
-            hint = f'run python {prepare}' if prepare.is_file() else 'make it with data/text/prepare.py'
-            raise SystemExit(f'{self.path}: no such file; {hint}')
+            raise SystemExit(missing(self.path))
         self.meta = read_meta(data_dir)
-        if not self.meta and (data_dir / 'meta.pkl').is_file():
-            raise SystemExit(f'{data_dir}/meta.pkl: a vocabulary of nanoGPT\'s, which is not read, as a pickle may run '
-                             'anything; make these bins again with data/shakespeare_char/prepare.py --input FILE')
         dtype = np.dtype(self.meta['dtype'] if self.meta else 'uint16').newbyteorder('<')
         try:
             size = self.path.stat().st_size
             if size == 0 or size % dtype.itemsize:
-                raise SystemExit(f'{self.path}: {size} bytes are no whole number of {dtype.name} tokens; '
+                raise SystemExit(f'{self.path}: {size} bytes are not a whole number of {dtype.name} tokens; '
                                  'prepare it again')
             self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
         except OSError as error:
@@ -89,15 +104,32 @@ class Bin:
             raise SystemExit(f'{self.path}: holds {len(self.tokens)} tokens, meta.json says '
                              f'{self.meta[split]["tokens"]}; prepare it again')
         self.vocab_size = self.meta['vocab_size'] if self.meta else 50257
-        meta = self.meta or {'tokenizer': 'gpt2'}
-        self.tokenizer = {key: meta[key] for key in ('tokenizer', 'chars') if key in meta}
+        self.tokenizer = identifying(self.meta or {'tokenizer': 'gpt2'})
 
     def __len__(self):
         return len(self.tokens)
 
-    def windows(self, starts, length):
+    def sequences(self, starts, length):
         """(len(starts), length) tokens in the file's dtype. SystemExit when an id is beyond the vocabulary."""
         return self.check_ids(np.stack([self.tokens[s:s + length] for s in starts]))
+
+    @property
+    def bins(self):
+        """As a Mixture has them."""
+        return [self]
+
+    def sequence_starts(self, seed, iteration, n, block_size):
+        """See `sequence_starts`."""
+        return sequence_starts(seed, iteration, n, len(self), block_size)
+
+    def where(self, starts):
+        """The file, and the places in it, where the sequences start."""
+        return f'{self.path} at {starts.tolist()}'
+
+    def check(self, block_size):
+        """SystemExit unless the split is long enough, and the ids of `samples` are within the vocabulary."""
+        self.check_length(block_size)
+        self.check_ids(self.samples())
 
     def check_ids(self, tokens):
         """Returns `tokens`; SystemExit when one of them is beyond the vocabulary."""
@@ -113,7 +145,7 @@ class Bin:
         return np.stack([self.tokens[s:s + length] for s in np.unique(starts)])
 
     def check_length(self, block_size):
-        """SystemExit unless the split holds at least one window of block_size + 1 tokens."""
+        """SystemExit unless the split holds at least one sequence of block_size + 1 tokens."""
         if len(self) <= block_size:
             raise SystemExit(f'{self.path}: {len(self)} tokens are too few for block_size = {block_size}; '
                              f'set --block_size to at most {len(self) - 1}')
@@ -123,10 +155,30 @@ class Bin:
         return hashlib.sha256(f'{self.tokens.dtype.str} {len(self)} '.encode() + self.samples().tobytes()).hexdigest()
 
 
+def missing(path):
+    """The one line that says what to do about a bin that is not there."""
+    folder = path.parent
+    if (folder / 'prepare.py').is_file():
+        return f'{path}: no such file; run python {folder / "prepare.py"}'
+    siblings = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
+    near = [] if folder.is_dir() else difflib.get_close_matches(folder.name, siblings, n=1)
+    return (f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?' if near else
+            f'{path}: no such file; check --dataset, or make it with python data/text/prepare.py FILE... '
+            f'--out_dir {folder}')
+
+
 def read_meta(data_dir):
-    """The dict of data_dir/meta.json, None where there is none; SystemExit when it is not what the writer makes."""
+    """The dict of data_dir/meta.json, None where there is none; with the text of a tokenizer.json beside it as 'json'.
+
+    SystemExit when it is not what the writer makes, or when there is nanoGPT's meta.pkl instead: without the vocabulary
+    in it, character bins would pass for GPT-2's.
+    """
     path = Path(data_dir) / 'meta.json'
     if not path.is_file():
+        if path.with_suffix('.pkl').is_file():
+            raise SystemExit(f'{path.with_suffix(".pkl")}: nanoGPT\'s vocabulary is not read, because a pickle may run '
+                             'any program; python data/shakespeare_char/prepare.py --input FILE --out_dir DIR makes '
+                             'the same bins of the same text, with a meta.json')
         return None
     try:
         meta = json.loads(path.read_text(encoding='utf-8'))
@@ -138,9 +190,107 @@ def read_meta(data_dir):
                 raise ValueError(f'{key} {count!r}')
         if meta['vocab_size'] > np.iinfo(meta['dtype']).max + 1:
             raise ValueError(f'vocab_size {meta["vocab_size"]} in {meta["dtype"]}')
+        if meta['tokenizer'] == FileTokenizer.name:
+            text = path.with_name(FileTokenizer.name).read_bytes()
+            if hashlib.sha256(text).hexdigest() != meta['tokenizer_sha256']:
+                raise ValueError(f'{FileTokenizer.name} is another')
+            meta['json'] = text.decode()
+        identifying(meta)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f'{path}: not a valid meta.json ({error!r}); prepare the data again') from None
     return meta
+
+
+class Mixture:
+    """Several training Bins, read by TrainLoader as one: each sequence comes from one of them, drawn by its `weight`.
+
+    Sequence starts count through the bins as if they stood one after another. SystemExit with one line when the bins
+    were made with different tokenizers.
+    """
+
+    def __init__(self, bins):
+        self.bins, self.path = bins, ' + '.join(str(bin.path) for bin in bins)
+        self.tokenizer, self.vocab_size = bins[0].tokenizer, bins[0].vocab_size
+        for bin in bins:
+            if (bin.tokenizer, bin.vocab_size) != (self.tokenizer, self.vocab_size):
+                raise SystemExit(f'{bin.path}: made with another tokenizer ({bin.tokenizer["tokenizer"]}) than '
+                                 f'{bins[0].path} ({self.tokenizer["tokenizer"]}); prepare all parts with one')
+        self.first = np.cumsum([0, *map(len, bins)])
+
+    def __len__(self):
+        return int(self.first[-1])
+
+    def sequence_starts(self, seed, iteration, n, block_size):
+        """See `sequence_starts`."""
+        return sequence_starts(seed, iteration, n, [len(bin) for bin in self.bins], block_size,
+                               [bin.weight for bin in self.bins])
+
+    def _by_bin(self, starts):
+        """(index of the bin, start within it) of each of `starts`."""
+        index = np.searchsorted(self.first, starts, side='right') - 1
+        return index, starts - self.first[index]
+
+    def sequences(self, starts, length):
+        """(len(starts), length) tokens. SystemExit when an id is beyond the vocabulary."""
+        return np.concatenate([self.bins[i].sequences([start], length) for i, start in zip(*self._by_bin(starts))])
+
+    def where(self, starts):
+        """The files, and the places in them, where the sequences start."""
+        index, starts = self._by_bin(starts)
+        return ', '.join(bin.where(starts[index == i]) for i, bin in enumerate(self.bins) if (index == i).any())
+
+    def fingerprint(self):
+        """See `fingerprint`."""
+        return fingerprint(self.bins)
+
+
+def fingerprint(bins):
+    """Identifies the data of several Bins and their weights; for a single Bin it is the fingerprint of that."""
+    found = [bin.fingerprint() for bin in bins]
+    weights = [bin.weight for bin in bins]
+    return hashlib.sha256(repr((weights, found)).encode()).hexdigest() if len(found) > 1 else found[0]
+
+
+def parts_of(dataset):
+    """The parts of --dataset=a:0.7,b:0.3 as {name: share}, with shares whose sum is 1; a single name has the share 1.
+
+    SystemExit with one line when it is not of that form.
+    """
+    dataset = str(dataset)
+    if not {':', ','} & set(dataset) or data_dir(dataset).is_dir():
+        return {dataset: 1.0}
+    parts = {}
+    for part in dataset.split(','):
+        name, _, weight = part.rpartition(':')
+        try:
+            valid = name.strip() and 0 <= float(weight) < float('inf')
+        except ValueError:
+            valid = False
+        if not valid:
+            raise SystemExit(f'--dataset={dataset}: {part!r} is not NAME:WEIGHT; a mixture is written a:0.7,b:0.3')
+        if name.strip() in parts:
+            raise SystemExit(f'--dataset={dataset}: names {name.strip()} twice')
+        parts[name.strip()] = float(weight)
+    if not (total := sum(parts.values())):
+        raise SystemExit(f'--dataset={dataset}: needs a weight above 0')
+    return {name: weight / total for name, weight in parts.items()}
+
+
+def open_dataset(dataset, block_size):
+    """The training split and the validation splits of --dataset: (Bin or Mixture, {key: Bin}).
+
+    A mixture a:0.7,b:0.3 trains on both and has a validation set for each part, whose key is the name of its directory;
+    on a part of weight 0 it only validates. The validation loss is the sum of the parts' losses times their `weight`.
+    SystemExit with one line when something does not fit.
+    """
+    parts = parts_of(dataset)
+    train = [Bin(data_dir(name), 'train', share) for name, share in parts.items() if share]
+    val = {Path(name).name: Bin(data_dir(name), 'val', share) for name, share in parts.items()}
+    if len(val) < len(parts):
+        raise SystemExit(f'--dataset={dataset}: two parts have the same name')
+    for bin in Mixture([*train, *val.values()]).bins:  # which checks that all have one tokenizer
+        bin.check(block_size)
+    return Mixture(train) if len(train) > 1 else train[0], val
 
 
 class TrainLoader:
@@ -151,7 +301,8 @@ class TrainLoader:
     """
 
     def __init__(self, data, seed, total_batch_size, block_size, rank, world_size, device, first_iteration=0):
-        data.check_length(block_size)
+        for bin in data.bins:
+            bin.check_length(block_size)
         self.data, self.seed, self.total_batch_size, self.block_size = data, seed, total_batch_size, block_size
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.iteration = first_iteration
@@ -161,18 +312,18 @@ class TrainLoader:
         self.thread.start()
 
     def starts(self, iteration, rank=None):
-        """Window starts of a rank's share (default: this one's) of `iteration`, int64 (total_batch_size / ranks,)."""
-        starts = window_starts(self.seed, iteration, self.total_batch_size, len(self.data), self.block_size)
+        """Sequence starts of a rank's share (default: this one's) of `iteration`, int64 (total_batch_size / ranks,)."""
+        starts = self.data.sequence_starts(self.seed, iteration, self.total_batch_size, self.block_size)
         first = self.rank if rank is None else rank
         return starts[first::self.world_size]
 
     def describe(self, iteration, losses):
-        """Says which windows have non-finite `losses` (ranks, micro-batches); where none has, any may be the cause."""
+        """Says which sequences have non-finite `losses` (ranks, micro-batches); all of them where no loss says it."""
         bad = ~losses.isfinite()
         suspects = bad.nonzero() if bad.any() else torch.ones_like(bad).nonzero()
         return '; '.join(
-            f'rank {rank}, micro-batch {i}: windows of {self.data.path} at '
-            f'{np.array_split(self.starts(iteration, rank), losses.size(1))[i].tolist()}'
+            f'rank {rank}, micro-batch {i}: sequences of '
+            + self.data.where(np.array_split(self.starts(iteration, rank), losses.size(1))[i])
             for rank, i in suspects.tolist())
 
     def __next__(self):
@@ -189,7 +340,7 @@ class TrainLoader:
     def _fill(self):
         while not self.stopped.is_set():
             try:
-                batch = as_tensor(self.data.windows(self.starts(self.iteration), self.block_size + 1))
+                batch = as_tensor(self.data.sequences(self.starts(self.iteration), self.block_size + 1))
                 if self.device.type == 'cuda':
                     batch = batch.pin_memory()
             except BaseException as error:  # handed to the training thread, which raises it
@@ -206,19 +357,19 @@ class TrainLoader:
 
 
 class ValidationLoader:
-    """Fixed, non-overlapping windows of the validation split, the same for every run, shared over the ranks.
+    """Fixed, non-overlapping sequences of the validation split, the same for every run, shared over the ranks.
 
     Iterating yields (inputs, targets), each (batch_size, block_size) int64 on `device`; an incomplete batch is filled
     up with targets of -1, which do not count: every batch has one shape, and every rank as many of them.
 
     Args:
-        num_windows: how many, evenly spaced over the split; 0 = all of them.
+        num_sequences: how many, evenly spaced over the split; 0 = all of them.
     """
 
-    def __init__(self, data, num_windows, batch_size, block_size, rank, world_size, device):
+    def __init__(self, data, num_sequences, batch_size, block_size, rank, world_size, device):
         data.check_length(block_size)
         available = (len(data) - 1) // block_size
-        n = min(num_windows or available, available)
+        n = min(num_sequences or available, available)
         self.starts = np.arange(n, dtype=np.int64) * available // n * block_size
         self.mine = self.starts[rank::world_size]
         self.batches = -(-n // (world_size * batch_size))
@@ -232,7 +383,7 @@ class ValidationLoader:
             starts = self.mine[i * self.batch_size:(i + 1) * self.batch_size]
             missing = self.batch_size - len(starts)
             starts = np.pad(starts, (0, missing))
-            batch = on_device(as_tensor(self.data.windows(starts, self.block_size + 1)), self.device)
+            batch = on_device(as_tensor(self.data.sequences(starts, self.block_size + 1)), self.device)
             inputs, targets = batch[:, :-1], batch[:, 1:].clone()
             targets[self.batch_size - missing:] = -1
             yield inputs, targets

@@ -1,11 +1,19 @@
-"""Tokenizers by name: text to ids and back, for the corpora and for sampling.
+"""Tokenizers by name or from a tokenizer.json: text to ids and back, for the corpora and for sampling.
 
 All text is ordinary: `<|endoftext|>` written inside a document is spelled out, never the end-of-text id.
 """
 
+import hashlib
+import json
 import os
+from pathlib import Path
 
 import numpy as np
+
+from runtime.files import first_line
+
+# Tokens that end a document, the first that a tokenizer.json has, where nothing names the one.
+END_OF_TEXT = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
 
 
 class Tokenizer:
@@ -67,35 +75,26 @@ class Byte(Tokenizer):
         return bytes(int(i) for i in ids).decode(errors='replace')
 
 
-class GPTNeoX(Tokenizer):
-    """The GPT-NeoX-20B tokenizer, through the optional package `tokenizers`.
+class FastTokenizer(Tokenizer):
+    """A tokenizer of Hugging Face's optional package `tokenizers`, from the `text` of its tokenizer.json.
 
-    Its file is tokenizer.json of EleutherAI/gpt-neox-20b on the Hub, or the local file GPT_NEOX_TOKENIZER names.
+    `where`: what to name in the one line of the SystemExit when it cannot be loaded.
     """
 
-    name, vocab_size, eot_id = 'gpt-neox-20b', 50277, 0
-    revision = 'c292233c833e336628618a88a648727eb3dff0a7'
-
-    def __init__(self):
-        # The writer runs one process per core; threads inside each of them would only get in one another's way.
+    def __init__(self, text, where):
+        # The writer runs one process per core, in each of which more threads would only compete.
         os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
-        path = os.environ.get('GPT_NEOX_TOKENIZER')
         try:
             import tokenizers
-            if not path:
-                from huggingface_hub import hf_hub_download
-                path = hf_hub_download('EleutherAI/gpt-neox-20b', 'tokenizer.json', revision=self.revision)
-            self.bpe = tokenizers.Tokenizer.from_file(path)
-        except ImportError as error:
-            missing = error.name
-            raise SystemExit(f'tokenizer {self.name} needs the package {missing}: pip install {missing}') from None
-        except Exception as error:  # `tokenizers` raises plain Exception for a file it cannot read
-            where = path or 'the Hub'
-            raise SystemExit(f'tokenizer {self.name}: cannot be loaded from {where} ({type(error).__name__}); set '
-                             'GPT_NEOX_TOKENIZER to the tokenizer.json of EleutherAI/gpt-neox-20b') from None
-        if self.bpe.get_vocab_size() != self.vocab_size or self.bpe.token_to_id('<|endoftext|>') != self.eot_id:
-            raise SystemExit(f'{path}: {self.bpe.get_vocab_size()} ids, not the 50,277 of GPT-NeoX-20B')
+            self.bpe = tokenizers.Tokenizer.from_str(text)
+            self.vocab_size = 1 + max(self.bpe.get_vocab().values())
+        except ImportError:
+            raise SystemExit(f'{where}: needs the package tokenizers: pip install tokenizers') from None
+        except Exception as error:  # `tokenizers` raises plain Exception for what it cannot read
+            raise SystemExit(f'{where}: not a tokenizer.json of the package tokenizers ({first_line(error)})') from None
         self.bpe.encode_special_tokens = True  # means: encode them like any other text
+        self.bpe.no_truncation()  # published files may say to cut every text at 512 ids
+        self.bpe.no_padding()
 
     def encode(self, text):
         return self.encode_batch([text])[0]
@@ -106,6 +105,71 @@ class GPTNeoX(Tokenizer):
 
     def decode(self, ids):
         return self.bpe.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+class GPTNeoX(FastTokenizer):
+    """The GPT-NeoX-20B tokenizer.
+
+    Its file is tokenizer.json of EleutherAI/gpt-neox-20b on the Hub, or the local file GPT_NEOX_TOKENIZER names.
+    """
+
+    name, vocab_size, eot_id = 'gpt-neox-20b', 50277, 0
+    revision = 'c292233c833e336628618a88a648727eb3dff0a7'
+
+    def __init__(self):
+        path = os.environ.get('GPT_NEOX_TOKENIZER')
+        try:
+            if not path:
+                from huggingface_hub import hf_hub_download
+                path = hf_hub_download('EleutherAI/gpt-neox-20b', 'tokenizer.json', revision=self.revision)
+            text = Path(path).read_text(encoding='utf-8')
+        except ImportError:
+            raise SystemExit('tokenizer gpt-neox-20b needs the package huggingface_hub: '
+                             'pip install huggingface_hub') from None
+        except Exception as error:  # errors of the network, the Hub and the file system have no common class
+            where = path or 'the Hub'
+            raise SystemExit(f'tokenizer gpt-neox-20b: cannot be loaded from {where} ({type(error).__name__}); set '
+                             'GPT_NEOX_TOKENIZER to the tokenizer.json of EleutherAI/gpt-neox-20b') from None
+        super().__init__(text, path)
+        if self.vocab_size != GPTNeoX.vocab_size or self.bpe.token_to_id('<|endoftext|>') != self.eot_id:
+            raise SystemExit(f'{path}: {self.vocab_size} ids, not the {GPTNeoX.vocab_size} of GPT-NeoX-20B')
+
+
+class FileTokenizer(FastTokenizer):
+    """A user's own tokenizer.json. Its whole text is in `meta`, so that a checkpoint carries its tokenizer."""
+
+    name = 'tokenizer.json'
+
+    def __init__(self, text, eot_id=None, where='tokenizer.json'):
+        super().__init__(text, where)
+        self.text, self.eot_id = text, eot_id
+        if eot_id is not None and not 0 <= eot_id < self.vocab_size:
+            raise SystemExit(f'{where}: has {self.vocab_size} ids, and end-of-text id {eot_id} is none of them')
+
+    @property
+    def meta(self):
+        return {**super().meta, 'tokenizer_sha256': hashlib.sha256(self.text.encode()).hexdigest(), 'json': self.text}
+
+    @classmethod
+    def from_file(cls, path):
+        """The tokenizer of a file. Its documents end with the eos_token of a tokenizer_config.json beside it, or else
+        with the first of END_OF_TEXT that it has."""
+        path = Path(path)
+        try:
+            text = path.read_bytes().decode()
+            beside = path.with_name('tokenizer_config.json')
+            eos = json.loads(beside.read_text(encoding='utf-8')).get('eos_token') if beside.is_file() else None
+        except (OSError, ValueError, AttributeError) as error:
+            raise SystemExit(f'{path}: cannot be read, or the tokenizer_config.json beside it '
+                             f'({first_line(error)})') from None
+        tokenizer = cls(text, where=path)
+        names = END_OF_TEXT if eos is None else [eos['content'] if isinstance(eos, dict) else eos]
+        ids = [tokenizer.bpe.token_to_id(name) for name in names]
+        tokenizer.eot_id = next((i for i in ids if i is not None), None)
+        if tokenizer.eot_id is None:
+            raise SystemExit(f'{path}: none of its tokens ends a document ({", ".join(map(str, names))}); name the one '
+                             'that does as "eos_token" in a tokenizer_config.json beside it')
+        return tokenizer
 
 
 class Char(Tokenizer):
@@ -141,15 +205,30 @@ def utf8(text):
 
 
 TOKENIZERS = {t.name: t for t in (GPT2, Byte, GPTNeoX)}
+TOKENIZER_NAMES = '|'.join([*TOKENIZERS, 'FILE.json'])  # for the help of --tokenizer
 
 
 def get_tokenizer(name):
-    """The tokenizer of that name: 'gpt2', 'byte' or 'gpt-neox-20b'. SystemExit with one line when it cannot be had."""
-    if name not in TOKENIZERS:
-        raise SystemExit(f'tokenizer {name!r} is unknown; there are {", ".join(TOKENIZERS)}')
-    return TOKENIZERS[name]()
+    """The tokenizer 'gpt2', 'byte', 'gpt-neox-20b', or that of a tokenizer.json file of Hugging Face's `tokenizers`.
+
+    SystemExit with one line when it is unavailable.
+    """
+    if name in TOKENIZERS:
+        return TOKENIZERS[name]()
+    if not str(name).endswith('.json'):
+        raise SystemExit(f'--tokenizer={name}: unknown; there are {", ".join(TOKENIZERS)}, and any tokenizer.json by '
+                         'its path')
+    return FileTokenizer.from_file(name)
+
+
+def identifying(meta):
+    """The part of a meta.json's dict by which `tokenizer_from_meta` makes the tokenizer again."""
+    keys = {'char': ['chars'], FileTokenizer.name: ['json', 'eot_id']}.get(meta['tokenizer'], [])
+    return {key: meta[key] for key in ['tokenizer', *keys]}
 
 
 def tokenizer_from_meta(meta):
     """The tokenizer that the bins of a meta.json (its dict) were made with."""
+    if meta['tokenizer'] == FileTokenizer.name:
+        return FileTokenizer(meta['json'], meta['eot_id'])
     return Char(meta['chars']) if meta['tokenizer'] == 'char' else get_tokenizer(meta['tokenizer'])

@@ -1,9 +1,10 @@
 """The one writer of token bins: a Corpus in, `train.bin`, `val.bin` and `meta.json` out.
 
 A bin is headerless little-endian uint16 (uint32 above 65,536 ids): the ids of one document after another, each document
-followed by the end-of-text id, as nanoGPT has it. Until everything is there, the directory holds `*.bin.part` and
-`progress.json`, which says how far the parts are good; then the parts get their names, and meta.json comes last. So a
-run may end at any moment, by kill -9 too: the same command goes on where it stopped and gives the same bytes.
+followed by the end-of-text id, as in nanoGPT. Until everything is written, the directory holds `*.bin.part` and
+`progress.json`, which says how much of the parts is complete; then the parts are renamed, and meta.json comes last. So
+a run may end at any moment, by kill -9 too: the same command resumes where it stopped and gives the same bytes. Only
+the process that has locked `prepare.lock` changes anything in the directory.
 """
 
 import fcntl
@@ -12,13 +13,15 @@ import itertools
 import json
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.tokenizer import tokenizer_from_meta
+from runtime.files import atomic_write
 
 SPLITS = ('train', 'val')
 SAVE_SECONDS = 1.0  # how much work an interruption may cost
@@ -38,7 +42,8 @@ class Batches:
     segments: iterables of batches (anything picklable) in the order of writing, the same in every run. A restart skips
         finished segments unread; of the one it stopped in, it reads, but does not tokenize, what is written already.
     read: called with a batch in a worker (hence picklable), returns its pieces: a list of (split, text, ends), where
-        `ends` says that the document is complete with this piece. None: a batch is such a list.
+        `ends` says that the document is complete with this piece. None: a batch is such a list. For a corpus that is
+        tokenized already, it returns {split: (ids, number of documents)}.
     documents: how many there are, for the progress bar. None: only the end will tell.
     """
 
@@ -65,36 +70,83 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     """Write a corpus to `out_dir` with `num_proc` worker processes and return what meta.json says.
 
     Finished bins of the same corpus are left as they are. SystemExit with one line when other bins are in the way
-    (unless `overwrite`), when the input is bad (then nothing is left behind), and after an interruption, an OSError of
-    the input included (then the same command goes on).
+    (unless `overwrite`), when another process is writing there, when the input is bad (then nothing is left behind),
+    and after an interruption, an OSError of the input included (then the same command resumes).
     """
     out_dir = Path(out_dir)
-    identity = {**tokenizer.meta, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}
-    meta = None if overwrite else look_around(out_dir, identity)
+    about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}
+    identity = {**about, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}
+    meta = None if overwrite else find_existing(out_dir, identity)
     if meta:
-        print(f'{out_dir}: these bins are there already, nothing to do (--overwrite makes them again)')
+        print(f'{out_dir}: these bins exist already, nothing to do (--overwrite makes them again)')
     else:
-        batches = corpus.open()
-        if overwrite:  # only once the input could be opened; meta.json first, so that nothing else passes for its bins
-            for name in ('meta.json', 'progress.json', *(f'{split}.bin' for split in SPLITS)):
-                (out_dir / name).unlink(missing_ok=True)
-        parts = Parts(out_dir, identity)
-        try:
-            for position, encoded in encode_in_order(batches, identity, parts, num_proc):
-                parts.append(position, encoded)
-            meta = parts.finish(end=[len(batches.segments), 0])
-        except SystemExit:
-            parts.discard()
-            raise
-        except (KeyboardInterrupt, BrokenExecutor, OSError) as error:
-            raise SystemExit(f'{out_dir}: stopped by {type(error).__name__} {error}; the same command goes on '
-                             'where it stopped (if memory was short: with a smaller --num_proc)') from None
+        with locked(out_dir):
+            if not overwrite:  # again, because another process may have finished just before the lock was taken
+                meta = find_existing(out_dir, identity)
+            meta = meta or write(corpus, identity, tokenizer.meta, out_dir, num_proc, overwrite)
     for split in SPLITS:
         print(f'{out_dir / split}.bin: {meta[split]["tokens"]:,} tokens, {meta[split]["documents"]:,} documents')
     return meta
 
 
-def look_around(out_dir, identity):
+@contextmanager
+def locked(out_dir):
+    """Holds the lock of `out_dir`, which is created if need be. SystemExit with one line when another process has it.
+
+    It is a POSIX lock, because worker processes do not inherit those, and network file systems have them.
+    """
+    path = out_dir / 'prepare.lock'
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        file = path.open('a')
+    except OSError as error:
+        raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); choose another --out_dir') from None
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise FileNotFoundError
+        except (BlockingIOError, PermissionError, FileNotFoundError):  # the last: its holder has just removed the file
+            raise SystemExit(f'{out_dir}: another process is writing there; wait for it, or choose another '
+                             '--out_dir') from None
+        except OSError as error:
+            raise SystemExit(f'{path}: cannot be locked ({error.strerror}); choose an --out_dir on a file system '
+                             'with locks') from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def write(corpus, identity, tokenizer_meta, out_dir, num_proc, overwrite):
+    """The work of `write_bins`, under the lock."""
+    batches = corpus.open()
+    again = 'the same command' + ' without --overwrite' * overwrite + ' resumes where it stopped'
+    for path in out_dir.glob('*.json.*.partial'):  # left by a process that was killed while it wrote them
+        path.unlink()
+    own = out_dir / 'tokenizer.json'
+    if 'json' in tokenizer_meta and not overwrite and own.exists() and own.read_bytes().decode(errors='replace') != (
+            tokenizer_meta['json']):
+        raise SystemExit(f'{own}: another tokenizer is in the way; choose another --out_dir or pass --overwrite')
+    if overwrite:  # only once the input could be opened; meta.json first, so that nothing else passes for its bins
+        for name in ('meta.json', 'progress.json', *(f'{split}.bin' for split in SPLITS)):
+            (out_dir / name).unlink(missing_ok=True)
+    parts = Parts(out_dir, identity)
+    try:
+        with closing(encode_in_order(batches, tokenizer_meta, parts, num_proc)) as results:
+            for position, encoded in results:
+                parts.append(position, encoded)
+        return parts.finish([len(batches.segments), 0], tokenizer_meta.get('json'))
+    except SystemExit:
+        parts.discard()
+        raise
+    except KeyboardInterrupt:
+        raise SystemExit(f'{out_dir}: interrupted; {again}') from None
+    except OSError as error:
+        raise SystemExit(f'{out_dir}: stopped: {error}; {again}') from None
+
+
+def find_existing(out_dir, identity):
     """meta.json of the finished bins in `out_dir` if they have this identity, None if there is work to do.
 
     SystemExit if something else is there.
@@ -130,21 +182,19 @@ class Parts:
         self.progress = read_json(self.progress_path) if resumed else {
             **identity, **{split: {'tokens': 0, 'documents': 0} for split in SPLITS}, 'seconds': 0, 'position': [0, 0]}
         try:
-            out_dir.mkdir(parents=True, exist_ok=True)
             for split in SPLITS:
                 if resumed and (bin := out_dir / f'{split}.bin').exists():  # ended between the renaming and meta.json
                     bin.replace(self.part(split))
                 self.files[split] = self.part(split).open('ab')
-                fcntl.lockf(self.files[split], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise SystemExit(f'{out_dir}: cannot be written, or another process is writing there ({error})') from None
+            raise SystemExit(f'{out_dir}: cannot be written ({error}); choose another --out_dir') from None
         for split, file in self.files.items():
             size = self.progress[split]['tokens'] * self.dtype.itemsize
             if file.tell() < size:
                 raise SystemExit(f'{self.part(split)}: not the {size} bytes that progress.json says; pass --overwrite')
             file.truncate(size)
         if resumed:
-            print(f'{out_dir}: going on after {self.count("documents"):,} documents')
+            print(f'{out_dir}: resuming after {self.count("documents"):,} documents')
         self.started, self.saved = time.monotonic() - self.progress['seconds'], float('-inf')
 
     def part(self, split):
@@ -155,7 +205,7 @@ class Parts:
         return sum(self.progress[split][what] for split in SPLITS)
 
     def append(self, position, encoded):
-        """Add {split: (ids, documents)}; `position` says where to go on after it."""
+        """Add {split: (ids, documents)}; `position` says where to resume after it."""
         for split, (ids, documents) in encoded.items():
             self.files[split].write(ids.astype(self.dtype, copy=False).data)
             self.progress[split]['tokens'] += len(ids)
@@ -171,8 +221,11 @@ class Parts:
         self.progress.update(seconds=round(self.saved - self.started, 1), position=position)
         write_json(self.progress_path, self.progress)
 
-    def finish(self, end):
-        """Turn the complete parts into bins, write meta.json and return it. SystemExit if a split is empty."""
+    def finish(self, end, tokenizer_json=None):
+        """Turn the complete parts into bins, write meta.json and return it. SystemExit if a split is empty.
+
+        `tokenizer_json`: goes to tokenizer.json.
+        """
         for split in SPLITS:
             if not self.progress[split]['tokens']:
                 raise SystemExit(f'{self.progress["source"]}: there is no text for {split}.bin')
@@ -183,6 +236,9 @@ class Parts:
         for split in SPLITS:
             self.files[split].close()
             self.part(split).replace(self.dir / f'{split}.bin')
+        if tokenizer_json:
+            with atomic_write(self.dir / 'tokenizer.json', sync=True) as file:
+                file.write(tokenizer_json.encode())
         write_json(self.dir / 'meta.json', meta)
         self.progress_path.unlink()
         return meta
@@ -192,16 +248,56 @@ class Parts:
             path.unlink(missing_ok=True)
 
 
-def encode_in_order(batches, identity, parts, num_proc):
+class Worker:
+    """A process that encodes batches, and a pipe to it.
+
+    The pipe closes when the process is killed, so the parent learns of it even in the middle of a result. (Executors of
+    the standard library have one pipe for all results; there the parent waits for the rest of that result for ever.)
+    """
+
+    def __init__(self, read, tokenizer_meta):
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.process = multiprocessing.Process(target=work, args=(theirs, read, tokenizer_meta), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def encode(self, batch):
+        """The tokens of a batch, see `encode`; raises what the worker does, ChildProcessError when it has ended."""
+        try:
+            self.pipe.send(batch)
+            result = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(10)
+            how = f'ended with exit code {self.process.exitcode}'
+            if self.process.exitcode == -signal.SIGKILL:
+                how = 'was killed (if memory is short, set a smaller --num_proc)'
+            raise ChildProcessError(f'a worker process {how}') from None
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+
+def encode_in_order(batches, tokenizer_meta, parts, num_proc):
     """Yield (position after it, {split: (ids, documents)}) for each batch that `parts` has not, in order.
 
     At most two batches per process are under way at a time, however large the corpus.
     """
     first, done = parts.progress['position']
-    pool = ProcessPoolExecutor(num_proc, initializer=start_worker, initargs=(batches.read, identity))
-    under_way = deque()
-    with tqdm(total=batches.documents, initial=parts.count('documents'), unit=' documents',
-              mininterval=0.5 if sys.stderr.isatty() else 30) as bar:
+    workers = [Worker(batches.read, tokenizer_meta) for _ in range(num_proc)]  # before there are threads
+    idle, under_way = queue.SimpleQueue(), deque()
+    for worker in workers:
+        idle.put(worker)
+
+    def encode_there(batch):
+        worker = idle.get()
+        try:
+            return worker.encode(batch)
+        finally:
+            idle.put(worker)
+
+    with (ThreadPoolExecutor(num_proc) as pool,
+          tqdm(total=batches.documents, initial=parts.count('documents'), unit=' documents',
+               mininterval=0.5 if sys.stderr.isatty() else 30) as bar):
 
         def oldest():
             position, future = under_way.popleft()
@@ -214,27 +310,42 @@ def encode_in_order(batches, identity, parts, num_proc):
             for segment in range(first, len(batches.segments)):
                 skip = done if segment == first else 0
                 for n, batch in enumerate(itertools.islice(batches.segments[segment], skip, None), skip + 1):
-                    under_way.append(([segment, n], pool.submit(encode, batch)))
+                    under_way.append(([segment, n], pool.submit(encode_there, batch)))
                     if len(under_way) > 2 * num_proc:
                         yield oldest()
             while under_way:
                 yield oldest()
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.process.kill()
 
 
-def start_worker(read, identity):
-    """Worker: what `encode` needs; and an end when the parent ends, however it does."""
-    global read_batch, tokenizer
-    read_batch, tokenizer = read, tokenizer_from_meta(identity)
+def work(pipe, read, tokenizer_meta):
+    """Worker: answers each batch that comes through `pipe` with its tokens, or with the error of the input.
+
+    Ends when the parent ends, however it does.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    tokenizer = None
+    while True:
+        batch = pipe.recv()
+        try:
+            result = read(batch) if read else batch
+            if not isinstance(result, dict):
+                tokenizer = tokenizer or tokenizer_from_meta(tokenizer_meta)
+                result = encode(result, tokenizer)
+        except (SystemExit, OSError) as error:
+            result = error
+        except MemoryError:
+            result = OSError('a worker process ran out of memory (set a smaller --num_proc)')
+        pipe.send(result)
 
 
-def encode(batch):
-    """Worker: the tokens of a batch, {split: (ids, number of documents that end in them)}."""
-    pieces = read_batch(batch) if read_batch else batch
+def encode(pieces, tokenizer):
+    """The tokens of the pieces of a batch, {split: (ids, number of documents that end in them)}."""
     for split, text, _ in pieces:
         if not isinstance(text, str):
             raise SystemExit(f'a document for {split}.bin is {text!r}, not text')
@@ -265,10 +376,6 @@ def read_json(path):
 
 
 def write_json(path, value):
-    """Write a JSON file so that it is there whole or not at all."""
-    temporary = path.with_name(path.name + '.tmp')
-    with temporary.open('w', encoding='utf-8') as file:
+    """Replaces a JSON file, durably. OSError when it cannot be written."""
+    with atomic_write(path, 'w', sync=True) as file:
         json.dump(value, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -10,6 +10,7 @@ Either kind can be resumed by any number of ranks, sharded or not.
 
 import contextlib
 import fcntl
+import json
 import os
 import pickle
 import re
@@ -140,13 +141,15 @@ def link_best(path):
     best, other = (path.with_name(f'best{suffix}') for suffix in ((path.suffix, '') if path.suffix else ('', '.pt')))
     partial = path.with_name('best.partial')
     partial.unlink(missing_ok=True)
+    if best.is_dir() and not best.is_symlink():  # of a run that was copied
+        _remove(best)
     try:
         partial.symlink_to(path.name) if path.is_dir() else os.link(path, partial)
         partial.replace(best)
     except OSError:  # a file system without links
         with atomic_write(best, sync=True) as f, path.open('rb') as source:
             shutil.copyfileobj(source, f)
-    other.unlink(missing_ok=True)
+    _remove(other)
 
 
 def prune(out_dir, iteration, keep):
@@ -160,7 +163,7 @@ def prune(out_dir, iteration, keep):
 
 def _remove(path):
     """Removes a checkpoint, if there is one; a directory leaves its place at once."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path.rename(path.with_suffix('.old.partial')))
     else:
         path.unlink(missing_ok=True)
@@ -205,7 +208,7 @@ def newest(out_dir, exclude=(), share=(0, 1)):
             warn(f'{error}; it is skipped')
     if found:
         raise SystemExit(f'{out_dir}: none of its {len(found)} checkpoints can be read; '
-                         'restore one of them, or start anew in another --out_dir')
+                         'restore one of them, or start from scratch in another --out_dir')
     return None
 
 
@@ -256,18 +259,22 @@ def _validated(state):
     """The content of a file, upgraded to today's keys; ValueError unless its fields have their types."""
     require(state, **REQUIRED)
     if 'train_state' not in state and 'passed_over' in state:  # as this repository wrote it before
-        state['train_state'] = {key: state.get(old) for key, old in dict(
-            {key: key for key in TRAIN_STATE}, iter='iter_num', skipped_in_a_row='passed_over',
-            last_eval_iter='evaluated').items()}
+        renamed = dict(iter='iter_num', skipped_in_a_row='passed_over', last_eval_iter='evaluated')
+        state['train_state'] = {key: state.get(renamed.get(key, key)) for key in TRAIN_STATE}
     require(state, **{key: kind for key, kind in OPTIONAL.items() if key in state})
     if state['iter_num'] < 0:
         raise ValueError(f'its iter_num is {state["iter_num"]}')
     for name, weight in state['model'].items():
         if type(name) is not str or not isinstance(weight, torch.Tensor):
             raise ValueError(f'its model holds {name!r}, which is no tensor')
-    for key in ('config', 'model_args', 'train_state', 'data', 'tokenizer'):
-        if not all(type(name) is str for name in state.get(key) or ()):
+    json.dumps([state.get(key) for key in ('config', 'model_args', 'train_state', 'changes', 'tokenizer')])
+    for key in ('config', 'model_args', 'train_state'):
+        if not all(type(name) is str for name in state.get(key, ())):
             raise ValueError(f'its {key} has keys that are no text')
+    for key, items, kind in (('changes', state.get('changes', ()), dict),
+                             ('latest_losses', state.get('train_state', {}).get('latest_losses', ()), float)):
+        if not isinstance(items, (list, tuple)) or not all(isinstance(item, kind) for item in items):
+            raise ValueError(f'its {key} is {items!r:.80}')
     require(state['config'], **{key: str for key in ('dataset', 'optimizer_name') if key in state['config']})
     if state.get('tokenizer'):
         require(state['tokenizer'], tokenizer=str)
@@ -381,10 +388,14 @@ def _repair_best(path, state):
     if not state.get('best') or best.exists() and best.samefile(path):
         return
     try:
-        if not best.exists() or load(best, weights=False)[1]['best_val_loss'] > state['best_val_loss']:
+        lowest = load(best, weights=False)[1].get('best_val_loss', float('inf'))
+    except SystemExit:  # missing or damaged
+        lowest = float('inf')
+    if lowest > state.get('best_val_loss', float('inf')):
+        try:
             link_best(path)
-    except (OSError, SystemExit, KeyError) as error:
-        warn(f'{best}: {error}')
+        except OSError as error:
+            warn(f'{best}: cannot be written ({error.strerror})')
 
 
 def lock_out_dir(out_dir):
@@ -408,7 +419,11 @@ def lock_out_dir(out_dir):
         lock.flush()
         (out_dir / FAILED).unlink(missing_ok=True)
         for partial in out_dir.glob('*.partial'):  # left by a run that was killed while saving
-            shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
+            path = partial.with_suffix('')
+            if number(path) != NONE and is_shards(partial) and not path.exists():
+                partial.rename(path)  # it is complete: state.json comes last
+            else:
+                shutil.rmtree(partial) if partial.is_dir() and not partial.is_symlink() else partial.unlink()
     except OSError as error:
         raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); set --out_dir to a directory that '
                          'can') from None
@@ -427,16 +442,15 @@ def compare(path, state, config, model_args, data, ignore_data_change=False, def
     SystemExit with one line when model, optimizer or data are others.
     """
     try:
-        require(state, scaler=dict, data=dict, train_state=dict)
+        require(state, scaler=dict, data=dict, train_state=dict, **({} if path.is_dir() else dict(optimizer=dict)))
         require(state['train_state'], **TRAIN_STATE)
         before = state['config']
-        for key in config.keys() & before.keys():
-            if isinstance(config[key], str) != isinstance(before[key], str):
-                raise ValueError(f'its {key} is {before[key]!r:.80}')
+        require(before, **{key: (int, float) if type(value) in (int, float) else type(value)
+                           for key, value in config.items() if key in before and value is not None})
     except ValueError as error:
         raise SystemExit(f'{path}: cannot be resumed ({error})') from None
     ours, theirs = ({**(defaults or {}), **args} for args in (model_args, state['model_args']))
-    differing = [key for key in ours if key not in theirs or theirs[key] != ours[key]]
+    differing = [key for key in ours | theirs if key not in ours or key not in theirs or theirs[key] != ours[key]]
     if differing:
         raise SystemExit(f'{path}: is a model with another {", ".join(differing)}; resume with its own settings, or '
                          'choose another --out_dir')
@@ -495,10 +509,10 @@ def _restore_optimizer(optimizer, saved, as_built):
     built = optimizer.state_dict()['param_groups']
     params = [p for group in optimizer.param_groups for p in group['params']]
     numbers = [i for group in saved['param_groups'] or built for i in group['params']]
-    for i, entries in saved['state'].items():
-        for key, value in entries.items():
-            if key in ('exp_avg', 'exp_avg_sq', 'hessian') and value.shape != params[i].shape:
-                raise ValueError(f'{key} of parameter {i} has the shape {tuple(value.shape)}')
+    for p, i in zip(params, numbers):
+        for key in {'exp_avg', 'exp_avg_sq', 'hessian'} & saved['state'].get(i, {}).keys():
+            if saved['state'][i][key].shape != p.shape:
+                raise ValueError(f'{key} of parameter {i} has the shape {tuple(saved["state"][i][key].shape)}')
     groups = [{**ours, **{key: value for key, value in theirs.items() if key not in as_built or key == 'params'}}
               for ours, theirs in zip(built, saved['param_groups'] or built, strict=True)]
     optimizer.load_state_dict(dict(state=saved['state'], param_groups=groups))

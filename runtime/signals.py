@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import time
-from pathlib import Path
 
 # Exit codes, besides 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR).
 STOPPED, NOT_FINITE = 75, 65
@@ -14,13 +13,17 @@ STARTED = time.monotonic()
 class SafeStream:
     """The text stream `stream`, whose failures do not end a run: a log on a full disk, a terminal or pipe that is gone.
 
-    A stream that was closed before Python started (None) becomes /dev/null, which also takes the file descriptor that
-    is free: a checkpoint opened there would receive what libraries print. Characters that the stream's encoding lacks
+    A stream that was closed before Python started (None) becomes /dev/null. Characters that the stream's encoding lacks
     are written as escapes.
     """
 
     def __init__(self, stream):
-        self.stream = Path(os.devnull).open('w') if stream is None else stream  # noqa: SIM115 - open until the end
+        if stream is None:
+            # All free descriptors up to stderr's: a checkpoint opened there would receive what libraries print.
+            while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+                pass
+            stream = os.fdopen(descriptor, 'w')
+        self.stream = stream
 
     def __getattr__(self, name):
         return getattr(self.stream, name)

@@ -3,18 +3,15 @@
   python scripts/consolidate.py out/neox-1.5b                            its newest checkpoint → ckpt_ITERATION.pt there
   python scripts/consolidate.py out/neox-1.5b/best --output best-1.5b.pt --no_optimizer
 
-Nothing here needs it in order to read such a directory: the scripts and train.py, sharded or not, take it as it is.
+The scripts and train.py, sharded or not, read such a directory as it is; other programs need the file.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from model import GPT, GPTConfig
-from runtime import checkpoint
+from runtime import checkpoint, sharded
 from scripts.runs import refusing, writable
 
 
@@ -35,26 +32,16 @@ def consolidate(path, output=None, optimizer=True):
     if output.exists():
         raise SystemExit(f'{output}: exists; remove it, or choose another --output')
     writable(output)
+    packed = state.pop('optimizer', None)
     if optimizer:
-        state['optimizer'] = optimizer_state(path, state['model_args'])
+        if packed is None:
+            raise SystemExit(f'{path}: does not say in which order its optimizer has the parameters; resume and save '
+                             'the run by train.py, or use --no_optimizer')
+        state['optimizer'] = sharded.read_optimizer(path, packed)
     with refusing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.write_file(output, state)
     return output
-
-
-def optimizer_state(path, model_args):
-    """The optimizer's state_dict as train.py would save it: parameters by their number in the order of its groups."""
-    with torch.device('meta'):
-        model = GPT(GPTConfig(**model_args))
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    groups = [[name_of[id(p)] for p in group['params']] for group in model.parameter_groups(0.0)]
-    number = {name: i for i, name in enumerate(name for group in groups for name in group)}
-    entries = {i: {} for i in number.values()}
-    for name, tensor in checkpoint.read_shards(path, 'optimizer.').items():
-        name, _, key = name.rpartition('.')
-        entries[number[name]][key] = tensor
-    return dict(state=entries, param_groups=[dict(params=[number[name] for name in group]) for group in groups])
 
 
 if __name__ == '__main__':

@@ -1,11 +1,13 @@
 """train.py with faults. `inject.py CODE ARGUMENTS…` runs CODE, which plans them, and then train.py as a script.
 
 `inject.py --serve` imports everything once, and then forks for each run that a line on stdin asks for: a process that
-starts within milliseconds. Its answer is a line with the exit codes.
+starts within milliseconds. Its answer is a line with the exit codes, or null where it had to kill one that did not
+end in the seconds it was given.
 """
 
 import contextlib  # noqa: F401 - for CODE, like others below
 import gc
+import inspect
 import json
 import os
 import runpy
@@ -64,12 +66,16 @@ def raises(error):
 
 def _spoiled(*args, **kwargs):
     logits, loss, *rest = _forward(*args, **kwargs)
-    return logits, loss * FACTORS.pop() if FACTORS else loss, *rest
+    if FACTORS and loss is not None:
+        loss = loss * FACTORS.pop()
+    return logits, loss, *rest
 
 
 def _counted(self, *args, **kwargs):
     _init(self, *args, **kwargs)
-    self.next_iteration = args[7]
+    given = inspect.signature(_init).bind(self, *args, **kwargs)
+    given.apply_defaults()
+    self.next_iteration = given.arguments['first_iteration']
 
 
 def _faulty(self):
@@ -80,6 +86,7 @@ def _faulty(self):
     return _next(self)
 
 
+# Attributes of classes: whichever module trains, and whenever it has imported the classes, it gets these.
 _init, _next, _forward = loader.TrainLoader.__init__, loader.TrainLoader.__next__, model.GPT.forward
 loader.TrainLoader.__init__, loader.TrainLoader.__next__, model.GPT.forward = _counted, _faulty, _spoiled
 
@@ -99,8 +106,8 @@ def serve():
                 sys.argv[1:] = request['argv']
                 return
             pids.append(pid)
-        deadline = time.monotonic() + request['timeout']
-        codes = {}
+        deadline = time.monotonic() + request['seconds']
+        codes, hangs = {}, False
         while len(codes) < len(pids):
             for pid in set(pids) - codes.keys():
                 done, status = os.waitpid(pid, os.WNOHANG)
@@ -108,14 +115,17 @@ def serve():
                     codes[pid] = os.waitstatus_to_exitcode(status)
                 elif time.monotonic() > deadline:
                     os.kill(pid, signal.SIGKILL)
+                    hangs = True
             time.sleep(0.01)
-        print(json.dumps([codes[pid] for pid in pids]), flush=True)
+        print(json.dumps(None if hangs else [codes[pid] for pid in pids]), flush=True)
     raise SystemExit
 
 
 if __name__ == '__main__':
     if sys.argv[1] == '--serve':
         serve()
+    # Ranks write to one file: a buffer that is flushed when it is full would cut lines in two.
+    sys.stdout.reconfigure(line_buffering=True)
     exec(sys.argv[1])
     sys.argv = [str(TRAIN), *sys.argv[2:]]
     runpy.run_path(str(TRAIN), run_name='__main__')

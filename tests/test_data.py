@@ -8,18 +8,26 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import metrics
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data import sources, writer
+from data.loader import Bin, read_meta
 from data.tokenizer import Char, get_tokenizer, tokenizer_from_meta
 from data.writer import Batches, Corpus, Parts, write_bins
+from scripts.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 EOT = '<|endoftext|>'
@@ -51,7 +59,7 @@ def need_gpt_neox():
 def prepare(name, *args, ok=True, **env):
     """Run data/NAME/prepare.py; its output. A failure must be one line, and never a traceback."""
     done = subprocess.run([sys.executable, ROOT / 'data' / name / 'prepare.py', *map(str, args)], capture_output=True,
-                          text=True, env={**os.environ, **env}, timeout=120)
+                          text=True, env={**os.environ, **env}, timeout=300)
     assert 'Traceback' not in done.stderr
     assert (done.returncode == 0) == ok, done.stderr
     return done.stdout if ok else done.stderr.strip().splitlines()[-1]
@@ -69,7 +77,8 @@ def bins(out_dir):
         assert found[-1].max() < meta['vocab_size']
         if meta['eot_id'] is not None:
             assert found[-1][-1] == meta['eot_id']
-    assert sorted(path.name for path in out_dir.iterdir()) == ['meta.json', 'train.bin', 'val.bin']
+    own_tokenizer = ['tokenizer.json'] * (meta['tokenizer'] == 'tokenizer.json')
+    assert sorted(path.name for path in out_dir.iterdir()) == ['meta.json', *own_tokenizer, 'train.bin', 'val.bin']
     return *found, meta
 
 
@@ -143,6 +152,102 @@ def test_gpt_neox_tokenizer():
         assert tokenizer.decode(ids) == text
     assert 0 not in tokenizer.encode(f'a{EOT}b')
     assert tokenizer.decode([*tokenizer.encode(f'a{EOT}b'), 0]) == f'a{EOT}b{EOT}'
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    """A small byte-level tokenizer.json, with the truncation and padding that published files may have."""
+    tokenizers = pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.train_from_iterator(texts(50), tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=['<s>', '</s>'], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    bpe.enable_truncation(8)
+    bpe.enable_padding(length=32)
+    path = tmp_path / 'own' / 'mine.json'
+    path.parent.mkdir()
+    bpe.save(str(path))
+    return path
+
+
+def test_a_tokenizer_file_prepares_and_is_kept_with_the_bins(tokenizer_file, tmp_path):
+    rows, out_dir = [*texts(20), 'a<s>b</s>c'], tmp_path / 'out'
+    path = write_jsonl(tmp_path / 'a.jsonl', rows)
+    command = [path, '--val_fraction', 0.1, '--out_dir', out_dir, '--tokenizer', tokenizer_file]
+    prepare('text', *command)
+    assert (out_dir / 'tokenizer.json').read_bytes() == tokenizer_file.read_bytes()
+    train, val, meta = bins(out_dir)
+    assert (meta['tokenizer'], meta['vocab_size'], meta['eot_id']) == ('tokenizer.json', 300, 1)
+    tokenizer_file.unlink()
+    checkpoint = json.loads(json.dumps(Bin(out_dir, 'train').tokenizer))
+    for entry in (read_meta(out_dir), checkpoint):  # neither needs the file that was given
+        tokenizer = tokenizer_from_meta(entry)
+        assert tokenizer.eot_id == 1
+        assert documents_of(train, tokenizer) + documents_of(val, tokenizer) == [
+            *(row for i, row in enumerate(rows) if i % 10 != 9), *rows[9::10]]
+    (out_dir / 'tokenizer.json').write_text('{}')
+    with pytest.raises(SystemExit, match=r'meta\.json: not a valid meta.json .*tokenizer.json is another'):
+        Bin(out_dir, 'train')
+
+
+def test_a_mixture_in_the_users_tokenizer_trains_resumes_and_samples(train, tokenizer_file, tmp_path):
+    """Each part is a validation set; the checkpoint carries the tokenizer, so the data may be gone."""
+    for name, seed in (('a', 1), ('b', 2)):
+        path = write_jsonl(tmp_path / f'{name}.jsonl', texts(200, seed))
+        write_bins(sources.files_corpus([path], val_fraction=0.2), get_tokenizer(tokenizer_file), tmp_path / name, 1)
+    flags = [f'--dataset={tmp_path}/a:3,{tmp_path}/b:1', '--max_iters=4', '--lr_decay_iters=4', '--eval_interval=2']
+    for out, *more in (('whole',), ('parts', '--max_iters=2'), ('parts', '--init_from=resume')):
+        done = train(tmp_path / out, *flags, *more)
+        assert done.code == 0, done.err
+    for key in ('train/loss', 'val/loss', 'val/loss/a', 'val/loss/b'):
+        assert metrics(tmp_path / 'whole', key) == metrics(tmp_path / 'parts', key)
+    whole, a, b = (metrics(tmp_path / 'whole', f'val/loss{key}') for key in ('', '/a', '/b'))
+    assert whole == pytest.approx([0.75 * left + 0.25 * right for left, right in zip(a, b)])
+    done = train(tmp_path / 'parts', *flags, '--init_from=resume', f'--dataset={tmp_path}/a:2,{tmp_path}/b:1')
+    assert done.code and 'was trained on another data set' in done.err
+    tokenizer_file.rename(tmp_path / 'kept.json')
+    for name in ('a', 'b'):
+        shutil.rmtree(tmp_path / name)
+    ids = get_tokenizer(tmp_path / 'kept.json').encode('the Hessian')
+    for tokenizer in (None, str(tmp_path / 'kept.json')):
+        assert load(tmp_path / 'whole', tokenizer=tokenizer).tokenizer.encode('the Hessian') == ids
+
+
+def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_file):
+    beside = tokenizer_file.with_name('tokenizer_config.json')
+    for config, eot_id in (({}, 1), ({'eos_token': '<s>'}, 0), ({'eos_token': {'content': 'a'}}, None)):
+        beside.write_text(json.dumps(config))
+        tokenizer = get_tokenizer(tokenizer_file)
+        assert tokenizer.eot_id == (tokenizer.bpe.token_to_id('a') if eot_id is None else eot_id)
+    beside.write_text('{"eos_token": "none such"}')
+    with pytest.raises(SystemExit, match=r'mine\.json: none of its tokens ends a document \(none such\)'):
+        get_tokenizer(tokenizer_file)
+    beside.write_text('[')
+    with pytest.raises(SystemExit, match='cannot be read, or the tokenizer_config.json beside it'):
+        get_tokenizer(tokenizer_file)
+
+
+@pytest.mark.parametrize('content', ['', '{}', '[1]', '{"model": {"type": "BPE"}}', '\x00'])
+def test_a_broken_tokenizer_file_is_one_line(content, tmp_path):
+    pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
+    (tmp_path / 'a.json').write_text(content)
+    with pytest.raises(SystemExit, match=r'a\.json: not a tokenizer\.json of the package tokenizers \(.*\)$'):
+        get_tokenizer(tmp_path / 'a.json')
+    with pytest.raises(SystemExit, match=r'none\.json: cannot be read'):
+        get_tokenizer(tmp_path / 'none.json')
+
+
+def test_another_tokenizer_file_is_in_the_way(tokenizer_file, tmp_path):
+    out_dir = tmp_path / 'out'
+    out_dir.mkdir()
+    (out_dir / 'tokenizer.json').write_text('a user\'s own')
+    with pytest.raises(SystemExit, match='tokenizer.json: another tokenizer is in the way'):
+        write_bins(small_corpus(), get_tokenizer(tokenizer_file), out_dir, num_proc=1)
+    assert (out_dir / 'tokenizer.json').read_text() == 'a user\'s own'
+    write_bins(small_corpus(), get_tokenizer(tokenizer_file), out_dir, num_proc=1, overwrite=True)
+    assert read_meta(out_dir)['json'] == tokenizer_file.read_text(encoding='utf-8')
 
 
 def test_no_tokenizer_and_no_network_is_one_line(tmp_path):
@@ -301,19 +406,70 @@ def test_killed_and_started_again(tmp_path, start):
     assert 'another process is writing there' in second.stderr
     assert 'Traceback' not in second.stderr
     first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=60)  # returns when nobody holds the pipe any more: the workers have ended too
+    first.communicate(timeout=300)  # returns when nobody holds the pipe any more: the workers have ended too
     left = sorted(path.name for path in (tmp_path / 'killed').iterdir())
-    assert left == ['progress.json', 'train.bin.part', 'val.bin.part']
+    assert left == ['prepare.lock', 'progress.json', 'train.bin.part', 'val.bin.part']
 
     with (tmp_path / 'killed' / 'train.bin.part').open('ab') as file:
         file.write(b'written, but not yet in progress.json')
     log.write_text('')
     done = subprocess.run(command('killed'), check=True, capture_output=True, text=True)
-    assert f'going on after {written} documents' in done.stdout
+    assert f'resuming after {written} documents' in done.stdout
     assert sorted(log.read_text().split('\n')) == sorted(
         ['', 'segment 1', 'segment 2', *(f'batch {b}' for b in range(5, 12))])
     for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(tmp_path / 'killed')[:2]):
         assert np.array_equal(whole, restarted)
+
+
+def test_overwrite_deletes_nothing_of_a_process_that_is_writing(tmp_path, start):
+    driver, out_dir = tmp_path / 'driver.py', tmp_path / 'out'
+    driver.write_text(DRIVER)
+    process = start(sys.executable, driver, ROOT, out_dir, tmp_path / 'log', '9')
+    wait_until(lambda: saved_documents(out_dir) == sum(batch + 2 for batch in range(5)), process)
+    before = {path.name: path.read_bytes() for path in out_dir.iterdir()}
+    with pytest.raises(SystemExit, match='out: another process is writing there'):
+        write_bins(small_corpus(), get_tokenizer('byte'), out_dir, num_proc=1, overwrite=True)
+    assert {path.name: path.read_bytes() for path in out_dir.iterdir()} == before
+
+
+# The worker that reads batch 3 sends only half of its result, and is killed.
+KILLED = '''
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from multiprocessing.connection import Connection
+from data import writer
+from data.tokenizer import get_tokenizer
+
+def half(connection, message, write=os.write):
+    write(connection.fileno(), bytes(message)[:len(message) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def read(batch):
+    if batch == 3 and len(sys.argv) > 3:
+        Connection._send = half
+    return [('val' if batch == 5 else 'train', f'document {batch} ' * 500, True)]
+
+if __name__ == '__main__':
+    corpus = writer.Corpus('driver', 'r1', 'by number', open=lambda: writer.Batches([range(6)], read))
+    writer.write_bins(corpus, get_tokenizer('byte'), sys.argv[2], num_proc=2)
+'''
+
+
+def test_a_worker_killed_while_it_sends_a_result_is_one_line(tmp_path):
+    driver = tmp_path / 'driver.py'
+    driver.write_text(KILLED)
+    done = subprocess.run([sys.executable, driver, ROOT, tmp_path / 'out', 'kill'], capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode
+    assert done.stderr.splitlines()[-1] == (
+        f'{tmp_path / "out"}: stopped: a worker process was killed (if memory is short, set a smaller --num_proc); '
+        'the same command resumes where it stopped')
+    assert 'Traceback' not in done.stderr
+    subprocess.run([sys.executable, driver, ROOT, tmp_path / 'out'], check=True, capture_output=True)
+    train, val, _ = bins(tmp_path / 'out')
+    tokenizer = get_tokenizer('byte')
+    assert documents_of(train, tokenizer) == [f'document {batch} ' * 500 for batch in range(5)]
+    assert documents_of(val, tokenizer) == ['document 5 ' * 500]
 
 
 def test_prepare_killed_and_started_again(tmp_path, start):
@@ -323,10 +479,45 @@ def test_prepare_killed_and_started_again(tmp_path, start):
     process = start(sys.executable, ROOT / 'data/text/prepare.py', path, '--out_dir', tmp_path / 'killed')
     wait_until((tmp_path / 'killed' / 'progress.json').exists, process)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     prepare('text', path, '--out_dir', tmp_path / 'killed')
     for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(tmp_path / 'killed')[:2]):
         assert np.array_equal(whole, restarted)
+
+
+@settings(max_examples=30)
+@given(documents=st.lists(st.text(st.characters()) | st.sampled_from([EOT, '\r\n', '\ufeff', '\u2028', ' ']),
+                          min_size=2))
+def test_what_is_written_is_what_was_given(documents):
+    """Any text, lone surrogates included, through JSON Lines, bins and back; only blank documents are left out."""
+    kept = [text for text in documents if text.strip()]
+    with tempfile.TemporaryDirectory() as folder:
+        path, out_dir, tokenizer = Path(folder) / 'a.jsonl', Path(folder) / 'out', get_tokenizer('byte')
+        path.write_text(''.join(json.dumps({'text': text}) + '\n' for text in documents))
+        try:
+            write_bins(sources.files_corpus([path], val_fraction=0.5), tokenizer, out_dir, num_proc=1)
+        except SystemExit as error:
+            assert 'there is no text for' in str(error) and len(kept) < 2
+            return
+        train, val = (documents_of(Bin(out_dir, split).tokens, tokenizer) for split in ('train', 'val'))
+        found = [text for pair in zip_longest(train, val) for text in pair if text is not None]
+    if len(kept) > 1:
+        decoded = [text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace') for text in kept]
+        assert found == [text.replace('\0', '\ufffd') for text in decoded]
+
+
+@given(documents=st.lists(st.text(st.sampled_from('ab <|\n\r\u2028')) | st.just(EOT[:5]), max_size=8),
+       chars=st.integers(1, 40))
+def test_documents_of_a_text_do_not_depend_on_the_blocks_it_is_read_in(documents, chars):
+    text = EOT.join(documents)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, 'CHARS', chars)
+        found = ['']
+        for piece, ends in sources.txt_pieces(io.StringIO(text, newline='')):
+            found[-1] += piece
+            if ends:
+                found.append('')
+    assert found == [document for document in text.split(EOT) if document.strip()] + ['']
 
 
 def small_corpus(revision='r1', val='d'):
@@ -346,10 +537,15 @@ def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
         real(path, value)
 
     monkeypatch.setattr(writer, 'write_json', stop_at_meta)
-    with pytest.raises(SystemExit, match='stopped by KeyboardInterrupt.*the same command goes on'):
+    with pytest.raises(SystemExit, match='interrupted; the same command resumes'):
         write_bins(small_corpus(), tokenizer, out_dir, num_proc=1)
     monkeypatch.undo()
     assert not (out_dir / 'meta.json').exists()
+    monkeypatch.setattr(writer, 'write_json', stop_at_meta)
+    with pytest.raises(SystemExit, match='the same command without --overwrite resumes'):
+        write_bins(small_corpus(), tokenizer, out_dir, num_proc=1, overwrite=True)
+    monkeypatch.undo()
+    (out_dir / 'progress.json.host.1.partial').touch()
     again = write_bins(small_corpus(), tokenizer, out_dir, num_proc=1)
     assert {**again, 'seconds': 0} == {**meta, 'seconds': 0}
     train, val, _ = bins(out_dir)
@@ -410,7 +606,7 @@ def test_an_unfinished_run_of_other_data_is_in_the_way(tmp_path):
     assert bins(tmp_path)[2]['train'] == {**bins(tmp_path)[2]['train'], 'tokens': 5, 'documents': 2}
 
 
-def test_parts_shorter_than_progress_are_refused(tmp_path):
+def test_parts_shorter_than_progress_are_rejected(tmp_path):
     tokenizer = get_tokenizer('byte')
     parts = Parts(tmp_path, {**tokenizer.meta, 'source': 'small', 'revision': 'r1', 'split': 'by hand'})
     parts.append([0, 1], {'train': (np.array([97, 0]), 1)})
@@ -512,7 +708,7 @@ def test_a_table_that_turns_bad_half_way_keeps_what_was_done(tmp_path):
     message = prepare('pile', '--data_files', good, bad, '--val_files', val, '--tokenizer', 'byte',
                       '--out_dir', out_dir, '--num_proc', 1, ok=False)
     assert 'b.jsonl' in message
-    assert 'the same command goes on' in message
+    assert 'the same command resumes' in message
     assert not (out_dir / 'meta.json').exists()
     assert not (out_dir / 'train.bin').exists()
     assert saved_documents(out_dir) >= 1000
@@ -609,6 +805,26 @@ def test_explicit_val_file_and_text_key(tmp_path):
                                       '--out_dir', tmp_path / 'out')
 
 
+def test_the_files_of_a_directory(tmp_path, capsys):
+    """Those that can be read, in the order of their names, hidden ones left out."""
+    folder = tmp_path / 'corpus'
+    for name in ('b/2.txt', 'a.jsonl.gz', 'b/1.txt', 'c.txt', '.hidden/x.txt', 'b/.x.txt', 'README.md', 'x.gz'):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (tmp_path / 'one.txt').write_text('one')
+    assert sources.expand([tmp_path / 'one.txt', folder]) == [
+        tmp_path / 'one.txt', *(folder / name for name in ('a.jsonl.gz', 'b/1.txt', 'b/2.txt', 'c.txt'))]
+    assert capsys.readouterr().out == f'{folder}: 4 of 8 files are text\n'
+    (folder / 'a.jsonl.gz').unlink()
+    prepare('text', folder, '--val_file', tmp_path / 'one.txt', '--tokenizer', 'byte', '--out_dir', tmp_path / 'out')
+    train, val, meta = bins(tmp_path / 'out')
+    assert documents_of(train, get_tokenizer('byte')) == ['b/1.txt', 'b/2.txt', 'c.txt']
+    assert (documents_of(val, get_tokenizer('byte')), meta['source']) == (['one'], '1.txt 2.txt c.txt and 1 more')
+    (tmp_path / 'empty').mkdir()
+    with pytest.raises(SystemExit, match=r'empty: no \.txt, \.jsonl .* or \.parquet file in it$'):
+        sources.expand([tmp_path / 'empty'])
+
+
 def test_text_moved_between_files_is_other_data(tmp_path):
     train, val = tmp_path / 'a.txt', tmp_path / 'b.txt'
     revisions = set()
@@ -632,7 +848,7 @@ def test_a_file_is_not_for_train_and_val(tmp_path):
 
 
 def test_another_text_key_is_other_data(tmp_path, monkeypatch):
-    """Finished bins are not taken for those of another key, and no unfinished run goes on with another key's text."""
+    """Finished bins are not taken for those of another key, and no unfinished run resumes with another key's text."""
     tokenizer, path = get_tokenizer('byte'), write_parquet(tmp_path / 'a.parquet', texts(5))
 
     def write(text_key, out_dir):
@@ -643,18 +859,18 @@ def test_another_text_key_is_other_data(tmp_path, monkeypatch):
         write('url', tmp_path / 'finished')
     assert write('text', tmp_path / 'finished') == meta
 
-    def stop(parts, end):
+    def stop(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Parts, 'finish', stop)
-    with pytest.raises(SystemExit, match='the same command goes on'):
+    with pytest.raises(SystemExit, match='the same command resumes'):
         write('url', tmp_path / 'unfinished')
     with pytest.raises(SystemExit, match="progress.json: bins of other data are in the way.*key 'url'"):
         write('text', tmp_path / 'unfinished')
 
 
 def test_a_read_error_keeps_what_was_done(tmp_path, monkeypatch):
-    """Whichever pass over the files it comes in: the same command goes on, and the bins are those of one run."""
+    """Whichever pass over the files it comes in: the same command resumes, and the bins are those of one run."""
     monkeypatch.setattr(sources, 'CHARS', 5000)
     monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
     path, tokenizer, out_dir = write_jsonl(tmp_path / 'a.jsonl', texts(200)), get_tokenizer('byte'), tmp_path / 'out'
@@ -686,7 +902,7 @@ def test_a_read_error_keeps_what_was_done(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=message + 'tries again'):
         write(out_dir)
     assert not out_dir.exists()
-    with pytest.raises(SystemExit, match=message + 'goes on'):
+    with pytest.raises(SystemExit, match=message + 'resumes'):
         write(out_dir)
     assert sorted(path.name for path in out_dir.iterdir()) == ['progress.json', 'train.bin.part', 'val.bin.part']
     assert 0 < saved_documents(out_dir) < 99
@@ -713,6 +929,34 @@ def test_byte_order_mark_and_blank_lines_are_no_text(mark, name, content, tmp_pa
     content = (mark + content).encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
     assert list(sources.read_files([tmp_path / name], 'text')) == [('one', True), ('two', True)]
+
+
+@pytest.mark.parametrize('name', ['a.txt', 'a.txt.gz', 'a.txt.bz2'])
+def test_the_text_of_a_file_is_the_same_for_all_who_read_it(name, tmp_path):
+    """Neither line ends nor the marks that Python takes for some are changed; a byte order mark is left out."""
+    text, path = 'one\r\ntwo\rthree\u2028four\x0cfive\x85six\n', tmp_path / name
+    compress = {'.gz': gzip.compress, '.bz2': bz2.compress}.get(path.suffix, bytes)
+    path.write_bytes(compress(('\ufeff' + text).encode()))
+    assert sources.read_text(path) == text
+    assert list(sources.read_files([path], 'text')) == [(text, True)]
+    if name == 'a.txt':
+        prepare('shakespeare_char', '--input', path, '--out_dir', tmp_path / 'out')
+        train, val, meta = bins(tmp_path / 'out')
+        assert tokenizer_from_meta(meta).decode(np.concatenate((train, val))) == text
+
+
+@pytest.mark.parametrize('content', [b'good\xff\xfe', None])
+def test_text_that_cannot_be_read_is_one_line(content, tmp_path):
+    if content:
+        (tmp_path / 'a.txt').write_bytes(content)
+    with pytest.raises(SystemExit, match=r'a\.txt: cannot be read as UTF-8 text \('):
+        sources.read_text(tmp_path / 'a.txt')
+
+
+def test_only_newlines_end_the_lines_of_jsonl(tmp_path):
+    """Not a carriage return between two tokens of JSON, nor the marks that str.splitlines takes for line ends."""
+    (tmp_path / 'a.jsonl').write_bytes('{"text":\r "a\u2028b\x85c"}\r\n{"text": "d"}'.encode())
+    assert list(sources.read_files([tmp_path / 'a.jsonl'], 'text')) == [('a\u2028b\x85c', True), ('d', True)]
 
 
 @pytest.mark.parametrize('name, content, message', [
@@ -750,11 +994,23 @@ def test_parquet_damaged_anywhere_is_one_line(tmp_path):
 
 
 def test_bad_flags_are_one_line(tmp_path):
-    assert 'no such file' in prepare('text', tmp_path / 'none.txt', ok=False)
+    path = tmp_path / 'a.txt'
+    path.write_text('some text')
     for fraction in (0.9, 0, 1e-7):
-        message = prepare('text', tmp_path / 'none.txt', '--val_fraction', fraction, ok=False)
+        message = prepare('text', path, '--val_fraction', fraction, ok=False)
         assert message.endswith('must be at least 1e-06 and at most 0.5')
-    assert '--num_proc' in prepare('text', tmp_path / 'none.txt', '--num_proc', 0, ok=False)
+    assert '--num_proc' in prepare('text', path, '--num_proc', 0, ok=False)
+
+
+@pytest.mark.parametrize('name, flags', [
+    ('text', ['none.txt']), ('text', [__file__, '--val_file', 'none.txt']),
+    ('openwebtext', ['--data_files', 'none.txt']), ('pile', ['--data_files', 'none.txt']),
+    ('pile', ['--data_files', __file__, '--val_files', 'none.txt']),
+    ('shakespeare_char', ['--input', 'none.txt'])])
+def test_input_files_are_looked_for_before_the_tokenizer(name, flags, tmp_path):
+    """Which would be another error here, as it cannot be loaded."""
+    assert prepare(name, *flags, '--out_dir', tmp_path / 'out', ok=False, TIKTOKEN_CACHE_DIR=str(tmp_path / 'none'),
+                   HTTPS_PROXY='http://127.0.0.1:9', GPT_NEOX_TOKENIZER='none.json') == 'none.txt: no such file'
 
 
 # ---- corpora of their own --------------------------------------------------------------------------------------------
@@ -777,6 +1033,52 @@ def test_pysource_needs_no_download_and_no_further_package(tmp_path):
         assert np.array_equal(one, two)
 
 
+def write_shard(path, ids, magic=20240520, version=1, count=None):
+    header = np.zeros(256, '<i4')
+    header[:3] = magic, version, len(ids) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(ids, '<u2').tobytes())
+    return path
+
+
+def test_fineweb10b_has_the_tokens_of_its_shards(tmp_path):
+    """As they are, without GPT-2's vocabulary files; each document begins with the end-of-text id."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 50256, n) for n in (5_000_000, 1000, 2000)]  # the first is more than one batch
+    for part in ids:
+        part[::500] = 50256
+    files = [write_shard(tmp_path / f'{i}.bin', part) for i, part in enumerate(ids)]
+    for num_proc in (1, 2):
+        out_dir = tmp_path / str(num_proc)
+        prepare('fineweb10b', '--data_files', *files[:2], '--val_files', files[2], '--out_dir', out_dir,
+                '--num_proc', num_proc, TIKTOKEN_CACHE_DIR=str(tmp_path / 'none'), HTTPS_PROXY='http://127.0.0.1:9')
+        meta = read_meta(out_dir)
+        train, val = (Bin(out_dir, split).tokens for split in ('train', 'val'))
+        assert np.array_equal(train, np.concatenate(ids[:2]))
+        assert np.array_equal(val, ids[2])
+        assert (meta['train']['documents'], meta['val']['documents']) == (10_002, 4)
+        assert {key: meta[key] for key in get_tokenizer('gpt2').meta} == get_tokenizer('gpt2').meta
+
+
+def test_bad_shards_are_one_line(tmp_path):
+    good, out = write_shard(tmp_path / 'good.bin', range(9)), ('--out_dir', tmp_path / 'out')
+    for kind, message in ((dict(magic=1), 'not a shard of GPT-2 tokens'), (dict(version=2), 'not a shard'),
+                          (dict(count=8), '1042 bytes, but its header says 8 tokens'),
+                          (dict(count=-1), '1042 bytes, but its header says -1 tokens')):
+        bad = write_shard(tmp_path / 'bad.bin', range(9), **kind)
+        assert f'bad.bin: {message}' in prepare('fineweb10b', '--data_files', good, '--val_files', bad, *out, ok=False)
+    (tmp_path / 'bad.bin').write_bytes(b'short')
+    assert 'bad.bin: not a shard' in prepare('fineweb10b', '--data_files', bad, '--val_files', good, *out, ok=False)
+    write_shard(bad, [50257])
+    assert 'bad.bin: token id 50257 is beyond' in prepare('fineweb10b', '--data_files', good, '--val_files', bad, *out,
+                                                          ok=False)
+    message = prepare('fineweb10b', '--data_files', tmp_path, '--val_files', good, *out, ok=False)
+    assert message == f'{tmp_path}: cannot be read (Is a directory)'
+    assert 'go together' in prepare('fineweb10b', '--data_files', good, *out, ok=False)
+    message = prepare('fineweb10b', *out, ok=False)  # the Hub is out of reach here
+    assert 'kjj0/fineweb10B-gpt2/fineweb_train_000001.bin: ' in message
+    assert 'the same command resumes' in message
+
+
 def test_shakespeare_char_is_nanogpts(tmp_path):
     path = tmp_path / 'input.txt'
     path.write_text('To be, or not to be:\n' * 50)
@@ -790,13 +1092,13 @@ def test_shakespeare_char_is_nanogpts(tmp_path):
     assert tokenizer_from_meta(meta).decode(val) == text[int(0.9 * len(text)):]
 
 
-def test_shakespeare_char_refuses_what_is_not_utf8(tmp_path):
+def test_shakespeare_char_rejects_what_is_not_utf8(tmp_path):
     (tmp_path / 'latin1.txt').write_bytes('à'.encode('latin-1') * 50)
     assert 'latin1.txt: cannot be read' in prepare('shakespeare_char', '--input', tmp_path / 'latin1.txt', '--out_dir',
                                                    tmp_path / 'out', ok=False)
     assert not (tmp_path / 'out').exists()
 
 
-@pytest.mark.parametrize('name', ['fineweb', 'openwebtext', 'pile', 'pysource', 'shakespeare_char', 'text'])
+@pytest.mark.parametrize('name', sorted(path.parent.name for path in ROOT.glob('data/*/prepare.py')))
 def test_help(name):
     assert '--overwrite' in prepare(name, '--help')

@@ -11,9 +11,11 @@ import torch
 from conftest import ROOT, TINY, metrics, run_train
 from torch.nn import functional as F
 
-from data.tokenizer import Char, get_tokenizer
+from data.sources import files_corpus
+from data.tokenizer import Char, FileTokenizer, get_tokenizer
+from data.writer import write_bins
 from scripts import eval as eval_script
-from scripts.load import FolderTokenizer, load
+from scripts.load import load
 
 
 @pytest.fixture(scope='module')
@@ -71,7 +73,7 @@ def test_all_ranks_together(capsys, out_dir, flags, tokens):
     alone = evaluate(capsys, out_dir, *flags)
     done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
                            str(ROOT / 'scripts' / 'eval.py'), str(out_dir), *flags, '--device=cpu'],
-                          capture_output=True, text=True, timeout=120, cwd=ROOT)
+                          capture_output=True, text=True, timeout=300, cwd=ROOT)
     together = json.loads(done.stdout)  # one line, of one rank
     assert together['loss'] == pytest.approx(alone['loss'], rel=1e-6)
     assert together['tokens'] == alone['tokens'] and tokens in (None, alone['tokens'])
@@ -91,8 +93,39 @@ def test_bytes_per_id_of_a_folder(tmp_path, gpt2_cache):
     from scripts.export_hf import hf_tokenizer
     tokenizer = get_tokenizer('gpt2')
     hf_tokenizer(tokenizer).save(str(tmp_path / 'tokenizer.json'))
-    folder = FolderTokenizer(tmp_path / 'tokenizer.json', tokenizer.eot_id)
+    folder = FileTokenizer((tmp_path / 'tokenizer.json').read_text(), tokenizer.eot_id)
     assert torch.equal(eval_script.bytes_per_id(folder), eval_script.bytes_per_id(tokenizer))
+
+
+@pytest.mark.parametrize('content', [
+    b'\xef\xbb\xbfwith a byte order mark', b'line\r\nline\r\n\r\nline\rend\r\n', b'a\x0cb\xe2\x80\xa8c\x1cd\n',
+    b'one<|endoftext|>two<|endoftext|>\n \n<|endoftext|>three\n', b'\n  blanks first'])
+def test_text_has_the_tokens_that_prepare_makes_of_it(tmp_path, content):
+    (tmp_path / 'my.txt').write_bytes(content)
+    (tmp_path / 'val.txt').write_text('another text')
+    byte = get_tokenizer('byte')
+    write_bins(files_corpus([tmp_path / 'my.txt'], [tmp_path / 'val.txt']), byte, tmp_path, 1)
+    prepared = np.fromfile(tmp_path / 'train.bin', dtype='<u2').tolist()
+    text = eval_script.Text(tmp_path / 'my.txt', byte)
+    assert [*text.tokens.tolist(), 0] == prepared  # which ends the last document, too
+
+
+def test_a_loss_beyond_floating_point_has_no_perplexity(capsys, out_dir, tmp_path, monkeypatch):
+    (tmp_path / 'text.txt').write_text('some text')
+    for loss in (800.0, math.inf, math.nan):
+        monkeypatch.setattr(eval_script, 'evaluate', lambda *args, loss=loss: (loss, 8, 8))
+        result = evaluate(capsys, out_dir, f'--text={tmp_path / "text.txt"}')
+        assert result['perplexity'] is None and result['loss'] == (loss if loss == 800 else None)
+
+
+def test_a_mixture_is_evaluated_part_by_part(capsys, out_dir, corpus, tmp_path):
+    (tmp_path / 'other').mkdir()
+    for name in ('train.bin', 'val.bin', 'meta.json'):
+        (tmp_path / 'other' / name).symlink_to(corpus / name)
+    eval_script.main([str(out_dir), f'--dataset={corpus}:0.7,{tmp_path / "other"}:0.3', '--device=cpu'])
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first['data'] == str(corpus / 'val.bin') and second['data'] == str(tmp_path / 'other' / 'val.bin')
+    assert first['loss'] == second['loss'] == evaluate(capsys, out_dir)['loss']
 
 
 def test_errors_are_one_line(capsys, out_dir, tmp_path):

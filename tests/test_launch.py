@@ -1,4 +1,5 @@
-"""Several machines, as far as one can be several: agents of torchrun that meet on loopback, and the Slurm script."""
+"""How runs are started: several machines, as far as one can be several (agents of torchrun that meet on loopback, the
+Slurm script), the environment, the device; and that the tests' own way of starting runs tells hangs and lines apart."""
 
 import importlib.util
 import os
@@ -9,9 +10,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import INJECT, ROOT, command, finish, iterations, metrics
+from conftest import (
+    HANG,
+    INJECT,
+    ROOT,
+    TINY,
+    command,
+    finish,
+    iterations,
+    metrics,
+    needs_compiler,
+    refusal,
+    run_train,
+    start,
+)
 
 from runtime import device
+from runtime.checkpoint import load
 from runtime.device import device_defaults
 from runtime.distributed import World
 from runtime.signals import STOPPED
@@ -135,10 +150,152 @@ def test_what_suits_a_device(monkeypatch):
 
 @pytest.mark.parametrize('environment, index', [({}, 0), (dict(LOCAL_RANK='0'), 0), (dict(LOCAL_RANK='3'), 3)])
 def test_a_cuda_device_has_an_index(monkeypatch, environment, index):
-    """Without one `torch.cuda.set_device` refuses it, and so does NCCL's process group."""
+    """Without one `torch.cuda.set_device` rejects it, and so does NCCL's process group."""
     chosen = []
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     for name, value in dict(is_available=lambda: True, device_count=lambda: 4, set_device=chosen.append).items():
         monkeypatch.setattr(torch.cuda, name, value)
     assert chosen == [World('cuda', 'nccl').device] == [torch.device('cuda', index)]
+
+
+@pytest.mark.parametrize('environment, words', [
+    (dict(WORLD_SIZE=''), 'WORLD_SIZE=: must be a whole'), (dict(RANK='abc'), 'RANK=abc: must be a whole number'),
+    (dict(WORLD_SIZE='0'), 'WORLD_SIZE=0: must be a whole number, at least 1'),
+    (dict(LOCAL_RANK='-1'), 'LOCAL_RANK=-1: must be'), (dict(RANK='2', WORLD_SIZE='2'), 'RANK=2: must be below'),
+    (dict(RANK='1', WORLD_SIZE='2'), 'WORLD_SIZE=2: MASTER_ADDR is not set'),
+])
+def test_an_environment_that_describes_no_ranks_is_one_line(monkeypatch, environment, words):
+    for key in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    message = refusal(World, 'cpu', 'gloo')
+    assert words in message and 'start with torchrun' in message
+
+
+@pytest.mark.parametrize('name', ['meta', 'xla', 'gpu', 'cuda:x', ''])
+def test_a_device_that_cannot_train_is_one_line(name):
+    assert refusal(device.check_device, name).startswith(f'--device={name}: ')
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# World.wrap
+
+
+class Tiny(torch.nn.Module):
+    """Two linear layers as blocks, and a parameter outside of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x * self.scale))
+        return x.sum()
+
+
+@needs_compiler
+@pytest.mark.parametrize('activation_checkpointing', [False, True])
+def test_the_whole_model_is_compiled_and_stays_eager_itself(activation_checkpointing):
+    plain, model = Tiny(), Tiny()
+    forward = World('cpu', 'gloo').wrap(model, model.blocks, True, activation_checkpointing)
+    x = torch.randn(4, 8)
+    graphs = torch._dynamo.explain(forward._orig_mod)(x)
+    assert graphs.graph_count == 1 and graphs.graph_break_count == 0
+    torch._dynamo.reset()
+    loss = forward(x)
+    for _ in range(2):  # as an estimate and the gradient do, through one forward
+        loss.backward(retain_graph=True)
+    for _ in range(2):
+        plain(x).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    compiled_frames = torch._dynamo.utils.counters['stats']['unique_graphs']
+    torch.testing.assert_close(model(x[:3]), plain(x[:3]))  # of another shape, which would be compiled anew
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] == compiled_frames
+
+
+@needs_compiler
+def test_an_incomplete_file_in_the_compile_cache_is_removed(tmp_path):
+    """What kill -9 leaves while a kernel is linked: an empty library, which every later start would load."""
+    code = """
+import torch
+from runtime.distributed import World
+model = torch.nn.Linear(8, 8)
+World('cpu', 'gloo').wrap(model, [], compile=True)(torch.randn(4, 8)).exp().sum().backward()
+"""
+
+    def run():
+        return subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=HANG,
+                              env=dict(os.environ, OMP_NUM_THREADS='1', TORCHINDUCTOR_CACHE_DIR=str(tmp_path)))
+    assert run().returncode == 0
+    library = next(tmp_path.glob('*/*.main.so'))
+    library.write_bytes(b'')
+    failed = run()
+    assert failed.returncode == 1 and failed.stderr.count('\n') == 1, failed.stderr
+    assert f'{library}: a killed process left' in failed.stderr and not library.exists()
+    assert run().returncode == 0 and library.stat().st_size
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Output streams
+
+
+@pytest.mark.parametrize('closed', ['>&-', '2>&-', '<&- >&- 2>&-'])
+def test_closed_streams_do_not_end_a_run(corpus, tmp_path, closed):
+    done = subprocess.run(['sh', '-c', f'exec "$@" {closed}', 'sh', sys.executable, str(ROOT / 'train.py'), *TINY,
+                           f'--dataset={corpus}', f'--out_dir={tmp_path}', '--learning_rate=1e-2'], cwd=ROOT,
+                          capture_output=True, text=True, timeout=HANG, env=dict(os.environ, OMP_NUM_THREADS='1'))
+    assert done.returncode == 0 and len(metrics(tmp_path)) == 10, done.stderr
+    assert iterations(tmp_path) == [10, 5] and load(tmp_path)[1]['iter_num'] == 10
+    assert ('iter 9' in done.stdout) == ('>&-' not in closed.split()) and not done.stderr
+
+
+def test_a_terminal_that_knows_ascii_only(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv('PYTHONIOENCODING', 'ascii')
+    done = run_train(*TINY, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--learning_rate=1e-2', '--max_iters=1')
+    assert '1 device(s) \\xd7 2' in done.stdout and len(metrics(tmp_path)) == 1
+
+
+def test_closed_streams_leave_no_standard_descriptor_free():
+    """A file that got one of them would receive what C libraries print."""
+    code = """
+from runtime.signals import SafeStream
+streams = SafeStream(None), SafeStream(None)
+streams[0].write('lost')
+assert open('README.md').fileno() > 2
+"""
+    done = subprocess.run(['sh', '-c', 'exec "$@" <&- >&-', 'sh', sys.executable, '-c', code], cwd=ROOT,
+                          stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The harness
+
+
+@pytest.mark.parametrize('forked', [True, False])
+def test_a_hang_is_called_one(train, tmp_path, forked):
+    """A run that the harness has killed must not look like one that a signal has ended."""
+    with pytest.raises(pytest.fail.Exception, match='the run hung: .* not ended after 2 s'):
+        if forked:
+            train(tmp_path, faults='time.sleep(3600)', seconds=2)
+        else:
+            finish(start(tmp_path, faults='time.sleep(3600)'), seconds=2)
+
+
+def test_ranks_that_print_to_one_file_do_not_cut_each_others_lines(train, tmp_path):
+    faults = ''.join(f"""
+def talk(character={character!r}):
+    for _ in range(40):
+        print(character * 999)
+        time.sleep(0.01)
+at(0, talk, rank={rank})
+""" for rank, character in enumerate('ab'))
+    done = train(tmp_path, '--max_iters=1', '--eval_interval=1', ranks=2, faults=faults)
+    assert done.code == 0, done.err
+    assert all(done.out.splitlines().count(character * 999) == 40 for character in 'ab')

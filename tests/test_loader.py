@@ -1,12 +1,16 @@
-"""The data order, the windows of every world size, bins that do not fit."""
+"""The data order, the sequences of every world size, bins that do not fit."""
 
 import json
+import re
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import refusal, write_bins
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data.loader import (
     Bin,
@@ -14,28 +18,31 @@ from data.loader import (
     ValidationLoader,
     accumulation_steps,
     data_dir,
+    fingerprint,
     on_device,
-    window_starts,
+    open_dataset,
+    read_meta,
+    sequence_starts,
 )
 from runtime.rng import keyed_bits, keyed_uniforms
 
 
-def test_windows_are_a_pure_function_of_seed_and_iteration():
-    starts = window_starts(7, 3, 480, 10_000, 64)
-    assert np.array_equal(starts, window_starts(7, 3, 480, 10_000, 64))
-    assert not np.array_equal(starts, window_starts(7, 4, 480, 10_000, 64))
-    assert not np.array_equal(starts, window_starts(8, 3, 480, 10_000, 64))
+def test_sequences_are_a_pure_function_of_seed_and_iteration():
+    starts = sequence_starts(7, 3, 480, 10_000, 64)
+    assert np.array_equal(starts, sequence_starts(7, 3, 480, 10_000, 64))
+    assert not np.array_equal(starts, sequence_starts(7, 4, 480, 10_000, 64))
+    assert not np.array_equal(starts, sequence_starts(8, 3, 480, 10_000, 64))
     assert starts.min() >= 0 and starts.max() < 10_000 - 64
 
 
 def test_data_order_never_changes():
     """Pinned: other numbers here would silently change the data of every run that is resumed or compared."""
     assert keyed_bits(1337, 0, 5, 2).tolist() == [6403813828210065407, 16623685186354751458]
-    assert window_starts(1337, 5, 3, 9_000_000_000, 1024).tolist() == [3124362633, 8110545094, 3008058390]
+    assert sequence_starts(1337, 5, 3, 9_000_000_000, 1024).tolist() == [3124362633, 8110545094, 3008058390]
 
 
-def test_windows_are_uniform_over_all_starts():
-    starts = np.concatenate([window_starts(0, i, 1000, 42, 32) for i in range(20)])
+def test_sequences_are_uniform_over_all_starts():
+    starts = np.concatenate([sequence_starts(0, i, 1000, 42, 32) for i in range(20)])
     counts = np.bincount(starts, minlength=10)
     assert len(counts) == 10  # starts 0 … num_tokens - block_size - 1
     assert abs(counts - 2000).max() < 5 * 2000 ** 0.5
@@ -55,7 +62,7 @@ def test_uniforms_lie_in_the_half_open_interval():
 @pytest.mark.parametrize('world_size', [1, 2, 8, 10])
 def test_shares_of_all_ranks_make_up_the_mini_batch(corpus, world_size):
     data = Bin(corpus, 'train')
-    whole = data.windows(window_starts(5, 2, 40, len(data), 16), 17)
+    whole = data.sequences(sequence_starts(5, 2, 40, len(data), 16), 17)
     together = np.zeros_like(whole)
     for rank in range(world_size):
         loader = TrainLoader(data, 5, 40, 16, rank, world_size, 'cpu', first_iteration=2)
@@ -76,7 +83,7 @@ def test_loader_goes_through_the_iterations_and_starts_anywhere(corpus):
 
 
 @pytest.mark.parametrize('world_size', [1, 2, 3])
-def test_validation_windows_cover_the_split_once(tmp_path, world_size):
+def test_validation_sequences_cover_the_split_once(tmp_path, world_size):
     data = Bin(write_bins(tmp_path, np.arange(100) % 256, np.arange(103) % 251), 'val')
     seen = []
     for rank in range(world_size):
@@ -91,20 +98,21 @@ def test_validation_windows_cover_the_split_once(tmp_path, world_size):
                     seen.append(x[0].item())
                 else:
                     assert (y == -1).all()
-    assert sorted(seen) == list(range(0, 100, 10))  # 102 predictions: ten windows of ten
+    assert sorted(seen) == list(range(0, 100, 10))  # 102 predictions: ten sequences of ten
 
 
-def test_validation_windows_are_spread_over_the_split(corpus):
-    """Of 312 windows the first of each seventh."""
+def test_validation_sequences_are_spread_over_the_split(corpus):
+    """Of 312 sequences the first of each seventh."""
     loader = ValidationLoader(Bin(corpus, 'val'), 7, 4, 32, 0, 1, 'cpu')
-    assert loader.starts.tolist() == [32 * window for window in (0, 44, 89, 133, 178, 222, 267)]
+    assert loader.starts.tolist() == [32 * sequence for sequence in (0, 44, 89, 133, 178, 222, 267)]
 
 
-@pytest.mark.parametrize('tokens, windows', [(40, 3), (41, 4)])
-def test_the_last_validation_window_has_its_last_target(tmp_path, tokens, windows):
+@pytest.mark.parametrize('tokens, sequences', [(40, 3), (41, 4)])
+def test_the_last_validation_window_has_its_last_target(tmp_path, tokens, sequences):
     loader = ValidationLoader(Bin(write_bins(tmp_path, range(40), range(tokens)), 'val'), 0, 8, 10, 0, 1, 'cpu')
     (_, Y), = loader
-    assert Y[windows - 1].tolist() == list(range(10 * windows - 9, 10 * windows + 1)) and (Y[windows:] == -1).all()
+    assert Y[sequences - 1].tolist() == list(range(10 * sequences - 9, 10 * sequences + 1))
+    assert (Y[sequences:] == -1).all()
 
 
 def test_ids_above_32767_survive(tmp_path):
@@ -115,13 +123,13 @@ def test_ids_above_32767_survive(tmp_path):
     loader.close()
     wide = np.array([0, 70_000] * 10)
     data = Bin(write_bins(tmp_path / 'b', wide, wide, vocab_size=100_000, dtype='uint32'), 'train')
-    windows = torch.from_numpy(data.windows([0], 4).view(np.int32))
-    assert on_device(windows, 'cpu').tolist() == [[0, 70_000, 0, 70_000]]
+    sequences = torch.from_numpy(data.sequences([0], 4).view(np.int32))
+    assert on_device(sequences, 'cpu').tolist() == [[0, 70_000, 0, 70_000]]
 
 
 def test_nanogpt_bins_load_without_meta(tmp_path):
     data = Bin(write_bins(tmp_path, [50256, 1, 2, 3], [1, 2, 3], meta=False), 'train')
-    assert data.vocab_size == 50257 and data.windows([0], 4).tolist() == [[50256, 1, 2, 3]]
+    assert data.vocab_size == 50257 and data.sequences([0], 4).tolist() == [[50256, 1, 2, 3]]
     other = write_bins(tmp_path / 'other', [50256, 1, 2, 4], [1], meta=False)
     assert data.fingerprint() != Bin(other, 'train').fingerprint()
 
@@ -139,17 +147,34 @@ def test_a_fingerprint_tells_size_and_both_ends(tmp_path):
 def test_nanogpts_character_bins_are_not_taken_for_gpt2s(tmp_path):
     path = write_bins(tmp_path, range(60), range(60), meta=False)
     (path / 'meta.pkl').touch()
-    assert 'meta.pkl: a vocabulary of nanoGPT' in refusal(Bin, path, 'train')
+    for function, *arguments in ((Bin, path, 'train'), (read_meta, path)):
+        message = refusal(function, *arguments)
+        assert message.startswith(f"{path}/meta.pkl: nanoGPT's vocabulary is not read")
+        assert 'data/shakespeare_char/prepare.py --input FILE' in message
 
 
-def test_bins_that_do_not_fit_are_refused(tmp_path):
+def test_a_missing_data_set_is_named_with_what_helps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_bins(tmp_path / 'data/pysource', [1], [1])
+    assert refusal(Bin, data_dir('pysorce'), 'val') == (
+        '--dataset=pysorce: no directory data/pysorce; did you mean pysource?')
+    assert refusal(Bin, data_dir('mine'), 'val') == (
+        'data/mine/val.bin: no such file; check --dataset, or make it with python data/text/prepare.py FILE... '
+        '--out_dir data/mine')
+    Path('data/fineweb').mkdir()
+    Path('data/fineweb/prepare.py').touch()
+    assert refusal(Bin, data_dir('fineweb'), 'val') == (
+        'data/fineweb/val.bin: no such file; run python data/fineweb/prepare.py')
+
+
+def test_bins_that_do_not_fit_are_rejected(tmp_path):
     def fresh(name, **kwargs):
         return write_bins(tmp_path / name, np.arange(100), np.arange(50), **kwargs)
 
     assert 'train.bin: no such file' in refusal(Bin, tmp_path / 'none', 'train')
     path = fresh('odd')
     (path / 'train.bin').write_bytes(b'abc')
-    assert 'no whole number of uint16' in refusal(Bin, path, 'train')
+    assert 'not a whole number of uint16' in refusal(Bin, path, 'train')
     path = fresh('short')
     (path / 'train.bin').write_bytes(b'abcd')
     assert 'holds 2 tokens, meta.json says 100' in refusal(Bin, path, 'train')
@@ -157,7 +182,7 @@ def test_bins_that_do_not_fit_are_refused(tmp_path):
     (path / 'meta.json').write_text(json.dumps({'dtype': 'uint16'}))
     assert 'not a valid meta.json' in refusal(Bin, path, 'train')
     data = Bin(fresh('ids', vocab_size=90), 'train')
-    assert 'token id 99 is beyond the vocabulary of 90' in refusal(data.windows, [0], 100)
+    assert 'token id 99 is beyond the vocabulary of 90' in refusal(data.sequences, [0], 100)
     assert 'too few for block_size = 100' in refusal(data.check_length, 100)
 
 
@@ -179,11 +204,189 @@ def test_a_data_set_is_named_by_its_directory_in_data_or_by_a_path(tmp_path, mon
 def test_accumulation_steps():
     assert accumulation_steps(480, 12, 8) == 5
     assert accumulation_steps(480, 8, 10, given=6) == 6
-    message = refusal(accumulation_steps, 480, 7, 2)
-    assert '480' in message and '7 × 2 = 14' in message and '476 or 490' in message
-    message = refusal(accumulation_steps, 480, 8, 10, 5)
-    assert 'gradient_accumulation_steps' in message and '= 5 × 8 × 10' in message and '=400' in message
-    assert 'as nanoGPT does' in refusal(accumulation_steps, 480, 12, 8, 40)
-    assert '--total_batch_size=64,' in refusal(accumulation_steps, 480, 64, 1, 1)  # which fits
     assert accumulation_steps(64, 64, 1, 1) == 1
-    refusal(accumulation_steps, 480, 0, 1)
+
+
+@given(total=st.integers(1, 600), size=st.integers(1, 40), devices=st.integers(1, 20), steps=st.integers(0, 40))
+def test_what_the_messages_about_batch_sizes_suggest_does_fit(total, size, devices, steps):
+    try:
+        assert accumulation_steps(total, size, devices, steps) * size * devices == total
+        return
+    except SystemExit as error:
+        message = str(error)
+    problem, _, fix = message.rpartition('; ') if '; set ' in message else message.rpartition(': ')
+    values = list(map(int, re.findall(r'(?:=| |^)(\d+)', fix)))
+    assert problem and values
+    if message.startswith('--batch_size'):
+        for value in values:
+            assert accumulation_steps(total, value, devices) * value * devices == total
+    elif message.startswith('--total_batch_size'):
+        for value in values:
+            assert accumulation_steps(value, size, devices) * size * devices == value
+    else:
+        if '--gradient_accumulation_steps=0' in fix:
+            assert accumulation_steps(total, size, devices, 0) == values[1]
+        if '--total_batch_size=' in fix:
+            assert accumulation_steps(values[-1], size, devices, steps) == steps
+
+
+@given(seed=st.integers(-2 ** 70, 2 ** 70), iteration=st.integers(0, 2 ** 63), block_size=st.integers(1, 64),
+       parts=st.lists(st.tuples(st.integers(65, 2 ** 40), st.floats(0.001, 1000)), min_size=1, max_size=5))
+def test_no_sequence_leaves_its_part(seed, iteration, block_size, parts):
+    sizes, weights = zip(*parts)
+    shares = [weight / sum(weights) for weight in weights]
+    starts = sequence_starts(seed, iteration, 50, sizes, block_size, shares)
+    first = np.cumsum([0, *sizes])
+    part = np.searchsorted(first, starts, side='right') - 1
+    assert (starts >= 0).all() and (starts + block_size + 1 <= first[part + 1]).all()
+
+
+def test_a_flipped_bit_in_meta_is_rejected_or_harmless(tmp_path):
+    """The bin is the same, or there is one line."""
+    path = write_bins(tmp_path, range(100), range(50)) / 'meta.json'
+    whole, rejected = path.read_bytes(), 0
+    for place in range(0, 8 * len(whole), 7):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        try:
+            assert Bin(tmp_path, 'train').tokens.tolist() == list(range(100))
+        except SystemExit as error:
+            rejected += 1
+            assert str(error).startswith(str(tmp_path)) and '\n' not in str(error)
+    assert rejected > len(whole) / 4
+
+
+@given(place=st.integers(0, 1599))
+def test_a_flipped_bit_in_a_bin_changes_the_fingerprint(place):
+    with tempfile.TemporaryDirectory() as folder:
+        data = Bin(write_bins(Path(folder), range(100), range(50)), 'train')
+        before, raw = data.fingerprint(), bytearray(data.path.read_bytes())
+        raw[place // 8] ^= 1 << place % 8
+        data.path.write_bytes(raw)
+        assert Bin(folder, 'train').fingerprint() != before
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch):
+    """Data sets a, of the ids 0 to 99, and b, 100 to 199, each id in its turn; the working directory has them."""
+    monkeypatch.chdir(tmp_path)
+    write_bins(tmp_path / 'data/a', np.arange(5000) % 100, np.arange(500) % 100)
+    write_bins(tmp_path / 'data/b', np.arange(700) % 100 + 100, np.arange(300) % 100 + 100)
+
+
+def batches(data, first, n, rank=0, world_size=1):
+    loader = TrainLoader(data, 7, 24, 16, rank, world_size, 'cpu', first)
+    found = [next(loader) for _ in range(n)]
+    loader.close()
+    return found
+
+
+def test_a_mixture_draws_its_parts_by_their_weights(two):
+    data, val = open_dataset('a:7,b:3', 16)
+    found = torch.cat(batches(data, 0, 200))
+    assert (found % 100)[:, 1:].equal((found % 100)[:, :-1].add(1).remainder(100))  # as they stand in the bins
+    of_b = (found >= 100).float().mean(1)
+    assert set(of_b.tolist()) == {0.0, 1.0}  # no sequence crosses from one part to the other
+    assert of_b.mean().item() == pytest.approx(0.3, abs=5 * (0.21 / 4800) ** 0.5)
+    assert sorted(found[of_b == 0][:, 0].unique().tolist()) == list(range(100))
+    assert {key: (str(bin.path), bin.weight) for key, bin in val.items()} == {
+        'a': ('data/a/val.bin', 0.7), 'b': ('data/b/val.bin', 0.3)}
+
+
+def test_a_mixture_is_a_pure_function_of_seed_and_iteration(two):
+    data, _ = open_dataset('a:0.7,b:0.3', 16)
+    whole = batches(data, 0, 6)
+    assert all(map(torch.equal, batches(data, 3, 3), whole[3:]))
+    for world_size in (2, 3):
+        shares = [batches(data, 2, 1, rank, world_size)[0] for rank in range(world_size)]
+        assert all(torch.equal(share, whole[2][rank::world_size]) for rank, share in enumerate(shares))
+    # Pinned, as test_data_order_never_changes.
+    assert sequence_starts(1337, 5, 4, [10 ** 9, 10 ** 6], 1024, [0.7, 0.3]).tolist() == (
+        [495930125, 1000669885, 477469151, 238625459])
+    starts = sequence_starts(1337, 5, 100, [9_000_000_000], 1024, [1.0])
+    assert np.array_equal(starts, sequence_starts(1337, 5, 100, 9_000_000_000, 1024))
+
+
+def test_the_shares_of_a_mixture_may_add_up_to_a_little_less_than_one():
+    starts = sequence_starts(0, 0, 10_000, [20] * 10, 16, [0.1] * 10)
+    assert sum([0.1] * 10) < 1
+    assert np.array_equal(np.unique(starts), (np.arange(0, 200, 20)[:, None] + np.arange(4)).ravel())
+
+
+def test_a_mixture_tells_where_its_sequences_are(two):
+    data, _ = open_dataset('a:0.5,b:0.5', 16)
+    assert data.where(np.array([3, 5000, 4983, 5683])) == 'data/a/train.bin at [3, 4983], data/b/train.bin at [0, 683]'
+    assert data.sequences([4983, 5000], 17)[:, [0, 16]].tolist() == [[83, 99], [100, 116]]
+
+
+def test_the_fingerprint_of_a_mixture_covers_all_of_it(two, tmp_path):
+    def fingerprints(dataset):
+        train, val = open_dataset(dataset, 16)
+        return train.fingerprint(), fingerprint(list(val.values()))
+
+    known = [fingerprints(dataset) for dataset in ('a', 'b', 'a:0.7,b:0.3', 'a:0.6,b:0.4')]
+    assert known[2] == fingerprints('a:7,b:3')
+    assert known[0] == (Bin('data/a', 'train').fingerprint(), Bin('data/a', 'val').fingerprint())
+    write_bins(tmp_path / 'data/b', np.arange(700) % 100 + 101, np.arange(300) % 100 + 101)
+    known.append(fingerprints('a:0.7,b:0.3'))
+    for split in zip(*known):
+        assert len(set(split)) == len(known)
+
+
+def test_a_part_of_weight_0_is_only_validated_on(two):
+    Path('data/b/train.bin').unlink()
+    train, val = open_dataset('a:2,b:0', 16)
+    assert isinstance(train, Bin) and str(train.path) == 'data/a/train.bin'
+    assert {key: bin.weight for key, bin in val.items()} == {'a': 1.0, 'b': 0.0}
+    train, val = open_dataset('a', 16)
+    assert isinstance(train, Bin) and list(val) == ['a'] and val['a'].weight == 1
+
+
+@pytest.mark.parametrize('dataset, message', [
+    ('a:0.7,b', "--dataset=a:0.7,b: 'b' is not NAME:WEIGHT; a mixture is written a:0.7,b:0.3"),
+    ('a,b', "--dataset=a,b: 'a' is not NAME:WEIGHT"), ('a:-1,b:2', "'a:-1' is not"), ('a:nan,b:2', "'a:nan' is not"),
+    ('a:inf,b:2', "'a:inf' is not"), (':1,b:2', "':1' is not"), ('a:x', "'a:x' is not"), ('a:1,a:2', 'names a twice'),
+    ('a:0,b:0', 'needs a weight above 0'), ('a:1,./data/a:1', 'two parts have the same name'),
+    ('a:1,bb:1', '--dataset=bb: no directory data/bb; did you mean b?'),
+    ('a:1,c:1', 'data/c/train.bin: made with another tokenizer (char) than data/a/train.bin (byte); prepare all'),
+    ('a:1,c:0', 'data/c/val.bin: made with another tokenizer (char)')])
+def test_mixtures_that_cannot_be_are_one_line(dataset, message, two):
+    c = write_bins(Path('data/c'), range(60), range(60))
+    meta = json.loads((c / 'meta.json').read_text())
+    (c / 'meta.json').write_text(json.dumps({**meta, 'tokenizer': 'char', 'chars': 'ab'}))
+    assert message in refusal(open_dataset, dataset, 16)
+
+
+def test_open_dataset_checks_the_length_and_the_ids_of_each_split(two):
+    assert 'data/b/val.bin: 300 tokens are too few for block_size = 400' in refusal(open_dataset, 'a:1,b:1', 400)
+    write_bins(Path('data/b'), np.full(700, 99), np.full(300, 99), vocab_size=90)
+    assert 'data/b/train.bin: token id 99 is beyond the vocabulary of 90' in refusal(open_dataset, 'b', 16)
+
+
+def test_a_directory_may_be_named_like_a_mixture(two, tmp_path):
+    write_bins(tmp_path / 'data/a:1,b:2', range(60), range(60))
+    assert open_dataset('a:1,b:2', 16)[0].path == Path('data/a:1,b:2/train.bin')
+
+
+@pytest.mark.parametrize('arguments, message', [
+    ((480, 14, 1), '--batch_size=14: must divide 480: 12, 15 or 16'),
+    ((480, 7, 2), '--batch_size=7: must divide 240 (--total_batch_size=480 / 2 devices): 5, 6 or 8'),
+    ((3, 2, 1), '--batch_size=2: must divide 3: 1 or 3'),
+    ((1, 2, 1), '--batch_size=2: must divide 1: 1'),
+    ((480, 8, 7), '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=448 or 504'),
+    ((3, 1, 7), '--total_batch_size=3: must be a multiple of the 7 devices; set --total_batch_size=7'),
+    ((480, 8, 10, 5), '--gradient_accumulation_steps=5: × --batch_size=8 × 10 device(s) = 400, not '
+     '--total_batch_size=480; set --gradient_accumulation_steps=0, which makes it 6, or --total_batch_size=400'),
+    ((480, 64, 1, 1), '--gradient_accumulation_steps=1: × --batch_size=64 × 1 device(s) = 64, not '
+     '--total_batch_size=480; set --total_batch_size=64'),  # 64 does not divide 480
+    ((480, 12, 8, 40), '--gradient_accumulation_steps=40: × --batch_size=12 × 8 device(s) = 3840, not '
+     '--total_batch_size=480 (it counts the micro-batches of each device; nanoGPT counts those of all); set '
+     '--gradient_accumulation_steps=0, which makes it 5'),
+    ((480, 12, 7, 40),
+     '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=420 or 504'),
+    ((480, 0, 1), '--batch_size=0: must be at least 1'),
+    ((480, 8, 1, -1), '--gradient_accumulation_steps=-1: must be at least 0'),
+])
+def test_batch_sizes_that_do_not_fit(arguments, message):
+    assert refusal(accumulation_steps, *arguments) == message

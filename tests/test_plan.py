@@ -151,7 +151,7 @@ def test_hutchinson_is_planned_for_replicas_only(tmp_path):
 
 
 def test_refusals(monkeypatch, capsys):
-    assert 'is not a multiple of batch_size × world_size' in refusal(
+    assert 'must be a multiple of the 24 devices' in refusal(
         plan.main, ['config/train_neox_1.5b_adamw.py', '--gpus=24'])
     assert 'no such config file' in refusal(plan.main, ['config/train_neox_1.5b_lion.py'])
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)

@@ -1,4 +1,4 @@
-"""What can happen to a run of days, done to the real train.py as a process: it goes on exactly, or says why not."""
+"""What can happen to a run of days, done to the real train.py as a process: it resumes exactly, or says why not."""
 
 import json
 import os
@@ -16,8 +16,8 @@ import pytest
 import torch
 from conftest import OPTIMIZERS, ROOT, STOP_IN_EVALUATION, finish, iterations, metrics, refusal, start, write_bins
 
-from data.loader import window_starts
-from runtime import checkpoint
+from data.loader import sequence_starts
+from runtime import checkpoint, runlog
 from runtime.signals import NOT_FINITE, STARTED, STOPPED, StopSignals
 
 TIMING = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}
@@ -46,8 +46,8 @@ def assert_same_run(a, b):
     """Both runs ended in the same state, bit for bit, and have logged the same."""
     for ours, theirs in zip(state(a)['model'].items(), state(b)['model'].items()):
         assert ours[0] == theirs[0] and torch.equal(ours[1], theirs[1])
-    for key in ('tokens', 'best_val_loss', 'evaluated', 'clipped', 'passed_over', 'latest_losses'):
-        assert state(a)[key] == state(b)[key], key
+    ours, theirs = (dict(state(out)['train_state'], seconds=None) for out in (a, b))
+    assert ours == theirs and state(a)['best_val_loss'] == state(b)['best_val_loss']
     ours, theirs = state(a)['optimizer']['state'], state(b)['optimizer']['state']
     assert ours.keys() == theirs.keys()
     for index, entries in ours.items():
@@ -97,6 +97,22 @@ def test_a_resumed_run_has_its_own_settings_and_counts_on(train, tmp_path):
     assert all(group['betas'][0] == 0.5 for group in state(tmp_path, 12)['optimizer']['param_groups'])
 
 
+def test_changed_settings_stay_in_config_json(train, tmp_path):
+    """Their values, and from which iteration they apply, over later resumes as well."""
+    def changes():
+        found = json.loads((tmp_path / 'config.json').read_text())['changes']
+        return sorted(found, key=lambda change: (change['iter'], change['key']))
+
+    assert train(tmp_path, '--max_iters=4').code == 0 and changes() == []
+    flags = ['--init_from=auto', '--max_iters=6', '--lr_decay_iters=4', '--min_lr=5e-4', '--grad_clip=0.5']
+    assert train(tmp_path, *flags).code == 0
+    expected = [{'iter': 4, 'key': 'grad_clip', 'from': 1.0, 'to': 0.5},
+                {'iter': 4, 'key': 'max_iters', 'from': 4, 'to': 6}]
+    assert changes() == expected
+    assert train(tmp_path, *flags, '--grad_clip=0').code == 0
+    assert changes() == [*expected, {'iter': 6, 'key': 'grad_clip', 'from': 0.5, 'to': 0.0}]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Stops
 
@@ -126,7 +142,7 @@ def test_a_stop_during_evaluation_makes_it_again_later(train, reference, tmp_pat
     assert_same_run(tmp_path, reference('adamw', 2))
 
 
-def test_sigusr1_saves_and_goes_on(train, reference, tmp_path):
+def test_sigusr1_saves_and_continues(train, reference, tmp_path):
     done = train(tmp_path, '--keep_checkpoints=5', faults='at(2, kill(signal.SIGUSR1))')
     assert done.code == 0 and iterations(tmp_path) == [10, 5, 3]
     assert_same_run(tmp_path, reference())
@@ -134,11 +150,11 @@ def test_sigusr1_saves_and_goes_on(train, reference, tmp_path):
 
 def test_sigusr1_before_the_loop_ends_no_run(train, tmp_path):
     done = train(tmp_path, faults="""
-begin = checkpoint.begin
+open_run = checkpoint.open_run
 def signalled(*args, **kwargs):
     kill(signal.SIGUSR1)()
-    return begin(*args, **kwargs)
-checkpoint.begin = signalled
+    return open_run(*args, **kwargs)
+checkpoint.open_run = signalled
 """)
     assert done.code == 0 and iterations(tmp_path)[0] == 10, done.err
 
@@ -189,7 +205,7 @@ def test_eval_only_writes_nothing(train, reference, tmp_path):
 
 
 def test_killed_while_saving(train, reference, tmp_path):
-    """kill -9 with half of the second checkpoint written: the run goes on from the first, as if undisturbed."""
+    """kill -9 with half of the second checkpoint written: the run resumes from the first, as if undisturbed."""
     done = train(tmp_path, '--eval_interval=5', faults="""
 save, calls = torch.save, []
 def interrupted(state, f):
@@ -215,7 +231,7 @@ def limit(size):
 
 
 def test_full_disk(train, reference, tmp_path):
-    """No file may grow beyond 20 kB while the run wants to save: it says so, goes on, and saves later if it can."""
+    """No file may grow beyond 20 kB while the run wants to save: it says so, continues, and saves later if it can."""
     faults = (FULL_DISK + 'at(2, kill(signal.SIGUSR1))\nat(4, lambda: limit(20_000))',
               FULL_DISK + 'at(4, lambda: limit(20_000))\nat(7, lambda: limit(-1))')
     stays, passes = (train(tmp_path / out, faults=fault) for out, fault in zip(('stays', 'passes'), faults))
@@ -228,15 +244,33 @@ def test_full_disk(train, reference, tmp_path):
         assert metrics(tmp_path / out) == metrics(reference())
 
 
+def test_the_best_is_the_lowest_that_was_saved(train, tmp_path):
+    """The disk is full at the lowest loss, that of iteration 4; afterwards it grows, but stays below that of 2."""
+    flags = ['--eval_interval=2', '--keep_checkpoints=9', '--decay_lr=False', '--max_iters=8']
+    done = train(tmp_path, *flags, faults=FULL_DISK + """
+def worse():
+    for group in [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)][0].param_groups:
+        group['maximize'] = True
+at(3, lambda: limit(20_000))
+at(4, worse)
+at(4, lambda: limit(-1))
+""")
+    losses = dict(zip(range(0, 10, 2), metrics(tmp_path, 'val/loss')))
+    assert done.code == 0 and iterations(tmp_path) == [8, 6, 2], done.err
+    assert losses[4] < losses[6] < losses[2], losses
+    best = checkpoint.load(tmp_path / 'best.pt')[1]
+    assert best['iter_num'] == 6 and best['best_val_loss'] == losses[6]
+
+
 def test_a_line_of_metrics_is_written_whole_or_not(tmp_path):
     path = tmp_path / 'metrics.jsonl'
-    checkpoint.append_line(path, '{"iter": 1}')
+    runlog.append_line(path, '{"iter": 1}')
     code = FULL_DISK + f"""
 import pathlib
 limit(20)
-checkpoint.append_line(pathlib.Path({str(path)!r}), '{{"iter": 2, "long": 1}}')
+runlog.append_line(pathlib.Path({str(path)!r}), '{{"iter": 2, "long": 1}}')
 """
-    done = subprocess.run([sys.executable, '-c', f'import checkpoint\n{code}'], cwd=ROOT, capture_output=True,
+    done = subprocess.run([sys.executable, '-c', f'from runtime import runlog\n{code}'], cwd=ROOT, capture_output=True,
                           text=True)
     assert done.returncode == 0 and 'a line could not be written' in done.stderr
     assert path.read_text() == '{"iter": 1}\n'
@@ -247,7 +281,7 @@ def test_what_will_be_written_again_is_dropped_from_the_log(tmp_path):
     path = tmp_path / 'metrics.jsonl'
     good = '{"iter": 4, "lr": 1}\n{"iter": 5, "val/loss": 3}\n'
     path.write_text(good + '{"iter": 5, "lr": 1}\n{"iter": 6, "l\n3\n')
-    checkpoint.rewind_log(path, 5, 5)
+    runlog.rewind_log(path, 5, 5)
     assert path.read_text() == good
 
 
@@ -268,7 +302,7 @@ def test_retention(tmp_path):
         checkpoint.save(tmp_path, dict(model={}, model_args={}, iter_num=i, config={}), best=best, keep=2)
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ['ckpt_00000012.pt', 'ckpt_00000003.pt', 'best.pt']
     assert checkpoint.load(tmp_path / 'best.pt')[1]['iter_num'] == 1
-    # A damaged newer checkpoint that a resumed run has passed over does not count as one of those kept.
+    # A damaged newer checkpoint that a resumed run has skipped does not count as one of those kept.
     checkpoint.save(tmp_path, dict(model={}, model_args={}, iter_num=4, config={}), keep=2)
     assert iterations(tmp_path) == [12, 4, 3]
     for i in iterations(tmp_path):
@@ -294,12 +328,12 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     synced, fsync = [], os.fsync
 
     def seen(fd):
-        synced.append((stat.S_ISDIR(os.fstat(fd).st_mode), [p.name for p in tmp_path.iterdir()]))
+        synced.append((stat.S_ISDIR(os.fstat(fd).st_mode), [p.suffix for p in tmp_path.iterdir()]))
         fsync(fd)
 
     monkeypatch.setattr(os, 'fsync', seen)
     checkpoint.save(tmp_path, dict(model={}, model_args={}, iter_num=3, config={}))
-    assert synced == [(False, ['ckpt_00000003.partial']), (True, ['ckpt_00000003.pt'])]
+    assert synced == [(False, ['.partial']), (True, ['.pt'])]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -321,7 +355,7 @@ def hostile(path):
             new.writestr(name, pickle.dumps(Exploit()) if name.endswith('data.pkl') else data)
 
 
-def test_damaged_and_foreign_checkpoints_are_refused(reference, tmp_path, monkeypatch, capsys):
+def test_damaged_and_foreign_checkpoints_are_rejected(reference, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     good = checkpoint.path_of(reference(), 10).read_bytes()
     bad = tmp_path / 'ckpt_00000099.pt'
@@ -343,7 +377,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(reference, tmp_path, monkey
     refusal(checkpoint.load, bad)
     for wrong in ([1], {'weights': 1}, dict(model={}, model_args={}, iter_num='3', config={})):
         torch.save(wrong, bad)
-        assert 'not a checkpoint of this repository (it has no' in refusal(checkpoint.load, bad)
+        assert 'not a checkpoint of this repository (it' in refusal(checkpoint.load, bad)
     hostile(bad)
     assert 'could run code' in refusal(checkpoint.load, bad)
     shutil.copy(checkpoint.path_of(reference(), 5), tmp_path)
@@ -354,7 +388,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(reference, tmp_path, monkey
     assert not (tmp_path / 'exploited').exists()
 
 
-def test_a_damaged_checkpoint_is_passed_over(train, reference, tmp_path):
+def test_a_damaged_checkpoint_is_skipped(train, reference, tmp_path):
     shutil.copytree(reference(), tmp_path, dirs_exist_ok=True)
     newest = checkpoint.path_of(tmp_path, 10)
     newest.write_bytes(newest.read_bytes()[:-1000])
@@ -364,7 +398,7 @@ def test_a_damaged_checkpoint_is_passed_over(train, reference, tmp_path):
     assert_same_run(tmp_path, reference())
 
 
-def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path, corpus):
+def test_errors_are_one_line_and_overwrite_nothing(train, reference, tmp_path, corpus):
     """All that a user may get wrong with a run's files, in an out_dir with checkpoints or beside it."""
     out = shutil.copytree(reference(), tmp_path / 'run')
     stranger = shutil.copytree(reference(), tmp_path / 'stranger')
@@ -392,7 +426,7 @@ def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path,
     before = content(tmp_path)
     # flags, out_dir, words of the message
     cases = [
-        ([], out, 'holds checkpoints, which a new run would overwrite; go on with that run by --init_from=resume'),
+        ([], out, 'holds checkpoints, which a new run would overwrite; continue that run by --init_from=resume'),
         (['--init_from=resume', '--n_embd=64'], out, 'is a model with another n_embd'),
         (['--init_from=resume', '--optimizer_name=lion'], out, 'was trained with --optimizer_name=adamw'),
         (['--init_from=auto', f'--dataset={other.parent}'], out, '(train, val.bin differs)'),
@@ -406,8 +440,8 @@ def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path,
         ([f'--dataset={lies.parent}'], tmp_path / 'new', f"{lies}: not a valid meta.json"),
         ([f'--dataset={narrow.parent}'], tmp_path / 'new', f'{narrow}: token id 250 is beyond the vocabulary of 100'),
         ([config], tmp_path / 'new', f'{config}:2: invalid syntax'),
-        (['--keep_checkpoints=1'], tmp_path / 'new', 'keep_checkpoints = 1 must be at least 2'),
-        (['--init_from=elsewhere'], tmp_path / 'new', "init_from = 'elsewhere' must be"),
+        (['--keep_checkpoints=1'], tmp_path / 'new', '--keep_checkpoints=1: must be at least 2'),
+        (['--init_from=elsewhere'], tmp_path / 'new', '--init_from=elsewhere: must be'),
     ]
     for flags, directory, words in cases:
         done = train(directory, *flags)
@@ -419,31 +453,13 @@ def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path,
     assert state(out, 12)['best_val_loss'] == min(metrics(out, 'val/loss')[-2:])  # of this data set: at 10 and 12
 
 
-def test_an_optimizers_state_of_any_shape_is_restored():
-    """As of one that somebody adds, which keeps a number for each row."""
-    def made():
-        model = torch.nn.Linear(3, 4, bias=False)
-        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
-        return model, optimizer
-
-    model, optimizer = made()
-    model(torch.ones(2, 3)).square().sum().backward()
-    optimizer.step()
-    saved = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), scaler={})
-    again, its = made()
-    checkpoint.restore(Path('ckpt.pt'), saved, again, its, None)
-    assert torch.equal(its.state[again.weight]['row_var'], optimizer.state[model.weight]['row_var'])
-    saved['optimizer']['state'][0]['exp_avg'] = torch.zeros(2)
-    assert "exp_avg of parameter 0 has the shape (2,)" in refusal(
-        checkpoint.restore, Path('ckpt.pt'), saved, again, its, None)
-
-
-def test_best_loss_is_of_the_same_windows(train, reference, tmp_path):
-    """A lower loss on other validation windows, before a resume with another eval_iters, does not stay the best."""
+def test_best_loss_is_of_the_same_sequences(train, reference, tmp_path):
+    """A lower loss on other validation sequences, before a resume with another eval_iters, does not stay the best."""
     out = shutil.copytree(reference(), tmp_path / 'out')
     path = checkpoint.path_of(out, 10)
     saved = torch.load(path, weights_only=True)
-    torch.save(saved | dict(best_val_loss=0.0), path)
+    saved.get('train_state', {})['best_val_loss'] = saved['best_val_loss'] = 0.0
+    torch.save(saved, path)
     for eval_iters, best in ((saved['config']['eval_iters'], 0.0), (3, None)):
         assert train(out, '--init_from=resume', '--max_iters=12', f'--eval_iters={eval_iters}').code == 0
         assert state(out, 12)['best_val_loss'] == (min(metrics(out, 'val/loss')[-2:]) if best is None else best)
@@ -451,7 +467,7 @@ def test_best_loss_is_of_the_same_windows(train, reference, tmp_path):
 
 
 def test_one_run_in_an_out_dir(train, tmp_path):
-    checkpoint.claim(tmp_path)
+    checkpoint.lock_out_dir(tmp_path)
     done = train(tmp_path, ranks=2)
     assert done.code == 1
     assert done.err.count(f'{tmp_path}: another run (process {os.getpid()} on ') == 1  # not once per rank
@@ -464,30 +480,31 @@ def test_one_run_in_an_out_dir(train, tmp_path):
 # Numbers that are not finite
 
 
-def test_nan_on_one_rank_stops_all_and_names_the_windows(train, corpus, tmp_path):
+def test_nan_on_one_rank_stops_all_and_names_the_sequences(train, corpus, tmp_path):
     done = train(tmp_path, ranks=2, faults='at(6, spoil(float("nan")), rank=1)')
-    starts = window_starts(1337, 6, 4, 50_000, 32)[1::2].tolist()
+    starts = sequence_starts(1337, 6, 4, 50_000, 32)[1::2].tolist()
     assert done.code == NOT_FINITE
-    assert (f'iteration 6: the loss is not finite (rank 1, micro-batch 0: windows of {corpus}/train.bin at {starts}); '
-            'nothing of it was saved; go on with a lower --learning_rate, or pass over it by --skip_nonfinite=1'
+    where = f'rank 1, micro-batch 0: sequences of {corpus}/train.bin at {starts}'
+    assert (f'iteration 6: the loss is not finite ({where}); '
+            'nothing of it was saved; resume with a lower --learning_rate, or skip it by --skip_nonfinite=1'
             ) in done.err.splitlines()
     assert (tmp_path / 'failed.txt').read_text().strip() in done.err.splitlines()
     assert iterations(tmp_path) == [5] and len(metrics(tmp_path)) == 6
     assert train(tmp_path, '--init_from=resume').code == 0 and not (tmp_path / 'failed.txt').exists()
 
 
-def test_skip_nonfinite_passes_over_and_lets_nothing_in(train, tmp_path):
+def test_skip_nonfinite_skips_and_lets_nothing_in(train, tmp_path):
     """Iteration 4 is a Hessian iteration: neither its gradient nor its ĥ may enter. Of iterations in a row one may be
-    passed over, with others between them several; a stop in between changes nothing."""
+    skipped, with others between them several; a stop in between changes nothing."""
     tolerant, stopped, strict = (
         train(tmp_path / out, '--skip_nonfinite=1', '--init_from=auto', name='sophiag', faults=faults)
         for out, faults in (('one', 'at(4, spoil(float("inf")))\nat(7, spoil(float("nan")))'),
                             ('two', 'at(6, spoil(float("nan")))\nat(6, kill(signal.SIGTERM))'),
                             ('two', 'at(7, spoil(float("nan")))')))
-    assert stopped.code == STOPPED and 'iter 6: the loss is not finite; passed over' in stopped.out
-    latest = state(tmp_path / 'one')['latest_losses']
+    assert stopped.code == STOPPED and 'iter 6: the loss is not finite; skipped' in stopped.out
+    latest = state(tmp_path / 'one')['train_state']['latest_losses']
     assert len(latest) == 8 and np.isfinite(latest).all()  # with NaN among them no spike would be seen any more
-    assert tolerant.code == 0 and 'iter 4: the loss is not finite; passed over (rank 0, micro-batch 0' in tolerant.out
+    assert tolerant.code == 0 and 'iter 4: the loss is not finite; skipped (rank 0, micro-batch 0' in tolerant.out
     lines = {line['iter']: line for line in map(json.loads, (tmp_path / 'one/metrics.jsonl').open()) if 'lr' in line}
     for key in ('momentum_norm', 'hessian_norm', 'param_norm'):
         assert lines[4][key] == lines[3][key]
@@ -528,7 +545,7 @@ def test_a_loss_spike_is_logged(train, tmp_path):
 
 
 def test_overflows_of_float16_are_no_error(train, tmp_path):
-    """From a loss scale that is far too high, the run finds its own, and goes on with it."""
+    """From a loss scale that is far too high, the run finds its own, and keeps it."""
     flags, faults = ['--dtype=float16', '--eval_interval=30', '--init_from=auto'], """
 Scaler = torch.amp.GradScaler
 torch.amp.GradScaler = lambda *args, **kwargs: Scaler(*args, init_scale=2.0 ** 30, **kwargs)
@@ -548,7 +565,7 @@ clip = optimizers.clip_gradients
 optimizers.clip_gradients = lambda *args: clip(*args) * float('inf')
 """)
     assert done.code == NOT_FINITE and 'iteration 40: the gradient is not finite' in done.err
-    assert done.err.rstrip().endswith('or pass over it by --skip_nonfinite=41')
+    assert done.err.rstrip().endswith('or skip it by --skip_nonfinite=41')
 
 
 # ----------------------------------------------------------------------------------------------------------------------

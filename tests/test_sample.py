@@ -1,4 +1,4 @@
-"""Generating: the KV cache against computing everything again, the sampler, scripts/sample.py."""
+"""Generating: GPT.generate against a loop of its own, the sampler, scripts/sample.py, what scripts/load.py loads."""
 
 import os
 import subprocess
@@ -7,13 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, write_bins
+from conftest import ROOT, refusal, write_bins
+from torch.nn import functional as F
 
+import scripts.load
 from data.tokenizer import get_tokenizer
 from model import GPT, GPTConfig, sample_next
 from runtime import checkpoint
 from scripts import sample
-from scripts.load import load
+from scripts.load import crop_vocab_size, load, with_tokenizer
 
 TINY = dict(block_size=24, vocab_size=64, n_layer=3, n_head=2, n_embd=16, dropout=0.0, bias=False,
             scale_attn_by_inverse_layer_idx=False)
@@ -40,32 +42,38 @@ def recompute(model, idx, n):
 
 @pytest.mark.parametrize('kwargs', [{}, dict(bias=True, scale_attn_by_inverse_layer_idx=True, gelu_approximate='tanh')])
 @pytest.mark.parametrize('length', [1, 7, 24, 30])
-def test_cache_gives_the_tokens_of_recomputing(kwargs, length):
+def test_generate_is_the_plain_greedy_loop(kwargs, length):
     model = make_model(**kwargs)
     idx = torch.randint(64, (3, length))
-    expected = recompute(model, idx, 40)  # 24 positions: most of it with a moving window
+    expected = recompute(model, idx, 40)  # 24 positions: most tokens come after the context is full
     assert len(expected[:, length:].unique()) > 5
-    assert torch.equal(model.generate(idx, 40, temperature=0), expected)
+    ids, lengths = model.generate(idx, 40, temperature=0)
+    assert torch.equal(ids, expected) and lengths.tolist() == [length + 40] * 3
 
 
-def test_a_position_is_computed_once():
-    """Up to block_size the cache must really spare the work: only the first call sees more than one token."""
-    model, seen = make_model(), []
-    model.transformer.wte.register_forward_hook(lambda module, args, out: seen.append(args[0].size(1)))
-    model.generate(torch.randint(64, (1, 6)), 19, temperature=0)
-    assert seen == [6] + [1] * 18
-    model.generate(torch.randint(64, (1, 6)), 21, temperature=0)
-    assert seen[19:] == [6] + [1] * 18 + [24, 24]
-
-
-def test_padded_rows_go_on_as_if_alone():
+def test_padded_rows_continue_as_if_alone():
     model = make_model(scale_attn_by_inverse_layer_idx=True)
     rows = [torch.randint(64, (1, n)) for n in (9, 1, 5, 9)]
-    padding = torch.tensor([9 - row.size(1) for row in rows])
-    idx = torch.cat([torch.cat((torch.full((1, pad), 63), row), 1) for row, pad in zip(rows, padding.tolist())])
-    together = model.generate(idx, 30, temperature=0, padding=padding)
-    for row, pad, found in zip(rows, padding.tolist(), together):
-        assert torch.equal(found[pad:], recompute(model, row, 30)[0])
+    idx = torch.cat([F.pad(row, (0, 9 - row.size(1)), value=63) for row in rows])
+    ids, lengths = model.generate(idx, 30, temperature=0, lengths=torch.tensor([9, 1, 5, 9]))
+    assert lengths.tolist() == [39, 31, 35, 39]
+    for row, found, length in zip(rows, ids, lengths):
+        assert torch.equal(found[:length], recompute(model, row, 30)[0])
+
+
+def test_rows_stop_on_their_own_and_the_loop_with_the_last():
+    model, calls = make_model(), []
+    idx = torch.randint(64, (3, 4))
+
+    def stop(ids, lengths):
+        calls.append(lengths.tolist())
+        return lengths >= torch.tensor([6, 9, 7])
+
+    ids, lengths = model.generate(idx, 30, temperature=0, stop=stop)
+    assert lengths.tolist() == [6, 9, 7] and ids.shape == (3, 9) and len(calls) == 5
+    expected = recompute(model, idx, 5)
+    for found, alone, length in zip(ids, expected, lengths):
+        assert torch.equal(found[:length], alone[:length])
 
 
 def test_sampler_keeps_what_it_should():
@@ -91,7 +99,7 @@ def test_crop_vocab_size_keeps_the_other_logits():
     model = make_model()
     idx = torch.randint(50, (2, 8))
     expected = model(idx)[0][..., :50]
-    model.crop_vocab_size(50)
+    crop_vocab_size(model, 50)
     assert model(idx)[0].shape == (2, 8, 50) and torch.allclose(model(idx)[0], expected, atol=1e-6)
     assert model.lm_head.weight is model.transformer.wte.weight and model.config.vocab_size == 50
 
@@ -130,6 +138,28 @@ def test_script(tmp_path, capsys):
     newest = run(capsys, f'--out_dir={tmp_path / "run" / "ckpt_00000005.pt"}', *short[1:], '--start', 'abc', 'xyz')
     assert newest.out == first.out
     assert run(capsys, *short, '--start=').out.count('-----') > 0  # a document from its beginning
+    assert run(capsys, str(tmp_path / 'run'), *short[1:], '--start', 'abc', 'xyz').out == first.out
+    with pytest.raises(SystemExit):
+        run(capsys, str(tmp_path / 'run'), *short)
+    assert 'give one of them' in capsys.readouterr().err
+
+
+def test_lines_of_a_prompt_file_end_where_editors_end_them(tmp_path, capsys):
+    run_dir = str(save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta))
+    (tmp_path / 'prompts.txt').write_bytes('\ufeffone\u2028still one\r\ntwo\fstill two\r\n'.encode())
+    out = run(capsys, run_dir, '--num_samples=1', '--max_new_tokens=3', f'--prompt_file={tmp_path / "prompts.txt"}').out
+    first, second, rest = out.split('---------------\n')
+    assert first.startswith('one\u2028still one') and second.startswith('two\fstill two') and not rest
+
+
+def test_many_samples_take_several_batches(tmp_path, capsys, monkeypatch):
+    run_dir = str(save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta))
+    monkeypatch.setattr(scripts.load, 'LOGITS', 2 * 24 * 256)
+    rows, generate = [], GPT.generate
+    monkeypatch.setattr(GPT, 'generate',
+                        lambda self, idx, *rest, **more: rows.append(len(idx)) or generate(self, idx, *rest, **more))
+    out = run(capsys, run_dir, '--num_samples=5', '--max_new_tokens=3', '--start=abc').out
+    assert rows == [2, 2, 1] and out.count('abc') == out.count('---------------\n') == 5
 
 
 def test_tokenizer_is_the_data_sets(tmp_path, capsys):
@@ -143,27 +173,68 @@ def test_tokenizer_is_the_data_sets(tmp_path, capsys):
     assert run(capsys, f'--out_dir={run_dir}', '--max_new_tokens=8', '--tokenizer=byte').out == here.out
 
 
-def test_nanogpts_checkpoints(tmp_path, capsys):
-    model, short = make_model(vocab_size=320), ('--max_new_tokens=8', '--num_samples=1', '--tokenizer=byte')
-    ours = run(capsys, f'--out_dir={save_run(tmp_path / "run")}', *short).out
-    args = {key: value for key, value in vars(model.config).items() if key not in (
-        'scale_attn_by_inverse_layer_idx', 'gelu_approximate')}
-    torch.save(dict(model={f'_orig_mod.{key}': w for key, w in model.state_dict().items()}, optimizer={},
-                    model_args=args, iter_num=5, best_val_loss=torch.tensor(1.0), config=dict(dataset='gone')),
-               tmp_path / 'ckpt.pt')
-    assert run(capsys, f'--out_dir={tmp_path / "ckpt.pt"}', *short).out == ours
-    with pytest.raises(SystemExit, match="name ckpt.pt, nanoGPT's, itself"):
-        run(capsys, f'--out_dir={tmp_path}', *short)
+def foreign_checkpoint(path, model, dataset='gone', **model_args):
+    """Saves `model` as the official repository does, and nanoGPT where there is no flash attention: compiled, with the
+    buffers of its attention's masks."""
+    c = model.config
+    mask = torch.tril(torch.ones(c.block_size, c.block_size))[None, None]
+    weights = {f'_orig_mod.{key}': w for key, w in model.state_dict().items()}
+    weights |= {f'_orig_mod.transformer.h.{i}.attn.bias': mask for i in range(c.n_layer)}
+    args = {key: getattr(c, key) for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout',
+                                             'bias')}
+    torch.save(dict(model=weights, optimizer={}, model_args=args | model_args, iter_num=5,
+                    best_val_loss=torch.tensor(1.0), config=dict(dataset=dataset)), path)
 
 
-def test_gelu_of_the_official_repositorys_checkpoints(tmp_path):
-    """Its GELU is the tanh approximation; its model_args say so by the attention scaling, which nanoGPT's lack."""
-    ours = save_run(tmp_path / 'run')
-    state = checkpoint.load(ours)[1]
-    assert 'gelu_approximate' not in state['model_args']
-    torch.save({key: value for key, value in state.items() if key != 'data'}, tmp_path / 'ckpt.pt')
-    assert load(ours).model.config.gelu_approximate == 'none'
-    assert load(tmp_path / 'ckpt.pt').model.config.gelu_approximate == 'tanh'
+@pytest.mark.parametrize('official', [False, True])
+def test_foreign_checkpoints_sample_end_to_end(tmp_path, capsys, official):
+    """The official repository's GELU is the tanh approximation; its model_args have the attention scaling."""
+    short = ('--max_new_tokens=8', '--num_samples=1', '--tokenizer=byte')
+    settings = dict(scale_attn_by_inverse_layer_idx=True) if official else {}
+    model = make_model(vocab_size=320, gelu_approximate='tanh' if official else 'none', **settings)
+    foreign_checkpoint(tmp_path / 'ckpt.pt', model, **settings)
+    (tmp_path / 'run').mkdir()
+    checkpoint.save(tmp_path / 'run', dict(model=model.state_dict(), model_args=vars(model.config), iter_num=5,
+                                           config=dict(dataset='gone'), data={}))
+    ours = run(capsys, str(tmp_path / 'run'), *short).out
+    assert run(capsys, str(tmp_path / 'ckpt.pt'), *short).out == ours
+
+
+def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, capsys, monkeypatch):
+    text, short = 'To be, or not to be: that is the question.\n' * 9, ('--max_new_tokens=8', '--num_samples=1')
+    foreign_checkpoint(tmp_path / 'ckpt.pt', make_model(vocab_size=len(set(text))), 'shakespeare_char')
+    monkeypatch.chdir(tmp_path)
+    for prepared in (scripts.load.ROOT / 'data' / 'shakespeare_char').glob('*.bin'):
+        pytest.skip(f'{prepared} is here')
+    message = refusal(run, capsys, 'ckpt.pt', *short)
+    assert 'run python data/shakespeare_char/prepare.py' in message and '--tokenizer=FILE.json|DIR' in message
+    assert 'gpt2' not in message  # it has far more ids
+    (tmp_path / 'input.txt').write_text(text)
+    prepare = [sys.executable, ROOT / 'data' / 'shakespeare_char' / 'prepare.py', '--input=input.txt', '--num_proc=1']
+    subprocess.run([*prepare, '--out_dir=elsewhere'], check=True, capture_output=True)
+    by_directory = run(capsys, 'ckpt.pt', *short, '--tokenizer=elsewhere').out
+    assert set(by_directory.partition('-')[0]) <= set(text) and len(by_directory.partition('\n----')[0]) == 9
+    (tmp_path / 'data').mkdir()
+    (tmp_path / 'elsewhere').rename(tmp_path / 'data' / 'shakespeare_char')
+    assert run(capsys, 'ckpt.pt', *short).out == by_directory
+    assert '--tokenizer=nowhere: unknown' in refusal(run, capsys, 'ckpt.pt', *short, '--tokenizer=nowhere')
+    assert '--tokenizer=.: a directory' in refusal(run, capsys, 'ckpt.pt', *short, '--tokenizer=.')
+
+
+@pytest.mark.parametrize('change, words', [
+    (dict(gelu_approximate='rough'), 'approximate'), (dict(n_layer=9000), 'far larger'), (dict(n_layer=2), 'h.2.'),
+    (dict(n_embd=18), 'size mismatch'), (dict(vocab_size=321), '321'), (dict(block_size=2 ** 24), 'size mismatch'),
+    (dict(rotary=True), 'rotary'), (dict(bias=True), 'Missing key')])
+def test_model_args_that_are_not_the_weights_are_one_line(tmp_path, change, words):
+    run_dir = save_run(tmp_path / 'run', model_args=dict(TINY, vocab_size=320) | change)
+    message = refusal(load, run_dir / 'ckpt_00000005.pt')
+    assert 'not a ' in message and words in message and len(message) < 400 + len(str(run_dir))
+
+
+@pytest.mark.parametrize('tokenizer', [dict(tokenizer='nobody'), dict(tokenizer='char'),
+                                       dict(tokenizer='char', chars=5)])
+def test_bad_tokenizers_are_one_line(tmp_path, tokenizer):
+    refusal(load, save_run(tmp_path / 'run', tokenizer=tokenizer))
 
 
 def test_a_better_checkpoint_than_the_newest_is_named(tmp_path, capsys):
@@ -183,7 +254,7 @@ def test_errors_are_one_line(tmp_path, capsys, gpt2_cache):
     (tmp_path / 'empty').touch()
     for argv, words in ((('--out_dir=nowhere',), 'nowhere'), ((f'--out_dir={tmp_path}',), 'no checkpoint'),
                         ((f'--out_dir={run_dir}', '--prompt_file=nothing.txt'), 'nothing.txt'),
-                        ((f'--out_dir={run_dir}', f'--prompt_file={tmp_path / "empty"}'), 'no prompt'),
+                        ((f'--out_dir={run_dir}', f'--prompt_file={tmp_path / "empty"}'), 'holds no prompt'),
                         ((f'--out_dir={run_dir}', '--tokenizer=gpt2'), 'check --tokenizer'),
                         ((f'--out_dir={run_dir}', '--device=abacus'), 'abacus')):
         with pytest.raises(SystemExit) as error:
@@ -192,13 +263,13 @@ def test_errors_are_one_line(tmp_path, capsys, gpt2_cache):
 
 
 @pytest.mark.parametrize('temperature', ['nan', '-1', 'inf'])
-def test_a_temperature_that_is_none_is_refused(temperature, capsys):
+def test_bad_temperatures_are_rejected(temperature, capsys):
     with pytest.raises(SystemExit):
         sample.main([f'--temperature={temperature}'])
     assert f'--temperature={float(temperature)}: must be' in capsys.readouterr().err
 
 
-def test_it_ends_quietly_when_nobody_reads_on(tmp_path):
+def test_a_closed_pipe_ends_it_quietly(tmp_path):
     out_dir = save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)
     process = subprocess.Popen([sys.executable, 'scripts/sample.py', f'--out_dir={out_dir}', '--num_samples=1000',
                                 '--device=cpu'], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -207,13 +278,42 @@ def test_it_ends_quietly_when_nobody_reads_on(tmp_path):
     process.stdout.close()
     said = process.stderr.read().decode()
     process.stderr.close()
-    assert process.wait(60) == 0 and said.count('\n') == 1 and 'parameters' in said
+    assert process.wait(300) == 0 and said.count('\n') == 1 and 'parameters' in said
 
 
 def test_text_streams_in_whole_characters(capsys):
-    written = 'aé中😀'.encode() + b'\xff\xfe!' + b'\0' + b'never shown'
-    model = SimpleNamespace(stream=lambda *args, **kwargs: (torch.tensor([b]) for b in written))
-    loaded = SimpleNamespace(model=model, tokenizer=get_tokenizer('byte'))
+    ids = list('>aé中😀'.encode() + b'\xff\xfe!' + b'\0' + b'never shown')
+    write, seen = sample.Writer(get_tokenizer('byte'), ids[:1]), []
+    for n in range(2, len(ids) + 1):
+        write(ids[:n])
+        seen.append(capsys.readouterr().out)
+    assert seen[:13] == ['a', '', 'é', '', '', '中', '', '', '', '😀', '', '', '\ufffd\ufffd!'] and not any(seen[13:])
+    write = sample.Writer(get_tokenizer('byte'), ids[:1])
+    write(ids[:3])  # half of é
+    write(ids[:3], complete=True)
+    assert capsys.readouterr().out == 'a\ufffd'
+
+
+def test_spaces_between_tokens_are_written(capsys):
+    """A tokenizer that, as SentencePiece's, writes the space before a word only if another word precedes it."""
+    tokenizer = SimpleNamespace(eot_id=None, decode=lambda ids: ' '.join(['Once', 'upon', 'a', 'time'][i] for i in ids))
+    write = sample.Writer(tokenizer, [0])
+    for n in (2, 3, 4):
+        write(list(range(n)))
+    assert capsys.readouterr().out == ' upon a time'
+
+
+def test_the_first_sample_streams_and_rows_end_with_their_document(tmp_path, capsys, monkeypatch):
+    """A model that counts down: from 'c' it writes 'b', 'a', and 0, the end of the document."""
+    loaded, printed = with_tokenizer(load(save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta))), []
+
+    def forward(idx):
+        printed.append(capsys.readouterr().out)
+        nearer = torch.where(idx > ord('a'), idx - 1, 0)
+        return 100.0 * F.one_hot(nearer, 256), None
+
+    monkeypatch.setattr(loaded.model, 'forward', forward)
     args = SimpleNamespace(max_new_tokens=99, temperature=1.0, top_k=0, top_p=1.0)
-    assert sample.write_sample(loaded, None, args, None) == len('aé中😀'.encode()) + 4
-    assert capsys.readouterr().out == 'aé中😀\ufffd\ufffd!\n'
+    assert sample.write_samples(loaded, 'd', torch.tensor([[ord('d')]]), 2, args, None) == 2 * 4
+    assert printed == ['d', 'c', 'b', 'a']
+    assert capsys.readouterr().out == '\n---------------\ndcba\n---------------\n'

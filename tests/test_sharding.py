@@ -11,7 +11,7 @@ import torch
 from conftest import STOP_IN_EVALUATION, iterations, metrics, refusal
 
 from model import GPT, GPTConfig
-from runtime import checkpoint, distributed
+from runtime import checkpoint, distributed, files, sharded
 from runtime.distributed import World
 from runtime.signals import NOT_FINITE, STOPPED
 from scripts.consolidate import consolidate
@@ -114,7 +114,7 @@ at(4, lambda: setattr(sophia.GaussNewtonBartlett, 'estimate', spoiled), rank=1)
     (['--parallel=fsdp', '--dtype=float16'], 'adamw', 'must be bfloat16 or float32 for parallel = fsdp'),
     (['--parallel=tp'], 'adamw', 'must be ddp, fsdp or hsdp'),
 ])
-def test_what_shards_cannot_do_is_refused(train, tmp_path, flags, name, words):
+def test_what_shards_cannot_do_is_rejected(train, tmp_path, flags, name, words):
     done = train(tmp_path / 'out', *flags, name=name, ranks=2)
     assert done.code == 1 and words in done.err and not (tmp_path / 'out').exists()
 
@@ -128,7 +128,7 @@ def test_what_shards_cannot_do_is_refused(train, tmp_path, flags, name, words):
     (('ddp', 2), ('fsdp', 2))])
 @pytest.mark.parametrize('name', ['adamw', 'sophiag'])
 def test_resume_onto_other_ranks(train, run, tmp_path, name, before, after):
-    """Stopped in the midst, even of a Hessian interval, and gone on with elsewhere."""
+    """Stopped in the midst, even of a Hessian interval, and resumed elsewhere."""
     (parallel, ranks), (then_parallel, then_ranks) = before, after
     done = train(tmp_path, *RUN, f'--parallel={parallel}', ranks=ranks, name=name, faults='at(6, kill(signal.SIGTERM))')
     assert done.code == STOPPED and iterations(tmp_path) == [7, 5], done.err
@@ -164,7 +164,7 @@ def test_consolidate_makes_the_file_that_ddp_would_have_written(run, tmp_path):
     assert 'one file already' in refusal(consolidate, path)
 
 
-def test_a_consolidated_run_goes_on(train, run, tmp_path):
+def test_a_consolidated_run_resumes(train, run, tmp_path):
     consolidate(run(parallel='fsdp'), tmp_path / 'ckpt_00000010.pt')
     done = train(tmp_path, *RUN, '--init_from=resume', '--max_iters=12', name='sophiag')
     assert done.code == 0 and 'resuming from' in done.out and len(metrics(tmp_path)) == 2, done.err
@@ -186,13 +186,13 @@ at(4, worse)
 def test_killed_while_saving(train, run, tmp_path):
     """kill -9 of a rank whose shards of the second checkpoint are written but not yet in their place."""
     done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults="""
-checksum, calls = checkpoint.checksum, []
+checksum, calls = checkpoint.sharded.checksum, []
 def interrupted(path):
     calls.append(path.name)
     if calls.count('.metadata') == 2:
         kill(signal.SIGKILL)()
     return checksum(path)
-checkpoint.checksum = interrupted
+checkpoint.sharded.checksum = interrupted
 """)
     assert done.code and iterations(tmp_path) == [5] and list(tmp_path.glob('*.partial'))
     done = train(tmp_path, *RUN, '--parallel=fsdp', '--init_from=auto', ranks=2)
@@ -201,7 +201,7 @@ checkpoint.checksum = interrupted
 
 
 @pytest.mark.parametrize('where', ['shutil.rmtree', 'Path.replace'])
-def test_killed_while_a_checkpoint_takes_the_place_of_another(train, run, tmp_path, where):
+def test_killed_while_a_checkpoint_replaces_another(train, run, tmp_path, where):
     """That of iteration 5 is saved before its evaluation, in which the run is stopped, and again after it."""
     sharded = [*RUN, '--parallel=fsdp']
     assert train(tmp_path, *sharded, ranks=2, faults=STOP_IN_EVALUATION).code == STOPPED
@@ -211,20 +211,20 @@ def test_killed_while_a_checkpoint_takes_the_place_of_another(train, run, tmp_pa
 owner = checkpoint.{owner}
 {name} = owner.{name}
 def interrupted(path, *args, **kwargs):
-    if Path(path).name == 'ckpt_00000005.{dict(rmtree='old', replace='partial')[name]}' and Path(path).exists():
+    if Path(path).name == 'ckpt_00000005.{dict(rmtree='old.', replace='')[name]}partial' and Path(path).exists():
         kill(signal.SIGKILL)()
     return {name}(path, *args, **kwargs)
 owner.{name} = interrupted
 """)
-    assert done.code and list(tmp_path.glob('ckpt_00000005.old'))
+    assert done.code and list(tmp_path.glob('ckpt_00000005.old.partial'))
     done = train(tmp_path, *sharded, '--init_from=auto', ranks=2)
     assert done.code == 0 and 'at iteration 5 of' in done.out, done.err
-    assert iterations(tmp_path) == [10, 5] and not list(tmp_path.glob('*.old')), done.err
+    assert iterations(tmp_path) == [10, 5] and not list(tmp_path.glob('*.partial')), done.err
     assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
 
 
 def test_full_disk(train, run, tmp_path):
-    """No file may grow beyond 20 kB for a while: it says so, goes on, and saves later."""
+    """No file may grow beyond 20 kB for a while: it says so, continues, and saves later."""
     done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults="""
 import resource
 def limit(size):
@@ -262,7 +262,7 @@ def test_damage_is_noticed(run, tmp_path, name, how):
 
 
 def test_damage_that_only_one_rank_sees(train, run, tmp_path):
-    """Each rank compares its share of the files; all of them pass over what one finds damaged."""
+    """Each rank compares its share of the files; all of them skip what one finds damaged."""
     shutil.copytree(run('adamw', 'fsdp'), tmp_path, dirs_exist_ok=True, symlinks=True)
     name = list(json.loads((tmp_path / 'ckpt_00000010/state.json').read_text())['state']['files'])[1]
     damage(tmp_path / 'ckpt_00000010' / name, 'flipped')
@@ -278,10 +278,10 @@ class Exploit:
 
 
 def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):
-    """Metadata whose pickle runs code, or that announces pickled objects in the place of tensors."""
+    """Metadata whose pickle runs code, or that announces pickled objects instead of tensors."""
     monkeypatch.chdir(tmp_path)
     good = checkpoint.path_of(run(parallel='fsdp'), 10)
-    metadata = checkpoint.ShardReader(good).read_metadata()
+    metadata = sharded.ShardReader(good).read_metadata()
     name = next(iter(metadata.state_dict_metadata))
     metadata.state_dict_metadata[name] = torch.distributed.checkpoint.metadata.BytesStorageMetadata()
     for i, content in enumerate((Exploit(), metadata)):
@@ -291,10 +291,97 @@ def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):
             (bad / f.name).write_bytes(f.read_bytes())
         (bad / '.metadata').write_bytes(pickle.dumps(content))
         state = json.loads((bad / 'state.json').read_text())['state']
-        state['files']['.metadata'] = checkpoint.checksum(bad / '.metadata')
-        (bad / 'state.json').write_text(checkpoint.with_checksum(state))
+        state['files']['.metadata'] = files.checksum(bad / '.metadata')
+        (bad / 'state.json').write_text(sharded.with_checksum(state))
         assert 'could run code' in refusal(checkpoint.load, bad)
     assert not (tmp_path / 'exploited').exists()
+
+
+@pytest.mark.parametrize(
+    'how', ['no checksums', 'outside', 'checksum outside', 'too large', 'damaged with its checksum'])
+def test_a_directory_is_read_as_far_as_its_checksums_go(run, tmp_path, how):
+    """Paths that leave the directory are not followed; nothing is read that has no checksum."""
+    good, bad = checkpoint.path_of(run(parallel='fsdp'), 10), tmp_path / 'ckpt_00000010'
+    shutil.copytree(good, bad)
+    state = json.loads((bad / 'state.json').read_text())['state']
+    metadata = sharded.ShardReader(good).read_metadata()
+    metadata.storage_meta = None
+    words = 'has no checksum'
+    if how == 'no checksums':
+        state['files'] = {}
+    elif how == 'damaged with its checksum':  # torch's exception is a BaseException
+        os.truncate(bad / '__0_0.distcp', 100)
+        state['files']['__0_0.distcp'] = files.checksum(bad / '__0_0.distcp')
+        words = 'not a checkpoint of this repository'
+    else:
+        if how == 'too large':
+            next(iter(metadata.state_dict_metadata.values())).size = torch.Size([2 ** 36])
+            words = 'its tensors are larger than its files'
+        for info in metadata.storage_data.values() if 'outside' in how else ():
+            info.relative_path = '../' + info.relative_path
+        (bad / '.metadata').write_bytes(pickle.dumps(metadata))
+        state['files']['.metadata'] = files.checksum(bad / '.metadata')
+        if how == 'checksum outside':
+            state['files'] |= {'../' + f.name: files.checksum(shutil.copy(f, tmp_path)) for f in good.glob('*.distcp')}
+            words = 'is no file of this directory'
+    (bad / 'state.json').write_text(sharded.with_checksum(state))
+    assert words in refusal(checkpoint.load, bad)
+
+
+TOY = """
+class Toy(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr, k=0))
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group['k'] += 1
+            for p in group['params']:
+                state = self.state[p]
+                state['step'] = state.get('step', 0) + 1
+                state['pair'] = [0.9 * state['pair'][0] + p.grad if 'pair' in state else p.grad.clone(), None]
+                MORE
+                p.sub_(state['pair'][0], alpha=group['lr'] * (1 + 1 / group['k'] + 1 / state['step']))
+optimizers.build_optimizer = lambda name, params, *, lr, **kwargs: Toy(params, lr)
+"""
+
+
+def test_an_optimizer_with_numbers_in_its_state_resumes_sharded(train, tmp_path):
+    """Python numbers and lists in the state, and a counter in the groups; onto one rank as well."""
+    faults = TOY.replace('MORE', '')
+    flags = [*RUN, '--init_from=auto', '--log_interval=1']
+    done = train(tmp_path / 'a', *flags, '--parallel=fsdp', ranks=2, faults=faults)
+    assert done.code == 0, done.err
+    stopped = train(tmp_path / 'b', *flags, '--parallel=fsdp', ranks=2, faults=faults + 'at(6, kill(signal.SIGTERM))')
+    assert stopped.code == STOPPED, stopped.err
+    shutil.copytree(tmp_path / 'b', tmp_path / 'c')
+    assert train(tmp_path / 'b', *flags, '--parallel=fsdp', ranks=2, faults=faults).code == 0
+    assert metrics(tmp_path / 'b') == metrics(tmp_path / 'a')
+    assert train(tmp_path / 'c', *flags, faults=faults).code == 0
+    assert metrics(tmp_path / 'c') == pytest.approx(metrics(tmp_path / 'a'), rel=1e-4)
+    path = consolidate(tmp_path / 'a', tmp_path / 'whole.pt')
+    optimizer = checkpoint.load(path)[1]['optimizer']
+    assert optimizer['param_groups'][0]['k'] == 10 and {s['step'] for s in optimizer['state'].values()} == {10}
+
+
+def test_a_directory_of_tensors_alone_resumes(train, run, tmp_path):
+    """As this repository wrote them before: of the optimizer no more than its tensors."""
+    shutil.copytree(checkpoint.path_of(run('adamw', 'fsdp'), 5), tmp_path / 'ckpt_00000005')
+    path = tmp_path / 'ckpt_00000005' / 'state.json'
+    state = json.loads(path.read_text())['state']
+    del state['optimizer']
+    path.write_text(sharded.with_checksum(state))
+    assert 'does not say in which order' in refusal(consolidate, tmp_path)
+    done = train(tmp_path, *RUN, '--parallel=fsdp', '--init_from=auto', ranks=2)
+    assert done.code == 0 and metrics(tmp_path) == metrics(run('adamw', 'fsdp'))[5:], done.err
+
+
+def test_a_state_that_shards_cannot_hold_is_never_said_to_be_saved(train, tmp_path):
+    faults = TOY.replace('MORE', "state['rows'] = torch.ones(2)")
+    done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults=faults)
+    assert done.code == 1 and 'saved' not in done.out and not iterations(tmp_path)
+    (line,) = [line for line in done.err.splitlines() if 'Toy' in line]
+    assert 'Toy: its state cannot be saved' in line and '.rows is a tensor that each rank has for itself' in line
 
 
 def test_a_stop_during_evaluation_stops_all_ranks(train, tmp_path):
@@ -304,7 +391,7 @@ def test_a_stop_during_evaluation_stops_all_ranks(train, tmp_path):
 
 
 def test_every_rank_evaluates_as_often(train, tmp_path):
-    """Three windows for two ranks: the second one's last batch counts for nothing."""
+    """Three sequences for two ranks: the second one's last batch counts for nothing."""
     flags = ['--eval_iters=3', '--batch_size=1', '--max_iters=1', '--eval_interval=1']
     for parallel in ('ddp', 'fsdp'):
         assert train(tmp_path / parallel, *RUN, *flags, f'--parallel={parallel}', ranks=2).code == 0

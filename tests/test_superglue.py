@@ -5,8 +5,11 @@ import re
 
 import pytest
 import torch
+from conftest import refusal
 from test_sample import make_model, save_run
+from torch.nn import functional as F
 
+import scripts.load
 from data.tokenizer import get_tokenizer
 from scripts.paper import superglue
 from scripts.paper.superglue_prompts import TASKS
@@ -91,8 +94,28 @@ def test_batched_completions_are_those_of_each_prompt_alone():
     texts, cut = superglue.complete(model, tokenizer, prompts, 9, batch_size=3)
     assert cut == 1 and len(set(texts)) == 4
     for prompt, text in zip(prompts, texts):
-        alone = model.generate(torch.tensor([tokenizer.encode(prompt)[-55:]]), 9, temperature=0)[0, -9:].tolist()
+        alone = model.generate(torch.tensor([tokenizer.encode(prompt)[-55:]]), 9, temperature=0)[0][0, -9:].tolist()
         assert text == tokenizer.decode(alone[:alone.index(0)] if 0 in alone else alone).split('\n')[0]
+
+
+def test_a_batch_ends_with_the_last_line(monkeypatch):
+    """A model that counts down, with 'b' → line end → 'z': three tokens for the longest line, not nine."""
+    tokenizer, calls = get_tokenizer('byte'), []
+    model = make_model(vocab_size=256, block_size=64)
+
+    def forward(idx):
+        calls.append(idx.size(1))
+        following = torch.where(idx == ord('b'), 10, torch.where(idx == 10, ord('z'), idx - 1))
+        return 100.0 * F.one_hot(following.clamp(min=0), 256), None
+
+    monkeypatch.setattr(model, 'forward', forward)
+    texts, _ = superglue.complete(model, tokenizer, ['xb', 'd', 'xxxxc'], 9, batch_size=3)
+    assert texts == ['', 'cb', 'b'] and calls == [5, 6, 7]
+    # Fewer rows at once where logits would not fit.
+    calls.clear()
+    monkeypatch.setattr(scripts.load, 'LOGITS', 256 * 15)
+    assert superglue.complete(model, tokenizer, ['xb', 'd', 'xxxxc'], 9, batch_size=3)[0] == ['', 'cb', 'b']
+    assert calls == [5, 6, 2, 1, 2, 3]
 
 
 def write_task(folder, rows):
@@ -142,6 +165,28 @@ def test_script(tmp_path, monkeypatch, capsys):
     asked = [re.findall(r'P\d', ' '.join(prompts)) for prompts in drawn]
     assert asked[:2] == asked[2:] and len(asked[0]) == 3 and asked[0] != ['P0', 'P1', 'P2']
     assert json.loads((tmp_path / 'figure.json').read_text())['tasks']['RTE']['rows'] == 3
+
+
+def test_rows_are_lines_whatever_characters_are_in_them(tmp_path):
+    rows = [dict(premise='A\u2028B\x85C.', hypothesis='H.', label='entailment'),
+            dict(premise='D.', hypothesis='H.', label='not_entailment')]
+    (tmp_path / 'RTE').mkdir()
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (tmp_path / 'RTE' / 'val.jsonl').write_bytes(('\ufeff' + '\r\n'.join(lines) + '\r\n\r\n').encode())
+    found = superglue.read_rows(TASKS['rte'], 'validation', tmp_path)
+    assert [(row['premise'], row['label']) for row in found] == [('A\u2028B\x85C.', 0), ('D.', 1)]
+
+
+@pytest.mark.parametrize('line', ['7', 'null', '"text"', '[1]', '{}', '{"premise": "P."}', '[' * 100_000,
+                                  '{"premise": "P.", "hypothesis": "H.", "label": null}',
+                                  '{"premise": "P.", "hypothesis": "H.", "label": Infinity}',
+                                  '{"premise": "P.", "hypothesis": "H.", "label": 0, "target": 5}',
+                                  '{"passage": {"text": "P.", "questions": [5]}}', '{"passage": {"text": 5}}'])
+def test_bad_rows_are_one_line(tmp_path, line):
+    (tmp_path / 'RTE').mkdir()
+    (tmp_path / 'RTE' / 'val.jsonl').write_text(line)
+    message = refusal(superglue.read_rows, TASKS['rte'], 'validation', tmp_path)
+    assert 'val.jsonl:1: not a row of RTE' in message and len(message) < 400 + len(str(tmp_path))
 
 
 def test_errors_are_one_line(tmp_path):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, at_least_one, hub, local_files, stream_tables
+from data.sources import argument_parser, at_least_one, existing, hub, local_files, stream_tables
 from data.tokenizer import get_tokenizer
 from data.writer import Corpus, write_bins
 
@@ -19,8 +19,8 @@ FILES = [f'train/{i:02d}.jsonl.zst' for i in range(30)]
 
 
 def main():
-    parser = argument_parser(__doc__, __file__, tokenizer='gpt-neox-20b', data_files=True)
-    parser.add_argument('--val_files', nargs='+', type=Path, metavar='FILE', help='the val split of --data_files')
+    parser = argument_parser(__doc__, __file__, tokenizer='gpt-neox-20b', data_files='.jsonl or .parquet')
+    parser.add_argument('--val_files', nargs='+', type=existing, metavar='FILE', help='the val split of --data_files')
     parser.add_argument('--num_files', type=at_least_one, default=30, help='training files to take (default: all 30)')
     args = parser.parse_args()
     if bool(args.data_files) != bool(args.val_files):

@@ -9,38 +9,35 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, local_files
+from data.sources import argument_parser, existing, local_files, read_text
 from data.tokenizer import Char
 from data.writer import Batches, Corpus, write_bins
+from runtime.files import atomic_write
 
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 
 
 def download(path):
-    """Fetch the text to `path`, whole or not at all."""
+    """Fetch the text to `path`."""
     try:
         with urllib.request.urlopen(URL, timeout=60) as response:
             text = response.read()
     except OSError as error:
         raise SystemExit(f'{URL}: cannot be downloaded ({error}); --input FILE takes a copy') from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix('.tmp')
-    temporary.write_bytes(text)
-    temporary.replace(path)
+    with atomic_write(path) as file:
+        file.write(text)
 
 
 def main():
     parser = argument_parser(__doc__, __file__)
-    parser.add_argument('--input', type=Path, help='a text file to take instead of the download')
+    parser.add_argument('--input', type=existing, help='a text file to take instead of the download')
     args = parser.parse_args()
     path = args.input or args.out_dir / 'input.txt'
     if not args.input and not path.is_file():
         download(path)
     source, revision = local_files([path])
-    try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SystemExit(f'{path}: cannot be read ({error})') from None
+    text = read_text(path)
     start = int(0.9 * len(text))
     pieces = [('train', text[:start], True), ('val', text[start:], True)]
     corpus = Corpus(source, revision, 'val: the last tenth of the text', open=lambda: Batches([[pieces]], documents=2))

@@ -5,8 +5,8 @@
 
 A prompt is an instruction and two exemplars from the train split; accuracy on the validation split is averaged over 5
 draws of exemplars, the same for every checkpoint. Data: the Hub's aps/super_glue, or a folder TASK/{train,val}.jsonl.
-An answer is right if the first word that the model writes on the line is the right one. Beside each accuracy stand the
-one of always giving the most frequent answer, and of guessing. A bar chart goes to --output, the numbers beside it.
+An answer is right if the first word that the model writes on the line is the right one. The table also has the accuracy
+of always giving the most frequent answer, and of guessing. A bar chart goes to --output, the numbers beside it.
 """
 
 import argparse
@@ -22,8 +22,16 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.tokenizer import TOKENIZERS
-from scripts.load import DTYPES, MODEL_HELP, load, with_tokenizer
+from runtime.device import DTYPES
+from scripts.load import (
+    MODEL_HELP,
+    add_device_flags,
+    add_tokenizer_flag,
+    dtype_name,
+    load,
+    rows_at_once,
+    with_tokenizer,
+)
 from scripts.paper.superglue_prompts import TASKS
 from scripts.runs import figure, png_path, print_table, save
 
@@ -44,10 +52,8 @@ def parse(argv):
     parser.add_argument('--seed', type=int, default=1337, help='of the draws')
     parser.add_argument('--labels', nargs='+', metavar='LABEL', help='one per checkpoint (default: their names)')
     parser.add_argument('--output', default='superglue.png', help='PNG; the numbers go beside it as JSON and CSV')
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--dtype', choices=DTYPES, help='default: bfloat16 on cuda, else float32')
-    parser.add_argument('--tokenizer', choices=TOKENIZERS,
-                        help="needed only if a checkpoint's data set is not here any more")
+    add_device_flags(parser)
+    add_tokenizer_flag(parser)
     args = parser.parse_args(argv)
     if min(args.draws, args.batch_size) < 1 or min(args.shots, args.limit) < 0:
         parser.error('--draws and --batch_size must be at least 1, --shots and --limit 0 or more')
@@ -58,7 +64,7 @@ def parse(argv):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Rows: from the Hub or jsonl files, in one form
+# Rows, from the Hub or from jsonl files
 
 
 def read_rows(task, split, data_dir=None):
@@ -68,7 +74,7 @@ def read_rows(task, split, data_dir=None):
         try:
             rows = datasets.load_dataset(HUB, task.config, split=split)
         except Exception as error:  # whatever the network makes `datasets` raise
-            raise SystemExit(f'{HUB}, {task.config}: cannot be had from the Hub ({type(error).__name__}); '
+            raise SystemExit(f'{HUB}, {task.config}: unavailable from the Hub ({type(error).__name__}); '
                              'give --data_dir') from None
         return [row for raw in rows for row in flatten(task, raw)]
     name = {'train': 'train.jsonl', 'validation': 'val.jsonl'}[split]
@@ -76,11 +82,15 @@ def read_rows(task, split, data_dir=None):
                  if (folder / name).is_file()), None)
     if path is None:
         raise SystemExit(f'{data_dir / task.title / name}: no such file; check --data_dir, or leave out the task')
+    try:
+        lines = path.read_text(encoding='utf-8-sig').split('\n')
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f'{path}: cannot be read as UTF-8 text ({error})') from None
     rows = []
-    for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
-            rows += flatten(task, json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
+            rows += flatten(task, json.loads(line)) if line.strip() else []
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise SystemExit(f'{path}:{number}: not a row of {task.title} ({error!r})') from None
     if not rows:
         raise SystemExit(f'{path}: no rows')
@@ -90,7 +100,7 @@ def read_rows(task, split, data_dir=None):
 def flatten(task, row):
     """The rows in one row of a file: several for MultiRC's nested form, else one. `label` becomes an index.
 
-    Raises KeyError or ValueError where a field of the template is missing, or the label is none of the task's.
+    Raises KeyError or ValueError if a field of the template is missing or the task has no such label.
     """
     if 'passage' in row and isinstance(row['passage'], dict):
         return [checked(task, dict(paragraph=row['passage']['text'], question=question['question'],
@@ -100,9 +110,9 @@ def flatten(task, row):
 
 
 def checked(task, row):
-    """`row` with its label as an index into task.answers, its template filled in once to see that all fields exist."""
+    """`row` with its label as an index into task.answers; KeyError if it lacks a field of the template."""
     task.template.format(**row)
-    # The Hub has numbers for all labels; in files they are names, numbers or truth values (True == 1).
+    # On the Hub all labels are numbers; in files they are names, numbers or booleans (True == 1).
     label = task.labels.index(row['label']) if isinstance(row['label'], str) else int(row['label'])
     if label not in range(len(task.labels)):
         raise ValueError(f'label {row["label"]!r}')
@@ -121,13 +131,13 @@ def draw_exemplars(name, rows, shots, draws, seed):
 
 
 def make_prompt(task, exemplars, row):
-    """The text that the model is to go on with, up to and without the space before the answer."""
+    """The text that the model continues, without the space before the answer."""
     shown = [f'{task.template.format(**e)} {task.answers[e["label"]]}' for e in exemplars]
     return '\n\n'.join([task.instruction, *shown, task.template.format(**row)])
 
 
 def read_answer(task, text):
-    """The index of the answer in what the model wrote: the first word of its first line; None if that is no answer."""
+    """The index of the answer that the model wrote, the first word of its first line; None for any other word."""
     word = re.search(r'\w+', text.split('\n')[0])
     word = word.group().lower() if word else None
     return task.answers.index(word) if word in task.answers else None
@@ -136,7 +146,8 @@ def read_answer(task, text):
 def complete(model, tokenizer, prompts, max_new_tokens, batch_size):
     """Greedy continuations of `prompts` up to the line's end, at most `max_new_tokens`; and how many were cut.
 
-    A prompt longer than the context loses its beginning. Prompts of similar length share a batch, padded on the left.
+    A prompt longer than the context loses its beginning. Prompts of similar length share a batch, padded on the right,
+    of at most `batch_size` rows; it ends as soon as all rows have come to the end of their line.
     """
     room = model.config.block_size - max_new_tokens
     if room < 1:
@@ -144,28 +155,37 @@ def complete(model, tokenizer, prompts, max_new_tokens, batch_size):
     encoded = [[int(i) for i in tokenizer.encode(prompt)] for prompt in prompts]
     cut = sum(len(ids) > room for ids in encoded)
     encoded = [ids[-room:] for ids in encoded]
-    texts, device = [''] * len(prompts), model.lm_head.weight.device
+    texts = [''] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(encoded[i]), reverse=True)
-    for start in range(0, len(order), batch_size):
-        batch = order[start:start + batch_size]
-        length = len(encoded[batch[0]])
-        padding = [length - len(encoded[i]) for i in batch]
-        idx = torch.tensor([[0] * pad + encoded[i] for i, pad in zip(batch, padding)], device=device)
-        new = [[] for _ in batch]
-        for ids in model.stream(idx, max_new_tokens, temperature=0, padding=torch.tensor(padding, device=device)):
-            for written, token in zip(new, ids.tolist()):
-                written.append(token)
-            if all(ended(tokenizer, written) for written in new):
-                break
-        for i, written in zip(batch, new):
-            end = written.index(tokenizer.eot_id) if tokenizer.eot_id in written else None
-            texts[i] = tokenizer.decode(written[:end]).split('\n')[0]
+    while order:
+        size = min(batch_size, rows_at_once(model, len(encoded[order[0]]) + max_new_tokens))
+        batch, order = order[:size], order[size:]
+        for i, text in zip(batch, complete_lines(model, tokenizer, [encoded[i] for i in batch], max_new_tokens)):
+            texts[i] = text
     return texts, cut
 
 
-def ended(tokenizer, written):
-    """Whether a continuation has come to the end of its line or document."""
-    return tokenizer.eot_id in written or '\n' in tokenizer.decode(written)
+def complete_lines(model, tokenizer, rows, max_new_tokens):
+    """The greedy continuation of each of `rows`, lists of ids, up to the end of its line, as text."""
+    starts = [len(row) for row in rows]
+    device = model.lm_head.weight.device
+
+    def lines(ids, lengths):
+        return [first_line(tokenizer, row[start:end])
+                for row, start, end in zip(ids.tolist(), starts, lengths.tolist())]
+
+    idx = torch.tensor([row + [0] * (max(starts) - len(row)) for row in rows], device=device)
+    ids, lengths = model.generate(
+        idx, max_new_tokens, temperature=0, lengths=torch.tensor(starts, device=device),
+        stop=lambda *written: torch.tensor([ended for _, ended in lines(*written)], device=device))
+    return [text for text, _ in lines(ids, lengths)]
+
+
+def first_line(tokenizer, ids):
+    """(text of `ids` up to the end of its line or document, whether that end has come)."""
+    ended = tokenizer.eot_id in ids
+    text, line_end, _ = tokenizer.decode(ids[:ids.index(tokenizer.eot_id)] if ended else ids).partition('\n')
+    return text, ended or bool(line_end)
 
 
 def score(task, rows, texts):
@@ -181,7 +201,7 @@ def baselines(task, rows):
 
 
 def run_task(loaded, task, rows, draws, batch_size, progress):
-    """What a checkpoint reaches on one task, a dict; `draws` are the lists of exemplars."""
+    """The scores of a checkpoint on one task, a dict; `draws` are the lists of exemplars."""
     # One token more than the longest answer, to see where the word ends.
     max_new_tokens = 1 + max(len(loaded.tokenizer.encode(f' {answer}')) for answer in task.answers)
     accuracies, unparsed, cut = [], 0, 0
@@ -194,7 +214,7 @@ def run_task(loaded, task, rows, draws, batch_size, progress):
         progress.update()
     accuracy = statistics.mean(accuracies)
     return dict(accuracy=accuracy, draws=accuracies, stdev=statistics.stdev(accuracies) if len(draws) > 1 else 0.0,
-                # Of the choice of validation rows, which are the same in every draw.
+                # The error from the choice of validation rows, which are the same in every draw.
                 standard_error=(accuracy * (1 - accuracy) / len(rows)) ** 0.5,
                 no_answer=unparsed / len(draws), prompts_cut=cut / len(draws) / len(rows))
 
@@ -236,7 +256,7 @@ def main(argv=None):
                     disable=not sys.stderr.isatty())
     for number, path in enumerate(args.checkpoints):
         loaded = with_tokenizer(load(path, args.device, args.tokenizer))
-        loaded.model.to(DTYPES[args.dtype or ('bfloat16' if args.device.startswith('cuda') else 'float32')])
+        loaded.model.to(DTYPES[dtype_name(args)])
         label = args.labels[number] if args.labels else loaded.name
         label = label if label not in names else f'{label} ({path})'
         names.append(label)
