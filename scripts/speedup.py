@@ -303,12 +303,12 @@ def draw(tuned, baseline, verdicts, k):
         Ts = np.geomspace(min(tuned[baseline]), max(tuned[baseline]), 50)
         left.plot(Ts, curve['E'] + curve['A'] * Ts ** -curve['alpha'], ':', color=colors[baseline],
                   label=f'{label(baseline)}, fitted')
-    if len(verdicts) == 1:
+    if len(verdicts) == 1 and verdicts[0]['criterion']:
         for row in verdicts[0]['criterion']:
             left.annotate('', (row['T/k'], list(row.values())[3]), (row['T'], list(row.values())[2]),
                           arrowprops=dict(arrowstyle='->', color='C2' if row['holds'] else 'C3'))
-        answer = {True: ' Yes.', False: ' No.', None: ''}[verdicts[0]['holds']]
-        title = f'Does {label(verdicts[0]["candidate"])} at T/{k} reach {label(baseline)} at T?{answer}'
+        title = (f'Does {label(verdicts[0]["candidate"])} at T/{k} reach {label(baseline)} at T? '
+                 + ('Yes.' if verdicts[0]['holds'] else 'No.'))
     else:
         title = 'Final loss at the best settings tried'
     Ts = sorted({T for sides in tuned.values() for T in sides})

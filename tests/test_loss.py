@@ -227,7 +227,7 @@ def test_an_edited_loss_or_head_leaves_the_fused_operation(monkeypatch):
     hooked.register_forward_hook(lambda module, args, output: 2 * output)
     assert not loss.is_fused(hooked)
     monkeypatch.setattr(loss, 'token_loss', lambda *args: F.cross_entropy(*args, reduction='none', label_smoothing=0.1))
-    assert not loss.is_fused(head) and not loss._fused_agrees()
+    assert not loss.is_fused(head)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_kernels_are_installed_into_plain_linear_layers_only(install):
         pass
 
     model = tiny()
-    model.transformer.h[0].mlp.c_fc = Own(64, 256)
+    model.transformer.h[0].mlp.c_fc = Own(64, 256, bias=False)
     assert install(model)
     assert type(model.transformer.h[0].mlp.c_fc) is Own and type(model.lm_head) is torch.nn.Linear
     assert type(model.transformer.h[1].mlp.c_fc) is cpu_kernels.ConvLinear

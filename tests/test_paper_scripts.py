@@ -222,7 +222,7 @@ def test_final_losses_by_hessian_interval_against_flops(tmp_path):
         make(tmp_path, 'sophiag', 100, 3.0 + k / 100, argv=[f'--hessian_interval={k}'])
     final_losses.main([str(tmp_path), '--by', 'hessian_interval', '--x', 'flops', '--output', str(tmp_path / 'f.png')])
     frequent, seldom = rows_of(tmp_path / 'f.csv')
-    assert frequent['line'] == 'hessian_interval = 1'
+    assert frequent['line'] == 'k 1'
     # Two thirds of half of the mini-batch: a third more at k = 1, a thirtieth at k = 10.
     assert float(frequent['flops']) / float(seldom['flops']) == pytest.approx((1 + 1 / 3) / (1 + 1 / 30))
 
