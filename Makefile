@@ -32,7 +32,7 @@ lint: $(VENV)/.installed-dev  ## ruff
 	$(PY) -m ruff check .
 
 clean:  ## remove runs and prepared data; keeps .venv
-	rm -rf out data/*/*.bin data/*/*.bin.part data/*/meta.json data/*/progress.json data/*/prepare.lock
+	rm -rf out data/*/*.bin data/*/*.bin.part data/*/meta.json data/*/progress.json data/*/prepare.lock data/*/*.partial
 
 .PHONY: help install quickstart test lint clean
 .DEFAULT_GOAL := help

@@ -281,13 +281,16 @@ def set_compile(compile):
     softmax_fn = _compiled_softmax if compile else softmax
 
 
-def _fused_agrees():
-    """Tries on a few numbers whether `fused_head_loss` is the mean of `token_loss`, loss and gradient."""
-    x = torch.arange(35, dtype=torch.float64).sin().view(5, 7).requires_grad_()
-    weight, targets = 3 * torch.arange(63, dtype=torch.float64).cos().view(9, 7), torch.tensor([3, -1, 8, 0, 3])
-    fused, _, _, dx, *_ = fused_head_loss(x.detach(), weight, targets, targets[:0], x[0, :0].detach(), True)
-    loss = mean_loss(x @ weight.t(), targets)
-    return torch.allclose(loss, fused) and torch.allclose(torch.autograd.grad(loss, x)[0], dx / 4)
+def cross_entropy(logits, targets):
+    """What `fused_head_loss` computes: `token_loss` as it is shipped."""
+    return F.cross_entropy(logits.to(accumulate_dtype(logits)), targets, ignore_index=-1, reduction='none')
 
 
-FUSED = token_loss if _fused_agrees() else None  # an edited `token_loss` is another function, or does not agree
+def _code(function):
+    """What a function does, without its docstring, to compare with another."""
+    code = function.__code__
+    return code.co_code, code.co_names, code.co_consts[1:], function.__defaults__
+
+
+# By its code, as no trial would find every edit: one that leaves out a single token, for instance.
+FUSED = token_loss if _code(token_loss) == _code(cross_entropy) else None

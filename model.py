@@ -5,7 +5,7 @@ dropout, optional scaling of attention logits by the inverse layer index. Module
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.nn as nn
@@ -47,6 +47,19 @@ class GPTConfig:
     bias: bool = False
     scale_attn_by_inverse_layer_idx: bool = False
     gelu_approximate: str = 'none'  # 'tanh' for the weights that OpenAI published
+
+    @classmethod
+    def from_settings(cls, settings, vocab_size):
+        """The shape of a run with train.py's `settings`, a dict, for a tokenizer of `vocab_size` ids."""
+        return cls(**{f.name: settings[f.name] for f in fields(cls) if f.name in settings},
+                   vocab_size=padded_vocab_size(vocab_size))
+
+    def model_args(self):
+        """What a checkpoint says of the shape: nanoGPT's arguments, the first seven, and others where they are not the
+        default, so that nanoGPT reads models that it knows, and an argument added here leaves old checkpoints valid."""
+        nanogpt = [f.name for f in fields(GPTConfig)[:7]]
+        return {key: value for key, value in asdict(self).items()
+                if key in nanogpt or value != getattr(GPTConfig, key)}
 
 
 class CausalSelfAttention(nn.Module):
@@ -162,8 +175,7 @@ class GPT(nn.Module):
 
     def num_params(self, non_embedding=False):
         """Number of parameters, a tied head counted once; `non_embedding` leaves out the position embeddings."""
-        n = sum(p.numel() for p in self.parameters())
-        return n - self.transformer.wpe.weight.numel() if non_embedding else n
+        return sum(p.numel() for name, p in self.named_parameters() if not (non_embedding and '.wpe.' in name))
 
     def flops_per_token(self, T=None):
         """FLOPs to train on one token (forward + backward) at context length T, default block_size.
@@ -198,7 +210,7 @@ class GPT(nn.Module):
         B, T = idx.shape
         block_size, rows = self.config.block_size, torch.arange(B, device=idx.device)
         lengths = torch.full_like(rows, T) if lengths is None else lengths.clone()
-        ended = torch.zeros_like(rows, dtype=torch.bool)
+        idx, ended = idx.clone(), torch.zeros_like(rows, dtype=torch.bool)
         for _ in range(max_new_tokens):
             if lengths.max() == idx.size(1):
                 idx = F.pad(idx, (0, 1))

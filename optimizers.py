@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 from hessian import AdaHessianHook, EmpiricalFisherHook, FirstOrder, GNBHook, Hook, HutchinsonHook
 from runtime.distributed import full_tensor
-from sophia import GuardedOptimizer, HessianOptimizer, Sophia, parameters
+from sophia import GuardedOptimizer, HessianOptimizer, Sophia, parameters, scalar
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Baselines
@@ -31,7 +31,7 @@ class Lion(GuardedOptimizer):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize), nonfinite)
 
     def update(self, group, params, grads):
-        lr, (beta1, beta2), ms = group['lr'], group['betas'], self.buffers(params, 'exp_avg')
+        lr, (beta1, beta2), ms = scalar(group['lr']), group['betas'], self.buffers(params, 'exp_avg')
         update = torch._foreach_lerp(ms, grads, 1 - beta1)
         torch._foreach_sign_(update)
         torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
@@ -56,8 +56,8 @@ class AdaHessian(HessianOptimizer):
                                       squared=True), nonfinite)
 
     def update(self, group, params, grads):
-        lr, (beta1, beta2) = group['lr'], group['betas']
-        if any('hessian_step' not in self.state[p] for p in params):
+        lr, (beta1, beta2) = scalar(group['lr']), group['betas']
+        if any('hessian_step' not in self.state.get(p, ()) for p in params):
             raise RuntimeError('AdaHessian.step() before an estimate of every Hessian: call update_hessian() first')
         ms, vs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
         torch._foreach_lerp_(ms, grads, 1 - beta1)
@@ -170,6 +170,7 @@ OPTIMIZERS = {
     'gnb_noclip': Row(sophia(clipping='none'), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
                       'Table 3, sophiag', GNBHook),
 }
+# What train.py's settings of optimizers are where an optimizer has no use for them.
 UNUSED = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0, hessian_batch_size=0)
 
 
@@ -185,8 +186,8 @@ def row(optimizer_name):
 def build_optimizer(name, params, *, lr, compile=False, **settings):
     """The optimizer called `name` in the table, on `params` (parameters or param groups).
 
-    Settings (beta1, beta2, weight_decay, eps, gamma) that are None or not given are the table's; `compile` fuses
-    Sophia's update by torch.compile. Gradients are taken as finite: train_step has looked before the update.
+    Settings (the keys of UNUSED) that are None or not given are the table's; `compile` fuses Sophia's update by
+    torch.compile. Gradients are taken as finite: train_step has looked before the update.
     """
     given = {key: value for key, value in settings.items() if value is not None}
     if unknown := given.keys() - UNUSED.keys():

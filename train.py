@@ -22,9 +22,9 @@ import configurator
 import loss
 import optimizers
 from configurator import derived
-from data.loader import Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir
+from data.loader import TrainLoader, ValidationLoader, accumulation_steps, fingerprint, open_dataset
 from hessian import Hook
-from model import GPT, SIZES, GPTConfig, padded_vocab_size
+from model import GPT, SIZES, GPTConfig
 from runtime import checkpoint, cpu_kernels, files, hf, runlog
 from runtime import device as devices
 from runtime.distributed import World, ranks_from_environment, under_torchrun
@@ -174,7 +174,7 @@ def set_up(c, world, model):
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
     optimizer = optimizers.build_optimizer(
         c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay), lr=c.learning_rate, compile=c.compile,
-        beta1=c.beta1, beta2=c.beta2, weight_decay=c.weight_decay, eps=c.eps, gamma=c.gamma)
+        **{key: c.values[key] for key in optimizers.UNUSED})
     params = [p for p in model.parameters() if p.requires_grad]
     assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
     hessian = optimizers.build_hook(
@@ -321,16 +321,11 @@ def main(argv):
     # Devices, data, model
     world = World(c.device, c.backend, c.parallel)
     with world.exit_together():
-        train_data, val_data = (Bin(data_dir(c.dataset), split) for split in ('train', 'val'))
-        for data in (train_data, val_data):
-            data.check_length(c.block_size)
-            data.check_ids(data.samples())
-    fingerprints = dict(train=train_data.fingerprint(), val=val_data.fingerprint())
+        train_data, val_data = open_dataset(c.dataset, c.block_size)
+    fingerprints = dict(train=train_data.fingerprint(), val=fingerprint([*val_data.values()]))
     torch.manual_seed(c.seed)
     torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
-    model_args = dict(block_size=c.block_size, vocab_size=padded_vocab_size(train_data.vocab_size), n_layer=c.n_layer,
-                      n_head=c.n_head, n_embd=c.n_embd, dropout=c.dropout, bias=c.bias,
-                      scale_attn_by_inverse_layer_idx=c.scale_attn_by_inverse_layer_idx)
+    model_args = GPTConfig.from_settings(c.values, train_data.vocab_size).model_args()
     path, saved = checkpoint.open_run(world, c.out_dir, c.init_from, read_only=c.eval_only)
     differences, changes = [], []
     with world.exit_together():
@@ -338,11 +333,11 @@ def main(argv):
             model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
             model_args = adopt_model_args(c, asdict(model.config), train_data)
         if saved:
-            if saved['model_args'].keys() > model_args.keys():  # a fine-tuned model
+            if 'gelu_approximate' in saved['model_args']:  # a fine-tuned model, whose checkpoints hold all of its shape
                 model_args = adopt_model_args(
                     c, saved['model_args'] | dict(block_size=c.block_size, dropout=c.dropout), train_data)
             differences, changes = checkpoint.compare(
-                path, saved, c.values, model_args, fingerprints, c.ignore_data_change)
+                path, saved, c.values, model_args, fingerprints, c.ignore_data_change, asdict(GPTConfig()))
         if from_scratch(c):
             model = GPT(GPTConfig(**model_args))
     run = set_up(c, world, model)
@@ -413,11 +408,13 @@ def main(argv):
         # Once in a while, and at the end: evaluate on the validation set, and save.
         eval_due = state.iter % c.eval_interval == 0 or state.iter == c.max_iters
         if c.eval_only or (eval_due and state.last_eval_iter != state.iter and not stopping):
-            val_loss = evaluate(run, val_data, stops)
-            stopping = val_loss is None
+            losses = {key: evaluate(run, data, stops) for key, data in val_data.items()}
+            stopping = None in losses.values()
             if not stopping:
                 state.last_eval_iter = state.iter
-                record(f'iter {state.iter}: val loss {val_loss:.4f}', **{'val/loss': val_loss})
+                val_loss = sum(data.weight * losses[key] for key, data in val_data.items())
+                each = {f'val/loss/{key}': each for key, each in losses.items()} if len(losses) > 1 else {}
+                record(f'iter {state.iter}: val loss {val_loss:.4f}', **{'val/loss': val_loss}, **each)
                 best = val_loss < state.best_val_loss
                 before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
                 if state.iter > 0 and not c.eval_only and (

@@ -16,10 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from runtime import checkpoint  # noqa: E402
+
+settings.register_profile('repeatable', deadline=None, derandomize=True, database=None)
+settings.load_profile('repeatable')
 
 # Flags for a run of seconds on CPU.
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--block_size=32', '--total_batch_size=4',

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import configurator
+import train
 from model import GPT, GPTConfig, padded_vocab_size
 
 CONFIG = Path(__file__).resolve().parents[1] / 'config'
@@ -56,12 +56,12 @@ PUBLISHED |= NEOX_RUNS
 
 
 def resolve(*argv):
-    return configurator.resolve([*map(str, argv), '--device=cuda']).values
+    return train.resolve([*map(str, argv), '--device=cuda']).values
 
 
 @pytest.mark.parametrize('path', sorted(CONFIG.rglob('*.py')), ids=lambda path: str(path.relative_to(CONFIG)))
 def test_every_shipped_config_resolves(path):
-    config = configurator.resolve([str(path)])
+    config = train.resolve([str(path)])
     assert config.values['max_iters'] > 0 and config.given, f'{path} sets nothing'
 
 

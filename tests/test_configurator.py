@@ -6,17 +6,15 @@ import sys
 import pytest
 from conftest import ROOT, refusal, run_train
 
-import configurator
-from configurator import configure, derived
+import train
+from configurator import configure, derive, derived
+
+DEFAULTS = {'steps': 10, 'rate': 0.5, 'name': 'a', 'fast': False, 'size': derived(int), '__name__': 'config'}
 
 
-def scope(**more):
-    return {'steps': 10, 'rate': 0.5, 'name': 'a', 'fast': False, 'size': derived(int), '__name__': 'config', **more}
-
-
-def apply(*argv, **more):
-    values = scope(**more)
-    return configure(values, list(argv)), values
+def apply(*argv):
+    config = configure(DEFAULTS, list(argv))
+    return config, config.values
 
 
 @pytest.mark.parametrize('flag, key, value', [
@@ -33,13 +31,32 @@ def test_flags_are_typed(flag, key, value):
 
 
 @pytest.mark.parametrize('flag, words', [
-    ('--setps=7', "unknown setting 'setps'; did you mean steps?"), ('--zzz=1', 'python train.py --help'),
-    ('--steps=1.5', "steps = '1.5' is not a whole number"), ('--steps=ten', 'not a whole number'),
-    ('--steps=inf', 'not a whole number'), ('--rate=fast', "rate = 'fast' is not a number"),
-    ('--fast=2', 'not True or False'), ('--steps', '--key=value'), ('--__name__=x', 'unknown setting'),
+    ('--setps=7', '--setps: unknown setting; did you mean --steps?'), ('--zzz=1', 'python train.py --help'),
+    ('--steps=1.5', "--steps: '1.5' is not a whole number"), ('--steps=ten', 'not a whole number'),
+    ('--steps=inf', 'not a whole number'), ('--rate=fast', "--rate: 'fast' is not a number"),
+    ('--fast=2', 'not True or False'), ('--steps', 'write --steps=VALUE'), ('--__name__=x', 'unknown setting'),
 ])
-def test_bad_flags_are_refused_in_one_line(flag, words):
+def test_bad_flags_are_rejected_in_one_line(flag, words):
     assert words in refusal(apply, flag)
+
+
+def test_a_flag_and_its_value_as_two_words_are_rejected():
+    assert '--rate: write --rate=1e-3' in refusal(apply, '--rate', '1e-3')
+
+
+def test_a_file_computes_with_its_own_values_in_functions_and_comprehensions(tmp_path):
+    path = tmp_path / 'run.py'
+    path.write_text("""
+from math import ceil
+steps = 1000
+def share(f):
+    return ceil(steps * f)
+size = max(int(steps * f) for f in (0.1, 0.2))
+rate = share(0.5)
+""")
+    config, values = apply(str(path))
+    assert (values['size'], values['rate'], values['steps']) == (200, 500.0, 1000)
+    assert config.given == {'steps', 'size', 'rate'}
 
 
 def test_files_then_flags_in_order(tmp_path):
@@ -52,11 +69,11 @@ def test_files_then_flags_in_order(tmp_path):
 
 
 @pytest.mark.parametrize('text, words', [
-    ('setps = 3', "unknown setting 'setps'; did you mean steps?"), ('steps = "3x"', 'not a whole number'),
+    ('setps = 3', 'bad.py: setps: unknown setting; did you mean steps?'), ('steps = "3x"', 'not a whole number'),
     ('fast = 1', 'not True or False'), ('x = (', 'bad.py:1:'), ('steps = 1 / 0', 'bad.py:1: ZeroDivisionError'),
     ('\nsteps = stpes', 'bad.py:2: NameError'),
 ])
-def test_bad_files_are_refused_in_one_line(tmp_path, text, words):
+def test_bad_files_are_rejected_in_one_line(tmp_path, text, words):
     path = tmp_path / 'bad.py'
     path.write_text(text)
     assert words in refusal(apply, str(path))
@@ -81,10 +98,12 @@ def test_tables_fill_only_what_nobody_set():
     assert any(line.split() == ['size', '=', '4', 'a', 'table'] for line in config.lines())
 
 
-def test_derived_without_a_value_is_refused():
-    config, _ = apply()
-    with pytest.raises(SystemExit, match='no value for size'):
-        config.finish()
+def test_derive_applies_tables_in_order_and_needs_a_value_for_each_setting():
+    config, values = apply('--steps=5')
+    derive(config, [lambda c: ({'size': 2 * c.steps, 'steps': 99}, 'one'), lambda c: ({'rate': c.size / 4}, 'two')])
+    assert (values['steps'], values['size'], values['rate']) == (5, 10, 2.5)
+    assert (config.sources['steps'], config.sources['size'], config.sources['rate']) == ('flag', 'one', 'two')
+    assert 'no value for size: set it with --size=' in refusal(derive, apply()[0], [])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -92,62 +111,62 @@ def test_derived_without_a_value_is_refused():
 
 
 def test_table_and_config_file_give_the_same_run():
-    by_file = configurator.resolve([str(ROOT / 'config/train_gpt2_small_sophiag.py')]).values
-    by_flags = configurator.resolve(['--model_size=125M', '--optimizer_name=sophiag']).values
+    by_file = train.resolve([str(ROOT / 'config/train_gpt2_small_sophiag.py')]).values
+    by_flags = train.resolve(['--model_size=125M', '--optimizer_name=sophiag']).values
     assert {k: v for k, v in by_file.items() if k != 'out_dir'} == {k: v for k, v in by_flags.items() if k != 'out_dir'}
 
 
 def test_switching_the_optimizer_switches_its_settings():
-    config = configurator.resolve(['--model_size=355M', '--optimizer_name=sophiag'])
+    config = train.resolve(['--model_size=355M', '--optimizer_name=sophiag'])
     assert config.values['learning_rate'] == 4e-4 and config.sources['learning_rate'] == 'Table 3: sophiag, 355M'
-    adamw = configurator.resolve([str(ROOT / 'config/train_gpt2_small_sophiag.py'), '--optimizer_name=adamw']).values
+    adamw = train.resolve([str(ROOT / 'config/train_gpt2_small_sophiag.py'), '--optimizer_name=adamw']).values
     assert (adamw['learning_rate'], adamw['weight_decay'], adamw['hessian_interval']) == (6e-4, 0.1, 0)
 
 
 def test_official_command_lines_resolve(monkeypatch):
     """The official repository's README: 10 GPUs of 8 × 6 sequences."""
     monkeypatch.setenv('WORLD_SIZE', '10')
-    values = configurator.resolve([str(ROOT / 'config/train_gpt2_small_sophiag.py'), '--batch_size=8',
+    values = train.resolve([str(ROOT / 'config/train_gpt2_small_sophiag.py'), '--batch_size=8',
                                    '--gradient_accumulation_steps=6']).values
     assert values['gradient_accumulation_steps'] == 6 and values['hessian_batch_size'] == 240
     monkeypatch.setenv('WORLD_SIZE', '7')
     with pytest.raises(SystemExit, match='must be a multiple of the 7 devices'):
-        configurator.resolve(['--batch_size=8'])
-    for theirs, ours in dict(rho='gamma', interval='hessian_interval').items():
-        with pytest.raises(SystemExit, match=f"unknown setting '{theirs}'; did you mean {ours}"):
-            configurator.resolve([f'--{theirs}=10'])
+        train.resolve(['--batch_size=8'])
+    for theirs, ours in dict(rho='gamma', interval='hessian_interval', lr='learning_rate').items():
+        with pytest.raises(SystemExit, match=f'--{theirs}: unknown setting; did you mean --{ours}'):
+            train.resolve([f'--{theirs}=10'])
 
 
 def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '12')
-    config = configurator.resolve(['--optimizer_name=sophiah', '--batch_size=8'])
+    config = train.resolve(['--optimizer_name=sophiah', '--batch_size=8'])
     assert config.values['hessian_batch_size'] == 36
     assert config.sources['hessian_batch_size'] == '32 made to fit 12 device(s)'
 
 
 @pytest.mark.parametrize('argv, words', [
-    (['--optimizer_name=adam'], "optimizer_name = 'adam': no such optimizer; choose from adamw, lion"),
-    (['--model_size=1T'], "model_size = '1T': no such size; choose from"),
+    (['--optimizer_name=adam'], '--optimizer_name=adam: no such optimizer; did you mean adamw?'),
+    (['--model_size=1T'], '--model_size=1T: no such size; choose from'),
     (['--model_size=540M', '--optimizer_name=lion'], 'Table 3 has no learning rate for lion at 540M'),
     (['--init_from=gpt2'], 'Table 3 is for training from scratch, not for init_from = gpt2; set --learning_rate'),
-    (['--dtype=int8'], "flag: dtype = 'int8' must be float32"), (['--beta2=1'], 'must be at least 0 and below 1'),
+    (['--dtype=int8'], '--dtype=int8: must be float32'), (['--beta2=1'], 'must be at least 0 and below 1'),
     (['--batch_size=7'], '--batch_size=7: must divide 480'), (['--max_iters=0'], 'must be at least 1'),
 ])
-def test_settings_that_cannot_be_are_refused(argv, words):
+def test_settings_that_cannot_be_are_rejected(argv, words):
     with pytest.raises(SystemExit) as stopped:
-        configurator.resolve(argv)
+        train.resolve(argv)
     assert words in str(stopped.value) and '\n' not in str(stopped.value)
 
 
 def test_wandb_has_to_be_there(monkeypatch):
     monkeypatch.setitem(sys.modules, 'wandb', None)
-    with pytest.raises(SystemExit, match='wandb_log = True must be False without wandb; pip install wandb'):
-        configurator.resolve(['--wandb_log=True'])
+    with pytest.raises(SystemExit, match='--wandb_log=True: must be False, or pip install wandb'):
+        train.resolve(['--wandb_log=True'])
 
 
 def test_help_lists_every_setting_with_its_comment():
     text = run_train('--help').stdout
-    for key in configurator.resolve([]).values:
+    for key in train.resolve([]).values:
         line = next(line for line in text.splitlines() if line.startswith(f'  --{key}='))
         assert len(line.split(maxsplit=1)[1]) > 10, f'{key} has no comment in train.py'
 
@@ -155,4 +174,4 @@ def test_help_lists_every_setting_with_its_comment():
 def test_readme_lists_every_setting():
     text = (ROOT / 'README.md').read_text(encoding='utf-8')
     listed = set(re.findall(r'^\| `(\w+)` \| ', text, flags=re.M))
-    assert set(configurator.resolve([]).values) <= listed
+    assert set(train.resolve([]).values) <= listed

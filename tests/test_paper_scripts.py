@@ -202,10 +202,13 @@ def test_losses_of_other_data_or_windows_are_not_averaged(tmp_path, capsys):
     make(tmp_path, 'adamw', 100, 3.1)  # the same run again
     make(tmp_path, 'adamw', 100, 3.3, argv=['--init_from=gpt2'])
     make(tmp_path, 'adamw', 100, 3.4, argv=['--weight_decay=0.3'])
-    final_losses.main([str(tmp_path), '--output', str(tmp_path / 'figure.png')])
+    argv = [str(tmp_path), '--output', str(tmp_path / 'figure.png')]
+    assert 'init_from is None in one and gpt2 in the other' in refusal(final_losses.main, argv)
+    final_losses.main([*argv, '--tuned', 'init_from'])
     (row,) = rows_of(tmp_path / 'figure.csv')
     assert (row['val/loss'], row['seeds'], row['tried']) == ('3.0', '1', '3')
-    for other, what in ((dict(data='other'), 'the data'), (dict(argv=['--eval_iters=3']), 'validation windows')):
+    for other, what in ((dict(data='other'), 'the data'),
+                        (dict(argv=['--eval_iters=3']), 'the number of validation sequences')):
         directory = tmp_path / what
         make(directory, 'adamw', 100, 3.0)
         make(directory, 'adamw', 100, 3.0, lr=2e-3, **other)
@@ -219,7 +222,7 @@ def test_final_losses_by_hessian_interval_against_flops(tmp_path):
         make(tmp_path, 'sophiag', 100, 3.0 + k / 100, argv=[f'--hessian_interval={k}'])
     final_losses.main([str(tmp_path), '--by', 'hessian_interval', '--x', 'flops', '--output', str(tmp_path / 'f.png')])
     frequent, seldom = rows_of(tmp_path / 'f.csv')
-    assert frequent['line'] == 'hessian_interval = 1'
+    assert frequent['line'] == 'k 1'
     # Two thirds of half of the mini-batch: a third more at k = 1, a thirtieth at k = 10.
     assert float(frequent['flops']) / float(seldom['flops']) == pytest.approx((1 + 1 / 3) / (1 + 1 / 30))
 

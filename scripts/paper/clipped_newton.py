@@ -191,7 +191,7 @@ def main(argv=None):
     for ax, title in ((left, f'clipped Newton, d = {d}'), (right, 'quadratic, d = 2')):
         ax.set(xscale='log', yscale='log', xlabel='condition number', ylabel=f'steps to loss {args.eps:g} μ',
                title=title)
-        ax.legend(fontsize=7)
+        ax.legend(fontsize=7, loc='upper center', bbox_to_anchor=(0.5, -0.18), ncols=2, frameon=False)
     save(args.output, fig, rows, delta=args.delta, eps=args.eps, seed=args.seed)
 
 

@@ -5,7 +5,7 @@
 
 For every optimizer, once with and once without scale_attn_by_inverse_layer_idx, runs at rising rates until one blows
 up. A rate is stable when its run ends finite and with a training loss no more than --margin above the lowest loss of
-the run itself and of the runs at lower rates. Runs are kept in out_dir, and the same command goes on where it stopped.
+the run itself and of the runs at lower rates. Runs are kept in out_dir; the same command resumes.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.runs import OPTIMIZER_LABELS, add_launcher, figure, png_path, print_table, save
+from scripts.runs import OPTIMIZER_LABELS, add_launcher, figure, legend, png_path, print_table, save
 from scripts.sweep import anchored, expand, interrupt, train_all
 
 # The list that the paper searches (section Hyperparamter Tuning), rising.
@@ -92,7 +92,7 @@ def main(argv=None):
                     ax.axvline(row['learning_rate'], color=f'C{i}', linestyle='-' if scaled else '--', alpha=0.3)
     ax.set(xscale='log', xlabel='peak learning rate', ylabel='final training loss',
            title='a vertical line: blows up')
-    ax.legend(fontsize=7)
+    legend(fig, ax)
     save(output, fig, rows, largest=largest, margin=args.margin)
 
 

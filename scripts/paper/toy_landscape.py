@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.runs import figure, png_path, print_table, save
+from scripts.runs import figure, legend, png_path, print_table, save
 
 MINIMUM = np.array([1.0, 4.0])
 
@@ -109,7 +109,7 @@ def main(argv=None):
         ax.plot(path[:, 0], path[:, 1], 'o-', color=color, markersize=3, linewidth=1.2, label=name)
     ax.plot(*MINIMUM, '*', color='tab:green', markersize=14, label='minimum')
     ax.set(xlabel=r'$\theta_{[1]}$ (sharp)', ylabel=r'$\theta_{[2]}$ (flat)', xlim=(-1.1, 1.5), ylim=(-0.6, 4.8))
-    ax.legend(fontsize=8, loc='lower left')
+    legend(fig, ax)
     save(args.output, fig, rows, summary=summary, start=args.start, rho=args.rho)
 
 
