@@ -183,7 +183,7 @@ def read_metrics(path):
     """The lines of a metrics.jsonl, a list of dicts; SystemExit with one line when one is damaged."""
     records = []
     try:
-        lines = path.read_text(encoding='utf-8').splitlines()
+        lines = path.read_text(encoding='utf-8').removesuffix('\n').split('\n')
     except UnicodeDecodeError as error:
         raise SystemExit(f'{path}: not a JSON object in every line ({error}); the file is damaged') from None
     for number, line in enumerate(lines, 1):

@@ -60,3 +60,17 @@ def test_an_unfinished_record_is_named_and_a_diverged_one_is_complete(record, tm
 def test_the_records_of_this_repository_are_finished_runs_of_one_schedule():
     runs = records.find_runs([ROOT / 'records'])
     assert len(runs) > 90 and [str(run.out_dir) for run in runs if run.rejected] == []
+
+
+def test_the_verdicts_table_is_that_of_the_records():
+    result = json.loads((ROOT / 'records/cpu/few_speedup.json').read_text())
+    sophia, = (verdict for verdict in result['verdicts'] if verdict['candidate'] == 'sophiag')
+    page = (ROOT / 'docs/verdict.md').read_text(encoding='utf-8')
+    for same, ratio in zip(sophia['same_T'], sophia['efficiency']):
+        line, = (line for line in page.splitlines() if line.startswith(f'| {same["T"]:,} |'))
+        cells = [cell.strip() for cell in line.split('|')[1:-1]]
+        assert cells[1:4] == [f'{same["baseline"]:.3f}', f'{same["candidate"]:.3f}', f'{same["difference"]:+.3f}']
+        assert cells[5:7] == [f'{same["trials of baseline"]}, {same["trials"]}',
+                              f'{same["seeds of baseline"]}, {same["seeds"]}']
+        assert cells[7:] == [f'{ratio["baseline steps"]:,.0f}', f'{ratio["ratio steps"]:.2f}',
+                             f'{ratio["ratio FLOPs"]:.2f}']

@@ -58,7 +58,7 @@ def test_tune_gamma_keeps_what_is_given_and_looks_at_the_last_quarter(tmp_path):
 
 
 def test_tune_gamma_doubles_halves_and_gives_up(monkeypatch, tmp_path, capsys):
-    """With a made-up dependence of the fraction on γ in the place of runs."""
+    """With a made-up dependence of the fraction on γ instead of runs."""
     def chosen(fraction, *args):
         monkeypatch.setattr(tune_gamma, 'unclipped', lambda gamma, *_: fraction(gamma))
         tune_gamma.main(['--out_dir', str(tmp_path), *args, '--', '--optimizer_name=sophiah'])
