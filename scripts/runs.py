@@ -183,7 +183,7 @@ def read_metrics(path):
     """The lines of a metrics.jsonl, a list of dicts; SystemExit with one line when one is damaged."""
     records = []
     try:
-        lines = path.read_text(encoding='utf-8').splitlines()
+        lines = path.read_text(encoding='utf-8').removesuffix('\n').split('\n')
     except UnicodeDecodeError as error:
         raise SystemExit(f'{path}: not a JSON object in every line ({error}); the file is damaged') from None
     for number, line in enumerate(lines, 1):
@@ -244,7 +244,9 @@ def check_comparable(runs, free=()):
     """
     def protocol(run):
         yield 'the data (fingerprint)', run.about.get('data')
-        yield 'the number of validation sequences (eval_iters × batch_size)', run.eval_iters * run.batch_size or 'all'
+        if 'eval_iters' not in free:
+            sequences = run.eval_iters * run.batch_size or 'all'
+            yield 'the number of validation sequences (eval_iters × batch_size)', sequences
         for key in PROTOCOL:
             yield key, run.config.get(key)
         yield 'min_lr_ratio', round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)
@@ -291,10 +293,47 @@ def mean_loss(runs, key='val/loss'):
     return statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else None
 
 
-def differing_settings(runs):
-    """The settings in which `runs` differ, where and how fast they ran left out, the seed included."""
-    keys = [key for key in runs[0].config if key not in INCIDENTAL - {'seed'}]
-    return [key for key in keys if len({json.dumps(run.config.get(key)) for run in runs}) > 1]
+def lines_of(runs):
+    """Lists of the runs that a figure draws as one line: equal but for their seed, and on the same data."""
+    groups = []
+    for run in runs:
+        key, seed = (hyperparameters(run), json.dumps(run.about.get('data'))), run.config.get('seed')
+        group = next((group for other, group in groups
+                      if other == key and seed not in {one.config.get('seed') for one in group}), None)
+        if group is None:
+            groups.append((key, [run]))
+        else:
+            group.append(run)
+    return [group for _, group in groups]
+
+
+# How a setting is called in the label of a line.
+SHORT = {'learning_rate': 'lr', 'max_iters': 'T', 'gamma': 'γ', 'beta1': 'β1', 'beta2': 'β2', 'eps': 'ε',
+         'hessian_interval': 'k', 'warmup_iters': 'warm-up', 'total_batch_size': 'batch', 'weight_decay': 'λ'}
+
+
+def labels_of(groups):
+    """A label for each of the `lines_of` some runs: the optimizer, and the settings in which its lines differ; the
+    names of the directories where that does not tell them apart."""
+    derived = {'optimizer_name', 'lr_decay_iters', 'min_lr', 'seed'}
+    labels = []
+    for group in groups:
+        run, same = group[0], [other[0] for other in groups if other[0].optimizer_name == group[0].optimizer_name]
+        keys = [key for key in run.config if key not in INCIDENTAL | derived
+                and len({json.dumps(other.config.get(key)) for other in same}) > 1]
+        labels.append(', '.join([run.optimizer_label, *(f'{SHORT.get(key, key)} {run.config[key]}' for key in keys)]))
+    if len(groups) == 1 or len(set(labels)) < len(labels):
+        return [group[0].out_dir.resolve().name for group in groups]
+    return labels
+
+
+def averaged(group, key, x='steps'):
+    """(xs, means, lows, highs) of the values of `key` over runs that differ in their seed, at the iterations at which
+    all of them have one."""
+    points = [dict(zip(run.series(key)[0], zip(*run.series(key, x)))) for run in group]
+    rows = [[run[i] for run in points] for i in points[0] if all(i in run for run in points)]
+    return ([statistics.mean(x for x, _ in row) for row in rows], [statistics.mean(y for _, y in row) for row in rows],
+            [min(y for _, y in row) for row in rows], [max(y for _, y in row) for row in rows])
 
 
 def below(root, path):
@@ -333,6 +372,20 @@ def figure(columns=1, width=5.0, height=3.7, **options):
         ax.grid(alpha=0.3)
         ax.spines[['top', 'right']].set_visible(False)
     return fig, list(axes[0])
+
+
+def styles(names):
+    """Options of ax.plot that tell lines apart, for the optimizer's name of each: a color for each of up to ten lines;
+    of more, a color per optimizer and a dash pattern within; of more of one optimizer, a scale from dark to light."""
+    from matplotlib import colormaps
+    if len(names) <= 10:
+        return [dict(color=f'C{i}') for i in range(len(names))]
+    kinds = list(dict.fromkeys(names))
+    if len(kinds) == 1:
+        return [dict(color=colormaps['viridis'](0.95 * i / (len(names) - 1))) for i in range(len(names))]
+    dashes = ['-', '--', ':', '-.', (0, (5, 1, 1, 1, 1, 1)), (0, (1, 4))]
+    return [dict(color=f'C{kinds.index(name) % 10}', linestyle=dashes[names[:i].count(name) % len(dashes)])
+            for i, name in enumerate(names)]
 
 
 def legend(fig, ax, **options):

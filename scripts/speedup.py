@@ -265,12 +265,12 @@ def efficiency_at(candidate, baseline, curve, noise):
 
 def weaknesses(side):
     """What makes the best of a `Tuned` doubtful, a list of sentences."""
-    who, rates = f'{side.best[0].optimizer_label}, T = {side.T}', sorted(side.learning_rates)
-    if len(rates) == 1:
+    who, tried = f'{side.best[0].optimizer_label}, T = {side.T}', sorted(side.learning_rates)
+    if len(tried) == 1:
         return [f'{who}: one learning rate only, so nothing was tuned']
-    if side.learning_rate in (rates[0], rates[-1]):
+    if side.learning_rate in (tried[0], tried[-1]):
         return [f'{who}: the best learning rate, {side.learning_rate:g}, is at the edge of those tried '
-                f'({rates[0]:g} to {rates[-1]:g})']
+                f'({tried[0]:g} to {tried[-1]:g})']
     return []
 
 
@@ -303,12 +303,12 @@ def draw(tuned, baseline, verdicts, k):
         Ts = np.geomspace(min(tuned[baseline]), max(tuned[baseline]), 50)
         left.plot(Ts, curve['E'] + curve['A'] * Ts ** -curve['alpha'], ':', color=colors[baseline],
                   label=f'{label(baseline)}, fitted')
-    if len(verdicts) == 1:
+    if len(verdicts) == 1 and verdicts[0]['criterion']:
         for row in verdicts[0]['criterion']:
             left.annotate('', (row['T/k'], list(row.values())[3]), (row['T'], list(row.values())[2]),
                           arrowprops=dict(arrowstyle='->', color='C2' if row['holds'] else 'C3'))
-        answer = {True: ' Yes.', False: ' No.', None: ''}[verdicts[0]['holds']]
-        title = f'Does {label(verdicts[0]["candidate"])} at T/{k} reach {label(baseline)} at T?{answer}'
+        title = (f'Does {label(verdicts[0]["candidate"])} at T/{k} reach {label(baseline)} at T? '
+                 + ('Yes.' if verdicts[0]['holds'] else 'No.'))
     else:
         title = 'Final loss at the best settings tried'
     Ts = sorted({T for sides in tuned.values() for T in sides})

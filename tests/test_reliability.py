@@ -440,8 +440,8 @@ def test_errors_are_one_line_and_overwrite_nothing(train, reference, tmp_path, c
         ([f'--dataset={lies.parent}'], tmp_path / 'new', f"{lies}: not a valid meta.json"),
         ([f'--dataset={narrow.parent}'], tmp_path / 'new', f'{narrow}: token id 250 is beyond the vocabulary of 100'),
         ([config], tmp_path / 'new', f'{config}:2: invalid syntax'),
-        (['--keep_checkpoints=1'], tmp_path / 'new', 'keep_checkpoints = 1 must be at least 2'),
-        (['--init_from=elsewhere'], tmp_path / 'new', "init_from = 'elsewhere' must be"),
+        (['--keep_checkpoints=1'], tmp_path / 'new', '--keep_checkpoints=1: must be at least 2'),
+        (['--init_from=elsewhere'], tmp_path / 'new', '--init_from=elsewhere: must be'),
     ]
     for flags, directory, words in cases:
         done = train(directory, *flags)

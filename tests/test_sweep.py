@@ -55,7 +55,7 @@ def test_a_sweep_outside_the_repository_trains_the_config_it_checks(elsewhere, l
 
 
 def test_max_lr_and_tune_gamma_outside_the_repository_train_the_config_they_check(elsewhere, launcher, capsys):
-    max_lr.main(['--out_dir', 'a', '--launcher', launcher, '--optimizers', 'sophiag', '--rates', '0.25', '--',
+    max_lr.main(['--out_dir', 'a', '--launcher', launcher, '--optimizers', 'sophiag', '--learning_rates', '0.25', '--',
                  'config/quickstart.py'])
     iterations = [json.loads(path.read_text())['config']['max_iters'] for path in elsewhere.rglob('config.json')]
     assert iterations == [100, 100]
@@ -222,7 +222,7 @@ def test_sweep_remembers_a_run_that_diverged(tmp_path, corpus, capsys, launcher)
 @pytest.mark.parametrize('spec, words', [
     ({'runs': [3]}, 'needs "runs"'),
     ({'base': '--seed=1', 'runs': [{'seed': 1}]}, '"base" of a sweep has to be a list')])
-def test_sweep_refuses_specs(tmp_path, spec, words):
+def test_sweep_rejects_specs(tmp_path, spec, words):
     (tmp_path / 'spec.json').write_text(json.dumps(spec))
     assert words in refusal(sweep.main, ['--out_dir', str(tmp_path / 'out'), '--spec', str(tmp_path / 'spec.json')])
 
@@ -273,7 +273,8 @@ def test_max_lr_finds_the_largest_stable_rate(tmp_path, capsys):
         for item, loss in zip(sweep.expand(dict(base=base, runs=[entry]), tmp_path), losses.values()):
             fake_run(item.out_dir, loss, [f'--{key}={value}' for key, value in item.settings.items()]
                      + ['--max_iters=100'])
-    max_lr.main(['--out_dir', str(tmp_path), '--optimizers', 'adamw', '--rates', '1e-3', '2e-3', '4e-3', '--', *base])
+    max_lr.main(['--out_dir', str(tmp_path), '--optimizers', 'adamw', '--learning_rates', '1e-3', '2e-3', '4e-3',
+                 '--', *base])
     largest = json.loads((tmp_path / 'max_lr.json').read_text())['largest']
     assert [(row['attention_scaling'], row['largest_stable']) for row in largest] == [(True, 2e-3), (False, 1e-3)]
 
@@ -292,7 +293,7 @@ def test_hessian_histogram_of_a_checkpoint(swept, tmp_path, estimator):
     assert (summary['negative'] == 0) is (estimator == 'gnb')
 
 
-def test_hessian_histogram_refuses_tokens_of_another_tokenizer(swept, tmp_path):
+def test_hessian_histogram_rejects_tokens_of_another_tokenizer(swept, tmp_path):
     for ids in (255, 257):
         data = write_bins(tmp_path / f'{ids}', range(250), range(250), vocab_size=ids)
         message = refusal(hessian_histogram.main, [
