@@ -48,7 +48,8 @@ def test_shards_train_as_replicas_do(run, name):
     """Losses, norms, h and the clipped fraction of 20 iterations with an estimate at every fourth."""
     eps = [] if name in ('lion', 'clip') else ['--eps=1e-2' if name == 'gnb_noclip' else '--eps=1e-6']
     flags = ['--max_iters=20', *eps]
-    assert_same_metrics(run(name, 'fsdp', *flags), run(name, 'ddp', *flags))
+    # The sign of a momentum near 0 depends on its rounding.
+    assert_same_metrics(run(name, 'fsdp', *flags), run(name, 'ddp', *flags), rel=1e-3 if name == 'clip' else 1e-5)
 
 
 @pytest.mark.parametrize('parallel, flags, ranks, machines', [
