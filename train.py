@@ -67,7 +67,8 @@ dropout = 0.0  # dropout probability
 bias = False  # biases in linear layers and norms
 scale_attn_by_inverse_layer_idx = derived(bool)  # divide attention logits by layer index + 1
 # optimizer
-optimizer_name = 'adamw'  # adamw lion adahessian sophiag sophiah, or ef_clip ah_clip clip normalize gnb_noclip
+optimizer_name = 'adamw'  # a row of the table in optimizers.py, or LIBRARY:CLASS (torch:NAdam, …)
+optimizer_args = ''  # more arguments of a library's optimizer, 'betas=(0.9, 0.95), amsgrad=True'
 learning_rate = derived(float)  # peak learning rate
 weight_decay = derived(float)  # decoupled, on matrices only
 beta1 = derived(float)  # EMA of the gradient
@@ -173,8 +174,8 @@ def set_up(c, world, model):
     wrapped = world.wrap(model, model.transformer.h, c.compile, c.activation_checkpointing,
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
     optimizer = optimizers.build_optimizer(
-        c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay), lr=c.learning_rate, compile=c.compile,
-        **{key: c.values[key] for key in optimizers.UNUSED})
+        c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay, c.optimizer_name), lr=c.learning_rate,
+        compile=c.compile, **{key: c.values[key] for key in optimizers.UNUSED})
     params = [p for p in model.parameters() if p.requires_grad]
     assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
     hessian = optimizers.build_hook(
@@ -347,6 +348,7 @@ def main(argv):
     if saved:
         with world.exit_together():
             checkpoint.restore(path, saved, model, run.optimizer, run.scaler)
+        optimizers.back_to_training(run.optimizer)
         state = TrainState(**saved['train_state'])
         before = saved['config']
         if saved['data']['val'] != fingerprints['val'] or (
@@ -381,10 +383,11 @@ def main(argv):
     def save(best=False):
         if not optimizers.param_norm(run.params).isfinite():
             give_up('the parameters are not finite')
-        saved_as = checkpoint.save_run(world, c.out_dir, model, run.optimizer, dict(
-            model_args=model_args, iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values,
-            train_state=asdict(state), scaler=run.scaler.state_dict(), data=fingerprints,
-            tokenizer=train_data.tokenizer, changes=changes), best, c.keep_checkpoints)
+        with optimizers.evaluating(run.optimizer):
+            saved_as = checkpoint.save_run(world, c.out_dir, model, run.optimizer, dict(
+                model_args=model_args, iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values,
+                train_state=asdict(state), scaler=run.scaler.state_dict(), data=fingerprints,
+                tokenizer=train_data.tokenizer, changes=changes), best, c.keep_checkpoints)
         if saved_as:
             log.print(f'saved {saved_as}')
         return saved_as is not None
@@ -409,7 +412,8 @@ def main(argv):
         # Once in a while, and at the end: evaluate on the validation set, and save.
         eval_due = state.iter % c.eval_interval == 0 or state.iter == c.max_iters
         if c.eval_only or (eval_due and state.last_eval_iter != state.iter and not stopping):
-            losses = {key: evaluate(run, data, stops) for key, data in val_data.items()}
+            with optimizers.evaluating(run.optimizer):
+                losses = {key: evaluate(run, data, stops) for key, data in val_data.items()}
             stopping = None in losses.values()
             if not stopping:
                 state.last_eval_iter = state.iter

@@ -140,7 +140,8 @@ def refusal(function, *args):
 def command(out, *flags, faults='', name='adamw'):
     """Arguments of inject.py."""
     return [faults, *TINY, '--eval_iters=4', f'--out_dir={out}', f'--dataset={command.corpus}', '--learning_rate=1e-2',
-            f'--optimizer_name={name}', *OPTIMIZERS.get(name, [] if name in FIRST_ORDER else ['--hessian_interval=4']), *map(str, flags)]
+            f'--optimizer_name={name}', *map(str, flags),
+            *OPTIMIZERS.get(name, [] if name in FIRST_ORDER else ['--hessian_interval=4'])]
 
 
 def start(*args, torchrun=(), **kwargs):

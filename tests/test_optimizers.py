@@ -368,6 +368,7 @@ def test_types_in_which_a_step_means_nothing_are_rejected(cls):
 
 @pytest.mark.parametrize('name', optimizers.OPTIMIZERS)
 def test_every_row_builds_an_optimizer_and_its_hook(name):
+    pytest.importorskip((optimizers.row(name).library or 'torch').partition(':')[0])
     model = GPT(GPTConfig(vocab_size=64, n_layer=1, n_head=1, n_embd=2))
     built = build_optimizer(name, model.parameters(), lr=1e-3)
     assert isinstance(built, torch.optim.Optimizer)
