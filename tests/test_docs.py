@@ -55,6 +55,12 @@ def test_the_tables_of_the_code_are_current():
     tables.main(['--check'])
 
 
+def test_a_table_that_is_not_current_is_found():
+    text = read('docs/settings.md')
+    stale = text.replace('| `2000` |', '| `3000` |')
+    assert stale != text and tables.current('docs/settings.md', stale) == text
+
+
 def test_every_metric_of_a_run_is_explained(corpus, tmp_path):
     run_train(*TINY, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--optimizer_name=sophiag', '--hessian_interval=2')
     logged = {key for key in tables.METRICS if metrics(tmp_path, key)}
