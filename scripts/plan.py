@@ -35,13 +35,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -56,7 +55,7 @@ from model import GPT, GPTConfig, padded_vocab_size
 from runtime import cpu_kernels
 from runtime.device import DTYPES, PEAK_FLOPS
 from runtime.distributed import World, ranks_from_environment
-from scripts.runs import print_table, writable, write_json
+from scripts.runs import print_table, show_progress, writable, write_json
 
 GiB = 2 ** 30
 HEADROOM = 0.1  # of a GPU's memory, for what is not counted
@@ -88,6 +87,11 @@ def changed(config, **values):
     config = copy.copy(config)
     config.values = dict(config.values, **values)
     return config
+
+
+def on_cuda(config):
+    """Whether the run is on CUDA."""
+    return config.device.startswith('cuda')
 
 
 def vocabulary(config):
@@ -137,25 +141,21 @@ class Buckets:
         return model
 
 
-class Values(TorchFunctionMode):
-    """What fake tensors cannot say: the numbers that train_step reads are all finite. And what CUDA's autocast does
-    where the CPU's does not: layer norms take float32."""
+def finite_list(tensor, tolist=torch.Tensor.tolist):
+    """Tensor.tolist, of a fake tensor ones."""
+    return [1.0] * tensor.numel() if isinstance(tensor, FakeTensor) else tolist(tensor)
 
-    def __init__(self, on_cuda):
-        super().__init__()
-        self.on_cuda = on_cuda
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.tolist:
-            return [1.0] * args[0].numel()
-        if func is F.layer_norm and self.on_cuda and torch.is_autocast_enabled('cpu'):
-            args = [arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        return func(*args, **(kwargs or {}))
+def cuda_layer_norm(x, shape, *args):
+    """F.layer_norm, which CUDA's autocast has take float32, and the CPU's does not."""
+    if torch.is_autocast_enabled('cpu'):
+        x, *args = (arg.float() if isinstance(arg, torch.Tensor) else arg for arg in (x, *args))
+    return torch.layer_norm(x, shape, *args)
 
 
 class Inside(TorchDispatchMode):
-    """Has custom operators execute their bodies, whose memory and FLOPs count, too; and numbers read one by one be
-    finite: 1 of floating point, and no count of what is not finite."""
+    """Has custom operators execute their bodies, whose memory and FLOPs count, too. Gives the numbers that fake tensors
+    do not have: 1 of floating point, and 0 for counts of what is not finite."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
@@ -178,7 +178,7 @@ class Tracker(MemTracker):
     def __init__(self, run):
         super().__init__()
         self._track_module_params_and_buffers(run.raw_model)
-        self.estimating = False
+        self.estimating, self.highest = False, {'Total': 0}
         run.hessian.backward = self.during_estimate(run.hessian.backward)
         run.hessian.finish = self.during_estimate(run.hessian.finish)
 
@@ -195,20 +195,19 @@ class Tracker(MemTracker):
         return wrapped
 
     def _update_peak_stats(self, state):
-        before = sum(self._peak_mem.values())
-        super()._update_peak_stats(state)
-        if sum(self._peak_mem.values()) > before:
+        alive = self._curr_mem_snap.get(torch.device('cpu'), {'Total': 0})
+        if alive['Total'] > self.highest['Total']:
+            self.highest = dict(alive)
             self.moment = ('update' if self._in_opt else 'estimate' if self.estimating else
                            'backward' if self._mod_tracker.is_bw else 'forward')
 
     def forget_peak(self):
-        self._peak_mem.clear()
+        self.highest = {'Total': 0}
 
     def peak(self):
-        """The highest so far: bytes, moment, and {kind of tensor: bytes}."""
-        snapshot = self.get_tracker_snapshot('peak')[torch.device('cpu')]
-        terms = {KINDS.get(kind.value, kind.value): size for kind, size in snapshot.items() if kind != 'Total' and size}
-        return dict(peak=snapshot['Total'], moment=self.moment, terms=terms)
+        """The highest since `forget_peak`: bytes, moment, and {kind of tensor: bytes}."""
+        terms = {KINDS.get(kind, kind): size for kind, size in self.highest.items() if kind != 'Total' and size}
+        return dict(peak=self.highest['Total'], moment=self.moment, terms=terms)
 
 
 def update_by_tensor(params, grads, ms, hs, *settings):
@@ -225,12 +224,14 @@ def real_mesh(*args, **options):
 
 @contextlib.contextmanager
 def fake_run(config, vocab_size, gpus=1, per_node=8):
-    """The `train.Run` of rank 0 of `gpus` on fake tensors; steps are taken inside, under `Inside` and `Values`."""
+    """The `train.Run` of rank 0 of `gpus` on fake tensors; steps are taken inside, under `Inside`."""
     with contextlib.ExitStack() as stack:
         for context in (environment(gpus, per_node), FakeTensorMode(), mock.patch.object(cpu_kernels, 'install'),
                         mock.patch('runtime.distributed.init_device_mesh', real_mesh),
                         mock.patch('runtime.distributed.DistributedDataParallel', Buckets),
-                        mock.patch.object(sophia, 'compiled_update', lambda: update_by_tensor)):
+                        mock.patch.object(sophia, 'compiled_update', lambda: update_by_tensor),
+                        mock.patch.object(F, 'layer_norm', cuda_layer_norm if on_cuda(config) else F.layer_norm),
+                        mock.patch.object(torch.Tensor, 'tolist', finite_list)):
             stack.enter_context(context)
         world = FakeRank(config.parallel, gpus)
         stack.callback(world.close)
@@ -245,22 +246,24 @@ def fake_run(config, vocab_size, gpus=1, per_node=8):
 def memory(config, vocab_size, gpus=1, per_node=8):
     """The peak of a training step on one GPU, a dict: bytes of its `peak`, the `moment` of the step when it is reached,
     the `terms` that it consists of; bytes of `parameters` and of the `optimizer`'s state."""
-    on_cuda, rows = config.device.startswith('cuda'), config.hessian_batch_size // gpus
-    # Every micro-batch after the first finds the same gradients, so one stands for all. Two are needed where only the
-    # first estimates: that one finds none.
-    two = config.gradient_accumulation_steps > 1 and 0 < rows <= config.batch_size
+    rows = config.hessian_batch_size // gpus
+    # Every micro-batch after the first finds the same gradients, so one stands for all. Where the estimate ends within
+    # the first one, that finds none, and the others compute their loss in larger parts.
+    two, accumulates = 0 < rows <= config.batch_size, config.gradient_accumulation_steps > 1
     with fake_run(config, vocab_size, gpus, per_node) as run:
         if run.hessian.hessian_products:
             rows = rows_at_once(run.raw_model.config, rows, config.block_size, min(rows, config.batch_size))
             run.hessian.batch_size = rows * gpus
-        with Tracker(run) as tracker, Inside(), Values(on_cuda):
+        with Tracker(run) as tracker, Inside():
             make_state(run)
-            if two or config.gradient_accumulation_steps == 1:
+            if two or not accumulates:
                 run.world.zero_grad(run.optimizer)
             tracker.forget_peak()
-            take_step(run, 0, 1 + two)
+            take_step(run, 0, 2 if two and accumulates else 1)
+            if two and not accumulates:
+                take_step(run, 1, 1)
         found = dict(tracker.peak(), **held(run))
-    if on_cuda and run.world.sharded:
+    if on_cuda(config) and run.world.sharded:
         size = DTYPES[config.dtype].itemsize
         block = max(sum(p.numel() for p in block.parameters()) for block in run.raw_model.transformer.h) * size
         found['terms']['block on its way'] = block
@@ -317,7 +320,7 @@ def flops(config, vocab_size):
         # Attention by its matmuls: the counter does not know the CPU's fused operator.
         with fake_run(one, vocab_size) as run, sdpa_kernel(SDPBackend.MATH):
             for iter_num in (0, 1):
-                with FlopCounterMode(display=False) as counter, Inside(), Values(False):
+                with FlopCounterMode(display=False) as counter, Inside():
                     take_step(run, iter_num)
                 found.append(counter.get_total_flops())
         estimate, plain = found
@@ -374,7 +377,7 @@ def plan(config, gpus, per_node, gpu, peak_flops, mfu):
     for parallel in kinds:
         for checkpointing in work:
             here = changed(config, parallel=parallel, activation_checkpointing=checkpointing)
-            progress(f'{config.out_dir}: {parallel}{", checkpointing" * checkpointing}')
+            show_progress(f'{config.out_dir}: {parallel}{", checkpointing" * checkpointing}')
             needed = memory(here, vocab_size, gpus, per_node)
             largest = largest_micro_batch(here, vocab_size, gpus, per_node, limit, needed['peak'])
             seconds = sum(work[checkpointing].values()) / (gpus * peak_flops * mfu)
@@ -391,7 +394,7 @@ def plan(config, gpus, per_node, gpu, peak_flops, mfu):
                 seconds_per_step=seconds, days=days, gpu_hours=24 * days * gpus,
                 sent_bytes={what: size for what, size, _ in sent}, communication_seconds=waiting,
                 communication_share=waiting / seconds))
-    progress('')
+    show_progress('')
     P = make_model(config, vocab_size, 'meta').num_params()
     whole = options[0]
     return dict(
@@ -402,12 +405,6 @@ def plan(config, gpus, per_node, gpu, peak_flops, mfu):
         state_bytes=dict(parameters=4 * P, gradients=4 * P,
                          optimizer=round(whole['optimizer_bytes'] / whole['parameter_bytes'] * 4 * P)),
         flops_per_step=work[config.activation_checkpointing], mfu=mfu, options=options)
-
-
-def progress(text):
-    """Shows `text` in the last line of a terminal, instead of what stood there."""
-    if sys.stderr.isatty():
-        print(f'\r\033[K{text}', end='', file=sys.stderr, flush=True)
 
 
 def show(entry, gpu_name, per_node):
@@ -550,7 +547,7 @@ def main(argv=None):
     if args.measure:
         for source in sources:
             config = train.resolve([*source, *flags])
-            if config.device.startswith('cuda') and not torch.cuda.is_available():
+            if on_cuda(config) and not torch.cuda.is_available():
                 raise SystemExit('--measure needs a CUDA device, and torch finds none; use --device=cpu')
             compare(config)
         return
