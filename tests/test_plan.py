@@ -177,7 +177,7 @@ def test_plan_of_a_sharded_model(tmp_path, monkeypatch, capsys):
     assert f'{P:,} parameters' in printed and 'fsdp *' in printed and 'GPU-hours' in printed
 
 
-@pytest.mark.parametrize('limit, expected', [(9, None), (10, 1), (65, 6), (65.9, 6), (119, 6), (120, 12), (999, 60)])
+@pytest.mark.parametrize('limit, expected', [(9, None), (10, 1), (65, 6), (65.9, 6), (119, 10), (120, 12), (999, 60)])
 def test_the_largest_micro_batch_divides_and_fits(monkeypatch, limit, expected):
     monkeypatch.setattr(plan, 'memory', lambda config, *rest: dict(peak=10 * config.batch_size))
     config = train.resolve(['--device=cpu', '--batch_size=6'])
