@@ -210,7 +210,7 @@ class GPT(nn.Module):
         B, T = idx.shape
         block_size, rows = self.config.block_size, torch.arange(B, device=idx.device)
         lengths = torch.full_like(rows, T) if lengths is None else lengths.clone()
-        ended = torch.zeros_like(rows, dtype=torch.bool)
+        idx, ended = idx.clone(), torch.zeros_like(rows, dtype=torch.bool)
         for _ in range(max_new_tokens):
             if lengths.max() == idx.size(1):
                 idx = F.pad(idx, (0, 1))

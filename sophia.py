@@ -208,10 +208,8 @@ class Sophia(HessianOptimizer):
 
     def update(self, group, params, grads):
         """`sophia_update` of one param group."""
-        lr, normalize = group['lr'], group['clipping'] == 'normalize'
-        if isinstance(lr, torch.Tensor):
-            lr = lr.reshape(())
-        elif self.compile:
+        lr, normalize = scalar(group['lr']), group['clipping'] == 'normalize'
+        if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
         if not normalize and not any('hessian' in self.state[p] for p in params):
             warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=4)
@@ -404,6 +402,11 @@ def parameters(optimizer):
     if isinstance(optimizer, Optimizer):
         return [p for group in optimizer.param_groups for p in group['params']]
     return list(optimizer)
+
+
+def scalar(lr):
+    """A learning rate, a float or a tensor of one element, as a float or a 0-d tensor."""
+    return lr.reshape(()) if isinstance(lr, torch.Tensor) else lr
 
 
 def check_finite(nonfinite, what, tensors):

@@ -22,12 +22,12 @@ import configurator
 import loss
 import optimizers
 from configurator import derived
-from data.loader import Bin, TrainLoader, ValidationLoader, accumulation_steps, data_dir
+from data.loader import TrainLoader, ValidationLoader, accumulation_steps, fingerprint, open_dataset
 from hessian import Hook
 from model import GPT, SIZES, GPTConfig
 from runtime import checkpoint, cpu_kernels, files, hf, runlog
 from runtime import device as devices
-from runtime.distributed import World, ranks_from_environment, under_torchrun
+from runtime.distributed import World, one_message, ranks_from_environment, under_torchrun
 from runtime.rng import DROPOUT, keyed_bits
 from runtime.signals import NOT_FINITE, STOPPED, SafeStream, StopSignals
 from runtime.speed import Speed
@@ -67,7 +67,8 @@ dropout = 0.0  # dropout probability
 bias = False  # biases in linear layers and norms
 scale_attn_by_inverse_layer_idx = derived(bool)  # divide attention logits by layer index + 1
 # optimizer
-optimizer_name = 'adamw'  # adamw lion adahessian sophiag sophiah, or ef_clip ah_clip clip normalize gnb_noclip
+optimizer_name = 'adamw'  # a row of the table in optimizers.py, or LIBRARY:CLASS (torch:NAdam, …)
+optimizer_args = ''  # more arguments of a library's optimizer, 'betas=(0.9, 0.95), amsgrad=True'
 learning_rate = derived(float)  # peak learning rate
 weight_decay = derived(float)  # decoupled, on matrices only
 beta1 = derived(float)  # EMA of the gradient
@@ -173,8 +174,8 @@ def set_up(c, world, model):
     wrapped = world.wrap(model, model.transformer.h, c.compile, c.activation_checkpointing,
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
     optimizer = optimizers.build_optimizer(
-        c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay), lr=c.learning_rate, compile=c.compile,
-        **{key: c.values[key] for key in optimizers.UNUSED})
+        c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay, c.optimizer_name), lr=c.learning_rate,
+        compile=c.compile, **{key: c.values[key] for key in optimizers.UNUSED})
     params = [p for p in model.parameters() if p.requires_grad]
     assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
     hessian = optimizers.build_hook(
@@ -309,11 +310,12 @@ def evaluate(run, val_data, stops):
 
 def main(argv):
     """Trains as the config files and flags `argv` say. SystemExit with one line when that cannot be."""
+    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
     if '--help' in argv or '-h' in argv:
         print(configurator.help_text(__doc__, DEFAULTS, Path(__file__).read_text(encoding='utf-8')))
         return
-    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
-    c = resolve(argv)
+    with one_message():
+        c = resolve(argv)
     if c.show_config:
         print('\n'.join(c.lines(everything=True)))
         return
@@ -321,11 +323,8 @@ def main(argv):
     # Devices, data, model
     world = World(c.device, c.backend, c.parallel)
     with world.exit_together():
-        train_data, val_data = (Bin(data_dir(c.dataset), split) for split in ('train', 'val'))
-        for data in (train_data, val_data):
-            data.check_length(c.block_size)
-            data.check_ids(data.samples())
-    fingerprints = dict(train=train_data.fingerprint(), val=val_data.fingerprint())
+        train_data, val_data = open_dataset(c.dataset, c.block_size)
+    fingerprints = dict(train=train_data.fingerprint(), val=fingerprint([*val_data.values()]))
     torch.manual_seed(c.seed)
     torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
     model_args = GPTConfig.from_settings(c.values, train_data.vocab_size).model_args()
@@ -349,6 +348,7 @@ def main(argv):
     if saved:
         with world.exit_together():
             checkpoint.restore(path, saved, model, run.optimizer, run.scaler)
+        optimizers.back_to_training(run.optimizer)
         state = TrainState(**saved['train_state'])
         before = saved['config']
         if saved['data']['val'] != fingerprints['val'] or (
@@ -383,10 +383,11 @@ def main(argv):
     def save(best=False):
         if not optimizers.param_norm(run.params).isfinite():
             give_up('the parameters are not finite')
-        saved_as = checkpoint.save_run(world, c.out_dir, model, run.optimizer, dict(
-            model_args=model_args, iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values,
-            train_state=asdict(state), scaler=run.scaler.state_dict(), data=fingerprints,
-            tokenizer=train_data.tokenizer, changes=changes), best, c.keep_checkpoints)
+        with optimizers.evaluating(run.optimizer):
+            saved_as = checkpoint.save_run(world, c.out_dir, model, run.optimizer, dict(
+                model_args=model_args, iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values,
+                train_state=asdict(state), scaler=run.scaler.state_dict(), data=fingerprints,
+                tokenizer=train_data.tokenizer, changes=changes), best, c.keep_checkpoints)
         if saved_as:
             log.print(f'saved {saved_as}')
         return saved_as is not None
@@ -411,11 +412,14 @@ def main(argv):
         # Once in a while, and at the end: evaluate on the validation set, and save.
         eval_due = state.iter % c.eval_interval == 0 or state.iter == c.max_iters
         if c.eval_only or (eval_due and state.last_eval_iter != state.iter and not stopping):
-            val_loss = evaluate(run, val_data, stops)
-            stopping = val_loss is None
+            with optimizers.evaluating(run.optimizer):
+                losses = {key: evaluate(run, data, stops) for key, data in val_data.items()}
+            stopping = None in losses.values()
             if not stopping:
                 state.last_eval_iter = state.iter
-                record(f'iter {state.iter}: val loss {val_loss:.4f}', **{'val/loss': val_loss})
+                val_loss = sum(data.weight * losses[key] for key, data in val_data.items())
+                each = {f'val/loss/{key}': each for key, each in losses.items()} if len(losses) > 1 else {}
+                record(f'iter {state.iter}: val loss {val_loss:.4f}', **{'val/loss': val_loss}, **each)
                 best = val_loss < state.best_val_loss
                 before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
                 if state.iter > 0 and not c.eval_only and (

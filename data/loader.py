@@ -49,11 +49,11 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
         if value < least:
             raise SystemExit(f'--{flag}={value}: must be at least {least}')
     step = batch_size * world_size
-    share, rest = divmod(total_batch_size, world_size)
+    share = total_batch_size // world_size
     of_all_devices = given * batch_size == total_batch_size  # how nanoGPT counts
     if total_batch_size % step and (not given or of_all_devices):
-        if rest:
-            near = ' or '.join(str(n * world_size) for n in (share, share + 1) if n)
+        if total_batch_size % world_size:
+            near = ' or '.join(str(n * step) for n in (total_batch_size // step, total_batch_size // step + 1) if n)
             raise SystemExit(f'--total_batch_size={total_batch_size}: must be a multiple of the {world_size} devices; '
                              f'set --total_batch_size={near}')
         divisors = [n for n in range(1, share + 1) if share % n == 0]

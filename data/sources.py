@@ -17,8 +17,9 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from data.tokenizer import TOKENIZER_NAMES, first_line, get_tokenizer
+from data.tokenizer import TOKENIZER_NAMES, get_tokenizer
 from data.writer import Batches, Corpus, sha256, write_bins
+from runtime.files import first_line
 
 ROWS = 1000  # rows of a table in one batch
 CHARS = 2 ** 20  # characters of text in one batch
@@ -34,10 +35,10 @@ SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split 
 CUT = re.compile(r'(?<=\S)[ \t\r\n]')
 
 
-def argument_parser(doc, script, tokenizer=None, data_files=False):
+def argument_parser(doc, script, tokenizer=None, data_files=None):
     """The parser of a prepare.py, from its docstring and __file__, with the flags that all of them share.
 
-    `tokenizer`: the default of --tokenizer, which is there only if this is given; `data_files`: with --data_files.
+    `tokenizer`: the default of --tokenizer; `data_files`: what kinds --data_files takes. Without them, no such flag.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', type=Path, default=Path(script).resolve().parent,
@@ -49,7 +50,7 @@ def argument_parser(doc, script, tokenizer=None, data_files=False):
         parser.add_argument('--tokenizer', metavar=TOKENIZER_NAMES, default=tokenizer, help=f'default: {tokenizer}')
     if data_files:
         parser.add_argument('--data_files', nargs='+', type=existing, metavar='FILE',
-                            help='local .parquet or .jsonl files instead of the Hub')
+                            help=f'local {data_files} files instead of the Hub')
     return parser
 
 
@@ -111,7 +112,7 @@ def load(files, text_key, **kwargs):
     kind = 'parquet' if files[0].endswith('.parquet') else 'json'
     try:
         dataset = datasets.load_dataset(kind, data_files=files, split='train', **kwargs)
-    except Exception as error:  # whatever the network, the Hub, the file system or a parser has to say
+    except Exception as error:  # errors of the network, the Hub, the file system and parsers have no common class
         raise SystemExit(f'{files[0]}: cannot be read ({type(error).__name__}: {first_line(error)}); '
                          '--data_files FILE... reads local copies') from None
     if dataset.column_names and text_key not in dataset.column_names:
@@ -121,7 +122,7 @@ def load(files, text_key, **kwargs):
 
 def prepare_split_table(doc, script, repository, revision, names):
     """The whole of a prepare.py whose corpus is a table on the Hub, in GPT-2's tokens and with nanoGPT's split."""
-    args = argument_parser(doc, script, tokenizer='gpt2', data_files=True).parse_args()
+    args = argument_parser(doc, script, tokenizer='gpt2', data_files='.parquet or .jsonl').parse_args()
     tokenizer = get_tokenizer(args.tokenizer)
     files, source = hub(repository, revision, names), repository
     if args.data_files:
@@ -170,7 +171,11 @@ def stream(file, dataset, split, text_key):
 
 
 def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
-    """.txt, .jsonl (both also .gz, .bz2) and .parquet files; without `val_files`, some of the text is for val."""
+    """.txt, .jsonl (both also .gz, .bz2) and .parquet files, and directories of them.
+
+    Without `val_files`, some of the text is for val.
+    """
+    files, val_files = expand(files), expand(val_files)
     source, revision = local_files(files, val_files)
     if {kind_of(path) for path in [*files, *val_files]} != {'.txt'}:
         source += f', key {text_key!r}'  # another key is other text, so these are other bins
@@ -245,11 +250,28 @@ def batched(pieces):
 
 
 def kind_of(path):
-    """'.txt', '.jsonl' or '.parquet', by the name of a file, compressed or not; SystemExit if it is none of them."""
+    """'.txt', '.jsonl' or '.parquet', by the name of a file, compressed or not; None if it is none of them."""
     kind = path.with_suffix('').suffix if path.suffix in ('.gz', '.bz2') else path.suffix
-    if kind not in ('.txt', '.jsonl', '.parquet'):
-        raise SystemExit(f'{path}: not a .txt, .jsonl (both also .gz, .bz2) or .parquet file')
-    return kind
+    return kind if kind in ('.txt', '.jsonl', '.parquet') else None
+
+
+def expand(paths):
+    """The paths, with the files below it for each directory: those of a kind that is read, hidden ones left out.
+
+    In the order of their names. SystemExit when nothing below a directory, or a file that was named, is of such a kind.
+    """
+    files = []
+    for path in paths:
+        found = [path]
+        if path.is_dir():
+            below = [p for p in sorted(path.rglob('*')) if p.is_file()]
+            found = [p for p in below if kind_of(p) and not any(n.startswith('.') for n in p.relative_to(path).parts)]
+            print(f'{path}: {len(found)} of {len(below)} files are text')
+        if not found or not kind_of(found[0]):
+            raise SystemExit(f'{path}: {"no" if path.is_dir() else "not a"} .txt, .jsonl (both also .gz, .bz2) or '
+                             '.parquet file' + ' in it' * path.is_dir())
+        files += found
+    return files
 
 
 def read_files(paths, text_key):

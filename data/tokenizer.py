@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.files import first_line
+
 # Tokens that end a document, the first that a tokenizer.json has, where nothing names the one.
 END_OF_TEXT = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
 
@@ -111,7 +113,7 @@ class GPTNeoX(FastTokenizer):
     Its file is tokenizer.json of EleutherAI/gpt-neox-20b on the Hub, or the local file GPT_NEOX_TOKENIZER names.
     """
 
-    name, eot_id = 'gpt-neox-20b', 0
+    name, vocab_size, eot_id = 'gpt-neox-20b', 50277, 0
     revision = 'c292233c833e336628618a88a648727eb3dff0a7'
 
     def __init__(self):
@@ -124,13 +126,13 @@ class GPTNeoX(FastTokenizer):
         except ImportError:
             raise SystemExit('tokenizer gpt-neox-20b needs the package huggingface_hub: '
                              'pip install huggingface_hub') from None
-        except Exception as error:  # whatever the network, the Hub or the file system has to say
+        except Exception as error:  # errors of the network, the Hub and the file system have no common class
             where = path or 'the Hub'
             raise SystemExit(f'tokenizer gpt-neox-20b: cannot be loaded from {where} ({type(error).__name__}); set '
                              'GPT_NEOX_TOKENIZER to the tokenizer.json of EleutherAI/gpt-neox-20b') from None
         super().__init__(text, path)
-        if self.vocab_size != 50277 or self.bpe.token_to_id('<|endoftext|>') != self.eot_id:
-            raise SystemExit(f'{path}: {self.vocab_size} ids, not the 50,277 of GPT-NeoX-20B')
+        if self.vocab_size != GPTNeoX.vocab_size or self.bpe.token_to_id('<|endoftext|>') != self.eot_id:
+            raise SystemExit(f'{path}: {self.vocab_size} ids, not the {GPTNeoX.vocab_size} of GPT-NeoX-20B')
 
 
 class FileTokenizer(FastTokenizer):
@@ -200,11 +202,6 @@ def utf8(text):
         return text.encode()
     except UnicodeEncodeError:
         return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').encode()
-
-
-def first_line(error):
-    """The first line of what an exception says."""
-    return str(error).partition('\n')[0]
 
 
 TOKENIZERS = {t.name: t for t in (GPT2, Byte, GPTNeoX)}

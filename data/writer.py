@@ -29,6 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.tokenizer import tokenizer_from_meta
+from runtime.files import atomic_write
 
 SPLITS = ('train', 'val')
 SAVE_SECONDS = 1.0  # how much work an interruption may cost
@@ -41,7 +42,8 @@ class Batches:
     segments: iterables of batches (anything picklable) in the order of writing, the same in every run. A restart skips
         finished segments unread; of the one it stopped in, it reads, but does not tokenize, what is written already.
     read: called with a batch in a worker (hence picklable), returns its pieces: a list of (split, text, ends), where
-        `ends` says that the document is complete with this piece. None: a batch is such a list.
+        `ends` says that the document is complete with this piece. None: a batch is such a list. For a corpus that is
+        tokenized already, it returns {split: (ids, number of documents)}.
     documents: how many there are, for the progress bar. None: only the end will tell.
     """
 
@@ -72,7 +74,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     and after an interruption, an OSError of the input included (then the same command resumes).
     """
     out_dir = Path(out_dir)
-    about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}  # that has a file of its own
+    about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}
     identity = {**about, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}
     meta = None if overwrite else find_existing(out_dir, identity)
     if meta:
@@ -91,7 +93,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
 def locked(out_dir):
     """Holds the lock of `out_dir`, which is created if need be. SystemExit with one line when another process has it.
 
-    A POSIX lock: worker processes do not inherit it, so it ends with this process, and network file systems have it.
+    It is a POSIX lock, because worker processes do not inherit those, and network file systems have them.
     """
     path = out_dir / 'prepare.lock'
     try:
@@ -119,6 +121,9 @@ def locked(out_dir):
 def write(corpus, identity, tokenizer_meta, out_dir, num_proc, overwrite):
     """The work of `write_bins`, under the lock."""
     batches = corpus.open()
+    again = 'the same command' + ' without --overwrite' * overwrite + ' resumes where it stopped'
+    for path in out_dir.glob('*.json.*.partial'):  # left by a process that was killed while it wrote them
+        path.unlink()
     own = out_dir / 'tokenizer.json'
     if 'json' in tokenizer_meta and not overwrite and own.exists() and own.read_bytes().decode(errors='replace') != (
             tokenizer_meta['json']):
@@ -136,9 +141,9 @@ def write(corpus, identity, tokenizer_meta, out_dir, num_proc, overwrite):
         parts.discard()
         raise
     except KeyboardInterrupt:
-        raise SystemExit(f'{out_dir}: interrupted; the same command resumes where it stopped') from None
+        raise SystemExit(f'{out_dir}: interrupted; {again}') from None
     except OSError as error:
-        raise SystemExit(f'{out_dir}: stopped: {error}; the same command resumes where it stopped') from None
+        raise SystemExit(f'{out_dir}: stopped: {error}; {again}') from None
 
 
 def find_existing(out_dir, identity):
@@ -232,7 +237,8 @@ class Parts:
             self.files[split].close()
             self.part(split).replace(self.dir / f'{split}.bin')
         if tokenizer_json:
-            write_text(self.dir / 'tokenizer.json', tokenizer_json)
+            with atomic_write(self.dir / 'tokenizer.json', sync=True) as file:
+                file.write(tokenizer_json.encode())
         write_json(self.dir / 'meta.json', meta)
         self.progress_path.unlink()
         return meta
@@ -243,10 +249,10 @@ class Parts:
 
 
 class Worker:
-    """A process that encodes batches, with a pipe of its own.
+    """A process that encodes batches, and a pipe to it.
 
-    So a worker that is killed, in the middle of sending a result too, is an end of its pipe. (The executors of the
-    standard library read all results from one pipe, and would wait for the rest of that result for ever.)
+    The pipe closes when the process is killed, so the parent learns of it even in the middle of a result. (Executors of
+    the standard library have one pipe for all results; there the parent waits for the rest of that result for ever.)
     """
 
     def __init__(self, read, tokenizer_meta):
@@ -256,12 +262,12 @@ class Worker:
         theirs.close()
 
     def encode(self, batch):
-        """What `encode` returns or raises for a batch there; ChildProcessError when the process has ended."""
+        """The tokens of a batch, see `encode`; raises what the worker does, ChildProcessError when it has ended."""
         try:
             self.pipe.send(batch)
             result = self.pipe.recv()
         except (EOFError, OSError):
-            self.process.join()
+            self.process.join(10)
             how = f'ended with exit code {self.process.exitcode}'
             if self.process.exitcode == -signal.SIGKILL:
                 how = 'was killed (if memory is short, set a smaller --num_proc)'
@@ -316,18 +322,21 @@ def encode_in_order(batches, tokenizer_meta, parts, num_proc):
 
 
 def work(pipe, read, tokenizer_meta):
-    """Worker: answers each batch that comes through `pipe` with what `encode` returns, or with the error of the input.
+    """Worker: answers each batch that comes through `pipe` with its tokens, or with the error of the input.
 
     Ends when the parent ends, however it does.
     """
-    global read_batch, tokenizer
-    read_batch, tokenizer = read, tokenizer_from_meta(tokenizer_meta)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    tokenizer = None
     while True:
+        batch = pipe.recv()
         try:
-            result = encode(pipe.recv())
+            result = read(batch) if read else batch
+            if not isinstance(result, dict):
+                tokenizer = tokenizer or tokenizer_from_meta(tokenizer_meta)
+                result = encode(result, tokenizer)
         except (SystemExit, OSError) as error:
             result = error
         except MemoryError:
@@ -335,9 +344,8 @@ def work(pipe, read, tokenizer_meta):
         pipe.send(result)
 
 
-def encode(batch):
-    """Worker: the tokens of a batch, {split: (ids, number of documents that end in them)}."""
-    pieces = read_batch(batch) if read_batch else batch
+def encode(pieces, tokenizer):
+    """The tokens of the pieces of a batch, {split: (ids, number of documents that end in them)}."""
     for split, text, _ in pieces:
         if not isinstance(text, str):
             raise SystemExit(f'a document for {split}.bin is {text!r}, not text')
@@ -368,15 +376,6 @@ def read_json(path):
 
 
 def write_json(path, value):
-    """Write a JSON file so that it is complete or absent."""
-    write_text(path, json.dumps(value, indent=2))
-
-
-def write_text(path, text):
-    """Write a file so that it is complete or absent."""
-    temporary = path.with_name(path.name + '.tmp')
-    with temporary.open('wb') as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Replaces a JSON file, durably. OSError when it cannot be written."""
+    with atomic_write(path, 'w', sync=True) as file:
+        json.dump(value, file, indent=2)

@@ -1,12 +1,12 @@
-"""Does to a training run, many times, what happens to runs of days, and counts what survives.
+"""Injects, many times, the faults that runs of days meet into short runs, and counts the runs that survive.
 
   python dev/soak.py --dataset=pysource                    everything, about ten minutes on one CPU core
   python dev/soak.py --only kill truncate --tries 5        some faults, fewer times
 
-Every try is the real train.py as a process, on a model so small that most of its time goes into saving. A try has
-survived when the run goes on from a checkpoint no older than the last one it reported as saved (where that one itself
-was damaged: than the one before), and, for kills, when after all of them parameters and optimizer state equal those of
-an undisturbed run bit for bit. Lost iterations are those that had to be made again.
+Every try is the real train.py as a process, on a model so small that most of its time is spent saving. A try has
+survived if the run resumes from a checkpoint no older than the last one it reported as saved (or than the one before
+it, where the fault damages the last one) and, for kills, if after all of them parameters and optimizer state equal
+those of an undisturbed run bit for bit. Lost iterations are those that had to be computed again.
 """
 
 import argparse
@@ -33,15 +33,16 @@ from runtime.signals import STOPPED
 SETTINGS = dict(model_size='tiny', n_layer=2, n_head=2, n_embd=256, block_size=64, total_batch_size=4, batch_size=2,
                 optimizer_name='sophiag', hessian_interval=4, learning_rate=1e-3, max_iters=10 ** 6, warmup_iters=100,
                 lr_decay_iters=10 ** 6, eval_interval=1, eval_iters=1, log_interval=1, init_from='auto')
-NUMBERS = itertools.count()  # of the logs
+NUMBERS = itertools.count()  # number the log files
+HANG = 900  # seconds without progress after which a run is taken to hang, also on a busy machine
 
 
 class Run:
     """train.py as a process, its output in a file.
 
     Args:
-        ranks: under torchrun when more than 1, which then starts dead ranks again.
-        settings: flags, over SETTINGS.
+        ranks: more than 1 run under torchrun, which restarts ranks that died.
+        settings: flags that override SETTINGS.
     """
 
     def __init__(self, out_dir, ranks=1, **settings):
@@ -64,59 +65,63 @@ class Run:
 
     @property
     def resumed(self):
-        """Iterations from which it has gone on."""
+        """Iterations at which it has resumed."""
         return self.numbers(r'^resuming from .* at iteration (\d+) of')
 
     @property
     def done(self):
-        """Iterations that are done."""
+        """How many iterations are done."""
         return max([n + 1 for n in self.numbers(r'^iter (\d+): loss')], default=0)
 
-    def until(self, condition, seconds=120):
-        """Waits for `condition()`; SystemExit with the end of the output when it does not come true."""
-        deadline = time.monotonic() + seconds
+    def wait_until(self, condition):
+        """Waits for `condition()`; SystemExit with the end of the output if the run ends, or hangs, before it holds."""
+        deadline = time.monotonic() + HANG
         while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            ended = self.process.poll() is not None
+            if ended or time.monotonic() > deadline:
                 self.process.kill()
-                raise SystemExit(f'{self.log}: the run ended, or did not get on:\n{self.log.read_text()[-2000:]}')
+                why = 'the run ended too early' if ended else f'the run hung: killed after {HANG} s'
+                raise SystemExit(f'{self.log}: {why}:\n{self.log.read_text()[-2000:]}')
             time.sleep(0.02)
 
     def end(self, number=None):
-        """Waits for its end, after sending the signal `number`. Returns the exit code."""
+        """Waits for its end, after sending the signal `number` if given. Returns the exit code."""
         if number:
             self.process.send_signal(number)
-        return self.process.wait(600)
+        return self.process.wait(HANG)
 
 
 def kill(directory, tries, settings):
     """kill -9 at random moments of saving."""
-    def while_saving(out):
-        while not any(out.glob('ckpt_*.partial')):
+    def while_saving(run, out):
+        while run.process.poll() is None and not any(out.glob('ckpt_*.partial')):
             pass
         time.sleep(random.uniform(0, 0.03))
     return interrupt(directory / 'kill', tries, settings, signal.SIGKILL, -signal.SIGKILL, while_saving)
 
 
 def terminate(directory, tries, settings):
-    """SIGTERM at random moments, in training, evaluation and saving."""
+    """SIGTERM at random moments of training, evaluation and saving."""
     return interrupt(directory / 'term', tries, settings, signal.SIGTERM, STOPPED,
-                     lambda out: time.sleep(random.uniform(0, 0.5)))
+                     lambda *_: time.sleep(random.uniform(0, 0.5)))
 
 
 def interrupt(out, tries, settings, number, code, moment):
-    results, before, halved = [], None, 0
+    """Ends a run `tries` times by the signal `number` once moment(run, out) returns, and resumes it. It must exit with
+    `code`, and end in the state of an undisturbed run. Returns (survived, lost iterations) for each."""
+    results, before, partial = [], None, 0
     for _ in range(tries + 1):
         run = Run(out, **settings)
-        run.until(lambda run=run: len(run.saved) > 1)
+        run.wait_until(lambda run=run: len(run.saved) > 1)
         if before:
             results.append((run.resumed[0] >= before.saved[-1], before.done - run.resumed[0]))
-        moment(out)
-        # The last one stops in good order, to be compared.
+        moment(run, out)
+        # The last one stops by SIGTERM, which saves the state that is compared.
         ended = run.end(signal.SIGTERM if len(results) == tries else number)
         assert ended == (STOPPED if len(results) == tries else code), ended
         before = run
-        halved += any(out.glob('ckpt_*.partial'))
-    print(f'{out.name}: {halved} of {tries} left a checkpoint half written')
+        partial += any(out.glob('ckpt_*.partial'))
+    print(f'{out.name}: {partial} of {tries} left a partial checkpoint')
     last = before.saved[-1]
     plain = Path(f'{out}_undisturbed')
     undisturbed = dict(settings, max_iters=last, eval_interval=10 ** 9, log_interval=10 ** 9)
@@ -148,8 +153,9 @@ def flip(directory, tries, settings):
 
 
 def damage(out, tries, settings, change):
+    """Resumes `tries` times from a run whose newest checkpoint's bytes have gone through `change`."""
     run = Run(out, **settings)
-    run.until(lambda: run.done > 20)
+    run.wait_until(lambda: run.done > 20)
     assert run.end(signal.SIGTERM) == STOPPED
     newest, older = checkpoint.checkpoints(out)[:2]
     good, intact = newest.read_bytes(), checkpoint.load(newest)[1]
@@ -159,7 +165,7 @@ def damage(out, tries, settings, change):
         run = Run(out, **dict(settings, eval_only=True, init_from='resume'))
         code = run.end()
         at = (run.resumed or [-1])[0]
-        # Where the file was taken, the damage must have hit nothing that counts, such as padding.
+        # If the file was accepted, the damage must have hit bytes that mean nothing, such as padding.
         ok = at == checkpoint.number(older) or (at == checkpoint.number(newest)
                                                 and same(intact, checkpoint.load(newest)[1]))
         results.append((code == 0 and ok, checkpoint.number(newest) - at))
@@ -167,37 +173,37 @@ def damage(out, tries, settings, change):
 
 
 def full(directory, tries, settings):
-    """Disk full at a random moment, and free again after three checkpoints have failed."""
+    """Disk full at a random moment, and free again after three failed checkpoints."""
     run = Run(directory / 'full', **settings)
     results = []
     for _ in range(tries):
         saves = len(run.saved)
-        run.until(lambda saves=saves: len(run.saved) > saves + random.randrange(10))
+        run.wait_until(lambda saves=saves: len(run.saved) > saves + random.randrange(10))
         failures = run.log.read_text().count('could not be saved')
         resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-        run.until(lambda failures=failures: run.log.read_text().count('could not be saved') >= failures + 3)
+        run.wait_until(lambda failures=failures: run.log.read_text().count('could not be saved') >= failures + 3)
         resumable = checkpoint.newest(directory / 'full') is not None
         resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         saves = len(run.saved)
-        run.until(lambda saves=saves: len(run.saved) > saves)
+        run.wait_until(lambda saves=saves: len(run.saved) > saves)
         results.append((resumable, 0))
     assert run.end(signal.SIGTERM) == STOPPED
     return results
 
 
 def rank(directory, tries, settings):
-    """kill -9 of one of two ranks; torchrun starts both again."""
+    """kill -9 of one of two ranks; torchrun restarts both."""
     out = directory / 'rank'
     run = Run(out, ranks=2, **settings)
     results = []
     for i in range(tries):
-        run.until(lambda i=i: len(run.resumed) == i and len(run.saved) > 1)
+        run.wait_until(lambda i=i: len(run.resumed) == i and len(run.saved) > 1)
         mark = run.log.stat().st_size
-        run.until(lambda mark=mark: 'saved' in run.log.read_text(errors='replace')[mark:])
+        run.wait_until(lambda mark=mark: 'saved' in run.log.read_text(errors='replace')[mark:])
         time.sleep(random.uniform(0, 0.5))
         ranks = Path(f'/proc/{run.process.pid}/task/{run.process.pid}/children').read_text().split()
         os.kill(int(random.choice(ranks)), signal.SIGKILL)
-        run.until(lambda i=i: len(run.resumed) > i)
+        run.wait_until(lambda i=i: len(run.resumed) > i)
         text = run.log.read_text(errors='replace')
         text = text[:[m.start() for m in re.finditer('^resuming from', text, flags=re.M)][i]]
         saved = int(re.findall(r'^saved .*ckpt_(\d+)\.pt$', text, flags=re.M)[-1])
@@ -219,6 +225,7 @@ def memory(directory, tries, settings):
     return results
 
 
+# Name: (function, tries). A function takes (directory, tries, settings); returns (survived, lost iterations) per try.
 FAULTS = dict(kill=(kill, 50), terminate=(terminate, 10), truncate=(truncate, 10), flip=(flip, 10), full=(full, 10),
               rank=(rank, 5), memory=(memory, 1))
 
@@ -228,8 +235,8 @@ def main(argv=None):
     parser.add_argument('--dataset', default='pysource', help='as for train.py (default: pysource)')
     parser.add_argument('--device', default='cpu', help='as for train.py (default: cpu)')
     parser.add_argument('--only', nargs='+', choices=FAULTS, default=list(FAULTS), help='these faults')
-    parser.add_argument('--tries', type=int, help='of each fault (default: what the faults have)')
-    parser.add_argument('--seed', type=int, default=0, help='of the random moments')
+    parser.add_argument('--tries', type=int, help='tries of each fault (default: as listed in FAULTS)')
+    parser.add_argument('--seed', type=int, default=0, help='seed of the random moments')
     args = parser.parse_args(argv)
     if args.tries is not None and args.tries < 1:
         parser.error(f'--tries={args.tries}: must be at least 1')
@@ -247,9 +254,9 @@ def main(argv=None):
         results = fault(directory, args.tries or tries, settings)
         survived = sum(ok for ok, _ in results)
         failed |= survived < len(results)
-        what = ' '.join(fault.__doc__.split()).rstrip('.')
+        description = ' '.join(fault.__doc__.split()).rstrip('.')
         lost = max(lost for _, lost in results)
-        rows.append(f'| {what} | {len(results)} | {survived} | {lost} |')
+        rows.append(f'| {description} | {len(results)} | {survived} | {lost} |')
         print(f'{name}: {survived} of {len(results)} survived, at most {lost} iterations lost '
               f'({time.monotonic() - started:.0f} s)', flush=True)
     shutil.rmtree(directory)

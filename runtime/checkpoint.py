@@ -141,13 +141,15 @@ def link_best(path):
     best, other = (path.with_name(f'best{suffix}') for suffix in ((path.suffix, '') if path.suffix else ('', '.pt')))
     partial = path.with_name('best.partial')
     partial.unlink(missing_ok=True)
+    if best.is_dir() and not best.is_symlink():  # of a run that was copied
+        _remove(best)
     try:
         partial.symlink_to(path.name) if path.is_dir() else os.link(path, partial)
         partial.replace(best)
     except OSError:  # a file system without links
         with atomic_write(best, sync=True) as f, path.open('rb') as source:
             shutil.copyfileobj(source, f)
-    other.unlink(missing_ok=True)
+    _remove(other)
 
 
 def prune(out_dir, iteration, keep):
@@ -161,7 +163,7 @@ def prune(out_dir, iteration, keep):
 
 def _remove(path):
     """Removes a checkpoint, if there is one; a directory leaves its place at once."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path.rename(path.with_suffix('.old.partial')))
     else:
         path.unlink(missing_ok=True)
@@ -206,7 +208,7 @@ def newest(out_dir, exclude=(), share=(0, 1)):
             warn(f'{error}; it is skipped')
     if found:
         raise SystemExit(f'{out_dir}: none of its {len(found)} checkpoints can be read; '
-                         'restore one of them, or start anew in another --out_dir')
+                         'restore one of them, or start from scratch in another --out_dir')
     return None
 
 
@@ -257,9 +259,8 @@ def _validated(state):
     """The content of a file, upgraded to today's keys; ValueError unless its fields have their types."""
     require(state, **REQUIRED)
     if 'train_state' not in state and 'passed_over' in state:  # as this repository wrote it before
-        state['train_state'] = {key: state.get(old) for key, old in dict(
-            {key: key for key in TRAIN_STATE}, iter='iter_num', skipped_in_a_row='passed_over',
-            last_eval_iter='evaluated').items()}
+        renamed = dict(iter='iter_num', skipped_in_a_row='passed_over', last_eval_iter='evaluated')
+        state['train_state'] = {key: state.get(renamed.get(key, key)) for key in TRAIN_STATE}
     require(state, **{key: kind for key, kind in OPTIONAL.items() if key in state})
     if state['iter_num'] < 0:
         raise ValueError(f'its iter_num is {state["iter_num"]}')
@@ -453,9 +454,10 @@ def compare(path, state, config, model_args, data, ignore_data_change=False, def
     if differing:
         raise SystemExit(f'{path}: is a model with another {", ".join(differing)}; resume with its own settings, or '
                          'choose another --out_dir')
-    if before.get('optimizer_name') != config['optimizer_name']:
-        raise SystemExit(f'{path}: was trained with --optimizer_name={before.get("optimizer_name")}; resume with it, '
-                         'or choose another --out_dir')
+    for key in ('optimizer_name', 'optimizer_args'):
+        if before.get(key, '') != config.get(key, ''):
+            raise SystemExit(f'{path}: was trained with --{key}={before.get(key, "")}; resume with it, or choose '
+                             'another --out_dir')
     other = [split for split in data if state['data'].get(split) != data[split]]
     if other and not ignore_data_change:
         raise SystemExit(f'{path}: was trained on another data set than {config["dataset"]} ({", ".join(other)}.bin '

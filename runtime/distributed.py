@@ -3,15 +3,18 @@
 import contextlib
 import functools
 import os
+import re
 import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -82,6 +85,7 @@ class World:
         if compile:
             # Gauss-Newton-Bartlett's two backward passes through one compiled forward need its buffers twice.
             torch._functorch.config.donated_buffer = False
+            sys.excepthook = functools.partial(_repair_compile_cache, sys.excepthook)
         blocks = list(blocks)
         if activation_checkpointing:
             for block in blocks:
@@ -183,6 +187,9 @@ class World:
     def close(self):
         """Leaves the process group."""
         if dist.is_initialized():
+            # A thread of gloo needs the GIL to let go of the tensor of its last collective, and DDP's destructor, which
+            # holds the GIL, waits for that thread: give it the time before.
+            time.sleep(0.2)
             dist.destroy_process_group()
 
     def _die(self, kind, error, trace):
@@ -200,6 +207,32 @@ class World:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _repair_compile_cache(excepthook, kind, error, trace):
+    """An exception hook around another `excepthook`. Where the error is a file in torch.compile's cache that a process
+    killed while linking has left incomplete, it removes that file, which would fail every later start, and says so in
+    one line. (The cache compiles what is missing, but loads what exists; it loads nothing that is being compiled.)
+    """
+    directory = re.escape(str(Path(cache_dir())))
+    found = re.search(rf'({directory}/\S+\.s?o): (file too short|file truncated|invalid ELF header)', str(error))
+    if found:
+        Path(found[1]).unlink(missing_ok=True)
+        kind, trace = OSError, None
+        error = kind(f'{found[1]}: a killed process left this file of the compile cache incomplete; it is removed, '
+                     'start again')
+    excepthook(kind, error, trace)
+
+
+@contextlib.contextmanager
+def one_message():
+    """Around what fails alike on every rank, before they have met: only rank 0 prints the message of SystemExit."""
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error.code, str) and ranks_from_environment()[0]:
+            raise SystemExit(1) from None
+        raise
 
 
 def full_tensor(tensor):

@@ -40,8 +40,8 @@ def local_folder(name):
     if Path(name).is_dir():
         return Path(name)
     if name not in HUB_MODELS:
-        raise SystemExit(f'{name}: neither a folder nor one of {", ".join(HUB_MODELS)}; download other models of the '
-                         'Hub with `hf download NAME --local-dir FOLDER`')
+        raise SystemExit(f'{name}: neither a folder nor one of {", ".join(HUB_MODELS)}; download another model from '
+                         'the Hub with `hf download NAME --local-dir FOLDER`')
     try:
         from huggingface_hub import snapshot_download
         return Path(snapshot_download(f'openai-community/{name}',
@@ -66,7 +66,7 @@ def read(name, block_size=None):
         (model_args, weights): a dict of FIELDS except dropout, and a state_dict of float32 tensors under
         GPT's names. A model whose biases are all zero, and whose config.json says `bias: false`, has none here.
 
-    Raises SystemExit with one line when there is no such model, or it is no GPT-2 that a GPT can compute.
+    Raises SystemExit with one line when there is no such model, or when a GPT cannot compute it.
     """
     folder = local_folder(name)
     config = read_config(folder)
@@ -76,8 +76,8 @@ def read(name, block_size=None):
     weights = _read_weights(folder, config)
     tokens = weights['transformer.wte.weight']
     if not torch.equal(weights.setdefault('lm_head.weight', tokens), tokens):
-        raise SystemExit(f'{folder}: the output head is not tied to the embeddings; such a model is not supported')
-    # Hugging Face's GPT-2 always has biases; `write` marks a model without, and they are zero until it is trained.
+        raise SystemExit(f'{folder}: the output head is not tied to the embeddings, which is not supported')
+    # Hugging Face's GPT-2 always has biases. `write` marks a model without any; they stay zero unless it was trained.
     bias = config['bias'] or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
     if not bias:
         weights = {key: w for key, w in weights.items() if not key.endswith('.bias')}
@@ -96,7 +96,7 @@ def write(folder, model_args, weights, eot_id=None):
         weights: state_dict of a GPT; missing biases are written as zeros.
         eot_id: the end-of-text id, if the vocabulary has one.
 
-    Raises SystemExit with one line for a model that is no GPT-2, OSError when the file system fails.
+    Raises SystemExit with one line when the model is not a GPT-2, OSError when the file system fails.
     """
     safetensors = _safetensors()
     config = _config(model_args, eot_id)
@@ -140,12 +140,12 @@ def read_config(folder):
     path = folder / 'config.json'
     try:
         if not path.is_file() or path.stat().st_size > CONFIG_BYTES:
-            raise ValueError('no file of at most a MiB')
+            raise ValueError('not a file of at most 1 MiB')
         given = json.loads(path.read_text(encoding='utf-8'))
     except (OSError, ValueError, RecursionError) as error:
         raise SystemExit(f'{path}: cannot be read ({error})') from None
     if not isinstance(given, dict):
-        raise SystemExit(f'{path}: a JSON {type(given).__name__}, not the object that describes a model')
+        raise SystemExit(f'{path}: must hold a JSON object, not a {type(given).__name__}')
     defaults = {key: values[0] for key, values in CHOICES.items()} | {'model_type': None, 'n_inner': None}
     config = SIZES | defaults | given
     for key in SIZES:
@@ -156,7 +156,7 @@ def read_config(folder):
                          f'n_head = {_short(config["n_head"])}')
     for key, values in {'model_type': ('gpt2',), **CHOICES, 'n_inner': (None, 4 * config['n_embd'])}.items():
         if config[key] not in values:
-            raise SystemExit(f'{path}: {key} = {_short(config[key])} is not supported, only '
+            raise SystemExit(f'{path}: {key} = {_short(config[key])} is not supported; it must be '
                              + ' or '.join(map(_short, values)))
     return config
 
@@ -166,14 +166,14 @@ def _read_weights(folder, config):
     safetensors = _safetensors()
     files = sorted(file for file in folder.glob('model*.safetensors') if file.is_file())
     if not files:
-        raise SystemExit(f'{folder}: no model.safetensors in it; other formats of weights are not read')
+        raise SystemExit(f'{folder}: holds no model.safetensors, the only format of weights that is read')
     found = {}  # name → (file, name in it, shape)
     file = None
     try:
         for file in files:
             with safetensors.safe_open(file, framework='pt') as opened:
                 for key in opened.keys():  # noqa: SIM118 - not a dict
-                    # Older files hold each block's causal mask; saved from GPT2Model, the names lack the prefix.
+                    # Older files hold each block's causal mask; names saved from GPT2Model lack the prefix.
                     if not key.endswith(('.attn.bias', '.attn.masked_bias')):
                         name = key if key.startswith(('transformer.', 'lm_head.')) else f'transformer.{key}'
                         found[name] = file, key, opened.get_slice(key).get_shape()
@@ -210,7 +210,7 @@ def _shapes(config):
 
 
 def _mismatch(shapes, config):
-    """Why the weights of these shapes, {name: [size, …]}, are not those of `config`, one clause; None if they are."""
+    """What is wrong with weights of these shapes, {name: [size, …]}, for a model of `config`; None if they fit."""
     blocks = {match[1] for name in shapes if (match := re.match(r'transformer\.h\.(\d+)\.', name))}
     if len(blocks) != config['n_layer']:  # checked before `_shapes` makes so many names
         return f'they have {len(blocks)} blocks, n_layer is {_short(config["n_layer"])}'
@@ -218,7 +218,7 @@ def _mismatch(shapes, config):
     expected['lm_head.weight'] = expected['transformer.wte.weight']
     for name, shape in shapes.items():
         if name not in expected:
-            return f'{_short(name)} is none of them'
+            return f'{_short(name)} is not one of them'
         if shape != expected[name]:
             return f'{name} has the shape {_short(shape)}, not {_short(expected[name])}'
     missing = [name for name in expected if name not in shapes and name != 'lm_head.weight']
@@ -235,7 +235,7 @@ def _safetensors():
 
 
 def _short(value):
-    """A value out of a foreign file, for a message of one line."""
+    """The repr of a value from a foreign file, short enough for a message of one line."""
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python writes

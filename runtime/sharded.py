@@ -172,6 +172,10 @@ def read(path, weights=True, share=(0, 1)):
     for name in {info.relative_path for info in metadata.storage_data.values()} | {'.metadata'}:
         if name not in files or Path(name).name != name:
             raise ValueError(f'{name} has no checksum')
+    entries = metadata.state_dict_metadata.values()
+    needed = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in entries)
+    if needed > sum((path / name).stat().st_size for name in files):
+        raise ValueError('its tensors are larger than its files')
     model = {}
     if weights:
         model = {name.removeprefix('model.'): torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -1,13 +1,14 @@
-"""Validation loss, perplexity and bits per byte of a trained model, on bins or on a text file.
+"""Measures validation loss, perplexity and bits per byte of a trained model, on bins or on a text file.
 
-  python scripts/eval.py out/gpt2-small-sophiag                          its own validation set, as train.py has it
-  python scripts/eval.py gpt2 --dataset=openwebtext --stride=512         every token sees at least 512 before it
+  python scripts/eval.py out/gpt2-small-sophiag                          the validation set it was trained with
+  python scripts/eval.py gpt2 --dataset=openwebtext --stride=512         each token sees at least 512 before it
   python scripts/eval.py out/quickstart --text=README.md
   torchrun --standalone --nproc_per_node=8 scripts/eval.py out/gpt2-small-sophiag
 
-Without --stride: non-overlapping windows of block_size tokens, as in training; what remains at the end is left out.
-With --stride: windows that start `stride` tokens apart, of which only the tokens count that no window before had, so
-every token but the first counts once. One line of JSON goes to standard output.
+Without --stride, the text is cut into sequences of block_size tokens, as train.py does; an incomplete one at the end is
+left out. With --stride, sequences start that many tokens apart, and in each only the tokens that no earlier one had
+count, so every token but the first counts once. One line of JSON goes to standard output, of a mixture of data sets one
+for each part.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.loader import Bin, ValidationLoader, as_tensor, data_dir, on_device
+from data.loader import Bin, ValidationLoader, as_tensor, data_dir, on_device, parts_of
 from data.sources import open_text, txt_pieces
 from data.tokenizer import Byte, Char
 from runtime.device import autocast
@@ -46,17 +47,17 @@ def parse(argv):
     parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's own)")
     parser.add_argument('--split', choices=('val', 'train'), default='val', help='(default: val)')
     parser.add_argument('--text', type=Path, help='a UTF-8 text file instead of bins')
-    parser.add_argument('--stride', type=int, default=0, help='slide the window by so many tokens')
+    parser.add_argument('--stride', type=int, default=0, help='slide the context by so many tokens')
     parser.add_argument('--eval_iters', type=int, default=0, help='micro-batches, as in train.py; 0: everything')
-    parser.add_argument('--batch_size', type=int, default=8, help='windows at once on each device (default: 8)')
-    parser.add_argument('--block_size', type=int, default=0, help="tokens per window (default: the model's)")
+    parser.add_argument('--batch_size', type=int, default=8, help='sequences per forward pass and device (default: 8)')
+    parser.add_argument('--block_size', type=int, default=0, help="tokens per sequence (default: the model's)")
     add_device_flags(parser)
     add_tokenizer_flag(parser)
     args = parser.parse_args(argv)
     if args.text and args.dataset:
         parser.error('--text and --dataset: give one of them')
     if args.stride and args.eval_iters:
-        parser.error('--stride goes through everything: leave out --eval_iters')
+        parser.error('--stride evaluates everything: leave out --eval_iters')
     if min(args.stride, args.eval_iters, args.block_size) < 0 or args.batch_size < 1:
         parser.error('--stride, --eval_iters and --block_size must be 0 or more, --batch_size at least 1')
     return args
@@ -82,10 +83,10 @@ class Text(Bin):
 
 
 class SlidingLoader(ValidationLoader):
-    """Overlapping windows, in the form of a ValidationLoader: targets that an earlier window had are -1."""
+    """Overlapping sequences, as a ValidationLoader yields them: targets that an earlier sequence had are -1."""
 
     def __init__(self, data, stride, batch_size, block_size, rank, world_size, device):
-        # Windows end at block_size, block_size + stride, … and at the last token; each begins block_size before.
+        # Sequences end at block_size, block_size + stride, … and at the last token, and start block_size before that.
         self.ends = np.append(np.arange(block_size, len(data) - 1, stride), len(data) - 1)
         self.counted = np.diff(self.ends, prepend=0)
         self.mine = np.arange(len(self.ends))[rank::world_size]
@@ -94,8 +95,8 @@ class SlidingLoader(ValidationLoader):
     def __iter__(self):
         for i in range(0, len(self.mine), self.batch_size):
             mine = self.mine[i:i + self.batch_size]
-            windows = self.data.sequences(self.ends[mine] - self.block_size, self.block_size + 1)
-            batch = on_device(as_tensor(windows), self.device)
+            tokens = self.data.sequences(self.ends[mine] - self.block_size, self.block_size + 1)
+            batch = on_device(as_tensor(tokens), self.device)
             inputs, targets = batch[:, :-1], batch[:, 1:].clone()
             for row, counted in zip(targets, self.counted[mine]):
                 row[:-counted] = -1
@@ -103,7 +104,7 @@ class SlidingLoader(ValidationLoader):
 
 
 def bytes_per_id(tokenizer):
-    """(vocab_size,) int64: how many bytes of text each id stands for, 0 for the end of text; None where not known."""
+    """(vocab_size,) int64: how many bytes of text each id stands for, 0 for the end of text; None if unknown."""
     bpe = getattr(tokenizer, 'bpe', None)
     if isinstance(tokenizer, Byte):
         sizes = [1] * tokenizer.vocab_size
@@ -113,7 +114,7 @@ def bytes_per_id(tokenizer):
         sizes = [len(bpe.decode_single_token_bytes(i)) for i in range(tokenizer.vocab_size)]
     elif 'ByteLevel' in type(getattr(bpe, 'decoder', None)).__name__:  # tokenizers, one character for each byte
         added = bpe.get_added_tokens_decoder()
-        sizes = [len(added[i].content.encode()) if i in added else len(bpe.id_to_token(i))
+        sizes = [len(added[i].content.encode()) if i in added else len(bpe.id_to_token(i) or '')
                  for i in range(tokenizer.vocab_size)]
     else:
         return None
@@ -124,7 +125,7 @@ def bytes_per_id(tokenizer):
 
 @torch.no_grad()
 def evaluate(model, batches, world, precision, sizes=None):
-    """(loss, tokens, bytes) over (inputs, targets) batches of all ranks: mean cross-entropy in nats, what it is over.
+    """(loss, tokens, bytes) of the (inputs, targets) batches of all ranks: the mean cross-entropy in nats, over what.
 
     Args:
         precision: a context manager, as `runtime.device.autocast` makes it.
@@ -135,7 +136,7 @@ def evaluate(model, batches, world, precision, sizes=None):
         with precision:
             loss = model(X, Y, return_logits=False)[1]
         counted = Y[Y >= 0]
-        if not len(counted):  # what fills up a rank's share, of which there is no mean loss
+        if not len(counted):  # padding of this rank's share, which has no mean loss
             continue
         total[0] += loss.to(total) * len(counted)
         total[1] += len(counted)
@@ -145,44 +146,52 @@ def evaluate(model, batches, world, precision, sizes=None):
     return loss_sum / tokens, int(tokens), int(n_bytes)
 
 
+def measure(loaded, data, args, world):
+    """What the script prints about `loaded` on `data`, a Bin: a dict. Collective: every rank must call it."""
+    check_data(loaded, data)
+    positions = loaded.model.config.block_size
+    block_size = args.block_size or positions
+    if block_size > positions:
+        raise SystemExit(f'--block_size={block_size}: the model has {positions} positions')
+    if args.text or args.stride:
+        block_size = min(block_size, len(data) - 1)
+    if args.stride > block_size:
+        raise SystemExit(f'--stride={args.stride}: would skip tokens between sequences of {block_size}')
+    share = world.rank, world.size, world.device
+    if args.stride:
+        batches = SlidingLoader(data, args.stride, args.batch_size, block_size, *share)
+    else:
+        batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, *share)
+    sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
+    loss, tokens, n_bytes = evaluate(loaded.model, batches, world, autocast(world.device, dtype_name(args)),
+                                     None if sizes is None else sizes.to(world.device))
+    result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
+                  block_size=block_size, stride=args.stride or block_size, tokens=tokens, loss=loss,
+                  perplexity=math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf)
+    if n_bytes:
+        result |= dict(bytes=n_bytes, bits_per_byte=loss * tokens / n_bytes / math.log(2))
+    return result
+
+
 def main(argv=None):
     args = parse(argv)
     world = World(args.device, 'nccl' if args.device.startswith('cuda') else 'gloo')
     loaded = load(args.checkpoint, world.device, args.tokenizer)
     if args.text:
         require_tokenizer(loaded)
-        data = Text(args.text, loaded.tokenizer)
+        found = [Text(args.text, loaded.tokenizer)]
     else:
         dataset = args.dataset or loaded.state.get('config', {}).get('dataset')
         if not dataset:
-            raise SystemExit(f'{args.checkpoint}: does not say what to evaluate it on; give --dataset or --text')
-        data = Bin(find_data(loaded.state, dataset) or data_dir(dataset), args.split)
-    check_data(loaded, data)
-    block_size = args.block_size or loaded.model.config.block_size
-    if block_size > loaded.model.config.block_size:
-        raise SystemExit(f'--block_size={block_size}: the model has {loaded.model.config.block_size} positions')
-    if args.text or args.stride:
-        block_size = min(block_size, len(data) - 1)
-    if args.stride > block_size:
-        raise SystemExit(f'--stride={args.stride}: would skip tokens between windows of {block_size}')
-    share = world.rank, world.size, world.device
-    if args.stride:
-        batches = SlidingLoader(data, args.stride, args.batch_size, block_size, *share)
-    else:
-        batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, *share)
+            raise SystemExit(f'{args.checkpoint}: does not name a data set to evaluate on; give --dataset or --text')
+        found = [Bin(find_data(loaded.state, name) or data_dir(name), args.split) for name in parts_of(dataset)]
     torch.set_float32_matmul_precision('high')  # as in train.py
-    sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
-    loss, tokens, n_bytes = evaluate(loaded.model, batches, world, autocast(world.device, dtype_name(args)),
-                                     None if sizes is None else sizes.to(world.device))
-    if world.is_master:
-        result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
-                      block_size=block_size, stride=args.stride or block_size, tokens=tokens, loss=loss,
-                      perplexity=math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf)
-        if n_bytes:
-            result |= dict(bytes=n_bytes, bits_per_byte=loss * tokens / n_bytes / math.log(2))
-        # JSON has no infinity and no NaN: null is neither of them.
-        print(json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
-                          for key, value in result.items()}))
+    for data in found:
+        result = measure(loaded, data, args, world)
+        if world.is_master:
+            # JSON has neither infinity nor NaN.
+            print(json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
+                              for key, value in result.items()}))
     world.close()
 
 

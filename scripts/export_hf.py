@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face GPT-2: config.json, model.safetensors, tokenizer, and a model card.
+"""Exports a checkpoint as a Hugging Face GPT-2: config.json, model.safetensors, tokenizer, and a model card.
 
   python scripts/export_hf.py out/gpt2-small-sophiag hf/gpt2-small-sophiag
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.loader import read_meta
+from data.loader import parts_of, read_meta
 from data.tokenizer import Byte, Char
 from runtime import hf
 from scripts.load import MODEL_HELP, add_tokenizer_flag, find_data, load, with_tokenizer
@@ -38,15 +38,15 @@ def model_args_of(config):
 
 
 def byte_characters():
-    """The 256 characters by which GPT-2's tokenizer files write the bytes: printable ones stand for themselves, the
-    others for U+0100, U+0101, … in order."""
+    """The 256 characters that stand for bytes in GPT-2's tokenizer files: a printable byte is its own character, the
+    others are U+0100, U+0101, … in order."""
     printable = {*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1), *range(ord('®'), ord('ÿ') + 1)}
     others = iter(range(256))
     return [chr(b) if b in printable else chr(256 + next(others)) for b in range(256)]
 
 
 def merges_of(ranks):
-    """GPT-2's merges, in order, out of tiktoken's {bytes: rank}: the two parts that earlier merges make of a token."""
+    """GPT-2's merges, in order, from tiktoken's {bytes: rank}: the two parts into which earlier merges join a token."""
     merges = []
     for token in sorted((token for token in ranks if len(token) > 1), key=ranks.get):
         parts = [token[i:i + 1] for i in range(len(token))]
@@ -108,7 +108,7 @@ METRICS = {'val/loss': 'validation loss', 'train/loss': 'training loss',
 
 
 def metrics_of(loaded):
-    """The last values of METRICS that the checkpoint's run had logged by then; {} where metrics.jsonl is gone."""
+    """The last values of METRICS that the run logged up to the checkpoint; {} without a metrics.jsonl."""
     path = loaded.path.parent / 'metrics.jsonl'
     if 'iter_num' not in loaded.state or not path.is_file():
         return {}
@@ -120,26 +120,29 @@ def metrics_of(loaded):
 
 
 def model_card(loaded, data):
-    """README.md: what this model is, its data, settings and metrics. `data`: a meta.json's dict, None = not known."""
+    """The text of README.md: what this model is, its data, settings and metrics. `data`: a meta.json's dict or None."""
     state, c = loaded.state, loaded.model.config
     settings, metrics = state.get('config', {}), metrics_of(loaded)
     rows = [('parameters', f'{loaded.model.num_params():,}'), ('layers, heads, width', f'{c.n_layer}, {c.n_head}, '
             f'{c.n_embd}'), ('context', f'{c.block_size} tokens'), ('vocabulary', f'{c.vocab_size:,} ids, tokenizer '
             f'{loaded.tokenizer.name}'), ('biases', 'yes' if c.bias else 'no (zeros in the file)'),
             ('attention logits divided by layer index + 1', 'yes' if c.scale_attn_by_inverse_layer_idx else 'no')]
+    if 'dataset' in settings:
+        rows += [('data set', ', '.join(f'{Path(name).name} ({share:.0%})' if share < 1 else Path(name).name
+                                        for name, share in parts_of(settings['dataset']).items()))]
     if settings:
-        rows += [('data set', Path(settings['dataset']).name),
-                 ('iterations', f'{state["iter_num"]:,} of {settings["max_iters"]:,}')]
-    if 'tokens' in state:  # nanoGPT's checkpoints do not say
-        rows += [('optimizer', settings['optimizer_name']), ('tokens seen', f'{state["tokens"]:,}')]
+        rows += [('iterations', f'{state["iter_num"]:,} of {settings.get("max_iters", "?")}')]
+    tokens = state.get('train_state', {}).get('tokens')
+    if type(tokens) is int:  # nanoGPT's checkpoints do not say
+        rows += [('optimizer', settings.get('optimizer_name', '?')), ('tokens seen', f'{tokens:,}')]
     if data:
         rows += [(f'data: {key}', data[key]) for key in ('source', 'revision', 'split') if data.get(key)]
         rows += [(f'data: {split}', f'{data[split]["tokens"]:,} tokens, sha256 {data[split]["sha256"]}')
                  for split in ('train', 'val') if split in data]
     table = '\n'.join(['| | |', '|---|---|', *(f'| {key} | {value} |' for key, value in rows)])
     text = [f'---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [gpt2]\n---\n\n# {loaded.name}\n',
-            'A GPT-2 language model: what its training text made likely, with no tuning to follow instructions and no '
-            'filter on what it says.\n', table]
+            'A GPT-2 language model. It was not tuned to follow instructions, and nothing filters what it writes.\n',
+            table]
     if c.scale_attn_by_inverse_layer_idx:
         text.append('\nThis model divides attention logits by the layer index + 1. transformers before 5.4 does so '
                     'only with `attn_implementation="eager"`, which config.json asks for: do not override it there.')
@@ -147,7 +150,7 @@ def model_card(loaded, data):
         text += ['\n## Metrics\n', f'The last that the run had logged by iteration {state["iter_num"]:,}.\n', '| | |',
                  '|---|---|', *(f'| {key} | {value:.4f} |' for key, value in metrics.items())]
     if settings:
-        # Names and places that mean nothing elsewhere, and may be private.
+        # These are names and paths that mean nothing elsewhere and may be private.
         hidden = ('out_dir', 'dataset', 'init_from', 'wandb_log', 'wandb_project', 'wandb_run_name', 'show_config')
         text += ['\n## Settings\n', '```python', *(f'{key} = {value!r}' for key, value in settings.items()
                                                    if key not in hidden), '```']
@@ -156,7 +159,7 @@ def model_card(loaded, data):
 
 @torch.no_grad()
 def check(loaded, folder):
-    """What transformers makes of `folder` against this model: one line to print. SystemExit where they differ."""
+    """Compares transformers' logits and ids from `folder` with ours. Returns one line; SystemExit if they differ."""
     try:
         import transformers
     except ImportError:
@@ -174,24 +177,25 @@ def check(loaded, folder):
               for text in PROBES]
     for text in probes:
         ids = [int(i) for i in loaded.tokenizer.encode(text)]
-        if tokenizer.encode(text, add_special_tokens=False) != ids or tokenizer.decode(ids) != text:
-            raise SystemExit(f'transformers {transformers.__version__} tokenizes {text!r} otherwise than '
-                             f'{loaded.tokenizer.name}; nothing was written')
+        if tokenizer.encode(text, add_special_tokens=False) != ids or \
+                tokenizer.decode(ids) != loaded.tokenizer.decode(ids):
+            raise SystemExit(f'transformers {transformers.__version__} tokenizes {text!r} differently '
+                             f'from {loaded.tokenizer.name}; nothing was written')
     return f'transformers {transformers.__version__}: same ids, logits differ by at most {difference:.1e}'
 
 
 def export(loaded, dest):
     """Writes `loaded` to the folder `dest`, which must not exist or be empty. Returns what `check` found.
 
-    Everything is written beside, checked, and renamed; on any error nothing is left.
+    Everything is written to a temporary folder, checked, and renamed; after an error nothing is left.
     """
     dest = Path(dest)
     if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
         raise SystemExit(f'{dest}: exists; give another folder, or remove it')
     model_args = model_args_of(loaded.model.config)
     writable(dest / 'config.json')
-    data_dir = find_data(loaded.state)
-    data = read_meta(data_dir) if data_dir else None
+    folder = find_data(loaded.state)
+    data = read_meta(folder) if folder and len(parts_of(loaded.state['config']['dataset'])) == 1 else None
     partial = dest.with_name(f'{dest.name}.partial{os.getpid()}')
     try:
         with refusing(dest):

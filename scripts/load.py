@@ -1,4 +1,4 @@
-"""What the scripts that use a trained model share: the model and its tokenizer, from wherever they are."""
+"""Loads a trained model and its tokenizer, for the scripts that use them."""
 
 import sys
 from dataclasses import dataclass, field
@@ -9,13 +9,20 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.loader import data_dir, read_meta
-from data.tokenizer import TOKENIZERS, Tokenizer, get_tokenizer, tokenizer_from_meta
+from data.loader import data_dir, parts_of, read_meta
+from data.tokenizer import (
+    TOKENIZER_NAMES,
+    TOKENIZERS,
+    FileTokenizer,
+    Tokenizer,
+    get_tokenizer,
+    tokenizer_from_meta,
+)
 from model import GPT, GPTConfig
 from runtime import checkpoint, hf
 from runtime.device import DTYPES, check_device
 
-LOGITS = 2 ** 29  # at most so many in one forward pass of generation: 2 GiB in float32
+LOGITS = 2 ** 29  # the most in one forward pass of generation: 2 GiB in float32
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(hf.HUB_MODELS)
 
 
@@ -23,7 +30,7 @@ MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or
 class Loaded:
     """A model in eval mode and what belongs to it.
 
-    name: short, for tables. tokenizer: None where it is unknown. state: the checkpoint without its weights; {} for a
+    name: a short one, for tables. tokenizer: None if unknown. state: the checkpoint without its weights; {} for a
     Hugging Face model.
     """
     name: str
@@ -47,8 +54,8 @@ def dtype_name(args):
 def add_tokenizer_flag(parser):
     """Adds --tokenizer, the argument of `load`."""
     parser.add_argument('--tokenizer', metavar='NAME|DIR',
-                        help=f'{", ".join(TOKENIZERS)}, or the directory of a data set made with the tokenizer; needed '
-                             "only if the checkpoint's data set is no longer here")
+                        help=f"{TOKENIZER_NAMES}, or the directory of a data set made with it; needed only if the "
+                             "checkpoint's data set is no longer here")
 
 
 def rows_at_once(model, length):
@@ -57,10 +64,10 @@ def rows_at_once(model, length):
 
 
 def load(path, device='cpu', tokenizer=None):
-    """The model at `path`: an out_dir (its newest checkpoint), a .pt file, a Hugging Face folder, or a hf.HUB_MODELS.
+    """The model at `path`: an out_dir (its newest checkpoint), a .pt file, a Hugging Face folder or one of HUB_MODELS.
 
     Args:
-        tokenizer: name of the tokenizer, or directory of a data set made with it; needed only where the checkpoint's
+        tokenizer: name of the tokenizer, or directory of a data set made with it; needed only if the checkpoint's
             data set is gone.
 
     Raises SystemExit with one line when there is none.
@@ -89,11 +96,11 @@ def load(path, device='cpu', tokenizer=None):
 
 
 def build(state):
-    """The GPT of a checkpoint's `state`, from which its weights are taken. Raises something if they make no model."""
+    """The GPT of a checkpoint's `state`, whose weights are removed from it. Raises an exception if they do not fit."""
     weights, args = state.pop('model'), dict(state['model_args'])
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
-        args.setdefault('gelu_approximate', 'tanh')  # of the official repository, whose GELU that is
-    # First without memory: sizes that the weights do not have are not allocated, settings out of range not accepted.
+        args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
+    # A model without memory comes first: it shows settings that fail, and sizes that the weights do not have.
     with torch.device('meta'):
         outline = GPT(GPTConfig(**args))
         outline(torch.zeros(1, 1, dtype=torch.int64))
@@ -104,12 +111,12 @@ def build(state):
 
 
 def require_tokenizer(loaded):
-    """SystemExit with one line that says where to get the tokenizer of `loaded`, unless it has one."""
+    """SystemExit with one line that says how to get the tokenizer of `loaded`, unless it has one."""
     if loaded.tokenizer is not None:
         return
     size, dataset = loaded.model.config.vocab_size, loaded.state.get('config', {}).get('dataset')
     names = [name for name, tokenizer in TOKENIZERS.items() if tokenizer.vocab_size <= size]
-    flag = f'give --tokenizer={"|".join([*names, "DIR"])}, DIR being that of a data set made with it'
+    flag = f'give --tokenizer={"|".join([*names, "FILE.json", "DIR"])}, DIR being a data set made with it'
     if dataset and (ROOT / 'data' / dataset / 'prepare.py').is_file():
         flag = f'run python data/{dataset}/prepare.py, or {flag}'
     missing = f'its data set {dataset!r} is not here, with a meta.json that names the tokenizer' if dataset else \
@@ -118,11 +125,11 @@ def require_tokenizer(loaded):
 
 
 def with_tokenizer(loaded):
-    """`loaded`, its vocabulary cut to that of its tokenizer: for what reads or writes text. SystemExit without one."""
+    """`loaded` with its vocabulary cut to that of its tokenizer, so that no padding is sampled."""
     require_tokenizer(loaded)
     if loaded.tokenizer.vocab_size > loaded.model.config.vocab_size:
-        raise SystemExit(f'{loaded.path}: a model of {loaded.model.config.vocab_size} ids is not one for the tokenizer '
-                         f'{loaded.tokenizer.name}, which has {loaded.tokenizer.vocab_size}; check --tokenizer')
+        raise SystemExit(f'{loaded.path}: the model has {loaded.model.config.vocab_size} ids, fewer than the tokenizer '
+                         f'{loaded.tokenizer.name} ({loaded.tokenizer.vocab_size}); check --tokenizer')
     crop_vocab_size(loaded.model, loaded.tokenizer.vocab_size)
     return loaded
 
@@ -138,69 +145,51 @@ def crop_vocab_size(model, vocab_size):
 
 
 def check_data(loaded, data):
-    """SystemExit with one line unless the tokens of `data`, which has a `Bin`'s path and vocab_size, are of the model's
-    tokenizer, as far as the number of ids tells."""
+    """SystemExit with one line unless the vocabulary of `data`, a `Bin`, has the size of the model's."""
     ids = loaded.tokenizer.vocab_size if loaded.tokenizer else loaded.model.config.vocab_size
     if data.vocab_size > ids or loaded.tokenizer and data.vocab_size != ids:
-        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, the one of {loaded.path} has '
-                         f'{ids}; prepare the text again with the right one')
+        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, that of {loaded.path} has '
+                         f'{ids}; prepare the text with that one')
 
 
 def named_tokenizer(name):
-    """The tokenizer that --tokenizer asks for: one of TOKENIZERS, or that of the data set in the directory `name`."""
-    if name in TOKENIZERS:
+    """The tokenizer that --tokenizer asks for: one that `get_tokenizer` knows, or that of a data set's directory."""
+    if not Path(name).is_dir():
         return get_tokenizer(name)
     meta = read_meta(name)
     if meta is None:
-        raise SystemExit(f'--tokenizer={name}: neither one of {", ".join(TOKENIZERS)} nor a directory with a meta.json')
+        raise SystemExit(f'--tokenizer={name}: a directory without the meta.json of a data set')
     return tokenizer_from_meta(meta)
 
 
 def checkpoint_tokenizer(state):
-    """The tokenizer that a checkpoint names, else that of its data set; None where the data set is gone."""
+    """The tokenizer that a checkpoint names, else that of its data set; None if the data set is gone."""
     meta, folder = state.get('tokenizer'), find_data(state)
     if meta is None and folder:
         meta = read_meta(folder)
         if meta is None and state['model_args'].get('vocab_size', 50304) >= 50257:
-            meta = {'tokenizer': 'gpt2'}  # as loader.py takes bins without meta.json
+            meta = {'tokenizer': 'gpt2'}  # what data/loader.py assumes without a meta.json
     return tokenizer_from_meta(meta) if meta and 'tokenizer' in meta else None
 
 
 def find_data(state, dataset=None):
-    """The directory of a data set, by default the one a checkpoint was trained on; None where it is not here.
+    """The directory of a data set, by default the one a checkpoint was trained on; None if it is not here.
 
-    It is looked for from the working directory, as train.py does, and from the repository.
+    Looks in the working directory, as train.py does, and in the repository. Of a mixture it returns the first part.
     """
     dataset = dataset or state.get('config', {}).get('dataset')
-    places = [data_dir(dataset), data_dir(dataset, ROOT)] if dataset else []
+    places = [data_dir(name, root) for name in parts_of(dataset) for root in (Path(), ROOT)] if dataset else []
     return next((place for place in places if (place / 'meta.json').is_file() or (place / 'train.bin').is_file()), None)
 
 
-class FolderTokenizer(Tokenizer):
-    """The tokenizer.json of a Hugging Face folder, through the package `tokenizers`."""
-
-    def __init__(self, path, eot_id):
-        try:
-            import tokenizers
-            self.bpe = tokenizers.Tokenizer.from_file(str(path))
-        except ImportError:
-            raise SystemExit(f'{path}: needs the package tokenizers: pip install tokenizers') from None
-        except Exception as error:  # `tokenizers` raises plain Exception for a file it cannot read
-            raise SystemExit(f'{path}: not a tokenizer ({error})') from None
-        self.bpe.encode_special_tokens = True  # means: encode them like any other text
-        self.name, self.vocab_size, self.eot_id = str(path), self.bpe.get_vocab_size(), eot_id
-
-    def encode(self, text):
-        return self.bpe.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids):
-        return self.bpe.decode([int(i) for i in ids], skip_special_tokens=False)
-
-
 def folder_tokenizer(folder, vocab_size):
-    """The tokenizer of a Hugging Face folder; GPT-2's where it brings none and the vocabulary has that size."""
-    if (folder / 'tokenizer.json').is_file():
+    """The tokenizer of a Hugging Face folder; GPT-2's if it has none and the vocabulary has that size."""
+    path = folder / 'tokenizer.json'
+    if path.is_file():
         eot_id = hf.read_config(folder).get('eos_token_id')
-        known = type(eot_id) is int and 0 <= eot_id < vocab_size
-        return FolderTokenizer(folder / 'tokenizer.json', eot_id if known else None)
+        try:
+            text = path.read_text(encoding='utf-8')
+        except (OSError, UnicodeDecodeError) as error:
+            raise SystemExit(f'{path}: cannot be read ({error})') from None
+        return FileTokenizer(text, eot_id if type(eot_id) is int and 0 <= eot_id < vocab_size else None, path)
     return get_tokenizer('gpt2') if vocab_size == 50257 else None

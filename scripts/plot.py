@@ -3,6 +3,8 @@
   python scripts/plot.py out/quickstart
   python scripts/plot.py out/adamw out/sophiag --x tokens --labels AdamW Sophia-G --output compare.png
   python scripts/plot.py out/sweep --metrics val/loss --x flops --log_x
+
+Runs that differ in their seed only are one line, their mean, with a band from the lowest to the highest.
 """
 
 import argparse
@@ -10,7 +12,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts.runs import AXES, figure, find_runs, plain, png_path, save
+from scripts.runs import AXES, averaged, figure, find_runs, labels_of, legend, lines_of, plain, png_path, save, styles
 
 STYLES = {'val/loss': dict(marker='o', markersize=3), 'train/loss': dict(alpha=0.45, linewidth=1)}
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss'}
@@ -22,7 +24,8 @@ def main(argv=None):
     parser.add_argument('--x', choices=AXES, default='steps', help='x-axis (default: steps)')
     parser.add_argument('--metrics', nargs='+', default=['val/loss', 'train/loss'], metavar='KEY',
                         help='keys of metrics.jsonl (default: val/loss train/loss)')
-    parser.add_argument('--labels', nargs='+', metavar='LABEL', help='one per run (default: the names of the out_dirs)')
+    parser.add_argument('--labels', nargs='+', metavar='LABEL',
+                        help='one per line (default: what tells the lines apart)')
     parser.add_argument('--title', default='')
     parser.add_argument('--log_x', action='store_true')
     parser.add_argument('--log_y', action='store_true')
@@ -32,26 +35,34 @@ def main(argv=None):
     args = parser.parse_args(argv)
     runs = find_runs(args.out_dirs)
     output = png_path(args.output or (runs[0].out_dir / 'loss.png' if len(runs) == 1 else 'loss.png'))
-    labels = args.labels or [run.out_dir.resolve().name for run in runs]
-    if len(labels) != len(runs):
-        raise SystemExit(f'--labels: {len(labels)} labels for {len(runs)} runs, which are '
-                         + ', '.join(str(run.out_dir) for run in runs))
+    lines = lines_of(runs)
+    labels = args.labels or labels_of(lines)
+    if len(labels) != len(lines):
+        raise SystemExit(f'--labels: {len(labels)} labels for {len(lines)} lines (runs that differ in the seed only '
+                         'are one), which are ' + ', '.join(str(line[0].out_dir) for line in lines))
 
-    fig, (ax,) = figure(width=6.5, height=4.2)
+    fig, (ax,) = figure(width=7.0, height=4.2)
     rows = []
-    for i, (run, label) in enumerate(zip(runs, labels)):
+    for line, label, style in zip(lines, labels, styles([line[0].optimizer_name for line in lines])):
+        drawn = False
         for metric in args.metrics:
-            xs, ys = run.series(metric, args.x)
+            xs, ys, lows, highs = averaged(line, metric, args.x)
             name = NAMES.get(metric, metric)
-            ax.plot(xs, ys, color=f'C{i % 10}', label=plain(f'{label}, {name}' if len(args.metrics) > 1 else label),
-                    **STYLES.get(metric, {}))
-            rows += [{'run': label, 'metric': metric, args.x: x, 'value': y} for x, y in zip(xs, ys)]
+            # Several lines are told apart by their color, the metrics of a single one by their name.
+            text = f'{label}, {name}' if len(lines) == 1 and len(args.metrics) > 1 else None if drawn else label
+            if xs:
+                ax.plot(xs, ys, label=text and plain(text), **style, **STYLES.get(metric, {}))
+                drawn = True
+            if len(line) > 1:
+                ax.fill_between(xs, lows, highs, color=style['color'], alpha=0.2, linewidth=0)
+            rows += [{'run': label, 'metric': metric, args.x: x, 'value': y, 'lowest': low, 'highest': high,
+                      'seeds': len(line)} for x, y, low, high in zip(xs, ys, lows, highs)]
     if not rows:
         raise SystemExit(f'{", ".join(args.metrics)}: no such metric in {", ".join(str(r.out_dir) for r in runs)}')
     ax.set(xlabel=AXES[args.x], ylabel=' / '.join(NAMES.get(metric, metric) for metric in args.metrics),
-           title=plain(args.title), xscale='log' if args.log_x else 'linear', yscale='log' if args.log_y else 'linear',
-           ylim=args.ylim)
-    ax.legend(fontsize=8)
+           title=plain(args.title), xscale='log' if args.log_x else 'linear',
+           yscale='log' if args.log_y else 'linear', ylim=args.ylim)
+    legend(fig, ax)
     save(output, fig, rows)
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import shlex
 import shutil
+import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds 
 
 OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian', 'sophiag': 'Sophia-G',
                     'sophiah': 'Sophia-H', 'ef_clip': 'E-F+clip', 'ah_clip': 'AH+clip', 'clip': 'Clip',
-                    'normalize': 'Normalize', 'gnb_noclip': 'GNB'}
+                    'normalize': 'Normalize', 'gnb_noclip': 'GNB', 'muon': 'Muon', 'soap': 'SOAP'}
 
 # Settings that say where or how fast a run ran, not what it computed; and the seed, over which results are averaged.
 INCIDENTAL = {
@@ -33,6 +34,10 @@ INCIDENTAL = {
     'keep_checkpoints', 'init_from', 'ignore_data_change', 'max_hours', 'skip_nonfinite', 'show_config', 'wandb_log',
     'wandb_project', 'wandb_run_name', 'batch_size', 'gradient_accumulation_steps', 'parallel',
     'activation_checkpointing', 'backend', 'device', 'compile', 'seed'}
+
+# Settings that have to agree in runs that are compared: the model, what it is trained with, and the schedule.
+PROTOCOL = ('block_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'total_batch_size', 'grad_clip', 'decay_lr',
+            'schedule', 'dtype')
 
 # Settings without which nothing can be said of a run; others may be unknown to the train.py that wrote its config.json.
 NEEDED = ('optimizer_name', 'learning_rate', 'max_iters', 'decay_lr', 'lr_decay_iters', 'eval_iters', 'batch_size',
@@ -96,6 +101,16 @@ class Run:
                 return (f'{change["key"]} was changed from {change["from"]} to {change["to"]} at iteration '
                         f'{change["iter"]}')
         return None
+
+    @property
+    def diverged(self):
+        """Whether training gave the run up because its loss was not finite."""
+        return (self.out_dir / 'failed.txt').is_file()
+
+    @property
+    def machine(self):
+        """The machine that it ran on, as text; None where config.json does not say."""
+        return json.dumps(self.about['machine']) if 'machine' in self.about else None
 
     @property
     def rejected(self):
@@ -168,7 +183,7 @@ def read_metrics(path):
     """The lines of a metrics.jsonl, a list of dicts; SystemExit with one line when one is damaged."""
     records = []
     try:
-        lines = path.read_text(encoding='utf-8').splitlines()
+        lines = path.read_text(encoding='utf-8').removesuffix('\n').split('\n')
     except UnicodeDecodeError as error:
         raise SystemExit(f'{path}: not a JSON object in every line ({error}); the file is damaged') from None
     for number, line in enumerate(lines, 1):
@@ -198,7 +213,7 @@ def find_runs(paths):
     return [read_run(out_dir) for out_dir in found]
 
 
-def finished_runs(paths):
+def finished_runs(paths, free=()):
     """The runs in `paths` that trained with one schedule to its end; says on stderr which were left out, and why.
 
     SystemExit unless there are some, and `check_comparable`.
@@ -210,29 +225,57 @@ def finished_runs(paths):
     kept = [run for run in runs if not run.rejected]
     if not kept:
         raise SystemExit('no finished run among these; let train.py reach max_iters')
-    check_comparable(kept)
+    check_comparable(kept, free)
     return kept
 
 
-def check_comparable(runs, *keys):
-    """SystemExit unless all runs have the same data and validation windows, and equal settings `keys`."""
-    def sides(run):
-        return {'the data (fingerprint)': run.about.get('data'), 'block_size': run.block_size,
-                'validation windows (eval_iters × batch_size)': run.eval_iters * run.batch_size or 'all',
-                **{key: run.config[key] for key in keys}}
-    for run in runs[1:]:
-        first, other = sides(runs[0]), sides(run)
-        for key in first:
-            if first[key] != other[key]:
-                raise SystemExit(f'{runs[0].out_dir} and {run.out_dir} cannot be compared: {key} is {first[key]} in '
-                                 f'one and {other[key]} in the other')
+def add_tuned(parser):
+    """Gives an ArgumentParser the flag --tuned, the settings in which the protocols of compared runs may differ."""
+    parser.add_argument('--tuned', nargs='+', default=[], metavar='KEY',
+                        help='settings of the protocol that were tuned, and may differ from run to run, such as '
+                             'warmup_iters or beta1')
+
+
+def check_comparable(runs, free=()):
+    """SystemExit unless all runs have the same data, validation sequences and protocol.
+
+    The protocol is every setting in PROTOCOL, the warm-up (the same iterations, or the same share of the run), and β1
+    among the runs of one optimizer. A setting in `free` may differ.
+    """
+    def protocol(run):
+        yield 'the data (fingerprint)', run.about.get('data')
+        if 'eval_iters' not in free:
+            sequences = run.eval_iters * run.batch_size or 'all'
+            yield 'the number of validation sequences (eval_iters × batch_size)', sequences
+        for key in PROTOCOL:
+            yield key, run.config.get(key)
+        yield 'min_lr_ratio', round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)
+        yield 'init_from', starting_weights(run)
+
+    same_share = len({round(run.config.get('warmup_iters', 0) / run.max_iters, 2) for run in runs}) == 1
+    first_of = {}  # of each optimizer
+    for run in runs:
+        first = first_of.setdefault(run.optimizer_name, run)
+        pairs = [(runs[0], key, one, two) for (key, one), (_, two) in zip(protocol(runs[0]), protocol(run))]
+        pairs.append((first, 'beta1', first.config.get('beta1'), run.config.get('beta1')))
+        if not same_share:
+            pairs.append((runs[0], 'warmup_iters', runs[0].config.get('warmup_iters'), run.config.get('warmup_iters')))
+        for other, key, one, two in pairs:
+            if one != two and key not in free:
+                hint = '' if ' ' in key else f'; leave one out, or give --tuned {key} if it was tuned'
+                raise SystemExit(f'{other.out_dir} and {run.out_dir} cannot be compared: {key} is {one} in one and '
+                                 f'{two} in the other{hint}')
+
+
+def starting_weights(run):
+    """The weights that a run started from, None for random ones."""
+    return None if run.config.get('init_from') in ('scratch', 'auto', 'resume') else run.config.get('init_from')
 
 
 def hyperparameters(run):
     """What a run's result depends on besides data and seed, as a hashable key: equal keys differ in the seed only."""
     settings = {key: value for key, value in run.config.items() if key not in INCIDENTAL}
-    if run.config.get('init_from') not in ('scratch', 'auto', 'resume'):
-        settings['init_from'] = run.config.get('init_from')  # the weights that it began with
+    settings['init_from'] = str(starting_weights(run))
     return tuple(sorted(settings.items()))
 
 
@@ -245,15 +288,52 @@ def by_seed(runs):
 
 
 def mean_loss(runs, key='val/loss'):
-    """(mean, half the range) of the last `key` of runs that differ in their seed."""
+    """(mean, standard deviation) of the last `key` of runs that differ in their seed; (loss, None) of a single one."""
     losses = [run.last(key) for run in runs]
-    return sum(losses) / len(losses), (max(losses) - min(losses)) / 2
+    return statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else None
 
 
-def differing_settings(runs):
-    """The settings in which `runs` differ, where and how fast they ran left out, the seed included."""
-    keys = [key for key in runs[0].config if key not in INCIDENTAL - {'seed'}]
-    return [key for key in keys if len({json.dumps(run.config.get(key)) for run in runs}) > 1]
+def lines_of(runs):
+    """Lists of the runs that a figure draws as one line: equal but for their seed, and on the same data."""
+    groups = []
+    for run in runs:
+        key, seed = (hyperparameters(run), json.dumps(run.about.get('data'))), run.config.get('seed')
+        group = next((group for other, group in groups
+                      if other == key and seed not in {one.config.get('seed') for one in group}), None)
+        if group is None:
+            groups.append((key, [run]))
+        else:
+            group.append(run)
+    return [group for _, group in groups]
+
+
+# How a setting is called in the label of a line.
+SHORT = {'learning_rate': 'lr', 'max_iters': 'T', 'gamma': 'γ', 'beta1': 'β1', 'beta2': 'β2', 'eps': 'ε',
+         'hessian_interval': 'k', 'warmup_iters': 'warm-up', 'total_batch_size': 'batch', 'weight_decay': 'λ'}
+
+
+def labels_of(groups):
+    """A label for each of the `lines_of` some runs: the optimizer, and the settings in which its lines differ; the
+    names of the directories where that does not tell them apart."""
+    derived = {'optimizer_name', 'lr_decay_iters', 'min_lr', 'seed'}
+    labels = []
+    for group in groups:
+        run, same = group[0], [other[0] for other in groups if other[0].optimizer_name == group[0].optimizer_name]
+        keys = [key for key in run.config if key not in INCIDENTAL | derived
+                and len({json.dumps(other.config.get(key)) for other in same}) > 1]
+        labels.append(', '.join([run.optimizer_label, *(f'{SHORT.get(key, key)} {run.config[key]}' for key in keys)]))
+    if len(groups) == 1 or len(set(labels)) < len(labels):
+        return [group[0].out_dir.resolve().name for group in groups]
+    return labels
+
+
+def averaged(group, key, x='steps'):
+    """(xs, means, lows, highs) of the values of `key` over runs that differ in their seed, at the iterations at which
+    all of them have one."""
+    points = [dict(zip(run.series(key)[0], zip(*run.series(key, x)))) for run in group]
+    rows = [[run[i] for run in points] for i in points[0] if all(i in run for run in points)]
+    return ([statistics.mean(x for x, _ in row) for row in rows], [statistics.mean(y for _, y in row) for row in rows],
+            [min(y for _, y in row) for row in rows], [max(y for _, y in row) for row in rows])
 
 
 def below(root, path):
@@ -292,6 +372,29 @@ def figure(columns=1, width=5.0, height=3.7, **options):
         ax.grid(alpha=0.3)
         ax.spines[['top', 'right']].set_visible(False)
     return fig, list(axes[0])
+
+
+def styles(names):
+    """Options of ax.plot that tell lines apart, for the optimizer's name of each: a color for each of up to ten lines;
+    of more, a color per optimizer and a dash pattern within; of more of one optimizer, a scale from dark to light."""
+    from matplotlib import colormaps
+    if len(names) <= 10:
+        return [dict(color=f'C{i}') for i in range(len(names))]
+    kinds = list(dict.fromkeys(names))
+    if len(kinds) == 1:
+        return [dict(color=colormaps['viridis'](0.95 * i / (len(names) - 1))) for i in range(len(names))]
+    dashes = ['-', '--', ':', '-.', (0, (5, 1, 1, 1, 1, 1)), (0, (1, 4))]
+    return [dict(color=f'C{kinds.index(name) % 10}', linestyle=dashes[names[:i].count(name) % len(dashes)])
+            for i, name in enumerate(names)]
+
+
+def legend(fig, ax, **options):
+    """The labels of `ax` as a legend beside the panels of a figure, in as many columns as its height asks for."""
+    handles, labels = ax.get_legend_handles_labels()
+    if len(labels) > 1:
+        rows = max(1, int(fig.get_figheight() * 5))
+        fig.legend(handles, labels, loc='outside right upper', fontsize=8, frameon=False,
+                   ncols=math.ceil(len(labels) / rows), **options)
 
 
 def plain(text):
@@ -390,6 +493,12 @@ def make_folder(path):
     """Makes the folder of the file `path`; SystemExit with one line when that fails."""
     with refusing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+
+
+def show_progress(text):
+    """Shows `text` on the last line of a terminal, instead of what stood there; elsewhere nothing."""
+    if sys.stderr.isatty():
+        print(f'\r\033[K{text}', end='', file=sys.stderr, flush=True)
 
 
 def print_table(rows, columns=None):

@@ -1,11 +1,11 @@
-"""Text from a trained model.
+"""Samples text from a trained model.
 
   python scripts/sample.py out/quickstart
   python scripts/sample.py out/gpt2-small-sophiag --start='Once upon a time' --num_samples=3 --top_p=0.95
   python scripts/sample.py gpt2 --prompt_file=prompts.txt --temperature=0
 
 Text goes to standard output, everything else to standard error. The samples of a prompt are computed together: the
-first one is written as it comes, the others when they are complete.
+first one is written as it comes, the others once all are complete.
 """
 
 import argparse
@@ -37,15 +37,15 @@ def parse(argv):
     parser.add_argument('checkpoint', nargs='?', help=f'{MODEL_HELP} (default: out)')
     parser.add_argument('--out_dir', help='the same, as a flag')
     parser.add_argument('--start', nargs='+', metavar='PROMPT', default=[],
-                        help="one or several prompts; FILE:NAME takes the whole file NAME; '' is the beginning of a "
-                             'document (default: a line end)')
+                        help="one or several prompts; FILE:NAME reads the whole file NAME; '' starts a document "
+                             '(default: a newline)')
     parser.add_argument('--prompt_file', type=Path, help='a file with one prompt on each line')
     parser.add_argument('--num_samples', type=int, default=10, help='samples of each prompt (default: 10)')
     parser.add_argument('--max_new_tokens', type=int, default=500, help='(default: 500)')
-    parser.add_argument('--temperature', type=float, default=0.8, help='0: always the likeliest token (default: 0.8)')
-    parser.add_argument('--top_k', type=int, default=200, help='only the k likeliest tokens; 0: all (default: 200)')
+    parser.add_argument('--temperature', type=float, default=0.8, help='0: always the most likely token (default: 0.8)')
+    parser.add_argument('--top_k', type=int, default=200, help='only the k most likely tokens; 0: all (default: 200)')
     parser.add_argument('--top_p', type=float, default=1.0,
-                        help='only the likeliest tokens that have this probability together (default: 1)')
+                        help='only the most likely tokens that together have this probability (default: 1)')
     parser.add_argument('--seed', type=int, default=1337)
     add_device_flags(parser)
     add_tokenizer_flag(parser)
@@ -63,7 +63,7 @@ def parse(argv):
 
 
 def read(path):
-    """The text of a file, without its byte order mark; SystemExit when there is none."""
+    """The text of a file, without its byte order mark; SystemExit when it cannot be read."""
     try:
         return path.read_text(encoding='utf-8-sig')
     except (OSError, UnicodeDecodeError) as error:
@@ -76,70 +76,67 @@ def prompts(args):
     if args.prompt_file:
         found += [line for line in read(args.prompt_file).split('\n') if line]
         if not found:
-            raise SystemExit(f'{args.prompt_file}: no prompt in it')
+            raise SystemExit(f'{args.prompt_file}: holds no prompt')
     return found or ['\n']
 
 
 def encode(prompt, loaded):
-    """The ids of a prompt, (1, T); an empty one is the end-of-text id, after which a document begins."""
+    """The ids of a prompt, (1, T); an empty prompt is the end-of-text id, after which a document begins."""
     ids = loaded.tokenizer.encode(prompt)
     if not len(ids):
         if loaded.tokenizer.eot_id is None:
-            raise SystemExit(f'the tokenizer {loaded.tokenizer.name} has no end-of-text id to begin from; '
+            raise SystemExit(f'the tokenizer {loaded.tokenizer.name} has no end-of-text id to start from; '
                              'give a prompt with --start')
         ids = [loaded.tokenizer.eot_id]
     return torch.tensor([[int(i) for i in ids]], device=loaded.model.lm_head.weight.device)
 
 
 class Writer:
-    """Writes a sample to standard output, in whole characters, up to the end of its document."""
+    """Writes the text of a row of ids to standard output as the row grows: what follows the prompt in its document."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer, self.seen, self.waiting, self.ended = tokenizer, 0, [], False
+    def __init__(self, tokenizer, prompt):
+        self.tokenizer, self.start = tokenizer, len(prompt)
+        self.written = len(tokenizer.decode(prompt))
 
-    def __call__(self, ids):
-        """Takes all ids of the sample so far, and writes what has come since the last call."""
-        for token in ids[self.seen:].tolist():
-            self.ended = self.ended or token == self.tokenizer.eot_id
-            if self.ended:
-                break
-            # A character may need several tokens; until its last one comes, it decodes to U+FFFD.
-            self.waiting.append(token)
-            text = self.tokenizer.decode(self.waiting)
-            if not text.endswith('\ufffd') or len(self.waiting) > 3:
-                print(text, end='', flush=True)
-                self.waiting.clear()
-        self.seen = len(ids)
-
-    def close(self):
-        print(self.tokenizer.decode(self.waiting) if self.waiting else '', '---------------', sep='\n', flush=True)
+    def __call__(self, ids, complete=False):
+        """Writes what is new in `ids`, all of the row so far."""
+        new = ids[self.start:]
+        if self.tokenizer.eot_id in new:
+            ids = ids[:self.start + new.index(self.tokenizer.eot_id)]
+        # Some tokenizers write a space only between two tokens, so the row is decoded as a whole.
+        text = self.tokenizer.decode(ids)
+        # A character may take several tokens; until the last of them it decodes to U+FFFD.
+        if complete or not text.endswith('\ufffd'):
+            print(text[self.written:], end='', flush=True)
+            self.written = len(text)
 
 
 def write_samples(loaded, prompt, idx, rows, args, generator):
     """Writes `rows` continuations of `idx`, the ids (1, T) of `prompt`, and returns how many tokens they took."""
-    T, eot_id = idx.size(1), -1 if loaded.tokenizer.eot_id is None else loaded.tokenizer.eot_id
+    ids = idx[0].tolist()
+    eot_id = -1 if loaded.tokenizer.eot_id is None else loaded.tokenizer.eot_id
+    write_first = Writer(loaded.tokenizer, ids)
     print(prompt, end='', flush=True)
-    first = Writer(loaded.tokenizer)
 
     def stop(ids, lengths):
-        first(ids[0, T:lengths[0]])
+        write_first(ids[0, :lengths[0]].tolist())
         return ids.gather(1, lengths[:, None] - 1).squeeze(1) == eot_id
 
-    ids, lengths = loaded.model.generate(
+    found, lengths = loaded.model.generate(
         idx.expand(rows, -1), args.max_new_tokens, args.temperature, args.top_k or None,
         args.top_p if args.top_p < 1 else None, stop=stop, generator=generator)
-    first.close()
-    for row, length in zip(ids[1:], lengths[1:]):
-        print(prompt, end='')
-        writer = Writer(loaded.tokenizer)
-        writer(row[T:length])
-        writer.close()
-    return int((lengths - T).sum())
+    for number, (row, length) in enumerate(zip(found.tolist(), lengths.tolist())):
+        if number > 0:
+            print(prompt, end='')
+        write = Writer(loaded.tokenizer, ids) if number > 0 else write_first
+        write(row[:length], complete=True)
+        print('\n---------------', flush=True)
+    return int((lengths - len(ids)).sum())
 
 
 def main(argv=None):
     args = parse(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write what the terminal's encoding lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors='replace')
     starts = prompts(args)
     loaded = with_tokenizer(load(args.checkpoint, args.device, args.tokenizer))
@@ -155,8 +152,8 @@ def main(argv=None):
             for done in range(0, args.num_samples, together):
                 rows = min(together, args.num_samples - done)
                 tokens += write_samples(loaded, prompt, idx, rows, args, generator)
-    except BrokenPipeError:  # the reader has enough, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at exit
         return
     seconds = time.perf_counter() - started
     print(f'{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s on {args.device}', file=sys.stderr)

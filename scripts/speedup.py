@@ -1,80 +1,89 @@
-"""Is one optimizer k times faster than another? The paper's own criterion (section Evaluation, equation compare).
+"""Is one optimizer better than another, and how many times faster? Table, verdict and picture of a directory of runs.
 
-  python scripts/speedup.py out/sweep --baseline adamw --candidate sophiag
+  python scripts/speedup.py out/sweep                                       every other optimizer against AdamW
+  python scripts/speedup.py out/sweep --baseline adamw --candidate sophiag --k 2
 
-O2 is k times faster than O1 if min over H1 of Eval(O1, T, H1) ≥ Eval(O2, T/k, H2) for some H2, without any tolerance,
-for every T at hand. Runs count with the schedule that they were given: one whose learning rate was to decay over more
-steps than are compared, or that has not reached its end, is refused. Runs that differ in the seed only are averaged.
+Four questions, each answered at the best hyperparameters tried, runs that differ in the seed only averaged:
+
+- At the same horizon T, is the candidate's final loss lower, by more than the noise over seeds?
+- Would it be with as many trials for both sides? The expected best of n of the trials made.
+- The paper's criterion (section Evaluation): O2 is k times faster than O1 if Eval(O1, T) ≥ Eval(O2, T/k) at every T.
+- Data efficiency: the horizon at which L(T) = E + A · T^-α, fitted to the baseline, reaches the candidate's loss.
+
+Runs count with the schedule that they were given: one that is unfinished, or was resumed with other settings, is
+rejected. All must have the same data, validation sequences and protocol (model, mini-batch, warm-up, final learning
+rate, and β1 within an optimizer). docs/verdict.md explains each number.
 """
 
 import argparse
 import math
 import sys
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.runs import (
     OPTIMIZER_LABELS,
+    add_tuned,
     by_seed,
     check_comparable,
     figure,
     find_runs,
+    legend,
     mean_loss,
     png_path,
     print_table,
     save,
 )
+from scripts.significance import difference, expected_best, pooled_sd, seeds_needed
+
+# What is printed of the three tables; the .json has all.
+COLUMNS = {'same_T': ['T', 'candidate', 'baseline', 'difference', 'p', 'test', 'seeds', 'seeds of baseline',
+                      'seeds needed', 'at equal trials', 'baseline at equal trials'],
+           'criterion': None,
+           'efficiency': None}
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs of both, or directories of runs')
-    parser.add_argument('--baseline', default='adamw', help='O1 (default: adamw)')
-    parser.add_argument('--candidate', default='sophiag', help='O2 (default: sophiag)')
-    parser.add_argument('--k', type=factor, default=Fraction(2), help='the factor claimed, such as 2, 1.1 or 4/3 '
-                        '(default: 2)')
-    parser.add_argument('--output', default='speedup.png', help='PNG; .csv and .json beside it (default: speedup.png)')
-    args = parser.parse_args(argv)
-    png_path(args.output)
-    if args.baseline == args.candidate:
-        print('note: an optimizer compared with itself; with k > 1 it should fail', file=sys.stderr)
-    runs = [run for run in find_runs(args.out_dirs) if run.optimizer_name in (args.baseline, args.candidate)]
-    refused = [dict(run=str(run.out_dir), reason=run.rejected) for run in runs if run.rejected]
-    runs = [run for run in runs if not run.rejected]
-    check_comparable(runs, 'n_layer', 'n_head', 'n_embd', 'total_batch_size')
-    best = {name: best_at_each_T(runs, name) for name in (args.baseline, args.candidate)}
-    rows, notes = compare(best[args.baseline], best[args.candidate], args.k)
-    refused += tempting(best[args.candidate], [T / args.k for T in best[args.baseline]])
+@dataclass
+class Tuned:
+    """An optimizer at one horizon T: `best`, the runs of its best hyperparameters, and the loss of each trial.
 
-    for entry in refused:
-        print(f'refused {entry["run"]}: {entry["reason"]}')
-    if not rows:
-        raise SystemExit(f'nothing to compare: no finished run of {args.candidate} at T/{args.k} for a T of '
-                         f'{args.baseline} (T of {args.baseline}: {sorted(best[args.baseline]) or "none"}; of '
-                         f'{args.candidate}: {sorted(best[args.candidate]) or "none"})')
-    print_table(rows)
-    for note in notes:
-        print(f'note: {note}')
-    holds = all(row['holds'] for row in rows)
-    names = [OPTIMIZER_LABELS.get(name, name) for name in (args.candidate, args.baseline)]
-    verdict = (f'{names[0]} is {"" if holds else "not "}{args.k} times faster than {names[1]} by the criterion '
-               f'(it holds at {sum(row["holds"] for row in rows)} of {len(rows)} T)')
-    print(verdict)
+    A trial is one choice of hyperparameters. One that diverged counts with the loss that it started from.
+    """
+    T: int
+    best: list = field(default_factory=list)
+    trials: list = field(default_factory=list)
+    diverged: int = 0
+    learning_rates: set = field(default_factory=set)
 
-    fig, (ax,) = figure()
-    for name, style in ((args.baseline, 'o-'), (args.candidate, 's-')):
-        Ts = sorted(best[name])
-        ax.errorbar(Ts, [best[name][T]['loss'] for T in Ts], [best[name][T]['spread'] for T in Ts], fmt=style,
-                    label=OPTIMIZER_LABELS.get(name, name), capsize=3)
-    for row in rows:
-        ax.annotate('', (row['T/k'], row['loss O2']), (row['T'], row['loss O1']),
-                    arrowprops=dict(arrowstyle='->', linewidth=1.5, color='C2' if row['holds'] else 'C3'))
-    ax.set(xscale='log', xlabel='steps T of the whole schedule', ylabel='final validation loss',
-           title='from O1 at T to O2 at T/k; green: the criterion holds')
-    ax.legend()
-    save(args.output, fig, rows, verdict=verdict, holds=holds, k=float(args.k), baseline=args.baseline,
-         candidate=args.candidate, comparisons=rows, notes=notes, refused=refused)
+    @property
+    def losses(self):
+        return [run.last('val/loss') for run in self.best]
+
+    @property
+    def mean(self):
+        return mean_loss(self.best)[0]
+
+    @property
+    def learning_rate(self):
+        return self.best[0].learning_rate
+
+    def cost(self, unit):
+        """Of one iteration: 'steps', 'FLOPs' or 'seconds'."""
+        if unit == 'steps':
+            return 1.0
+        if unit == 'FLOPs':
+            return self.best[0].flops_per_iteration()
+        return sum(run.records[-1]['time'] / run.max_iters for run in self.best) / len(self.best)
+
+    def row(self):
+        mean, sd = mean_loss(self.best)
+        return {'optimizer': self.best[0].optimizer_label, 'T': self.T, 'val/loss': mean, 'sd': sd,
+                'seeds': len(self.best), 'trials': len(self.trials), 'diverged': self.diverged,
+                'learning_rate': self.learning_rate, 'run': str(self.best[0].out_dir)}
 
 
 def factor(text):
@@ -88,55 +97,181 @@ def factor(text):
     return value
 
 
-def best_at_each_T(runs, optimizer_name):
-    """{T: the best hyperparameters tried at T: loss and spread (over seeds), run, rates tried}."""
-    best = {}
-    for group in by_seed([run for run in runs if run.optimizer_name == optimizer_name]):
-        T, (loss, spread) = group[0].max_iters, mean_loss(group)
-        entry = best.setdefault(T, dict(loss=math.inf, rates=set(), tried=0))
-        entry['rates'].add(group[0].learning_rate)
-        entry['tried'] += 1
-        if loss < entry['loss']:
-            entry.update(loss=loss, spread=spread, run=group[0], seeds=len(group))
-    return best
+def label(name):
+    return OPTIMIZER_LABELS.get(name, name)
 
 
-def compare(baseline, candidate, k):
-    """Rows of the table, one per T at which both sides exist, and notes on how far they can be trusted."""
-    rows, notes = [], []
-    for T in sorted(baseline):
-        if T / k not in candidate:
-            continue
-        one, two = baseline[T], candidate[T / k]
-        rows.append({'T': T, 'T/k': int(T / k), 'loss O1': one['loss'], 'loss O2': two['loss'],
-                     'O1 - O2': one['loss'] - two['loss'], 'holds': one['loss'] >= two['loss'],
-                     'lr O1': one['run'].learning_rate, 'lr O2': two['run'].learning_rate,
-                     'H1 tried': one['tried'], 'H2 tried': two['tried'], 'seeds O1': one['seeds'],
-                     'seeds O2': two['seeds'], 'losses cross at k': crossing(T, one['loss'], candidate)})
-        rates = sorted(one['rates'])
-        if len(rates) == 1:
-            notes.append(f'T = {T}: one learning rate of O1 only; the criterion takes the minimum over H1')
-        elif one['run'].learning_rate in (rates[0], rates[-1]):
-            notes.append(f'T = {T}: the best learning rate of O1, {one["run"].learning_rate:g}, is at the edge of '
-                         f'those tried ({rates[0]:g} to {rates[-1]:g})')
-        if abs(one['loss'] - two['loss']) <= one['spread'] + two['spread']:
-            notes.append(f'T = {T}: the difference is within the spread over seeds')
-        elif one['seeds'] == 1 or two['seeds'] == 1:
-            notes.append(f'T = {T}: one seed, so the noise of the difference is not known')
-    return rows, notes
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs of all, or directories of runs')
+    parser.add_argument('--baseline', default='adamw', metavar='NAME', help='O1 (default: adamw)')
+    parser.add_argument('--candidate', nargs='+', metavar='NAME', help='O2, one or several (default: all others)')
+    parser.add_argument('--k', type=factor, default=Fraction(2), help='the factor claimed, such as 2, 1.1 or 4/3 '
+                        '(default: 2)')
+    add_tuned(parser)
+    parser.add_argument('--output', default='speedup.png', help='PNG; .csv and .json beside it (default: speedup.png)')
+    args = parser.parse_args(argv)
+    png_path(args.output)
+    runs = find_runs(args.out_dirs)
+    candidates = args.candidate or sorted({run.optimizer_name for run in runs} - {args.baseline})
+    runs = [run for run in runs if run.optimizer_name in (args.baseline, *candidates)]
+    rejected = [dict(run=str(run.out_dir), reason=run.rejected) for run in runs if run.rejected]
+    check_comparable([run for run in runs if not run.rejected], args.tuned)
+    tuned = {name: tuned_at_each_T(runs, name) for name in (args.baseline, *candidates)}
+    for name in candidates:
+        rejected += tempting(tuned[name], [T / args.k for T in tuned[args.baseline]])
+    for entry in rejected:
+        print(f'rejected {entry["run"]}: {entry["reason"]}')
+    noise = pooled_sd([[run.last('val/loss') for run in group]
+                       for group in by_seed([run for run in runs if not run.rejected])])
+
+    results = [side.row() for name in tuned for _, side in sorted(tuned[name].items())]
+    verdicts = [judge(name, args.baseline, tuned[name], tuned[args.baseline], args.k, noise) for name in candidates]
+    if not any(verdict['criterion'] or verdict['same_T'] for verdict in verdicts):
+        raise SystemExit(f'nothing to compare: {args.baseline} has finished runs at T = '
+                         f'{sorted(tuned[args.baseline]) or "none"}; ' + '; '.join(
+                             f'{name} at T = {sorted(tuned[name]) or "none"}' for name in candidates or ['no other']
+                             if name in tuned or not candidates))
+    print_table(results, [key for key in results[0] if key != 'run'])
+    if noise[0]:
+        print(f'noise of one run over seeds: σ = {noise[0]:.4f} from {noise[1]} degrees of freedom')
+    for verdict in verdicts:
+        print()
+        for key, columns in COLUMNS.items():
+            if verdict[key]:
+                print_table(verdict[key], columns)
+                print()
+        print('\n'.join(verdict['text']))
+    notes = [note for sides in tuned.values() for T in sorted(sides) for note in weaknesses(sides[T])]
+    if not verdicts[0]['curve']:
+        notes.append(f'{label(args.baseline)} has no curve to fit: it needs at least two T, and losses that fall')
+    print('\n'.join(['', *(f'note: {note}' for note in notes)]))
+
+    fig = draw(tuned, args.baseline, verdicts, args.k)
+    save(args.output, fig, results, baseline=args.baseline, k=float(args.k), noise=dict(sd=noise[0], df=noise[1]),
+         verdicts=verdicts, notes=notes, rejected=rejected)
 
 
-def crossing(T, loss, candidate):
-    """The k at which the candidate's best final loss, interpolated over log T, equals `loss`: '2.31', '> 4', '< 1'."""
-    Ts = sorted(candidate)
-    if candidate[Ts[0]]['loss'] <= loss:
-        return f'>= {T / Ts[0]:.3g}'
-    for low, high in zip(Ts, Ts[1:]):
-        a, b = candidate[low]['loss'], candidate[high]['loss']
-        if b <= loss:
-            position = (a - loss) / (a - b)
-            return f'{T / math.exp(math.log(low) + position * math.log(high / low)):.3g}'
-    return f'< {T / Ts[-1]:.3g}'
+def tuned_at_each_T(runs, optimizer_name):
+    """{T: `Tuned`} of an optimizer, where it has a finished run."""
+    found = {}
+    runs = [run for run in runs if run.optimizer_name == optimizer_name]
+    for group in by_seed([run for run in runs if not run.rejected]):
+        side = found.setdefault(group[0].max_iters, Tuned(group[0].max_iters))
+        side.trials.append(mean_loss(group)[0])
+        side.learning_rates.add(group[0].learning_rate)
+        if not side.best or side.trials[-1] < side.mean:
+            side.best = group
+    for group in by_seed([run for run in runs if run.diverged and run.rejected]):
+        side, started = found.get(group[0].max_iters), group[0].series('val/loss')[1]
+        if side:
+            side.trials.append(started[0] if started else max(side.trials))
+            side.learning_rates.add(group[0].learning_rate)
+            side.diverged += 1
+    return found
+
+
+def judge(name, baseline_name, candidate, baseline, k, noise):
+    """The verdict on one candidate, a dict.
+
+    same_T, criterion, efficiency: rows of its three tables. text: lines. holds: whether the criterion does, None
+    without a T to check it at. curve: that of the baseline.
+    """
+    same = [same_horizon(candidate[T], baseline[T], noise) for T in sorted(candidate.keys() & baseline.keys())]
+    criterion = [{'T': T, 'T/k': int(T / k), f'{label(baseline_name)} at T': baseline[T].mean,
+                  f'{label(name)} at T/k': candidate[T / k].mean, 'holds': baseline[T].mean >= candidate[T / k].mean}
+                 for T in sorted(baseline) if T / k in candidate]
+    curve = fit({T: side.mean for T, side in baseline.items()})
+    efficiency = [row for T in sorted(candidate) if (row := efficiency_at(candidate[T], baseline, curve, noise))]
+    holds = all(row['holds'] for row in criterion) if criterion else None
+    text, one, two = [], label(baseline_name), label(name)
+    if criterion:
+        text.append(f'{two} is {"" if holds else "not "}{k} times faster than {one} by the criterion (it holds at '
+                    f'{sum(row["holds"] for row in criterion)} of {len(criterion)} T)')
+    for row in same:
+        sign = 'within the noise' if row['p'] is not None and row['p'] > 0.05 else (
+            f'p = {row["p"]:.2g}, {row["test"]}' if row['p'] is not None else 'the noise is not known')
+        text.append(f'T = {row["T"]}: {two} ends {abs(row["difference"]):.4f} '
+                    f'{"above" if row["difference"] > 0 else "below"} {one} ({sign}; trials: {two} {row["trials"]}, '
+                    f'{one} {row["trials of baseline"]})')
+    if efficiency:
+        row = efficiency[-1]
+        text.append(f'T = {row["T"]}: {one} reaches that loss at {row["baseline steps"]:.0f} steps: {two} is '
+                    f'{row["ratio steps"]:.2f} times as efficient in steps, {row["ratio FLOPs"]:.2f} in FLOPs'
+                    + (f', {row["ratio seconds"]:.2f} in seconds' if row['ratio seconds'] else ''))
+    return dict(candidate=name, holds=holds, text=text, same_T=same, criterion=criterion, efficiency=efficiency,
+                curve=curve and dict(zip(('E', 'A', 'alpha', 'rms'), curve)))
+
+
+def same_horizon(candidate, baseline, noise):
+    """The row of the table that compares two `Tuned` at one T."""
+    n = min(len(candidate.trials), len(baseline.trials))
+    found = difference(candidate.losses, baseline.losses, noise)
+    sd = noise[0] or (found['standard_error'] or 0) * math.sqrt(len(candidate.losses) / 2)
+    return {'T': candidate.T, 'candidate': candidate.mean, 'baseline': baseline.mean, **found,
+            'seeds needed': seeds_needed(found['difference'], sd) if found['p'] is not None else None,
+            'seeds': len(candidate.losses), 'seeds of baseline': len(baseline.losses),
+            'trials': len(candidate.trials), 'trials of baseline': len(baseline.trials),
+            'at equal trials': expected_best(candidate.trials, n),
+            'baseline at equal trials': expected_best(baseline.trials, n)}
+
+
+def fit(losses):
+    """(E, A, α, root mean square of the residuals) of L(T) = E + A · T^-α through {T: loss}, E ≥ 0.
+
+    Least squares; of two T a power law, E = 0. None where there are fewer, or where the losses do not fall.
+    """
+    T, y = np.array(sorted(losses), float), np.array([losses[T] for T in sorted(losses)])
+    if len(T) < 2 or np.polyfit(np.log(T), y, 1)[0] > -1e-9:
+        return None
+    found = []
+    for alpha in [math.log(y[0] / y[1]) / math.log(T[1] / T[0])] if len(T) == 2 else np.geomspace(0.01, 4, 2000):
+        x = T ** -alpha
+        A = ((x - x.mean()) @ (y - y.mean())) / ((x - x.mean()) @ (x - x.mean())) if len(T) > 2 else 0.0
+        E = y.mean() - A * x.mean()
+        if len(T) == 2 or E < 0:
+            E, A = 0.0, (x @ y) / (x @ x)
+        found.append((float(np.sqrt(np.mean((E + A * x - y) ** 2))), float(E), float(A), float(alpha)))
+    rms, *curve = min(found)
+    return *curve, rms
+
+
+def horizon(curve, loss):
+    """The T at which a fitted curve reaches `loss`; math.inf below its floor E."""
+    E, A, alpha, _ = curve
+    return (A / (loss - E)) ** (1 / alpha) if loss > E else math.inf
+
+
+def efficiency_at(candidate, baseline, curve, noise):
+    """The row of the table of data efficiency at one T; None without a curve.
+
+    The interval is that of the loss, plus and minus two standard errors of the difference by the noise over seeds.
+    """
+    if not curve:
+        return None
+    T = horizon(curve, candidate.mean)
+    nearest = baseline[min(baseline, key=lambda other: abs(math.log(other / candidate.T)))]
+    error = (noise[0] or 0) * math.sqrt(1 / len(candidate.losses) + 1 / len(nearest.losses))
+    low, high = (horizon(curve, candidate.mean + sign * 2 * error) / candidate.T for sign in (1, -1))
+    row = {'T': candidate.T, 'val/loss': candidate.mean, 'baseline steps': T}
+    machines = {run.machine for run in candidate.best + nearest.best}
+    for unit in ('steps', 'FLOPs', 'seconds'):
+        comparable = unit != 'seconds' or (len(machines) == 1 and None not in machines)
+        row[f'ratio {unit}'] = T * nearest.cost(unit) / (candidate.T * candidate.cost(unit)) if comparable else None
+    row['interval of steps'] = f'{low:.3g} to {high:.3g}' if noise[0] else None
+    row['extrapolated'] = not min(baseline) <= T <= max(baseline)
+    return row
+
+
+def weaknesses(side):
+    """What makes the best of a `Tuned` doubtful, a list of sentences."""
+    who, tried = f'{side.best[0].optimizer_label}, T = {side.T}', sorted(side.learning_rates)
+    if len(tried) == 1:
+        return [f'{who}: one learning rate only, so nothing was tuned']
+    if side.learning_rate in (tried[0], tried[-1]):
+        return [f'{who}: the best learning rate, {side.learning_rate:g}, is at the edge of those tried '
+                f'({tried[0]:g} to {tried[-1]:g})']
+    return []
 
 
 def tempting(candidate, wanted):
@@ -147,10 +282,61 @@ def tempting(candidate, wanted):
         longer = [T for T in candidate if T > step]
         if step not in candidate and longer:
             T = min(longer)
-            found.append(dict(run=str(candidate[T]['run'].out_dir), reason=(
+            found.append(dict(run=str(candidate[T].best[0].out_dir), reason=(
                 f'as a run of {step:g} steps: its schedule is of {T}, so at step {step:g} its learning rate is still '
                 'high; and an optimizer that trains for T/k steps and then rests would pass that comparison too')))
     return found
+
+
+def draw(tuned, baseline, verdicts, k):
+    """The figure: final losses against T with the fitted curve and the criterion, their difference to the baseline's
+    with two standard errors, and the expected best of n trials."""
+    fig, (left, middle, right) = figure(3, width=4.3, height=3.8)
+    colors = {name: f'C{i}' for i, name in enumerate(tuned)}
+    for name, sides in tuned.items():
+        sides = [sides[T] for T in sorted(sides)]
+        left.errorbar([side.T for side in sides], [side.mean for side in sides],
+                      [mean_loss(side.best)[1] or 0 for side in sides], fmt='o-', capsize=3, markersize=4,
+                      color=colors[name], label=label(name))
+    curve = verdicts[0]['curve']
+    if curve:
+        Ts = np.geomspace(min(tuned[baseline]), max(tuned[baseline]), 50)
+        left.plot(Ts, curve['E'] + curve['A'] * Ts ** -curve['alpha'], ':', color=colors[baseline],
+                  label=f'{label(baseline)}, fitted')
+    if len(verdicts) == 1 and verdicts[0]['criterion']:
+        for row in verdicts[0]['criterion']:
+            left.annotate('', (row['T/k'], list(row.values())[3]), (row['T'], list(row.values())[2]),
+                          arrowprops=dict(arrowstyle='->', color='C2' if row['holds'] else 'C3'))
+        title = (f'Does {label(verdicts[0]["candidate"])} at T/{k} reach {label(baseline)} at T? '
+                 + ('Yes.' if verdicts[0]['holds'] else 'No.'))
+    else:
+        title = 'Final loss at the best settings tried'
+    Ts = sorted({T for sides in tuned.values() for T in sides})
+    left.set(ylabel='final validation loss', title=title)
+    middle.axhline(0, color=colors[baseline])
+    for verdict in verdicts:
+        rows = verdict['same_T']
+        middle.errorbar([row['T'] for row in rows], [row['difference'] for row in rows],
+                        [2 * (row['standard_error'] or 0) for row in rows], fmt='o-', capsize=3, markersize=4,
+                        color=colors[verdict['candidate']])
+    middle.set(ylabel=f'final loss minus {label(baseline)}\'s', title='Difference at the same T')
+    for ax in (left, middle):
+        ax.set(xscale='log', xlabel='steps T of the whole schedule', xlim=(0.8 * Ts[0], 1.25 * Ts[-1]))
+        ax.set_xticks(Ts, [f'{T:,}' for T in Ts])
+        ax.minorticks_off()
+
+    # The T at which most optimizers have several trials; of these the longest.
+    shown = max(Ts, key=lambda T: (sum(T in sides and len(sides[T].trials) > 1 for sides in tuned.values()), T))
+    for name, sides in tuned.items():
+        if shown in sides:
+            trials = sides[shown].trials
+            counts = range(1, len(trials) + 1)
+            right.plot(counts, [expected_best(trials, n) for n in counts], 'o-', markersize=4, color=colors[name])
+    right.xaxis.get_major_locator().set_params(integer=True)
+    right.set(xlabel='hyperparameter settings tried', ylabel='expected lowest validation loss',
+              title=f'What tuning buys, T = {shown:,}')
+    legend(fig, left)
+    return fig
 
 
 if __name__ == '__main__':

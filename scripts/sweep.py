@@ -1,4 +1,4 @@
-"""Train a grid or a list of runs, here or as a Slurm array; resumable, skips what is finished, prints a table by loss.
+"""Train a grid, a list or a coordinate search of runs, here or as a Slurm array; resumable; prints a table by loss.
 
   python scripts/sweep.py --out_dir out/lr --grid optimizer_name=adamw,lion learning_rate=1e-3,2e-3 \\
       -- config/quickstart.py --max_iters=200
@@ -11,12 +11,20 @@ A spec is a JSON object: "base", arguments of train.py for every run, and "runs"
 "base" more arguments for the runs of that object. A run's directory is named after its settings, not after "base".
 Other keys, such as "about", are for the reader.
 
+A coordinate search starts from what the arguments after -- resolve to (for --optimizer_name=X alone, its row of the
+table), tries one setting at a time over its values with the others as they are, keeps the best if it is lower by more
+than --noise, and ends after a round in which nothing was. OUT_DIR/tuning.json records what was tried and kept:
+
+  python scripts/sweep.py --out_dir out/tune --tune learning_rate=5e-4,1e-3,2e-3 gamma=0.05,0.15,0.5 --noise=0.004 \\
+      -- config/quickstart.py --optimizer_name=sophiag
+
 A path means the current directory's file where there is one, else the repository's; sweep.json stores what was found.
 """
 
 import argparse
 import contextlib
 import itertools
+import math
 import os
 import shlex
 import signal
@@ -44,6 +52,7 @@ from scripts.runs import (
 
 # Settings in which a finished run must agree with what is asked for.
 CHECKED_TOO = {'dataset', 'eval_iters', 'seed'}
+REPORT_SECONDS = 30
 GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
 
 
@@ -53,6 +62,10 @@ class Item:
     out_dir: Path
     settings: dict
     argv: list
+
+    @property
+    def name(self):
+        return self.out_dir.name
 
     @property
     def failure(self):
@@ -68,6 +81,14 @@ class Item:
     @property
     def finished(self):
         return self.run is not None and not self.run.unfinished
+
+    @property
+    def loss(self):
+        """The final validation loss; math.inf when the run diverged, None when it cannot be compared or is not done."""
+        run = self.run
+        if run is None or run.rejected:
+            return math.inf if self.failure else None
+        return run.last('val/loss')
 
     def check(self):
         """SystemExit unless train.py takes the arguments and what lies in out_dir was trained with them.
@@ -179,11 +200,11 @@ def short(value):
 def train_all(items, jobs=1, launcher=(sys.executable,), deadline=None):
     """Trains `items`, `jobs` at a time, each from where it stopped; yields each as it ends.
 
-    Runs that are finished or have diverged are passed over. At `deadline` (of time.monotonic), or when this process is
-    interrupted, runs are told to save and stop.
+    Runs that are finished or have diverged are skipped. Every REPORT_SECONDS stderr says how far each run is. At
+    `deadline` (of time.monotonic), or when this process is interrupted, runs are told to save and stop.
     """
     waiting = [item for item in items if not item.finished and not item.failure]
-    free, running = list(range(jobs)), {}
+    free, running, reported = list(range(jobs)), {}, time.monotonic()
     try:
         while waiting or running:
             if deadline and time.monotonic() > deadline:
@@ -192,6 +213,11 @@ def train_all(items, jobs=1, launcher=(sys.executable,), deadline=None):
                 slot, item = free.pop(0), waiting.pop(0)
                 running[slot] = item, start(item, launcher, slot if jobs > 1 else None)
             time.sleep(0.1)
+            if time.monotonic() > reported + REPORT_SECONDS:
+                reported = time.monotonic()
+                for item, _ in running.values():
+                    print(f'run {items.index(item) + 1}/{len(items)} {item.name}: {progress(item)}', file=sys.stderr,
+                          flush=True)
             for slot, (item, process) in list(running.items()):
                 if process.poll() is not None:
                     del running[slot]
@@ -234,8 +260,64 @@ def progress(item):
     if item.failure:
         return f'diverged: {item.failure}'
     run = item.run
-    done = max((record['iter'] for record in run.records), default=0) if run else 0
-    return f'iteration {done} of {run.max_iters}' if run else 'not begun'
+    steps = [record for record in run.records if 'train/loss' in record] if run else []
+    if not steps:
+        return 'not begun'
+    first, last = steps[-10:][0], steps[-1]
+    text = f'iter {last["iter"]}/{run.max_iters}, {last["train/loss"]:.2f}'
+    if last['iter'] > first['iter']:
+        seconds = (run.max_iters - last['iter']) * (last['time'] - first['time']) / (last['iter'] - first['iter'])
+        text += f', ETA {seconds:.0f} s' if seconds < 90 else (
+            f', ETA {seconds / 60:.0f} min' if seconds < 5400 else f', ETA {seconds / 3600:.1f} h')
+    return text
+
+
+def tune(spec, out_dir, train_items):
+    """A coordinate search (see the top of this file); returns its record, which is also kept in tuning.json.
+
+    Args:
+        spec: dict with base (arguments of train.py), tune (setting → values) and noise (in the validation loss).
+        train_items: trains a list of `Item`s.
+
+    SystemExit when a run ends without a result.
+    """
+    values = resolve(spec['base']).values
+    for key in spec['tune']:
+        if key not in values:
+            raise SystemExit(f'--tune {key}=…: no such setting; see python train.py --help')
+    best = {key: exact(values[key]) for key in spec['tune']}
+    record = dict(spec, start=dict(best), trials=[], kept=[])
+    losses = {}
+
+    def loss_of(candidates):
+        items = expand(dict(base=spec['base'], runs=candidates), out_dir)
+        for item in items:
+            item.check()
+        train_items(items)
+        for item in items:
+            if item.loss is None:
+                raise SystemExit(f'{item.out_dir}: {progress(item)}; see log.txt in it, then give the same command')
+            if item.name not in losses:
+                record['trials'].append({**item.settings, 'val/loss': item.loss if item.loss < math.inf else None,
+                                         'run': item.name})
+            losses[item.name] = item.loss
+        return [item.loss for item in items]
+
+    lowest, = loss_of([best])
+    improved = True
+    while improved:
+        improved = False
+        for key, grid in spec['tune'].items():
+            candidates = [dict(best, **{key: value}) for value in dict.fromkeys(map(exact, grid)) if value != best[key]]
+            found = loss_of(candidates) if candidates else []
+            if found and min(found) < lowest - spec['noise']:
+                chosen = candidates[found.index(min(found))]
+                record['kept'].append({'setting': key, 'from': best[key], 'to': chosen[key], 'val/loss': min(found),
+                                       'before': lowest})
+                best, lowest, improved = chosen, min(found), True
+            record.update(best=best, **{'val/loss': lowest, 'settings tried': len(record['trials'])})
+            write_json(Path(out_dir) / 'tuning.json', record)
+    return record
 
 
 def table(items):
@@ -243,7 +325,8 @@ def table(items):
     rows = []
     for item in items:
         run = item.run
-        row = dict(item.settings, **{'val/loss': run.last('val/loss') if run and not run.rejected else None})
+        loss = item.loss
+        row = dict(item.settings, **{'val/loss': None if loss == math.inf else loss})
         for key in ('train/loss', 'grad_clipped', 'update_unclipped'):
             row[key] = run.last(key) if run else None
         row.update(seconds=run.records[-1]['time'] if run and run.records else None, state=progress(item))
@@ -273,9 +356,13 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run of --grid')
     parser.add_argument('--out_dir', required=True, type=Path, help='a directory per run is made in it')
-    parser.add_argument('--spec', help='JSON file (default: the one that this out_dir was begun with)')
+    parser.add_argument('--spec', help='JSON file (default: the one that this out_dir was started with)')
     parser.add_argument('--grid', nargs='+', action='append', metavar='KEY=V1,V2',
                         help='settings and their values; given several times, several grids')
+    parser.add_argument('--tune', nargs='+', metavar='KEY=V1,V2', help='a coordinate search over these settings')
+    parser.add_argument('--noise', type=float, metavar='LOSS',
+                        help='of --tune: how much lower a validation loss has to be, such as two standard deviations '
+                             'over seeds')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
     parser.add_argument('--only', type=int, metavar='N', help='train only run number N')
     add_launcher(parser)
@@ -288,25 +375,33 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.jobs < 1:
         parser.error(f'--jobs {args.jobs}: at least 1')
-    if args.spec and (args.grid or args.base):
+    if args.spec and args.base:
         parser.error('give --spec, or --grid with arguments after --, not both')
     stored = args.out_dir / 'sweep.json'
+    if sum(map(bool, (args.grid, args.spec, args.tune))) > 1:
+        parser.error('give one of --grid, --spec and --tune')
+    if args.tune and not (args.noise or -1) >= 0:
+        parser.error('--tune needs --noise=LOSS, at least 0')
     if args.grid:
-        for pair in (pair for entry in args.grid for pair in entry):
-            if not pair.partition('=')[2]:
-                parser.error(f'--grid {pair}: write KEY=V1,V2')
-        spec = anchored_spec(dict(base=args.base, runs=[
-            {key: values.split(',') for key, _, values in (pair.partition('=') for pair in entry)}
-            for entry in args.grid]))
+        spec = dict(base=args.base, runs=[grid_of(parser, '--grid', entry) for entry in args.grid])
+    elif args.tune:
+        spec = dict(base=args.base, tune=grid_of(parser, '--tune', args.tune), noise=args.noise)
     elif args.spec:
-        spec = anchored_spec(read_json(args.spec))
+        spec = read_json(args.spec)
     elif stored.is_file():
         spec = read_json(stored)
     else:
-        parser.error(f'{stored}: no such file; give --spec or --grid')
+        parser.error(f'{stored}: no such file; give --spec, --grid or --tune')
+    given = bool(args.grid or args.spec or args.tune)
+    if given:
+        spec = anchored_spec(spec)
+    if isinstance(spec, dict) and 'tune' in spec:
+        if args.only is not None or args.slurm is not None:
+            parser.error('a coordinate search decides what to train next by itself: not with --only or --slurm')
+        return main_tune(spec, args, stored)
     items = expand(spec, args.out_dir)
     # Config files are programs: what a received directory names must not be executed for a list or a table of it.
-    if args.grid or args.spec or not (args.table or args.dry_run):
+    if given or not (args.table or args.dry_run):
         for item in items:
             item.check()
     if args.only is not None and not 0 <= args.only < len(items):
@@ -316,7 +411,7 @@ def main(argv=None):
     if args.dry_run:
         for number, item in enumerate(items):
             print(f'{number}: {progress(item)}: train.py {" ".join(item.argv)}')
-        return
+        return None
     if not args.table:
         if args.only is None or not stored.is_file():
             write_json(stored, spec)
@@ -324,25 +419,77 @@ def main(argv=None):
             script = args.out_dir.resolve() / 'sweep.sbatch'
             write_text(script, sbatch(items, args.out_dir.resolve(), args.slurm))
             print(f'sbatch {script}')
-            return
-        if args.retry:
-            for item in chosen:
-                (item.out_dir / FAILED).unlink(missing_ok=True)
-        if args.jobs > 1:
-            os.environ.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // args.jobs)))
-        signal.signal(signal.SIGTERM, interrupt)
-        try:
-            for item in train_all(chosen, args.jobs, args.launcher):
-                loss = item.run.last('val/loss') if item.run else None
-                print(f'{item.out_dir.name}: {progress(item)}' + (f', val loss {loss:.4f}' if loss else ''), flush=True)
-        except KeyboardInterrupt:
-            raise SystemExit('interrupted; the same command goes on where it stopped') from None
-    rows = table(items)
-    print_table(rows)
-    write_csv(args.out_dir / 'results.csv', rows)
+            return None
+        with trainer(args) as train_items:
+            train_items(chosen)
+    show(items, args.out_dir)
     if not args.table and not all(item.finished for item in chosen):
         raise SystemExit(f'not finished: {sum(not item.finished for item in chosen)} of {len(chosen)} runs; '
                          'see log.txt in their directories')
+    return None
+
+
+def grid_of(parser, flag, pairs):
+    """{setting: list of values} of what was typed as KEY=V1,V2."""
+    for pair in pairs:
+        if not pair.partition('=')[2]:
+            parser.error(f'{flag} {pair}: write KEY=V1,V2')
+    return {key: values.split(',') for key, _, values in (pair.partition('=') for pair in pairs)}
+
+
+def main_tune(spec, args, stored):
+    """The rest of `main` for a coordinate search."""
+    log = args.out_dir / 'tuning.json'
+    if args.table or args.dry_run:
+        trials = read_json(log)['trials']
+        show(expand(dict(runs=[{key: trial[key] for key in spec['tune']} for trial in trials]), args.out_dir),
+             args.out_dir)
+        return
+    write_json(stored, spec)
+    with trainer(args) as train_items:
+        record = tune(spec, args.out_dir, train_items)
+    show(expand(dict(runs=[{key: trial[key] for key in spec['tune']} for trial in record['trials']]), args.out_dir),
+         args.out_dir)
+    print(f'best of {len(record["trials"])} settings tried: ' +
+          ' '.join(f'--{key}={value}' for key, value in record['best'].items()) +
+          f', val loss {record["val/loss"]:.4f} ({log})')
+    for key, value in record['best'].items():
+        numbers = [float(v) for v in spec['tune'][key] if is_number(v)]
+        if is_number(value) and numbers and not min(numbers) < float(value) < max(numbers):
+            print(f'note: {key}={value} is at the edge of what was tried; give more values')
+
+
+def is_number(text):
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+@contextlib.contextmanager
+def trainer(args):
+    """Yields a function that trains a list of items as the flags say; in the block, signals stop them with a line."""
+    if args.jobs > 1:
+        os.environ.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // args.jobs)))
+    signal.signal(signal.SIGTERM, interrupt)
+
+    def train_items(items):
+        if args.retry:
+            for item in items:
+                (item.out_dir / FAILED).unlink(missing_ok=True)
+        for item in train_all(items, args.jobs, args.launcher):
+            print(f'{item.name}: {progress(item)}' + (f', val loss {item.loss:.4f}' if item.loss else ''), flush=True)
+    try:
+        yield train_items
+    except KeyboardInterrupt:
+        raise SystemExit('interrupted; the same command resumes where it stopped') from None
+
+
+def show(items, out_dir):
+    """Prints the table of `items`, and writes it as results.csv."""
+    rows = table(items)
+    print_table(rows)
+    write_csv(out_dir / 'results.csv', rows)
 
 
 if __name__ == '__main__':

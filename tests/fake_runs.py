@@ -12,14 +12,18 @@ SHAPE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--blo
          '--batch_size=2', '--warmup_iters=2', '--device=cpu', '--dataset=somewhere']
 PARAMETERS = 256 * 32 + 16 * 32 + 2 * (12 * 32 ** 2 + 2 * 32) + 32
 
+# FLOPs of an iteration without a Hessian: 64 tokens × (6 × (12·L·d² + d·V) + 12·L·d·T).
+GRADIENT_FLOPS = 64 * (6 * (12 * 2 * 32 ** 2 + 32 * 256) + 12 * 2 * 32 * 16)
 
-def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes=None, **metrics):
+
+def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes=None, machine=None, **metrics):
     """Writes the run that train.py would leave with the arguments SHAPE + argv. Returns its directory.
 
     Args:
         val_loss: the validation loss at the end; it falls from 5.0 on a straight line.
         end: the iteration it got to, default max_iters.
         changes: what config.json records of settings that were changed when the run was resumed.
+        machine: what config.json says of the machine.
         metrics: further keys of every training line, a value or a function of the iteration.
     """
     out_dir = Path(out_dir)
@@ -35,7 +39,8 @@ def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes
         lines.append({**entry, 'train/loss': loss - 0.1, 'step_ms': 500.0, 'memory_gb': 1.5, **extra})
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    about = dict(config=config, parameters=PARAMETERS, data=data, **({'changes': changes} if changes else {}))
+    about = dict(config=config, parameters=PARAMETERS, data=data, **({'changes': changes} if changes else {}),
+                 **({'machine': machine} if machine else {}))
     (out_dir / 'config.json').write_text(json.dumps(about))
     return out_dir
 

@@ -8,19 +8,26 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import metrics
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data import sources, writer
 from data.loader import Bin, read_meta
 from data.tokenizer import Char, get_tokenizer, tokenizer_from_meta
 from data.writer import Batches, Corpus, Parts, write_bins
+from scripts.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 EOT = '<|endoftext|>'
@@ -183,6 +190,29 @@ def test_a_tokenizer_file_prepares_and_is_kept_with_the_bins(tokenizer_file, tmp
     (out_dir / 'tokenizer.json').write_text('{}')
     with pytest.raises(SystemExit, match=r'meta\.json: not a valid meta.json .*tokenizer.json is another'):
         Bin(out_dir, 'train')
+
+
+def test_a_mixture_in_the_users_tokenizer_trains_resumes_and_samples(train, tokenizer_file, tmp_path):
+    """Each part is a validation set; the checkpoint carries the tokenizer, so the data may be gone."""
+    for name, seed in (('a', 1), ('b', 2)):
+        path = write_jsonl(tmp_path / f'{name}.jsonl', texts(200, seed))
+        write_bins(sources.files_corpus([path], val_fraction=0.2), get_tokenizer(tokenizer_file), tmp_path / name, 1)
+    flags = [f'--dataset={tmp_path}/a:3,{tmp_path}/b:1', '--max_iters=4', '--lr_decay_iters=4', '--eval_interval=2']
+    for out, *more in (('whole',), ('parts', '--max_iters=2'), ('parts', '--init_from=resume')):
+        done = train(tmp_path / out, *flags, *more)
+        assert done.code == 0, done.err
+    for key in ('train/loss', 'val/loss', 'val/loss/a', 'val/loss/b'):
+        assert metrics(tmp_path / 'whole', key) == metrics(tmp_path / 'parts', key)
+    whole, a, b = (metrics(tmp_path / 'whole', f'val/loss{key}') for key in ('', '/a', '/b'))
+    assert whole == pytest.approx([0.75 * left + 0.25 * right for left, right in zip(a, b)])
+    done = train(tmp_path / 'parts', *flags, '--init_from=resume', f'--dataset={tmp_path}/a:2,{tmp_path}/b:1')
+    assert done.code and 'was trained on another data set' in done.err
+    tokenizer_file.rename(tmp_path / 'kept.json')
+    for name in ('a', 'b'):
+        shutil.rmtree(tmp_path / name)
+    ids = get_tokenizer(tmp_path / 'kept.json').encode('the Hessian')
+    for tokenizer in (None, str(tmp_path / 'kept.json')):
+        assert load(tmp_path / 'whole', tokenizer=tokenizer).tokenizer.encode('the Hessian') == ids
 
 
 def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_file):
@@ -455,6 +485,41 @@ def test_prepare_killed_and_started_again(tmp_path, start):
         assert np.array_equal(whole, restarted)
 
 
+@settings(max_examples=30)
+@given(documents=st.lists(st.text(st.characters()) | st.sampled_from([EOT, '\r\n', '\ufeff', '\u2028', ' ']),
+                          min_size=2))
+def test_what_is_written_is_what_was_given(documents):
+    """Any text, lone surrogates included, through JSON Lines, bins and back; only blank documents are left out."""
+    kept = [text for text in documents if text.strip()]
+    with tempfile.TemporaryDirectory() as folder:
+        path, out_dir, tokenizer = Path(folder) / 'a.jsonl', Path(folder) / 'out', get_tokenizer('byte')
+        path.write_text(''.join(json.dumps({'text': text}) + '\n' for text in documents))
+        try:
+            write_bins(sources.files_corpus([path], val_fraction=0.5), tokenizer, out_dir, num_proc=1)
+        except SystemExit as error:
+            assert 'there is no text for' in str(error) and len(kept) < 2
+            return
+        train, val = (documents_of(Bin(out_dir, split).tokens, tokenizer) for split in ('train', 'val'))
+        found = [text for pair in zip_longest(train, val) for text in pair if text is not None]
+    if len(kept) > 1:
+        decoded = [text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace') for text in kept]
+        assert found == [text.replace('\0', '\ufffd') for text in decoded]
+
+
+@given(documents=st.lists(st.text(st.sampled_from('ab <|\n\r\u2028')) | st.just(EOT[:5]), max_size=8),
+       chars=st.integers(1, 40))
+def test_documents_of_a_text_do_not_depend_on_the_blocks_it_is_read_in(documents, chars):
+    text = EOT.join(documents)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, 'CHARS', chars)
+        found = ['']
+        for piece, ends in sources.txt_pieces(io.StringIO(text, newline='')):
+            found[-1] += piece
+            if ends:
+                found.append('')
+    assert found == [document for document in text.split(EOT) if document.strip()] + ['']
+
+
 def small_corpus(revision='r1', val='d'):
     pieces = [('train', 'a', False), ('train', 'b', True), ('train', 'c', True), ('val', val, True)]
     return Corpus('small', revision, 'by hand', open=lambda: Batches([[pieces[:1]], [pieces[1:]]]))
@@ -476,6 +541,11 @@ def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
         write_bins(small_corpus(), tokenizer, out_dir, num_proc=1)
     monkeypatch.undo()
     assert not (out_dir / 'meta.json').exists()
+    monkeypatch.setattr(writer, 'write_json', stop_at_meta)
+    with pytest.raises(SystemExit, match='the same command without --overwrite resumes'):
+        write_bins(small_corpus(), tokenizer, out_dir, num_proc=1, overwrite=True)
+    monkeypatch.undo()
+    (out_dir / 'progress.json.host.1.partial').touch()
     again = write_bins(small_corpus(), tokenizer, out_dir, num_proc=1)
     assert {**again, 'seconds': 0} == {**meta, 'seconds': 0}
     train, val, _ = bins(out_dir)
@@ -735,6 +805,26 @@ def test_explicit_val_file_and_text_key(tmp_path):
                                       '--out_dir', tmp_path / 'out')
 
 
+def test_the_files_of_a_directory(tmp_path, capsys):
+    """Those that can be read, in the order of their names, hidden ones left out."""
+    folder = tmp_path / 'corpus'
+    for name in ('b/2.txt', 'a.jsonl.gz', 'b/1.txt', 'c.txt', '.hidden/x.txt', 'b/.x.txt', 'README.md', 'x.gz'):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (tmp_path / 'one.txt').write_text('one')
+    assert sources.expand([tmp_path / 'one.txt', folder]) == [
+        tmp_path / 'one.txt', *(folder / name for name in ('a.jsonl.gz', 'b/1.txt', 'b/2.txt', 'c.txt'))]
+    assert capsys.readouterr().out == f'{folder}: 4 of 8 files are text\n'
+    (folder / 'a.jsonl.gz').unlink()
+    prepare('text', folder, '--val_file', tmp_path / 'one.txt', '--tokenizer', 'byte', '--out_dir', tmp_path / 'out')
+    train, val, meta = bins(tmp_path / 'out')
+    assert documents_of(train, get_tokenizer('byte')) == ['b/1.txt', 'b/2.txt', 'c.txt']
+    assert (documents_of(val, get_tokenizer('byte')), meta['source']) == (['one'], '1.txt 2.txt c.txt and 1 more')
+    (tmp_path / 'empty').mkdir()
+    with pytest.raises(SystemExit, match=r'empty: no \.txt, \.jsonl .* or \.parquet file in it$'):
+        sources.expand([tmp_path / 'empty'])
+
+
 def test_text_moved_between_files_is_other_data(tmp_path):
     train, val = tmp_path / 'a.txt', tmp_path / 'b.txt'
     revisions = set()
@@ -769,7 +859,7 @@ def test_another_text_key_is_other_data(tmp_path, monkeypatch):
         write('url', tmp_path / 'finished')
     assert write('text', tmp_path / 'finished') == meta
 
-    def stop(parts, end):
+    def stop(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Parts, 'finish', stop)
@@ -943,6 +1033,52 @@ def test_pysource_needs_no_download_and_no_further_package(tmp_path):
         assert np.array_equal(one, two)
 
 
+def write_shard(path, ids, magic=20240520, version=1, count=None):
+    header = np.zeros(256, '<i4')
+    header[:3] = magic, version, len(ids) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(ids, '<u2').tobytes())
+    return path
+
+
+def test_fineweb10b_has_the_tokens_of_its_shards(tmp_path):
+    """As they are, without GPT-2's vocabulary files; each document begins with the end-of-text id."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 50256, n) for n in (5_000_000, 1000, 2000)]  # the first is more than one batch
+    for part in ids:
+        part[::500] = 50256
+    files = [write_shard(tmp_path / f'{i}.bin', part) for i, part in enumerate(ids)]
+    for num_proc in (1, 2):
+        out_dir = tmp_path / str(num_proc)
+        prepare('fineweb10b', '--data_files', *files[:2], '--val_files', files[2], '--out_dir', out_dir,
+                '--num_proc', num_proc, TIKTOKEN_CACHE_DIR=str(tmp_path / 'none'), HTTPS_PROXY='http://127.0.0.1:9')
+        meta = read_meta(out_dir)
+        train, val = (Bin(out_dir, split).tokens for split in ('train', 'val'))
+        assert np.array_equal(train, np.concatenate(ids[:2]))
+        assert np.array_equal(val, ids[2])
+        assert (meta['train']['documents'], meta['val']['documents']) == (10_002, 4)
+        assert {key: meta[key] for key in get_tokenizer('gpt2').meta} == get_tokenizer('gpt2').meta
+
+
+def test_bad_shards_are_one_line(tmp_path):
+    good, out = write_shard(tmp_path / 'good.bin', range(9)), ('--out_dir', tmp_path / 'out')
+    for kind, message in ((dict(magic=1), 'not a shard of GPT-2 tokens'), (dict(version=2), 'not a shard'),
+                          (dict(count=8), '1042 bytes, but its header says 8 tokens'),
+                          (dict(count=-1), '1042 bytes, but its header says -1 tokens')):
+        bad = write_shard(tmp_path / 'bad.bin', range(9), **kind)
+        assert f'bad.bin: {message}' in prepare('fineweb10b', '--data_files', good, '--val_files', bad, *out, ok=False)
+    (tmp_path / 'bad.bin').write_bytes(b'short')
+    assert 'bad.bin: not a shard' in prepare('fineweb10b', '--data_files', bad, '--val_files', good, *out, ok=False)
+    write_shard(bad, [50257])
+    assert 'bad.bin: token id 50257 is beyond' in prepare('fineweb10b', '--data_files', good, '--val_files', bad, *out,
+                                                          ok=False)
+    message = prepare('fineweb10b', '--data_files', tmp_path, '--val_files', good, *out, ok=False)
+    assert message == f'{tmp_path}: cannot be read (Is a directory)'
+    assert 'go together' in prepare('fineweb10b', '--data_files', good, *out, ok=False)
+    message = prepare('fineweb10b', *out, ok=False)  # the Hub is out of reach here
+    assert 'kjj0/fineweb10B-gpt2/fineweb_train_000001.bin: ' in message
+    assert 'the same command resumes' in message
+
+
 def test_shakespeare_char_is_nanogpts(tmp_path):
     path = tmp_path / 'input.txt'
     path.write_text('To be, or not to be:\n' * 50)
@@ -963,6 +1099,6 @@ def test_shakespeare_char_rejects_what_is_not_utf8(tmp_path):
     assert not (tmp_path / 'out').exists()
 
 
-@pytest.mark.parametrize('name', ['fineweb', 'openwebtext', 'pile', 'pysource', 'shakespeare_char', 'text'])
+@pytest.mark.parametrize('name', sorted(path.parent.name for path in ROOT.glob('data/*/prepare.py')))
 def test_help(name):
     assert '--overwrite' in prepare(name, '--help')

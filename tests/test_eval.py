@@ -12,10 +12,10 @@ from conftest import ROOT, TINY, metrics, run_train
 from torch.nn import functional as F
 
 from data.sources import files_corpus
-from data.tokenizer import Char, get_tokenizer
+from data.tokenizer import Char, FileTokenizer, get_tokenizer
 from data.writer import write_bins
 from scripts import eval as eval_script
-from scripts.load import FolderTokenizer, load
+from scripts.load import load
 
 
 @pytest.fixture(scope='module')
@@ -93,7 +93,7 @@ def test_bytes_per_id_of_a_folder(tmp_path, gpt2_cache):
     from scripts.export_hf import hf_tokenizer
     tokenizer = get_tokenizer('gpt2')
     hf_tokenizer(tokenizer).save(str(tmp_path / 'tokenizer.json'))
-    folder = FolderTokenizer(tmp_path / 'tokenizer.json', tokenizer.eot_id)
+    folder = FileTokenizer((tmp_path / 'tokenizer.json').read_text(), tokenizer.eot_id)
     assert torch.equal(eval_script.bytes_per_id(folder), eval_script.bytes_per_id(tokenizer))
 
 
@@ -116,6 +116,16 @@ def test_a_loss_beyond_floating_point_has_no_perplexity(capsys, out_dir, tmp_pat
         monkeypatch.setattr(eval_script, 'evaluate', lambda *args, loss=loss: (loss, 8, 8))
         result = evaluate(capsys, out_dir, f'--text={tmp_path / "text.txt"}')
         assert result['perplexity'] is None and result['loss'] == (loss if loss == 800 else None)
+
+
+def test_a_mixture_is_evaluated_part_by_part(capsys, out_dir, corpus, tmp_path):
+    (tmp_path / 'other').mkdir()
+    for name in ('train.bin', 'val.bin', 'meta.json'):
+        (tmp_path / 'other' / name).symlink_to(corpus / name)
+    eval_script.main([str(out_dir), f'--dataset={corpus}:0.7,{tmp_path / "other"}:0.3', '--device=cpu'])
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first['data'] == str(corpus / 'val.bin') and second['data'] == str(tmp_path / 'other' / 'val.bin')
+    assert first['loss'] == second['loss'] == evaluate(capsys, out_dir)['loss']
 
 
 def test_errors_are_one_line(capsys, out_dir, tmp_path):

@@ -13,7 +13,7 @@ from conftest import ROOT, metrics, refusal, run_train
 
 from data.loader import Bin, ValidationLoader
 from data.tokenizer import Char, get_tokenizer
-from model import GPT, GPTConfig, padded_vocab_size
+from model import GPT, GPTConfig
 from runtime import checkpoint, hf
 from runtime.distributed import World
 from scripts.eval import evaluate
@@ -31,14 +31,15 @@ def make_checkpoint(out_dir, tokenizer, block_size=24, seed=0, **kwargs):
     """A checkpoint of a random model with weights far from zero, so that a wrong one shows. Returns the model."""
     out_dir.mkdir(parents=True)
     torch.manual_seed(seed)
-    args = {**dict(block_size=block_size, vocab_size=padded_vocab_size(tokenizer.vocab_size + 1), n_layer=3, n_head=2,
+    args = {**dict(block_size=block_size, vocab_size=(tokenizer.vocab_size // 64 + 1) * 64, n_layer=3, n_head=2,
                    n_embd=16, dropout=0.0, bias=False, scale_attn_by_inverse_layer_idx=False), **kwargs}
     model = GPT(GPTConfig(**args)).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
     checkpoint.save(out_dir, dict(
-        model=model.state_dict(), model_args=args, iter_num=3, tokenizer=tokenizer.meta, tokens=288, data={},
+        model=model.state_dict(), model_args=args, iter_num=3, tokenizer=tokenizer.meta, data={},
+        train_state=dict(tokens=288),
         config=dict(dataset='gone', optimizer_name='sophiag', max_iters=9, total_batch_size=4, block_size=block_size)))
     return model
 
@@ -108,6 +109,8 @@ def test_tokenizers_of_exports(tmp_path, gpt2_cache):
             ids = list(tokenizer.encode(text))
             assert theirs.encode(text) == ids and theirs.decode(ids) == text
             assert again.tokenizer.encode(text) == ids and again.tokenizer.decode(ids) == text
+        export(with_tokenizer(again), tmp_path / f'{tokenizer.name}-again')  # with a tokenizer.json of its own
+        assert load(tmp_path / f'{tokenizer.name}-again').tokenizer.encode(texts[1]) == list(tokenizer.encode(texts[1]))
         if tokenizer.eot_id is not None:
             assert theirs.encode('a<|endoftext|>b')[1] == tokenizer.eot_id
             assert len(again.tokenizer.encode('a<|endoftext|>b')) > 3  # ordinary text in this repository
@@ -129,7 +132,7 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
     given = json.loads((tmp_path / 'tuned' / 'config.json').read_text())['config']
     assert (given['n_layer'], given['n_embd'], given['bias']) == (3, 16, False)  # the weights' shape, not model_size's
     run_train(*flags, '--init_from=resume', '--max_iters=4')
-    # At learning rate 0 the loss stays what it is of the exported model, in scripts/eval.py's reckoning too.
+    # At learning rate 0 the loss stays that of the exported model, which scripts/eval.py measures too.
     losses = metrics(tmp_path / 'tuned', 'val/loss')
     assert losses == [losses[0]] * 3
     loaded = load(tmp_path / 'hf')
@@ -146,7 +149,7 @@ def test_model_card(tmp_path):
     card = (tmp_path / 'hf' / 'README.md').read_text()
     assert '| validation loss | 4.5000 |' in card and "optimizer_name = 'sophiag'" in card and '| 256 ids' in card
     assert '| tokens seen | 288 |' in card and '| optimizer | sophiag |' in card
-    assert 'max_iters = 9' in card and 'dataset = ' not in card  # names and places are nobody's business
+    assert 'max_iters = 9' in card and 'dataset = ' not in card  # private names and paths
     loaded = load(tmp_path / 'run')
     loaded.state = dict(iter_num=4, config=dict(dataset='gone', max_iters=9))  # what nanoGPT's checkpoints say
     export(with_tokenizer(loaded), tmp_path / 'nano')
@@ -190,7 +193,7 @@ def test_an_architecture_that_gpt2_lacks_is_not_exported(tmp_path):
 
     assert 'rope = True' in exported(another_setting)
     assert 'not tied' in exported(untie)
-    assert "ln_3.weight' is none of them" in exported(
+    assert "ln_3.weight' is not one of them" in exported(
         lambda model: setattr(model.transformer.h[1], 'ln_3', torch.nn.LayerNorm(16)))
     assert 'wpe.weight is missing' in exported(lambda model: delattr(model.transformer, 'wpe'))
     assert 'mlp.c_fc.weight has the shape' in exported(
@@ -233,14 +236,14 @@ def test_main_job_needs_no_transformers():
 
 HUGE = 10 ** 7
 BROKEN_CONFIGS = {
-    'a list': ('[]', 'a JSON list'),
-    'a number': ('7', 'a JSON int'),
-    'null': ('null', 'a JSON NoneType'),
+    'a list': ('[]', 'not a list'),
+    'a number': ('7', 'not a int'),
+    'null': ('null', 'not a NoneType'),
     'empty': ('', 'cannot be read'),
     'truncated': ('{"n_layer": 2,', 'cannot be read'),
     'nested': ('[' * 100_000, 'cannot be read'),
     'no UTF-8': (b'\xff\xfe{}', 'cannot be read'),
-    'too long': (' ' * 2 ** 21 + '{}', 'no file of at most a MiB'),
+    'too long': (' ' * 2 ** 21 + '{}', 'not a file of at most 1 MiB'),
     'thousands of digits': ('{"n_layer": 1' + '0' * 5000 + '}', 'cannot be read'),
     'bert': (dict(model_type='bert'), "model_type = 'bert'"),
     'model_type a list': (dict(model_type=['gpt2']), "model_type = ['gpt2']"),
@@ -265,7 +268,7 @@ BROKEN_CONFIGS = {
     'huge n_positions': (dict(n_positions=10 ** 400), 'wpe.weight has the shape [12, 16]'),
     'one layer less': (dict(n_layer=1), 'they have 2 blocks, n_layer is 1'),
     'another activation': (dict(activation_function='relu'), "activation_function = 'relu'"),
-    'an activation that is none': (dict(activation_function={}), 'activation_function = {}'),
+    'an object for the activation': (dict(activation_function={}), 'activation_function = {}'),
     'another epsilon': (dict(layer_norm_epsilon='1e-5'), "layer_norm_epsilon = '1e-5'"),
     'another width of the MLP': (dict(n_inner=32), 'n_inner = 32'),
     'text for the scaling': (dict(scale_attn_by_inverse_layer_idx='yes'), "scale_attn_by_inverse_layer_idx = 'yes'"),
@@ -277,7 +280,7 @@ WTE, C_ATTN = 'transformer.wte.weight', 'transformer.h.1.attn.c_attn.weight'
 BROKEN_WEIGHTS = {
     'no embeddings': ({WTE: None}, f'{WTE} is missing'),
     'no bias': ({'transformer.h.0.ln_1.bias': None}, 'h.0.ln_1.bias is missing'),
-    'a foreign name': ({'transformer.h.0.attn.rotary': torch.zeros(4)}, "attn.rotary' is none of them"),
+    'a foreign name': ({'transformer.h.0.attn.rotary': torch.zeros(4)}, "attn.rotary' is not one of them"),
     'a third block of one weight': ({'transformer.h.7.ln_1.bias': torch.zeros(16)}, 'they have 3 blocks'),
     'another name of a block': ({'transformer.h.1.ln_1.bias': None, 'transformer.h.01.ln_1.bias': torch.zeros(16)},
                                 'they have 3 blocks'),
@@ -296,7 +299,7 @@ BROKEN_FILES = {
     'empty': b'',
     'text': b'a model',
     'a header beyond the end': (2 ** 40).to_bytes(8, 'little') + b'{}',
-    'a header that is no JSON': (4).to_bytes(8, 'little') + b'oops',
+    'a header that is not JSON': (4).to_bytes(8, 'little') + b'oops',
     'an offset beyond the end': (61).to_bytes(8, 'little')
     + b'{"wte.weight":{"dtype":"F32","shape":[9,9],"data_offsets":[0,324]}}'[:61],
     'a pickle': b'\x80\x04\x95',
@@ -343,8 +346,8 @@ def test_broken_safetensors_are_one_line(folder, name):
 
 def test_folders_without_weights_are_one_line(folder):
     (folder / 'model.safetensors').unlink()
-    os.mkfifo(folder / 'model.safetensors')  # whoever opens it waits for ever
-    assert 'no model.safetensors' in refusal(GPT.from_pretrained, folder)
+    os.mkfifo(folder / 'model.safetensors')  # opening it would wait for ever
+    assert 'holds no model.safetensors' in refusal(GPT.from_pretrained, folder)
     (folder / 'config.json').unlink()
     assert 'config.json: cannot be read' in refusal(GPT.from_pretrained, folder)
     os.mkfifo(folder / 'config.json')

@@ -10,7 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HANG, INJECT, ROOT, TINY, command, finish, iterations, metrics, refusal, run_train, start
+from conftest import (
+    HANG,
+    INJECT,
+    ROOT,
+    TINY,
+    command,
+    finish,
+    iterations,
+    metrics,
+    needs_compiler,
+    refusal,
+    run_train,
+    start,
+)
 
 from runtime import device
 from runtime.checkpoint import load
@@ -108,7 +121,7 @@ def test_the_slurm_script_saves_before_the_time_limit_and_asks_to_go_on(referenc
 def test_the_slurm_script_does_not_try_failures_again(tmp_path, corpus):
     command.corpus = corpus
     _, done = sbatch(tmp_path, tmp_path / 'out', '--n_head=5')
-    assert done.code not in (0, STOPPED) and 'n_head = 5 must be' in done.err and 'asked for' not in done.out
+    assert done.code not in (0, STOPPED) and '--n_head=5: must be' in done.err and 'asked for' not in done.out
 
 
 def test_the_slurm_script_asks_slurm_for_what_it_needs():
@@ -137,7 +150,7 @@ def test_what_suits_a_device(monkeypatch):
 
 @pytest.mark.parametrize('environment, index', [({}, 0), (dict(LOCAL_RANK='0'), 0), (dict(LOCAL_RANK='3'), 3)])
 def test_a_cuda_device_has_an_index(monkeypatch, environment, index):
-    """Without one `torch.cuda.set_device` refuses it, and so does NCCL's process group."""
+    """Without one `torch.cuda.set_device` rejects it, and so does NCCL's process group."""
     chosen = []
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
@@ -164,6 +177,68 @@ def test_an_environment_that_describes_no_ranks_is_one_line(monkeypatch, environ
 @pytest.mark.parametrize('name', ['meta', 'xla', 'gpu', 'cuda:x', ''])
 def test_a_device_that_cannot_train_is_one_line(name):
     assert refusal(device.check_device, name).startswith(f'--device={name}: ')
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# World.wrap
+
+
+class Tiny(torch.nn.Module):
+    """Two linear layers as blocks, and a parameter outside of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x * self.scale))
+        return x.sum()
+
+
+@needs_compiler
+@pytest.mark.parametrize('activation_checkpointing', [False, True])
+def test_the_whole_model_is_compiled_and_stays_eager_itself(activation_checkpointing):
+    plain, model = Tiny(), Tiny()
+    forward = World('cpu', 'gloo').wrap(model, model.blocks, True, activation_checkpointing)
+    x = torch.randn(4, 8)
+    graphs = torch._dynamo.explain(forward._orig_mod)(x)
+    assert graphs.graph_count == 1 and graphs.graph_break_count == 0
+    torch._dynamo.reset()
+    loss = forward(x)
+    for _ in range(2):  # as an estimate and the gradient do, through one forward
+        loss.backward(retain_graph=True)
+    for _ in range(2):
+        plain(x).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    compiled_frames = torch._dynamo.utils.counters['stats']['unique_graphs']
+    torch.testing.assert_close(model(x[:3]), plain(x[:3]))  # of another shape, which would be compiled anew
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] == compiled_frames
+
+
+@needs_compiler
+def test_an_incomplete_file_in_the_compile_cache_is_removed(tmp_path):
+    """What kill -9 leaves while a kernel is linked: an empty library, which every later start would load."""
+    code = """
+import torch
+from runtime.distributed import World
+model = torch.nn.Linear(8, 8)
+World('cpu', 'gloo').wrap(model, [], compile=True)(torch.randn(4, 8)).exp().sum().backward()
+"""
+
+    def run():
+        return subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=HANG,
+                              env=dict(os.environ, OMP_NUM_THREADS='1', TORCHINDUCTOR_CACHE_DIR=str(tmp_path)))
+    assert run().returncode == 0
+    library = next(tmp_path.glob('*/*.main.so'))
+    library.write_bytes(b'')
+    failed = run()
+    assert failed.returncode == 1 and failed.stderr.count('\n') == 1, failed.stderr
+    assert f'{library}: a killed process left' in failed.stderr and not library.exists()
+    assert run().returncode == 0 and library.stat().st_size
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,16 @@
 """The data order, the sequences of every world size, bins that do not fit."""
 
 import json
+import re
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import refusal, write_bins
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data.loader import (
     Bin,
@@ -203,6 +207,66 @@ def test_accumulation_steps():
     assert accumulation_steps(64, 64, 1, 1) == 1
 
 
+@given(total=st.integers(1, 600), size=st.integers(1, 40), devices=st.integers(1, 20), steps=st.integers(0, 40))
+def test_what_the_messages_about_batch_sizes_suggest_does_fit(total, size, devices, steps):
+    try:
+        assert accumulation_steps(total, size, devices, steps) * size * devices == total
+        return
+    except SystemExit as error:
+        message = str(error)
+    problem, _, fix = message.rpartition('; ') if '; set ' in message else message.rpartition(': ')
+    values = list(map(int, re.findall(r'(?:=| |^)(\d+)', fix)))
+    assert problem and values
+    if message.startswith('--batch_size'):
+        for value in values:
+            assert accumulation_steps(total, value, devices) * value * devices == total
+    elif message.startswith('--total_batch_size'):
+        for value in values:
+            assert accumulation_steps(value, size, devices) * size * devices == value
+    else:
+        if '--gradient_accumulation_steps=0' in fix:
+            assert accumulation_steps(total, size, devices, 0) == values[1]
+        if '--total_batch_size=' in fix:
+            assert accumulation_steps(values[-1], size, devices, steps) == steps
+
+
+@given(seed=st.integers(-2 ** 70, 2 ** 70), iteration=st.integers(0, 2 ** 63), block_size=st.integers(1, 64),
+       parts=st.lists(st.tuples(st.integers(65, 2 ** 40), st.floats(0.001, 1000)), min_size=1, max_size=5))
+def test_no_sequence_leaves_its_part(seed, iteration, block_size, parts):
+    sizes, weights = zip(*parts)
+    shares = [weight / sum(weights) for weight in weights]
+    starts = sequence_starts(seed, iteration, 50, sizes, block_size, shares)
+    first = np.cumsum([0, *sizes])
+    part = np.searchsorted(first, starts, side='right') - 1
+    assert (starts >= 0).all() and (starts + block_size + 1 <= first[part + 1]).all()
+
+
+def test_a_flipped_bit_in_meta_is_rejected_or_harmless(tmp_path):
+    """The bin is the same, or there is one line."""
+    path = write_bins(tmp_path, range(100), range(50)) / 'meta.json'
+    whole, rejected = path.read_bytes(), 0
+    for place in range(0, 8 * len(whole), 7):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        try:
+            assert Bin(tmp_path, 'train').tokens.tolist() == list(range(100))
+        except SystemExit as error:
+            rejected += 1
+            assert str(error).startswith(str(tmp_path)) and '\n' not in str(error)
+    assert rejected > len(whole) / 4
+
+
+@given(place=st.integers(0, 1599))
+def test_a_flipped_bit_in_a_bin_changes_the_fingerprint(place):
+    with tempfile.TemporaryDirectory() as folder:
+        data = Bin(write_bins(Path(folder), range(100), range(50)), 'train')
+        before, raw = data.fingerprint(), bytearray(data.path.read_bytes())
+        raw[place // 8] ^= 1 << place % 8
+        data.path.write_bytes(raw)
+        assert Bin(folder, 'train').fingerprint() != before
+
+
 @pytest.fixture
 def two(tmp_path, monkeypatch):
     """Data sets a, of the ids 0 to 99, and b, 100 to 199, each id in its turn; the working directory has them."""
@@ -310,7 +374,7 @@ def test_a_directory_may_be_named_like_a_mixture(two, tmp_path):
     ((480, 7, 2), '--batch_size=7: must divide 240 (--total_batch_size=480 / 2 devices): 5, 6 or 8'),
     ((3, 2, 1), '--batch_size=2: must divide 3: 1 or 3'),
     ((1, 2, 1), '--batch_size=2: must divide 1: 1'),
-    ((480, 8, 7), '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=476 or 483'),
+    ((480, 8, 7), '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=448 or 504'),
     ((3, 1, 7), '--total_batch_size=3: must be a multiple of the 7 devices; set --total_batch_size=7'),
     ((480, 8, 10, 5), '--gradient_accumulation_steps=5: × --batch_size=8 × 10 device(s) = 400, not '
      '--total_batch_size=480; set --gradient_accumulation_steps=0, which makes it 6, or --total_batch_size=400'),
@@ -320,7 +384,7 @@ def test_a_directory_may_be_named_like_a_mixture(two, tmp_path):
      '--total_batch_size=480 (it counts the micro-batches of each device; nanoGPT counts those of all); set '
      '--gradient_accumulation_steps=0, which makes it 5'),
     ((480, 12, 7, 40),
-     '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=476 or 483'),
+     '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=420 or 504'),
     ((480, 0, 1), '--batch_size=0: must be at least 1'),
     ((480, 8, 1, -1), '--gradient_accumulation_steps=-1: must be at least 0'),
 ])

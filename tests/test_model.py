@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, SIZES, GPTConfig, padded_vocab_size, sample_labels
+from loss import sample_categorical
+from model import GPT, SIZES, GPTConfig, padded_vocab_size
+from optimizers import parameter_groups
 
 
 def tiny(**kwargs):
@@ -80,12 +82,13 @@ def test_targets_of_minus_one_do_not_count():
 def test_second_loss_takes_labels_or_uniforms():
     model = tiny()
     idx, targets = torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
-    logits, loss, loss_hat = model(idx, targets, targets)
+    logits = model(idx)[0]
+    _, loss, loss_hat = model(idx, targets, targets)
     torch.testing.assert_close(loss_hat, loss * targets.numel())
     uniforms = torch.rand(1, 16)
-    y_hat = sample_labels(logits[:1], uniforms)
+    y_hat = sample_categorical(logits[:1].softmax(-1), uniforms)
     expected = F.cross_entropy(logits[0], y_hat[0], reduction='sum')
-    torch.testing.assert_close(model(idx, targets, uniforms)[2], expected)
+    torch.testing.assert_close(model(idx, targets, uniforms=uniforms)[2], expected)
 
 
 @pytest.mark.parametrize('classes', [3, 128, 300])
@@ -95,7 +98,7 @@ def test_sampled_labels_invert_the_distribution(classes):
     logits = 2 * torch.randn(classes)
     logits[::5] = -torch.inf
     uniforms = torch.rand(20_000)
-    labels = sample_labels(logits.expand(20_000, -1), uniforms)
+    labels = sample_categorical(logits.softmax(-1).expand(20_000, -1), uniforms)
     p = logits.double().softmax(-1)
     cumulative = p.cumsum(-1)
     slack = 1e-6
@@ -106,10 +109,20 @@ def test_sampled_labels_invert_the_distribution(classes):
     assert (frequency - p).abs().max() < 5 * (0.25 / 20_000) ** 0.5
 
 
+def test_rounding_at_the_edge_of_a_block_selects_no_impossible_class():
+    """The first classes of the second block are impossible; uniforms around the block's lower end."""
+    p = torch.full((1, 256), 0.1)
+    p[0, 128:160] = 0
+    edge = (p[0, :128].sum() / p.sum()).item()
+    uniforms = torch.linspace(edge - 1e-6, edge + 1e-6, 20_001)
+    labels = sample_categorical(p.expand(len(uniforms), -1), uniforms)
+    assert (p[0, labels] > 0).all() and labels.min() < 128 <= labels.max()
+
+
 def test_extreme_uniforms_give_possible_labels():
     logits = torch.full((2, 200), -torch.inf)
     logits[:, 7], logits[:, 130] = 0.0, -3.0
-    labels = sample_labels(logits, torch.tensor([0.0, 1 - 2 ** -24]))
+    labels = sample_categorical(logits.softmax(-1), torch.tensor([0.0, 1 - 2 ** -24]))
     assert labels.tolist() == [7, 130]
 
 
@@ -126,16 +139,17 @@ def test_flops_per_token_counts_the_matrix_products():
 
 def test_weight_decay_on_matrices_only():
     model = tiny(bias=True)
-    decayed, rest = model.parameter_groups(0.1)
+    decayed, rest = parameter_groups(model, 0.1)
     assert decayed['weight_decay'] == 0.1 and rest['weight_decay'] == 0.0
     assert all(p.dim() >= 2 for p in decayed['params']) and all(p.dim() < 2 for p in rest['params'])
     assert len(decayed['params']) + len(rest['params']) == len(list(model.parameters()))
 
 
-def test_vocabulary_is_padded():
-    assert [padded_vocab_size(n) for n in (256, 50257, 50277, 50304)] == [256, 50304, 50304, 50304]
+def test_large_vocabularies_are_padded():
+    sizes = (65, 257, 50257, 50277, 50304)
+    assert [padded_vocab_size(n) for n in sizes] == [65, 257, 50304, 50304, 50304]
 
 
-def test_too_long_a_sequence_is_refused():
+def test_too_long_a_sequence_is_rejected():
     with pytest.raises(ValueError, match='longer than block_size = 16'):
         tiny()(torch.zeros(1, 17, dtype=torch.long))

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shlex
 import sys
 
@@ -36,14 +35,6 @@ def test_help(script, capsys):
     assert stopped.value.code == 0 and '--' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('page', ['README.md', 'docs/differences.md', 'docs/models.md'])
-def test_the_files_that_the_pages_name_exist(page):
-    text = (ROOT / page).read_text(encoding='utf-8')
-    named = set(re.findall(r'(?:scripts|config|tests)/[\w/]+\.(?:py|json)', text))
-    assert named or page == 'docs/differences.md'
-    assert [name for name in named if not (ROOT / name).is_file()] == []
-
-
 @pytest.mark.parametrize(('script', 'argv', 'message'), [
     (speedup, ['somewhere', '--k=0'], 'above 0'), (speedup, ['somewhere', '--k=nan'], 'above 0'),
     (compute_table, ['config/quickstart.py', '--launcher=torchrum --standalone'], 'no such command'),
@@ -51,7 +42,7 @@ def test_the_files_that_the_pages_name_exist(page):
     (compute_table, ['config/quickstart.py', '--launcher="torchrun'], 'No closing quotation'),
     (sweep, ['--out_dir=somewhere', '--launcher=nosuch'], 'no such command'),
     (sweep, ['--out_dir=somewhere', '--jobs=0'], 'at least 1')])
-def test_flags_that_make_no_sense_are_refused(script, argv, message, capsys):
+def test_flags_that_make_no_sense_are_rejected(script, argv, message, capsys):
     with pytest.raises(SystemExit):
         script.main(argv)
     assert message in capsys.readouterr().err
@@ -65,7 +56,7 @@ def test_flags_that_make_no_sense_are_refused(script, argv, message, capsys):
     (plot, ['{run}'], 'png'), (superglue, ['nowhere', '--device=cpu'], 'png'),
     (plan, ['config/quickstart.py', '--gpus=1'], 'json')],
     ids=lambda value: getattr(value, '__name__', ''))
-def test_output_that_cannot_be_written_is_refused_before_the_work(script, argv, suffix, tmp_path, monkeypatch, capsys):
+def test_output_that_cannot_be_written_is_rejected_before_the_work(script, argv, suffix, tmp_path, monkeypatch, capsys):
     run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'])
     monkeypatch.setattr(plot, 'figure', lambda *args, **kwargs: pytest.fail('it began to draw'))
     monkeypatch.chdir(ROOT)
@@ -93,7 +84,7 @@ def test_a_file_is_written_whole_or_not_at_all_into_a_folder_that_is_made(tmp_pa
     assert picture.read_text() == 'first' and sorted(path.parent.iterdir()) == [picture, path]
 
 
-def test_consolidate_makes_the_folder_or_refuses(tmp_path, monkeypatch):
+def test_consolidate_makes_the_folder_or_rejects(tmp_path, monkeypatch):
     (tmp_path / 'ckpt_00000005').mkdir()
     monkeypatch.setattr(checkpoint, 'load', lambda path: (path, dict(model={'w': torch.zeros(2)})))
     written = consolidate.consolidate(tmp_path / 'ckpt_00000005', tmp_path / 'a' / 'b' / 'x.pt', optimizer=False)
@@ -103,7 +94,7 @@ def test_consolidate_makes_the_folder_or_refuses(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('config', [{'config': {}}, {'config': 3}, {'parameters': 3}, [1]])
-def test_a_run_without_its_settings_is_refused(tmp_path, config):
+def test_a_run_without_its_settings_is_rejected(tmp_path, config):
     run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'])
     (run / 'config.json').write_text(json.dumps(config))
     for main, flags in ((speedup.main, []), (final_losses.main, []), (plot.main, ['--x', 'flops'])):
@@ -113,7 +104,7 @@ def test_a_run_without_its_settings_is_refused(tmp_path, config):
 
 
 @pytest.mark.parametrize('key', ['parameters', 'max_iters', 'bias'])
-def test_a_run_that_lacks_one_key_is_refused_by_its_name(tmp_path, key):
+def test_a_run_that_lacks_one_key_is_rejected_by_its_name(tmp_path, key):
     run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'])
     about = json.loads((run / 'config.json').read_text())
     (about if key in about else about['config']).pop(key)
@@ -197,15 +188,18 @@ def test_final_losses_draws_the_best_rate_of_finished_runs(tmp_path, capsys):
     assert 'left out' in capsys.readouterr().err
 
 
-def test_losses_of_other_data_or_windows_are_not_averaged(tmp_path, capsys):
+def test_losses_of_other_data_or_sequences_are_not_averaged(tmp_path, capsys):
     make(tmp_path, 'adamw', 100, 3.0)
     make(tmp_path, 'adamw', 100, 3.1)  # the same run again
     make(tmp_path, 'adamw', 100, 3.3, argv=['--init_from=gpt2'])
     make(tmp_path, 'adamw', 100, 3.4, argv=['--weight_decay=0.3'])
-    final_losses.main([str(tmp_path), '--output', str(tmp_path / 'figure.png')])
+    argv = [str(tmp_path), '--output', str(tmp_path / 'figure.png')]
+    assert 'init_from is None in one and gpt2 in the other' in refusal(final_losses.main, argv)
+    final_losses.main([*argv, '--tuned', 'init_from'])
     (row,) = rows_of(tmp_path / 'figure.csv')
     assert (row['val/loss'], row['seeds'], row['tried']) == ('3.0', '1', '3')
-    for other, what in ((dict(data='other'), 'the data'), (dict(argv=['--eval_iters=3']), 'validation windows')):
+    for other, what in ((dict(data='other'), 'the data'),
+                        (dict(argv=['--eval_iters=3']), 'the number of validation sequences')):
         directory = tmp_path / what
         make(directory, 'adamw', 100, 3.0)
         make(directory, 'adamw', 100, 3.0, lr=2e-3, **other)
@@ -219,7 +213,7 @@ def test_final_losses_by_hessian_interval_against_flops(tmp_path):
         make(tmp_path, 'sophiag', 100, 3.0 + k / 100, argv=[f'--hessian_interval={k}'])
     final_losses.main([str(tmp_path), '--by', 'hessian_interval', '--x', 'flops', '--output', str(tmp_path / 'f.png')])
     frequent, seldom = rows_of(tmp_path / 'f.csv')
-    assert frequent['line'] == 'hessian_interval = 1'
+    assert frequent['line'] == 'k 1'
     # Two thirds of half of the mini-batch: a third more at k = 1, a thirtieth at k = 10.
     assert float(frequent['flops']) / float(seldom['flops']) == pytest.approx((1 + 1 / 3) / (1 + 1 / 30))
 

@@ -1,12 +1,14 @@
 """scripts/plot.py: the figure and its numbers, from one run and from several."""
 
+import json
+
 import pytest
 from conftest import refusal
-from fake_runs import fake_run, rows_of
+from fake_runs import GRADIENT_FLOPS, fake_run, rows_of
 from matplotlib import image
 
-from scripts import plot
-from scripts.paper import dynamics, final_losses
+from scripts import plot, runs
+from scripts.paper import final_losses
 
 
 @pytest.fixture
@@ -23,15 +25,13 @@ def test_one_run_is_drawn_into_its_directory_with_its_numbers(run):
     assert [float(row['value']) for row in val] == pytest.approx([5.0 - 0.02 * i for i in range(0, 101, 10)])
 
 
-# FLOPs of a step: 64 tokens × (6 × (12·L·d² + d·V) + 12·L·d·T); and for Sophia-G every 10 steps another backward, two
-# thirds of that, on half of the mini-batch; for Sophia-H eight products for three, on all four sequences.
-GRADIENT = 64 * (6 * (12 * 2 * 32 ** 2 + 32 * 256) + 12 * 2 * 32 * 16)
-
-
+# Sophia-G adds every 10 steps another backward, two thirds of a gradient, on half of the mini-batch; Sophia-H eight
+# products for three, on all four sequences.
 @pytest.mark.parametrize(('optimizer', 'x', 'last'), [
-    ('adamw', 'steps', 100), ('adamw', 'tokens', 6400), ('adamw', 'seconds', 50.0), ('adamw', 'flops', 100 * GRADIENT),
-    ('sophiag', 'flops', 100 * GRADIENT * (1 + 2 / 3 / 2 / 10)),
-    ('sophiah', 'flops', 100 * GRADIENT * (1 + 8 / 3 / 10))])
+    ('adamw', 'steps', 100), ('adamw', 'tokens', 6400), ('adamw', 'seconds', 50.0),
+    ('adamw', 'flops', 100 * GRADIENT_FLOPS),
+    ('sophiag', 'flops', 100 * GRADIENT_FLOPS * (1 + 2 / 3 / 2 / 10)),
+    ('sophiah', 'flops', 100 * GRADIENT_FLOPS * (1 + 8 / 3 / 10))])
 def test_axes(tmp_path, optimizer, x, last):
     run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100', f'--optimizer_name={optimizer}'])
     plot.main([str(run), '--x', x, '--output', str(tmp_path / 'figure.png')])
@@ -46,7 +46,34 @@ def test_several_runs_with_labels_from_a_directory_of_runs(tmp_path, run):
     assert {row['run']: float(row['value']) for row in rows} == pytest.approx({'A': 3.0, 'B': 2.9})
 
 
-def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_refused(run):
+def test_seeds_are_averaged_where_all_of_them_were_measured(tmp_path):
+    fake_run(tmp_path / 'a', 3.0, ['--max_iters=100', '--seed=1'])  # measured every 10 iterations
+    fake_run(tmp_path / 'b', 2.0, ['--max_iters=100', '--seed=2'])
+    path = tmp_path / 'b/metrics.jsonl'  # but this one every 20
+    path.write_text(''.join(line + '\n' for line in path.read_text().splitlines()
+                            if json.loads(line)['iter'] % 20 == 0))
+    plot.main([str(tmp_path), '--metrics', 'val/loss', '--output', str(tmp_path / 'x.png')])
+    rows = rows_of(tmp_path / 'x.csv')
+    assert [int(row['steps']) for row in rows] == [0, 20, 40, 60, 80, 100]
+    last = {key: float(rows[-1][key]) for key in ('value', 'lowest', 'highest', 'seeds')}
+    assert last == pytest.approx(dict(value=2.5, lowest=2.0, highest=3.0, seeds=2))
+
+
+def test_lines_are_named_after_what_tells_them_apart(tmp_path):
+    for name, lr in (('adamw', 1e-3), ('adamw', 2e-3), ('lion', 1e-3)):
+        argv = ['--max_iters=100', f'--optimizer_name={name}', f'--learning_rate={lr}']
+        fake_run(tmp_path / f'{name}{lr}', 3.0, argv)
+    plot.main([str(tmp_path), '--metrics', 'val/loss', '--output', str(tmp_path / 'x.png')])
+    assert {row['run'] for row in rows_of(tmp_path / 'x.csv')} == {'AdamW, lr 0.001', 'AdamW, lr 0.002', 'Lion'}
+
+
+def test_eighteen_lines_look_different():
+    for names in (['adamw'] * 18, ['adamw', 'lion', 'sophiag'] * 6):
+        looks = [repr(style) for style in runs.styles(names)]
+        assert len(set(looks)) == 18
+
+
+def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_rejected(run):
     path = run / 'metrics.jsonl'
     lines = path.read_text()
     path.write_text(lines + '{"iter": 110, "val/lo')
@@ -60,14 +87,16 @@ def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_refused(run):
             assert 'not a JSON object' in refusal(plot.main, [str(run)])
 
 
-@pytest.mark.parametrize('script', [plot, dynamics, final_losses])
+@pytest.mark.parametrize('script', [plot, final_losses])
 @pytest.mark.parametrize('name', ['cost $5', '$\\nosuch$', 'a $x^$ b'])
 def test_dollar_signs_in_names_are_drawn_as_they_are(tmp_path, script, name, monkeypatch):
     for i in (1, 2):
-        fake_run(tmp_path / f'{name}{i}', 3.0, ['--max_iters=100', f'--dataset={name}{i}'], grad_clipped=0.1)
+        fake_run(tmp_path / f'{name}{i}', 3.0, ['--max_iters=100', f'--dataset={name}{i}', f'--learning_rate={i}'],
+                 grad_clipped=0.1)
     drawn = []
     monkeypatch.setattr(script, 'save', lambda output, fig, *_, **__: drawn.append(fig))
-    script.main([str(tmp_path), *(['--by', 'dataset'] if script is final_losses else [])])
+    flags = {plot: ['--labels', name, 'b'], final_losses: ['--by', 'dataset']}.get(script, [])
+    script.main([str(tmp_path), *flags])
     fig, = drawn
     fig.canvas.draw()  # a formula that matplotlib cannot read would end it here
     legends = [*fig.legends, *filter(None, (ax.get_legend() for ax in fig.axes))]
@@ -76,15 +105,15 @@ def test_dollar_signs_in_names_are_drawn_as_they_are(tmp_path, script, name, mon
 
 
 @pytest.mark.parametrize(('flags', 'message'), [
-    (['--labels', 'A', 'B'], '2 labels for 1 runs'), (['--metrics', 'mfu'], 'mfu: no such metric'),
+    (['--labels', 'A', 'B'], '2 labels for 1 lines'), (['--metrics', 'mfu'], 'mfu: no such metric'),
     (['--output', 'loss.pdf'], 'must end in .png')])
-def test_refusals(run, flags, message):
+def test_what_is_rejected(run, flags, message):
     with pytest.raises(SystemExit, match=message):
         plot.main([str(run), *flags])
     assert not (run / 'loss.png').exists()
 
 
-def test_what_is_no_run_is_refused(tmp_path, run):
+def test_what_is_no_run_is_rejected(tmp_path, run):
     with pytest.raises(SystemExit, match='no such directory'):
         plot.main([str(tmp_path / 'nowhere')])
     (tmp_path / 'empty').mkdir()

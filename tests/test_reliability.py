@@ -1,4 +1,4 @@
-"""What can happen to a run of days, done to the real train.py as a process: it goes on exactly, or says why not."""
+"""What can happen to a run of days, done to the real train.py as a process: it resumes exactly, or says why not."""
 
 import json
 import os
@@ -142,7 +142,7 @@ def test_a_stop_during_evaluation_makes_it_again_later(train, reference, tmp_pat
     assert_same_run(tmp_path, reference('adamw', 2))
 
 
-def test_sigusr1_saves_and_goes_on(train, reference, tmp_path):
+def test_sigusr1_saves_and_continues(train, reference, tmp_path):
     done = train(tmp_path, '--keep_checkpoints=5', faults='at(2, kill(signal.SIGUSR1))')
     assert done.code == 0 and iterations(tmp_path) == [10, 5, 3]
     assert_same_run(tmp_path, reference())
@@ -205,7 +205,7 @@ def test_eval_only_writes_nothing(train, reference, tmp_path):
 
 
 def test_killed_while_saving(train, reference, tmp_path):
-    """kill -9 with half of the second checkpoint written: the run goes on from the first, as if undisturbed."""
+    """kill -9 with half of the second checkpoint written: the run resumes from the first, as if undisturbed."""
     done = train(tmp_path, '--eval_interval=5', faults="""
 save, calls = torch.save, []
 def interrupted(state, f):
@@ -231,7 +231,7 @@ def limit(size):
 
 
 def test_full_disk(train, reference, tmp_path):
-    """No file may grow beyond 20 kB while the run wants to save: it says so, goes on, and saves later if it can."""
+    """No file may grow beyond 20 kB while the run wants to save: it says so, continues, and saves later if it can."""
     faults = (FULL_DISK + 'at(2, kill(signal.SIGUSR1))\nat(4, lambda: limit(20_000))',
               FULL_DISK + 'at(4, lambda: limit(20_000))\nat(7, lambda: limit(-1))')
     stays, passes = (train(tmp_path / out, faults=fault) for out, fault in zip(('stays', 'passes'), faults))
@@ -302,7 +302,7 @@ def test_retention(tmp_path):
         checkpoint.save(tmp_path, dict(model={}, model_args={}, iter_num=i, config={}), best=best, keep=2)
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ['ckpt_00000012.pt', 'ckpt_00000003.pt', 'best.pt']
     assert checkpoint.load(tmp_path / 'best.pt')[1]['iter_num'] == 1
-    # A damaged newer checkpoint that a resumed run has passed over does not count as one of those kept.
+    # A damaged newer checkpoint that a resumed run has skipped does not count as one of those kept.
     checkpoint.save(tmp_path, dict(model={}, model_args={}, iter_num=4, config={}), keep=2)
     assert iterations(tmp_path) == [12, 4, 3]
     for i in iterations(tmp_path):
@@ -355,7 +355,7 @@ def hostile(path):
             new.writestr(name, pickle.dumps(Exploit()) if name.endswith('data.pkl') else data)
 
 
-def test_damaged_and_foreign_checkpoints_are_refused(reference, tmp_path, monkeypatch, capsys):
+def test_damaged_and_foreign_checkpoints_are_rejected(reference, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     good = checkpoint.path_of(reference(), 10).read_bytes()
     bad = tmp_path / 'ckpt_00000099.pt'
@@ -388,7 +388,7 @@ def test_damaged_and_foreign_checkpoints_are_refused(reference, tmp_path, monkey
     assert not (tmp_path / 'exploited').exists()
 
 
-def test_a_damaged_checkpoint_is_passed_over(train, reference, tmp_path):
+def test_a_damaged_checkpoint_is_skipped(train, reference, tmp_path):
     shutil.copytree(reference(), tmp_path, dirs_exist_ok=True)
     newest = checkpoint.path_of(tmp_path, 10)
     newest.write_bytes(newest.read_bytes()[:-1000])
@@ -398,7 +398,7 @@ def test_a_damaged_checkpoint_is_passed_over(train, reference, tmp_path):
     assert_same_run(tmp_path, reference())
 
 
-def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path, corpus):
+def test_errors_are_one_line_and_overwrite_nothing(train, reference, tmp_path, corpus):
     """All that a user may get wrong with a run's files, in an out_dir with checkpoints or beside it."""
     out = shutil.copytree(reference(), tmp_path / 'run')
     stranger = shutil.copytree(reference(), tmp_path / 'stranger')
@@ -440,8 +440,8 @@ def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path,
         ([f'--dataset={lies.parent}'], tmp_path / 'new', f"{lies}: not a valid meta.json"),
         ([f'--dataset={narrow.parent}'], tmp_path / 'new', f'{narrow}: token id 250 is beyond the vocabulary of 100'),
         ([config], tmp_path / 'new', f'{config}:2: invalid syntax'),
-        (['--keep_checkpoints=1'], tmp_path / 'new', 'keep_checkpoints = 1 must be at least 2'),
-        (['--init_from=elsewhere'], tmp_path / 'new', "init_from = 'elsewhere' must be"),
+        (['--keep_checkpoints=1'], tmp_path / 'new', '--keep_checkpoints=1: must be at least 2'),
+        (['--init_from=elsewhere'], tmp_path / 'new', '--init_from=elsewhere: must be'),
     ]
     for flags, directory, words in cases:
         done = train(directory, *flags)
@@ -453,8 +453,8 @@ def test_refusals_are_one_line_and_overwrite_nothing(train, reference, tmp_path,
     assert state(out, 12)['best_val_loss'] == min(metrics(out, 'val/loss')[-2:])  # of this data set: at 10 and 12
 
 
-def test_best_loss_is_of_the_same_windows(train, reference, tmp_path):
-    """A lower loss on other validation windows, before a resume with another eval_iters, does not stay the best."""
+def test_best_loss_is_of_the_same_sequences(train, reference, tmp_path):
+    """A lower loss on other validation sequences, before a resume with another eval_iters, does not stay the best."""
     out = shutil.copytree(reference(), tmp_path / 'out')
     path = checkpoint.path_of(out, 10)
     saved = torch.load(path, weights_only=True)
@@ -480,31 +480,31 @@ def test_one_run_in_an_out_dir(train, tmp_path):
 # Numbers that are not finite
 
 
-def test_nan_on_one_rank_stops_all_and_names_the_windows(train, corpus, tmp_path):
+def test_nan_on_one_rank_stops_all_and_names_the_sequences(train, corpus, tmp_path):
     done = train(tmp_path, ranks=2, faults='at(6, spoil(float("nan")), rank=1)')
     starts = sequence_starts(1337, 6, 4, 50_000, 32)[1::2].tolist()
     assert done.code == NOT_FINITE
     where = f'rank 1, micro-batch 0: sequences of {corpus}/train.bin at {starts}'
     assert (f'iteration 6: the loss is not finite ({where}); '
-            'nothing of it was saved; go on with a lower --learning_rate, or pass over it by --skip_nonfinite=1'
+            'nothing of it was saved; resume with a lower --learning_rate, or skip it by --skip_nonfinite=1'
             ) in done.err.splitlines()
     assert (tmp_path / 'failed.txt').read_text().strip() in done.err.splitlines()
     assert iterations(tmp_path) == [5] and len(metrics(tmp_path)) == 6
     assert train(tmp_path, '--init_from=resume').code == 0 and not (tmp_path / 'failed.txt').exists()
 
 
-def test_skip_nonfinite_passes_over_and_lets_nothing_in(train, tmp_path):
+def test_skip_nonfinite_skips_and_lets_nothing_in(train, tmp_path):
     """Iteration 4 is a Hessian iteration: neither its gradient nor its ĥ may enter. Of iterations in a row one may be
-    passed over, with others between them several; a stop in between changes nothing."""
+    skipped, with others between them several; a stop in between changes nothing."""
     tolerant, stopped, strict = (
         train(tmp_path / out, '--skip_nonfinite=1', '--init_from=auto', name='sophiag', faults=faults)
         for out, faults in (('one', 'at(4, spoil(float("inf")))\nat(7, spoil(float("nan")))'),
                             ('two', 'at(6, spoil(float("nan")))\nat(6, kill(signal.SIGTERM))'),
                             ('two', 'at(7, spoil(float("nan")))')))
-    assert stopped.code == STOPPED and 'iter 6: the loss is not finite; passed over' in stopped.out
+    assert stopped.code == STOPPED and 'iter 6: the loss is not finite; skipped' in stopped.out
     latest = state(tmp_path / 'one')['train_state']['latest_losses']
     assert len(latest) == 8 and np.isfinite(latest).all()  # with NaN among them no spike would be seen any more
-    assert tolerant.code == 0 and 'iter 4: the loss is not finite; passed over (rank 0, micro-batch 0' in tolerant.out
+    assert tolerant.code == 0 and 'iter 4: the loss is not finite; skipped (rank 0, micro-batch 0' in tolerant.out
     lines = {line['iter']: line for line in map(json.loads, (tmp_path / 'one/metrics.jsonl').open()) if 'lr' in line}
     for key in ('momentum_norm', 'hessian_norm', 'param_norm'):
         assert lines[4][key] == lines[3][key]
@@ -545,7 +545,7 @@ def test_a_loss_spike_is_logged(train, tmp_path):
 
 
 def test_overflows_of_float16_are_no_error(train, tmp_path):
-    """From a loss scale that is far too high, the run finds its own, and goes on with it."""
+    """From a loss scale that is far too high, the run finds its own, and keeps it."""
     flags, faults = ['--dtype=float16', '--eval_interval=30', '--init_from=auto'], """
 Scaler = torch.amp.GradScaler
 torch.amp.GradScaler = lambda *args, **kwargs: Scaler(*args, init_scale=2.0 ** 30, **kwargs)
@@ -565,7 +565,7 @@ clip = optimizers.clip_gradients
 optimizers.clip_gradients = lambda *args: clip(*args) * float('inf')
 """)
     assert done.code == NOT_FINITE and 'iteration 40: the gradient is not finite' in done.err
-    assert done.err.rstrip().endswith('or pass over it by --skip_nonfinite=41')
+    assert done.err.rstrip().endswith('or skip it by --skip_nonfinite=41')
 
 
 # ----------------------------------------------------------------------------------------------------------------------

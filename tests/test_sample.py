@@ -207,7 +207,7 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     for prepared in (scripts.load.ROOT / 'data' / 'shakespeare_char').glob('*.bin'):
         pytest.skip(f'{prepared} is here')
     message = refusal(run, capsys, 'ckpt.pt', *short)
-    assert 'run python data/shakespeare_char/prepare.py' in message and '--tokenizer=DIR' in message
+    assert 'run python data/shakespeare_char/prepare.py' in message and '--tokenizer=FILE.json|DIR' in message
     assert 'gpt2' not in message  # it has far more ids
     (tmp_path / 'input.txt').write_text(text)
     prepare = [sys.executable, ROOT / 'data' / 'shakespeare_char' / 'prepare.py', '--input=input.txt', '--num_proc=1']
@@ -217,7 +217,8 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     (tmp_path / 'data').mkdir()
     (tmp_path / 'elsewhere').rename(tmp_path / 'data' / 'shakespeare_char')
     assert run(capsys, 'ckpt.pt', *short).out == by_directory
-    assert '--tokenizer=nowhere: neither' in refusal(run, capsys, 'ckpt.pt', *short, '--tokenizer=nowhere')
+    assert '--tokenizer=nowhere: unknown' in refusal(run, capsys, 'ckpt.pt', *short, '--tokenizer=nowhere')
+    assert '--tokenizer=.: a directory' in refusal(run, capsys, 'ckpt.pt', *short, '--tokenizer=.')
 
 
 @pytest.mark.parametrize('change, words', [
@@ -232,7 +233,7 @@ def test_model_args_that_are_not_the_weights_are_one_line(tmp_path, change, word
 
 @pytest.mark.parametrize('tokenizer', [dict(tokenizer='nobody'), dict(tokenizer='char'),
                                        dict(tokenizer='char', chars=5)])
-def test_tokenizers_that_are_none_are_one_line(tmp_path, tokenizer):
+def test_bad_tokenizers_are_one_line(tmp_path, tokenizer):
     refusal(load, save_run(tmp_path / 'run', tokenizer=tokenizer))
 
 
@@ -253,7 +254,7 @@ def test_errors_are_one_line(tmp_path, capsys, gpt2_cache):
     (tmp_path / 'empty').touch()
     for argv, words in ((('--out_dir=nowhere',), 'nowhere'), ((f'--out_dir={tmp_path}',), 'no checkpoint'),
                         ((f'--out_dir={run_dir}', '--prompt_file=nothing.txt'), 'nothing.txt'),
-                        ((f'--out_dir={run_dir}', f'--prompt_file={tmp_path / "empty"}'), 'no prompt'),
+                        ((f'--out_dir={run_dir}', f'--prompt_file={tmp_path / "empty"}'), 'holds no prompt'),
                         ((f'--out_dir={run_dir}', '--tokenizer=gpt2'), 'check --tokenizer'),
                         ((f'--out_dir={run_dir}', '--device=abacus'), 'abacus')):
         with pytest.raises(SystemExit) as error:
@@ -262,13 +263,13 @@ def test_errors_are_one_line(tmp_path, capsys, gpt2_cache):
 
 
 @pytest.mark.parametrize('temperature', ['nan', '-1', 'inf'])
-def test_a_temperature_that_is_none_is_refused(temperature, capsys):
+def test_bad_temperatures_are_rejected(temperature, capsys):
     with pytest.raises(SystemExit):
         sample.main([f'--temperature={temperature}'])
     assert f'--temperature={float(temperature)}: must be' in capsys.readouterr().err
 
 
-def test_it_ends_quietly_when_nobody_reads_on(tmp_path):
+def test_a_closed_pipe_ends_it_quietly(tmp_path):
     out_dir = save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)
     process = subprocess.Popen([sys.executable, 'scripts/sample.py', f'--out_dir={out_dir}', '--num_samples=1000',
                                 '--device=cpu'], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -281,14 +282,25 @@ def test_it_ends_quietly_when_nobody_reads_on(tmp_path):
 
 
 def test_text_streams_in_whole_characters(capsys):
-    text = 'aé中😀'.encode() + b'\xff\xfe!' + b'\0' + b'never shown'
-    writer, seen = sample.Writer(get_tokenizer('byte')), []
-    for n in range(1, len(text) + 1):
-        writer(torch.tensor(list(text[:n])))
+    ids = list('>aé中😀'.encode() + b'\xff\xfe!' + b'\0' + b'never shown')
+    write, seen = sample.Writer(get_tokenizer('byte'), ids[:1]), []
+    for n in range(2, len(ids) + 1):
+        write(ids[:n])
         seen.append(capsys.readouterr().out)
-    assert seen[:10] == ['a', '', 'é', '', '', '中', '', '', '', '😀']
-    writer.close()
-    assert ''.join(seen) + capsys.readouterr().out == 'aé中😀\ufffd\ufffd!\n---------------\n'
+    assert seen[:13] == ['a', '', 'é', '', '', '中', '', '', '', '😀', '', '', '\ufffd\ufffd!'] and not any(seen[13:])
+    write = sample.Writer(get_tokenizer('byte'), ids[:1])
+    write(ids[:3])  # half of é
+    write(ids[:3], complete=True)
+    assert capsys.readouterr().out == 'a\ufffd'
+
+
+def test_spaces_between_tokens_are_written(capsys):
+    """A tokenizer that, as SentencePiece's, writes the space before a word only if another word precedes it."""
+    tokenizer = SimpleNamespace(eot_id=None, decode=lambda ids: ' '.join(['Once', 'upon', 'a', 'time'][i] for i in ids))
+    write = sample.Writer(tokenizer, [0])
+    for n in (2, 3, 4):
+        write(list(range(n)))
+    assert capsys.readouterr().out == ' upon a time'
 
 
 def test_the_first_sample_streams_and_rows_end_with_their_document(tmp_path, capsys, monkeypatch):

@@ -46,8 +46,10 @@ def assert_same_metrics(a, b, rel=1e-5):
 @pytest.mark.parametrize('name', ['adamw', 'lion', 'sophiag', 'ef_clip', 'clip', 'normalize', 'gnb_noclip'])
 def test_shards_train_as_replicas_do(run, name):
     """Losses, norms, h and the clipped fraction of 20 iterations with an estimate at every fourth."""
-    flags = ['--max_iters=20', '--eps=1e-2' if name == 'gnb_noclip' else '--eps=1e-6']
-    assert_same_metrics(run(name, 'fsdp', *flags), run(name, 'ddp', *flags))
+    eps = [] if name in ('lion', 'clip') else ['--eps=1e-2' if name == 'gnb_noclip' else '--eps=1e-6']
+    flags = ['--max_iters=20', *eps]
+    # The sign of a momentum near 0 depends on its rounding.
+    assert_same_metrics(run(name, 'fsdp', *flags), run(name, 'ddp', *flags), rel=1e-3 if name == 'clip' else 1e-5)
 
 
 @pytest.mark.parametrize('parallel, flags, ranks, machines', [
@@ -109,12 +111,12 @@ at(4, lambda: setattr(sophia.GaussNewtonBartlett, 'estimate', spoiled), rank=1)
 
 
 @pytest.mark.parametrize('flags, name, words', [
-    (['--parallel=fsdp'], 'sophiah', 'must be ddp for sophiah, which differentiates gradients'),
+    (['--parallel=fsdp'], 'sophiah', 'must be ddp for sophiah (Hessian-vector products)'),
     (['--activation_checkpointing=True'], 'sophiah', 'must be False for sophiah'),
-    (['--parallel=fsdp', '--dtype=float16'], 'adamw', 'must be bfloat16 or float32 for parallel = fsdp'),
+    (['--parallel=fsdp', '--dtype=float16'], 'adamw', 'must be bfloat16 or float32 for --parallel=fsdp'),
     (['--parallel=tp'], 'adamw', 'must be ddp, fsdp or hsdp'),
 ])
-def test_what_shards_cannot_do_is_refused(train, tmp_path, flags, name, words):
+def test_what_shards_cannot_do_is_rejected(train, tmp_path, flags, name, words):
     done = train(tmp_path / 'out', *flags, name=name, ranks=2)
     assert done.code == 1 and words in done.err and not (tmp_path / 'out').exists()
 
@@ -128,7 +130,7 @@ def test_what_shards_cannot_do_is_refused(train, tmp_path, flags, name, words):
     (('ddp', 2), ('fsdp', 2))])
 @pytest.mark.parametrize('name', ['adamw', 'sophiag'])
 def test_resume_onto_other_ranks(train, run, tmp_path, name, before, after):
-    """Stopped in the midst, even of a Hessian interval, and gone on with elsewhere."""
+    """Stopped in the midst, even of a Hessian interval, and resumed elsewhere."""
     (parallel, ranks), (then_parallel, then_ranks) = before, after
     done = train(tmp_path, *RUN, f'--parallel={parallel}', ranks=ranks, name=name, faults='at(6, kill(signal.SIGTERM))')
     assert done.code == STOPPED and iterations(tmp_path) == [7, 5], done.err
@@ -164,7 +166,7 @@ def test_consolidate_makes_the_file_that_ddp_would_have_written(run, tmp_path):
     assert 'one file already' in refusal(consolidate, path)
 
 
-def test_a_consolidated_run_goes_on(train, run, tmp_path):
+def test_a_consolidated_run_resumes(train, run, tmp_path):
     consolidate(run(parallel='fsdp'), tmp_path / 'ckpt_00000010.pt')
     done = train(tmp_path, *RUN, '--init_from=resume', '--max_iters=12', name='sophiag')
     assert done.code == 0 and 'resuming from' in done.out and len(metrics(tmp_path)) == 2, done.err
@@ -201,7 +203,7 @@ checkpoint.sharded.checksum = interrupted
 
 
 @pytest.mark.parametrize('where', ['shutil.rmtree', 'Path.replace'])
-def test_killed_while_a_checkpoint_takes_the_place_of_another(train, run, tmp_path, where):
+def test_killed_while_a_checkpoint_replaces_another(train, run, tmp_path, where):
     """That of iteration 5 is saved before its evaluation, in which the run is stopped, and again after it."""
     sharded = [*RUN, '--parallel=fsdp']
     assert train(tmp_path, *sharded, ranks=2, faults=STOP_IN_EVALUATION).code == STOPPED
@@ -224,7 +226,7 @@ owner.{name} = interrupted
 
 
 def test_full_disk(train, run, tmp_path):
-    """No file may grow beyond 20 kB for a while: it says so, goes on, and saves later."""
+    """No file may grow beyond 20 kB for a while: it says so, continues, and saves later."""
     done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults="""
 import resource
 def limit(size):
@@ -262,7 +264,7 @@ def test_damage_is_noticed(run, tmp_path, name, how):
 
 
 def test_damage_that_only_one_rank_sees(train, run, tmp_path):
-    """Each rank compares its share of the files; all of them pass over what one finds damaged."""
+    """Each rank compares its share of the files; all of them skip what one finds damaged."""
     shutil.copytree(run('adamw', 'fsdp'), tmp_path, dirs_exist_ok=True, symlinks=True)
     name = list(json.loads((tmp_path / 'ckpt_00000010/state.json').read_text())['state']['files'])[1]
     damage(tmp_path / 'ckpt_00000010' / name, 'flipped')
@@ -278,7 +280,7 @@ class Exploit:
 
 
 def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):
-    """Metadata whose pickle runs code, or that announces pickled objects in the place of tensors."""
+    """Metadata whose pickle runs code, or that announces pickled objects instead of tensors."""
     monkeypatch.chdir(tmp_path)
     good = checkpoint.path_of(run(parallel='fsdp'), 10)
     metadata = sharded.ShardReader(good).read_metadata()
@@ -297,7 +299,8 @@ def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):
     assert not (tmp_path / 'exploited').exists()
 
 
-@pytest.mark.parametrize('how', ['no checksums', 'outside', 'checksum outside', 'damaged with its checksum'])
+@pytest.mark.parametrize(
+    'how', ['no checksums', 'outside', 'checksum outside', 'too large', 'damaged with its checksum'])
 def test_a_directory_is_read_as_far_as_its_checksums_go(run, tmp_path, how):
     """Paths that leave the directory are not followed; nothing is read that has no checksum."""
     good, bad = checkpoint.path_of(run(parallel='fsdp'), 10), tmp_path / 'ckpt_00000010'
@@ -309,19 +312,20 @@ def test_a_directory_is_read_as_far_as_its_checksums_go(run, tmp_path, how):
     if how == 'no checksums':
         state['files'] = {}
     elif how == 'damaged with its checksum':  # torch's exception is a BaseException
-        damage(bad / '__0_0.distcp', 'truncated')
+        os.truncate(bad / '__0_0.distcp', 100)
         state['files']['__0_0.distcp'] = files.checksum(bad / '__0_0.distcp')
         words = 'not a checkpoint of this repository'
     else:
-        for info in metadata.storage_data.values():
+        if how == 'too large':
+            next(iter(metadata.state_dict_metadata.values())).size = torch.Size([2 ** 36])
+            words = 'its tensors are larger than its files'
+        for info in metadata.storage_data.values() if 'outside' in how else ():
             info.relative_path = '../' + info.relative_path
         (bad / '.metadata').write_bytes(pickle.dumps(metadata))
         state['files']['.metadata'] = files.checksum(bad / '.metadata')
-        for f in good.glob('*.distcp'):
-            shutil.copy(f, tmp_path)
-            if how == 'checksum outside':
-                state['files']['../' + f.name] = files.checksum(f)
-                words = 'is no file of this directory'
+        if how == 'checksum outside':
+            state['files'] |= {'../' + f.name: files.checksum(shutil.copy(f, tmp_path)) for f in good.glob('*.distcp')}
+            words = 'is no file of this directory'
     (bad / 'state.json').write_text(sharded.with_checksum(state))
     assert words in refusal(checkpoint.load, bad)
 
@@ -389,7 +393,7 @@ def test_a_stop_during_evaluation_stops_all_ranks(train, tmp_path):
 
 
 def test_every_rank_evaluates_as_often(train, tmp_path):
-    """Three windows for two ranks: the second one's last batch counts for nothing."""
+    """Three sequences for two ranks: the second one's last batch counts for nothing."""
     flags = ['--eval_iters=3', '--batch_size=1', '--max_iters=1', '--eval_interval=1']
     for parallel in ('ddp', 'fsdp'):
         assert train(tmp_path / parallel, *RUN, *flags, f'--parallel={parallel}', ranks=2).code == 0

@@ -1,124 +1,227 @@
-"""scripts/speedup.py: the verdict on one optimizer against another."""
+"""scripts/speedup.py: the verdict on one optimizer against another, on runs whose answer is known."""
 
 import json
 import math
 
 import pytest
-from fake_runs import make, rows_of
+from fake_runs import GRADIENT_FLOPS, make, rows_of
 
 from scripts import runs, speedup
 from scripts.paper import final_losses
 
 
 def judge(tmp_path, *flags):
+    """What speedup.json says; of its only verdict, also its keys."""
     speedup.main([str(tmp_path), '--output', str(tmp_path / 'speedup.png'), *flags])
-    return json.loads((tmp_path / 'speedup.json').read_text())
+    result = json.loads((tmp_path / 'speedup.json').read_text())
+    return {**result, **(result['verdicts'][0] if len(result['verdicts']) == 1 else {})}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The paper's criterion
 
 
 @pytest.mark.parametrize(('loss', 'holds'), [(3.0, True), (3.2, True), (3.2001, False)])
-def test_speedup_is_strict_at_every_T(tmp_path, loss, holds):
+def test_the_criterion_is_strict_at_every_T(tmp_path, loss, holds):
     make(tmp_path, 'adamw', 100, 3.5)
     make(tmp_path, 'sophiag', 50, 3.4)
     make(tmp_path, 'adamw', 200, 3.2)
     make(tmp_path, 'sophiag', 100, loss)
     result = judge(tmp_path)
     assert result['holds'] is holds
-    assert [row['holds'] for row in result['comparisons']] == [True, holds]
+    assert [row['holds'] for row in result['criterion']] == [True, holds]
+    assert f'is {"" if holds else "not "}2 times faster' in result['text'][0]
 
 
 @pytest.mark.parametrize(('k', 'T', 'shorter'), [('1.1', 1650, 1500), ('2.2', 2640, 1200), ('4/3', 400, 300)])
-def test_speedup_divides_T_exactly(tmp_path, k, T, shorter):
+def test_T_is_divided_exactly(tmp_path, k, T, shorter):
     make(tmp_path, 'adamw', T, 3.0)
     make(tmp_path, 'sophiag', shorter, 3.4)  # which turns the verdict
     make(tmp_path, 'adamw', 100, 4.0)
     make(tmp_path, 'sophiag', 50, 3.9)
     result = judge(tmp_path, f'--k={k}')
-    assert [(row['T'], row['T/k']) for row in result['comparisons']] == [(T, shorter)] and not result['holds']
+    assert [(row['T'], row['T/k']) for row in result['criterion']] == [(T, shorter)] and not result['holds']
 
 
-@pytest.mark.parametrize('key', ['learning_rate', 'max_iters', 'lr_decay_iters', 'dataset'])
-def test_comparisons_reject_runs_resumed_with_other_settings(tmp_path, key, capsys):
-    make(tmp_path, 'adamw', 100, 3.0)
-    make(tmp_path, 'adamw', 100, 2.0, lr=2e-3, changes=[{'iter': 40, 'key': 'log_interval', 'from': 1, 'to': 2},
-                                                       {'iter': 60, 'key': key, 'from': 'a', 'to': 'b'}])
-    make(tmp_path, 'sophiag', 50, 2.5, changes=[{'iter': 40, 'key': 'out_dir', 'from': 'a', 'to': 'b'}])
-    result = judge(tmp_path)
-    assert result['holds'] and result['comparisons'][0]['H1 tried'] == 1
-    assert f'{key} was changed from a to b at iteration 60' in result['refused'][0]['reason']
-    final_losses.main([str(tmp_path), '--output', str(tmp_path / 'figure.png')])
-    assert [row['tried'] for row in rows_of(tmp_path / 'figure.csv')] == ['1', '1']
-    assert f'{key} was changed from a to b at iteration 60' in capsys.readouterr().err
-
-
-def test_speedup_takes_the_minimum_over_rates_and_the_mean_over_seeds(tmp_path):
+def test_the_best_settings_count_and_seeds_are_averaged(tmp_path):
     make(tmp_path, 'adamw', 100, 3.5, lr=1e-3)
     make(tmp_path, 'adamw', 100, 3.1, lr=2e-3, seed=1)
     make(tmp_path, 'adamw', 100, 3.3, lr=2e-3, seed=2)
     make(tmp_path, 'adamw', 100, 3.6, lr=4e-3)
     make(tmp_path, 'sophiag', 50, 3.25)
-    (row,) = judge(tmp_path)['comparisons']
-    assert row['loss O1'] == pytest.approx(3.2) and row['lr O1'] == 2e-3 and row['seeds O1'] == 2
-    assert row['H1 tried'] == 3 and not row['holds']
+    result = judge(tmp_path)
+    row = rows_of(tmp_path / 'speedup.csv')[0]
+    assert float(row['val/loss']) == pytest.approx(3.2) and float(row['sd']) == pytest.approx(math.sqrt(0.02))
+    assert (row['seeds'], row['trials'], row['learning_rate']) == ('2', '3', '0.002')
+    assert result['noise'] == {'sd': pytest.approx(math.sqrt(0.02)), 'df': 1} and not result['holds']
     seeds = [run for run in runs.find_runs([tmp_path]) if run.learning_rate == 2e-3]
-    assert runs.mean_loss(seeds) == pytest.approx((3.2, 0.1))  # half the range
+    assert runs.mean_loss(seeds) == pytest.approx((3.2, math.sqrt(0.02)))
 
 
-def test_speedup_says_what_makes_its_verdict_weak(tmp_path, capsys):
+# ----------------------------------------------------------------------------------------------------------------------
+# Noise, tuning, data efficiency
+
+
+def test_a_difference_is_tested_against_the_noise_over_seeds(tmp_path):
+    for seed, loss in enumerate([3.00, 3.01, 3.02]):
+        make(tmp_path, 'adamw', 100, loss, seed=seed)
+        make(tmp_path, 'sophiag', 100, loss - 0.1, seed=seed)
+        make(tmp_path, 'lion', 100, loss + 0.004, seed=seed)
+    lion, sophia = (verdict['same_T'][0] for verdict in judge(tmp_path)['verdicts'])
+    assert sophia['test'] == lion['test'] == 'Welch'
+    assert sophia['difference'] == pytest.approx(-0.1) and sophia['p'] < 0.001 and sophia['seeds needed'] == 2
+    # σ = 0.01, δ = 0.004: 2 · (2.8 · 2.5)² + 0.96 seeds for each.
+    assert lion['p'] > 0.5 and lion['seeds needed'] == 100
+    result = judge(tmp_path, '--candidate', 'lion')
+    assert 'within the noise' in result['text'][-1]
+
+
+def test_a_single_run_is_tested_against_the_pooled_noise_or_not_at_all(tmp_path):
+    make(tmp_path, 'adamw', 100, 3.0)
+    make(tmp_path, 'sophiag', 100, 2.9)
+    (row,) = judge(tmp_path)['same_T']
+    assert row['p'] is None and row['test'] is None and row['seeds needed'] is None
+    assert 'the noise is not known' in judge(tmp_path)['text'][-1]
+    for seed, loss in ((1, 3.30), (2, 3.32)):
+        make(tmp_path, 'adamw', 100, loss, lr=5e-4, seed=seed)
+    (row,) = judge(tmp_path)['same_T']
+    assert row['test'] == 'pooled σ' and row['standard_error'] == pytest.approx(0.02) and row['df'] == 1
+
+
+def test_unequal_tuning_is_named_and_evened_out(tmp_path):
+    make(tmp_path, 'adamw', 100, 3.0)
+    for lr, loss in ((1e-3, 3.2), (2e-3, 2.9), (4e-3, 3.4)):
+        make(tmp_path, 'sophiag', 100, loss, lr=lr)
+    (row,) = judge(tmp_path)['same_T']
+    assert (row['trials'], row['trials of baseline']) == (3, 1)
+    assert row['difference'] == pytest.approx(-0.1)  # at the best of three
+    assert row['at equal trials'] == pytest.approx((3.2 + 2.9 + 3.4) / 3) and row['baseline at equal trials'] == 3.0
+    assert 'trials: Sophia-G 3, AdamW 1' in judge(tmp_path)['text'][-1]
+
+
+def test_a_run_that_diverged_is_a_trial(tmp_path):
+    make(tmp_path, 'adamw', 100, 3.0)
+    make(tmp_path, 'sophiag', 100, 3.0)
+    (make(tmp_path, 'sophiag', 100, 3.0, lr=1.0, end=30) / 'failed.txt').write_text('iteration 30: not finite')
+    (row,) = judge(tmp_path)['same_T']
+    assert row['trials'] == 2 and row['at equal trials'] == pytest.approx((3.0 + 5.0) / 2)  # the losses start at 5
+    assert [row['diverged'] for row in rows_of(tmp_path / 'speedup.csv')] == ['0', '1']
+
+
+def test_data_efficiency_reads_the_horizon_off_the_baselines_curve(tmp_path):
+    def loss(T):
+        return 1.5 + 20 * T ** -0.5
+    for T in (100, 200, 400, 800):
+        make(tmp_path, 'adamw', T, loss(T))
+    make(tmp_path, 'sophiag', 200, loss(300), machine=dict(cpu='x'))
+    (row,) = judge(tmp_path)['efficiency']
+    assert row['baseline steps'] == pytest.approx(300, rel=2e-3) and row['ratio steps'] == pytest.approx(1.5, rel=2e-3)
+    # Sophia-G's estimate: two thirds of half of the mini-batch in every tenth step.
+    assert row['ratio FLOPs'] == pytest.approx(1.5 / (1 + 1 / 30), rel=2e-3)
+    assert row['ratio seconds'] is None and row['extrapolated'] is False  # nobody says what machine AdamW had
+    curve = judge(tmp_path)['curve']
+    assert (curve['E'], curve['A'], curve['alpha']) == pytest.approx((1.5, 20, 0.5), rel=0.02)
+
+
+def test_data_efficiency_in_seconds_on_one_machine_and_beyond_the_baselines_runs(tmp_path):
+    machine = dict(machine=dict(cpu='x', threads=2))
+    make(tmp_path, 'adamw', 100, 4.0, **machine)
+    make(tmp_path, 'adamw', 200, 3.0, **machine)
+    make(tmp_path, 'sophiag', 200, 3.0 ** 2 / 4.0, **machine)  # where a power law is at 400
+    (row,) = judge(tmp_path)['efficiency']
+    assert row['ratio steps'] == pytest.approx(2) and row['ratio seconds'] == pytest.approx(2) and row['extrapolated']
+
+
+def test_without_a_falling_curve_there_is_no_efficiency(tmp_path):
+    make(tmp_path, 'adamw', 100, 3.0)
+    make(tmp_path, 'sophiag', 100, 2.9)
+    result = judge(tmp_path)
+    assert result['efficiency'] == [] and 'no curve to fit' in ' '.join(result['notes'])
+    make(tmp_path, 'adamw', 200, 3.1)
+    assert judge(tmp_path)['efficiency'] == []
+    assert speedup.horizon((1.5, 20, 0.5, 0), 1.4) == math.inf
+
+
+def test_weak_tuning_is_noted(tmp_path):
     make(tmp_path, 'adamw', 100, 3.5)
     make(tmp_path, 'sophiag', 50, 3.4)
-    assert 'one learning rate of O1 only' in ' '.join(judge(tmp_path)['notes'])
+    assert 'AdamW, T = 100: one learning rate only' in ' '.join(judge(tmp_path)['notes'])
     for lr, loss in ((2e-3, 3.45), (5e-4, 3.4)):
         make(tmp_path, 'adamw', 100, loss, lr=lr)
-        assert 'at the edge' in ' '.join(judge(tmp_path)['notes'])
-    make(tmp_path, 'adamw', 100, 3.6, lr=4e-3)
-    make(tmp_path, 'adamw', 100, 3.25, lr=2e-3, seed=2)
-    notes = ' '.join(judge(tmp_path)['notes'])
-    assert 'at the edge' not in notes and 'within the spread over seeds' in notes
-    make(tmp_path, 'sophiag', 50, 3.0, lr=2e-3)
-    assert 'one seed, so the noise' in ' '.join(judge(tmp_path)['notes'])
-    make(tmp_path, 'sophiag', 50, 2.6, lr=4e-3, seed=1)
-    make(tmp_path, 'sophiag', 50, 3.3, lr=4e-3, seed=2)
-    result = judge(tmp_path)  # 3.35 ± 0.1 against 2.95 ± 0.35
-    (row,), (note,) = result['comparisons'], result['notes']
-    assert row['holds'] and (row['lr O1'], row['lr O2']) == (2e-3, 4e-3) and 'within the spread over seeds' in note
+        assert 'AdamW, T = 100: the best learning rate, ' in ' '.join(judge(tmp_path)['notes'])
+    make(tmp_path, 'adamw', 100, 3.3, lr=7e-4)
+    assert 'AdamW' not in ' '.join(judge(tmp_path)['notes']).replace('AdamW has no curve', '')
 
 
-def test_speedup_refuses_unfinished_schedules_and_says_why(tmp_path, capsys):
+def test_flops_are_those_of_the_fake_runs(tmp_path):
+    run = runs.read_run(make(tmp_path, 'adamw', 100, 3.0))
+    assert run.flops_per_iteration() == GRADIENT_FLOPS
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is rejected
+
+
+def test_unfinished_schedules_are_rejected(tmp_path, capsys):
     make(tmp_path, 'adamw', 100, 3.5)
-    make(tmp_path, 'sophiag', 100, 3.0)
     make(tmp_path, 'sophiag', 200, 2.9)
-    with pytest.raises(SystemExit, match='nothing to compare'):
-        judge(tmp_path)
-    said = capsys.readouterr().out
-    assert 'its schedule is of 100, so at step 50 its learning rate is still high' in said
     make(tmp_path, 'sophiag', 50, 3.0, end=40)
     for T in (40, 100):
         make(tmp_path, 'sophiag', 50, 3.0, argv=[f'--lr_decay_iters={T}'])
     with pytest.raises(SystemExit, match='nothing to compare'):
         judge(tmp_path)
     said = capsys.readouterr().out
+    assert 'its schedule is of 200, so at step 50 its learning rate is still high' in said
     assert 'its learning rate decays over 40 iterations, and it was run for 50' in said
     assert 'at iteration 40 of 50 only' in said
     assert 'its learning rate decays over 100 iterations, and it was run for 50' in said
 
 
-def test_speedup_finds_the_k_at_which_losses_cross(tmp_path):
-    make(tmp_path, 'adamw', 200, 3.0)
-    for T, loss in [(50, 3.4), (100, 3.1), (200, 2.9)]:
-        make(tmp_path, 'sophiag', T, loss)
-    (row,) = judge(tmp_path)['comparisons']
-    # Half-way in loss between 100 and 200 steps, hence √2 · 100 steps.
-    assert float(row['losses cross at k']) == pytest.approx(math.sqrt(2), rel=1e-2)
-    assert speedup.crossing(200, 3.5, {50: dict(loss=3.4)}) == '>= 4'
-    assert speedup.crossing(200, 2.0, {50: dict(loss=3.4), 100: dict(loss=3.1)}) == '< 2'
+@pytest.mark.parametrize('key', ['learning_rate', 'max_iters', 'lr_decay_iters', 'dataset', 'data train'])
+def test_runs_resumed_with_other_settings_are_rejected(tmp_path, key, capsys):
+    make(tmp_path, 'adamw', 100, 3.0)
+    make(tmp_path, 'adamw', 100, 2.0, lr=2e-3, changes=[{'iter': 40, 'key': 'log_interval', 'from': 1, 'to': 2},
+                                                       {'iter': 60, 'key': key, 'from': 'a', 'to': 'b'}])
+    make(tmp_path, 'sophiag', 50, 2.5, changes=[{'iter': 40, 'key': 'out_dir', 'from': 'a', 'to': 'b'}])
+    result = judge(tmp_path)
+    assert result['holds'] and rows_of(tmp_path / 'speedup.csv')[0]['trials'] == '1'
+    assert f'{key} was changed from a to b at iteration 60' in result['rejected'][0]['reason']
+    final_losses.main([str(tmp_path), '--output', str(tmp_path / 'figure.png')])
+    assert [row['tried'] for row in rows_of(tmp_path / 'figure.csv')] == ['1', '1']
+    assert f'{key} was changed from a to b at iteration 60' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(('options', 'what'), [
-    (dict(data='another'), 'fingerprint'), (dict(argv=['--eval_iters=3']), 'validation windows'),
+    (dict(data='another'), 'fingerprint'), (dict(argv=['--eval_iters=3']), 'validation sequences'),
     (dict(argv=['--n_layer=3']), 'n_layer'), (dict(argv=['--n_head=1']), 'n_head'),
-    (dict(argv=['--n_embd=64']), 'n_embd'), (dict(argv=['--total_batch_size=8']), 'total_batch_size')])
-def test_speedup_refuses_runs_that_cannot_be_compared(tmp_path, options, what):
+    (dict(argv=['--n_embd=64']), 'n_embd'), (dict(argv=['--total_batch_size=8']), 'total_batch_size'),
+    (dict(argv=['--warmup_iters=20']), 'warmup_iters'), (dict(argv=['--min_lr_ratio=0.1']), 'min_lr_ratio'),
+    (dict(argv=['--grad_clip=0']), 'grad_clip'), (dict(argv=['--dropout=0.1']), 'dropout')])
+def test_runs_of_another_protocol_are_rejected(tmp_path, options, what):
     make(tmp_path, 'adamw', 100, 3.5)
     make(tmp_path, 'sophiag', 50, 3.4, **options)
-    with pytest.raises(SystemExit, match=what):
+    with pytest.raises(SystemExit, match=f'cannot be compared: .*{what}'):
         judge(tmp_path)
+    if ' ' not in what and what != 'fingerprint':
+        assert judge(tmp_path, '--tuned', what)['holds']
+
+
+def test_the_warm_up_may_be_a_share_of_the_run_or_a_number_of_steps(tmp_path):
+    for place, T, warmup in (('share', 100, 50), ('share', 200, 100), ('steps', 100, 50), ('steps', 200, 50)):
+        for name in ('adamw', 'sophiag'):
+            make(tmp_path / place, name, T, 3.0, argv=[f'--warmup_iters={warmup}'])
+    for place in ('share', 'steps'):
+        assert judge(tmp_path / place)['criterion']
+    make(tmp_path / 'share', 'sophiag', 50, 3.0, argv=['--warmup_iters=5'])
+    with pytest.raises(SystemExit, match='warmup_iters'):
+        judge(tmp_path / 'share')
+
+
+def test_beta1_is_the_same_within_an_optimizer_unless_it_was_tuned(tmp_path):
+    make(tmp_path, 'adamw', 100, 3.5)
+    make(tmp_path, 'sophiag', 50, 3.4)  # 0.96 where AdamW has 0.9
+    assert judge(tmp_path)['holds']
+    make(tmp_path, 'adamw', 100, 3.3, argv=['--beta1=0.96'])
+    with pytest.raises(SystemExit, match='beta1 is 0.9'):
+        judge(tmp_path)
+    assert not judge(tmp_path, '--tuned', 'beta1')['holds']

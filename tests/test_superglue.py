@@ -182,7 +182,7 @@ def test_rows_are_lines_whatever_characters_are_in_them(tmp_path):
                                   '{"premise": "P.", "hypothesis": "H.", "label": Infinity}',
                                   '{"premise": "P.", "hypothesis": "H.", "label": 0, "target": 5}',
                                   '{"passage": {"text": "P.", "questions": [5]}}', '{"passage": {"text": 5}}'])
-def test_rows_that_are_none_are_one_line(tmp_path, line):
+def test_bad_rows_are_one_line(tmp_path, line):
     (tmp_path / 'RTE').mkdir()
     (tmp_path / 'RTE' / 'val.jsonl').write_text(line)
     message = refusal(superglue.read_rows, TASKS['rte'], 'validation', tmp_path)

@@ -1,12 +1,14 @@
 """scripts/sweep.py and what trains through it: paths, names of directories, Slurm scripts, tables of received runs."""
 
 import json
+import math
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, TINY, refusal, write_bins
@@ -53,7 +55,7 @@ def test_a_sweep_outside_the_repository_trains_the_config_it_checks(elsewhere, l
 
 
 def test_max_lr_and_tune_gamma_outside_the_repository_train_the_config_they_check(elsewhere, launcher, capsys):
-    max_lr.main(['--out_dir', 'a', '--launcher', launcher, '--optimizers', 'sophiag', '--rates', '0.25', '--',
+    max_lr.main(['--out_dir', 'a', '--launcher', launcher, '--optimizers', 'sophiag', '--learning_rates', '0.25', '--',
                  'config/quickstart.py'])
     iterations = [json.loads(path.read_text())['config']['max_iters'] for path in elsewhere.rglob('config.json')]
     assert iterations == [100, 100]
@@ -157,7 +159,7 @@ def test_sweep_lists_no_loss_of_what_is_not_finished(tmp_path):
         fake_run(item.out_dir, loss, ['--max_iters=100'], end=end)
     assert [(row['seed'], row['val/loss'], row['state']) for row in sweep.table(items)] == [
         (3, pytest.approx(3.1), 'finished'), (2, pytest.approx(3.2), 'finished'),
-        (1, None, 'iteration 50 of 100'), (4, None, 'not begun')]
+        (1, None, 'iter 50/100, 3.40, ETA 25 s'), (4, None, 'not begun')]
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').rglob('*.json')), ids=lambda path: path.stem)
@@ -220,7 +222,7 @@ def test_sweep_remembers_a_run_that_diverged(tmp_path, corpus, capsys, launcher)
 @pytest.mark.parametrize('spec, words', [
     ({'runs': [3]}, 'needs "runs"'),
     ({'base': '--seed=1', 'runs': [{'seed': 1}]}, '"base" of a sweep has to be a list')])
-def test_sweep_refuses_specs(tmp_path, spec, words):
+def test_sweep_rejects_specs(tmp_path, spec, words):
     (tmp_path / 'spec.json').write_text(json.dumps(spec))
     assert words in refusal(sweep.main, ['--out_dir', str(tmp_path / 'out'), '--spec', str(tmp_path / 'spec.json')])
 
@@ -236,7 +238,7 @@ def test_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=300)[0]
-    assert process.returncode and 'the same command goes on where it stopped' in said, said
+    assert process.returncode and 'the same command resumes where it stopped' in said, said
     assert runs.read_run(tmp_path / 'seed=1').unfinished
     subprocess.run(argv, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
     assert not runs.read_run(tmp_path / 'seed=1').unfinished
@@ -271,7 +273,8 @@ def test_max_lr_finds_the_largest_stable_rate(tmp_path, capsys):
         for item, loss in zip(sweep.expand(dict(base=base, runs=[entry]), tmp_path), losses.values()):
             fake_run(item.out_dir, loss, [f'--{key}={value}' for key, value in item.settings.items()]
                      + ['--max_iters=100'])
-    max_lr.main(['--out_dir', str(tmp_path), '--optimizers', 'adamw', '--rates', '1e-3', '2e-3', '4e-3', '--', *base])
+    max_lr.main(['--out_dir', str(tmp_path), '--optimizers', 'adamw', '--learning_rates', '1e-3', '2e-3', '4e-3',
+                 '--', *base])
     largest = json.loads((tmp_path / 'max_lr.json').read_text())['largest']
     assert [(row['attention_scaling'], row['largest_stable']) for row in largest] == [(True, 2e-3), (False, 1e-3)]
 
@@ -290,10 +293,108 @@ def test_hessian_histogram_of_a_checkpoint(swept, tmp_path, estimator):
     assert (summary['negative'] == 0) is (estimator == 'gnb')
 
 
-def test_hessian_histogram_refuses_tokens_of_another_tokenizer(swept, tmp_path):
+def test_hessian_histogram_rejects_tokens_of_another_tokenizer(swept, tmp_path):
     for ids in (255, 257):
         data = write_bins(tmp_path / f'{ids}', range(250), range(250), vocab_size=ids)
         message = refusal(hessian_histogram.main, [
             str(swept[0] / 'optimizer_name=sophiag'), f'--dataset={data}', '--samples=1', '--device=cpu',
             f'--output={tmp_path / "x.png"}'])
         assert f'a tokenizer of {ids} ids' in message and 'has 256' in message
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Progress, and the coordinate search
+
+
+@pytest.fixture
+def landscape(monkeypatch):
+    """Runs in place of training: their loss is lowest, 3, at learning_rate = 0.004 and gamma = 0.2, where the best
+    learning rate rises with γ; a learning rate of 1 diverges. Yields the list of the runs that were trained."""
+    trained = []
+
+    def start(item, *_):
+        lr, gamma = (float(item.settings[key]) for key in ('learning_rate', 'gamma'))
+        trained.append((lr, gamma))
+        octaves = math.log2(lr / 0.004), math.log2(gamma / 0.2)
+        loss = 3 + 0.05 * octaves[0] ** 2 + 0.05 * octaves[1] ** 2 + 0.02 * (octaves[0] - octaves[1]) ** 2
+        argv = ['--max_iters=100', '--optimizer_name=sophiag', f'--learning_rate={lr}', f'--gamma={gamma}']
+        fake_run(item.out_dir, loss, argv, end=30 if lr == 1 else 100)
+        if lr == 1:
+            (item.out_dir / checkpoint.FAILED).write_text('iteration 30: the loss is not finite')
+        return SimpleNamespace(poll=lambda: 0)
+    monkeypatch.setattr(sweep, 'start', start)
+    return trained
+
+
+TUNE = ['--tune', 'learning_rate=1e-3,2e-3,4e-3,8e-3,1', 'gamma=0.05,0.1,0.2,0.4']
+BASE = ['--', *SHAPE, '--max_iters=100', '--optimizer_name=sophiag', '--learning_rate=1e-3']
+
+
+def test_a_coordinate_search_finds_the_best_settings_and_records_the_way(tmp_path, landscape, capsys):
+    argv = ['--out_dir', str(tmp_path), *TUNE]
+    sweep.main([*argv, '--noise=0.01', *BASE])
+    record = json.loads((tmp_path / 'tuning.json').read_text())
+    assert record['best'] == {'learning_rate': '0.004', 'gamma': '0.2'}
+    assert record['val/loss'] == pytest.approx(3) and record['start'] == {'learning_rate': '0.001', 'gamma': '0.05'}
+    losses = [kept['val/loss'] for kept in record['kept']]
+    assert losses == sorted(losses, reverse=True)
+    assert [kept['before'] for kept in record['kept']][1:] == losses[:-1]
+    assert len(landscape) == len(set(landscape)) == len(record['trials']) == record['settings tried']  # each once
+    diverged = [trial['val/loss'] for trial in record['trials'] if trial['learning_rate'] == '1']
+    assert (1.0, 0.05) in landscape and diverged and not any(diverged)
+    assert f'best of {len(landscape)} settings tried: --learning_rate=0.004 --gamma=0.2' in capsys.readouterr().out
+
+    # The same again trains nothing, and comes to the same; so does a table of it.
+    before = (tmp_path / 'tuning.json').read_text()
+    sweep.main(['--out_dir', str(tmp_path)])
+    sweep.main(['--out_dir', str(tmp_path), '--table'])
+    assert (tmp_path / 'tuning.json').read_text() == before and len(landscape) == record['settings tried']
+    assert len(rows_of(tmp_path / 'results.csv')) == len(landscape)
+
+
+def test_a_coordinate_search_resumes(tmp_path, landscape, monkeypatch):
+    start = sweep.start
+
+    def interrupted(item, *args):
+        if len(landscape) == 3:
+            raise KeyboardInterrupt
+        return start(item, *args)
+    monkeypatch.setattr(sweep, 'start', interrupted)
+    argv = ['--out_dir', str(tmp_path), *TUNE, '--noise=0.01', *BASE]
+    assert 'the same command resumes' in refusal(sweep.main, argv)
+    monkeypatch.setattr(sweep, 'start', start)
+    sweep.main(argv)
+    assert len(landscape) == len(set(landscape))
+    assert json.loads((tmp_path / 'tuning.json').read_text())['val/loss'] == pytest.approx(3)
+
+
+def test_a_coordinate_search_keeps_nothing_within_the_noise(tmp_path, landscape, capsys):
+    sweep.main(['--out_dir', str(tmp_path), *TUNE, '--noise=10', *BASE])
+    record = json.loads((tmp_path / 'tuning.json').read_text())
+    assert record['kept'] == [] and record['best'] == record['start'] and len(landscape) == 1 + 4 + 3
+    assert 'learning_rate=0.001 is at the edge' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(('argv', 'message'), [
+    (['--tune', 'seed=1'], '--tune needs --noise'), (['--tune', 'seed', '--noise=1'], 'write KEY=V1,V2'),
+    (['--tune', 'seed=1', '--noise=1', '--grid', 'seed=1'], 'give one of'),
+    (['--tune', 'seed=1', '--noise=1', '--only=1'], 'not with --only')])
+def test_coordinate_searches_that_make_no_sense_are_rejected(tmp_path, argv, message, capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(['--out_dir', str(tmp_path), *argv])
+    assert message in capsys.readouterr().err
+    assert 'no such setting' in refusal(sweep.main, ['--out_dir', str(tmp_path), '--tune', 'nosuch=1', '--noise=1'])
+
+
+def test_progress_says_which_run_is_how_far(tmp_path, monkeypatch, capsys):
+    items = sweep.expand(dict(base=SHAPE, runs=[dict(max_iters=[100, 200], learning_rate=2e-3)]), tmp_path)
+    polls = iter([None, None, 0])
+
+    def start(item, *_):
+        fake_run(item.out_dir, 3.0, ['--max_iters=200'], end=80)
+        return SimpleNamespace(poll=lambda: next(polls))
+    monkeypatch.setattr(sweep, 'start', start)
+    monkeypatch.setattr(sweep, 'REPORT_SECONDS', 0)
+    fake_run(items[0].out_dir, 3.0, ['--max_iters=100'])
+    assert list(sweep.train_all(items)) == items[1:]
+    assert 'run 2/2 max_iters=200,learning_rate=0.002: iter 80/200, 4.10, ETA 60 s' in capsys.readouterr().err

@@ -19,7 +19,7 @@ FILES = [f'train/{i:02d}.jsonl.zst' for i in range(30)]
 
 
 def main():
-    parser = argument_parser(__doc__, __file__, tokenizer='gpt-neox-20b', data_files=True)
+    parser = argument_parser(__doc__, __file__, tokenizer='gpt-neox-20b', data_files='.jsonl or .parquet')
     parser.add_argument('--val_files', nargs='+', type=existing, metavar='FILE', help='the val split of --data_files')
     parser.add_argument('--num_files', type=at_least_one, default=30, help='training files to take (default: all 30)')
     args = parser.parse_args()

@@ -12,21 +12,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, existing, local_files, read_text
 from data.tokenizer import Char
 from data.writer import Batches, Corpus, write_bins
+from runtime.files import atomic_write
 
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 
 
 def download(path):
-    """Fetch the text to `path`, whole or not at all."""
+    """Fetch the text to `path`."""
     try:
         with urllib.request.urlopen(URL, timeout=60) as response:
             text = response.read()
     except OSError as error:
         raise SystemExit(f'{URL}: cannot be downloaded ({error}); --input FILE takes a copy') from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix('.tmp')
-    temporary.write_bytes(text)
-    temporary.replace(path)
+    with atomic_write(path) as file:
+        file.write(text)
 
 
 def main():

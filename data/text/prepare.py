@@ -1,5 +1,6 @@
 """Your own text: .txt (documents divided by <|endoftext|>), .jsonl (both also .gz or .bz2) and .parquet files.
 
+Of a directory, all such files anywhere below it are read, in the order of their names.
 Without --val_file, val_fraction of the documents go to val.bin: every 100th at 0.01, the 3rd and 5th of every 5 at 0.4.
 When there are too few for one, a single one for instance, the last val_fraction of the text does, cut at a line end.
 """
@@ -15,8 +16,8 @@ from data.writer import write_bins
 
 def main():
     parser = argument_parser(__doc__, __file__, tokenizer='gpt2')
-    parser.add_argument('files', nargs='+', type=existing, metavar='FILE')
-    parser.add_argument('--val_file', nargs='+', type=existing, default=[], metavar='FILE', help='files for val.bin')
+    parser.add_argument('files', nargs='+', type=existing, metavar='PATH')
+    parser.add_argument('--val_file', nargs='+', type=existing, default=[], metavar='PATH', help='files for val.bin')
     parser.add_argument('--val_fraction', type=float, default=0.01, help='what part goes to val.bin (default: 0.01)')
     parser.add_argument('--text_key', default='text', help='key of the text in .jsonl and .parquet (default: text)')
     args = parser.parse_args()

@@ -113,8 +113,10 @@ def main(argv=None):
     fig, axes = figure(len(panels), width=4.0)
     for ax, key in zip(axes, panels):
         shown = [row for row in rows if key in row]
-        ax.barh([f'{row["algorithm"]} {row["model size"]}' for row in shown], [row[key] for row in shown])
-        ax.set(xlabel=key)
+        bars = ax.barh([f'{row["algorithm"]} {row["model size"]}' for row in shown], [row[key] for row in shown])
+        ax.bar_label(bars, fmt='{:,.4g}', padding=3, fontsize=8)
+        ax.set(xlabel=key, title=f'{key} of an iteration' if 'step' not in key else key)
+        ax.margins(x=0.18)
         ax.invert_yaxis()
     save(args.output, fig, rows)
 

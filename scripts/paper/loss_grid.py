@@ -17,7 +17,17 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.runs import OPTIMIZER_LABELS, by_seed, figure, finished_runs, mean_loss, png_path, print_table, save
+from scripts.runs import (
+    OPTIMIZER_LABELS,
+    add_tuned,
+    by_seed,
+    figure,
+    finished_runs,
+    mean_loss,
+    png_path,
+    print_table,
+    save,
+)
 
 
 def best_losses(runs, keys):
@@ -37,10 +47,12 @@ def main(argv=None):
     parser.add_argument('--columns', default='beta2', metavar='KEY', help='default: beta2')
     parser.add_argument('--optimizer', help='whose runs (default: the only other one)')
     parser.add_argument('--minus', metavar='OPTIMIZER', help='subtract its best loss in the same cell')
+    add_tuned(parser)
     parser.add_argument('--output', default='loss_grid.png', help='PNG; .csv beside it')
     args = parser.parse_args(argv)
     png_path(args.output)
-    runs, keys = finished_runs(args.out_dirs), (args.rows, args.columns)
+    keys = (args.rows, args.columns)
+    runs = finished_runs(args.out_dirs, (*args.tuned, *keys))
     for key in keys:
         if key not in runs[0].config:
             raise SystemExit(f'{key}: no such setting; see python train.py --help')

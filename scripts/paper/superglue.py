@@ -5,8 +5,8 @@
 
 A prompt is an instruction and two exemplars from the train split; accuracy on the validation split is averaged over 5
 draws of exemplars, the same for every checkpoint. Data: the Hub's aps/super_glue, or a folder TASK/{train,val}.jsonl.
-An answer is right if the first word that the model writes on the line is the right one. Beside each accuracy stand the
-one of always giving the most frequent answer, and of guessing. A bar chart goes to --output, the numbers beside it.
+An answer is right if the first word that the model writes on the line is the right one. The table also has the accuracy
+of always giving the most frequent answer, and of guessing. A bar chart goes to --output, the numbers beside it.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def parse(argv):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Rows: from the Hub or jsonl files, in one form
+# Rows, from the Hub or from jsonl files
 
 
 def read_rows(task, split, data_dir=None):
@@ -100,7 +100,7 @@ def read_rows(task, split, data_dir=None):
 def flatten(task, row):
     """The rows in one row of a file: several for MultiRC's nested form, else one. `label` becomes an index.
 
-    Raises KeyError or ValueError where a field of the template is missing, or the label is none of the task's.
+    Raises KeyError or ValueError if a field of the template is missing or the task has no such label.
     """
     if 'passage' in row and isinstance(row['passage'], dict):
         return [checked(task, dict(paragraph=row['passage']['text'], question=question['question'],
@@ -110,9 +110,9 @@ def flatten(task, row):
 
 
 def checked(task, row):
-    """`row` with its label as an index into task.answers, its template filled in once to see that all fields exist."""
+    """`row` with its label as an index into task.answers; KeyError if it lacks a field of the template."""
     task.template.format(**row)
-    # The Hub has numbers for all labels; in files they are names, numbers or truth values (True == 1).
+    # On the Hub all labels are numbers; in files they are names, numbers or booleans (True == 1).
     label = task.labels.index(row['label']) if isinstance(row['label'], str) else int(row['label'])
     if label not in range(len(task.labels)):
         raise ValueError(f'label {row["label"]!r}')
@@ -131,13 +131,13 @@ def draw_exemplars(name, rows, shots, draws, seed):
 
 
 def make_prompt(task, exemplars, row):
-    """The text that the model is to go on with, up to and without the space before the answer."""
+    """The text that the model continues, without the space before the answer."""
     shown = [f'{task.template.format(**e)} {task.answers[e["label"]]}' for e in exemplars]
     return '\n\n'.join([task.instruction, *shown, task.template.format(**row)])
 
 
 def read_answer(task, text):
-    """The index of the answer in what the model wrote: the first word of its first line; None if that is no answer."""
+    """The index of the answer that the model wrote, the first word of its first line; None for any other word."""
     word = re.search(r'\w+', text.split('\n')[0])
     word = word.group().lower() if word else None
     return task.answers.index(word) if word in task.answers else None
@@ -201,7 +201,7 @@ def baselines(task, rows):
 
 
 def run_task(loaded, task, rows, draws, batch_size, progress):
-    """What a checkpoint reaches on one task, a dict; `draws` are the lists of exemplars."""
+    """The scores of a checkpoint on one task, a dict; `draws` are the lists of exemplars."""
     # One token more than the longest answer, to see where the word ends.
     max_new_tokens = 1 + max(len(loaded.tokenizer.encode(f' {answer}')) for answer in task.answers)
     accuracies, unparsed, cut = [], 0, 0
@@ -214,7 +214,7 @@ def run_task(loaded, task, rows, draws, batch_size, progress):
         progress.update()
     accuracy = statistics.mean(accuracies)
     return dict(accuracy=accuracy, draws=accuracies, stdev=statistics.stdev(accuracies) if len(draws) > 1 else 0.0,
-                # Of the choice of validation rows, which are the same in every draw.
+                # The error from the choice of validation rows, which are the same in every draw.
                 standard_error=(accuracy * (1 - accuracy) / len(rows)) ** 0.5,
                 no_answer=unparsed / len(draws), prompts_cut=cut / len(draws) / len(rows))
 

@@ -6,7 +6,7 @@
 Short runs of a small model (30M unless the arguments say otherwise): γ is halved while more than 50 % of the
 coordinates are not clipped, and doubled while fewer than 10 % are. The learning rate is 0.8 × AdamW's, or 3 to 5 ×
 Lion's. Standard output holds the lines for a config file, standard error the rest. The runs stay in out_dir, and the
-same command goes on where it stopped.
+same command resumes where it stopped.
 """
 
 import argparse

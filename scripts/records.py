@@ -1,0 +1,81 @@
+"""Checks that directories hold complete records of runs, and prints them as one table.
+
+  python scripts/records.py records/study
+  python scripts/records.py records --output records/table.csv
+
+A record is a directory with the config.json and metrics.jsonl that train.py wrote; records/README.md says what they
+must hold. Nothing of a record is executed. The exit code is 1 when a record is incomplete.
+"""
+
+import argparse
+import math
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from scripts.runs import find_runs, print_table, writable, write_csv
+
+
+def problems(run):
+    """What is missing from a record or wrong with it, a list of clauses."""
+    about, found = run.about, []
+    machine = about.get('machine')
+    if not isinstance(machine, dict) or not (machine.get('gpu') or machine.get('cpu')):
+        found.append('config.json does not name the machine (CPU or GPU)')
+    elif not machine.get('gpu') and not (machine.get('cores') and machine.get('threads')):
+        found.append('config.json does not say how many cores and threads it had')
+    if not re.fullmatch('[0-9a-f]{40}', str(about.get('git_commit'))):
+        found.append('config.json has no git_commit')
+    if not about.get('data'):
+        found.append('config.json has no fingerprint of the data')
+    if not about.get('command'):
+        found.append('config.json has no command')
+    if run.rejected and not run.diverged:
+        found.append(run.rejected)
+    losses = [record[key] for record in run.records for key in ('train/loss', 'val/loss') if key in record]
+    if not all(isinstance(loss, (int, float)) and math.isfinite(loss) for loss in losses):
+        found.append('metrics.jsonl holds a loss that is no finite number')
+    iterations = run.series('train/loss')[0]
+    if iterations != sorted(set(iterations)):
+        found.append('the iterations in metrics.jsonl do not rise')
+    places = [word for word in map(str, about.get('command') or []) if re.search(r'(^|=)(/|~|[A-Za-z]:\\)', word)]
+    if places:
+        found.append(f'the command names a place on the machine: {places[0]}')
+    return found
+
+
+def row(run):
+    """One line of the table."""
+    machine = run.about.get('machine') or {}
+    return {'record': str(run.out_dir), 'optimizer': run.optimizer_label, 'parameters': run.about['parameters'],
+            'T': run.max_iters, 'tokens': run.max_iters * run.total_batch_size * run.block_size,
+            'learning_rate': run.learning_rate, 'seed': run.config.get('seed'),
+            'val/loss': None if run.rejected else run.last('val/loss'),
+            'hours': run.records[-1]['time'] / 3600 if run.records else None,
+            'machine': machine.get('gpu') or machine.get('cpu'), 'commit': str(run.about.get('git_commit'))[:10]}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='records, or directories of records')
+    parser.add_argument('--output', help='the table as a CSV file')
+    args = parser.parse_args(argv)
+    if args.output:
+        writable(args.output)
+    runs = find_runs(args.out_dirs)
+    rows = sorted(map(row, runs), key=lambda row: (row['parameters'], row['T'], row['optimizer'],
+                                                   row['val/loss'] or math.inf))
+    print_table(rows)
+    if args.output:
+        write_csv(args.output, rows)
+    incomplete = {run.out_dir: found for run in runs if (found := problems(run))}
+    for out_dir, found in incomplete.items():
+        print(f'{out_dir}: {"; ".join(found)}', file=sys.stderr)
+    if incomplete:
+        raise SystemExit(f'{len(incomplete)} of {len(runs)} records are incomplete')
+    print(f'{len(runs)} records, all complete')
+
+
+if __name__ == '__main__':
+    main()
