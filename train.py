@@ -363,6 +363,7 @@ def main(argv):
     if writes:
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
+                            flops_per_token=model.flops_per_token(),
                             data=fingerprints, changes=changes, device=devices.device_name(world.device))
     if path:
         log.print(f'resuming from {path} at iteration {state.iter} of {c.max_iters}')

@@ -119,10 +119,10 @@ class Run:
 
     def flops_per_iteration(self):
         """FLOPs of one iteration on average, with its share of the Hessian estimates (see `flops_per_iteration`)."""
-        return sum(flops_per_iteration(self.config, self.about['parameters']))
+        return sum(flops_per_iteration(self.config, self.about))
 
 
-def flops_per_iteration(config, parameters):
+def flops_per_iteration(config, about):
     """(FLOPs of forward and backward of an iteration, FLOPs per iteration spent on Hessian estimates).
 
     Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration; an estimate, every
@@ -131,16 +131,20 @@ def flops_per_iteration(config, parameters):
 
     Args:
         config: the settings, key → value.
-        parameters: number of parameters, from which follows the vocabulary: config.json does not name it.
+        about: what else config.json says: `flops_per_token` of the model that was trained; or, in older ones, its
+            `parameters`, from which the vocabulary and with it the FLOPs of a GPT-2 follow.
     """
-    import torch
+    per_token = about.get('flops_per_token')
+    if per_token is None:
+        import torch
 
-    from model import GPT, GPTConfig
-    shape = {key: config[key] for key in ('block_size', 'n_layer', 'n_head', 'n_embd', 'bias')}
-    with torch.device('meta'):
-        rest = GPT(GPTConfig(vocab_size=64, **shape)).num_params() - 64 * config['n_embd']
-        model = GPT(GPTConfig(vocab_size=(parameters - rest) // config['n_embd'], **shape))
-    per_sequence = model.flops_per_token() * config['block_size']
+        from model import GPT, GPTConfig
+        shape = {key: config[key] for key in ('block_size', 'n_layer', 'n_head', 'n_embd', 'bias')}
+        with torch.device('meta'):
+            rest = GPT(GPTConfig(vocab_size=64, **shape)).num_params() - 64 * config['n_embd']
+            vocab_size = (about['parameters'] - rest) // config['n_embd']
+            per_token = GPT(GPTConfig(vocab_size=vocab_size, **shape)).flops_per_token()
+    per_sequence = per_token * config['block_size']
     estimate = hessian_cost(config['optimizer_name']) * config['hessian_batch_size'] * per_sequence
     interval = config['hessian_interval']
     return per_sequence * config['total_batch_size'], estimate / interval if interval else 0.0
