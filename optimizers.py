@@ -269,7 +269,7 @@ def sophia(**variant):
     """Builds Sophia, or an ablation of it by the arguments of its constructor."""
     def build(groups, s):
         return Sophia(groups, s.learning_rate, betas(s), s.gamma, s.eps, s.weight_decay, nonfinite='ignore',
-                      compile=s.compile, **variant)
+                      bias_correction=s.hessian_bias_correction, compile=s.compile, **variant)
     return build
 
 
@@ -283,7 +283,7 @@ SOPHIA_G_LR = SOPHIA_H_LR | {'1.5B': 1.2e-4, '6.6B': 6e-5}
 # The paper does not state it; ours is the best of 0.1, 0.3 and 1 with the model 'tiny'.
 ADAHESSIAN_LR = 0.3
 
-SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10)
+SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10, hessian_bias_correction=False)
 SOPHIA_G = dict(SOPHIA, gamma=0.05, hessian_batch_size=240)
 SOPHIA_H = dict(SOPHIA, gamma=0.01, hessian_batch_size=32)
 
@@ -336,7 +336,7 @@ OPTIMIZERS = {
 }
 # What train.py's settings of optimizers are where an optimizer has no use for them.
 UNUSED = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0, hessian_batch_size=0,
-              optimizer_args='')
+              hessian_bias_correction=False, optimizer_args='')
 
 
 def row(optimizer_name):

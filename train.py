@@ -77,6 +77,7 @@ eps = derived(float)  # lower bound of the denominator (Sophia), or added to it 
 gamma = derived(float)  # Sophia's γ in clip(m / max(γ·h, ε), 1)
 hessian_interval = derived(int)  # k, iterations between Hessian estimates; 0 = none
 hessian_batch_size = derived(int)  # sequences of the mini-batch, over all devices, that an estimate uses
+hessian_bias_correction = derived(bool)  # Sophia: divide h by 1 − β2ⁿ after n estimates; not the paper's
 grad_clip = 1.0  # clip gradients at this norm; 0 = off
 # schedule
 max_iters = 100000  # T, number of updates
