@@ -326,7 +326,8 @@ OPTIMIZERS = {
     'adopt': of_library('pytorch_optimizer:ADOPT', dict(beta1=0.9, beta2=0.9999, weight_decay=0.1, eps=1e-6),
                         lambda s: dict(betas=betas(s), eps=s.eps, weight_decouple=True)),
     'schedulefree': of_library('schedulefree:AdamWScheduleFree', dict(
-        beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8), lambda s: dict(betas=betas(s), eps=s.eps)),
+        beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, schedule='constant'),
+        lambda s: dict(betas=betas(s), eps=s.eps)),
     # Prodigy finds the size of its steps; the learning rate is a factor of that.
     'prodigy': of_library('pytorch_optimizer:Prodigy', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
                           lambda s: dict(betas=betas(s), eps=s.eps), 1.0, 'its paper'),
