@@ -27,7 +27,7 @@ from hessian import Hook
 from model import GPT, SIZES, GPTConfig
 from runtime import checkpoint, cpu_kernels, files, hf, runlog
 from runtime import device as devices
-from runtime.distributed import World, ranks_from_environment, under_torchrun
+from runtime.distributed import World, one_message, ranks_from_environment, under_torchrun
 from runtime.rng import DROPOUT, keyed_bits
 from runtime.signals import NOT_FINITE, STOPPED, SafeStream, StopSignals
 from runtime.speed import Speed
@@ -355,11 +355,12 @@ def evaluate(run, val_data, stops):
 
 def main(argv):
     """Trains as the config files and flags `argv` say. SystemExit with one line when that cannot be."""
+    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
     if '--help' in argv or '-h' in argv:
         print(configurator.help_text(__doc__, DEFAULTS, Path(__file__).read_text(encoding='utf-8')))
         return
-    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
-    c = resolve(argv)
+    with one_message():
+        c = resolve(argv)
     if c.show_config:
         print('\n'.join(c.lines(everything=True)))
         return

@@ -4,13 +4,13 @@
   python dev/gpu_suite.py --dry_run                        the plan, and what of it is done
   python dev/gpu_suite.py --device cpu --tiny              try it on a CPU, in minutes
 
-Each call goes on with the next item that --records lacks, stops after --minutes, and can be repeated until all is done.
+Each call resumes with the next item that --records lacks, stops after --minutes, and can be repeated until all is done.
 What cannot be resumed waits for a call with enough time left: once it was cut off, with more than it had then. Training
-that was cut off goes on from its checkpoint in --work. What has ended is in --records at once, small files only, and in
-the archive --out if one is given. Needs Python and torch (matplotlib and a network it does not).
+that was cut off resumes from its checkpoint in --work. What has ended is in --records at once, small files only, and in
+the archive --out if one is given. Needs Python and torch, neither matplotlib nor a network.
 
-The runs: GPT-2 on the text given, AdamW, Lion, Sophia-G and Sophia-H at Table 3's rate times --multipliers, AdamW's
-rate swept as finely as Sophia's, each on the whole schedule of T = --max_iters or of T/2; then a second seed of the
+The runs: GPT-2 on the text given, AdamW, Lion, Sophia-G and Sophia-H at Table 3's learning rate times --multipliers,
+AdamW's swept as finely as Sophia's, each on the whole schedule of T = --max_iters or of T/2; then a second seed of the
 best runs of AdamW at T and Sophia-G at T/2; then both with a short warm-up, and Sophia-G with other β1, γ, ε and
 Hessian averages; then AdamW and Sophia-G over mini-batch and horizon. scripts/speedup.py judges the first
 (RECORDS/main), scripts/paper/loss_grid.py draws the last (RECORDS/map). Remove a record to have it made again.
@@ -34,8 +34,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.loader import read_meta
 from dev.bench import default_configs
-from optimizers import PEAK_LR
+from optimizers import LION_LR, peak_learning_rate
 from runtime.checkpoint import FAILED
 from runtime.device import check_device
 from runtime.files import atomic_write
@@ -43,7 +44,7 @@ from scripts.runs import ROOT, below, print_table, read_json, read_run, write_js
 from scripts.sweep import expand, interrupt, progress, train_all
 
 GROUPS = ('tests', 'bench', 'runs', 'seeds', 'large', 'variants', 'map')
-# One GPU of 141 GB holds the states of the 6.6B model (107 GB) and the estimate's gradient (27 GB) in FSDP's way only:
+# One GPU of 141 GB holds the states of the 6.6B model (107 GB) and the estimate's gradient (27 GB) under FSDP only:
 # no 16-bit copies of all weights, no second gradient.
 LARGE = [('1.5B', ['--block_size=2048', '--batch_size=4', '--total_batch_size=16']),
          ('6.6B', ['--block_size=2048', '--batch_size=1', '--total_batch_size=4', '--parallel=fsdp',
@@ -65,10 +66,22 @@ class Command:
         self.missing = missing
 
     @property
+    def result(self):
+        """(exit code, minutes) of its record; None where there is none. SystemExit when that is damaged."""
+        if not self.record.is_file():
+            return None
+        found = read_json(self.record)
+        try:
+            return int(found['exit_code']), float(found['seconds']) / 60
+        except (KeyError, TypeError, ValueError):
+            raise SystemExit(f'{self.record}: not a record with "exit_code" and "seconds"; remove it, to run '
+                             f'{self.name} again') from None
+
+    @property
     def cut_off(self):
         """The minutes after which it was cut off; 0 where it was not."""
-        found = read_json(self.record) if self.record.is_file() else {}
-        return found['seconds'] / 60 if found.get('exit_code') == CUT_OFF else 0.0
+        code, minutes = self.result or (0, 0.0)
+        return minutes if code == CUT_OFF else 0.0
 
     @property
     def needs(self):
@@ -79,8 +92,8 @@ class Command:
     def state(self):
         if self.cut_off:
             return f'cut off after {self.cut_off:.1f} minutes'
-        if self.record.is_file():
-            return f'done (exit code {read_json(self.record)["exit_code"]})'
+        if self.result:
+            return f'done (exit code {self.result[0]})'
         return f'left out: there is no {self.missing}' if self.missing else 'missing'
 
     def run(self, deadline):
@@ -144,10 +157,11 @@ def base_arguments(args):
 
 
 def entry(args, optimizer, T, multipliers, **settings):
-    """One object of a sweep's spec: an optimizer at T steps, over multiples of its rate in the table."""
-    rates = [float(f'{factor * PEAK_LR[args.model_size][optimizer]:.6g}') for factor in multipliers]
+    """One object of a sweep's spec: an optimizer at T steps, over multiples of its learning rate in the table."""
+    peak, _ = peak_learning_rate(optimizer, args.model_size)
+    learning_rates = [float(f'{factor * peak:.6g}') for factor in multipliers]
     batch = settings.setdefault('total_batch_size', args.total_batch_size)
-    return dict(optimizer_name=optimizer, max_iters=T, learning_rate=rates, **settings, base=[
+    return dict(optimizer_name=optimizer, max_iters=T, learning_rate=learning_rates, **settings, base=[
         f'--batch_size={min(args.batch_size, batch)}', f'--warmup_iters={args.warmup_iters or max(1, T // 2)}',
         f'--eval_interval={max(1, T // 10)}'])
 
@@ -162,7 +176,7 @@ def training_items(args, group):
         swept = [('adamw', T), ('sophiag', half), ('adamw', half), ('sophiah', half), ('lion', T)]
         runs = [entry(args, *pair, first) for pair in headline] + [entry(args, *pair, others) for pair in swept]
     elif group == 'seeds':
-        # The headline pair at the rate that turned out best; known once all rates are recorded.
+        # The headline pair at the learning rate that turned out best; known once all are recorded.
         runs = [dict(found, seed=args.seed2) for found in (best_entry(args, 'adamw', T),
                                                            best_entry(args, 'sophiag', half)) if found]
     elif group == 'variants':
@@ -184,7 +198,7 @@ def training_items(args, group):
 
 
 def best_entry(args, optimizer, T):
-    """The `entry` of an optimizer at T with the rate whose recorded run is best; None while rates are missing."""
+    """The `entry` of an optimizer at T with the learning rate whose recorded run is best; None while one is missing."""
     losses = {}
     for factor in args.multipliers:
         (item,) = [Training(item, args.records) for item in expand(
@@ -219,9 +233,9 @@ def bench_items(args):
         of_sizes.setdefault(size[1] if size else 'tiny', []).append(config)
     attention = configs['tiny'][:1] if args.tiny else [
         '--model_size=125M --batch_size=32', '--model_size=355M --batch_size=16']
-    peers = [f'--peer={folder}' for folder in args.peer]
+    baselines = [f'--baseline={folder}' for folder in args.baseline]
     wanted = [(f'bench_{size}{suffix}', [*of_size, *more], BENCH_MINUTES.get(size, 2.0))
-              for of_sizes, suffix, more in ((configs, '', peers), (hutchinson, '_sophiah', []))
+              for of_sizes, suffix, more in ((configs, '', baselines), (hutchinson, '_sophiah', []))
               for size, of_size in of_sizes.items()]
     wanted += [(f'bench_{kernel}', [*attention, '--steps_only', f'--attention={kernel}'], 2.0)
                for kernel in ('flash', 'math' if args.device == 'cpu' else 'cudnn')]
@@ -285,18 +299,18 @@ def parse(argv):
     parser.add_argument('--text', nargs='+', default=[], metavar='FILE',
                         help='to make the bins of, where missing (needs tiktoken with its GPT-2 vocabulary)')
     parser.add_argument('--val_text', nargs='+', default=[], metavar='FILE')
-    parser.add_argument('--model_size', default='30M', choices=[size for size in PEAK_LR if 'lion' in PEAK_LR[size]])
+    parser.add_argument('--model_size', default='30M', choices=LION_LR)
     parser.add_argument('--max_iters', type=int, default=2000, help='T (default: 2000)')
     parser.add_argument('--total_batch_size', type=int, default=128, help='sequences (default: 128)')
     parser.add_argument('--batch_size', type=int, default=32, help='micro-batch (default: 32)')
     parser.add_argument('--warmup_iters', type=int, help='default: half of each run, which suits all of them when '
                         'runs are short (README, "What small runs say")')
     parser.add_argument('--multipliers', nargs='+', type=float, default=[1, 2, 0.5],
-                        help="of Table 3's rate, the first one first (default: 1 2 0.5)")
+                        help="of Table 3's learning rate, the first one first (default: 1 2 0.5)")
     parser.add_argument('--map_batches', nargs='+', type=int, default=[8, 32, 480], metavar='N',
                         help='mini-batches of the map (default: 8 32 480)')
     parser.add_argument('--seed2', type=int, default=1338, help='the second seed (default: 1338)')
-    parser.add_argument('--peer', action='append', default=[], metavar='PATH',
+    parser.add_argument('--baseline', action='append', default=[], metavar='PATH',
                         help='a checkout of nanoGPT for the benchmark to measure beside ours')
     parser.add_argument('--tiny', action='store_true', help='a tiny model, bytes as tokens, a few steps')
     args = parser.parse_args(argv)
@@ -324,7 +338,7 @@ def main(argv=None):
     check_device(args.device)
     signal.signal(signal.SIGTERM, interrupt)
     prepare_data(args)
-    tokens = read_json(Path(args.dataset) / 'meta.json')['train']['tokens']
+    tokens = read_meta(args.dataset)['train']['tokens']
     block_size = 32 if args.tiny else 1024
     epochs = args.max_iters * args.total_batch_size * block_size / tokens
     print(f'T = {args.max_iters} steps of {args.total_batch_size} × {block_size} tokens: {epochs:.1f} epochs of '
@@ -345,7 +359,7 @@ def main(argv=None):
                     print(f'time is up at {item.name}: {item.state}')
                     return
     except KeyboardInterrupt:
-        raise SystemExit('interrupted; the same command goes on where it stopped') from None
+        raise SystemExit('interrupted; the same command resumes where it stopped') from None
     missing = [item.name for group in args.groups for item in items_of(args, group)
                if not item.state.startswith(('done', 'left out'))]
     print(f'{len(missing)} failed or left for another call: {", ".join(missing)}' if missing else 'all done')

@@ -6,6 +6,7 @@
 A table stands between the lines <!-- table: NAME --> and <!-- end -->; everything else on the pages is written by hand.
 """
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -121,14 +122,14 @@ def current(page, text):
 
 def main(argv=None):
     """Writes the pages; with --check only looks whether they are current."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv not in ([], ['--check']):
-        raise SystemExit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--check', action='store_true', help='write nothing, exit with 1 if a page is not current')
+    check = parser.parse_args(argv).check
     for page in PAGES:
         path = ROOT / page
         text = path.read_text(encoding='utf-8')
         if current(page, text) != text:
-            if argv:
+            if check:
                 raise SystemExit(f'{page}: not current; run python dev/tables.py')
             path.write_text(current(page, text), encoding='utf-8')
             print(f'wrote {page}')

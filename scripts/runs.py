@@ -497,6 +497,12 @@ def make_folder(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
+def show_progress(text):
+    """Shows `text` on the last line of a terminal, instead of what stood there; elsewhere nothing."""
+    if sys.stderr.isatty():
+        print(f'\r\033[K{text}', end='', file=sys.stderr, flush=True)
+
+
 def print_table(rows, columns=None):
     """Prints `rows`, a list of dicts, as an aligned table."""
     columns = columns or list(dict.fromkeys(key for row in rows for key in row))

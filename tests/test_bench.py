@@ -1,4 +1,4 @@
-"""The benchmark: its columns, its peers, its refusals; and that it steps as train.py does."""
+"""The benchmark: its columns, its baselines, its errors; and that it steps as train.py does."""
 
 import json
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from conftest import TINY, metrics, refusal, run_train
 
-import configurator
+import train
 from dev import bench
 
-PEER = '''
+BASELINE = '''
 import torch
 from dataclasses import dataclass
 from torch import nn
@@ -39,7 +39,7 @@ class GPT(Ours):
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         print('this is no row of the table')
-        return torch.optim.AdamW(self.parameter_groups(weight_decay), lr=learning_rate, betas=betas)
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas)
 '''
 
 
@@ -47,8 +47,8 @@ class GPT(Ours):
 def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp('bench')
     (folder / 'peer').mkdir()
-    (folder / 'peer' / 'model.py').write_text(PEER)
-    bench.main(['--tiny', '--rounds', '2', '--device', 'cpu', '--peer', str(folder / 'peer'), '--output',
+    (folder / 'peer' / 'model.py').write_text(BASELINE)
+    bench.main(['--tiny', '--rounds', '2', '--device', 'cpu', '--baseline', str(folder / 'peer'), '--output',
                 str(folder / 'bench.json')])
     return json.loads((folder / 'bench.json').read_text())
 
@@ -65,7 +65,7 @@ def test_every_column_is_measured_where_it_exists(report):
         assert 'mfu' not in row  # of a CPU, whose peak is not known
     assert report['about']['torch'] == torch.__version__
     command = report['about']['command']
-    assert command.startswith('dev/bench.py --tiny') and '--peer peer ' in command
+    assert command.startswith('dev/bench.py --tiny') and '--baseline peer ' in command
     lines = bench.table(rows).splitlines()
     assert len(lines) == 6 and len({line.count('|') for line in lines}) == 1
 
@@ -76,7 +76,7 @@ def test_it_steps_as_train_py_does(corpus, tmp_path, name, extra):
     """The first steps: bench.py's rate is constant, and iterations 0 to 3 of its rounds are those of k = 2."""
     flags = [*TINY, f'--optimizer_name={name}', '--decay_lr=False', '--warmup_iters=0', '--learning_rate=1e-2', *extra]
     run_train(*flags, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--max_iters=4')
-    case = bench.Case(configurator.resolve([*flags, f'--dataset={corpus}']), corpus)
+    case = bench.Case(train.resolve([*flags, f'--dataset={corpus}']), corpus)
     case.close()
     assert case.losses == pytest.approx(metrics(tmp_path), abs=2e-6)
 
@@ -106,7 +106,7 @@ def test_a_configuration_may_be_one_flag_and_they_keep_their_order(monkeypatch):
     assert texts[:3] == ['model_size', 'model_size optimizer_name', 'total_batch_size']
 
 
-def test_refusals(monkeypatch, capsys):
+def test_errors(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     assert 'no CUDA device' in refusal(bench.main, ['--tiny', '--device', 'cuda'])
     for argv in (['--tyni'], ['--model_size', '125M']):
@@ -115,6 +115,6 @@ def test_refusals(monkeypatch, capsys):
         assert f'{argv[0]}: no such flag' in capsys.readouterr().err
 
 
-def test_a_peer_that_is_none_is_refused(tmp_path):
+def test_a_baseline_without_a_model_is_rejected(tmp_path):
     with pytest.raises(SystemExit, match='no model.py'):
-        bench.main(['--tiny', '--peer', str(tmp_path)])
+        bench.main(['--tiny', '--baseline', str(tmp_path)])

@@ -1,6 +1,5 @@
 """Config files and flags: types, refusals, precedence, provenance."""
 
-import re
 import sys
 
 import pytest
@@ -169,9 +168,3 @@ def test_help_lists_every_setting_with_its_comment():
     for key in train.resolve([]).values:
         line = next(line for line in text.splitlines() if line.startswith(f'  --{key}='))
         assert len(line.split(maxsplit=1)[1]) > 10, f'{key} has no comment in train.py'
-
-
-def test_readme_lists_every_setting():
-    text = (ROOT / 'README.md').read_text(encoding='utf-8')
-    listed = set(re.findall(r'^\| `(\w+)` \| ', text, flags=re.M))
-    assert set(train.resolve([]).values) <= listed

@@ -29,7 +29,7 @@ def test_bench_rejects_an_output_that_cannot_be_written_before_it_measures(tmp_p
     assert 'cannot be written' in refusal(bench.main, argv)
 
 
-def test_gpu_suite_goes_on_with_what_is_missing(tmp_path, corpus, capsys):
+def test_gpu_suite_resumes_with_what_is_missing(tmp_path, corpus, capsys):
     common = ['--tiny', '--device', 'cpu', '--records', str(tmp_path / 'records'), '--work', str(tmp_path / 'work')]
 
     def plan(group):
@@ -43,14 +43,14 @@ def test_gpu_suite_goes_on_with_what_is_missing(tmp_path, corpus, capsys):
     settings = [item.item.settings for item in items]
     assert [(s['optimizer_name'], s['max_iters']) for s in settings[:3]] == [
         ('adamw', 20), ('sophiag', 10), ('adamw', 10)]
-    rates = {name: {s['learning_rate'] for s in settings if s['optimizer_name'] == name}
+    learning_rates = {name: {s['learning_rate'] for s in settings if s['optimizer_name'] == name}
              for name in ('adamw', 'sophiag')}
-    assert len(rates['adamw']) >= len(rates['sophiag']) > 1
+    assert len(learning_rates['adamw']) >= len(learning_rates['sophiag']) > 1
     assert {item.state for item in items} == {'missing'} and plan('seeds') == []
     for item in items:
         item.item.check()
 
-    # What is recorded counts as done, and once all rates of the headline pair are, the best gets another seed.
+    # What is recorded counts as done, and once all learning_rates of the headline pair are, the best gets another seed.
     for item in items:
         loss = 3.0 + item.item.settings['learning_rate']
         fake_run(item.record, loss, [f'--max_iters={item.item.settings["max_iters"]}'])
@@ -58,7 +58,7 @@ def test_gpu_suite_goes_on_with_what_is_missing(tmp_path, corpus, capsys):
     seeds = [item.item.settings for item in plan('seeds')]
     assert [(s['optimizer_name'], s['max_iters'], s['seed']) for s in seeds] == [('adamw', 20, 1338),
                                                                                  ('sophiag', 10, 1338)]
-    assert [s['learning_rate'] for s in seeds] == [min(rates['adamw']), min(rates['sophiag'])]
+    assert [s['learning_rate'] for s in seeds] == [min(learning_rates['adamw']), min(learning_rates['sophiag'])]
 
 
 def test_gpu_suite_leaves_for_another_call_what_has_not_enough_time(tmp_path, corpus, monkeypatch, capsys):
@@ -91,7 +91,14 @@ def test_gpu_suite_leaves_for_another_call_what_has_not_enough_time(tmp_path, co
     assert endless.state == 'done (exit code 0)' and 'ended' in capsys.readouterr().out
 
 
-def test_gpu_suite_refuses_to_begin_without_the_device(tmp_path, monkeypatch):
+@pytest.mark.parametrize('text', ['{}', '[]', '3', '{"exit_code": null, "seconds": 1}', '{"exit_code": 0}', '{'])
+def test_gpu_suite_says_in_one_line_which_record_is_damaged(tmp_path, text):
+    (tmp_path / 'tests.json').write_text(text)
+    message = refusal(gpu_suite.main, ['--dry_run', '--device', 'cpu', '--groups', 'tests', '--records', str(tmp_path)])
+    assert message.startswith(f'{tmp_path / "tests.json"}: not ')
+
+
+def test_gpu_suite_does_not_begin_without_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setattr(gpu_suite, 'prepare_data', lambda args: pytest.fail('it began'))
     assert 'no CUDA device' in refusal(gpu_suite.main, [

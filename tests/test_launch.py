@@ -121,7 +121,7 @@ def test_the_slurm_script_saves_before_the_time_limit_and_asks_to_go_on(referenc
 def test_the_slurm_script_does_not_try_failures_again(tmp_path, corpus):
     command.corpus = corpus
     _, done = sbatch(tmp_path, tmp_path / 'out', '--n_head=5')
-    assert done.code not in (0, STOPPED) and 'n_head = 5 must be' in done.err and 'asked for' not in done.out
+    assert done.code not in (0, STOPPED) and '--n_head=5: must be' in done.err and 'asked for' not in done.out
 
 
 def test_the_slurm_script_asks_slurm_for_what_it_needs():

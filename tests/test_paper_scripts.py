@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shlex
 import sys
 
@@ -34,14 +33,6 @@ def test_help(script, capsys):
     with pytest.raises(SystemExit) as stopped:
         script.main(['--help'])
     assert stopped.value.code == 0 and '--' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize('page', ['README.md', 'docs/differences.md', 'docs/models.md'])
-def test_the_files_that_the_pages_name_exist(page):
-    text = (ROOT / page).read_text(encoding='utf-8')
-    named = set(re.findall(r'(?:scripts|config|tests)/[\w/]+\.(?:py|json)', text))
-    assert named or page == 'docs/differences.md'
-    assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.parametrize(('script', 'argv', 'message'), [

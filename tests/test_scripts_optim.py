@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import ROOT, TINY
 from fake_runs import SHAPE, fake_run
 
@@ -21,18 +20,6 @@ def run_script(path, *args, cwd=ROOT, check=True):
                           env=dict(os.environ, OMP_NUM_THREADS='1'))
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
-
-
-def test_the_recipe_of_the_readme():
-    recipe, = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(encoding='utf-8'), flags=re.S)
-    torch.manual_seed(0)
-    x = torch.randn(200, 4)
-    y = (x @ torch.randn(4, 3)).argmax(1)
-    scope = dict(model=torch.nn.Linear(4, 3), F=torch.nn.functional, batches=[(x, y)] * 300)
-    with torch.no_grad():
-        before = scope['F'].cross_entropy(scope['model'](x), y).item()
-    exec(recipe, scope)
-    assert scope['loss'].item() < before - 0.1 and 0 <= scope['optimizer'].unclipped() <= 1
 
 
 def test_tune_gamma(corpus, tmp_path):

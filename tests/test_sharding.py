@@ -46,8 +46,10 @@ def assert_same_metrics(a, b, rel=1e-5):
 @pytest.mark.parametrize('name', ['adamw', 'lion', 'sophiag', 'ef_clip', 'clip', 'normalize', 'gnb_noclip'])
 def test_shards_train_as_replicas_do(run, name):
     """Losses, norms, h and the clipped fraction of 20 iterations with an estimate at every fourth."""
-    flags = ['--max_iters=20', '--eps=1e-2' if name == 'gnb_noclip' else '--eps=1e-6']
-    assert_same_metrics(run(name, 'fsdp', *flags), run(name, 'ddp', *flags))
+    eps = [] if name in ('lion', 'clip') else ['--eps=1e-2' if name == 'gnb_noclip' else '--eps=1e-6']
+    flags = ['--max_iters=20', *eps]
+    # The sign of a momentum near 0 depends on its rounding.
+    assert_same_metrics(run(name, 'fsdp', *flags), run(name, 'ddp', *flags), rel=1e-3 if name == 'clip' else 1e-5)
 
 
 @pytest.mark.parametrize('parallel, flags, ranks, machines', [
@@ -109,9 +111,9 @@ at(4, lambda: setattr(sophia.GaussNewtonBartlett, 'estimate', spoiled), rank=1)
 
 
 @pytest.mark.parametrize('flags, name, words', [
-    (['--parallel=fsdp'], 'sophiah', 'must be ddp for sophiah, which differentiates gradients'),
+    (['--parallel=fsdp'], 'sophiah', 'must be ddp for sophiah (Hessian-vector products)'),
     (['--activation_checkpointing=True'], 'sophiah', 'must be False for sophiah'),
-    (['--parallel=fsdp', '--dtype=float16'], 'adamw', 'must be bfloat16 or float32 for parallel = fsdp'),
+    (['--parallel=fsdp', '--dtype=float16'], 'adamw', 'must be bfloat16 or float32 for --parallel=fsdp'),
     (['--parallel=tp'], 'adamw', 'must be ddp, fsdp or hsdp'),
 ])
 def test_what_shards_cannot_do_is_rejected(train, tmp_path, flags, name, words):
