@@ -311,10 +311,14 @@ def edited_unseen(data, tmp):
 
 
 def another_optimizer(data, tmp):
-    """ADOPT as its docstring says it, in NumPy; the same losses over ranks and shards; it saves and resumes."""
+    """ADOPT as its docstring says it, in NumPy; the same losses over ranks and shards; it saves and resumes; and the
+    tests of the table still pass."""
+    import pytest
     from adopt import ADOPT
 
     import train
+    assert pytest.main(['tests/test_optimizers.py', '-q', '-p', 'no:cacheprovider', '-k',
+                        'row or paper or states_per or rejected']) == 0
     over_ranks = [ranks(2, lambda kind=kind: losses(flags(data, f'--parallel={kind}', '--batch_size=1', name='adopt')))
                   for kind in ('ddp', 'fsdp')]
     one = losses(flags(data, name='adopt'))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, metrics
+from reference import adahessian_in_numpy, lion_in_numpy
 
 import hessian
 import optimizers
@@ -30,26 +31,6 @@ HOOKS = [name for name in optimizers.OPTIMIZERS if optimizers.row(name).hook is 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Lion and AdaHessian
-
-
-def lion_in_numpy(theta, gradients, _, lr, beta1, beta2, weight_decay):
-    m = np.zeros_like(theta)
-    for g in gradients:
-        step = np.sign(beta1 * m + (1 - beta1) * g)
-        m = beta2 * m + (1 - beta2) * g
-        theta = theta - lr * weight_decay * theta - lr * step
-    return theta, m
-
-
-def adahessian_in_numpy(theta, gradients, estimates, lr, beta1, beta2, weight_decay, eps):
-    m, v, estimated = np.zeros_like(theta), np.zeros_like(theta), 0
-    for t, (g, h_hat) in enumerate(zip(gradients, estimates), start=1):
-        m = beta1 * m + (1 - beta1) * g
-        if h_hat is not None:
-            v, estimated = beta2 * v + (1 - beta2) * h_hat ** 2, estimated + 1
-        m_hat, v_hat = m / (1 - beta1 ** t), v / (1 - beta2 ** estimated)
-        theta = theta - lr * weight_decay * theta - lr * m_hat / (np.sqrt(v_hat) + eps)
-    return theta, m
 
 
 def random_problem(seed, with_eps, interval):
