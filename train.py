@@ -27,6 +27,7 @@ from hessian import Hook
 from model import GPT, SIZES, GPTConfig
 from runtime import checkpoint, cpu_kernels, files, hf, runlog
 from runtime import device as devices
+from runtime.branch import branch_settings
 from runtime.distributed import World, one_message, ranks_from_environment, under_torchrun
 from runtime.rng import DROPOUT, keyed_bits
 from runtime.signals import NOT_FINITE, STOPPED, SafeStream, StopSignals
@@ -113,37 +114,6 @@ def from_scratch(c):
     return c.init_from in ('scratch', 'resume', 'auto') or c.branch_cooldown > 0
 
 
-def branch_settings(c):
-    """A branch has the settings of its checkpoint, whatever a file or a flag does not change, and a schedule that ends
-    `branch_cooldown` iterations later."""
-    if not c.branch_cooldown:
-        return {}, ''
-    path = Path(c.init_from)
-    c.require('init_from', checkpoint.number(path) >= 0, 'a checkpoint, DIRECTORY/ckpt_ITERATION, for a branch')
-    saved = checkpoint.load(path, weights=False)[1]
-    before, start = saved['config'], saved['iter_num']
-    stable = dict(wsd=before.get('lr_decay_iters', 0) - before.get('cooldown_iters', 0), constant=math.inf)
-    schedule = before.get('schedule', 'cosine') if before.get('decay_lr', True) else 'constant'
-    if schedule not in stable:
-        raise SystemExit(f'{path}: its run had --schedule={schedule}; branches are of a run with --schedule=wsd')
-    if not before.get('warmup_iters', 0) <= start <= stable[schedule]:
-        raise SystemExit(f'{path}: its learning rate is not the peak; branches start after the warm-up, '
-                         f'{before.get("warmup_iters", 0)}, and not after {stable[schedule]}, where the cooldown began')
-    end = start + c.branch_cooldown
-    fixed = dict(schedule='wsd', decay_lr=True, max_iters=end, lr_decay_iters=end, cooldown_iters=c.branch_cooldown)
-    for key, value in fixed.items():
-        if c.sources[key] == 'flag' and c.values[key] != value:
-            raise SystemExit(f'--{key}={c.values[key]}: --branch_cooldown={c.branch_cooldown} makes it {value}; leave '
-                             'it out')
-    kept = {'dataset', 'batch_size', 'eval_interval', 'log_interval'}
-    for key, value in {**before, **fixed}.items():
-        inherited = key in c.types and key not in c.given and (key not in checkpoint.HARMLESS or key in kept)
-        if key in fixed or inherited and key != 'branch_cooldown':
-            c.set(key, value, 'branch_cooldown' if key in fixed else 'the checkpoint')
-            c.given.add(key)
-    return {}, ''
-
-
 def learning_rate_settings(c):
     """The peak learning rate: Table 3, which is about training from scratch."""
     if not from_scratch(c) and not (c.init_from in hf.HUB_MODELS or Path(c.init_from).is_dir()):
@@ -186,7 +156,7 @@ def resolve(argv):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The training step
+# The run: what a step works with, and where it is
 
 
 @dataclass
@@ -223,6 +193,78 @@ def set_up(c, world, model):
     scaler = torch.amp.GradScaler(world.device.type, enabled=c.dtype == 'float16')
     model.train()
     return Run(c, world, model, wrapped, optimizer, hessian, scaler, autocast, params)
+
+
+def adopt_model_args(c, args, data):
+    """`args`, the model_args of weights that are fine-tuned: the settings follow them, and the `data` must fit them."""
+    if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
+        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the weights of '
+                         f'--init_from={c.init_from} have {args["vocab_size"]}; prepare the data with their tokenizer')
+    for key in args.keys() & c.values.keys():
+        if args[key] != c.values[key]:
+            c.set(key, args[key], 'pretrained weights')
+    return args
+
+
+@dataclass
+class TrainState:
+    """Where a run is; saved and restored as a whole."""
+    iter: int = 0  # updates made
+    tokens: int = 0
+    seconds: float = 0.0  # spent in iterations
+    clipped: int = 0  # iterations whose gradient was clipped
+    skipped_in_a_row: int = 0  # iterations, up to now, whose loss or gradient was not finite
+    best_val_loss: float = float('inf')  # the lowest
+    last_eval_iter: int = -1
+    latest_losses: list = field(default_factory=list)  # up to 100
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Once in a while
+
+
+@torch.no_grad()
+def evaluate(run, val_data, stops):
+    """Mean loss over the validation sequences, each rank its share, one reduction at the end.
+
+    None when a rank was asked to stop meanwhile; then the resumed run evaluates again.
+    """
+    c, world = run.config, run.world
+    run.raw_model.eval()
+    total = world.zeros(3)
+    for X, Y in ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
+                                 world.size, world.device):
+        if world.any(stops.stop):
+            total[2] = 1
+            break
+        with run.autocast:
+            mean_loss = run.model(X, Y, return_logits=False)[1]
+        count = (Y >= 0).sum()
+        total[:2] += torch.stack((torch.where(count > 0, mean_loss.to(total) * count, 0), count.to(total)))
+    run.raw_model.train()
+    loss_sum, count, stopping = world.sum(total).tolist()
+    return None if stopping else loss_sum / count
+
+
+def learning_rate_at(c, iteration):
+    """Linear warm-up, then the schedule: decay to min_lr at lr_decay_iters by a cosine, linear, or linear in the last
+    cooldown_iters ('wsd'), or none ('constant'). Without decay_lr not even a warm-up, as in nanoGPT."""
+    if not c.decay_lr:
+        return c.learning_rate
+    if iteration < c.warmup_iters:
+        return c.learning_rate * (iteration + 1) / (c.warmup_iters + 1)
+    if c.schedule == 'constant':
+        return c.learning_rate
+    if c.schedule in ('linear', 'wsd'):
+        decay_iters = c.cooldown_iters if c.schedule == 'wsd' else c.lr_decay_iters - c.warmup_iters
+        progress = min(1.0, max(0.0, 1 - (c.lr_decay_iters - iteration) / max(1, decay_iters)))
+        return c.learning_rate - progress * (c.learning_rate - c.min_lr)
+    progress = min(1.0, (iteration - c.warmup_iters) / max(1, c.lr_decay_iters - c.warmup_iters))
+    return c.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (c.learning_rate - c.min_lr)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The training step
 
 
 @dataclass
@@ -285,72 +327,8 @@ def train_step(run, sequences, iter_num, flags=()):
     return Step(train_loss, grad_norm, estimating, problem, overflow, flags, losses)
 
 
-def learning_rate_at(c, iteration):
-    """Linear warm-up, then the schedule: decay to min_lr at lr_decay_iters by a cosine, linear, or linear in the last
-    cooldown_iters ('wsd'), or none ('constant'). Without decay_lr not even a warm-up, as in nanoGPT."""
-    if not c.decay_lr:
-        return c.learning_rate
-    if iteration < c.warmup_iters:
-        return c.learning_rate * (iteration + 1) / (c.warmup_iters + 1)
-    if c.schedule == 'constant':
-        return c.learning_rate
-    if c.schedule in ('linear', 'wsd'):
-        decay_iters = c.cooldown_iters if c.schedule == 'wsd' else c.lr_decay_iters - c.warmup_iters
-        progress = min(1.0, max(0.0, 1 - (c.lr_decay_iters - iteration) / max(1, decay_iters)))
-        return c.learning_rate - progress * (c.learning_rate - c.min_lr)
-    progress = min(1.0, (iteration - c.warmup_iters) / max(1, c.lr_decay_iters - c.warmup_iters))
-    return c.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (c.learning_rate - c.min_lr)
-
-
-def adopt_model_args(c, args, data):
-    """`args`, the model_args of weights that are fine-tuned: the settings follow them, and the `data` must fit them."""
-    if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
-        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the weights of '
-                         f'--init_from={c.init_from} have {args["vocab_size"]}; prepare the data with their tokenizer')
-    for key in args.keys() & c.values.keys():
-        if args[key] != c.values[key]:
-            c.set(key, args[key], 'pretrained weights')
-    return args
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The loop
-
-
-@dataclass
-class TrainState:
-    """Where a run is; saved and restored as a whole."""
-    iter: int = 0  # updates made
-    tokens: int = 0
-    seconds: float = 0.0  # spent in iterations
-    clipped: int = 0  # iterations whose gradient was clipped
-    skipped_in_a_row: int = 0  # iterations, up to now, whose loss or gradient was not finite
-    best_val_loss: float = float('inf')  # the lowest
-    last_eval_iter: int = -1
-    latest_losses: list = field(default_factory=list)  # up to 100
-
-
-@torch.no_grad()
-def evaluate(run, val_data, stops):
-    """Mean loss over the validation sequences, each rank its share, one reduction at the end.
-
-    None when a rank was asked to stop meanwhile; then the resumed run evaluates again.
-    """
-    c, world = run.config, run.world
-    run.raw_model.eval()
-    total = world.zeros(3)
-    for X, Y in ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
-                                 world.size, world.device):
-        if world.any(stops.stop):
-            total[2] = 1
-            break
-        with run.autocast:
-            mean_loss = run.model(X, Y, return_logits=False)[1]
-        count = (Y >= 0).sum()
-        total[:2] += torch.stack((torch.where(count > 0, mean_loss.to(total) * count, 0), count.to(total)))
-    run.raw_model.train()
-    loss_sum, count, stopping = world.sum(total).tolist()
-    return None if stopping else loss_sum / count
 
 
 def main(argv):
