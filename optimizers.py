@@ -269,7 +269,7 @@ def sophia(**variant):
     """Builds Sophia, or an ablation of it by the arguments of its constructor."""
     def build(groups, s):
         return Sophia(groups, s.learning_rate, betas(s), s.gamma, s.eps, s.weight_decay, nonfinite='ignore',
-                      compile=s.compile, **variant)
+                      bias_correction=s.hessian_bias_correction, compile=s.compile, **variant)
     return build
 
 
@@ -283,7 +283,7 @@ SOPHIA_G_LR = SOPHIA_H_LR | {'1.5B': 1.2e-4, '6.6B': 6e-5}
 # The paper does not state it; ours is the best of 0.1, 0.3 and 1 with the model 'tiny'.
 ADAHESSIAN_LR = 0.3
 
-SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10)
+SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10, hessian_bias_correction=False)
 SOPHIA_G = dict(SOPHIA, gamma=0.05, hessian_batch_size=240)
 SOPHIA_H = dict(SOPHIA, gamma=0.01, hessian_batch_size=32)
 
@@ -326,7 +326,8 @@ OPTIMIZERS = {
     'adopt': of_library('pytorch_optimizer:ADOPT', dict(beta1=0.9, beta2=0.9999, weight_decay=0.1, eps=1e-6),
                         lambda s: dict(betas=betas(s), eps=s.eps, weight_decouple=True)),
     'schedulefree': of_library('schedulefree:AdamWScheduleFree', dict(
-        beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8), lambda s: dict(betas=betas(s), eps=s.eps)),
+        beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, schedule='constant'),
+        lambda s: dict(betas=betas(s), eps=s.eps)),
     # Prodigy finds the size of its steps; the learning rate is a factor of that.
     'prodigy': of_library('pytorch_optimizer:Prodigy', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
                           lambda s: dict(betas=betas(s), eps=s.eps), 1.0, 'its paper'),
@@ -335,7 +336,7 @@ OPTIMIZERS = {
 }
 # What train.py's settings of optimizers are where an optimizer has no use for them.
 UNUSED = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0, hessian_batch_size=0,
-              optimizer_args='')
+              hessian_bias_correction=False, optimizer_args='')
 
 
 def row(optimizer_name):

@@ -252,7 +252,7 @@ def check_comparable(runs, free=()):
             sequences = run.eval_iters * run.batch_size or 'all'
             yield 'the number of validation sequences (eval_iters × batch_size)', sequences
         for key in PROTOCOL:
-            yield key, run.config.get(key)
+            yield key, run.config.get(key, 'cosine' if key == 'schedule' else None)
         yield 'min_lr_ratio', round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)
         yield 'init_from', starting_weights(run)
 
@@ -272,7 +272,9 @@ def check_comparable(runs, free=()):
 
 
 def starting_weights(run):
-    """The weights that a run started from, None for random ones."""
+    """The weights that a run started from, None for random ones; all branches of runs with one are alike."""
+    if run.config.get('branch_cooldown'):
+        return 'a run of which it is a branch'
     return None if run.config.get('init_from') in ('scratch', 'auto', 'resume') else run.config.get('init_from')
 
 

@@ -382,11 +382,16 @@ def another_hessian_estimator(data, tmp):
 
 
 def another_schedule(data, tmp):
+    """It is what runs log; and without it nothing has changed."""
     import train
-    c = train.resolve(['--learning_rate=1', '--warmup_iters=10', '--max_iters=100', '--min_lr=0.1'])
-    found = [train.learning_rate_at(c, i) for i in range(101)]
-    assert found[10:81] == [1.0] * 71 and found[0] < found[9] < 1.0
-    np.testing.assert_allclose(found[80:], np.linspace(1.0, 0.1, 21))
+    c = train.resolve(['--learning_rate=1', '--warmup_iters=10', '--max_iters=1000', '--schedule=sqrt'])
+    assert [train.learning_rate_at(c, i) for i in (10, 40, 250, 1000)] == [1.0, 0.5, 0.2, 0.1]
+    assert train.learning_rate_at(c, 0) < train.learning_rate_at(c, 9) < 1.0
+    for schedule in ('sqrt', 'cosine'):
+        run_main(flags(data, f'--out_dir={tmp}/{schedule}', f'--schedule={schedule}'))
+        lines = map(json.loads, Path(f'{tmp}/{schedule}/metrics.jsonl').read_text().splitlines())
+        found = [line['lr'] for line in lines if 'lr' in line]
+        assert math.isclose(found[4], 1e-3 * 0.5 ** 0.5) == (schedule == 'sqrt') and len(found) == 6
 
 
 def another_metric(data, tmp):

@@ -7,13 +7,14 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, metrics, refusal
+from conftest import TINY, metrics, needs_compiler, refusal
 
 import optimizers
 import train
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZERS, build_optimizer, parameter_groups
 from runtime import checkpoint
+from sophia import Sophia
 
 # Each row with the class that it stands for, stand-alone, as its library's documentation has it. AdamW's settings are
 # those of the table; `rest` is the embeddings and the head, then norms and biases.
@@ -289,3 +290,36 @@ def test_settings_that_an_optimizer_rejects():
     message = refusal(lambda: build_optimizer('soap', parameter_groups(model, 0.1), lr=1e-3,
                                               optimizer_args='precondition_frequency=-1'))
     assert message.startswith('--optimizer_name=soap: SOAP rejects its settings')
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sophia's bias correction
+
+
+@pytest.mark.parametrize('squared', [False, True])
+@pytest.mark.parametrize('compile', [False, pytest.param(True, marks=needs_compiler)])
+def test_bias_correction_of_h(squared, compile):
+    """Constant gradients and estimates: from the first step on, each step has the size that it has in the end, where
+    h has reached its level."""
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = Sophia([p], lr=1.0, betas=(0.0, 0.9), gamma=0.5, weight_decay=0.0, squared=squared,
+                       bias_correction=True, compile=compile)
+    for i in range(4):
+        if i % 2 == 0:
+            optimizer.update_hessian([torch.full((3,), 8.0)])
+        before = p.detach().clone()
+        p.grad = torch.full((3,), 2.0)
+        optimizer.step()
+        torch.testing.assert_close(before - p.detach(), torch.full((3,), 2 / (0.5 * 8)))
+        assert optimizer.unclipped_fraction() == 1
+    assert optimizer.param_groups[0]['hessian_step'] == 2
+
+
+def test_bias_correction_resumes_bit_for_bit(corpus, tmp_path):
+    flags = ['--hessian_interval=3', '--hessian_bias_correction=True']
+    whole = run(corpus, tmp_path / 'whole', 'sophiag', *flags)
+    plain = run(corpus, tmp_path / 'plain', 'sophiag', flags[0])
+    run(corpus, tmp_path / 'parts', 'sophiag', *flags, '--max_iters=6', '--lr_decay_iters=12')
+    resumed = run(corpus, tmp_path / 'parts', 'sophiag', *flags, '--init_from=resume')
+    assert same(resumed['model'], whole['model']) and not same(plain['model'], whole['model'])
+    assert resumed['optimizer']['param_groups'][0]['hessian_step'] == 4
