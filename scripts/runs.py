@@ -418,7 +418,7 @@ def save(output, fig, rows=None, **data):
     from matplotlib import pyplot as plt
     output = png_path(output)
     make_folder(output)
-    with refusing(output), files.atomic_write(output) as f:
+    with write_errors(output), files.atomic_write(output) as f:
         fig.savefig(f, dpi=150, format='png')
     plt.close(fig)
     written = [output]
@@ -454,7 +454,7 @@ def png_path(output):
 
 
 @contextlib.contextmanager
-def refusing(path):
+def write_errors(path):
     """Around what writes `path`: where the file system fails, SystemExit with one line."""
     try:
         yield
@@ -466,7 +466,7 @@ def writable(path):
     """`path` as a Path; SystemExit with one line when no file could be written there. To be asked before the work that
     the file is for; leaves nothing, not even the folder where that is missing."""
     path = Path(path)
-    with refusing(path):
+    with write_errors(path):
         if path.is_dir():
             raise IsADirectoryError('is a directory')
         folder = next(parent for parent in path.absolute().parents if parent.exists())
@@ -497,7 +497,7 @@ def write_text(path, text):
 
 def make_folder(path):
     """Makes the folder of the file `path`; SystemExit with one line when that fails."""
-    with refusing(path):
+    with write_errors(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 

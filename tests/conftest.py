@@ -128,8 +128,8 @@ def iterations(out):
     return [checkpoint.number(p) for p in checkpoint.checkpoints(out) if checkpoint.number(p) != checkpoint.BEST]
 
 
-def refusal(function, *args):
-    """The one line with which `function` refuses by SystemExit."""
+def rejection(function, *args):
+    """The one line of the SystemExit that `function` raises."""
     with pytest.raises(SystemExit) as stopped:
         function(*args)
     message = str(stopped.value)

@@ -20,7 +20,7 @@ from conftest import (
     iterations,
     metrics,
     needs_compiler,
-    refusal,
+    rejection,
     run_train,
     start,
 )
@@ -170,13 +170,13 @@ def test_an_environment_that_describes_no_ranks_is_one_line(monkeypatch, environ
         monkeypatch.delenv(key, raising=False)
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    message = refusal(World, 'cpu', 'gloo')
+    message = rejection(World, 'cpu', 'gloo')
     assert words in message and 'start with torchrun' in message
 
 
 @pytest.mark.parametrize('name', ['meta', 'xla', 'gpu', 'cuda:x', ''])
 def test_a_device_that_cannot_train_is_one_line(name):
-    assert refusal(device.check_device, name).startswith(f'--device={name}: ')
+    assert rejection(device.check_device, name).startswith(f'--device={name}: ')
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import refusal
+from conftest import rejection
 from fake_runs import GRADIENT_FLOPS, fake_run, rows_of
 from matplotlib import image
 
@@ -84,7 +84,7 @@ def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_rejected(run):
     for damage in (b'3', b'[1, 2]', b'"x"', b'{"iter": "\xe9"}'):
         for data in (lines.encode() + damage, damage + b'\n' + lines.encode()):
             path.write_bytes(data)
-            assert 'not a JSON object' in refusal(plot.main, [str(run)])
+            assert 'not a JSON object' in rejection(plot.main, [str(run)])
 
 
 @pytest.mark.parametrize('script', [plot, final_losses])

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import ROOT, refusal
+from conftest import ROOT, rejection
 from fake_runs import fake_run, rows_of
 
 from scripts import records
@@ -34,7 +34,7 @@ def test_a_complete_record_passes_and_is_in_the_table(record, tmp_path, capsys):
 def test_an_incomplete_record_is_named(record, tmp_path, capsys, change, what):
     about = json.loads((record / 'config.json').read_text())
     (record / 'config.json').write_text(json.dumps({**about, **change}))
-    assert '1 of 1 records are incomplete' in refusal(records.main, [str(tmp_path)])
+    assert '1 of 1 records are incomplete' in rejection(records.main, [str(tmp_path)])
     assert what in capsys.readouterr().err
 
 
@@ -44,14 +44,14 @@ def test_an_incomplete_record_is_named(record, tmp_path, capsys, change, what):
 def test_metrics_that_cannot_be_are_named(record, tmp_path, capsys, line, what):
     with (record / 'metrics.jsonl').open('a') as f:
         f.write(line + '\n')
-    refusal(records.main, [str(tmp_path)])
+    rejection(records.main, [str(tmp_path)])
     assert what in capsys.readouterr().err
 
 
 def test_an_unfinished_record_is_named_and_a_diverged_one_is_complete(record, tmp_path, capsys):
     lines = (record / 'metrics.jsonl').read_text().splitlines(keepends=True)
     (record / 'metrics.jsonl').write_text(''.join(lines[:9]))
-    refusal(records.main, [str(tmp_path)])
+    rejection(records.main, [str(tmp_path)])
     assert 'validation loss at iteration' in capsys.readouterr().err
     (record / 'failed.txt').write_text('iteration 50: the loss is not finite')
     records.main([str(tmp_path)])

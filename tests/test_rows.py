@@ -7,7 +7,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, metrics, needs_compiler, refusal
+from conftest import TINY, metrics, needs_compiler, rejection
 
 import optimizers
 import train
@@ -210,7 +210,7 @@ def test_schedule_free_evaluates_and_saves_the_averaged_weights(corpus, tmp_path
 def test_other_arguments_are_rejected_at_resume(corpus, tmp_path):
     """A param group keeps what it was saved with, so they would have no effect."""
     run(corpus, tmp_path, 'torch:NAdam')
-    assert '--optimizer_args=; resume with it' in refusal(
+    assert '--optimizer_args=; resume with it' in rejection(
         run, corpus, tmp_path, 'torch:NAdam', '--init_from=resume', '--optimizer_args=momentum_decay=0.1')
 
 
@@ -269,25 +269,25 @@ def test_an_optimizer_by_its_librarys_name():
     (['pytorch_optimizer:SOAP', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for pytorch_optimizer:SOAP'),
 ])
 def test_what_cannot_be_is_rejected_in_one_line(flags, message):
-    assert message in refusal(settings, f'--optimizer_name={flags[0]}', '--learning_rate=1e-3', *flags[1:])
+    assert message in rejection(settings, f'--optimizer_name={flags[0]}', '--learning_rate=1e-3', *flags[1:])
 
 
 def test_a_learning_rate_that_the_table_does_not_have_must_be_given():
-    assert refusal(settings, '--optimizer_name=soap') == (
+    assert rejection(settings, '--optimizer_name=soap') == (
         'our table has no learning rate for soap at tiny; set --learning_rate')
     assert settings('--optimizer_name=muon').learning_rate == settings('--optimizer_name=adamw').learning_rate
 
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setattr(importlib, 'import_module', lambda name: (_ for _ in ()).throw(ImportError(name)))
-    assert refusal(settings, '--optimizer_name=soap', '--learning_rate=1e-3') == (
+    assert rejection(settings, '--optimizer_name=soap', '--learning_rate=1e-3') == (
         '--optimizer_name=soap: needs the package pytorch_optimizer, which is not installed; pip install '
         'pytorch_optimizer')
 
 
 def test_settings_that_an_optimizer_rejects():
     model = tiny_gpt()
-    message = refusal(lambda: build_optimizer('soap', parameter_groups(model, 0.1), lr=1e-3,
+    message = rejection(lambda: build_optimizer('soap', parameter_groups(model, 0.1), lr=1e-3,
                                               optimizer_args='precondition_frequency=-1'))
     assert message.startswith('--optimizer_name=soap: SOAP rejects its settings')
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, metrics, refusal
+from conftest import TINY, metrics, rejection
 from test_rows import same
 
 import train
@@ -42,7 +42,7 @@ def test_settings_of_schedules():
                            (['--schedule=wsd', '--cooldown_iters=99'], '--cooldown_iters=99: must be at most'),
                            (['--branch_cooldown=3'], "must be a checkpoint, DIRECTORY/ckpt_ITERATION"),
                            (['--branch_cooldown=3', '--init_from=ckpt_00000001.pt'], 'no such checkpoint')]:
-        assert message in refusal(resolve, *flags)
+        assert message in rejection(resolve, *flags)
 
 
 def run(out, *flags):
@@ -87,11 +87,11 @@ def test_a_branch_is_the_shorter_run(corpus, tmp_path, monkeypatch):
             ('branch', [branch[0], '--branch_cooldown=5'], 'holds another run than this branch'),
             ('new', [*branch, '--max_iters=20'], '--max_iters=20: --branch_cooldown=4 makes it 8'),
             ('new', [f'--init_from={tmp_path}/long/ckpt_00000012.pt', branch[1]], 'its learning rate is not the peak')]:
-        assert message in refusal(run, tmp_path / out, *more)
+        assert message in rejection(run, tmp_path / out, *more)
     assert not (tmp_path / 'new').exists()
 
 
 def test_branches_are_of_runs_with_a_stable_learning_rate(corpus, tmp_path):
     run(tmp_path / 'cosine', *TINY, f'--dataset={corpus}', '--max_iters=4', '--eval_interval=2')
-    message = refusal(run, tmp_path / 'new', f'--init_from={tmp_path}/cosine/ckpt_00000002.pt', '--branch_cooldown=2')
+    message = rejection(run, tmp_path / 'new', f'--init_from={tmp_path}/cosine/ckpt_00000002.pt', '--branch_cooldown=2')
     assert 'its run had --schedule=cosine; branches are of a run with --schedule=wsd' in message

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import torch
-from conftest import STOP_IN_EVALUATION, iterations, metrics, refusal
+from conftest import STOP_IN_EVALUATION, iterations, metrics, rejection
 
 from model import GPT, GPTConfig
 from runtime import checkpoint, distributed, files, sharded
@@ -162,8 +162,8 @@ def test_consolidate_makes_the_file_that_ddp_would_have_written(run, tmp_path):
         assert entries.keys() == ours['optimizer']['state'][index].keys()
         assert all(torch.allclose(value, ours['optimizer']['state'][index][key], rtol=1e-3, atol=1e-5)
                    for key, value in entries.items())
-    assert 'exists; remove it' in refusal(consolidate, run(parallel='fsdp'), path)
-    assert 'one file already' in refusal(consolidate, path)
+    assert 'exists; remove it' in rejection(consolidate, run(parallel='fsdp'), path)
+    assert 'one file already' in rejection(consolidate, path)
 
 
 def test_a_consolidated_run_resumes(train, run, tmp_path):
@@ -295,7 +295,7 @@ def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):
         state = json.loads((bad / 'state.json').read_text())['state']
         state['files']['.metadata'] = files.checksum(bad / '.metadata')
         (bad / 'state.json').write_text(sharded.with_checksum(state))
-        assert 'could run code' in refusal(checkpoint.load, bad)
+        assert 'could run code' in rejection(checkpoint.load, bad)
     assert not (tmp_path / 'exploited').exists()
 
 
@@ -327,7 +327,7 @@ def test_a_directory_is_read_as_far_as_its_checksums_go(run, tmp_path, how):
             state['files'] |= {'../' + f.name: files.checksum(shutil.copy(f, tmp_path)) for f in good.glob('*.distcp')}
             words = 'is no file of this directory'
     (bad / 'state.json').write_text(sharded.with_checksum(state))
-    assert words in refusal(checkpoint.load, bad)
+    assert words in rejection(checkpoint.load, bad)
 
 
 TOY = """
@@ -373,7 +373,7 @@ def test_a_directory_of_tensors_alone_resumes(train, run, tmp_path):
     state = json.loads(path.read_text())['state']
     del state['optimizer']
     path.write_text(sharded.with_checksum(state))
-    assert 'does not say in which order' in refusal(consolidate, tmp_path)
+    assert 'does not say in which order' in rejection(consolidate, tmp_path)
     done = train(tmp_path, *RUN, '--parallel=fsdp', '--init_from=auto', ranks=2)
     assert done.code == 0 and metrics(tmp_path) == metrics(run('adamw', 'fsdp'))[5:], done.err
 

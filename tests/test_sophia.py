@@ -606,15 +606,15 @@ def on_each_of_two_ranks(rank, port, path):
     mine = x[:3] if rank == 0 else x[3:]
     try:
         gauss_newton_bartlett(f(params, mine), params)
-        refusals = []
+        rejections = []
     except ValueError as error:
-        refusals = [str(error)]
+        rejections = [str(error)]
     y = torch.arange(8) % 5
     part = slice(0, 4) if rank == 0 else slice(4, 8)
     try:
         hutchinson(F.cross_entropy(f(params, x[part]), y[part]), params)
     except ValueError as error:
-        refusals.append(str(error))
+        rejections.append(str(error))
     torch.manual_seed(100 + rank)
     samples = torch.stack([flat(gauss_newton_bartlett((f(params, part) for part in mine.split(2)), params))
                            for _ in range(1000)])
@@ -622,7 +622,7 @@ def on_each_of_two_ranks(rank, port, path):
     estimates = {name: flat(hutchinson(F.cross_entropy(f(params, x[part]), y[part]), params,
                                        torch.Generator().manual_seed(2), group=group))
                  for name, group in (('both', None), ('alone', alone))}
-    torch.save(dict(samples=samples, refusals=refusals, **estimates), f'{path}/{rank}.pt')
+    torch.save(dict(samples=samples, rejections=rejections, **estimates), f'{path}/{rank}.pt')
     dist.destroy_process_group()
 
 
@@ -665,5 +665,5 @@ def test_sums_are_over_the_ranks_of_the_group_alone(monkeypatch):
 
 def test_ranks_must_draw_different_labels_but_the_same_u(two_ranks):
     for rank in two_ranks:
-        assert len(rank['refusals']) == 2
-        assert 'torch.manual_seed(seed + rank)' in rank['refusals'][0] and 'same u' in rank['refusals'][1]
+        assert len(rank['rejections']) == 2
+        assert 'torch.manual_seed(seed + rank)' in rank['rejections'][0] and 'same u' in rank['rejections'][1]
