@@ -146,14 +146,14 @@ def option(entry, parallel, checkpointing=False):
                 if (one['parallel'], one['activation_checkpointing']) == (parallel, checkpointing))
 
 
-# The paper's largest model, but for its depth: a plan of all 32 layers takes minutes.
-SHALLOW = ['config/train_neox_6.6b_sophiag.py', '--n_layer=2', '--block_size=256']
+# The paper's largest model, but for depth and mini-batch: a plan of all 32 layers takes minutes.
+SHALLOW = ['config/train_neox_6.6b_sophiag.py', '--n_layer=2', '--block_size=256', '--total_batch_size=32']
 
 
 def test_plan_of_a_sharded_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     eight, = plans(tmp_path, *SHALLOW, '--gpus=8', '--gpu=h100', '--mfu=0.5')
-    config, tokens = train.resolve([*SHALLOW, '--device=cuda']), 1024 * 256
+    config, tokens = train.resolve([*SHALLOW, '--device=cuda']), 32 * 256
     model_, work = plan.make_model(config, 50304, 'meta'), eight['flops_per_step']
     P = model_.num_params()
     assert eight['parameters'] == P and sum(eight['state_bytes'].values()) == 16 * P
@@ -172,7 +172,7 @@ def test_plan_of_a_sharded_model(tmp_path, monkeypatch, capsys):
     assert chosen['gpu_hours'] == pytest.approx(8 * 24 * chosen['days'])
     assert chosen['parameter_bytes'] == pytest.approx(4 * P / 8, rel=1e-3)
     assert checkpointed['peak_bytes'] < chosen['peak_bytes']
-    assert chosen['largest_batch_size'] == 1024 // 8 and chosen['largest_peak_bytes'] <= eight['limit_bytes']
+    assert chosen['largest_batch_size'] == 32 // 8 and chosen['largest_peak_bytes'] <= eight['limit_bytes']
     printed = capsys.readouterr().out
     assert f'{P:,} parameters' in printed and 'fsdp *' in printed and 'GPU-hours' in printed
 
@@ -207,7 +207,8 @@ def test_bytes_that_ranks_send(monkeypatch):
 
 def test_hutchinson_is_planned_for_replicas_only(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    tiny = ['--n_layer=1', '--n_embd=64', '--n_head=1', '--block_size=64', '--batch_size=12']
+    tiny = ['--n_layer=1', '--n_embd=64', '--n_head=1', '--block_size=64', '--batch_size=12',
+            '--total_batch_size=96']
     entry, = plans(tmp_path, 'config/train_gpt2_large_sophiah.py', '--gpus=8', *tiny, '--network=100')
     replicas, = entry['options']
     assert replicas['parallel'] == 'ddp'
