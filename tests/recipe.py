@@ -35,7 +35,7 @@ SHAPE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--blo
 def flags(data, *more, name='sophiag'):
     """train.py's flags for a small run; later ones take precedence."""
     given = [*SHAPE, f'--dataset={data}', f'--optimizer_name={name}', *more]
-    if name in ('adamw', 'adopt'):
+    if name in ('adamw', 'my_adopt'):
         given = [flag for flag in given if not flag.startswith(('--hessian_interval', '--gamma'))]
     return given
 
@@ -319,9 +319,9 @@ def another_optimizer(data, tmp):
     import train
     assert pytest.main(['tests/test_optimizers.py', '-q', '-p', 'no:cacheprovider', '-k',
                         'row or paper or states_per or rejected']) == 0
-    over_ranks = [ranks(2, lambda kind=kind: losses(flags(data, f'--parallel={kind}', '--batch_size=1', name='adopt')))
-                  for kind in ('ddp', 'fsdp')]
-    one = losses(flags(data, name='adopt'))
+    over_ranks = [ranks(2, lambda kind=kind: losses(
+        flags(data, f'--parallel={kind}', '--batch_size=1', name='my_adopt'))) for kind in ('ddp', 'fsdp')]
+    one = losses(flags(data, name='my_adopt'))
     for found in over_ranks:
         close(found, one)
 
@@ -339,9 +339,9 @@ def another_optimizer(data, tmp):
         v = g ** 2 if v is None else 0.8 * v + 0.2 * g ** 2
     np.testing.assert_allclose(p.detach().numpy(), theta, rtol=1e-12)
 
-    settings = train.resolve(['--optimizer_name=adopt'])
+    settings = train.resolve(['--optimizer_name=my_adopt'])
     assert (settings.learning_rate, settings.eps, settings.beta2) == (6e-4, 1e-6, 0.9999)
-    whole, half = (flags(data, f'--out_dir={tmp}/{out}', name='adopt') for out in ('whole', 'half'))
+    whole, half = (flags(data, f'--out_dir={tmp}/{out}', name='my_adopt') for out in ('whole', 'half'))
     run_main(whole)
     run_main([*half, '--max_iters=3', '--lr_decay_iters=6'])
     run_main([*half, '--init_from=resume'])
