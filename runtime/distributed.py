@@ -23,6 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from runtime.device import check_device
 
+# Kept until the process ends: a replica's destructor waits for gloo's threads, which may wait for the interpreter.
+_REPLICAS = []
+
 
 class World:
     """The ranks of this run, as torchrun's environment describes them, and their collectives.
@@ -100,7 +103,9 @@ class World:
         if self.size == 1:
             return model
         device_ids = [self.device.index] if self.device.type == 'cuda' else None
-        return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        replica = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        _REPLICAS.append(replica)
+        return replica
 
     def _shard(self, model, blocks, compile, compute_dtype):
         """FSDP2: each block is gathered when it is needed and freed afterwards; all other parameters (the embeddings,
