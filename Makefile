@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
+DEV = requirements-dev.txt requirements-hf.txt requirements-examples.txt
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -14,8 +15,8 @@ $(VENV)/.installed: requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+$(VENV)/.installed-dev: $(DEV) $(VENV)/.installed
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt $(DEV:%=-r %)
 	@touch $@
 
 quickstart: install  ## prepare an embedded corpus, train a small GPT with Sophia-G, sample from it, draw its loss
@@ -32,7 +33,7 @@ lint: $(VENV)/.installed-dev  ## ruff
 	$(PY) -m ruff check .
 
 clean:  ## remove runs and prepared data; keeps .venv
-	rm -rf out data/*/*.bin data/*/*.bin.part data/*/meta.json data/*/progress.json data/*/prepare.lock data/*/*.partial
+	rm -rf out build *.egg-info data/*/*.bin data/*/*.bin.part data/*/meta.json data/*/progress.json data/*/prepare.lock data/*/*.partial
 
 .PHONY: help install quickstart test lint clean
 .DEFAULT_GOAL := help

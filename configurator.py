@@ -30,12 +30,14 @@ RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_s
 RANGES = {
     'float32, bfloat16 or float16': (('float32', 'bfloat16', 'float16').__contains__, 'dtype'),
     'nccl or gloo': (('nccl', 'gloo').__contains__, 'backend'),
+    'cosine, linear, constant or wsd': (('cosine', 'linear', 'constant', 'wsd').__contains__, 'schedule'),
     'ddp, fsdp or hsdp': (('ddp', 'fsdp', 'hsdp').__contains__, 'parallel'),
     'at least 2, in case the newest one gets damaged': (lambda v: v >= 2, 'keep_checkpoints'),
     'at least 1': (lambda v: v >= 1, 'eval_interval log_interval max_iters block_size batch_size total_batch_size '
                                      'n_layer n_head n_embd'),
     'at least 0': (lambda v: 0 <= v < math.inf, 'learning_rate min_lr weight_decay eps gamma grad_clip warmup_iters '
-                                                'eval_iters max_hours skip_nonfinite gradient_accumulation_steps'),
+                                                'eval_iters max_hours skip_nonfinite gradient_accumulation_steps '
+                                                'cooldown_iters branch_cooldown'),
     'at least 0 and below 1': (lambda v: 0 <= v < 1, 'dropout beta1 beta2'),
     'within 64 bits': (lambda v: -2 ** 63 <= v < 2 ** 64, 'seed'),
     'False, or pip install wandb': (lambda v: not v or find_spec('wandb'), 'wandb_log'),

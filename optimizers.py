@@ -1,10 +1,14 @@
 """The optimizers a run can choose from: one table with how each is built, its settings, its learning rates and its
 Hessian hook; the baselines Lion and AdaHessian; what train_step asks of any optimizer.
 
-To add an optimizer, add a row to OPTIMIZERS.
+To add an optimizer, add a row to OPTIMIZERS. One of a library needs none: --optimizer_name=LIBRARY:CLASS.
 """
 
+import ast
+import contextlib
 import difflib
+import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -79,6 +83,128 @@ class AdaHessian(HessianOptimizer):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Optimizers of libraries
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers, each with param groups of its own, as one: what is done to it is done to each of them.
+
+    Its param groups are theirs, in order, and they all keep their state in its state.
+    """
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self.share()
+
+    def share(self):
+        """Lets the optimizers work on the groups and the state of this one."""
+        groups = iter(self.param_groups)
+        for optimizer in self.optimizers:
+            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+            optimizer.state = self.state
+
+    def __getstate__(self):
+        return dict(super().__getstate__(), optimizers=self.optimizers)
+
+    def __setstate__(self, state):  # of a copy, and of load_state_dict
+        super().__setstate__(state)
+        self.share()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+
+def nearest(name, names, otherwise):
+    """The hint of a message about the unknown `name`: the one of `names` that is nearest, or `otherwise`."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f'did you mean {near[0]}?' if near else otherwise
+
+
+def library_class(path, optimizer_name):
+    """The optimizer class that `path`, 'LIBRARY:CLASS', stands for; torch: torch.optim's.
+
+    SystemExit with one line, which names `optimizer_name` as the user typed it, when there is none.
+    """
+    library, _, name = path.partition(':')
+    flag = f'--optimizer_name={optimizer_name}'
+    try:
+        module = importlib.import_module('torch.optim' if library == 'torch' else library)
+    except (ImportError, TypeError, ValueError):
+        known = ('torch', 'pytorch_optimizer', 'schedulefree')
+        install = f'pip install {library}'
+        hint = install if library in known else nearest(library, known, install)
+        raise SystemExit(f'{flag}: needs the package {library}, which is not installed; {hint}') from None
+    classes = {key: value for key, value in vars(module).items()
+               if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)}
+    if name not in classes:
+        raise SystemExit(f'{flag}: {library} has no such optimizer; '
+                         f'{nearest(name, classes, f"see the documentation of {library}")}')
+    closure = inspect.signature(classes[name].step).parameters.get('closure')
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise SystemExit(f'{flag}: its step evaluates the loss again (closure), which the training loop does not do; '
+                         'choose another')
+    return classes[name]
+
+
+def arguments(text, cls):
+    """The setting optimizer_args, 'betas=(0.9, 0.95), amsgrad=True', as a dict of arguments for the optimizer `cls`.
+
+    Values are Python literals. SystemExit with one line when something cannot be read, or `cls` has no such argument.
+    """
+    flag = f'--optimizer_args={text}'
+    try:
+        call = ast.parse(f'f({text})', mode='eval').body
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError
+        found = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
+        raise SystemExit(f'{flag}: write NAME=VALUE, NAME=VALUE, … with numbers, strings, True, False, None and tuples '
+                         'of them') from None
+    known = [name for name, parameter in inspect.signature(cls).parameters.items()
+             if name != 'params' and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
+    for name in found:
+        if name == 'lr':
+            raise SystemExit(f'{flag}: the learning rate is --learning_rate')
+        if name not in known:
+            raise SystemExit(f'{flag}: {cls.__name__} has no argument {name}; '
+                             f'{nearest(name, known, "choose from " + ", ".join(known))}')
+    return found
+
+
+def library(path, arguments_of):
+    """Builds the optimizer `path`, 'LIBRARY:CLASS', with the arguments that `arguments_of` makes of the settings and
+    those of optimizer_args."""
+    def build(groups, s):
+        cls = library_class(path, s.optimizer_name)
+        given = arguments(s.optimizer_args, cls)
+        try:
+            return cls(groups, lr=s.learning_rate, **{**arguments_of(s), **given})
+        except (TypeError, ValueError, AssertionError) as error:
+            raise SystemExit(f'--optimizer_name={s.optimizer_name}: {cls.__name__} rejects its settings '
+                             f'({str(error).splitlines()[0] if str(error) else type(error).__name__}); '
+                             'see --optimizer_args') from None
+    return build
+
+
+def muon(groups, s):
+    """Muon for hidden matrices, with updates as large as AdamW's, and AdamW for all other parameters."""
+    hidden = [group for group in groups if group['role'] == 'hidden']
+    rest = [group for group in groups if group['role'] != 'hidden']
+    build = library('torch:Muon', lambda s: dict(momentum=s.beta1, weight_decay=s.weight_decay,
+                                                 adjust_lr_fn='match_rms_adamw'))
+    return Together(build(hidden, s), AdamW(rest, lr=s.learning_rate, betas=(0.9, s.beta2), eps=s.eps,
+                                            weight_decay=s.weight_decay, fused=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The table: section "Hyperparamter Tuning" of the paper for what it trains; a comment says where it is silent.
 
 
@@ -95,6 +221,10 @@ class Row:
     hook: what it needs of an iteration besides the gradient.
     scale_hessian_batch: whether hessian_batch_size keeps its share of the mini-batch where that is not 480 sequences.
     scales_attention: whether the paper divides its attention logits by the layer index, from 24 layers up.
+    roles: None, or what the param group of each role has besides its parameters, an `lr_scale` for instance; see
+        `parameter_groups`.
+    library: the class, 'LIBRARY:CLASS', of an optimizer that takes optimizer_args.
+    shards: whether it can update sharded parameters, each rank its part.
     """
     build: Callable
     settings: dict
@@ -103,11 +233,19 @@ class Row:
     hook: type[Hook] = FirstOrder
     scale_hessian_batch: bool = True
     scales_attention: bool = False
+    roles: dict | None = None
+    library: str = ''
+    shards: bool = True
 
 
 def betas(s):
     """(β1, β2) of the settings `s`."""
     return s.beta1, s.beta2
+
+
+def of_library(path, settings, arguments_of, learning_rates=(), source='our table', shards=False, **more):
+    """The row of the optimizer `path`, 'LIBRARY:CLASS', built with what `arguments_of` makes of the settings."""
+    return Row(library(path, arguments_of), settings, learning_rates or {}, source, library=path, shards=shards, **more)
 
 
 def adamw(groups, s):
@@ -131,7 +269,7 @@ def sophia(**variant):
     """Builds Sophia, or an ablation of it by the arguments of its constructor."""
     def build(groups, s):
         return Sophia(groups, s.learning_rate, betas(s), s.gamma, s.eps, s.weight_decay, nonfinite='ignore',
-                      compile=s.compile, **variant)
+                      bias_correction=s.hessian_bias_correction, compile=s.compile, **variant)
     return build
 
 
@@ -145,7 +283,7 @@ SOPHIA_G_LR = SOPHIA_H_LR | {'1.5B': 1.2e-4, '6.6B': 6e-5}
 # The paper does not state it; ours is the best of 0.1, 0.3 and 1 with the model 'tiny'.
 ADAHESSIAN_LR = 0.3
 
-SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10)
+SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10, hessian_bias_correction=False)
 SOPHIA_G = dict(SOPHIA, gamma=0.05, hessian_batch_size=240)
 SOPHIA_H = dict(SOPHIA, gamma=0.01, hessian_batch_size=32)
 
@@ -169,22 +307,77 @@ OPTIMIZERS = {
     # k = 2 is the paper's; without the clip ε has to bound the step where h is tiny, its value is left to us.
     'gnb_noclip': Row(sophia(clipping='none'), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
                       'Table 3, sophiag', GNBHook),
+    # Baselines that the paper does not have. Settings are the libraries' defaults, but for weight decay, AdamW's. Where
+    # updates are not as large as AdamW's by construction, there is no learning rate to take over.
+    'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR, 'Table 3, adamw',
+                roles=dict(hidden={}, embedding={}, vector={}), library='torch:Muon', shards=False),
+    'normuon': of_library(
+        'pytorch_optimizer:NorMuon', dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8),
+        lambda s: dict(momentum=s.beta1, beta2=s.beta2, update_scale='match_rms', adamw_betas=(0.9, 0.95),
+                       adamw_eps=s.eps), ADAMW_LR, 'Table 3, adamw',
+        roles=dict(hidden=dict(use_muon=True), embedding=dict(use_muon=False), vector=dict(use_muon=False))),
+    'soap': of_library('pytorch_optimizer:SOAP', dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8),
+                       lambda s: dict(betas=betas(s), eps=s.eps)),
+    'ademamix': of_library('pytorch_optimizer:AdEMAMix', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
+                           lambda s: dict(betas=(*betas(s), 0.9999), eps=s.eps, weight_decouple=True), shards=True),
+    # Its variance reduction is for matrices; AdamW updates norms and biases, at the same learning rate.
+    'mars': of_library('pytorch_optimizer:MARS', dict(beta1=0.95, beta2=0.99, weight_decay=0.1, eps=1e-8),
+                       lambda s: dict(betas=betas(s), eps=s.eps, lr_1d=s.learning_rate, weight_decay_1d=0.0)),
+    'adopt': of_library('pytorch_optimizer:ADOPT', dict(beta1=0.9, beta2=0.9999, weight_decay=0.1, eps=1e-6),
+                        lambda s: dict(betas=betas(s), eps=s.eps, weight_decouple=True)),
+    'schedulefree': of_library('schedulefree:AdamWScheduleFree', dict(
+        beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, schedule='constant'),
+        lambda s: dict(betas=betas(s), eps=s.eps)),
+    # Prodigy finds the size of its steps; the learning rate is a factor of that.
+    'prodigy': of_library('pytorch_optimizer:Prodigy', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
+                          lambda s: dict(betas=betas(s), eps=s.eps), 1.0, 'its paper'),
+    'signum': of_library('pytorch_optimizer:SignSGD', dict(beta1=0.9, weight_decay=0.1),
+                         lambda s: dict(momentum=s.beta1), shards=True),
 }
 # What train.py's settings of optimizers are where an optimizer has no use for them.
-UNUSED = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0, hessian_batch_size=0)
+UNUSED = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0, hessian_batch_size=0,
+              hessian_bias_correction=False, optimizer_args='')
 
 
 def row(optimizer_name):
-    """The row of an optimizer; SystemExit with one line when there is none."""
+    """The row of an optimizer, in the table or of a library; SystemExit with one line when there is none."""
+    if ':' in optimizer_name:
+        return library_row(optimizer_name)
     if optimizer_name not in OPTIMIZERS:
-        near = difflib.get_close_matches(optimizer_name, OPTIMIZERS, n=1)
-        hint = f'did you mean {near[0]}?' if near else f'choose from {", ".join(OPTIMIZERS)}'
+        hint = nearest(optimizer_name, OPTIMIZERS, f'choose from {", ".join(OPTIMIZERS)}, or write LIBRARY:CLASS')
         raise SystemExit(f'--optimizer_name={optimizer_name}: no such optimizer; {hint}')
     return OPTIMIZERS[optimizer_name]
 
 
+def library_row(path):
+    """A row for the optimizer `path`, 'LIBRARY:CLASS': its defaults, as settings where we have such."""
+    cls = library_class(path, path)
+    defaults = {name: p.default for name, p in inspect.signature(cls).parameters.items()}
+
+    def arguments_of(s):
+        ours = dict(betas=betas(s), eps=s.eps, weight_decay=s.weight_decay)
+        return {name: value for name, value in ours.items() if settings_of({name: defaults.get(name)})}
+
+    # torch.optim's work on each coordinate alone, or know of DTensors, but for these.
+    shards = path.startswith('torch:') and path not in ('torch:Muon', 'torch:Adafactor')
+    return of_library(path, settings_of(defaults), arguments_of, shards=shards)
+
+
+def settings_of(arguments):
+    """Those of a library's `arguments` that are settings here: weight_decay, eps > 0, and betas, if they are two."""
+    settings = {key: float(arguments[key]) for key in ('weight_decay', 'eps')
+                if isinstance(arguments.get(key), (int, float)) and (key != 'eps' or arguments[key] > 0)}
+    pair = arguments.get('betas')
+    if isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(b, (int, float)) for b in pair):
+        settings.update(beta1=float(pair[0]), beta2=float(pair[1]))
+    return settings
+
+
 def build_optimizer(name, params, *, lr, compile=False, **settings):
     """The optimizer called `name` in the table, on `params` (parameters or param groups).
+
+    For an optimizer that treats parameters by their role, param groups are those of `parameter_groups`; of parameters
+    without groups, each matrix is taken for a hidden one.
 
     Settings (the keys of UNUSED) that are None or not given are the table's; `compile` fuses Sophia's update by
     torch.compile. Gradients are taken as finite: train_step has looked before the update.
@@ -192,8 +385,14 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
     given = {key: value for key, value in settings.items() if value is not None}
     if unknown := given.keys() - UNUSED.keys():
         raise ValueError(f'build_optimizer: no setting {", ".join(sorted(unknown))}')
-    return row(name).build(params, SimpleNamespace(**{**UNUSED, **row(name).settings, **given, 'learning_rate': lr,
-                                                      'compile': compile}))
+    chosen, params = row(name), list(params)
+    if chosen.roles and not any(isinstance(group, dict) for group in params):
+        params = role_groups(chosen.roles, dict(hidden=[p for p in params if p.dim() == 2], embedding=[],
+                                                vector=[p for p in params if p.dim() != 2]))
+    optimizer = chosen.build(params, SimpleNamespace(**{**UNUSED, **chosen.settings, **given, 'learning_rate': lr,
+                                                        'compile': compile, 'optimizer_name': name}))
+    back_to_training(optimizer)
+    return optimizer
 
 
 def build_hook(name, model, optimizer, **options):
@@ -201,11 +400,28 @@ def build_hook(name, model, optimizer, **options):
     return row(name).hook(model, optimizer, **options)
 
 
-def parameter_groups(model, weight_decay):
-    """Two param groups: weight decay on matrices (2-D and up), none on norms and biases."""
+def parameter_groups(model, weight_decay, optimizer_name='adamw'):
+    """Two param groups: weight decay on matrices (2-D and up), none on norms and biases.
+
+    Three for an optimizer that treats parameters by their role: 'hidden', the matrices of the blocks; 'embedding', all
+    others, i.e. embeddings and head; 'vector', norms and biases. Each has its `role`, and what the row says of that.
+    """
     params = [p for p in model.parameters() if p.requires_grad]
+    if roles := row(optimizer_name).roles:
+        blocks, members = {id(p) for p in model.transformer.h.parameters()}, dict(hidden=[], embedding=[], vector=[])
+        for p in params:
+            matrix = 'hidden' if id(p) in blocks and p.dim() == 2 else 'embedding'
+            members[matrix if p.dim() >= 2 else 'vector'].append(p)
+        return role_groups(roles, members, hidden=dict(weight_decay=weight_decay),
+                           embedding=dict(weight_decay=weight_decay), vector=dict(weight_decay=0.0))
     return [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
             {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+
+
+def role_groups(roles, members, **settings):
+    """A param group for each role of `members`, with its `settings`, over which go those of the row's `roles`."""
+    return [{'params': params, 'role': role, **settings.get(role, {}), **roles[role]}
+            for role, params in members.items()]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -217,6 +433,12 @@ def optimizer_settings(config):
     stay 32 where that fits."""
     chosen = row(config.optimizer_name)
     settings = dict(UNUSED, **chosen.settings)
+    del settings['optimizer_args']
+    if chosen.library and config.optimizer_args:
+        given = settings_of(arguments(config.optimizer_args, library_class(chosen.library, config.optimizer_name)))
+        for key in given.keys() & config.given:
+            raise SystemExit(f'--optimizer_args={config.optimizer_args}: --{key} says the same; leave out one of them')
+        settings.update(given)
     if settings['hessian_batch_size'] and chosen.scale_hessian_batch:
         settings['hessian_batch_size'] = max(1, settings['hessian_batch_size'] * config.total_batch_size // 480)
     settings['hessian_batch_size'] = min(settings['hessian_batch_size'], config.total_batch_size)
@@ -244,10 +466,15 @@ def check_settings(config):
     """SystemExit with one line where a setting does not go with the optimizer: ε and those of the Hessian must be
     above 0 where it has them, and Hessian-vector products need the plain model."""
     name, chosen = config.optimizer_name, row(config.optimizer_name)
+    if chosen.library:
+        library_class(chosen.library, name)
+    config.require('parallel', chosen.shards or config.parallel == 'ddp',
+                   f'ddp for {name}, which is not known to work on parts of a parameter')
     for key in UNUSED:
         if key in ('eps', 'gamma', 'hessian_interval', 'hessian_batch_size') and key in chosen.settings:
             config.require(key, config.values[key] > 0, f'above 0 for {name}')
-        if config.sources[key] == 'flag' and key not in chosen.settings and config.values[key]:
+        used = key in chosen.settings or key == 'optimizer_args' and chosen.library
+        if config.sources[key] == 'flag' and not used and config.values[key]:
             raise SystemExit(f'--{key} has no effect with {name}; leave it out')
     if chosen.hook.hessian_products:
         for key, only in dict(parallel='ddp', activation_checkpointing=False).items():
@@ -263,6 +490,31 @@ def set_learning_rate(optimizer, lr):
     """Sets the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
     for group in optimizer.param_groups:
         group['lr'] = lr * group.get('lr_scale', 1.0)
+
+
+@contextlib.contextmanager
+def evaluating(optimizer):
+    """Around evaluation and saving: the weights are those that the optimizer means to be evaluated. For schedule-free
+    ones (with the methods `eval` and `train`) that is an average, and training continues with exactly the weights
+    before; a checkpoint that is saved meanwhile holds them in the optimizer's state."""
+    if hasattr(optimizer, 'eval') and hasattr(optimizer, 'train'):
+        for p in parameters(optimizer):
+            optimizer.state[p]['training_weights'] = p.detach().clone()
+        optimizer.eval()
+    try:
+        yield
+    finally:
+        back_to_training(optimizer)
+
+
+@torch.no_grad()
+def back_to_training(optimizer):
+    """Ends `evaluating`, or what a checkpoint was saved in the midst of."""
+    if hasattr(optimizer, 'eval') and hasattr(optimizer, 'train'):
+        optimizer.train()
+        for p in parameters(optimizer):
+            if 'training_weights' in optimizer.state[p]:
+                p.copy_(optimizer.state[p].pop('training_weights'))
 
 
 def total_norm(tensors, size=4096):

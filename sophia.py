@@ -171,13 +171,15 @@ class HessianOptimizer(GuardedOptimizer):
     def update_ema(self, group, params, xs):
         """Moves the EMAs of `params`, all of `group`, towards `xs`."""
         torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(xs), 1 - group['betas'][1])
+        if group.get('bias_correction'):
+            group['hessian_step'] = group.get('hessian_step', 0) + 1
 
 
 class Sophia(HessianOptimizer):
     """Algorithm 3: m ← β1·m + (1−β1)·g;  θ ← θ − lr·λ·θ;  θ ← θ − lr·clip(m / max(γ·h, ε), 1).
 
     h changes only in `update_hessian`, h ← β2·h + (1−β2)·ĥ, to be called every k-th iteration before `step`. Neither m
-    nor h is bias-corrected. A `step` before the first estimate is sign momentum, and says so once.
+    nor, by default, h is bias-corrected. A `step` before the first estimate is sign momentum, and says so once.
 
     Args:
         params: parameters or param groups, best in float32: bfloat16 drops updates below 1/256 of a value, most of
@@ -191,6 +193,8 @@ class Sophia(HessianOptimizer):
         clipping: 'element' is Algorithm 3. For the paper's ablations 'none' leaves out the clip, and 'normalize'
             takes m divided by its root mean square over each tensor, without h.
         squared: for the ablation AH+clip: h is the EMA of ĥ², and the update uses √h.
+        bias_correction: the update uses h / (1 − β2ⁿ), n the number of estimates so far (`hessian_step` of the param
+            group), for runs too short for h to reach its level. Not the paper's.
         nonfinite: 'raise', 'skip' or 'ignore', and CUDA graphs: see `GuardedOptimizer`.
         compile: fuse the update to one pass over memory by torch.compile.
 
@@ -198,9 +202,10 @@ class Sophia(HessianOptimizer):
     """
 
     def __init__(self, params, lr, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.2, *, maximize=False,
-                 clipping='element', squared=False, nonfinite='raise', compile=False):
+                 clipping='element', squared=False, bias_correction=False, nonfinite='raise', compile=False):
         super().__init__(params, dict(lr=lr, betas=betas, gamma=gamma, eps=eps, weight_decay=weight_decay,
-                                      maximize=maximize, clipping=clipping, squared=squared), nonfinite)
+                                      maximize=maximize, clipping=clipping, squared=squared,
+                                      bias_correction=bias_correction), nonfinite)
         self.compile = compile
 
     def __getstate__(self):
@@ -208,15 +213,26 @@ class Sophia(HessianOptimizer):
 
     def update(self, group, params, grads):
         """`sophia_update` of one param group."""
-        lr, normalize = scalar(group['lr']), group['clipping'] == 'normalize'
+        lr, gamma, normalize = scalar(group['lr']), self.gamma(group), group['clipping'] == 'normalize'
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
+        if self.compile and group['bias_correction']:
+            gamma = torch.full((), gamma, device=params[0].device)
         if not normalize and not any('hessian' in self.state[p] for p in params):
             warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=4)
         ms, hs = self.buffers(params, 'exp_avg'), [] if normalize else self.buffers(params, 'hessian')
         update = compiled_update() if self.compile else sophia_update
         update(local(params), local(grads), ms if normalize else local(ms), local(hs), lr, group['betas'][0],
-               group['gamma'], group['eps'], group['weight_decay'], group['clipping'], group['squared'])
+               gamma, group['eps'], group['weight_decay'], group['clipping'], group['squared'])
+
+    @staticmethod
+    def gamma(group):
+        """γ of a param group, with the bias correction of h: γ·h / (1 − β2ⁿ)."""
+        n = group.get('hessian_step', 0)
+        if not group['bias_correction'] or n == 0:
+            return group['gamma']
+        correction = 1 - group['betas'][1] ** n
+        return group['gamma'] / (correction ** 0.5 if group['squared'] else correction)
 
     def unclipped_fraction(self):
         """Fraction of coordinates with |m / max(γ·h, ε)| < 1 in the latest update, a 0-d tensor; None before the first
@@ -227,7 +243,7 @@ class Sophia(HessianOptimizer):
                 if 'exp_avg' in state and 'hessian' in state:
                     m, h = local([state['exp_avg'], state['hessian']])
                     h = h.sqrt() if group['squared'] else h
-                    inside.append((m.abs() < (group['gamma'] * h).clamp_(min=group['eps'])).sum())
+                    inside.append((m.abs() < (self.gamma(group) * h).clamp_(min=group['eps'])).sum())
                     states.append(state['hessian'])
         if not inside:
             return None

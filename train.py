@@ -27,7 +27,8 @@ from hessian import Hook
 from model import GPT, SIZES, GPTConfig
 from runtime import checkpoint, cpu_kernels, files, hf, runlog
 from runtime import device as devices
-from runtime.distributed import World, ranks_from_environment, under_torchrun
+from runtime.branch import branch_settings
+from runtime.distributed import World, one_message, ranks_from_environment, under_torchrun
 from runtime.rng import DROPOUT, keyed_bits
 from runtime.signals import NOT_FINITE, STOPPED, SafeStream, StopSignals
 from runtime.speed import Speed
@@ -67,7 +68,8 @@ dropout = 0.0  # dropout probability
 bias = False  # biases in linear layers and norms
 scale_attn_by_inverse_layer_idx = derived(bool)  # divide attention logits by layer index + 1
 # optimizer
-optimizer_name = 'adamw'  # adamw lion adahessian sophiag sophiah, or ef_clip ah_clip clip normalize gnb_noclip
+optimizer_name = 'adamw'  # a row of the table in optimizers.py, or LIBRARY:CLASS (torch:NAdam, …)
+optimizer_args = ''  # more arguments of a library's optimizer, 'betas=(0.9, 0.95), amsgrad=True'
 learning_rate = derived(float)  # peak learning rate
 weight_decay = derived(float)  # decoupled, on matrices only
 beta1 = derived(float)  # EMA of the gradient
@@ -76,12 +78,16 @@ eps = derived(float)  # lower bound of the denominator (Sophia), or added to it 
 gamma = derived(float)  # Sophia's γ in clip(m / max(γ·h, ε), 1)
 hessian_interval = derived(int)  # k, iterations between Hessian estimates; 0 = none
 hessian_batch_size = derived(int)  # sequences of the mini-batch, over all devices, that an estimate uses
+hessian_bias_correction = derived(bool)  # Sophia: divide h by 1 − β2ⁿ after n estimates; not the paper's
 grad_clip = 1.0  # clip gradients at this norm; 0 = off
 # schedule
 max_iters = 100000  # T, number of updates
-decay_lr = True  # warm-up and cosine decay; False = learning_rate throughout
+schedule = 'cosine'  # after the warm-up: 'cosine', 'linear', 'constant', or 'wsd', constant until the cooldown
+decay_lr = True  # warm-up and schedule; False = learning_rate throughout
 warmup_iters = 2000  # linear warm-up
-lr_decay_iters = derived(int)  # iterations to decay over
+lr_decay_iters = derived(int)  # iteration at which the decay ends
+cooldown_iters = derived(int)  # of 'wsd': iterations of linear decay at its end
+branch_cooldown = 0  # with init_from = a checkpoint of a 'wsd' run: a new run, which decays from there in so many
 min_lr = derived(float)  # final learning rate
 min_lr_ratio = 0.05  # final / peak learning rate, where min_lr is not given
 # system
@@ -105,7 +111,7 @@ def size_settings(c):
 
 def from_scratch(c):
     """Whether the weights are this run's own, and not those of a Hugging Face model."""
-    return c.init_from in ('scratch', 'resume', 'auto')
+    return c.init_from in ('scratch', 'resume', 'auto') or c.branch_cooldown > 0
 
 
 def learning_rate_settings(c):
@@ -122,8 +128,10 @@ def learning_rate_settings(c):
 
 # What fills in the settings that nobody has set, in this order; see configurator.derive.
 TABLES = [
+    branch_settings,
     size_settings, optimizers.optimizer_settings, learning_rate_settings, optimizers.attention_settings,
     lambda c: (dict(lr_decay_iters=c.max_iters), 'max_iters'),
+    lambda c: (dict(cooldown_iters=c.lr_decay_iters // 5 if c.schedule == 'wsd' else 0), f'schedule {c.schedule}'),
     lambda c: (dict(min_lr=c.min_lr_ratio * c.learning_rate), 'min_lr_ratio × learning_rate'),
     lambda c: (dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'what this machine has'),
     lambda c: devices.device_defaults(c.device),
@@ -142,12 +150,13 @@ def resolve(argv):
         c.set('hessian_batch_size', rounded, f'{c.hessian_batch_size} made to fit {world_size} device(s)')
     c.require('dtype', c.parallel == 'ddp' or c.dtype != 'float16', f'bfloat16 or float32 for --parallel={c.parallel}')
     c.require('n_head', c.n_embd % c.n_head == 0, f'a divisor of n_embd = {c.n_embd}')
+    c.require('cooldown_iters', c.cooldown_iters <= c.lr_decay_iters, f'at most lr_decay_iters = {c.lr_decay_iters}')
     optimizers.check_settings(c)
     return c
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The training step
+# The run: what a step works with, and where it is
 
 
 @dataclass
@@ -173,8 +182,8 @@ def set_up(c, world, model):
     wrapped = world.wrap(model, model.transformer.h, c.compile, c.activation_checkpointing,
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
     optimizer = optimizers.build_optimizer(
-        c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay), lr=c.learning_rate, compile=c.compile,
-        **{key: c.values[key] for key in optimizers.UNUSED})
+        c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay, c.optimizer_name), lr=c.learning_rate,
+        compile=c.compile, **{key: c.values[key] for key in optimizers.UNUSED})
     params = [p for p in model.parameters() if p.requires_grad]
     assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
     hessian = optimizers.build_hook(
@@ -184,6 +193,78 @@ def set_up(c, world, model):
     scaler = torch.amp.GradScaler(world.device.type, enabled=c.dtype == 'float16')
     model.train()
     return Run(c, world, model, wrapped, optimizer, hessian, scaler, autocast, params)
+
+
+def adopt_model_args(c, args, data):
+    """`args`, the model_args of weights that are fine-tuned: the settings follow them, and the `data` must fit them."""
+    if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
+        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the weights of '
+                         f'--init_from={c.init_from} have {args["vocab_size"]}; prepare the data with their tokenizer')
+    for key in args.keys() & c.values.keys():
+        if args[key] != c.values[key]:
+            c.set(key, args[key], 'pretrained weights')
+    return args
+
+
+@dataclass
+class TrainState:
+    """Where a run is; saved and restored as a whole."""
+    iter: int = 0  # updates made
+    tokens: int = 0
+    seconds: float = 0.0  # spent in iterations
+    clipped: int = 0  # iterations whose gradient was clipped
+    skipped_in_a_row: int = 0  # iterations, up to now, whose loss or gradient was not finite
+    best_val_loss: float = float('inf')  # the lowest
+    last_eval_iter: int = -1
+    latest_losses: list = field(default_factory=list)  # up to 100
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Once in a while
+
+
+@torch.no_grad()
+def evaluate(run, val_data, stops):
+    """Mean loss over the validation sequences, each rank its share, one reduction at the end.
+
+    None when a rank was asked to stop meanwhile; then the resumed run evaluates again.
+    """
+    c, world = run.config, run.world
+    run.raw_model.eval()
+    total = world.zeros(3)
+    for X, Y in ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
+                                 world.size, world.device):
+        if world.any(stops.stop):
+            total[2] = 1
+            break
+        with run.autocast:
+            mean_loss = run.model(X, Y, return_logits=False)[1]
+        count = (Y >= 0).sum()
+        total[:2] += torch.stack((torch.where(count > 0, mean_loss.to(total) * count, 0), count.to(total)))
+    run.raw_model.train()
+    loss_sum, count, stopping = world.sum(total).tolist()
+    return None if stopping else loss_sum / count
+
+
+def learning_rate_at(c, iteration):
+    """Linear warm-up, then the schedule: decay to min_lr at lr_decay_iters by a cosine, linear, or linear in the last
+    cooldown_iters ('wsd'), or none ('constant'). Without decay_lr not even a warm-up, as in nanoGPT."""
+    if not c.decay_lr:
+        return c.learning_rate
+    if iteration < c.warmup_iters:
+        return c.learning_rate * (iteration + 1) / (c.warmup_iters + 1)
+    if c.schedule == 'constant':
+        return c.learning_rate
+    if c.schedule in ('linear', 'wsd'):
+        decay_iters = c.cooldown_iters if c.schedule == 'wsd' else c.lr_decay_iters - c.warmup_iters
+        progress = min(1.0, max(0.0, 1 - (c.lr_decay_iters - iteration) / max(1, decay_iters)))
+        return c.learning_rate - progress * (c.learning_rate - c.min_lr)
+    progress = min(1.0, (iteration - c.warmup_iters) / max(1, c.lr_decay_iters - c.warmup_iters))
+    return c.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (c.learning_rate - c.min_lr)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The training step
 
 
 @dataclass
@@ -246,74 +327,18 @@ def train_step(run, sequences, iter_num, flags=()):
     return Step(train_loss, grad_norm, estimating, problem, overflow, flags, losses)
 
 
-def learning_rate_at(c, iteration):
-    """Linear warm-up, then cosine decay to min_lr at lr_decay_iters; constant without decay_lr, as in nanoGPT."""
-    if not c.decay_lr:
-        return c.learning_rate
-    if iteration < c.warmup_iters:
-        return c.learning_rate * (iteration + 1) / (c.warmup_iters + 1)
-    progress = min(1.0, (iteration - c.warmup_iters) / max(1, c.lr_decay_iters - c.warmup_iters))
-    return c.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (c.learning_rate - c.min_lr)
-
-
-def adopt_model_args(c, args, data):
-    """`args`, the model_args of weights that are fine-tuned: the settings follow them, and the `data` must fit them."""
-    if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
-        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the weights of '
-                         f'--init_from={c.init_from} have {args["vocab_size"]}; prepare the data with their tokenizer')
-    for key in args.keys() & c.values.keys():
-        if args[key] != c.values[key]:
-            c.set(key, args[key], 'pretrained weights')
-    return args
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The loop
 
 
-@dataclass
-class TrainState:
-    """Where a run is; saved and restored as a whole."""
-    iter: int = 0  # updates made
-    tokens: int = 0
-    seconds: float = 0.0  # spent in iterations
-    clipped: int = 0  # iterations whose gradient was clipped
-    skipped_in_a_row: int = 0  # iterations, up to now, whose loss or gradient was not finite
-    best_val_loss: float = float('inf')  # the lowest
-    last_eval_iter: int = -1
-    latest_losses: list = field(default_factory=list)  # up to 100
-
-
-@torch.no_grad()
-def evaluate(run, val_data, stops):
-    """Mean loss over the validation sequences, each rank its share, one reduction at the end.
-
-    None when a rank was asked to stop meanwhile; then the resumed run evaluates again.
-    """
-    c, world = run.config, run.world
-    run.raw_model.eval()
-    total = world.zeros(3)
-    for X, Y in ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
-                                 world.size, world.device):
-        if world.any(stops.stop):
-            total[2] = 1
-            break
-        with run.autocast:
-            mean_loss = run.model(X, Y, return_logits=False)[1]
-        count = (Y >= 0).sum()
-        total[:2] += torch.stack((torch.where(count > 0, mean_loss.to(total) * count, 0), count.to(total)))
-    run.raw_model.train()
-    loss_sum, count, stopping = world.sum(total).tolist()
-    return None if stopping else loss_sum / count
-
-
 def main(argv):
     """Trains as the config files and flags `argv` say. SystemExit with one line when that cannot be."""
+    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
     if '--help' in argv or '-h' in argv:
         print(configurator.help_text(__doc__, DEFAULTS, Path(__file__).read_text(encoding='utf-8')))
         return
-    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
-    c = resolve(argv)
+    with one_message():
+        c = resolve(argv)
     if c.show_config:
         print('\n'.join(c.lines(everything=True)))
         return
@@ -326,9 +351,15 @@ def main(argv):
     torch.manual_seed(c.seed)
     torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
     model_args = GPTConfig.from_settings(c.values, train_data.vocab_size).model_args()
-    path, saved = checkpoint.open_run(world, c.out_dir, c.init_from, read_only=c.eval_only)
-    differences, changes = [], []
+    init_from = 'auto' if c.branch_cooldown else c.init_from
+    path, saved = checkpoint.open_run(world, c.out_dir, init_from, read_only=c.eval_only)
+    differences, changes, branches = [], [], c.branch_cooldown > 0 and saved is None
     with world.exit_together():
+        if branches:
+            path, saved = checkpoint.load(c.init_from, weights=False)
+        elif c.branch_cooldown and any(saved['config'].get(key) != c.values[key]
+                                       for key in ('init_from', 'branch_cooldown')):
+            raise SystemExit(f'{c.out_dir}: holds another run than this branch; choose another --out_dir')
         if not from_scratch(c):
             model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
             model_args = adopt_model_args(c, asdict(model.config), train_data)
@@ -338,6 +369,9 @@ def main(argv):
                     c, saved['model_args'] | dict(block_size=c.block_size, dropout=c.dropout), train_data)
             differences, changes = checkpoint.compare(
                 path, saved, c.values, model_args, fingerprints, c.ignore_data_change, asdict(GPTConfig()))
+        if branches:
+            changes = [change for change in changes if c.sources.get(change['key']) != 'branch_cooldown'
+                       and change['key'] != 'branch_cooldown']
         if from_scratch(c):
             model = GPT(GPTConfig(**model_args))
     run = set_up(c, world, model)
@@ -346,21 +380,26 @@ def main(argv):
     if saved:
         with world.exit_together():
             checkpoint.restore(path, saved, model, run.optimizer, run.scaler)
+        optimizers.back_to_training(run.optimizer)
         state = TrainState(**saved['train_state'])
         before = saved['config']
         if saved['data']['val'] != fingerprints['val'] or (
                 c.eval_iters * c.batch_size != before['eval_iters'] * before['batch_size']):
             state.best_val_loss, state.last_eval_iter = float('inf'), -1  # losses of other sequences do not compare
+        if branches:
+            state.best_val_loss, state.last_eval_iter = float('inf'), -1  # those of the other run
         saved = None  # frees the memory
 
     # Logs
+    branched_from = c.branch_cooldown and dict(checkpoint=c.init_from, iter=c.max_iters - c.branch_cooldown) or None
     writes = world.is_master and not c.eval_only
     log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master,
                         dict(project=c.wandb_project, name=c.wandb_run_name or c.out_dir) if c.wandb_log else None)
     if writes:
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
-                            data=fingerprints, changes=changes, device=devices.device_name(world.device))
+                            flops_per_token=model.flops_per_token(), data=fingerprints, changes=changes,
+                            device=devices.device_name(world.device), branched_from=branched_from)
     if path:
         log.print(f'resuming from {path} at iteration {state.iter} of {c.max_iters}')
         for line in differences:
@@ -377,13 +416,17 @@ def main(argv):
     def record(line, **metrics):
         log.write(dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **metrics), line)
 
+    if branches:
+        record(f'a branch of {path}', branched_from=c.init_from)
+
     def save(best=False):
         if not optimizers.param_norm(run.params).isfinite():
             give_up('the parameters are not finite')
-        saved_as = checkpoint.save_run(world, c.out_dir, model, run.optimizer, dict(
-            model_args=model_args, iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values,
-            train_state=asdict(state), scaler=run.scaler.state_dict(), data=fingerprints,
-            tokenizer=train_data.tokenizer, changes=changes), best, c.keep_checkpoints)
+        with optimizers.evaluating(run.optimizer):
+            saved_as = checkpoint.save_run(world, c.out_dir, model, run.optimizer, dict(
+                model_args=model_args, iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values,
+                train_state=asdict(state), scaler=run.scaler.state_dict(), data=fingerprints,
+                tokenizer=train_data.tokenizer, changes=changes), best, c.keep_checkpoints)
         if saved_as:
             log.print(f'saved {saved_as}')
         return saved_as is not None
@@ -408,7 +451,8 @@ def main(argv):
         # Once in a while, and at the end: evaluate on the validation set, and save.
         eval_due = state.iter % c.eval_interval == 0 or state.iter == c.max_iters
         if c.eval_only or (eval_due and state.last_eval_iter != state.iter and not stopping):
-            losses = {key: evaluate(run, data, stops) for key, data in val_data.items()}
+            with optimizers.evaluating(run.optimizer):
+                losses = {key: evaluate(run, data, stops) for key, data in val_data.items()}
             stopping = None in losses.values()
             if not stopping:
                 state.last_eval_iter = state.iter

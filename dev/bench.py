@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,7 @@ import optimizers
 import train
 from data.loader import Bin, TrainLoader
 from hessian import FirstOrder
-from model import GPT, GPTConfig, padded_vocab_size
+from model import GPT, GPTConfig
 from runtime import device as devices
 from runtime.device import check_device, peak_flops
 from runtime.distributed import World
@@ -92,8 +92,7 @@ class Case:
         self.device = self.world.device
         memory = in_use(self.device)
         data = Bin(dataset, 'train')
-        self.model_args = dict(vocab_size=padded_vocab_size(data.vocab_size), **{
-            field.name: config.values[field.name] for field in fields(GPTConfig) if field.name in config.values})
+        self.model_args = asdict(GPTConfig.from_settings(config.values, data.vocab_size))
         self.run = self.set_up()
         self.loader = TrainLoader(data, config.seed, config.total_batch_size, config.block_size, 0, 1, self.device)
         self.seconds = {True: [], False: []}  # of steps with and without an estimate

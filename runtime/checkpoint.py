@@ -454,9 +454,10 @@ def compare(path, state, config, model_args, data, ignore_data_change=False, def
     if differing:
         raise SystemExit(f'{path}: is a model with another {", ".join(differing)}; resume with its own settings, or '
                          'choose another --out_dir')
-    if before.get('optimizer_name') != config['optimizer_name']:
-        raise SystemExit(f'{path}: was trained with --optimizer_name={before.get("optimizer_name")}; resume with it, '
-                         'or choose another --out_dir')
+    for key in ('optimizer_name', 'optimizer_args'):
+        if before.get(key, '') != config.get(key, ''):
+            raise SystemExit(f'{path}: was trained with --{key}={before.get(key, "")}; resume with it, or choose '
+                             'another --out_dir')
     other = [split for split in data if state['data'].get(split) != data[split]]
     if other and not ignore_data_change:
         raise SystemExit(f'{path}: was trained on another data set than {config["dataset"]} ({", ".join(other)}.bin '

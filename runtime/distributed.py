@@ -224,6 +224,17 @@ def _repair_compile_cache(excepthook, kind, error, trace):
     excepthook(kind, error, trace)
 
 
+@contextlib.contextmanager
+def one_message():
+    """Around what fails alike on every rank, before they have met: only rank 0 prints the message of SystemExit."""
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error.code, str) and ranks_from_environment()[0]:
+            raise SystemExit(1) from None
+        raise
+
+
 def full_tensor(tensor):
     """`tensor`, gathered from all ranks if it is sharded. Collective then: every rank must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

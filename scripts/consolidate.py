@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime import checkpoint, sharded
-from scripts.runs import refusing, writable
+from scripts.runs import writable, write_errors
 
 
 def consolidate(path, output=None, optimizer=True):
@@ -38,7 +38,7 @@ def consolidate(path, output=None, optimizer=True):
             raise SystemExit(f'{path}: does not say in which order its optimizer has the parameters; resume and save '
                              'the run by train.py, or use --no_optimizer')
         state['optimizer'] = sharded.read_optimizer(path, packed)
-    with refusing(output):
+    with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.write_file(output, state)
     return output

@@ -21,7 +21,7 @@ from data.loader import parts_of, read_meta
 from data.tokenizer import Byte, Char
 from runtime import hf
 from scripts.load import MODEL_HELP, add_tokenizer_flag, find_data, load, with_tokenizer
-from scripts.runs import read_metrics, refusing, writable
+from scripts.runs import read_metrics, writable, write_errors
 
 END_OF_TEXT = '<|endoftext|>'
 TOLERANCE = 1e-4  # on logits, in float32
@@ -198,13 +198,13 @@ def export(loaded, dest):
     data = read_meta(folder) if folder and len(parts_of(loaded.state['config']['dataset'])) == 1 else None
     partial = dest.with_name(f'{dest.name}.partial{os.getpid()}')
     try:
-        with refusing(dest):
+        with write_errors(dest):
             partial.mkdir(parents=True)
             hf.write(partial, model_args, loaded.model.state_dict(), loaded.tokenizer.eot_id)
             write_tokenizer(loaded.tokenizer, partial, loaded.model.config.block_size)
             (partial / 'README.md').write_text(model_card(loaded, data), encoding='utf-8')
         checked = check(loaded, partial)
-        with refusing(dest):
+        with write_errors(dest):
             partial.replace(dest)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

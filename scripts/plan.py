@@ -28,7 +28,7 @@ import gc
 import math
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -103,10 +103,9 @@ def vocabulary(config):
 
 def make_model(config, vocab_size, device):
     """The run's GPT on `device`."""
-    shape = {field.name: config.values[field.name] for field in fields(GPTConfig) if field.name in config.values}
     torch.manual_seed(config.seed)
     with torch.device(device):  # the largest models take minutes on one CPU core
-        return GPT(GPTConfig(**shape, vocab_size=vocab_size))
+        return GPT(GPTConfig.from_settings(config.values, vocab_size))
 
 
 def take_step(run, iter_num, micro_batches=None):

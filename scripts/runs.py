@@ -119,10 +119,10 @@ class Run:
 
     def flops_per_iteration(self):
         """FLOPs of one iteration on average, with its share of the Hessian estimates (see `flops_per_iteration`)."""
-        return sum(flops_per_iteration(self.config, self.about['parameters']))
+        return sum(flops_per_iteration(self.config, self.about))
 
 
-def flops_per_iteration(config, parameters):
+def flops_per_iteration(config, about):
     """(FLOPs of forward and backward of an iteration, FLOPs per iteration spent on Hessian estimates).
 
     Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration; an estimate, every
@@ -131,16 +131,20 @@ def flops_per_iteration(config, parameters):
 
     Args:
         config: the settings, key → value.
-        parameters: number of parameters, from which follows the vocabulary: config.json does not name it.
+        about: what else config.json says: `flops_per_token` of the model that was trained; or, in older ones, its
+            `parameters`, from which the vocabulary and with it the FLOPs of a GPT-2 follow.
     """
-    import torch
+    per_token = about.get('flops_per_token')
+    if per_token is None:
+        import torch
 
-    from model import GPT, GPTConfig
-    shape = {key: config[key] for key in ('block_size', 'n_layer', 'n_head', 'n_embd', 'bias')}
-    with torch.device('meta'):
-        rest = GPT(GPTConfig(vocab_size=64, **shape)).num_params() - 64 * config['n_embd']
-        model = GPT(GPTConfig(vocab_size=(parameters - rest) // config['n_embd'], **shape))
-    per_sequence = model.flops_per_token() * config['block_size']
+        from model import GPT, GPTConfig
+        shape = {key: config[key] for key in ('block_size', 'n_layer', 'n_head', 'n_embd', 'bias')}
+        with torch.device('meta'):
+            rest = GPT(GPTConfig(vocab_size=64, **shape)).num_params() - 64 * config['n_embd']
+            vocab_size = (about['parameters'] - rest) // config['n_embd']
+            per_token = GPT(GPTConfig(vocab_size=vocab_size, **shape)).flops_per_token()
+    per_sequence = per_token * config['block_size']
     estimate = hessian_cost(config['optimizer_name']) * config['hessian_batch_size'] * per_sequence
     interval = config['hessian_interval']
     return per_sequence * config['total_batch_size'], estimate / interval if interval else 0.0
@@ -183,7 +187,7 @@ def read_metrics(path):
     """The lines of a metrics.jsonl, a list of dicts; SystemExit with one line when one is damaged."""
     records = []
     try:
-        lines = path.read_text(encoding='utf-8').splitlines()
+        lines = path.read_text(encoding='utf-8').removesuffix('\n').split('\n')
     except UnicodeDecodeError as error:
         raise SystemExit(f'{path}: not a JSON object in every line ({error}); the file is damaged') from None
     for number, line in enumerate(lines, 1):
@@ -248,7 +252,7 @@ def check_comparable(runs, free=()):
             sequences = run.eval_iters * run.batch_size or 'all'
             yield 'the number of validation sequences (eval_iters × batch_size)', sequences
         for key in PROTOCOL:
-            yield key, run.config.get(key)
+            yield key, run.config.get(key, 'cosine' if key == 'schedule' else None)
         yield 'min_lr_ratio', round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)
         yield 'init_from', starting_weights(run)
 
@@ -268,7 +272,9 @@ def check_comparable(runs, free=()):
 
 
 def starting_weights(run):
-    """The weights that a run started from, None for random ones."""
+    """The weights that a run started from, None for random ones; all branches of runs with one are alike."""
+    if run.config.get('branch_cooldown'):
+        return 'a run of which it is a branch'
     return None if run.config.get('init_from') in ('scratch', 'auto', 'resume') else run.config.get('init_from')
 
 
@@ -412,7 +418,7 @@ def save(output, fig, rows=None, **data):
     from matplotlib import pyplot as plt
     output = png_path(output)
     make_folder(output)
-    with refusing(output), files.atomic_write(output) as f:
+    with write_errors(output), files.atomic_write(output) as f:
         fig.savefig(f, dpi=150, format='png')
     plt.close(fig)
     written = [output]
@@ -448,7 +454,7 @@ def png_path(output):
 
 
 @contextlib.contextmanager
-def refusing(path):
+def write_errors(path):
     """Around what writes `path`: where the file system fails, SystemExit with one line."""
     try:
         yield
@@ -460,7 +466,7 @@ def writable(path):
     """`path` as a Path; SystemExit with one line when no file could be written there. To be asked before the work that
     the file is for; leaves nothing, not even the folder where that is missing."""
     path = Path(path)
-    with refusing(path):
+    with write_errors(path):
         if path.is_dir():
             raise IsADirectoryError('is a directory')
         folder = next(parent for parent in path.absolute().parents if parent.exists())
@@ -491,7 +497,7 @@ def write_text(path, text):
 
 def make_folder(path):
     """Makes the folder of the file `path`; SystemExit with one line when that fails."""
-    with refusing(path):
+    with write_errors(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 

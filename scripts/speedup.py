@@ -265,12 +265,12 @@ def efficiency_at(candidate, baseline, curve, noise):
 
 def weaknesses(side):
     """What makes the best of a `Tuned` doubtful, a list of sentences."""
-    who, rates = f'{side.best[0].optimizer_label}, T = {side.T}', sorted(side.learning_rates)
-    if len(rates) == 1:
+    who, tried = f'{side.best[0].optimizer_label}, T = {side.T}', sorted(side.learning_rates)
+    if len(tried) == 1:
         return [f'{who}: one learning rate only, so nothing was tuned']
-    if side.learning_rate in (rates[0], rates[-1]):
+    if side.learning_rate in (tried[0], tried[-1]):
         return [f'{who}: the best learning rate, {side.learning_rate:g}, is at the edge of those tried '
-                f'({rates[0]:g} to {rates[-1]:g})']
+                f'({tried[0]:g} to {tried[-1]:g})']
     return []
 
 

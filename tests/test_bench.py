@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import TINY, metrics, refusal, run_train
+from conftest import TINY, metrics, rejection, run_train
 
 import train
 from dev import bench
@@ -108,7 +108,7 @@ def test_a_configuration_may_be_one_flag_and_they_keep_their_order(monkeypatch):
 
 def test_errors(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    assert 'no CUDA device' in refusal(bench.main, ['--tiny', '--device', 'cuda'])
+    assert 'no CUDA device' in rejection(bench.main, ['--tiny', '--device', 'cuda'])
     for argv in (['--tyni'], ['--model_size', '125M']):
         with pytest.raises(SystemExit):
             bench.main(argv)

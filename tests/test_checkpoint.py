@@ -12,7 +12,7 @@ from operator import getitem
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, refusal
+from conftest import ROOT, rejection
 
 from runtime import checkpoint, files, runlog
 from runtime.distributed import World
@@ -120,7 +120,7 @@ def test_moments_of_another_shape_are_rejected(tmp_path):
     trained(model, optimizer, range(3))
     path, state = checkpoint.load(saved(tmp_path, model, optimizer, 3))
     state['optimizer']['state'][0]['exp_avg'] = torch.zeros(2)
-    assert 'exp_avg of parameter 0 has the shape (2,)' in refusal(
+    assert 'exp_avg of parameter 0 has the shape (2,)' in rejection(
         checkpoint.restore, path, state, model, optimizer, None)
 
 
@@ -128,7 +128,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_rejected_before_anything_is_writ
     model, optimizer = made('toy')
     trained(model, optimizer, range(1))
     optimizer.state[model[2].weight]['history'] = {1, 2}
-    message = refusal(saved, tmp_path, model, optimizer, 1)
+    message = rejection(saved, tmp_path, model, optimizer, 1)
     assert 'Toy: its state cannot be saved (optimizer.state.2.history is of type set)' in message
     assert not list(tmp_path.iterdir())
 
@@ -198,7 +198,7 @@ def test_a_missing_field_is_one_line(good, key):
     state = torch.load(good[0], weights_only=True)
     del state[key]
     torch.save(state, good[0])
-    assert str(good[0]) in refusal(resumed, good[0])
+    assert str(good[0]) in rejection(resumed, good[0])
 
 
 def test_no_flipped_bit_loads_silently(good):
@@ -230,22 +230,22 @@ def rezipped(path, compression):
 def test_a_compressed_file_is_rejected(good):
     """Its checksums fit, and mapped into memory it would be other numbers."""
     rezipped(good[0], zipfile.ZIP_DEFLATED)
-    assert 'it was compressed' in refusal(checkpoint.load, good[0])
+    assert 'it was compressed' in rejection(checkpoint.load, good[0])
 
 
 def test_work_is_bounded_before_it_is_done(good, tmp_path, monkeypatch):
     path = tmp_path / 'ckpt_00000009.pt'
     os.mkfifo(path)
-    assert 'no regular file' in refusal(checkpoint.load, path)
+    assert 'no regular file' in rejection(checkpoint.load, path)
     path.unlink()
     monkeypatch.setattr(zipfile.ZipFile, 'testzip', lambda self: pytest.fail('read'))
     with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as archive:
         archive.writestr('archive/data.pkl', bytes(2 ** 24))
-    assert 'it was compressed' in refusal(checkpoint.load, path)
+    assert 'it was compressed' in rejection(checkpoint.load, path)
     with zipfile.ZipFile(path, 'w') as archive:  # many members that are one and the same
         archive.writestr('archive/data/0', bytes(2 ** 16))
         archive.filelist *= 100
-    assert 'does not fit its checksums' in refusal(checkpoint.load, path)
+    assert 'does not fit its checksums' in rejection(checkpoint.load, path)
 
 
 @pytest.mark.parametrize('asked', [
@@ -282,7 +282,7 @@ def test_a_file_whose_name_says_another_iteration_is_skipped(good, capsys):
 @pytest.mark.parametrize('init_from', ['auto', 'resume'])
 def test_what_to_do_with_nanogpts_checkpoint(good, tmp_path, init_from):
     (tmp_path / 'ckpt.pt').write_bytes(good[0].read_bytes())
-    message = refusal(checkpoint.open_run, World('cpu', 'gloo'), tmp_path, init_from)
+    message = rejection(checkpoint.open_run, World('cpu', 'gloo'), tmp_path, init_from)
     assert 'ckpt.pt: a checkpoint of nanoGPT' in message and 'scripts/export_hf.py' in message
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ['ckpt.pt']
 
@@ -349,10 +349,10 @@ def test_changes_are_recorded_with_their_iteration(good):
 def test_a_model_setting_that_a_checkpoint_lacks_has_its_default(good):
     path, state = good
     args = dict(MODEL_ARGS, rope=False)
-    assert 'another rope' in refusal(checkpoint.compare, path, state, RUN['config'], args, RUN['data'])
+    assert 'another rope' in rejection(checkpoint.compare, path, state, RUN['config'], args, RUN['data'])
     defaults = dict(rope=False, bias=True)
     assert checkpoint.compare(path, state, RUN['config'], args, RUN['data'], defaults=defaults)[0] == []
-    assert 'another rope' in refusal(
+    assert 'another rope' in rejection(
         lambda: checkpoint.compare(path, state, RUN['config'], dict(args, rope=True), RUN['data'], defaults=defaults))
 
 
@@ -367,7 +367,7 @@ def test_an_atomic_write_that_fails_changes_nothing(tmp_path):
         f.write('half')
         raise KeyError
     assert path.read_text() == 'first' and list(tmp_path.iterdir()) == [path]
-    assert 'cannot be written (No such file' in refusal(files.write_text, tmp_path / 'none' / 'a.txt', '')
+    assert 'cannot be written (No such file' in rejection(files.write_text, tmp_path / 'none' / 'a.txt', '')
     files.write_json(path, {'a': [1]})
     assert json.loads(path.read_text()) == {'a': [1]}
 
@@ -423,7 +423,7 @@ def test_a_resumed_run_continues_its_curves_in_wandb(tmp_path, monkeypatch):
     assert calls[0] == dict(project='p', name='n', config={'lr': 1}, id=None, resume='allow')
     assert calls[1::3] == [({'iter': 0}, 0), ({'iter': 1}, 1)] and calls[2::3] == ['finish'] * 2
     monkeypatch.setitem(sys.modules, 'wandb', None)
-    assert '--wandb_log=True: needs the package wandb' in refusal(
+    assert '--wandb_log=True: needs the package wandb' in rejection(
         lambda: runlog.RunLog(tmp_path, {}, 10, 0, True, wandb=dict(project='p', name='n')))
 
 

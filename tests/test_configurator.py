@@ -1,10 +1,9 @@
-"""Config files and flags: types, refusals, precedence, provenance."""
+"""Config files and flags: types, rejections, precedence, provenance."""
 
-import re
 import sys
 
 import pytest
-from conftest import ROOT, refusal, run_train
+from conftest import ROOT, rejection, run_train
 
 import train
 from configurator import configure, derive, derived
@@ -37,11 +36,11 @@ def test_flags_are_typed(flag, key, value):
     ('--fast=2', 'not True or False'), ('--steps', 'write --steps=VALUE'), ('--__name__=x', 'unknown setting'),
 ])
 def test_bad_flags_are_rejected_in_one_line(flag, words):
-    assert words in refusal(apply, flag)
+    assert words in rejection(apply, flag)
 
 
 def test_a_flag_and_its_value_as_two_words_are_rejected():
-    assert '--rate: write --rate=1e-3' in refusal(apply, '--rate', '1e-3')
+    assert '--rate: write --rate=1e-3' in rejection(apply, '--rate', '1e-3')
 
 
 def test_a_file_computes_with_its_own_values_in_functions_and_comprehensions(tmp_path):
@@ -76,18 +75,18 @@ def test_files_then_flags_in_order(tmp_path):
 def test_bad_files_are_rejected_in_one_line(tmp_path, text, words):
     path = tmp_path / 'bad.py'
     path.write_text(text)
-    assert words in refusal(apply, str(path))
+    assert words in rejection(apply, str(path))
 
 
 def test_missing_file_names_the_nearest(monkeypatch):
     monkeypatch.chdir(ROOT)
-    message = refusal(apply, 'config/quikstart.py')
+    message = rejection(apply, 'config/quikstart.py')
     assert 'no such config file' in message and 'did you mean config/quickstart.py?' in message
 
 
 def test_a_sweeps_spec_is_no_config_file():
     """JSON is valid Python, which would set nothing."""
-    assert 'scripts/sweep.py --spec' in refusal(apply, str(ROOT / 'config/ablation/clipping.json'))
+    assert 'scripts/sweep.py --spec' in rejection(apply, str(ROOT / 'config/ablation/clipping.json'))
 
 
 def test_tables_fill_only_what_nobody_set():
@@ -103,7 +102,7 @@ def test_derive_applies_tables_in_order_and_needs_a_value_for_each_setting():
     derive(config, [lambda c: ({'size': 2 * c.steps, 'steps': 99}, 'one'), lambda c: ({'rate': c.size / 4}, 'two')])
     assert (values['steps'], values['size'], values['rate']) == (5, 10, 2.5)
     assert (config.sources['steps'], config.sources['size'], config.sources['rate']) == ('flag', 'one', 'two')
-    assert 'no value for size: set it with --size=' in refusal(derive, apply()[0], [])
+    assert 'no value for size: set it with --size=' in rejection(derive, apply()[0], [])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -169,9 +168,3 @@ def test_help_lists_every_setting_with_its_comment():
     for key in train.resolve([]).values:
         line = next(line for line in text.splitlines() if line.startswith(f'  --{key}='))
         assert len(line.split(maxsplit=1)[1]) > 10, f'{key} has no comment in train.py'
-
-
-def test_readme_lists_every_setting():
-    text = (ROOT / 'README.md').read_text(encoding='utf-8')
-    listed = set(re.findall(r'^\| `(\w+)` \| ', text, flags=re.M))
-    assert set(train.resolve([]).values) <= listed

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import refusal
+from conftest import rejection
 from fake_runs import fake_run
 
 from dev import bench, gpu_suite, soak
@@ -26,7 +26,7 @@ def test_bench_rejects_an_output_that_cannot_be_written_before_it_measures(tmp_p
     monkeypatch.setattr(bench, 'measure', lambda *args: pytest.fail('it began to measure'))
     (tmp_path / 'folder.json').mkdir()
     argv = ['--tiny', '--device=cpu', f'--output={tmp_path / "folder.json"}']
-    assert 'cannot be written' in refusal(bench.main, argv)
+    assert 'cannot be written' in rejection(bench.main, argv)
 
 
 def test_gpu_suite_resumes_with_what_is_missing(tmp_path, corpus, capsys):
@@ -94,14 +94,14 @@ def test_gpu_suite_leaves_for_another_call_what_has_not_enough_time(tmp_path, co
 @pytest.mark.parametrize('text', ['{}', '[]', '3', '{"exit_code": null, "seconds": 1}', '{"exit_code": 0}', '{'])
 def test_gpu_suite_says_in_one_line_which_record_is_damaged(tmp_path, text):
     (tmp_path / 'tests.json').write_text(text)
-    message = refusal(gpu_suite.main, ['--dry_run', '--device', 'cpu', '--groups', 'tests', '--records', str(tmp_path)])
+    message = rejection(gpu_suite.main, ['--dry_run', '--device=cpu', '--groups=tests', f'--records={tmp_path}'])
     assert message.startswith(f'{tmp_path / "tests.json"}: not ')
 
 
 def test_gpu_suite_does_not_begin_without_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setattr(gpu_suite, 'prepare_data', lambda args: pytest.fail('it began'))
-    assert 'no CUDA device' in refusal(gpu_suite.main, [
+    assert 'no CUDA device' in rejection(gpu_suite.main, [
         '--groups', 'runs', '--records', str(tmp_path / 'records'), '--work', str(tmp_path / 'work')])
 
 

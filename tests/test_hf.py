@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, metrics, refusal, run_train
+from conftest import ROOT, metrics, rejection, run_train
 
 from data.loader import Bin, ValidationLoader
 from data.tokenizer import Char, get_tokenizer
@@ -162,7 +162,7 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path):
     loaded = with_tokenizer(load(tmp_path / 'run'))
     with torch.no_grad():
         loaded.model.transformer.ln_f.weight[0] = float('nan')
-    assert 'ln_f.weight holds values that are not finite' in refusal(export, loaded, tmp_path / 'hf')
+    assert 'ln_f.weight holds values that are not finite' in rejection(export, loaded, tmp_path / 'hf')
     assert [path.name for path in tmp_path.iterdir()] == ['run']
 
 
@@ -173,7 +173,7 @@ def test_check_finds_other_logits_and_nan(tmp_path):
     for value in (2.0, float('nan')):
         with torch.no_grad():
             loaded.model.transformer.ln_f.weight[0] = value
-        assert 'computes other logits' in refusal(check, loaded, tmp_path / 'hf')
+        assert 'computes other logits' in rejection(check, loaded, tmp_path / 'hf')
 
 
 def test_an_architecture_that_gpt2_lacks_is_not_exported(tmp_path):
@@ -182,7 +182,7 @@ def test_an_architecture_that_gpt2_lacks_is_not_exported(tmp_path):
     def exported(change):
         loaded = with_tokenizer(load(tmp_path / 'run'))
         change(loaded.model)
-        return refusal(export, loaded, tmp_path / 'hf')
+        return rejection(export, loaded, tmp_path / 'hf')
 
     def untie(model):
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
@@ -215,7 +215,7 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path):
             call()
         assert words in str(error.value) and '\n' not in str(error.value)
     (tmp_path / 'file').touch()
-    assert 'cannot be written' in refusal(export_main, [str(tmp_path / 'run'), str(tmp_path / 'file' / 'hf')])
+    assert 'cannot be written' in rejection(export_main, [str(tmp_path / 'run'), str(tmp_path / 'file' / 'hf')])
     (tmp_path / 'file').unlink()
     assert sorted(tmp_path.iterdir()) == before
     export_main([str(tmp_path / 'run'), str(tmp_path / 'hf')])
@@ -324,7 +324,7 @@ def test_broken_configs_are_one_line(folder, name):
     if isinstance(change, dict):
         change = json.dumps(json.loads(path.read_text()) | change)
     path.write_bytes(change if isinstance(change, bytes) else change.encode())
-    message = refusal(GPT.from_pretrained, folder)
+    message = rejection(GPT.from_pretrained, folder)
     assert words in message and str(folder) in message and len(message) < 300 + len(str(folder))
 
 
@@ -334,21 +334,21 @@ def test_broken_weights_are_one_line(folder, name):
     path = folder / 'model.safetensors'
     weights = load_file(path) | change if change else {}
     save_file({key: w for key, w in weights.items() if w is not None}, path)
-    message = refusal(GPT.from_pretrained, folder)
+    message = rejection(GPT.from_pretrained, folder)
     assert words in message and str(folder) in message
 
 
 @pytest.mark.parametrize('name', BROKEN_FILES)
 def test_broken_safetensors_are_one_line(folder, name):
     (folder / 'model.safetensors').write_bytes(BROKEN_FILES[name])
-    assert 'not a safetensors file' in refusal(GPT.from_pretrained, folder)
+    assert 'not a safetensors file' in rejection(GPT.from_pretrained, folder)
 
 
 def test_folders_without_weights_are_one_line(folder):
     (folder / 'model.safetensors').unlink()
     os.mkfifo(folder / 'model.safetensors')  # opening it would wait for ever
-    assert 'holds no model.safetensors' in refusal(GPT.from_pretrained, folder)
+    assert 'holds no model.safetensors' in rejection(GPT.from_pretrained, folder)
     (folder / 'config.json').unlink()
-    assert 'config.json: cannot be read' in refusal(GPT.from_pretrained, folder)
+    assert 'config.json: cannot be read' in rejection(GPT.from_pretrained, folder)
     os.mkfifo(folder / 'config.json')
-    assert 'config.json: cannot be read' in refusal(GPT.from_pretrained, folder)
+    assert 'config.json: cannot be read' in rejection(GPT.from_pretrained, folder)

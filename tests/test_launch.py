@@ -20,7 +20,7 @@ from conftest import (
     iterations,
     metrics,
     needs_compiler,
-    refusal,
+    rejection,
     run_train,
     start,
 )
@@ -121,7 +121,7 @@ def test_the_slurm_script_saves_before_the_time_limit_and_asks_to_go_on(referenc
 def test_the_slurm_script_does_not_try_failures_again(tmp_path, corpus):
     command.corpus = corpus
     _, done = sbatch(tmp_path, tmp_path / 'out', '--n_head=5')
-    assert done.code not in (0, STOPPED) and 'n_head = 5 must be' in done.err and 'asked for' not in done.out
+    assert done.code not in (0, STOPPED) and '--n_head=5: must be' in done.err and 'asked for' not in done.out
 
 
 def test_the_slurm_script_asks_slurm_for_what_it_needs():
@@ -170,13 +170,13 @@ def test_an_environment_that_describes_no_ranks_is_one_line(monkeypatch, environ
         monkeypatch.delenv(key, raising=False)
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    message = refusal(World, 'cpu', 'gloo')
+    message = rejection(World, 'cpu', 'gloo')
     assert words in message and 'start with torchrun' in message
 
 
 @pytest.mark.parametrize('name', ['meta', 'xla', 'gpu', 'cuda:x', ''])
 def test_a_device_that_cannot_train_is_one_line(name):
-    assert refusal(device.check_device, name).startswith(f'--device={name}: ')
+    assert rejection(device.check_device, name).startswith(f'--device={name}: ')
 
 
 # ----------------------------------------------------------------------------------------------------------------------

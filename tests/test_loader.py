@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import refusal, write_bins
+from conftest import rejection, write_bins
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -148,7 +148,7 @@ def test_nanogpts_character_bins_are_not_taken_for_gpt2s(tmp_path):
     path = write_bins(tmp_path, range(60), range(60), meta=False)
     (path / 'meta.pkl').touch()
     for function, *arguments in ((Bin, path, 'train'), (read_meta, path)):
-        message = refusal(function, *arguments)
+        message = rejection(function, *arguments)
         assert message.startswith(f"{path}/meta.pkl: nanoGPT's vocabulary is not read")
         assert 'data/shakespeare_char/prepare.py --input FILE' in message
 
@@ -156,14 +156,14 @@ def test_nanogpts_character_bins_are_not_taken_for_gpt2s(tmp_path):
 def test_a_missing_data_set_is_named_with_what_helps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_bins(tmp_path / 'data/pysource', [1], [1])
-    assert refusal(Bin, data_dir('pysorce'), 'val') == (
+    assert rejection(Bin, data_dir('pysorce'), 'val') == (
         '--dataset=pysorce: no directory data/pysorce; did you mean pysource?')
-    assert refusal(Bin, data_dir('mine'), 'val') == (
+    assert rejection(Bin, data_dir('mine'), 'val') == (
         'data/mine/val.bin: no such file; check --dataset, or make it with python data/text/prepare.py FILE... '
         '--out_dir data/mine')
     Path('data/fineweb').mkdir()
     Path('data/fineweb/prepare.py').touch()
-    assert refusal(Bin, data_dir('fineweb'), 'val') == (
+    assert rejection(Bin, data_dir('fineweb'), 'val') == (
         'data/fineweb/val.bin: no such file; run python data/fineweb/prepare.py')
 
 
@@ -171,25 +171,25 @@ def test_bins_that_do_not_fit_are_rejected(tmp_path):
     def fresh(name, **kwargs):
         return write_bins(tmp_path / name, np.arange(100), np.arange(50), **kwargs)
 
-    assert 'train.bin: no such file' in refusal(Bin, tmp_path / 'none', 'train')
+    assert 'train.bin: no such file' in rejection(Bin, tmp_path / 'none', 'train')
     path = fresh('odd')
     (path / 'train.bin').write_bytes(b'abc')
-    assert 'not a whole number of uint16' in refusal(Bin, path, 'train')
+    assert 'not a whole number of uint16' in rejection(Bin, path, 'train')
     path = fresh('short')
     (path / 'train.bin').write_bytes(b'abcd')
-    assert 'holds 2 tokens, meta.json says 100' in refusal(Bin, path, 'train')
+    assert 'holds 2 tokens, meta.json says 100' in rejection(Bin, path, 'train')
     path = fresh('lies')
     (path / 'meta.json').write_text(json.dumps({'dtype': 'uint16'}))
-    assert 'not a valid meta.json' in refusal(Bin, path, 'train')
+    assert 'not a valid meta.json' in rejection(Bin, path, 'train')
     data = Bin(fresh('ids', vocab_size=90), 'train')
-    assert 'token id 99 is beyond the vocabulary of 90' in refusal(data.sequences, [0], 100)
-    assert 'too few for block_size = 100' in refusal(data.check_length, 100)
+    assert 'token id 99 is beyond the vocabulary of 90' in rejection(data.sequences, [0], 100)
+    assert 'too few for block_size = 100' in rejection(data.check_length, 100)
 
 
 def test_a_bad_token_stops_the_training_thread_with_its_message(tmp_path):
     data = Bin(write_bins(tmp_path, np.full(100, 95), np.arange(50), vocab_size=90), 'train')
     loader = TrainLoader(data, 0, 4, 8, 0, 1, 'cpu')
-    assert 'token id 95' in refusal(next, loader)
+    assert 'token id 95' in rejection(next, loader)
     loader.close()
 
 
@@ -355,13 +355,13 @@ def test_mixtures_that_cannot_be_are_one_line(dataset, message, two):
     c = write_bins(Path('data/c'), range(60), range(60))
     meta = json.loads((c / 'meta.json').read_text())
     (c / 'meta.json').write_text(json.dumps({**meta, 'tokenizer': 'char', 'chars': 'ab'}))
-    assert message in refusal(open_dataset, dataset, 16)
+    assert message in rejection(open_dataset, dataset, 16)
 
 
 def test_open_dataset_checks_the_length_and_the_ids_of_each_split(two):
-    assert 'data/b/val.bin: 300 tokens are too few for block_size = 400' in refusal(open_dataset, 'a:1,b:1', 400)
+    assert 'data/b/val.bin: 300 tokens are too few for block_size = 400' in rejection(open_dataset, 'a:1,b:1', 400)
     write_bins(Path('data/b'), np.full(700, 99), np.full(300, 99), vocab_size=90)
-    assert 'data/b/train.bin: token id 99 is beyond the vocabulary of 90' in refusal(open_dataset, 'b', 16)
+    assert 'data/b/train.bin: token id 99 is beyond the vocabulary of 90' in rejection(open_dataset, 'b', 16)
 
 
 def test_a_directory_may_be_named_like_a_mixture(two, tmp_path):
@@ -389,4 +389,4 @@ def test_a_directory_may_be_named_like_a_mixture(two, tmp_path):
     ((480, 8, 1, -1), '--gradient_accumulation_steps=-1: must be at least 0'),
 ])
 def test_batch_sizes_that_do_not_fit(arguments, message):
-    assert refusal(accumulation_steps, *arguments) == message
+    assert rejection(accumulation_steps, *arguments) == message

@@ -2,14 +2,13 @@
 
 import json
 import math
-import re
 import shlex
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, refusal
+from conftest import ROOT, rejection
 from fake_runs import fake_run, make, rows_of
 
 from runtime import checkpoint
@@ -36,14 +35,6 @@ def test_help(script, capsys):
     assert stopped.value.code == 0 and '--' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('page', ['README.md', 'docs/differences.md', 'docs/models.md'])
-def test_the_files_that_the_pages_name_exist(page):
-    text = (ROOT / page).read_text(encoding='utf-8')
-    named = set(re.findall(r'(?:scripts|config|tests)/[\w/]+\.(?:py|json)', text))
-    assert named or page == 'docs/differences.md'
-    assert [name for name in named if not (ROOT / name).is_file()] == []
-
-
 @pytest.mark.parametrize(('script', 'argv', 'message'), [
     (speedup, ['somewhere', '--k=0'], 'above 0'), (speedup, ['somewhere', '--k=nan'], 'above 0'),
     (compute_table, ['config/quickstart.py', '--launcher=torchrum --standalone'], 'no such command'),
@@ -51,7 +42,7 @@ def test_the_files_that_the_pages_name_exist(page):
     (compute_table, ['config/quickstart.py', '--launcher="torchrun'], 'No closing quotation'),
     (sweep, ['--out_dir=somewhere', '--launcher=nosuch'], 'no such command'),
     (sweep, ['--out_dir=somewhere', '--jobs=0'], 'at least 1')])
-def test_flags_that_make_no_sense_are_refused(script, argv, message, capsys):
+def test_flags_that_make_no_sense_are_rejected(script, argv, message, capsys):
     with pytest.raises(SystemExit):
         script.main(argv)
     assert message in capsys.readouterr().err
@@ -65,7 +56,7 @@ def test_flags_that_make_no_sense_are_refused(script, argv, message, capsys):
     (plot, ['{run}'], 'png'), (superglue, ['nowhere', '--device=cpu'], 'png'),
     (plan, ['config/quickstart.py', '--gpus=1'], 'json')],
     ids=lambda value: getattr(value, '__name__', ''))
-def test_output_that_cannot_be_written_is_refused_before_the_work(script, argv, suffix, tmp_path, monkeypatch, capsys):
+def test_output_that_cannot_be_written_is_rejected_before_the_work(script, argv, suffix, tmp_path, monkeypatch, capsys):
     run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'])
     monkeypatch.setattr(plot, 'figure', lambda *args, **kwargs: pytest.fail('it began to draw'))
     monkeypatch.chdir(ROOT)
@@ -73,7 +64,7 @@ def test_output_that_cannot_be_written_is_refused_before_the_work(script, argv, 
     (tmp_path / f'folder.{suffix}').mkdir()
     argv = [flag.format(run=run) for flag in argv]
     for place in (tmp_path / 'file' / f'x.{suffix}', tmp_path / f'folder.{suffix}'):
-        assert f'{place}: cannot be written' in refusal(script.main, [*argv, f'--output={place}'])
+        assert f'{place}: cannot be written' in rejection(script.main, [*argv, f'--output={place}'])
     assert capsys.readouterr().out == ''
 
 
@@ -89,36 +80,36 @@ def test_a_file_is_written_whole_or_not_at_all_into_a_folder_that_is_made(tmp_pa
 
     picture = path.with_suffix('.png')
     picture.write_text('first')
-    assert refusal(runs.save, picture, Full()) == f'{picture}: cannot be written (No space left on device)'
+    assert rejection(runs.save, picture, Full()) == f'{picture}: cannot be written (No space left on device)'
     assert picture.read_text() == 'first' and sorted(path.parent.iterdir()) == [picture, path]
 
 
-def test_consolidate_makes_the_folder_or_refuses(tmp_path, monkeypatch):
+def test_consolidate_makes_the_folder_or_rejects(tmp_path, monkeypatch):
     (tmp_path / 'ckpt_00000005').mkdir()
     monkeypatch.setattr(checkpoint, 'load', lambda path: (path, dict(model={'w': torch.zeros(2)})))
     written = consolidate.consolidate(tmp_path / 'ckpt_00000005', tmp_path / 'a' / 'b' / 'x.pt', optimizer=False)
     assert torch.load(written)['model']['w'].tolist() == [0, 0]
-    assert 'cannot be written' in refusal(
+    assert 'cannot be written' in rejection(
         consolidate.consolidate, tmp_path / 'ckpt_00000005', written / 'x.pt', False)
 
 
 @pytest.mark.parametrize('config', [{'config': {}}, {'config': 3}, {'parameters': 3}, [1]])
-def test_a_run_without_its_settings_is_refused(tmp_path, config):
+def test_a_run_without_its_settings_is_rejected(tmp_path, config):
     run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'])
     (run / 'config.json').write_text(json.dumps(config))
     for main, flags in ((speedup.main, []), (final_losses.main, []), (plot.main, ['--x', 'flops'])):
-        message = refusal(main, [str(run), *flags, f'--output={tmp_path / "x.png"}'])
+        message = rejection(main, [str(run), *flags, f'--output={tmp_path / "x.png"}'])
         assert message.startswith(f'{run}/config.json: ') and ('config' in message and 'damaged' in message
                                                                or 'not written by train.py' in message)
 
 
 @pytest.mark.parametrize('key', ['parameters', 'max_iters', 'bias'])
-def test_a_run_that_lacks_one_key_is_refused_by_its_name(tmp_path, key):
+def test_a_run_that_lacks_one_key_is_rejected_by_its_name(tmp_path, key):
     run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'])
     about = json.loads((run / 'config.json').read_text())
     (about if key in about else about['config']).pop(key)
     (run / 'config.json').write_text(json.dumps(about))
-    assert f'config.json: has no {key!r}' in refusal(runs.read_run, run)
+    assert f'config.json: has no {key!r}' in rejection(runs.read_run, run)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -197,13 +188,13 @@ def test_final_losses_draws_the_best_rate_of_finished_runs(tmp_path, capsys):
     assert 'left out' in capsys.readouterr().err
 
 
-def test_losses_of_other_data_or_windows_are_not_averaged(tmp_path, capsys):
+def test_losses_of_other_data_or_sequences_are_not_averaged(tmp_path, capsys):
     make(tmp_path, 'adamw', 100, 3.0)
     make(tmp_path, 'adamw', 100, 3.1)  # the same run again
     make(tmp_path, 'adamw', 100, 3.3, argv=['--init_from=gpt2'])
     make(tmp_path, 'adamw', 100, 3.4, argv=['--weight_decay=0.3'])
     argv = [str(tmp_path), '--output', str(tmp_path / 'figure.png')]
-    assert 'init_from is None in one and gpt2 in the other' in refusal(final_losses.main, argv)
+    assert 'init_from is None in one and gpt2 in the other' in rejection(final_losses.main, argv)
     final_losses.main([*argv, '--tuned', 'init_from'])
     (row,) = rows_of(tmp_path / 'figure.csv')
     assert (row['val/loss'], row['seeds'], row['tried']) == ('3.0', '1', '3')
@@ -285,4 +276,4 @@ def test_compute_table_trains_with_the_launcher(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     compute_table.main([*argv, f'{launcher}8'])
     assert float(rows_of(tmp_path / 'table.csv')[0]['T(step) s']) == pytest.approx(0.5)
-    assert 'AssertionError' in refusal(compute_table.main, [*argv, f'{launcher}7'])
+    assert 'AssertionError' in rejection(compute_table.main, [*argv, f'{launcher}7'])

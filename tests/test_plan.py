@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import HANG, ROOT, needs_compiler, refusal, write_bins
+from conftest import HANG, ROOT, needs_compiler, rejection, write_bins
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -225,11 +225,11 @@ def test_the_vocabulary_is_that_of_a_data_set_outside_of_data(tmp_path):
 
 def test_errors(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    assert 'must be a multiple of the 24 devices' in refusal(
+    assert 'must be a multiple of the 24 devices' in rejection(
         plan.main, ['config/train_neox_1.5b_adamw.py', '--gpus=24'])
-    assert 'no such config file' in refusal(plan.main, ['config/train_neox_1.5b_lion.py'])
+    assert 'no such config file' in rejection(plan.main, ['config/train_neox_1.5b_lion.py'])
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    assert '--device=cpu' in refusal(plan.main, ['--measure'])
+    assert '--device=cpu' in rejection(plan.main, ['--measure'])
     for argv, words in ((['--gpus=0'], 'above 0'), (['--gpus=12'], 'multiple of --gpus_per_node'),
                         (['--batch_size', '4'], '--batch_size: flags for train.py are written --key=value')):
         with pytest.raises(SystemExit):

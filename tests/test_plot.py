@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import refusal
+from conftest import rejection
 from fake_runs import GRADIENT_FLOPS, fake_run, rows_of
 from matplotlib import image
 
@@ -73,7 +73,7 @@ def test_eighteen_lines_look_different():
         assert len(set(looks)) == 18
 
 
-def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_refused(run):
+def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_rejected(run):
     path = run / 'metrics.jsonl'
     lines = path.read_text()
     path.write_text(lines + '{"iter": 110, "val/lo')
@@ -84,7 +84,7 @@ def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_refused(run):
     for damage in (b'3', b'[1, 2]', b'"x"', b'{"iter": "\xe9"}'):
         for data in (lines.encode() + damage, damage + b'\n' + lines.encode()):
             path.write_bytes(data)
-            assert 'not a JSON object' in refusal(plot.main, [str(run)])
+            assert 'not a JSON object' in rejection(plot.main, [str(run)])
 
 
 @pytest.mark.parametrize('script', [plot, final_losses])
@@ -107,13 +107,13 @@ def test_dollar_signs_in_names_are_drawn_as_they_are(tmp_path, script, name, mon
 @pytest.mark.parametrize(('flags', 'message'), [
     (['--labels', 'A', 'B'], '2 labels for 1 lines'), (['--metrics', 'mfu'], 'mfu: no such metric'),
     (['--output', 'loss.pdf'], 'must end in .png')])
-def test_refusals(run, flags, message):
+def test_what_is_rejected(run, flags, message):
     with pytest.raises(SystemExit, match=message):
         plot.main([str(run), *flags])
     assert not (run / 'loss.png').exists()
 
 
-def test_what_is_no_run_is_refused(tmp_path, run):
+def test_what_is_no_run_is_rejected(tmp_path, run):
     with pytest.raises(SystemExit, match='no such directory'):
         plot.main([str(tmp_path / 'nowhere')])
     (tmp_path / 'empty').mkdir()

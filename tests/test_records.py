@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import ROOT, refusal
+from conftest import ROOT, rejection
 from fake_runs import fake_run, rows_of
 
 from scripts import records
@@ -34,7 +34,7 @@ def test_a_complete_record_passes_and_is_in_the_table(record, tmp_path, capsys):
 def test_an_incomplete_record_is_named(record, tmp_path, capsys, change, what):
     about = json.loads((record / 'config.json').read_text())
     (record / 'config.json').write_text(json.dumps({**about, **change}))
-    assert '1 of 1 records are incomplete' in refusal(records.main, [str(tmp_path)])
+    assert '1 of 1 records are incomplete' in rejection(records.main, [str(tmp_path)])
     assert what in capsys.readouterr().err
 
 
@@ -44,14 +44,14 @@ def test_an_incomplete_record_is_named(record, tmp_path, capsys, change, what):
 def test_metrics_that_cannot_be_are_named(record, tmp_path, capsys, line, what):
     with (record / 'metrics.jsonl').open('a') as f:
         f.write(line + '\n')
-    refusal(records.main, [str(tmp_path)])
+    rejection(records.main, [str(tmp_path)])
     assert what in capsys.readouterr().err
 
 
 def test_an_unfinished_record_is_named_and_a_diverged_one_is_complete(record, tmp_path, capsys):
     lines = (record / 'metrics.jsonl').read_text().splitlines(keepends=True)
     (record / 'metrics.jsonl').write_text(''.join(lines[:9]))
-    refusal(records.main, [str(tmp_path)])
+    rejection(records.main, [str(tmp_path)])
     assert 'validation loss at iteration' in capsys.readouterr().err
     (record / 'failed.txt').write_text('iteration 50: the loss is not finite')
     records.main([str(tmp_path)])
@@ -60,3 +60,17 @@ def test_an_unfinished_record_is_named_and_a_diverged_one_is_complete(record, tm
 def test_the_records_of_this_repository_are_finished_runs_of_one_schedule():
     runs = records.find_runs([ROOT / 'records'])
     assert len(runs) > 90 and [str(run.out_dir) for run in runs if run.rejected] == []
+
+
+def test_the_verdicts_table_is_that_of_the_records():
+    result = json.loads((ROOT / 'records/cpu/few_speedup.json').read_text())
+    sophia, = (verdict for verdict in result['verdicts'] if verdict['candidate'] == 'sophiag')
+    page = (ROOT / 'docs/verdict.md').read_text(encoding='utf-8')
+    for same, ratio in zip(sophia['same_T'], sophia['efficiency']):
+        line, = (line for line in page.splitlines() if line.startswith(f'| {same["T"]:,} |'))
+        cells = [cell.strip() for cell in line.split('|')[1:-1]]
+        assert cells[1:4] == [f'{same["baseline"]:.3f}', f'{same["candidate"]:.3f}', f'{same["difference"]:+.3f}']
+        assert cells[5:7] == [f'{same["trials of baseline"]}, {same["trials"]}',
+                              f'{same["seeds of baseline"]}, {same["seeds"]}']
+        assert cells[7:] == [f'{ratio["baseline steps"]:,.0f}', f'{ratio["ratio steps"]:.2f}',
+                             f'{ratio["ratio FLOPs"]:.2f}']

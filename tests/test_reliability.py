@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import OPTIMIZERS, ROOT, STOP_IN_EVALUATION, finish, iterations, metrics, refusal, start, write_bins
+from conftest import OPTIMIZERS, ROOT, STOP_IN_EVALUATION, finish, iterations, metrics, rejection, start, write_bins
 
 from data.loader import sequence_starts
 from runtime import checkpoint, runlog
@@ -361,7 +361,7 @@ def test_damaged_and_foreign_checkpoints_are_rejected(reference, tmp_path, monke
     bad = tmp_path / 'ckpt_00000099.pt'
     for size in [0, 1, 1000, *np.random.default_rng(0).integers(0, len(good), 20), len(good) - 1]:
         bad.write_bytes(good[:size])
-        assert str(bad) in refusal(checkpoint.load, bad)
+        assert str(bad) in rejection(checkpoint.load, bad)
     for position in np.random.default_rng(1).integers(0, len(good), 30):
         damaged = bytearray(good)
         damaged[position] ^= 1
@@ -372,19 +372,19 @@ def test_damaged_and_foreign_checkpoints_are_rejected(reference, tmp_path, monke
             continue
         assert all(torch.equal(t, state(reference())['model'][name]) for name, t in loaded['model'].items())
     bad.write_text('not a checkpoint')
-    assert 'truncated, or something else' in refusal(checkpoint.load, bad)
+    assert 'truncated, or something else' in rejection(checkpoint.load, bad)
     torch.save(dict(model={}, model_args={}, iter_num=3, config=Exploit()), bad, _use_new_zipfile_serialization=False)
-    refusal(checkpoint.load, bad)
+    rejection(checkpoint.load, bad)
     for wrong in ([1], {'weights': 1}, dict(model={}, model_args={}, iter_num='3', config={})):
         torch.save(wrong, bad)
-        assert 'not a checkpoint of this repository (it' in refusal(checkpoint.load, bad)
+        assert 'not a checkpoint of this repository (it' in rejection(checkpoint.load, bad)
     hostile(bad)
-    assert 'could run code' in refusal(checkpoint.load, bad)
+    assert 'could run code' in rejection(checkpoint.load, bad)
     shutil.copy(checkpoint.path_of(reference(), 5), tmp_path)
     assert checkpoint.newest(tmp_path).name == 'ckpt_00000005.pt'
     assert 'ckpt_00000099.pt: not a checkpoint' in capsys.readouterr().err
     (tmp_path / 'ckpt_00000005.pt').write_bytes(good[:-1])
-    assert 'none of its 2 checkpoints can be read' in refusal(checkpoint.newest, tmp_path)
+    assert 'none of its 2 checkpoints can be read' in rejection(checkpoint.newest, tmp_path)
     assert not (tmp_path / 'exploited').exists()
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, refusal, write_bins
+from conftest import ROOT, rejection, write_bins
 from torch.nn import functional as F
 
 import scripts.load
@@ -206,7 +206,7 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     monkeypatch.chdir(tmp_path)
     for prepared in (scripts.load.ROOT / 'data' / 'shakespeare_char').glob('*.bin'):
         pytest.skip(f'{prepared} is here')
-    message = refusal(run, capsys, 'ckpt.pt', *short)
+    message = rejection(run, capsys, 'ckpt.pt', *short)
     assert 'run python data/shakespeare_char/prepare.py' in message and '--tokenizer=FILE.json|DIR' in message
     assert 'gpt2' not in message  # it has far more ids
     (tmp_path / 'input.txt').write_text(text)
@@ -217,8 +217,8 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     (tmp_path / 'data').mkdir()
     (tmp_path / 'elsewhere').rename(tmp_path / 'data' / 'shakespeare_char')
     assert run(capsys, 'ckpt.pt', *short).out == by_directory
-    assert '--tokenizer=nowhere: unknown' in refusal(run, capsys, 'ckpt.pt', *short, '--tokenizer=nowhere')
-    assert '--tokenizer=.: a directory' in refusal(run, capsys, 'ckpt.pt', *short, '--tokenizer=.')
+    assert '--tokenizer=nowhere: unknown' in rejection(run, capsys, 'ckpt.pt', *short, '--tokenizer=nowhere')
+    assert '--tokenizer=.: a directory' in rejection(run, capsys, 'ckpt.pt', *short, '--tokenizer=.')
 
 
 @pytest.mark.parametrize('change, words', [
@@ -227,14 +227,14 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     (dict(rotary=True), 'rotary'), (dict(bias=True), 'Missing key')])
 def test_model_args_that_are_not_the_weights_are_one_line(tmp_path, change, words):
     run_dir = save_run(tmp_path / 'run', model_args=dict(TINY, vocab_size=320) | change)
-    message = refusal(load, run_dir / 'ckpt_00000005.pt')
+    message = rejection(load, run_dir / 'ckpt_00000005.pt')
     assert 'not a ' in message and words in message and len(message) < 400 + len(str(run_dir))
 
 
 @pytest.mark.parametrize('tokenizer', [dict(tokenizer='nobody'), dict(tokenizer='char'),
                                        dict(tokenizer='char', chars=5)])
 def test_bad_tokenizers_are_one_line(tmp_path, tokenizer):
-    refusal(load, save_run(tmp_path / 'run', tokenizer=tokenizer))
+    rejection(load, save_run(tmp_path / 'run', tokenizer=tokenizer))
 
 
 def test_a_better_checkpoint_than_the_newest_is_named(tmp_path, capsys):

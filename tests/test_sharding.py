@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import torch
-from conftest import STOP_IN_EVALUATION, iterations, metrics, refusal
+from conftest import STOP_IN_EVALUATION, iterations, metrics, rejection
 
 from model import GPT, GPTConfig
 from runtime import checkpoint, distributed, files, sharded
@@ -46,8 +46,10 @@ def assert_same_metrics(a, b, rel=1e-5):
 @pytest.mark.parametrize('name', ['adamw', 'lion', 'sophiag', 'ef_clip', 'clip', 'normalize', 'gnb_noclip'])
 def test_shards_train_as_replicas_do(run, name):
     """Losses, norms, h and the clipped fraction of 20 iterations with an estimate at every fourth."""
-    flags = ['--max_iters=20', '--eps=1e-2' if name == 'gnb_noclip' else '--eps=1e-6']
-    assert_same_metrics(run(name, 'fsdp', *flags), run(name, 'ddp', *flags))
+    eps = [] if name in ('lion', 'clip') else ['--eps=1e-2' if name == 'gnb_noclip' else '--eps=1e-6']
+    flags = ['--max_iters=20', *eps]
+    # The sign of a momentum near 0 depends on its rounding.
+    assert_same_metrics(run(name, 'fsdp', *flags), run(name, 'ddp', *flags), rel=1e-3 if name == 'clip' else 1e-5)
 
 
 @pytest.mark.parametrize('parallel, flags, ranks, machines', [
@@ -109,9 +111,9 @@ at(4, lambda: setattr(sophia.GaussNewtonBartlett, 'estimate', spoiled), rank=1)
 
 
 @pytest.mark.parametrize('flags, name, words', [
-    (['--parallel=fsdp'], 'sophiah', 'must be ddp for sophiah, which differentiates gradients'),
+    (['--parallel=fsdp'], 'sophiah', 'must be ddp for sophiah (Hessian-vector products)'),
     (['--activation_checkpointing=True'], 'sophiah', 'must be False for sophiah'),
-    (['--parallel=fsdp', '--dtype=float16'], 'adamw', 'must be bfloat16 or float32 for parallel = fsdp'),
+    (['--parallel=fsdp', '--dtype=float16'], 'adamw', 'must be bfloat16 or float32 for --parallel=fsdp'),
     (['--parallel=tp'], 'adamw', 'must be ddp, fsdp or hsdp'),
 ])
 def test_what_shards_cannot_do_is_rejected(train, tmp_path, flags, name, words):
@@ -160,8 +162,8 @@ def test_consolidate_makes_the_file_that_ddp_would_have_written(run, tmp_path):
         assert entries.keys() == ours['optimizer']['state'][index].keys()
         assert all(torch.allclose(value, ours['optimizer']['state'][index][key], rtol=1e-3, atol=1e-5)
                    for key, value in entries.items())
-    assert 'exists; remove it' in refusal(consolidate, run(parallel='fsdp'), path)
-    assert 'one file already' in refusal(consolidate, path)
+    assert 'exists; remove it' in rejection(consolidate, run(parallel='fsdp'), path)
+    assert 'one file already' in rejection(consolidate, path)
 
 
 def test_a_consolidated_run_resumes(train, run, tmp_path):
@@ -293,7 +295,7 @@ def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):
         state = json.loads((bad / 'state.json').read_text())['state']
         state['files']['.metadata'] = files.checksum(bad / '.metadata')
         (bad / 'state.json').write_text(sharded.with_checksum(state))
-        assert 'could run code' in refusal(checkpoint.load, bad)
+        assert 'could run code' in rejection(checkpoint.load, bad)
     assert not (tmp_path / 'exploited').exists()
 
 
@@ -325,7 +327,7 @@ def test_a_directory_is_read_as_far_as_its_checksums_go(run, tmp_path, how):
             state['files'] |= {'../' + f.name: files.checksum(shutil.copy(f, tmp_path)) for f in good.glob('*.distcp')}
             words = 'is no file of this directory'
     (bad / 'state.json').write_text(sharded.with_checksum(state))
-    assert words in refusal(checkpoint.load, bad)
+    assert words in rejection(checkpoint.load, bad)
 
 
 TOY = """
@@ -371,7 +373,7 @@ def test_a_directory_of_tensors_alone_resumes(train, run, tmp_path):
     state = json.loads(path.read_text())['state']
     del state['optimizer']
     path.write_text(sharded.with_checksum(state))
-    assert 'does not say in which order' in refusal(consolidate, tmp_path)
+    assert 'does not say in which order' in rejection(consolidate, tmp_path)
     done = train(tmp_path, *RUN, '--parallel=fsdp', '--init_from=auto', ranks=2)
     assert done.code == 0 and metrics(tmp_path) == metrics(run('adamw', 'fsdp'))[5:], done.err
 

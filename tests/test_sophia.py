@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, needs_compiler
+from reference import gauss_newton_bartlett_in_numpy, hutchinson_in_numpy, sophia_in_numpy
 from torch.distributions import Bernoulli, Categorical, Normal, Poisson
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -42,22 +43,6 @@ def double_precision():
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Algorithm 3
-
-
-def sophia_in_numpy(theta, gradients, estimates, lr, beta1, beta2, gamma, eps, weight_decay, clipping, squared):
-    """Algorithm 3 and the ablations' variants, written from the paper. Returns θ, m, h after the last gradient."""
-    theta, m, h = theta.copy(), np.zeros_like(theta), np.zeros_like(theta)
-    for g, h_hat in zip(gradients, estimates):
-        m = beta1 * m + (1 - beta1) * g
-        if h_hat is not None:
-            h = beta2 * h + (1 - beta2) * (h_hat ** 2 if squared else h_hat)
-        theta = theta - lr * weight_decay * theta
-        if clipping == 'normalize':
-            theta = theta - lr * m / np.sqrt(np.mean(m ** 2))
-        else:
-            ratio = m / np.maximum(gamma * (np.sqrt(h) if squared else h), eps)
-            theta = theta - lr * (np.clip(ratio, -1, 1) if clipping == 'element' else ratio)
-    return theta, m, h
 
 
 @pytest.mark.parametrize('seed', range(12))
@@ -238,6 +223,16 @@ def test_gauss_newton_bartlett_of_any_exponential_family(distribution):
     assert_mean_is(samples, flat(total) / (2 * B))
 
 
+@pytest.mark.parametrize('micro_batches', [(8,), (3, 5)])
+def test_algorithm_2_in_numpy(monkeypatch, micro_batches):
+    x, W, labels = torch.randn(8, 3), torch.nn.Parameter(torch.randn(3, 5)), torch.randint(5, (8,))
+    parts = iter(labels.split(micro_batches))
+    monkeypatch.setattr(Categorical, 'sample', lambda self: next(parts))
+    found, = gauss_newton_bartlett((part @ W for part in x.split(micro_batches)), [W])
+    np.testing.assert_allclose(
+        found, gauss_newton_bartlett_in_numpy(x.numpy(), W.detach().numpy(), labels.numpy()), rtol=1e-10)
+
+
 def test_squared_losses_curvature_is_that_of_the_loss_itself():
     """mean (f − y)², torch's own scaling, is the negative log-likelihood of a normal of variance ½. For a linear model
     the Gauss-Newton diagonal is the Hessian's: 2/B Σ x²."""
@@ -272,6 +267,13 @@ def indefinite_matrix(n):
     A = A + A.T
     A.diagonal().copy_(torch.linspace(-2, 2, n))
     return A
+
+
+def test_algorithm_1_in_numpy():
+    A, theta = indefinite_matrix(6), torch.nn.Parameter(torch.randn(6))
+    estimator = Hutchinson([theta], torch.Generator().manual_seed(3))
+    found, = hutchinson(0.5 * theta @ A @ theta, [theta], torch.Generator().manual_seed(3))
+    np.testing.assert_allclose(found, hutchinson_in_numpy(A.numpy(), estimator.u[0].numpy()), rtol=1e-10)
 
 
 @pytest.mark.parametrize('rademacher', [False, True])
@@ -604,15 +606,15 @@ def on_each_of_two_ranks(rank, port, path):
     mine = x[:3] if rank == 0 else x[3:]
     try:
         gauss_newton_bartlett(f(params, mine), params)
-        refusals = []
+        rejections = []
     except ValueError as error:
-        refusals = [str(error)]
+        rejections = [str(error)]
     y = torch.arange(8) % 5
     part = slice(0, 4) if rank == 0 else slice(4, 8)
     try:
         hutchinson(F.cross_entropy(f(params, x[part]), y[part]), params)
     except ValueError as error:
-        refusals.append(str(error))
+        rejections.append(str(error))
     torch.manual_seed(100 + rank)
     samples = torch.stack([flat(gauss_newton_bartlett((f(params, part) for part in mine.split(2)), params))
                            for _ in range(1000)])
@@ -620,7 +622,7 @@ def on_each_of_two_ranks(rank, port, path):
     estimates = {name: flat(hutchinson(F.cross_entropy(f(params, x[part]), y[part]), params,
                                        torch.Generator().manual_seed(2), group=group))
                  for name, group in (('both', None), ('alone', alone))}
-    torch.save(dict(samples=samples, refusals=refusals, **estimates), f'{path}/{rank}.pt')
+    torch.save(dict(samples=samples, rejections=rejections, **estimates), f'{path}/{rank}.pt')
     dist.destroy_process_group()
 
 
@@ -663,5 +665,5 @@ def test_sums_are_over_the_ranks_of_the_group_alone(monkeypatch):
 
 def test_ranks_must_draw_different_labels_but_the_same_u(two_ranks):
     for rank in two_ranks:
-        assert len(rank['refusals']) == 2
-        assert 'torch.manual_seed(seed + rank)' in rank['refusals'][0] and 'same u' in rank['refusals'][1]
+        assert len(rank['rejections']) == 2
+        assert 'torch.manual_seed(seed + rank)' in rank['rejections'][0] and 'same u' in rank['rejections'][1]

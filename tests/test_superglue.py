@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import refusal
+from conftest import rejection
 from test_sample import make_model, save_run
 from torch.nn import functional as F
 
@@ -185,7 +185,7 @@ def test_rows_are_lines_whatever_characters_are_in_them(tmp_path):
 def test_bad_rows_are_one_line(tmp_path, line):
     (tmp_path / 'RTE').mkdir()
     (tmp_path / 'RTE' / 'val.jsonl').write_text(line)
-    message = refusal(superglue.read_rows, TASKS['rte'], 'validation', tmp_path)
+    message = rejection(superglue.read_rows, TASKS['rte'], 'validation', tmp_path)
     assert 'val.jsonl:1: not a row of RTE' in message and len(message) < 400 + len(str(tmp_path))
 
 

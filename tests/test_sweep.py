@@ -11,7 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, TINY, refusal, write_bins
+from conftest import ROOT, TINY, rejection, write_bins
 from fake_runs import SHAPE, fake_run, rows_of
 
 from runtime import checkpoint
@@ -55,7 +55,7 @@ def test_a_sweep_outside_the_repository_trains_the_config_it_checks(elsewhere, l
 
 
 def test_max_lr_and_tune_gamma_outside_the_repository_train_the_config_they_check(elsewhere, launcher, capsys):
-    max_lr.main(['--out_dir', 'a', '--launcher', launcher, '--optimizers', 'sophiag', '--rates', '0.25', '--',
+    max_lr.main(['--out_dir', 'a', '--launcher', launcher, '--optimizers', 'sophiag', '--learning_rates', '0.25', '--',
                  'config/quickstart.py'])
     iterations = [json.loads(path.read_text())['config']['max_iters'] for path in elsewhere.rglob('config.json')]
     assert iterations == [100, 100]
@@ -67,14 +67,15 @@ def test_max_lr_and_tune_gamma_outside_the_repository_train_the_config_they_chec
 def test_shipped_configs_are_found_from_outside_the_repository(elsewhere, capsys):
     sweep.main(['--out_dir', 'out', '--dry_run', '--grid', 'seed=1', '--', 'config/train_gpt2_small_adamw.py'])
     assert 'train.py config/train_gpt2_small_adamw.py' in capsys.readouterr().out
-    assert 'no such config file' in refusal(sweep.main, ['--out_dir=out', '--grid', 'seed=1', '--', 'config/nosuch.py'])
+    message = rejection(sweep.main, ['--out_dir=out', '--grid', 'seed=1', '--', 'config/nosuch.py'])
+    assert 'no such config file' in message
 
 
 @pytest.mark.parametrize('runs', [
     [dict(config=['a/run.py', 'b/run.py'])], [dict(dataset=['x/y', 'x_y'])], [dict(dataset=['x,y', 'x_y'])],
     [dict(base=['--bias=True'], seed=1), dict(base=['--bias=False'], seed=1)]])
 def test_different_runs_never_share_a_directory(runs, tmp_path):
-    assert 'two runs of this sweep would be in this directory' in refusal(sweep.expand, dict(runs=runs), tmp_path)
+    assert 'two runs of this sweep would be in this directory' in rejection(sweep.expand, dict(runs=runs), tmp_path)
 
 
 def test_close_numbers_are_different_runs_and_equal_ones_are_the_same(tmp_path):
@@ -84,7 +85,7 @@ def test_close_numbers_are_different_runs_and_equal_ones_are_the_same(tmp_path):
 
 
 def test_a_key_that_is_no_setting_names_no_directory_outside(tmp_path):
-    assert 'no such setting' in refusal(sweep.expand, dict(runs=[{'../../x': 1}]), tmp_path)
+    assert 'no such setting' in rejection(sweep.expand, dict(runs=[{'../../x': 1}]), tmp_path)
 
 
 def test_a_table_or_a_list_of_a_received_directory_executes_nothing(tmp_path, capsys):
@@ -147,10 +148,10 @@ def test_sweep_trains_the_one_asked_for_and_tries_again_only_that(tmp_path, monk
         path.write_text('iteration 3: the loss is not finite')
     chosen = []
     monkeypatch.setattr(sweep, 'train_all', lambda items, *args: chosen.extend(items) or [])
-    assert 'not finished: 1 of 1' in refusal(sweep.main, ['--only=1', '--retry', *argv])
+    assert 'not finished: 1 of 1' in rejection(sweep.main, ['--only=1', '--retry', *argv])
     assert [item.settings for item in chosen] == [dict(seed='2')]
     assert [path.exists() for path in failures] == [True, False, True]
-    assert 'there are runs 0 to 2' in refusal(sweep.main, ['--only=3', *argv])
+    assert 'there are runs 0 to 2' in rejection(sweep.main, ['--only=3', *argv])
 
 
 def test_sweep_lists_no_loss_of_what_is_not_finished(tmp_path):
@@ -222,9 +223,9 @@ def test_sweep_remembers_a_run_that_diverged(tmp_path, corpus, capsys, launcher)
 @pytest.mark.parametrize('spec, words', [
     ({'runs': [3]}, 'needs "runs"'),
     ({'base': '--seed=1', 'runs': [{'seed': 1}]}, '"base" of a sweep has to be a list')])
-def test_sweep_refuses_specs(tmp_path, spec, words):
+def test_sweep_rejects_specs(tmp_path, spec, words):
     (tmp_path / 'spec.json').write_text(json.dumps(spec))
-    assert words in refusal(sweep.main, ['--out_dir', str(tmp_path / 'out'), '--spec', str(tmp_path / 'spec.json')])
+    assert words in rejection(sweep.main, ['--out_dir', str(tmp_path / 'out'), '--spec', str(tmp_path / 'spec.json')])
 
 
 def test_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
@@ -273,7 +274,8 @@ def test_max_lr_finds_the_largest_stable_rate(tmp_path, capsys):
         for item, loss in zip(sweep.expand(dict(base=base, runs=[entry]), tmp_path), losses.values()):
             fake_run(item.out_dir, loss, [f'--{key}={value}' for key, value in item.settings.items()]
                      + ['--max_iters=100'])
-    max_lr.main(['--out_dir', str(tmp_path), '--optimizers', 'adamw', '--rates', '1e-3', '2e-3', '4e-3', '--', *base])
+    max_lr.main(['--out_dir', str(tmp_path), '--optimizers', 'adamw', '--learning_rates', '1e-3', '2e-3', '4e-3',
+                 '--', *base])
     largest = json.loads((tmp_path / 'max_lr.json').read_text())['largest']
     assert [(row['attention_scaling'], row['largest_stable']) for row in largest] == [(True, 2e-3), (False, 1e-3)]
 
@@ -292,10 +294,10 @@ def test_hessian_histogram_of_a_checkpoint(swept, tmp_path, estimator):
     assert (summary['negative'] == 0) is (estimator == 'gnb')
 
 
-def test_hessian_histogram_refuses_tokens_of_another_tokenizer(swept, tmp_path):
+def test_hessian_histogram_rejects_tokens_of_another_tokenizer(swept, tmp_path):
     for ids in (255, 257):
         data = write_bins(tmp_path / f'{ids}', range(250), range(250), vocab_size=ids)
-        message = refusal(hessian_histogram.main, [
+        message = rejection(hessian_histogram.main, [
             str(swept[0] / 'optimizer_name=sophiag'), f'--dataset={data}', '--samples=1', '--device=cpu',
             f'--output={tmp_path / "x.png"}'])
         assert f'a tokenizer of {ids} ids' in message and 'has 256' in message
@@ -360,7 +362,7 @@ def test_a_coordinate_search_resumes(tmp_path, landscape, monkeypatch):
         return start(item, *args)
     monkeypatch.setattr(sweep, 'start', interrupted)
     argv = ['--out_dir', str(tmp_path), *TUNE, '--noise=0.01', *BASE]
-    assert 'the same command resumes' in refusal(sweep.main, argv)
+    assert 'the same command resumes' in rejection(sweep.main, argv)
     monkeypatch.setattr(sweep, 'start', start)
     sweep.main(argv)
     assert len(landscape) == len(set(landscape))
@@ -382,7 +384,7 @@ def test_coordinate_searches_that_make_no_sense_are_rejected(tmp_path, argv, mes
     with pytest.raises(SystemExit):
         sweep.main(['--out_dir', str(tmp_path), *argv])
     assert message in capsys.readouterr().err
-    assert 'no such setting' in refusal(sweep.main, ['--out_dir', str(tmp_path), '--tune', 'nosuch=1', '--noise=1'])
+    assert 'no such setting' in rejection(sweep.main, ['--out_dir', str(tmp_path), '--tune', 'nosuch=1', '--noise=1'])
 
 
 def test_progress_says_which_run_is_how_far(tmp_path, monkeypatch, capsys):

@@ -114,16 +114,16 @@ def signgd_bound(mu, beta, delta, eps):
     return 0.5 * (math.sqrt(delta / eps) - math.sqrt(2)) * math.sqrt(beta / mu)
 
 
-def signgd_steps(mu, beta, delta, eps, rates=200):
+def signgd_steps(mu, beta, delta, eps, candidates=200):
     """(T, η): the fewest steps, over learning rates η, after which SignGD has had loss ≤ eps at two steps in a row
     from both starts of the proof, (0, √(2Δ/β)) and (√(2Δ/μ), 0). sign(0) counts as 1: else a step could end there."""
     # Beyond √(8ε/β) two losses in a row cannot be ≤ ε; far below, the flat direction takes longer than it need.
-    eta = np.geomspace(0.05, 1.0, rates) * math.sqrt(8 * eps / beta)
+    eta = np.geomspace(0.05, 1.0, candidates) * math.sqrt(8 * eps / beta)
     curvature = np.array([mu, beta])
-    theta = np.zeros((2, 2, rates))  # start, coordinate, learning rate
+    theta = np.zeros((2, 2, candidates))  # start, coordinate, learning rate
     theta[0, 1], theta[1, 0] = math.sqrt(2 * delta / beta), math.sqrt(2 * delta / mu)
-    below = np.zeros((2, rates), dtype=bool)
-    reached = np.full((2, rates), np.inf)
+    below = np.zeros((2, candidates), dtype=bool)
+    reached = np.full((2, candidates), np.inf)
     for t in range(int(40 * signgd_bound(mu, beta, delta, eps)) + 100):
         now = (curvature[:, None] / 2 * theta ** 2).sum(1) <= eps
         reached = np.where(np.isinf(reached) & now & below, t, reached)
@@ -161,9 +161,9 @@ def main(argv=None):
                 'bound': theorem_bound(d, args.delta, 1.0, phi.R, args.eps)})
     for power in range(int(math.log10(args.signgd_condition)) + 1):
         beta = 10.0 ** power
-        steps, rate = signgd_steps(1.0, beta, args.delta, args.eps)
+        steps, lr = signgd_steps(1.0, beta, args.delta, args.eps)
         rows.append({'method': 'SignGD', 'function': 'quadratic', 'condition': 10 ** power, 'd': 2, 'mu': 1.0,
-                     'steps': steps, 'bound': signgd_bound(1.0, beta, args.delta, args.eps), 'learning rate': rate})
+                     'steps': steps, 'bound': signgd_bound(1.0, beta, args.delta, args.eps), 'learning rate': lr})
         # A quadratic satisfies the assumption with any R; R = 1 here. Both starts, the worse counts.
         curvature = np.array([1.0, beta])
         steps = max(clipped_newton(lambda theta: curvature * theta, lambda theta: np.diag(curvature),  # noqa: B023

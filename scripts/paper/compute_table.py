@@ -34,14 +34,14 @@ from scripts.sweep import anchored, resolve
 
 
 def planned(path, flags, vocab_size):
-    """(settings, number of parameters) of a config file, without a run."""
+    """(settings, what config.json would say of the model) of a config file, without a run."""
     import torch
 
-    from model import GPT, GPTConfig, padded_vocab_size
+    from model import GPT, GPTConfig
     config = resolve([anchored(path), *flags]).values
-    shape = {key: config[key] for key in ('block_size', 'n_layer', 'n_head', 'n_embd', 'bias')}
     with torch.device('meta'):
-        return config, GPT(GPTConfig(vocab_size=padded_vocab_size(vocab_size), **shape)).num_params()
+        model = GPT(GPTConfig.from_settings(config, vocab_size))
+    return config, dict(parameters=model.num_params(), flops_per_token=model.flops_per_token())
 
 
 def measured(run):
@@ -93,8 +93,9 @@ def main(argv=None):
                 run = trial(source, args.steps, flags, directory, args.launcher)
         else:
             run = None
-        config, parameters = (run.config, run.about['parameters']) if run else planned(source, flags, args.vocab_size)
-        gradient, hessian = flops_per_iteration(config, parameters)
+        config, about = (run.config, run.about) if run else planned(source, flags, args.vocab_size)
+        gradient, hessian = flops_per_iteration(config, about)
+        parameters = about['parameters']
         row = {'algorithm': OPTIMIZER_LABELS.get(config['optimizer_name'], config['optimizer_name']),
                'model size': config['model_size'], 'parameters': parameters,
                'TFLOPs per step': (gradient + hessian) / 1e12,

@@ -24,10 +24,13 @@ QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
 def mean_diagonal(model, batches, estimator):
-    """The estimated diagonal, one float32 vector over all parameters, averaged over `batches` of windows (B, T + 1)."""
+    """The estimated diagonal, one float32 vector over all parameters.
+
+    Averaged over `batches` of sequences (B, T + 1).
+    """
     params, total = list(model.parameters()), 0
-    for windows in batches:
-        X, Y = windows[:, :-1], windows[:, 1:]
+    for sequences in batches:
+        X, Y = sequences[:, :-1], sequences[:, 1:]
         if estimator == 'gnb':
             sample = gauss_newton_bartlett(model(X)[0], params)
         else:

@@ -1,11 +1,12 @@
 """The largest stable peak learning rate, with and without attention scaling (Figure "stability" (b)).
 
-  python scripts/paper/max_lr.py --out_dir out/max_lr --optimizers adamw lion sophiag --rates 1e-4 2e-4 4e-4 8e-4 \\
-      -- config/train_gpt2_medium_adamw.py --max_iters=2000
+  python scripts/paper/max_lr.py --out_dir out/max_lr --optimizers adamw lion sophiag \\
+      --learning_rates 1e-4 2e-4 4e-4 8e-4 -- config/train_gpt2_medium_adamw.py --max_iters=2000
 
-For every optimizer, once with and once without scale_attn_by_inverse_layer_idx, runs at rising rates until one blows
-up. A rate is stable when its run ends finite and with a training loss no more than --margin above the lowest loss of
-the run itself and of the runs at lower rates. Runs are kept in out_dir; the same command resumes.
+For every optimizer, once with and once without scale_attn_by_inverse_layer_idx, runs at rising learning rates
+until one blows up. A learning rate is stable when its run ends finite and with a training loss no more than --margin
+above the lowest loss of the run itself and of the runs at lower ones. Runs are kept in out_dir; the same command
+resumes.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from scripts.runs import OPTIMIZER_LABELS, add_launcher, figure, legend, png_pat
 from scripts.sweep import anchored, expand, interrupt, train_all
 
 # The list that the paper searches (section Hyperparamter Tuning), rising.
-RATES = [4e-5, 6e-5, 8e-5, 1e-4, 1.2e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 6e-4]
+LEARNING_RATES = [4e-5, 6e-5, 8e-5, 1e-4, 1.2e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 6e-4]
 
 
 def end_and_lowest(run):
@@ -31,7 +32,7 @@ def end_and_lowest(run):
 
 
 def judge(item, lowest_before, margin):
-    """(stable, final loss, why not) of a run that has ended; `lowest_before`: over the runs at lower rates."""
+    """(stable, final loss, why not) of a run that has ended; `lowest_before`: over the runs at lower learning rates."""
     if item.failure:
         return False, None, item.failure
     if not item.finished:
@@ -46,7 +47,8 @@ def main(argv=None):
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
     parser.add_argument('--out_dir', required=True, type=Path)
     parser.add_argument('--optimizers', nargs='+', default=['adamw', 'lion', 'sophiag'], metavar='NAME')
-    parser.add_argument('--rates', nargs='+', type=float, default=RATES, help="default: the paper's list")
+    parser.add_argument('--learning_rates', nargs='+', type=float, default=LEARNING_RATES,
+                        help="default: the paper's list")
     parser.add_argument('--margin', type=float, default=0.5, help='nats of training loss (default: 0.5)')
     add_launcher(parser)
     parser.add_argument('--output', help='PNG; .csv beside it (default: OUT_DIR/max_lr.png)')
@@ -59,25 +61,26 @@ def main(argv=None):
     for name in args.optimizers:
         for scaled in (True, False):
             lowest, best = float('inf'), None
-            entry = dict(optimizer_name=name, scale_attn_by_inverse_layer_idx=scaled, learning_rate=sorted(args.rates))
+            entry = dict(optimizer_name=name, scale_attn_by_inverse_layer_idx=scaled,
+                         learning_rate=sorted(args.learning_rates))
             for item in expand(dict(base=args.base, runs=[entry]), args.out_dir):
                 item.check()
                 for _ in train_all([item], launcher=args.launcher):
                     pass
                 stable, loss, why = judge(item, lowest, args.margin)
-                rate = item.settings['learning_rate']
-                rows.append(dict(optimizer=name, attention_scaling=scaled, learning_rate=rate, stable=stable,
+                lr = item.settings['learning_rate']
+                rows.append(dict(optimizer=name, attention_scaling=scaled, learning_rate=lr, stable=stable,
                                  final_train_loss=loss, why=why))
-                print(f'{name}, attention scaling {scaled}, {rate:g}: {"stable" if stable else "blows up: " + why}'
+                print(f'{name}, attention scaling {scaled}, {lr:g}: {"stable" if stable else "blows up: " + why}'
                       + (f', training loss {loss:.3f}' if loss else ''), flush=True)
                 if not stable:
                     break
-                lowest, best = min(lowest, end_and_lowest(item.run)[1]), rate
+                lowest, best = min(lowest, end_and_lowest(item.run)[1]), lr
             largest.append(dict(optimizer=name, attention_scaling=scaled, largest_stable=best,
-                                all_stable=best == max(args.rates)))
+                                all_stable=best == max(args.learning_rates)))
     print_table(largest)
     if any(row['all_stable'] for row in largest):
-        print('where all rates were stable the largest is above those tried: give larger --rates')
+        print('where all were stable the largest is above those tried: give larger --learning_rates')
 
     fig, (ax,) = figure()
     for i, name in enumerate(args.optimizers):

@@ -18,7 +18,7 @@ from scripts.runs import figure, legend, png_path, print_table, save
 MINIMUM = np.array([1.0, 4.0])
 
 # GD's is bounded by the sharp direction: it is stable at the minimum below 2 / L1''(1) = 0.029.
-RATES = {'GD': 0.01, 'SignGD': 0.3, 'Adam': 0.3, 'Newton': 1.0, 'Sophia': 1.0}
+LEARNING_RATES = {'GD': 0.01, 'SignGD': 0.3, 'Adam': 0.3, 'Newton': 1.0, 'Sophia': 1.0}
 
 
 def loss(theta):
@@ -40,7 +40,10 @@ def hessian_diagonal(theta):
 
 
 def updates(lr, rho, eps=1e-12, beta1=0.9, beta2=0.999):
-    """The update rules by name: each maps (t from 1, θ, its own state dict) → step to subtract. `lr`: rate by name."""
+    """The update rules by name: each maps (t from 1, θ, its own state dict) → step to subtract.
+
+    `lr`: learning rate by name.
+    """
     def gd(t, theta, state):
         return lr['GD'] * gradient(theta)
 
@@ -80,12 +83,12 @@ def main(argv=None):
                         help='default: 0.2 0, where L1 curves downwards')
     parser.add_argument('--steps', type=int, default=50)
     parser.add_argument('--rho', type=float, default=0.6, help='clipping threshold of Sophia (default: 0.6)')
-    for name, rate in RATES.items():
-        parser.add_argument(f'--lr_{name.lower()}', type=float, default=rate, help=f'default: {rate:g}')
+    for name, lr in LEARNING_RATES.items():
+        parser.add_argument(f'--lr_{name.lower()}', type=float, default=lr, help=f'default: {lr:g}')
     parser.add_argument('--output', default='toy_landscape.png', help='PNG; .csv and .json beside it')
     args = parser.parse_args(argv)
     png_path(args.output)
-    paths = trajectories(args.start, args.steps, {name: getattr(args, f'lr_{name.lower()}') for name in RATES},
+    paths = trajectories(args.start, args.steps, {name: getattr(args, f'lr_{name.lower()}') for name in LEARNING_RATES},
                          args.rho)
 
     rows, summary = [], []

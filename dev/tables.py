@@ -1,0 +1,139 @@
+"""Writes the tables of docs/settings.md and docs/optimizers.md, which come from the code.
+
+  python dev/tables.py            after a change of a setting or of the table of optimizers
+  python dev/tables.py --check    exits with 1 if a page is not current
+
+A table stands between the lines <!-- table: NAME --> and <!-- end -->; everything else on the pages is written by hand.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import model
+import optimizers
+import train
+from configurator import derived
+from scripts.runs import OPTIMIZER_LABELS
+
+# What metrics.jsonl holds. tests/test_docs.py compares the keys with those of a run.
+METRICS = {
+    'iter': 'updates made so far',
+    'tokens': 'tokens seen so far',
+    'time': 'seconds spent in iterations so far, evaluation left out',
+    'train/loss': "mean over the iteration's whole mini-batch, before its update",
+    'val/loss': 'mean over fixed, non-overlapping sequences of the validation set, the same for every run; of a '
+                'mixture the mean of its parts by weight',
+    'val/loss/NAME': 'the same for the part NAME of a mixture',
+    'lr': 'learning rate of the iteration',
+    'grad_norm': 'ℓ2 norm of the gradient before clipping',
+    'grad_clipped': 'fraction of the iterations so far whose gradient was clipped',
+    'update_unclipped': 'Sophia: fraction of coordinates with |m / max(γh, ε)| < 1; choose γ such that it stays '
+                        'between 0.1 and 0.5',
+    'hessian_norm': 'ℓ2 norm of h, where the optimizer has one',
+    'momentum_norm': 'ℓ2 norm of m, where the optimizer has one',
+    'param_norm': 'ℓ2 norm of the parameters',
+    'step_ms': 'mean time of an iteration since the last line of metrics',
+    'hessian_ms': 'how much longer an iteration with a Hessian estimate takes than one without, medians of the last 50 '
+                  'of each',
+    'tokens_per_sec': 'tokens per second since the last line of metrics, all devices together',
+    'mfu': "fraction of the devices' peak FLOPs in use (FLOPs by Chowdhery et al.), where the peak is known",
+    'memory_gb': 'peak memory of one device, in 1e9 bytes',
+    'branched_from': 'in the first line of a branch (`branch_cooldown`): its checkpoint',
+    'loss_spike': 'the training loss of an iteration where it is more than five standard deviations above the mean of '
+                  'the last hundred',
+}
+
+
+def number(value):
+    """A number as people write it: 0.0006 → 6e-4."""
+    if value and abs(value) < 1e-2:
+        mantissa, exponent = f'{value:e}'.split('e')
+        return f'{float(mantissa):g}e{int(exponent)}'
+    return f'{value:g}'
+
+
+def table(head, rows):
+    """A Markdown table of strings."""
+    lines = [head, ['---'] * len(head), *rows]
+    return '\n'.join('| ' + ' | '.join(cell.replace('|', r'\|') for cell in line) + ' |' for line in lines)
+
+
+def settings():
+    """Every setting of train.py with its default and the comment beside it, in its sections."""
+    parts, rows, section = [], [], ''
+    for line in (ROOT / 'train.py').read_text(encoding='utf-8').split('\n'):
+        if match := re.match(r'(\w+) = [^#]*# (.*)$', line):
+            default = train.DEFAULTS[match[1]]
+            rows.append([f'`{match[1]}`', '*derived*' if isinstance(default, derived) else f'`{default!r}`', match[2]])
+        elif match := re.match(r'# ([a-z].*)$', line):
+            parts += [(section, rows)] * bool(rows)
+            section, rows = match[1], []
+        elif line.startswith('DEFAULTS'):
+            break
+    return '\n\n'.join(f'**{section.capitalize()}**\n\n' + table(['setting', 'default', ''], rows)
+                       for section, rows in [*parts, (section, rows)])
+
+
+def metrics():
+    """Every key of metrics.jsonl with its meaning."""
+    return table(['key', 'meaning'], [[f'`{key}`', meaning] for key, meaning in METRICS.items()])
+
+
+def optimizer_settings():
+    """The settings of every optimizer of the table."""
+    keys = ['beta1', 'beta2', 'eps', 'weight_decay', 'gamma', 'hessian_interval', 'hessian_batch_size']
+    rows = [[OPTIMIZER_LABELS.get(name, name), f'`{name}`',
+             *(number(row.settings[key]) if key in row.settings else '–' for key in keys),
+             row.hook.__name__.removesuffix('Hook') if 'hessian_interval' in row.settings else '–']
+            for name, row in optimizers.OPTIMIZERS.items()]
+    return table(['optimizer', '`--optimizer_name`', 'β1', 'β2', 'ε', 'weight decay', 'γ', 'k', 'sequences of 480',
+                  'estimate'], rows)
+
+
+def learning_rates():
+    """The peak learning rate of every optimizer of the table, by model size."""
+    def of(name, size):
+        lr = optimizers.peak_learning_rate(name, size)[0]
+        return '–' if lr is None else number(lr)
+
+    rows = [[OPTIMIZER_LABELS.get(name, name), *(of(name, size) for size in model.SIZES), row.source]
+            for name, row in optimizers.OPTIMIZERS.items()]
+    return table(['', *model.SIZES, 'from'], rows)
+
+
+PAGES = {'docs/settings.md': [settings, metrics], 'docs/optimizers.md': [optimizer_settings, learning_rates]}
+
+
+def current(page, text):
+    """The text of a page with its tables as the code has them."""
+    for make in PAGES[page]:
+        begin = f'<!-- table: {make.__name__} -->\n'
+        head, found, rest = text.partition(begin)
+        if not found or '<!-- end -->' not in rest:
+            raise SystemExit(f'{page}: no lines {begin.strip()} and <!-- end -->')
+        text = head + begin + '\n' + make() + '\n\n<!-- end -->' + rest.partition('<!-- end -->')[2]
+    return text
+
+
+def main(argv=None):
+    """Writes the pages; with --check only looks whether they are current."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--check', action='store_true', help='write nothing, exit with 1 if a page is not current')
+    check = parser.parse_args(argv).check
+    for page in PAGES:
+        path = ROOT / page
+        text = path.read_text(encoding='utf-8')
+        if current(page, text) != text:
+            if check:
+                raise SystemExit(f'{page}: not current; run python dev/tables.py')
+            path.write_text(current(page, text), encoding='utf-8')
+            print(f'wrote {page}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,153 @@
+"""What README.md and docs/ say: tables that come from the code, commands, links, the recipe, the numbers of records."""
+
+import csv
+import itertools
+import os
+import re
+import shlex
+from unittest import mock
+
+import pytest
+import torch
+from conftest import ROOT, TINY, metrics, run_train
+
+import train
+from dev import tables
+
+PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
+# Where flags that several scripts have are added.
+SHARED = ['scripts/runs.py', 'scripts/load.py', 'data/sources.py']
+
+
+def read(page):
+    return (ROOT / page).read_text(encoding='utf-8')
+
+
+def expand(text):
+    """The words of a shell command, as the shell expands its braces: a{b,c} → ab ac."""
+    words = []
+    for word in shlex.split(text, comments=True):
+        parts = re.split(r'\{([^{}]*,[^{}]*)\}', word)
+        choices = [part.split(',') if i % 2 else [part] for i, part in enumerate(parts)]
+        words += [''.join(choice) for choice in itertools.product(*choices)]
+    return words
+
+
+def commands(page):
+    """The commands of a page that run a script of this repository, as lists of words from the script's name on."""
+    text = read(page).replace('\\\n', ' ')
+    blocks = re.findall(r'^```\w*\n(.*?)^```', text, flags=re.M | re.S) + re.findall(r'^    (\S.*)$', text, flags=re.M)
+    inline = re.findall(r'`([^`\n]+)`', re.sub(r'^```.*?^```', '', text, flags=re.M | re.S))
+    for line in [line for block in blocks for line in block.split('\n')] + inline:
+        if re.search(r'(python|torchrun|^W|^S|sbatch|bash) .*\.py', line) and '…' not in line and '"' not in line:
+            words = expand(re.sub(r'^\$ ', '', line))
+            start = next((i for i, word in enumerate(words) if re.fullmatch(r'[\w/]+\.py', word)
+                          and not word.startswith('config/')), None)
+            if start is not None:
+                yield words[start:], int((re.findall(r'--nproc_per_node=(\d+)', line) or [1])[0])
+
+
+# The recipes of docs/hacking.md have settings and files that they add; tests/test_hacking.py runs them.
+COMMANDS = [(page, words, ranks) for page in PAGES if page != 'docs/hacking.md' for words, ranks in commands(page)]
+
+
+def test_the_tables_of_the_code_are_current():
+    tables.main(['--check'])
+
+
+def test_a_table_that_is_not_current_is_found():
+    text = read('docs/settings.md')
+    stale = text.replace('| `2000` |', '| `3000` |')
+    assert stale != text and tables.current('docs/settings.md', stale) == text
+
+
+def test_every_metric_of_a_run_is_explained(corpus, tmp_path):
+    run_train(*TINY, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--optimizer_name=sophiag', '--hessian_interval=2')
+    logged = {key for key in tables.METRICS if metrics(tmp_path, key)}
+    lines = (tmp_path / 'metrics.jsonl').read_text(encoding='utf-8')
+    assert set(re.findall(r'"([\w/]+)": ', lines)) == logged
+    assert set(tables.METRICS) - logged <= {'val/loss/NAME', 'mfu', 'loss_spike', 'branched_from'}
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_links_and_files_exist(page):
+    """Of links the files and headings, of everything else the names of scripts, configs and records."""
+    text, here = read(page), (ROOT / page).parent
+    prose = re.sub(r'^```.*?^```', '', text, flags=re.M | re.S)
+    for link in re.findall(r'\]\(([^)\s]+)\)', prose) + re.findall(r'<img src="([^"]+)"', text):
+        name, _, heading = link.partition('#')
+        if ':' not in name:
+            target = here / name if name else ROOT / page
+            assert target.exists(), link
+            if heading:
+                titles = re.findall(r'^#+ (.*)$', target.read_text(encoding='utf-8'), flags=re.M)
+                anchors = [re.sub(r'[^\w\- ]', '', title.lower()).replace(' ', '-') for title in titles]
+                assert heading in anchors, link
+    named = set(re.findall(r'\b(?:scripts|config|dev|runtime|examples|records)/[\w/.]+\.(?:py|json|csv|png|txt)', text))
+    if page != 'docs/hacking.md':  # whose recipes add files
+        assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_pages_have_commands():
+    assert len(COMMANDS) > 40
+
+
+@pytest.mark.parametrize(('page', 'words', 'ranks'), COMMANDS, ids=lambda value: ' '.join(value)[:60]
+                         if isinstance(value, list) else None)
+def test_commands_name_what_exists(page, words, ranks, monkeypatch):
+    """Of train.py the settings resolve; of other scripts every flag is one of theirs, or a setting of train.py."""
+    monkeypatch.chdir(ROOT)
+    script, *arguments = words
+    arguments = [word for word in arguments if word not in ('…', '...')]
+    if script == 'train.py':
+        if any(word.startswith('--init_from=out/') for word in arguments):
+            return  # of a run that is not here
+        placeholder = [word for word in arguments if re.search(r'=(hf/|[A-Z]+$)', word) or word.isupper()]
+        environment = dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE=str(ranks)) if ranks > 1 else {}
+        with mock.patch.dict(os.environ, environment):
+            train.resolve([word for word in arguments if word not in placeholder])
+        return
+    path = ROOT / script
+    if 'NAME' in script:
+        return
+    source = path.read_text(encoding='utf-8') + ''.join(read(name) for name in SHARED)
+    for word in arguments:
+        if word.startswith('--') and word != '--':
+            flag = word.partition('=')[0]
+            assert f"'{flag}'" in source or flag[2:] in train.DEFAULTS, f'{script} has no {flag}'
+        elif re.fullmatch(r'config/[\w/.]+', word):
+            assert (ROOT / word).is_file(), word
+
+
+def test_the_recipe_of_the_readme():
+    recipe, = re.findall(r'```python\n(.*?)```', read('README.md'), flags=re.S)
+    torch.manual_seed(0)
+    x = torch.randn(200, 4)
+    y = (x @ torch.randn(4, 3)).argmax(1)
+    scope = dict(model=torch.nn.Linear(4, 3), F=torch.nn.functional, batches=[(x, y)] * 300)
+    with torch.no_grad():
+        before = scope['F'].cross_entropy(scope['model'](x), y).item()
+    exec(recipe, scope)
+    assert scope['loss'].item() < before - 0.1 and 0 <= scope['optimizer'].unclipped_fraction() <= 1
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_records():
+    rows = {line.split(' | ')[0].strip('| '): re.findall(r'\d\.\d{3}', line)
+            for line in read('README.md').split('\n') if line.startswith('|')}
+    with (ROOT / 'records/cpu/few_speedup.csv').open(encoding='utf-8') as f:
+        for entry in csv.DictReader(f):
+            assert f'{float(entry["val/loss"]):.3f}' in rows[f'{int(entry["T"]):,}'], entry
+    for name, label in [('adamw', 'AdamW'), ('sophiah', 'Sophia-H'), ('sophiag', 'Sophia-G'), ('lion', 'Lion')]:
+        losses = metrics(ROOT / 'records/quickstart' / name, 'val/loss')
+        assert {f'{losses[0]:.3f}', f'{losses[-1]:.3f}'} <= set(rows[label]), name
+
+
+def test_the_soak_table_is_that_of_the_log():
+    table = re.search(r'^\| fault .*?\n(?!\|)', read('records/soak.txt') + '\n', flags=re.M | re.S)[0].strip()
+    assert table in read('docs/reliability.md')
+
+
+def test_the_readme_is_short():
+    """About 1,200 words, tables and code apart."""
+    text = re.sub(r'```.*?```', '', read('README.md'), flags=re.S)
+    assert len(' '.join(line for line in text.split('\n') if not line.startswith(('|', '<'))).split()) < 1300
