@@ -140,8 +140,8 @@ def rejection(function, *args):
 def command(out, *flags, faults='', name='adamw'):
     """Arguments of inject.py."""
     return [faults, *TINY, '--eval_iters=4', f'--out_dir={out}', f'--dataset={command.corpus}', '--learning_rate=1e-2',
-            f'--optimizer_name={name}', *map(str, flags),
-            *OPTIMIZERS.get(name, ['--hessian_interval=4'] if name in SECOND_ORDER else [])]
+            f'--optimizer_name={name}',
+            *OPTIMIZERS.get(name, ['--hessian_interval=4'] if name in SECOND_ORDER else []), *map(str, flags)]
 
 
 def start(*args, torchrun=(), **kwargs):
