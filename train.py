@@ -383,11 +383,10 @@ def main(argv):
         optimizers.back_to_training(run.optimizer)
         state = TrainState(**saved['train_state'])
         before = saved['config']
-        if saved['data']['val'] != fingerprints['val'] or (
+        if branches or saved['data']['val'] != fingerprints['val'] or (
                 c.eval_iters * c.batch_size != before['eval_iters'] * before['batch_size']):
-            state.best_val_loss, state.last_eval_iter = float('inf'), -1  # losses of other sequences do not compare
-        if branches:
-            state.best_val_loss, state.last_eval_iter = float('inf'), -1  # those of the other run
+            # Losses of another run, or of other sequences, do not compare.
+            state.best_val_loss, state.last_eval_iter = float('inf'), -1
         saved = None  # frees the memory
 
     # Logs
