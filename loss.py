@@ -158,36 +158,43 @@ def fused_head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
     n = max(len(labels_hat), len(uniforms))
     counted, labels, w = targets >= 0, targets.clamp(min=0), weight.to(x.dtype)
     losses = x.new_zeros(2, dtype=accumulate_dtype(x))
-    dx, dw, dx_hat, dw_hat = _gradients(x, weight, n, gradients, empty)
+    dx, dw, dx_hat, dw_hat = _gradients(x, weight, n, gradients)
+    room = 64 if x.dtype == torch.float16 else 1  # for sums over rows, which no loss scaling makes smaller
     with torch.autocast(x.device.type, enabled=False):
-        for rows in chunks(len(x), n, chunk_rows(x, weight)):
+        for rows in chunks(len(x), n, CHUNK):
             hat = rows.start < n
             mask, y = counted[rows].to(losses.dtype), labels[rows]
-            backward = None  # frees the softmax of the chunk before
-            nll, y_hat, nll_hat, backward = chunk_fn(x[rows], w, y, labels_hat[rows] if hat else None,
-                                                     uniforms[rows] if hat and len(uniforms) else None)
+            p = None  # frees the softmax of the chunk before
+            nll, y_hat, nll_hat, p = softmax_fn(F.linear(x[rows], w), y, labels_hat[rows] if hat else None,
+                                                uniforms[rows] if hat and len(uniforms) else None)
             losses[0] += (nll * mask).sum()
             if hat:
                 losses[1] += (nll_hat * mask).sum()
             if not gradients:
                 continue
+            # Minus the one-hot in place; near p = 1 that has to be before p is rounded to 16 bits.
+            dlogits = p.scatter_(-1, y[:, None], torch.expm1(-nll)[:, None].to(p.dtype))
             mask = mask[:, None].to(x.dtype)
             xs = x[rows] * mask
-            dx_rows = backward(xs, [dw, dw_hat] if hat else [dw], rows.start == 0)
+            product = dlogits.t() @ (xs / room)
+            for total in (dw, dw_hat) if hat else (dw,):
+                total.add_(product, alpha=room)
+            dx_rows = dlogits @ w
             dx[rows] = dx_rows * mask
             if hat:
                 dx_hat[rows] = (dx_rows + (w[y] - w[y_hat])) * mask
                 xs = xs.to(dw.dtype)
                 dw_hat.index_add_(0, y, xs).index_add_(0, y_hat, xs, alpha=-1)
+            del dlogits
     count = counted.sum().to(losses.dtype)
     return losses[0] / count, losses[1].clone(), count, dx, dw, dx_hat, dw_hat
 
 
-def _gradients(x, weight, n, wanted, empty=torch.empty):
+def _gradients(x, weight, n, wanted):
     """Memory for the gradients that `fused_head_loss` returns."""
     none = [(0,)] * 2
     (a, b), (c, d) = ([(rows, x.size(1)), weight.shape] if wanted and rows else none for rows in (len(x), n))
-    dw, dw_hat = (empty(shape, dtype=accumulate_dtype(x), device=x.device) for shape in (b, d))
+    dw, dw_hat = (x.new_zeros(shape, dtype=accumulate_dtype(x)) for shape in (b, d))
     return x.new_empty(a), dw, x.new_empty(c), dw_hat
 
 
@@ -230,32 +237,12 @@ def _backward(ctx, grad, grad_hat, *_):
 fused_head_loss.register_autograd(_backward, setup_context=_setup_context)
 
 
-def over_tokens(x, weight, labels, labels_hat, uniforms):
-    """The default `chunk_fn`: softmax and losses of some rows, all classes at once.
-
-    Args: x (R, C), weight (V, C), labels (R,); second labels (R,), uniforms (R,) to draw them with, or None.
-
-    Returns:
-        The label's negative log-likelihood (R,); the second labels and theirs; and a function of (xs (R, C), totals,
-        first) that adds the gradient to `weight` with xs for x to each of the `totals`, writes it if it is the `first`,
-        and returns that to x.
-    """
-    nll, labels_hat, nll_hat, p = softmax_fn(F.linear(x, weight), labels, labels_hat, uniforms)
-    # Minus the one-hot in place; near p = 1 that has to be before p is rounded to 16 bits.
-    p.scatter_(-1, labels[:, None], torch.expm1(-nll)[:, None].to(p.dtype))
-
-    def backward(xs, totals, first):
-        room = 64 if xs.dtype == torch.float16 else 1  # for sums over rows, which no loss scaling makes smaller
-        product = p.t() @ (xs / room)
-        for total in totals:
-            (total.zero_() if first else total).add_(product, alpha=room)
-        return p @ weight
-
-    return nll, labels_hat, nll_hat, backward
-
-
 def softmax(logits, labels, labels_hat, uniforms):
-    """Losses and second labels as `over_tokens` returns them, and the softmax of `logits` (R, V)."""
+    """Softmax and losses of some rows, all classes at once.
+
+    Args: logits (R, V), labels (R,); second labels (R,), uniforms (R,) to draw them with, or None.
+    Returns: the labels' negative log-likelihood (R,), the second labels (R,) and theirs, and the softmax (R, V).
+    """
     log_p = F.log_softmax(logits, -1, dtype=accumulate_dtype(logits))
     at = labels[:, None]
     nll, p = -log_p.gather(-1, at), log_p.exp_()
@@ -268,10 +255,7 @@ def softmax(logits, labels, labels_hat, uniforms):
     return nll.squeeze(-1), labels_hat, nll_hat, p.to(logits.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a set-up may exchange for something faster with the same result: `set_compile`, runtime/cpu_kernels.py
-
-chunk_fn, chunk_rows, empty, softmax_fn = over_tokens, lambda x, weight: CHUNK, torch.empty, softmax
+softmax_fn = softmax
 _compiled_softmax = torch.compile(softmax)  # two passes over the logits instead of five
 
 

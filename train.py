@@ -25,7 +25,7 @@ from configurator import derived
 from data.loader import TrainLoader, ValidationLoader, accumulation_steps, fingerprint, open_dataset
 from hessian import Hook
 from model import GPT, SIZES, GPTConfig
-from runtime import checkpoint, cpu_kernels, files, hf, runlog
+from runtime import checkpoint, files, hf, runlog
 from runtime import device as devices
 from runtime.branch import branch_settings
 from runtime.distributed import World, one_message, ranks_from_environment, under_torchrun
@@ -176,8 +176,6 @@ class Run:
 def set_up(c, world, model):
     """The `Run` of a model: it is moved to its devices, compiled and wrapped as the settings `c` say."""
     loss.set_compile(c.compile)
-    if world.device.type == 'cpu':
-        cpu_kernels.install(model.transformer, loss)
     autocast = devices.autocast(world.device, c.dtype)
     wrapped = world.wrap(model, model.transformer.h, c.compile, c.activation_checkpointing,
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)

@@ -97,9 +97,7 @@ class World:
             return self._shard(model, blocks, compile, compute_dtype)
         model.to(self.device)
         if compile:
-            # Linear layers may be convolutions on CPU, whose inputs the layout pass would copy.
-            options = {'layout_optimization': False} if self.device.type == 'cpu' else None
-            model = torch.compile(model, options=options)
+            model = torch.compile(model)
         if self.size == 1:
             return model
         device_ids = [self.device.index] if self.device.type == 'cuda' else None

@@ -52,7 +52,6 @@ import train
 from data.loader import data_dir, read_meta
 from hessian import rows_at_once
 from model import GPT, GPTConfig, padded_vocab_size
-from runtime import cpu_kernels
 from runtime.device import DTYPES, PEAK_FLOPS
 from runtime.distributed import World, ranks_from_environment
 from scripts.runs import print_table, show_progress, writable, write_json
@@ -227,7 +226,7 @@ def real_mesh(*args, **options):
 def fake_run(config, vocab_size, gpus=1, per_node=8):
     """The `train.Run` of rank 0 of `gpus` on fake tensors; steps are taken inside, under `Inside`."""
     with contextlib.ExitStack() as stack:
-        for context in (environment(gpus, per_node), FakeTensorMode(), mock.patch.object(cpu_kernels, 'install'),
+        for context in (environment(gpus, per_node), FakeTensorMode(),
                         mock.patch('runtime.distributed.init_device_mesh', real_mesh),
                         # DTensor infers shapes on unsharded fake tensors: in a mode that the tracker leaves out.
                         mock.patch('torch.distributed.tensor._sharding_prop.detect_fake_mode', lambda *args: None,
@@ -487,12 +486,11 @@ class Meter:
 
 
 def measure(config, vocab_size):
-    """What three real steps allocate on this rank's device, without kernels that are for CPUs alone: a dict of bytes,
-    the peak, parameters and optimizer (state). The last of the steps estimates the Hessian, if any does."""
+    """What three real steps allocate on this rank's device, a dict of bytes: the peak, parameters and optimizer
+    (state). The last of the steps estimates the Hessian, if any does."""
     world = World(config.device, config.backend, config.parallel)
     meter = Meter(world.device)
-    with mock.patch.object(cpu_kernels, 'install'):
-        run = train.set_up(config, world, make_model(config, vocab_size, world.device))
+    run = train.set_up(config, world, make_model(config, vocab_size, world.device))
     meter.forget_peak()
     for iter_num in (0, 1, config.hessian_interval or 2):
         take_step(run, iter_num)

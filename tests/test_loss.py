@@ -1,26 +1,23 @@
-"""The fused head with its loss, the CPU kernels, compiled code: each against plain PyTorch."""
+"""The fused head with its loss, compiled code: each against plain PyTorch."""
 
 import copy
-import threading
 import weakref
 
 import pytest
 import torch
 import torch._functorch.config
 from conftest import needs_compiler
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import loss
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZERS, build_hook, build_optimizer, parameter_groups
-from runtime import cpu_kernels
 from runtime.distributed import World
 from sophia import Sophia, hessian_vector_product
 
 devices = pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='this PyTorch has no oneDNN')
 
 
 @pytest.fixture(autouse=True)
@@ -33,24 +30,15 @@ def full_precision():
     loss.set_compile(False)
 
 
-@pytest.fixture
-def install(monkeypatch):
-    """A function that installs the CPU kernels into a model, whatever processor this is, until the end of the test."""
-    for name in ('chunk_fn', 'chunk_rows', 'empty'):
-        monkeypatch.setattr(loss, name, getattr(loss, name))
-    return lambda model: cpu_kernels.install(model.transformer, loss, force=True)
-
-
-@pytest.fixture(params=['over_tokens', pytest.param('over_vocab', marks=needs_onednn), 'chunked'])
-def kernel(request, install, monkeypatch):
-    """Each way to compute `head_loss`; a function that makes a model ready for it."""
+@pytest.fixture(params=['fused', 'chunked'])
+def kernel(request, monkeypatch):
+    """Each way to compute `head_loss`."""
     if request.param == 'chunked':
         monkeypatch.setattr(loss, 'is_fused', lambda lm_head: False)
-    return install if request.param == 'over_vocab' else lambda model: None
 
 
 def tiny(bias=False):
-    """A model whose layers get enough numbers in `batch` for oneDNN's convolution."""
+    """A model with its weights away from where they start, for the tokens of `batch`."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=96, vocab_size=384, n_layer=2, n_head=2, n_embd=64, bias=bias))
     with torch.no_grad():
@@ -104,18 +92,15 @@ def two_backwards():
         yield
 
 
-@pytest.mark.parametrize('classes, entries, rows', [(2048, 2 ** 26, 8192), (80, 384 * 150, 150)])
+@pytest.mark.parametrize('rows', [8192, 150])
 @pytest.mark.parametrize('ignored', [0, 5])
 @pytest.mark.parametrize('kind', ['none', 'all rows', 'first rows', 'given'])
-def test_losses_and_gradients_equal_autograds(kernel, monkeypatch, kind, ignored, classes, entries, rows):
-    monkeypatch.setattr(cpu_kernels, 'CLASSES', classes)
-    monkeypatch.setattr(cpu_kernels, 'ENTRIES', entries)
+def test_losses_and_gradients_equal_autograds(kernel, monkeypatch, kind, ignored, rows):
     monkeypatch.setattr(loss, 'CHUNK', rows)
     model, (idx, targets) = tiny(bias=kind == 'none'), batch()
     second = second_labels(kind, targets.clone())
     targets[1, :ignored] = targets[3, :ignored] = -1
     expected = both_gradients(model, plain_losses(model, idx, targets, **second))
-    kernel(model)
     found = both_gradients(model, model(idx, targets, **second, return_logits=False)[1:])
     assert error(expected, found) < 5e-6
     with torch.no_grad():
@@ -158,27 +143,25 @@ def test_the_softmax_of_some_rows_is_freed_before_the_next_is_made(monkeypatch):
 
     def watched(*args):
         left_over.append(sum(held() is not None for held in made))
-        results = loss.over_tokens(*args)
-        made.append(weakref.ref(results[-1]))  # its closure holds the softmax
+        results = loss.softmax(*args)
+        made.append(weakref.ref(results[-1]))
         return results
 
-    monkeypatch.setattr(loss, 'chunk_fn', watched)
+    monkeypatch.setattr(loss, 'softmax_fn', watched)
     for gradients in (True, False):
         fused(torch.randn(10, 4), torch.randn(6, 4), torch.arange(10) % 6, uniforms=torch.rand(5), gradients=gradients)
     assert len(made) == 8 and not any(left_over)
 
 
 @pytest.mark.parametrize('classes', [200, 300])
-def test_sampled_labels_follow_the_softmax(install, monkeypatch, classes):
-    """Class by class; some classes are all but impossible, and never come."""
-    monkeypatch.setattr(cpu_kernels, 'CLASSES', 80)
+def test_sampled_labels_follow_the_softmax(classes):
+    """Some classes are all but impossible, and never come."""
     torch.manual_seed(0)
     weight = 0.1 * torch.randn(classes, 300)
     weight[::5] = -3
     x, targets, uniforms = torch.rand(1, 300).expand(4000, 300), torch.ones(4000).long(), torch.rand(4000)
     p = (x[:1] @ weight.t()).softmax(-1)
     drawn = loss.sample_categorical(p.expand(4000, -1), uniforms)
-    install(tiny())
     result = fused(x.contiguous(), weight, targets, uniforms=uniforms)
     assert result[1].item() == pytest.approx(-p[0, drawn].log().sum().item(), rel=1e-4)
     counts = torch.bincount(drawn, minlength=classes) / 4000
@@ -186,9 +169,8 @@ def test_sampled_labels_follow_the_softmax(install, monkeypatch, classes):
 
 
 @pytest.mark.parametrize('logit', [20.0, 60.0, 300.0])
-def test_improbable_labels_have_finite_losses_and_right_gradients(kernel, logit):
-    """The sums are relative to the label's own logit, which may be far below the largest."""
-    kernel(tiny())
+def test_improbable_labels_have_finite_losses_and_right_gradients(logit):
+    """Of a label whose logit is far below the largest."""
     x, weight = torch.full((2, 4), logit / 4), torch.zeros(3, 4)
     weight[0], weight[1] = 1.0, 0.5
     x.requires_grad_(), weight.requires_grad_()
@@ -206,7 +188,6 @@ def test_gradients_accumulate_over_losses_and_calls(kernel):
     (2 * model(idx[:2], targets[:2])[1] + model(idx[2:], targets[2:])[1]).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    kernel(model)
     losses = [model(idx[rows], targets[rows], return_logits=False)[1] for rows in (slice(0, 2), slice(2, 4))]
     losses[0].backward(retain_graph=True)
     losses[1].backward()
@@ -228,101 +209,6 @@ def test_an_edited_loss_or_head_leaves_the_fused_operation(monkeypatch):
     assert not loss.is_fused(hooked)
     monkeypatch.setattr(loss, 'token_loss', lambda *args: F.cross_entropy(*args, reduction='none', label_smoothing=0.1))
     assert not loss.is_fused(head)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The CPU kernels
-
-
-@needs_onednn
-@pytest.mark.parametrize('threads', [1, 2])
-def test_linear_layers_go_through_onednn(threads):
-    """Equal to F.linear, with the first and second derivatives; contiguous; and indeed another matmul than MKL's."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        torch.manual_seed(0)
-        layer, x = torch.nn.Linear(96, 160), torch.randn(4, 80, 96, requires_grad=True)
-        results = []
-        for kind in (torch.nn.Linear, cpu_kernels.ConvLinear):
-            layer.__class__ = kind
-            y = layer(x)
-            assert y.is_contiguous()
-            first = torch.autograd.grad(y.square().sum(), (x, *layer.parameters()), create_graph=True)
-            second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, *layer.parameters()))
-            results.append([y.detach(), *(g.detach() for g in first), *second])
-        with torch.profiler.profile() as profile:
-            layer(x)
-    finally:
-        torch.set_num_threads(before)
-    assert error(*results) < 5e-6
-    assert 'aten::mkldnn_convolution' in {event.name for event in profile.events()}
-
-
-@needs_onednn
-def test_few_tokens_take_the_plain_matmul():
-    """Below 20,481 numbers PyTorch's convolution is a slow one."""
-    layer = torch.nn.Linear(64, 96)
-    layer.__class__ = cpu_kernels.ConvLinear
-    with torch.profiler.profile() as profile:
-        layer(torch.randn(320, 64))
-    assert not any('conv' in event.name for event in profile.events())
-
-
-def test_kernels_are_installed_into_plain_linear_layers_only(install):
-    class Own(torch.nn.Linear):
-        pass
-
-    model = tiny()
-    model.transformer.h[0].mlp.c_fc = Own(64, 256, bias=False)
-    assert install(model)
-    assert type(model.transformer.h[0].mlp.c_fc) is Own and type(model.lm_head) is torch.nn.Linear
-    assert type(model.transformer.h[1].mlp.c_fc) is cpu_kernels.ConvLinear
-    assert list(model.state_dict()) == list(tiny().state_dict())
-
-
-@needs_onednn
-def test_per_sample_gradients_equal_the_plain_ones(install):
-    model, (idx, targets) = tiny(), batch()
-    mean_loss, values, *_ = loss_of(model)
-    results = []
-    for ready in (lambda model: None, install):
-        ready(model)
-        results.append(vmap(grad(mean_loss), (None, 0, 0))(values, idx[:, None], targets[:, None]))
-    assert error(*results) < 1e-5
-
-
-@needs_onednn
-def test_threads_have_a_workspace_each(install):
-    """Losses in two threads at once are those of one thread."""
-    install(tiny())
-    torch.manual_seed(0)
-    problems = [(torch.randn(200, 8), torch.randn(5000, 8), torch.randint(5000, (200,))) for _ in range(2)]
-    expected, found = [fused(*problem)[0] for problem in problems], [[], []]
-
-    def compute(i):
-        for _ in range(40):
-            found[i].append(fused(*problems[i])[0])
-
-    threads = [threading.Thread(target=compute, args=(i,)) for i in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    for value, losses in zip(expected, found):
-        assert len(losses) == 40 and all(torch.equal(value, other) for other in losses)
-
-
-def test_pooled_memory_is_reused_only_when_no_tensor_uses_it():
-    def pooled():
-        return cpu_kernels.pooled_empty((1024, 1025), torch.float32, torch.device('cpu'))
-
-    first = pooled()
-    row, at = first[3], first.data_ptr()
-    del first
-    assert pooled().data_ptr() != at
-    del row
-    taken = [pooled() for _ in range(2)]
-    assert at in [t.data_ptr() for t in taken] and taken[0].data_ptr() != taken[1].data_ptr()
-    assert taken[0].shape == (1024, 1025) and taken[0].is_contiguous()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -350,14 +236,12 @@ def hook(model, name, optimizer=None, **options):
 @pytest.mark.parametrize('dtype, compile', [(torch.float32, False), (torch.bfloat16, False),
                                             pytest.param(torch.float32, True, marks=needs_compiler)])
 @devices
-def test_hessian_vector_products(install, dtype, compile, device):
-    """As near to those of float32 as autocast's own, and of the same types; with the CPU kernels too."""
+def test_hessian_vector_products(dtype, compile, device):
+    """As near to those of float32 as autocast's own, and of the same types."""
     torch.compiler.reset()
     model, (idx, targets) = tiny().to(device), batch().to(device)
     mean_loss, values, u = loss_of(model)
     exact = hessian_vector_product(lambda v: mean_loss(v, idx, targets), values, u)
-    if device == 'cpu':
-        install(model)
     estimator = hook(model, 'sophiah', compile=compile)
     names = [name for name, _ in model.named_parameters()]
     with torch.autocast(device, dtype, enabled=dtype != torch.float32):
@@ -387,26 +271,22 @@ def train(model, name, steps, forward):
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
-def test_fifty_steps_have_the_losses_of_plain_pytorch(install, name):
+def test_fifty_steps_have_the_losses_of_plain_pytorch(name):
     model, fast = tiny(), tiny()
 
     def plain(idx, targets, uniforms=None, return_logits=True):
         return None, *plain_losses(model, idx, targets, uniforms=uniforms)
 
     runs = [train(model, name, 50, plain)]
-    install(fast)
     runs.append(train(fast, name, 50, fast))
     assert runs[0] == pytest.approx(runs[1], abs=2e-3) and runs[0][:5] == pytest.approx(runs[1][:5], abs=1e-5)
     assert runs[0][-1] < runs[0][0]
 
 
 @needs_compiler
-@pytest.mark.parametrize('kernels', [False, pytest.param(True, marks=needs_onednn)])
-def test_a_compiled_model_gives_the_gradients_of_the_plain_one(kernels, install, two_backwards, monkeypatch):
+def test_a_compiled_model_gives_the_gradients_of_the_plain_one(two_backwards, monkeypatch):
     monkeypatch.setattr(loss, 'CHUNK', 150)
     model, (idx, targets) = tiny(), batch()
-    if kernels:
-        install(model)
     loss.set_compile(True)
     compiled = World('cpu', 'gloo').wrap(model, model.transformer.h, True)
     for kind in ('none', 'first rows', 'all rows'):

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     'data': {'runtime'},
     'examples': {'sophia'},
 }
-# Floors of runtime/, from below: a file imports from lower floors only. cpu_kernels and hf stand beside them.
+# Floors of runtime/, from below: a file imports from lower floors only. hf stands beside them.
 FLOORS = [{'files', 'rng', 'device', 'signals'}, {'distributed', 'runlog'}, {'sharded'}, {'checkpoint'}]
 ROOMS = {Path(room).stem for room in MAY_IMPORT} | {'scripts', 'dev', 'tests'}
 
