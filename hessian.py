@@ -2,7 +2,8 @@
 
 In each iteration train_step calls `start`; for each micro-batch `loss` and, outside of autocast, `backward`; then,
 before the update, `finish`. Estimates are made at iterations 0, k, 2k, … of the first sequences of that iteration's own
-mini-batch (Algorithm 3, lines 7 to 9). Everything random is a function of (seed, iteration).
+mini-batch (Algorithm 3, lines 7 to 9), or of `fresh_sequences`, which train_step passes to `take` before it. Everything
+random is a function of (seed, iteration).
 """
 
 import contextlib
@@ -20,6 +21,10 @@ class Hook(ABC):
     """What an optimizer needs of an iteration besides its gradient."""
 
     hessian_products = False  # whether estimates are Hessian-vector products, which need an unsharded eager model
+
+    def fresh_sequences(self, iter_num):
+        """How many sequences, over all ranks, iteration `iter_num` needs beyond its mini-batch, for `take`."""
+        return 0
 
     @abstractmethod
     def start(self, iter_num):
@@ -55,25 +60,30 @@ class FirstOrder(Hook):
 
 
 class HessianHook(Hook):
-    """Estimates on the first `batch_size` sequences of the mini-batch at iterations 0, k, 2k, ….
+    """Estimates at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch, or on as many others.
 
     Args:
         model: the plain GPT, neither compiled nor wrapped.
         optimizer: takes the estimates by `update_hessian`.
         seed, interval (k), batch_size (sequences over all ranks, a multiple of world_size).
+        fresh: estimate on sequences that the gradient does not see; see `fresh_sequences`.
         rank, world_size: which share of the mini-batch passes through `loss` here ([rank::world_size]).
         accumulation_steps: in how many micro-batches.
         autocast: context manager for a forward outside of train_step's own.
         compile: whether to compile what the estimator runs by itself.
     """
 
-    def __init__(self, model, optimizer, *, seed, interval, batch_size, rank=0, world_size=1, accumulation_steps=1,
-                 autocast=None, compile=False):
+    def __init__(self, model, optimizer, *, seed, interval, batch_size, fresh=False, rank=0, world_size=1,
+                 accumulation_steps=1, autocast=None, compile=False):
         self.model, self.optimizer, self.seed = model, optimizer, seed
-        self.interval, self.batch_size, self.rank, self.world_size = interval, batch_size, rank, world_size
+        self.interval, self.batch_size, self.fresh = interval, batch_size, fresh
+        self.rank, self.world_size = rank, world_size
         self.accumulation_steps, self.compile = accumulation_steps, compile
         self.autocast = autocast or contextlib.nullcontext()
         self.rows_left = 0
+
+    def fresh_sequences(self, iter_num):
+        return self.batch_size if self.fresh and iter_num % self.interval == 0 else 0
 
     def start(self, iter_num):
         self.iter_num = iter_num
@@ -81,6 +91,12 @@ class HessianHook(Hook):
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         self.rows_taken = 0
         return self.due
+
+    def take(self, model, X, Y, loss_scale=1.0):
+        """Estimates on sequences that are not the mini-batch's, X and Y (B, T), some of `fresh_sequences`."""
+        with self.autocast:
+            self.loss(model, X, Y)
+        self.backward(loss_scale)
 
     def take_rows(self, X):
         """How many of the micro-batch's first rows belong to the estimate; counts them as taken."""
@@ -188,9 +204,13 @@ class HutchinsonHook(HessianHook):
     def backward(self, loss_scale=1.0):
         pass
 
+    def take(self, model, X, Y, loss_scale=1.0):
+        n = self.take_rows(X)
+        self.rows.append((X[:n], Y[:n]))
+
     def loss(self, model, X, Y):
-        if self.due and (n := self.take_rows(X)):
-            self.rows.append((X[:n], Y[:n]))
+        if self.due and self.rows_left:
+            self.take(model, X, Y)
         return super().loss(model, X, Y)
 
     def finish(self, loss_scale=1.0):

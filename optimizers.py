@@ -283,7 +283,8 @@ SOPHIA_G_LR = SOPHIA_H_LR | {'1.5B': 1.2e-4, '6.6B': 6e-5}
 # The paper does not state it; ours is the best of 0.1, 0.3 and 1 with the model 'tiny'.
 ADAHESSIAN_LR = 0.3
 
-SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10, hessian_bias_correction=False)
+SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10, hessian_sequences='own',
+              hessian_bias_correction=False)
 SOPHIA_G = dict(SOPHIA, gamma=0.05, hessian_batch_size=240)
 SOPHIA_H = dict(SOPHIA, gamma=0.01, hessian_batch_size=32)
 
@@ -293,7 +294,8 @@ OPTIMIZERS = {
     # Weight decay, ε and the whole mini-batch for the estimate are left to us. The decay per step is learning rate × λ,
     # and the learning rate is hundreds of times AdamW's.
     'adahessian': Row(adahessian, dict(beta1=0.92, beta2=0.99, weight_decay=1e-3, eps=1e-8, hessian_interval=1,
-                                       hessian_batch_size=480), ADAHESSIAN_LR, 'our table', AdaHessianHook),
+                                       hessian_batch_size=480, hessian_sequences='own'),
+                      ADAHESSIAN_LR, 'our table', AdaHessianHook),
     'sophiag': Row(sophia(), SOPHIA_G, SOPHIA_G_LR, hook=GNBHook),
     'sophiah': Row(sophia(), SOPHIA_H, SOPHIA_H_LR, hook=HutchinsonHook, scale_hessian_batch=False),
     # Ablations. The paper states no learning rate for them: that of the optimizer they are closest to. Empirical Fisher
@@ -336,7 +338,7 @@ OPTIMIZERS = {
 }
 # What train.py's settings of optimizers are where an optimizer has no use for them.
 UNUSED = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0, hessian_batch_size=0,
-              hessian_bias_correction=False, optimizer_args='')
+              hessian_sequences='own', hessian_bias_correction=False, optimizer_args='')
 
 
 def row(optimizer_name):

@@ -78,6 +78,7 @@ eps = derived(float)  # lower bound of the denominator (Sophia), or added to it 
 gamma = derived(float)  # Sophia's γ in clip(m / max(γ·h, ε), 1)
 hessian_interval = derived(int)  # k, iterations between Hessian estimates; 0 = none
 hessian_batch_size = derived(int)  # sequences of the mini-batch, over all devices, that an estimate uses
+hessian_sequences = derived(str)  # of an estimate: 'own', the mini-batch's first (the paper's), or 'fresh' ones
 hessian_bias_correction = derived(bool)  # Sophia: divide h by 1 − β2ⁿ after n estimates; not the paper's
 grad_clip = 1.0  # clip gradients at this norm; 0 = off
 # schedule
@@ -186,8 +187,8 @@ def set_up(c, world, model):
     assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
     hessian = optimizers.build_hook(
         c.optimizer_name, model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
-        rank=world.rank, world_size=world.size, accumulation_steps=c.gradient_accumulation_steps, autocast=autocast,
-        compile=c.compile)
+        fresh=c.hessian_sequences == 'fresh', rank=world.rank, world_size=world.size,
+        accumulation_steps=c.gradient_accumulation_steps, autocast=autocast, compile=c.compile)
     scaler = torch.amp.GradScaler(world.device.type, enabled=c.dtype == 'float16')
     model.train()
     return Run(c, world, model, wrapped, optimizer, hessian, scaler, autocast, params)
@@ -284,7 +285,8 @@ def train_step(run, sequences, iter_num, flags=()):
     update.
 
     Args:
-        sequences: (B, block_size + 1) token ids, this rank's share of the mini-batch.
+        sequences: (B, block_size + 1) token ids, this rank's share of the mini-batch; after these its share of the
+            hook's `fresh_sequences`, if there are any.
         flags: numbers to add up over the ranks along with the loss.
 
     Nothing enters the optimizer's state or the weights unless loss, gradient and estimate are finite.
@@ -293,7 +295,12 @@ def train_step(run, sequences, iter_num, flags=()):
     if c.dropout:
         torch.manual_seed(int(keyed_bits(c.seed, DROPOUT, iter_num, world.size)[world.rank] >> 1))
     estimating, loss_scale, losses = run.hessian.start(iter_num), run.scaler.get_scale(), []
-    micro_batches = sequences.split(c.batch_size)
+    B = len(sequences) - run.hessian.fresh_sequences(iter_num) // world.size
+    for first in range(B, len(sequences), c.batch_size):
+        tokens = sequences[first:first + c.batch_size]
+        with world.gradient_sync(run.model, False, estimating):
+            run.hessian.take(run.model, tokens[:, :-1], tokens[:, 1:], loss_scale)
+    micro_batches = sequences[:B].split(c.batch_size)
     for micro_step, tokens in enumerate(micro_batches):
         X, Y = tokens[:, :-1], tokens[:, 1:]
         with world.gradient_sync(run.model, micro_step == len(micro_batches) - 1, estimating):
@@ -437,7 +444,7 @@ def main(argv):
         raise SystemExit(NOT_FINITE)
 
     loader = TrainLoader(train_data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
-                         state.iter)
+                         state.iter, run.hessian.fresh_sequences)
     speed = Speed(model.flops_per_token() * tokens_per_iter, tokens_per_iter, world)
     stops, stopping, is_saved, start = StopSignals(c.max_hours), False, True, state.iter
 

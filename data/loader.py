@@ -298,24 +298,31 @@ class TrainLoader:
 
     `next(loader)` returns an int64 tensor (total_batch_size / world_size, block_size + 1) on `device`; inputs are
     [:, :-1] and targets [:, 1:]. Token ids stay in the file's 2 or 4 bytes until they are on the device.
+
+    Args:
+        fresh_sequences: function iteration → how many sequences, over all ranks, follow the mini-batch: the next ones
+            of the same stream, which no mini-batch has.
     """
 
-    def __init__(self, data, seed, total_batch_size, block_size, rank, world_size, device, first_iteration=0):
+    def __init__(self, data, seed, total_batch_size, block_size, rank, world_size, device, first_iteration=0,
+                 fresh_sequences=lambda iteration: 0):
         for bin in data.bins:
             bin.check_length(block_size)
         self.data, self.seed, self.total_batch_size, self.block_size = data, seed, total_batch_size, block_size
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
-        self.iteration = first_iteration
+        self.iteration, self.fresh_sequences = first_iteration, fresh_sequences
         self.ready = queue.Queue(maxsize=2)
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._fill, daemon=True, name='loader')
         self.thread.start()
 
     def starts(self, iteration, rank=None):
-        """Sequence starts of a rank's share (default: this one's) of `iteration`, int64 (total_batch_size / ranks,)."""
-        starts = self.data.sequence_starts(self.seed, iteration, self.total_batch_size, self.block_size)
+        """Sequence starts of a rank's share (default: this one's) of the mini-batch of `iteration`, int64 (B,), and of
+        what follows it, int64 (n,)."""
+        B = self.total_batch_size
+        starts = self.data.sequence_starts(self.seed, iteration, B + self.fresh_sequences(iteration), self.block_size)
         first = self.rank if rank is None else rank
-        return starts[first::self.world_size]
+        return starts[:B][first::self.world_size], starts[B:][first::self.world_size]
 
     def describe(self, iteration, losses):
         """Says which sequences have non-finite `losses` (ranks, micro-batches); all of them where no loss says it."""
@@ -323,7 +330,7 @@ class TrainLoader:
         suspects = bad.nonzero() if bad.any() else torch.ones_like(bad).nonzero()
         return '; '.join(
             f'rank {rank}, micro-batch {i}: sequences of '
-            + self.data.where(np.array_split(self.starts(iteration, rank), losses.size(1))[i])
+            + self.data.where(np.array_split(self.starts(iteration, rank)[0], losses.size(1))[i])
             for rank, i in suspects.tolist())
 
     def __next__(self):
@@ -340,7 +347,8 @@ class TrainLoader:
     def _fill(self):
         while not self.stopped.is_set():
             try:
-                batch = as_tensor(self.data.sequences(self.starts(self.iteration), self.block_size + 1))
+                starts = np.concatenate(self.starts(self.iteration))
+                batch = as_tensor(self.data.sequences(starts, self.block_size + 1))
                 if self.device.type == 'cuda':
                     batch = batch.pin_memory()
             except BaseException as error:  # handed to the training thread, which raises it

@@ -94,7 +94,8 @@ class Case:
         data = Bin(dataset, 'train')
         self.model_args = asdict(GPTConfig.from_settings(config.values, data.vocab_size))
         self.run = self.set_up()
-        self.loader = TrainLoader(data, config.seed, config.total_batch_size, config.block_size, 0, 1, self.device)
+        self.loader = TrainLoader(data, config.seed, config.total_batch_size, config.block_size, 0, 1, self.device,
+                                  fresh_sequences=lambda i: self.run.hessian.fresh_sequences(self.iter_num(i)))
         self.seconds = {True: [], False: []}  # of steps with and without an estimate
         self.waits, self.peaks, self.losses = [], [], []
         for round_ in range(4):  # compiles, allocates the optimizer's state and the gradients
@@ -113,9 +114,12 @@ class Case:
         """The `train.Run` that is measured."""
         return train.set_up(self.config, self.world, self.make_model())
 
+    def iter_num(self, round_):
+        """The iteration of a round: with an estimate in even rounds, where there is one, and without in odd ones."""
+        return (round_ // 2) * self.interval + round_ % 2 if self.interval else round_
+
     def measure(self, round_):
-        """Measures one iteration: with an estimate in even rounds, where there is one, and without in odd ones."""
-        iter_num = (round_ // 2) * self.interval + round_ % 2 if self.interval else round_
+        """Measures one iteration."""
         loss.set_compile(self.config.compile)  # which is one for all models of the process
         reset_peak(self.device)
         held = in_use(self.device)
@@ -123,7 +127,7 @@ class Case:
         started = time.perf_counter()
         sequences = next(self.loader)
         waited = time.perf_counter() - started
-        step = train.train_step(self.run, sequences, iter_num)
+        step = train.train_step(self.run, sequences, self.iter_num(round_))
         wait_for(self.device)
         self.seconds[step.estimated].append(time.perf_counter() - started)
         self.waits.append(waited)

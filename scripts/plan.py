@@ -111,7 +111,8 @@ def take_step(run, iter_num, micro_batches=None):
     """One step of training on random tokens, of all micro-batches or the first few."""
     c = run.config
     micro_batches = min(c.gradient_accumulation_steps, micro_batches or c.gradient_accumulation_steps)
-    shape = (micro_batches * c.batch_size, c.block_size + 1)
+    fresh = run.hessian.fresh_sequences(iter_num) // run.world.size
+    shape = (micro_batches * c.batch_size + fresh, c.block_size + 1)
     train.train_step(run, torch.randint(run.raw_model.config.vocab_size, shape, device=run.world.device), iter_num)
 
 

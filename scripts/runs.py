@@ -145,24 +145,25 @@ def flops_per_iteration(config, about):
             vocab_size = (about['parameters'] - rest) // config['n_embd']
             per_token = GPT(GPTConfig(vocab_size=vocab_size, **shape)).flops_per_token()
     per_sequence = per_token * config['block_size']
-    estimate = hessian_cost(config['optimizer_name']) * config['hessian_batch_size'] * per_sequence
+    fresh = config.get('hessian_sequences') == 'fresh'
+    estimate = hessian_cost(config['optimizer_name'], fresh) * config['hessian_batch_size'] * per_sequence
     interval = config['hessian_interval']
     return per_sequence * config['total_batch_size'], estimate / interval if interval else 0.0
 
 
-def hessian_cost(optimizer_name):
+def hessian_cost(optimizer_name, fresh=False):
     """FLOPs of one Hessian estimate, in units of a forward and backward of the sequences that it uses.
 
-    Gauss-Newton-Bartlett shares the gradient's forward and adds a backward, two thirds. Forward-over-reverse
-    differentiation makes two more matrix products of each of the three, and does without one of these: the gradient to
-    the weight.
+    Gauss-Newton-Bartlett shares the gradient's forward and adds a backward, two thirds; on `fresh` sequences it needs a
+    forward of its own. Forward-over-reverse differentiation makes two more matrix products of each of the three, and
+    does without one of these: the gradient to the weight.
     """
     from hessian import HessianHook
     from optimizers import OPTIMIZERS
     hook = OPTIMIZERS[optimizer_name].hook if optimizer_name in OPTIMIZERS else None
     if hook is None or not issubclass(hook, HessianHook):
         return 0.0
-    return 8 / 3 if hook.hessian_products else 2 / 3
+    return 8 / 3 if hook.hessian_products else 1.0 if fresh else 2 / 3
 
 
 def read_run(out_dir):
