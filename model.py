@@ -27,6 +27,12 @@ SIZES = {
 }
 
 
+def size_settings(config):
+    """(depth, heads and width of the setting model_size, their source), for `configurator.derive`."""
+    config.require('model_size', config.model_size in SIZES, f'one of {", ".join(SIZES)}')
+    return SIZES[config.model_size], f'model size {config.model_size}'
+
+
 def padded_vocab_size(vocab_size):
     """`vocab_size` rounded up to a multiple of 64 (GPT-2's 50,257 → 50,304), for which matmuls are faster.
 

@@ -11,6 +11,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -18,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from hessian import AdaHessianHook, EmpiricalFisherHook, FirstOrder, GNBHook, Hook, HutchinsonHook
+from runtime import hf
 from runtime.distributed import full_tensor
+from runtime.start import from_scratch
 from sophia import GuardedOptimizer, HessianOptimizer, Sophia, parameters, scalar
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -456,6 +459,19 @@ def peak_learning_rate(optimizer_name, model_size):
     if model_size not in chosen.learning_rates:
         return None, f'{source} has no learning rate for {optimizer_name} at {model_size}'
     return chosen.learning_rates[model_size], f'{source}: {optimizer_name}, {model_size}'
+
+
+def learning_rate_settings(config):
+    """The peak learning rate; SystemExit with one line where the table has none. It is about training from scratch."""
+    scratch = from_scratch(config)
+    config.require('init_from', scratch or config.init_from in hf.HUB_MODELS or Path(config.init_from).is_dir(),
+                   f'scratch, resume, auto, {", ".join(hf.HUB_MODELS)} or a Hugging Face folder')
+    lr, source = peak_learning_rate(config.optimizer_name, config.model_size)
+    if not scratch and not config.eval_only:
+        lr, source = None, f'Table 3 is for training from scratch, not for init_from = {config.init_from}'
+    if lr is None and 'learning_rate' not in config.given:
+        raise SystemExit(f'{source}; set --learning_rate')
+    return dict(learning_rate=lr) if lr is not None else {}, source
 
 
 def attention_settings(config):

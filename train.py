@@ -24,14 +24,14 @@ import optimizers
 from configurator import derived
 from data.loader import TrainLoader, ValidationLoader, accumulation_steps, fingerprint, open_dataset
 from hessian import Hook
-from model import GPT, SIZES, GPTConfig
-from runtime import checkpoint, files, hf, runlog
+from model import GPT, GPTConfig, size_settings
+from runtime import checkpoint, files, runlog
 from runtime import device as devices
-from runtime.branch import branch_settings
 from runtime.distributed import World, one_message, ranks_from_environment, under_torchrun
 from runtime.rng import DROPOUT, keyed_bits
 from runtime.signals import NOT_FINITE, STOPPED, SafeStream, StopSignals
 from runtime.speed import Speed
+from runtime.start import branch_settings, from_scratch, open_run
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. A value `derived(type)` comes from the tables of model.py and optimizers.py, or from other settings.
@@ -103,34 +103,10 @@ seed = 1337  # of the initial weights, the data order, sampled labels and dropou
 DEFAULTS = {key: value for key, value in globals().items() if not key.startswith('_')}
 
 
-def size_settings(c):
-    """Depth, heads and width: the table of sizes."""
-    if c.model_size not in SIZES:
-        raise SystemExit(f'--model_size={c.model_size}: no such size; choose from {", ".join(SIZES)}')
-    return SIZES[c.model_size], f'model size {c.model_size}'
-
-
-def from_scratch(c):
-    """Whether the weights are this run's own, and not those of a Hugging Face model."""
-    return c.init_from in ('scratch', 'resume', 'auto') or c.branch_cooldown > 0
-
-
-def learning_rate_settings(c):
-    """The peak learning rate: Table 3, which is about training from scratch."""
-    if not from_scratch(c) and not (c.init_from in hf.HUB_MODELS or Path(c.init_from).is_dir()):
-        c.require('init_from', False, f'scratch, resume, auto, {", ".join(hf.HUB_MODELS)} or a Hugging Face folder')
-    lr, source = optimizers.peak_learning_rate(c.optimizer_name, c.model_size)
-    if not from_scratch(c) and not c.eval_only:
-        lr, source = None, f'Table 3 is for training from scratch, not for init_from = {c.init_from}'
-    if lr is None and 'learning_rate' not in c.given:
-        raise SystemExit(f'{source}; set --learning_rate')
-    return dict(learning_rate=lr) if lr is not None else {}, source
-
-
 # What fills in the settings that nobody has set, in this order; see configurator.derive.
 TABLES = [
-    branch_settings,
-    size_settings, optimizers.optimizer_settings, learning_rate_settings, optimizers.attention_settings,
+    branch_settings, size_settings,
+    optimizers.optimizer_settings, optimizers.learning_rate_settings, optimizers.attention_settings,
     lambda c: (dict(lr_decay_iters=c.max_iters), 'max_iters'),
     lambda c: (dict(cooldown_iters=c.lr_decay_iters // 5 if c.schedule == 'wsd' else 0), f'schedule {c.schedule}'),
     lambda c: (dict(min_lr=c.min_lr_ratio * c.learning_rate), 'min_lr_ratio × learning_rate'),
@@ -194,15 +170,35 @@ def set_up(c, world, model):
     return Run(c, world, model, wrapped, optimizer, hessian, scaler, autocast, params)
 
 
-def adopt_model_args(c, args, data):
-    """`args`, the model_args of weights that are fine-tuned: the settings follow them, and the `data` must fit them."""
-    if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
-        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the weights of '
-                         f'--init_from={c.init_from} have {args["vocab_size"]}; prepare the data with their tokenizer')
-    for key in args.keys() & c.values.keys():
-        if args[key] != c.values[key]:
-            c.set(key, args[key], 'pretrained weights')
-    return args
+def make_model(c, world, start, data, fingerprints):
+    """(model, model_args): random or pretrained weights; those of a checkpoint are restored later.
+
+    SystemExit with one line when the checkpoint of `start` does not fit the settings, or the `data` the weights.
+    """
+    def adopt(args):
+        """The settings follow the model_args of weights that are fine-tuned."""
+        if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
+            raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the weights of '
+                             f'--init_from={c.init_from} have {args["vocab_size"]}; prepare the data with their '
+                             'tokenizer')
+        for key in args.keys() & c.values.keys():
+            if args[key] != c.values[key]:
+                c.set(key, args[key], 'pretrained weights')
+        return args
+
+    model_args = GPTConfig.from_settings(c.values, data.vocab_size).model_args()
+    torch.manual_seed(c.seed)
+    with world.exit_together():
+        if not from_scratch(c):
+            model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
+            model_args = adopt(asdict(model.config))
+        if start.saved:
+            if 'gelu_approximate' in start.saved['model_args']:  # fine-tuned: its checkpoints hold all of its shape
+                model_args = adopt(start.saved['model_args'] | dict(block_size=c.block_size, dropout=c.dropout))
+            start.compare(c, model_args, fingerprints, asdict(GPTConfig()))
+        if from_scratch(c):
+            model = GPT(GPTConfig(**model_args))
+    return model, model_args
 
 
 @dataclass
@@ -353,46 +349,18 @@ def main(argv):
     with world.exit_together():
         train_data, val_data = open_dataset(c.dataset, c.block_size)
     fingerprints = dict(train=train_data.fingerprint(), val=fingerprint([*val_data.values()]))
-    torch.manual_seed(c.seed)
     torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
-    model_args = GPTConfig.from_settings(c.values, train_data.vocab_size).model_args()
-    init_from = 'auto' if c.branch_cooldown else c.init_from
-    path, saved = checkpoint.open_run(world, c.out_dir, init_from, read_only=c.eval_only)
-    differences, changes, branches = [], [], c.branch_cooldown > 0 and saved is None
-    with world.exit_together():
-        if branches:
-            path, saved = checkpoint.load(c.init_from, weights=False)
-        elif c.branch_cooldown and any(saved['config'].get(key) != c.values[key]
-                                       for key in ('init_from', 'branch_cooldown')):
-            raise SystemExit(f'{c.out_dir}: holds another run than this branch; choose another --out_dir')
-        if not from_scratch(c):
-            model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
-            model_args = adopt_model_args(c, asdict(model.config), train_data)
-        if saved:
-            if 'gelu_approximate' in saved['model_args']:  # a fine-tuned model, whose checkpoints hold all of its shape
-                model_args = adopt_model_args(
-                    c, saved['model_args'] | dict(block_size=c.block_size, dropout=c.dropout), train_data)
-            differences, changes = checkpoint.compare(
-                path, saved, c.values, model_args, fingerprints, c.ignore_data_change, asdict(GPTConfig()))
-        if branches:
-            changes = [change for change in changes if c.sources.get(change['key']) != 'branch_cooldown'
-                       and change['key'] != 'branch_cooldown']
-        if from_scratch(c):
-            model = GPT(GPTConfig(**model_args))
-    run = set_up(c, world, model)
-
-    state = TrainState()
-    if saved:
+    start = open_run(world, c)
+    model, model_args = make_model(c, world, start, train_data, fingerprints)
+    run, state = set_up(c, world, model), TrainState()
+    if start.saved:
         with world.exit_together():
-            checkpoint.restore(path, saved, model, run.optimizer, run.scaler)
+            checkpoint.restore(start.path, start.saved, model, run.optimizer, run.scaler)
         optimizers.back_to_training(run.optimizer)
-        state = TrainState(**saved['train_state'])
-        before = saved['config']
-        if branches or saved['data']['val'] != fingerprints['val'] or (
-                c.eval_iters * c.batch_size != before['eval_iters'] * before['batch_size']):
-            # Losses of another run, or of other sequences, do not compare.
+        state = TrainState(**start.saved['train_state'])
+        if not start.compares_losses(c, fingerprints):
             state.best_val_loss, state.last_eval_iter = float('inf'), -1
-        saved = None  # frees the memory
+        start.saved = None  # frees the memory
 
     # Logs
     branched_from = c.branch_cooldown and dict(checkpoint=c.init_from, iter=c.max_iters - c.branch_cooldown) or None
@@ -402,11 +370,11 @@ def main(argv):
     if writes:
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
-                            flops_per_token=model.flops_per_token(), data=fingerprints, changes=changes,
+                            flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
                             device=devices.device_name(world.device), branched_from=branched_from)
-    if path:
-        log.print(f'resuming from {path} at iteration {state.iter} of {c.max_iters}')
-        for line in differences:
+    if start.path:
+        log.print(f'resuming from {start.path} at iteration {state.iter} of {c.max_iters}')
+        for line in start.differences:
             log.print(f'changed: {line}')
     for line in c.lines():
         log.print(line)
@@ -420,8 +388,8 @@ def main(argv):
     def record(line, **metrics):
         log.write(dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **metrics), line)
 
-    if branches:
-        record(f'a branch of {path}', branched_from=c.init_from)
+    if start.branch:
+        record(f'a branch of {start.path}', branched_from=c.init_from)
 
     def save(best=False):
         if not optimizers.param_norm(run.params).isfinite():
@@ -430,7 +398,7 @@ def main(argv):
             saved_as = checkpoint.save_run(world, c.out_dir, model, run.optimizer, dict(
                 model_args=model_args, iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values,
                 train_state=asdict(state), scaler=run.scaler.state_dict(), data=fingerprints,
-                tokenizer=train_data.tokenizer, changes=changes), best, c.keep_checkpoints)
+                tokenizer=train_data.tokenizer, changes=start.changes), best, c.keep_checkpoints)
         if saved_as:
             log.print(f'saved {saved_as}')
         return saved_as is not None
@@ -446,9 +414,9 @@ def main(argv):
     loader = TrainLoader(train_data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          state.iter, run.hessian.fresh_sequences)
     speed = Speed(model.flops_per_token() * tokens_per_iter, tokens_per_iter, world)
-    stops, stopping, is_saved, start = StopSignals(c.max_hours), False, True, state.iter
+    stops, stopping, is_saved, first_iter = StopSignals(c.max_hours), False, True, state.iter
 
-    for state.iter in range(start, max(start, c.max_iters) + 1):
+    for state.iter in range(first_iter, max(first_iter, c.max_iters) + 1):
         lr = learning_rate_at(c, state.iter)
         optimizers.set_learning_rate(run.optimizer, lr)
 

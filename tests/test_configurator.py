@@ -145,7 +145,7 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
 
 @pytest.mark.parametrize('argv, words', [
     (['--optimizer_name=adam'], '--optimizer_name=adam: no such optimizer; did you mean adamw?'),
-    (['--model_size=1T'], '--model_size=1T: no such size; choose from'),
+    (['--model_size=1T'], '--model_size=1T: must be one of tiny, 30M, 125M'),
     (['--model_size=540M', '--optimizer_name=lion'], 'Table 3 has no learning rate for lion at 540M'),
     (['--init_from=gpt2'], 'Table 3 is for training from scratch, not for init_from = gpt2; set --learning_rate'),
     (['--dtype=int8'], '--dtype=int8: must be float32'), (['--beta2=1'], 'must be at least 0 and below 1'),
