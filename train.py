@@ -25,7 +25,7 @@ from configurator import derived
 from data.loader import TrainLoader, ValidationLoader, accumulation_steps, fingerprint, open_dataset
 from hessian import Hook
 from model import GPT, GPTConfig, size_settings
-from runtime import checkpoint, files, runlog
+from runtime import checkpoint, files, optim, runlog
 from runtime import device as devices
 from runtime.distributed import World, one_message, ranks_from_environment, under_torchrun
 from runtime.rng import DROPOUT, keyed_bits
@@ -308,7 +308,7 @@ def train_step(run, sequences, iter_num, flags=()):
 
     # All ranks learn the loss and the flags by one reduction, and the device is asked once.
     run.scaler.unscale_(optimizer)
-    grad_norm = optimizers.clip_gradients(run.params, c.grad_clip)
+    grad_norm = optim.clip_gradients(run.params, c.grad_clip)
     losses = torch.stack(losses)
     shared = world.sum(torch.stack([losses.sum() / world.size, *(losses.new_full((), flag) for flag in flags)]))
     train_loss, *flags, grad_norm = torch.cat((shared, grad_norm.view(1))).tolist()
@@ -356,7 +356,7 @@ def main(argv):
     if start.saved:
         with world.exit_together():
             checkpoint.restore(start.path, start.saved, model, run.optimizer, run.scaler)
-        optimizers.back_to_training(run.optimizer)
+        optim.back_to_training(run.optimizer)
         state = TrainState(**start.saved['train_state'])
         if not start.compares_losses(c, fingerprints):
             state.best_val_loss, state.last_eval_iter = float('inf'), -1
@@ -392,9 +392,9 @@ def main(argv):
         record(f'a branch of {start.path}', branched_from=c.init_from)
 
     def save(best=False):
-        if not optimizers.param_norm(run.params).isfinite():
+        if not optim.param_norm(run.params).isfinite():
             give_up('the parameters are not finite')
-        with optimizers.evaluating(run.optimizer):
+        with optim.evaluating(run.optimizer):
             saved_as = checkpoint.save_run(world, c.out_dir, model, run.optimizer, dict(
                 model_args=model_args, iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values,
                 train_state=asdict(state), scaler=run.scaler.state_dict(), data=fingerprints,
@@ -418,12 +418,12 @@ def main(argv):
 
     for state.iter in range(first_iter, max(first_iter, c.max_iters) + 1):
         lr = learning_rate_at(c, state.iter)
-        optimizers.set_learning_rate(run.optimizer, lr)
+        optim.set_learning_rate(run.optimizer, lr)
 
         # Once in a while, and at the end: evaluate on the validation set, and save.
         eval_due = state.iter % c.eval_interval == 0 or state.iter == c.max_iters
         if c.eval_only or (eval_due and state.last_eval_iter != state.iter and not stopping):
-            with optimizers.evaluating(run.optimizer):
+            with optim.evaluating(run.optimizer):
                 losses = {key: evaluate(run, data, stops) for key, data in val_data.items()}
             stopping = None in losses.values()
             if not stopping:
@@ -463,7 +463,7 @@ def main(argv):
         state.seconds += speed.add(time.perf_counter() - started, step.estimated)
 
         if state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1:
-            measured = dict(optimizers.optimizer_metrics(run.optimizer), param_norm=optimizers.param_norm(run.params))
+            measured = dict(optimizers.optimizer_metrics(run.optimizer), param_norm=optim.param_norm(run.params))
             metrics = {'train/loss': step.loss, 'lr': lr, 'grad_norm': step.grad_norm,
                        'grad_clipped': state.clipped / (state.iter + 1),
                        **dict(zip(measured, torch.stack([*measured.values()]).tolist())), **speed.metrics()}

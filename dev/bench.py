@@ -41,12 +41,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import loss
-import optimizers
 import train
 from data.loader import Bin, TrainLoader
 from hessian import FirstOrder
 from model import GPT, GPTConfig
 from runtime import device as devices
+from runtime import optim
 from runtime.device import check_device, peak_flops
 from runtime.distributed import World
 from runtime.rng import keyed_bits
@@ -161,13 +161,13 @@ class Case:
         """Times the optimizer's step at learning rate 0 beside fused AdamW's on the same parameters and gradients, and
         beside an addition of two tensors of that size into a third, which shows what the memory can move."""
         optimizer, params = self.run.optimizer, self.run.params
-        optimizers.set_learning_rate(optimizer, 0.0)
+        optim.set_learning_rate(optimizer, 0.0)
         for p in params:
             p.grad = torch.full_like(p, 1e-3)
         adamw = torch.optim.AdamW(params, lr=0.0, fused=True)
 
         def clip_and_step():
-            optimizers.clip_gradients(params, 1.0)
+            optim.clip_gradients(params, 1.0)
             optimizer.step()
 
         def adamw_clip_and_step():

@@ -95,7 +95,7 @@ def losses(argv):
     loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device)
     found = []
     for i in range(ITERATIONS):
-        train.optimizers.set_learning_rate(run.optimizer, c.learning_rate)
+        train.optim.set_learning_rate(run.optimizer, c.learning_rate)
         step = train.train_step(run, next(loader), i)
         assert not step.problem, step.problem
         found.append(step.loss)

@@ -22,6 +22,7 @@ import sophia
 from hessian import FirstOrder, rows_at_once
 from model import GPT, SIZES, GPTConfig
 from optimizers import AdaHessian, Lion, build_hook, build_optimizer
+from runtime import optim
 from runtime.rng import LABELS, VECTORS, keyed_bits, keyed_uniforms
 from sophia import Sophia
 
@@ -410,7 +411,7 @@ def test_settings_of_the_paper():
 def test_a_group_has_its_own_share_of_the_learning_rate():
     params = make_params()
     optimizer = build_optimizer('sophiag', [dict(params=params[:1], lr_scale=0.1), dict(params=params[1:])], lr=1.0)
-    optimizers.set_learning_rate(optimizer, 0.5)
+    optim.set_learning_rate(optimizer, 0.5)
     assert [group['lr'] for group in optimizer.param_groups] == [0.05, 0.5]
 
 
@@ -531,7 +532,7 @@ def test_clipping_is_that_of_pytorch(max_norm):
     for p, q in zip(params, twins):
         p.grad = torch.randn_like(p)
         q.grad = p.grad.clone()
-    norm = optimizers.clip_gradients(params, max_norm)
+    norm = optim.clip_gradients(params, max_norm)
     expected = torch.nn.utils.clip_grad_norm_(twins, max_norm or float('inf'))
     torch.testing.assert_close(norm, expected)
     for p, q in zip(params, twins):
@@ -546,7 +547,7 @@ def test_a_subclass_that_only_defines_update_is_clipped():
     p = torch.nn.Parameter(torch.zeros(4))
     p.grad = torch.full((4,), 10.0)
     optimizer = Descent([p], dict(lr=1.0, maximize=False), 'raise')
-    optimizers.clip_gradients([p], 1.0)
+    optim.clip_gradients([p], 1.0)
     optimizer.step()
     assert p.norm().item() == pytest.approx(1.0, rel=1e-4)
 
@@ -603,7 +604,7 @@ def test_the_norm_of_many_entries_is_right():
     """PyTorch's own is 0.2 % off for these."""
     tensors = [torch.full((5000, 1001), 1e-3), torch.full((3, 2), 0.1), torch.zeros(4096), torch.tensor(2.0)]
     expected = sum(t.double().square().sum() for t in tensors).sqrt().item()
-    assert optimizers.total_norm(tensors).item() == pytest.approx(expected, rel=1e-5)
+    assert optim.total_norm(tensors).item() == pytest.approx(expected, rel=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import optimizers
 import train
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZERS, build_optimizer, parameter_groups
-from runtime import checkpoint
+from runtime import checkpoint, optim
 from sophia import Sophia
 
 # Each row with the class that it stands for, stand-alone, as its library's documentation has it. AdamW's settings are
@@ -87,9 +87,9 @@ def test_a_row_computes_what_its_library_does(name):
     alone_ones = alone(name, theirs)
     for i in range(13):
         lr = LR * (i + 1) / 13
-        optimizers.set_learning_rate(optimizer, lr)
+        optim.set_learning_rate(optimizer, lr)
         for other in alone_ones:
-            optimizers.set_learning_rate(other, lr)
+            optim.set_learning_rate(other, lr)
         step(ours, [optimizer], i)
         step(theirs, alone_ones, i)
         for (key, p), q in zip(ours.named_parameters(), theirs.parameters()):
@@ -138,7 +138,7 @@ def test_a_role_has_its_share_of_the_learning_rate(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, 'muon', dataclasses.replace(OPTIMIZERS['muon'], roles=roles))
     model = tiny_gpt()
     optimizer = build_optimizer('muon', parameter_groups(model, 0.1, 'muon'), lr=LR)
-    optimizers.set_learning_rate(optimizer, 1.0)
+    optim.set_learning_rate(optimizer, 1.0)
     assert [group['lr'] for group in optimizer.param_groups] == [1.0, 0.5, 1.0]
     assert [group['weight_decay'] for group in optimizer.param_groups] == [0.1, 0.0, 0.0]
 
