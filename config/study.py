@@ -1,0 +1,10 @@
+# What all runs of the study in docs/verdict.md share: 0.8M parameters on the bytes of books.
+dataset = 'books'
+model_size = 'tiny'
+block_size = 128
+batch_size = 16
+total_batch_size = 32
+eval_interval = 600
+eval_iters = 100
+log_interval = 20
+always_save_checkpoint = False
