@@ -95,6 +95,22 @@ def test_import_of_a_model_of_transformers(tmp_path):
         assert torch.equal(w, again[key]), key
 
 
+def test_nothing_is_exported_unchecked(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / 'run', get_tokenizer('byte'))
+    loaded = with_tokenizer(load(tmp_path / 'run'))
+    plain = loaded.model.forward
+
+    def louder(*args, **kwargs):
+        logits, *rest = plain(*args, **kwargs)
+        return 2 * logits, *rest
+
+    monkeypatch.setattr(loaded.model, 'forward', louder)
+    assert 'computes other logits' in rejection(export, loaded, tmp_path / 'hf')
+    monkeypatch.setattr('scripts.export_hf.find_spec', lambda name: None)
+    assert 'transformers, which is not installed: pip install' in rejection(export, loaded, tmp_path / 'hf')
+    assert not (tmp_path / 'hf').exists()
+
+
 def test_tokenizers_of_exports(tmp_path, gpt2_cache):
     texts = ['Hello world', "  it's 2,000 words\n\n\tand é ü 中文 😀 ", 'a' * 50, '\xa0\x07']
     for tokenizer in (get_tokenizer('gpt2'), get_tokenizer('byte'), Char(sorted(set(''.join(texts))))):
