@@ -32,7 +32,7 @@ OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian'
 INCIDENTAL = {
     'out_dir', 'dataset', 'eval_interval', 'log_interval', 'eval_iters', 'eval_only', 'always_save_checkpoint',
     'keep_checkpoints', 'init_from', 'ignore_data_change', 'max_hours', 'skip_nonfinite', 'show_config', 'wandb_log',
-    'wandb_project', 'wandb_run_name', 'batch_size', 'gradient_accumulation_steps', 'parallel',
+    'wandb_project', 'wandb_run_name', 'trackio_log', 'batch_size', 'gradient_accumulation_steps', 'parallel',
     'activation_checkpointing', 'backend', 'device', 'compile', 'seed'}
 
 # Settings that have to agree in runs that are compared: the model, what it is trained with, and the schedule.
