@@ -41,8 +41,10 @@ RANGES = {
                                                 'cooldown_iters branch_cooldown'),
     'at least 0 and below 1': (lambda v: 0 <= v < 1, 'dropout beta1 beta2'),
     'within 64 bits': (lambda v: -2 ** 63 <= v < 2 ** 64, 'seed'),
-    'False, or pip install wandb': (lambda v: not v or find_spec('wandb'), 'wandb_log'),
 }
+
+# Setting → the package that it needs.
+PACKAGES = dict(wandb_log='wandb', trackio_log='trackio')
 
 
 class Config:
@@ -87,9 +89,12 @@ class Config:
     def require(self, key, ok, rule):
         """SystemExit with one line, unless `ok`: the value of `key` must be `rule`."""
         if not ok:
-            name = f'--{key}={self.values[key]}' if self.sources[key] == 'flag' else (
-                f'{self.sources[key]}: {key} = {self.values[key]!r}')
-            raise SystemExit(f'{name}: must be {rule}')
+            raise SystemExit(f'{self.shown(key)}: must be {rule}')
+
+    def shown(self, key):
+        """A setting as a message names it: as the flag that set it, or with the source of its value."""
+        value = self.values[key]
+        return f'--{key}={value}' if self.sources[key] == 'flag' else f'{self.sources[key]}: {key} = {value!r}'
 
     def lines(self, everything=False):
         """One aligned line per setting, `key = value   source`; of plain defaults only if `everything` is asked for."""
@@ -138,6 +143,9 @@ def derive(config, tables):
         for key in keys.split():
             if key in config.values and not isinstance(config.values[key], derived):
                 config.require(key, inside(config.values[key]), rule)
+    for key, package in PACKAGES.items():
+        if config.values.get(key) and not find_spec(package):
+            raise SystemExit(f'{config.shown(key)} needs: pip install {package}')
     missing = [key for key, value in config.values.items() if isinstance(value, derived)]
     if missing:
         raise SystemExit(f'no value for {", ".join(missing)}: set it with --{missing[0]}=…')

@@ -53,6 +53,7 @@ show_config = False  # print every setting with its source, and exit
 wandb_log = False  # mirror the metrics to Weights & Biases
 wandb_project = 'sophia'  # its project
 wandb_run_name = ''  # its run name; empty = out_dir
+trackio_log = False  # mirror them to trackio, which keeps them on this machine; project and name as above
 # data
 dataset = 'openwebtext'  # a directory under data/, or a path
 total_batch_size = 480  # sequences per iteration over all devices
@@ -219,16 +220,18 @@ class TrainState:
 
 
 @torch.no_grad()
-def evaluate(run, val_data, stops):
+def evaluate(run, val_data, stops, progress=iter):
     """Mean loss over the validation sequences, each rank its share, one reduction at the end.
 
-    None when a rank was asked to stop meanwhile; then the resumed run evaluates again.
+    None when a rank was asked to stop meanwhile; then the resumed run evaluates again. `progress` passes the batches
+    on, and may show how far they are.
     """
     c, world = run.config, run.world
     run.raw_model.eval()
     total = world.zeros(3)
-    for X, Y in ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
-                                 world.size, world.device):
+    batches = ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
+                               world.size, world.device)
+    for X, Y in progress(batches):
         if world.any(stops.stop):
             total[2] = 1
             break
@@ -365,8 +368,7 @@ def main(argv):
     # Logs
     branched_from = c.branch_cooldown and dict(checkpoint=c.init_from, iter=c.max_iters - c.branch_cooldown) or None
     writes = world.is_master and not c.eval_only
-    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master,
-                        dict(project=c.wandb_project, name=c.wandb_run_name or c.out_dir) if c.wandb_log else None)
+    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master)
     if writes:
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
@@ -414,7 +416,8 @@ def main(argv):
     loader = TrainLoader(train_data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          state.iter, run.hessian.fresh_sequences)
     speed = Speed(model.flops_per_token() * tokens_per_iter, tokens_per_iter, world)
-    stops, stopping, is_saved, first_iter = StopSignals(c.max_hours), False, True, state.iter
+    stops = StopSignals(c.max_hours, speaks=world.is_master, saves=not c.eval_only)
+    stopping, is_saved, first_iter = False, True, state.iter
 
     for state.iter in range(first_iter, max(first_iter, c.max_iters) + 1):
         lr = learning_rate_at(c, state.iter)
@@ -424,7 +427,7 @@ def main(argv):
         eval_due = state.iter % c.eval_interval == 0 or state.iter == c.max_iters
         if c.eval_only or (eval_due and state.last_eval_iter != state.iter and not stopping):
             with optim.evaluating(run.optimizer):
-                losses = {key: evaluate(run, data, stops) for key, data in val_data.items()}
+                losses = {key: evaluate(run, data, stops, log.evaluating) for key, data in val_data.items()}
             stopping = None in losses.values()
             if not stopping:
                 state.last_eval_iter = state.iter
@@ -467,10 +470,11 @@ def main(argv):
             metrics = {'train/loss': step.loss, 'lr': lr, 'grad_norm': step.grad_norm,
                        'grad_clipped': state.clipped / (state.iter + 1),
                        **dict(zip(measured, torch.stack([*measured.values()]).tolist())), **speed.metrics()}
-            record(f'iter {state.iter}: loss {step.loss:.4f}, lr {lr:.2e}, grad norm {step.grad_norm:.2f}, '
-                   f'{metrics["step_ms"]:.0f} ms, {metrics["tokens_per_sec"]:,.0f} tokens/s', **metrics)
+            record(f'iter {state.iter}/{c.max_iters}: loss {step.loss:.4f}, lr {lr:.2e}, '
+                   f'grad norm {step.grad_norm:.2f}, {metrics["step_ms"]:.0f} ms, '
+                   f'{metrics["tokens_per_sec"]:,.0f} tokens/s{log.eta()}', **metrics)
         state.tokens += tokens_per_iter
-        log.update()
+        log.update(step.loss)
         if save_now and not stopping:
             state.iter += 1
             save()
@@ -480,6 +484,8 @@ def main(argv):
         if state.iter > 0 and not c.eval_only:
             is_saved = save()
         log.print(f'stopped at iteration {state.iter} by {stops.reason or "another rank"}')
+    if not c.eval_only:
+        log.print_what_next(state.iter, state.best_val_loss, stopping)
     log.close()
     world.close()
     if not is_saved:

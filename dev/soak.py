@@ -71,7 +71,7 @@ class Run:
     @property
     def done(self):
         """How many iterations are done."""
-        return max([n + 1 for n in self.numbers(r'^iter (\d+): loss')], default=0)
+        return max([n + 1 for n in self.numbers(r'^iter (\d+)/\d+: loss')], default=0)
 
     def wait_until(self, condition):
         """Waits for `condition()`; SystemExit with the end of the output if the run ends, or hangs, before it holds."""
@@ -207,7 +207,7 @@ def rank(directory, tries, settings):
         text = run.log.read_text(errors='replace')
         text = text[:[m.start() for m in re.finditer('^resuming from', text, flags=re.M)][i]]
         saved = int(re.findall(r'^saved .*ckpt_(\d+)\.pt$', text, flags=re.M)[-1])
-        done = int(re.findall(r'^iter (\d+): loss', text, flags=re.M)[-1]) + 1
+        done = int(re.findall(r'^iter (\d+)/\d+: loss', text, flags=re.M)[-1]) + 1
         results.append((run.resumed[i] >= saved, done - run.resumed[i]))
     run.end(signal.SIGTERM)
     return results

@@ -18,7 +18,7 @@ import model
 import optimizers
 import train
 from configurator import derived
-from scripts.runs import OPTIMIZER_LABELS
+from scripts.runs import optimizer_label
 
 # What metrics.jsonl holds. tests/test_docs.py compares the keys with those of a run.
 METRICS = {
@@ -87,7 +87,7 @@ def metrics():
 def optimizer_settings():
     """The settings of every optimizer of the table."""
     keys = ['beta1', 'beta2', 'eps', 'weight_decay', 'gamma', 'hessian_interval', 'hessian_batch_size']
-    rows = [[OPTIMIZER_LABELS.get(name, name), f'`{name}`',
+    rows = [[optimizer_label(name), f'`{name}`',
              *(number(row.settings[key]) if key in row.settings else '–' for key in keys),
              row.hook.__name__.removesuffix('Hook') if 'hessian_interval' in row.settings else '–']
             for name, row in optimizers.OPTIMIZERS.items()]
@@ -101,7 +101,7 @@ def learning_rates():
         lr = optimizers.peak_learning_rate(name, size)[0]
         return '–' if lr is None else number(lr)
 
-    rows = [[OPTIMIZER_LABELS.get(name, name), *(of(name, size) for size in model.SIZES), row.source]
+    rows = [[optimizer_label(name), *(of(name, size) for size in model.SIZES), row.source]
             for name, row in optimizers.OPTIMIZERS.items()]
     return table(['', *model.SIZES, 'from'], rows)
 

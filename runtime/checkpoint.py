@@ -46,8 +46,9 @@ BOUNDS = dict(block_size=2 ** 24, vocab_size=2 ** 24, n_layer=10_000, n_head=2 *
 # Settings whose change does not alter what a run computes, but for rounding.
 HARMLESS = {
     'out_dir', 'init_from', 'eval_interval', 'eval_only', 'log_interval', 'always_save_checkpoint', 'keep_checkpoints',
-    'ignore_data_change', 'max_hours', 'show_config', 'wandb_log', 'wandb_project', 'wandb_run_name', 'dataset',
-    'batch_size', 'gradient_accumulation_steps', 'parallel', 'activation_checkpointing', 'backend', 'device', 'compile'}
+    'ignore_data_change', 'max_hours', 'show_config', 'wandb_log', 'wandb_project', 'wandb_run_name', 'trackio_log',
+    'dataset', 'batch_size', 'gradient_accumulation_steps', 'parallel', 'activation_checkpointing', 'backend', 'device',
+    'compile'}
 
 # What a param group keeps as it was built at resume, besides what has the name of a setting: the command line sets it.
 AS_BUILT = {'params', 'lr', 'initial_lr', 'betas', 'momentum', 'fused', 'foreach', 'capturable'}

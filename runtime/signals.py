@@ -47,12 +47,16 @@ class StopSignals:
     Signal handlers only record the request. The ranks exchange their requests once an iteration, together with the
     loss, so that all of them act after the same iteration.
 
+    The first of them says at once on stderr what it does, where `speaks`.
+
     Attributes: reason, why to stop: the name of the first signal, or 'max_hours'; '' while there is no reason.
     """
 
-    def __init__(self, max_hours=0.0):
+    def __init__(self, max_hours=0.0, speaks=False, saves=True):
+        """Starts to listen; `speaks`: whether this rank is the one that answers, `saves`: whether a stop saves."""
         self.deadline = STARTED + 3600 * max_hours if max_hours else float('inf')
         self.reason, self.received_at, self.save = '', 0.0, False
+        self.speaks, self.saves = speaks, saves
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._record)
@@ -63,11 +67,23 @@ class StopSignals:
             self.save = True
         elif not self.reason:
             self.reason, self.received_at = signal.Signals(number).name, now
+            self._say(f'{"Ctrl-C" if number == signal.SIGINT else self.reason}: stopping after this iteration'
+                      + ', with a checkpoint' * self.saves
+                      + ('; Ctrl-C again ends it at once' + ', without' * self.saves) * (number == signal.SIGINT))
         elif number == signal.SIGINT and now > self.received_at + 1:
             # A second Ctrl-C ends the process at once. Within a second of the first signal it may be a launcher that
             # forwards what the terminal has sent to every process.
+            self._say('ended at once')
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+    def _say(self, text):
+        """Writes a line to stderr by the system call: the signal may have come in the midst of a print, whose stream
+        must not be entered again."""
+        if self.speaks:
+            with contextlib.suppress(OSError):
+                clear = '\r\033[K' if os.isatty(2) else ''  # the progress bar, and the terminal's ^C
+                os.write(2, f'{clear}{text}\n'.encode())
 
     @property
     def stop(self):

@@ -151,7 +151,8 @@ def model_card(loaded, data):
                  '|---|---|', *(f'| {key} | {value:.4f} |' for key, value in metrics.items())]
     if settings:
         # These are names and paths that mean nothing elsewhere and may be private.
-        hidden = ('out_dir', 'dataset', 'init_from', 'wandb_log', 'wandb_project', 'wandb_run_name', 'show_config')
+        hidden = ('out_dir', 'dataset', 'init_from', 'wandb_log', 'wandb_project', 'wandb_run_name', 'trackio_log',
+                  'show_config')
         text += ['\n## Settings\n', '```python', *(f'{key} = {value!r}' for key, value in settings.items()
                                                    if key not in hidden), '```']
     return '\n'.join(text) + '\n'

@@ -26,13 +26,15 @@ AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds 
 
 OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian', 'sophiag': 'Sophia-G',
                     'sophiah': 'Sophia-H', 'ef_clip': 'E-F+clip', 'ah_clip': 'AH+clip', 'clip': 'Clip',
-                    'normalize': 'Normalize', 'gnb_noclip': 'GNB', 'muon': 'Muon', 'soap': 'SOAP'}
+                    'normalize': 'Normalize', 'gnb_noclip': 'GNB', 'muon': 'Muon', 'normuon': 'NorMuon',
+                    'soap': 'SOAP', 'ademamix': 'AdEMAMix', 'mars': 'MARS', 'adopt': 'ADOPT',
+                    'schedulefree': 'Schedule-Free AdamW', 'prodigy': 'Prodigy', 'signum': 'Signum'}
 
 # Settings that say where or how fast a run ran, not what it computed; and the seed, over which results are averaged.
 INCIDENTAL = {
     'out_dir', 'dataset', 'eval_interval', 'log_interval', 'eval_iters', 'eval_only', 'always_save_checkpoint',
     'keep_checkpoints', 'init_from', 'ignore_data_change', 'max_hours', 'skip_nonfinite', 'show_config', 'wandb_log',
-    'wandb_project', 'wandb_run_name', 'batch_size', 'gradient_accumulation_steps', 'parallel',
+    'wandb_project', 'wandb_run_name', 'trackio_log', 'batch_size', 'gradient_accumulation_steps', 'parallel',
     'activation_checkpointing', 'backend', 'device', 'compile', 'seed'}
 
 # Settings that have to agree in runs that are compared: the model, what it is trained with, and the schedule.
@@ -66,7 +68,7 @@ class Run:
 
     @property
     def optimizer_label(self):
-        return OPTIMIZER_LABELS.get(self.optimizer_name, self.optimizer_name)
+        return optimizer_label(self.optimizer_name)
 
     def series(self, key, x='steps'):
         """The measured values of `key` as (xs, ys), two lists; x is one of AXES."""
@@ -120,6 +122,11 @@ class Run:
     def flops_per_iteration(self):
         """FLOPs of one iteration on average, with its share of the Hessian estimates (see `flops_per_iteration`)."""
         return sum(flops_per_iteration(self.config, self.about))
+
+
+def optimizer_label(name):
+    """How figures and tables call the optimizer of --optimizer_name: of a library, by its class."""
+    return OPTIMIZER_LABELS.get(name, name.rpartition(':')[2])
 
 
 def flops_per_iteration(config, about):

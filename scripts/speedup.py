@@ -26,7 +26,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.runs import (
-    OPTIMIZER_LABELS,
     add_tuned,
     by_seed,
     check_comparable,
@@ -34,6 +33,7 @@ from scripts.runs import (
     find_runs,
     legend,
     mean_loss,
+    optimizer_label,
     png_path,
     print_table,
     save,
@@ -97,10 +97,6 @@ def factor(text):
     return value
 
 
-def label(name):
-    return OPTIMIZER_LABELS.get(name, name)
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs of all, or directories of runs')
@@ -144,7 +140,8 @@ def main(argv=None):
         print('\n'.join(verdict['text']))
     notes = [note for sides in tuned.values() for T in sorted(sides) for note in weaknesses(sides[T])]
     if not verdicts[0]['curve']:
-        notes.append(f'{label(args.baseline)} has no curve to fit: it needs at least two T, and losses that fall')
+        notes.append(f'{optimizer_label(args.baseline)} has no curve to fit: it needs at least two T, and losses that '
+                     'fall')
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
 
     fig = draw(tuned, args.baseline, verdicts, args.k)
@@ -178,13 +175,14 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
     without a T to check it at. curve: that of the baseline.
     """
     same = [same_horizon(candidate[T], baseline[T], noise) for T in sorted(candidate.keys() & baseline.keys())]
-    criterion = [{'T': T, 'T/k': int(T / k), f'{label(baseline_name)} at T': baseline[T].mean,
-                  f'{label(name)} at T/k': candidate[T / k].mean, 'holds': baseline[T].mean >= candidate[T / k].mean}
+    criterion = [{'T': T, 'T/k': int(T / k), f'{optimizer_label(baseline_name)} at T': baseline[T].mean,
+                  f'{optimizer_label(name)} at T/k': candidate[T / k].mean,
+                  'holds': baseline[T].mean >= candidate[T / k].mean}
                  for T in sorted(baseline) if T / k in candidate]
     curve = fit({T: side.mean for T, side in baseline.items()})
     efficiency = [row for T in sorted(candidate) if (row := efficiency_at(candidate[T], baseline, curve, noise))]
     holds = all(row['holds'] for row in criterion) if criterion else None
-    text, one, two = [], label(baseline_name), label(name)
+    text, one, two = [], optimizer_label(baseline_name), optimizer_label(name)
     if criterion:
         text.append(f'{two} is {"" if holds else "not "}{k} times faster than {one} by the criterion (it holds at '
                     f'{sum(row["holds"] for row in criterion)} of {len(criterion)} T)')
@@ -297,17 +295,17 @@ def draw(tuned, baseline, verdicts, k):
         sides = [sides[T] for T in sorted(sides)]
         left.errorbar([side.T for side in sides], [side.mean for side in sides],
                       [mean_loss(side.best)[1] or 0 for side in sides], fmt='o-', capsize=3, markersize=4,
-                      color=colors[name], label=label(name))
+                      color=colors[name], label=optimizer_label(name))
     curve = verdicts[0]['curve']
     if curve:
         Ts = np.geomspace(min(tuned[baseline]), max(tuned[baseline]), 50)
         left.plot(Ts, curve['E'] + curve['A'] * Ts ** -curve['alpha'], ':', color=colors[baseline],
-                  label=f'{label(baseline)}, fitted')
+                  label=f'{optimizer_label(baseline)}, fitted')
     if len(verdicts) == 1 and verdicts[0]['criterion']:
         for row in verdicts[0]['criterion']:
             left.annotate('', (row['T/k'], list(row.values())[3]), (row['T'], list(row.values())[2]),
                           arrowprops=dict(arrowstyle='->', color='C2' if row['holds'] else 'C3'))
-        title = (f'Does {label(verdicts[0]["candidate"])} at T/{k} reach {label(baseline)} at T? '
+        title = (f'Does {optimizer_label(verdicts[0]["candidate"])} at T/{k} reach {optimizer_label(baseline)} at T? '
                  + ('Yes.' if verdicts[0]['holds'] else 'No.'))
     else:
         title = 'Final loss at the best settings tried'
@@ -319,7 +317,7 @@ def draw(tuned, baseline, verdicts, k):
         middle.errorbar([row['T'] for row in rows], [row['difference'] for row in rows],
                         [2 * (row['standard_error'] or 0) for row in rows], fmt='o-', capsize=3, markersize=4,
                         color=colors[verdict['candidate']])
-    middle.set(ylabel=f'final loss minus {label(baseline)}\'s', title='Difference at the same T')
+    middle.set(ylabel=f'final loss minus {optimizer_label(baseline)}\'s', title='Difference at the same T')
     for ax in (left, middle):
         ax.set(xscale='log', xlabel='steps T of the whole schedule', xlim=(0.8 * Ts[0], 1.25 * Ts[-1]))
         ax.set_xticks(Ts, [f'{T:,}' for T in Ts])

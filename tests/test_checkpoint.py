@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 import zipfile
 from operator import getitem
 
@@ -375,56 +374,6 @@ def test_an_atomic_write_that_fails_changes_nothing(tmp_path):
 def test_files_needs_no_torch():
     code = 'import sys, runtime.files; sys.exit("torch" in sys.modules)'
     assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
-
-
-def test_a_run_log_writes_what_is_finite_and_prints_the_line(tmp_path, capsys):
-    log = runlog.RunLog(tmp_path, {}, total=10, initial=2, enabled=True)
-    log.write({'iter': 2, 'train/loss': float('nan'), 'lr': 0.5}, 'iter 2: a line')
-    log.write({'iter': 3, 'lr': float('inf'), 'tokens': 96}, 'iter 3: a line')
-    log.update()
-    log.print('a note')
-    log.close()
-    assert capsys.readouterr().out.splitlines() == ['iter 2: a line', 'iter 3: a line', 'a note']
-    lines = (tmp_path / 'metrics.jsonl').read_text().splitlines()
-    assert list(map(json.loads, lines)) == [{'iter': 2, 'lr': 0.5}, {'iter': 3, 'tokens': 96}]
-
-
-@pytest.mark.parametrize('enabled', [True, False])
-def test_a_run_log_without_a_directory_or_rank_writes_nothing(tmp_path, capsys, enabled):
-    log = runlog.RunLog(None if enabled else tmp_path, {}, total=10, initial=0, enabled=enabled,
-                        wandb=dict(project='p', name='n'))
-    log.write({'iter': 2}, 'a line')
-    log.close()
-    assert capsys.readouterr().out == 'a line\n' * enabled and not list(tmp_path.iterdir())
-
-
-def test_a_resumed_run_continues_its_curves_in_wandb(tmp_path, monkeypatch):
-    calls = []
-
-    class Run:
-        id = 'abc'
-
-        def log(self, entry, step):
-            calls.append((entry, step))
-
-        def finish(self):
-            calls.append('finish')
-
-    def init(**kwargs):
-        calls.append(kwargs)
-        return Run()
-
-    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init))
-    for i in range(2):
-        log = runlog.RunLog(tmp_path, {'lr': 1}, 10, 0, True, wandb=dict(project='p', name='n'))
-        log.write({'iter': i, 'lr': float('nan')}, '')
-        log.close()
-    assert [call['id'] for call in calls[::3]] == [None, 'abc']
-    assert calls[0] == dict(project='p', name='n', config={'lr': 1}, id=None, resume='allow')
-    assert calls[1::3] == [({'iter': 0}, 0), ({'iter': 1}, 1)] and calls[2::3] == ['finish'] * 2
-    monkeypatch.setitem(sys.modules, 'wandb', None)
-    assert '--wandb_log=True: needs the package wandb' in rejection(
-        lambda: runlog.RunLog(tmp_path, {}, 10, 0, True, wandb=dict(project='p', name='n')))
 
 
 def test_the_machine_is_described(tmp_path):

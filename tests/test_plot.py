@@ -7,6 +7,7 @@ from conftest import rejection
 from fake_runs import GRADIENT_FLOPS, fake_run, rows_of
 from matplotlib import image
 
+import optimizers
 from scripts import plot, runs
 from scripts.paper import final_losses
 
@@ -65,6 +66,13 @@ def test_lines_are_named_after_what_tells_them_apart(tmp_path):
         fake_run(tmp_path / f'{name}{lr}', 3.0, argv)
     plot.main([str(tmp_path), '--metrics', 'val/loss', '--output', str(tmp_path / 'x.png')])
     assert {row['run'] for row in rows_of(tmp_path / 'x.csv')} == {'AdamW, lr 0.001', 'AdamW, lr 0.002', 'Lion'}
+
+
+def test_every_optimizer_of_the_table_has_a_name_for_people():
+    labels = [runs.optimizer_label(name) for name in optimizers.OPTIMIZERS]
+    assert not set(labels) & set(optimizers.OPTIMIZERS) and len(set(labels)) == len(labels)
+    assert runs.optimizer_label('schedulefree') == 'Schedule-Free AdamW'
+    assert runs.optimizer_label('torch:NAdam') == 'NAdam'
 
 
 def test_eighteen_lines_look_different():

@@ -123,11 +123,12 @@ def test_signals_from_outside_save_and_stop(train, tmp_path, number):
         pytest.skip(f'{number.name} is ignored here, as under nohup')
     process = start(tmp_path, '--max_iters=1000000', '--eval_interval=1000000')
     for line in process.stdout:
-        if line.startswith('iter 20:'):
+        if line.startswith('iter 20/'):
             process.send_signal(number)
             break
     code, out, err = finish(process)
-    assert code == STOPPED and not err
+    said = 'Ctrl-C' if number == signal.SIGINT else number.name
+    assert code == STOPPED and err.startswith(f'{said}: stopping after this iteration') and err.count('\n') == 1
     (iteration,) = iterations(tmp_path)
     assert f'stopped at iteration {iteration} by {number.name}' in out
     assert len(metrics(tmp_path)) == iteration == state(tmp_path, iteration)['iter_num']

@@ -20,11 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.runs import (
-    OPTIMIZER_LABELS,
     ROOT,
     add_launcher,
     figure,
     flops_per_iteration,
+    optimizer_label,
     png_path,
     print_table,
     read_run,
@@ -96,7 +96,7 @@ def main(argv=None):
         config, about = (run.config, run.about) if run else planned(source, flags, args.vocab_size)
         gradient, hessian = flops_per_iteration(config, about)
         parameters = about['parameters']
-        row = {'algorithm': OPTIMIZER_LABELS.get(config['optimizer_name'], config['optimizer_name']),
+        row = {'algorithm': optimizer_label(config['optimizer_name']),
                'model size': config['model_size'], 'parameters': parameters,
                'TFLOPs per step': (gradient + hessian) / 1e12,
                'of these Hessian': f'{hessian / (gradient + hessian):.1%}', **(measured(run) if run else {}),

@@ -18,12 +18,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.runs import (
-    OPTIMIZER_LABELS,
     add_tuned,
     by_seed,
     figure,
     finished_runs,
     mean_loss,
+    optimizer_label,
     png_path,
     print_table,
     save,
@@ -92,9 +92,9 @@ def main(argv=None):
                     bbox=dict(boxstyle='round,pad=0.15', facecolor='white', alpha=0.7, linewidth=0))
     ax.set_xticks(range(len(xs)), [f'{x:g}' for x in xs])
     ax.set_yticks(range(len(ys)), [f'{y:g}' for y in ys])
-    label = OPTIMIZER_LABELS.get(name, name)
+    label = optimizer_label(name)
     ax.set(xlabel=args.columns, ylabel=args.rows,
-           title=f'{label} minus {OPTIMIZER_LABELS.get(args.minus, args.minus)}' if args.minus else label)
+           title=f'{label} minus {optimizer_label(args.minus)}' if args.minus else label)
     fig.colorbar(image, label='final validation loss' + (', difference' if args.minus else ''))
     save(args.output, fig, table)
 

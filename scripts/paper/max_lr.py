@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.runs import OPTIMIZER_LABELS, add_launcher, figure, legend, png_path, print_table, save
+from scripts.runs import add_launcher, figure, legend, optimizer_label, png_path, print_table, save
 from scripts.sweep import anchored, expand, interrupt, train_all
 
 # The list that the paper searches (section Hyperparamter Tuning), rising.
@@ -89,7 +89,7 @@ def main(argv=None):
             drawn = [row for row in mine if row['final_train_loss'] is not None]
             ax.plot([row['learning_rate'] for row in drawn], [row['final_train_loss'] for row in drawn],
                     'o-' if scaled else 'o--', color=f'C{i}',
-                    label=f'{OPTIMIZER_LABELS.get(name, name)}, {"with" if scaled else "without"} scaling')
+                    label=f'{optimizer_label(name)}, {"with" if scaled else "without"} scaling')
             for row in mine:
                 if not row['stable']:
                     ax.axvline(row['learning_rate'], color=f'C{i}', linestyle='-' if scaled else '--', alpha=0.3)
