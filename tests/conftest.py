@@ -167,19 +167,17 @@ def finish(process, seconds=HANG):
     return Done(process.returncode, out, err)
 
 
-@pytest.fixture(scope='module')
-def train(corpus, tmp_path_factory):
-    """train(out, *flags, faults=, name=, ranks=, machines=): runs train.py in forked processes, without torchrun.
-
-    All of them write to the same two files, a line at a time."""
-    command.corpus = corpus
+@pytest.fixture(scope='session')
+def fork(tmp_path_factory):
+    """fork(script, *argv, faults=, ranks=, machines=, seconds=): runs a script of the repository in forked processes,
+    without torchrun, and with PyTorch imported already. Returns Done, with the ranks' output one after the other."""
     server = subprocess.Popen([sys.executable, str(INJECT), '--serve'], cwd=ROOT, stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
     logs = tmp_path_factory.mktemp('logs')
     number = itertools.count()
 
-    def run(*args, ranks=1, machines=1, seconds=HANG, **kwargs):
-        out, err = (logs / f'{next(number)}' for _ in range(2))
+    def run(script, *argv, faults='', ranks=1, machines=1, seconds=HANG):
+        log = logs / f'{next(number)}'
         environments = [{}]
         if ranks > 1:
             with socket.create_server(('127.0.0.1', 0)) as free:
@@ -187,14 +185,25 @@ def train(corpus, tmp_path_factory):
             environments = [dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(ranks),
                                  LOCAL_WORLD_SIZE=str(ranks // machines), MASTER_ADDR='127.0.0.1',
                                  MASTER_PORT=str(port)) for r in range(ranks)]
-        server.stdin.write(json.dumps(dict(argv=command(*args, **kwargs), out=str(out), err=str(err),
+        server.stdin.write(json.dumps(dict(script=str(ROOT / script), argv=[faults, *map(str, argv)], log=str(log),
                                            environments=environments, seconds=seconds)) + '\n')
         server.stdin.flush()
         codes = json.loads(server.stdout.readline())
+        out, err = (''.join(Path(f'{log}.{name}{r}').read_text() for r in range(ranks)) for name in ('out', 'err'))
         if codes is None:
-            hung(out.read_text(), err.read_text(), seconds)
-        return Done(next((code for code in codes if code), 0), out.read_text(), err.read_text())
+            hung(out, err, seconds)
+        return Done(next((code for code in codes if code), 0), out, err)
 
     yield run
     server.stdin.close()
     server.wait(HANG)
+
+
+@pytest.fixture(scope='session')
+def train(fork, corpus):
+    """train(out, *flags, faults=, name=, ranks=, machines=): runs train.py by `fork`, with the flags of `command`."""
+    command.corpus = corpus
+
+    def run(*args, name='adamw', faults='', **kwargs):
+        return fork('train.py', *command(*args, name=name)[1:], faults=faults, **kwargs)
+    return run

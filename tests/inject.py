@@ -1,8 +1,8 @@
 """train.py with faults. `inject.py CODE ARGUMENTS…` runs CODE, which plans them, and then train.py as a script.
 
-`inject.py --serve` imports everything once, and then forks for each run that a line on stdin asks for: a process that
-starts within milliseconds. Its answer is a line with the exit codes, or null where it had to kill one that did not
-end in the seconds it was given.
+`inject.py --serve` imports everything once, and then forks for each rank of a run that a line on stdin asks for: a
+process that starts within milliseconds, and whose output goes to files of its own. The answer is a line with the exit
+codes, or null where it had to kill one that did not end in the seconds it was given.
 """
 
 import contextlib  # noqa: F401 - for CODE, like others below
@@ -19,7 +19,9 @@ from pathlib import Path
 TRAIN = Path(__file__).resolve().parents[1] / 'train.py'
 sys.path.insert(0, str(TRAIN.parent))
 
-import torch._dynamo  # noqa: E402, F401 - slow to import, and any optimizer does
+import numpy.ma  # noqa: E402, F401 - like the next two slow to import, and needed by most runs
+import torch._decomp.decompositions_for_jvp  # noqa: E402, F401
+import torch._dynamo  # noqa: E402, F401
 
 import model  # noqa: E402
 import optimizers  # noqa: E402, F401
@@ -92,19 +94,19 @@ loader.TrainLoader.__init__, loader.TrainLoader.__next__, model.GPT.forward = _c
 
 
 def serve():
-    """Forks as asked; returns in the children, each with its own sys.argv, output and ranks' environment."""
+    """Forks as asked. Returns the script in the children, each with its own sys.argv, output and environment."""
     gc.freeze()  # spares the children a slow exit
     for line in sys.stdin:
         request = json.loads(line)
         pids = []
-        for env in request['environments']:
+        for rank, env in enumerate(request['environments']):
             pid = os.fork()
             if pid == 0:
                 for number, name in ((1, 'out'), (2, 'err')):
-                    os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+                    os.dup2(os.open(f'{request["log"]}.{name}{rank}', os.O_WRONLY | os.O_CREAT), number)
                 os.environ.update(env)
                 sys.argv[1:] = request['argv']
-                return
+                return request['script']
             pids.append(pid)
         deadline = time.monotonic() + request['seconds']
         codes, hangs = {}, False
@@ -122,10 +124,8 @@ def serve():
 
 
 if __name__ == '__main__':
-    if sys.argv[1] == '--serve':
-        serve()
-    # Ranks write to one file: a buffer that is flushed when it is full would cut lines in two.
-    sys.stdout.reconfigure(line_buffering=True)
+    script = serve() if sys.argv[1] == '--serve' else str(TRAIN)
+    sys.stdout.reconfigure(line_buffering=True)  # a process that a signal ends leaves what it has printed
     exec(sys.argv[1])
-    sys.argv = [str(TRAIN), *sys.argv[2:]]
-    runpy.run_path(str(TRAIN), run_name='__main__')
+    sys.argv = [script, *sys.argv[2:]]
+    runpy.run_path(script, run_name='__main__')

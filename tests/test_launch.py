@@ -1,5 +1,5 @@
 """How runs are started: several machines, as far as one can be several (agents of torchrun that meet on loopback, the
-Slurm script), the environment, the device; and that the tests' own way of starting runs tells hangs and lines apart."""
+Slurm script), the environment, the device; and that the tests' own way of starting runs tells hangs."""
 
 import importlib.util
 import os
@@ -286,16 +286,3 @@ def test_a_hang_is_called_one(train, tmp_path, forked):
             train(tmp_path, faults='time.sleep(3600)', seconds=2)
         else:
             finish(start(tmp_path, faults='time.sleep(3600)'), seconds=2)
-
-
-def test_ranks_that_print_to_one_file_do_not_cut_each_others_lines(train, tmp_path):
-    faults = ''.join(f"""
-def talk(character={character!r}):
-    for _ in range(40):
-        print(character * 999)
-        time.sleep(0.01)
-at(0, talk, rank={rank})
-""" for rank, character in enumerate('ab'))
-    done = train(tmp_path, '--max_iters=1', '--eval_interval=1', ranks=2, faults=faults)
-    assert done.code == 0, done.err
-    assert all(done.out.splitlines().count(character * 999) == 40 for character in 'ab')
