@@ -105,16 +105,13 @@ def hung(out, err, seconds):
     pytest.fail(f'the run hung: it was killed because it had not ended after {seconds} s\n{out[-2000:]}\n{err[-2000:]}')
 
 
-def run_train(*args, nproc=1, check=True, cwd=ROOT):
-    """train.py as a process, under torchrun for several ranks. Returns the CompletedProcess."""
-    launcher = [sys.executable]
-    if nproc > 1:
-        launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
-    command = [*launcher, str(ROOT / 'train.py'), *map(str, args)]
-    code, out, err = finish(subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                             text=True, env=dict(os.environ, OMP_NUM_THREADS='1')))
-    assert not check or code == 0, err[-3000:]
-    return subprocess.CompletedProcess(command, code, out, err)
+def run_train(*args):
+    """Done of train.py, started as a user starts it; it must succeed."""
+    done = finish(subprocess.Popen([sys.executable, str(ROOT / 'train.py'), *map(str, args)], cwd=ROOT, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   env=dict(os.environ, OMP_NUM_THREADS='1')))
+    assert done.code == 0, done.err[-3000:]
+    return done
 
 
 def metrics(out_dir, key='train/loss'):
@@ -169,14 +166,15 @@ def finish(process, seconds=HANG):
 
 @pytest.fixture(scope='session')
 def fork(tmp_path_factory):
-    """fork(script, *argv, faults=, ranks=, machines=, seconds=): runs a script of the repository in forked processes,
-    without torchrun, and with PyTorch imported already. Returns Done, with the ranks' output one after the other."""
+    """fork(script, *argv, faults=, ranks=, machines=, seconds=, check=): runs a script of the repository in forked
+    processes, without torchrun, and with PyTorch imported already. Returns Done, with the ranks' output one after the
+    other. With check=True it must succeed."""
     server = subprocess.Popen([sys.executable, str(INJECT), '--serve'], cwd=ROOT, stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
     logs = tmp_path_factory.mktemp('logs')
     number = itertools.count()
 
-    def run(script, *argv, faults='', ranks=1, machines=1, seconds=HANG):
+    def run(script, *argv, faults='', ranks=1, machines=1, seconds=HANG, check=False):
         log = logs / f'{next(number)}'
         environments = [{}]
         if ranks > 1:
@@ -192,7 +190,9 @@ def fork(tmp_path_factory):
         out, err = (''.join(Path(f'{log}.{name}{r}').read_text() for r in range(ranks)) for name in ('out', 'err'))
         if codes is None:
             hung(out, err, seconds)
-        return Done(next((code for code in codes if code), 0), out, err)
+        code = next((code for code in codes if code), 0)
+        assert not check or code == 0, err[-3000:]
+        return Done(code, out, err)
 
     yield run
     server.stdin.close()

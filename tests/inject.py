@@ -5,6 +5,7 @@ process that starts within milliseconds, and whose output goes to files of its o
 codes, or null where it had to kill one that did not end in the seconds it was given.
 """
 
+import atexit
 import contextlib  # noqa: F401 - for CODE, like others below
 import gc
 import inspect
@@ -123,9 +124,31 @@ def serve():
     raise SystemExit
 
 
+def ended(code, script):
+    """Runs CODE and the script. Returns its exit code, after what Python does about an exception."""
+    try:
+        exec(code, globals())
+        runpy.run_path(script, run_name='__main__')
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
 if __name__ == '__main__':
-    script = serve() if sys.argv[1] == '--serve' else str(TRAIN)
+    forked = sys.argv[1] == '--serve'
+    script = serve() if forked else str(TRAIN)
     sys.stdout.reconfigure(line_buffering=True)  # a process that a signal ends leaves what it has printed
-    exec(sys.argv[1])
-    sys.argv = [script, *sys.argv[2:]]
+    code, sys.argv = sys.argv[1], [script, *sys.argv[2:]]
+    if forked:  # Taking the interpreter down would copy all memory that is shared with the server.
+        number = ended(code, script)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(number)
+    exec(code)
     runpy.run_path(script, run_name='__main__')

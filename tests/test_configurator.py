@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from conftest import ROOT, rejection, run_train
+from conftest import ROOT, rejection
 
 import train
 from configurator import configure, derive, derived
@@ -163,8 +163,8 @@ def test_wandb_has_to_be_there(monkeypatch):
         train.resolve(['--wandb_log=True'])
 
 
-def test_help_lists_every_setting_with_its_comment():
-    text = run_train('--help').stdout
+def test_help_lists_every_setting_with_its_comment(fork):
+    text = fork('train.py', '--help', check=True).out
     for key in train.resolve([]).values:
         line = next(line for line in text.splitlines() if line.startswith(f'  --{key}='))
         assert len(line.split(maxsplit=1)[1]) > 10, f'{key} has no comment in train.py'

@@ -258,7 +258,7 @@ def test_closed_streams_do_not_end_a_run(corpus, tmp_path, closed):
 def test_a_terminal_that_knows_ascii_only(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv('PYTHONIOENCODING', 'ascii')
     done = run_train(*TINY, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--learning_rate=1e-2', '--max_iters=1')
-    assert '1 device(s) \\xd7 2' in done.stdout and len(metrics(tmp_path)) == 1
+    assert '1 device(s) \\xd7 2' in done.out and len(metrics(tmp_path)) == 1
 
 
 def test_closed_streams_leave_no_standard_descriptor_free():
