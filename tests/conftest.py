@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+os.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'  # a pool of processes would cost more than the few kernels
+
 import numpy as np
 import pytest
 import torch

@@ -8,6 +8,7 @@ codes, or null where it had to kill one that did not end in the seconds it was g
 import atexit
 import contextlib  # noqa: F401 - for CODE, like others below
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -20,9 +21,7 @@ from pathlib import Path
 TRAIN = Path(__file__).resolve().parents[1] / 'train.py'
 sys.path.insert(0, str(TRAIN.parent))
 
-import numpy.ma  # noqa: E402, F401 - like the next two slow to import, and needed by most runs
-import torch._decomp.decompositions_for_jvp  # noqa: E402, F401
-import torch._dynamo  # noqa: E402, F401
+import torch  # noqa: E402, F401
 
 import model  # noqa: E402
 import optimizers  # noqa: E402, F401
@@ -96,7 +95,9 @@ loader.TrainLoader.__init__, loader.TrainLoader.__next__, model.GPT.forward = _c
 
 def serve():
     """Forks as asked. Returns the script in the children, each with its own sys.argv, output and environment."""
-    gc.freeze()  # spares the children a slow exit
+    for name in ('numpy.ma', 'torch._decomp.decompositions_for_jvp', 'torch._dynamo'):
+        importlib.import_module(name)  # slow, and most runs need it
+    gc.freeze()  # the children's collections spare what they share
     for line in sys.stdin:
         request = json.loads(line)
         pids = []
