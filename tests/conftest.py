@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+os.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'  # a pool of processes would cost more than the few kernels
+
 import numpy as np
 import pytest
 import torch
@@ -105,16 +107,13 @@ def hung(out, err, seconds):
     pytest.fail(f'the run hung: it was killed because it had not ended after {seconds} s\n{out[-2000:]}\n{err[-2000:]}')
 
 
-def run_train(*args, nproc=1, check=True, cwd=ROOT):
-    """train.py as a process, under torchrun for several ranks. Returns the CompletedProcess."""
-    launcher = [sys.executable]
-    if nproc > 1:
-        launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
-    command = [*launcher, str(ROOT / 'train.py'), *map(str, args)]
-    code, out, err = finish(subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                             text=True, env=dict(os.environ, OMP_NUM_THREADS='1')))
-    assert not check or code == 0, err[-3000:]
-    return subprocess.CompletedProcess(command, code, out, err)
+def run_train(*args):
+    """Done of train.py, started as a user starts it; it must succeed."""
+    done = finish(subprocess.Popen([sys.executable, str(ROOT / 'train.py'), *map(str, args)], cwd=ROOT, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   env=dict(os.environ, OMP_NUM_THREADS='1')))
+    assert done.code == 0, done.err[-3000:]
+    return done
 
 
 def metrics(out_dir, key='train/loss'):
@@ -167,19 +166,18 @@ def finish(process, seconds=HANG):
     return Done(process.returncode, out, err)
 
 
-@pytest.fixture(scope='module')
-def train(corpus, tmp_path_factory):
-    """train(out, *flags, faults=, name=, ranks=, machines=): runs train.py in forked processes, without torchrun.
-
-    All of them write to the same two files, a line at a time."""
-    command.corpus = corpus
+@pytest.fixture(scope='session')
+def fork(tmp_path_factory):
+    """fork(script, *argv, faults=, ranks=, machines=, seconds=, check=): runs a script of the repository in forked
+    processes, without torchrun, and with PyTorch imported already. Returns Done, with the ranks' output one after the
+    other. With check=True it must succeed."""
     server = subprocess.Popen([sys.executable, str(INJECT), '--serve'], cwd=ROOT, stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
     logs = tmp_path_factory.mktemp('logs')
     number = itertools.count()
 
-    def run(*args, ranks=1, machines=1, seconds=HANG, **kwargs):
-        out, err = (logs / f'{next(number)}' for _ in range(2))
+    def run(script, *argv, faults='', ranks=1, machines=1, seconds=HANG, check=False):
+        log = logs / f'{next(number)}'
         environments = [{}]
         if ranks > 1:
             with socket.create_server(('127.0.0.1', 0)) as free:
@@ -187,14 +185,27 @@ def train(corpus, tmp_path_factory):
             environments = [dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(ranks),
                                  LOCAL_WORLD_SIZE=str(ranks // machines), MASTER_ADDR='127.0.0.1',
                                  MASTER_PORT=str(port)) for r in range(ranks)]
-        server.stdin.write(json.dumps(dict(argv=command(*args, **kwargs), out=str(out), err=str(err),
+        server.stdin.write(json.dumps(dict(script=str(ROOT / script), argv=[faults, *map(str, argv)], log=str(log),
                                            environments=environments, seconds=seconds)) + '\n')
         server.stdin.flush()
         codes = json.loads(server.stdout.readline())
+        out, err = (''.join(Path(f'{log}.{name}{r}').read_text() for r in range(ranks)) for name in ('out', 'err'))
         if codes is None:
-            hung(out.read_text(), err.read_text(), seconds)
-        return Done(next((code for code in codes if code), 0), out.read_text(), err.read_text())
+            hung(out, err, seconds)
+        code = next((code for code in codes if code), 0)
+        assert not check or code == 0, err[-3000:]
+        return Done(code, out, err)
 
     yield run
     server.stdin.close()
     server.wait(HANG)
+
+
+@pytest.fixture(scope='session')
+def train(fork, corpus):
+    """train(out, *flags, faults=, name=, ranks=, machines=): runs train.py by `fork`, with the flags of `command`."""
+    command.corpus = corpus
+
+    def run(*args, name='adamw', faults='', **kwargs):
+        return fork('train.py', *command(*args, name=name)[1:], faults=faults, **kwargs)
+    return run

@@ -1,12 +1,14 @@
 """train.py with faults. `inject.py CODE ARGUMENTS…` runs CODE, which plans them, and then train.py as a script.
 
-`inject.py --serve` imports everything once, and then forks for each run that a line on stdin asks for: a process that
-starts within milliseconds. Its answer is a line with the exit codes, or null where it had to kill one that did not
-end in the seconds it was given.
+`inject.py --serve` imports everything once, and then forks for each rank of a run that a line on stdin asks for: a
+process that starts within milliseconds, and whose output goes to files of its own. The answer is a line with the exit
+codes, or null where it had to kill one that did not end in the seconds it was given.
 """
 
+import atexit
 import contextlib  # noqa: F401 - for CODE, like others below
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -19,7 +21,7 @@ from pathlib import Path
 TRAIN = Path(__file__).resolve().parents[1] / 'train.py'
 sys.path.insert(0, str(TRAIN.parent))
 
-import torch._dynamo  # noqa: E402, F401 - slow to import, and any optimizer does
+import torch  # noqa: E402, F401
 
 import model  # noqa: E402
 import optimizers  # noqa: E402, F401
@@ -92,19 +94,21 @@ loader.TrainLoader.__init__, loader.TrainLoader.__next__, model.GPT.forward = _c
 
 
 def serve():
-    """Forks as asked; returns in the children, each with its own sys.argv, output and ranks' environment."""
-    gc.freeze()  # spares the children a slow exit
+    """Forks as asked. Returns the script in the children, each with its own sys.argv, output and environment."""
+    for name in ('numpy.ma', 'torch._decomp.decompositions_for_jvp', 'torch._dynamo'):
+        importlib.import_module(name)  # slow, and most runs need it
+    gc.freeze()  # the children's collections spare what they share
     for line in sys.stdin:
         request = json.loads(line)
         pids = []
-        for env in request['environments']:
+        for rank, env in enumerate(request['environments']):
             pid = os.fork()
             if pid == 0:
                 for number, name in ((1, 'out'), (2, 'err')):
-                    os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+                    os.dup2(os.open(f'{request["log"]}.{name}{rank}', os.O_WRONLY | os.O_CREAT), number)
                 os.environ.update(env)
                 sys.argv[1:] = request['argv']
-                return
+                return request['script']
             pids.append(pid)
         deadline = time.monotonic() + request['seconds']
         codes, hangs = {}, False
@@ -121,11 +125,31 @@ def serve():
     raise SystemExit
 
 
+def ended(code, script):
+    """Runs CODE and the script. Returns its exit code, after what Python does about an exception."""
+    try:
+        exec(code, globals())
+        runpy.run_path(script, run_name='__main__')
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
 if __name__ == '__main__':
-    if sys.argv[1] == '--serve':
-        serve()
-    # Ranks write to one file: a buffer that is flushed when it is full would cut lines in two.
-    sys.stdout.reconfigure(line_buffering=True)
-    exec(sys.argv[1])
-    sys.argv = [str(TRAIN), *sys.argv[2:]]
-    runpy.run_path(str(TRAIN), run_name='__main__')
+    forked = sys.argv[1] == '--serve'
+    script = serve() if forked else str(TRAIN)
+    sys.stdout.reconfigure(line_buffering=True)  # a process that a signal ends leaves what it has printed
+    code, sys.argv = sys.argv[1], [script, *sys.argv[2:]]
+    if forked:  # Taking the interpreter down would copy all memory that is shared with the server.
+        number = ended(code, script)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(number)
+    exec(code)
+    runpy.run_path(script, run_name='__main__')

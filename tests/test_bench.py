@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import TINY, metrics, rejection, run_train
+from conftest import TINY, metrics, rejection
 
 import train
 from dev import bench
@@ -72,10 +72,10 @@ def test_every_column_is_measured_where_it_exists(report):
 
 @pytest.mark.parametrize('name, extra', [('adamw', []), ('sophiag', ['--hessian_interval=2', '--hessian_batch_size=3']),
                                          ('sophiah', ['--hessian_interval=2', '--hessian_batch_size=3'])])
-def test_it_steps_as_train_py_does(corpus, tmp_path, name, extra):
+def test_it_steps_as_train_py_does(fork, corpus, tmp_path, name, extra):
     """The first steps: bench.py's rate is constant, and iterations 0 to 3 of its rounds are those of k = 2."""
     flags = [*TINY, f'--optimizer_name={name}', '--decay_lr=False', '--warmup_iters=0', '--learning_rate=1e-2', *extra]
-    run_train(*flags, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--max_iters=4')
+    fork('train.py', *flags, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--max_iters=4', check=True)
     case = bench.Case(train.resolve([*flags, f'--dataset={corpus}']), corpus)
     case.close()
     assert case.losses == pytest.approx(metrics(tmp_path), abs=2e-6)

@@ -1,7 +1,7 @@
 """Config files and flags: types, rejections, precedence, provenance."""
 
 import pytest
-from conftest import ROOT, rejection, run_train
+from conftest import ROOT, rejection
 
 import train
 from configurator import configure, derive, derived
@@ -155,8 +155,8 @@ def test_settings_that_cannot_be_are_rejected(argv, words):
     assert words in str(stopped.value) and '\n' not in str(stopped.value)
 
 
-def test_help_lists_every_setting_with_its_comment():
-    text = run_train('--help').stdout
+def test_help_lists_every_setting_with_its_comment(fork):
+    text = fork('train.py', '--help', check=True).out
     for key in train.resolve([]).values:
         line = next(line for line in text.splitlines() if line.startswith(f'  --{key}='))
         assert len(line.split(maxsplit=1)[1]) > 10, f'{key} has no comment in train.py'

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TINY, metrics, run_train
+from conftest import ROOT, TINY, metrics
 
 import train
 from dev import tables
@@ -61,8 +61,9 @@ def test_a_table_that_is_not_current_is_found():
     assert stale != text and tables.current('docs/settings.md', stale) == text
 
 
-def test_every_metric_of_a_run_is_explained(corpus, tmp_path):
-    run_train(*TINY, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--optimizer_name=sophiag', '--hessian_interval=2')
+def test_every_metric_of_a_run_is_explained(fork, corpus, tmp_path):
+    fork('train.py', *TINY, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--optimizer_name=sophiag',
+         '--hessian_interval=2', check=True)
     logged = {key for key in tables.METRICS if metrics(tmp_path, key)}
     lines = (tmp_path / 'metrics.jsonl').read_text(encoding='utf-8')
     assert set(re.findall(r'"([\w/]+)": ', lines)) == logged

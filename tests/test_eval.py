@@ -2,13 +2,11 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, metrics, run_train
+from conftest import TINY, metrics
 from torch.nn import functional as F
 
 from data.sources import files_corpus
@@ -19,9 +17,9 @@ from scripts.load import load
 
 
 @pytest.fixture(scope='module')
-def out_dir(tmp_path_factory, corpus):
+def out_dir(fork, tmp_path_factory, corpus):
     out_dir = tmp_path_factory.mktemp('eval') / 'run'
-    run_train(*TINY, f'--dataset={corpus}', f'--out_dir={out_dir}')
+    fork('train.py', *TINY, f'--dataset={corpus}', f'--out_dir={out_dir}', check=True)
     return out_dir
 
 
@@ -68,13 +66,11 @@ def test_sliding_windows_count_every_token_once(capsys, out_dir, tmp_path):
 
 
 @pytest.mark.parametrize('flags, tokens', [(['--stride=20'], 9_999), (['--eval_iters=1', '--batch_size=1'], None)])
-def test_all_ranks_together(capsys, out_dir, flags, tokens):
+def test_all_ranks_together(fork, capsys, out_dir, flags, tokens):
     """In the second case there is one window, so that a rank has none."""
     alone = evaluate(capsys, out_dir, *flags)
-    done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
-                           str(ROOT / 'scripts' / 'eval.py'), str(out_dir), *flags, '--device=cpu'],
-                          capture_output=True, text=True, timeout=300, cwd=ROOT)
-    together = json.loads(done.stdout)  # one line, of one rank
+    done = fork('scripts/eval.py', out_dir, *flags, '--device=cpu', ranks=2, check=True)
+    together = json.loads(done.out)  # one line, of one rank
     assert together['loss'] == pytest.approx(alone['loss'], rel=1e-6)
     assert together['tokens'] == alone['tokens'] and tokens in (None, alone['tokens'])
 

@@ -59,14 +59,6 @@ def steps(n, k=10, forwards='f'):
     return list(''.join(forwards + ('h' if i % k == 0 else '') + 's' for i in range(n)))
 
 
-def run_script(path, *args, nproc=1, cwd=ROOT):
-    launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}'] if nproc > 1 else []
-    done = subprocess.run([sys.executable, *launcher, path, *map(str, args)], cwd=cwd, capture_output=True, text=True,
-                          timeout=HANG, env=dict(os.environ, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES=''))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def check_sophia_anywhere(out):
     first = [float(x) for x in re.findall(r'step 0: loss ([\d.]+)', out)]
     unseen = [float(x) for x in re.findall(r'new \w+: ([\d.]+)', out)]
@@ -78,7 +70,10 @@ def test_sophia_anywhere_alone(tmp_path):
     """sophia.py and the script, in a directory with nothing else: both models learn."""
     for path in ('sophia.py', 'examples/sophia_anywhere.py'):
         shutil.copy(ROOT / path, tmp_path)
-    check_sophia_anywhere(run_script('sophia_anywhere.py', '--steps=120', cwd=tmp_path))
+    done = subprocess.run([sys.executable, 'sophia_anywhere.py', '--steps=120'], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=HANG, env=dict(os.environ, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES=''))
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_sophia_anywhere(done.stdout)
 
 
 def test_sophia_anywhere_hutchinson(capsys, trace):
@@ -211,19 +206,20 @@ def reference(module, n, ranks=2):
     return lines
 
 
-def test_fsdp2():
+def test_fsdp2(fork):
     """Two ranks with sharded parameters compute what one process does."""
-    out = run_script('examples/fsdp2.py', '--steps=36', nproc=2)
-    found = [[float(x) for x in line] for line in re.findall(r'step (\d+): loss ([\d.]+), (\d+)% not clipped', out)]
+    done = fork('examples/fsdp2.py', '--steps=36', ranks=2, check=True)
+    found = [[float(x) for x in line]
+             for line in re.findall(r'step (\d+): loss ([\d.]+), (\d+)% not clipped', done.out)]
     expected = reference(example('fsdp2'), 36)
     assert [step for step, *_ in expected] == [0, 10, 20, 30, 35] and 10 < expected[-1][2] < 50
     for (step, loss, unclipped), wanted in zip(found, expected, strict=True):  # percentages come without decimals
         assert (step, loss) == pytest.approx(wanted[:2], rel=1e-3) and abs(unclipped - wanted[2]) < 0.7
 
 
-def test_accelerate_on_two_ranks():
+def test_accelerate_on_two_ranks(fork):
     """Under DistributedDataParallel: one loss for all ranks, and it falls."""
     pytest.importorskip('accelerate', reason='needs accelerate: pip install -r requirements-examples.txt')
-    out = run_script('examples/accelerate_loop.py', '--steps=40', '--cpu', nproc=2)
-    losses = [float(x) for x in re.findall(r'step \d+: loss ([\d.]+)', out)]
+    done = fork('examples/accelerate_loop.py', '--steps=40', '--cpu', ranks=2, check=True)
+    losses = [float(x) for x in re.findall(r'step \d+: loss ([\d.]+)', done.out)]
     assert len(losses) == 5 and losses[-1] < 0.5 * losses[0]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, metrics, rejection, run_train
+from conftest import ROOT, metrics, rejection
 
 from data.loader import Bin, ValidationLoader
 from data.tokenizer import Char, get_tokenizer
@@ -138,16 +138,16 @@ def test_tokenizers_of_exports(tmp_path, gpt2_cache):
     assert [line for line in written if not line.startswith('#version')] == published[1:]
 
 
-def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
+def test_fine_tuning_starts_from_the_weights_and_resumes(fork, tmp_path, corpus):
     make_checkpoint(tmp_path / 'run', get_tokenizer('byte'), block_size=32)
     export_main([str(tmp_path / 'run'), str(tmp_path / 'hf')])
     flags = [f'--dataset={corpus}', f'--out_dir={tmp_path / "tuned"}', '--optimizer_name=sophiag', '--learning_rate=0',
              '--model_size=tiny', '--block_size=32', '--total_batch_size=4', '--batch_size=2', '--eval_interval=2',
              '--eval_iters=8', '--warmup_iters=1', '--device=cpu']
-    run_train(*flags, f'--init_from={tmp_path / "hf"}', '--max_iters=2')
+    fork('train.py', *flags, f'--init_from={tmp_path / "hf"}', '--max_iters=2', check=True)
     given = json.loads((tmp_path / 'tuned' / 'config.json').read_text())['config']
     assert (given['n_layer'], given['n_embd'], given['bias']) == (3, 16, False)  # the weights' shape, not model_size's
-    run_train(*flags, '--init_from=resume', '--max_iters=4')
+    fork('train.py', *flags, '--init_from=resume', '--max_iters=4', check=True)
     # At learning rate 0 the loss stays that of the exported model, which scripts/eval.py measures too.
     losses = metrics(tmp_path / 'tuned', 'val/loss')
     assert losses == [losses[0]] * 3

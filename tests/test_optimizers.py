@@ -2,18 +2,12 @@
 
 import copy
 import json
-import os
-import runpy
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, metrics
+from conftest import TINY, metrics
 from reference import adahessian_in_numpy, lion_in_numpy
 
 import hessian
@@ -613,44 +607,16 @@ def test_the_norm_of_many_entries_is_right():
 RUNS = [(name, dtype) for name in PAPER for dtype in ('float32', 'bfloat16')]
 
 
-def run_all(rank, world_size, ports, dataset, out):
-    """Runs train.py for each of RUNS in this process, as one of `world_size` ranks."""
-    for (name, dtype), port in zip(RUNS, ports):
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR='127.0.0.1', MASTER_PORT=port)
-        sys.argv = [str(ROOT / 'train.py'), *TINY, f'--dataset={dataset}', f'--optimizer_name={name}',
-                    f'--dtype={dtype}', f'--out_dir={out}/{name}-{dtype}', '--max_iters=6', '--eval_interval=6',
-                    '--eval_iters=4', '--learning_rate=5e-3']
-        sys.argv += ['--hessian_interval=2', '--hessian_batch_size=2', '--eps=1e-4'] * (name in HOOKS)
-        sys.argv += ['--gamma=0.5'] * (name in HOOKS and name != 'adahessian')
-        runpy.run_path(sys.argv[0], run_name='__main__')
-
-
-@pytest.fixture(scope='module')
-def trained(corpus, tmp_path_factory):
-    """world size → directory with the out_dirs of RUNS. Three processes in all, each of which runs train.py again and
-    again: starting Python anew for each would take most of the time."""
-    outs, processes = {}, []
-    for world_size in (1, 2):
-        outs[world_size] = tmp_path_factory.mktemp(f'{world_size}-ranks')
-        sockets = [socket.create_server(('127.0.0.1', 0)) for _ in RUNS]
-        ports = [str(s.getsockname()[1]) for s in sockets]
-        for s in sockets:
-            s.close()
-        for rank in range(world_size):
-            processes.append(subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(world_size), ','.join(ports), corpus, outs[world_size]],
-                env=dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=f'{ROOT}'), stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE, text=True))
-    for process in processes:
-        error = process.communicate(timeout=300)[1]
-        assert process.returncode == 0, error[-3000:]
-    return outs
-
-
 @pytest.mark.parametrize('name, dtype', RUNS)
-def test_train_with_every_optimizer(trained, name, dtype):
+def test_train_with_every_optimizer(fork, corpus, tmp_path, name, dtype):
     """It learns, logs what means something for this optimizer, and two ranks do what one does."""
-    one, two = (trained[world_size] / f'{name}-{dtype}' for world_size in (1, 2))
+    flags = [*TINY, f'--dataset={corpus}', f'--optimizer_name={name}', f'--dtype={dtype}', '--max_iters=6',
+             '--eval_interval=6', '--eval_iters=4', '--learning_rate=5e-3']
+    flags += ['--hessian_interval=2', '--hessian_batch_size=2', '--eps=1e-4'] * (name in HOOKS)
+    flags += ['--gamma=0.5'] * (name in HOOKS and name != 'adahessian')
+    one, two = (tmp_path / f'{ranks}' for ranks in (1, 2))
+    for ranks, out in enumerate((one, two), start=1):
+        fork('train.py', *flags, f'--out_dir={out}', ranks=ranks, check=True)
     losses = metrics(one)
     assert len(losses) == 6 and np.isfinite(losses).all() and min(losses[3:]) < losses[0]
     line = next(line for line in map(json.loads, (one / 'metrics.jsonl').read_text().splitlines())
@@ -667,6 +633,3 @@ def test_train_with_every_optimizer(trained, name, dtype):
     tensors = [t for s in state['optimizer']['state'].values() for t in s.values() if isinstance(t, torch.Tensor)]
     assert tensors and all(torch.isfinite(t).all() for t in tensors)
 
-
-if __name__ == '__main__':
-    run_all(*sys.argv[1:3], sys.argv[3].split(','), *map(Path, sys.argv[4:]))

@@ -1,15 +1,13 @@
 """scripts/plan.py: its memory against what real steps allocate on CPU, its costs against formulas, its errors."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import HANG, ROOT, needs_compiler, rejection, write_bins
+from conftest import ROOT, needs_compiler, rejection, write_bins
 from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -58,7 +56,7 @@ def test_memory_is_what_a_step_allocates(shape, name, dtype, checkpointing, accu
 
 def test_memory_of_a_hessian_vector_product_taken_in_parts(monkeypatch):
     monkeypatch.setattr(hessian, 'PRODUCT_SIZE', 2 ** 21)
-    config, vocab_size = settings(BLOCKS, '--optimizer_name=sophiah', accumulation=2)
+    config, vocab_size = settings((512, 2, 256, 2, 128, 4), '--optimizer_name=sophiah', accumulation=2)
     parts = plan.memory(config, vocab_size)['peak']
     check_memory(config, vocab_size)
     monkeypatch.undo()
@@ -121,15 +119,12 @@ def test_memory_of_shards(pretended_ranks, shape, name, parallel, dtype, checkpo
                            f'--activation_checkpointing={checkpointing}', accumulation=2, ranks=8), ranks=8, per_node=4)
 
 
-def test_memory_of_ddp():
+def test_memory_of_ddp(fork):
     """Two real ranks: the fake backend does not serve DDP."""
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'scripts/plan.py',
-               '--measure', '--device=cpu', '--model_size=tiny', '--block_size=64', '--batch_size=2',
-               '--total_batch_size=8', '--optimizer_name=sophiag', '--dataset=nowhere']
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG,
-                          env=dict(os.environ, OMP_NUM_THREADS='1'))
-    assert done.returncode == 0, done.stderr[-3000:]
-    differences = dict(re.findall(r'^ *(\w+) .* ([+-][\d.]+)%$', done.stdout, re.M))
+    done = fork('scripts/plan.py', '--measure', '--device=cpu', '--model_size=tiny', '--block_size=64',
+                '--batch_size=2', '--total_batch_size=8', '--optimizer_name=sophiag', '--dataset=nowhere', ranks=2,
+                check=True)
+    differences = dict(re.findall(r'^ *(\w+) .* ([+-][\d.]+)%$', done.out, re.M))
     assert abs(float(differences['peak'])) < 10 and differences['optimizer'] == '+0.0'
 
 

@@ -1,4 +1,4 @@
-"""The real train.py as a process: it learns, and what must not matter to the losses does not."""
+"""The real train.py as a script: it learns, and what must not matter to the losses does not."""
 
 import json
 import math
@@ -15,13 +15,21 @@ FLAGS = {'adamw': ['--decay_lr=False', '--grad_clip=0.85'], 'sophiag': ['--hessi
 
 
 @pytest.fixture(scope='module')
-def reference(corpus, tmp_path_factory):
+def run(fork, corpus):
+    """run(out_dir, *flags, ranks=): what a run that succeeds has printed."""
+    def call(out, *flags, **kwargs):
+        return fork('train.py', *TINY, f'--dataset={corpus}', f'--out_dir={out}', '--learning_rate=1e-2', *flags,
+                    check=True, **kwargs).out
+    return call
+
+
+@pytest.fixture(scope='module')
+def reference(run, tmp_path_factory):
     """out_dirs of one-process runs, by optimizer."""
     runs = {}
     for name in ('adamw', 'sophiag'):
         runs[name] = tmp_path_factory.mktemp(name)
-        run_train(*TINY, f'--dataset={corpus}', f'--out_dir={runs[name]}', f'--optimizer_name={name}',
-                  *FLAGS[name], '--learning_rate=1e-2')
+        run(runs[name], f'--optimizer_name={name}', *FLAGS[name])
     return runs
 
 
@@ -71,10 +79,9 @@ def test_checkpoint_holds_nanogpts_keys(reference):
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag'])
-def test_two_ranks_give_the_same_losses(reference, corpus, tmp_path, name):
+def test_two_ranks_give_the_same_losses(reference, run, tmp_path, name):
     out = tmp_path / 'two'
-    run_train(*TINY, f'--dataset={corpus}', f'--out_dir={out}', f'--optimizer_name={name}', '--learning_rate=1e-2',
-              *FLAGS[name], nproc=2)
+    run(out, f'--optimizer_name={name}', *FLAGS[name], ranks=2)
     assert metrics(out) == pytest.approx(metrics(reference[name]), abs=1e-4)
     assert metrics(out, 'val/loss') == pytest.approx(metrics(reference[name], 'val/loss'), abs=1e-4)
     if name == 'sophiag':  # B counts the predictions of all ranks: the same h, not half of it
@@ -97,14 +104,14 @@ torch.nn.functional.dropout = shown
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag'])
-def test_the_micro_batch_does_not_matter(corpus, tmp_path, name):
+def test_the_micro_batch_does_not_matter(run, tmp_path, name):
     """12 × 1 against 3 × 4 sequences, with a Hessian batch that ends within a micro-batch."""
     runs = []
     for batch_size in (12, 3):
         runs.append(tmp_path / str(batch_size))
         hessian = ['--hessian_interval=2', '--hessian_batch_size=7'] if name == 'sophiag' else []
-        run_train(*TINY, f'--dataset={corpus}', f'--out_dir={runs[-1]}', f'--optimizer_name={name}', *hessian,
-                  '--total_batch_size=12', f'--batch_size={batch_size}', '--learning_rate=1e-2', '--max_iters=6')
+        run(runs[-1], f'--optimizer_name={name}', *hessian, '--total_batch_size=12', f'--batch_size={batch_size}',
+            '--max_iters=6')
     for key in ('train/loss', 'val/loss', 'grad_norm'):
         assert metrics(runs[0], key) == pytest.approx(metrics(runs[1], key), abs=1e-4)
     if name == 'sophiag':
@@ -121,19 +128,18 @@ def test_the_micro_batch_does_not_matter(corpus, tmp_path, name):
     (['--optimizer_name=sophiag', '--hessian_interval=0'], '--hessian_interval=0: must be above 0 for sophiag'),
     (['config/nothing.py'], 'config/nothing.py: no such config file'),
 ])
-def test_bad_input_is_one_line_and_leaves_nothing(corpus, tmp_path, flags, words):
+def test_bad_input_is_one_line_and_leaves_nothing(fork, corpus, tmp_path, flags, words):
     if '--device=cuda' in flags and torch.cuda.is_available():
         pytest.skip('this machine has CUDA')
     out = tmp_path / 'out'
-    done = run_train(*TINY, f'--dataset={corpus}', f'--out_dir={out}', *flags, check=False)
-    assert done.returncode != 0 and not out.exists()
-    assert words in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    done = fork('train.py', *TINY, f'--dataset={corpus}', f'--out_dir={out}', *flags)
+    assert done.code != 0 and not out.exists()
+    assert words in done.err and len(done.err.strip().splitlines()) == 1
 
 
-def test_eval_only_evaluates_and_writes_nothing(corpus, tmp_path):
+def test_eval_only_evaluates_and_writes_nothing(run, tmp_path):
     out = tmp_path / 'out'
-    done = run_train(*TINY, f'--dataset={corpus}', f'--out_dir={out}', '--eval_only=True')
-    assert 'iter 0: val loss 5.' in done.stdout and not out.exists()
+    assert 'iter 0: val loss 5.' in run(out, '--eval_only=True') and not out.exists()
 
 
 @pytest.mark.gpu
