@@ -325,23 +325,30 @@ def random_bins(folder, seed=0):
     return Path(folder)
 
 
-def measure(configs, baselines, dataset, rounds, deadline, steps_only=False):
-    """Rows of the table for `configs` (of one model), in turns over at least 4 and at most `rounds` rounds."""
+def measure(configs, baselines, dataset, rounds, deadline, steps_only=False, where=''):
+    """Rows of the table for `configs` (of one model), in turns over at least 4 and at most `rounds` rounds.
+
+    `where` precedes what a terminal shows of the progress.
+    """
     cases, adamw = [], [config for config in configs if config.optimizer_name == 'adamw']
     wanted = [(Case, config) for config in configs] + [
         (functools.partial(Baseline, folder=folder), config) for folder in baselines for config in adamw]
     for i, (kind, config) in enumerate(wanted, 1):
-        show_progress(f'set-up {i}/{len(wanted)}')
+        show_progress(f'{where}set-up {i}/{len(wanted)}')
         cases.append(kind(config, dataset))
     gc.collect()
+    started = time.monotonic()
     for round_ in range(2, 2 + rounds):
-        if round_ >= 6 and time.monotonic() > deadline:
+        now = time.monotonic()
+        if round_ >= 6 and now > deadline:
             break
-        show_progress(f'round {round_ - 1}/{rounds}')
+        done = round_ - 2
+        left = f', ETA {min((now - started) / done * (rounds - done), max(0, deadline - now)):.0f} s' if done else ''
+        show_progress(f'{where}round {round_ - 1}/{rounds}{left}')
         for case in cases:
             case.measure(2 * round_)
             case.measure(2 * round_ + 1)
-    show_progress('parts' * (not steps_only))
+    show_progress(f'{where}optimizer steps and products alone' * (not steps_only))
     repeats = 0 if steps_only else min(rounds, 20)
     rows = [case.results(repeats) for case in cases]
     for case in cases:
@@ -409,7 +416,8 @@ def main(argv=None):
         for i, configs in enumerate(groups.values(), start=1):
             deadline = started + 60 * args.minutes * i / len(groups)
             with sdpa_kernel(ATTENTION[args.attention]) if args.attention else contextlib.nullcontext():
-                rows += measure(configs, args.baseline, dataset, args.rounds, deadline, args.steps_only)
+                rows += measure(configs, args.baseline, dataset, args.rounds, deadline, args.steps_only,
+                                f'model {i}/{len(groups)}: ')
             gc.collect()
             torch.compiler.reset()
             if device.type == 'cuda':

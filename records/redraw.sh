@@ -24,7 +24,8 @@ $PY scripts/plot.py $tuned --metrics train/loss --title '0.8M parameters, each o
 $PY scripts/paper/dynamics.py $tuned records/quickstart/lion --output records/cpu/dynamics.png
 $PY scripts/paper/final_losses.py records/cpu/ablation $tuned --by optimizer_name hessian_interval gamma --x flops \
     --output records/cpu/ablation.png
-$PY scripts/plot.py records/quickstart --title 'make quickstart' --output records/quickstart/loss.png
+$PY scripts/plot.py records/quickstart --metrics val/loss --title 'The quickstart: 0.8M parameters, 600 steps' \
+    --ylim 1.6 3.2 --output records/quickstart/loss.png
 
 # What needs no run.
 $PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.png

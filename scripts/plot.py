@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.runs import AXES, averaged, figure, find_runs, labels_of, legend, lines_of, plain, png_path, save, styles
 
-STYLES = {'val/loss': dict(marker='o', markersize=3), 'train/loss': dict(alpha=0.45, linewidth=1)}
+STYLES = {'val/loss': dict(marker='o', markersize=3), 'train/loss': dict(linewidth=1)}
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss'}
 
 
@@ -22,8 +22,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='a run, or a directory of runs')
     parser.add_argument('--x', choices=AXES, default='steps', help='x-axis (default: steps)')
-    parser.add_argument('--metrics', nargs='+', default=['val/loss', 'train/loss'], metavar='KEY',
-                        help='keys of metrics.jsonl (default: val/loss train/loss)')
+    parser.add_argument('--metrics', nargs='+', metavar='KEY',
+                        help='keys of metrics.jsonl (default: val/loss train/loss; of more than six lines val/loss)')
     parser.add_argument('--labels', nargs='+', metavar='LABEL',
                         help='one per line (default: what tells the lines apart)')
     parser.add_argument('--title', default='')
@@ -37,6 +37,7 @@ def main(argv=None):
     output = png_path(args.output or (runs[0].out_dir / 'loss.png' if len(runs) == 1 else 'loss.png'))
     lines = lines_of(runs)
     labels = args.labels or labels_of(lines)
+    args.metrics = args.metrics or ['val/loss', 'train/loss'][:1 if len(lines) > 6 else 2]
     if len(labels) != len(lines):
         raise SystemExit(f'--labels: {len(labels)} labels for {len(lines)} lines (runs that differ in the seed only '
                          'are one), which are ' + ', '.join(str(line[0].out_dir) for line in lines))
@@ -51,7 +52,8 @@ def main(argv=None):
             # Several lines are told apart by their color, the metrics of a single one by their name.
             text = f'{label}, {name}' if len(lines) == 1 and len(args.metrics) > 1 else None if drawn else label
             if xs:
-                ax.plot(xs, ys, label=text and plain(text), **style, **STYLES.get(metric, {}))
+                faint = dict(alpha=0.45) if metric == 'train/loss' and len(args.metrics) > 1 else {}
+                ax.plot(xs, ys, label=text and plain(text), **style, **STYLES.get(metric, {}), **faint)
                 drawn = True
             if len(line) > 1:
                 ax.fill_between(xs, lows, highs, color=style['color'], alpha=0.2, linewidth=0)

@@ -30,6 +30,12 @@ OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian'
                     'soap': 'SOAP', 'ademamix': 'AdEMAMix', 'mars': 'MARS', 'adopt': 'ADOPT',
                     'schedulefree': 'Schedule-Free AdamW', 'prodigy': 'Prodigy', 'signum': 'Signum'}
 
+# How an axis calls a setting.
+SETTING_NAMES = {'max_iters': 'steps T', 'total_batch_size': 'sequences per step', 'block_size': 'tokens per sequence',
+                 'learning_rate': 'peak learning rate', 'hessian_interval': 'k, steps between Hessian estimates',
+                 'warmup_iters': 'steps of warm-up', 'weight_decay': 'weight decay', 'gamma': 'γ', 'beta1': 'β1',
+                 'beta2': 'β2', 'n_layer': 'layers'}
+
 # Settings that say where or how fast a run ran, not what it computed; and the seed, over which results are averaged.
 INCIDENTAL = {
     'out_dir', 'dataset', 'eval_interval', 'log_interval', 'eval_iters', 'eval_only', 'always_save_checkpoint',
@@ -390,16 +396,21 @@ def figure(columns=1, width=5.0, height=3.7, **options):
 
 def styles(names):
     """Options of ax.plot that tell lines apart, for the optimizer's name of each: a color for each of up to ten lines;
-    of more, a color per optimizer and a dash pattern within; of more of one optimizer, a scale from dark to light."""
-    from matplotlib import colormaps
+    of more, a color per optimizer, from dark to light within; of more of one optimizer, a scale of colors."""
+    import numpy as np
+    from matplotlib import colormaps, colors
     if len(names) <= 10:
         return [dict(color=f'C{i}') for i in range(len(names))]
     kinds = list(dict.fromkeys(names))
     if len(kinds) == 1:
         return [dict(color=colormaps['viridis'](0.95 * i / (len(names) - 1))) for i in range(len(names))]
-    dashes = ['-', '--', ':', '-.', (0, (5, 1, 1, 1, 1, 1)), (0, (1, 4))]
-    return [dict(color=f'C{kinds.index(name) % 10}', linestyle=dashes[names[:i].count(name) % len(dashes)])
-            for i, name in enumerate(names)]
+    found = []
+    for i, name in enumerate(names):
+        place = names[:i].count(name) / max(1, names.count(name) - 1)  # 0 to 1 among those of the optimizer
+        toward, share = (0, 0.5 - place) if place < 0.5 else (1, 1.4 * (place - 0.5))  # black, white
+        color = np.array(colors.to_rgb(f'C{kinds.index(name) % 10}'))
+        found.append(dict(color=tuple(map(float, color + share * (toward - color)))))
+    return found
 
 
 def legend(fig, ax, **options):
@@ -510,9 +521,11 @@ def make_folder(path):
 
 
 def show_progress(text):
-    """Shows `text` on the last line of a terminal, instead of what stood there; elsewhere nothing."""
+    """Shows `text`, as much of it as fits, on the last line of a terminal instead of what stood there; elsewhere
+    nothing."""
     if sys.stderr.isatty():
-        print(f'\r\033[K{text}', end='', file=sys.stderr, flush=True)
+        width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be replaced
+        print(f'\r\033[K{text[:width]}', end='', file=sys.stderr, flush=True)
 
 
 def print_table(rows, columns=None):

@@ -45,6 +45,7 @@ from scripts.runs import (
     print_table,
     read_json,
     read_run,
+    show_progress,
     write_csv,
     write_json,
     write_text,
@@ -200,8 +201,9 @@ def short(value):
 def train_all(items, jobs=1, launcher=(sys.executable,), deadline=None):
     """Trains `items`, `jobs` at a time, each from where it stopped; yields each as it ends.
 
-    Runs that are finished or have diverged are skipped. Every REPORT_SECONDS stderr says how far each run is. At
-    `deadline` (of time.monotonic), or when this process is interrupted, runs are told to save and stop.
+    Runs that are finished or have diverged are skipped. Every REPORT_SECONDS stderr says how far each run is, a
+    terminal's last line every second. At `deadline` (of time.monotonic), or when this process is interrupted, runs are
+    told to save and stop.
     """
     waiting = [item for item in items if not item.finished and not item.failure]
     free, running, reported = list(range(jobs)), {}, time.monotonic()
@@ -213,17 +215,24 @@ def train_all(items, jobs=1, launcher=(sys.executable,), deadline=None):
                 slot, item = free.pop(0), waiting.pop(0)
                 running[slot] = item, start(item, launcher, slot if jobs > 1 else None)
             time.sleep(0.1)
-            if time.monotonic() > reported + REPORT_SECONDS:
+            terminal = sys.stderr.isatty()
+            if time.monotonic() > reported + (1 if terminal else REPORT_SECONDS):
                 reported = time.monotonic()
-                for item, _ in running.values():
-                    print(f'run {items.index(item) + 1}/{len(items)} {item.name}: {progress(item)}', file=sys.stderr,
-                          flush=True)
+                lines = [f'run {items.index(item) + 1}/{len(items)} {item.name}: {progress(item)}'
+                         for item, _ in running.values()]
+                show_progress(' | '.join(lines))
+                if not terminal:
+                    print(*lines, sep='\n', file=sys.stderr, flush=True)
             for slot, (item, process) in list(running.items()):
                 if process.poll() is not None:
                     del running[slot]
                     free.append(slot)
+                    show_progress('')
                     yield item
     finally:
+        show_progress('')
+        if running:
+            print('stopping: waiting for the runs to save their state', file=sys.stderr, flush=True)
         for _, process in running.values():
             process.terminate()
         for item, process in running.values():

@@ -1,6 +1,7 @@
 """The benchmark: its columns, its baselines, its errors; and that it steps as train.py does."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,17 @@ def test_configurations_of_one_model_take_turns_compiled_or_not(monkeypatch):
     monkeypatch.setattr(bench, 'measure', measure)
     bench.main(['--device', 'cpu', bench.TINY, f'{bench.TINY} --n_layer=2', f'{bench.TINY} --compile=True'])
     assert groups == [[(1, False), (1, True)], [(2, False)]]
+
+
+def test_progress_says_which_model_is_how_far(monkeypatch):
+    shown, clock = [], iter(range(0, 100, 3))
+    monkeypatch.setattr(bench, 'show_progress', shown.append)
+    monkeypatch.setattr(bench, 'Case', lambda *_: SimpleNamespace(measure=lambda _: None, results=lambda _: {},
+                                                                  close=lambda: None))
+    monkeypatch.setattr(bench, 'time', SimpleNamespace(monotonic=lambda: next(clock)))
+    bench.measure([SimpleNamespace(optimizer_name='lion')], [], None, 3, deadline=1000, where='model 2/3: ')
+    assert shown == ['model 2/3: set-up 1/1', 'model 2/3: round 1/3', 'model 2/3: round 2/3, ETA 12 s',
+                     'model 2/3: round 3/3, ETA 4 s', 'model 2/3: optimizer steps and products alone', '']
 
 
 def test_a_configuration_may_be_one_flag_and_they_keep_their_order(monkeypatch):

@@ -218,7 +218,7 @@ def test_final_losses_by_hessian_interval_against_flops(tmp_path):
     assert float(frequent['flops']) / float(seldom['flops']) == pytest.approx((1 + 1 / 3) / (1 + 1 / 30))
 
 
-def test_loss_grid_shows_losses_and_differences(tmp_path):
+def test_loss_grid_shows_losses_and_differences(tmp_path, monkeypatch):
     for gamma in (0.01, 0.02):
         for beta2 in (0.95, 0.99):
             make(tmp_path, 'sophiah', 100, 3 + gamma + beta2, argv=[f'--gamma={gamma}', f'--beta2={beta2}'])
@@ -232,6 +232,11 @@ def test_loss_grid_shows_losses_and_differences(tmp_path):
                     '--output', str(tmp_path / 'd.png')])
     (row,) = rows_of(tmp_path / 'd.csv')
     assert float(row['difference']) == pytest.approx(3 + 0.01 + 0.95 - 3.4)
+    figures = []
+    monkeypatch.setattr(loss_grid, 'save', lambda output, fig, *_, **__: figures.append(fig))
+    loss_grid.main([str(tmp_path), '--rows', 'total_batch_size', '--columns', 'max_iters', '--minus', 'adamw',
+                    '--output', str(tmp_path / 'd.png')])
+    assert (figures[0].axes[0].get_xlabel(), figures[0].axes[0].get_ylabel()) == ('steps T', 'sequences per step')
 
 
 def test_dynamics_shows_what_is_clipped(tmp_path):

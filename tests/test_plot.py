@@ -81,6 +81,14 @@ def test_eighteen_lines_look_different():
         assert len(set(looks)) == 18
 
 
+def test_many_lines_are_of_the_validation_loss_alone(tmp_path):
+    for lines, metrics in ((6, {'val/loss', 'train/loss'}), (7, {'val/loss'})):
+        for i in range(lines):
+            fake_run(tmp_path / f'{lines}/{i}', 3.0, ['--max_iters=100', f'--learning_rate={i + 1}'])
+        plot.main([str(tmp_path / f'{lines}'), '--output', str(tmp_path / 'x.png')])
+        assert {row['metric'] for row in rows_of(tmp_path / 'x.csv')} == metrics
+
+
 def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_rejected(run):
     path = run / 'metrics.jsonl'
     lines = path.read_text()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -136,8 +137,9 @@ def test_script(tmp_path, monkeypatch, capsys):
     # Hand-made answers: the first checkpoint says "yes" and "1" throughout, the second something that is no answer.
     calls = []
 
-    def complete(model, tokenizer, prompts, max_new_tokens, batch_size):
+    def complete(model, tokenizer, prompts, max_new_tokens, batch_size, count):
         calls.append(prompts)
+        count(len(prompts))
         right = 'yes' if 'Claim' in prompts[0] else '1'
         assert max_new_tokens == len(f' {right}') + 1  # bytes, and what tells where the word ends
         return [f' {right}' if len(calls) <= 6 else 'well'] * len(prompts), 2
@@ -156,12 +158,17 @@ def test_script(tmp_path, monkeypatch, capsys):
     assert calls[0] == calls[6] and calls[0] != calls[1]  # the same draws for both checkpoints
     assert all(prompt.count('Seen') == 2 for prompts in calls for prompt in prompts)  # exemplars of the train split
     assert (tmp_path / 'figure.png').stat().st_size > 5000 and (tmp_path / 'figure.csv').is_file()
-    assert 'majority' in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert 'majority' in printed.out
+    assert printed.err.splitlines() == ['1/4 good: RTE 60.0%', '2/4 good: COPA 50.0%', '3/4 bad: RTE 0.0%',
+                                        '4/4 bad: COPA 0.0%']
 
     monkeypatch.undo()
     drawn, complete = [], superglue.complete
     monkeypatch.setattr(superglue, 'complete', lambda *args: drawn.append(args[2]) or complete(*args))
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
     superglue.main([*argv, '--limit=3', '--draws=1'])  # with the models' own answers
+    assert re.search(r'\rgood: .*\| 6/6 \[', capsys.readouterr().err)  # prompts: three of each task
     asked = [re.findall(r'P\d', ' '.join(prompts)) for prompts in drawn]
     assert asked[:2] == asked[2:] and len(asked[0]) == 3 and asked[0] != ['P0', 'P1', 'P2']
     assert json.loads((tmp_path / 'figure.json').read_text())['tasks']['RTE']['rows'] == 3

@@ -399,3 +399,25 @@ def test_progress_says_which_run_is_how_far(tmp_path, monkeypatch, capsys):
     fake_run(items[0].out_dir, 3.0, ['--max_iters=100'])
     assert list(sweep.train_all(items)) == items[1:]
     assert 'run 2/2 max_iters=200,learning_rate=0.002: iter 80/200, 4.10, ETA 60 s' in capsys.readouterr().err
+
+
+def test_on_a_terminal_the_last_line_says_how_far_the_runs_are(tmp_path, monkeypatch, capsys):
+    items = sweep.expand(dict(base=SHAPE, runs=[dict(max_iters=200, learning_rate=[1e-3, 2e-3])]), tmp_path)
+    polls = iter([None, None, None, None, 0, 0])
+
+    def start(item, *_):
+        fake_run(item.out_dir, 3.0, ['--max_iters=200'], end=80)
+        return SimpleNamespace(poll=lambda: next(polls), terminate=lambda: None, wait=lambda _: 0)
+    monkeypatch.setattr(sweep, 'start', start)
+    monkeypatch.setattr(sweep.time, 'sleep', lambda _: None)
+    clock = iter(range(0, 1000, 2))
+    monkeypatch.setattr(sweep.time, 'monotonic', lambda: next(clock))
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
+    monkeypatch.setenv('COLUMNS', '60')
+    ended = sweep.train_all(items, jobs=2)
+    assert next(ended) == items[0]
+    text = 'run 1/2 max_iters=200,learning_rate=0.001: iter 80/200, 4.10, ETA 60 s | run 2/2'
+    err = capsys.readouterr().err
+    assert f'\r\033[K{text[:59]}\r' in err and '\n' not in err and err.endswith('\r\033[K')
+    ended.close()  # as an interrupt does
+    assert 'stopping: waiting for the runs to save their state\n' in capsys.readouterr().err

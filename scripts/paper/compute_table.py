@@ -110,13 +110,14 @@ def main(argv=None):
             row['over AdamW'] = f'{row["T(step) s"] / base["T(step) s"] - 1:+.1%}'
     print_table(rows)
 
-    panels = [key for key in ('TFLOPs per step', 'T(step) s', 'memory GB') if any(key in row for row in rows)]
+    panels = {key: what for key, what in {'TFLOPs per step': ('TFLOPs', 'Compute per step'), 'T(step) s': (
+        'seconds', 'Time per step'), 'memory GB': ('GB', 'Peak memory')}.items() if any(key in row for row in rows)}
     fig, axes = figure(len(panels), width=4.0)
-    for ax, key in zip(axes, panels):
+    for ax, (key, (unit, title)) in zip(axes, panels.items()):
         shown = [row for row in rows if key in row]
         bars = ax.barh([f'{row["algorithm"]} {row["model size"]}' for row in shown], [row[key] for row in shown])
         ax.bar_label(bars, fmt='{:,.4g}', padding=3, fontsize=8)
-        ax.set(xlabel=key, title=f'{key} of an iteration' if 'step' not in key else key)
+        ax.set(xlabel=unit, title=title)
         ax.margins(x=0.18)
         ax.invert_yaxis()
     save(args.output, fig, rows)

@@ -18,6 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.runs import (
+    SETTING_NAMES,
     add_tuned,
     by_seed,
     figure,
@@ -93,7 +94,7 @@ def main(argv=None):
     ax.set_xticks(range(len(xs)), [f'{x:g}' for x in xs])
     ax.set_yticks(range(len(ys)), [f'{y:g}' for y in ys])
     label = optimizer_label(name)
-    ax.set(xlabel=args.columns, ylabel=args.rows,
+    ax.set(xlabel=SETTING_NAMES.get(args.columns, args.columns), ylabel=SETTING_NAMES.get(args.rows, args.rows),
            title=f'{label} minus {optimizer_label(args.minus)}' if args.minus else label)
     fig.colorbar(image, label='final validation loss' + (', difference' if args.minus else ''))
     save(args.output, fig, table)

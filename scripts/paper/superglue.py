@@ -33,7 +33,7 @@ from scripts.load import (
     with_tokenizer,
 )
 from scripts.paper.superglue_prompts import TASKS
-from scripts.runs import figure, png_path, print_table, save
+from scripts.runs import figure, legend, plain, png_path, print_table, save
 
 HUB = 'aps/super_glue'
 
@@ -143,11 +143,12 @@ def read_answer(task, text):
     return task.answers.index(word) if word in task.answers else None
 
 
-def complete(model, tokenizer, prompts, max_new_tokens, batch_size):
+def complete(model, tokenizer, prompts, max_new_tokens, batch_size, count=lambda n: None):
     """Greedy continuations of `prompts` up to the line's end, at most `max_new_tokens`; and how many were cut.
 
     A prompt longer than the context loses its beginning. Prompts of similar length share a batch, padded on the right,
-    of at most `batch_size` rows; it ends as soon as all rows have come to the end of their line.
+    of at most `batch_size` rows; it ends as soon as all rows have come to the end of their line. `count` is told how
+    many are done each time.
     """
     room = model.config.block_size - max_new_tokens
     if room < 1:
@@ -162,6 +163,7 @@ def complete(model, tokenizer, prompts, max_new_tokens, batch_size):
         batch, order = order[:size], order[size:]
         for i, text in zip(batch, complete_lines(model, tokenizer, [encoded[i] for i in batch], max_new_tokens)):
             texts[i] = text
+        count(len(batch))
     return texts, cut
 
 
@@ -200,18 +202,17 @@ def baselines(task, rows):
     return Counter(row['label'] for row in rows).most_common(1)[0][1] / len(rows), 1 / len(task.answers)
 
 
-def run_task(loaded, task, rows, draws, batch_size, progress):
-    """The scores of a checkpoint on one task, a dict; `draws` are the lists of exemplars."""
+def run_task(loaded, task, rows, draws, batch_size, count=lambda n: None):
+    """The scores of a checkpoint on one task, a dict; `draws` are the lists of exemplars, `count` as in `complete`."""
     # One token more than the longest answer, to see where the word ends.
     max_new_tokens = 1 + max(len(loaded.tokenizer.encode(f' {answer}')) for answer in task.answers)
     accuracies, unparsed, cut = [], 0, 0
     for exemplars in draws:
         prompts = [make_prompt(task, exemplars, row) for row in rows]
-        texts, n = complete(loaded.model, loaded.tokenizer, prompts, max_new_tokens, batch_size)
+        texts, n = complete(loaded.model, loaded.tokenizer, prompts, max_new_tokens, batch_size, count)
         accuracy, none = score(task, rows, texts)
         accuracies.append(accuracy)
         unparsed, cut = unparsed + none, cut + n
-        progress.update()
     accuracy = statistics.mean(accuracies)
     return dict(accuracy=accuracy, draws=accuracies, stdev=statistics.stdev(accuracies) if len(draws) > 1 else 0.0,
                 # The error from the choice of validation rows, which are the same in every draw.
@@ -226,16 +227,17 @@ def draw_figure(results, names):
     for i, result in enumerate(results.values()):
         for j, name in enumerate(names):
             found = result['checkpoints'][name]
-            ax.bar(i + (j + 0.5) * width - 0.4, 100 * found['accuracy'], width, yerr=100 * found['stdev'], capsize=2,
-                   color=f'C{j}', label=name if i == 0 else None)
-        for key, style in (('majority', '--'), ('random', ':')):
+            bars = ax.bar(i + (j + 0.5) * width - 0.4, 100 * found['accuracy'], width, yerr=100 * found['stdev'],
+                          capsize=2, color=f'C{j}', label=plain(name) if i == 0 else None)
+            ax.bar_label(bars, fmt='{:.0f}', padding=1, fontsize=7)
+        for key, what, style in (('majority', 'most frequent answer', '--'), ('random', 'guessing', ':')):
             ax.hlines(100 * result[key], i - 0.45, i + 0.45, colors='black', linestyles=style, linewidth=1.2,
-                      label=key if i == 0 else None)
+                      label=what if i == 0 else None)
     ax.set_xticks(range(len(results)), results)
-    ax.set_ylabel('accuracy, %')
+    ax.set(ylabel='accuracy, %', title='Few-shot accuracy on SuperGLUE')
     ax.set_ylim(0, 100)
     ax.grid(False, axis='x')
-    ax.legend(fontsize='small', ncols=2)
+    legend(fig, ax)
     return fig
 
 
@@ -252,8 +254,6 @@ def main(argv=None):
         results[task.title] = dict(rows=len(rows), training_rows=len(train), majority=majority, random=chance,
                                    checkpoints={})
     names, about = [], {}
-    progress = tqdm(total=len(args.checkpoints) * len(args.tasks) * args.draws, unit='draw',
-                    disable=not sys.stderr.isatty())
     for number, path in enumerate(args.checkpoints):
         loaded = with_tokenizer(load(path, args.device, args.tokenizer))
         loaded.model.to(DTYPES[dtype_name(args)])
@@ -262,11 +262,14 @@ def main(argv=None):
         names.append(label)
         about[label] = dict(path=str(loaded.path), iter=loaded.state.get('iter_num'),
                             parameters=loaded.model.num_params())
-        for name in args.tasks:
-            rows, draws = data[name]
-            results[TASKS[name].title]['checkpoints'][label] = run_task(
-                loaded, TASKS[name], rows, draws, args.batch_size, progress)
-    progress.close()
+        with tqdm(total=args.draws * sum(len(rows) for rows, _ in data.values()), desc=label, unit='prompt',
+                  leave=False, disable=not sys.stderr.isatty()) as progress:
+            for done, name in enumerate(args.tasks, number * len(args.tasks) + 1):
+                rows, draws = data[name]
+                found = run_task(loaded, TASKS[name], rows, draws, args.batch_size, progress.update)
+                results[TASKS[name].title]['checkpoints'][label] = found
+                tqdm.write(f'{done}/{len(args.checkpoints) * len(args.tasks)} {label}: {TASKS[name].title} '
+                           f'{found["accuracy"]:.1%}', file=sys.stderr)
     table = [dict(task=title, checkpoint=name, rows=result['rows'], **{key: result['checkpoints'][name][key] for key in
              ('accuracy', 'stdev', 'standard_error')}, majority=result['majority'], random=result['random'],
              **{key: result['checkpoints'][name][key] for key in ('no_answer', 'prompts_cut')})
