@@ -219,6 +219,29 @@ class TrainState:
 # Once in a while
 
 
+def open_log(c, run, state, start, data, fingerprints):
+    """The `RunLog` of a run. Writes what the run is to config.json, and prints it."""
+    world, model, writes = run.world, run.raw_model, run.world.is_master and not c.eval_only
+    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master)
+    if writes:
+        runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
+        runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
+                            flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
+                            device=devices.device_name(world.device), branched_from=c.branch_cooldown and dict(
+                                checkpoint=c.init_from, iter=c.max_iters - c.branch_cooldown) or None)
+    if start.path:
+        log.print(f'resuming from {start.path} at iteration {state.iter} of {c.max_iters}')
+    for line in (*(f'changed: {line}' for line in start.differences), *c.lines()):
+        log.print(line)
+    if c.decay_lr and c.warmup_iters >= c.max_iters:
+        log.print(f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
+                  '--warmup_iters')
+    log.print(f'{model.num_params():,} parameters; {len(data):,} training tokens; '
+              f'{c.total_batch_size * c.block_size:,} tokens per iteration = {world.size} device(s) × '
+              f'{c.gradient_accumulation_steps} × {c.batch_size} × {c.block_size}')
+    return log
+
+
 @torch.no_grad()
 def evaluate(run, val_data, stops, progress=iter):
     """Mean loss over the validation sequences, each rank its share, one reduction at the end.
@@ -365,27 +388,7 @@ def main(argv):
             state.best_val_loss, state.last_eval_iter = float('inf'), -1
         start.saved = None  # frees the memory
 
-    # Logs
-    branched_from = c.branch_cooldown and dict(checkpoint=c.init_from, iter=c.max_iters - c.branch_cooldown) or None
-    writes = world.is_master and not c.eval_only
-    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master)
-    if writes:
-        runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
-        runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
-                            flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
-                            device=devices.device_name(world.device), branched_from=branched_from)
-    if start.path:
-        log.print(f'resuming from {start.path} at iteration {state.iter} of {c.max_iters}')
-        for line in start.differences:
-            log.print(f'changed: {line}')
-    for line in c.lines():
-        log.print(line)
-    if c.decay_lr and c.warmup_iters >= c.max_iters:
-        log.print(f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
-                  '--warmup_iters')
-    tokens_per_iter = c.total_batch_size * c.block_size
-    log.print(f'{model.num_params():,} parameters; {len(train_data):,} training tokens; {tokens_per_iter:,} tokens per '
-              f'iteration = {world.size} device(s) × {c.gradient_accumulation_steps} × {c.batch_size} × {c.block_size}')
+    log = open_log(c, run, state, start, train_data, fingerprints)
 
     def record(line, **metrics):
         log.write(dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **metrics), line)
@@ -406,6 +409,7 @@ def main(argv):
         return saved_as is not None
 
     def give_up(what, otherwise=''):
+        log.close()
         if world.is_master:
             line = (f'iteration {state.iter}: {what}; nothing of it was saved; resume with a lower --learning_rate'
                     f'{otherwise}')
@@ -415,6 +419,7 @@ def main(argv):
 
     loader = TrainLoader(train_data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          state.iter, run.hessian.fresh_sequences)
+    tokens_per_iter = c.total_batch_size * c.block_size
     speed = Speed(model.flops_per_token() * tokens_per_iter, tokens_per_iter, world)
     stops = StopSignals(c.max_hours, speaks=world.is_master, saves=not c.eval_only)
     stopping, is_saved, first_iter = False, True, state.iter
