@@ -30,7 +30,6 @@ RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_s
 RANGES = {
     'float32, bfloat16 or float16': (('float32', 'bfloat16', 'float16').__contains__, 'dtype'),
     'nccl or gloo': (('nccl', 'gloo').__contains__, 'backend'),
-    'cosine, linear, constant or wsd': (('cosine', 'linear', 'constant', 'wsd').__contains__, 'schedule'),
     'own or fresh': (('own', 'fresh').__contains__, 'hessian_sequences'),
     'ddp, fsdp or hsdp': (('ddp', 'fsdp', 'hsdp').__contains__, 'parallel'),
     'at least 2, in case the newest one gets damaged': (lambda v: v >= 2, 'keep_checkpoints'),

@@ -128,6 +128,7 @@ def resolve(argv):
         c.set('hessian_batch_size', rounded, f'{c.hessian_batch_size} made to fit {world_size} device(s)')
     c.require('dtype', c.parallel == 'ddp' or c.dtype != 'float16', f'bfloat16 or float32 for --parallel={c.parallel}')
     c.require('n_head', c.n_embd % c.n_head == 0, f'a divisor of n_embd = {c.n_embd}')
+    c.require('schedule', c.schedule in SCHEDULES, f'one of {", ".join(SCHEDULES)}')
     c.require('cooldown_iters', c.cooldown_iters <= c.lr_decay_iters, f'at most lr_decay_iters = {c.lr_decay_iters}')
     optimizers.check_settings(c)
     return c
@@ -267,21 +268,25 @@ def evaluate(run, val_data, stops, progress=iter):
     return None if stopping else loss_sum / count
 
 
+# Share of the way from min_lr up to the peak learning rate that is left after the share t of the decay.
+SCHEDULES = {
+    'cosine': lambda t: 0.5 * (1 + math.cos(math.pi * t)),
+    'linear': lambda t: 1 - t,
+    'wsd': lambda t: 1 - t,  # decays in the last cooldown_iters only
+    'constant': lambda t: 1.0,
+}
+
+
 def learning_rate_at(c, iteration):
-    """Linear warm-up, then the schedule: decay to min_lr at lr_decay_iters by a cosine, linear, or linear in the last
-    cooldown_iters ('wsd'), or none ('constant'). Without decay_lr not even a warm-up, as in nanoGPT."""
+    """The learning rate of an iteration: linear warm-up, then c.schedule until lr_decay_iters, then min_lr (for
+    'constant' the peak). Without decay_lr not even a warm-up, as in nanoGPT."""
     if not c.decay_lr:
         return c.learning_rate
     if iteration < c.warmup_iters:
         return c.learning_rate * (iteration + 1) / (c.warmup_iters + 1)
-    if c.schedule == 'constant':
-        return c.learning_rate
-    if c.schedule in ('linear', 'wsd'):
-        decay_iters = c.cooldown_iters if c.schedule == 'wsd' else c.lr_decay_iters - c.warmup_iters
-        progress = min(1.0, max(0.0, 1 - (c.lr_decay_iters - iteration) / max(1, decay_iters)))
-        return c.learning_rate - progress * (c.learning_rate - c.min_lr)
-    progress = min(1.0, (iteration - c.warmup_iters) / max(1, c.lr_decay_iters - c.warmup_iters))
-    return c.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (c.learning_rate - c.min_lr)
+    first = c.lr_decay_iters - c.cooldown_iters if c.schedule == 'wsd' else c.warmup_iters
+    left = SCHEDULES[c.schedule](min(1.0, max(0.0, (iteration - first) / max(1, c.lr_decay_iters - first))))
+    return c.learning_rate if left == 1 else c.min_lr + left * (c.learning_rate - c.min_lr)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_settings_of_schedules():
     resolve = lambda *flags: train.resolve([*TINY, *flags])  # noqa: E731
     assert resolve('--schedule=wsd', '--max_iters=50').cooldown_iters == 10
     assert resolve().cooldown_iters == 0
-    for flags, message in [(['--schedule=cosin'], '--schedule=cosin: must be cosine, linear, constant or wsd'),
+    for flags, message in [(['--schedule=cosin'], '--schedule=cosin: must be one of cosine, linear, wsd, constant'),
                            (['--schedule=wsd', '--cooldown_iters=99'], '--cooldown_iters=99: must be at most'),
                            (['--branch_cooldown=3'], "must be a checkpoint, DIRECTORY/ckpt_ITERATION"),
                            (['--branch_cooldown=3', '--init_from=ckpt_00000001.pt'], 'no such checkpoint')]:
