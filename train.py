@@ -15,8 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+try:
+    import numpy as np
+    import torch
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed: run make install, then .venv/bin/python train.py') from None
 
 import configurator
 import loss
