@@ -188,7 +188,8 @@ def test_the_settings_of_a_run_are_aligned_with_their_sources():
 def test_help_lists_every_setting_with_its_comment():
     text = run_train('--help').stdout
     sections = re.findall(r'^([a-z][^\n]*)\n  --', text, flags=re.M)
-    assert sections == ['output', 'wandb logging, optional', 'data', 'model', 'optimizer', 'schedule', 'system']
+    assert sections == ['output', 'wandb and trackio logging, optional', 'data', 'model', 'optimizer', 'schedule',
+                        'system']
     for key in train.resolve([]).values:
         line = next(line for line in text.splitlines() if line.startswith(f'  --{key}='))
         assert len(line.split(maxsplit=1)[1]) > 10, f'{key} has no comment in train.py'
