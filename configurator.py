@@ -157,9 +157,9 @@ def help_text(intro, defaults, source):
         if match := re.match(r'(\w+) = [^#]*# (.*)$', line):
             if match[1] in config.types:
                 rows.append(f'{f"  --{match[1]}={config.values[match[1]]!r}":<45} {match[2]}')
-        elif rows and line.startswith('# ') and len(rows) < len(config.types):
+        elif re.match('# [a-z]', line):
             rows.append(f'\n{line[2:]}')
-    return '\n'.join([intro.strip(), '', 'Settings (a config file sets them as key = value):', '', *rows])
+    return '\n'.join([intro.strip(), '', 'Settings (a config file sets them as key = value):', *rows])
 
 
 class _Assignments(dict):

@@ -15,8 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+try:
+    import numpy as np
+    import torch
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed: run make install, then .venv/bin/python train.py') from None
 
 import configurator
 import loss
@@ -49,7 +52,7 @@ ignore_data_change = False  # resume although the data set is not the one traine
 max_hours = 0.0  # save and stop after so many hours; 0 = no limit
 skip_nonfinite = 0  # iterations in a row that may be skipped for a loss or gradient that is not finite; 0 = stop
 show_config = False  # print every setting with its source, and exit
-# wandb logging, optional
+# wandb and trackio logging, optional
 wandb_log = False  # mirror the metrics to Weights & Biases
 wandb_project = 'sophia'  # its project
 wandb_run_name = ''  # its run name; empty = out_dir

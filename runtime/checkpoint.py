@@ -453,8 +453,9 @@ def compare(path, state, config, model_args, data, ignore_data_change=False, def
     ours, theirs = ({**(defaults or {}), **args} for args in (model_args, state['model_args']))
     differing = [key for key in ours | theirs if key not in ours or key not in theirs or theirs[key] != ours[key]]
     if differing:
-        raise SystemExit(f'{path}: is a model with another {", ".join(differing)}; resume with its own settings, or '
-                         'choose another --out_dir')
+        what = ', '.join(f'{key} ({theirs.get(key)} there, {ours.get(key)} asked for)' for key in differing)
+        raise SystemExit(f'{path}: is a model with another {what}; resume with its own settings, or choose another '
+                         '--out_dir')
     for key in ('optimizer_name', 'optimizer_args'):
         if before.get(key, '') != config.get(key, ''):
             raise SystemExit(f'{path}: was trained with --{key}={before.get(key, "")}; resume with it, or choose '

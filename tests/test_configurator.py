@@ -1,5 +1,9 @@
 """Config files and flags: types, rejections, precedence, provenance."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 from conftest import ROOT, rejection
 
@@ -155,8 +159,37 @@ def test_settings_that_cannot_be_are_rejected(argv, words):
     assert words in str(stopped.value) and '\n' not in str(stopped.value)
 
 
+@pytest.mark.parametrize('argv, message', [
+    (['--optimizer_name=adamw', '--gamma=0.1'], '--gamma has no effect with adamw; leave it out'),
+    (['--batch_size=14'], '--batch_size=14: must divide 480: 12, 15 or 16'),
+    (['--learning_rate', '1e-3'], '--learning_rate: write --learning_rate=1e-3'),
+    (['--lr=1e-3'], '--lr: unknown setting; did you mean --learning_rate?'),
+    (['--optimizer_name=sophiah', '--parallel=fsdp'],
+     '--parallel=fsdp: must be ddp for sophiah (Hessian-vector products), or use sophiag'),
+])
+def test_mistakes_that_are_made_often_are_named_with_what_helps(argv, message):
+    assert rejection(train.resolve, argv) == message
+
+
+def test_what_train_py_needs_is_named_with_the_command_that_installs_it():
+    done = subprocess.run([sys.executable, '-S', str(ROOT / 'train.py')], capture_output=True, text=True)  # no packages
+    assert done.returncode == 1
+    assert done.stderr == 'numpy is not installed: run make install, then .venv/bin/python train.py\n'
+
+
+def test_the_settings_of_a_run_are_aligned_with_their_sources():
+    lines = train.resolve(['--optimizer_name=lion']).lines(everything=True)
+    assert len(lines) == len(train.resolve([]).values)
+    columns = {len(line) - len(re.split(r' {3,}', line, maxsplit=1)[1]) for line in lines}
+    assert len(columns) == 1
+    assert any(re.fullmatch(r"optimizer_name = 'lion' {3,}flag", line) for line in lines)
+
+
 def test_help_lists_every_setting_with_its_comment(fork):
     text = fork('train.py', '--help', check=True).out
+    sections = re.findall(r'^([a-z][^\n]*)\n  --', text, flags=re.M)
+    assert sections == ['output', 'wandb and trackio logging, optional', 'data', 'model', 'optimizer', 'schedule',
+                        'system']
     for key in train.resolve([]).values:
         line = next(line for line in text.splitlines() if line.startswith(f'  --{key}='))
         assert len(line.split(maxsplit=1)[1]) > 10, f'{key} has no comment in train.py'

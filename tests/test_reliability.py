@@ -433,7 +433,7 @@ def test_errors_are_one_line_and_overwrite_nothing(train, reference, tmp_path, c
     # flags, out_dir, words of the message
     cases = [
         ([], out, 'holds checkpoints, which a new run would overwrite; continue that run by --init_from=resume'),
-        (['--init_from=resume', '--n_embd=64'], out, 'is a model with another n_embd'),
+        (['--init_from=resume', '--n_embd=64'], out, 'is a model with another n_embd (32 there, 64 asked for); '),
         (['--init_from=resume', '--optimizer_name=lion'], out, 'was trained with --optimizer_name=adamw'),
         (['--init_from=auto', f'--dataset={other.parent}'], out, '(train, val.bin differs)'),
         (['--init_from=resume'], stranger, 'none of its 1 checkpoints can be read'),

@@ -135,6 +135,7 @@ def test_script(tmp_path, capsys):
     assert [part[:3] for part in listed.out.split('---------------\n')] == ['one', 'two', 'thr', '']
     whole = run(capsys, out_dir, '--num_samples=1', '--max_new_tokens=3', f'--start=FILE:{tmp_path / "prompts.txt"}')
     assert whole.out.startswith('one\ntwo\n\nthree\n')
+    assert run(capsys, str(tmp_path / 'run'), *short[1:]).out == run(capsys, *short).out  # as scripts/eval.py takes it
     newest = run(capsys, f'--out_dir={tmp_path / "run" / "ckpt_00000005.pt"}', *short[1:], '--start', 'abc', 'xyz')
     assert newest.out == first.out
     assert run(capsys, *short, '--start=').out.count('-----') > 0  # a document from its beginning

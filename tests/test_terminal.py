@@ -285,3 +285,12 @@ def test_a_missing_package_is_named_before_anything_is_trained(monkeypatch, pack
     config.write_text(f'{package}_log = True\n')
     assert rejection(train_module.resolve, [str(config)]) == (
         f'{config}: {package}_log = True needs: pip install {package}')
+
+
+@pytest.mark.parametrize('flags, message', [
+    (['--gamma=0.1'], '--gamma has no effect with adamw; leave it out'),  # before the ranks have met
+    (['--dataset=pysorce'], '--dataset=pysorce: no directory data/pysorce; did you mean pysource?'),  # and after
+])
+def test_of_several_ranks_one_says_what_is_wrong(train, tmp_path, flags, message):
+    done = train(tmp_path / 'out', *flags, ranks=2)
+    assert (done.code, done.out, done.err) == (1, '', message + '\n')

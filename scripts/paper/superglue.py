@@ -229,7 +229,7 @@ def draw_figure(results, names):
             found = result['checkpoints'][name]
             bars = ax.bar(i + (j + 0.5) * width - 0.4, 100 * found['accuracy'], width, yerr=100 * found['stdev'],
                           capsize=2, color=f'C{j}', label=plain(name) if i == 0 else None)
-            ax.bar_label(bars, fmt='{:.0f}', padding=1, fontsize=7)
+            ax.bar_label(bars, fmt='{:.0f}', label_type='center', color='white', fontsize=7)
         for key, what, style in (('majority', 'most frequent answer', '--'), ('random', 'guessing', ':')):
             ax.hlines(100 * result[key], i - 0.45, i + 0.45, colors='black', linestyles=style, linewidth=1.2,
                       label=what if i == 0 else None)
