@@ -1,16 +1,22 @@
 """Injects, many times, the faults that runs of days meet into short runs, and counts the runs that survive.
 
-  python dev/soak.py --dataset=pysource                    everything, about ten minutes on one CPU core
-  python dev/soak.py --only kill truncate --tries 5        some faults, fewer times
+  python dev/soak.py --dataset=pysource                     everything, about half an hour on one CPU core
+  python dev/soak.py --only kill=5 settings=40              some faults, so many times
+  python dev/soak.py --output records/soak.txt              what is printed goes to a file as well
 
-Every try is the real train.py as a process, on a model so small that most of its time is spent saving. A try has
+Every try is the real program as a process, on a model so small that most of its time is spent saving. A try has
 survived if the run resumes from a checkpoint no older than the last one it reported as saved (or than the one before
-it, where the fault damages the last one) and, for kills, if after all of them parameters and optimizer state equal
-those of an undisturbed run bit for bit. Lost iterations are those that had to be computed again.
+it, where the fault damages the last one) and, for kills and random settings, if after all of them parameters and
+optimizer state equal those of an undisturbed run bit for bit; a broken file of another program, if it is rejected in
+one line that names it, or works. Lost iterations are those that had to be computed again. cases.py draws the cases, and
+the tests try a few of each.
 """
 
 import argparse
+import collections
+import contextlib
 import itertools
+import json
 import os
 import random
 import re
@@ -27,14 +33,18 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from runtime import checkpoint
+from dev import cases
+from model import GPT, GPTConfig
+from runtime import checkpoint, hf, runlog
+from runtime.files import write_text
 from runtime.signals import STOPPED
 
 SETTINGS = dict(model_size='tiny', n_layer=2, n_head=2, n_embd=256, block_size=64, total_batch_size=4, batch_size=2,
                 optimizer_name='sophiag', hessian_interval=4, learning_rate=1e-3, max_iters=10 ** 6, warmup_iters=100,
                 lr_decay_iters=10 ** 6, eval_interval=1, eval_iters=1, log_interval=1, init_from='auto')
 NUMBERS = itertools.count()  # number the log files
-HANG = 900  # seconds without progress after which a run is taken to hang, also on a busy machine
+HANG = cases.HANG
+Done = collections.namedtuple('Done', 'code out err')
 
 
 class Run:
@@ -91,6 +101,35 @@ class Run:
         return self.process.wait(HANG)
 
 
+@contextlib.contextmanager
+def forks(directory):
+    """A function run(out_dir, *flags, faults=): train.py to its end, in a process that starts within milliseconds
+    because tests/inject.py forks it. Returns its exit code and what it said, which goes through files in `directory`.
+    """
+    server = subprocess.Popen([sys.executable, 'tests/inject.py', '--serve'], cwd=ROOT, text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(out_dir, *flags, faults=''):
+        out, err = (directory / f'fork{next(NUMBERS)}' for _ in range(2))
+        request = dict(argv=[faults, *flags, f'--out_dir={out_dir}'], out=str(out), err=str(err), environments=[{}],
+                       seconds=HANG)
+        server.stdin.write(json.dumps(request) + '\n')
+        server.stdin.flush()
+        codes = json.loads(server.stdout.readline())
+        done = Done(codes[0] if codes else 'hung', out.read_text(), err.read_text())
+        out.unlink()
+        err.unlink()
+        return done
+
+    yield run
+    server.stdin.close()
+    server.wait(HANG)
+
+
+def flags_of(settings):
+    return [f'--{key}={value}' for key, value in dict(SETTINGS, **settings).items()]
+
+
 def kill(directory, tries, settings):
     """kill -9 at random moments of saving."""
     def while_saving(run, out):
@@ -126,49 +165,40 @@ def interrupt(out, tries, settings, number, code, moment):
     plain = Path(f'{out}_undisturbed')
     undisturbed = dict(settings, max_iters=last, eval_interval=10 ** 9, log_interval=10 ** 9)
     assert Run(plain, **undisturbed).end() == 0
-    if not same(*(checkpoint.load(checkpoint.path_of(d, last))[1] for d in (out, plain))):
+    states = [checkpoint.load(checkpoint.path_of(d, last))[1] for d in (out, plain)]
+    if any(cases.unequal(*(state[key] for state in states)) for key in ('model', 'optimizer')):
         print(f'{out}: the state at iteration {last} is not that of an undisturbed run', file=sys.stderr)
         return [(False, lost) for _, lost in results]
     return results
 
 
-def same(a, b):
-    """Whether two checkpoints hold the same model and optimizer state, bit for bit."""
-    states = [dict(c['model'], **{f'{i}.{key}': value for i, entries in c['optimizer']['state'].items()
-                                  for key, value in entries.items()}) for c in (a, b)]
-    return states[0].keys() == states[1].keys() and all(torch.equal(states[0][k], states[1][k]) for k in states[0])
-
-
 def truncate(directory, tries, settings):
     """The newest checkpoint cut off at a random byte."""
-    return damage(directory / 'truncate', tries, settings, lambda data: data[:random.randrange(len(data))])
+    return damage(directory / 'truncate', tries, settings, cases.truncate)
 
 
 def flip(directory, tries, settings):
     """One random bit of the newest checkpoint flipped."""
-    def flipped(data):
-        at = random.randrange(len(data))
-        return data[:at] + bytes([data[at] ^ 1 << random.randrange(8)]) + data[at + 1:]
-    return damage(directory / 'flip', tries, settings, flipped)
+    return damage(directory / 'flip', tries, settings, cases.flip)
 
 
 def damage(out, tries, settings, change):
-    """Resumes `tries` times from a run whose newest checkpoint's bytes have gone through `change`."""
+    """Resumes `tries` times from a run whose newest checkpoint's bytes have gone through change(random, bytes)."""
     run = Run(out, **settings)
     run.wait_until(lambda: run.done > 20)
     assert run.end(signal.SIGTERM) == STOPPED
     newest, older = checkpoint.checkpoints(out)[:2]
-    good, intact = newest.read_bytes(), checkpoint.load(newest)[1]
+    good, intact = newest.read_bytes(), torch.load(newest, weights_only=True)
     results = []
-    for _ in range(tries):
-        newest.write_bytes(change(good))
-        run = Run(out, **dict(settings, eval_only=True, init_from='resume'))
-        code = run.end()
-        at = (run.resumed or [-1])[0]
-        # If the file was accepted, the damage must have hit bytes that mean nothing, such as padding.
-        ok = at == checkpoint.number(older) or (at == checkpoint.number(newest)
-                                                and same(intact, checkpoint.load(newest)[1]))
-        results.append((code == 0 and ok, checkpoint.number(newest) - at))
+    with forks(out.parent) as train:
+        for _ in range(tries):
+            newest.write_bytes(change(random, good))
+            done = train(out, *flags_of(dict(settings, eval_only=True, init_from='resume')))
+            at = int((re.findall(r'^resuming from .* at iteration (\d+) of', done.out, flags=re.M) or [-1])[0])
+            # If the file was accepted, the damage must have hit bytes that mean nothing, such as padding.
+            ok = at == checkpoint.number(older) or (at == checkpoint.number(newest)
+                                                    and not cases.unequal(intact, checkpoint.load(newest)[1]))
+            results.append((done.code == 0 and ok, checkpoint.number(newest) - at))
     return results
 
 
@@ -225,43 +255,119 @@ def memory(directory, tries, settings):
     return results
 
 
-# Name: (function, tries). A function takes (directory, tries, settings); returns (survived, lost iterations) per try.
-FAULTS = dict(kill=(kill, 50), terminate=(terminate, 10), truncate=(truncate, 10), flip=(flip, 10), full=(full, 10),
-              rank=(rank, 5), memory=(memory, 1))
+def settings(directory, tries, settings):
+    """Random valid settings: stopped, killed and resumed up to three times, the end is that of a straight run."""
+    with forks(directory) as train:
+        def run(out_dir, *flags, faults=''):
+            return train(out_dir, *flags, f'--dataset={settings["dataset"]}', faults=faults)
+        return tried(tries, lambda i: cases.try_settings(random, directory / f'settings{i}', run))
+
+
+def foreign(directory, tries, settings):
+    """A checkpoint file or Hugging Face folder with something wrong: it works, or is rejected in one line."""
+    out, bad, folder = directory / 'foreign', directory / 'bad' / 'ckpt_00000002.pt', directory / 'folder'
+    flags = flags_of(dict(settings, n_embd=16, max_iters=2))
+    bad.parent.mkdir()
+    folder.mkdir()
+    model = GPT(GPTConfig(block_size=12, vocab_size=50, n_layer=2, n_head=2, n_embd=16, bias=True))
+    hf.write(folder, vars(model.config), model.state_dict())
+    with forks(directory) as train:
+        assert train(out, *flags).code == 0
+
+        def resume():
+            done = train(bad.parent, *flags, '--init_from=resume', '--max_iters=3')
+            for path in bad.parent.glob('*'):
+                path.unlink()
+            if done.code != 0 and ('Traceback' in done.err or str(bad) not in done.err):
+                raise ValueError(f'exit code {done.code}: {done.err}')
+
+        def attempt(i):
+            if i % 2:
+                return cases.try_folder(random, folder, directory / 'bad folder')
+            return cases.try_file(random, checkpoint.newest(out), bad, resume)
+        return tried(tries, attempt)
+
+
+def streams(directory, tries, settings):
+    """Standard streams closed, full or without a reader, in encodings that lack characters."""
+    flags = flags_of(dict(settings, n_embd=16, max_iters=3, eval_interval=3))
+    return tried(tries, lambda i: cases.try_streams(random, directory / f'streams{i}', flags))
+
+
+def prepare(directory, tries, settings):
+    """kill -9 of data/text/prepare.py or of a worker, up to three times: the bins are those without a kill."""
+    text, whole = cases.text_file(directory / 'text.txt'), directory / 'whole'
+    subprocess.run([sys.executable, 'data/text/prepare.py', text, '--out_dir', whole, '--tokenizer=byte',
+                    '--val_fraction=0.1'], cwd=ROOT, check=True, capture_output=True)
+    return tried(tries, lambda i: cases.try_prepare(random, directory / f'prepare{i}', text, whole))
+
+
+def tried(tries, attempt):
+    """The results of `attempt(i)`, '' or what went wrong, which is printed."""
+    results = []
+    for i in range(tries):
+        what = attempt(i)
+        if what:
+            print(f'try {i}: {what}', file=sys.stderr, flush=True)
+        results.append((not what, None))
+    return results
+
+
+# Name: (function, tries). A function takes (directory, tries, settings); returns for each try whether it survived, and
+# the lost iterations or None.
+FAULTS = dict(kill=(kill, 50), terminate=(terminate, 10), truncate=(truncate, 50), flip=(flip, 300), full=(full, 10),
+              rank=(rank, 5), memory=(memory, 1), settings=(settings, 40), foreign=(foreign, 300),
+              streams=(streams, 10), prepare=(prepare, 10))
+
+
+def counted(text):
+    """(name, tries) of 'NAME' or 'NAME=TRIES'."""
+    name, _, tries = text.partition('=')
+    if name not in FAULTS:
+        raise argparse.ArgumentTypeError(f'{name}: choose from {", ".join(FAULTS)}')
+    if not (tries.isdecimal() and int(tries) > 0 if '=' in text else True):
+        raise argparse.ArgumentTypeError(f'{text}: the number of tries must be at least 1')
+    return name, int(tries or FAULTS[name][1])
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--dataset', default='pysource', help='as for train.py (default: pysource)')
-    parser.add_argument('--device', default='cpu', help='as for train.py (default: cpu)')
-    parser.add_argument('--only', nargs='+', choices=FAULTS, default=list(FAULTS), help='these faults')
-    parser.add_argument('--tries', type=int, help='tries of each fault (default: as listed in FAULTS)')
-    parser.add_argument('--seed', type=int, default=0, help='seed of the random moments')
+    parser.add_argument('--device', default='cpu', help='as for train.py, where a fault does not need a CPU (default: '
+                        'cpu)')
+    parser.add_argument('--only', nargs='+', type=counted, metavar='NAME[=TRIES]', default=[*map(counted, FAULTS)],
+                        help=f'of {", ".join(f"{name}={tries}" for name, (_, tries) in FAULTS.items())}')
+    parser.add_argument('--seed', type=int, default=0, help='seed of the random moments and cases')
+    parser.add_argument('--output', type=Path, help='a file for what is printed at the end')
     args = parser.parse_args(argv)
-    if args.tries is not None and args.tries < 1:
-        parser.error(f'--tries={args.tries}: must be at least 1')
     if not (ROOT / 'data' / args.dataset / 'train.bin').is_file():
         raise SystemExit(f'data/{args.dataset}/train.bin: no such file; run python data/pysource/prepare.py, or set '
                          '--dataset')
-    random.seed(args.seed)
     os.environ.setdefault('OMP_NUM_THREADS', '1')
     directory = Path(tempfile.mkdtemp(prefix='soak'))
-    settings = dict(dataset=args.dataset, device=args.device)
-    rows, failed = [], False
-    for name in args.only:
-        fault, tries = FAULTS[name]
-        started = time.monotonic()
-        results = fault(directory, args.tries or tries, settings)
-        survived = sum(ok for ok, _ in results)
-        failed |= survived < len(results)
+    settings, lines, rows, total = dict(dataset=args.dataset, device=args.device), [], [], collections.Counter()
+    for name, tries in args.only:
+        random.seed(f'{args.seed} {name}')  # so that a fault alone draws the same cases
+        fault, started = FAULTS[name][0], time.monotonic()
+        results = fault(directory, tries, settings)
+        survived, lost = sum(ok for ok, _ in results), [lost for _, lost in results if lost is not None]
+        total.update(tries=len(results), survived=survived)
         description = ' '.join(fault.__doc__.split()).rstrip('.')
-        lost = max(lost for _, lost in results)
-        rows.append(f'| {description} | {len(results)} | {survived} | {lost} |')
-        print(f'{name}: {survived} of {len(results)} survived, at most {lost} iterations lost '
-              f'({time.monotonic() - started:.0f} s)', flush=True)
+        rows.append(f'| {description} | {len(results)} | {survived} | {max(lost) if lost else "–"} |')
+        lines.append(f'{name}: {survived} of {len(results)} survived ({time.monotonic() - started:.0f} s)')
+        print(lines[-1], flush=True)
+    here = runlog.machine()
+    text = '\n'.join((
+        ' '.join(['python dev/soak.py', *(sys.argv[1:] if argv is None else argv)]),
+        f'commit {runlog.git_commit()}; {here["cores"]} cores of {here["gpu"] or here["cpu"]}; PyTorch '
+        f'{torch.__version__}', '', *lines, '', '| fault | tries | survived | lost iterations, at most |',
+        '|---|---|---|---|', *rows, '', f'{total["survived"]} of {total["tries"]} survived', ''))
+    print(f'\n{text}')
+    if args.output:
+        write_text(args.output, text)
+    if total['survived'] < total['tries']:
+        raise SystemExit(f'{directory}: what is left of the runs')
     shutil.rmtree(directory)
-    print('\n| fault | tries | survived | lost iterations, at most |\n|---|---|---|---|', *rows, sep='\n')
-    raise SystemExit(failed)
 
 
 if __name__ == '__main__':

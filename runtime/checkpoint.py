@@ -513,15 +513,33 @@ def _restore_optimizer(optimizer, saved, as_built):
     params = [p for group in optimizer.param_groups for p in group['params']]
     numbers = [i for group in saved['param_groups'] or built for i in group['params']]
     for p, i in zip(params, numbers):
-        for key in {'exp_avg', 'exp_avg_sq', 'hessian'} & saved['state'].get(i, {}).keys():
-            if saved['state'][i][key].shape != p.shape:
-                raise ValueError(f'{key} of parameter {i} has the shape {tuple(saved["state"][i][key].shape)}')
+        if i in saved['state']:
+            _check_state(optimizer, p, i, saved['state'][i])
+    for ours, theirs in zip(built, saved['param_groups'] or ()):
+        for key in ours.keys() & theirs.keys():
+            if isinstance(ours[key], (int, float)) and not isinstance(theirs[key], (int, float, torch.Tensor)):
+                raise ValueError(f'{key} of a param group is {theirs[key]!r:.80}')
     groups = [{**ours, **{key: value for key, value in theirs.items() if key not in as_built or key == 'params'}}
               for ours, theirs in zip(built, saved['param_groups'] or built, strict=True)]
     optimizer.load_state_dict(dict(state=saved['state'], param_groups=groups))
     for p, i in zip(params, numbers):
         if i in saved['state']:
             optimizer.state[p] = _as_saved(optimizer.state[p], saved['state'][i])
+
+
+def _check_state(optimizer, p, i, entries):
+    """ValueError unless what many optimizers keep of a parameter, and many a step takes for granted, fits it."""
+    missing = isinstance(optimizer, torch.optim.Adam) and {'step', 'exp_avg', 'exp_avg_sq'} - entries.keys()
+    if entries and missing:
+        raise ValueError(f'{min(missing)} of parameter {i} is missing')
+    for key, value in entries.items():
+        tensor = isinstance(value, torch.Tensor)
+        what = f'has the shape {tuple(value.shape)} and is {value.dtype}' if tensor else f'is {value!r:.80}'
+        if key in ('exp_avg', 'exp_avg_sq', 'hessian') and not (
+                tensor and value.shape == p.shape and value.dtype == p.dtype):
+            raise ValueError(f'{key} of parameter {i} {what}')
+        if key in ('step', 'hessian_step') and not (value.numel() == 1 if tensor else isinstance(value, (int, float))):
+            raise ValueError(f'{key} of parameter {i} {what}')
 
 
 def _as_saved(loaded, saved):

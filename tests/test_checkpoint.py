@@ -114,13 +114,28 @@ def test_what_the_command_line_sets_is_not_restored(tmp_path):
     assert again.state[model[0].weight]['step'] == 3
 
 
-def test_moments_of_another_shape_are_rejected(tmp_path):
+@pytest.mark.parametrize('key, value, words', [
+    ('exp_avg', torch.zeros(2), 'exp_avg of parameter 0 has the shape (2,) and is torch.float32'),
+    ('exp_avg', torch.zeros(6, 5, dtype=torch.int8), 'exp_avg of parameter 0 has the shape (6, 5) and is torch.int8'),
+    ('exp_avg_sq', 'text', "exp_avg_sq of parameter 0 is 'text'"), ('step', {}, 'step of parameter 0 is {}'),
+    ('exp_avg_sq', None, 'exp_avg_sq of parameter 0 is missing')])
+def test_a_state_that_no_step_can_use_is_rejected(tmp_path, key, value, words):
     model, optimizer = made('adamw')
     trained(model, optimizer, range(3))
     path, state = checkpoint.load(saved(tmp_path, model, optimizer, 3))
-    state['optimizer']['state'][0]['exp_avg'] = torch.zeros(2)
-    assert 'exp_avg of parameter 0 has the shape (2,)' in rejection(
-        checkpoint.restore, path, state, model, optimizer, None)
+    if value is None:
+        del state['optimizer']['state'][0][key]
+    else:
+        state['optimizer']['state'][0][key] = value
+    assert words in rejection(checkpoint.restore, path, state, model, optimizer, None)
+
+
+def test_a_param_group_of_another_kind_is_rejected(tmp_path):
+    model, optimizer = made('toy')
+    trained(model, optimizer, range(3))
+    path, state = checkpoint.load(saved(tmp_path, model, optimizer, 3))
+    state['optimizer']['param_groups'][0]['k'] = [3]
+    assert 'k of a param group is [3]' in rejection(checkpoint.restore, path, state, model, optimizer, None)
 
 
 def test_a_state_that_no_checkpoint_can_hold_is_rejected_before_anything_is_written(tmp_path):

@@ -15,11 +15,26 @@ from dev import bench, gpu_suite, soak
 from scripts import runs
 
 
-@pytest.mark.parametrize('tries', [0, -1])
-def test_soak_needs_tries(tries, capsys):
+@pytest.mark.parametrize('only, words', [('kill=0', 'at least 1'), ('kill=-1', 'at least 1'), ('kill=', 'at least 1'),
+                                         ('flood', 'choose from kill')])
+def test_soak_needs_faults_and_tries(only, words, capsys):
     with pytest.raises(SystemExit):
-        soak.main([f'--tries={tries}'])
-    assert 'at least 1' in capsys.readouterr().err
+        soak.main(['--only', only])
+    assert words in capsys.readouterr().err
+
+
+def test_soak_counts_what_survives(monkeypatch, tmp_path, capsys):
+    def fault(directory, tries, settings):
+        """A fault."""
+        return [(i > 0, 2 * i) for i in range(tries)]
+    (tmp_path / 'data' / 'here').mkdir(parents=True)
+    (tmp_path / 'data' / 'here' / 'train.bin').touch()
+    monkeypatch.setattr(soak, 'ROOT', tmp_path)
+    monkeypatch.setattr(soak, 'FAULTS', dict(kill=(fault, 3)))
+    argv = ['--dataset=here', '--only', 'kill=4', f'--output={tmp_path / "log"}']
+    assert 'what is left' in rejection(soak.main, argv)
+    log = (tmp_path / 'log').read_text()
+    assert '| A fault | 4 | 3 | 6 |' in log and '3 of 4 survived' in log and log.startswith('python dev/soak.py --data')
 
 
 def test_bench_rejects_an_output_that_cannot_be_written_before_it_measures(tmp_path, monkeypatch):
