@@ -129,9 +129,10 @@ def betas(s):
     return s.beta1, s.beta2
 
 
-def of_library(path, settings, arguments_of, learning_rates=(), source='our table', shards=False, **more):
-    """The row of the optimizer `path`, 'LIBRARY:CLASS', built with what `arguments_of` makes of the settings."""
-    return Row(optim.library_builder(path, arguments_of), settings, learning_rates or {}, source, library=path,
+def of_library(path, settings, arguments_of, learning_rates=(), source='our table', shards=False, sharded=(), **more):
+    """The row of the optimizer `path`, 'LIBRARY:CLASS', built with what `arguments_of` makes of the settings, and for
+    sharded parameters with the arguments `sharded` as well."""
+    return Row(optim.library_builder(path, arguments_of, sharded), settings, learning_rates or {}, source, library=path,
                shards=shards, **more)
 
 
@@ -198,8 +199,9 @@ OPTIMIZERS = {
                       'Table 3, sophiag', GNBHook),
     # Baselines that the paper does not have. Settings are the libraries' defaults, but for weight decay, AdamW's. Where
     # updates are not as large as AdamW's by construction, there is no learning rate to take over.
+    # Muon's matrix products of shards are those of the whole matrix, which DTensor gathers for them.
     'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR, 'Table 3, adamw',
-                roles=dict(hidden={}, embedding={}, vector={}), library='torch:Muon', shards=False),
+                roles=dict(hidden={}, embedding={}, vector={}), library='torch:Muon'),
     'normuon': of_library(
         'pytorch_optimizer:NorMuon', dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8),
         lambda s: dict(momentum=s.beta1, beta2=s.beta2, update_scale='match_rms', adamw_betas=(0.9, 0.95),
@@ -209,14 +211,17 @@ OPTIMIZERS = {
                        lambda s: dict(betas=betas(s), eps=s.eps)),
     'ademamix': of_library('pytorch_optimizer:AdEMAMix', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
                            lambda s: dict(betas=(*betas(s), 0.9999), eps=s.eps, weight_decouple=True), shards=True),
-    # Its variance reduction is for matrices; AdamW updates norms and biases, at the same learning rate.
+    # Its variance reduction is for matrices; AdamW updates norms and biases, at the same learning rate. DTensor lacks
+    # some of PyTorch's operators on lists of tensors, which ADOPT would use as well.
     'mars': of_library('pytorch_optimizer:MARS', dict(beta1=0.95, beta2=0.99, weight_decay=0.1, eps=1e-8),
-                       lambda s: dict(betas=betas(s), eps=s.eps, lr_1d=s.learning_rate, weight_decay_1d=0.0)),
+                       lambda s: dict(betas=betas(s), eps=s.eps, lr_1d=s.learning_rate, weight_decay_1d=0.0),
+                       shards=True, sharded=dict(foreach=False)),
     'adopt': of_library('pytorch_optimizer:ADOPT', dict(beta1=0.9, beta2=0.9999, weight_decay=0.1, eps=1e-6),
-                        lambda s: dict(betas=betas(s), eps=s.eps, weight_decouple=True)),
+                        lambda s: dict(betas=betas(s), eps=s.eps, weight_decouple=True),
+                        shards=True, sharded=dict(foreach=False)),
     'schedulefree': of_library('schedulefree:AdamWScheduleFree', dict(
         beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, schedule='constant'),
-        lambda s: dict(betas=betas(s), eps=s.eps)),
+        lambda s: dict(betas=betas(s), eps=s.eps), shards=True),
     # Prodigy finds the size of its steps; the learning rate is a factor of that.
     'prodigy': of_library('pytorch_optimizer:Prodigy', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
                           lambda s: dict(betas=betas(s), eps=s.eps), 1.0, 'its paper'),

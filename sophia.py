@@ -102,7 +102,8 @@ class GuardedOptimizer(Optimizer):
         super().__setstate__(state)
         for group in self.param_groups:  # another implementation's state_dict may lack some settings
             for key, value in self.defaults.items():
-                group.setdefault(key, value)
+                if key != 'differentiable':  # which PyTorch has just added
+                    group.setdefault(key, value)
 
     def __getstate__(self):
         # Optimizer's copies carry over only the attributes that it names.

@@ -3,6 +3,7 @@
   python dev/bench.py                                                     the default list of this kind of device
   python dev/bench.py '--model_size=125M' '--model_size=125M --optimizer_name=sophiag' --output bench.json
   python dev/bench.py --baseline ~/nanoGPT '--model_size=125M --compile=True'   and nanoGPT's model beside it
+  python dev/bench.py --updates '--model_size=30M'                        the update alone, of every optimizer
 
 Each CONFIG is one quoted string with the arguments that train.py would get. Configurations of the same model, compiled
 or not, take turns in every round, and the medians over the rounds are compared: other load meets all of them alike. A
@@ -15,6 +16,10 @@ steps, as a fraction of T(step); optimizer_ms, the optimizer's step alone, and i
 the JSON also has it with both clipping) and to the time in which memory can move what it reads and writes (over_floor);
 hvp_ratio, a Hessian-vector product over a gradient of the same sequences; wait_share, waiting for data;
 memory_gb, the peak of device memory (on CPU: of resident memory).
+
+With --updates nothing but the optimizer's step is timed, of each CONFIG with every optimizer of the table (or with the
+one that it names) in turns with fused AdamW's: ten steps a turn, as some do part of their work in every tenth only, and
+the median of the turns' ratios. state: numbers that the optimizer keeps for each parameter.
 """
 
 import argparse
@@ -22,6 +27,7 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -45,12 +51,14 @@ import train
 from data.loader import Bin, TrainLoader
 from hessian import FirstOrder
 from model import GPT, GPTConfig
+from optimizers import OPTIMIZERS
 from runtime import device as devices
 from runtime import optim
 from runtime.device import check_device, peak_flops
 from runtime.distributed import World
 from runtime.rng import keyed_bits
 from scripts.runs import show_progress, writable, write_json
+from sophia import parameters
 
 TINY = '--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --total_batch_size=4 --batch_size=2'
 CPU_MODEL = '--model_size=30M --block_size=256 --total_batch_size=4 --batch_size=4'
@@ -161,10 +169,7 @@ class Case:
         """Times the optimizer's step at learning rate 0 beside fused AdamW's on the same parameters and gradients, and
         beside an addition of two tensors of that size into a third, which shows what the memory can move."""
         optimizer, params = self.run.optimizer, self.run.params
-        optim.set_learning_rate(optimizer, 0.0)
-        for p in params:
-            p.grad = torch.full_like(p, 1e-3)
-        adamw = torch.optim.AdamW(params, lr=0.0, fused=True)
+        adamw = prepare_updates(optimizer, params)
 
         def clip_and_step():
             optim.clip_gradients(params, 1.0)
@@ -176,9 +181,9 @@ class Case:
 
         size = sum(p.numel() for p in params)
         a, b, c = (torch.zeros(size, device=self.device) for _ in range(3))
-        own, reference, own_clipping, reference_clipping, adding = interleave(
+        own, reference, own_clipping, reference_clipping, adding = map(statistics.median, interleave(
             [optimizer.step, adamw.step, clip_and_step, adamw_clip_and_step, lambda: torch.add(a, b, out=c)], repeats,
-            self.device)
+            self.device))
         bandwidth = 4 * 3 * size / adding
         # Words of memory: the gradient and h are read; parameters and the other states are read and written.
         words = sum(3 * p.numel() + sum((1 if key == 'hessian' else 2) * s.numel()
@@ -205,11 +210,58 @@ class Case:
                 run.hessian.product(X, Y, u)
 
         run.hessian.start(1)
-        hvp, reference = interleave([product, gradient], repeats, self.device)
+        hvp, reference = map(statistics.median, interleave([product, gradient], repeats, self.device))
         return hvp / reference
 
     def close(self):
         self.loader.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The update alone
+
+STEPS = 10  # a turn
+
+
+def prepare_updates(optimizer, params):
+    """Gives `params` gradients and their optimizer the learning rate 0. Returns a fused AdamW for the same."""
+    optim.set_learning_rate(optimizer, 0.0)
+    for p in params:
+        p.grad = torch.randn_like(p) * 1e-3
+    return torch.optim.AdamW(params, lr=0.0, fused=True)
+
+
+def numbers(value):
+    """How many numbers a state holds, a tensor or (nested) lists and dicts of such; single ones are counters."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() if value.dim() else 0
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(numbers, parts))
+
+
+def update_row(config, vocab_size, repeats, deadline):
+    """The optimizer's update of a configuration, a row of the table."""
+    world = alone(config.device, config.backend, config.parallel)
+    torch.manual_seed(config.seed)
+    with world.device:
+        model = GPT(GPTConfig.from_settings(config.values, vocab_size))
+    run = train.set_up(config, world, model)
+    adamw = prepare_updates(run.optimizer, run.params)
+    if config.hessian_interval:
+        run.optimizer.update_hessian([torch.rand_like(p) for p in parameters(run.optimizer)])
+
+    def steps(optimizer):
+        for _ in range(STEPS):
+            optimizer.step()
+
+    turns = interleave([lambda: steps(run.optimizer), lambda: steps(adamw)], repeats, world.device, deadline)
+    size = sum(p.numel() for p in run.params)
+    return dict(config=f'model_size={config.model_size} optimizer_name={config.optimizer_name}',
+                optimizer_name=config.optimizer_name, model_size=config.model_size, parameters=size,
+                optimizer_ms=1e3 * statistics.median(turns[0]) / STEPS,
+                adamw_ms=1e3 * statistics.median(turns[1]) / STEPS, turns=len(turns[0]),
+                over_adamw=statistics.median(own / reference for own, reference in zip(*turns)),
+                state=numbers(dict(run.optimizer.state)) / size)
 
 
 class BaselineHook(FirstOrder):
@@ -258,17 +310,20 @@ def wait_for(device):
         torch.cuda.synchronize(device)
 
 
-def interleave(functions, repeats, device):
-    """Median seconds of each of `functions`, called in turns; the first call of each does not count."""
+def interleave(functions, repeats, device, deadline=math.inf):
+    """Lists of the seconds of each of `functions`, called in `repeats` turns, or as many (at least three) as end before
+    the `deadline`; the first call of each does not count."""
     seconds = [[] for _ in functions]
-    for _ in range(repeats + 1):
+    for turn in range(repeats + 1):
+        if turn > 3 and time.monotonic() > deadline:
+            break
         for function, measured in zip(functions, seconds):
             wait_for(device)
             started = time.perf_counter()
             function()
             wait_for(device)
             measured.append(time.perf_counter() - started)
-    return [statistics.median(measured[1:]) for measured in seconds]
+    return [measured[1:] for measured in seconds]
 
 
 def _status(key):
@@ -359,6 +414,7 @@ def measure(configs, baselines, dataset, rounds, deadline, steps_only=False, whe
 
 COLUMNS = {'config': '{}', 'step_ms': '{:.1f}', 'tokens_per_sec': '{:,.0f}', 'mfu': '{:.1%}', 'hessian_ms': '{:.1f}',
            'hessian_share': '{:.1%}', 'optimizer_ms': '{:.2f}', 'over_adamw': '{:.2f}', 'over_floor': '{:.2f}',
+           'state': '{:.2f}',
            'hvp_ratio': '{:.2f}', 'wait_share': '{:.2%}', 'memory_gb': '{:.2f}'}
 
 
@@ -382,6 +438,8 @@ def parse(argv):
     parser.add_argument('--attention', choices=ATTENTION, help="only this one of PyTorch's attention kernels")
     parser.add_argument('--steps_only', action='store_true',
                         help='measure no parts by themselves: for models that leave no memory for it')
+    parser.add_argument('--updates', action='store_true',
+                        help="measure the optimizers' updates alone, of every optimizer of the table")
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
     parser.add_argument('--tiny', action='store_true', help='a tiny model instead of the default list')
     # A CONFIG may begin with --, which argparse takes for a flag: what it leaves over, in its order, are the CONFIGs.
@@ -404,6 +462,10 @@ def main(argv=None):
     torch.set_float32_matmul_precision('high')  # as train.py
     device = check_device(args.device)
     texts = args.configs or default_configs(device, args.tiny)
+    if args.updates:
+        texts = [f'--learning_rate=1e-3 {text} --optimizer_name={name}' for text in args.configs or ['--model_size=30M']
+                 for name in ([] if '--optimizer_name=' in text else OPTIMIZERS)] + [
+                     f'--learning_rate=1e-3 {text}' for text in args.configs if '--optimizer_name=' in text]
     groups = {}  # configurations of one model take turns
     for text in texts:
         config = train.resolve([*shlex.split(text), f'--device={args.device}'])
@@ -415,6 +477,16 @@ def main(argv=None):
         dataset = Path(args.dataset) if args.dataset else random_bins(folder)
         for i, configs in enumerate(groups.values(), start=1):
             deadline = started + 60 * args.minutes * i / len(groups)
+            if args.updates:
+                for j, config in enumerate(configs, start=1):
+                    show_progress(f'{config.optimizer_name}, {j}/{len(configs)}')
+                    part = (i - 1 + j / len(configs)) / len(groups)
+                    rows.append(update_row(config, Bin(dataset, 'train').vocab_size, args.rounds,
+                                           started + 60 * args.minutes * part))
+                    gc.collect()
+                    torch.compiler.reset()
+                show_progress('')
+                continue
             with sdpa_kernel(ATTENTION[args.attention]) if args.attention else contextlib.nullcontext():
                 rows += measure(configs, args.baseline, dataset, args.rounds, deadline, args.steps_only,
                                 f'model {i}/{len(groups)}: ')

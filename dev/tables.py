@@ -7,6 +7,7 @@ A table stands between the lines <!-- table: NAME --> and <!-- end -->; everythi
 """
 
 import argparse
+import json
 import re
 import sys
 from pathlib import Path
@@ -106,7 +107,27 @@ def learning_rates():
     return table(['', *model.SIZES, 'from'], rows)
 
 
-PAGES = {'docs/settings.md': [settings, metrics], 'docs/optimizers.md': [optimizer_settings, learning_rates]}
+def optimizer_checks():
+    """What every optimizer of the table is tested for, by tests/test_rows.py, and what records say of its updates."""
+    measured = {}
+    for record in sorted((ROOT / 'records/cpu').glob('bench_updates*.json')):
+        measured |= {(row['model_size'], row['optimizer_name']): row
+                     for row in json.loads(record.read_text(encoding='utf-8'))['results']}
+    sizes = [size for size in model.SIZES if any(size == key[0] for key in measured)]
+
+    def cells(name, key, form):
+        return [form.format(measured[size, name][key]) if (size, name) in measured else '–' for size in sizes]
+
+    # The tests run over the whole table: a row that does not train, resume or agree with itself on two ranks fails.
+    rows = [[f'`{name}`', 'yes', 'yes', 'yes', 'yes' if row.shards and not row.hook.hessian_products else 'no',
+             *cells(name, 'state', '{:.2f}'), *cells(name, 'over_adamw', '{:.1f}')]
+            for name, row in optimizers.OPTIMIZERS.items()]
+    return table(['`--optimizer_name`', 'trains', 'resumes bit for bit', '2 ranks = 1', 'fsdp',
+                  *(f'state, {size}' for size in sizes), *(f'update, {size}' for size in sizes)], rows)
+
+
+PAGES = {'docs/settings.md': [settings, metrics],
+         'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks]}
 
 
 def current(page, text):

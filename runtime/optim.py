@@ -182,14 +182,18 @@ def arguments(text, cls):
     return found
 
 
-def library_builder(path, arguments_of):
-    """Builds the optimizer `path`, 'LIBRARY:CLASS', with the arguments that `arguments_of` makes of the settings and
-    those of optimizer_args."""
+def library_builder(path, arguments_of, sharded=()):
+    """A function of (param groups, settings) that builds the optimizer `path`, 'LIBRARY:CLASS'.
+
+    Its arguments are those that `arguments_of` makes of the settings, the dict `sharded` where parameters are sharded,
+    and optimizer_args.
+    """
     def build(groups, s):
         cls = library_class(path, s.optimizer_name)
-        given = arguments(s.optimizer_args, cls)
+        params = [p for group in groups for p in (group['params'] if isinstance(group, dict) else [group])]
+        more = dict(sharded if any(isinstance(p, DTensor) for p in params) else ())
         try:
-            return cls(groups, lr=s.learning_rate, **{**arguments_of(s), **given})
+            return cls(groups, lr=s.learning_rate, **{**arguments_of(s), **more, **arguments(s.optimizer_args, cls)})
         except (TypeError, ValueError, AssertionError) as error:
             raise SystemExit(f'--optimizer_name={s.optimizer_name}: {cls.__name__} rejects its settings '
                              f'({str(error).splitlines()[0] if str(error) else type(error).__name__}); '

@@ -71,6 +71,25 @@ def test_every_column_is_measured_where_it_exists(report):
     assert len(lines) == 6 and len({line.count('|') for line in lines}) == 1
 
 
+def test_updates_of_every_optimizer(tmp_path, monkeypatch):
+    """One row each; what is named in a CONFIG is taken alone."""
+    monkeypatch.setattr(bench, 'OPTIMIZERS', ['adamw', 'sophiag', 'adahessian', 'normalize'])
+    monkeypatch.setattr(bench, 'STEPS', 2)
+    tiny = '--model_size=tiny --n_layer=1 --n_embd=8 --n_head=1 --total_batch_size=12'
+    bench.main(['--updates', '--rounds', '3', '--device', 'cpu', tiny, f'{tiny} --optimizer_name=muon', '--output',
+                str(tmp_path / 'updates.json')])
+    rows = {row['optimizer_name']: row for row in json.loads((tmp_path / 'updates.json').read_text())['results']}
+    assert {name: round(row['state'], 2) for name, row in rows.items()} == dict(
+        adamw=2, sophiag=2, adahessian=2, normalize=1, muon=2)
+    assert all(row['over_adamw'] > 0 and row['turns'] == 3 for row in rows.values())
+    assert rows['muon']['state'] < 2  # of the few parameters that are no embeddings
+
+
+def test_the_numbers_of_a_state():
+    state = dict(step=torch.tensor(3.0), k=4, m=torch.zeros(2, 3), sides=[torch.zeros(2, 2), None, torch.zeros(3, 3)])
+    assert bench.numbers(state) == 6 + 4 + 9
+
+
 @pytest.mark.parametrize('name, extra', [('adamw', []), ('sophiag', ['--hessian_interval=2', '--hessian_batch_size=3']),
                                          ('sophiah', ['--hessian_interval=2', '--hessian_batch_size=3'])])
 def test_it_steps_as_train_py_does(fork, corpus, tmp_path, name, extra):

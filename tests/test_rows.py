@@ -1,4 +1,5 @@
-"""Rows of the table that build an optimizer of a library, and optimizers by their library's name."""
+"""What every row of the table does, those that build an optimizer of a library, and optimizers by their library's
+name."""
 
 import copy
 import dataclasses
@@ -11,6 +12,7 @@ from conftest import TINY, metrics, needs_compiler, rejection
 
 import optimizers
 import train
+from hessian import FirstOrder
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZERS, build_optimizer, parameter_groups
 from runtime import checkpoint, optim
@@ -20,12 +22,13 @@ from sophia import Sophia
 # those of the table; `rest` is the embeddings and the head, then norms and biases.
 NAMES = [name for name, row in OPTIMIZERS.items() if row.library]
 BY_NAME = ['torch:NAdam', 'pytorch_optimizer:AdaBelief']
+ALL = [*OPTIMIZERS, *BY_NAME]
 LR = 1e-3
 
 
 def needs(name):
     """Skips the test where the optimizer's library is not installed."""
-    library = (name if ':' in name else OPTIMIZERS[name].library).partition(':')[0]
+    library = optimizers.row(name).library.partition(':')[0] or 'torch'
     pytest.importorskip(library, reason=f'the package {library} is not installed (requirements-dev.txt)')
 
 
@@ -147,16 +150,18 @@ def test_a_role_has_its_share_of_the_learning_rate(monkeypatch):
 # In training
 
 FLAGS = {'soap': ['--optimizer_args=precondition_frequency=3'], 'prodigy': ['--optimizer_args=d0=1e-4']}
+FLAGS |= {name: ['--hessian_interval=4'] for name, row in OPTIMIZERS.items() if row.hook is not FirstOrder}
+FLAGS['adahessian'] = ['--hessian_interval=1']
+LEARNING_RATES = dict(prodigy=1.0, adahessian=0.003)
 
 
 def run(corpus, out, name, *flags):
     """train.main in this process. Returns its checkpoint of iteration 12."""
-    lr = 1.0 if name == 'prodigy' else 3e-3
     for lock in checkpoint.LOCKS:  # of runs of this process
         lock.close()
-    train.main([*TINY, f'--dataset={corpus}', f'--out_dir={out}', f'--optimizer_name={name}', f'--learning_rate={lr}',
-                '--max_iters=12', '--eval_interval=4', '--eval_iters=2', '--compile=False', *FLAGS.get(name, []),
-                *map(str, flags)])
+    train.main([*TINY, f'--dataset={corpus}', f'--out_dir={out}', f'--optimizer_name={name}',
+                f'--learning_rate={LEARNING_RATES.get(name, 3e-3)}', '--max_iters=12', '--eval_interval=4',
+                '--eval_iters=2', '--compile=False', *FLAGS.get(name, []), *map(str, flags)])
     return torch.load(out / 'ckpt_00000012.pt', weights_only=True) if (out / 'ckpt_00000012.pt').exists() else None
 
 
@@ -170,13 +175,13 @@ def same(a, b):
     return a == b
 
 
-@pytest.mark.parametrize('name', [*NAMES, *BY_NAME])
+@pytest.mark.parametrize('name', ALL)
 def test_a_row_lowers_the_loss_and_resumes_bit_for_bit(corpus, tmp_path, name, monkeypatch, capsys):
     """Stopped after six iterations, which is no evaluation, and resumed: all of the next checkpoint is the same."""
     needs(name)
     whole = run(corpus, tmp_path / 'whole', name)
     losses = metrics(tmp_path / 'whole', 'val/loss')
-    assert losses[-1] < losses[0] - (0.001 if name == 'prodigy' else 0.02), losses
+    assert losses[-1] < losses[0] - (0.001 if name in LEARNING_RATES else 0.02), losses
 
     polls = iter([[0, 0]] * 5 + [[1, 0]])
     with monkeypatch.context() as patch:
@@ -214,14 +219,30 @@ def test_other_arguments_are_rejected_at_resume(corpus, tmp_path):
         run, corpus, tmp_path, 'torch:NAdam', '--init_from=resume', '--optimizer_args=momentum_decay=0.1')
 
 
-@pytest.mark.parametrize('name', [*[name for name in NAMES if OPTIMIZERS[name].shards], 'torch:NAdam'])
-def test_a_row_that_takes_shards_computes_on_them_what_it_does_on_whole_matrices(train, tmp_path, name):
+@pytest.mark.parametrize('name', ALL)
+def test_a_row_computes_on_two_ranks_what_it_does_on_one(train, tmp_path, name):
+    """Replicas, and shards where it takes them; those resume, too."""
     needs(name)
-    for parallel in ('ddp', 'fsdp'):
-        done = train(tmp_path / parallel, f'--parallel={parallel}', '--max_iters=6', '--learning_rate=1e-3',
-                     '--hessian_interval=0', ranks=2, name=name)
+    flags = [*FLAGS.get(name, []), '--max_iters=6', '--lr_decay_iters=6', '--eval_interval=3',
+             f'--learning_rate={LEARNING_RATES.get(name, 1e-3)}', '--dropout=0']
+
+    def losses(out, *more, ranks=2):
+        done = train(tmp_path / out, *flags, *more, ranks=ranks, name=name)
         assert done.code == 0, done.err
-    np.testing.assert_allclose(*(metrics(tmp_path / parallel) for parallel in ('ddp', 'fsdp')), rtol=1e-4)
+        return metrics(tmp_path / out)
+
+    alone = losses('alone', ranks=1)
+    # Rounding chooses among SOAP's eigenvectors.
+    np.testing.assert_allclose(losses('ddp'), alone, rtol=1e-3 if name == 'soap' else 1e-4)
+    row = optimizers.row(name)
+    if row.shards and not row.hook.hessian_products:
+        whole = losses('fsdp', '--parallel=fsdp')
+        np.testing.assert_allclose(whole, alone, rtol=1e-4)
+        losses('parts', '--parallel=fsdp', '--max_iters=3')
+        assert losses('parts', '--parallel=fsdp', '--init_from=resume') == whole
+    else:
+        done = train(tmp_path / 'fsdp', *flags, '--parallel=fsdp', ranks=2, name=name)
+        assert f'--parallel=fsdp: must be ddp for {name}' in done.err and 'Traceback' not in done.err
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -265,7 +286,7 @@ def test_an_optimizer_by_its_librarys_name():
     (['torch:NAdam', '--optimizer_args=lr=1'], 'the learning rate is --learning_rate'),
     (['torch:NAdam', '--optimizer_args=weight_decay=0.1', '--weight_decay=0.2'], '--weight_decay says the same'),
     (['sophiag', '--optimizer_args=foreach=True'], '--optimizer_args has no effect with sophiag'),
-    (['muon', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for muon'),
+    (['soap', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for soap'),
     (['pytorch_optimizer:SOAP', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for pytorch_optimizer:SOAP'),
 ])
 def test_what_cannot_be_is_rejected_in_one_line(flags, message):
