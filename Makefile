@@ -27,7 +27,7 @@ quickstart: install  ## prepare an embedded corpus, train a small GPT with Sophi
 	$(PY) scripts/plot.py out/quickstart --output out/quickstart/loss.png
 
 test: $(VENV)/.installed-dev  ## run the tests (no GPU, no download of data)
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=2 --dist=loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev  ## ruff
 	$(PY) -m ruff check .

@@ -36,6 +36,8 @@ OPTIMIZERS = {'adamw': [], 'sophiag': ['--hessian_interval=4', '--dropout=0.1'],
 SECOND_ORDER = 'adahessian', 'ef_clip', 'ah_clip', 'gnb_noclip'
 INJECT = ROOT / 'tests/inject.py'
 HANG = 900  # seconds after which a run is taken to hang; on a busy machine runs of seconds take minutes
+LONGEST = ('test_sharding', 'test_launch', 'test_reliability', 'test_plan', 'test_hacking', 'test_rows',
+           'test_optimizers')
 needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
 Done = collections.namedtuple('Done', 'code out err')
 # A fault for inject.py: rank 1 gets a signal in the midst of its second evaluation.
@@ -75,6 +77,8 @@ def gpt2_cache(tmp_path_factory):
 
 
 def pytest_collection_modifyitems(items):
+    # The workers of pytest-xdist take whole files: the longest first.
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     if not torch.cuda.is_available():
         for item in items:
             if 'gpu' in item.keywords:

@@ -317,8 +317,8 @@ def test_settings_that_an_optimizer_rejects():
 # Sophia's bias correction
 
 
-@pytest.mark.parametrize('squared', [False, True])
-@pytest.mark.parametrize('compile', [False, pytest.param(True, marks=needs_compiler)])
+@pytest.mark.parametrize('squared, compile', [(False, False), (True, False),
+                                              pytest.param(True, True, marks=needs_compiler)])
 def test_bias_correction_of_h(squared, compile):
     """Constant gradients and estimates: from the first step on, each step has the size that it has in the end, where
     h has reached its level."""

@@ -579,8 +579,8 @@ def test_a_product_in_parts_is_the_product(gpt_with_hessian, monkeypatch, name):
         torch.testing.assert_close(parts, estimates[0])
 
 
-def test_hessian_vector_product_in_low_precision_and_compiled(gpt_with_hessian):
-    """bfloat16 is close; float16 runs compute the product in float32; torch.compile changes nothing."""
+def test_hessian_vector_product_in_low_precision(gpt_with_hessian):
+    """bfloat16 is close; float16 runs compute the product in float32."""
     model, idx = copy.deepcopy(gpt_with_hessian[0]).float(), gpt_with_hessian[1]
     torch.set_default_dtype(torch.float32)
     exact, = hook_estimates(model, idx, 'sophiah', 1)
@@ -588,8 +588,6 @@ def test_hessian_vector_product_in_low_precision_and_compiled(gpt_with_hessian):
     assert 0 < (rough - exact).norm() < 0.05 * exact.norm()
     half, = hook_estimates(model, idx, 'sophiah', 1, autocast=torch.autocast('cpu', torch.float16))
     torch.testing.assert_close(half, exact, rtol=0, atol=0)
-    compiled, = hook_estimates(model, idx, 'sophiah', 1, compile=True)
-    torch.testing.assert_close(compiled, exact, rtol=1e-4, atol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
