@@ -56,7 +56,7 @@ def test_memory_is_what_a_step_allocates(shape, name, dtype, checkpointing, accu
 
 def test_memory_of_a_hessian_vector_product_taken_in_parts(monkeypatch):
     monkeypatch.setattr(hessian, 'PRODUCT_SIZE', 2 ** 21)
-    config, vocab_size = settings((512, 2, 256, 2, 128, 4), '--optimizer_name=sophiah', accumulation=2)
+    config, vocab_size = settings(BLOCKS, '--optimizer_name=sophiah', accumulation=2)
     parts = plan.memory(config, vocab_size)['peak']
     check_memory(config, vocab_size)
     monkeypatch.undo()
