@@ -19,7 +19,8 @@ memory_gb, the peak of device memory (on CPU: of resident memory).
 
 With --updates nothing but the optimizer's step is timed, of each CONFIG with every optimizer of the table (or with the
 one that it names) in turns with fused AdamW's: ten steps a turn, as some do part of their work in every tenth only, and
-the median of the turns' ratios. state: numbers that the optimizer keeps for each parameter.
+the median of the turns' ratios. On CPU it is the time of the processor that counts, which other load changes least.
+state: numbers that the optimizer keeps for each parameter.
 """
 
 import argparse
@@ -27,7 +28,6 @@ import contextlib
 import functools
 import gc
 import importlib.util
-import math
 import os
 import platform
 import re
@@ -181,9 +181,9 @@ class Case:
 
         size = sum(p.numel() for p in params)
         a, b, c = (torch.zeros(size, device=self.device) for _ in range(3))
-        own, reference, own_clipping, reference_clipping, adding = map(statistics.median, interleave(
+        own, reference, own_clipping, reference_clipping, adding = interleave(
             [optimizer.step, adamw.step, clip_and_step, adamw_clip_and_step, lambda: torch.add(a, b, out=c)], repeats,
-            self.device))
+            self.device)
         bandwidth = 4 * 3 * size / adding
         # Words of memory: the gradient and h are read; parameters and the other states are read and written.
         words = sum(3 * p.numel() + sum((1 if key == 'hessian' else 2) * s.numel()
@@ -210,58 +210,11 @@ class Case:
                 run.hessian.product(X, Y, u)
 
         run.hessian.start(1)
-        hvp, reference = map(statistics.median, interleave([product, gradient], repeats, self.device))
+        hvp, reference = interleave([product, gradient], repeats, self.device)
         return hvp / reference
 
     def close(self):
         self.loader.close()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The update alone
-
-STEPS = 10  # a turn
-
-
-def prepare_updates(optimizer, params):
-    """Gives `params` gradients and their optimizer the learning rate 0. Returns a fused AdamW for the same."""
-    optim.set_learning_rate(optimizer, 0.0)
-    for p in params:
-        p.grad = torch.randn_like(p) * 1e-3
-    return torch.optim.AdamW(params, lr=0.0, fused=True)
-
-
-def numbers(value):
-    """How many numbers a state holds, a tensor or (nested) lists and dicts of such; single ones are counters."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() if value.dim() else 0
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(numbers, parts))
-
-
-def update_row(config, vocab_size, repeats, deadline):
-    """The optimizer's update of a configuration, a row of the table."""
-    world = alone(config.device, config.backend, config.parallel)
-    torch.manual_seed(config.seed)
-    with world.device:
-        model = GPT(GPTConfig.from_settings(config.values, vocab_size))
-    run = train.set_up(config, world, model)
-    adamw = prepare_updates(run.optimizer, run.params)
-    if config.hessian_interval:
-        run.optimizer.update_hessian([torch.rand_like(p) for p in parameters(run.optimizer)])
-
-    def steps(optimizer):
-        for _ in range(STEPS):
-            optimizer.step()
-
-    turns = interleave([lambda: steps(run.optimizer), lambda: steps(adamw)], repeats, world.device, deadline)
-    size = sum(p.numel() for p in run.params)
-    return dict(config=f'model_size={config.model_size} optimizer_name={config.optimizer_name}',
-                optimizer_name=config.optimizer_name, model_size=config.model_size, parameters=size,
-                optimizer_ms=1e3 * statistics.median(turns[0]) / STEPS,
-                adamw_ms=1e3 * statistics.median(turns[1]) / STEPS, turns=len(turns[0]),
-                over_adamw=statistics.median(own / reference for own, reference in zip(*turns)),
-                state=numbers(dict(run.optimizer.state)) / size)
 
 
 class BaselineHook(FirstOrder):
@@ -301,6 +254,60 @@ class Baseline(Case):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The update alone
+
+STEPS = 10  # a turn
+
+
+def prepare_updates(optimizer, params):
+    """Gives `params` gradients and their optimizer the learning rate 0. Returns a fused AdamW for the same."""
+    optim.set_learning_rate(optimizer, 0.0)
+    for p in params:
+        p.grad = torch.randn_like(p) * 1e-3
+    return torch.optim.AdamW(params, lr=0.0, fused=True)
+
+
+def numbers(value):
+    """How many numbers a state holds, a tensor or (nested) lists and dicts of such; single ones are counters."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() if value.dim() else 0
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return sum(map(numbers, parts))
+
+
+def update_row(config, vocab_size, repeats, deadline):
+    """The optimizer's update of a configuration, a row of the table."""
+    world = alone(config.device, config.backend, config.parallel)
+    torch.manual_seed(config.seed)
+    with world.device:
+        model = GPT(GPTConfig.from_settings(config.values, vocab_size))
+    run = train.set_up(config, world, model)
+    adamw = prepare_updates(run.optimizer, run.params)
+    if config.hessian_interval:
+        run.optimizer.update_hessian([torch.rand_like(p) for p in parameters(run.optimizer)])
+
+    clock = time.process_time if world.device.type == 'cpu' else time.perf_counter
+    seconds = [], []
+    for optimizer in (run.optimizer, adamw):  # compiles, allocates the state
+        optimizer.step()
+    while len(seconds[0]) < repeats and (not seconds[0] or time.monotonic() < deadline):
+        for optimizer, measured in zip((run.optimizer, adamw), seconds):
+            wait_for(world.device)
+            started = clock()
+            for _ in range(STEPS):
+                optimizer.step()
+            wait_for(world.device)
+            measured.append((clock() - started) / STEPS)
+    size = sum(p.numel() for p in run.params)
+    return dict(config=f'model_size={config.model_size} optimizer_name={config.optimizer_name}',
+                optimizer_name=config.optimizer_name, model_size=config.model_size, parameters=size,
+                turns=len(seconds[0]), optimizer_ms=1e3 * statistics.median(seconds[0]),
+                adamw_ms=1e3 * statistics.median(seconds[1]),
+                over_adamw=statistics.median(own / reference for own, reference in zip(*seconds)),
+                state=numbers(dict(run.optimizer.state)) / size)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Clocks and counters
 
 
@@ -310,20 +317,17 @@ def wait_for(device):
         torch.cuda.synchronize(device)
 
 
-def interleave(functions, repeats, device, deadline=math.inf):
-    """Lists of the seconds of each of `functions`, called in `repeats` turns, or as many (at least three) as end before
-    the `deadline`; the first call of each does not count."""
+def interleave(functions, repeats, device):
+    """Median seconds of each of `functions`, called in turns; the first call of each does not count."""
     seconds = [[] for _ in functions]
-    for turn in range(repeats + 1):
-        if turn > 3 and time.monotonic() > deadline:
-            break
+    for _ in range(repeats + 1):
         for function, measured in zip(functions, seconds):
             wait_for(device)
             started = time.perf_counter()
             function()
             wait_for(device)
             measured.append(time.perf_counter() - started)
-    return [measured[1:] for measured in seconds]
+    return [statistics.median(measured[1:]) for measured in seconds]
 
 
 def _status(key):
@@ -464,8 +468,7 @@ def main(argv=None):
     texts = args.configs or default_configs(device, args.tiny)
     if args.updates:
         texts = [f'--learning_rate=1e-3 {text} --optimizer_name={name}' for text in args.configs or ['--model_size=30M']
-                 for name in ([] if '--optimizer_name=' in text else OPTIMIZERS)] + [
-                     f'--learning_rate=1e-3 {text}' for text in args.configs if '--optimizer_name=' in text]
+                 for name in re.findall(r'--optimizer_name=(\S+)', text) or OPTIMIZERS]
     groups = {}  # configurations of one model take turns
     for text in texts:
         config = train.resolve([*shlex.split(text), f'--device={args.device}'])
