@@ -353,9 +353,12 @@ def try_prepare(rng, directory, text, whole):
             return said
         if process.returncode == 0:
             break
-    same = process.returncode == 0 and all((directory / name).read_bytes() == (whole / name).read_bytes()
-                                           for name in ('train.bin', 'val.bin', 'meta.json'))
-    return '' if same else f'exit code {process.returncode}, or other bins: {said}'
+    if process.returncode:
+        return f'exit code {process.returncode}: {said}'
+    metas = [dict(json.loads((out / 'meta.json').read_text()), seconds=0) for out in (directory, whole)]
+    same = metas[0] == metas[1] and all((directory / name).read_bytes() == (whole / name).read_bytes()
+                                        for name in ('train.bin', 'val.bin'))
+    return '' if same else 'other bins'
 
 
 def kill_one(rng, process):
@@ -367,7 +370,7 @@ def kill_one(rng, process):
         pass
 
 
-def text_file(path, documents=300, words=4000):
+def text_file(path, documents=60, words=4000):
     """Writes text of many documents to `path`; returns it."""
     rng = random.Random(0)
     path.write_text('<|endoftext|>'.join(' '.join(str(rng.random()) for _ in range(words // 10)) * 10

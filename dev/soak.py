@@ -346,25 +346,29 @@ def main(argv=None):
     os.environ.setdefault('OMP_NUM_THREADS', '1')
     directory = Path(tempfile.mkdtemp(prefix='soak'))
     settings, lines, rows, total = dict(dataset=args.dataset, device=args.device), [], [], collections.Counter()
+    command, here = sys.argv[1:] if argv is None else argv, runlog.machine()
+    head = (f'python dev/soak.py {" ".join(command)}',
+            f'commit {runlog.git_commit()}; {here["cores"]} cores of {here["gpu"] or here["cpu"]}; PyTorch '
+            f'{torch.__version__}', '')
     for name, tries in args.only:
         random.seed(f'{args.seed} {name}')  # so that a fault alone draws the same cases
         fault, started = FAULTS[name][0], time.monotonic()
-        results = fault(directory, tries, settings)
+        try:
+            results = fault(directory, tries, settings)
+        except (Exception, SystemExit) as error:  # the other faults are tried nevertheless
+            print(f'{name}: {type(error).__name__}: {error}', file=sys.stderr)
+            results = [(False, None)] * tries
         survived, lost = sum(ok for ok, _ in results), [lost for _, lost in results if lost is not None]
         total.update(tries=len(results), survived=survived)
         description = ' '.join(fault.__doc__.split()).rstrip('.')
         rows.append(f'| {description} | {len(results)} | {survived} | {max(lost) if lost else "–"} |')
         lines.append(f'{name}: {survived} of {len(results)} survived ({time.monotonic() - started:.0f} s)')
         print(lines[-1], flush=True)
-    here = runlog.machine()
-    text = '\n'.join((
-        ' '.join(['python dev/soak.py', *(sys.argv[1:] if argv is None else argv)]),
-        f'commit {runlog.git_commit()}; {here["cores"]} cores of {here["gpu"] or here["cpu"]}; PyTorch '
-        f'{torch.__version__}', '', *lines, '', '| fault | tries | survived | lost iterations, at most |',
-        '|---|---|---|---|', *rows, '', f'{total["survived"]} of {total["tries"]} survived', ''))
+        text = '\n'.join((*head, *lines, '', '| fault | tries | survived | lost iterations, at most |',
+                          '|---|---|---|---|', *rows, '', f'{total["survived"]} of {total["tries"]} survived', ''))
+        if args.output:
+            write_text(args.output, text)
     print(f'\n{text}')
-    if args.output:
-        write_text(args.output, text)
     if total['survived'] < total['tries']:
         raise SystemExit(f'{directory}: what is left of the runs')
     shutil.rmtree(directory)

@@ -82,8 +82,10 @@ def test_bad_files_are_rejected_in_one_line(tmp_path, text, words):
 
 def test_missing_file_names_the_nearest(monkeypatch):
     monkeypatch.chdir(ROOT)
-    message = rejection(apply, 'config/quikstart.py')
-    assert 'no such config file' in message and 'did you mean config/quickstart.py?' in message
+    for name, nearest in {'config/quikstart.py': 'config/quickstart.py',  # the other as the official repository has it
+                          'config/train_gpt2_small_adam.py': 'config/train_gpt2_small_adamw.py'}.items():
+        message = rejection(apply, name)
+        assert 'no such config file' in message and f'did you mean {nearest}?' in message
 
 
 def test_a_sweeps_spec_is_no_config_file():
@@ -152,6 +154,7 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
     (['--init_from=gpt2'], 'Table 3 is for training from scratch, not for init_from = gpt2; set --learning_rate'),
     (['--dtype=int8'], '--dtype=int8: must be float32'), (['--beta2=1'], 'must be at least 0 and below 1'),
     (['--batch_size=7'], '--batch_size=7: must divide 480'), (['--max_iters=0'], 'must be at least 1'),
+    ([f'--seed={2 ** 64}'], 'must be within 64 bits'), ([f'--seed={-2 ** 63 - 1}'], 'must be within 64 bits'),
 ])
 def test_settings_that_cannot_be_are_rejected(argv, words):
     with pytest.raises(SystemExit) as stopped:

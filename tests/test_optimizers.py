@@ -583,6 +583,24 @@ def test_adahessian_needs_an_estimate_before_its_first_step():
     assert all(torch.equal(p, q) for p, q in zip(params, before)) and not optimizer.state
 
 
+def test_a_compiled_adahessian_is_compiled_once():
+    """Its counters are tensors: a number in the state would be a constant of the compiled code."""
+    params = make_params()
+    optimizer = AdaHessian(params, lr=0.1)
+    step = torch.compile(optimizer.step, backend='eager', dynamic=False)
+
+    def run():
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.update_hessian(torch.ones_like(p) for p in params)
+        step()
+    for _ in range(2):  # the second one finds the state that the first has made
+        run()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            run()
+
+
 def test_sophia_warns_once_of_steps_without_an_estimate():
     params = make_params()
     optimizer = Sophia(params, lr=0.1)

@@ -212,9 +212,11 @@ def test_hutchinson_is_planned_for_replicas_only(tmp_path, monkeypatch):
     assert alone['options'][0]['sent_bytes'] == {} and alone['options'][0]['communication_share'] == 0
 
 
-def test_the_vocabulary_is_that_of_a_data_set_outside_of_data(tmp_path):
+def test_the_vocabulary_is_that_of_a_data_set_outside_of_data(tmp_path, monkeypatch):
     dataset = write_bins(tmp_path / 'elsewhere', [0] * 100, [0] * 100, vocab_size=65)
-    assert plan.vocabulary(train.resolve([f'--dataset={dataset}'])) == 65
+    monkeypatch.chdir(tmp_path)  # from where train.py would open it
+    for name in (dataset, 'elsewhere', '../' + tmp_path.name + '/elsewhere'):
+        assert plan.vocabulary(train.resolve([f'--dataset={name}'])) == 65
     assert plan.vocabulary(train.resolve(['--dataset=nowhere'])) == 50304
 
 

@@ -73,6 +73,8 @@ def test_checkpoint_holds_nanogpts_keys(reference):
     path, state = checkpoint.load(reference['sophiag'])
     assert path.name == 'ckpt_00000010.pt' and state['iter_num'] == 10
     assert {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config'} <= state.keys()
+    # More would be an unexpected argument to nanoGPT's GPTConfig.
+    assert state['model_args'].keys() == {'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'}
     assert (reference['sophiag'] / 'best.pt').is_file()
     h = [s['hessian'] for s in state['optimizer']['state'].values()]
     assert all(torch.isfinite(t).all() and (t >= 0).all() for t in h) and sum(t.sum() for t in h) > 0
