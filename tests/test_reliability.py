@@ -567,8 +567,8 @@ torch.amp.GradScaler = lambda *args, **kwargs: Scaler(*args, init_scale=2.0 ** 3
 
 def test_float16_gives_up_after_forty_overflows(train, tmp_path):
     done = train(tmp_path, '--dtype=float16', '--max_iters=50', '--eval_interval=50', faults="""
-clip = train.optim.clip_gradients
-train.optim.clip_gradients = lambda *args: clip(*args) * float('inf')
+clip = optimizers.optim.clip_gradients
+optimizers.optim.clip_gradients = lambda *args: clip(*args) * float('inf')
 """)
     assert done.code == NOT_FINITE and 'iteration 40: the gradient is not finite' in done.err
     assert done.err.rstrip().endswith('or skip it by --skip_nonfinite=41')
