@@ -106,6 +106,8 @@ def main(argv=None):
                         '(default: 2)')
     add_tuned(parser)
     parser.add_argument('--output', default='speedup.png', help='PNG; .csv and .json beside it (default: speedup.png)')
+    parser.add_argument('--panels', nargs='+', choices=PANELS, default=list(PANELS),
+                        help='of the picture (default: all)')
     args = parser.parse_args(argv)
     png_path(args.output)
     runs = find_runs(args.out_dirs)
@@ -144,7 +146,7 @@ def main(argv=None):
                      'fall')
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
 
-    fig = draw(tuned, args.baseline, verdicts, args.k)
+    fig = draw(tuned, args.baseline, verdicts, args.k, args.panels)
     save(args.output, fig, results, baseline=args.baseline, k=float(args.k), noise=dict(sd=noise[0], df=noise[1]),
          verdicts=verdicts, notes=notes, rejected=rejected)
 
@@ -286,55 +288,76 @@ def tempting(candidate, wanted):
     return found
 
 
-def draw(tuned, baseline, verdicts, k):
-    """The figure: final losses against T with the fitted curve and the criterion, their difference to the baseline's
-    with two standard errors, and the expected best of n trials."""
-    fig, (left, middle, right) = figure(3, width=4.3, height=3.8)
+def draw(tuned, baseline, verdicts, k, panels):
+    """The figure of some of PANELS, side by side."""
+    fig, axes = figure(len(panels), width=4.3, height=3.8)
     colors = {name: f'C{i}' for i, name in enumerate(tuned)}
+    for ax, panel in zip(axes, panels):
+        PANELS[panel](ax, tuned, baseline, verdicts, k, colors)
+    legend(fig, axes[0])
+    return fig
+
+
+def draw_loss(ax, tuned, baseline, verdicts, k, colors):
+    """Final losses against T, with the fitted curve and the criterion."""
     for name, sides in tuned.items():
         sides = [sides[T] for T in sorted(sides)]
-        left.errorbar([side.T for side in sides], [side.mean for side in sides],
-                      [mean_loss(side.best)[1] or 0 for side in sides], fmt='o-', capsize=3, markersize=4,
-                      color=colors[name], label=optimizer_label(name))
+        ax.errorbar([side.T for side in sides], [side.mean for side in sides],
+                    [mean_loss(side.best)[1] or 0 for side in sides], fmt='o-', capsize=3, markersize=4,
+                    color=colors[name], label=optimizer_label(name))
     curve = verdicts[0]['curve']
     if curve:
         Ts = np.geomspace(min(tuned[baseline]), max(tuned[baseline]), 50)
-        left.plot(Ts, curve['E'] + curve['A'] * Ts ** -curve['alpha'], ':', color=colors[baseline],
-                  label=f'{optimizer_label(baseline)}, fitted')
+        ax.plot(Ts, curve['E'] + curve['A'] * Ts ** -curve['alpha'], ':', color=colors[baseline],
+                label=f'{optimizer_label(baseline)}, fitted')
     if len(verdicts) == 1 and verdicts[0]['criterion']:
         for row in verdicts[0]['criterion']:
-            left.annotate('', (row['T/k'], list(row.values())[3]), (row['T'], list(row.values())[2]),
-                          arrowprops=dict(arrowstyle='->', color='C2' if row['holds'] else 'C3'))
+            ax.annotate('', (row['T/k'], list(row.values())[3]), (row['T'], list(row.values())[2]),
+                        arrowprops=dict(arrowstyle='->', color='C2' if row['holds'] else 'C3'))
         title = (f'Does {optimizer_label(verdicts[0]["candidate"])} at T/{k} reach {optimizer_label(baseline)} at T? '
                  + ('Yes.' if verdicts[0]['holds'] else 'No.'))
     else:
         title = 'Final loss at the best settings tried'
-    Ts = sorted({T for sides in tuned.values() for T in sides})
-    left.set(ylabel='final validation loss', title=title)
-    middle.axhline(0, color=colors[baseline])
-    for verdict in verdicts:
-        rows = verdict['same_T']
-        middle.errorbar([row['T'] for row in rows], [row['difference'] for row in rows],
-                        [2 * (row['standard_error'] or 0) for row in rows], fmt='o-', capsize=3, markersize=4,
-                        color=colors[verdict['candidate']])
-    middle.set(ylabel=f'final loss minus {optimizer_label(baseline)}\'s', title='Difference at the same T')
-    for ax in (left, middle):
-        ax.set(xscale='log', xlabel='steps T of the whole schedule', xlim=(0.8 * Ts[0], 1.25 * Ts[-1]))
-        ax.set_xticks(Ts, [f'{T:,}' for T in Ts])
-        ax.minorticks_off()
+    ax.set(ylabel='final validation loss', title=title)
+    horizons(ax, tuned)
 
-    # The T at which most optimizers have several trials; of these the longest.
+
+def draw_difference(ax, tuned, baseline, verdicts, k, colors):
+    """Differences to the baseline's final loss at the same T, with two standard errors."""
+    ax.axhline(0, color=colors[baseline], label=optimizer_label(baseline))
+    for verdict in verdicts:
+        rows, name = verdict['same_T'], verdict['candidate']
+        ax.errorbar([row['T'] for row in rows], [row['difference'] for row in rows],
+                    [2 * (row['standard_error'] or 0) for row in rows], fmt='o-', capsize=3, markersize=4,
+                    color=colors[name], label=optimizer_label(name))
+    ax.set(ylabel=f'final loss minus {optimizer_label(baseline)}\'s', title='Difference at the same T')
+    horizons(ax, tuned)
+
+
+def draw_tuning(ax, tuned, baseline, verdicts, k, colors):
+    """The expected best of n trials, at the T at which most optimizers have several; of these the longest."""
+    Ts = {T for sides in tuned.values() for T in sides}
     shown = max(Ts, key=lambda T: (sum(T in sides and len(sides[T].trials) > 1 for sides in tuned.values()), T))
     for name, sides in tuned.items():
         if shown in sides:
             trials = sides[shown].trials
             counts = range(1, len(trials) + 1)
-            right.plot(counts, [expected_best(trials, n) for n in counts], 'o-', markersize=4, color=colors[name])
-    right.xaxis.get_major_locator().set_params(integer=True)
-    right.set(xlabel='hyperparameter settings tried', ylabel='expected lowest validation loss',
-              title=f'What tuning buys, T = {shown:,}')
-    legend(fig, left)
-    return fig
+            ax.plot(counts, [expected_best(trials, n) for n in counts], 'o-', markersize=4, color=colors[name],
+                    label=optimizer_label(name))
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.set(xlabel='hyperparameter settings tried', ylabel='expected lowest validation loss',
+           title=f'What tuning buys, T = {shown:,}')
+
+
+def horizons(ax, tuned):
+    """Labels the x-axis with the T that there are."""
+    Ts = sorted({T for sides in tuned.values() for T in sides})
+    ax.set(xscale='log', xlabel='steps T of the whole schedule', xlim=(0.8 * Ts[0], 1.25 * Ts[-1]))
+    ax.set_xticks(Ts, [f'{T:,}' for T in Ts])
+    ax.minorticks_off()
+
+
+PANELS = dict(loss=draw_loss, difference=draw_difference, tuning=draw_tuning)
 
 
 if __name__ == '__main__':

@@ -7,12 +7,14 @@ import re
 import shlex
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, metrics
 
 import train
 from dev import tables
+from scripts.runs import read_run
 
 PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
 # Where flags that several scripts have are added.
