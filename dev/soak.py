@@ -87,11 +87,11 @@ class Run:
         """Waits for `condition()`; SystemExit with the end of the output if the run ends, or hangs, before it holds."""
         deadline = time.monotonic() + HANG
         while not condition():
-            ended = self.process.poll() is not None
-            if ended or time.monotonic() > deadline:
+            code = self.process.poll()
+            if code is not None or time.monotonic() > deadline:
                 self.process.kill()
-                why = 'the run ended too early' if ended else f'the run hung: killed after {HANG} s'
-                raise SystemExit(f'{self.log}: {why}:\n{self.log.read_text()[-2000:]}')
+                why = f'hung: killed after {HANG} s' if code is None else f'ended too early, with exit code {code}'
+                raise SystemExit(f'{self.log}: the run {why}:\n{self.log.read_text()[-2000:]}')
             time.sleep(0.02)
 
     def end(self, number=None):
@@ -166,7 +166,7 @@ def interrupt(out, tries, settings, number, code, moment):
     undisturbed = dict(settings, max_iters=last, eval_interval=10 ** 9, log_interval=10 ** 9)
     assert Run(plain, **undisturbed).end() == 0
     states = [checkpoint.load(checkpoint.path_of(d, last))[1] for d in (out, plain)]
-    if any(cases.unequal(*(state[key] for state in states)) for key in ('model', 'optimizer')):
+    if cases.unequal(*([state['model'], state['optimizer']['state']] for state in states)):
         print(f'{out}: the state at iteration {last} is not that of an undisturbed run', file=sys.stderr)
         return [(False, lost) for _, lost in results]
     return results
@@ -346,8 +346,8 @@ def main(argv=None):
     os.environ.setdefault('OMP_NUM_THREADS', '1')
     directory = Path(tempfile.mkdtemp(prefix='soak'))
     settings, lines, rows, total = dict(dataset=args.dataset, device=args.device), [], [], collections.Counter()
-    command, here = sys.argv[1:] if argv is None else argv, runlog.machine()
-    head = (f'python dev/soak.py {" ".join(command)}',
+    here, counts = runlog.machine(), ' '.join(f'{name}={tries}' for name, tries in args.only)
+    head = (f'python dev/soak.py --dataset={args.dataset} --device={args.device} --seed={args.seed} --only {counts}',
             f'commit {runlog.git_commit()}; {here["cores"]} cores of {here["gpu"] or here["cpu"]}; PyTorch '
             f'{torch.__version__}', '')
     for name, tries in args.only:
