@@ -387,7 +387,7 @@ def settings(name, total_batch_size):
 def test_settings_of_the_paper():
     assert settings('sophiag', 480) == dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, gamma=0.05,
                                             hessian_interval=10, hessian_batch_size=240,
-                                            hessian_bias_correction=False)
+                                            hessian_sequences='own', hessian_bias_correction=False)
     assert {key: settings('sophiah', 480)[key] for key in ('gamma', 'hessian_batch_size')} == dict(
         gamma=0.01, hessian_batch_size=32)
     # A smaller mini-batch: Gauss-Newton keeps its half, AdaHessian the whole, Hutchinson its 32 where they fit.
