@@ -9,8 +9,8 @@ What cannot be resumed waits for a call with enough time left: once it was cut o
 that was cut off resumes from its checkpoint in --work. What has ended is in --records at once, small files only, and in
 the archive --out if one is given. Needs Python and torch, neither matplotlib nor a network.
 
-The runs: GPT-2 on the text given, AdamW, Lion, Sophia-G and Sophia-H at Table 3's learning rate times --multipliers,
-AdamW's swept as finely as Sophia's, each on the whole schedule of T = --max_iters or of T/2; then a second seed of the
+The runs: GPT-2 on the text given, AdamW, Lion, Muon (at AdamW's learning rate), Sophia-G and Sophia-H at Table 3's
+learning rate times --multipliers, AdamW's swept as finely as Sophia's, each on the whole schedule of T = --max_iters or of T/2; then a second seed of the
 best runs of AdamW at T and Sophia-G at T/2; then both with a short warm-up, and Sophia-G with other β1, γ, ε and
 Hessian averages; then AdamW and Sophia-G over mini-batch and horizon. scripts/speedup.py judges the first
 (RECORDS/main), scripts/paper/loss_grid.py draws the last (RECORDS/map). Remove a record to have it made again.
@@ -171,9 +171,9 @@ def training_items(args, group):
     T, half, first, others = args.max_iters, args.max_iters // 2, args.multipliers[:1], args.multipliers[1:]
     where = 'map' if group == 'map' else 'main'
     if group == 'runs':
-        headline = [('adamw', T), ('sophiag', half), ('adamw', half), ('sophiag', T), ('sophiah', half),
-                    ('sophiah', T), ('lion', T)]
-        swept = [('adamw', T), ('sophiag', half), ('adamw', half), ('sophiah', half), ('lion', T)]
+        headline = [('adamw', T), ('sophiag', half), ('adamw', half), ('sophiag', T), ('muon', T), ('muon', half),
+                    ('sophiah', half), ('sophiah', T), ('lion', T)]
+        swept = [('adamw', T), ('sophiag', half), ('adamw', half), ('muon', T), ('sophiah', half), ('lion', T)]
         runs = [entry(args, *pair, first) for pair in headline] + [entry(args, *pair, others) for pair in swept]
     elif group == 'seeds':
         # The headline pair at the learning rate that turned out best; known once all are recorded.
