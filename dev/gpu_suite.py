@@ -13,7 +13,8 @@ The runs: GPT-2 on the text given, AdamW, Lion, Muon (at AdamW's learning rate),
 learning rate times --multipliers, AdamW's swept as finely as Sophia's, each on the whole schedule of T = --max_iters or
 of T/2; then a second seed of the best runs of AdamW at T and Sophia-G at T/2; then both with a short warm-up, and
 Sophia-G with other β1, γ, ε and Hessian averages; then AdamW and Sophia-G over mini-batch and horizon.
-scripts/speedup.py judges the first (RECORDS/main), scripts/paper/loss_grid.py draws the last (RECORDS/map). Remove a record to have it made again.
+scripts/speedup.py judges the first (RECORDS/main), scripts/paper/loss_grid.py draws the last (RECORDS/map). Remove a
+record to have it made again.
 """
 
 import argparse
