@@ -200,7 +200,8 @@ OPTIMIZERS = {
     # Baselines that the paper does not have. Settings are the libraries' defaults, but for weight decay, AdamW's. Where
     # updates are not as large as AdamW's by construction, there is no learning rate to take over.
     # Muon's matrix products of shards are those of the whole matrix, which DTensor gathers for them.
-    'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR, 'Table 3, adamw',
+    'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR | {'tiny': 4.8e-2},
+                'Table 3, adamw',
                 roles=dict(hidden={}, embedding={}, vector={}), library='torch:Muon'),
     'normuon': of_library(
         'pytorch_optimizer:NorMuon', dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8),
@@ -208,7 +209,7 @@ OPTIMIZERS = {
                        adamw_eps=s.eps), ADAMW_LR, 'Table 3, adamw',
         roles=dict(hidden=dict(use_muon=True), embedding=dict(use_muon=False), vector=dict(use_muon=False))),
     'soap': of_library('pytorch_optimizer:SOAP', dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8),
-                       lambda s: dict(betas=betas(s), eps=s.eps)),
+                       lambda s: dict(betas=betas(s), eps=s.eps), {'tiny': 2.4e-2}),
     'ademamix': of_library('pytorch_optimizer:AdEMAMix', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
                            lambda s: dict(betas=(*betas(s), 0.9999), eps=s.eps, weight_decouple=True), shards=True),
     # Its variance reduction is for matrices; AdamW updates norms and biases, at the same learning rate. DTensor lacks

@@ -294,8 +294,8 @@ def test_what_cannot_be_is_rejected_in_one_line(flags, message):
 
 
 def test_a_learning_rate_that_the_table_does_not_have_must_be_given():
-    assert rejection(settings, '--optimizer_name=soap') == (
-        'our table has no learning rate for soap at tiny; set --learning_rate')
+    assert rejection(settings, '--optimizer_name=mars') == (
+        'our table has no learning rate for mars at tiny; set --learning_rate')
     assert settings('--optimizer_name=muon').learning_rate == settings('--optimizer_name=adamw').learning_rate
 
 
