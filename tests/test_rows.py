@@ -296,7 +296,8 @@ def test_what_cannot_be_is_rejected_in_one_line(flags, message):
 def test_a_learning_rate_that_the_table_does_not_have_must_be_given():
     assert rejection(settings, '--optimizer_name=mars') == (
         'our table has no learning rate for mars at tiny; set --learning_rate')
-    assert settings('--optimizer_name=muon').learning_rate == settings('--optimizer_name=adamw').learning_rate
+    muon, adamw = (settings(f'--optimizer_name={name}', '--model_size=125M') for name in ('muon', 'adamw'))
+    assert muon.learning_rate == adamw.learning_rate == 6e-4
 
 
 def test_a_missing_library_is_named(monkeypatch):
