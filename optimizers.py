@@ -17,7 +17,7 @@ from hessian import AdaHessianHook, EmpiricalFisherHook, FirstOrder, GNBHook, Ho
 from runtime import hf, optim
 from runtime.distributed import full_tensor
 from runtime.start import from_scratch
-from sophia import GuardedOptimizer, HessianOptimizer, Sophia, parameters, scalar
+from sophia import GuardedOptimizer, HessianOptimizer, Sophia, local, parameters, scalar
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Baselines
@@ -33,7 +33,9 @@ class Lion(GuardedOptimizer):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize), nonfinite)
 
     def update(self, group, params, grads):
-        lr, (beta1, beta2), ms = scalar(group['lr']), group['betas'], self.buffers(params, 'exp_avg')
+        lr, (beta1, beta2) = scalar(group['lr']), group['betas']
+        # PyTorch 2.11 lacks some of these operators for DTensors; each rank updates its shards.
+        ms, params, grads = local(self.buffers(params, 'exp_avg')), local(params), local(grads)
         update = torch._foreach_lerp(ms, grads, 1 - beta1)
         torch._foreach_sign_(update)
         torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
@@ -227,7 +229,7 @@ OPTIMIZERS = {
     'prodigy': of_library('pytorch_optimizer:Prodigy', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
                           lambda s: dict(betas=betas(s), eps=s.eps), 1.0, 'its paper'),
     'signum': of_library('pytorch_optimizer:SignSGD', dict(beta1=0.9, weight_decay=0.1),
-                         lambda s: dict(momentum=s.beta1), shards=True),
+                         lambda s: dict(momentum=s.beta1), shards=True, sharded=dict(foreach=False)),
 }
 # What train.py's settings of optimizers are where an optimizer has no use for them.
 UNUSED = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0, hessian_batch_size=0,
