@@ -176,7 +176,9 @@ def fork(tmp_path_factory):
     processes, without torchrun, and with PyTorch imported already. Returns Done, with the ranks' output one after the
     other. With check=True it must succeed."""
     server = subprocess.Popen([sys.executable, str(INJECT), '--serve'], cwd=ROOT, stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
+                              stdout=subprocess.PIPE, text=True,
+                              # CUDA's own check for devices leaves a process whose forks cannot use them.
+                              env=dict(os.environ, OMP_NUM_THREADS='1', PYTORCH_NVML_BASED_CUDA_CHECK='1'))
     logs = tmp_path_factory.mktemp('logs')
     number = itertools.count()
 
