@@ -47,6 +47,10 @@ INCIDENTAL = {
 PROTOCOL = ('block_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'total_batch_size', 'grad_clip', 'decay_lr',
             'schedule', 'dtype')
 
+# Settings that came later: what a config.json without them stands for.
+LATER = dict(schedule='cosine', cooldown_iters=0, branch_cooldown=0, optimizer_args='', hessian_sequences='own',
+             hessian_bias_correction=False)
+
 # Settings without which nothing can be said of a run; others may be unknown to the train.py that wrote its config.json.
 NEEDED = ('optimizer_name', 'learning_rate', 'max_iters', 'decay_lr', 'lr_decay_iters', 'eval_iters', 'batch_size',
           'total_batch_size', 'hessian_interval', 'hessian_batch_size', 'model_size', 'block_size', 'n_layer', 'n_head',
@@ -194,7 +198,7 @@ def read_run(out_dir):
         raise SystemExit(f'{out_dir}/config.json: "changes" is not a list of {{iter, key, from, to}}; the file is '
                          'damaged')
     path = out_dir / 'metrics.jsonl'
-    return Run(out_dir, about['config'], about, read_metrics(path) if path.is_file() else [])
+    return Run(out_dir, {**LATER, **about['config']}, about, read_metrics(path) if path.is_file() else [])
 
 
 def read_metrics(path):
@@ -266,7 +270,7 @@ def check_comparable(runs, free=()):
             sequences = run.eval_iters * run.batch_size or 'all'
             yield 'the number of validation sequences (eval_iters × batch_size)', sequences
         for key in PROTOCOL:
-            yield key, run.config.get(key, 'cosine' if key == 'schedule' else None)
+            yield key, run.config.get(key)
         yield 'min_lr_ratio', round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)
         yield 'init_from', starting_weights(run)
 

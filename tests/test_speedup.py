@@ -88,6 +88,18 @@ def test_a_single_run_is_tested_against_the_pooled_noise_or_not_at_all(tmp_path)
     assert row['test'] == 'pooled σ' and row['standard_error'] == pytest.approx(0.02) and row['df'] == 1
 
 
+def test_a_setting_that_older_records_lack_has_its_default(tmp_path):
+    make(tmp_path, 'adamw', 100, 3.0)
+    make(tmp_path, 'sophiag', 100, 2.9)
+    older = make(tmp_path, 'sophiag', 100, 2.92, seed=2) / 'config.json'
+    about = json.loads(older.read_text())
+    for key in ('hessian_sequences', 'hessian_bias_correction', 'schedule'):
+        del about['config'][key]
+    older.write_text(json.dumps(about))
+    (row,) = judge(tmp_path)['same_T']
+    assert row['seeds'] == 2 and row['candidate'] == pytest.approx(2.91)
+
+
 def test_unequal_tuning_is_named_and_evened_out(tmp_path):
     make(tmp_path, 'adamw', 100, 3.0)
     for lr, loss in ((1e-3, 3.2), (2e-3, 2.9), (4e-3, 3.4)):
