@@ -215,7 +215,10 @@ def machine():
     except OSError:  # not Linux
         pass
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    try:
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    except RuntimeError:  # a forked process, which cannot use CUDA
+        gpu = None
     return dict(cpu=cpu, gpu=gpu, cores=cores, threads=torch.get_num_threads())
 
 
