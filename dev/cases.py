@@ -4,7 +4,9 @@ Every function draws from the random.Random that it is given, so that a case is 
 `try_…` do something to the real programs and return what went wrong, '' for nothing.
 """
 
+import contextlib
 import copy
+import itertools
 import json
 import os
 import random
@@ -28,6 +30,38 @@ from scripts.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 HANG = 900  # seconds after which a process is taken to hang, also on a busy machine
+
+
+@contextlib.contextmanager
+def forks(logs):
+    """A function run(script, *argv, faults=, environments=, seconds=) that runs a script of the repository in processes
+    that start within milliseconds, because tests/inject.py forks them with PyTorch imported already: one for each of
+    `environments`. It returns (exit codes, or None where one hung; stdout; stderr), the output of one process after the
+    other, which goes through files in the directory `logs`.
+    """
+    server = subprocess.Popen([sys.executable, 'tests/inject.py', '--serve'], cwd=ROOT, text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              # CUDA's own check for devices leaves a process whose forks cannot use them.
+                              env=dict(os.environ, OMP_NUM_THREADS='1', PYTORCH_NVML_BASED_CUDA_CHECK='1'))
+    number = itertools.count()
+
+    def run(script, *argv, faults='', environments=({},), seconds=HANG):
+        log = f'{logs}/fork{next(number)}'
+        server.stdin.write(json.dumps(dict(script=str(ROOT / script), argv=[faults, *map(str, argv)], log=log,
+                                           environments=environments, seconds=seconds)) + '\n')
+        server.stdin.flush()
+        codes, said = json.loads(server.stdout.readline()), []
+        for name in ('out', 'err'):
+            paths = [Path(f'{log}.{name}{rank}') for rank in range(len(environments))]
+            said.append(''.join(path.read_text() for path in paths))
+            for path in paths:
+                path.unlink()
+        return codes, *said
+
+    yield run
+    server.stdin.close()
+    server.wait(HANG)
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Runs with random settings

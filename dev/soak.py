@@ -16,7 +16,6 @@ import argparse
 import collections
 import contextlib
 import itertools
-import json
 import os
 import random
 import re
@@ -103,27 +102,13 @@ class Run:
 
 @contextlib.contextmanager
 def forks(directory):
-    """A function run(out_dir, *flags, faults=): train.py to its end, in a process that starts within milliseconds
-    because tests/inject.py forks it. Returns its exit code and what it said, which goes through files in `directory`.
-    """
-    server = subprocess.Popen([sys.executable, 'tests/inject.py', '--serve'], cwd=ROOT, text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def run(out_dir, *flags, faults=''):
-        out, err = (directory / f'fork{next(NUMBERS)}' for _ in range(2))
-        request = dict(argv=[faults, *flags, f'--out_dir={out_dir}'], out=str(out), err=str(err), environments=[{}],
-                       seconds=HANG)
-        server.stdin.write(json.dumps(request) + '\n')
-        server.stdin.flush()
-        codes = json.loads(server.stdout.readline())
-        done = Done(codes[0] if codes else 'hung', out.read_text(), err.read_text())
-        out.unlink()
-        err.unlink()
-        return done
-
-    yield run
-    server.stdin.close()
-    server.wait(HANG)
+    """A function run(out_dir, *flags, faults=): train.py to its end, by `cases.forks`. Returns its exit code and what
+    it said."""
+    with cases.forks(directory) as run:
+        def train(out_dir, *flags, faults=''):
+            codes, out, err = run('train.py', *flags, f'--out_dir={out_dir}', faults=faults)
+            return Done(codes[0] if codes else 'hung', out, err)
+        yield train
 
 
 def flags_of(settings):

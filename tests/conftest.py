@@ -4,7 +4,6 @@ import collections
 import contextlib
 import hashlib
 import importlib.util
-import itertools
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from dev import cases  # noqa: E402
 from runtime import checkpoint  # noqa: E402
 
 settings.register_profile('repeatable', deadline=None, derandomize=True, database=None)
@@ -175,15 +175,9 @@ def fork(tmp_path_factory):
     """fork(script, *argv, faults=, ranks=, machines=, seconds=, check=): runs a script of the repository in forked
     processes, without torchrun, and with PyTorch imported already. Returns Done, with the ranks' output one after the
     other. With check=True it must succeed."""
-    server = subprocess.Popen([sys.executable, str(INJECT), '--serve'], cwd=ROOT, stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE, text=True,
-                              # CUDA's own check for devices leaves a process whose forks cannot use them.
-                              env=dict(os.environ, OMP_NUM_THREADS='1', PYTORCH_NVML_BASED_CUDA_CHECK='1'))
     logs = tmp_path_factory.mktemp('logs')
-    number = itertools.count()
 
     def run(script, *argv, faults='', ranks=1, machines=1, seconds=HANG, check=False):
-        log = logs / f'{next(number)}'
         environments = [{}]
         if ranks > 1:
             with socket.create_server(('127.0.0.1', 0)) as free:
@@ -191,20 +185,15 @@ def fork(tmp_path_factory):
             environments = [dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(ranks),
                                  LOCAL_WORLD_SIZE=str(ranks // machines), MASTER_ADDR='127.0.0.1',
                                  MASTER_PORT=str(port)) for r in range(ranks)]
-        server.stdin.write(json.dumps(dict(script=str(ROOT / script), argv=[faults, *map(str, argv)], log=str(log),
-                                           environments=environments, seconds=seconds)) + '\n')
-        server.stdin.flush()
-        codes = json.loads(server.stdout.readline())
-        out, err = (''.join(Path(f'{log}.{name}{r}').read_text() for r in range(ranks)) for name in ('out', 'err'))
+        codes, out, err = forked(script, *argv, faults=faults, environments=environments, seconds=seconds)
         if codes is None:
             hung(out, err, seconds)
         code = next((code for code in codes if code), 0)
         assert not check or code == 0, err[-3000:]
         return Done(code, out, err)
 
-    yield run
-    server.stdin.close()
-    server.wait(HANG)
+    with cases.forks(logs) as forked:
+        yield run
 
 
 @pytest.fixture(scope='session')

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TINY
 from test_checkpoint import good, resumed  # noqa: F401 - a fixture
 
 import train as train_module
-from dev import cases
+from dev import cases, soak
 from model import GPT, GPTConfig
 from runtime import checkpoint, hf
 
@@ -19,6 +19,14 @@ from runtime import checkpoint, hf
 def test_random_settings_stopped_and_resumed(train, tmp_path, seed):
     """Bit for bit the run that was never stopped."""
     assert not cases.try_settings(random.Random(seed), tmp_path, train)
+
+
+def test_soak_runs_train_py(tmp_path, corpus):
+    with soak.forks(tmp_path) as train:
+        done = train(tmp_path / 'out', *TINY, f'--dataset={corpus}', '--learning_rate=1e-3', '--max_iters=2')
+        failed = train(tmp_path / 'out', *TINY, f'--dataset={corpus}', '--learning_rate=1e-3')
+    assert done.code == 0 and 'saved' in done.out and not done.err
+    assert failed.code == 1 and 'holds checkpoints' in failed.err
 
 
 def test_random_settings_are_valid_and_of_every_kind(monkeypatch):
