@@ -209,7 +209,7 @@ class HutchinsonHook(HessianHook):
         self.rows.append((X[:n], Y[:n]))
 
     def loss(self, model, X, Y):
-        if self.due and self.rows_left:
+        if self.rows_left:
             self.take(model, X, Y)
         return super().loss(model, X, Y)
 

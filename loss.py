@@ -172,20 +172,19 @@ def fused_head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
                 losses[1] += (nll_hat * mask).sum()
             if not gradients:
                 continue
-            # Minus the one-hot in place; near p = 1 that has to be before p is rounded to 16 bits.
-            dlogits = p.scatter_(-1, y[:, None], torch.expm1(-nll)[:, None].to(p.dtype))
+            # The gradient of the logits, p minus the one-hot, in place; near p = 1 not from p, rounded to 16 bits.
+            p.scatter_(-1, y[:, None], torch.expm1(-nll)[:, None].to(p.dtype))
             mask = mask[:, None].to(x.dtype)
             xs = x[rows] * mask
-            product = dlogits.t() @ (xs / room)
+            product = p.t() @ (xs / room)
             for total in (dw, dw_hat) if hat else (dw,):
                 total.add_(product, alpha=room)
-            dx_rows = dlogits @ w
+            dx_rows = p @ w
             dx[rows] = dx_rows * mask
             if hat:
                 dx_hat[rows] = (dx_rows + (w[y] - w[y_hat])) * mask
                 xs = xs.to(dw.dtype)
                 dw_hat.index_add_(0, y, xs).index_add_(0, y_hat, xs, alpha=-1)
-            del dlogits
     count = counted.sum().to(losses.dtype)
     return losses[0] / count, losses[1].clone(), count, dx, dw, dx_hat, dw_hat
 

@@ -112,10 +112,7 @@ class Together(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure and torch.enable_grad()(closure)()
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
