@@ -2,15 +2,17 @@
 
   python data/text/prepare.py BOOKS.txt --val_file OTHER_AUTHORS.txt --tokenizer=byte --out_dir data/books
   python dev/study.py --jobs 2                    everything that is missing; days on two CPU cores
-  python dev/study.py --phases rates              a part of it
+  python dev/study.py --phases rates_600 --optimizers adamw soap          a part of it
   python dev/study.py --collect records/study     copies what a record needs of the finished runs
 """
 
 import argparse
+import csv
 import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -18,78 +20,97 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.runs import read_json, read_run  # noqa: E402
 
-# Optimizer → five learning rates around the one that its row of the table has, or that short runs suggested.
+# Optimizer → five learning rates, a factor of 2 apart, around the best one of the quickstart (docs/small-runs.md).
 RATES = {
     'adamw': ['3e-3', '6e-3', '1.2e-2', '2.4e-2', '4.8e-2'],
     'sophiag': ['5e-4', '1e-3', '2e-3', '4e-3', '8e-3'],
-    'muon': ['3e-3', '6e-3', '1.2e-2', '2.4e-2', '4.8e-2'],
-    'soap': ['1.5e-3', '3e-3', '6e-3', '1.2e-2', '2.4e-2'],
+    'muon': ['1.2e-2', '2.4e-2', '4.8e-2', '9.6e-2', '0.192'],
+    'soap': ['6e-3', '1.2e-2', '2.4e-2', '4.8e-2', '9.6e-2'],
 }
-# Where they start, besides: what short runs have shown for AdamW and Sophia-G alike (docs/small-runs.md).
-START = {'adamw': ['--beta1=0.9'], 'sophiag': ['--beta1=0.9'], 'muon': [], 'soap': []}
+# Where they start besides: the rows of the table, with the β1 that short runs favour for AdamW and Sophia-G alike.
+START = {
+    'adamw': dict(beta1='0.9', beta2='0.95', weight_decay='0.1'),
+    'sophiag': dict(beta1='0.9', beta2='0.99', weight_decay='0.2', gamma='0.05', eps='1e-12'),
+    'muon': dict(beta1='0.95', beta2='0.95', weight_decay='0.1'),
+    'soap': dict(beta1='0.95', beta2='0.95', weight_decay='0.1'),
+}
 # What the coordinate search at 1,200 steps tries beside the learning rates.
-TRIED = dict(warmup_iters='75,150,300,600', beta1='0.8,0.9,0.95,0.98', weight_decay='0,0.1,0.2')
-OTHERS_TRIED = dict(beta2='0.95,0.99')
-SOPHIA_TRIED = dict(beta2='0.9,0.99', gamma='0.0125,0.05,0.15,0.5', eps='1e-12,1e-7')
+TRIED = dict(warmup_iters=['75', '150', '300', '600'], beta1=['0.8', '0.9', '0.95', '0.98'],
+             beta2=['0.9', '0.95', '0.99'], weight_decay=['0', '0.1', '0.2'],
+             gamma=['0.0125', '0.05', '0.15', '0.5'], eps=['1e-12', '1e-7'])
 NOISE = 0.004  # two standard deviations over seeds of a validation loss
 HORIZONS = [600, 1200, 2400, 4800, 9600]
+MORE_SEEDS = {600: ['1338', '1339'], 1200: ['1338', '1339'], 2400: ['1338'], 4800: ['1338'], 9600: ['1338']}
 
 
-def sweep(out_dir, args, search, *base):
-    """Trains what is missing of one sweep."""
-    if args.dry_run:
-        search = [*search, '--dry_run'] if '--grid' in search else search
-    command = [sys.executable, 'scripts/sweep.py', '--out_dir', str(out_dir), '--jobs', str(args.jobs), *search, '--',
-               'config/study.py', *base]
+def sweep(args, name, T, base, *search):
+    """Trains what is missing of a search with the optimizer `name` over T steps.
+
+    All its runs are in one directory, each named after everything that is tuned: no phase repeats a run of another.
+    """
+    command = [sys.executable, 'scripts/sweep.py', '--out_dir', str(args.out_dir / str(T) / name), '--jobs',
+               str(args.jobs), *search, '--', 'config/study.py', f'--optimizer_name={name}', f'--max_iters={T}', *base]
     print(' '.join(command), flush=True)
-    if args.dry_run and '--tune' in search:
-        return
-    if subprocess.run(command, cwd=ROOT).returncode:
-        raise SystemExit(f'{out_dir}: the sweep did not end; start this again when its message is dealt with')
+    if not args.dry_run and subprocess.run(command, cwd=ROOT).returncode:
+        raise SystemExit(f'{T} {name}: the sweep did not end; start this again when its message is dealt with')
 
 
-def rates(args):
-    """Five learning rates at 600 steps, a warm-up of half of them. At 1,200 the coordinate search begins with these."""
-    for name, values in RATES.items():
-        sweep(args.out_dir / 'rates' / name, args, ['--grid', f'learning_rate={",".join(values)}'],
-              f'--optimizer_name={name}', '--max_iters=600', '--warmup_iters=300', *START[name])
+def grid(args, name, T, learning_rates, settings, seeds=()):
+    """Trains each learning rate with `settings` (setting → value), with `seeds` or the default one."""
+    search = [f'learning_rate={",".join(learning_rates)}', *(f'{key}={value}' for key, value in settings.items())]
+    sweep(args, name, T, [], '--grid', *search, *([f'seed={",".join(seeds)}'] if seeds else []))
 
 
-def tuned(args):
-    """The coordinate search of each optimizer at 1,200 steps."""
-    for name, values in RATES.items():
-        grid = dict(learning_rate=','.join(values), **TRIED, **(SOPHIA_TRIED if name == 'sophiag' else OTHERS_TRIED))
-        sweep(args.out_dir / 'tuned' / name, args,
-              ['--tune', *(f'{key}={grid[key]}' for key in grid), f'--noise={NOISE}'],
-              f'--optimizer_name={name}', '--max_iters=1200', '--warmup_iters=600', *START[name])
+def start_of(name, T):
+    """Setting → value, where the search for `name` starts at T steps: a warm-up of half of them."""
+    return dict(warmup_iters=str(T // 2), **START[name])
 
 
-def horizons(args):
-    """The settings found at 1,200 steps at every horizon, the warm-up the same share of it. Up to 2,400 steps half and
-    twice the learning rate, too; three seeds up to 1,200 steps, two beyond."""
-    for name in RATES:
-        best = dict(read_json(args.out_dir / 'tuned' / name / 'tuning.json')['best'])
-        share, lr = float(best.pop('warmup_iters')) / 1200, float(best.pop('learning_rate'))
-        for T in HORIZONS:
-            base = [f'--optimizer_name={name}', f'--max_iters={T}', f'--warmup_iters={round(share * T)}',
-                    *(f'--{key}={value}' for key, value in best.items())]
-            near = [lr / 2, lr, 2 * lr] if T <= 2400 else [lr]
-            sweep(args.out_dir / f'horizon_{T}' / name, args,
-                  ['--grid', f'learning_rate={",".join(f"{value:g}" for value in near)}', '--grid',
-                   f'learning_rate={lr:g}', f'seed={"1338,1339" if T <= 1200 else "1338"}'], *base)
+def rates(args, name, T):
+    """Five learning rates, everything else as at the start; the best of them with more seeds."""
+    grid(args, name, T, RATES[name], start_of(name, T))
+    if not args.dry_run:
+        with (args.out_dir / str(T) / name / 'results.csv').open(encoding='utf-8') as file:
+            best = next(csv.DictReader(file))  # sorted by the validation loss
+        grid(args, name, T, [best['learning_rate']], start_of(name, T), MORE_SEEDS[T])
 
 
-def fresh(args):
-    """Sophia-G on sequences that its gradient does not see, and with bias correction, at its best settings."""
-    best = read_json(args.out_dir / 'tuned' / 'sophiag' / 'tuning.json')['best']
-    flags = [f'--{key}={value}' for key, value in best.items()]
-    sweep(args.out_dir / 'fresh', args,
-          ['--grid', 'hessian_sequences=own,fresh', 'seed=1337,1338,1339',
-           '--grid', 'hessian_bias_correction=True', 'seed=1337,1338,1339'],
-          '--optimizer_name=sophiag', '--max_iters=1200', *flags)
+def tuned(args, name):
+    """The coordinate search at 1,200 steps. Its first runs, the learning rates, are those of `rates`."""
+    start = start_of(name, 1200)
+    values = dict(learning_rate=RATES[name], **{key: TRIED[key] for key in start})
+    sweep(args, name, 1200, [f'--{key}={value}' for key, value in start.items()],
+          '--tune', *(f'{key}={",".join(values[key])}' for key in values), f'--noise={NOISE}')
 
 
-PHASES = dict(rates=rates, tuned=tuned, horizons=horizons, fresh=fresh)
+def best_of(args, name):
+    """Setting → value, what the coordinate search has found."""
+    return dict(read_json(args.out_dir / '1200' / name / 'tuning.json')['best'])
+
+
+def horizons(args, name):
+    """The settings found at 1,200 steps at every horizon, the warm-up the same share of it, and up to 2,400 steps half
+    and twice the learning rate; three seeds up to 1,200 steps, two beyond."""
+    best = best_of(args, name)
+    lr, share = float(best.pop('learning_rate')), float(best['warmup_iters']) / 1200
+    for T in HORIZONS:
+        settings = dict(best, warmup_iters=str(round(share * T)))
+        grid(args, name, T, [f'{value:g}' for value in ([lr / 2, lr, 2 * lr] if T <= 2400 else [lr])], settings)
+        grid(args, name, T, [f'{lr:g}'], settings, MORE_SEEDS[T])
+
+
+def options(args, name):
+    """Sophia-G with h from sequences that its gradient does not see, and with bias correction of h: its best settings,
+    1,200 steps, three seeds."""
+    if name == 'sophiag':
+        best = best_of(args, name)
+        for option in ('hessian_sequences=fresh', 'hessian_bias_correction=True'):
+            sweep(args, name, 1200, [], '--grid', *(f'{key}={value}' for key, value in best.items()), option,
+                  'seed=1337,1338,1339')
+
+
+PHASES = dict(rates_600=partial(rates, T=600), rates_1200=partial(rates, T=1200), tuned=tuned, horizons=horizons,
+              options=options)
 
 
 def collect(out_dir, target):
@@ -99,9 +120,8 @@ def collect(out_dir, target):
         if run.diverged or not run.unfinished:
             for name in ('config.json', 'metrics.jsonl', 'failed.txt'):
                 copy(config.with_name(name), out_dir, target)
-    for name in ('sweep.json', 'tuning.json'):
-        for path in out_dir.rglob(name):
-            copy(path, out_dir, target)
+    for path in out_dir.rglob('tuning.json'):
+        copy(path, out_dir, target)
 
 
 def copy(path, out_dir, target):
@@ -117,16 +137,19 @@ def main():
     parser.add_argument('--out_dir', type=Path, default=Path('out/study'))
     parser.add_argument('--phases', nargs='+', choices=PHASES, default=list(PHASES), metavar='PHASE',
                         help=f'of {", ".join(PHASES)} (default: all)')
+    parser.add_argument('--optimizers', nargs='+', choices=RATES, default=list(RATES), metavar='NAME',
+                        help=f'of {", ".join(RATES)} (default: all)')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
-    parser.add_argument('--dry_run', action='store_true', help='list the runs and their state')
+    parser.add_argument('--dry_run', action='store_true', help='print the commands, train nothing')
     parser.add_argument('--collect', type=Path, metavar='DIR', help='only copy the records of finished runs there')
     args = parser.parse_args()
     os.chdir(ROOT)
     if args.collect:
         collect(args.out_dir, args.collect)
         return
-    for name in args.phases:
-        PHASES[name](args)
+    for phase in args.phases:
+        for name in args.optimizers:
+            PHASES[phase](args, name)
 
 
 if __name__ == '__main__':
