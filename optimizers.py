@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from hessian import AdaHessianHook, EmpiricalFisherHook, FirstOrder, GNBHook, Hook, HutchinsonHook
 from runtime import hf, optim
 from runtime.distributed import full_tensor
-from runtime.start import from_scratch
+from runtime.start import finetunes
 from sophia import GuardedOptimizer, HessianOptimizer, Sophia, local, parameters, scalar
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ def peak_learning_rate(optimizer_name, model_size):
 
 def learning_rate_settings(config):
     """The peak learning rate; SystemExit with one line where the table has none. It is about training from scratch."""
-    scratch = from_scratch(config)
+    scratch = not finetunes(config)
     config.require('init_from', scratch or config.init_from in hf.HUB_MODELS or Path(config.init_from).is_dir(),
                    f'scratch, resume, auto, {", ".join(hf.HUB_MODELS)} or a Hugging Face folder')
     lr, source = peak_learning_rate(config.optimizer_name, config.model_size)

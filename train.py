@@ -12,29 +12,36 @@ import math
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 try:
-    import numpy as np
     import torch
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is not installed: run make install, then .venv/bin/python train.py') from None
 
 import configurator
-import loss
 import optimizers
 from configurator import derived
 from data.loader import TrainLoader, ValidationLoader, accumulation_steps, fingerprint, open_dataset
 from hessian import Hook
+from loss import set_compile
 from model import GPT, GPTConfig, size_settings
-from runtime import checkpoint, files, optim, runlog
+from runtime import checkpoint, optim
 from runtime import device as devices
-from runtime.distributed import World, one_message, ranks_from_environment, under_torchrun
+from runtime.distributed import World, one_message, ranks_from_environment
 from runtime.rng import DROPOUT, keyed_bits
-from runtime.signals import NOT_FINITE, STOPPED, SafeStream, StopSignals
+from runtime.runlog import loss_spike
+from runtime.signals import SafeStream, StopSignals
 from runtime.speed import Speed
-from runtime.start import branch_settings, from_scratch, open_run
+from runtime.start import (
+    adopt_model_args,
+    close_run,
+    find_start,
+    finetunes,
+    give_up,
+    inherit_settings,
+    open_log,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. A value `derived(type)` comes from the tables of model.py and optimizers.py, or from other settings.
@@ -104,12 +111,13 @@ dtype = derived(str)  # 'bfloat16', 'float16' (with loss scaling) or 'float32'
 compile = derived(bool)  # torch.compile the model
 seed = 1337  # of the initial weights, the data order, sampled labels and dropout
 
+# Every number, text and bool above is a setting.
 DEFAULTS = {key: value for key, value in globals().items() if not key.startswith('_')}
 
 
 # What fills in the settings that nobody has set, in this order; see configurator.derive.
 TABLES = [
-    branch_settings, size_settings,
+    size_settings,
     optimizers.optimizer_settings, optimizers.learning_rate_settings, optimizers.attention_settings,
     lambda c: (dict(lr_decay_iters=c.max_iters), 'max_iters'),
     lambda c: (dict(cooldown_iters=c.lr_decay_iters // 5 if c.schedule == 'wsd' else 0), f'schedule {c.schedule}'),
@@ -121,20 +129,44 @@ TABLES = [
 
 def resolve(argv):
     """The settings of `python train.py ARGV…`, a configurator.Config. SystemExit with one line when one is wrong."""
-    c = configurator.configure(DEFAULTS, argv)
+    c = configurator.configure(DEFAULTS, argv, script=__file__)
+    inherit_settings(c)
     configurator.derive(c, TABLES)
     world_size = ranks_from_environment()[2]
     steps = accumulation_steps(c.total_batch_size, c.batch_size, world_size, c.gradient_accumulation_steps)
     c.set('gradient_accumulation_steps', steps, c.sources['gradient_accumulation_steps'])
     rounded = math.ceil(min(c.hessian_batch_size, c.total_batch_size) / world_size) * world_size
     if rounded != c.hessian_batch_size:
-        c.set('hessian_batch_size', rounded, f'{c.hessian_batch_size} made to fit {world_size} device(s)')
+        c.set('hessian_batch_size', rounded, f'{c.hessian_batch_size} made to fit {c.total_batch_size} sequences on '
+              f'{world_size} device(s)')
     c.require('dtype', c.parallel == 'ddp' or c.dtype != 'float16', f'bfloat16 or float32 for --parallel={c.parallel}')
     c.require('n_head', c.n_embd % c.n_head == 0, f'a divisor of n_embd = {c.n_embd}')
     c.require('schedule', c.schedule in SCHEDULES, f'one of {", ".join(SCHEDULES)}')
+    c.require('cooldown_iters', c.schedule == 'wsd' or not c.cooldown_iters, f'0 for --schedule={c.schedule}')
     c.require('cooldown_iters', c.cooldown_iters <= c.lr_decay_iters, f'at most lr_decay_iters = {c.lr_decay_iters}')
     optimizers.check_settings(c)
     return c
+
+
+# What is left of the way from min_lr up to the peak learning rate, after the share t (0 to 1) of the decay.
+SCHEDULES = {
+    'cosine': lambda t: 0.5 * (1 + math.cos(math.pi * t)),
+    'linear': lambda t: 1 - t,
+    'wsd': lambda t: 1 - t,  # decays in the last cooldown_iters only
+    'constant': lambda t: 1.0,
+}
+
+
+def learning_rate_at(c, iteration):
+    """The learning rate of an iteration: linear warm-up, then c.schedule until lr_decay_iters, then min_lr (for
+    'constant' the peak). Without decay_lr not even a warm-up, as in nanoGPT."""
+    if not c.decay_lr:
+        return c.learning_rate
+    if iteration < c.warmup_iters:
+        return c.learning_rate * (iteration + 1) / (c.warmup_iters + 1)
+    first = c.lr_decay_iters - c.cooldown_iters if c.schedule == 'wsd' else c.warmup_iters
+    left = SCHEDULES[c.schedule](min(1.0, max(0.0, (iteration - first) / max(1, c.lr_decay_iters - first))))
+    return c.min_lr + left * (c.learning_rate - c.min_lr)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -157,15 +189,15 @@ class Run:
 
 def set_up(c, world, model):
     """The `Run` of a model: it is moved to its devices, compiled and wrapped as the settings `c` say."""
-    loss.set_compile(c.compile)
+    set_compile(c.compile)
     autocast = devices.autocast(world.device, c.dtype)
     wrapped = world.wrap(model, model.transformer.h, c.compile, c.activation_checkpointing,
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
     optimizer = optimizers.build_optimizer(
         c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay, c.optimizer_name), lr=c.learning_rate,
-        compile=c.compile, **{key: c.values[key] for key in optimizers.UNUSED})
+        compile=c.compile, **{key: c.values[key] for key in optimizers.NEUTRAL})
     params = [p for p in model.parameters() if p.requires_grad]
-    assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
+    assert {id(p) for p in optim.parameters(optimizer)} == {id(p) for p in params}
     hessian = optimizers.build_hook(
         c.optimizer_name, model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
         fresh=c.hessian_sequences == 'fresh', rank=world.rank, world_size=world.size,
@@ -176,34 +208,24 @@ def set_up(c, world, model):
 
 
 def make_model(c, world, start, data, fingerprints):
-    """(model, model_args): random or pretrained weights; those of a checkpoint are restored later.
+    """The GPT with random or pretrained weights; those of a checkpoint are restored later.
 
     SystemExit with one line when the checkpoint of `start` does not fit the settings, or the `data` the weights.
     """
-    def adopt(args):
-        """The settings follow the model_args of weights that are fine-tuned."""
-        if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
-            raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the weights of '
-                             f'--init_from={c.init_from} have {args["vocab_size"]}; prepare the data with their '
-                             'tokenizer')
-        for key in args.keys() & c.values.keys():
-            if args[key] != c.values[key]:
-                c.set(key, args[key], 'pretrained weights')
-        return args
-
-    model_args = GPTConfig.from_settings(c.values, data.vocab_size).model_args()
     torch.manual_seed(c.seed)
     with world.exit_together():
-        if not from_scratch(c):
+        model, defaults = None, asdict(GPTConfig())
+        if finetunes(c):
             model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
-            model_args = adopt(asdict(model.config))
+            args = adopt_model_args(c, asdict(model.config), data)
+        elif start.finetuned:
+            saved = {key: start.saved['model_args'].get(key, default) for key, default in defaults.items()}
+            args = adopt_model_args(c, saved, data)
+        else:
+            args = asdict(GPTConfig.from_settings(c.values, data.vocab_size))
         if start.saved:
-            if 'gelu_approximate' in start.saved['model_args']:  # fine-tuned: its checkpoints hold all of its shape
-                model_args = adopt(start.saved['model_args'] | dict(block_size=c.block_size, dropout=c.dropout))
-            start.compare(c, model_args, fingerprints, asdict(GPTConfig()))
-        if from_scratch(c):
-            model = GPT(GPTConfig(**model_args))
-    return model, model_args
+            start.compare(c, args, fingerprints, defaults)
+        return model or GPT(GPTConfig(**args))
 
 
 @dataclass
@@ -223,29 +245,6 @@ class TrainState:
 # Once in a while
 
 
-def open_log(c, run, state, start, data, fingerprints):
-    """The `RunLog` of a run. Writes what the run is to config.json, and prints it."""
-    world, model, writes = run.world, run.raw_model, run.world.is_master and not c.eval_only
-    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master)
-    if writes:
-        runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
-        runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
-                            flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
-                            device=devices.device_name(world.device), branched_from=c.branch_cooldown and dict(
-                                checkpoint=c.init_from, iter=c.max_iters - c.branch_cooldown) or None)
-    if start.path:
-        log.print(f'resuming from {start.path} at iteration {state.iter} of {c.max_iters}')
-    for line in (*(f'changed: {line}' for line in start.differences), *c.lines()):
-        log.print(line)
-    if c.decay_lr and c.warmup_iters >= c.max_iters:
-        log.print(f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
-                  '--warmup_iters')
-    log.print(f'{model.num_params():,} parameters; {len(data):,} training tokens; '
-              f'{c.total_batch_size * c.block_size:,} tokens per iteration = {world.size} device(s) × '
-              f'{c.gradient_accumulation_steps} × {c.batch_size} × {c.block_size}')
-    return log
-
-
 @torch.no_grad()
 def evaluate(run, val_data, stops, progress=iter):
     """Mean loss over the validation sequences, each rank its share, one reduction at the end.
@@ -259,7 +258,7 @@ def evaluate(run, val_data, stops, progress=iter):
     batches = ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
                                world.size, world.device)
     for X, Y in progress(batches):
-        if world.any(stops.stop):
+        if world.any_if_sharded(stops.stop):
             total[2] = 1
             break
         with run.autocast:
@@ -271,95 +270,74 @@ def evaluate(run, val_data, stops, progress=iter):
     return None if stopping else loss_sum / count
 
 
-# Share of the way from min_lr up to the peak learning rate that is left after the share t of the decay.
-SCHEDULES = {
-    'cosine': lambda t: 0.5 * (1 + math.cos(math.pi * t)),
-    'linear': lambda t: 1 - t,
-    'wsd': lambda t: 1 - t,  # decays in the last cooldown_iters only
-    'constant': lambda t: 1.0,
-}
-
-
-def learning_rate_at(c, iteration):
-    """The learning rate of an iteration: linear warm-up, then c.schedule until lr_decay_iters, then min_lr (for
-    'constant' the peak). Without decay_lr not even a warm-up, as in nanoGPT."""
-    if not c.decay_lr:
-        return c.learning_rate
-    if iteration < c.warmup_iters:
-        return c.learning_rate * (iteration + 1) / (c.warmup_iters + 1)
-    first = c.lr_decay_iters - c.cooldown_iters if c.schedule == 'wsd' else c.warmup_iters
-    left = SCHEDULES[c.schedule](min(1.0, max(0.0, (iteration - first) / max(1, c.lr_decay_iters - first))))
-    return c.learning_rate if left == 1 else c.min_lr + left * (c.learning_rate - c.min_lr)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The training step
 
 
-@dataclass
-class Step:
-    """What a training step has found: the mean loss of the mini-batch, the norm of its gradient before clipping,
-    whether it estimated the Hessian, why the update was skipped (or ''), whether that was an overflow of float16's loss
-    scaling, the sums over the ranks of `flags`, and this rank's losses by micro-batch."""
-    loss: float
-    grad_norm: float
-    estimated: bool
-    problem: str
-    overflow: bool
-    flags: list
-    losses: torch.Tensor
+class Step(NamedTuple):
+    """What a training step has found."""
+    loss: float  # mean over the mini-batch
+    grad_norm: float  # before clipping
+    estimated: bool  # whether it estimated the Hessian
+    problem: str  # why the update was skipped, or ''
+    overflow: bool  # whether that was an overflow of float16's loss scaling
+    requests: list  # how many ranks made each of the `requests`
+    losses: torch.Tensor  # this rank's shares of `loss`, by micro-batch
 
 
-def train_step(run, sequences, iter_num, flags=()):
+def train_step(run, sequences, iter_num, requests=()):
     """One iteration of Algorithm 3: the gradient of the mini-batch, clipping, the Hessian every k iterations, the
     update.
 
     Args:
         sequences: (B, block_size + 1) token ids, this rank's share of the mini-batch; after these its share of the
             hook's `fresh_sequences`, if there are any.
-        flags: numbers to add up over the ranks along with the loss.
+        requests: this rank's requests to stop or to save, 0.0 or 1.0 each: they travel with the loss.
 
     Nothing enters the optimizer's state or the weights unless loss, gradient and estimate are finite.
     """
-    c, world, optimizer = run.config, run.world, run.optimizer
-    if c.dropout:
-        torch.manual_seed(int(keyed_bits(c.seed, DROPOUT, iter_num, world.size)[world.rank] >> 1))
-    estimating, loss_scale, losses = run.hessian.start(iter_num), run.scaler.get_scale(), []
-    B = len(sequences) - run.hessian.fresh_sequences(iter_num) // world.size
-    for first in range(B, len(sequences), c.batch_size):
-        tokens = sequences[first:first + c.batch_size]
-        with world.gradient_sync(run.model, False, estimating):
-            run.hessian.take(run.model, tokens[:, :-1], tokens[:, 1:], loss_scale)
-    micro_batches = sequences[:B].split(c.batch_size)
+    c, world, hessian, optimizer = run.config, run.world, run.hessian, run.optimizer
+    torch.manual_seed(int(keyed_bits(c.seed, DROPOUT, iter_num, world.size)[world.rank] >> 1))
+    estimating = hessian.start(iter_num)
+    loss_scale = run.scaler.get_scale()  # 1 unless float16
+    own, fresh = sequences.tensor_split([len(sequences) - hessian.fresh_sequences(iter_num) // world.size])
+    for tokens in fresh.split(c.batch_size) if len(fresh) else ():  # for the estimate alone
+        world.set_gradient_sync(run.model, False, estimating)
+        hessian.add_fresh(run.model, tokens[:, :-1], tokens[:, 1:], loss_scale)
+
+    micro_batches, losses = own.split(c.batch_size), []
     for micro_step, tokens in enumerate(micro_batches):
         X, Y = tokens[:, :-1], tokens[:, 1:]
-        with world.gradient_sync(run.model, micro_step == len(micro_batches) - 1, estimating):
-            with run.autocast:
-                mean_loss = run.hessian.loss(run.model, X, Y) / len(micro_batches)
-            run.hessian.backward(loss_scale)
-            run.scaler.scale(mean_loss).backward()
-        losses.append(mean_loss.detach())
+        world.set_gradient_sync(run.model, micro_step == len(micro_batches) - 1, estimating)
+        with run.autocast:
+            # Through the hook, which may sample labels from the same logits. Divided because gradients add up.
+            loss = hessian.forward(run.model, X, Y) / len(micro_batches)
+        hessian.backward(loss_scale)
+        run.scaler.scale(loss).backward()
+        losses.append(loss.detach())
 
-    # All ranks learn the loss and the flags by one reduction, and the device is asked once.
+    # All ranks learn the loss and the requests by one reduction, and the device is asked once.
     run.scaler.unscale_(optimizer)
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
     losses = torch.stack(losses)
-    shared = world.sum(torch.stack([losses.sum() / world.size, *(losses.new_full((), flag) for flag in flags)]))
-    train_loss, *flags, grad_norm = torch.cat((shared, grad_norm.view(1))).tolist()
+    shared = world.sum(torch.stack([losses.sum() / world.size, *(losses.new_full((), n) for n in requests)]))
+    mean_loss, *requests, grad_norm = torch.cat((shared, grad_norm.view(1))).tolist()
 
-    problem = ('the loss is not finite' if not math.isfinite(train_loss) else
-               'the gradient is not finite' if not math.isfinite(grad_norm) else '')
-    overflow = run.scaler.is_enabled() and math.isfinite(train_loss) and not math.isfinite(grad_norm)
-    if not problem:
+    problem, overflow = '', False
+    if not math.isfinite(mean_loss):
+        problem = 'the loss is not finite'
+    elif not math.isfinite(grad_norm):
+        problem, overflow = 'the gradient is not finite', run.scaler.is_enabled()
+    else:
         try:
-            run.hessian.finish(loss_scale)
+            hessian.finish(loss_scale)
         except FloatingPointError as error:
             problem = str(error)
-    if not problem:
-        run.scaler.step(optimizer)
+        else:
+            run.scaler.step(optimizer)
     run.scaler.update()
     world.zero_grad(optimizer)
-    return Step(train_loss, grad_norm, estimating, problem, overflow, flags, losses)
+    return Step(mean_loss, grad_norm, estimating, problem, overflow, requests, losses)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -369,9 +347,6 @@ def train_step(run, sequences, iter_num, flags=()):
 def main(argv):
     """Trains as the config files and flags `argv` say. SystemExit with one line when that cannot be."""
     sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
-    if '--help' in argv or '-h' in argv:
-        print(configurator.help_text(__doc__, DEFAULTS, Path(__file__).read_text(encoding='utf-8')))
-        return
     with one_message():
         c = resolve(argv)
     if c.show_config:
@@ -380,131 +355,113 @@ def main(argv):
 
     # Devices, data, model
     world = World(c.device, c.backend, c.parallel)
+    torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
     with world.exit_together():
         train_data, val_data = open_dataset(c.dataset, c.block_size)
     fingerprints = dict(train=train_data.fingerprint(), val=fingerprint([*val_data.values()]))
-    torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
-    start = open_run(world, c)
-    model, model_args = make_model(c, world, start, train_data, fingerprints)
-    run, state = set_up(c, world, model), TrainState()
+    start = find_start(world, c)
+    raw_model = make_model(c, world, start, train_data, fingerprints)
+    run, state = set_up(c, world, raw_model), TrainState()
     if start.saved:
         with world.exit_together():
-            checkpoint.restore(start.path, start.saved, model, run.optimizer, run.scaler)
+            checkpoint.restore(start.path, start.saved, raw_model, run.optimizer, run.scaler)
         optim.back_to_training(run.optimizer)
         state = TrainState(**start.saved['train_state'])
-        if not start.compares_losses(c, fingerprints):
+        if not start.losses_are_comparable(c, fingerprints):
             state.best_val_loss, state.last_eval_iter = float('inf'), -1
         start.saved = None  # frees the memory
 
-    log = open_log(c, run, state, start, train_data, fingerprints)
+    log = open_log(c, world, start, state.iter, state.last_eval_iter, fingerprints, len(train_data),
+                   raw_model.num_params(), raw_model.flops_per_token())
 
     def record(line, **metrics):
         log.write(dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **metrics), line)
 
-    if start.branch:
-        record(f'a branch of {start.path}', branched_from=c.init_from)
-
     def save(best=False):
-        if not optim.param_norm(run.params).isfinite():
-            give_up('the parameters are not finite')
+        if not optim.global_norm(run.params).isfinite():
+            give_up(c, world, log, state.iter, 'the parameters are not finite')
         with optim.evaluating(run.optimizer):
-            saved_as = checkpoint.save_run(world, c.out_dir, model, run.optimizer, dict(
-                model_args=model_args, iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values,
-                train_state=asdict(state), scaler=run.scaler.state_dict(), data=fingerprints,
-                tokenizer=train_data.tokenizer, changes=start.changes), best, c.keep_checkpoints)
+            saved_as = checkpoint.save_run(world, c.out_dir, raw_model, run.optimizer, dict(
+                model_args=raw_model.config.model_args(), iter_num=state.iter, best_val_loss=state.best_val_loss,
+                config=c.values, train_state=asdict(state), scaler=run.scaler.state_dict(), data=fingerprints,
+                tokenizer=train_data.tokenizer, finetuned=finetunes(c) or start.finetuned, changes=start.changes),
+                best, c.keep_checkpoints)
         if saved_as:
             log.print(f'saved {saved_as}')
         return saved_as is not None
 
-    def give_up(what, otherwise=''):
-        log.close()
-        if world.is_master:
-            line = (f'iteration {state.iter}: {what}; nothing of it was saved; resume with a lower --learning_rate'
-                    f'{otherwise}')
-            print(line, file=sys.stderr)
-            files.write_text(Path(c.out_dir) / checkpoint.FAILED, line + '\n')
-        raise SystemExit(NOT_FINITE)
-
+    if start.branch:
+        record(f'a branch of {start.path}', branched_from=c.init_from)
     loader = TrainLoader(train_data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          state.iter, run.hessian.fresh_sequences)
     tokens_per_iter = c.total_batch_size * c.block_size
-    speed = Speed(model.flops_per_token() * tokens_per_iter, tokens_per_iter, world)
+    speed = Speed(raw_model.flops_per_token() * tokens_per_iter, tokens_per_iter, world)
     stops = StopSignals(c.max_hours, speaks=world.is_master, saves=not c.eval_only)
-    stopping, is_saved, first_iter = False, True, state.iter
+    stopping, is_saved = False, True
 
-    for state.iter in range(first_iter, max(first_iter, c.max_iters) + 1):
+    while True:
         lr = learning_rate_at(c, state.iter)
         optim.set_learning_rate(run.optimizer, lr)
 
         # Once in a while, and at the end: evaluate on the validation set, and save.
-        eval_due = state.iter % c.eval_interval == 0 or state.iter == c.max_iters
-        if c.eval_only or (eval_due and state.last_eval_iter != state.iter and not stopping):
+        last = state.iter == c.max_iters
+        eval_due = (last or state.iter % c.eval_interval == 0) and state.last_eval_iter != state.iter
+        if c.eval_only or (eval_due and not stopping):
             with optim.evaluating(run.optimizer):
-                losses = {key: evaluate(run, data, stops, log.evaluating) for key, data in val_data.items()}
+                losses = {name: evaluate(run, data, stops, log.evaluating) for name, data in val_data.items()}
             stopping = None in losses.values()
             if not stopping:
                 state.last_eval_iter = state.iter
-                val_loss = sum(data.weight * losses[key] for key, data in val_data.items())
-                each = {f'val/loss/{key}': each for key, each in losses.items()} if len(losses) > 1 else {}
-                record(f'iter {state.iter}: val loss {val_loss:.4f}', **{'val/loss': val_loss}, **each)
-                best = val_loss < state.best_val_loss
-                before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
-                if state.iter > 0 and not c.eval_only and (
-                        best or c.always_save_checkpoint or state.iter == c.max_iters):
+                val_loss = sum(data.weight * losses[name] for name, data in val_data.items())
+                parts = {f'val/loss/{name}': part for name, part in losses.items() if len(losses) > 1}
+                record(f'iter {state.iter}: val loss {val_loss:.4f}', **{'val/loss': val_loss}, **parts)
+                lowest, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
+                best = val_loss < lowest
+                if state.iter > 0 and not c.eval_only and (best or last or c.always_save_checkpoint):
                     is_saved = save(best)
                     if not is_saved:
-                        state.best_val_loss = before  # the best is the lowest that was saved
+                        state.best_val_loss = lowest  # of what was saved
         if stopping or state.iter >= c.max_iters or c.eval_only:
             break
 
         started = time.perf_counter()
         step = train_step(run, next(loader), state.iter, stops.poll())
-        stopping, save_now = map(bool, step.flags)
+        stopping, save_now = map(bool, step.requests)
         if step.problem:
             state.skipped_in_a_row += 1
             where = loader.describe(state.iter, world.gather(step.losses))
-            # float16's overflows are how its loss scale is found: from 2^16 it takes no 40 halvings.
-            if state.skipped_in_a_row > max(c.skip_nonfinite, 40 * step.overflow):
-                give_up(f'{step.problem} ({where})', f', or skip it by --skip_nonfinite={state.skipped_in_a_row}')
+            # float16's loss scale starts at 2^16 and is halved at each overflow: up to 40 in a row are no fault.
+            if state.skipped_in_a_row > (max(c.skip_nonfinite, 40) if step.overflow else c.skip_nonfinite):
+                give_up(c, world, log, state.iter, f'{step.problem} ({where})',
+                        f', or skip it by --skip_nonfinite={state.skipped_in_a_row}')
             if not step.overflow:
                 log.print(f'iter {state.iter}: {step.problem}; skipped ({where})')
         else:
             state.skipped_in_a_row = 0
             state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
-            latest = state.latest_losses
-            if len(latest) == 100 and step.loss > np.mean(latest) + 5 * np.std(latest):
-                record(f'iter {state.iter}: loss spike, {step.loss:.4f} after {np.mean(latest):.4f}',
-                       loss_spike=step.loss)
-            state.latest_losses = [*latest[-99:], step.loss]
-        state.seconds += speed.add(time.perf_counter() - started, step.estimated)
+            usual = loss_spike(state.latest_losses, step.loss)
+            if usual is not None:
+                record(f'iter {state.iter}: loss spike, {step.loss:.4f} after {usual:.4f}', loss_spike=step.loss)
+        seconds = time.perf_counter() - started
+        speed.add(seconds, step.estimated)
+        state.seconds += seconds
 
         if state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1:
-            measured = dict(optimizers.optimizer_metrics(run.optimizer), param_norm=optim.param_norm(run.params))
+            measured = dict(optimizers.optimizer_metrics(run.optimizer), param_norm=optim.global_norm(run.params))
             metrics = {'train/loss': step.loss, 'lr': lr, 'grad_norm': step.grad_norm,
                        'grad_clipped': state.clipped / (state.iter + 1),
                        **dict(zip(measured, torch.stack([*measured.values()]).tolist())), **speed.metrics()}
-            record(f'iter {state.iter}/{c.max_iters}: loss {step.loss:.4f}, lr {lr:.2e}, '
-                   f'grad norm {step.grad_norm:.2f}, {metrics["step_ms"]:.0f} ms, '
-                   f'{metrics["tokens_per_sec"]:,.0f} tokens/s{log.eta()}', **metrics)
-        state.tokens += tokens_per_iter
+            record(log.progress_line(state.iter, metrics), **metrics)
         log.update(step.loss)
+        state.tokens += tokens_per_iter
+        state.iter += 1
         if save_now and not stopping:
-            state.iter += 1
             save()
 
     loader.close()
-    if stopping:
-        if state.iter > 0 and not c.eval_only:
-            is_saved = save()
-        log.print(f'stopped at iteration {state.iter} by {stops.reason or "another rank"}')
-    if not c.eval_only:
-        log.print_what_next(state.iter, state.best_val_loss, stopping)
-    log.close()
-    world.close()
-    if not is_saved:
-        raise SystemExit(f'{c.out_dir}: the last checkpoint could not be saved; the one before it is the newest')
-    if stopping and not under_torchrun():  # which takes anything but 0 for a failure
-        raise SystemExit(STOPPED)
+    if stopping and state.iter > 0 and not c.eval_only:
+        is_saved = save()
+    close_run(c, world, log, state.iter, state.best_val_loss, is_saved, stopping and (stops.reason or 'another rank'))
 
 
 if __name__ == '__main__':

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.runs import read_json, read_run  # noqa: E402
+from scripts.significance import pooled_sd  # noqa: E402
 
 # Optimizer → five learning rates, a factor of 2 apart, around the best one of the quickstart (docs/small-runs.md).
 RATES = {
@@ -38,7 +39,6 @@ START = {
 TRIED = dict(warmup_iters=['75', '150', '300', '600'], beta1=['0.8', '0.9', '0.95', '0.98'],
              beta2=['0.9', '0.95', '0.99'], weight_decay=['0', '0.1', '0.2'],
              gamma=['0.0125', '0.05', '0.15', '0.5'], eps=['1e-12', '1e-7'])
-NOISE = 0.004  # two standard deviations over seeds of a validation loss
 HORIZONS = [600, 1200, 2400, 4800, 9600]
 MORE_SEEDS = {600: ['1338', '1339'], 1200: ['1338', '1339'], 2400: ['1338'], 4800: ['1338'], 9600: ['1338']}
 
@@ -75,12 +75,24 @@ def rates(args, name, T):
         grid(args, name, T, [best['learning_rate']], start_of(name, T), MORE_SEEDS[T])
 
 
+def noise(args):
+    """Two standard deviations of the validation loss over seeds: of the best learning rates at 600 steps, pooled over
+    the optimizers. SystemExit where they are not there yet."""
+    seeds = {}
+    for path in (args.out_dir / '600').glob('*/*/config.json'):
+        seeds.setdefault((path.parts[-3], path.parent.name.partition(',seed=')[0]), []).append(path.parent)
+    groups = [[read_run(run).last('val/loss') for run in runs] for runs in seeds.values() if len(runs) > 2]
+    if len(groups) < len(RATES):
+        raise SystemExit(f'{args.out_dir}/600: not every optimizer has three seeds; run --phases rates_600 first')
+    return 2 * pooled_sd(groups)[0]
+
+
 def tuned(args, name):
     """The coordinate search at 1,200 steps. Its first runs, the learning rates, are those of `rates`."""
     start = start_of(name, 1200)
     values = dict(learning_rate=RATES[name], **{key: TRIED[key] for key in start})
     sweep(args, name, 1200, [f'--{key}={value}' for key, value in start.items()],
-          '--tune', *(f'{key}={",".join(values[key])}' for key in values), f'--noise={NOISE}')
+          '--tune', *(f'{key}={",".join(values[key])}' for key in values), f'--noise={noise(args):.4f}')
 
 
 def best_of(args, name):

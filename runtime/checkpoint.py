@@ -36,7 +36,7 @@ LOCKS = []  # files of this process whose closing would give up a lock
 # What a loaded checkpoint must hold, and what it may; `load` rejects other types.
 REQUIRED = dict(model=dict, model_args=dict, iter_num=int, config=dict)
 OPTIONAL = dict(optimizer=dict, best_val_loss=(float, int, torch.Tensor), train_state=dict, scaler=dict, data=dict,
-                tokenizer=(dict, type(None)), changes=list, best=bool)
+                tokenizer=(dict, type(None)), changes=list, best=bool, finetuned=bool)
 TRAIN_STATE = dict(iter=int, tokens=int, seconds=(float, int), clipped=int, skipped_in_a_row=int,
                    best_val_loss=(float, int), last_eval_iter=int, latest_losses=list)
 

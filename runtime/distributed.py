@@ -125,9 +125,8 @@ class World:
             fully_shard(block, **options)
         return fully_shard(model, **options)
 
-    @contextlib.contextmanager
-    def gradient_sync(self, model, last, estimating=False):
-        """Around forward and backward of a micro-batch: DDP averages gradients over ranks only in the `last` one.
+    def set_gradient_sync(self, model, last, estimating=False):
+        """Before a micro-batch: DDP averages gradients over ranks only in the `last` one.
 
         Sharded gradients are reduced in every micro-batch: unsharded ones would take the memory that sharding is there
         to save. HSDP's reduction between machines waits for the last one, unless the iteration makes a second backward
@@ -137,14 +136,13 @@ class World:
             model.require_backward_grad_sync = last
         elif self.parallel == 'hsdp':
             model.set_requires_all_reduce(last or estimating)
-        yield
 
     def zero_grad(self, optimizer):
         """Resets the gradients. DDP's become zeros instead of None: they are views of its buckets, and without them
         all micro-batches but the last would accumulate into a second set."""
         optimizer.zero_grad(set_to_none=self.size == 1 or self.sharded)
 
-    def any(self, flag):
+    def any_if_sharded(self, flag):
         """Whether `flag` is true on any rank if the model is sharded (then collective), else on this one."""
         if not self.sharded:
             return flag
@@ -182,9 +180,8 @@ class World:
             yield
         except SystemExit as raised:
             error = raised
-        failed = torch.zeros(self.size, device=self.device)
-        failed[self.rank] = float(error is not None)
-        if self.sum(failed).any():
+        failed = self.gather(torch.tensor([float(error is not None)], device=self.device))
+        if failed.any():
             raise error if failed.argmax() == self.rank else SystemExit(1)
 
     def close(self):

@@ -1,26 +1,34 @@
-"""Where a run starts from: random weights, its own newest checkpoint, a checkpoint of which it is a branch, or the
-weights of a Hugging Face model.
+"""How a run starts and ends: from random weights, its own newest checkpoint, a checkpoint of which it is a branch, or
+the weights of a Hugging Face model; finished, stopped, or given up.
 
 A branch is a new run that decays the learning rate from a checkpoint of a run whose learning rate is constant there.
 """
 
 import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runtime import checkpoint
+from runtime import checkpoint, runlog
+from runtime.device import device_name
+from runtime.distributed import under_torchrun
+from runtime.files import write_text
+from runtime.signals import NOT_FINITE, STOPPED
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Settings and shape that come with a checkpoint
 
 
-def from_scratch(c):
-    """Whether the weights are this run's own, and not those of a Hugging Face model."""
-    return c.init_from in ('scratch', 'resume', 'auto') or c.branch_cooldown > 0
+def finetunes(c):
+    """Whether the run begins with the weights of a Hugging Face model."""
+    return c.init_from not in ('scratch', 'resume', 'auto') and not c.branch_cooldown
 
 
-def branch_settings(c):
-    """A branch has the settings of its checkpoint, whatever a file or a flag does not change, and a schedule that ends
-    `branch_cooldown` iterations later."""
+def inherit_settings(c):
+    """Gives a branch the settings of its checkpoint, except those that a file or a flag sets, and a schedule that ends
+    `branch_cooldown` iterations later. Other runs inherit nothing."""
     if not c.branch_cooldown:
-        return {}, ''
+        return
     path = Path(c.init_from)
     c.require('init_from', checkpoint.number(path) >= 0, 'a checkpoint, DIRECTORY/ckpt_ITERATION, for a branch')
     saved = checkpoint.load(path, weights=False)[1]
@@ -39,12 +47,31 @@ def branch_settings(c):
             raise SystemExit(f'--{key}={c.values[key]}: --branch_cooldown={c.branch_cooldown} makes it {value}; leave '
                              'it out')
     kept = {'dataset', 'batch_size', 'eval_interval', 'log_interval'}
-    for key, value in {**before, **fixed}.items():
-        inherited = key in c.types and key not in c.given and (key not in checkpoint.HARMLESS or key in kept)
-        if key in fixed or inherited and key != 'branch_cooldown':
-            c.set(key, value, 'branch_cooldown' if key in fixed else 'the checkpoint')
+    inherited = {key: value for key, value in before.items() if key in c.types and key != 'branch_cooldown'
+                 and key not in fixed and key not in c.given and (key not in checkpoint.HARMLESS or key in kept)}
+    for settings, source in (inherited, 'the checkpoint'), (fixed, 'branch_cooldown'):
+        for key, value in settings.items():
+            c.set(key, value, source)
             c.given.add(key)
-    return {}, ''
+
+
+def adopt_model_args(c, args, data):
+    """The model_args of pretrained weights, with this run's block_size and dropout. The settings `c` follow them.
+
+    SystemExit with one line when `data`, a data set, has another vocabulary.
+    """
+    if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
+        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the pretrained weights '
+                         f'have {args["vocab_size"]}; prepare the data with their tokenizer')
+    args = dict(args, block_size=c.block_size, dropout=c.dropout)
+    for key in args.keys() & c.values.keys():
+        if args[key] != c.values[key]:
+            c.set(key, args[key], 'pretrained weights')
+    return args
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The start
 
 
 @dataclass
@@ -52,12 +79,14 @@ class Start:
     """The checkpoint that a run starts from.
 
     path, saved: the checkpoint and its state; None where there is none.
-    branch: whether a branch begins with it, and does not go on.
+    branch: whether a new branch starts from it; False when one resumes.
+    finetuned: whether its run began with the weights of a Hugging Face model.
     differences, changes: what the settings of this run change, see `checkpoint.compare`.
     """
     path: Path | None
     saved: dict | None
     branch: bool
+    finetuned: bool
     differences: list = field(default_factory=list)
     changes: list = field(default_factory=list)
 
@@ -70,14 +99,14 @@ class Start:
             self.changes = [change for change in self.changes if change['key'] != 'branch_cooldown'
                             and c.sources.get(change['key']) != 'branch_cooldown']
 
-    def compares_losses(self, c, data):
+    def losses_are_comparable(self, c, data):
         """Whether the validation losses so far are of this run and of the sequences that it evaluates."""
         before = self.saved['config']
         return not self.branch and self.saved['data']['val'] == data['val'] and (
             c.eval_iters * c.batch_size == before['eval_iters'] * before['batch_size'])
 
 
-def open_run(world, c):
+def find_start(world, c):
     """The `Start` of the run with the settings `c`, whose out_dir becomes its own; see `checkpoint.open_run`.
 
     SystemExit with one line when that cannot be.
@@ -91,4 +120,67 @@ def open_run(world, c):
         elif c.branch_cooldown and any(saved['config'].get(key) != c.values[key]
                                        for key in ('init_from', 'branch_cooldown')):
             raise SystemExit(f'{c.out_dir}: holds another run than this branch; choose another --out_dir')
-    return Start(path, saved, branch)
+    # Checkpoints from before this key name the form of GELU only where they are fine-tuned.
+    finetuned = bool(saved) and saved.get('finetuned', 'gelu_approximate' in saved['model_args'])
+    return Start(path, saved, branch, finetuned)
+
+
+def open_log(c, world, start, iteration, last_eval_iter, data, train_tokens, parameters, flops_per_token):
+    """The `RunLog` of a run. Writes what the run is to config.json, and prints it.
+
+    Args:
+        iteration, last_eval_iter: those of the `start`.
+        data: the fingerprints of the data.
+        train_tokens, parameters, flops_per_token: numbers, of the training data and the model.
+    """
+    writes = world.is_master and not c.eval_only
+    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, iteration, world.is_master)
+    if writes:
+        branched_from = dict(checkpoint=c.init_from, iter=c.max_iters - c.branch_cooldown)
+        runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', iteration, last_eval_iter)
+        runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=parameters,
+                            flops_per_token=flops_per_token, data=data, changes=start.changes,
+                            device=device_name(world.device),
+                            branched_from=branched_from if c.branch_cooldown else None)
+    if start.path:
+        log.print(f'resuming from {start.path} at iteration {iteration} of {c.max_iters}')
+    for line in (*(f'changed: {line}' for line in start.differences), *c.lines()):
+        log.print(line)
+    if c.decay_lr and c.warmup_iters >= c.max_iters:
+        log.print(f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
+                  '--warmup_iters')
+    log.print(f'{parameters:,} parameters; {train_tokens:,} training tokens; '
+              f'{c.total_batch_size * c.block_size:,} tokens per iteration = {world.size} device(s) × '
+              f'{c.gradient_accumulation_steps} × {c.batch_size} × {c.block_size}')
+    return log
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The end
+
+
+def give_up(c, world, log, iteration, what, otherwise=''):
+    """Ends a run that cannot continue, with one line on stderr and in failed.txt: `what` is wrong at the iteration, and
+    what might help, a lower learning rate or `otherwise`. Collective: every rank must call it."""
+    log.close()
+    if world.is_master:
+        line = (f'iteration {iteration}: {what}; nothing of it was saved; resume with a lower --learning_rate'
+                f'{otherwise}')
+        print(line, file=sys.stderr)
+        write_text(Path(c.out_dir) / checkpoint.FAILED, line + '\n')
+    raise SystemExit(NOT_FINITE)
+
+
+def close_run(c, world, log, iteration, best_val_loss, is_saved, stopped_by=''):
+    """Says how a run ended. SystemExit, after everything else, if it was stopped (`stopped_by`: by what) or its last
+    checkpoint is missing."""
+    if stopped_by:
+        log.print(f'stopped at iteration {iteration} by {stopped_by}')
+    if not c.eval_only:
+        log.print_what_next(iteration, best_val_loss, bool(stopped_by))
+    log.close()
+    world.close()
+    if not is_saved:
+        raise SystemExit(f'{c.out_dir}: the last checkpoint could not be saved; the one before it is the newest')
+    if stopped_by and not under_torchrun():  # which takes every exit code but 0 for a failure
+        raise SystemExit(STOPPED)
