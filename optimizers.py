@@ -1,5 +1,5 @@
-"""The optimizers a run can choose from: the baselines Lion and AdaHessian, and one table with how each optimizer is
-built, its settings, its learning rates and its Hessian hook.
+"""The optimizers a run can choose from: the baselines Lion and AdaHessian, the ablation Normalize, and one table with
+how each optimizer is built, its settings, its learning rates and its Hessian hook.
 
 To add an optimizer, add a row to OPTIMIZERS. One of a library needs none: --optimizer_name=LIBRARY:CLASS.
 """
@@ -82,6 +82,29 @@ class AdaHessian(HessianOptimizer):
         return self.state[p][key].double()
 
 
+class Normalize(GuardedOptimizer):
+    """The ablation Normalize: θ ← θ − lr·λ·θ;  θ ← θ − lr·m / max(rms(m), ε), the root mean square of each tensor.
+
+    Arguments as for `Sophia`. State per parameter: `exp_avg` (m).
+    """
+
+    def __init__(self, params, lr, beta1=0.96, eps=1e-12, weight_decay=0.2, *, maximize=False, nonfinite='raise'):
+        super().__init__(params, dict(lr=lr, beta1=beta1, eps=eps, weight_decay=weight_decay, maximize=maximize),
+                         nonfinite)
+
+    def update(self, group, params, grads):
+        lr, ms = scalar(group['lr']), self.buffers(params, 'exp_avg')
+        params, grads, shards = local(params), local(grads), local(ms)
+        torch._foreach_lerp_(shards, grads, 1 - group['beta1'])
+        # The norm of a tensor takes all of its shards; every other line is about one coordinate at a time.
+        norms = [full_tensor(norm) for norm in torch._foreach_norm(ms)]
+        rms = [norm.div_(m.numel() ** 0.5).clamp_(min=group['eps']) for norm, m in zip(norms, ms)]
+        update = torch._foreach_div(shards, rms)
+        torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
+        torch._foreach_mul_(update, -lr)
+        torch._foreach_add_(params, update)
+
+
 def muon(groups, s):
     """Muon for hidden matrices, with updates as large as AdamW's, and AdamW for all other parameters."""
     hidden = [group for group in groups if group['role'] == 'hidden']
@@ -151,6 +174,10 @@ def sign_momentum(groups, s):
     return Lion(groups, s.learning_rate, (s.beta1, s.beta1), s.weight_decay, nonfinite='ignore')
 
 
+def normalize(groups, s):
+    return Normalize(groups, s.learning_rate, s.beta1, s.eps, s.weight_decay, nonfinite='ignore')
+
+
 def adahessian(groups, s):
     return AdaHessian(groups, s.learning_rate, betas(s), s.eps, s.weight_decay, nonfinite='ignore')
 
@@ -194,8 +221,7 @@ OPTIMIZERS = {
     'ah_clip': Row(sophia(squared=True), SOPHIA_H, SOPHIA_H_LR, 'Table 3, sophiah', HutchinsonHook, False),
     # Clip and Normalize have no preconditioner; β1 is left to us. ε only bounds Normalize's denominator.
     'clip': Row(sign_momentum, dict(beta1=0.96, weight_decay=0.2), LION_LR, 'Table 3, lion'),
-    'normalize': Row(sophia(clipping='normalize'), dict(beta1=0.96, weight_decay=0.2, eps=1e-12), LION_LR,
-                     'Table 3, lion'),
+    'normalize': Row(normalize, dict(beta1=0.96, weight_decay=0.2, eps=1e-12), LION_LR, 'Table 3, lion'),
     # k = 2 is the paper's; without the clip ε has to bound the step where h is tiny, its value is left to us.
     'gnb_noclip': Row(sophia(clipping='none'), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
                       'Table 3, sophiag', GNBHook),

@@ -37,21 +37,15 @@ def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, cl
 
         m ← β1·m + (1−β1)·g;   θ ← θ − lr·λ·θ;   θ ← θ − lr·clip(m / max(γ·h, ε), 1)
 
-    The settings are those of `Sophia`. `hs` is not read with clipping = 'normalize'.
+    The settings are those of `Sophia`.
     """
-    torch._foreach_lerp_(local(ms), grads, 1 - beta1)
-    if clipping == 'normalize':
-        # The norm of a tensor takes all of its shards; every other line is about one coordinate at a time.
-        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in torch._foreach_norm(ms)]
-        rms = [norm.div_(m.numel() ** 0.5).clamp_(min=eps) for norm, m in zip(norms, ms)]
-        update = torch._foreach_div(local(ms), rms)
-    else:
-        denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if squared else hs, gamma)
-        torch._foreach_clamp_min_(denominator, eps)
-        update = torch._foreach_div(ms, denominator)
-        if clipping == 'element':
-            torch._foreach_clamp_min_(update, -1.0)
-            torch._foreach_clamp_max_(update, 1.0)
+    torch._foreach_lerp_(ms, grads, 1 - beta1)
+    denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if squared else hs, gamma)
+    torch._foreach_clamp_min_(denominator, eps)
+    update = torch._foreach_div(ms, denominator)
+    if clipping == 'element':
+        torch._foreach_clamp_min_(update, -1.0)
+        torch._foreach_clamp_max_(update, 1.0)
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     torch._foreach_mul_(update, -lr)
     torch._foreach_add_(params, update)
@@ -82,8 +76,8 @@ class GuardedOptimizer(Optimizer):
         """Adds a group of parameters; ValueError when one of its settings is out of range."""
         name = type(self).__name__
         in_range = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
-                        gamma=lambda v: v >= 0, eps=lambda v: v > 0, weight_decay=lambda v: v >= 0,
-                        clipping=lambda v: v in ('element', 'none', 'normalize'))
+                        beta1=lambda v: 0 <= v < 1, gamma=lambda v: v >= 0, eps=lambda v: v > 0,
+                        weight_decay=lambda v: v >= 0, clipping=lambda v: v in ('element', 'none'))
         for key, value in {**self.defaults, **param_group}.items():
             if key == 'lr' and isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise ValueError(f'{name}: a learning rate in a tensor has one element, not {value.numel()}')
@@ -191,8 +185,7 @@ class Sophia(HessianOptimizer):
         eps: ε.
         weight_decay: λ, decoupled.
         maximize: step uphill instead; estimates are then to be those of the negated objective.
-        clipping: 'element' is Algorithm 3. For the paper's ablations 'none' leaves out the clip, and 'normalize'
-            takes m divided by its root mean square over each tensor, without h.
+        clipping: 'element' is Algorithm 3; 'none' leaves out the clip, for one of the paper's ablations.
         squared: for the ablation AH+clip: h is the EMA of ĥ², and the update uses √h.
         bias_correction: the update uses h / (1 − β2ⁿ), n the number of estimates so far (`hessian_step` of the param
             group), for runs too short for h to reach its level. Not the paper's.
@@ -214,17 +207,17 @@ class Sophia(HessianOptimizer):
 
     def update(self, group, params, grads):
         """`sophia_update` of one param group."""
-        lr, gamma, normalize = scalar(group['lr']), self.gamma(group), group['clipping'] == 'normalize'
+        lr, gamma = scalar(group['lr']), self.gamma(group)
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
         if self.compile and group['bias_correction']:
             gamma = torch.full((), gamma, device=params[0].device)
-        if not normalize and not any('hessian' in self.state[p] for p in params):
+        if not any('hessian' in self.state[p] for p in params):
             warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=4)
-        ms, hs = self.buffers(params, 'exp_avg'), [] if normalize else self.buffers(params, 'hessian')
+        ms, hs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
         update = compiled_update() if self.compile else sophia_update
-        update(local(params), local(grads), ms if normalize else local(ms), local(hs), lr, group['betas'][0],
-               gamma, group['eps'], group['weight_decay'], group['clipping'], group['squared'])
+        update(local(params), local(grads), local(ms), local(hs), lr, group['betas'][0], gamma, group['eps'],
+               group['weight_decay'], group['clipping'], group['squared'])
 
     @staticmethod
     def gamma(group):
@@ -237,7 +230,7 @@ class Sophia(HessianOptimizer):
 
     def unclipped_fraction(self):
         """Fraction of coordinates with |m / max(γ·h, ε)| < 1 in the latest update, a 0-d tensor; None before the first
-        step, and without h ('normalize'). The paper chooses γ so that it lies between 0.1 and 0.5."""
+        step. The paper chooses γ so that it lies between 0.1 and 0.5."""
         inside, states = [], []
         for group in self.param_groups:
             for state in (self.state[p] for p in group['params'] if p in self.state):
