@@ -71,8 +71,8 @@ class AdaHessian(HessianOptimizer):
             p.mul_(1 - lr * group['weight_decay'])
             p.sub_(m / denominator * (lr / (1 - beta1 ** step)))
 
-    def update_ema(self, group, params, xs):
-        super().update_ema(group, params, xs)
+    def update_ema(self, group, params, targets):
+        super().update_ema(group, params, targets)
         for p in params:
             self.count(p, 'hessian_step')
 

@@ -4,7 +4,7 @@
 - `gauss_newton_bartlett`: Algorithm 2, the estimator of Sophia-G.
 - `hutchinson`: Algorithm 1, the estimator of Sophia-H.
 
-A training step with any model; every k-th iteration the first line goes before the update:
+A training step with any model; the first line only in every k-th iteration:
 
     optimizer.update_hessian(gauss_newton_bartlett(model(x), optimizer))
     optimizer.step()
@@ -84,8 +84,9 @@ class GuardedOptimizer(Optimizer):
             if key in in_range and not in_range[key](value):
                 raise ValueError(f'{name}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
-        # In float16 the usual ε are 0.
-        unfit = (torch.complex64, torch.complex128, torch.float16)[:3 if 'eps' in self.defaults else 2]
+        unfit = [torch.complex64, torch.complex128]
+        if 'eps' in self.defaults:
+            unfit.append(torch.float16)  # in which the usual ε are 0
         for p in self.param_groups[-1]['params']:
             if p.dtype in unfit:
                 self.param_groups.pop()
@@ -153,21 +154,19 @@ class HessianOptimizer(GuardedOptimizer):
             if h_hat is not None and h_hat.shape != p.shape:
                 raise ValueError(f'update_hessian got an estimate of shape {tuple(h_hat.shape)} for a parameter of '
                                  f'{tuple(p.shape)}; pass the optimizer to the estimator, which keeps their order')
-        remaining, found = iter(estimates), []
-        for group in self.param_groups:
-            pairs = [(p, h_hat.to(p.dtype)) for p, h_hat in zip(group['params'], remaining) if h_hat is not None]
-            found.append((group, [p for p, _ in pairs],
-                          [h_hat.square() if group['squared'] else h_hat for _, h_hat in pairs]))
-        if check_finite(nonfinite or self.nonfinite, 'Hessian estimate', [x for _, _, xs in found for x in xs]):
-            for group, params, xs in found:
+        targets = {p: h_hat.to(p.dtype) for p, h_hat in zip(params, estimates) if h_hat is not None}
+        groups = [(group, [p for p in group['params'] if p in targets]) for group in self.param_groups]
+        for group, params in groups:
+            if group['squared']:
+                targets.update((p, targets[p].square()) for p in params)
+        if check_finite(nonfinite or self.nonfinite, 'Hessian estimate', targets.values()):
+            for group, params in groups:
                 if params:
-                    self.update_ema(group, params, xs)
+                    self.update_ema(group, params, [targets[p] for p in params])
 
-    def update_ema(self, group, params, xs):
-        """Moves the EMAs of `params`, all of `group`, towards `xs`."""
-        torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(xs), 1 - group['betas'][1])
-        if group.get('bias_correction'):
-            group['hessian_step'] = group.get('hessian_step', 0) + 1
+    def update_ema(self, group, params, targets):
+        """Moves the EMAs of `params`, all of `group`, towards `targets`."""
+        torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(targets), 1 - group['betas'][1])
 
 
 class Sophia(HessianOptimizer):
@@ -207,7 +206,7 @@ class Sophia(HessianOptimizer):
 
     def update(self, group, params, grads):
         """`sophia_update` of one param group."""
-        lr, gamma = scalar(group['lr']), self.gamma(group)
+        lr, gamma = scalar(group['lr']), self.effective_gamma(group)
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
         if self.compile and group['bias_correction']:
@@ -219,8 +218,13 @@ class Sophia(HessianOptimizer):
         update(local(params), local(grads), local(ms), local(hs), lr, group['betas'][0], gamma, group['eps'],
                group['weight_decay'], group['clipping'], group['squared'])
 
+    def update_ema(self, group, params, targets):
+        super().update_ema(group, params, targets)
+        if group['bias_correction']:
+            group['hessian_step'] = group.get('hessian_step', 0) + 1
+
     @staticmethod
-    def gamma(group):
+    def effective_gamma(group):
         """γ of a param group, with the bias correction of h: γ·h / (1 − β2ⁿ)."""
         n = group.get('hessian_step', 0)
         if not group['bias_correction'] or n == 0:
@@ -231,19 +235,19 @@ class Sophia(HessianOptimizer):
     def unclipped_fraction(self):
         """Fraction of coordinates with |m / max(γ·h, ε)| < 1 in the latest update, a 0-d tensor; None before the first
         step. The paper chooses γ so that it lies between 0.1 and 0.5."""
-        inside, states = [], []
+        inside, hs = [], []
         for group in self.param_groups:
             for state in (self.state[p] for p in group['params'] if p in self.state):
                 if 'exp_avg' in state and 'hessian' in state:
                     m, h = local([state['exp_avg'], state['hessian']])
                     h = h.sqrt() if group['squared'] else h
-                    inside.append((m.abs() < (self.gamma(group) * h).clamp_(min=group['eps'])).sum())
-                    states.append(state['hessian'])
+                    inside.append((m.abs() < (self.effective_gamma(group) * h).clamp_(min=group['eps'])).sum())
+                    hs.append(state['hessian'])
         if not inside:
             return None
-        counts = torch.stack([torch.stack(inside).sum(), inside[0].new_tensor(sum(h.numel() for h in local(states)))])
-        inside, total = add_shards(counts, states)
-        return inside / total
+        counts = torch.stack([torch.stack(inside).sum(), inside[0].new_tensor(sum(h.numel() for h in local(hs)))])
+        unclipped, total = add_shards(counts, hs)
+        return unclipped / total
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -316,6 +320,7 @@ class GaussNewtonBartlett:
         B = sum_over_ranks(self.gradient, self.predictions, group)
         if B == 0:
             raise ValueError('Gauss-Newton-Bartlett: no predictions were added')
+        # g is loss_scale·B·ĝ, so B·ĝ⊙ĝ = (g / (loss_scale·√B))².
         return [g.div_(loss_scale * B ** 0.5).square_() for g in self.gradient]
 
 
@@ -404,7 +409,7 @@ def hessian_vector_product(loss_fn, params, u):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Guards
+# Helpers and guards
 
 
 def parameters(optimizer):
@@ -460,8 +465,8 @@ def add_gradients(totals, loss, params, retain_graph=False):
             if g is not None:
                 total.add_(g)
         return
-    # FSDP gathers parameters for the computation, and its backward alone turns their gradients into shards: it adds to
-    # .grad, the mean over the ranks.
+    # FSDP gathers parameters for the computation, and its backward alone turns their gradients into shards: it adds
+    # the mean over the ranks to .grad; `ranks()` times that is the sum.
     before = [p.grad for p in params]
     for p, total in zip(params, totals):
         p.grad = total
