@@ -1,5 +1,5 @@
-"""The optimizers a run can choose from: the baselines Lion and AdaHessian, and one table with how each optimizer is
-built, its settings, its learning rates and its Hessian hook.
+"""The optimizers a run can choose from: the baselines Lion and AdaHessian, the ablation Normalize, and one table with
+how each optimizer is built, its settings, its learning rates and its Hessian hook.
 
 To add an optimizer, add a row to OPTIMIZERS. One of a library needs none: --optimizer_name=LIBRARY:CLASS.
 """
@@ -66,20 +66,44 @@ class AdaHessian(HessianOptimizer):
         ms, vs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
         torch._foreach_lerp_(ms, grads, 1 - beta1)
         for p, m, v in zip(params, ms, vs):
-            step, hessian_step = self.count(p, 'step'), torch.as_tensor(self.state[p]['hessian_step']).double()
+            step, hessian_step = self.increment(p, 'step'), torch.as_tensor(self.state[p]['hessian_step']).double()
             denominator = (v / (1 - beta2 ** hessian_step)).sqrt_().add_(group['eps'])
             p.mul_(1 - lr * group['weight_decay'])
             p.sub_(m / denominator * (lr / (1 - beta1 ** step)))
 
-    def update_ema(self, group, params, xs):
-        super().update_ema(group, params, xs)
+    def update_ema(self, group, params, targets):
+        super().update_ema(group, params, targets)
         for p in params:
-            self.count(p, 'hessian_step')
+            self.increment(p, 'hessian_step')
 
-    def count(self, p, key):
-        """Adds 1 to the counter `key` in the state of p, a tensor, as a number would be compiled in; float64."""
+    def increment(self, p, key):
+        """Adds 1 to the counter `key` of p, a float32 tensor (torch.compile would specialize on a number); returns it
+        as float64."""
         self.state[p][key] = torch.as_tensor(self.state[p].get(key, 0.0), dtype=torch.float32) + 1
         return self.state[p][key].double()
+
+
+class Normalize(GuardedOptimizer):
+    """The ablation Normalize: θ ← θ − lr·λ·θ;  θ ← θ − lr·m / max(rms(m), ε), the root mean square of each tensor.
+
+    Arguments as for `Sophia`. State per parameter: `exp_avg` (m).
+    """
+
+    def __init__(self, params, lr, beta1=0.96, eps=1e-12, weight_decay=0.2, *, maximize=False, nonfinite='raise'):
+        super().__init__(params, dict(lr=lr, beta1=beta1, eps=eps, weight_decay=weight_decay, maximize=maximize),
+                         nonfinite)
+
+    def update(self, group, params, grads):
+        lr, ms = scalar(group['lr']), self.buffers(params, 'exp_avg')
+        params, grads, shards = local(params), local(grads), local(ms)
+        torch._foreach_lerp_(shards, grads, 1 - group['beta1'])
+        # The norm of a tensor takes all of its shards; every other line is about one coordinate at a time.
+        norms = [full_tensor(norm) for norm in torch._foreach_norm(ms)]
+        rms = [norm.div_(m.numel() ** 0.5).clamp_(min=group['eps']) for norm, m in zip(norms, ms)]
+        update = torch._foreach_div(shards, rms)
+        torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
+        torch._foreach_mul_(update, -lr)
+        torch._foreach_add_(params, update)
 
 
 def muon(groups, s):
@@ -131,7 +155,8 @@ def betas(s):
     return s.beta1, s.beta2
 
 
-def of_library(path, settings, arguments_of, learning_rates=(), source='our table', shards=False, sharded=(), **more):
+def library_row(path, settings, arguments_of, learning_rates=None, source='our table', shards=False, sharded=None,
+                **more):
     """The row of the optimizer `path`, 'LIBRARY:CLASS', built with what `arguments_of` makes of the settings, and for
     sharded parameters with the arguments `sharded` as well."""
     return Row(optim.library_builder(path, arguments_of, sharded), settings, learning_rates or {}, source, library=path,
@@ -151,12 +176,16 @@ def sign_momentum(groups, s):
     return Lion(groups, s.learning_rate, (s.beta1, s.beta1), s.weight_decay, nonfinite='ignore')
 
 
+def normalize(groups, s):
+    return Normalize(groups, s.learning_rate, s.beta1, s.eps, s.weight_decay, nonfinite='ignore')
+
+
 def adahessian(groups, s):
     return AdaHessian(groups, s.learning_rate, betas(s), s.eps, s.weight_decay, nonfinite='ignore')
 
 
-def sophia(**variant):
-    """Builds Sophia, or an ablation of it by the arguments of its constructor."""
+def sophia_variant(**variant):
+    """A builder of Sophia, or of an ablation of it by the arguments of its constructor."""
     def build(groups, s):
         return Sophia(groups, s.learning_rate, betas(s), s.gamma, s.eps, s.weight_decay, nonfinite='ignore',
                       bias_correction=s.hessian_bias_correction, compile=s.compile, **variant)
@@ -186,78 +215,77 @@ OPTIMIZERS = {
     'adahessian': Row(adahessian, dict(beta1=0.92, beta2=0.99, weight_decay=1e-3, eps=1e-8, hessian_interval=1,
                                        hessian_batch_size=480, hessian_sequences='own'),
                       ADAHESSIAN_LR, 'our table', AdaHessianHook),
-    'sophiag': Row(sophia(), SOPHIA_G, SOPHIA_G_LR, hook=GNBHook),
-    'sophiah': Row(sophia(), SOPHIA_H, SOPHIA_H_LR, hook=HutchinsonHook, scale_hessian_batch=False),
+    'sophiag': Row(sophia_variant(), SOPHIA_G, SOPHIA_G_LR, hook=GNBHook),
+    'sophiah': Row(sophia_variant(), SOPHIA_H, SOPHIA_H_LR, hook=HutchinsonHook, scale_hessian_batch=False),
     # Ablations. The paper states no learning rate for them: that of the optimizer they are closest to. Empirical Fisher
     # and AH+clip: k = 10, γ "found by grid search" but not stated, so Sophia's own here.
-    'ef_clip': Row(sophia(), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', EmpiricalFisherHook),
-    'ah_clip': Row(sophia(squared=True), SOPHIA_H, SOPHIA_H_LR, 'Table 3, sophiah', HutchinsonHook, False),
+    'ef_clip': Row(sophia_variant(), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', EmpiricalFisherHook),
+    'ah_clip': Row(sophia_variant(squared=True), SOPHIA_H, SOPHIA_H_LR, 'Table 3, sophiah', hook=HutchinsonHook,
+                   scale_hessian_batch=False),
     # Clip and Normalize have no preconditioner; β1 is left to us. ε only bounds Normalize's denominator.
     'clip': Row(sign_momentum, dict(beta1=0.96, weight_decay=0.2), LION_LR, 'Table 3, lion'),
-    'normalize': Row(sophia(clipping='normalize'), dict(beta1=0.96, weight_decay=0.2, eps=1e-12), LION_LR,
-                     'Table 3, lion'),
+    'normalize': Row(normalize, dict(beta1=0.96, weight_decay=0.2, eps=1e-12), LION_LR, 'Table 3, lion'),
     # k = 2 is the paper's; without the clip ε has to bound the step where h is tiny, its value is left to us.
-    'gnb_noclip': Row(sophia(clipping='none'), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
+    'gnb_noclip': Row(sophia_variant(clipping='none'), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
                       'Table 3, sophiag', GNBHook),
     # Baselines that the paper does not have. Settings are the libraries' defaults, but for weight decay, AdamW's. Where
     # updates are not as large as AdamW's by construction, there is no learning rate to take over.
     # Muon's matrix products of shards are those of the whole matrix, which DTensor gathers for them.
     'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR | {'tiny': 4.8e-2},
-                'Table 3, adamw',
-                roles=dict(hidden={}, embedding={}, vector={}), library='torch:Muon'),
-    'normuon': of_library(
+                'Table 3, adamw', roles=dict(hidden={}, embedding={}, vector={}), library='torch:Muon'),
+    'normuon': library_row(
         'pytorch_optimizer:NorMuon', dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8),
         lambda s: dict(momentum=s.beta1, beta2=s.beta2, update_scale='match_rms', adamw_betas=(0.9, 0.95),
                        adamw_eps=s.eps), ADAMW_LR, 'Table 3, adamw',
         roles=dict(hidden=dict(use_muon=True), embedding=dict(use_muon=False), vector=dict(use_muon=False))),
-    'soap': of_library('pytorch_optimizer:SOAP', dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8),
-                       lambda s: dict(betas=betas(s), eps=s.eps), {'tiny': 2.4e-2}),
-    'ademamix': of_library('pytorch_optimizer:AdEMAMix', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
-                           lambda s: dict(betas=(*betas(s), 0.9999), eps=s.eps, weight_decouple=True), shards=True),
+    'soap': library_row('pytorch_optimizer:SOAP', dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8),
+                        lambda s: dict(betas=betas(s), eps=s.eps), {'tiny': 2.4e-2}),
+    'ademamix': library_row('pytorch_optimizer:AdEMAMix', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
+                            lambda s: dict(betas=(*betas(s), 0.9999), eps=s.eps, weight_decouple=True), shards=True),
     # Its variance reduction is for matrices; AdamW updates norms and biases, at the same learning rate. DTensor lacks
     # some of PyTorch's operators on lists of tensors, which ADOPT would use as well.
-    'mars': of_library('pytorch_optimizer:MARS', dict(beta1=0.95, beta2=0.99, weight_decay=0.1, eps=1e-8),
-                       lambda s: dict(betas=betas(s), eps=s.eps, lr_1d=s.learning_rate, weight_decay_1d=0.0),
-                       shards=True, sharded=dict(foreach=False)),
-    'adopt': of_library('pytorch_optimizer:ADOPT', dict(beta1=0.9, beta2=0.9999, weight_decay=0.1, eps=1e-6),
-                        lambda s: dict(betas=betas(s), eps=s.eps, weight_decouple=True),
+    'mars': library_row('pytorch_optimizer:MARS', dict(beta1=0.95, beta2=0.99, weight_decay=0.1, eps=1e-8),
+                        lambda s: dict(betas=betas(s), eps=s.eps, lr_1d=s.learning_rate, weight_decay_1d=0.0),
                         shards=True, sharded=dict(foreach=False)),
-    'schedulefree': of_library('schedulefree:AdamWScheduleFree', dict(
+    'adopt': library_row('pytorch_optimizer:ADOPT', dict(beta1=0.9, beta2=0.9999, weight_decay=0.1, eps=1e-6),
+                         lambda s: dict(betas=betas(s), eps=s.eps, weight_decouple=True),
+                         shards=True, sharded=dict(foreach=False)),
+    'schedulefree': library_row('schedulefree:AdamWScheduleFree', dict(
         beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, schedule='constant'),
         lambda s: dict(betas=betas(s), eps=s.eps), shards=True),
     # Prodigy finds the size of its steps; the learning rate is a factor of that.
-    'prodigy': of_library('pytorch_optimizer:Prodigy', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
-                          lambda s: dict(betas=betas(s), eps=s.eps), 1.0, 'its paper'),
-    'signum': of_library('pytorch_optimizer:SignSGD', dict(beta1=0.9, weight_decay=0.1),
-                         lambda s: dict(momentum=s.beta1), shards=True, sharded=dict(foreach=False)),
+    'prodigy': library_row('pytorch_optimizer:Prodigy', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
+                           lambda s: dict(betas=betas(s), eps=s.eps), 1.0, 'its paper'),
+    'signum': library_row('pytorch_optimizer:SignSGD', dict(beta1=0.9, weight_decay=0.1),
+                          lambda s: dict(momentum=s.beta1), shards=True, sharded=dict(foreach=False)),
 }
-# What train.py's settings of optimizers are where an optimizer has no use for them.
-UNUSED = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0, hessian_batch_size=0,
-              hessian_sequences='own', hessian_bias_correction=False, optimizer_args='')
+# Every optimizer setting of train.py, at its value for an optimizer that does not use it.
+NEUTRAL = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0, hessian_batch_size=0,
+               hessian_sequences='own', hessian_bias_correction=False, optimizer_args='')
 
 
 def row(optimizer_name):
     """The row of an optimizer, in the table or of a library; SystemExit with one line when there is none."""
     if ':' in optimizer_name:
-        return library_row(optimizer_name)
+        return unlisted_row(optimizer_name)
     if optimizer_name not in OPTIMIZERS:
         hint = optim.nearest(optimizer_name, OPTIMIZERS, f'choose from {", ".join(OPTIMIZERS)}, or write LIBRARY:CLASS')
         raise SystemExit(f'--optimizer_name={optimizer_name}: no such optimizer; {hint}')
     return OPTIMIZERS[optimizer_name]
 
 
-def library_row(path):
+def unlisted_row(path):
     """A row for the optimizer `path`, 'LIBRARY:CLASS': its defaults, as settings where we have such."""
     cls = optim.library_class(path, path)
-    defaults = {name: p.default for name, p in inspect.signature(cls).parameters.items()}
+    taken = optim.settings_of({name: p.default for name, p in inspect.signature(cls).parameters.items()})
 
     def arguments_of(s):
-        ours = dict(betas=betas(s), eps=s.eps, weight_decay=s.weight_decay)
-        return {name: value for name, value in ours.items() if optim.settings_of({name: defaults.get(name)})}
+        arguments = {name: getattr(s, name) for name in ('eps', 'weight_decay') if name in taken}
+        return {**arguments, 'betas': betas(s)} if 'beta1' in taken else arguments
 
     # torch.optim's work on each coordinate alone, or know of DTensors, but for these.
     shards = path.startswith('torch:') and path not in ('torch:Muon', 'torch:Adafactor')
-    return of_library(path, optim.settings_of(defaults), arguments_of, shards=shards)
+    return library_row(path, taken, arguments_of, shards=shards)
 
 
 def build_optimizer(name, params, *, lr, compile=False, **settings):
@@ -266,19 +294,19 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
     For an optimizer that treats parameters by their role, param groups are those of `parameter_groups`; of parameters
     without groups, each matrix is taken for a hidden one.
 
-    Settings (the keys of UNUSED) that are None or not given are the table's; `compile` fuses Sophia's update by
+    Settings (the keys of NEUTRAL) that are None or not given are the table's; `compile` fuses Sophia's update by
     torch.compile. Gradients are taken as finite: train_step has looked before the update.
     """
     given = {key: value for key, value in settings.items() if value is not None}
-    if unknown := given.keys() - UNUSED.keys():
+    if unknown := given.keys() - NEUTRAL.keys():
         raise ValueError(f'build_optimizer: no setting {", ".join(sorted(unknown))}')
     chosen, params = row(name), list(params)
     if chosen.roles and not any(isinstance(group, dict) for group in params):
         params = role_groups(chosen.roles, dict(hidden=[p for p in params if p.dim() == 2], embedding=[],
                                                 vector=[p for p in params if p.dim() != 2]))
-    optimizer = chosen.build(params, SimpleNamespace(**{**UNUSED, **chosen.settings, **given, 'learning_rate': lr,
+    optimizer = chosen.build(params, SimpleNamespace(**{**NEUTRAL, **chosen.settings, **given, 'learning_rate': lr,
                                                         'compile': compile, 'optimizer_name': name}))
-    optim.back_to_training(optimizer)
+    optim.back_to_training(optimizer)  # schedule-free ones start in evaluation mode
     return optimizer
 
 
@@ -319,11 +347,11 @@ def optimizer_settings(config):
     """The settings of an optimizer. hessian_batch_size keeps its share of the mini-batch; Hutchinson's 32 sequences
     stay 32 where that fits."""
     chosen = row(config.optimizer_name)
-    settings = dict(UNUSED, **chosen.settings)
-    del settings['optimizer_args']
+    settings = dict(NEUTRAL, **chosen.settings)
+    del settings['optimizer_args']  # what the user gives; no table has it
     if chosen.library and config.optimizer_args:
         cls = optim.library_class(chosen.library, config.optimizer_name)
-        given = optim.settings_of(optim.arguments(config.optimizer_args, cls))
+        given = optim.settings_of(optim.parse_arguments(config.optimizer_args, cls))
         for key in given.keys() & config.given:
             raise SystemExit(f'--optimizer_args={config.optimizer_args}: --{key} says the same; leave out one of them')
         settings.update(given)
@@ -371,7 +399,7 @@ def check_settings(config):
         optim.library_class(chosen.library, name)
     config.require('parallel', chosen.shards or config.parallel == 'ddp',
                    f'ddp for {name}, which is not known to work on parts of a parameter')
-    for key in UNUSED:
+    for key in NEUTRAL:
         if key in ('eps', 'gamma', 'hessian_interval', 'hessian_batch_size') and key in chosen.settings:
             config.require(key, config.values[key] > 0, f'above 0 for {name}')
         used = key in chosen.settings or key == 'optimizer_args' and chosen.library
@@ -396,7 +424,7 @@ def optimizer_metrics(optimizer):
     states, found = [optimizer.state[p] for p in parameters(optimizer)], {}
     for name, keys in [('momentum_norm', MOMENTUM), ('hessian_norm', ('hessian',))]:
         if tensors := [state[key] for state in states for key in keys if isinstance(state.get(key), torch.Tensor)]:
-            found[name] = full_tensor(optim.total_norm(tensors))
+            found[name] = optim.global_norm(tensors)
     if isinstance(optimizer, Sophia) and (unclipped := optimizer.unclipped_fraction()) is not None:
         found['update_unclipped'] = unclipped
     return found

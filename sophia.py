@@ -4,7 +4,7 @@
 - `gauss_newton_bartlett`: Algorithm 2, the estimator of Sophia-G.
 - `hutchinson`: Algorithm 1, the estimator of Sophia-H.
 
-A training step with any model; every k-th iteration the first line goes before the update:
+A training step with any model; the first line only in every k-th iteration:
 
     optimizer.update_hessian(gauss_newton_bartlett(model(x), optimizer))
     optimizer.step()
@@ -37,21 +37,15 @@ def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, cl
 
         m ← β1·m + (1−β1)·g;   θ ← θ − lr·λ·θ;   θ ← θ − lr·clip(m / max(γ·h, ε), 1)
 
-    The settings are those of `Sophia`. `hs` is not read with clipping = 'normalize'.
+    The settings are those of `Sophia`.
     """
-    torch._foreach_lerp_(local(ms), grads, 1 - beta1)
-    if clipping == 'normalize':
-        # The norm of a tensor takes all of its shards; every other line is about one coordinate at a time.
-        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in torch._foreach_norm(ms)]
-        rms = [norm.div_(m.numel() ** 0.5).clamp_(min=eps) for norm, m in zip(norms, ms)]
-        update = torch._foreach_div(local(ms), rms)
-    else:
-        denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if squared else hs, gamma)
-        torch._foreach_clamp_min_(denominator, eps)
-        update = torch._foreach_div(ms, denominator)
-        if clipping == 'element':
-            torch._foreach_clamp_min_(update, -1.0)
-            torch._foreach_clamp_max_(update, 1.0)
+    torch._foreach_lerp_(ms, grads, 1 - beta1)
+    denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if squared else hs, gamma)
+    torch._foreach_clamp_min_(denominator, eps)
+    update = torch._foreach_div(ms, denominator)
+    if clipping == 'element':
+        torch._foreach_clamp_min_(update, -1.0)
+        torch._foreach_clamp_max_(update, 1.0)
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     torch._foreach_mul_(update, -lr)
     torch._foreach_add_(params, update)
@@ -82,16 +76,17 @@ class GuardedOptimizer(Optimizer):
         """Adds a group of parameters; ValueError when one of its settings is out of range."""
         name = type(self).__name__
         in_range = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
-                        gamma=lambda v: v >= 0, eps=lambda v: v > 0, weight_decay=lambda v: v >= 0,
-                        clipping=lambda v: v in ('element', 'none', 'normalize'))
+                        beta1=lambda v: 0 <= v < 1, gamma=lambda v: v >= 0, eps=lambda v: v > 0,
+                        weight_decay=lambda v: v >= 0, clipping=lambda v: v in ('element', 'none'))
         for key, value in {**self.defaults, **param_group}.items():
             if key == 'lr' and isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise ValueError(f'{name}: a learning rate in a tensor has one element, not {value.numel()}')
             if key in in_range and not in_range[key](value):
                 raise ValueError(f'{name}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
-        # In float16 the usual ε are 0.
-        unfit = (torch.complex64, torch.complex128, torch.float16)[:3 if 'eps' in self.defaults else 2]
+        unfit = [torch.complex64, torch.complex128]
+        if 'eps' in self.defaults:
+            unfit.append(torch.float16)  # in which the usual ε are 0
         for p in self.param_groups[-1]['params']:
             if p.dtype in unfit:
                 self.param_groups.pop()
@@ -159,21 +154,19 @@ class HessianOptimizer(GuardedOptimizer):
             if h_hat is not None and h_hat.shape != p.shape:
                 raise ValueError(f'update_hessian got an estimate of shape {tuple(h_hat.shape)} for a parameter of '
                                  f'{tuple(p.shape)}; pass the optimizer to the estimator, which keeps their order')
-        remaining, found = iter(estimates), []
-        for group in self.param_groups:
-            pairs = [(p, h_hat.to(p.dtype)) for p, h_hat in zip(group['params'], remaining) if h_hat is not None]
-            found.append((group, [p for p, _ in pairs],
-                          [h_hat.square() if group['squared'] else h_hat for _, h_hat in pairs]))
-        if check_finite(nonfinite or self.nonfinite, 'Hessian estimate', [x for _, _, xs in found for x in xs]):
-            for group, params, xs in found:
+        targets = {p: h_hat.to(p.dtype) for p, h_hat in zip(params, estimates) if h_hat is not None}
+        groups = [(group, [p for p in group['params'] if p in targets]) for group in self.param_groups]
+        for group, params in groups:
+            if group['squared']:
+                targets.update((p, targets[p].square()) for p in params)
+        if check_finite(nonfinite or self.nonfinite, 'Hessian estimate', targets.values()):
+            for group, params in groups:
                 if params:
-                    self.update_ema(group, params, xs)
+                    self.update_ema(group, params, [targets[p] for p in params])
 
-    def update_ema(self, group, params, xs):
-        """Moves the EMAs of `params`, all of `group`, towards `xs`."""
-        torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(xs), 1 - group['betas'][1])
-        if group.get('bias_correction'):
-            group['hessian_step'] = group.get('hessian_step', 0) + 1
+    def update_ema(self, group, params, targets):
+        """Moves the EMAs of `params`, all of `group`, towards `targets`."""
+        torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(targets), 1 - group['betas'][1])
 
 
 class Sophia(HessianOptimizer):
@@ -191,8 +184,7 @@ class Sophia(HessianOptimizer):
         eps: ε.
         weight_decay: λ, decoupled.
         maximize: step uphill instead; estimates are then to be those of the negated objective.
-        clipping: 'element' is Algorithm 3. For the paper's ablations 'none' leaves out the clip, and 'normalize'
-            takes m divided by its root mean square over each tensor, without h.
+        clipping: 'element' is Algorithm 3; 'none' leaves out the clip, for one of the paper's ablations.
         squared: for the ablation AH+clip: h is the EMA of ĥ², and the update uses √h.
         bias_correction: the update uses h / (1 − β2ⁿ), n the number of estimates so far (`hessian_step` of the param
             group), for runs too short for h to reach its level. Not the paper's.
@@ -214,20 +206,25 @@ class Sophia(HessianOptimizer):
 
     def update(self, group, params, grads):
         """`sophia_update` of one param group."""
-        lr, gamma, normalize = scalar(group['lr']), self.gamma(group), group['clipping'] == 'normalize'
+        lr, gamma = scalar(group['lr']), self.effective_gamma(group)
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
         if self.compile and group['bias_correction']:
             gamma = torch.full((), gamma, device=params[0].device)
-        if not normalize and not any('hessian' in self.state[p] for p in params):
+        if not any('hessian' in self.state[p] for p in params):
             warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=4)
-        ms, hs = self.buffers(params, 'exp_avg'), [] if normalize else self.buffers(params, 'hessian')
+        ms, hs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
         update = compiled_update() if self.compile else sophia_update
-        update(local(params), local(grads), ms if normalize else local(ms), local(hs), lr, group['betas'][0],
-               gamma, group['eps'], group['weight_decay'], group['clipping'], group['squared'])
+        update(local(params), local(grads), local(ms), local(hs), lr, group['betas'][0], gamma, group['eps'],
+               group['weight_decay'], group['clipping'], group['squared'])
+
+    def update_ema(self, group, params, targets):
+        super().update_ema(group, params, targets)
+        if group['bias_correction']:
+            group['hessian_step'] = group.get('hessian_step', 0) + 1
 
     @staticmethod
-    def gamma(group):
+    def effective_gamma(group):
         """γ of a param group, with the bias correction of h: γ·h / (1 − β2ⁿ)."""
         n = group.get('hessian_step', 0)
         if not group['bias_correction'] or n == 0:
@@ -237,20 +234,20 @@ class Sophia(HessianOptimizer):
 
     def unclipped_fraction(self):
         """Fraction of coordinates with |m / max(γ·h, ε)| < 1 in the latest update, a 0-d tensor; None before the first
-        step, and without h ('normalize'). The paper chooses γ so that it lies between 0.1 and 0.5."""
-        inside, states = [], []
+        step. The paper chooses γ so that it lies between 0.1 and 0.5."""
+        inside, hs = [], []
         for group in self.param_groups:
             for state in (self.state[p] for p in group['params'] if p in self.state):
                 if 'exp_avg' in state and 'hessian' in state:
                     m, h = local([state['exp_avg'], state['hessian']])
                     h = h.sqrt() if group['squared'] else h
-                    inside.append((m.abs() < (self.gamma(group) * h).clamp_(min=group['eps'])).sum())
-                    states.append(state['hessian'])
+                    inside.append((m.abs() < (self.effective_gamma(group) * h).clamp_(min=group['eps'])).sum())
+                    hs.append(state['hessian'])
         if not inside:
             return None
-        counts = torch.stack([torch.stack(inside).sum(), inside[0].new_tensor(sum(h.numel() for h in local(states)))])
-        inside, total = add_shards(counts, states)
-        return inside / total
+        counts = torch.stack([torch.stack(inside).sum(), inside[0].new_tensor(sum(h.numel() for h in local(hs)))])
+        unclipped, total = add_shards(counts, hs)
+        return unclipped / total
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -323,6 +320,7 @@ class GaussNewtonBartlett:
         B = sum_over_ranks(self.gradient, self.predictions, group)
         if B == 0:
             raise ValueError('Gauss-Newton-Bartlett: no predictions were added')
+        # g is loss_scale·B·ĝ, so B·ĝ⊙ĝ = (g / (loss_scale·√B))².
         return [g.div_(loss_scale * B ** 0.5).square_() for g in self.gradient]
 
 
@@ -411,7 +409,7 @@ def hessian_vector_product(loss_fn, params, u):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Guards
+# Helpers and guards
 
 
 def parameters(optimizer):
@@ -467,8 +465,8 @@ def add_gradients(totals, loss, params, retain_graph=False):
             if g is not None:
                 total.add_(g)
         return
-    # FSDP gathers parameters for the computation, and its backward alone turns their gradients into shards: it adds to
-    # .grad, the mean over the ranks.
+    # FSDP gathers parameters for the computation, and its backward alone turns their gradients into shards: it adds
+    # the mean over the ranks to .grad; `ranks()` times that is the sum.
     before = [p.grad for p in params]
     for p, total in zip(params, totals):
         p.grad = total

@@ -14,6 +14,8 @@ from runtime.distributed import full_tensor
 # ----------------------------------------------------------------------------------------------------------------------
 # What the loop asks of any optimizer
 
+ROW_SIZE = 4096  # entries that `total_norm` adds up at a time on CPU
+
 
 def set_learning_rate(optimizer, lr):
     """Sets the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
@@ -51,19 +53,19 @@ def back_to_training(optimizer):
                 p.copy_(optimizer.state[p].pop('training_weights'))
 
 
-def total_norm(tensors, size=4096):
+def total_norm(tensors):
     """ℓ2 norm of all entries of `tensors` together, a 0-d tensor (a DTensor of sharded ones).
 
     On CPU PyTorch adds up the squares of a tensor in a few float32 sums: of 19M entries the norm comes out 0.1 % too
-    small, of equal ones 1 %. By rows of `size` entries it is right, and takes less time.
+    small, of equal ones 1 %. By rows of ROW_SIZE entries it is right, and takes less time.
     """
     if any(isinstance(t, DTensor) or t.device.type != 'cpu' for t in tensors):
         return torch.nn.utils.get_total_norm(tensors)
     norms = []
     for t in tensors:
         t = t.reshape(-1)
-        rows, rest = t.split([t.numel() - t.numel() % size, t.numel() % size])
-        norms += [torch.linalg.vector_norm(rows.view(-1, size), dim=1), torch.linalg.vector_norm(rest)[None]]
+        rows, rest = t.split([t.numel() - t.numel() % ROW_SIZE, t.numel() % ROW_SIZE])
+        norms += [torch.linalg.vector_norm(rows.view(-1, ROW_SIZE), dim=1), torch.linalg.vector_norm(rest)[None]]
     return torch.linalg.vector_norm(torch.cat(norms))
 
 
@@ -76,9 +78,9 @@ def clip_gradients(params, max_norm):
     return full_tensor(norm)
 
 
-def param_norm(params):
-    """ℓ2 norm of all entries of the parameters, a 0-d tensor, of sharded ones too."""
-    return full_tensor(total_norm([p.detach() for p in params]))
+def global_norm(tensors):
+    """ℓ2 norm of all entries of `tensors` together, a 0-d tensor, over all ranks for sharded ones."""
+    return full_tensor(total_norm([t.detach() for t in tensors]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -112,7 +114,10 @@ class Together(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        loss = closure and torch.enable_grad()(closure)()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
@@ -137,7 +142,7 @@ def library_class(path, optimizer_name):
     flag = f'--optimizer_name={optimizer_name}'
     try:
         module = importlib.import_module('torch.optim' if library == 'torch' else library)
-    except (ImportError, TypeError, ValueError):
+    except (ImportError, TypeError, ValueError):  # the last two: import_module of '.x' and of ''
         known = ('torch', 'pytorch_optimizer', 'schedulefree')
         install = f'pip install {library}'
         hint = install if library in known else nearest(library, known, install)
@@ -154,7 +159,7 @@ def library_class(path, optimizer_name):
     return classes[name]
 
 
-def arguments(text, cls):
+def parse_arguments(text, cls):
     """The setting optimizer_args, 'betas=(0.9, 0.95), amsgrad=True', as a dict of arguments for the optimizer `cls`.
 
     Values are Python literals. SystemExit with one line when something cannot be read, or `cls` has no such argument.
@@ -179,7 +184,7 @@ def arguments(text, cls):
     return found
 
 
-def library_builder(path, arguments_of, sharded=()):
+def library_builder(path, arguments_of, sharded=None):
     """A function of (param groups, settings) that builds the optimizer `path`, 'LIBRARY:CLASS'.
 
     Its arguments are those that `arguments_of` makes of the settings, the dict `sharded` where parameters are sharded,
@@ -188,9 +193,12 @@ def library_builder(path, arguments_of, sharded=()):
     def build(groups, s):
         cls = library_class(path, s.optimizer_name)
         params = [p for group in groups for p in (group['params'] if isinstance(group, dict) else [group])]
-        more = dict(sharded if any(isinstance(p, DTensor) for p in params) else ())
+        arguments = arguments_of(s)
+        if sharded and any(isinstance(p, DTensor) for p in params):
+            arguments.update(sharded)
+        arguments.update(parse_arguments(s.optimizer_args, cls))
         try:
-            return cls(groups, lr=s.learning_rate, **{**arguments_of(s), **more, **arguments(s.optimizer_args, cls)})
+            return cls(groups, lr=s.learning_rate, **arguments)
         except (TypeError, ValueError, AssertionError) as error:
             raise SystemExit(f'--optimizer_name={s.optimizer_name}: {cls.__name__} rejects its settings '
                              f'({str(error).splitlines()[0] if str(error) else type(error).__name__}); '

@@ -35,13 +35,13 @@ class RunLog:
         SystemExit with one line when wandb or trackio is asked for and cannot be used.
         """
         self.path = Path(out_dir) / 'metrics.jsonl' if enabled and out_dir else None
-        self.values, self.enabled, self.total, self.done = values, enabled, total, initial
+        self.values, self.enabled, self.total, self.initial, self.done = values, enabled, total, initial, initial
         self.bar, self.streams = None, ()
-        # For the ETA: seconds and number of this process's iterations, without the first, which compiles; when the last
-        # iteration or evaluation ended.
-        self.step_seconds, self.steps, self.mark = 0.0, -1, time.monotonic()
+        # For the ETA: seconds of this process's iterations, without the first, which compiles; when the last iteration
+        # or evaluation ended.
+        self.step_seconds, self.mark = 0.0, time.monotonic()
         self.val_loss = None  # of the last evaluation
-        self._evaluated(initial, 0.0)
+        self._note_evaluation(initial, 0.0)
         self.trackers = []  # (function that takes an entry, function that ends it)
         for key, track in ('wandb_log', _wandb), ('trackio_log', _trackio):
             if self.path and values.get(key):
@@ -54,7 +54,7 @@ class RunLog:
         """Adds the dict `entry`, which has an 'iter', to metrics.jsonl without what is not finite; prints `line`."""
         if 'val/loss' in entry:
             self.val_loss = entry['val/loss']
-            self._evaluated(entry['iter'], self._lap())
+            self._note_evaluation(entry['iter'], self._lap())
         if self.path:
             finite = {key: value for key, value in entry.items()
                       if not isinstance(value, float) or math.isfinite(value)}
@@ -71,9 +71,10 @@ class RunLog:
     def update(self, loss):
         """Counts one iteration, whose training loss the bar shows."""
         seconds = self._lap()
-        self.done, self.steps = self.done + 1, self.steps + 1
-        self.step_seconds += seconds * (self.steps > 0)
-        if self._show_bar():
+        if self.done > self.initial:
+            self.step_seconds += seconds
+        self.done += 1
+        if self._ensure_bar():
             self.bar.set_postfix_str(f'loss {loss:.4f}{self.eta()}', refresh=False)
             self.bar.update()
 
@@ -81,7 +82,7 @@ class RunLog:
         """Yields `batches`, which have a length, while the bar says how far they are."""
         shown = 0.0
         for i, batch in enumerate(batches, 1):
-            if self._show_bar() and time.monotonic() > shown + 0.1:
+            if self._ensure_bar() and time.monotonic() > shown + 0.1:
                 shown = time.monotonic()
                 self.bar.set_postfix_str(f'evaluating {i}/{len(batches)}')
             yield batch
@@ -91,12 +92,19 @@ class RunLog:
     def eta(self):
         """The time that the rest of the run takes, evaluations included, as ', ETA 1:02' or ', ETA 10:02:03'; '' before
         the second iteration of this process."""
-        if self.steps < 1:
+        steps = self.done - self.initial - 1  # all but the first
+        if steps < 1:
             return ''
-        seconds = round(self.step_seconds / self.steps * (self.total - self.done)
+        seconds = round(self.step_seconds / steps * (self.total - self.done)
                         + self.eval_seconds * self.evaluations_left)
         minutes = f'{seconds // 60}' if seconds < 3600 else f'{seconds // 3600}:{seconds // 60 % 60:02}'
         return f', ETA {minutes}:{seconds % 60:02}'
+
+    def progress_line(self, iteration, metrics):
+        """The line of an iteration for the terminal, from its `metrics`."""
+        return (f'iter {iteration}/{self.total}: loss {metrics["train/loss"]:.4f}, lr {metrics["lr"]:.2e}, '
+                f'grad norm {metrics["grad_norm"]:.2f}, {metrics["step_ms"]:.0f} ms, '
+                f'{metrics["tokens_per_sec"]:,.0f} tokens/s{self.eta()}')
 
     def print_what_next(self, iteration, best_val_loss, stopped):
         """Prints what a finished run has come to and what to look at, or how a `stopped` one continues."""
@@ -109,8 +117,8 @@ class RunLog:
             self.print(f'done: {result}; checkpoints (the newest, the best) and metrics.jsonl are in {out_dir}')
             self.print(f'next: python scripts/sample.py {out_dir}, python scripts/plot.py {out_dir}')
         elif iteration > 0:  # it has saved
-            by_itself = self.values['init_from'] in ('auto', 'resume') or self.values['branch_cooldown']
-            self.print('the same command' + ('' if by_itself else ' with --init_from=auto') + ' resumes it')
+            resumes_alone = self.values['init_from'] in ('auto', 'resume') or self.values['branch_cooldown']
+            self.print('the same command' + ('' if resumes_alone else ' with --init_from=auto') + ' resumes it')
 
     def close(self):
         """Ends the progress bar, and the runs of wandb and trackio."""
@@ -118,7 +126,7 @@ class RunLog:
         for _, finish in self.trackers:
             finish()
 
-    def _evaluated(self, iteration, seconds):
+    def _note_evaluation(self, iteration, seconds):
         interval = self.values['eval_interval']
         self.eval_seconds, self.evaluations_left = seconds, math.ceil(self.total / interval) - iteration // interval
 
@@ -127,7 +135,7 @@ class RunLog:
         before, self.mark = self.mark, time.monotonic()
         return self.mark - before
 
-    def _show_bar(self):
+    def _ensure_bar(self):
         """Whether there is a bar, after making it where there is none yet."""
         if self.bar is None and self.enabled and sys.stderr.isatty():
             self.streams = sys.stdout, sys.stderr
@@ -195,6 +203,16 @@ def _trackio(out_dir, values, initial):
     def log(entry):  # 'time' is a name of its own
         run.log({key: value for key, value in entry.items() if key != 'time'}, step=entry['iter'])
     return log, run.finish
+
+
+def loss_spike(latest, loss):
+    """The mean of the `latest` 100 losses (a list, changed in place) if `loss` is 5 standard deviations above it, else
+    None; adds `loss`."""
+    mean = None
+    if len(latest) == 100 and loss > np.mean(latest) + 5 * np.std(latest):
+        mean = float(np.mean(latest))
+    latest[:] = [*latest[-99:], loss]
+    return mean
 
 
 def describe_run(out_dir, values, sources, **more):

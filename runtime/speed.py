@@ -7,7 +7,7 @@ from runtime.device import peak_flops, peak_memory
 
 
 class Speed:
-    """Seconds of iterations, since the last line of metrics and by whether they estimated the Hessian.
+    """Times iterations: all since the last line of metrics, and the latest 50 with and without a Hessian estimate.
 
     Args:
         flops_per_iter, tokens_per_iter: of one iteration over all devices.
@@ -21,10 +21,9 @@ class Speed:
         self.recent = {estimated: deque(maxlen=50) for estimated in (True, False)}
 
     def add(self, seconds, estimated):
-        """Counts an iteration; returns its `seconds`."""
+        """Counts an iteration."""
         self.since_metrics.append(seconds)
         self.recent[estimated].append(seconds)
-        return seconds
 
     def metrics(self):
         """The metrics of the iterations since the last call. hessian_ms: what an estimate adds to an iteration."""

@@ -32,12 +32,18 @@ def sophia_in_numpy(theta, gradients, estimates, lr, beta1, beta2, gamma, eps, w
         if h_hat is not None:
             h = beta2 * h + (1 - beta2) * (h_hat ** 2 if squared else h_hat)
         theta = theta - lr * weight_decay * theta
-        if clipping == 'normalize':
-            theta = theta - lr * m / np.sqrt(np.mean(m ** 2))
-        else:
-            ratio = m / np.maximum(gamma * (np.sqrt(h) if squared else h), eps)
-            theta = theta - lr * (np.clip(ratio, -1, 1) if clipping == 'element' else ratio)
+        ratio = m / np.maximum(gamma * (np.sqrt(h) if squared else h), eps)
+        theta = theta - lr * (np.clip(ratio, -1, 1) if clipping == 'element' else ratio)
     return theta, m, h
+
+
+def normalize_in_numpy(theta, gradients, lr, beta1, weight_decay, eps):
+    """The ablation Normalize: steps of the momentum divided by its root mean square."""
+    m = np.zeros_like(theta)
+    for g in gradients:
+        m = beta1 * m + (1 - beta1) * g
+        theta = theta - lr * weight_decay * theta - lr * m / max(np.sqrt(np.mean(m ** 2)), eps)
+    return theta, m
 
 
 def lion_in_numpy(theta, gradients, _, lr, beta1, beta2, weight_decay):

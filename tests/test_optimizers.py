@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, metrics
-from reference import adahessian_in_numpy, lion_in_numpy
+from reference import adahessian_in_numpy, lion_in_numpy, normalize_in_numpy
 
 import hessian
 import optimizers
 import sophia
 from hessian import FirstOrder, rows_at_once
 from model import GPT, SIZES, GPTConfig
-from optimizers import AdaHessian, Lion, build_hook, build_optimizer
+from optimizers import AdaHessian, Lion, Normalize, build_hook, build_optimizer
 from runtime import optim
 from runtime.rng import LABELS, VECTORS, keyed_bits, keyed_uniforms
-from sophia import Sophia
+from sophia import HessianOptimizer, Sophia
 
 # The optimizers of the paper and its ablations, about which some tests know more than about any row of the table.
 PAPER = ('adamw', 'lion', 'adahessian', 'sophiag', 'sophiah', 'ef_clip', 'ah_clip', 'clip', 'normalize', 'gnb_noclip')
 HOOKS = [name for name in optimizers.OPTIMIZERS if optimizers.row(name).hook is not FirstOrder]
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Lion and AdaHessian
+# Lion, AdaHessian, Normalize
 
 
 def random_problem(seed, with_eps, interval):
@@ -44,7 +44,7 @@ def random_problem(seed, with_eps, interval):
 def run(optimizer, p, gradients, estimates):
     for g, h_hat in zip(gradients, estimates):
         p.grad = torch.tensor(g)
-        if h_hat is not None and not isinstance(optimizer, Lion):
+        if h_hat is not None and isinstance(optimizer, HessianOptimizer):
             optimizer.update_hessian([torch.tensor(h_hat)])
         optimizer.step()
 
@@ -60,6 +60,23 @@ def test_baselines(name, reference, seed):
     expected, m = reference(theta, gradients, estimates, **settings)
     np.testing.assert_allclose(p.detach().numpy(), expected, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(optimizer.state[p]['exp_avg'].numpy(), m, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_normalize(seed):
+    """Two tensors, each with a root mean square of its own; where it is below ε, ε bounds the step."""
+    settings, theta, gradients, _ = random_problem(seed, True, 1)
+    del settings['beta2']
+    params = [torch.nn.Parameter(torch.tensor(theta[:1])), torch.nn.Parameter(torch.tensor(theta[1:]))]
+    optimizer = build_optimizer('normalize', params, **settings)
+    gradients[:, 1:] *= settings['eps'] / 10
+    for g in gradients:
+        params[0].grad, params[1].grad = torch.tensor(g[:1]), torch.tensor(g[1:])
+        optimizer.step()
+    for p, rows in zip(params, (slice(1), slice(1, None))):
+        expected, m = normalize_in_numpy(theta[rows], gradients[:, rows], **settings)
+        np.testing.assert_allclose(p.detach().numpy(), expected, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(optimizer.state[p]['exp_avg'].numpy(), m, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize('name', ['lion', 'adahessian', 'sophiah'])
@@ -99,7 +116,7 @@ def test_clip_is_sophia_without_curvature():
 # ----------------------------------------------------------------------------------------------------------------------
 # What PyTorch users expect
 
-OPTIMIZERS = pytest.mark.parametrize('cls', [Sophia, Lion, AdaHessian])
+OPTIMIZERS = pytest.mark.parametrize('cls', [Sophia, Lion, AdaHessian, Normalize])
 
 
 def make_params(dtype=torch.float32):
@@ -112,7 +129,7 @@ def train(optimizer, params, steps, first=0):
     for t in range(first, first + steps):
         for p in params:
             p.grad = torch.sin(p.detach() * 3 + t)
-        if not isinstance(optimizer, Lion):
+        if isinstance(optimizer, HessianOptimizer):
             optimizer.update_hessian([1 + torch.cos(p.detach() + t) for p in params])
         optimizer.step()
 
@@ -145,7 +162,7 @@ def test_bfloat16_follows_float32(cls):
         for t in range(5):
             for p, at in zip(optimized, start):
                 p.grad = torch.sin(at.detach() * 3 + 0.1 * t).to(p.dtype)
-            if cls is not Lion:
+            if issubclass(cls, HessianOptimizer):
                 optimizer.update_hessian([1 + torch.cos(at.detach()) for at in start])
             optimizer.step()
     for p, q, before in zip(params, rounded, start):
@@ -187,7 +204,7 @@ def test_maximize_is_minimizing_the_negative(cls):
         p.grad, q.grad = torch.cos(p.detach()), -torch.cos(q.detach())
     given = [p.grad.clone() for p in params]
     for optimizer, estimated in ((up, params), (down, twins)):
-        if cls is not Lion:
+        if issubclass(cls, HessianOptimizer):
             optimizer.update_hessian([torch.ones_like(p) for p in estimated])
         optimizer.step()
     for p, q, g in zip(params, twins, given):
@@ -219,7 +236,7 @@ def test_zero_grad_and_parameters_without_gradient(cls, set_to_none):
     before = [p.detach().clone() for p in params]
     optimizer = cls(params, lr=0.1, weight_decay=0.5)
     params[0].grad = torch.ones_like(params[0])
-    if cls is not Lion:
+    if issubclass(cls, HessianOptimizer):
         optimizer.update_hessian([torch.ones_like(params[0]), None])
     optimizer.step()
     assert torch.equal(params[1], before[1]) and not optimizer.state[params[1]]
@@ -253,8 +270,8 @@ def test_param_groups_schedulers_and_hooks(cls):
 
 @OPTIMIZERS
 def test_settings_out_of_range_are_rejected(cls):
-    for bad in (dict(lr=-1.0), dict(lr=float('nan')), dict(lr=0.1, betas=(1.0, 0.9)),
-                dict(lr=0.1, weight_decay=-0.1), dict(lr=0.1, nonfinite='maybe')):
+    for bad in (dict(lr=-1.0), dict(lr=float('nan')), dict(lr=0.1, weight_decay=-0.1), dict(lr=0.1, nonfinite='maybe'),
+                dict(lr=0.1, beta1=1.0) if cls is Normalize else dict(lr=0.1, betas=(1.0, 0.9))):
         with pytest.raises(ValueError, match=next(key for key in reversed(bad))):
             cls(make_params(), **bad)
     with pytest.raises(ValueError, match='lr = -1'):
@@ -323,7 +340,7 @@ def test_what_overflows_on_its_way_into_the_state_is_not_finite():
     assert (optimizer.state[p]['hessian'] > 1e297).all()
 
 
-@pytest.mark.parametrize('cls', [Sophia, AdaHessian, Lion])
+@OPTIMIZERS
 def test_types_in_which_a_step_means_nothing_are_rejected(cls):
     """float16 has no such number as ε, and 0 / 0 would pass for a step; Lion divides by nothing."""
     optimizer = cls([torch.zeros(2)], lr=0.1)
@@ -546,7 +563,7 @@ def test_a_subclass_that_only_defines_update_is_clipped():
     assert p.norm().item() == pytest.approx(1.0, rel=1e-4)
 
 
-@pytest.mark.parametrize('cls', [Sophia, Lion, AdaHessian])
+@OPTIMIZERS
 def test_state_of_another_implementation_gets_the_defaults_of_missing_settings(cls):
     params = make_params()
     optimizer = cls(params, lr=0.1)
@@ -561,7 +578,7 @@ def test_state_of_another_implementation_gets_the_defaults_of_missing_settings(c
     assert optimizer.param_groups[0]['maximize'] is False
 
 
-@pytest.mark.parametrize('cls', [Sophia, Lion, AdaHessian])
+@OPTIMIZERS
 def test_learning_rates_in_tensors_have_one_element_of_any_shape(cls):
     params, twins = make_params(), make_params()
     train(cls(params, lr=torch.tensor([0.01])), params, 2)

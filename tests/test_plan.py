@@ -89,7 +89,7 @@ def test_memory_and_flops_follow_another_architecture_loss_and_optimizer(monkeyp
     monkeypatch.setattr(plan, 'GPT', RMSNormGPT)
     monkeypatch.setattr(loss, 'token_loss', z_loss)
     monkeypatch.setitem(optimizers.OPTIMIZERS, 'adamw', optimizers.Row(
-        lambda groups, s: torch.optim.SGD(groups, lr=s.learning_rate, momentum=0.9), dict(optimizers.UNUSED), 1e-3))
+        lambda groups, s: torch.optim.SGD(groups, lr=s.learning_rate, momentum=0.9), dict(optimizers.NEUTRAL), 1e-3))
     check_memory(config, vocab_size)
     after = plan.memory(config, vocab_size), plan.flops(config, vocab_size)
     assert after[0]['parameters'] > before[0]['parameters'] and after[0]['optimizer'] == after[0]['parameters']

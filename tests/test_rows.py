@@ -260,7 +260,7 @@ def test_an_optimizer_by_its_librarys_name():
     c = settings('--optimizer_name=pytorch_optimizer:AdaBelief', '--learning_rate=1e-3',
                  '--optimizer_args=betas=(0.8,0.95), weight_decay=0.2, rectify=True')
     assert (c.beta1, c.beta2, c.weight_decay) == (0.8, 0.95, 0.2)
-    values = {key: c.values[key] for key in optimizers.UNUSED}
+    values = {key: c.values[key] for key in optimizers.NEUTRAL}
     model = tiny_gpt()
     built = build_optimizer(c.optimizer_name, parameter_groups(model, c.weight_decay, c.optimizer_name), lr=1e-3,
                             **values)
@@ -268,7 +268,7 @@ def test_an_optimizer_by_its_librarys_name():
         ((0.8, 0.95), 0.2, True), ((0.8, 0.95), 0.0, True)]
     c = settings('--optimizer_name=torch:NAdam', '--learning_rate=1e-3', '--beta1=0.5', '--weight_decay=0.3')
     built = build_optimizer(c.optimizer_name, parameter_groups(model, c.weight_decay), lr=1e-3,
-                            **{key: c.values[key] for key in optimizers.UNUSED})
+                            **{key: c.values[key] for key in optimizers.NEUTRAL})
     assert built.param_groups[0]['betas'] == (0.5, 0.999) and built.param_groups[0]['weight_decay'] == 0.3
 
 

@@ -137,6 +137,23 @@ def test_a_run_log_writes_what_is_finite_and_prints_the_line(tmp_path, capsys):
     assert list(map(json.loads, lines)) == [{'iter': 2, 'lr': 0.5}, {'iter': 3, 'tokens': 96}]
 
 
+def test_the_line_of_an_iteration(tmp_path):
+    log = runlog.RunLog(tmp_path, VALUES, total=10, initial=2, enabled=True)
+    found = {'train/loss': 2.5, 'lr': 1e-3, 'grad_norm': 0.7, 'step_ms': 12.3, 'tokens_per_sec': 12345.6}
+    assert log.progress_line(3, found) == (
+        'iter 3/10: loss 2.5000, lr 1.00e-03, grad norm 0.70, 12 ms, 12,346 tokens/s')
+
+
+def test_a_loss_spike_is_five_standard_deviations_above_the_latest_hundred_losses():
+    latest = []
+    for i in range(100):
+        assert runlog.loss_spike(latest, 3.0 + 0.1 * (-1) ** i) is None  # mean 3, standard deviation 0.1
+    assert len(latest) == 100
+    copy = list(latest)
+    assert runlog.loss_spike(copy, 3.49) is None and copy == [*latest[1:], 3.49]
+    assert runlog.loss_spike(latest, 3.51) == pytest.approx(3.0) and latest[-1] == 3.51 and len(latest) == 100
+
+
 @pytest.mark.parametrize('enabled', [True, False])
 def test_a_run_log_without_a_directory_or_rank_writes_nothing(tmp_path, capsys, enabled):
     log = runlog.RunLog(None if enabled else tmp_path, dict(VALUES, wandb_log=True, trackio_log=True), 10, 0, enabled)
