@@ -27,8 +27,12 @@ def mean_loss(logits, targets):
     return torch.where(counted, losses, 0).sum() / counted.sum()
 
 
-def head_loss(x, lm_head, targets, labels_hat=None, uniforms=None):
-    """The mean loss of the logits lm_head(x), without keeping them; differentiable once.
+def head_loss(x, lm_head, targets=None, labels_hat=None, uniforms=None, return_logits=False):
+    """The logits lm_head(x) and their mean loss, or the loss alone: then logits are not kept, and it can be
+    differentiated once, not twice.
+
+    What logits are, `lm_head` says, and what their loss is, `token_loss`: each is called in several places, here and
+    below.
 
     Args:
         x: (B, T, C) hidden states.
@@ -36,13 +40,17 @@ def head_loss(x, lm_head, targets, labels_hat=None, uniforms=None):
         targets: (B, T), -1 where a position does not count.
         labels_hat: (n, T) labels, n ≤ B, of the first n sequences, for a second loss.
         uniforms: (n, T) uniform numbers in [0, 1) with which these labels are drawn from softmax(logits) instead.
+        return_logits: whether to return logits; always without targets, never with second labels.
 
     Returns:
-        (loss,), or (loss, loss_hat) where loss_hat is the negative log-likelihood of the second labels, *summed* over
-        the positions that count.
+        (logits, loss), None for what there is not; with second labels (None, loss, loss_hat), where loss_hat is their
+        negative log-likelihood, *summed* over the positions that count.
     """
-    x, targets = x.flatten(0, 1).to(compute_dtype(x)), targets.flatten()
     second = labels_hat is not None or uniforms is not None
+    if targets is None or return_logits and not second:
+        logits = lm_head(x)
+        return logits, None if targets is None else mean_loss(logits, targets)
+    x, targets = x.flatten(0, 1).to(compute_dtype(x)), targets.flatten()
     no_labels, no_uniforms = targets.new_empty(0), torch.empty(0, device=x.device)
     labels_hat = no_labels if labels_hat is None else labels_hat.flatten()
     uniforms = no_uniforms if uniforms is None else uniforms.flatten()
@@ -50,7 +58,7 @@ def head_loss(x, lm_head, targets, labels_hat=None, uniforms=None):
         found = fused_head_loss(x, lm_head.weight, targets, labels_hat, uniforms, torch.is_grad_enabled())[:2]
     else:
         found = chunked_head_loss(x, lm_head, targets, labels_hat, uniforms)
-    return found[:1 + second]
+    return None, *found[:1 + second]
 
 
 def is_fused(lm_head):

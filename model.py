@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from loss import head_loss, mean_loss
+from loss import head_loss
 from runtime import hf
 
 # Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
@@ -172,12 +172,7 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
-        if targets is None:
-            return self.lm_head(x), None
-        if return_logits and labels_hat is None and uniforms is None:
-            logits = self.lm_head(x)
-            return logits, mean_loss(logits, targets)
-        return None, *head_loss(x, self.lm_head, targets, labels_hat, uniforms)
+        return head_loss(x, self.lm_head, targets, labels_hat, uniforms, return_logits)
 
     def num_params(self, non_embedding=False):
         """Number of parameters, a tied head counted once; `non_embedding` leaves out the position embeddings."""
