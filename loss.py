@@ -16,15 +16,22 @@ CHUNK = 8192  # rows (tokens) computed at a time: matmuls run at full speed, and
 
 
 def token_loss(logits, targets):
-    """The training loss of each prediction: logits (N, V), targets (N,) → (N,), at least float32; 0 where -1."""
+    """The training loss of each prediction: logits (N, V), targets (N,) → (N,), at least float32; ignored where -1."""
     return F.cross_entropy(logits.to(accumulate_dtype(logits)), targets, ignore_index=-1, reduction='none')
 
 
 def mean_loss(logits, targets):
-    """The mean of `token_loss` over the targets that count: logits (B, T, V), targets (B, T) → 0-d."""
-    losses = token_loss(logits.flatten(0, -2), targets.flatten())
-    counted = targets.flatten() >= 0
-    return torch.where(counted, losses, 0).sum() / counted.sum()
+    """The mean loss over the targets that count: logits (B, T, V), targets (B, T) → 0-d.
+
+    Another loss is an edit of `token_loss`: training does not pass here.
+    """
+    targets = targets.flatten()
+    return loss_sum(logits.flatten(0, -2), targets) / (targets >= 0).sum()
+
+
+def loss_sum(logits, targets):
+    """The sum of `token_loss` over the targets that count: logits (N, V), targets (N,) → 0-d."""
+    return torch.where(targets >= 0, token_loss(logits, targets), 0).sum()
 
 
 def head_loss(x, lm_head, targets=None, labels_hat=None, uniforms=None, return_logits=False):
@@ -71,12 +78,11 @@ def chunked_head_loss(x, lm_head, targets, labels_hat, uniforms):
     """`head_loss` of any `token_loss` and `lm_head`, by PyTorch's own differentiation. Returns (loss, loss_hat)."""
     def of_rows(x, targets, labels_hat, uniforms):
         logits = lm_head(x)
-        counted = targets >= 0
-        loss = torch.where(counted, token_loss(logits, targets), 0).sum()
+        loss = loss_sum(logits, targets)
         if uniforms.numel():
             labels_hat = sample_categorical(logits.detach().float().softmax(-1), uniforms)
         n = len(labels_hat)
-        labels_hat = torch.where(counted[:n], labels_hat, -1)
+        labels_hat = torch.where(targets[:n] >= 0, labels_hat, -1)
         logits = logits[:n].to(accumulate_dtype(logits))
         return loss, F.cross_entropy(logits, labels_hat, ignore_index=-1, reduction='sum')
 
