@@ -260,7 +260,7 @@ def train(model, name, steps, forward):
     for i in range(steps):
         estimator.start(i)
         sequences = torch.randint(0, 3, (4, 97), generator=generator).cumsum(1) % 384
-        mean = estimator.loss(forward, sequences[:, :-1], sequences[:, 1:])
+        mean = estimator.forward(forward, sequences[:, :-1], sequences[:, 1:])
         estimator.backward()
         mean.backward()
         estimator.finish()

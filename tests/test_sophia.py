@@ -482,7 +482,7 @@ def hook_estimates(model, idx, name, iterations, micro_batch=4, **options):
     for i in range(iterations):
         assert estimator.start(i)
         for part in idx.split(micro_batch):
-            mean_loss = estimator.loss(model, part[:, :-1], part[:, 1:])
+            mean_loss = estimator.forward(model, part[:, :-1], part[:, 1:])
             estimator.backward()
             mean_loss.backward()
         estimator.finish()
