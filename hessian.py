@@ -13,6 +13,7 @@ import torch
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from loss import compute_dtype
 from runtime.rng import LABELS, VECTORS, keyed_bits, keyed_uniforms
 from sophia import GaussNewtonBartlett, Hutchinson, hessian_vector_product, parameters
 
@@ -188,15 +189,17 @@ class HutchinsonHook(HessianHook):
         name_of = {p: name for name, p in self.model.named_parameters()}
         self.params = [p for p in parameters(self.optimizer) if p.requires_grad]
         self.names = [name_of[p] for p in self.params]
-        self.product = self.hessian_vector_product
+        self.product = self.curvature_product
         if self.compile:
-            # For one shape: PyTorch 2.11 fails at others.
+            # dynamic=False: PyTorch 2.11 fails to compile this for varying shapes; rows_at_once gives one.
             self.product = torch.compile(self.product, dynamic=False)
-        if getattr(self.autocast, 'fast_dtype', None) == torch.float16:
+        with self.autocast:
+            half = compute_dtype(self.params[0]) == torch.float16
+        if half:
             # Gradients and their derivatives along u differ too much in size for float16, whatever the loss scale.
             self.autocast = contextlib.nullcontext()
 
-    def hessian_vector_product(self, X, Y, u):
+    def curvature_product(self, X, Y, u):
         """∇²L·u of the mean loss L of some sequences, X and Y (B, T); u: tensors like `params`."""
         def loss(values):
             return functional_call(self.model, dict(zip(self.names, values)), (X, Y))[1]
