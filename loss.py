@@ -74,6 +74,22 @@ def is_fused(lm_head):
     return token_loss is FUSED and type(lm_head) is nn.Linear and lm_head.bias is None and not hooked
 
 
+def cross_entropy(logits, targets):
+    """What `fused_head_loss` computes: `token_loss` as it is shipped."""
+    return F.cross_entropy(logits.to(accumulate_dtype(logits)), targets, ignore_index=-1, reduction='none')
+
+
+def _code(function):
+    """What a function does, without its docstring."""
+    code = function.__code__
+    return code.co_code, code.co_names, code.co_consts[1:], function.__defaults__
+
+
+# token_loss is meant to be edited, cross_entropy is not. While their code is equal, the fused operation computes
+# token_loss. Code is compared, not values: values miss edits such as a single skipped token.
+FUSED = token_loss if _code(token_loss) == _code(cross_entropy) else None
+
+
 def chunked_head_loss(x, lm_head, targets, labels_hat, uniforms):
     """`head_loss` of any `token_loss` and `lm_head`, by PyTorch's own differentiation. Returns (loss, loss_hat)."""
     def of_rows(x, targets, labels_hat, uniforms):
@@ -205,10 +221,11 @@ def fused_head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 
 def _gradients(x, weight, n, wanted):
     """Memory for the gradients that `fused_head_loss` returns."""
-    none = [(0,)] * 2
-    (a, b), (c, d) = ([(rows, x.size(1)), weight.shape] if wanted and rows else none for rows in (len(x), n))
-    dw, dw_hat = (x.new_zeros(shape, dtype=accumulate_dtype(x)) for shape in (b, d))
-    return x.new_empty(a), dw, x.new_empty(c), dw_hat
+    def pair(rows):
+        to_x, to_weight = ((rows, x.size(1)), weight.shape) if wanted and rows else (0, 0)
+        return x.new_empty(to_x), x.new_zeros(to_weight, dtype=accumulate_dtype(x))
+
+    return *pair(len(x)), *pair(n)
 
 
 @fused_head_loss.register_fake
@@ -250,8 +267,8 @@ def _backward(ctx, grad, grad_hat, *_):
 fused_head_loss.register_autograd(_backward, setup_context=_setup_context)
 
 
-def softmax(logits, labels, labels_hat, uniforms):
-    """Softmax and losses of some rows, all classes at once.
+def softmax_and_losses(logits, labels, labels_hat, uniforms):
+    """Softmax and losses of some rows, all classes at once; draws their second labels.
 
     Args: logits (R, V), labels (R,); second labels (R,), uniforms (R,) to draw them with, or None.
     Returns: the labels' negative log-likelihood (R,), the second labels (R,) and theirs, and the softmax (R, V).
@@ -264,30 +281,16 @@ def softmax(logits, labels, labels_hat, uniforms):
         if uniforms is not None:
             labels_hat = sample_categorical(p, uniforms)
         others = logits.gather(-1, labels_hat[:, None]).to(log_p.dtype)
+        # −log p(ŷ) = −log p(y) + logit(y) − logit(ŷ)
         nll_hat = (nll + logits.gather(-1, at) - others).squeeze(-1)
     return nll.squeeze(-1), labels_hat, nll_hat, p.to(logits.dtype)
 
 
-softmax_fn = softmax
-_compiled_softmax = torch.compile(softmax)  # two passes over the logits instead of five
+softmax_fn = softmax_and_losses
+_compiled_softmax = torch.compile(softmax_and_losses)  # two passes over the logits instead of five
 
 
 def set_compile(compile):
     """Whether the fused operation compiles its softmax."""
     global softmax_fn
-    softmax_fn = _compiled_softmax if compile else softmax
-
-
-def cross_entropy(logits, targets):
-    """What `fused_head_loss` computes: `token_loss` as it is shipped."""
-    return F.cross_entropy(logits.to(accumulate_dtype(logits)), targets, ignore_index=-1, reduction='none')
-
-
-def _code(function):
-    """What a function does, without its docstring, to compare with another."""
-    code = function.__code__
-    return code.co_code, code.co_names, code.co_consts[1:], function.__defaults__
-
-
-# By its code, as no trial would find every edit: one that leaves out a single token, for instance.
-FUSED = token_loss if _code(token_loss) == _code(cross_entropy) else None
+    softmax_fn = _compiled_softmax if compile else softmax_and_losses
