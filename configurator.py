@@ -26,12 +26,12 @@ class derived:  # noqa: N801 - reads as a declaration: learning_rate = derived(f
 # Names that other programs have for settings: the official repository's configs, Hugging Face's trainer.
 RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_size', lr='learning_rate')
 
+# Setting → its possible values.
+CHOICES = dict(dtype=('float32', 'bfloat16', 'float16'), backend=('nccl', 'gloo'), hessian_sequences=('own', 'fresh'),
+               parallel=('ddp', 'fsdp', 'hsdp'))
+
 # Rule → (its test, the settings it is for), as far as one setting alone can tell.
 RANGES = {
-    'float32, bfloat16 or float16': (('float32', 'bfloat16', 'float16').__contains__, 'dtype'),
-    'nccl or gloo': (('nccl', 'gloo').__contains__, 'backend'),
-    'own or fresh': (('own', 'fresh').__contains__, 'hessian_sequences'),
-    'ddp, fsdp or hsdp': (('ddp', 'fsdp', 'hsdp').__contains__, 'parallel'),
     'at least 2, in case the newest one gets damaged': (lambda v: v >= 2, 'keep_checkpoints'),
     'at least 1': (lambda v: v >= 1, 'eval_interval log_interval max_iters block_size batch_size total_batch_size '
                                      'n_layer n_head n_embd'),
@@ -138,14 +138,18 @@ def derive(config, tables):
     """
     for table in tables:
         config.fill(*table(config))
+    known = {key: value for key, value in config.values.items() if not isinstance(value, derived)}
+    for key, values in CHOICES.items():
+        if key in known:
+            config.require(key, known[key] in values, f'{", ".join(values[:-1])} or {values[-1]}')
     for rule, (inside, keys) in RANGES.items():
         for key in keys.split():
-            if key in config.values and not isinstance(config.values[key], derived):
-                config.require(key, inside(config.values[key]), rule)
+            if key in known:
+                config.require(key, inside(known[key]), rule)
     for key, package in PACKAGES.items():
         if config.values.get(key) and not find_spec(package):
             raise SystemExit(f'{config.shown(key)} needs: pip install {package}')
-    missing = [key for key, value in config.values.items() if isinstance(value, derived)]
+    missing = [key for key in config.values if key not in known]
     if missing:
         raise SystemExit(f'no value for {", ".join(missing)}: set it with --{missing[0]}=…')
 

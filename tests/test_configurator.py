@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, rejection
 
 import train
-from configurator import configure, derive, derived
+from configurator import CHOICES, PACKAGES, RANGES, configure, derive, derived
 
 DEFAULTS = {'steps': 10, 'rate': 0.5, 'name': 'a', 'fast': False, 'size': derived(int), '__name__': 'config'}
 
@@ -152,14 +152,21 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
     (['--model_size=1T'], '--model_size=1T: must be one of tiny, 30M, 125M'),
     (['--model_size=540M', '--optimizer_name=lion'], 'Table 3 has no learning rate for lion at 540M'),
     (['--init_from=gpt2'], 'Table 3 is for training from scratch, not for init_from = gpt2; set --learning_rate'),
-    (['--dtype=int8'], '--dtype=int8: must be float32'), (['--beta2=1'], 'must be at least 0 and below 1'),
-    (['--batch_size=7'], '--batch_size=7: must divide 480'), (['--max_iters=0'], 'must be at least 1'),
+    (['--dtype=int8'], '--dtype=int8: must be float32, bfloat16 or float16'),
+    (['--beta2=1'], 'must be at least 0 and below 1'), (['--batch_size=7'], '--batch_size=7: must divide 480'),
+    (['--max_iters=0'], 'must be at least 1'),
     ([f'--seed={2 ** 64}'], 'must be within 64 bits'), ([f'--seed={-2 ** 63 - 1}'], 'must be within 64 bits'),
 ])
 def test_settings_that_cannot_be_are_rejected(argv, words):
     with pytest.raises(SystemExit) as stopped:
         train.resolve(argv)
     assert words in str(stopped.value) and '\n' not in str(stopped.value)
+
+
+def test_every_check_is_of_a_setting():
+    """A renamed setting does not lose its check silently."""
+    checked = {*CHOICES, *PACKAGES, *(key for _, keys in RANGES.values() for key in keys.split())}
+    assert checked <= train.DEFAULTS.keys()
 
 
 @pytest.mark.parametrize('argv, message', [
