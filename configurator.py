@@ -5,6 +5,7 @@ apply in the order given, flags after all files. A setting declared as `derived(
 fills it in from tables (model sizes, optimizers) unless a file or flag has set it.
 """
 
+import builtins
 import difflib
 import math
 import re
@@ -166,18 +167,6 @@ def help_text(intro, defaults, source):
     return '\n'.join([intro.strip(), '', 'Settings (a config file sets them as key = value):', *rows])
 
 
-class _Assignments(dict):
-    """The local names of a config file, which are its global ones as well: functions and comprehensions see them."""
-
-    def __init__(self, scope):
-        super().__init__()
-        self.scope = scope
-
-    def __setitem__(self, key, value):
-        super().__setitem__(key, value)
-        self.scope[key] = value
-
-
 def _apply_file(config, name):
     path = Path(name)
     if not path.is_file():
@@ -186,16 +175,16 @@ def _apply_file(config, name):
     if path.suffix != '.py':
         raise SystemExit(f'{name}: config files end in .py' + (
             '; a spec of several runs is for scripts/sweep.py --spec' if path.suffix == '.json' else ''))
-    scope = dict(config.values)  # a file may compute from the values so far
-    assigned = _Assignments(scope)
+    # The values so far stand among the built-ins: a file may read them, and what it sets is told apart.
+    scope = {'__builtins__': {**vars(builtins), **config.values}}
     try:
-        exec(compile(path.read_text(encoding='utf-8'), name, 'exec'), scope, assigned)
+        exec(compile(path.read_text(encoding='utf-8'), name, 'exec'), scope)
     except SyntaxError as error:
         raise SystemExit(f'{name}:{error.lineno}: {error.msg}: {(error.text or "").strip()}') from None
     except Exception as error:
         line = error.__traceback__.tb_next.tb_lineno if error.__traceback__.tb_next else '?'
         raise SystemExit(f'{name}:{line}: {type(error).__name__}: {error}') from None
-    for key, value in assigned.items():
+    for key, value in scope.items():
         if not key.startswith('_') and not isinstance(value, ModuleType) and not callable(value):
             config.set(key, value, name)
             config.given.add(key)

@@ -69,6 +69,13 @@ def test_files_then_flags_in_order(tmp_path):
     assert config.sources == {'steps': str(b), 'rate': str(a), 'name': 'flag', 'fast': 'default', 'size': 'default'}
 
 
+def test_what_a_function_of_a_file_sets_is_set(tmp_path):
+    path = tmp_path / 'run.py'
+    path.write_text('def double():\n    global steps\n    steps = 2 * steps\n\ndouble()\n')
+    config, values = apply(str(path))
+    assert values['steps'] == 20 and config.given == {'steps'}
+
+
 @pytest.mark.parametrize('text, words', [
     ('setps = 3', 'bad.py: setps: unknown setting; did you mean steps?'), ('steps = "3x"', 'not a whole number'),
     ('fast = 1', 'not True or False'), ('x = (', 'bad.py:1:'), ('steps = 1 / 0', 'bad.py:1: ZeroDivisionError'),
