@@ -5,6 +5,7 @@ apply in the order given, flags after all files. A setting declared as `derived(
 fills it in from tables (model sizes, optimizers) unless a file or flag has set it.
 """
 
+import ast
 import builtins
 import difflib
 import math
@@ -104,11 +105,16 @@ class Config:
         return [f'{left:<{width}}   {source}' for left, source in rows]
 
 
-def configure(defaults, argv):
+def configure(defaults, argv, script=None):
     """The `Config` of `defaults` (train.py's module-level names) with the config files and flags of `argv` applied.
 
-    SystemExit with one line that names the file or flag when something does not fit.
+    With the path `script` of the file that declares the settings, --help prints them and exits. SystemExit with one
+    line that names the file or flag when something does not fit.
     """
+    if script and {'--help', '-h'} & {*argv}:
+        source = Path(script).read_text(encoding='utf-8')
+        print(help_text(ast.get_docstring(ast.parse(source)), defaults, source))
+        raise SystemExit
     config = Config(defaults)
     flags, files = [], []
     for i, arg in enumerate(argv):

@@ -87,6 +87,18 @@ def test_bad_files_are_rejected_in_one_line(tmp_path, text, words):
     assert words in rejection(apply, str(path))
 
 
+@pytest.mark.parametrize('flag', ['--help', '-h'])
+def test_help_is_that_of_the_script(tmp_path, capsys, flag):
+    script = tmp_path / 'script.py'
+    script.write_text('"""What it does.\n\n  how to call it\n\nMore.\n"""\n# some\nsteps = 10  # how many\n')
+    with pytest.raises(SystemExit) as stopped:
+        configure(DEFAULTS, ['--steps=7', flag], script)
+    assert stopped.value.code is None
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ['What it does.', '', '  how to call it']
+    assert lines[-2:] == ['some', f'{"  --steps=10":<45} how many']
+
+
 def test_missing_file_names_the_nearest(monkeypatch):
     monkeypatch.chdir(ROOT)
     for name, nearest in {'config/quikstart.py': 'config/quickstart.py',  # the other as the official repository has it
