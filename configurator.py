@@ -5,6 +5,8 @@ apply in the order given, flags after all files. A setting declared as `derived(
 fills it in from tables (model sizes, optimizers) unless a file or flag has set it.
 """
 
+import ast
+import builtins
 import difflib
 import math
 import re
@@ -26,12 +28,12 @@ class derived:  # noqa: N801 - reads as a declaration: learning_rate = derived(f
 # Names that other programs have for settings: the official repository's configs, Hugging Face's trainer.
 RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_size', lr='learning_rate')
 
+# Setting → its possible values.
+CHOICES = dict(dtype=('float32', 'bfloat16', 'float16'), backend=('nccl', 'gloo'), hessian_sequences=('own', 'fresh'),
+               parallel=('ddp', 'fsdp', 'hsdp'))
+
 # Rule → (its test, the settings it is for), as far as one setting alone can tell.
 RANGES = {
-    'float32, bfloat16 or float16': (('float32', 'bfloat16', 'float16').__contains__, 'dtype'),
-    'nccl or gloo': (('nccl', 'gloo').__contains__, 'backend'),
-    'own or fresh': (('own', 'fresh').__contains__, 'hessian_sequences'),
-    'ddp, fsdp or hsdp': (('ddp', 'fsdp', 'hsdp').__contains__, 'parallel'),
     'at least 2, in case the newest one gets damaged': (lambda v: v >= 2, 'keep_checkpoints'),
     'at least 1': (lambda v: v >= 1, 'eval_interval log_interval max_iters block_size batch_size total_batch_size '
                                      'n_layer n_head n_embd'),
@@ -103,11 +105,16 @@ class Config:
         return [f'{left:<{width}}   {source}' for left, source in rows]
 
 
-def configure(defaults, argv):
+def configure(defaults, argv, script=None):
     """The `Config` of `defaults` (train.py's module-level names) with the config files and flags of `argv` applied.
 
-    SystemExit with one line that names the file or flag when something does not fit.
+    With the path `script` of the file that declares the settings, --help prints them and exits. SystemExit with one
+    line that names the file or flag when something does not fit.
     """
+    if script and {'--help', '-h'} & {*argv}:
+        source = Path(script).read_text(encoding='utf-8')
+        print(help_text(ast.get_docstring(ast.parse(source)), defaults, source))
+        raise SystemExit
     config = Config(defaults)
     flags, files = [], []
     for i, arg in enumerate(argv):
@@ -138,14 +145,18 @@ def derive(config, tables):
     """
     for table in tables:
         config.fill(*table(config))
+    known = {key: value for key, value in config.values.items() if not isinstance(value, derived)}
+    for key, values in CHOICES.items():
+        if key in known:
+            config.require(key, known[key] in values, f'{", ".join(values[:-1])} or {values[-1]}')
     for rule, (inside, keys) in RANGES.items():
         for key in keys.split():
-            if key in config.values and not isinstance(config.values[key], derived):
-                config.require(key, inside(config.values[key]), rule)
+            if key in known:
+                config.require(key, inside(known[key]), rule)
     for key, package in PACKAGES.items():
         if config.values.get(key) and not find_spec(package):
             raise SystemExit(f'{config.shown(key)} needs: pip install {package}')
-    missing = [key for key, value in config.values.items() if isinstance(value, derived)]
+    missing = [key for key in config.values if key not in known]
     if missing:
         raise SystemExit(f'no value for {", ".join(missing)}: set it with --{missing[0]}=…')
 
@@ -162,18 +173,6 @@ def help_text(intro, defaults, source):
     return '\n'.join([intro.strip(), '', 'Settings (a config file sets them as key = value):', *rows])
 
 
-class _Assignments(dict):
-    """The local names of a config file, which are its global ones as well: functions and comprehensions see them."""
-
-    def __init__(self, scope):
-        super().__init__()
-        self.scope = scope
-
-    def __setitem__(self, key, value):
-        super().__setitem__(key, value)
-        self.scope[key] = value
-
-
 def _apply_file(config, name):
     path = Path(name)
     if not path.is_file():
@@ -182,16 +181,16 @@ def _apply_file(config, name):
     if path.suffix != '.py':
         raise SystemExit(f'{name}: config files end in .py' + (
             '; a spec of several runs is for scripts/sweep.py --spec' if path.suffix == '.json' else ''))
-    scope = dict(config.values)  # a file may compute from the values so far
-    assigned = _Assignments(scope)
+    # The values so far stand among the built-ins: a file may read them, and what it sets is told apart.
+    scope = {'__builtins__': {**vars(builtins), **config.values}}
     try:
-        exec(compile(path.read_text(encoding='utf-8'), name, 'exec'), scope, assigned)
+        exec(compile(path.read_text(encoding='utf-8'), name, 'exec'), scope)
     except SyntaxError as error:
         raise SystemExit(f'{name}:{error.lineno}: {error.msg}: {(error.text or "").strip()}') from None
     except Exception as error:
         line = error.__traceback__.tb_next.tb_lineno if error.__traceback__.tb_next else '?'
         raise SystemExit(f'{name}:{line}: {type(error).__name__}: {error}') from None
-    for key, value in assigned.items():
+    for key, value in scope.items():
         if not key.startswith('_') and not isinstance(value, ModuleType) and not callable(value):
             config.set(key, value, name)
             config.given.add(key)

@@ -1,9 +1,9 @@
 """When, and on what, a Hessian is estimated: the hooks that train_step calls.
 
-In each iteration train_step calls `start`; for each micro-batch `loss` and, outside of autocast, `backward`; then,
+In each iteration train_step calls `start`; for each micro-batch `forward` and, outside of autocast, `backward`; then,
 before the update, `finish`. Estimates are made at iterations 0, k, 2k, … of the first sequences of that iteration's own
-mini-batch (Algorithm 3, lines 7 to 9), or of `fresh_sequences`, which train_step passes to `take` before it. Everything
-random is a function of (seed, iteration).
+mini-batch (Algorithm 3, lines 7 to 9), or of `fresh_sequences`, which train_step passes to `add_fresh` before it.
+Everything random is a function of (seed, iteration).
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import torch
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from loss import compute_dtype
 from runtime.rng import LABELS, VECTORS, keyed_bits, keyed_uniforms
 from sophia import GaussNewtonBartlett, Hutchinson, hessian_vector_product, parameters
 
@@ -23,15 +24,22 @@ class Hook(ABC):
     hessian_products = False  # whether estimates are Hessian-vector products, which need an unsharded eager model
 
     def fresh_sequences(self, iter_num):
-        """How many sequences, over all ranks, iteration `iter_num` needs beyond its mini-batch, for `take`."""
+        """How many sequences, over all ranks, iteration `iter_num` needs beyond its mini-batch, for `add_fresh`."""
         return 0
 
     @abstractmethod
     def start(self, iter_num):
         """Begins iteration `iter_num`; True when it estimates the Hessian."""
 
-    def loss(self, model, X, Y):
-        """The mean loss of a micro-batch, X and Y (B, T) int64."""
+    def add_fresh(self, model, X, Y, loss_scale=1.0):
+        """Estimates on some of `fresh_sequences`, X and Y (B, T) int64; called outside of autocast."""
+        raise NotImplementedError
+
+    def forward(self, model, X, Y):
+        """Runs the model on a micro-batch, X and Y (B, T) int64; returns its mean loss.
+
+        Loss and model are changed in loss.py and model.py: evaluation and Hutchinson's products do not pass here.
+        """
         return model(X, Y, return_logits=False)[1]
 
     @abstractmethod
@@ -67,7 +75,7 @@ class HessianHook(Hook):
         optimizer: takes the estimates by `update_hessian`.
         seed, interval (k), batch_size (sequences over all ranks, a multiple of world_size).
         fresh: estimate on sequences that the gradient does not see; see `fresh_sequences`.
-        rank, world_size: which share of the mini-batch passes through `loss` here ([rank::world_size]).
+        rank, world_size: which share of the mini-batch passes through `forward` here ([rank::world_size]).
         accumulation_steps: in how many micro-batches.
         autocast: context manager for a forward outside of train_step's own.
         compile: whether to compile what the estimator runs by itself.
@@ -89,20 +97,19 @@ class HessianHook(Hook):
         self.iter_num = iter_num
         self.due = iter_num % self.interval == 0
         self.rows_left = self.batch_size // self.world_size if self.due else 0
-        self.rows_taken = 0
+        self.rows_counted = 0
         return self.due
 
-    def take(self, model, X, Y, loss_scale=1.0):
-        """Estimates on sequences that are not the mini-batch's, X and Y (B, T), some of `fresh_sequences`."""
+    def add_fresh(self, model, X, Y, loss_scale=1.0):
         with self.autocast:
-            self.loss(model, X, Y)
+            self.forward(model, X, Y)
         self.backward(loss_scale)
 
-    def take_rows(self, X):
-        """How many of the micro-batch's first rows belong to the estimate; counts them as taken."""
+    def count_rows(self, X):
+        """How many of the micro-batch's first rows belong to the estimate; they are counted off."""
         n = min(self.rows_left, X.size(0))
         self.rows_left -= n
-        self.rows_taken += n
+        self.rows_counted += n
         return n
 
 
@@ -115,19 +122,20 @@ class GNBHook(HessianHook):
             self.estimator = GaussNewtonBartlett(self.optimizer)
         return self.due
 
-    def loss(self, model, X, Y):
-        taken_before, n = self.rows_taken, self.take_rows(X) if self.due else 0
+    def forward(self, model, X, Y):
+        counted_before, n = self.rows_counted, self.count_rows(X) if self.due else 0
         if n == 0:
-            return super().loss(model, X, Y)
-        _, loss, self.loss_hat = model(X, Y, **self.labels(Y, taken_before, n), return_logits=False)
-        self.predictions = n * Y.size(1)
-        if taken_before == 0:
-            # The weight of a label in the gradient of the loss, for whose size float16's loss scale has room.
+            return super().forward(model, X, Y)
+        _, loss, self.loss_hat = model(X, Y, **self.labels(Y, counted_before, n), return_logits=False)
+        self.predictions = n * Y.size(1)  # Training data have no -1: every position counts as a prediction.
+        if counted_before == 0:
+            # loss_hat is a sum. Weighted like the training loss, its gradient fits float16 where that one does;
+            # `estimate` divides by the weight again.
             self.share = 1 / (self.accumulation_steps * Y.numel())
         return loss
 
     def labels(self, Y, first, n):
-        """What the forward draws ŷ of the first n rows with, `first` rows having been taken before."""
+        """What the forward draws ŷ of the first n rows with, `first` rows having been counted before."""
         if self.uniforms is None:
             shape = (self.batch_size, Y.size(1))
             uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]
@@ -181,15 +189,17 @@ class HutchinsonHook(HessianHook):
         name_of = {p: name for name, p in self.model.named_parameters()}
         self.params = [p for p in parameters(self.optimizer) if p.requires_grad]
         self.names = [name_of[p] for p in self.params]
-        self.product = self.hessian_vector_product
+        self.product = self.curvature_product
         if self.compile:
-            # For one shape: PyTorch 2.11 fails at others.
+            # dynamic=False: PyTorch 2.11 fails to compile this for varying shapes; rows_at_once gives one.
             self.product = torch.compile(self.product, dynamic=False)
-        if getattr(self.autocast, 'fast_dtype', None) == torch.float16:
+        with self.autocast:
+            half = compute_dtype(self.params[0]) == torch.float16
+        if half:
             # Gradients and their derivatives along u differ too much in size for float16, whatever the loss scale.
             self.autocast = contextlib.nullcontext()
 
-    def hessian_vector_product(self, X, Y, u):
+    def curvature_product(self, X, Y, u):
         """∇²L·u of the mean loss L of some sequences, X and Y (B, T); u: tensors like `params`."""
         def loss(values):
             return functional_call(self.model, dict(zip(self.names, values)), (X, Y))[1]
@@ -204,14 +214,17 @@ class HutchinsonHook(HessianHook):
     def backward(self, loss_scale=1.0):
         pass
 
-    def take(self, model, X, Y, loss_scale=1.0):
-        n = self.take_rows(X)
+    def keep_rows(self, X, Y):
+        n = self.count_rows(X)
         self.rows.append((X[:n], Y[:n]))
 
-    def loss(self, model, X, Y):
+    def add_fresh(self, model, X, Y, loss_scale=1.0):
+        self.keep_rows(X, Y)
+
+    def forward(self, model, X, Y):
         if self.rows_left:
-            self.take(model, X, Y)
-        return super().loss(model, X, Y)
+            self.keep_rows(X, Y)
+        return super().forward(model, X, Y)
 
     def finish(self, loss_scale=1.0):
         if not self.due:

@@ -16,19 +16,30 @@ CHUNK = 8192  # rows (tokens) computed at a time: matmuls run at full speed, and
 
 
 def token_loss(logits, targets):
-    """The training loss of each prediction: logits (N, V), targets (N,) → (N,), at least float32; 0 where -1."""
+    """The training loss of each prediction: logits (N, V), targets (N,) → (N,), at least float32; ignored where -1."""
     return F.cross_entropy(logits.to(accumulate_dtype(logits)), targets, ignore_index=-1, reduction='none')
 
 
 def mean_loss(logits, targets):
-    """The mean of `token_loss` over the targets that count: logits (B, T, V), targets (B, T) → 0-d."""
-    losses = token_loss(logits.flatten(0, -2), targets.flatten())
-    counted = targets.flatten() >= 0
-    return torch.where(counted, losses, 0).sum() / counted.sum()
+    """The mean loss over the targets that count: logits (B, T, V), targets (B, T) → 0-d.
+
+    Another loss is an edit of `token_loss`: training does not pass here.
+    """
+    targets = targets.flatten()
+    return loss_sum(logits.flatten(0, -2), targets) / (targets >= 0).sum()
 
 
-def head_loss(x, lm_head, targets, labels_hat=None, uniforms=None):
-    """The mean loss of the logits lm_head(x), without keeping them; differentiable once.
+def loss_sum(logits, targets):
+    """The sum of `token_loss` over the targets that count: logits (N, V), targets (N,) → 0-d."""
+    return torch.where(targets >= 0, token_loss(logits, targets), 0).sum()
+
+
+def head_loss(x, lm_head, targets=None, labels_hat=None, uniforms=None, return_logits=False):
+    """The logits lm_head(x) and their mean loss, or the loss alone: then logits are not kept, and it can be
+    differentiated once, not twice.
+
+    What logits are, `lm_head` says, and what their loss is, `token_loss`: each is called in several places, here and
+    below.
 
     Args:
         x: (B, T, C) hidden states.
@@ -36,13 +47,17 @@ def head_loss(x, lm_head, targets, labels_hat=None, uniforms=None):
         targets: (B, T), -1 where a position does not count.
         labels_hat: (n, T) labels, n ≤ B, of the first n sequences, for a second loss.
         uniforms: (n, T) uniform numbers in [0, 1) with which these labels are drawn from softmax(logits) instead.
+        return_logits: whether to return logits; always without targets, never with second labels.
 
     Returns:
-        (loss,), or (loss, loss_hat) where loss_hat is the negative log-likelihood of the second labels, *summed* over
-        the positions that count.
+        (logits, loss), None for what there is not; with second labels (None, loss, loss_hat), where loss_hat is their
+        negative log-likelihood, *summed* over the positions that count.
     """
-    x, targets = x.flatten(0, 1).to(compute_dtype(x)), targets.flatten()
     second = labels_hat is not None or uniforms is not None
+    if targets is None or return_logits and not second:
+        logits = lm_head(x)
+        return logits, None if targets is None else mean_loss(logits, targets)
+    x, targets = x.flatten(0, 1).to(compute_dtype(x)), targets.flatten()
     no_labels, no_uniforms = targets.new_empty(0), torch.empty(0, device=x.device)
     labels_hat = no_labels if labels_hat is None else labels_hat.flatten()
     uniforms = no_uniforms if uniforms is None else uniforms.flatten()
@@ -50,7 +65,7 @@ def head_loss(x, lm_head, targets, labels_hat=None, uniforms=None):
         found = fused_head_loss(x, lm_head.weight, targets, labels_hat, uniforms, torch.is_grad_enabled())[:2]
     else:
         found = chunked_head_loss(x, lm_head, targets, labels_hat, uniforms)
-    return found[:1 + second]
+    return None, *found[:1 + second]
 
 
 def is_fused(lm_head):
@@ -59,16 +74,31 @@ def is_fused(lm_head):
     return token_loss is FUSED and type(lm_head) is nn.Linear and lm_head.bias is None and not hooked
 
 
+def cross_entropy(logits, targets):
+    """What `fused_head_loss` computes: `token_loss` as it is shipped."""
+    return F.cross_entropy(logits.to(accumulate_dtype(logits)), targets, ignore_index=-1, reduction='none')
+
+
+def _code(function):
+    """What a function does, without its docstring."""
+    code = function.__code__
+    return code.co_code, code.co_names, code.co_consts[1:], function.__defaults__
+
+
+# token_loss is meant to be edited, cross_entropy is not. While their code is equal, the fused operation computes
+# token_loss. Code is compared, not values: values miss edits such as a single skipped token.
+FUSED = token_loss if _code(token_loss) == _code(cross_entropy) else None
+
+
 def chunked_head_loss(x, lm_head, targets, labels_hat, uniforms):
     """`head_loss` of any `token_loss` and `lm_head`, by PyTorch's own differentiation. Returns (loss, loss_hat)."""
     def of_rows(x, targets, labels_hat, uniforms):
         logits = lm_head(x)
-        counted = targets >= 0
-        loss = torch.where(counted, token_loss(logits, targets), 0).sum()
+        loss = loss_sum(logits, targets)
         if uniforms.numel():
             labels_hat = sample_categorical(logits.detach().float().softmax(-1), uniforms)
         n = len(labels_hat)
-        labels_hat = torch.where(counted[:n], labels_hat, -1)
+        labels_hat = torch.where(targets[:n] >= 0, labels_hat, -1)
         logits = logits[:n].to(accumulate_dtype(logits))
         return loss, F.cross_entropy(logits, labels_hat, ignore_index=-1, reduction='sum')
 
@@ -191,10 +221,11 @@ def fused_head_loss(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 
 def _gradients(x, weight, n, wanted):
     """Memory for the gradients that `fused_head_loss` returns."""
-    none = [(0,)] * 2
-    (a, b), (c, d) = ([(rows, x.size(1)), weight.shape] if wanted and rows else none for rows in (len(x), n))
-    dw, dw_hat = (x.new_zeros(shape, dtype=accumulate_dtype(x)) for shape in (b, d))
-    return x.new_empty(a), dw, x.new_empty(c), dw_hat
+    def pair(rows):
+        to_x, to_weight = ((rows, x.size(1)), weight.shape) if wanted and rows else (0, 0)
+        return x.new_empty(to_x), x.new_zeros(to_weight, dtype=accumulate_dtype(x))
+
+    return *pair(len(x)), *pair(n)
 
 
 @fused_head_loss.register_fake
@@ -236,8 +267,8 @@ def _backward(ctx, grad, grad_hat, *_):
 fused_head_loss.register_autograd(_backward, setup_context=_setup_context)
 
 
-def softmax(logits, labels, labels_hat, uniforms):
-    """Softmax and losses of some rows, all classes at once.
+def softmax_and_losses(logits, labels, labels_hat, uniforms):
+    """Softmax and losses of some rows, all classes at once; draws their second labels.
 
     Args: logits (R, V), labels (R,); second labels (R,), uniforms (R,) to draw them with, or None.
     Returns: the labels' negative log-likelihood (R,), the second labels (R,) and theirs, and the softmax (R, V).
@@ -250,30 +281,16 @@ def softmax(logits, labels, labels_hat, uniforms):
         if uniforms is not None:
             labels_hat = sample_categorical(p, uniforms)
         others = logits.gather(-1, labels_hat[:, None]).to(log_p.dtype)
+        # −log p(ŷ) = −log p(y) + logit(y) − logit(ŷ)
         nll_hat = (nll + logits.gather(-1, at) - others).squeeze(-1)
     return nll.squeeze(-1), labels_hat, nll_hat, p.to(logits.dtype)
 
 
-softmax_fn = softmax
-_compiled_softmax = torch.compile(softmax)  # two passes over the logits instead of five
+softmax_fn = softmax_and_losses
+_compiled_softmax = torch.compile(softmax_and_losses)  # two passes over the logits instead of five
 
 
 def set_compile(compile):
     """Whether the fused operation compiles its softmax."""
     global softmax_fn
-    softmax_fn = _compiled_softmax if compile else softmax
-
-
-def cross_entropy(logits, targets):
-    """What `fused_head_loss` computes: `token_loss` as it is shipped."""
-    return F.cross_entropy(logits.to(accumulate_dtype(logits)), targets, ignore_index=-1, reduction='none')
-
-
-def _code(function):
-    """What a function does, without its docstring, to compare with another."""
-    code = function.__code__
-    return code.co_code, code.co_names, code.co_consts[1:], function.__defaults__
-
-
-# By its code, as no trial would find every edit: one that leaves out a single token, for instance.
-FUSED = token_loss if _code(token_loss) == _code(cross_entropy) else None
+    softmax_fn = _compiled_softmax if compile else softmax_and_losses

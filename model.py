@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from loss import head_loss, mean_loss
+from loss import head_loss
 from runtime import hf
 
 # Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
@@ -41,6 +41,9 @@ def padded_vocab_size(vocab_size):
     return vocab_size if vocab_size < 1024 else math.ceil(vocab_size / 64) * 64
 
 
+NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
+
+
 @dataclass
 class GPTConfig:
     """Shape of a GPT. `vocab_size` is the padded one."""
@@ -61,11 +64,10 @@ class GPTConfig:
                    vocab_size=padded_vocab_size(vocab_size))
 
     def model_args(self):
-        """What a checkpoint says of the shape: nanoGPT's arguments, the first seven, and others where they are not the
-        default, so that nanoGPT reads models that it knows, and an argument added here leaves old checkpoints valid."""
-        nanogpt = [f.name for f in fields(GPTConfig)[:7]]
+        """What a checkpoint says of the shape: nanoGPT's arguments, and others where they are not the default, so that
+        nanoGPT reads models that it knows, and an argument added here leaves old checkpoints valid."""
         return {key: value for key, value in asdict(self).items()
-                if key in nanogpt or value != getattr(GPTConfig, key)}
+                if key in NANOGPT_ARGS or value != getattr(GPTConfig, key)}
 
 
 class CausalSelfAttention(nn.Module):
@@ -172,16 +174,11 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
-        if targets is None:
-            return self.lm_head(x), None
-        if return_logits and labels_hat is None and uniforms is None:
-            logits = self.lm_head(x)
-            return logits, mean_loss(logits, targets)
-        return None, *head_loss(x, self.lm_head, targets, labels_hat, uniforms)
+        return head_loss(x, self.lm_head, targets, labels_hat, uniforms, return_logits)
 
-    def num_params(self, non_embedding=False):
-        """Number of parameters, a tied head counted once; `non_embedding` leaves out the position embeddings."""
-        return sum(p.numel() for name, p in self.named_parameters() if not (non_embedding and '.wpe.' in name))
+    def num_params(self):
+        """Number of parameters, a tied head counted once."""
+        return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T=None):
         """FLOPs to train on one token (forward + backward) at context length T, default block_size.

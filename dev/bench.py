@@ -202,7 +202,7 @@ class Case:
 
         def gradient():
             with run.autocast:
-                mean_loss = run.hessian.loss(run.model, X, Y)
+                mean_loss = run.hessian.forward(run.model, X, Y)
             torch.autograd.grad(mean_loss, run.params)
 
         def product():

@@ -207,7 +207,7 @@ def gauss_newton_bartlett(model, X):
         middle = p[:y].sum() + p[y] / 2
         hook.start(0)
         with mock.patch('hessian.keyed_uniforms', lambda seed, stream, i, shape, u=middle: torch.full(shape, u.item())):
-            loss = hook.loss(model, X, Y)
+            loss = hook.forward(model, X, Y)
         hook.backward()
         loss.backward()
         hook.finish()

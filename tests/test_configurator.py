@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, rejection
 
 import train
-from configurator import configure, derive, derived
+from configurator import CHOICES, PACKAGES, RANGES, configure, derive, derived
 
 DEFAULTS = {'steps': 10, 'rate': 0.5, 'name': 'a', 'fast': False, 'size': derived(int), '__name__': 'config'}
 
@@ -69,6 +69,13 @@ def test_files_then_flags_in_order(tmp_path):
     assert config.sources == {'steps': str(b), 'rate': str(a), 'name': 'flag', 'fast': 'default', 'size': 'default'}
 
 
+def test_what_a_function_of_a_file_sets_is_set(tmp_path):
+    path = tmp_path / 'run.py'
+    path.write_text('def double():\n    global steps\n    steps = 2 * steps\n\ndouble()\n')
+    config, values = apply(str(path))
+    assert values['steps'] == 20 and config.given == {'steps'}
+
+
 @pytest.mark.parametrize('text, words', [
     ('setps = 3', 'bad.py: setps: unknown setting; did you mean steps?'), ('steps = "3x"', 'not a whole number'),
     ('fast = 1', 'not True or False'), ('x = (', 'bad.py:1:'), ('steps = 1 / 0', 'bad.py:1: ZeroDivisionError'),
@@ -78,6 +85,18 @@ def test_bad_files_are_rejected_in_one_line(tmp_path, text, words):
     path = tmp_path / 'bad.py'
     path.write_text(text)
     assert words in rejection(apply, str(path))
+
+
+@pytest.mark.parametrize('flag', ['--help', '-h'])
+def test_help_is_that_of_the_script(tmp_path, capsys, flag):
+    script = tmp_path / 'script.py'
+    script.write_text('"""What it does.\n\n  how to call it\n\nMore.\n"""\n# some\nsteps = 10  # how many\n')
+    with pytest.raises(SystemExit) as stopped:
+        configure(DEFAULTS, ['--steps=7', flag], script)
+    assert stopped.value.code is None
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ['What it does.', '', '  how to call it']
+    assert lines[-2:] == ['some', f'{"  --steps=10":<45} how many']
 
 
 def test_missing_file_names_the_nearest(monkeypatch):
@@ -152,14 +171,21 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
     (['--model_size=1T'], '--model_size=1T: must be one of tiny, 30M, 125M'),
     (['--model_size=540M', '--optimizer_name=lion'], 'Table 3 has no learning rate for lion at 540M'),
     (['--init_from=gpt2'], 'Table 3 is for training from scratch, not for init_from = gpt2; set --learning_rate'),
-    (['--dtype=int8'], '--dtype=int8: must be float32'), (['--beta2=1'], 'must be at least 0 and below 1'),
-    (['--batch_size=7'], '--batch_size=7: must divide 480'), (['--max_iters=0'], 'must be at least 1'),
+    (['--dtype=int8'], '--dtype=int8: must be float32, bfloat16 or float16'),
+    (['--beta2=1'], 'must be at least 0 and below 1'), (['--batch_size=7'], '--batch_size=7: must divide 480'),
+    (['--max_iters=0'], 'must be at least 1'),
     ([f'--seed={2 ** 64}'], 'must be within 64 bits'), ([f'--seed={-2 ** 63 - 1}'], 'must be within 64 bits'),
 ])
 def test_settings_that_cannot_be_are_rejected(argv, words):
     with pytest.raises(SystemExit) as stopped:
         train.resolve(argv)
     assert words in str(stopped.value) and '\n' not in str(stopped.value)
+
+
+def test_every_check_is_of_a_setting():
+    """A renamed setting does not lose its check silently."""
+    checked = {*CHOICES, *PACKAGES, *(key for _, keys in RANGES.values() for key in keys.split())}
+    assert checked <= train.DEFAULTS.keys()
 
 
 @pytest.mark.parametrize('argv, message', [

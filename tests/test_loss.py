@@ -143,7 +143,7 @@ def test_the_softmax_of_some_rows_is_freed_before_the_next_is_made(monkeypatch):
 
     def watched(*args):
         left_over.append(sum(held() is not None for held in made))
-        results = loss.softmax(*args)
+        results = loss.softmax_and_losses(*args)
         made.append(weakref.ref(results[-1]))
         return results
 
@@ -260,7 +260,7 @@ def train(model, name, steps, forward):
     for i in range(steps):
         estimator.start(i)
         sequences = torch.randint(0, 3, (4, 97), generator=generator).cumsum(1) % 384
-        mean = estimator.loss(forward, sequences[:, :-1], sequences[:, 1:])
+        mean = estimator.forward(forward, sequences[:, :-1], sequences[:, 1:])
         estimator.backward()
         mean.backward()
         estimator.finish()

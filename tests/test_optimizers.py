@@ -434,7 +434,7 @@ def test_hook_estimates_at_0_k_2k_and_takes_its_share_of_the_rows():
     hook = build_hook('sophiag', torch.nn.Linear(1, 1), build_optimizer('sophiag', make_params(), lr=1e-3),
                       **hook_options(batch_size=10, world_size=2))
     assert [i for i in range(10) if hook.start(i)] == [0, 3, 6, 9]
-    assert [hook.take_rows(torch.zeros(3, 2)) for _ in range(3)] == [3, 2, 0]
+    assert [hook.count_rows(torch.zeros(3, 2)) for _ in range(3)] == [3, 2, 0]
 
 
 def test_what_a_hook_draws_is_a_function_of_seed_iteration_and_rank_alone(monkeypatch):
@@ -503,7 +503,7 @@ def test_a_hook_passes_on_nothing_that_is_not_finite(name):
     hook = build_hook(name, model, optimizer, **hook_options())
     for scale in (1.0, 2.0):
         hook.start(0)
-        hook.loss(model, torch.ones(4, 2), torch.ones(4, 2))
+        hook.forward(model, torch.ones(4, 2), torch.ones(4, 2))
         hook.backward(scale)
         if name == 'sophiag' and scale != 1:
             hook.finish(scale)
@@ -526,7 +526,7 @@ def test_a_hooks_estimates_follow_the_order_of_the_param_groups():
             # AH of each parameter has to be its own: u is drawn in the order of the groups, so compare with products.
             hook = build_hook(name, model, optimizer, **hook_options(batch_size=2))
             hook.start(0)
-            loss = hook.loss(model, X, X.flip(1))
+            loss = hook.forward(model, X, X.flip(1))
             hook.backward()
             loss.backward()
             hook.finish()

@@ -462,7 +462,7 @@ def test_an_edited_loss_is_followed(gpt_with_hessian, monkeypatch):
     torch.testing.assert_close(hook_estimates(model, idx, 'sophiag', 1), before)
     params = [p.detach() for p in model.parameters()]
     u = [torch.randn_like(p) for p in params]
-    product = hook(model, 'sophiah', idx).hessian_vector_product(X, Y, u)
+    product = hook(model, 'sophiah', idx).curvature_product(X, Y, u)
     up, down = (flat(torch.func.grad(loss_fn)(tuple(p + s * v for p, v in zip(params, u)))) for s in (1e-5, -1e-5))
     torch.testing.assert_close(flat(product), (up - down) / 2e-5, rtol=1e-5, atol=1e-7)
 
@@ -482,7 +482,7 @@ def hook_estimates(model, idx, name, iterations, micro_batch=4, **options):
     for i in range(iterations):
         assert estimator.start(i)
         for part in idx.split(micro_batch):
-            mean_loss = estimator.loss(model, part[:, :-1], part[:, 1:])
+            mean_loss = estimator.forward(model, part[:, :-1], part[:, 1:])
             estimator.backward()
             mean_loss.backward()
         estimator.finish()
@@ -567,8 +567,8 @@ def test_a_product_in_parts_is_the_product(gpt_with_hessian, monkeypatch, name):
     model, idx = gpt_with_hessian[:2]
     T = idx.size(1) - 1
     one = T * (model.config.n_layer * model.config.n_head * T + 4 * model.config.vocab_size)
-    sizes, product = [], hessian.HutchinsonHook.hessian_vector_product
-    monkeypatch.setattr(hessian.HutchinsonHook, 'hessian_vector_product', lambda self, X, *args: (
+    sizes, product = [], hessian.HutchinsonHook.curvature_product
+    monkeypatch.setattr(hessian.HutchinsonHook, 'curvature_product', lambda self, X, *args: (
         sizes.append(len(X)), product(self, X, *args))[1])
     estimates = []
     for room in (4, 3, 0.5):
