@@ -163,7 +163,7 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '12')
     config = train.resolve(['--optimizer_name=sophiah', '--batch_size=8'])
     assert config.values['hessian_batch_size'] == 36
-    assert config.sources['hessian_batch_size'] == '32 made to fit 12 device(s)'
+    assert config.sources['hessian_batch_size'] == '32 made to fit 480 sequences on 12 device(s)'
 
 
 @pytest.mark.parametrize('argv, words', [
@@ -203,7 +203,7 @@ def test_mistakes_that_are_made_often_are_named_with_what_helps(argv, message):
 def test_what_train_py_needs_is_named_with_the_command_that_installs_it():
     done = subprocess.run([sys.executable, '-S', str(ROOT / 'train.py')], capture_output=True, text=True)  # no packages
     assert done.returncode == 1
-    assert done.stderr == 'numpy is not installed: run make install, then .venv/bin/python train.py\n'
+    assert done.stderr == 'torch is not installed: run make install, then .venv/bin/python train.py\n'
 
 
 def test_the_settings_of_a_run_are_aligned_with_their_sources():
