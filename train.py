@@ -329,13 +329,13 @@ def train_step(run, sequences, iter_num, flags=()):
     for first in range(B, len(sequences), c.batch_size):
         tokens = sequences[first:first + c.batch_size]
         with world.gradient_sync(run.model, False, estimating):
-            run.hessian.take(run.model, tokens[:, :-1], tokens[:, 1:], loss_scale)
+            run.hessian.add_fresh(run.model, tokens[:, :-1], tokens[:, 1:], loss_scale)
     micro_batches = sequences[:B].split(c.batch_size)
     for micro_step, tokens in enumerate(micro_batches):
         X, Y = tokens[:, :-1], tokens[:, 1:]
         with world.gradient_sync(run.model, micro_step == len(micro_batches) - 1, estimating):
             with run.autocast:
-                mean_loss = run.hessian.loss(run.model, X, Y) / len(micro_batches)
+                mean_loss = run.hessian.forward(run.model, X, Y) / len(micro_batches)
             run.hessian.backward(loss_scale)
             run.scaler.scale(mean_loss).backward()
         losses.append(mean_loss.detach())
