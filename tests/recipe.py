@@ -128,12 +128,13 @@ def one_line(function):
 # What every change of the loss or the model has to pass
 
 
-def follows(data, model_flags=(), compile=(), parallel=(), token_loss=None):
+def follows(data, model_flags=(), compile=(), parallel=(), token_loss=None, auxiliary=lambda x: 0):
     """Training, evaluation, sampling, Sophia-G, Sophia-H; and compiled, or over two ranks, the same losses.
 
     Args:
         compile: optimizers to compile with. parallel: 'ddp', 'fsdp'.
         token_loss: the training loss as the recipe is meant, (logits, targets) → (N,); default cross-entropy.
+        auxiliary: what is added to its mean, a function of the last hidden states.
     """
     from model import GPT, GPTConfig
     token_loss = token_loss or (lambda logits, targets: F.cross_entropy(logits, targets, reduction='none'))
@@ -158,8 +159,11 @@ def follows(data, model_flags=(), compile=(), parallel=(), token_loss=None):
     X, Y = torch.randint(16, (2, 2, 4))
     Y[0, 1] = -1
     kept = Y.flatten() >= 0
+    hidden = []
+    handle = model.transformer.ln_f.register_forward_hook(lambda module, args, output: hidden.append(output))
     logits = model(X)[0].flatten(0, 1)
-    expected = token_loss(logits[kept], Y.flatten()[kept]).mean()
+    handle.remove()
+    expected = token_loss(logits[kept], Y.flatten()[kept]).mean() + auxiliary(hidden[0])
     params = list(model.parameters())
     wanted = torch.autograd.grad(expected, params)
     for keep in (True, False):
@@ -248,6 +252,10 @@ def z_loss(data, tmp):
 def label_smoothing(data, tmp):
     return follows(data, token_loss=lambda logits, targets: (
         -0.9 * logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0] - 0.1 * logits.log_softmax(-1).mean(-1)))
+
+
+def auxiliary_loss(data, tmp):
+    return follows(data, auxiliary=lambda x: 1e-4 * x.abs().mean())
 
 
 def rmsnorm(data, tmp):

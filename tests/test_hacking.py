@@ -101,8 +101,8 @@ def test_a_recipe_says_how_many_lines_it_takes(title):
         assert f'{name}, {lines} line' in text or not (ROOT / name).exists(), (name, lines)
 
 
-@pytest.mark.parametrize('title', ['z-loss', 'Label smoothing', 'RMSNorm', 'SwiGLU', 'QK-norm', 'Untied head',
-                                   'Logit soft-capping'])
+@pytest.mark.parametrize('title', ['z-loss', 'Label smoothing', 'Auxiliary loss', 'RMSNorm', 'SwiGLU', 'QK-norm',
+                                   'Untied head', 'Logit soft-capping'])
 def test_another_loss_or_model(check, plain, title):
     """tests/recipe.py, `follows`: training, evaluation, sampling, estimates; and it is not the model that it was."""
     found = check(re.sub(r'\W', '_', title.lower()), title)
