@@ -67,12 +67,21 @@ def start_of(name, T):
 
 
 def rates(args, name, T):
-    """Five learning rates, everything else as at the start; the best of them with more seeds."""
-    grid(args, name, T, RATES[name], start_of(name, T))
-    if not args.dry_run:
+    """Five learning rates, everything else as at the start, and more of them by factors of 2 where the best is at the
+    edge; the best with more seeds."""
+    tried = RATES[name]
+    while True:
+        grid(args, name, T, tried, start_of(name, T))
+        if args.dry_run:
+            return
         with (args.out_dir / str(T) / name / 'results.csv').open(encoding='utf-8') as file:
-            best = next(csv.DictReader(file))  # sorted by the validation loss
-        grid(args, name, T, [best['learning_rate']], start_of(name, T), MORE_SEEDS[T])
+            best = next(csv.DictReader(file))['learning_rate']  # sorted by the validation loss
+        if float(best) == float(tried[0]):
+            tried = [f'{float(best) / 2:g}', *tried]
+        elif float(best) == float(tried[-1]):
+            tried = [*tried, f'{float(best) * 2:g}']
+        else:
+            return grid(args, name, T, [best], start_of(name, T), MORE_SEEDS[T])
 
 
 def noise(args):
