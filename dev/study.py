@@ -66,14 +66,14 @@ def start_of(name, T):
     return dict(warmup_iters=str(T // 2), **START[name])
 
 
-def rates(args, name, T):
-    """Five learning rates, everything else as at the start, and more of them by factors of 2 where the best is at the
-    edge; the best with more seeds."""
+def bracket(args, name, T):
+    """(learning rates, the best of them): five, and more by factors of 2 while the best is at the edge. Everything else
+    is as at the start."""
     tried = RATES[name]
     while True:
         grid(args, name, T, tried, start_of(name, T))
         if args.dry_run:
-            return
+            return tried, '?'
         with (args.out_dir / str(T) / name / 'results.csv').open(encoding='utf-8') as file:
             best = next(csv.DictReader(file))['learning_rate']  # sorted by the validation loss
         if float(best) == float(tried[0]):
@@ -81,7 +81,12 @@ def rates(args, name, T):
         elif float(best) == float(tried[-1]):
             tried = [*tried, f'{float(best) * 2:g}']
         else:
-            return grid(args, name, T, [best], start_of(name, T), MORE_SEEDS[T])
+            return tried, best
+
+
+def rates(args, name, T):
+    """The learning rates of `bracket`, and the best with more seeds."""
+    grid(args, name, T, [bracket(args, name, T)[1]], start_of(name, T), MORE_SEEDS[T])
 
 
 def noise(args):
@@ -99,7 +104,7 @@ def noise(args):
 def tuned(args, name):
     """The coordinate search at 1,200 steps. Its first runs, the learning rates, are those of `rates`."""
     start = start_of(name, 1200)
-    values = dict(learning_rate=RATES[name], **{key: TRIED[key] for key in start})
+    values = dict(learning_rate=bracket(args, name, 1200)[0], **{key: TRIED[key] for key in start})
     sweep(args, name, 1200, [f'--{key}={value}' for key, value in start.items()],
           '--tune', *(f'{key}={",".join(values[key])}' for key in values), f'--noise={noise(args):.4f}')
 
