@@ -163,9 +163,9 @@ def set_up(c, world, model):
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
     optimizer = optimizers.build_optimizer(
         c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay, c.optimizer_name), lr=c.learning_rate,
-        compile=c.compile, **{key: c.values[key] for key in optimizers.UNUSED})
+        compile=c.compile, **{key: c.values[key] for key in optimizers.NEUTRAL})
     params = [p for p in model.parameters() if p.requires_grad]
-    assert {id(p) for group in optimizer.param_groups for p in group['params']} == {id(p) for p in params}
+    assert {id(p) for p in optim.parameters(optimizer)} == {id(p) for p in params}
     hessian = optimizers.build_hook(
         c.optimizer_name, model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
         fresh=c.hessian_sequences == 'fresh', rank=world.rank, world_size=world.size,
@@ -405,7 +405,7 @@ def main(argv):
         record(f'a branch of {start.path}', branched_from=c.init_from)
 
     def save(best=False):
-        if not optim.param_norm(run.params).isfinite():
+        if not optim.global_norm(run.params).isfinite():
             give_up('the parameters are not finite')
         with optim.evaluating(run.optimizer):
             saved_as = checkpoint.save_run(world, c.out_dir, model, run.optimizer, dict(
@@ -476,10 +476,12 @@ def main(argv):
                 record(f'iter {state.iter}: loss spike, {step.loss:.4f} after {np.mean(latest):.4f}',
                        loss_spike=step.loss)
             state.latest_losses = [*latest[-99:], step.loss]
-        state.seconds += speed.add(time.perf_counter() - started, step.estimated)
+        seconds = time.perf_counter() - started
+        speed.add(seconds, step.estimated)
+        state.seconds += seconds
 
         if state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1:
-            measured = dict(optimizers.optimizer_metrics(run.optimizer), param_norm=optim.param_norm(run.params))
+            measured = dict(optimizers.optimizer_metrics(run.optimizer), param_norm=optim.global_norm(run.params))
             metrics = {'train/loss': step.loss, 'lr': lr, 'grad_norm': step.grad_norm,
                        'grad_clipped': state.clipped / (state.iter + 1),
                        **dict(zip(measured, torch.stack([*measured.values()]).tolist())), **speed.metrics()}
