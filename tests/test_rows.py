@@ -16,6 +16,7 @@ from hessian import FirstOrder
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZERS, build_optimizer, parameter_groups
 from runtime import checkpoint, optim
+from runtime.signals import STOPPED
 from sophia import Sophia
 
 # Each row with the class that it stands for, stand-alone, as its library's documentation has it. AdamW's settings are
@@ -188,7 +189,7 @@ def test_a_row_lowers_the_loss_and_resumes_bit_for_bit(corpus, tmp_path, name, m
         patch.setattr(train.StopSignals, 'poll', lambda self: next(polls))
         with pytest.raises(SystemExit) as stopped:
             run(corpus, tmp_path / 'parts', name)
-        assert stopped.value.code == train.STOPPED and (tmp_path / 'parts/ckpt_00000006.pt').exists()
+        assert stopped.value.code == STOPPED and (tmp_path / 'parts/ckpt_00000006.pt').exists()
     resumed = run(corpus, tmp_path / 'parts', name, '--init_from=resume')
     assert same(resumed['model'], whole['model']) and same(resumed['optimizer'], whole['optimizer'])
     assert metrics(tmp_path / 'parts') == metrics(tmp_path / 'whole')
