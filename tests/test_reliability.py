@@ -182,7 +182,8 @@ at(3, fill)
 def test_max_hours_stops(train, tmp_path):
     done = train(tmp_path, '--max_iters=1000000', '--eval_interval=1000000', f'--max_hours={2 / 3600}')
     assert done.code == STOPPED and 'by max_hours' in done.out
-    assert iterations(tmp_path) == [len(metrics(tmp_path))]
+    made = len(metrics(tmp_path))
+    assert iterations(tmp_path) == [made] * (made > 0)  # on a busy machine the time may be over before the first
 
 
 def test_max_hours_are_hours(monkeypatch):
