@@ -8,3 +8,5 @@ eval_interval = 600
 eval_iters = 100
 log_interval = 20
 always_save_checkpoint = False
+dtype = 'float32'  # on a GPU, too
+compile = False

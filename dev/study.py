@@ -4,6 +4,10 @@
   python dev/study.py --jobs 2                    everything that is missing; days on two CPU cores
   python dev/study.py --phases rates_600 --optimizers adamw soap          a part of it
   python dev/study.py --collect records/study     copies what a record needs of the finished runs
+
+Copies of finished records below --out_dir count as finished runs. On a GPU, which small models do not fill:
+
+  for name in adamw sophiag muon soap; do python dev/study.py --optimizers $name --jobs 4 & done; wait
 """
 
 import argparse
