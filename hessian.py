@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from loss import compute_dtype
-from runtime.rng import LABELS, VECTORS, keyed_bits, keyed_uniforms
+from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
 from sophia import GaussNewtonBartlett, Hutchinson, hessian_vector_product, parameters
 
 
@@ -123,7 +123,7 @@ class GNBHook(HessianHook):
         return self.due
 
     def forward(self, model, X, Y):
-        counted_before, n = self.rows_counted, self.count_rows(X) if self.due else 0
+        counted_before, n = self.rows_counted, self.count_rows(X)
         if n == 0:
             return super().forward(model, X, Y)
         _, loss, self.loss_hat = model(X, Y, **self.labels(Y, counted_before, n), return_logits=False)
@@ -230,7 +230,7 @@ class HutchinsonHook(HessianHook):
         if not self.due:
             return
         generator = torch.Generator(self.params[0].device)
-        generator.manual_seed(int(keyed_bits(self.seed, VECTORS, self.iter_num)[0] >> 1))
+        generator.manual_seed(keyed_seed(self.seed, VECTORS, self.iter_num))
         estimator = Hutchinson(self.params, generator, self.rademacher)
         X, Y = (torch.cat(parts) for parts in zip(*self.rows))
         n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows))

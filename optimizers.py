@@ -86,7 +86,7 @@ class AdaHessian(HessianOptimizer):
 class Normalize(GuardedOptimizer):
     """The ablation Normalize: θ ← θ − lr·λ·θ;  θ ← θ − lr·m / max(rms(m), ε), the root mean square of each tensor.
 
-    Arguments as for `Sophia`. State per parameter: `exp_avg` (m).
+    beta1: of m; the other arguments as for `Sophia`. State per parameter: `exp_avg` (m).
     """
 
     def __init__(self, params, lr, beta1=0.96, eps=1e-12, weight_decay=0.2, *, maximize=False, nonfinite='raise'):

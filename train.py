@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 try:
+    import numpy  # noqa: F401 - which torch works without, and the data loader does not
     import torch
 except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is not installed: run make install, then .venv/bin/python train.py') from None
@@ -29,7 +30,7 @@ from model import GPT, GPTConfig, size_settings
 from runtime import checkpoint, optim
 from runtime import device as devices
 from runtime.distributed import World, one_message, ranks_from_environment
-from runtime.rng import DROPOUT, keyed_bits
+from runtime.rng import DROPOUT, keyed_seed
 from runtime.runlog import loss_spike
 from runtime.signals import SafeStream, StopSignals
 from runtime.speed import Speed
@@ -148,6 +149,9 @@ def resolve(argv):
     return c
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# The learning rate
+
 # What is left of the way from min_lr up to the peak learning rate, after the share t (0 to 1) of the decay.
 SCHEDULES = {
     'cosine': lambda t: 0.5 * (1 + math.cos(math.pi * t)),
@@ -166,7 +170,7 @@ def learning_rate_at(c, iteration):
         return c.learning_rate * (iteration + 1) / (c.warmup_iters + 1)
     first = c.lr_decay_iters - c.cooldown_iters if c.schedule == 'wsd' else c.warmup_iters
     left = SCHEDULES[c.schedule](min(1.0, max(0.0, (iteration - first) / max(1, c.lr_decay_iters - first))))
-    return c.min_lr + left * (c.learning_rate - c.min_lr)
+    return c.learning_rate if left == 1 else c.min_lr + left * (c.learning_rate - c.min_lr)  # the peak exactly
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -242,7 +246,7 @@ class TrainState:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Once in a while
+# Evaluation
 
 
 @torch.no_grad()
@@ -297,11 +301,12 @@ def train_step(run, sequences, iter_num, requests=()):
     Nothing enters the optimizer's state or the weights unless loss, gradient and estimate are finite.
     """
     c, world, hessian, optimizer = run.config, run.world, run.hessian, run.optimizer
-    torch.manual_seed(int(keyed_bits(c.seed, DROPOUT, iter_num, world.size)[world.rank] >> 1))
+    torch.manual_seed(keyed_seed(c.seed, DROPOUT, iter_num, world.rank))
     estimating = hessian.start(iter_num)
     loss_scale = run.scaler.get_scale()  # 1 unless float16
-    own, fresh = sequences.tensor_split([len(sequences) - hessian.fresh_sequences(iter_num) // world.size])
-    for tokens in fresh.split(c.batch_size) if len(fresh) else ():  # for the estimate alone
+    n_fresh = hessian.fresh_sequences(iter_num) // world.size
+    own, fresh = sequences.split([len(sequences) - n_fresh, n_fresh])
+    for tokens in fresh.split(c.batch_size) if n_fresh else ():  # for the estimate alone
         world.set_gradient_sync(run.model, False, estimating)
         hessian.add_fresh(run.model, tokens[:, :-1], tokens[:, 1:], loss_scale)
 
@@ -334,6 +339,7 @@ def train_step(run, sequences, iter_num, requests=()):
         except FloatingPointError as error:
             problem = str(error)
         else:
+            torch.manual_seed(keyed_seed(c.seed, DROPOUT, iter_num))  # an optimizer that draws: alike on every rank
             run.scaler.step(optimizer)
     run.scaler.update()
     world.zero_grad(optimizer)
@@ -371,8 +377,7 @@ def main(argv):
             state.best_val_loss, state.last_eval_iter = float('inf'), -1
         start.saved = None  # frees the memory
 
-    log = open_log(c, world, start, state.iter, state.last_eval_iter, fingerprints, len(train_data),
-                   raw_model.num_params(), raw_model.flops_per_token())
+    log = open_log(c, world, start, state, raw_model, train_data, fingerprints)
 
     def record(line, **metrics):
         log.write(dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **metrics), line)
@@ -415,9 +420,9 @@ def main(argv):
                 val_loss = sum(data.weight * losses[name] for name, data in val_data.items())
                 parts = {f'val/loss/{name}': part for name, part in losses.items() if len(losses) > 1}
                 record(f'iter {state.iter}: val loss {val_loss:.4f}', **{'val/loss': val_loss}, **parts)
-                lowest, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
-                best = val_loss < lowest
+                best = val_loss < state.best_val_loss
                 if state.iter > 0 and not c.eval_only and (best or last or c.always_save_checkpoint):
+                    lowest, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
                     is_saved = save(best)
                     if not is_saved:
                         state.best_val_loss = lowest  # of what was saved
@@ -461,7 +466,8 @@ def main(argv):
     loader.close()
     if stopping and state.iter > 0 and not c.eval_only:
         is_saved = save()
-    close_run(c, world, log, state.iter, state.best_val_loss, is_saved, stopping and (stops.reason or 'another rank'))
+    close_run(c, world, log, state.iter, state.best_val_loss, is_saved,
+              (stops.reason or 'another rank') if stopping else '')
 
 
 if __name__ == '__main__':

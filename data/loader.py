@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from data.tokenizer import FileTokenizer, identifying
-from runtime.rng import WINDOWS, keyed_bits
+from runtime.rng import SEQUENCES, keyed_bits
 
 
 def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
@@ -30,7 +30,7 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
             as if they stood one after another; no sequence crosses from one to the next.
         weights: the share that each part has in the mixture; their sum is 1.
     """
-    fraction = (keyed_bits(seed, WINDOWS, iteration, n) >> np.uint64(11)) * 2.0 ** -53
+    fraction = (keyed_bits(seed, SEQUENCES, iteration, n) >> np.uint64(11)) * 2.0 ** -53
     sizes, edges = np.atleast_1d(num_tokens), np.cumsum([0.0, *weights])
     part = np.minimum(np.searchsorted(edges, fraction, side='right'), len(sizes)) - 1
     inside = (fraction - edges[part]) / np.diff(edges)[part]

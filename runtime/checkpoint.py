@@ -456,9 +456,9 @@ def compare(path, state, config, model_args, data, ignore_data_change=False, def
         what = ', '.join(f'{key} ({theirs.get(key)} there, {ours.get(key)} asked for)' for key in differing)
         raise SystemExit(f'{path}: is a model with another {what}; resume with its own settings, or choose another '
                          '--out_dir')
-    for key in ('optimizer_name', 'optimizer_args'):
-        if before.get(key, '') != config.get(key, ''):
-            raise SystemExit(f'{path}: was trained with --{key}={before.get(key, "")}; resume with it, or choose '
+    for key, absent in ('optimizer_name', ''), ('optimizer_args', ''), ('hessian_bias_correction', False):
+        if before.get(key, absent) != config.get(key, absent):
+            raise SystemExit(f'{path}: was trained with --{key}={before.get(key, absent)}; resume with it, or choose '
                              'another --out_dir')
     other = [split for split in data if state['data'].get(split) != data[split]]
     if other and not ignore_data_change:

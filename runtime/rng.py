@@ -8,13 +8,18 @@ import numpy as np
 import torch
 
 # What a draw is for: the second half of Philox's key.
-WINDOWS, LABELS, VECTORS, DROPOUT = range(4)
+SEQUENCES, LABELS, VECTORS, DROPOUT = range(4)
 
 
 def keyed_bits(seed, stream, iteration, n=1):
     """`n` random uint64, a pure function of the arguments, the same under every version of NumPy (raw Philox)."""
     key = np.array([seed % 2 ** 64, stream], dtype=np.uint64)
     return np.random.Philox(key=key, counter=np.array([0, 0, 0, iteration], dtype=np.uint64)).random_raw(n)
+
+
+def keyed_seed(seed, stream, iteration, rank=0):
+    """A seed for a generator of PyTorch, which takes 63 bits, another one for each rank."""
+    return int(keyed_bits(seed, stream, iteration, rank + 1)[rank] >> 1)
 
 
 def keyed_uniforms(seed, stream, iteration, shape):

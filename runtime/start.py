@@ -125,31 +125,27 @@ def find_start(world, c):
     return Start(path, saved, branch, finetuned)
 
 
-def open_log(c, world, start, iteration, last_eval_iter, data, train_tokens, parameters, flops_per_token):
-    """The `RunLog` of a run. Writes what the run is to config.json, and prints it.
-
-    Args:
-        iteration, last_eval_iter: those of the `start`.
-        data: the fingerprints of the data.
-        train_tokens, parameters, flops_per_token: numbers, of the training data and the model.
-    """
+def open_log(c, world, start, state, model, train_data, fingerprints):
+    """The `RunLog` of a run that starts at the TrainState `state`. Writes what the run is to config.json, and prints
+    it."""
     writes = world.is_master and not c.eval_only
-    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, iteration, world.is_master)
+    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master)
     if writes:
         branched_from = dict(checkpoint=c.init_from, iter=c.max_iters - c.branch_cooldown)
-        runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', iteration, last_eval_iter)
-        runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=parameters,
-                            flops_per_token=flops_per_token, data=data, changes=start.changes,
+        runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
+        runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
+                            flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
                             device=device_name(world.device),
                             branched_from=branched_from if c.branch_cooldown else None)
     if start.path:
-        log.print(f'resuming from {start.path} at iteration {iteration} of {c.max_iters}')
+        verb = 'branching' if start.branch else 'resuming'
+        log.print(f'{verb} from {start.path} at iteration {state.iter} of {c.max_iters}')
     for line in (*(f'changed: {line}' for line in start.differences), *c.lines()):
         log.print(line)
     if c.decay_lr and c.warmup_iters >= c.max_iters:
         log.print(f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
                   '--warmup_iters')
-    log.print(f'{parameters:,} parameters; {train_tokens:,} training tokens; '
+    log.print(f'{model.num_params():,} parameters; {len(train_data):,} training tokens; '
               f'{c.total_batch_size * c.block_size:,} tokens per iteration = {world.size} device(s) × '
               f'{c.gradient_accumulation_steps} × {c.batch_size} × {c.block_size}')
     return log
@@ -171,12 +167,12 @@ def give_up(c, world, log, iteration, what, otherwise=''):
     raise SystemExit(NOT_FINITE)
 
 
-def close_run(c, world, log, iteration, best_val_loss, is_saved, stopped_by=''):
-    """Says how a run ended. SystemExit, after everything else, if it was stopped (`stopped_by`: by what) or its last
+def close_run(c, world, log, iteration, best_val_loss, is_saved, stopped_by):
+    """Says how a run ended. SystemExit, after everything else, if it was stopped (`stopped_by`, else '') or its last
     checkpoint is missing."""
     if stopped_by:
         log.print(f'stopped at iteration {iteration} by {stopped_by}')
-    if not c.eval_only:
+    if is_saved and not c.eval_only:
         log.print_what_next(iteration, best_val_loss, bool(stopped_by))
     log.close()
     world.close()

@@ -203,7 +203,7 @@ def test_mistakes_that_are_made_often_are_named_with_what_helps(argv, message):
 def test_what_train_py_needs_is_named_with_the_command_that_installs_it():
     done = subprocess.run([sys.executable, '-S', str(ROOT / 'train.py')], capture_output=True, text=True)  # no packages
     assert done.returncode == 1
-    assert done.stderr == 'torch is not installed: run make install, then .venv/bin/python train.py\n'
+    assert done.stderr == 'numpy is not installed: run make install, then .venv/bin/python train.py\n'
 
 
 def test_the_settings_of_a_run_are_aligned_with_their_sources():

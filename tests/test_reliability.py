@@ -1,5 +1,6 @@
 """What can happen to a run of days, done to the real train.py as a process: it resumes exactly, or says why not."""
 
+import collections
 import json
 import os
 import pickle
@@ -303,6 +304,36 @@ at(4, worse)
 """)
     assert done.code == 0 and iterations(tmp_path) == [10, 4], metrics(tmp_path, 'val/loss')
     assert checkpoint.load(tmp_path / 'best.pt')[1]['iter_num'] == 4
+
+
+def test_the_best_is_no_loss_before_the_first_iteration(train, tmp_path):
+    """The run only makes the loss worse; the initial weights are not saved, so they are not the best."""
+    done = train(tmp_path, '--always_save_checkpoint=False', '--decay_lr=False', '--learning_rate=1')
+    before, *losses = metrics(tmp_path, 'val/loss')
+    assert done.code == 0 and before < min(losses)
+    assert checkpoint.load(tmp_path / 'best.pt')[1]['best_val_loss'] == min(losses)
+
+
+def test_bias_correction_is_not_changed_at_resume(train, tmp_path):
+    """The estimates so far were not counted."""
+    assert train(tmp_path, '--max_iters=5', name='sophiag').code == 0
+    done = train(tmp_path, '--init_from=resume', '--hessian_bias_correction=True', name='sophiag')
+    assert done.code == 1 and 'was trained with --hessian_bias_correction=False; resume with it' in done.err
+
+
+@pytest.mark.parametrize('dropout', [0.0, 0.1])
+def test_an_optimizer_that_draws_does_so_alike_on_every_rank(train, tmp_path, dropout):
+    done = train(tmp_path, f'--dropout={dropout}', ranks=2, faults="""
+step = torch.optim.AdamW.step
+def noisy(self, *args):
+    step(self, *args)
+    with torch.no_grad():
+        tensors = [p.add_(1e-3 * torch.randn_like(p)) for group in self.param_groups for p in group['params']]
+    print('weights', sum(t.double().sum().item() for t in tensors))
+torch.optim.AdamW.step = noisy
+""")
+    sums = collections.Counter(line for line in done.out.splitlines() if line.startswith('weights'))
+    assert done.code == 0 and len(sums) == 10 and set(sums.values()) == {2}, sums
 
 
 def test_retention(tmp_path):
