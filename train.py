@@ -34,15 +34,7 @@ from runtime.rng import DROPOUT, keyed_seed
 from runtime.runlog import loss_spike
 from runtime.signals import SafeStream, StopSignals
 from runtime.speed import Speed
-from runtime.start import (
-    adopt_model_args,
-    close_run,
-    find_start,
-    finetunes,
-    give_up,
-    inherit_settings,
-    open_log,
-)
+from runtime.start import adopt_model_args, close_run, find_start, finetunes, give_up, inherit_settings, open_log
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. A value `derived(type)` comes from the tables of model.py and optimizers.py, or from other settings.
