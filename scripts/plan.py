@@ -566,6 +566,8 @@ def main(argv=None):
         if len(plans) > 1:
             print()
         show(plans[-1], args.gpu.upper(), args.gpus_per_node)
+        if torch.__version__ < '2.13' and config.dtype == 'float32':
+            print('  note: before PyTorch 2.13 the plan of FSDP in float32 may be twice what it takes')
     if args.output:
         write_json(args.output, dict(gpu=args.gpu, gpus_per_node=args.gpus_per_node, peak_flops=peak_flops,
                                      nvlink=gpu.nvlink, network=gpu.network, plans=plans))

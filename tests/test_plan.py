@@ -112,7 +112,9 @@ def pretended_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize('shape, name, parallel, dtype, checkpointing', [
-    (BLOCKS, 'sophiag', 'fsdp', 'bfloat16', False), (WEIGHTS, 'adamw', 'fsdp', 'float32', False),
+    (BLOCKS, 'sophiag', 'fsdp', 'bfloat16', False),
+    pytest.param(WEIGHTS, 'adamw', 'fsdp', 'float32', False, marks=pytest.mark.skipif(
+        torch.__version__ < '2.13', reason='plans too much before PyTorch 2.13, and says so')),
     (WEIGHTS, 'sophiag', 'hsdp', 'bfloat16', True), (LOGITS, 'lion', 'hsdp', 'float32', False)])
 def test_memory_of_shards(pretended_ranks, shape, name, parallel, dtype, checkpointing):
     check_memory(*settings(shape, f'--optimizer_name={name}', f'--parallel={parallel}', f'--dtype={dtype}',
