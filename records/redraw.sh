@@ -28,6 +28,9 @@ $PY scripts/paper/final_losses.py records/cpu/ablation $tuned --by optimizer_nam
 $PY scripts/plot.py records/quickstart --metrics val/loss --title 'The quickstart: 0.8M parameters, 600 steps' \
     --ylim 1.6 3.2 --output records/quickstart/loss.png
 
+# The study on books.
+$PY scripts/speedup.py records/study --output records/study.png
+
 # What needs no run.
 $PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.png
 $PY scripts/paper/toy_landscape.py --output records/paper/toy_landscape.png

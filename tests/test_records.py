@@ -1,5 +1,6 @@
 """scripts/records.py: what a record must hold. The records of this repository, and the numbers told of them."""
 
+import csv
 import json
 
 import pytest
@@ -65,7 +66,7 @@ def test_the_records_of_this_repository_are_finished_runs_of_one_schedule():
 def test_the_verdicts_table_is_that_of_the_records():
     result = json.loads((ROOT / 'records/cpu/few_speedup.json').read_text())
     sophia, = (verdict for verdict in result['verdicts'] if verdict['candidate'] == 'sophiag')
-    page = (ROOT / 'docs/verdict.md').read_text(encoding='utf-8')
+    page = (ROOT / 'docs/verdict.md').read_text(encoding='utf-8').partition('## What the older records say')[2]
     for same, ratio in zip(sophia['same_T'], sophia['efficiency']):
         line, = (line for line in page.splitlines() if line.startswith(f'| {same["T"]:,} |'))
         cells = [cell.strip() for cell in line.split('|')[1:-1]]
@@ -74,3 +75,12 @@ def test_the_verdicts_table_is_that_of_the_records():
                               f'{same["seeds of baseline"]}, {same["seeds"]}']
         assert cells[7:] == [f'{ratio["baseline steps"]:,.0f}', f'{ratio["ratio steps"]:.2f}',
                              f'{ratio["ratio FLOPs"]:.2f}']
+
+
+def test_the_studys_table_is_that_of_its_records():
+    page = (ROOT / 'docs/verdict.md').read_text(encoding='utf-8')
+    with (ROOT / 'records/study.csv').open(encoding='utf-8') as file:
+        for row in csv.DictReader(file):
+            line, = (line for line in page.splitlines() if line.startswith(f'| {int(row["T"]):,} | {row["optimizer"]} |'))
+            lr, mean, sd = (float(row[key]) for key in ('learning_rate', 'val/loss', 'sd'))
+            assert f'| {lr:g} ({row["trials"]}) | {mean:.3f} ± {sd:.3f} |' in line, (row, line)
