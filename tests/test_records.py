@@ -81,6 +81,7 @@ def test_the_studys_table_is_that_of_its_records():
     page = (ROOT / 'docs/verdict.md').read_text(encoding='utf-8')
     with (ROOT / 'records/study.csv').open(encoding='utf-8') as file:
         for row in csv.DictReader(file):
-            line, = (line for line in page.splitlines() if line.startswith(f'| {int(row["T"]):,} | {row["optimizer"]} |'))
+            first = f'| {int(row["T"]):,} | {row["optimizer"]} |'
+            line, = (line for line in page.splitlines() if line.startswith(first))
             lr, mean, sd = (float(row[key]) for key in ('learning_rate', 'val/loss', 'sd'))
             assert f'| {lr:g} ({row["trials"]}) | {mean:.3f} ± {sd:.3f} |' in line, (row, line)
