@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from dev import cases
 from model import GPT, GPTConfig
-from runtime import checkpoint, hf, runlog
+from runtime import checkpoint, files, hf, runlog
 from runtime.files import write_text
 from runtime.signals import STOPPED
 
@@ -333,7 +333,7 @@ def main(argv=None):
     settings, lines, rows, total = dict(dataset=args.dataset, device=args.device), [], [], collections.Counter()
     here, counts = runlog.machine(), ' '.join(f'{name}={tries}' for name, tries in args.only)
     head = (f'python dev/soak.py --dataset={args.dataset} --device={args.device} --seed={args.seed} --only {counts}',
-            f'commit {runlog.git_commit()}; {here["cores"]} cores of {here["gpu"] or here["cpu"]}; PyTorch '
+            f'commit {files.git_commit()}; {here["cores"]} cores of {here["gpu"] or here["cpu"]}; PyTorch '
             f'{torch.__version__}', '')
     for name, tries in args.only:
         random.seed(f'{args.seed} {name}')  # so that a fault alone draws the same cases

@@ -1,9 +1,11 @@
-"""Files that are complete or absent. Needs no torch, so that scripts that only plot stay light."""
+"""Files that are complete or absent, and the commit that made them. Needs no torch, so that scripts that only plot stay
+light."""
 
 import contextlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -65,6 +67,15 @@ def checksum(path):
         while block := f.read(2 ** 24):
             value = zlib.crc32(block, value)
     return value
+
+
+def git_commit():
+    """The commit of this repository that is checked out; None without git."""
+    try:
+        git = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True)
+        return git.stdout.strip() or None
+    except OSError:
+        return None
 
 
 def warn(text):

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from runtime.files import first_line, warn, write_json, write_text
+from runtime.files import first_line, git_commit, warn, write_json, write_text
 
 
 class RunLog:
@@ -238,15 +237,6 @@ def machine():
     except RuntimeError:  # a forked process, which cannot use CUDA
         gpu = None
     return dict(cpu=cpu, gpu=gpu, cores=cores, threads=torch.get_num_threads())
-
-
-def git_commit():
-    """The commit of this repository that is checked out; None without git."""
-    try:
-        git = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True)
-        return git.stdout.strip() or None
-    except OSError:
-        return None
 
 
 def append_line(path, line):

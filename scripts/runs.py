@@ -432,7 +432,8 @@ def plain(text):
 
 
 def save(output, fig, rows=None, **data):
-    """Writes the figure as `output` (PNG) and beside it the numbers: `rows` as .csv, and `data` as .json.
+    """Writes the figure as `output` (PNG) and beside it the numbers: `rows` as .csv, and `data` as .json. What drew it
+    is said by the PNG's text chunks Command and Commit.
 
     Args:
         rows: list of dicts; the header is the union of their keys in order of appearance.
@@ -441,8 +442,9 @@ def save(output, fig, rows=None, **data):
     from matplotlib import pyplot as plt
     output = png_path(output)
     make_folder(output)
+    origin = dict(Command=shlex.join(sys.argv), Commit=files.git_commit() or 'unknown')
     with write_errors(output), files.atomic_write(output) as f:
-        fig.savefig(f, dpi=150, format='png')
+        fig.savefig(f, dpi=150, format='png', metadata=origin)
     plt.close(fig)
     written = [output]
     if rows is not None:

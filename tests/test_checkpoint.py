@@ -396,4 +396,4 @@ def test_the_machine_is_described(tmp_path):
     found = json.loads((tmp_path / 'config.json').read_text())
     assert found['config'] == {'lr': 1} and found['provenance'] == {'lr': 'flag'} and found['changes'] == [1]
     assert found['machine'] == runlog.machine() and found['machine']['cpu'] and found['machine']['cores'] > 0
-    assert found['git_commit'] == runlog.git_commit()
+    assert found['git_commit'] == files.git_commit()

@@ -6,6 +6,7 @@ import pytest
 from conftest import rejection
 from fake_runs import GRADIENT_FLOPS, fake_run, rows_of
 from matplotlib import image
+from PIL import Image
 
 import optimizers
 from scripts import plot, runs
@@ -24,6 +25,14 @@ def test_one_run_is_drawn_into_its_directory_with_its_numbers(run):
     val = [row for row in rows_of(run / 'loss.csv') if row['metric'] == 'val/loss']
     assert [int(row['steps']) for row in val] == list(range(0, 101, 10))
     assert [float(row['value']) for row in val] == pytest.approx([5.0 - 0.02 * i for i in range(0, 101, 10)])
+
+
+def test_a_picture_says_what_drew_it(run, monkeypatch):
+    monkeypatch.setattr('sys.argv', ['scripts/plot.py', str(run), '--title', 'two words'])
+    plot.main([str(run), '--title', 'two words'])
+    text = Image.open(run / 'loss.png').info
+    assert text['Command'] == f"scripts/plot.py {run} --title 'two words'"
+    assert text['Commit'] == (runs.files.git_commit() or 'unknown')
 
 
 # Sophia-G adds every 10 steps another backward, two thirds of a gradient, on half of the mini-batch; Sophia-H eight

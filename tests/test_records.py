@@ -2,10 +2,13 @@
 
 import csv
 import json
+import re
+import shlex
 
 import pytest
 from conftest import ROOT, rejection
 from fake_runs import fake_run, rows_of
+from PIL import Image
 
 from scripts import records
 
@@ -61,6 +64,14 @@ def test_an_unfinished_record_is_named_and_a_diverged_one_is_complete(record, tm
 def test_the_records_of_this_repository_are_finished_runs_of_one_schedule():
     runs = records.find_runs([ROOT / 'records'])
     assert len(runs) > 90 and [str(run.out_dir) for run in runs if run.rejected] == []
+
+
+def test_every_picture_says_what_drew_it():
+    for path in sorted((ROOT / 'records').rglob('*.png')):
+        text = Image.open(path).info
+        assert re.fullmatch('[0-9a-f]{40}', text['Commit']), path
+        script, *words = shlex.split(text['Command'])
+        assert (ROOT / script).is_file() and str(path.relative_to(ROOT)) in words, path
 
 
 def test_the_verdicts_table_is_that_of_the_records():
