@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.runs import read_json, read_run  # noqa: E402
+from scripts.runs import by_seed, find_runs, read_json, read_run  # noqa: E402
 from scripts.significance import pooled_sd  # noqa: E402
 
 # Optimizer → five learning rates, a factor of 2 apart, around the best one of the quickstart (docs/small-runs.md).
@@ -47,12 +47,12 @@ HORIZONS = [600, 1200, 2400, 4800, 9600]
 MORE_SEEDS = {600: ['1338', '1339'], 1200: ['1338', '1339'], 2400: ['1338'], 4800: ['1338'], 9600: ['1338']}
 
 
-def sweep(args, name, T, base, *search):
+def sweep(args, name, T, base, *search, folder=None):
     """Trains what is missing of a search with the optimizer `name` over T steps.
 
     All its runs are in one directory, each named after everything that is tuned: no phase repeats a run of another.
     """
-    command = [sys.executable, 'scripts/sweep.py', '--out_dir', str(args.out_dir / str(T) / name), '--jobs',
+    command = [sys.executable, 'scripts/sweep.py', '--out_dir', str(folder or args.out_dir / str(T) / name), '--jobs',
                str(args.jobs), *search, '--', 'config/study.py', f'--optimizer_name={name}', f'--max_iters={T}', *base]
     print(' '.join(command), flush=True)
     if not args.dry_run and subprocess.run(command, cwd=ROOT).returncode:
@@ -94,28 +94,36 @@ def rates(args, name, T):
 
 
 def noise(args):
-    """Two standard deviations of the validation loss over seeds: of the best learning rates at 600 steps, pooled over
-    the optimizers. SystemExit where they are not there yet."""
-    seeds = {}
-    for path in (args.out_dir / '600').glob('*/*/config.json'):
-        seeds.setdefault((path.parts[-3], path.parent.name.partition(',seed=')[0]), []).append(path.parent)
-    groups = [[read_run(run).last('val/loss') for run in runs] for runs in seeds.values() if len(runs) > 2]
-    if len(groups) < len(RATES):
-        raise SystemExit(f'{args.out_dir}/600: not every optimizer has three seeds; run --phases rates_600 first')
+    """Two standard deviations of the validation loss over seeds: of the best learning rates at 1,200 steps, pooled over
+    all optimizers. SystemExit where those runs are not finished yet."""
+    groups = []
+    for name in RATES:
+        found = by_seed([run for run in find_runs([args.out_dir / '1200' / name]) if not run.rejected
+                         and all(run.config[key] == float(value) for key, value in start_of(name, 1200).items())])
+        found = [group for group in found if len(group) > len(MORE_SEEDS[1200])]  # of `rates`; later ones are elsewhere
+        if len(found) != 1:
+            raise SystemExit(f'{args.out_dir}/1200/{name}: no learning rate with {1 + len(MORE_SEEDS[1200])} finished '
+                             'seeds; run --phases rates_1200 first')
+        groups.append([run.last('val/loss') for run in found[0]])
     return 2 * pooled_sd(groups)[0]
 
 
 def tuned(args, name):
-    """The coordinate search at 1,200 steps. Its first runs, the learning rates, are those of `rates`."""
-    start = start_of(name, 1200)
-    values = dict(learning_rate=bracket(args, name, 1200)[0], **{key: TRIED[key] for key in start})
+    """The coordinate search at 1,200 steps, from the best learning rate of `bracket`."""
+    tried, best = bracket(args, name, 1200)
+    start = dict(learning_rate=best, **start_of(name, 1200))
+    values = dict(TRIED, learning_rate=tried)
     sweep(args, name, 1200, [f'--{key}={value}' for key, value in start.items()],
-          '--tune', *(f'{key}={",".join(values[key])}' for key in values), f'--noise={noise(args):.4f}')
+          '--tune', *(f'{key}={",".join(values[key])}' for key in start), f'--noise={noise(args):.4f}')
 
 
 def best_of(args, name):
-    """Setting → value, what the coordinate search has found."""
-    return dict(read_json(args.out_dir / '1200' / name / 'tuning.json')['best'])
+    """Setting → value, what the coordinate search has found; SystemExit while it is not finished."""
+    path = args.out_dir / '1200' / name / 'tuning.json'
+    record = read_json(path) if path.is_file() else {}
+    if not record.get('finished'):
+        raise SystemExit(f'{path}: the coordinate search is not finished; run --phases tuned first')
+    return dict(record['best'])
 
 
 def horizons(args, name):
@@ -131,12 +139,12 @@ def horizons(args, name):
 
 def options(args, name):
     """Sophia-G with h from sequences that its gradient does not see, and with bias correction of h: its best settings,
-    1,200 steps, three seeds."""
+    1,200 steps, three seeds. In a directory of their own, as these are other algorithms."""
     if name == 'sophiag':
         best = best_of(args, name)
         for option in ('hessian_sequences=fresh', 'hessian_bias_correction=True'):
             sweep(args, name, 1200, [], '--grid', *(f'{key}={value}' for key, value in best.items()), option,
-                  'seed=1337,1338,1339')
+                  'seed=1337,1338,1339', folder=args.out_dir / 'options')
 
 
 PHASES = dict(rates_600=partial(rates, T=600), rates_1200=partial(rates, T=1200), tuned=tuned, horizons=horizons,

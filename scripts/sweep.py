@@ -326,6 +326,7 @@ def tune(spec, out_dir, train_items):
                 best, lowest, improved = chosen, min(found), True
             record.update(best=best, **{'val/loss': lowest, 'settings tried': len(record['trials'])})
             write_json(Path(out_dir) / 'tuning.json', record)
+    write_json(Path(out_dir) / 'tuning.json', dict(record, finished=True))
     return record
 
 
@@ -432,9 +433,9 @@ def main(argv=None):
         with trainer(args) as train_items:
             train_items(chosen)
     show(items, args.out_dir)
-    if not args.table and not all(item.finished for item in chosen):
-        raise SystemExit(f'not finished: {sum(not item.finished for item in chosen)} of {len(chosen)} runs; '
-                         'see log.txt in their directories')
+    left = [item for item in chosen if not item.finished and not item.failure]
+    if left and not args.table:
+        raise SystemExit(f'not finished: {len(left)} of {len(chosen)} runs; see log.txt in their directories')
     return None
 
 
