@@ -70,10 +70,13 @@ def checksum(path):
 
 
 def git_commit():
-    """The commit of this repository that is checked out; None without git."""
+    """The commit of this repository that is checked out, with a + where its Python files were changed; None without
+    git."""
+    def git(*words):
+        return subprocess.run(['git', *words], cwd=Path(__file__).parents[1], capture_output=True, text=True)
     try:
-        git = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=Path(__file__).parent, capture_output=True, text=True)
-        return git.stdout.strip() or None
+        commit = git('rev-parse', 'HEAD').stdout.strip()
+        return commit + '+' * bool(git('status', '--porcelain', '--', '*.py').stdout) if commit else None
     except OSError:
         return None
 

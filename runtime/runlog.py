@@ -1,11 +1,13 @@
 """The logs of a run in its out_dir: config.json, which describes it, and metrics.jsonl, one object a line."""
 
+import contextlib
 import json
 import math
 import os
 import platform
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +219,9 @@ def loss_spike(latest, loss):
 def describe_run(out_dir, values, sources, **more):
     """Writes config.json: every setting and its source, the command, versions, the machine, the commit, and `more`."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
+    for name in {'pytorch_optimizer', 'schedulefree'} & sys.modules.keys():  # whose defaults are part of a run
+        with contextlib.suppress(metadata.PackageNotFoundError):  # of a copy that is not installed
+            versions[name] = metadata.version(name)
     write_json(Path(out_dir) / 'config.json', dict(
         config=values, provenance=sources, command=[Path(sys.executable).name, *sys.argv], **more, versions=versions,
         machine=machine(), git_commit=git_commit()))

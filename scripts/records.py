@@ -25,8 +25,9 @@ def problems(run):
         found.append('config.json does not name the machine (CPU or GPU)')
     elif not machine.get('gpu') and not (machine.get('cores') and machine.get('threads')):
         found.append('config.json does not say how many cores and threads it had')
-    if not re.fullmatch('[0-9a-f]{40}', str(about.get('git_commit'))):
-        found.append('config.json has no git_commit')
+    commit = str(about.get('git_commit'))
+    if not re.fullmatch('[0-9a-f]{40}', commit):
+        found.append('it was trained with changed code' if commit.endswith('+') else 'config.json has no git_commit')
     if not about.get('data'):
         found.append('config.json has no fingerprint of the data')
     if not about.get('command'):

@@ -47,6 +47,9 @@ INCIDENTAL = {
 PROTOCOL = ('block_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'total_batch_size', 'grad_clip', 'decay_lr',
             'schedule', 'dtype')
 
+# Those that have to agree among the runs of one optimizer: others are another algorithm, or were found elsewhere.
+OWN_PROTOCOL = ('beta1', 'hessian_sequences', 'hessian_bias_correction')
+
 # Settings that came later: what a config.json without them stands for.
 LATER = dict(schedule='cosine', cooldown_iters=0, branch_cooldown=0, optimizer_args='', hessian_sequences='own',
              hessian_bias_correction=False)
@@ -261,8 +264,8 @@ def add_tuned(parser):
 def check_comparable(runs, free=()):
     """SystemExit unless all runs have the same data, validation sequences and protocol.
 
-    The protocol is every setting in PROTOCOL, the warm-up (the same iterations, or the same share of the run), and β1
-    among the runs of one optimizer. A setting in `free` may differ.
+    The protocol is every setting in PROTOCOL, the warm-up (the same iterations, or the same share of the run), and
+    OWN_PROTOCOL among the runs of one optimizer. A setting in `free` may differ.
     """
     def protocol(run):
         yield 'the data (fingerprint)', run.about.get('data')
@@ -279,7 +282,7 @@ def check_comparable(runs, free=()):
     for run in runs:
         first = first_of.setdefault(run.optimizer_name, run)
         pairs = [(runs[0], key, one, two) for (key, one), (_, two) in zip(protocol(runs[0]), protocol(run))]
-        pairs.append((first, 'beta1', first.config.get('beta1'), run.config.get('beta1')))
+        pairs += [(first, key, first.config.get(key), run.config.get(key)) for key in OWN_PROTOCOL]
         if not same_share:
             pairs.append((runs[0], 'warmup_iters', runs[0].config.get('warmup_iters'), run.config.get('warmup_iters')))
         for other, key, one, two in pairs:

@@ -64,6 +64,18 @@ def student_p(t, df):
     return incomplete_beta(df / 2, 0.5, df / (df + t * t))
 
 
+def student_quantile(p, df):
+    """The t whose two-sided p-value with `df` degrees of freedom is `p`: with p = 0.05 the factor of the 95 % interval.
+    """
+    low, high = 0.0, 1.0
+    while student_p(high, df) > p:
+        high *= 2
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_p(middle, df) > p else (low, middle)
+    return high
+
+
 def incomplete_beta(a, b, x):
     """The regularized incomplete beta function I_x(a, b), by its continued fraction (modified Lentz)."""
     if x <= 0 or x >= 1:

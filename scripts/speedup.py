@@ -12,7 +12,7 @@ Four questions, each answered at the best hyperparameters tried, runs that diffe
 
 Runs count with the schedule that they were given: one that is unfinished, or was resumed with other settings, is
 rejected. All must have the same data, validation sequences and protocol (model, mini-batch, warm-up, final learning
-rate, and β1 within an optimizer). docs/verdict.md explains each number.
+rate; within an optimizer β1 and Sophia's options). docs/verdict.md explains each number.
 """
 
 import argparse
@@ -26,11 +26,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.runs import (
+    SETTING_NAMES,
     add_tuned,
     by_seed,
     check_comparable,
     figure,
     find_runs,
+    hyperparameters,
     legend,
     mean_loss,
     optimizer_label,
@@ -38,26 +40,27 @@ from scripts.runs import (
     print_table,
     save,
 )
-from scripts.significance import difference, expected_best, pooled_sd, seeds_needed
+from scripts.significance import difference, expected_best, pooled_sd, seeds_needed, student_quantile
 
 # What is printed of the three tables; the .json has all.
-COLUMNS = {'same_T': ['T', 'candidate', 'baseline', 'difference', 'p', 'test', 'seeds', 'seeds of baseline',
-                      'seeds needed', 'at equal trials', 'baseline at equal trials'],
+COLUMNS = {'same_T': ['T', 'candidate', 'baseline', 'difference', 'plus or minus', 'p', 'test', 'seeds',
+                      'seeds of baseline', 'seeds needed', 'at equal trials', 'baseline at equal trials'],
            'criterion': None,
            'efficiency': None}
 
 
 @dataclass
 class Tuned:
-    """An optimizer at one horizon T: `best`, the runs of its best hyperparameters, and the loss of each trial.
+    """An optimizer at one horizon T: `best`, the runs of its best hyperparameters; of each trial the loss and the
+    hyperparameters, a dict.
 
     A trial is one choice of hyperparameters. One that diverged counts with the loss that it started from.
     """
     T: int
     best: list = field(default_factory=list)
     trials: list = field(default_factory=list)
+    tried: list = field(default_factory=list)
     diverged: int = 0
-    learning_rates: set = field(default_factory=set)
 
     @property
     def losses(self):
@@ -152,20 +155,27 @@ def main(argv=None):
 
 
 def tuned_at_each_T(runs, optimizer_name):
-    """{T: `Tuned`} of an optimizer, where it has a finished run."""
-    found = {}
+    """{T: `Tuned`} of an optimizer, where it has a finished run.
+
+    What is best is chosen by the seeds that all its trials at that T have, if there are any: a setting with more seeds
+    is not compared with the luck of a single one. Its mean is then over all of its seeds.
+    """
+    found, at_T = {}, {}
     runs = [run for run in runs if run.optimizer_name == optimizer_name]
     for group in by_seed([run for run in runs if not run.rejected]):
-        side = found.setdefault(group[0].max_iters, Tuned(group[0].max_iters))
-        side.trials.append(mean_loss(group)[0])
-        side.learning_rates.add(group[0].learning_rate)
-        if not side.best or side.trials[-1] < side.mean:
-            side.best = group
+        at_T.setdefault(group[0].max_iters, []).append(group)
+    for T, groups in at_T.items():
+        shared = set.intersection(*({run.seed for run in group} for group in groups))
+        found[T] = side = Tuned(T)
+        for group in groups:
+            side.trials.append(mean_loss([run for run in group if run.seed in shared] or group)[0])
+            side.tried.append(dict(hyperparameters(group[0])))
+        side.best = groups[side.trials.index(min(side.trials))]
     for group in by_seed([run for run in runs if run.diverged and run.rejected]):
         side, started = found.get(group[0].max_iters), group[0].series('val/loss')[1]
         if side:
             side.trials.append(started[0] if started else max(side.trials))
-            side.learning_rates.add(group[0].learning_rate)
+            side.tried.append(dict(hyperparameters(group[0])))
             side.diverged += 1
     return found
 
@@ -191,12 +201,14 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
     for row in same:
         sign = 'within the noise' if row['p'] is not None and row['p'] > 0.05 else (
             f'p = {row["p"]:.2g}, {row["test"]}' if row['p'] is not None else 'the noise is not known')
-        text.append(f'T = {row["T"]}: {two} ends {abs(row["difference"]):.4f} '
+        spread = '' if row['p'] is None else f' ± {row["plus or minus"]:.4f}'
+        text.append(f'T = {row["T"]}: {two} ends {abs(row["difference"]):.4f}{spread} '
                     f'{"above" if row["difference"] > 0 else "below"} {one} ({sign}; trials: {two} {row["trials"]}, '
                     f'{one} {row["trials of baseline"]})')
     if efficiency:
         row = efficiency[-1]
-        text.append(f'T = {row["T"]}: {one} reaches that loss at {row["baseline steps"]:.0f} steps: {two} is '
+        text.append(f'T = {row["T"]}: {one} reaches that loss at {row["baseline steps"]:.0f} steps'
+                    f'{" (extrapolated)" if row["extrapolated"] else ""}: {two} is '
                     f'{row["ratio steps"]:.2f} times as efficient in steps, {row["ratio FLOPs"]:.2f} in FLOPs'
                     + (f', {row["ratio seconds"]:.2f} in seconds' if row['ratio seconds'] else ''))
     return dict(candidate=name, holds=holds, text=text, same_T=same, criterion=criterion, efficiency=efficiency,
@@ -204,12 +216,15 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
 
 
 def same_horizon(candidate, baseline, noise):
-    """The row of the table that compares two `Tuned` at one T."""
+    """The row of the table that compares two `Tuned` at one T; *plus or minus* is half of the 95 % interval."""
     n = min(len(candidate.trials), len(baseline.trials))
     found = difference(candidate.losses, baseline.losses, noise)
-    sd = noise[0] or (found['standard_error'] or 0) * math.sqrt(len(candidate.losses) / 2)
+    tested, error = found['p'] is not None, found['standard_error']
+    # The σ of a run that the test used: of these two sides, or of all.
+    sd = error / math.sqrt(1 / len(candidate.losses) + 1 / len(baseline.losses)) if tested else None
     return {'T': candidate.T, 'candidate': candidate.mean, 'baseline': baseline.mean, **found,
-            'seeds needed': seeds_needed(found['difference'], sd) if found['p'] is not None else None,
+            'plus or minus': student_quantile(0.05, found['df']) * error if tested else None,
+            'seeds needed': seeds_needed(found['difference'], sd) if tested else None,
             'seeds': len(candidate.losses), 'seeds of baseline': len(baseline.losses),
             'trials': len(candidate.trials), 'trials of baseline': len(baseline.trials),
             'at equal trials': expected_best(candidate.trials, n),
@@ -245,13 +260,14 @@ def horizon(curve, loss):
 def efficiency_at(candidate, baseline, curve, noise):
     """The row of the table of data efficiency at one T; None without a curve.
 
-    The interval is that of the loss, plus and minus two standard errors of the difference by the noise over seeds.
+    The interval is that of the loss, plus and minus two standard errors: that of the difference, by the noise over
+    seeds, and that of the fit, by its residuals.
     """
     if not curve:
         return None
     T = horizon(curve, candidate.mean)
     nearest = baseline[min(baseline, key=lambda other: abs(math.log(other / candidate.T)))]
-    error = (noise[0] or 0) * math.sqrt(1 / len(candidate.losses) + 1 / len(nearest.losses))
+    error = math.hypot((noise[0] or 0) * math.sqrt(1 / len(candidate.losses) + 1 / len(nearest.losses)), curve[3])
     low, high = (horizon(curve, candidate.mean + sign * 2 * error) / candidate.T for sign in (1, -1))
     row = {'T': candidate.T, 'val/loss': candidate.mean, 'baseline steps': T}
     machines = {run.machine for run in candidate.best + nearest.best}
@@ -264,14 +280,27 @@ def efficiency_at(candidate, baseline, curve, noise):
 
 
 def weaknesses(side):
-    """What makes the best of a `Tuned` doubtful, a list of sentences."""
-    who, tried = f'{side.best[0].optimizer_label}, T = {side.T}', sorted(side.learning_rates)
-    if len(tried) == 1:
+    """What makes the best of a `Tuned` doubtful, a list of sentences: settings whose best value is at the edge of those
+    that were tried with everything else as in the best."""
+    who, best = f'{side.best[0].optimizer_label}, T = {side.T}', dict(hyperparameters(side.best[0]))
+    varied = [key for key in best if key != 'min_lr' and len({tried.get(key) for tried in side.tried}) > 1]
+    if not varied:
         return [f'{who}: one learning rate only, so nothing was tuned']
-    if side.learning_rate in (tried[0], tried[-1]):
-        return [f'{who}: the best learning rate, {side.learning_rate:g}, is at the edge of those tried '
-                f'({tried[0]:g} to {tried[-1]:g})']
-    return []
+    found = []
+    for key in dict.fromkeys(['learning_rate', *varied]):
+        name = SETTING_NAMES.get(key, key).removeprefix('peak ')
+        values = sorted({tried[key] for tried in side.tried if is_number(tried.get(key))
+                         and all(tried.get(other) == best[other] for other in varied if other != key)})
+        if len(values) == 1 and key == 'learning_rate':
+            found.append(f'{who}: one learning rate only with the other settings of the best')
+        elif len(values) > 1 and best[key] in (values[0], values[-1]):
+            found.append(f'{who}: the best {name}, {best[key]:g}, is at the edge of those tried ({values[0]:g} to '
+                         f'{values[-1]:g})')
+    return found
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def tempting(candidate, wanted):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from operator import getitem
 
 import numpy as np
@@ -392,8 +393,10 @@ def test_files_needs_no_torch():
 
 
 def test_the_machine_is_described(tmp_path):
+    import pytorch_optimizer  # noqa: F401 - the version of an optimizer's library is part of a run
     runlog.describe_run(tmp_path, {'lr': 1}, {'lr': 'flag'}, changes=[1])
     found = json.loads((tmp_path / 'config.json').read_text())
     assert found['config'] == {'lr': 1} and found['provenance'] == {'lr': 'flag'} and found['changes'] == [1]
+    assert found['versions']['pytorch_optimizer'] == metadata.version('pytorch_optimizer')
     assert found['machine'] == runlog.machine() and found['machine']['cpu'] and found['machine']['cores'] > 0
     assert found['git_commit'] == files.git_commit()

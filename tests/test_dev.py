@@ -5,13 +5,14 @@ import shutil
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import rejection
 from fake_runs import fake_run
 
-from dev import bench, gpu_suite, soak
+from dev import bench, gpu_suite, soak, study
 from scripts import runs
 
 
@@ -131,3 +132,49 @@ def test_gpu_suite_trains_an_item_and_stops_in_time(tmp_path, corpus, capsys):
     assert not runs.read_run(item.record).unfinished
     gpu_suite.pack(args.records, tmp_path / 'records.tar.gz')
     assert (tmp_path / 'records.tar.gz').stat().st_size > 500
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The study
+
+
+def fake_study(out_dir, monkeypatch):
+    """The study's learning rates at 1,200 steps as if trained, each optimizer's lowest loss at its fourth, where three
+    seeds differ by 0.01. Returns the list of what is then asked of sweep.py."""
+    asked = []
+    for name, rates in study.RATES.items():
+        start = study.start_of(name, 1200)
+        settings = [f'--optimizer_name={name}', '--max_iters=1200', *(f'--{key}={start[key]}' for key in start)]
+        for i, rate in enumerate(rates):
+            for seed, more in ((1337, 0.0), (1338, 0.01), (1339, 0.02))[:3 if i == 3 else 1]:
+                fake_run(out_dir / '1200' / name / f'{rate}-{seed}', 3 + abs(i - 3) + more,
+                         [*settings, f'--learning_rate={rate}', f'--seed={seed}'])
+        (out_dir / '1200' / name / 'results.csv').write_text(f'learning_rate\n{rates[3]}\n{rates[2]}\n')
+    monkeypatch.setattr(study, 'sweep', lambda args, name, T, base, *search, **_: asked.append((base, search)))
+    return asked
+
+
+def test_the_studys_search_starts_from_the_best_learning_rate_with_the_noise_at_its_horizon(tmp_path, monkeypatch):
+    asked, args = fake_study(tmp_path, monkeypatch), SimpleNamespace(out_dir=tmp_path, dry_run=False)
+    study.tuned(args, 'adamw')
+    base, search = asked[-1]
+    assert '--learning_rate=2.4e-2' in base and '--beta1=0.9' in base and search[0] == '--tune'
+    assert 'learning_rate=3e-3,6e-3,1.2e-2,2.4e-2,4.8e-2' in search and search[-1] == '--noise=0.0200'
+    assert not any('gamma' in word for word in (*base, *search))
+    # Seeds of other settings, of a later phase, do not change the noise.
+    for seed in (1337, 1338, 1339):
+        fake_run(tmp_path / '1200/adamw' / f'later-{seed}', 2.0 + seed / 10, [
+            '--optimizer_name=adamw', '--max_iters=1200', '--beta1=0.8', f'--seed={seed}'])
+    assert study.noise(args) == pytest.approx(0.02)
+    shutil.rmtree(tmp_path / '1200/soap/4.8e-2-1339')
+    assert 'run --phases rates_1200 first' in rejection(study.noise, args)
+
+
+def test_an_unfinished_search_is_no_result(tmp_path, monkeypatch):
+    fake_study(tmp_path, monkeypatch)
+    args, record = SimpleNamespace(out_dir=tmp_path), dict(best=dict(learning_rate='1'))
+    assert 'run --phases tuned first' in rejection(study.best_of, args, 'adamw')
+    (tmp_path / '1200/adamw/tuning.json').write_text(json.dumps(record))
+    assert 'not finished' in rejection(study.best_of, args, 'adamw')
+    (tmp_path / '1200/adamw/tuning.json').write_text(json.dumps(dict(record, finished=True)))
+    assert study.best_of(args, 'adamw') == dict(learning_rate='1')

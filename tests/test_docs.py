@@ -14,7 +14,7 @@ from conftest import ROOT, TINY, metrics
 
 import train
 from dev import tables
-from scripts.runs import read_run
+from scripts.runs import find_runs
 
 PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
 # Where flags that several scripts have are added.
@@ -141,9 +141,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_records():
         for entry in csv.DictReader(f):
             assert f'{float(entry["val/loss"]):.3f}' in rows[f'{int(entry["T"]):,}'], entry
     found = {}
-    for run in (read_run(path.parent) for path in (ROOT / 'records/compare').rglob('config.json')):
-        if not (run.hessian_bias_correction or run.config.get('hessian_sequences') == 'fresh'):
-            found.setdefault((run.optimizer_label, run.learning_rate), []).append(run.last('val/loss'))
+    for run in find_runs([ROOT / 'records/compare']):
+        found.setdefault((run.optimizer_label, run.learning_rate), []).append(run.last('val/loss'))
     for label in {label for label, _ in found}:
         best = min(np.mean(losses) for (name, _), losses in found.items() if name == label and len(losses) > 2)
         assert f'{best:.3f}' in rows[label], label

@@ -32,7 +32,8 @@ def test_a_complete_record_passes_and_is_in_the_table(record, tmp_path, capsys):
 
 @pytest.mark.parametrize(('change', 'what'), [
     (dict(machine=None), 'does not name the machine'), (dict(machine=dict(cpu='x')), 'cores and threads'),
-    (dict(git_commit=None), 'no git_commit'), (dict(data={}), 'no fingerprint'), (dict(command=[]), 'no command'),
+    (dict(git_commit=None), 'no git_commit'), (dict(git_commit='0' * 40 + '+'), 'changed code'),
+    (dict(data={}), 'no fingerprint'), (dict(command=[]), 'no command'),
     (dict(command=['train.py', '--dataset=/somebody/data']), 'names a place on the machine: --dataset=/somebody'),
     (dict(changes=[{'iter': 1, 'key': 'seed', 'from': 1, 'to': 2}]), 'seed was changed')])
 def test_an_incomplete_record_is_named(record, tmp_path, capsys, change, what):

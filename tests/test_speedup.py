@@ -58,6 +58,20 @@ def test_the_best_settings_count_and_seeds_are_averaged(tmp_path):
     assert runs.mean_loss(seeds) == pytest.approx((3.2, math.sqrt(0.02)))
 
 
+def test_one_lucky_seed_does_not_displace_settings_with_several(tmp_path):
+    """What is best is chosen by the seeds that all trials have."""
+    for seed, loss in ((1, 3.0), (2, 3.2), (3, 3.2)):
+        make(tmp_path, 'adamw', 100, loss, lr=2e-3, seed=seed)
+    make(tmp_path, 'adamw', 100, 3.05, lr=4e-3, seed=1)  # below the mean of the three, not below the same seed
+    make(tmp_path, 'sophiag', 100, 3.2)
+    result = judge(tmp_path)
+    (row,) = result['same_T']
+    assert (row['seeds of baseline'], row['trials of baseline']) == (3, 2)
+    assert row['baseline'] == pytest.approx(3.4 / 3 + 2) and row['baseline at equal trials'] == pytest.approx(3.025)
+    make(tmp_path, 'adamw', 100, 2.9, lr=8e-3, seed=9)  # no seed is in all: then the means are what there is
+    assert judge(tmp_path)['same_T'][0]['baseline'] == pytest.approx(2.9)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Noise, tuning, data efficiency
 
@@ -70,6 +84,7 @@ def test_a_difference_is_tested_against_the_noise_over_seeds(tmp_path):
     lion, sophia = (verdict['same_T'][0] for verdict in judge(tmp_path)['verdicts'])
     assert sophia['test'] == lion['test'] == 'Welch'
     assert sophia['difference'] == pytest.approx(-0.1) and sophia['p'] < 0.001 and sophia['seeds needed'] == 2
+    assert sophia['plus or minus'] == pytest.approx(2.7764 * 0.01 * math.sqrt(2 / 3), rel=1e-4)  # of 4 df
     # σ = 0.01, δ = 0.004: 2 · (2.8 · 2.5)² + 0.96 seeds for each.
     assert lion['p'] > 0.5 and lion['seeds needed'] == 100
     result = judge(tmp_path, '--candidate', 'lion')
@@ -165,6 +180,19 @@ def test_weak_tuning_is_noted(tmp_path):
     assert 'AdamW' not in ' '.join(judge(tmp_path)['notes']).replace('AdamW has no curve', '')
 
 
+def test_any_setting_at_the_edge_of_those_tried_is_noted(tmp_path):
+    """Tried with everything else as in the best."""
+    make(tmp_path, 'adamw', 100, 3.5)
+    for lr, gamma, loss in ((1e-3, 0.1, 3.5), (1e-3, 0.05, 3.4), (2e-3, 0.05, 3.45), (5e-4, 0.1, 3.6)):
+        make(tmp_path, 'sophiag', 100, loss, lr=lr, argv=[f'--gamma={gamma}'])
+    notes = ' '.join(judge(tmp_path)['notes'])
+    assert 'Sophia-G, T = 100: the best γ, 0.05, is at the edge of those tried (0.05 to 0.1)' in notes
+    assert 'the best learning rate, 0.001, is at the edge of those tried (0.001 to 0.002)' in notes  # 5e-4: another γ
+    make(tmp_path, 'sophiag', 100, 3.3, argv=['--gamma=0.07'])
+    notes = ' '.join(judge(tmp_path)['notes'])
+    assert 'γ' not in notes and 'Sophia-G, T = 100: one learning rate only with the other settings' in notes
+
+
 def test_flops_are_those_of_the_fake_runs(tmp_path):
     run = runs.read_run(make(tmp_path, 'adamw', 100, 3.0))
     assert run.flops_per_iteration() == GRADIENT_FLOPS
@@ -237,3 +265,11 @@ def test_beta1_is_the_same_within_an_optimizer_unless_it_was_tuned(tmp_path):
     with pytest.raises(SystemExit, match='beta1 is 0.9'):
         judge(tmp_path)
     assert not judge(tmp_path, '--tuned', 'beta1')['holds']
+
+
+def test_sophias_options_are_not_trials_of_sophia(tmp_path):
+    make(tmp_path, 'adamw', 100, 3.5)
+    make(tmp_path, 'sophiag', 50, 3.6)
+    make(tmp_path, 'sophiag', 50, 3.4, argv=['--hessian_sequences=fresh'])
+    with pytest.raises(SystemExit, match='hessian_sequences is own in one and fresh in the other'):
+        judge(tmp_path)
