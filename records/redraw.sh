@@ -29,7 +29,8 @@ $PY scripts/plot.py records/quickstart --metrics val/loss --title 'The quickstar
     --ylim 1.6 3.2 --output records/quickstart/loss.png
 
 # The study on books.
-$PY scripts/speedup.py records/study --output records/study.png
+$PY scripts/speedup.py records/study --tuned warmup_iters beta1 --output records/study.png
+$PY scripts/speedup.py records/study --tuned warmup_iters beta1 --panels difference --output records/study_difference.png
 
 # What needs no run.
 $PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.png

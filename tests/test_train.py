@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import TINY, metrics, run_train
 
+import train
 from runtime import checkpoint
 from runtime.device import can_compile
 
@@ -51,6 +52,18 @@ def test_it_learns_and_leaves_its_records(reference, name):
     assert described['config']['learning_rate'] == 0.01 and described['provenance']['learning_rate'] == 'flag'
     assert described['provenance']['weight_decay'] == f'optimizer {name}'
     assert {'command', 'versions', 'git_commit', 'data'} <= described.keys()
+
+
+def test_denormals_are_flushed_in_training(corpus, tmp_path):
+    """A run whose attention had become sharp took twice the time for them."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip('this processor cannot flush denormals')
+    try:
+        assert (torch.full((10_000,), 1e-39) * 1).count_nonzero() == 10_000
+        train.main([*TINY, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--max_iters=1'])
+        assert (torch.full((10_000,), 1e-39) * 1).count_nonzero() == 0
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_learning_rate_warms_up_and_decays_to_its_ratio(reference):
