@@ -43,7 +43,7 @@ START = {
 TRIED = dict(warmup_iters=['75', '150', '300', '600'], beta1=['0.8', '0.9', '0.95', '0.98'],
              beta2=['0.9', '0.95', '0.99'], weight_decay=['0', '0.1', '0.2'],
              gamma=['0.0125', '0.05', '0.15', '0.5'], eps=['1e-12', '1e-7'])
-HORIZONS = [600, 1200, 2400, 4800, 9600]
+HORIZONS = [600, 2400, 4800, 9600]
 MORE_SEEDS = {600: ['1338', '1339'], 1200: ['1338', '1339'], 2400: ['1338'], 4800: ['1338'], 9600: ['1338']}
 
 
@@ -70,6 +70,12 @@ def start_of(name, T):
     return dict(warmup_iters=str(T // 2), **START[name])
 
 
+def lowest(args, name, T):
+    """The learning rate with the lowest validation loss in the table that `grid` has left."""
+    with (args.out_dir / str(T) / name / 'results.csv').open(encoding='utf-8') as file:
+        return next(csv.DictReader(file))['learning_rate']  # sorted
+
+
 def bracket(args, name, T):
     """(learning rates, the best of them): five, and more by factors of 2 while the best is at the edge. Everything else
     is as at the start."""
@@ -78,8 +84,7 @@ def bracket(args, name, T):
         grid(args, name, T, tried, start_of(name, T))
         if args.dry_run:
             return tried, '?'
-        with (args.out_dir / str(T) / name / 'results.csv').open(encoding='utf-8') as file:
-            best = next(csv.DictReader(file))['learning_rate']  # sorted by the validation loss
+        best = lowest(args, name, T)
         if float(best) == float(tried[0]):
             tried = [f'{float(best) / 2:g}', *tried]
         elif float(best) == float(tried[-1]):
@@ -109,32 +114,38 @@ def noise(args):
 
 
 def tuned(args, name):
-    """The coordinate search at 1,200 steps, from the best learning rate of `bracket`."""
+    """The coordinate search at 1,200 steps, from the best learning rate of `bracket`; the lowest trial with more seeds.
+    """
     tried, best = bracket(args, name, 1200)
     start = dict(learning_rate=best, **start_of(name, 1200))
     values = dict(TRIED, learning_rate=tried)
     sweep(args, name, 1200, [f'--{key}={value}' for key, value in start.items()],
-          '--tune', *(f'{key}={",".join(values[key])}' for key in start), f'--noise={noise(args):.4f}')
+          '--tune', *(f'{key}={",".join(values[key])}' for key in start),
+          f'--noise={"?" if args.dry_run else f"{noise(args):.4f}"}')
+    if not args.dry_run:
+        settings = best_of(args, name)
+        grid(args, name, 1200, [settings.pop('learning_rate')], settings, MORE_SEEDS[1200])
 
 
 def best_of(args, name):
-    """Setting → value, what the coordinate search has found; SystemExit while it is not finished."""
+    """Setting → value of the lowest trial of the coordinate search; SystemExit while it is not finished."""
     path = args.out_dir / '1200' / name / 'tuning.json'
     record = read_json(path) if path.is_file() else {}
     if not record.get('finished'):
         raise SystemExit(f'{path}: the coordinate search is not finished; run --phases tuned first')
-    return dict(record['best'])
+    best = min((trial for trial in record['trials'] if trial['val/loss']), key=lambda trial: trial['val/loss'])
+    return {key: best[key] for key in record['start']}
 
 
 def horizons(args, name):
-    """The settings found at 1,200 steps at every horizon, the warm-up the same share of it, and up to 2,400 steps half
-    and twice the learning rate; three seeds up to 1,200 steps, two beyond."""
+    """The settings found at 1,200 steps at every other horizon, the warm-up the same share of it; up to 2,400 steps
+    half and twice the learning rate, too; the best with more seeds."""
     best = best_of(args, name)
     lr, share = float(best.pop('learning_rate')), float(best['warmup_iters']) / 1200
     for T in HORIZONS:
         settings = dict(best, warmup_iters=str(round(share * T)))
         grid(args, name, T, [f'{value:g}' for value in ([lr / 2, lr, 2 * lr] if T <= 2400 else [lr])], settings)
-        grid(args, name, T, [f'{lr:g}'], settings, MORE_SEEDS[T])
+        grid(args, name, T, [lowest(args, name, T)], settings, MORE_SEEDS[T])
 
 
 def options(args, name):
@@ -178,7 +189,8 @@ def main():
     parser.add_argument('--optimizers', nargs='+', choices=RATES, default=list(RATES), metavar='NAME',
                         help=f'of {", ".join(RATES)} (default: all)')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
-    parser.add_argument('--dry_run', action='store_true', help='print the commands, train nothing')
+    parser.add_argument('--dry_run', action='store_true',
+                        help='print the commands up to the search, on which the others depend; train nothing')
     parser.add_argument('--collect', type=Path, metavar='DIR', help='only copy the records of finished runs there')
     args = parser.parse_args()
     os.chdir(ROOT)
@@ -186,7 +198,7 @@ def main():
         collect(args.out_dir, args.collect)
         return
     for phase in args.phases:
-        for name in args.optimizers:
+        for name in args.optimizers if not args.dry_run or phase not in ('horizons', 'options') else ():
             PHASES[phase](args, name)
 
 

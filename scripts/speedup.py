@@ -123,8 +123,7 @@ def main(argv=None):
         rejected += tempting(tuned[name], [T / args.k for T in tuned[args.baseline]])
     for entry in rejected:
         print(f'rejected {entry["run"]}: {entry["reason"]}')
-    noise = pooled_sd([[run.last('val/loss') for run in group]
-                       for group in by_seed([run for run in runs if not run.rejected])])
+    noise = noise_of(runs)
 
     results = [side.row() for name in tuned for _, side in sorted(tuned[name].items())]
     verdicts = [judge(name, args.baseline, tuned[name], tuned[args.baseline], args.k, noise) for name in candidates]
@@ -134,8 +133,10 @@ def main(argv=None):
                              f'{name} at T = {sorted(tuned[name]) or "none"}' for name in candidates or ['no other']
                              if name in tuned or not candidates))
     print_table(results, [key for key in results[0] if key != 'run'])
-    if noise[0]:
-        print(f'noise of one run over seeds: σ = {noise[0]:.4f} from {noise[1]} degrees of freedom')
+    for T in (None, *sorted({run.max_iters for run in runs})):
+        if noise(T)[0] and (T is None or noise(T) != noise()):
+            print(f'noise of one run over seeds{f", T = {T}" if T else ""}: σ = {noise(T)[0]:.4f} from {noise(T)[1]} '
+                  'degrees of freedom')
     for verdict in verdicts:
         print()
         for key, columns in COLUMNS.items():
@@ -150,7 +151,7 @@ def main(argv=None):
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
 
     fig = draw(tuned, args.baseline, verdicts, args.k, args.panels)
-    save(args.output, fig, results, baseline=args.baseline, k=float(args.k), noise=dict(sd=noise[0], df=noise[1]),
+    save(args.output, fig, results, baseline=args.baseline, k=float(args.k), noise=dict(zip(('sd', 'df'), noise())),
          verdicts=verdicts, notes=notes, rejected=rejected)
 
 
@@ -178,6 +179,18 @@ def tuned_at_each_T(runs, optimizer_name):
             side.tried.append(dict(hyperparameters(group[0])))
             side.diverged += 1
     return found
+
+
+def noise_of(runs):
+    """A function of T, or of nothing for all T: (σ, degrees of freedom) of the noise over seeds, of runs of T steps
+    where these have at least four degrees of freedom, else of all runs."""
+    groups = by_seed([run for run in runs if not run.rejected])
+
+    def noise(T=None):
+        found = pooled_sd([[run.last('val/loss') for run in group] for group in groups
+                           if T is None or group[0].max_iters == T])
+        return found if T is None or found[1] >= 4 else noise()
+    return noise
 
 
 def judge(name, baseline_name, candidate, baseline, k, noise):
@@ -218,7 +231,7 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
 def same_horizon(candidate, baseline, noise):
     """The row of the table that compares two `Tuned` at one T; *plus or minus* is half of the 95 % interval."""
     n = min(len(candidate.trials), len(baseline.trials))
-    found = difference(candidate.losses, baseline.losses, noise)
+    found = difference(candidate.losses, baseline.losses, noise(candidate.T))
     tested, error = found['p'] is not None, found['standard_error']
     # The σ of a run that the test used: of these two sides, or of all.
     sd = error / math.sqrt(1 / len(candidate.losses) + 1 / len(baseline.losses)) if tested else None
@@ -267,14 +280,15 @@ def efficiency_at(candidate, baseline, curve, noise):
         return None
     T = horizon(curve, candidate.mean)
     nearest = baseline[min(baseline, key=lambda other: abs(math.log(other / candidate.T)))]
-    error = math.hypot((noise[0] or 0) * math.sqrt(1 / len(candidate.losses) + 1 / len(nearest.losses)), curve[3])
+    sd = noise(candidate.T)[0]
+    error = math.hypot((sd or 0) * math.sqrt(1 / len(candidate.losses) + 1 / len(nearest.losses)), curve[3])
     low, high = (horizon(curve, candidate.mean + sign * 2 * error) / candidate.T for sign in (1, -1))
     row = {'T': candidate.T, 'val/loss': candidate.mean, 'baseline steps': T}
     machines = {run.machine for run in candidate.best + nearest.best}
     for unit in ('steps', 'FLOPs', 'seconds'):
         comparable = unit != 'seconds' or (len(machines) == 1 and None not in machines)
         row[f'ratio {unit}'] = T * nearest.cost(unit) / (candidate.T * candidate.cost(unit)) if comparable else None
-    row['interval of steps'] = f'{low:.3g} to {high:.3g}' if noise[0] else None
+    row['interval of steps'] = f'{low:.3g} to {high:.3g}' if sd else None
     row['extrapolated'] = not min(baseline) <= T <= max(baseline)
     return row
 

@@ -156,8 +156,13 @@ def fake_study(out_dir, monkeypatch):
 
 def test_the_studys_search_starts_from_the_best_learning_rate_with_the_noise_at_its_horizon(tmp_path, monkeypatch):
     asked, args = fake_study(tmp_path, monkeypatch), SimpleNamespace(out_dir=tmp_path, dry_run=False)
+    found = [{'val/loss': loss, 'learning_rate': '0.01', 'beta1': beta1, 'run': ''}
+             for loss, beta1 in ((None, '0.7'), (3.0, '0.9'), (2.9, '0.8'))]
+    (tmp_path / '1200/adamw/tuning.json').write_text(json.dumps(dict(
+        start=dict(learning_rate='0.01', beta1='0.9'), trials=found, finished=True)))
     study.tuned(args, 'adamw')
-    base, search = asked[-1]
+    assert asked[-1][1] == ('--grid', 'learning_rate=0.01', 'beta1=0.8', 'seed=1338,1339')  # of the lowest trial
+    base, search = asked[-2]
     assert '--learning_rate=2.4e-2' in base and '--beta1=0.9' in base and search[0] == '--tune'
     assert 'learning_rate=3e-3,6e-3,1.2e-2,2.4e-2,4.8e-2' in search and search[-1] == '--noise=0.0200'
     assert not any('gamma' in word for word in (*base, *search))
@@ -172,7 +177,8 @@ def test_the_studys_search_starts_from_the_best_learning_rate_with_the_noise_at_
 
 def test_an_unfinished_search_is_no_result(tmp_path, monkeypatch):
     fake_study(tmp_path, monkeypatch)
-    args, record = SimpleNamespace(out_dir=tmp_path), dict(best=dict(learning_rate='1'))
+    args = SimpleNamespace(out_dir=tmp_path)
+    record = dict(start=dict(learning_rate='2'), trials=[{'learning_rate': '1', 'val/loss': 3.0}])
     assert 'run --phases tuned first' in rejection(study.best_of, args, 'adamw')
     (tmp_path / '1200/adamw/tuning.json').write_text(json.dumps(record))
     assert 'not finished' in rejection(study.best_of, args, 'adamw')

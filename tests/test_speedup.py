@@ -103,6 +103,19 @@ def test_a_single_run_is_tested_against_the_pooled_noise_or_not_at_all(tmp_path)
     assert row['test'] == 'pooled σ' and row['standard_error'] == pytest.approx(0.02) and row['df'] == 1
 
 
+def test_the_noise_is_that_of_the_same_T_where_enough_seeds_tell_it(tmp_path):
+    for T, spread in ((100, 0.1), (200, 0.01)):
+        for seed in range(3):
+            make(tmp_path, 'adamw', T, 3.0 + spread * (seed - 1), seed=seed)
+            make(tmp_path, 'lion', T, 3.0 + spread * (seed - 1), seed=seed)
+        make(tmp_path, 'sophiag', T, 2.9, seed=0)
+    rows = judge(tmp_path, '--candidate', 'sophiag', 'lion')['verdicts'][0]['same_T']
+    assert [row['test'] for row in rows] == ['pooled σ'] * 2 and [row['df'] for row in rows] == [4, 4]
+    assert [row['standard_error'] for row in rows] == pytest.approx([0.1 * math.sqrt(4 / 3), 0.01 * math.sqrt(4 / 3)])
+    rows = judge(tmp_path, '--candidate', 'sophiag')['same_T']  # without Lion's seeds, two degrees of freedom at each T
+    assert [row['df'] for row in rows] == [4, 4] and rows[0]['standard_error'] == rows[1]['standard_error']
+
+
 def test_a_setting_that_older_records_lack_has_its_default(tmp_path):
     make(tmp_path, 'adamw', 100, 3.0)
     make(tmp_path, 'sophiag', 100, 2.9)
