@@ -117,7 +117,11 @@ def main(argv=None):
     candidates = args.candidate or sorted({run.optimizer_name for run in runs} - {args.baseline})
     runs = [run for run in runs if run.optimizer_name in (args.baseline, *candidates)]
     rejected = [dict(run=str(run.out_dir), reason=run.rejected) for run in runs if run.rejected]
-    check_comparable([run for run in runs if not run.rejected], args.tuned)
+    kept = [run for run in runs if not run.rejected]
+    check_comparable(kept, args.tuned)
+    counted = {run.out_dir for group in by_seed(kept) for run in group}
+    rejected += [dict(run=str(run.out_dir), reason='another run has the same settings and seed') for run in kept
+                 if run.out_dir not in counted]
     tuned = {name: tuned_at_each_T(runs, name) for name in (args.baseline, *candidates)}
     for name in candidates:
         rejected += tempting(tuned[name], [T / args.k for T in tuned[args.baseline]])

@@ -215,6 +215,16 @@ def test_flops_are_those_of_the_fake_runs(tmp_path):
 # What is rejected
 
 
+def test_the_second_of_two_equal_runs_is_rejected(tmp_path):
+    """Of the same settings and seed; another machine is no other seed."""
+    make(tmp_path, 'adamw', 100, 3.0)
+    make(tmp_path, 'sophiag', 100, 2.9)
+    again = make(tmp_path, 'sophiag', 100, 2.7)
+    result = judge(tmp_path)
+    assert result['same_T'][0]['candidate'] == pytest.approx(2.9)
+    assert {'run': str(again), 'reason': 'another run has the same settings and seed'} in result['rejected']
+
+
 def test_unfinished_schedules_are_rejected(tmp_path, capsys):
     make(tmp_path, 'adamw', 100, 3.5)
     make(tmp_path, 'sophiag', 200, 2.9)
