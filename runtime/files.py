@@ -70,13 +70,13 @@ def checksum(path):
 
 
 def git_commit():
-    """The commit of this repository that is checked out, with a + where its Python files were changed; None without
-    git."""
+    """The commit of this repository that is checked out, with a + where Python files of it were changed; None without
+    git. New files do not count, such as one's own configs."""
     def git(*words):
         return subprocess.run(['git', *words], cwd=Path(__file__).parents[1], capture_output=True, text=True)
     try:
         commit = git('rev-parse', 'HEAD').stdout.strip()
-        return commit + '+' * bool(git('status', '--porcelain', '--', '*.py').stdout) if commit else None
+        return commit + '+' * bool(git('status', '--porcelain', '-uno', '--', '*.py').stdout) if commit else None
     except OSError:
         return None
 

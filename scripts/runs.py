@@ -47,7 +47,7 @@ INCIDENTAL = {
 PROTOCOL = ('block_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'total_batch_size', 'grad_clip', 'decay_lr',
             'schedule', 'dtype')
 
-# Those that have to agree among the runs of one optimizer: others are another algorithm, or were found elsewhere.
+# Settings that have to agree among the runs of one optimizer, and may differ between two.
 OWN_PROTOCOL = ('beta1', 'hessian_sequences', 'hessian_bias_correction')
 
 # Settings that came later: what a config.json without them stands for.

@@ -400,3 +400,26 @@ def test_the_machine_is_described(tmp_path):
     assert found['versions']['pytorch_optimizer'] == metadata.version('pytorch_optimizer')
     assert found['machine'] == runlog.machine() and found['machine']['cpu'] and found['machine']['cores'] > 0
     assert found['git_commit'] == files.git_commit()
+
+
+def test_the_commit_says_whether_code_was_changed(tmp_path):
+    def git(*words):
+        subprocess.run(['git', '-c', 'user.name=x', '-c', 'user.email=x', *words], cwd=tmp_path, check=True,
+                       capture_output=True)
+
+    def commit():
+        return subprocess.run([sys.executable, '-c', 'from runtime.files import git_commit; print(git_commit())'],
+                              cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+    (tmp_path / 'runtime').mkdir()
+    code = tmp_path / 'runtime' / 'files.py'
+    code.write_text((ROOT / 'runtime/files.py').read_text(encoding='utf-8'), encoding='utf-8')
+    git('init')
+    assert commit() == 'None'
+    git('add', 'runtime')
+    git('commit', '-m', 'x')
+    clean = commit()
+    (tmp_path / 'my_config.py').write_text('max_iters = 10')
+    assert len(clean) == 40 and commit() == clean
+    with code.open('a') as f:
+        f.write('# changed')
+    assert commit() == clean + '+'
