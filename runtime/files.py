@@ -75,7 +75,7 @@ def git_commit():
     def git(*words):
         return subprocess.run(['git', *words], cwd=Path(__file__).parents[1], capture_output=True, text=True)
     try:
-        commit = git('rev-parse', 'HEAD').stdout.strip()
+        commit = git('rev-parse', '--verify', 'HEAD').stdout.strip()
         return commit + '+' * bool(git('status', '--porcelain', '-uno', '--', '*.py').stdout) if commit else None
     except OSError:
         return None
