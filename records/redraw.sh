@@ -8,7 +8,6 @@ tuned="$main/adamw-T600-warmup300-lr0.012* $main/sophiag-T600-gamma0.5-beta1_0.9
 
 # 2.7M parameters: β1 = 0.9 and a warm-up of half the run for all.
 $PY scripts/speedup.py records/cpu/few --output records/cpu/few_speedup.png
-$PY scripts/speedup.py records/cpu/few --candidate sophiag --panels difference --output records/cpu/few_difference.png
 $PY scripts/plot.py records/cpu/few/adamw-T2400-lr0.006 records/cpu/few/sophiag-T2400-lr0.001-gamma0.{015,5} \
     --metrics train/loss --title '2.7M parameters, 2,400 steps' --ylim 0.8 2.5 --output records/cpu/few_loss.png
 

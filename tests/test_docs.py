@@ -137,7 +137,7 @@ def test_the_recipe_of_the_readme():
 def test_the_numbers_of_the_readme_are_those_of_the_records():
     rows = {line.split(' | ')[0].strip('| '): re.findall(r'\d\.\d{3}', line)
             for line in read('README.md').split('\n') if line.startswith('|')}
-    with (ROOT / 'records/cpu/few_speedup.csv').open(encoding='utf-8') as f:
+    with (ROOT / 'records/study.csv').open(encoding='utf-8') as f:
         for entry in csv.DictReader(f):
             assert f'{float(entry["val/loss"]):.3f}' in rows[f'{int(entry["T"]):,}'], entry
     found = {}
