@@ -118,4 +118,4 @@ def test_the_searchs_table_is_that_of_its_records():
                         float(trial[k]) == float(v) for k, v in {**tuning['start'], key: value}.items()))
                     assert f'{trial["val/loss"]:.3f}' == loss, (name, key, value)
                     checked += 1
-    assert checked == 13 + 19
+    assert checked == 14 + 20
