@@ -119,7 +119,8 @@ def main(argv=None):
     rejected = [dict(run=str(run.out_dir), reason=run.rejected) for run in runs if run.rejected]
     kept = [run for run in runs if not run.rejected]
     check_comparable(kept, args.tuned)
-    counted = {run.out_dir for group in by_seed(kept) for run in group}
+    groups = by_seed(kept)
+    counted = {run.out_dir for group in groups for run in group}
     rejected += [dict(run=str(run.out_dir), reason='another run has the same settings and seed') for run in kept
                  if run.out_dir not in counted]
     tuned = {name: tuned_at_each_T(runs, name) for name in (args.baseline, *candidates)}
@@ -127,7 +128,7 @@ def main(argv=None):
         rejected += tempting(tuned[name], [T / args.k for T in tuned[args.baseline]])
     for entry in rejected:
         print(f'rejected {entry["run"]}: {entry["reason"]}')
-    noise = noise_of(runs)
+    noise = noise_of(groups)
 
     results = [side.row() for name in tuned for _, side in sorted(tuned[name].items())]
     verdicts = [judge(name, args.baseline, tuned[name], tuned[args.baseline], args.k, noise) for name in candidates]
@@ -185,11 +186,9 @@ def tuned_at_each_T(runs, optimizer_name):
     return found
 
 
-def noise_of(runs):
-    """A function of T, or of nothing for all T: (σ, degrees of freedom) of the noise over seeds, of runs of T steps
-    where these have at least four degrees of freedom, else of all runs."""
-    groups = by_seed([run for run in runs if not run.rejected])
-
+def noise_of(groups):
+    """A function of T, or of nothing for all T: (σ, degrees of freedom) of the noise within `groups` of runs that differ
+    in their seed only: those of T steps where they have at least four degrees of freedom, else all."""
     def noise(T=None):
         found = pooled_sd([[run.last('val/loss') for run in group] for group in groups
                            if T is None or group[0].max_iters == T])
