@@ -187,8 +187,8 @@ def tuned_at_each_T(runs, optimizer_name):
 
 
 def noise_of(groups):
-    """A function of T, or of nothing for all T: (σ, degrees of freedom) of the noise within `groups` of runs that differ
-    in their seed only: those of T steps where they have at least four degrees of freedom, else all."""
+    """A function of T, or of nothing for all T: (σ, degrees of freedom) of the noise within `groups`, lists of runs
+    that differ in their seed only: those of T steps where they have at least four degrees of freedom, else all."""
     def noise(T=None):
         found = pooled_sd([[run.last('val/loss') for run in group] for group in groups
                            if T is None or group[0].max_iters == T])
