@@ -98,6 +98,7 @@ class Case:
         self.name = ' '.join(f'{key}={value}' for key, value in config.values.items() if key in given)
         self.world = alone(config.device, config.backend, config.parallel)
         self.device = self.world.device
+        gc.collect()  # what is garbage already must not be freed, and counted, in the course of this one
         memory = in_use(self.device)
         data = Bin(dataset, 'train')
         self.model_args = asdict(GPTConfig.from_settings(config.values, data.vocab_size))
