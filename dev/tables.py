@@ -1,6 +1,6 @@
-"""Writes the tables of docs/settings.md and docs/optimizers.md, which come from the code.
+"""Writes the tables of README.md and docs/ that come from the code, and those of the study, from its records.
 
-  python dev/tables.py            after a change of a setting or of the table of optimizers
+  python dev/tables.py            after a change of a setting, of the table of optimizers, or of records/study
   python dev/tables.py --check    exits with 1 if a page is not current
 
 A table stands between the lines <!-- table: NAME --> and <!-- end -->; everything else on the pages is written by hand.
@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,7 +20,8 @@ import model
 import optimizers
 import train
 from configurator import derived
-from scripts.runs import optimizer_label
+from scripts.runs import by_seed, find_runs, optimizer_label, read_json
+from scripts.speedup import noise_of, same_horizon, tuned_at_each_T
 
 # What metrics.jsonl holds. tests/test_docs.py compares the keys with those of a run.
 METRICS = {
@@ -126,8 +128,72 @@ def optimizer_checks():
                   *(f'state, {size}' for size in sizes), *(f'update, {size}' for size in sizes)], rows)
 
 
-PAGES = {'docs/settings.md': [settings, metrics],
-         'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks]}
+STUDY = ['muon', 'soap', 'adamw', 'sophiag']  # its optimizers, in the order of the columns
+SYMBOLS = dict(learning_rate='learning rate', warmup_iters='warm-up', beta1='β1', beta2='β2',
+               weight_decay='weight decay', gamma='γ', eps='ε')
+
+
+@cache
+def study_sides():
+    """({optimizer: {T: `Tuned`}}, noise) of records/study, as scripts/speedup.py has them."""
+    runs = find_runs([ROOT / 'records/study'])
+    return {name: tuned_at_each_T(runs, name) for name in STUDY}, noise_of(by_seed([r for r in runs if not r.rejected]))
+
+
+def loss(side):
+    """The mean of a `Tuned` and the standard deviation over its seeds."""
+    row = side.row()
+    return f'{row["val/loss"]:.3f}' + (f' ± {row["sd"]:.3f}' if row['sd'] is not None else '')
+
+
+def minus_adamw(name, T):
+    """(the difference to AdamW with its 95 % interval, the p-value and its test); empty where there is none."""
+    sides, noise = study_sides()
+    if name == 'adamw' or T not in sides['adamw'] or T not in sides[name]:
+        return '', ''
+    row = same_horizon(sides[name][T], sides['adamw'][T], noise)
+    difference = f'{row["difference"]:+.3f}'.replace('-', '−')
+    return (difference, '') if row['p'] is None else (f'{difference} ± {row["plus or minus"]:.3f}',
+                                                     f'{row["p"]:.2g}, {row["test"]}')
+
+
+def study():
+    """What the study found: losses, seeds, trials, differences; at each T the lowest loss first."""
+    sides = [(side.T, side.mean, name, side) for name, at_T in study_sides()[0].items() for side in at_T.values()]
+    rows = [[f'{T:,}', optimizer_label(name), f'{side.learning_rate:g} ({len(side.trials)})', loss(side),
+             str(len(side.best)), *minus_adamw(name, T)] for T, _, name, side in sorted(sides, key=lambda row: row[:3])]
+    return table(['T', 'optimizer', 'best learning rate (trials)', 'validation loss', 'seeds', 'minus AdamW', 'p'],
+                 rows)
+
+
+def study_losses():
+    """The losses of the study alone."""
+    rows = [[f'{T:,}', *(loss(at_T[T]) if T in at_T else '–' for at_T in study_sides()[0].values()),
+             minus_adamw('sophiag', T)[0]] for T in sorted(set().union(*study_sides()[0].values()))]
+    return table(['T', *map(optimizer_label, STUDY), 'Sophia-G minus AdamW, 95 %'], rows)
+
+
+def study_search():
+    """The finished coordinate searches: the loss of each value of one setting, all others as they were found."""
+    searches = {name: record for name in STUDY if (path := ROOT / f'records/study/1200/{name}/tuning.json').is_file()
+                and (record := read_json(path)).get('finished')}
+
+    def losses_by_value(record, key):
+        found = record['start'] | {change['setting']: change['to'] for change in record['kept']}
+        ends = {tuple(float(trial[k]) for k in found): trial['val/loss'] for trial in record['trials']}
+        for value in sorted(record['tune'].get(key, []), key=float):
+            end = ends[tuple(float(v) for v in {**found, key: value}.values())]
+            yield f'{value}: {end:.3f}' if end else f'{value}: diverged'
+
+    return table(['', *map(optimizer_label, searches)],
+                 [[symbol, *(', '.join(losses_by_value(record, key)) or '–' for record in searches.values())]
+                  for key, symbol in SYMBOLS.items()])
+
+
+PAGES = {'README.md': [study_losses],
+         'docs/settings.md': [settings, metrics],
+         'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
+         'docs/verdict.md': [study, study_search]}
 
 
 def current(page, text):

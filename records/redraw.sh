@@ -1,5 +1,6 @@
 #!/bin/bash
-# Draws every table and picture in records/ again, from the records and nothing else. Run it in the repository.
+# Draws every table and picture in records/ again, from the records and nothing else, and writes the tables of the pages.
+# Run it in the repository.
 set -eu
 PY=${PY:-.venv/bin/python}
 main=records/cpu/main rates=records/cpu/rates
@@ -35,3 +36,6 @@ $PY scripts/speedup.py records/study --tuned warmup_iters beta1 --panels differe
 $PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.png
 $PY scripts/paper/toy_landscape.py --output records/paper/toy_landscape.png
 $PY scripts/paper/clipped_newton.py --output records/paper/clipped_newton.png
+
+# The tables of README.md and docs/ that come from records.
+$PY dev/tables.py

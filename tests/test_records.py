@@ -1,6 +1,5 @@
 """scripts/records.py: what a record must hold. The records of this repository, and the numbers told of them."""
 
-import csv
 import json
 import re
 import shlex
@@ -87,35 +86,3 @@ def test_the_verdicts_table_is_that_of_the_records():
                               f'{same["seeds of baseline"]}, {same["seeds"]}']
         assert cells[7:] == [f'{ratio["baseline steps"]:,.0f}', f'{ratio["ratio steps"]:.2f}',
                              f'{ratio["ratio FLOPs"]:.2f}']
-
-
-def test_the_studys_table_is_that_of_its_records():
-    page = (ROOT / 'docs/verdict.md').read_text(encoding='utf-8')
-    with (ROOT / 'records/study.csv').open(encoding='utf-8') as file:
-        for row in csv.DictReader(file):
-            first = f'| {int(row["T"]):,} | {row["optimizer"]} |'
-            line, = (line for line in page.splitlines() if line.startswith(first))
-            lr, mean, sd = (float(row[key]) for key in ('learning_rate', 'val/loss', 'sd'))
-            assert f'| {lr:g} ({row["trials"]}) | {mean:.3f} ± {sd:.3f} |' in line, (row, line)
-
-
-def test_the_searchs_table_is_that_of_its_records():
-    page = (ROOT / 'docs/verdict.md').read_text(encoding='utf-8').partition('**What the search found**')[2]
-    keys = {'warm-up': 'warmup_iters', 'β1': 'beta1', 'β2': 'beta2', 'weight decay': 'weight_decay', 'γ': 'gamma',
-            'ε': 'eps'}
-    checked = 0
-    for column, name in ((2, 'adamw'), (3, 'sophiag')):
-        tuning = json.loads((ROOT / f'records/study/1200/{name}/tuning.json').read_text())
-        assert tuning['finished'] and tuning['kept'] == []
-        for line in page.splitlines():
-            cells = [cell.strip() for cell in line.split('|')[1:-1]]
-            key = keys.get(cells[0]) if cells else None
-            if key in tuning['start']:
-                values, losses = cells[1].split(', '), cells[column].split(', ')
-                assert values == tuning['tune'][key] and len(values) == len(losses)
-                for value, loss in zip(values, losses):
-                    (trial,) = (trial for trial in tuning['trials'] if all(
-                        float(trial[k]) == float(v) for k, v in {**tuning['start'], key: value}.items()))
-                    assert f'{trial["val/loss"]:.3f}' == loss, (name, key, value)
-                    checked += 1
-    assert checked == 14 + 20
