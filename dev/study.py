@@ -3,7 +3,8 @@
   python data/text/prepare.py BOOKS.txt --val_file OTHER_AUTHORS.txt --tokenizer=byte --out_dir data/books
   python dev/study.py --jobs 2                    everything that is missing; days on two CPU cores
   python dev/study.py --phases rates_600 --optimizers adamw soap          a part of it
-  python dev/study.py --collect records/study     copies what a record needs of the finished runs
+  python dev/study.py --collect records/study     copies what a record needs of the finished runs, and of Sophia-G's
+                                                  options to records/study_options
 
 Copies of finished records below --out_dir count as finished runs. On a GPU, which small models do not fill:
 
@@ -150,12 +151,17 @@ def horizons(args, name):
 
 def options(args, name):
     """Sophia-G with h from sequences that its gradient does not see, and with bias correction of h: its best settings,
-    1,200 steps, three seeds. In a directory of their own, as these are other algorithms."""
+    1,200 steps, three seeds. In a directory of their own: scripts/speedup.py rejects two algorithms under one name."""
     if name == 'sophiag':
         best = best_of(args, name)
         for option in ('hessian_sequences=fresh', 'hessian_bias_correction=True'):
             sweep(args, name, 1200, [], '--grid', *(f'{key}={value}' for key, value in best.items()), option,
-                  'seed=1337,1338,1339', folder=args.out_dir / 'options')
+                  'seed=1337,1338,1339', folder=options_dir(args.out_dir))
+
+
+def options_dir(out_dir):
+    """Where the runs of `options` are: beside the others."""
+    return out_dir.with_name(f'{out_dir.name}_options')
 
 
 PHASES = dict(rates_600=partial(rates, T=600), rates_1200=partial(rates, T=1200), tuned=tuned, horizons=horizons,
@@ -163,14 +169,15 @@ PHASES = dict(rates_600=partial(rates, T=600), rates_1200=partial(rates, T=1200)
 
 
 def collect(out_dir, target):
-    """Copies the records of the finished runs below `out_dir`, and how they were chosen."""
-    for config in sorted(out_dir.rglob('config.json')):
-        run = read_run(config.parent)
-        if run.diverged or not run.unfinished:
-            for name in ('config.json', 'metrics.jsonl', 'failed.txt'):
-                copy(config.with_name(name), out_dir, target)
-    for path in out_dir.rglob('tuning.json'):
-        copy(path, out_dir, target)
+    """Copies the records of the finished runs below `out_dir` and its `options_dir`, and how they were chosen."""
+    for root, there in ((out_dir, target), (options_dir(out_dir), options_dir(target))):
+        for config in sorted(root.rglob('config.json')):
+            run = read_run(config.parent)
+            if run.diverged or not run.unfinished:
+                for name in ('config.json', 'metrics.jsonl', 'failed.txt'):
+                    copy(config.with_name(name), root, there)
+        for path in root.rglob('tuning.json'):
+            copy(path, root, there)
 
 
 def copy(path, out_dir, target):

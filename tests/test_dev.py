@@ -184,3 +184,15 @@ def test_an_unfinished_search_is_no_result(tmp_path, monkeypatch):
     assert 'not finished' in rejection(study.best_of, args, 'adamw')
     (tmp_path / '1200/adamw/tuning.json').write_text(json.dumps(dict(record, finished=True)))
     assert study.best_of(args, 'adamw') == dict(learning_rate='1')
+
+
+def test_finished_runs_are_collected_and_sophias_options_beside_them(tmp_path):
+    name = '--optimizer_name=sophiag'
+    fake_run(tmp_path / 'out/600/sophiag/one', 3.0, [name])
+    fake_run(tmp_path / 'out/600/sophiag/half', 3.0, [name], end=20)
+    fake_run(study.options_dir(tmp_path / 'out') / 'fresh', 3.0, [name, '--hessian_sequences=fresh'])
+    (tmp_path / 'out/600/sophiag/one/ckpt_00000600.pt').touch()
+    study.collect(tmp_path / 'out', tmp_path / 'records/study')
+    copied = sorted(str(path.relative_to(tmp_path / 'records')) for path in (tmp_path / 'records').rglob('*.*'))
+    assert copied == [f'study/600/sophiag/one/{file}' for file in ('config.json', 'metrics.jsonl')] + [
+        f'study_options/fresh/{file}' for file in ('config.json', 'metrics.jsonl')]
