@@ -77,12 +77,10 @@ def lowest(args, name, T):
         return next(csv.DictReader(file))['learning_rate']  # sorted
 
 
-def bracket(args, name, T):
-    """(learning rates, the best of them): five, and more by factors of 2 while the best is at the edge. Everything else
-    is as at the start."""
-    tried = RATES[name]
+def bracket(args, name, T, tried, settings):
+    """(learning rates, the best of them): those `tried`, and more by factors of 2 while the best is at the edge."""
     while True:
-        grid(args, name, T, tried, start_of(name, T))
+        grid(args, name, T, tried, settings)
         if args.dry_run:
             return tried, '?'
         best = lowest(args, name, T)
@@ -96,7 +94,8 @@ def bracket(args, name, T):
 
 def rates(args, name, T):
     """The learning rates of `bracket`, and the best with more seeds."""
-    grid(args, name, T, [bracket(args, name, T)[1]], start_of(name, T), MORE_SEEDS[T])
+    best = bracket(args, name, T, RATES[name], start_of(name, T))[1]
+    grid(args, name, T, [best], start_of(name, T), MORE_SEEDS[T])
 
 
 def noise(args):
@@ -117,7 +116,7 @@ def noise(args):
 def tuned(args, name):
     """The coordinate search at 1,200 steps, from the best learning rate of `bracket`; the lowest trial with more seeds.
     """
-    tried, best = bracket(args, name, 1200)
+    tried, best = bracket(args, name, 1200, RATES[name], start_of(name, 1200))
     start = dict(learning_rate=best, **start_of(name, 1200))
     values = dict(TRIED, learning_rate=tried)
     sweep(args, name, 1200, [f'--{key}={value}' for key, value in start.items()],
@@ -139,14 +138,17 @@ def best_of(args, name):
 
 
 def horizons(args, name):
-    """The settings found at 1,200 steps at every other horizon, the warm-up the same share of it; up to 2,400 steps
-    half and twice the learning rate, too; the best with more seeds."""
+    """The settings found at 1,200 steps at every other horizon, the warm-up the same share of it. The learning rate is
+    bracketed up to 2,400 steps, and then the best of 2,400. The best with more seeds."""
     best = best_of(args, name)
     lr, share = float(best.pop('learning_rate')), float(best['warmup_iters']) / 1200
     for T in HORIZONS:
         settings = dict(best, warmup_iters=str(round(share * T)))
-        grid(args, name, T, [f'{value:g}' for value in ([lr / 2, lr, 2 * lr] if T <= 2400 else [lr])], settings)
-        grid(args, name, T, [lowest(args, name, T)], settings, MORE_SEEDS[T])
+        if T <= 2400:
+            found = bracket(args, name, T, [f'{value:g}' for value in (lr / 2, lr, 2 * lr)], settings)[1]
+        else:
+            grid(args, name, T, [found], settings)
+        grid(args, name, T, [found], settings, MORE_SEEDS[T])
 
 
 def options(args, name):
