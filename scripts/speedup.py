@@ -164,19 +164,20 @@ def tuned_at_each_T(runs, optimizer_name):
     """{T: `Tuned`} of an optimizer, where it has a finished run.
 
     What is best is chosen by the seeds that all its trials at that T have, if there are any: a setting with more seeds
-    is not compared with the luck of a single one. Its mean is then over all of its seeds.
+    is not compared with the luck of a single one. Of those with at least as many seeds as the one so chosen, the seeds
+    that these share decide. Its mean is then over all of its seeds.
     """
     found, at_T = {}, {}
     runs = [run for run in runs if run.optimizer_name == optimizer_name]
     for group in by_seed([run for run in runs if not run.rejected]):
         at_T.setdefault(group[0].max_iters, []).append(group)
     for T, groups in at_T.items():
-        shared = set.intersection(*({run.seed for run in group} for group in groups))
-        found[T] = side = Tuned(T)
-        for group in groups:
-            side.trials.append(mean_loss([run for run in group if run.seed in shared] or group)[0])
-            side.tried.append(dict(hyperparameters(group[0])))
-        side.best = groups[side.trials.index(min(side.trials))]
+        losses = losses_of_shared_seeds(groups)
+        chosen = groups[losses.index(min(losses))]
+        rivals = [group for group in groups if len(group) >= len(chosen)]
+        means = losses_of_shared_seeds(rivals)
+        found[T] = Tuned(T, best=rivals[means.index(min(means))], trials=losses,
+                         tried=[dict(hyperparameters(group[0])) for group in groups])
     for group in by_seed([run for run in runs if run.diverged and run.rejected]):
         side, started = found.get(group[0].max_iters), group[0].series('val/loss')[1]
         if side:
@@ -184,6 +185,12 @@ def tuned_at_each_T(runs, optimizer_name):
             side.tried.append(dict(hyperparameters(group[0])))
             side.diverged += 1
     return found
+
+
+def losses_of_shared_seeds(groups):
+    """The mean loss of each group over the seeds that all groups have; over its own where there are none."""
+    shared = set.intersection(*({run.seed for run in group} for group in groups))
+    return [mean_loss([run for run in group if run.seed in shared] or group)[0] for group in groups]
 
 
 def noise_of(groups):

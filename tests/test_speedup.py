@@ -72,6 +72,16 @@ def test_one_lucky_seed_does_not_displace_settings_with_several(tmp_path):
     assert judge(tmp_path)['same_T'][0]['baseline'] == pytest.approx(2.9)
 
 
+def test_of_settings_with_as_many_seeds_the_seeds_that_these_share_decide(tmp_path):
+    for seed, one, two in ((1, 3.0, 3.01), (2, 3.2, 3.1), (3, 3.2, 3.1)):
+        make(tmp_path, 'adamw', 100, one, lr=2e-3, seed=seed)
+        make(tmp_path, 'adamw', 100, two, lr=4e-3, seed=seed)
+    make(tmp_path, 'adamw', 100, 3.3, lr=8e-3, seed=1)  # without it all three seeds are shared
+    make(tmp_path, 'sophiag', 100, 3.2)
+    (row,) = judge(tmp_path)['same_T']
+    assert row['baseline'] == pytest.approx(3.07) and row['baseline at equal trials'] == pytest.approx(9.31 / 3)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Noise, tuning, data efficiency
 
