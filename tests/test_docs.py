@@ -1,5 +1,6 @@
 """What README.md and docs/ say: tables that come from the code, commands, links, the recipe, the numbers of records."""
 
+import csv
 import itertools
 import os
 import re
@@ -133,9 +134,12 @@ def test_the_recipe_of_the_readme():
     assert scope['loss'].item() < before - 0.1 and 0 <= scope['optimizer'].unclipped_fraction() <= 1
 
 
-def test_the_losses_of_the_quickstart_are_those_of_the_records():
+def test_the_numbers_of_the_readme_are_those_of_the_records():
     rows = {line.split(' | ')[0].strip('| '): re.findall(r'\d\.\d{3}', line)
             for line in read('README.md').split('\n') if line.startswith('|')}
+    with (ROOT / 'records/study.csv').open(encoding='utf-8') as f:
+        for entry in csv.DictReader(f):
+            assert f'{float(entry["val/loss"]):.3f}' in rows[f'{int(entry["T"]):,}'], entry
     found = {}
     for run in find_runs([ROOT / 'records/compare']):
         found.setdefault((run.optimizer_label, run.learning_rate), []).append(run.last('val/loss'))

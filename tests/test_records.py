@@ -1,5 +1,6 @@
 """scripts/records.py: what a record must hold. The records of this repository, and the numbers told of them."""
 
+import csv
 import json
 import re
 import shlex
@@ -86,3 +87,19 @@ def test_the_verdicts_table_is_that_of_the_records():
                               f'{same["seeds of baseline"]}, {same["seeds"]}']
         assert cells[7:] == [f'{ratio["baseline steps"]:,.0f}', f'{ratio["ratio steps"]:.2f}',
                              f'{ratio["ratio FLOPs"]:.2f}']
+
+
+def test_the_studys_table_is_that_of_its_records():
+    page = (ROOT / 'docs/verdict.md').read_text(encoding='utf-8')
+    with (ROOT / 'records/study.csv').open(encoding='utf-8') as file:
+        for row in csv.DictReader(file):
+            first = f'| {int(row["T"]):,} | {row["optimizer"]} |'
+            line, = (line for line in page.splitlines() if line.startswith(first))
+            lr, mean, sd = (float(row[key]) for key in ('learning_rate', 'val/loss', 'sd'))
+            assert f'| {lr:g} ({row["trials"]}) | {mean:.3f} ± {sd:.3f} |' in line, (row, line)
+
+
+def test_the_searches_of_adamw_and_sophia_ended_after_one_round():
+    for name in ('adamw', 'sophiag'):
+        tuning = json.loads((ROOT / f'records/study/1200/{name}/tuning.json').read_text())
+        assert tuning['finished'] and tuning['kept'] == []
