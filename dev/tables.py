@@ -7,7 +7,6 @@ A table stands between the lines <!-- table: NAME --> and <!-- end -->; everythi
 """
 
 import argparse
-import json
 import re
 import sys
 from functools import cache
@@ -114,7 +113,7 @@ def optimizer_checks():
     measured = {}
     for record in sorted((ROOT / 'records/cpu').glob('bench_updates*.json')):
         measured |= {(row['model_size'], row['optimizer_name']): row
-                     for row in json.loads(record.read_text(encoding='utf-8'))['results']}
+                     for row in read_json(record)['results']}
     sizes = [size for size in model.SIZES if any(size == key[0] for key in measured)]
 
     def cells(name, key, form):
