@@ -58,15 +58,16 @@ def inherit_settings(c):
 def adopt_model_args(c, args, data):
     """The model_args of pretrained weights, with this run's block_size and dropout. The settings `c` follow them.
 
-    SystemExit with one line when `data`, a data set, has another vocabulary.
+    SystemExit with one line when a config file or a flag sets another, or `data`, a data set, has another vocabulary.
     """
     if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
         raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the pretrained weights '
                          f'have {args["vocab_size"]}; prepare the data with their tokenizer')
     args = dict(args, block_size=c.block_size, dropout=c.dropout)
-    for key in args.keys() & c.values.keys():
-        if args[key] != c.values[key]:
-            c.set(key, args[key], 'pretrained weights')
+    for key, value in args.items():
+        if key in c.values and value != c.values[key]:
+            c.require(key, key not in c.given, f'{value}, as in the pretrained weights')
+            c.set(key, value, 'pretrained weights')
     return args
 
 

@@ -144,7 +144,10 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(fork, tmp_path, corpus)
     flags = [f'--dataset={corpus}', f'--out_dir={tmp_path / "tuned"}', '--optimizer_name=sophiag', '--learning_rate=0',
              '--model_size=tiny', '--block_size=32', '--total_batch_size=4', '--batch_size=2', '--eval_interval=2',
              '--eval_iters=8', '--warmup_iters=1', '--device=cpu']
-    fork('train.py', *flags, f'--init_from={tmp_path / "hf"}', '--max_iters=2', check=True)
+    start = f'--init_from={tmp_path / "hf"}'
+    refused = fork('train.py', *flags, start, '--n_layer=7')
+    assert refused.code == 1 and refused.err.strip() == '--n_layer=7: must be 3, as in the pretrained weights'
+    fork('train.py', *flags, start, '--max_iters=2', check=True)
     given = json.loads((tmp_path / 'tuned' / 'config.json').read_text())['config']
     assert (given['n_layer'], given['n_embd'], given['bias']) == (3, 16, False)  # the weights' shape, not model_size's
     fork('train.py', *flags, '--init_from=resume', '--max_iters=4', check=True)
