@@ -30,7 +30,10 @@ def mean_loss(logits, targets):
 
 
 def loss_sum(logits, targets):
-    """The sum of `token_loss` over the targets that count: logits (N, V), targets (N,) → 0-d."""
+    """The sum of `token_loss` over the targets that count: logits (N, V), targets (N,) → 0-d.
+
+    Another loss is an edit of `token_loss`: training does not always pass here.
+    """
     return torch.where(targets >= 0, token_loss(logits, targets), 0).sum()
 
 
@@ -70,8 +73,10 @@ def head_loss(x, lm_head, targets=None, labels_hat=None, uniforms=None, return_l
 
 def is_fused(lm_head):
     """Whether `fused_head_loss` computes what `token_loss` of `lm_head` says: neither has been changed."""
-    hooked = lm_head._forward_hooks or lm_head._forward_pre_hooks
-    return token_loss is FUSED and type(lm_head) is nn.Linear and lm_head.bias is None and not hooked
+    plain = type(lm_head) is nn.Linear and lm_head.bias is None and 'forward' not in vars(lm_head)
+    hooked = any((lm_head._forward_hooks, lm_head._forward_pre_hooks, lm_head._backward_hooks,
+                  lm_head._backward_pre_hooks))
+    return token_loss is FUSED and plain and not hooked
 
 
 def cross_entropy(logits, targets):
@@ -81,8 +86,8 @@ def cross_entropy(logits, targets):
 
 def _code(function):
     """What a function does, without its docstring."""
-    code = function.__code__
-    return code.co_code, code.co_names, code.co_consts[1:], function.__defaults__
+    code = getattr(function, '__code__', None)  # a functools.partial, say, has none
+    return code and (code.co_code, code.co_names, code.co_consts[1:], function.__defaults__)
 
 
 # token_loss is meant to be edited, cross_entropy is not. While their code is equal, the fused operation computes

@@ -207,6 +207,12 @@ def test_an_edited_loss_or_head_leaves_the_fused_operation(monkeypatch):
     hooked = torch.nn.Linear(4, 6, bias=False)
     hooked.register_forward_hook(lambda module, args, output: 2 * output)
     assert not loss.is_fused(hooked)
+    hooked = torch.nn.Linear(4, 6, bias=False)
+    hooked.register_full_backward_hook(lambda module, *gradients: None)
+    assert not loss.is_fused(hooked)
+    replaced = torch.nn.Linear(4, 6, bias=False)
+    replaced.forward = lambda x: 2 * x @ replaced.weight.T
+    assert not loss.is_fused(replaced)
     monkeypatch.setattr(loss, 'token_loss', lambda *args: F.cross_entropy(*args, reduction='none', label_smoothing=0.1))
     assert not loss.is_fused(head)
 
