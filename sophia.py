@@ -63,7 +63,8 @@ class GuardedOptimizer(Optimizer):
     A subclass defines `update`. nonfinite says what happens when a gradient holds inf or NaN, before anything enters
     the state: 'raise' FloatingPointError, 'skip' that step, or 'ignore' (the caller has checked; saves a
     synchronisation with the device). With 'ignore' and the learning rate in a tensor, `step` reads nothing back from
-    the device and may be captured in a CUDA graph; warm up with one step, which makes the state.
+    the device and may be captured in a CUDA graph; warm up with one step, which makes the state. Not so with Sophia's
+    bias_correction and AdaHessian, which count on the CPU.
     """
 
     def __init__(self, params, defaults, nonfinite):
@@ -220,8 +221,7 @@ class Sophia(HessianOptimizer):
 
     def update_ema(self, group, params, targets):
         super().update_ema(group, params, targets)
-        if group['bias_correction']:
-            group['hessian_step'] = group.get('hessian_step', 0) + 1
+        group['hessian_step'] = group.get('hessian_step', 0) + 1
 
     @staticmethod
     def effective_gamma(group):
@@ -260,7 +260,8 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
     Args:
         outputs: what the model computed with a graph, (…, V) logits of B predictions; or an iterable of such, one per
             micro-batch (a generator runs the forwards one at a time). Leave out the positions that the loss ignores.
-        optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order.
+        optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order. Sharded
+            ones are to be all that the model trains: FSDP's backward adds to the gradients of others.
         distribution: maps outputs to the `torch.distributions.Distribution` whose negative log-likelihood is the loss;
             any exponential family in its natural parameter. Its `log_prob` has one entry per prediction, of which the
             loss is the mean. Default Categorical(logits=…), i.e. cross-entropy; for the squared loss ½(f − y)²:
@@ -282,8 +283,9 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
             # Labels that depend on each other make the expectation of the square too large.
             raise ValueError('gauss_newton_bartlett: ranks with the same random seed would draw the same labels; '
                              'call torch.manual_seed(seed + rank) once the model is made')
-    if isinstance(outputs, dict) or hasattr(outputs, 'logits'):
-        raise TypeError(f'gauss_newton_bartlett needs logits, not a {type(outputs).__name__}: pass outputs.logits')
+    if isinstance(outputs, (dict, tuple)) or hasattr(outputs, 'logits'):
+        raise TypeError(f'gauss_newton_bartlett needs logits, not a {type(outputs).__name__}: pass the logits that the '
+                        'model returned, or a list of those of several micro-batches')
     for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
         if not f.requires_grad:
             raise RuntimeError('gauss_newton_bartlett: the outputs have no graph; run the forward outside of '
@@ -343,8 +345,9 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
     """
     if generator is None and ranks(group) > 1:
         raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
-    if isinstance(losses, dict) or hasattr(losses, 'logits'):
-        raise TypeError(f'hutchinson needs the mean loss, not a {type(losses).__name__}: pass outputs.loss')
+    if isinstance(losses, (dict, tuple)) or hasattr(losses, 'logits'):
+        raise TypeError(f'hutchinson needs the mean loss, not a {type(losses).__name__}: pass the loss that the model '
+                        'returned, or a list of those of several micro-batches')
     estimator = Hutchinson(optimizer, generator, rademacher)
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
         if not loss.requires_grad:

@@ -314,10 +314,11 @@ def test_estimators_take_the_optimizer_and_keep_its_order():
 def test_causes_of_missing_graphs_are_named():
     params, x, f = make_mlp(outputs=5)
     output = SimpleNamespace(logits=f(params, x), loss=F.cross_entropy(f(params, x), torch.arange(8) % 5))
-    with pytest.raises(TypeError, match='pass outputs.logits'):
-        gauss_newton_bartlett(output, params)
-    with pytest.raises(TypeError, match='pass outputs.loss'):
-        hutchinson(output, params)
+    for found in (output, dict(vars(output)), (output.logits, None)):
+        with pytest.raises(TypeError, match=f'not a {type(found).__name__}: pass the logits'):
+            gauss_newton_bartlett(found, params)
+        with pytest.raises(TypeError, match=f'not a {type(found).__name__}: pass the loss'):
+            hutchinson(found, params)
     with torch.no_grad():
         detached = f(params, x)
     with pytest.raises(RuntimeError, match='torch.no_grad'):
