@@ -90,12 +90,18 @@ class HessianHook(Hook):
         self.autocast = autocast or contextlib.nullcontext()
         self.rows_left = 0
 
+    def is_due(self, iter_num):
+        """Whether to estimate at an iteration. The data loader asks ahead of it: nothing else may matter."""
+        return iter_num % self.interval == 0
+
     def fresh_sequences(self, iter_num):
-        return self.batch_size if self.fresh and iter_num % self.interval == 0 else 0
+        return self.batch_size if self.fresh and self.is_due(iter_num) else 0
 
     def start(self, iter_num):
         self.iter_num = iter_num
-        self.due = iter_num % self.interval == 0
+        # Where iteration 0 was skipped, the first that is not estimates instead: steps without any h are sign steps.
+        first = not self.fresh and not any(self.optimizer.state.values())
+        self.due = self.is_due(iter_num) or first
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         self.rows_counted = 0
         return self.due
@@ -127,7 +133,7 @@ class GNBHook(HessianHook):
         if n == 0:
             return super().forward(model, X, Y)
         _, loss, self.loss_hat = model(X, Y, **self.labels(Y, counted_before, n), return_logits=False)
-        self.predictions = n * Y.size(1)  # Training data have no -1: every position counts as a prediction.
+        self.predictions = int((Y[:n] >= 0).sum())
         if counted_before == 0:
             # loss_hat is a sum. Weighted like the training loss, its gradient fits float16 where that one does;
             # `estimate` divides by the weight again.
@@ -159,7 +165,7 @@ class EmpiricalFisherHook(GNBHook):
     """The ablation E-F+clip: Gauss-Newton-Bartlett with the true labels instead of sampled ones."""
 
     def labels(self, Y, first, n):
-        return dict(labels_hat=Y[:n])
+        return dict(labels_hat=Y[:n].clamp(min=0))  # where Y is -1 no label counts
 
 
 # Numbers that one Hessian-vector product may have of attention weights and logits. Some ten bytes are kept of each

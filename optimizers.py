@@ -235,8 +235,8 @@ OPTIMIZERS = {
                 'Table 3, adamw', roles=dict(hidden={}, embedding={}, vector={}), library='torch:Muon'),
     'normuon': library_row(
         'pytorch_optimizer:NorMuon', dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8),
-        lambda s: dict(momentum=s.beta1, beta2=s.beta2, update_scale='match_rms', adamw_betas=(0.9, 0.95),
-                       adamw_eps=s.eps), ADAMW_LR, 'Table 3, adamw',
+        lambda s: dict(momentum=s.beta1, beta2=s.beta2, update_scale='match_rms', adamw_lr=s.learning_rate,
+                       adamw_betas=(0.9, 0.95), adamw_eps=s.eps), ADAMW_LR, 'Table 3, adamw',
         roles=dict(hidden=dict(use_muon=True), embedding=dict(use_muon=False), vector=dict(use_muon=False))),
     'soap': library_row('pytorch_optimizer:SOAP', dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8),
                         lambda s: dict(betas=betas(s), eps=s.eps), {'tiny': 2.4e-2}),
@@ -306,6 +306,9 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
                                                 vector=[p for p in params if p.dim() != 2]))
     optimizer = chosen.build(params, SimpleNamespace(**{**NEUTRAL, **chosen.settings, **given, 'learning_rate': lr,
                                                         'compile': compile, 'optimizer_name': name}))
+    for group in optimizer.param_groups:  # a builder's own learning rate of a group follows the schedule, too
+        if group['lr'] != lr and lr:
+            group.setdefault('lr_scale', group['lr'] / lr)
     optim.back_to_training(optimizer)  # schedule-free ones start in evaluation mode
     return optimizer
 
@@ -421,7 +424,7 @@ MOMENTUM = ('exp_avg', 'momentum_buffer')
 def optimizer_metrics(optimizer):
     """What the optimizer's state says of the run, as 0-d tensors: `momentum_norm` (ℓ2 of m) and, where there is an h,
     `hessian_norm` (ℓ2 of h) and `update_unclipped`."""
-    states, found = [optimizer.state[p] for p in parameters(optimizer)], {}
+    states, found = [optimizer.state.get(p, {}) for p in parameters(optimizer)], {}
     for name, keys in [('momentum_norm', MOMENTUM), ('hessian_norm', ('hessian',))]:
         if tensors := [state[key] for state in states for key in keys if isinstance(state.get(key), torch.Tensor)]:
             found[name] = optim.global_norm(tensors)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from runtime.distributed import full_tensor
+from sophia import parameters
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the loop asks of any optimizer
@@ -21,11 +22,6 @@ def set_learning_rate(optimizer, lr):
     """Sets the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
     for group in optimizer.param_groups:
         group['lr'] = lr * group.get('lr_scale', 1.0)
-
-
-def parameters(optimizer):
-    """The parameters of an optimizer, in param-group order."""
-    return [p for group in optimizer.param_groups for p in group['params']]
 
 
 @contextlib.contextmanager
@@ -72,6 +68,7 @@ def total_norm(tensors):
 def clip_gradients(params, max_norm):
     """Clips the gradients of `params` at the norm `max_norm` (0: no clipping). Returns their norm before that, a 0-d
     tensor, over all ranks."""
+    params = [p for p in params if p.grad is not None]  # of a module that this forward did not use
     norm = total_norm([p.grad for p in params])
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
@@ -167,7 +164,9 @@ def parse_arguments(text, cls):
     flag = f'--optimizer_args={text}'
     try:
         call = ast.parse(f'f({text})', mode='eval').body
-        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):  # the text ')(' makes two calls
+            raise ValueError
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError
         found = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError):
@@ -199,7 +198,7 @@ def library_builder(path, arguments_of, sharded=None):
         arguments.update(parse_arguments(s.optimizer_args, cls))
         try:
             return cls(groups, lr=s.learning_rate, **arguments)
-        except (TypeError, ValueError, AssertionError) as error:
+        except (TypeError, ValueError, AssertionError, ZeroDivisionError) as error:
             raise SystemExit(f'--optimizer_name={s.optimizer_name}: {cls.__name__} rejects its settings '
                              f'({str(error).splitlines()[0] if str(error) else type(error).__name__}); '
                              'see --optimizer_args') from None

@@ -426,6 +426,25 @@ def test_a_group_has_its_own_share_of_the_learning_rate():
     assert [group['lr'] for group in optimizer.param_groups] == [0.05, 0.5]
 
 
+def test_a_builder_may_give_a_group_its_own_learning_rate(monkeypatch):
+    def build(groups, s):
+        return torch.optim.SGD([dict(params=groups[:1], lr=0.1 * s.learning_rate), dict(params=groups[1:])],
+                               lr=s.learning_rate)
+
+    monkeypatch.setitem(optimizers.OPTIMIZERS, 'two', optimizers.Row(build, {}, 0.1))
+    optimizer = build_optimizer('two', make_params(), lr=1.0)
+    optim.set_learning_rate(optimizer, 0.5)
+    assert [group['lr'] for group in optimizer.param_groups] == pytest.approx([0.05, 0.5])
+
+
+def test_parameters_without_a_gradient_are_left_out_of_the_clipping():
+    used, unused = make_params()[:2]
+    used.grad = torch.full_like(used, 3.0)
+    norm = optim.clip_gradients([used, unused], 1.0)
+    assert norm.item() == pytest.approx(3 * used.numel() ** 0.5) and unused.grad is None
+    assert used.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
 def hook_options(**options):
     return {'interval': 3, 'batch_size': 4, 'seed': 0, **options}
 
@@ -433,6 +452,8 @@ def hook_options(**options):
 def test_hook_estimates_at_0_k_2k_and_takes_its_share_of_the_rows():
     hook = build_hook('sophiag', torch.nn.Linear(1, 1), build_optimizer('sophiag', make_params(), lr=1e-3),
                       **hook_options(batch_size=10, world_size=2))
+    assert [i for i in range(10) if hook.start(i)] == list(range(10))  # as long as iteration 0 is always skipped
+    hook.optimizer.update_hessian([torch.ones_like(p) for p in sophia.parameters(hook.optimizer)])
     assert [i for i in range(10) if hook.start(i)] == [0, 3, 6, 9]
     assert [hook.count_rows(torch.zeros(3, 2)) for _ in range(3)] == [3, 2, 0]
 
@@ -511,6 +532,25 @@ def test_a_hook_passes_on_nothing_that_is_not_finite(name):
             with pytest.raises(FloatingPointError, match='Hessian estimate is not finite'):
                 hook.finish(scale)
     assert not optimizer.state
+
+
+@pytest.mark.parametrize('name', ['sophiag', 'ef_clip'])
+def test_positions_that_do_not_count_are_no_predictions(name):
+    """ĥ = B·ĝ⊙ĝ of B predictions: with labels of −1 that of the others alone."""
+    model = GPT(GPTConfig(block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=8))
+    X, Y = torch.arange(8).view(2, 4), torch.tensor([[3, 1, -1, -1], [-1, -1, -1, -1]])
+    found = []
+    for x, y in ((X, Y), (X[:1, :2], Y[:1, :2])):  # attention is causal: the same two predictions
+        optimizer = build_optimizer(name, model.parameters(), lr=1e-3)
+        hook = build_hook(name, model, optimizer, **hook_options(batch_size=len(x)))
+        hook.start(0)
+        hook.uniforms = torch.full(x.shape, 0.5)
+        hook.forward(model, x, y)
+        hook.backward()
+        hook.finish()
+        found.append([optimizer.state[p]['hessian'] for p in model.parameters()])
+    torch.testing.assert_close(*found)
+    assert found[0][0].any()
 
 
 def test_a_hooks_estimates_follow_the_order_of_the_param_groups():

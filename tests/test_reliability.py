@@ -558,6 +558,16 @@ def test_skip_nonfinite_skips_and_lets_nothing_in(train, tmp_path):
     assert 'iteration 7: the loss is not finite' in strict.err
 
 
+def test_a_skipped_first_iteration_is_made_up_for(train, tmp_path):
+    """AdaHessian cannot step without an estimate, and Sophia's steps would be sign steps until the next one."""
+    for name in ('adahessian', 'sophiag'):
+        assert train(tmp_path / name, '--skip_nonfinite=1', '--hessian_interval=5', name=name,
+                     faults='at(0, spoil(float("nan")))').code == 0
+        lines = [json.loads(line) for line in (tmp_path / name / 'metrics.jsonl').open()]
+        norms = {line['iter']: line['hessian_norm'] for line in lines if 'hessian_norm' in line}
+        assert 0 < norms[1] == norms[4] != norms[5]
+
+
 @pytest.mark.parametrize('name, estimator, dtype', [
     ('sophiag', 'GaussNewtonBartlett', 'float32'), ('sophiah', 'Hutchinson', 'float32'),
     ('sophiah', 'Hutchinson', 'float16')])
