@@ -184,7 +184,7 @@ def _apply_file(config, name):
     # The values so far stand among the built-ins: a file may read them, and what it sets is told apart.
     scope = {'__builtins__': {**vars(builtins), **config.values}}
     try:
-        exec(compile(path.read_text(encoding='utf-8'), name, 'exec'), scope)
+        exec(compile(path.read_bytes(), name, 'exec'), scope)
     except SyntaxError as error:
         raise SystemExit(f'{name}:{error.lineno}: {error.msg}: {(error.text or "").strip()}') from None
     except Exception as error:

@@ -25,6 +25,7 @@ SIZES = {
     '1.5B': dict(n_layer=48, n_head=24, n_embd=1536),
     '6.6B': dict(n_layer=32, n_head=32, n_embd=4096),
 }
+INIT_STD = 0.02  # of the initial weights
 
 
 def size_settings(config):
@@ -142,12 +143,12 @@ class GPT(nn.Module):
         # GPT-2's depth scaling: each block adds to the residual stream twice.
         for name, p in self.named_parameters():
             if name.endswith('c_proj.weight'):
-                nn.init.normal_(p, mean=0.0, std=0.02 / math.sqrt(2 * config.n_layer))
+                nn.init.normal_(p, mean=0.0, std=INIT_STD / math.sqrt(2 * config.n_layer))
 
     @staticmethod
     def _init_weights(module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+            nn.init.normal_(module.weight, mean=0.0, std=INIT_STD)
             if getattr(module, 'bias', None) is not None:
                 nn.init.zeros_(module.bias)
 
