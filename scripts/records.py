@@ -48,7 +48,7 @@ def problems(run):
 
 def row(run):
     """One line of the table."""
-    machine = run.about.get('machine') or {}
+    machine = run.about.get('machine') if isinstance(run.about.get('machine'), dict) else {}
     return {'record': str(run.out_dir), 'optimizer': run.optimizer_label, 'parameters': run.about['parameters'],
             'T': run.max_iters, 'tokens': run.max_iters * run.total_batch_size * run.block_size,
             'learning_rate': run.learning_rate, 'seed': run.config.get('seed'),

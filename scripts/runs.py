@@ -100,6 +100,8 @@ class Run:
     @property
     def unfinished(self):
         """Why the run's schedule has not been run to its end, one clause; None when it has."""
+        if self.diverged:
+            return 'it diverged'
         done = max((record['iter'] for record in self.records if 'val/loss' in record), default=0)
         if done < self.max_iters:
             return f'it has a validation loss at iteration {done} of {self.max_iters} only'
@@ -119,8 +121,8 @@ class Run:
 
     @property
     def diverged(self):
-        """Whether training gave the run up because its loss was not finite."""
-        return (self.out_dir / 'failed.txt').is_file()
+        """Whether training gave the run up because something was not finite, or its last loss is not."""
+        return (self.out_dir / 'failed.txt').is_file() or not math.isfinite(self.last('val/loss') or 0)
 
     @property
     def machine(self):
@@ -195,6 +197,12 @@ def read_run(out_dir):
     missing = [key for key in NEEDED if key not in about['config']] + ['parameters'] * ('parameters' not in about)
     if missing:
         raise SystemExit(f'{out_dir}/config.json: has no {missing[0]!r}, which train.py writes; the file is damaged')
+    for key, value in about['config'].items():
+        needs = (int, float) if key in NEEDED and key not in ('optimizer_name', 'model_size') else (int, float, str)
+        if not isinstance(value, needs) and (value is not None or key in NEEDED):
+            raise SystemExit(f'{out_dir}/config.json: {key} is {value!r}; the file is damaged')
+    if about['config']['max_iters'] < 1:
+        raise SystemExit(f'{out_dir}: a run of no iterations (max_iters)')
     changes = about.get('changes', [])
     if not isinstance(changes, list) or not all(
             isinstance(change, dict) and {'iter', 'key', 'from', 'to'} <= change.keys() for change in changes):
@@ -220,6 +228,9 @@ def read_metrics(path):
             record = None
         if not isinstance(record, dict):
             raise SystemExit(f'{path}:{number}: not a JSON object; the file is damaged')
+        for key in ('iter', 'tokens', 'time', 'train/loss', 'val/loss'):
+            if not isinstance(record.get(key, None if '/' not in key else 0), (int, float)):
+                raise SystemExit(f'{path}:{number}: {key} is no number; the file is damaged')
         records.append(record)
     return records
 
@@ -264,8 +275,8 @@ def add_tuned(parser):
 def check_comparable(runs, free=()):
     """SystemExit unless all runs have the same data, validation sequences and protocol.
 
-    The protocol is every setting in PROTOCOL, the warm-up (the same iterations, or the same share of the run), and
-    OWN_PROTOCOL among the runs of one optimizer. A setting in `free` may differ.
+    The protocol is every setting in PROTOCOL, warm-up and cooldown (the same iterations, or the same share of the run),
+    and OWN_PROTOCOL among the runs of one optimizer. A setting in `free` may differ.
     """
     def protocol(run):
         yield 'the data (fingerprint)', run.about.get('data')
@@ -277,14 +288,18 @@ def check_comparable(runs, free=()):
         yield 'min_lr_ratio', round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)
         yield 'init_from', starting_weights(run)
 
-    same_share = len({round(run.config.get('warmup_iters', 0) / run.max_iters, 2) for run in runs}) == 1
+    def same_share(key):
+        T, n = runs[0].max_iters, runs[0].config.get(key, 0)
+        # Up to one iteration of rounding.
+        return all(abs(run.config.get(key, 0) * T - n * run.max_iters) <= max(T, run.max_iters) for run in runs)
+
+    parts = [key for key in ('warmup_iters', 'cooldown_iters') if not same_share(key)] if runs else []
     first_of = {}  # of each optimizer
     for run in runs:
         first = first_of.setdefault(run.optimizer_name, run)
         pairs = [(runs[0], key, one, two) for (key, one), (_, two) in zip(protocol(runs[0]), protocol(run))]
         pairs += [(first, key, first.config.get(key), run.config.get(key)) for key in OWN_PROTOCOL]
-        if not same_share:
-            pairs.append((runs[0], 'warmup_iters', runs[0].config.get('warmup_iters'), run.config.get('warmup_iters')))
+        pairs += [(runs[0], key, runs[0].config.get(key), run.config.get(key)) for key in parts]
         for other, key, one, two in pairs:
             if one != two and key not in free:
                 hint = '' if ' ' in key else f'; leave one out, or give --tuned {key} if it was tuned'

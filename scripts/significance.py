@@ -1,6 +1,7 @@
 """Statistics of a few final losses: noise over seeds, tests of a difference, the expected best of n trials.
 
-Everything is exact for normally distributed losses, short, and needs no scipy.
+For normally distributed losses; without scipy. Student's distribution is exact, Welch's degrees of freedom and
+`seeds_needed` are the usual approximations.
 """
 
 import math
@@ -48,11 +49,18 @@ def difference(one, two, pooled=(None, 0)):
 
 def seeds_needed(delta, sd, p=0.05, power=0.8):
     """Seeds per side with which a true difference `delta` between losses of noise `sd` is found at level `p` with
-    probability `power`; the normal formula with Guenther's correction for Student's t. None when delta is 0."""
+    probability `power`: the least n ≥ 2((t₁₋ₚ⸝₂ + t_power) σ/δ)², t with 2n − 2 degrees of freedom. None for delta = 0.
+    """
     if not delta:
         return None
-    z = NormalDist().inv_cdf(1 - p / 2)
-    return max(2, math.ceil(2 * ((z + NormalDist().inv_cdf(power)) * sd / delta) ** 2 + z ** 2 / 4))
+
+    def enough(z, z_power):
+        return 2 * ((z + z_power) * sd / delta) ** 2
+
+    n = max(2, math.floor(enough(NormalDist().inv_cdf(1 - p / 2), NormalDist().inv_cdf(power))))
+    while n < enough(student_quantile(p, 2 * n - 2), student_quantile(2 * (1 - power), 2 * n - 2)):
+        n += 1
+    return n
 
 
 def student_p(t, df):

@@ -47,6 +47,7 @@ COLUMNS = {'same_T': ['T', 'candidate', 'baseline', 'difference', 'plus or minus
                       'seeds of baseline', 'seeds needed', 'at equal trials', 'baseline at equal trials'],
            'criterion': None,
            'efficiency': None}
+DRAWS = 1000  # repetitions of the fit, for the interval of data efficiency
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Tuned:
     trials: list = field(default_factory=list)
     tried: list = field(default_factory=list)
     diverged: int = 0
+    most: int = 1  # seeds of a setting
 
     @property
     def losses(self):
@@ -113,30 +115,32 @@ def main(argv=None):
                         help='of the picture (default: all)')
     args = parser.parse_args(argv)
     png_path(args.output)
+    if args.baseline in (args.candidate or ()):
+        raise SystemExit(f'--candidate {args.baseline}: it is the baseline; choose another, or another --baseline')
     runs = find_runs(args.out_dirs)
     candidates = args.candidate or sorted({run.optimizer_name for run in runs} - {args.baseline})
     runs = [run for run in runs if run.optimizer_name in (args.baseline, *candidates)]
     rejected = [dict(run=str(run.out_dir), reason=run.rejected) for run in runs if run.rejected]
     kept = [run for run in runs if not run.rejected]
-    check_comparable(kept, args.tuned)
+    check_comparable(kept + [run for run in runs if run.diverged], args.tuned)
     groups = by_seed(kept)
     counted = {run.out_dir for group in groups for run in group}
     rejected += [dict(run=str(run.out_dir), reason='another run has the same settings and seed') for run in kept
                  if run.out_dir not in counted]
     tuned = {name: tuned_at_each_T(runs, name) for name in (args.baseline, *candidates)}
-    for name in candidates:
-        rejected += tempting(tuned[name], [T / args.k for T in tuned[args.baseline]])
     for entry in rejected:
         print(f'rejected {entry["run"]}: {entry["reason"]}')
+    for name in candidates:
+        for line in tempting(tuned[name], [T / args.k for T in tuned[args.baseline]]):
+            print(line)
     noise = noise_of(groups)
 
     results = [side.row() for name in tuned for _, side in sorted(tuned[name].items())]
     verdicts = [judge(name, args.baseline, tuned[name], tuned[args.baseline], args.k, noise) for name in candidates]
     if not any(verdict['criterion'] or verdict['same_T'] for verdict in verdicts):
+        others = '; '.join(f'{name} at T = {sorted(tuned[name]) or "none"}' for name in candidates)
         raise SystemExit(f'nothing to compare: {args.baseline} has finished runs at T = '
-                         f'{sorted(tuned[args.baseline]) or "none"}; ' + '; '.join(
-                             f'{name} at T = {sorted(tuned[name]) or "none"}' for name in candidates or ['no other']
-                             if name in tuned or not candidates))
+                         f'{sorted(tuned[args.baseline]) or "none"}; {others or "there is no other optimizer"}')
     print_table(results, [key for key in results[0] if key != 'run'])
     for T in (None, *sorted({run.max_iters for run in runs})):
         if noise(T)[0] and (T is None or noise(T) != noise()):
@@ -163,21 +167,22 @@ def main(argv=None):
 def tuned_at_each_T(runs, optimizer_name):
     """{T: `Tuned`} of an optimizer, where it has a finished run.
 
-    What is best is chosen by the seeds that all its trials at that T have, if there are any: a setting with more seeds
-    is not compared with the luck of a single one. Of those with at least as many seeds as the one so chosen, the seeds
-    that these share decide. Its mean is then over all of its seeds.
+    The best has the lowest mean of those with the most seeds. One with fewer takes its place only where it is lower on
+    the seeds that the two share, and also than that mean: a single lucky run does not.
     """
     found, at_T = {}, {}
     runs = [run for run in runs if run.optimizer_name == optimizer_name]
     for group in by_seed([run for run in runs if not run.rejected]):
         at_T.setdefault(group[0].max_iters, []).append(group)
     for T, groups in at_T.items():
-        losses = losses_of_shared_seeds(groups)
-        chosen = groups[losses.index(min(losses))]
-        rivals = [group for group in groups if len(group) >= len(chosen)]
-        means = losses_of_shared_seeds(rivals)
-        found[T] = Tuned(T, best=rivals[means.index(min(means))], trials=losses,
-                         tried=[dict(hyperparameters(group[0])) for group in groups])
+        best, *others = sorted(groups, key=lambda group: (-len(group), mean_loss(group)[0]))
+        most = len(best)
+        for group in others:
+            loss, loss_of_best = losses_of_shared_seeds([group, best])
+            if len(group) < len(best) and loss < loss_of_best and mean_loss(group)[0] < mean_loss(best)[0]:
+                best = group
+        found[T] = Tuned(T, best, losses_of_shared_seeds(groups), [dict(hyperparameters(group[0])) for group in groups],
+                         most=most)
     for group in by_seed([run for run in runs if run.diverged and run.rejected]):
         side, started = found.get(group[0].max_iters), group[0].series('val/loss')[1]
         if side:
@@ -228,14 +233,17 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
         text.append(f'T = {row["T"]}: {two} ends {abs(row["difference"]):.4f}{spread} '
                     f'{"above" if row["difference"] > 0 else "below"} {one} ({sign}; trials: {two} {row["trials"]}, '
                     f'{one} {row["trials of baseline"]})')
-    if efficiency:
+    if efficiency and math.isinf(efficiency[-1]['baseline steps']):
+        text.append(f'T = {efficiency[-1]["T"]}: {one} never reaches that loss, by its fitted curve')
+    elif efficiency:
         row = efficiency[-1]
+        interval = f' ({row["interval of steps"]})' if row['interval of steps'] else ''
         text.append(f'T = {row["T"]}: {one} reaches that loss at {row["baseline steps"]:.0f} steps'
                     f'{" (extrapolated)" if row["extrapolated"] else ""}: {two} is '
-                    f'{row["ratio steps"]:.2f} times as efficient in steps, {row["ratio FLOPs"]:.2f} in FLOPs'
+                    f'{row["ratio steps"]:.2f} times{interval} as efficient in steps, {row["ratio FLOPs"]:.2f} in FLOPs'
                     + (f', {row["ratio seconds"]:.2f} in seconds' if row['ratio seconds'] else ''))
     return dict(candidate=name, holds=holds, text=text, same_T=same, criterion=criterion, efficiency=efficiency,
-                curve=curve and dict(zip(('E', 'A', 'alpha', 'rms'), curve)))
+                curve=curve and dict(zip(('E', 'A', 'alpha'), curve)))
 
 
 def same_horizon(candidate, baseline, noise):
@@ -255,50 +263,66 @@ def same_horizon(candidate, baseline, noise):
 
 
 def fit(losses):
-    """(E, A, α, root mean square of the residuals) of L(T) = E + A · T^-α through {T: loss}, E ≥ 0.
+    """(E, A, α) of L(T) = E + A · T^-α through {T: loss}, E ≥ 0, by least squares; of two T a power law, E = 0.
 
-    Least squares; of two T a power law, E = 0. None where there are fewer, or where the losses do not fall.
+    A loss may be an array, for as many curves. None where there are fewer T, or where no losses fall; NaN for single
+    ones that do not.
     """
     T, y = np.array(sorted(losses), float), np.array([losses[T] for T in sorted(losses)])
-    if len(T) < 2 or np.polyfit(np.log(T), y, 1)[0] > -1e-9:
+    if len(T) < 2:
         return None
-    found = []
-    for alpha in [math.log(y[0] / y[1]) / math.log(T[1] / T[0])] if len(T) == 2 else np.geomspace(0.01, 4, 2000):
-        x = T ** -alpha
-        A = ((x - x.mean()) @ (y - y.mean())) / ((x - x.mean()) @ (x - x.mean())) if len(T) > 2 else 0.0
-        E = y.mean() - A * x.mean()
-        if len(T) == 2 or E < 0:
-            E, A = 0.0, (x @ y) / (x @ x)
-        found.append((float(np.sqrt(np.mean((E + A * x - y) ** 2))), float(E), float(A), float(alpha)))
-    rms, *curve = min(found)
-    return *curve, rms
+    falls = np.polyfit(np.log(T), y, 1)[0] < -1e-9
+    if not np.any(falls):
+        return None
+    if len(T) == 2:
+        alpha = np.log(y[0] / y[1]) / math.log(T[1] / T[0])
+        found = 0.0 * alpha, y[0] * T[0] ** alpha, alpha
+    else:
+        least = np.full(y.shape[1:], np.inf)
+        found = [np.zeros_like(least) for _ in range(3)]
+        for alpha in np.geomspace(0.01, 4, 2000):
+            x = T ** -alpha
+            A = (x - x.mean()) @ (y - y.mean(0)) / ((x - x.mean()) @ (x - x.mean()))
+            E = y.mean(0) - A * x.mean()
+            A, E = np.where(E < 0, x @ y / (x @ x), A), np.maximum(E, 0)
+            squares = ((E + np.multiply.outer(x, A) - y) ** 2).sum(0)
+            found = [np.where(squares < least, new, old) for new, old in zip((E, A, alpha), found)]
+            least = np.minimum(squares, least)
+    return tuple(np.where(falls, value, np.nan)[()] for value in found)
 
 
 def horizon(curve, loss):
-    """The T at which a fitted curve reaches `loss`; math.inf below its floor E."""
-    E, A, alpha, _ = curve
-    return (A / (loss - E)) ** (1 / alpha) if loss > E else math.inf
+    """The T at which a fitted curve, or each of several, reaches `loss`; math.inf below its floor E."""
+    E, A, alpha = curve
+    above = np.asarray(loss > E)
+    return np.where(above | np.isnan(E), (A / np.where(above, loss - E, np.nan)) ** (1 / alpha), math.inf)[()]
 
 
 def efficiency_at(candidate, baseline, curve, noise):
     """The row of the table of data efficiency at one T; None without a curve.
 
-    The interval is that of the loss, plus and minus two standard errors: that of the difference, by the noise over
-    seeds, and that of the fit, by its residuals.
+    The interval holds 95 % of what comes out when the fit is repeated with every loss moved by its noise over seeds.
     """
     if not curve:
         return None
-    T = horizon(curve, candidate.mean)
+    T = float(horizon(curve, candidate.mean))
     nearest = baseline[min(baseline, key=lambda other: abs(math.log(other / candidate.T)))]
-    sd = noise(candidate.T)[0]
-    error = math.hypot((sd or 0) * math.sqrt(1 / len(candidate.losses) + 1 / len(nearest.losses)), curve[3])
-    low, high = (horizon(curve, candidate.mean + sign * 2 * error) / candidate.T for sign in (1, -1))
+    known = all(noise(side.T)[0] is not None for side in [candidate, *baseline.values()])
+    if known:
+        random = np.random.default_rng(0)
+
+        def moved(side):
+            return side.mean + noise(side.T)[0] / math.sqrt(len(side.best)) * random.standard_normal(DRAWS)
+
+        curves = fit({other: moved(side) for other, side in baseline.items()})
+        ratios = np.sort(horizon(curves, moved(candidate)) / candidate.T)  # NaN, of curves that do not fall, at the end
+        low, high = ratios[[round(0.025 * DRAWS), round(0.975 * DRAWS)]]
     row = {'T': candidate.T, 'val/loss': candidate.mean, 'baseline steps': T}
     machines = {run.machine for run in candidate.best + nearest.best}
     for unit in ('steps', 'FLOPs', 'seconds'):
         comparable = unit != 'seconds' or (len(machines) == 1 and None not in machines)
         row[f'ratio {unit}'] = T * nearest.cost(unit) / (candidate.T * candidate.cost(unit)) if comparable else None
-    row['interval of steps'] = f'{low:.3g} to {high:.3g}' if sd else None
+    row['interval of steps'] = f'{low:.3g} to {high:.3g}' if known else None
     row['extrapolated'] = not min(baseline) <= T <= max(baseline)
     return row
 
@@ -311,6 +335,8 @@ def weaknesses(side):
     if not varied:
         return [f'{who}: one learning rate only, so nothing was tuned']
     found = []
+    if len(side.best) < side.most:
+        found.append(f'{who}: the best has fewer seeds ({len(side.best)}) than another setting ({side.most})')
     for key in dict.fromkeys(['learning_rate', *varied]):
         name = SETTING_NAMES.get(key, key).removeprefix('peak ')
         values = sorted({tried[key] for tried in side.tried if is_number(tried.get(key))
@@ -329,15 +355,14 @@ def is_number(value):
 
 def tempting(candidate, wanted):
     """For each wanted number of steps without a run of its own: the longer run whose checkpoint one would like to take,
-    and why that does not count."""
+    and why that does not count, a line each."""
     found = []
     for step in map(float, wanted):
         longer = [T for T in candidate if T > step]
         if step not in candidate and longer:
             T = min(longer)
-            found.append(dict(run=str(candidate[T].best[0].out_dir), reason=(
-                f'as a run of {step:g} steps: its schedule is of {T}, so at step {step:g} its learning rate is still '
-                'high; and an optimizer that trains for T/k steps and then rests would pass that comparison too')))
+            found.append(f'no run of {step:g} steps: {candidate[T].best[0].out_dir} at step {step:g} is none, as its '
+                         f'schedule is of {T} and its learning rate still high there')
     return found
 
 

@@ -49,4 +49,5 @@ def test_expected_best_is_the_mean_over_all_choices():
 def test_seeds_needed_agrees_with_a_power_table():
     # Two-sided 5 %, power 80 %: 17 per group for a difference of one standard deviation, 64 for a half.
     assert seeds_needed(1.0, 1.0) == 17 and seeds_needed(0.5, 1.0) == 64
+    assert seeds_needed(4.16, 1.0) == 3 and seeds_needed(2.8, 1.0) == 4  # exactly: power 0.96 and 0.91, 0.59 with 2
     assert seeds_needed(-1.0, 1e-6) == 2 and seeds_needed(0.0, 1.0) is None

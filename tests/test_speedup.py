@@ -59,7 +59,7 @@ def test_the_best_settings_count_and_seeds_are_averaged(tmp_path):
 
 
 def test_one_lucky_seed_does_not_displace_settings_with_several(tmp_path):
-    """What is best is chosen by the seeds that all trials have."""
+    """It has to be lower on the seed that both have, and than the mean."""
     for seed, loss in ((1, 3.0), (2, 3.2), (3, 3.2)):
         make(tmp_path, 'adamw', 100, loss, lr=2e-3, seed=seed)
     make(tmp_path, 'adamw', 100, 3.05, lr=4e-3, seed=1)  # below the mean of the three, not below the same seed
@@ -68,11 +68,15 @@ def test_one_lucky_seed_does_not_displace_settings_with_several(tmp_path):
     (row,) = result['same_T']
     assert (row['seeds of baseline'], row['trials of baseline']) == (3, 2)
     assert row['baseline'] == pytest.approx(3.4 / 3 + 2) and row['baseline at equal trials'] == pytest.approx(3.025)
-    make(tmp_path, 'adamw', 100, 2.9, lr=8e-3, seed=9)  # no seed is in all: then the means are what there is
-    assert judge(tmp_path)['same_T'][0]['baseline'] == pytest.approx(2.9)
+    make(tmp_path, 'adamw', 100, 3.15, lr=8e-3, seed=2)  # the other way round
+    assert judge(tmp_path)['same_T'][0]['baseline'] == pytest.approx(3.4 / 3 + 2)
+    make(tmp_path, 'adamw', 100, 2.9, lr=6e-3, seed=1)
+    result = judge(tmp_path)
+    assert result['same_T'][0]['baseline'] == pytest.approx(2.9)
+    assert 'AdamW, T = 100: the best has fewer seeds (1) than another setting (3)' in result['notes']
 
 
-def test_of_settings_with_as_many_seeds_the_seeds_that_these_share_decide(tmp_path):
+def test_of_settings_with_the_most_seeds_the_mean_decides(tmp_path):
     for seed, one, two in ((1, 3.0, 3.01), (2, 3.2, 3.1), (3, 3.2, 3.1)):
         make(tmp_path, 'adamw', 100, one, lr=2e-3, seed=seed)
         make(tmp_path, 'adamw', 100, two, lr=4e-3, seed=seed)
@@ -156,6 +160,13 @@ def test_a_run_that_diverged_is_a_trial(tmp_path):
     (row,) = judge(tmp_path)['same_T']
     assert row['trials'] == 2 and row['at equal trials'] == pytest.approx((3.0 + 5.0) / 2)  # the losses start at 5
     assert [row['diverged'] for row in rows_of(tmp_path / 'speedup.csv')] == ['0', '1']
+    make(tmp_path, 'sophiag', 100, math.nan, lr=2.0)  # to its end, where the loss was not finite
+    result = judge(tmp_path)
+    assert result['same_T'][0]['candidate'] == 3.0 and result['same_T'][0]['trials'] == 3
+    assert [entry['reason'] for entry in result['rejected']] == ['it diverged'] * 2
+    (make(tmp_path, 'sophiag', 100, 3.0, argv=['--n_layer=3'], end=30) / 'failed.txt').write_text('not finite')
+    with pytest.raises(SystemExit, match='n_layer'):  # a trial of another model
+        judge(tmp_path)
 
 
 def test_data_efficiency_reads_the_horizon_off_the_baselines_curve(tmp_path):
@@ -169,8 +180,34 @@ def test_data_efficiency_reads_the_horizon_off_the_baselines_curve(tmp_path):
     # Sophia-G's estimate: two thirds of half of the mini-batch in every tenth step.
     assert row['ratio FLOPs'] == pytest.approx(1.5 / (1 + 1 / 30), rel=2e-3)
     assert row['ratio seconds'] is None and row['extrapolated'] is False  # nobody says what machine AdamW had
+    assert row['interval of steps'] is None  # without a second seed
     curve = judge(tmp_path)['curve']
     assert (curve['E'], curve['A'], curve['alpha']) == pytest.approx((1.5, 20, 0.5), rel=0.02)
+
+
+def test_the_interval_of_data_efficiency_is_that_of_the_whole_fit(tmp_path):
+    """Of two T: L = A·T^-α, so ln T* = ln T₁ + (y₁ − y)/(y₁ − y₂) · ln 2 with y = ln L, of which the delta method
+    tells the spread."""
+    losses, sd = {100: 4.0, 200: 3.0}, 0.02
+    for T, loss in losses.items():
+        for seed, sign in enumerate((-1, 0, 1)):
+            make(tmp_path, 'adamw', T, loss + sign * sd, seed=seed)
+    for seed, sign in enumerate((-1, 0, 1)):
+        make(tmp_path, 'sophiag', 200, 3.3 + sign * sd, seed=seed)
+    (row,) = judge(tmp_path)['efficiency']
+    y1, y2, y = (math.log(loss) for loss in (4.0, 3.0, 3.3))
+    share = (y1 - y) / (y1 - y2)
+    slopes = ((1 - share) / 4.0, share / 3.0, -1 / 3.3)  # of share · (y₁ − y₂), over the three losses
+    spread = math.log(2) / (y1 - y2) * sd / math.sqrt(3) * math.hypot(*slopes)
+    low, high = (row['ratio steps'] * math.exp(sign * 1.96 * spread) for sign in (-1, 1))
+    assert list(map(float, row['interval of steps'].split(' to '))) == pytest.approx([low, high], rel=0.01)
+
+
+def test_a_loss_below_the_curves_floor_is_never_reached(tmp_path):
+    for T in (100, 200, 400, 800):
+        make(tmp_path, 'adamw', T, 1.5 + 20 * T ** -0.5)
+    make(tmp_path, 'sophiag', 200, 1.2)
+    assert judge(tmp_path)['text'][-1] == 'T = 200: AdamW never reaches that loss, by its fitted curve'
 
 
 def test_data_efficiency_in_seconds_on_one_machine_and_beyond_the_baselines_runs(tmp_path):
@@ -189,7 +226,7 @@ def test_without_a_falling_curve_there_is_no_efficiency(tmp_path):
     assert result['efficiency'] == [] and 'no curve to fit' in ' '.join(result['notes'])
     make(tmp_path, 'adamw', 200, 3.1)
     assert judge(tmp_path)['efficiency'] == []
-    assert speedup.horizon((1.5, 20, 0.5, 0), 1.4) == math.inf
+    assert speedup.horizon((1.5, 20, 0.5), 1.4) == math.inf
 
 
 def test_weak_tuning_is_noted(tmp_path):
@@ -244,7 +281,7 @@ def test_unfinished_schedules_are_rejected(tmp_path, capsys):
     with pytest.raises(SystemExit, match='nothing to compare'):
         judge(tmp_path)
     said = capsys.readouterr().out
-    assert 'its schedule is of 200, so at step 50 its learning rate is still high' in said
+    assert 'at step 50 is none, as its schedule is of 200 and its learning rate still high there' in said
     assert 'its learning rate decays over 40 iterations, and it was run for 50' in said
     assert 'at iteration 40 of 50 only' in said
     assert 'its learning rate decays over 100 iterations, and it was run for 50' in said
@@ -288,6 +325,17 @@ def test_the_warm_up_may_be_a_share_of_the_run_or_a_number_of_steps(tmp_path):
     make(tmp_path / 'share', 'sophiag', 50, 3.0, argv=['--warmup_iters=5'])
     with pytest.raises(SystemExit, match='warmup_iters'):
         judge(tmp_path / 'share')
+    # The shares are 1.6 % and 2.4 %, and not one iteration apart; the cooldown is part of the schedule, too.
+    for key, one, two in (('warmup_iters', 1600, 4800), ('cooldown_iters', 20000, 20000)):
+        make(tmp_path / key, 'adamw', 100000, 3.0, argv=['--schedule=wsd', f'--{key}={one}'])
+        make(tmp_path / key, 'sophiag', 200000, 3.0, argv=['--schedule=wsd', f'--{key}={two}'])
+    with pytest.raises(SystemExit, match='warmup_iters is 1600 in one and 4800'):
+        judge(tmp_path / 'warmup_iters')
+    with pytest.raises(SystemExit, match='nothing to compare'):  # the same number of steps
+        judge(tmp_path / 'cooldown_iters')
+    make(tmp_path / 'cooldown_iters', 'sophiag', 100000, 3.0, argv=['--schedule=wsd', '--cooldown_iters=9000'])
+    with pytest.raises(SystemExit, match='cooldown_iters is 20000 in one and 9000'):
+        judge(tmp_path / 'cooldown_iters')
 
 
 def test_beta1_is_the_same_within_an_optimizer_unless_it_was_tuned(tmp_path):
@@ -298,6 +346,30 @@ def test_beta1_is_the_same_within_an_optimizer_unless_it_was_tuned(tmp_path):
     with pytest.raises(SystemExit, match='beta1 is 0.9'):
         judge(tmp_path)
     assert not judge(tmp_path, '--tuned', 'beta1')['holds']
+
+
+def test_one_optimizer_alone_is_nothing_to_compare(tmp_path):
+    make(tmp_path, 'adamw', 100, 3.5)
+    with pytest.raises(SystemExit, match=r"nothing to compare: .* T = \[100\]; there is no other optimizer"):
+        judge(tmp_path)
+    with pytest.raises(SystemExit, match='--candidate adamw: it is the baseline'):
+        judge(tmp_path, '--candidate', 'adamw')
+
+
+@pytest.mark.parametrize(('name', 'old', 'new', 'message'), [
+    ('config.json', '"max_iters": 100', '"max_iters": 0', 'a run of no iterations'),
+    ('config.json', '"max_iters": 100', '"max_iters": "x"', "max_iters is 'x'; the file is damaged"),
+    ('config.json', '"gamma": 0.05', '"gamma": [1]', r'gamma is \[1\]; the file is damaged'),
+    ('metrics.jsonl', '"val/loss": 5.0', '"val/loss": null', 'metrics.jsonl:1: val/loss is no number'),
+    ('metrics.jsonl', '"iter": 0, ', '', 'metrics.jsonl:1: iter is no number')])
+def test_damaged_records_are_named(tmp_path, name, old, new, message):
+    make(tmp_path, 'adamw', 100, 3.5)
+    path = make(tmp_path, 'sophiag', 100, 3.4) / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(SystemExit, match=message):
+        judge(tmp_path)
 
 
 def test_sophias_options_are_not_trials_of_sophia(tmp_path):
