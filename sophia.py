@@ -310,7 +310,8 @@ class GaussNewtonBartlett:
         self.predictions = 0
 
     def add(self, loss_hat, predictions, retain_graph=False):
-        """Adds the gradient of `loss_hat`, the loss on sampled labels *summed* over `predictions` predictions."""
+        """Adds the gradient of `loss_hat`, the loss on sampled labels *summed* over `predictions` predictions, a number
+        or a 0-d tensor."""
         add_gradients(self.gradient, loss_hat, self.params, retain_graph)
         self.predictions += predictions
 
@@ -319,7 +320,7 @@ class GaussNewtonBartlett:
 
         `loss_scale` is the factor by which the added losses were multiplied (float16's loss scaling).
         """
-        B = sum_over_ranks(self.gradient, self.predictions, group)
+        B = sum_over_ranks(self.gradient, int(self.predictions), group)
         if B == 0:
             raise ValueError('Gauss-Newton-Bartlett: no predictions were added')
         # g is loss_scale·B·ĝ, so B·ĝ⊙ĝ = (g / (loss_scale·√B))².
