@@ -133,7 +133,7 @@ class GNBHook(HessianHook):
         if n == 0:
             return super().forward(model, X, Y)
         _, loss, self.loss_hat = model(X, Y, **self.labels(Y, counted_before, n), return_logits=False)
-        self.predictions = (Y[:n] >= 0).sum()
+        self.predictions = (Y[:n] >= 0).float().sum()  # a float: scripts/plan.py takes those of fake tensors for 1
         if counted_before == 0:
             # loss_hat is a sum. Weighted like the training loss, its gradient fits float16 where that one does;
             # `estimate` divides by the weight again.
