@@ -2,7 +2,7 @@
 
   python train.py config/quickstart.py                                   one process
   python train.py --model_size=125M --optimizer_name=sophiag             the paper's run, on one device
-  torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_small_sophiag.py --batch_size=12
+  torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_small_sophiag.py
   python train.py config/quickstart.py --show_config=True                what would be trained, and why
 
 Config files apply in the order given, then flags --key=value.
@@ -81,13 +81,13 @@ beta1 = derived(float)  # EMA of the gradient
 beta2 = derived(float)  # EMA of the second moment, of the Hessian (Sophia), of the momentum (Lion)
 eps = derived(float)  # lower bound of the denominator (Sophia), or added to it (AdamW, AdaHessian)
 gamma = derived(float)  # Sophia's γ in clip(m / max(γ·h, ε), 1)
-hessian_interval = derived(int)  # k, iterations between Hessian estimates; 0 = none
-hessian_batch_size = derived(int)  # sequences of the mini-batch, over all devices, that an estimate uses
+hessian_interval = derived(int)  # k, iterations between Hessian estimates
+hessian_batch_size = derived(int)  # sequences, over all devices, that an estimate uses
 hessian_sequences = derived(str)  # of an estimate: 'own', the mini-batch's first (the paper's), or 'fresh' ones
 hessian_bias_correction = derived(bool)  # Sophia: divide h by 1 − β2ⁿ after n estimates; not the paper's
 grad_clip = 1.0  # clip gradients at this norm; 0 = off
 # schedule
-max_iters = 100000  # T, number of updates
+max_iters = 100000  # T, number of iterations
 schedule = 'cosine'  # after the warm-up: 'cosine', 'linear', 'constant', or 'wsd', constant until the cooldown
 decay_lr = True  # warm-up and schedule; False = learning_rate throughout
 warmup_iters = 2000  # linear warm-up
@@ -105,7 +105,7 @@ dtype = derived(str)  # 'bfloat16', 'float16' (with loss scaling) or 'float32'
 compile = derived(bool)  # torch.compile the model
 seed = 1337  # of the initial weights, the data order, sampled labels and dropout
 
-# Every number, text and bool above is a setting.
+# Every number, text, bool and `derived` above is a setting.
 DEFAULTS = {key: value for key, value in globals().items() if not key.startswith('_')}
 
 
@@ -145,7 +145,7 @@ def resolve(argv):
 # ----------------------------------------------------------------------------------------------------------------------
 # The learning rate
 
-# What is left of the way from min_lr up to the peak learning rate, after the share t (0 to 1) of the decay.
+# Schedule → the learning rate, from 1 (the peak) to 0 (min_lr), after the share t (0 to 1) of the decay.
 SCHEDULES = {
     'cosine': lambda t: 0.5 * (1 + math.cos(math.pi * t)),
     'linear': lambda t: 1 - t,
@@ -228,7 +228,7 @@ def make_model(c, world, start, data, fingerprints):
 @dataclass
 class TrainState:
     """Where a run is; saved and restored as a whole."""
-    iter: int = 0  # updates made
+    iter: int = 0  # iterations made, skipped ones among them
     tokens: int = 0
     seconds: float = 0.0  # spent in iterations
     clipped: int = 0  # iterations whose gradient was clipped
@@ -251,7 +251,7 @@ def evaluate(run, val_data, stops, progress=iter):
     """
     c, world = run.config, run.world
     run.raw_model.eval()
-    total = world.zeros(3)
+    total = world.zeros(3)  # the sum of losses, their number, requests to stop
     batches = ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
                                world.size, world.device)
     for X, Y in progress(batches):
@@ -319,7 +319,7 @@ def train_step(run, sequences, iter_num, requests=()):
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
     losses = torch.stack(losses)
     shared = world.sum(torch.stack([losses.sum() / world.size, *(losses.new_full((), n) for n in requests)]))
-    mean_loss, *requests, grad_norm = torch.cat((shared, grad_norm.view(1))).tolist()
+    mean_loss, *requested, grad_norm = torch.cat((shared, grad_norm.view(1))).tolist()
 
     problem, overflow = '', False
     if not math.isfinite(mean_loss):
@@ -336,7 +336,7 @@ def train_step(run, sequences, iter_num, requests=()):
             run.scaler.step(optimizer)
     run.scaler.update()
     world.zero_grad(optimizer)
-    return Step(mean_loss, grad_norm, estimating, problem, overflow, requests, losses)
+    return Step(mean_loss, grad_norm, estimating, problem, overflow, requested, losses)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
