@@ -301,7 +301,8 @@ def horizon(curve, loss):
 def efficiency_at(candidate, baseline, curve, noise):
     """The row of the table of data efficiency at one T; None without a curve.
 
-    The interval holds 95 % of what comes out when the fit is repeated with every loss moved by its noise over seeds.
+    The interval holds 95 % of what comes out when the fit is repeated with every loss moved by its noise over seeds,
+    and the candidate's by the standard error of the curve's residuals besides.
     """
     if not curve:
         return None
@@ -309,13 +310,17 @@ def efficiency_at(candidate, baseline, curve, noise):
     nearest = baseline[min(baseline, key=lambda other: abs(math.log(other / candidate.T)))]
     known = all(noise(side.T)[0] is not None for side in [candidate, *baseline.values()])
     if known:
-        random = np.random.default_rng(0)
+        random, (E, A, alpha) = np.random.default_rng(0), curve
+        squares = sum((E + A * T ** -alpha - side.mean) ** 2 for T, side in baseline.items())
+        misfit = math.sqrt(squares / (len(baseline) - 3)) if len(baseline) > 3 else 0.0
 
-        def moved(side):
-            return side.mean + noise(side.T)[0] / math.sqrt(len(side.best)) * random.standard_normal(DRAWS)
+        def moved(side, misfit=0.0):
+            error = math.hypot(noise(side.T)[0] / math.sqrt(len(side.best)), misfit)
+            return side.mean + error * random.standard_normal(DRAWS)
 
         curves = fit({other: moved(side) for other, side in baseline.items()})
-        ratios = np.sort(horizon(curves, moved(candidate)) / candidate.T)  # NaN, of curves that do not fall, at the end
+        # NaN, of curves that do not fall, comes last.
+        ratios = np.sort(horizon(curves, moved(candidate, misfit)) / candidate.T)
         low, high = ratios[[round(0.025 * DRAWS), round(0.975 * DRAWS)]]
     row = {'T': candidate.T, 'val/loss': candidate.mean, 'baseline steps': T}
     machines = {run.machine for run in candidate.best + nearest.best}

@@ -203,6 +203,20 @@ def test_the_interval_of_data_efficiency_is_that_of_the_whole_fit(tmp_path):
     assert list(map(float, row['interval of steps'].split(' to '))) == pytest.approx([low, high], rel=0.01)
 
 
+def test_a_curve_that_misses_its_points_has_a_wide_interval(tmp_path):
+    for T, miss in ((100, 0.0), (200, 0.1), (400, -0.1), (800, 0.0)):
+        for place, share in (('near', 0.1), ('far', 1.0)):
+            for seed in (1, 2):
+                make(tmp_path / place, 'adamw', T, 1.5 + 20 * T ** -0.5 + share * miss + 1e-3 * seed, seed=seed)
+    widths = []
+    for place in ('near', 'far'):
+        make(tmp_path / place, 'sophiag', 200, 2.8)
+        (row,) = judge(tmp_path / place)['efficiency']
+        low, high = map(float, row['interval of steps'].split(' to '))
+        widths.append(high - low)
+    assert widths[1] > 5 * widths[0] > 0
+
+
 def test_a_loss_below_the_curves_floor_is_never_reached(tmp_path):
     for T in (100, 200, 400, 800):
         make(tmp_path, 'adamw', T, 1.5 + 20 * T ** -0.5)
