@@ -35,7 +35,6 @@ from runtime.runlog import loss_spike
 from runtime.signals import SafeStream, StopSignals
 from runtime.speed import Speed
 from runtime.start import adopt_model_args, close_run, find_start, finetunes, give_up, inherit_settings, open_log
-from sophia import parameters
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. A value `derived(type)` comes from the tables of model.py and optimizers.py, or from other settings.
@@ -194,7 +193,7 @@ def set_up(c, world, model):
         c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay, c.optimizer_name), lr=c.learning_rate,
         compile=c.compile, **{key: c.values[key] for key in optimizers.NEUTRAL})
     params = [p for p in model.parameters() if p.requires_grad]
-    assert {id(p) for p in parameters(optimizer)} == {id(p) for p in params}
+    assert {id(p) for p in optim.parameters(optimizer)} == {id(p) for p in params}
     hessian = optimizers.build_hook(
         c.optimizer_name, model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
         fresh=c.hessian_sequences == 'fresh', rank=world.rank, world_size=world.size,

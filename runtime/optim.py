@@ -10,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from runtime.distributed import full_tensor
-from sophia import parameters
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the loop asks of any optimizer
@@ -22,6 +21,11 @@ def set_learning_rate(optimizer, lr):
     """Sets the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
     for group in optimizer.param_groups:
         group['lr'] = lr * group.get('lr_scale', 1.0)
+
+
+def parameters(optimizer):
+    """The parameters of an optimizer, in param-group order."""
+    return [p for group in optimizer.param_groups for p in group['params']]
 
 
 @contextlib.contextmanager
