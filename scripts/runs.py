@@ -209,7 +209,11 @@ def read_run(out_dir):
         raise SystemExit(f'{out_dir}/config.json: "changes" is not a list of {{iter, key, from, to}}; the file is '
                          'damaged')
     path = out_dir / 'metrics.jsonl'
-    return Run(out_dir, {**LATER, **about['config']}, about, read_metrics(path) if path.is_file() else [])
+    records = read_metrics(path) if path.is_file() else []
+    for number, record in enumerate(records, 1):
+        if missing := {'iter', 'tokens', 'time'} - record.keys():
+            raise SystemExit(f'{path}:{number}: has no {min(missing)!r}, which train.py writes; the file is damaged')
+    return Run(out_dir, {**LATER, **about['config']}, about, records)
 
 
 def read_metrics(path):
@@ -229,7 +233,7 @@ def read_metrics(path):
         if not isinstance(record, dict):
             raise SystemExit(f'{path}:{number}: not a JSON object; the file is damaged')
         for key in ('iter', 'tokens', 'time', 'train/loss', 'val/loss'):
-            if not isinstance(record.get(key, None if '/' not in key else 0), (int, float)):
+            if not isinstance(record.get(key, 0), (int, float)):
                 raise SystemExit(f'{path}:{number}: {key} is no number; the file is damaged')
         records.append(record)
     return records

@@ -375,7 +375,7 @@ def test_one_optimizer_alone_is_nothing_to_compare(tmp_path):
     ('config.json', '"max_iters": 100', '"max_iters": "x"', "max_iters is 'x'; the file is damaged"),
     ('config.json', '"gamma": 0.05', '"gamma": [1]', r'gamma is \[1\]; the file is damaged'),
     ('metrics.jsonl', '"val/loss": 5.0', '"val/loss": null', 'metrics.jsonl:1: val/loss is no number'),
-    ('metrics.jsonl', '"iter": 0, ', '', 'metrics.jsonl:1: iter is no number')])
+    ('metrics.jsonl', '"iter": 0, ', '', "metrics.jsonl:1: has no 'iter'")])
 def test_damaged_records_are_named(tmp_path, name, old, new, message):
     make(tmp_path, 'adamw', 100, 3.5)
     path = make(tmp_path, 'sophiag', 100, 3.4) / name
