@@ -99,9 +99,9 @@ class HessianHook(Hook):
 
     def start(self, iter_num):
         self.iter_num = iter_num
-        # Where iteration 0 was skipped, the first that is not estimates instead: steps without any h are sign steps.
-        first = not self.fresh and not any(self.optimizer.state.values())
-        self.due = self.is_due(iter_num) or first
+        # Where iteration 0 was skipped, the first that is not estimates instead, on its own mini-batch, as the loader
+        # has no others: steps without any h are sign steps.
+        self.due = self.is_due(iter_num) or not any(self.optimizer.state.values())
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         self.rows_counted = 0
         return self.due

@@ -560,10 +560,11 @@ def test_skip_nonfinite_skips_and_lets_nothing_in(train, tmp_path):
 
 def test_a_skipped_first_iteration_is_made_up_for(train, tmp_path):
     """AdaHessian cannot step without an estimate, and Sophia's steps would be sign steps until the next one."""
-    for name in ('adahessian', 'sophiag'):
-        assert train(tmp_path / name, '--skip_nonfinite=1', '--hessian_interval=5', name=name,
+    for name, sequences in [('adahessian', 'own'), ('adahessian', 'fresh'), ('sophiag', 'own'), ('sophiag', 'fresh')]:
+        out = tmp_path / name / sequences
+        assert train(out, '--skip_nonfinite=1', '--hessian_interval=5', f'--hessian_sequences={sequences}', name=name,
                      faults='at(0, spoil(float("nan")))').code == 0
-        lines = [json.loads(line) for line in (tmp_path / name / 'metrics.jsonl').open()]
+        lines = [json.loads(line) for line in (out / 'metrics.jsonl').open()]
         norms = {line['iter']: line['hessian_norm'] for line in lines if 'hessian_norm' in line}
         assert 0 < norms[1] == norms[4] != norms[5]
 
