@@ -23,6 +23,11 @@ class Hook(ABC):
 
     hessian_products = False  # whether estimates are Hessian-vector products, which need an unsharded eager model
 
+    @classmethod
+    def estimates(cls, interval, iterations):
+        """How many estimates a run of `iterations` iterations makes."""
+        return 0
+
     def fresh_sequences(self, iter_num):
         """How many sequences, over all ranks, iteration `iter_num` needs beyond its mini-batch, for `add_fresh`."""
         return 0
@@ -90,18 +95,24 @@ class HessianHook(Hook):
         self.autocast = autocast or contextlib.nullcontext()
         self.rows_left = 0
 
-    def is_due(self, iter_num):
-        """Whether to estimate at an iteration. The data loader asks ahead of it: nothing else may matter."""
-        return iter_num % self.interval == 0
+    @staticmethod
+    def is_due(iter_num, interval):
+        """Whether to estimate at an iteration. The data loader asks ahead of it, and what counts FLOPs without a run:
+        nothing else may matter."""
+        return iter_num % interval == 0
+
+    @classmethod
+    def estimates(cls, interval, iterations):
+        return sum(cls.is_due(i, interval) for i in range(iterations))
 
     def fresh_sequences(self, iter_num):
-        return self.batch_size if self.fresh and self.is_due(iter_num) else 0
+        return self.batch_size if self.fresh and self.is_due(iter_num, self.interval) else 0
 
     def start(self, iter_num):
         self.iter_num = iter_num
         # Where iteration 0 was skipped, the first that is not estimates instead, on its own mini-batch, as the loader
         # has no others: steps without any h are sign steps.
-        self.due = self.is_due(iter_num) or not any(self.optimizer.state.values())
+        self.due = self.is_due(iter_num, self.interval) or not any(self.optimizer.state.values())
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         self.rows_counted = 0
         return self.due

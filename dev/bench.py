@@ -93,7 +93,7 @@ class Case:
     """One configuration on one device, set up as train.py does."""
 
     def __init__(self, config, dataset):
-        self.config, self.interval = config, config.hessian_interval
+        self.config = config
         given = config.given - {'device', 'show_config'}
         self.name = ' '.join(f'{key}={value}' for key, value in config.values.items() if key in given)
         self.world = alone(config.device, config.backend, config.parallel)
@@ -103,8 +103,9 @@ class Case:
         data = Bin(dataset, 'train')
         self.model_args = asdict(GPTConfig.from_settings(config.values, data.vocab_size))
         self.run = self.set_up()
+        self.run.hessian.is_due = lambda iter_num, interval: iter_num % 2 == 0
         self.loader = TrainLoader(data, config.seed, config.total_batch_size, config.block_size, 0, 1, self.device,
-                                  fresh_sequences=lambda i: self.run.hessian.fresh_sequences(self.iter_num(i)))
+                                  fresh_sequences=self.run.hessian.fresh_sequences)
         self.seconds = {True: [], False: []}  # of steps with and without an estimate
         self.waits, self.peaks, self.losses = [], [], []
         for round_ in range(4):  # compiles, allocates the optimizer's state and the gradients
@@ -123,10 +124,6 @@ class Case:
         """The `train.Run` that is measured."""
         return train.set_up(self.config, self.world, self.make_model())
 
-    def iter_num(self, round_):
-        """The iteration of a round: with an estimate in even rounds, where there is one, and without in odd ones."""
-        return (round_ // 2) * self.interval + round_ % 2 if self.interval else round_
-
     def measure(self, round_):
         """Measures one iteration."""
         loss.set_compile(self.config.compile)  # which is one for all models of the process
@@ -136,7 +133,7 @@ class Case:
         started = time.perf_counter()
         sequences = next(self.loader)
         waited = time.perf_counter() - started
-        step = train.train_step(self.run, sequences, self.iter_num(round_))
+        step = train.train_step(self.run, sequences, round_)
         wait_for(self.device)
         self.seconds[step.estimated].append(time.perf_counter() - started)
         self.waits.append(waited)
@@ -151,8 +148,9 @@ class Case:
         average = plain
         if self.seconds[True] and self.seconds[False]:
             extra = statistics.median(self.seconds[True]) - plain
-            average += extra / self.interval
-            row.update(hessian_ms=1e3 * extra, hessian_share=extra / self.interval / plain)
+            extra_on_average = extra * self.run.hessian.estimates(c.hessian_interval, c.max_iters) / c.max_iters
+            average += extra_on_average
+            row.update(hessian_ms=1e3 * extra, hessian_share=extra_on_average / plain)
         tokens = c.total_batch_size * c.block_size
         row['tokens_per_sec'] = tokens / average
         if limit := peak_flops(self.device):

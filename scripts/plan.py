@@ -107,6 +107,17 @@ def make_model(config, vocab_size, device):
         return GPT(GPTConfig.from_settings(config.values, vocab_size))
 
 
+def estimates(config):
+    """How many Hessian estimates a step makes on average."""
+    hook = optimizers.row(config.optimizer_name).hook
+    return hook.estimates(config.hessian_interval, config.max_iters) / max(1, config.max_iters)
+
+
+def estimate_first(run):
+    """Has iteration 0 estimate the Hessian, and no other one."""
+    run.hessian.is_due = lambda iter_num, interval: iter_num == 0
+
+
 def take_step(run, iter_num, micro_batches=None):
     """One step of training on random tokens, of all micro-batches or the first few."""
     c = run.config
@@ -258,6 +269,7 @@ def memory(config, vocab_size, gpus=1, per_node=8):
         if run.hessian.hessian_products:
             rows = rows_at_once(run.raw_model.config, rows, config.block_size, min(rows, config.batch_size))
             run.hessian.batch_size = rows * gpus
+        estimate_first(run)
         with Tracker(run) as tracker, Inside():
             make_state(run)
             if two or not accumulates:
@@ -319,17 +331,17 @@ def flops(config, vocab_size):
     blocks."""
     def of_step(checkpointing):
         one = changed(config, parallel='ddp', activation_checkpointing=checkpointing, gradient_accumulation_steps=1,
-                      batch_size=1, hessian_batch_size=1, hessian_interval=2 * bool(config.hessian_interval))
+                      batch_size=1, hessian_batch_size=1)
         found = []
         # Attention by its matmuls: the counter does not know the CPU's fused operator.
         with fake_run(one, vocab_size) as run, sdpa_kernel(SDPBackend.MATH):
+            estimate_first(run)
             for iter_num in (0, 1):
                 with FlopCounterMode(display=False) as counter, Inside():
                     take_step(run, iter_num)
                 found.append(counter.get_total_flops())
         estimate, plain = found
-        estimates = config.hessian_batch_size / config.hessian_interval if config.hessian_interval else 0
-        return plain * config.total_batch_size, (estimate - plain) * estimates
+        return plain * config.total_batch_size, (estimate - plain) * config.hessian_batch_size * estimates(config)
 
     gradient, hessian = of_step(False)
     again = sum(of_step(True)) - gradient - hessian if config.activation_checkpointing else 0
@@ -346,23 +358,22 @@ def traffic(config, vocab_size, gpus, per_node):
         return []
     model = make_model(config, vocab_size, 'meta')
     P, blocks = model.num_params(), sum(p.numel() for p in model.transformer.h.parameters())
-    e, nodes, interval = DTYPES[config.dtype].itemsize, math.ceil(gpus / per_node), config.hessian_interval
+    e, nodes, due = DTYPES[config.dtype].itemsize, math.ceil(gpus / per_node), estimates(config)
     link = 'network' if nodes > 1 else 'nvlink'
     if config.parallel == 'ddp':
-        estimates = 1 / interval if interval else 0
         return [('all-reduce of gradients', 2 * (gpus - 1) / gpus * 4 * P, link),
-                ('all-reduce of estimates', 2 * (gpus - 1) / gpus * 4 * P * estimates, link)]
+                ('all-reduce of estimates', 2 * (gpus - 1) / gpus * 4 * P * due, link)]
     hybrid = config.parallel == 'hsdp'
     shards = min(gpus, per_node) if hybrid else gpus
     forwards = config.gradient_accumulation_steps
-    estimates = math.ceil(config.hessian_batch_size / gpus / config.batch_size) if interval else 0
-    backwards = forwards + (estimates / interval if interval else 0)
+    more = math.ceil(config.hessian_batch_size / gpus / config.batch_size)
+    backwards = forwards + more * due
     part, link = (shards - 1) / shards, 'nvlink' if hybrid else link
     found = [('all-gather of parameters', part * e * (P * forwards + blocks * backwards), link),
              ('reduce-scatter of gradients', part * 4 * P * backwards, link)]
     if hybrid and nodes > 1:
         # All GPUs of a node at once, each for its shard: once in a step, but for steps with an estimate.
-        times = 1 + (forwards + estimates - 1) / interval if interval else 1
+        times = 1 + (forwards + more - 1) * due
         found.append(('all-reduce between nodes', 2 * (nodes - 1) / nodes * 4 * P * times, 'network'))
     return found
 
@@ -493,7 +504,8 @@ def measure(config, vocab_size):
     meter = Meter(world.device)
     run = train.set_up(config, world, make_model(config, vocab_size, world.device))
     meter.forget_peak()
-    for iter_num in (0, 1, config.hessian_interval or 2):
+    run.hessian.is_due = lambda iter_num, interval: iter_num != 1
+    for iter_num in range(3):
         take_step(run, iter_num)
     peak = world.gather(torch.tensor([float(meter.peak())], dtype=torch.float64, device=world.device)).max()
     world.close()

@@ -6,6 +6,7 @@ A run is a directory with the metrics.jsonl and config.json that train.py writes
 import argparse
 import contextlib
 import csv
+import functools
 import io
 import json
 import math
@@ -147,9 +148,8 @@ def optimizer_label(name):
 def flops_per_iteration(config, about):
     """(FLOPs of forward and backward of an iteration, FLOPs per iteration spent on Hessian estimates).
 
-    Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration; an estimate, every
-    hessian_interval iterations, costs `hessian_cost` of that on hessian_batch_size sequences. What else an optimizer
-    computes does not count.
+    Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration; an estimate costs
+    `hessian_cost` of that on hessian_batch_size sequences. What else an optimizer computes does not count.
 
     Args:
         config: the settings, key → value.
@@ -169,8 +169,14 @@ def flops_per_iteration(config, about):
     per_sequence = per_token * config['block_size']
     fresh = config.get('hessian_sequences') == 'fresh'
     estimate = hessian_cost(config['optimizer_name'], fresh) * config['hessian_batch_size'] * per_sequence
-    interval = config['hessian_interval']
-    return per_sequence * config['total_batch_size'], estimate / interval if interval else 0.0
+    return per_sequence * config['total_batch_size'], estimate * estimates_per_iteration(
+        config['optimizer_name'], config['hessian_interval'], config['max_iters'])
+
+
+@functools.cache
+def estimates_per_iteration(optimizer_name, interval, iterations):
+    """How many Hessian estimates an iteration has on average, over a run of `iterations`."""
+    return hook_of(optimizer_name).estimates(interval, iterations) / iterations
 
 
 def hessian_cost(optimizer_name, fresh=False):
@@ -180,12 +186,14 @@ def hessian_cost(optimizer_name, fresh=False):
     forward of its own. Forward-over-reverse differentiation makes two more matrix products of each of the three, and
     does without one of these: the gradient to the weight.
     """
-    from hessian import HessianHook
+    return 8 / 3 if hook_of(optimizer_name).hessian_products else 1.0 if fresh else 2 / 3
+
+
+def hook_of(optimizer_name):
+    """The Hessian hook's class of an optimizer; of one that is not in the table, that of first-order ones."""
+    from hessian import FirstOrder
     from optimizers import OPTIMIZERS
-    hook = OPTIMIZERS[optimizer_name].hook if optimizer_name in OPTIMIZERS else None
-    if hook is None or not issubclass(hook, HessianHook):
-        return 0.0
-    return 8 / 3 if hook.hessian_products else 1.0 if fresh else 2 / 3
+    return OPTIMIZERS[optimizer_name].hook if optimizer_name in OPTIMIZERS else FirstOrder
 
 
 def read_run(out_dir):

@@ -389,6 +389,35 @@ def another_hessian_estimator(data, tmp):
     assert 'ddp for sophiagnp' in one_line(lambda: train.resolve(flags(data, '--parallel=fsdp', name='sophiagnp')))
 
 
+def estimates_at_other_times(data, tmp):
+    """Training, fresh sequences, and what counts FLOPs."""
+    import train
+    from optimizers import OPTIMIZERS
+    from scripts.plan import flops
+    from scripts.runs import read_run
+    norms, per_iteration, planned = {}, {}, {}
+    for k in (2, 4):
+        for sequences in ('own', 'fresh'):
+            given = flags(data, f'--hessian_interval={k}', f'--hessian_sequences={sequences}', '--compile=False')
+            out = f'{tmp}/{k}-{sequences}'
+            run_main([*given, f'--out_dir={out}'])
+            run = read_run(out)
+            norms[k, sequences] = run.series('hessian_norm')[1]
+            per_iteration[k, sequences] = run.flops_per_iteration()
+            planned[k, sequences] = flops(train.resolve(given), 64)['hessian']
+    for found in norms.values():
+        assert len(found) == 6
+    for sequences in ('own', 'fresh'):
+        # With k = 2 at every iteration, with k = 4 at every other one.
+        assert len(set(norms[2, sequences])) == 6 and len(set(norms[4, sequences])) == 3
+        assert norms[4, sequences][0] == norms[4, sequences][1] != norms[4, sequences][2]
+        gradient = 2 * per_iteration[4, sequences] - per_iteration[2, sequences]
+        assert 0 < gradient < per_iteration[4, sequences]
+        assert math.isclose(planned[2, sequences], 2 * planned[4, sequences])
+    hook = OPTIMIZERS['sophiag'].hook
+    assert (hook.estimates(10, 1000), hook.estimates(10, 2000), hook.estimates(1, 50)) == (200, 300, 50)
+
+
 def another_schedule(data, tmp):
     """It is what runs log; and without it nothing has changed."""
     import train

@@ -127,7 +127,7 @@ def test_no_edit_of_the_loss_is_missed(check, plain, before, after):
     assert found != plain['sophiag']
 
 
-@pytest.mark.parametrize('title', ['Another optimizer', 'Another Hessian estimator', 'Another schedule',
-                                   'Another metric', 'Another tokenizer'])
+@pytest.mark.parametrize('title', ['Another optimizer', 'Another Hessian estimator', 'Estimates at other times',
+                                   'Another schedule', 'Another metric', 'Another tokenizer'])
 def test_another(check, title):
     check(title.lower().replace(' ', '_'), title)

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.runs import (
     ROOT,
     add_launcher,
+    estimates_per_iteration,
     figure,
     flops_per_iteration,
     optimizer_label,
@@ -53,7 +54,8 @@ def measured(run):
     steps = last['iter'] - first['iter']
     row = {'T(step) s': (last['time'] - first['time']) / steps}
     if 'hessian_ms' in last:
-        row['T(Hessian) s'] = last['hessian_ms'] / 1e3 / run.hessian_interval
+        row['T(Hessian) s'] = last['hessian_ms'] / 1e3 * estimates_per_iteration(
+            run.optimizer_name, run.hessian_interval, run.max_iters)
     row['tokens/s'] = (last['tokens'] - first['tokens']) / (last['time'] - first['time'])
     row['memory GB'] = last['memory_gb']
     return row

@@ -36,11 +36,11 @@ def runs_arguments(base, iters, learning_rate):
     if 'learning_rate' not in config.given:
         short['learning_rate'] = learning_rate
     # h is not corrected for its start at 0: while it is below its level in a long run, γ would come out too large.
-    estimates = iters / config.values['hessian_interval']
+    estimates = row(config.optimizer_name).hook.estimates(config.hessian_interval, iters)
     beta2 = 0.05 ** (1 / estimates)
     if 'beta2' not in config.given and beta2 < config.values['beta2']:
         short['beta2'] = round(beta2, 4)
-        say(f'beta2 = {short["beta2"]} in these runs, for {config.values["beta2"]} in yours: with {estimates:.0f} '
+        say(f'beta2 = {short["beta2"]} in these runs, for {config.values["beta2"]} in yours: with {estimates} '
             'estimates h then ends at 95 % of its level')
     return [*base, *(f'--{key}={value}' for key, value in short.items())]
 
