@@ -22,6 +22,7 @@ class Hook(ABC):
     """What an optimizer needs of an iteration besides its gradient."""
 
     hessian_products = False  # whether estimates are Hessian-vector products, which need an unsharded eager model
+    cost: dict  # FLOPs of an estimate by `hessian_sequences`, in forward and backward passes of the same sequences
 
     @classmethod
     def estimates(cls, interval, iterations):
@@ -58,6 +59,8 @@ class Hook(ABC):
 
 class FirstOrder(Hook):
     """The hook of first-order optimizers: it estimates nothing."""
+
+    cost = dict(own=0.0, fresh=0.0)
 
     def __init__(self, model, optimizer, **options):
         pass
@@ -133,6 +136,8 @@ class HessianHook(Hook):
 class GNBHook(HessianHook):
     """Gauss-Newton-Bartlett (Algorithm 2), sharing its forward with the gradient: one forward, two backwards."""
 
+    cost = dict(own=2 / 3, fresh=1.0)
+
     def start(self, iter_num):
         self.loss_hat = self.uniforms = self.estimator = None  # also of an iteration that was skipped
         if super().start(iter_num):
@@ -199,6 +204,8 @@ class HutchinsonHook(HessianHook):
     """Hutchinson's estimator (Algorithm 1): Hessian-vector products of the model's own forward."""
 
     hessian_products = True
+    # Forward over reverse makes two more matrix products of each of the three, but not the gradient to the weight's.
+    cost = dict(own=8 / 3, fresh=8 / 3)
     rademacher = False
 
     def __init__(self, *args, **kwargs):

@@ -148,8 +148,8 @@ def optimizer_label(name):
 def flops_per_iteration(config, about):
     """(FLOPs of forward and backward of an iteration, FLOPs per iteration spent on Hessian estimates).
 
-    Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration; an estimate costs
-    `hessian_cost` of that on hessian_batch_size sequences. What else an optimizer computes does not count.
+    Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration; an estimate costs the hook's
+    `cost` times that of hessian_batch_size sequences. What else an optimizer computes does not count.
 
     Args:
         config: the settings, key → value.
@@ -167,8 +167,8 @@ def flops_per_iteration(config, about):
             vocab_size = (about['parameters'] - rest) // config['n_embd']
             per_token = GPT(GPTConfig(vocab_size=vocab_size, **shape)).flops_per_token()
     per_sequence = per_token * config['block_size']
-    fresh = config.get('hessian_sequences') == 'fresh'
-    estimate = hessian_cost(config['optimizer_name'], fresh) * config['hessian_batch_size'] * per_sequence
+    cost = hook_of(config['optimizer_name']).cost[config.get('hessian_sequences', 'own')]
+    estimate = cost * config['hessian_batch_size'] * per_sequence
     return per_sequence * config['total_batch_size'], estimate * estimates_per_iteration(
         config['optimizer_name'], config['hessian_interval'], config['max_iters'])
 
@@ -177,16 +177,6 @@ def flops_per_iteration(config, about):
 def estimates_per_iteration(optimizer_name, interval, iterations):
     """How many Hessian estimates an iteration has on average, over a run of `iterations`."""
     return hook_of(optimizer_name).estimates(interval, iterations) / iterations
-
-
-def hessian_cost(optimizer_name, fresh=False):
-    """FLOPs of one Hessian estimate, in units of a forward and backward of the sequences that it uses.
-
-    Gauss-Newton-Bartlett shares the gradient's forward and adds a backward, two thirds; on `fresh` sequences it needs a
-    forward of its own. Forward-over-reverse differentiation makes two more matrix products of each of the three, and
-    does without one of these: the gradient to the weight.
-    """
-    return 8 / 3 if hook_of(optimizer_name).hessian_products else 1.0 if fresh else 2 / 3
 
 
 def hook_of(optimizer_name):

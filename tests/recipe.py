@@ -365,6 +365,7 @@ def another_hessian_estimator(data, tmp):
     import hessian
     import train
     from model import GPT, GPTConfig
+    from scripts.plan import flops
     from sophia import Sophia
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=4)).double()
@@ -383,6 +384,9 @@ def another_hessian_estimator(data, tmp):
     u = [torch.randn_like(p) for p in params]
     expected = torch.einsum('bvi,bvw,bwj,j->i', J, S, J, torch.cat([v.flatten() for v in u]))
     torch.testing.assert_close(torch.cat([v.flatten() for v in hook.product(X, Y, u)]), expected)
+    counted = flops(train.resolve(flags(data, '--hessian_interval=1', '--compile=False', name='sophiagnp')), 64)
+    cost = counted['hessian'] / counted['gradient']
+    assert math.isclose(cost, hessian.GaussNewtonProductHook.cost['own'], rel_tol=0.1)
     found = losses(flags(data, '--n_layer=1', name='sophiagnp'))
     assert found != losses(flags(data, '--n_layer=1', name='sophiah'))
     close(losses(flags(data, '--n_layer=1', '--compile=True', name='sophiagnp')), found)

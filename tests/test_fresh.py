@@ -8,7 +8,7 @@ import train as program
 from data.loader import Bin, TrainLoader
 from model import GPT, GPTConfig
 from runtime.distributed import World
-from scripts.runs import hessian_cost
+from scripts.runs import hook_of
 
 SIZES = dict(total_batch_size=6, batch_size=3, hessian_batch_size=4, hessian_interval=2)
 
@@ -69,5 +69,7 @@ def test_ranks_share_the_fresh_sequences(train, tmp_path, name, parallel):
 
 
 def test_fresh_sequences_cost_a_forward():
-    assert hessian_cost('sophiag', fresh=True) == pytest.approx(hessian_cost('sophiag') + 1 / 3)
-    assert hessian_cost('sophiah', fresh=True) == hessian_cost('sophiah')  # its product has a forward in any case
+    own, fresh = (hook_of('sophiag').cost[sequences] for sequences in ('own', 'fresh'))
+    assert fresh == pytest.approx(own + 1 / 3)
+    own, fresh = (hook_of('sophiah').cost[sequences] for sequences in ('own', 'fresh'))
+    assert fresh == own  # its product has a forward in any case
