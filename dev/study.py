@@ -114,14 +114,14 @@ def noise(args):
 
 
 def tuned(args, name):
-    """The coordinate search at 1,200 steps, from the best learning rate of `bracket`; the lowest trial with more seeds.
-    """
+    """The coordinate search at 1,200 steps, one round from the best learning rate of `bracket`; the lowest trial with
+    more seeds."""
     tried, best = bracket(args, name, 1200, RATES[name], start_of(name, 1200))
     start = dict(learning_rate=best, **start_of(name, 1200))
     values = dict(TRIED, learning_rate=tried)
     sweep(args, name, 1200, [f'--{key}={value}' for key, value in start.items()],
           '--tune', *(f'{key}={",".join(values[key])}' for key in start),
-          f'--noise={"?" if args.dry_run else f"{noise(args):.4f}"}')
+          '--rounds=1', f'--noise={"?" if args.dry_run else f"{noise(args):.4f}"}')
     if not args.dry_run:
         settings = best_of(args, name)
         grid(args, name, 1200, [settings.pop('learning_rate')], settings, MORE_SEEDS[1200])

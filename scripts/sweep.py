@@ -13,7 +13,8 @@ Other keys, such as "about", are for the reader.
 
 A coordinate search starts from what the arguments after -- resolve to (for --optimizer_name=X alone, its row of the
 table), tries one setting at a time over its values with the others as they are, keeps the best if it is lower by more
-than --noise, and ends after a round in which nothing was. OUT_DIR/tuning.json records what was tried and kept:
+than --noise, and ends after a round in which nothing was, or after --rounds. OUT_DIR/tuning.json records what was tried
+and kept:
 
   python scripts/sweep.py --out_dir out/tune --tune learning_rate=5e-4,1e-3,2e-3 gamma=0.05,0.15,0.5 --noise=0.004 \\
       -- config/quickstart.py --optimizer_name=sophiag
@@ -285,7 +286,8 @@ def tune(spec, out_dir, train_items):
     """A coordinate search (see the top of this file); returns its record, which is also kept in tuning.json.
 
     Args:
-        spec: dict with base (arguments of train.py), tune (setting → values) and noise (in the validation loss).
+        spec: dict with base (arguments of train.py), tune (setting → values), noise (in the validation loss) and, where
+            they are limited, the number of rounds over all settings.
         train_items: trains a list of `Item`s.
 
     SystemExit when a run ends without a result.
@@ -313,8 +315,7 @@ def tune(spec, out_dir, train_items):
         return [item.loss for item in items]
 
     lowest, = loss_of([best])
-    improved = True
-    while improved:
+    for number in itertools.count(1):
         improved = False
         for key, grid in spec['tune'].items():
             candidates = [dict(best, **{key: value}) for value in dict.fromkeys(map(exact, grid)) if value != best[key]]
@@ -326,6 +327,8 @@ def tune(spec, out_dir, train_items):
                 best, lowest, improved = chosen, min(found), True
             record.update(best=best, **{'val/loss': lowest, 'settings tried': len(record['trials'])})
             write_json(Path(out_dir) / 'tuning.json', record)
+        if not improved or number == spec.get('rounds'):
+            break
     write_json(Path(out_dir) / 'tuning.json', dict(record, finished=True))
     return record
 
@@ -373,6 +376,8 @@ def main(argv=None):
     parser.add_argument('--noise', type=float, metavar='LOSS',
                         help='of --tune: how much lower a validation loss has to be, such as two standard deviations '
                              'over seeds')
+    parser.add_argument('--rounds', type=int, metavar='N',
+                        help='of --tune: at most so many times over all settings (default: until none gains)')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
     parser.add_argument('--only', type=int, metavar='N', help='train only run number N')
     add_launcher(parser)
@@ -392,10 +397,14 @@ def main(argv=None):
         parser.error('give one of --grid, --spec and --tune')
     if args.tune and not (args.noise or -1) >= 0:
         parser.error('--tune needs --noise=LOSS, at least 0')
+    if args.rounds is not None and (args.rounds < 1 or not args.tune):
+        parser.error('--rounds: of --tune, at least 1')
     if args.grid:
         spec = dict(base=args.base, runs=[grid_of(parser, '--grid', entry) for entry in args.grid])
     elif args.tune:
         spec = dict(base=args.base, tune=grid_of(parser, '--tune', args.tune), noise=args.noise)
+        if args.rounds:
+            spec['rounds'] = args.rounds
     elif args.spec:
         spec = read_json(args.spec)
     elif stored.is_file():

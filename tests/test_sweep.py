@@ -375,7 +375,19 @@ def test_a_coordinate_search_keeps_nothing_within_the_noise(tmp_path, landscape,
     assert 'learning_rate=0.001 is at the edge' in capsys.readouterr().out
 
 
+def test_a_coordinate_search_ends_after_the_rounds_asked_for(tmp_path, landscape):
+    argv = ['--out_dir', str(tmp_path), *TUNE, '--noise=0.01']
+    sweep.main([*argv, '--rounds=1', *BASE])
+    record = json.loads((tmp_path / 'tuning.json').read_text())
+    assert record['finished'] and record['rounds'] == 1 and record['kept']
+    assert len(landscape) == 1 + 4 + 3  # the start, then every other value of either setting once
+    sweep.main([*argv, *BASE])
+    assert len(landscape) > 1 + 4 + 3  # without a limit it goes round again after a gain
+
+
 @pytest.mark.parametrize(('argv', 'message'), [
+    (['--tune', 'seed=1', '--noise=1', '--rounds=0'], '--rounds: of --tune, at least 1'),
+    (['--grid', 'seed=1', '--rounds=2'], '--rounds: of --tune'),
     (['--tune', 'seed=1'], '--tune needs --noise'), (['--tune', 'seed', '--noise=1'], 'write KEY=V1,V2'),
     (['--tune', 'seed=1', '--noise=1', '--grid', 'seed=1'], 'give one of'),
     (['--tune', 'seed=1', '--noise=1', '--only=1'], 'not with --only')])
