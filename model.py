@@ -65,7 +65,7 @@ class GPTConfig:
                    vocab_size=padded_vocab_size(vocab_size))
 
     def model_args(self):
-        """What a checkpoint says of the shape: nanoGPT's arguments, and others where they are not the default, so that
+        """The shape as a checkpoint holds it: nanoGPT's arguments, and others where they are not the default, so that
         nanoGPT reads models that it knows, and an argument added here leaves old checkpoints valid."""
         return {key: value for key, value in asdict(self).items()
                 if key in NANOGPT_ARGS or value != getattr(GPTConfig, key)}
@@ -79,7 +79,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.n_head = config.n_head
-        self.dropout = config.dropout
+        self.config = config
         self.scale = (config.n_embd // config.n_head) ** -0.5
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= layer_idx + 1
@@ -89,9 +89,9 @@ class CausalSelfAttention(nn.Module):
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
                    for t in self.c_attn(x).split(C, dim=2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale,
-                                           dropout_p=self.dropout if self.training else 0.0)
+                                           dropout_p=self.config.dropout if self.training else 0.0)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
-        return F.dropout(y, self.dropout, self.training)
+        return F.dropout(y, self.config.dropout, self.training)
 
 
 class MLP(nn.Module):
@@ -101,12 +101,11 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.dropout = config.dropout
-        self.gelu_approximate = config.gelu_approximate
+        self.config = config
 
     def forward(self, x):
-        x = self.c_proj(F.gelu(self.c_fc(x), approximate=self.gelu_approximate))
-        return F.dropout(x, self.dropout, self.training)
+        x = self.c_proj(F.gelu(self.c_fc(x), approximate=self.config.gelu_approximate))
+        return F.dropout(x, self.config.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -139,7 +138,7 @@ class GPT(nn.Module):
             ln_f=nn.LayerNorm(config.n_embd, bias=config.bias)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
-        self.apply(self._init_weights)
+        self.apply(self._init_weights)  # over what the constructors of submodules have drawn
         # GPT-2's depth scaling: each block adds to the residual stream twice.
         for name, p in self.named_parameters():
             if name.endswith('c_proj.weight'):
@@ -184,13 +183,13 @@ class GPT(nn.Module):
     def flops_per_token(self, T=None):
         """FLOPs to train on one token (forward + backward) at context length T, default block_size.
 
-        Counts every matmul: 6 per weight that multiplies (blocks and head; not the embedding look-ups) and
+        Counts every matmul: 6 per weight that multiplies (a tied head too; not the embedding look-ups) and
         12·n_layer·n_embd·T for QKᵀ and AV, the causal half counted in full: the convention of Chowdhery et al.
         (2022), which the paper's Table 2 follows.
         """
         c = self.config
-        weights = sum(p.numel() for module in (self.transformer.h, self.lm_head) for p in module.parameters()
-                      if p.dim() > 1)
+        weights = sum(p.numel() for module in self.modules() if not isinstance(module, nn.Embedding)
+                      for p in module.parameters(recurse=False) if p.dim() > 1)
         return 6 * weights + 12 * c.n_layer * c.n_embd * (T or c.block_size)
 
     @torch.no_grad()

@@ -302,13 +302,14 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
         raise ValueError(f'build_optimizer: no setting {", ".join(sorted(unknown))}')
     chosen, params = row(name), list(params)
     if chosen.roles and not any(isinstance(group, dict) for group in params):
-        params = role_groups(chosen.roles, dict(hidden=[p for p in params if p.dim() == 2], embedding=[],
-                                                vector=[p for p in params if p.dim() != 2]))
+        params = role_groups(chosen.roles, params, {id(p) for p in params})
     optimizer = chosen.build(params, SimpleNamespace(**{**NEUTRAL, **chosen.settings, **given, 'learning_rate': lr,
                                                         'compile': compile, 'optimizer_name': name}))
     for group in optimizer.param_groups:  # a builder's own learning rate of a group follows the schedule, too
         if group['lr'] != lr and lr:
             group.setdefault('lr_scale', group['lr'] / lr)
+    if not chosen.library:  # a library may count in such entries
+        optimizer.as_built = set(optimizer.defaults)  # which a checkpoint does not overrule at resume
     optim.back_to_training(optimizer)  # schedule-free ones start in evaluation mode
     return optimizer
 
@@ -325,21 +326,25 @@ def parameter_groups(model, weight_decay, optimizer_name='adamw'):
     others, i.e. embeddings and head; 'vector', norms and biases. Each has its `role`, and what the row says of that.
     """
     params = [p for p in model.parameters() if p.requires_grad]
+    decayed = {id(p) for p in params if p.dim() >= 2}
+    groups = [{'params': params}]
     if roles := row(optimizer_name).roles:
-        blocks, members = {id(p) for p in model.transformer.h.parameters()}, dict(hidden=[], embedding=[], vector=[])
-        for p in params:
-            matrix = 'hidden' if id(p) in blocks and p.dim() == 2 else 'embedding'
-            members[matrix if p.dim() >= 2 else 'vector'].append(p)
-        return role_groups(roles, members, hidden=dict(weight_decay=weight_decay),
-                           embedding=dict(weight_decay=weight_decay), vector=dict(weight_decay=0.0))
-    return [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
-            {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+        groups = role_groups(roles, params, {id(p) for p in model.transformer.h.parameters()})
+    found = []
+    for group in groups:
+        halves = [{'weight_decay': weight_decay if decay else 0.0, **group,
+                   'params': [p for p in group['params'] if (id(p) in decayed) == decay]} for decay in (True, False)]
+        found += [half for half in halves if half['params']] or halves[:1]
+    return found
 
 
-def role_groups(roles, members, **settings):
-    """A param group for each role of `members`, with its `settings`, over which go those of the row's `roles`."""
-    return [{'params': params, 'role': role, **settings.get(role, {}), **roles[role]}
-            for role, params in members.items()]
+def role_groups(roles, params, hidden):
+    """The `params` as a param group for each role, with what `roles` says of it; `hidden` has the ids of those in the
+    blocks."""
+    members = dict(hidden=[], embedding=[], vector=[])
+    for p in params:
+        members['vector' if p.dim() < 2 else 'hidden' if p.dim() == 2 and id(p) in hidden else 'embedding'].append(p)
+    return [{'params': members[role], 'role': role, **roles[role]} for role in members]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

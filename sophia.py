@@ -7,6 +7,8 @@
 A training step with any model; the first line only in every k-th iteration:
 
     optimizer.update_hessian(gauss_newton_bartlett(model(x), optimizer))
+    optimizer.zero_grad()
+    F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
     optimizer.step()
 
 Symbols are the paper's: m (EMA of the gradient), h (EMA of the diagonal Hessian estimate ĥ), γ, β1, β2, ε, k. Frozen
@@ -40,15 +42,25 @@ def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, cl
     The settings are those of `Sophia`.
     """
     torch._foreach_lerp_(ms, grads, 1 - beta1)
-    denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if squared else hs, gamma)
-    torch._foreach_clamp_min_(denominator, eps)
-    update = torch._foreach_div(ms, denominator)
+    update = precondition(ms, hs, gamma, eps, squared)
     if clipping == 'element':
-        torch._foreach_clamp_min_(update, -1.0)
-        torch._foreach_clamp_max_(update, 1.0)
+        clip_(update)
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     torch._foreach_mul_(update, -lr)
     torch._foreach_add_(params, update)
+
+
+def precondition(ms, hs, gamma, eps, squared):
+    """m / max(γ·h, ε), new tensors."""
+    denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if squared else hs, gamma)
+    torch._foreach_clamp_min_(denominator, eps)
+    return torch._foreach_div(ms, denominator)
+
+
+def clip_(update):
+    """clip(·, 1) of each coordinate, in place."""
+    torch._foreach_clamp_min_(update, -1.0)
+    torch._foreach_clamp_max_(update, 1.0)
 
 
 @functools.cache
@@ -174,7 +186,7 @@ class Sophia(HessianOptimizer):
     """Algorithm 3: m ← β1·m + (1−β1)·g;  θ ← θ − lr·λ·θ;  θ ← θ − lr·clip(m / max(γ·h, ε), 1).
 
     h changes only in `update_hessian`, h ← β2·h + (1−β2)·ĥ, to be called every k-th iteration before `step`. Neither m
-    nor, by default, h is bias-corrected. A `step` before the first estimate is sign momentum, and says so once.
+    nor, by default, h is bias-corrected. A `step` before the first estimate is sign momentum, and warns.
 
     Args:
         params: parameters or param groups, best in float32: bfloat16 drops updates below 1/256 of a value, most of
@@ -233,15 +245,17 @@ class Sophia(HessianOptimizer):
         return group['gamma'] / (correction ** 0.5 if group['squared'] else correction)
 
     def unclipped_fraction(self):
-        """Fraction of coordinates with |m / max(γ·h, ε)| < 1 in the latest update, a 0-d tensor; None before the first
-        step. The paper chooses γ so that it lies between 0.1 and 0.5."""
+        """Fraction of coordinates of m / max(γ·h, ε) that the clip leaves as they are in the latest update, a 0-d
+        tensor; None before the first step. The paper chooses γ so that it lies between 0.1 and 0.5."""
         inside, hs = [], []
         for group in self.param_groups:
             for state in (self.state[p] for p in group['params'] if p in self.state):
                 if 'exp_avg' in state and 'hessian' in state:
                     m, h = local([state['exp_avg'], state['hessian']])
-                    h = h.sqrt() if group['squared'] else h
-                    inside.append((m.abs() < (self.effective_gamma(group) * h).clamp_(min=group['eps'])).sum())
+                    clipped = precondition([m], [h], self.effective_gamma(group), group['eps'], group['squared'])
+                    update = clipped[0].clone()
+                    clip_(clipped)
+                    inside.append((clipped[0] == update).sum())
                     hs.append(state['hessian'])
         if not inside:
             return None
@@ -256,6 +270,9 @@ class Sophia(HessianOptimizer):
 
 def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, retain_graph=False):
     """Algorithm 2: an estimate of the Gauss-Newton diagonal from labels that the model itself draws.
+
+    train.py does not call this: the hook in hessian.py draws the labels while training runs its own forward, and adds
+    their loss to a `GaussNewtonBartlett`.
 
     Args:
         outputs: what the model computed with a graph, (…, V) logits of B predictions; or an iterable of such, one per
@@ -333,6 +350,8 @@ class GaussNewtonBartlett:
 
 def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
     """Algorithm 1: an unbiased estimate of the Hessian's diagonal, of any sign.
+
+    train.py does not call this: the hook in hessian.py adds its products to a `Hutchinson`.
 
     Args:
         losses: the mean loss of a mini-batch, a 0-d tensor with a graph that can be differentiated twice (no
@@ -481,12 +500,12 @@ def add_gradients(totals, loss, params, retain_graph=False):
 
 
 def local(tensors):
-    """`tensors`, of sharded ones this rank's part."""
+    """`tensors`, each DTensor replaced by its local shard."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
 def add_shards(count, tensors):
-    """`count`, made of the `local` part of `tensors`, added up (in place) over all ranks if they are sharded."""
+    """`count`, computed from the `local` shards of `tensors`, summed over the ranks in place if they are sharded."""
     if any(isinstance(t, DTensor) for t in tensors):
         dist.all_reduce(count)
     return count

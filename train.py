@@ -61,7 +61,7 @@ trackio_log = False  # mirror them to trackio, which keeps them on this machine;
 dataset = 'openwebtext'  # a directory under data/, or a path
 total_batch_size = 480  # sequences per iteration over all devices
 batch_size = 12  # sequences per micro-batch of one device
-gradient_accumulation_steps = 0  # micro-batches per device and iteration; 0 = what total_batch_size makes it
+gradient_accumulation_steps = 0  # micro-batches per device and iteration; 0 = derived from total_batch_size
 block_size = 1024  # tokens per sequence
 # model
 model_size = '125M'  # row of the tables of sizes and peak learning rates
@@ -87,11 +87,11 @@ hessian_bias_correction = derived(bool)  # Sophia: divide h by 1 − β2ⁿ afte
 grad_clip = 1.0  # clip gradients at this norm; 0 = off
 # schedule
 max_iters = 100000  # T, number of iterations
-schedule = 'cosine'  # after the warm-up: 'cosine', 'linear', 'constant', or 'wsd', constant until the cooldown
+schedule = 'cosine'  # after the warm-up: 'cosine', 'linear', 'constant', or 'wsd', linear in the last fifth
 decay_lr = True  # warm-up and schedule; False = learning_rate throughout
 warmup_iters = 2000  # linear warm-up
 lr_decay_iters = derived(int)  # iteration at which the decay ends
-cooldown_iters = derived(int)  # of 'wsd': iterations of linear decay at its end
+cooldown_iters = derived(int)  # the decay takes the last so many of lr_decay_iters; 0 = all after the warm-up
 branch_cooldown = 0  # with init_from = a checkpoint of a 'wsd' run: a new run, which decays from there in so many
 min_lr = derived(float)  # final learning rate
 min_lr_ratio = 0.05  # final / peak learning rate, where min_lr is not given
@@ -135,7 +135,8 @@ def resolve(argv):
     c.require('dtype', c.parallel == 'ddp' or c.dtype != 'float16', f'bfloat16 or float32 for --parallel={c.parallel}')
     c.require('n_head', c.n_embd % c.n_head == 0, f'a divisor of n_embd = {c.n_embd}')
     c.require('schedule', c.schedule in SCHEDULES, f'one of {", ".join(SCHEDULES)}')
-    c.require('cooldown_iters', c.schedule == 'wsd' or not c.cooldown_iters, f'0 for --schedule={c.schedule}')
+    decays = SCHEDULES[c.schedule](1.0) < 1
+    c.require('cooldown_iters', decays or not c.cooldown_iters, f'0 for --schedule={c.schedule}')
     c.require('cooldown_iters', c.cooldown_iters <= c.lr_decay_iters, f'at most lr_decay_iters = {c.lr_decay_iters}')
     optimizers.check_settings(c)
     return c
@@ -148,19 +149,20 @@ def resolve(argv):
 SCHEDULES = {
     'cosine': lambda t: 0.5 * (1 + math.cos(math.pi * t)),
     'linear': lambda t: 1 - t,
-    'wsd': lambda t: 1 - t,  # decays in the last cooldown_iters only
+    'wsd': lambda t: 1 - t,
     'constant': lambda t: 1.0,
 }
 
 
 def learning_rate_at(c, iteration):
-    """The learning rate of an iteration: linear warm-up, then c.schedule until lr_decay_iters, then min_lr (for
-    'constant' the peak). Without decay_lr not even a warm-up, as in nanoGPT."""
+    """The learning rate of an iteration: linear warm-up, the peak until cooldown_iters are left if these are set, then
+    c.schedule until lr_decay_iters, then min_lr (for 'constant' the peak). Without decay_lr not even a warm-up, as in
+    nanoGPT."""
     if not c.decay_lr:
         return c.learning_rate
     if iteration < c.warmup_iters:
         return c.learning_rate * (iteration + 1) / (c.warmup_iters + 1)
-    first = c.lr_decay_iters - c.cooldown_iters if c.schedule == 'wsd' else c.warmup_iters
+    first = c.lr_decay_iters - c.cooldown_iters if c.cooldown_iters else c.warmup_iters
     left = SCHEDULES[c.schedule](min(1.0, max(0.0, (iteration - first) / max(1, c.lr_decay_iters - first))))
     return c.learning_rate if left == 1 else c.min_lr + left * (c.learning_rate - c.min_lr)  # the peak exactly
 
@@ -307,7 +309,8 @@ def train_step(run, sequences, iter_num, requests=()):
         X, Y = tokens[:, :-1], tokens[:, 1:]
         world.set_gradient_sync(run.model, micro_step == len(micro_batches) - 1, estimating)
         with run.autocast:
-            # Through the hook, which may sample labels from the same logits. Divided because gradients add up.
+            # Through the hook, which may sample labels from the same logits. Divided because gradients add up. A term
+            # added here escapes evaluation and Sophia-H: it belongs at the end of GPT.forward, or in loss.py.
             loss = hessian.forward(run.model, X, Y) / len(micro_batches)
         hessian.backward(loss_scale)
         run.scaler.scale(loss).backward()
@@ -343,7 +346,7 @@ def train_step(run, sequences, iter_num, requests=()):
 
 
 def main(argv):
-    """Trains as the config files and flags `argv` say. SystemExit with one line when that cannot be."""
+    """Trains as the config files and flags `argv` say. SystemExit with one line where they are invalid."""
     sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
     with one_message():
         c = resolve(argv)
@@ -354,7 +357,7 @@ def main(argv):
     # Devices, data, model
     world = World(c.device, c.backend, c.parallel)
     torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
-    torch.set_flush_denormal(True)  # sharp attention is full of them, and they halve the speed of a CPU
+    torch.set_flush_denormal(True)  # sharp attention produces many, and they halve the speed of a CPU
     with world.exit_together():
         train_data, val_data = open_dataset(c.dataset, c.block_size)
     fingerprints = dict(train=train_data.fingerprint(), val=fingerprint([*val_data.values()]))

@@ -26,8 +26,8 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
     mini-batch are then spread evenly over the ranks.
 
     Args:
-        num_tokens: of the split; or, for a mixture, a list of those of its parts. Starts then count through the parts
-            as if they stood one after another; no sequence crosses from one to the next.
+        num_tokens: of the split, or a list of those of its parts. Starts then count through the parts as if they stood
+            one after another; no sequence crosses from one to the next.
         weights: the share that each part has in the mixture; their sum is 1.
     """
     fraction = (keyed_bits(seed, SEQUENCES, iteration, n) >> np.uint64(11)) * 2.0 ** -53
@@ -117,10 +117,6 @@ class Bin:
     def bins(self):
         """As a Mixture has them."""
         return [self]
-
-    def sequence_starts(self, seed, iteration, n, block_size):
-        """See `sequence_starts`."""
-        return sequence_starts(seed, iteration, n, len(self), block_size)
 
     def where(self, starts):
         """The file, and the places in it, where the sequences start."""
@@ -220,11 +216,6 @@ class Mixture:
     def __len__(self):
         return int(self.first[-1])
 
-    def sequence_starts(self, seed, iteration, n, block_size):
-        """See `sequence_starts`."""
-        return sequence_starts(seed, iteration, n, [len(bin) for bin in self.bins], block_size,
-                               [bin.weight for bin in self.bins])
-
     def _by_bin(self, starts):
         """(index of the bin, start within it) of each of `starts`."""
         index = np.searchsorted(self.first, starts, side='right') - 1
@@ -320,7 +311,9 @@ class TrainLoader:
         """Sequence starts of a rank's share (default: this one's) of the mini-batch of `iteration`, int64 (B,), and of
         what follows it, int64 (n,)."""
         B = self.total_batch_size
-        starts = self.data.sequence_starts(self.seed, iteration, B + self.fresh_sequences(iteration), self.block_size)
+        starts = sequence_starts(self.seed, iteration, B + self.fresh_sequences(iteration),
+                                 [len(bin) for bin in self.data.bins], self.block_size,
+                                 [bin.weight for bin in self.data.bins])
         first = self.rank if rank is None else rank
         return starts[:B][first::self.world_size], starts[B:][first::self.world_size]
 

@@ -24,8 +24,8 @@ from scripts.speedup import noise_of, same_horizon, tuned_at_each_T
 
 # What metrics.jsonl holds. tests/test_docs.py compares the keys with those of a run.
 METRICS = {
-    'iter': 'updates made so far',
-    'tokens': 'tokens seen so far',
+    'iter': 'number of the iteration, from 0; on a line with a validation loss, iterations completed',
+    'tokens': 'tokens of the iterations before this one',
     'time': 'seconds spent in iterations so far, evaluation left out',
     'train/loss': "mean over the iteration's whole mini-batch, before its update",
     'val/loss': 'mean over fixed, non-overlapping sequences of the validation set, the same for every run; of a '
@@ -34,8 +34,8 @@ METRICS = {
     'lr': 'learning rate of the iteration',
     'grad_norm': 'ℓ2 norm of the gradient before clipping',
     'grad_clipped': 'fraction of the iterations so far whose gradient was clipped',
-    'update_unclipped': 'Sophia: fraction of coordinates with |m / max(γh, ε)| < 1; choose γ such that it stays '
-                        'between 0.1 and 0.5',
+    'update_unclipped': 'Sophia: fraction of coordinates of m / max(γh, ε) that the clip leaves as they are; choose γ '
+                        'such that it stays between 0.1 and 0.5',
     'hessian_norm': 'ℓ2 norm of h, where the optimizer has one',
     'momentum_norm': 'ℓ2 norm of m, where the optimizer has one',
     'param_norm': 'ℓ2 norm of the parameters',
@@ -173,20 +173,27 @@ def study_losses():
 
 
 def study_search():
-    """The finished coordinate searches: the loss of each value of one setting, all others as they were found."""
-    searches = {name: record for name in STUDY if (path := ROOT / f'records/study/1200/{name}/tuning.json').is_file()
+    """The finished coordinate searches: the loss of each value of one setting, the others as they were in that round.
+    """
+    searches = {name: searched(record) for name in STUDY
+                if (path := ROOT / f'records/study/1200/{name}/tuning.json').is_file()
                 and (record := read_json(path)).get('finished')}
-
-    def losses_by_value(record, key):
-        found = record['start'] | {change['setting']: change['to'] for change in record['kept']}
-        ends = {tuple(float(trial[k]) for k in found): trial['val/loss'] for trial in record['trials']}
-        for value in sorted(record['tune'].get(key, []), key=float):
-            end = ends[tuple(float(v) for v in {**found, key: value}.values())]
-            yield f'{value}: {end:.3f}' if end else f'{value}: diverged'
-
     return table(['', *map(optimizer_label, searches)],
-                 [[symbol, *(', '.join(losses_by_value(record, key)) or '–' for record in searches.values())]
-                  for key, symbol in SYMBOLS.items()])
+                 [[symbol, *(found.get(key, '–') for found in searches.values())] for key, symbol in SYMBOLS.items()])
+
+
+def searched(record):
+    """Setting → its values with their losses in the first round of a search; the value that it went on with is bold."""
+    settings, cells = dict(record['start']), {}
+    losses = {tuple(float(trial[key]) for key in settings): trial['val/loss'] for trial in record['trials']}
+    for key in record['tune']:
+        tried = {value: losses[tuple(float(v) for v in {**settings, key: value}.values())]
+                 for value in sorted(record['tune'][key], key=float)}
+        settings[key] = next((change['to'] for change in record['kept'] if change['setting'] == key), settings[key])
+        cells[key] = ', '.join(mark.format(f'{value}: ' + (f'{loss:.3f}' if loss else 'diverged'))
+                               for value, loss in tried.items()
+                               for mark in ['**{}**' if float(value) == float(settings[key]) else '{}'])
+    return cells
 
 
 PAGES = {'README.md': [study_losses],

@@ -51,7 +51,7 @@ HARMLESS = {
     'compile'}
 
 # What a param group keeps as it was built at resume, besides what has the name of a setting: the command line sets it.
-AS_BUILT = {'params', 'lr', 'initial_lr', 'betas', 'momentum', 'fused', 'foreach', 'capturable'}
+AS_BUILT = {'params', 'lr', 'initial_lr', 'lr_scale', 'role', 'betas', 'momentum', 'fused', 'foreach', 'capturable'}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Saving
@@ -476,9 +476,9 @@ def compare(path, state, config, model_args, data, ignore_data_change=False, def
 def restore(path, state, model, optimizer, scaler):
     """Puts the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler.
 
-    Of the optimizer everything is restored, counters in its param groups included, except what the command line sets
-    (AS_BUILT and whatever has the name of a setting). No communication, sharded or not. SystemExit with one line when
-    something does not fit.
+    Of the optimizer everything is restored, counters in its param groups included, except what the command line or the
+    code sets: AS_BUILT, whatever has the name of a setting, and `optimizer.as_built`, where it has that. No
+    communication, sharded or not. SystemExit with one line when something does not fit.
     """
     try:
         names = {id(p): name for name, p in model.named_parameters()}
@@ -494,7 +494,7 @@ def restore(path, state, model, optimizer, scaler):
                                        for i, p in enumerate(params.values()) if i in saved['state']})
         else:
             model.load_state_dict(state['model'])
-        _restore_optimizer(optimizer, saved, AS_BUILT | state['config'].keys())
+        _restore_optimizer(optimizer, saved, AS_BUILT | state['config'].keys() | getattr(optimizer, 'as_built', set()))
         if state['scaler']:
             scaler.load_state_dict(state['scaler'])
     except (Exception, CheckpointException) as error:
@@ -510,6 +510,9 @@ def _spread(value, like):
 
 def _restore_optimizer(optimizer, saved, as_built):
     built = optimizer.state_dict()['param_groups']
+    if len(saved['param_groups'] or built) != len(built):
+        raise ValueError(f'{len(saved["param_groups"])} param groups were saved, and there are {len(built)} here: was '
+                         'parameter_groups edited?')
     params = [p for group in optimizer.param_groups for p in group['params']]
     numbers = [i for group in saved['param_groups'] or built for i in group['params']]
     for p, i in zip(params, numbers):
@@ -520,7 +523,7 @@ def _restore_optimizer(optimizer, saved, as_built):
             if isinstance(ours[key], (int, float)) and not isinstance(theirs[key], (int, float, torch.Tensor)):
                 raise ValueError(f'{key} of a param group is {theirs[key]!r:.80}')
     groups = [{**ours, **{key: value for key, value in theirs.items() if key not in as_built or key == 'params'}}
-              for ours, theirs in zip(built, saved['param_groups'] or built, strict=True)]
+              for ours, theirs in zip(built, saved['param_groups'] or built)]
     optimizer.load_state_dict(dict(state=saved['state'], param_groups=groups))
     for p, i in zip(params, numbers):
         if i in saved['state']:

@@ -33,15 +33,16 @@ def inherit_settings(c):
     c.require('init_from', checkpoint.number(path) >= 0, 'a checkpoint, DIRECTORY/ckpt_ITERATION, for a branch')
     saved = checkpoint.load(path, weights=False)[1]
     before, start = saved['config'], saved['iter_num']
-    stable = dict(wsd=before.get('lr_decay_iters', 0) - before.get('cooldown_iters', 0), constant=math.inf)
     schedule = before.get('schedule', 'cosine') if before.get('decay_lr', True) else 'constant'
-    if schedule not in stable:
+    stable = before.get('lr_decay_iters', 0) - before.get('cooldown_iters', 0) if schedule != 'constant' else math.inf
+    if schedule != 'constant' and not before.get('cooldown_iters'):
         raise SystemExit(f'{path}: its run had --schedule={schedule}; branches are of a run with --schedule=wsd')
-    if not before.get('warmup_iters', 0) <= start <= stable[schedule]:
+    if not before.get('warmup_iters', 0) <= start <= stable:
         raise SystemExit(f'{path}: its learning rate is not the peak; branches start after the warm-up, '
-                         f'{before.get("warmup_iters", 0)}, and not after {stable[schedule]}, where the cooldown began')
+                         f'{before.get("warmup_iters", 0)}, and not after {stable}, where the cooldown began')
     end = start + c.branch_cooldown
-    fixed = dict(schedule='wsd', decay_lr=True, max_iters=end, lr_decay_iters=end, cooldown_iters=c.branch_cooldown)
+    fixed = dict(schedule='wsd' if schedule == 'constant' else schedule, decay_lr=True, max_iters=end,
+                 lr_decay_iters=end, cooldown_iters=c.branch_cooldown)
     for key, value in fixed.items():
         if c.sources[key] == 'flag' and c.values[key] != value:
             raise SystemExit(f'--{key}={c.values[key]}: --branch_cooldown={c.branch_cooldown} makes it {value}; leave '

@@ -136,6 +136,14 @@ def test_flops_per_token_counts_the_matrix_products():
     assert counter.get_total_flops() == model.flops_per_token() * idx.numel()
 
 
+def test_flops_per_token_counts_what_is_added_outside_of_the_blocks():
+    model, wider = tiny(), tiny()
+    wider.transformer.mtp = torch.nn.Linear(8, 5)
+    assert wider.flops_per_token() == model.flops_per_token() + 6 * 8 * 5
+    wider.lm_head.weight = torch.nn.Parameter(wider.lm_head.weight.detach().clone())  # untied: as many products
+    assert wider.flops_per_token() == model.flops_per_token() + 6 * 8 * 5
+
+
 def test_weight_decay_on_matrices_only():
     model = tiny(bias=True)
     decayed, rest = parameter_groups(model, 0.1)

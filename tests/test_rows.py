@@ -147,6 +147,26 @@ def test_a_role_has_its_share_of_the_learning_rate(monkeypatch):
     assert [group['weight_decay'] for group in optimizer.param_groups] == [0.1, 0.0, 0.0]
 
 
+def test_what_the_code_says_of_a_param_group_is_not_overruled_by_a_checkpoint(tmp_path, monkeypatch):
+    def optimizer(squared, lr_scale):
+        build = lambda groups, s: Sophia(groups, lr=LR, squared=squared, bias_correction=True)  # noqa: E731
+        monkeypatch.setitem(OPTIMIZERS, 'sophiag', dataclasses.replace(OPTIMIZERS['sophiag'], build=build))
+        return build_optimizer('sophiag', [dict(params=model.parameters(), lr_scale=lr_scale)], lr=LR)
+
+    model = tiny_gpt()
+    saved = optimizer(squared=True, lr_scale=0.1)
+    saved.update_hessian([torch.ones_like(p) for p in model.parameters()])
+    state = dict(model=model.state_dict(), optimizer=saved.state_dict(), scaler={}, config={})
+    restored = optimizer(squared=False, lr_scale=0.5)
+    checkpoint.restore(tmp_path / 'ckpt_00000001.pt', state, model, restored, None)
+    group, = restored.param_groups
+    assert (group['squared'], group['lr_scale'], group['hessian_step']) == (False, 0.5, 1)
+    assert all((restored.state[p]['hessian'] > 0).all() for p in model.parameters())
+    two = Sophia([dict(params=[p]) for p in model.parameters()], lr=LR)
+    message = rejection(checkpoint.restore, tmp_path / 'ckpt_00000001.pt', state, model, two, None)
+    assert '1 param groups were saved' in message and 'was parameter_groups edited?' in message
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # In training
 

@@ -16,7 +16,7 @@ from runtime import checkpoint
 def schedule(name, **settings):
     """The learning rates of 101 iterations: peak 1, warm-up 10, final 0.1."""
     c = SimpleNamespace(**{**dict(schedule=name, decay_lr=True, learning_rate=1.0, min_lr=0.1, warmup_iters=10,
-                                  lr_decay_iters=100, cooldown_iters=20), **settings})
+                                  lr_decay_iters=100, cooldown_iters=20 * (name == 'wsd')), **settings})
     return [train.learning_rate_at(c, i) for i in range(101)]
 
 
@@ -29,6 +29,10 @@ def test_shapes():
     assert set(found['wsd'][10:81]) == {1.0} and found['wsd'][81] < 1
     assert found['wsd'][90] == pytest.approx(0.55) and found['wsd'][100] == pytest.approx(0.1)
     assert set(found['constant'][10:]) == {1.0}
+    # Any schedule decays in the last cooldown_iters.
+    cooled = schedule('cosine', cooldown_iters=20)
+    assert set(cooled[10:81]) == {1.0} and cooled[90] == pytest.approx(0.55)
+    assert cooled[85] - 0.1 == pytest.approx(0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
     # Longer than planned: the final learning rate.
     assert schedule('linear', lr_decay_iters=50)[70] == schedule('wsd', lr_decay_iters=50)[70] == pytest.approx(0.1)
     assert schedule('wsd', decay_lr=False) == [1.0] * 101
@@ -40,6 +44,7 @@ def test_settings_of_schedules():
     assert resolve().cooldown_iters == 0
     for flags, message in [(['--schedule=cosin'], '--schedule=cosin: must be one of cosine, linear, wsd, constant'),
                            (['--schedule=wsd', '--cooldown_iters=99'], '--cooldown_iters=99: must be at most'),
+                           (['--schedule=constant', '--cooldown_iters=9'], 'must be 0 for --schedule=constant'),
                            (['--branch_cooldown=3'], "must be a checkpoint, DIRECTORY/ckpt_ITERATION"),
                            (['--branch_cooldown=3', '--init_from=ckpt_00000001.pt'], 'no such checkpoint')]:
         assert message in rejection(resolve, *flags)

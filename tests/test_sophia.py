@@ -103,6 +103,21 @@ def test_unclipped_fraction(squared, inside):
     assert optimizer.unclipped_fraction().item() == pytest.approx(inside / 5)
 
 
+def test_the_unclipped_fraction_follows_an_edit_of_the_rule(monkeypatch):
+    def clip_at_two(update):
+        torch._foreach_clamp_min_(update, -2.0)
+        torch._foreach_clamp_max_(update, 2.0)
+
+    monkeypatch.setattr('sophia.clip_', clip_at_two)
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = Sophia([p], lr=1.0, betas=(0, 0), gamma=1.0, weight_decay=0)
+    optimizer.update_hessian([torch.ones(3)])
+    p.grad = torch.tensor([0.5, -1.5, 3.0])
+    optimizer.step()
+    assert p.tolist() == [-0.5, 1.5, -2.0]
+    assert optimizer.unclipped_fraction().item() == pytest.approx(2 / 3)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Section "Theoretical Analysis": the run time does not depend on the condition number
 
