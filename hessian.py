@@ -54,7 +54,7 @@ class Hook(ABC):
 
     @abstractmethod
     def finish(self, loss_scale=1.0):
-        """Passes the estimate to the optimizer; FloatingPointError if it is not finite, and nothing of it is taken."""
+        """Passes the estimate to the optimizer; FloatingPointError if it is not finite: none of it is used."""
 
 
 class FirstOrder(Hook):
@@ -100,8 +100,8 @@ class HessianHook(Hook):
 
     @staticmethod
     def is_due(iter_num, interval):
-        """Whether to estimate at an iteration. The data loader asks ahead of it, and what counts FLOPs without a run:
-        nothing else may matter."""
+        """Whether to estimate at an iteration. Depends on its arguments only: the data loader asks ahead of the
+        iteration, FLOP counts ask without a run."""
         return iter_num % interval == 0
 
     @classmethod
@@ -139,7 +139,7 @@ class GNBHook(HessianHook):
     cost = dict(own=2 / 3, fresh=1.0)
 
     def start(self, iter_num):
-        self.loss_hat = self.uniforms = self.estimator = None  # also of an iteration that was skipped
+        self.loss_hat = self.uniforms = self.estimator = None  # clears what a skipped iteration left
         if super().start(iter_num):
             self.estimator = GaussNewtonBartlett(self.optimizer)
         return self.due

@@ -41,8 +41,7 @@ def head_loss(x, lm_head, targets=None, labels_hat=None, uniforms=None, return_l
     """The logits lm_head(x) and their mean loss, or the loss alone: then logits are not kept, and it can be
     differentiated once, not twice.
 
-    What logits are, `lm_head` says, and what their loss is, `token_loss`: each is called in several places, here and
-    below.
+    `lm_head` defines the logits, `token_loss` their loss: each is called in several places.
 
     Args:
         x: (B, T, C) hidden states.

@@ -27,8 +27,8 @@ AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds 
 
 OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian', 'sophiag': 'Sophia-G',
                     'sophiah': 'Sophia-H', 'ef_clip': 'E-F+clip', 'ah_clip': 'AH+clip', 'clip': 'Clip',
-                    'normalize': 'Normalize', 'gnb_noclip': 'GNB', 'muon': 'Muon', 'normuon': 'NorMuon',
-                    'soap': 'SOAP', 'ademamix': 'AdEMAMix', 'mars': 'MARS', 'adopt': 'ADOPT',
+                    'normalize': 'Normalize', 'gnb_noclip': 'GNB without clipping', 'muon': 'Muon',
+                    'normuon': 'NorMuon', 'soap': 'SOAP', 'ademamix': 'AdEMAMix', 'mars': 'MARS', 'adopt': 'ADOPT',
                     'schedulefree': 'Schedule-Free AdamW', 'prodigy': 'Prodigy', 'signum': 'Signum'}
 
 # How an axis calls a setting.

@@ -1,11 +1,12 @@
 """Final validation losses of many runs: against steps, FLOPs, model size or learning rate, one line per optimizer.
 
-  Figure "add_res":       python scripts/paper/final_losses.py out/sweep
-  Figure "head" (d):      python scripts/paper/final_losses.py out/sizes --x parameters
-  Figure "ablation" (a):  python scripts/paper/final_losses.py out/interval --by hessian_interval --x flops
-  Figure "ablation" (b):  python scripts/paper/final_losses.py out/preconditioners
-  Figure "ablation" (c):  python scripts/paper/final_losses.py out/clipping
-  Figure "66b":           python scripts/paper/final_losses.py out/rates --x learning_rate
+  Figure "add_res": python scripts/paper/final_losses.py out/sweep
+  Figure "head" (d): python scripts/paper/final_losses.py out/sizes --x parameters
+  Figure "ablation" (a): python scripts/paper/final_losses.py out/interval --by optimizer_name hessian_interval \\
+      --x flops
+  Figure "ablation" (b): python scripts/paper/final_losses.py out/preconditioners
+  Figure "ablation" (c): python scripts/paper/final_losses.py out/clipping
+  Figure "66b": python scripts/paper/final_losses.py out/rates --x learning_rate
 
 Runs that differ in their seed are averaged; of those that differ otherwise, at the same x and on the same line, the
 best is drawn: the learning rate is tuned for each point. Unfinished runs are left out.
