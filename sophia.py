@@ -252,10 +252,10 @@ class Sophia(HessianOptimizer):
             for state in (self.state[p] for p in group['params'] if p in self.state):
                 if 'exp_avg' in state and 'hessian' in state:
                     m, h = local([state['exp_avg'], state['hessian']])
-                    clipped = precondition([m], [h], self.effective_gamma(group), group['eps'], group['squared'])
-                    update = clipped[0].clone()
-                    clip_(clipped)
-                    inside.append((clipped[0] == update).sum())
+                    update, = precondition([m], [h], self.effective_gamma(group), group['eps'], group['squared'])
+                    clipped = update.clone()
+                    clip_([clipped])
+                    inside.append((clipped == update).sum())
                     hs.append(state['hessian'])
         if not inside:
             return None

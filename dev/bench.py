@@ -57,7 +57,7 @@ from runtime import optim
 from runtime.device import check_device, peak_flops
 from runtime.distributed import World
 from runtime.rng import keyed_bits
-from scripts.runs import show_progress, writable, write_json
+from scripts.runs import estimates_per_iteration, show_progress, writable, write_json
 from sophia import parameters
 
 TINY = '--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --total_batch_size=4 --batch_size=2'
@@ -148,7 +148,7 @@ class Case:
         average = plain
         if self.seconds[True] and self.seconds[False]:
             extra = statistics.median(self.seconds[True]) - plain
-            extra_on_average = extra * self.run.hessian.estimates(c.hessian_interval, c.max_iters) / c.max_iters
+            extra_on_average = extra * estimates_per_iteration(c.optimizer_name, c.hessian_interval, c.max_iters)
             average += extra_on_average
             row.update(hessian_ms=1e3 * extra, hessian_share=extra_on_average / plain)
         tokens = c.total_batch_size * c.block_size

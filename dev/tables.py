@@ -183,16 +183,17 @@ def study_search():
 
 
 def searched(record):
-    """Setting → its values with their losses in the first round of a search; the value that it went on with is bold."""
+    """Setting → its values with their losses in the first round of a search; the value that the search kept is bold."""
     settings, cells = dict(record['start']), {}
     losses = {tuple(float(trial[key]) for key in settings): trial['val/loss'] for trial in record['trials']}
-    for key in record['tune']:
-        tried = {value: losses[tuple(float(v) for v in {**settings, key: value}.values())]
-                 for value in sorted(record['tune'][key], key=float)}
+    for key, values in record['tune'].items():
+        tried = {value: losses[tuple(float(v) for v in {**settings, key: value}.values())] for value in values}
         settings[key] = next((change['to'] for change in record['kept'] if change['setting'] == key), settings[key])
-        cells[key] = ', '.join(mark.format(f'{value}: ' + (f'{loss:.3f}' if loss else 'diverged'))
-                               for value, loss in tried.items()
-                               for mark in ['**{}**' if float(value) == float(settings[key]) else '{}'])
+        texts = []
+        for value in sorted(values, key=float):
+            text = f'{value}: {tried[value]:.3f}' if tried[value] else f'{value}: diverged'
+            texts.append(f'**{text}**' if float(value) == float(settings[key]) else text)
+        cells[key] = ', '.join(texts)
     return cells
 
 

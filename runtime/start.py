@@ -34,9 +34,11 @@ def inherit_settings(c):
     saved = checkpoint.load(path, weights=False)[1]
     before, start = saved['config'], saved['iter_num']
     schedule = before.get('schedule', 'cosine') if before.get('decay_lr', True) else 'constant'
-    stable = before.get('lr_decay_iters', 0) - before.get('cooldown_iters', 0) if schedule != 'constant' else math.inf
-    if schedule != 'constant' and not before.get('cooldown_iters'):
-        raise SystemExit(f'{path}: its run had --schedule={schedule}; branches are of a run with --schedule=wsd')
+    stable = math.inf
+    if schedule != 'constant':
+        if not before.get('cooldown_iters'):
+            raise SystemExit(f'{path}: its run had --schedule={schedule}; branches are of a run with --schedule=wsd')
+        stable = before['lr_decay_iters'] - before['cooldown_iters']
     if not before.get('warmup_iters', 0) <= start <= stable:
         raise SystemExit(f'{path}: its learning rate is not the peak; branches start after the warm-up, '
                          f'{before.get("warmup_iters", 0)}, and not after {stable}, where the cooldown began')

@@ -54,7 +54,7 @@ from hessian import rows_at_once
 from model import GPT, GPTConfig, padded_vocab_size
 from runtime.device import DTYPES, PEAK_FLOPS
 from runtime.distributed import World, ranks_from_environment
-from scripts.runs import print_table, show_progress, writable, write_json
+from scripts.runs import estimates_per_iteration, print_table, show_progress, writable, write_json
 
 GiB = 2 ** 30
 HEADROOM = 0.1  # of a GPU's memory, for what is not counted
@@ -109,8 +109,7 @@ def make_model(config, vocab_size, device):
 
 def estimates(config):
     """How many Hessian estimates a step makes on average."""
-    hook = optimizers.row(config.optimizer_name).hook
-    return hook.estimates(config.hessian_interval, config.max_iters) / max(1, config.max_iters)
+    return estimates_per_iteration(config.optimizer_name, config.hessian_interval, config.max_iters)
 
 
 def estimate_first(run):

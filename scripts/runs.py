@@ -176,7 +176,7 @@ def flops_per_iteration(config, about):
 @functools.cache
 def estimates_per_iteration(optimizer_name, interval, iterations):
     """How many Hessian estimates an iteration has on average, over a run of `iterations`."""
-    return hook_of(optimizer_name).estimates(interval, iterations) / iterations
+    return hook_of(optimizer_name).estimates(interval, iterations) / max(1, iterations)
 
 
 def hook_of(optimizer_name):
