@@ -5,8 +5,10 @@ To add an optimizer, add a row to OPTIMIZERS. One of a library needs none: --opt
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,8 +58,11 @@ class AdaHessian(HessianOptimizer):
 
     def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, maximize=False,
                  nonfinite='raise'):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize,
-                                      squared=True), nonfinite)
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize),
+                         nonfinite)
+
+    def averaged(self, h_hat):
+        return h_hat.square()
 
     def update(self, group, params, grads):
         lr, (beta1, beta2) = scalar(group['lr']), group['betas']
@@ -83,6 +88,25 @@ class AdaHessian(HessianOptimizer):
         return self.state[p][key].double()
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Ablations (section "Ablation Study")
+
+
+class SophiaUnclipped(Sophia):
+    """The ablation "GNB without clipping": ε alone bounds the update."""
+    rho = math.inf
+
+
+class SophiaSquared(Sophia):
+    """The ablation AH+clip: the state `hessian` is the EMA of ĥ², as AdaHessian's, and the update takes its root."""
+
+    def averaged(self, h_hat):
+        return h_hat.square()
+
+    def curvature(self, group, hs):
+        return torch._foreach_sqrt(super().curvature(group, hs))
+
+
 class Normalize(GuardedOptimizer):
     """The ablation Normalize: θ ← θ − lr·λ·θ;  θ ← θ − lr·m / max(rms(m), ε), the root mean square of each tensor.
 
@@ -104,6 +128,10 @@ class Normalize(GuardedOptimizer):
         torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
         torch._foreach_mul_(update, -lr)
         torch._foreach_add_(params, update)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Muon
 
 
 def muon(groups, s):
@@ -184,12 +212,9 @@ def adahessian(groups, s):
     return AdaHessian(groups, s.learning_rate, betas(s), s.eps, s.weight_decay, nonfinite='ignore')
 
 
-def sophia_variant(**variant):
-    """A builder of Sophia, or of an ablation of it by the arguments of its constructor."""
-    def build(groups, s):
-        return Sophia(groups, s.learning_rate, betas(s), s.gamma, s.eps, s.weight_decay, nonfinite='ignore',
-                      bias_correction=s.hessian_bias_correction, compile=s.compile, **variant)
-    return build
+def sophia(groups, s, cls=Sophia):
+    return cls(groups, s.learning_rate, betas(s), s.gamma, s.eps, s.weight_decay, nonfinite='ignore',
+               bias_correction=s.hessian_bias_correction, compile=s.compile)
 
 
 # Peak learning rates, Table 3. 'tiny' is ours (docs/small-runs.md).
@@ -215,18 +240,18 @@ OPTIMIZERS = {
     'adahessian': Row(adahessian, dict(beta1=0.92, beta2=0.99, weight_decay=1e-3, eps=1e-8, hessian_interval=1,
                                        hessian_batch_size=480, hessian_sequences='own'),
                       ADAHESSIAN_LR, 'our table', AdaHessianHook),
-    'sophiag': Row(sophia_variant(), SOPHIA_G, SOPHIA_G_LR, hook=GNBHook),
-    'sophiah': Row(sophia_variant(), SOPHIA_H, SOPHIA_H_LR, hook=HutchinsonHook, scale_hessian_batch=False),
+    'sophiag': Row(sophia, SOPHIA_G, SOPHIA_G_LR, hook=GNBHook),
+    'sophiah': Row(sophia, SOPHIA_H, SOPHIA_H_LR, hook=HutchinsonHook, scale_hessian_batch=False),
     # Ablations. The paper states no learning rate for them: that of the optimizer they are closest to. Empirical Fisher
     # and AH+clip: k = 10, γ "found by grid search" but not stated, so Sophia's own here.
-    'ef_clip': Row(sophia_variant(), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', EmpiricalFisherHook),
-    'ah_clip': Row(sophia_variant(squared=True), SOPHIA_H, SOPHIA_H_LR, 'Table 3, sophiah', hook=HutchinsonHook,
+    'ef_clip': Row(sophia, SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', EmpiricalFisherHook),
+    'ah_clip': Row(partial(sophia, cls=SophiaSquared), SOPHIA_H, SOPHIA_H_LR, 'Table 3, sophiah', hook=HutchinsonHook,
                    scale_hessian_batch=False),
     # Clip and Normalize have no preconditioner; β1 is left to us. ε only bounds Normalize's denominator.
     'clip': Row(sign_momentum, dict(beta1=0.96, weight_decay=0.2), LION_LR, 'Table 3, lion'),
     'normalize': Row(normalize, dict(beta1=0.96, weight_decay=0.2, eps=1e-12), LION_LR, 'Table 3, lion'),
     # k = 2 is the paper's; without the clip ε has to bound the step where h is tiny, its value is left to us.
-    'gnb_noclip': Row(sophia_variant(clipping='none'), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
+    'gnb_noclip': Row(partial(sophia, cls=SophiaUnclipped), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
                       'Table 3, sophiag', GNBHook),
     # Baselines that the paper does not have. Settings are the libraries' defaults, but for weight decay, AdamW's. Where
     # updates are not as large as AdamW's by construction, there is no learning rate to take over.

@@ -34,33 +34,32 @@ except ImportError:  # PyTorch built without torch.distributed, for Windows on A
 # Algorithm 3
 
 
-def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, clipping='element', squared=False):
+def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, rho=1.0):
     """The lines of Algorithm 3 that change m and θ, in place, on lists of tensors:
 
-        m ← β1·m + (1−β1)·g;   θ ← θ − lr·λ·θ;   θ ← θ − lr·clip(m / max(γ·h, ε), 1)
+        m ← β1·m + (1−β1)·g;   θ ← θ − lr·λ·θ;   θ ← θ − lr·clip(m / max(γ·h, ε), ρ)
 
-    The settings are those of `Sophia`.
+    The settings are those of `Sophia`; Algorithm 3 has ρ = 1.
     """
     torch._foreach_lerp_(ms, grads, 1 - beta1)
-    update = precondition(ms, hs, gamma, eps, squared)
-    if clipping == 'element':
-        clip_(update)
+    update = precondition(ms, hs, gamma, eps)
+    clip_(update, rho)
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     torch._foreach_mul_(update, -lr)
     torch._foreach_add_(params, update)
 
 
-def precondition(ms, hs, gamma, eps, squared):
+def precondition(ms, hs, gamma, eps):
     """m / max(γ·h, ε), new tensors."""
-    denominator = torch._foreach_mul(torch._foreach_sqrt(hs) if squared else hs, gamma)
+    denominator = torch._foreach_mul(hs, gamma)
     torch._foreach_clamp_min_(denominator, eps)
     return torch._foreach_div(ms, denominator)
 
 
-def clip_(update):
-    """clip(·, 1) of each coordinate, in place."""
-    torch._foreach_clamp_min_(update, -1.0)
-    torch._foreach_clamp_max_(update, 1.0)
+def clip_(update, rho):
+    """clip(·, ρ) of each coordinate, in place."""
+    torch._foreach_clamp_min_(update, -rho)
+    torch._foreach_clamp_max_(update, rho)
 
 
 @functools.cache
@@ -90,7 +89,7 @@ class GuardedOptimizer(Optimizer):
         name = type(self).__name__
         in_range = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
                         beta1=lambda v: 0 <= v < 1, gamma=lambda v: v >= 0, eps=lambda v: v > 0,
-                        weight_decay=lambda v: v >= 0, clipping=lambda v: v in ('element', 'none'))
+                        weight_decay=lambda v: v >= 0)
         for key, value in {**self.defaults, **param_group}.items():
             if key == 'lr' and isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise ValueError(f'{name}: a learning rate in a tensor has one element, not {value.numel()}')
@@ -148,7 +147,11 @@ class GuardedOptimizer(Optimizer):
 
 
 class HessianOptimizer(GuardedOptimizer):
-    """An optimizer with an EMA of Hessian estimates in its state `hessian`; of their squares if group['squared']."""
+    """An optimizer with an EMA of Hessian estimates, or of what `averaged` makes of them, in its state `hessian`."""
+
+    def averaged(self, h_hat):
+        """What the EMA averages: the estimate ĥ itself."""
+        return h_hat
 
     @torch.no_grad()
     def update_hessian(self, estimates, nonfinite=None):
@@ -167,11 +170,8 @@ class HessianOptimizer(GuardedOptimizer):
             if h_hat is not None and h_hat.shape != p.shape:
                 raise ValueError(f'update_hessian got an estimate of shape {tuple(h_hat.shape)} for a parameter of '
                                  f'{tuple(p.shape)}; pass the optimizer to the estimator, which keeps their order')
-        targets = {p: h_hat.to(p.dtype) for p, h_hat in zip(params, estimates) if h_hat is not None}
+        targets = {p: self.averaged(h_hat.to(p.dtype)) for p, h_hat in zip(params, estimates) if h_hat is not None}
         groups = [(group, [p for p in group['params'] if p in targets]) for group in self.param_groups]
-        for group, params in groups:
-            if group['squared']:
-                targets.update((p, targets[p].square()) for p in params)
         if check_finite(nonfinite or self.nonfinite, 'Hessian estimate', targets.values()):
             for group, params in groups:
                 if params:
@@ -197,8 +197,6 @@ class Sophia(HessianOptimizer):
         eps: ε.
         weight_decay: λ, decoupled.
         maximize: step uphill instead; estimates are then to be those of the negated objective.
-        clipping: 'element' is Algorithm 3; 'none' leaves out the clip, for one of the paper's ablations.
-        squared: for the ablation AH+clip: h is the EMA of ĥ², and the update uses √h.
         bias_correction: the update uses h / (1 − β2ⁿ), n the number of estimates so far (`hessian_step` of the param
             group), for runs too short for h to reach its level. Not the paper's.
         nonfinite: 'raise', 'skip' or 'ignore', and CUDA graphs: see `GuardedOptimizer`.
@@ -206,12 +204,12 @@ class Sophia(HessianOptimizer):
 
     State per parameter: `exp_avg` (m) and `hessian` (h), in the parameter's dtype and shape.
     """
+    rho = 1.0  # where the update is clipped
 
     def __init__(self, params, lr, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.2, *, maximize=False,
-                 clipping='element', squared=False, bias_correction=False, nonfinite='raise', compile=False):
+                 bias_correction=False, nonfinite='raise', compile=False):
         super().__init__(params, dict(lr=lr, betas=betas, gamma=gamma, eps=eps, weight_decay=weight_decay,
-                                      maximize=maximize, clipping=clipping, squared=squared,
-                                      bias_correction=bias_correction), nonfinite)
+                                      maximize=maximize, bias_correction=bias_correction), nonfinite)
         self.compile = compile
 
     def __getstate__(self):
@@ -219,30 +217,24 @@ class Sophia(HessianOptimizer):
 
     def update(self, group, params, grads):
         """`sophia_update` of one param group."""
-        lr, gamma = scalar(group['lr']), self.effective_gamma(group)
+        lr = scalar(group['lr'])
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
-        if self.compile and group['bias_correction']:
-            gamma = torch.full((), gamma, device=params[0].device)
         if not any('hessian' in self.state[p] for p in params):
             warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=4)
         ms, hs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
         update = compiled_update() if self.compile else sophia_update
-        update(local(params), local(grads), local(ms), local(hs), lr, group['betas'][0], gamma, group['eps'],
-               group['weight_decay'], group['clipping'], group['squared'])
+        update(local(params), local(grads), local(ms), self.curvature(group, local(hs)), lr, group['betas'][0],
+               group['gamma'], group['eps'], group['weight_decay'], self.rho)
 
     def update_ema(self, group, params, targets):
         super().update_ema(group, params, targets)
         group['hessian_step'] = group.get('hessian_step', 0) + 1
 
-    @staticmethod
-    def effective_gamma(group):
-        """γ of a param group, with the bias correction of h: γ·h / (1 − β2ⁿ)."""
+    def curvature(self, group, hs):
+        """h as the update takes it; with bias_correction h / (1 − β2ⁿ), new tensors."""
         n = group.get('hessian_step', 0)
-        if not group['bias_correction'] or n == 0:
-            return group['gamma']
-        correction = 1 - group['betas'][1] ** n
-        return group['gamma'] / (correction ** 0.5 if group['squared'] else correction)
+        return torch._foreach_div(hs, 1 - group['betas'][1] ** n) if group['bias_correction'] and n else hs
 
     def unclipped_fraction(self):
         """Fraction of coordinates of m / max(γ·h, ε) that the clip leaves as they are in the latest update, a 0-d
@@ -252,9 +244,9 @@ class Sophia(HessianOptimizer):
             for state in (self.state[p] for p in group['params'] if p in self.state):
                 if 'exp_avg' in state and 'hessian' in state:
                     m, h = local([state['exp_avg'], state['hessian']])
-                    update, = precondition([m], [h], self.effective_gamma(group), group['eps'], group['squared'])
+                    update, = precondition([m], self.curvature(group, [h]), group['gamma'], group['eps'])
                     clipped = update.clone()
-                    clip_([clipped])
+                    clip_([clipped], self.rho)
                     inside.append((clipped == update).sum())
                     hs.append(state['hessian'])
         if not inside:

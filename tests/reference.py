@@ -23,7 +23,7 @@ def gauss_newton_bartlett_in_numpy(x, W, labels):
     return B * g * g
 
 
-def sophia_in_numpy(theta, gradients, estimates, lr, beta1, beta2, gamma, eps, weight_decay, clipping, squared):
+def sophia_in_numpy(theta, gradients, estimates, lr, beta1, beta2, gamma, eps, weight_decay, rho, squared):
     """Algorithm 3, and the ablations' variants: θ, m, h after the last of the `gradients`. `estimates` holds one ĥ for
     each gradient, None where the iteration makes none."""
     theta, m, h = theta.copy(), np.zeros_like(theta), np.zeros_like(theta)
@@ -33,7 +33,7 @@ def sophia_in_numpy(theta, gradients, estimates, lr, beta1, beta2, gamma, eps, w
             h = beta2 * h + (1 - beta2) * (h_hat ** 2 if squared else h_hat)
         theta = theta - lr * weight_decay * theta
         ratio = m / np.maximum(gamma * (np.sqrt(h) if squared else h), eps)
-        theta = theta - lr * (np.clip(ratio, -1, 1) if clipping == 'element' else ratio)
+        theta = theta - lr * np.clip(ratio, -rho, rho)
     return theta, m, h
 
 

@@ -610,7 +610,7 @@ def test_state_of_another_implementation_gets_the_defaults_of_missing_settings(c
     train(optimizer, params, 1)
     state = optimizer.state_dict()
     for group in state['param_groups']:
-        for key in ('maximize', 'clipping', 'squared'):
+        for key in ('maximize', 'bias_correction'):
             group.pop(key, None)
     optimizer = cls(params, lr=0.1)
     optimizer.load_state_dict(state)

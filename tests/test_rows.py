@@ -14,7 +14,7 @@ import optimizers
 import train
 from hessian import FirstOrder
 from model import GPT, GPTConfig
-from optimizers import OPTIMIZERS, build_optimizer, parameter_groups
+from optimizers import OPTIMIZERS, SophiaSquared, build_optimizer, parameter_groups
 from runtime import checkpoint, optim
 from runtime.signals import STOPPED
 from sophia import Sophia
@@ -148,19 +148,19 @@ def test_a_role_has_its_share_of_the_learning_rate(monkeypatch):
 
 
 def test_what_the_code_says_of_a_param_group_is_not_overruled_by_a_checkpoint(tmp_path, monkeypatch):
-    def optimizer(squared, lr_scale):
-        build = lambda groups, s: Sophia(groups, lr=LR, squared=squared, bias_correction=True)  # noqa: E731
+    def optimizer(maximize, lr_scale):
+        build = lambda groups, s: Sophia(groups, lr=LR, maximize=maximize, bias_correction=True)  # noqa: E731
         monkeypatch.setitem(OPTIMIZERS, 'sophiag', dataclasses.replace(OPTIMIZERS['sophiag'], build=build))
         return build_optimizer('sophiag', [dict(params=model.parameters(), lr_scale=lr_scale)], lr=LR)
 
     model = tiny_gpt()
-    saved = optimizer(squared=True, lr_scale=0.1)
+    saved = optimizer(maximize=True, lr_scale=0.1)
     saved.update_hessian([torch.ones_like(p) for p in model.parameters()])
     state = dict(model=model.state_dict(), optimizer=saved.state_dict(), scaler={}, config={})
-    restored = optimizer(squared=False, lr_scale=0.5)
+    restored = optimizer(maximize=False, lr_scale=0.5)
     checkpoint.restore(tmp_path / 'ckpt_00000001.pt', state, model, restored, None)
     group, = restored.param_groups
-    assert (group['squared'], group['lr_scale'], group['hessian_step']) == (False, 0.5, 1)
+    assert (group['maximize'], group['lr_scale'], group['hessian_step']) == (False, 0.5, 1)
     assert all((restored.state[p]['hessian'] > 0).all() for p in model.parameters())
     two = Sophia([dict(params=[p]) for p in model.parameters()], lr=LR)
     message = rejection(checkpoint.restore, tmp_path / 'ckpt_00000001.pt', state, model, two, None)
@@ -339,14 +339,13 @@ def test_settings_that_an_optimizer_rejects():
 # Sophia's bias correction
 
 
-@pytest.mark.parametrize('squared, compile', [(False, False), (True, False),
-                                              pytest.param(True, True, marks=needs_compiler)])
-def test_bias_correction_of_h(squared, compile):
+@pytest.mark.parametrize('cls, compile', [(Sophia, False), (SophiaSquared, False),
+                                          pytest.param(SophiaSquared, True, marks=needs_compiler)])
+def test_bias_correction_of_h(cls, compile):
     """Constant gradients and estimates: from the first step on, each step has the size that it has in the end, where
     h has reached its level."""
     p = torch.nn.Parameter(torch.zeros(3))
-    optimizer = Sophia([p], lr=1.0, betas=(0.0, 0.9), gamma=0.5, weight_decay=0.0, squared=squared,
-                       bias_correction=True, compile=compile)
+    optimizer = cls([p], lr=1.0, betas=(0.0, 0.9), gamma=0.5, weight_decay=0.0, bias_correction=True, compile=compile)
     for i in range(4):
         if i % 2 == 0:
             optimizer.update_hessian([torch.full((3,), 8.0)])

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hessian
 import loss
 from model import GPT, GPTConfig
-from optimizers import Lion, build_hook, build_optimizer
+from optimizers import Lion, SophiaSquared, SophiaUnclipped, build_hook, build_optimizer
 from sophia import (
     GaussNewtonBartlett,
     Hutchinson,
@@ -45,14 +45,15 @@ def double_precision():
 # Algorithm 3
 
 
-@pytest.mark.parametrize('seed', range(12))
-def test_update_rule(seed):
+@pytest.mark.parametrize('cls, rho, squared', [
+    (Sophia, 1.0, False), (SophiaUnclipped, np.inf, False), (SophiaSquared, 1.0, True)])
+@pytest.mark.parametrize('seed', range(6))
+def test_update_rule(seed, cls, rho, squared):
     """Random hyperparameters, two param groups, estimates of either sign at some of the steps, some of them None."""
     rng = np.random.default_rng(seed)
     settings = [dict(lr=10 ** rng.uniform(-4, -1), beta1=rng.uniform(0, 0.99), beta2=rng.uniform(0, 0.99),
-                     gamma=10 ** rng.uniform(-2, 1), eps=10 ** rng.uniform(-12, -2), weight_decay=rng.uniform(0, 0.5),
-                     clipping='element' if rng.random() < 0.7 else 'none',
-                     squared=bool(rng.random() < 0.3)) for _ in range(2)]
+                     gamma=10 ** rng.uniform(-2, 1), eps=10 ** rng.uniform(-12, -2), weight_decay=rng.uniform(0, 0.5))
+                for _ in range(2)]
     start = [rng.normal(size=shape) for shape in [(3, 4), (5,), (2, 2)]]
     group_of = [0, 0, 1]
     gradients = [[rng.normal(size=theta.shape) * 10 ** rng.uniform(-3, 1) for theta in start] for _ in range(20)]
@@ -62,10 +63,10 @@ def test_update_rule(seed):
     params = [torch.nn.Parameter(torch.tensor(theta)) for theta in start]
     groups = []
     for g, s in enumerate(settings):
-        group = {key: s[key] for key in ('lr', 'gamma', 'eps', 'weight_decay', 'clipping', 'squared')}
+        group = {key: s[key] for key in ('lr', 'gamma', 'eps', 'weight_decay')}
         groups.append({**group, 'betas': (s['beta1'], s['beta2']),
                        'params': [p for p, of in zip(params, group_of) if of == g]})
-    optimizer = Sophia(groups, lr=1.0)
+    optimizer = cls(groups, lr=1.0)
     for t in range(20):
         if t % 3 == 0:
             optimizer.update_hessian(None if e is None else torch.tensor(e) for e in estimates[t])
@@ -75,7 +76,7 @@ def test_update_rule(seed):
 
     for i, p in enumerate(params):
         expected = sophia_in_numpy(start[i], [g[i] for g in gradients], [e[i] for e in estimates],
-                                   **settings[group_of[i]])
+                                   **settings[group_of[i]], rho=rho, squared=squared)
         state = optimizer.state[p]
         np.testing.assert_allclose(p.detach().numpy(), expected[0], rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(state['exp_avg'].numpy(), expected[1], rtol=1e-10, atol=1e-12)
@@ -92,10 +93,10 @@ def test_negative_and_zero_curvature_fall_back_to_the_sign_step():
     torch.testing.assert_close(p.detach(), torch.tensor([-0.1, 0.1, -0.1, -0.025]))
 
 
-@pytest.mark.parametrize('squared, inside', [(False, 2), (True, 3)])
-def test_unclipped_fraction(squared, inside):
+@pytest.mark.parametrize('cls, inside', [(Sophia, 2), (SophiaSquared, 3), (SophiaUnclipped, 5)])
+def test_unclipped_fraction(cls, inside):
     p, q = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(1))
-    optimizer = Sophia([p, q], lr=0.1, betas=(0, 0), gamma=0.5, squared=squared)
+    optimizer = cls([p, q], lr=0.1, betas=(0, 0), gamma=0.5)
     assert optimizer.unclipped_fraction() is None
     optimizer.update_hessian([torch.tensor([1.0, 4.0, -1.0, 1.0]), torch.tensor([10.0])])
     p.grad, q.grad = torch.tensor([0.4, 3.0, 1e-3, 0.6]), torch.tensor([1.0])
@@ -104,7 +105,7 @@ def test_unclipped_fraction(squared, inside):
 
 
 def test_the_unclipped_fraction_follows_an_edit_of_the_rule(monkeypatch):
-    def clip_at_two(update):
+    def clip_at_two(update, rho):
         torch._foreach_clamp_min_(update, -2.0)
         torch._foreach_clamp_max_(update, 2.0)
 
