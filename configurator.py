@@ -98,9 +98,10 @@ class Config:
         return f'--{key}={value}' if self.sources[key] == 'flag' else f'{self.sources[key]}: {key} = {value!r}'
 
     def lines(self, everything=False):
-        """One aligned line per setting, `key = value   source`; of plain defaults only if `everything` is asked for."""
+        """One aligned line per setting, `key = value   source`; those at their default, and those that the optimizer
+        does not have, only if `everything` is asked for."""
         rows = [(f'{key} = {value!r}', self.sources[key]) for key, value in self.values.items()
-                if everything or self.sources[key] != 'default']
+                if everything or not self.sources[key].startswith(('default', 'not a setting'))]
         width = max((len(left) for left, _ in rows), default=0)
         return [f'{left:<{width}}   {source}' for left, source in rows]
 

@@ -376,21 +376,26 @@ def role_groups(roles, params, hidden):
 # What the table says of a run: for `configurator.derive`, each (settings, their source)
 
 
+def unused_settings(config):
+    """Every optimizer setting at its value without effect, for those that the optimizer does not have."""
+    settings = {key: value for key, value in NEUTRAL.items() if key != 'optimizer_args'}
+    return settings, f'not a setting of {config.optimizer_name}'
+
+
 def optimizer_settings(config):
-    """The settings of an optimizer. hessian_batch_size keeps its share of the mini-batch; Hutchinson's 32 sequences
-    stay 32 where that fits."""
+    """The settings that an optimizer has. hessian_batch_size keeps its share of the mini-batch; Hutchinson's 32
+    sequences stay 32 where that fits."""
     chosen = row(config.optimizer_name)
-    settings = dict(NEUTRAL, **chosen.settings)
-    del settings['optimizer_args']  # what the user gives; no table has it
+    settings = dict(chosen.settings)
     if chosen.library and config.optimizer_args:
         cls = optim.library_class(chosen.library, config.optimizer_name)
         given = optim.settings_of(optim.parse_arguments(config.optimizer_args, cls))
         for key in given.keys() & config.given:
             raise SystemExit(f'--optimizer_args={config.optimizer_args}: --{key} says the same; leave out one of them')
         settings.update(given)
-    if settings['hessian_batch_size'] and chosen.scale_hessian_batch:
-        settings['hessian_batch_size'] = max(1, settings['hessian_batch_size'] * config.total_batch_size // 480)
-    settings['hessian_batch_size'] = min(settings['hessian_batch_size'], config.total_batch_size)
+    if 'hessian_batch_size' in settings:
+        size, total = settings['hessian_batch_size'], config.total_batch_size
+        settings['hessian_batch_size'] = min(max(1, size * total // 480) if chosen.scale_hessian_batch else size, total)
     return settings, f'optimizer {config.optimizer_name}'
 
 

@@ -111,7 +111,8 @@ DEFAULTS = {key: value for key, value in globals().items() if not key.startswith
 # What fills in the settings that nobody has set, in this order; see configurator.derive.
 TABLES = [
     size_settings,
-    optimizers.optimizer_settings, optimizers.learning_rate_settings, optimizers.attention_settings,
+    optimizers.unused_settings, optimizers.optimizer_settings, optimizers.learning_rate_settings,
+    optimizers.attention_settings,
     lambda c: (dict(lr_decay_iters=c.max_iters), 'max_iters'),
     lambda c: (dict(cooldown_iters=c.lr_decay_iters // 5 if c.schedule == 'wsd' else 0), f'schedule {c.schedule}'),
     lambda c: (dict(min_lr=c.min_lr_ratio * c.learning_rate), 'min_lr_ratio × learning_rate'),

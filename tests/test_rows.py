@@ -293,6 +293,17 @@ def test_an_optimizer_by_its_librarys_name():
     assert built.param_groups[0]['betas'] == (0.5, 0.999) and built.param_groups[0]['weight_decay'] == 0.3
 
 
+def test_a_run_announces_the_settings_of_its_optimizer_only():
+    """AdEMAMix has three betas, so ours are not its."""
+    for name, has in [('adamw', {'beta1', 'beta2', 'eps', 'weight_decay'}), ('signum', {'beta1', 'weight_decay'}),
+                      ('pytorch_optimizer:AdEMAMix', {'eps', 'weight_decay'})]:
+        c = settings(f'--optimizer_name={name}', '--learning_rate=1e-3')
+        announced = {line.split()[0] for line in c.lines()}
+        assert announced & optimizers.NEUTRAL.keys() == has
+        everything = [line for line in c.lines(everything=True) if line.startswith('gamma')]
+        assert len(everything) == 1 and everything[0].endswith(f'not a setting of {name}')
+
+
 @pytest.mark.parametrize('flags, message', [
     (['muno'], '--optimizer_name=muno: no such optimizer; did you mean muon?'),
     (['torch:NAdamW'], '--optimizer_name=torch:NAdamW: torch has no such optimizer; did you mean NAdam?'),

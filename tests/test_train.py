@@ -51,6 +51,7 @@ def test_it_learns_and_leaves_its_records(reference, name):
     described = json.loads((out / 'config.json').read_text())
     assert described['config']['learning_rate'] == 0.01 and described['provenance']['learning_rate'] == 'flag'
     assert described['provenance']['weight_decay'] == f'optimizer {name}'
+    assert (described['provenance']['gamma'] == f'not a setting of {name}') == (name == 'adamw')
     assert {'command', 'versions', 'git_commit', 'data'} <= described.keys()
 
 
