@@ -10,6 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 
 import torch
+import torch._functorch.config
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -113,8 +114,8 @@ class HessianHook(Hook):
 
     def start(self, iter_num):
         self.iter_num = iter_num
-        # Where iteration 0 was skipped, the first that is not estimates instead, on its own mini-batch, as the loader
-        # has no others: steps without any h are sign steps.
+        # If iteration 0 was skipped, the first that is not estimates instead, on its own mini-batch (the loader sends
+        # no fresh sequences then): steps without any h are sign steps.
         self.due = self.is_due(iter_num, self.interval) or not any(self.optimizer.state.values())
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         self.rows_counted = 0
@@ -137,6 +138,11 @@ class GNBHook(HessianHook):
     """Gauss-Newton-Bartlett (Algorithm 2), sharing its forward with the gradient: one forward, two backwards."""
 
     cost = dict(own=2 / 3, fresh=1.0)
+
+    def __init__(self, *args, compile=False, **kwargs):
+        super().__init__(*args, compile=compile, **kwargs)
+        if compile:  # two backward passes through one compiled forward need its buffers twice
+            torch._functorch.config.donated_buffer = False
 
     def start(self, iter_num):
         self.loss_hat = self.uniforms = self.estimator = None  # clears what a skipped iteration left
@@ -204,7 +210,8 @@ class HutchinsonHook(HessianHook):
     """Hutchinson's estimator (Algorithm 1): Hessian-vector products of the model's own forward."""
 
     hessian_products = True
-    # Forward over reverse makes two more matrix products of each of the three, but not the gradient to the weight's.
+    # Forward over reverse: each of a gradient's three matmuls has two tangents, and the gradient itself of the weight
+    # is not needed: 3 + 6 − 1 = 8.
     cost = dict(own=8 / 3, fresh=8 / 3)
     rademacher = False
 

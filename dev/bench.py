@@ -42,6 +42,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -102,6 +103,7 @@ class Case:
         memory = in_use(self.device)
         data = Bin(dataset, 'train')
         self.model_args = asdict(GPTConfig.from_settings(config.values, data.vocab_size))
+        torch._functorch.config.donated_buffer = True  # PyTorch's default; the hook of Sophia-G sets it to False
         self.run = self.set_up()
         self.run.hessian.is_due = lambda iter_num, interval: iter_num % 2 == 0
         self.loader = TrainLoader(data, config.seed, config.total_batch_size, config.block_size, 0, 1, self.device,
@@ -228,9 +230,7 @@ class Baseline(Case):
 
     def __init__(self, config, dataset, folder):
         self.folder = Path(folder)
-        # Ours compiles without, as Gauss-Newton-Bartlett goes back twice.
-        with torch._functorch.config.patch(donated_buffer=True):
-            super().__init__(config, dataset)
+        super().__init__(config, dataset)
         self.name = f'{self.folder.name}: {self.name}'
 
     def set_up(self):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch._dynamo.config
-import torch._functorch.config
 import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.device_mesh import init_device_mesh
@@ -86,8 +85,6 @@ class World:
                 their sums stay float32.
         """
         if compile:
-            # Gauss-Newton-Bartlett's two backward passes through one compiled forward need its buffers twice.
-            torch._functorch.config.donated_buffer = False
             sys.excepthook = functools.partial(_repair_compile_cache, sys.excepthook)
         blocks = list(blocks)
         if activation_checkpointing:
