@@ -6,6 +6,8 @@ otherwise it differentiates them as they are, some rows at a time. Sophia-G's se
 of labels drawn from softmax(logits), whatever the training loss adds to it (Algorithm 2).
 """
 
+import math
+
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
@@ -115,9 +117,13 @@ def chunked_head_loss(x, lm_head, targets, labels_hat, uniforms):
 
 
 def chunks(N, n, size):
-    """Slices of at most `size` of N rows: either all rows of a chunk are among the first n, or none is."""
-    starts = [*range(0, n, size), *range(n, N, size)]
-    return [slice(first, min(first + size, n if first < n else N)) for first in starts]
+    """Slices of at most `size` of N rows, of equal size as far as possible, as each size is compiled anew: either all
+    rows of a chunk are among the first n, or none is."""
+    found = []
+    for first, last in (0, n), (n, N):
+        step = math.ceil((last - first) / max(1, math.ceil((last - first) / size)))
+        found += [slice(i, min(i + step, last)) for i in range(first, last, step or 1)]
+    return found
 
 
 def accumulate_dtype(x):
