@@ -82,7 +82,7 @@ eps = derived(float)  # lower bound of the denominator (Sophia), or added to it 
 gamma = derived(float)  # Sophia's γ in clip(m / max(γ·h, ε), 1)
 hessian_interval = derived(int)  # k, iterations between Hessian estimates
 hessian_batch_size = derived(int)  # sequences, over all devices, that an estimate uses
-hessian_sequences = derived(str)  # of an estimate: 'own', the mini-batch's first (the paper's), or 'fresh' ones
+hessian_sequences = derived(str)  # of an estimate: 'own', the first of the mini-batch (the paper's), or 'fresh', others
 hessian_bias_correction = derived(bool)  # Sophia: divide h by 1 − β2ⁿ after n estimates; not the paper's
 grad_clip = 1.0  # clip gradients at this norm; 0 = off
 # schedule
@@ -91,12 +91,12 @@ schedule = 'cosine'  # after the warm-up: 'cosine', 'linear', 'constant', or 'ws
 decay_lr = True  # warm-up and schedule; False = learning_rate throughout
 warmup_iters = 2000  # linear warm-up
 lr_decay_iters = derived(int)  # iteration at which the decay ends
-cooldown_iters = derived(int)  # the decay takes the last so many of lr_decay_iters; 0 = all after the warm-up
-branch_cooldown = 0  # with init_from = a checkpoint of a 'wsd' run: a new run, which decays from there in so many
+cooldown_iters = derived(int)  # length of the decay, which ends at lr_decay_iters; 0 = all after the warm-up
+branch_cooldown = 0  # start a new run from init_from, a checkpoint of a 'wsd' run, and decay in so many
 min_lr = derived(float)  # final learning rate
 min_lr_ratio = 0.05  # final / peak learning rate, where min_lr is not given
 # system
-parallel = 'ddp'  # every device holds the model; 'fsdp': all of them together do; 'hsdp': those of each machine
+parallel = 'ddp'  # a copy on each device; 'fsdp': shards over all of them; 'hsdp': over those of each machine
 activation_checkpointing = False  # keep each block's input only, compute the rest again in the backward pass
 backend = derived(str)  # 'nccl' or 'gloo'
 device = derived(str)  # 'cuda', 'cuda:1', 'cpu', 'mps'
@@ -374,7 +374,8 @@ def main(argv):
             state.best_val_loss, state.last_eval_iter = float('inf'), -1
         start.saved = None  # frees the memory
 
-    log = open_log(c, world, start, state, raw_model, train_data, fingerprints)
+    with world.exit_together():
+        log = open_log(c, world, start, state, raw_model, train_data, fingerprints)
 
     def record(line, **metrics):
         log.write(dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **metrics), line)

@@ -418,6 +418,8 @@ def lock_out_dir(out_dir):
         lock.truncate(0)
         lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
         lock.flush()
+        if restarts() and (out_dir / FAILED).is_file():
+            raise SystemExit(f'{out_dir}: not restarted, for it would fail again: {(out_dir / FAILED).read_text()}')
         (out_dir / FAILED).unlink(missing_ok=True)
         for partial in out_dir.glob('*.partial'):  # left by a run that was killed while saving
             path = partial.with_suffix('')

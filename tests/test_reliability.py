@@ -645,6 +645,15 @@ if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
     assert_same_run(tmp_path, reference('adamw', 2))
 
 
+def test_torchrun_does_not_restart_a_run_that_gave_up(tmp_path):
+    """It would train the same iterations again, to the same end."""
+    done = finish(start(tmp_path, torchrun=['--nproc_per_node=2', '--max-restarts=2'], faults="""
+at(7, spoil(float('nan')), rank=1)
+"""))
+    assert done.code == 1 and 'not restarted, for it would fail again: iteration 7: the loss is not fini' in done.err
+    assert done.out.count('iter 5: val loss') == 1
+
+
 def test_memory_does_not_grow(train, tmp_path):
     done = train(tmp_path, '--max_iters=600', '--eval_interval=20', '--log_interval=100', name='sophiag')
     assert done.code == 0
