@@ -62,6 +62,24 @@ def test_how_a_model_is_spread_does_not_matter(run, parallel, flags, ranks, mach
     assert_same_metrics(run('sophiag', parallel, *flags, ranks=ranks, machines=machines), run(), rel=1e-4)
 
 
+def test_replicas_of_a_model_compiled_in_parts_train_as_eager_ones_do(run, train, tmp_path):
+    """DDP has torch.compile cut a model at its buckets of gradients, of 1 MB and more. Gauss-Newton-Bartlett goes back
+    through the parts twice, here for 3 of a rank's 4 sequences, in micro-batches of 2."""
+    wide = ['--n_embd=192', '--batch_size=2', '--hessian_batch_size=6', '--max_iters=6']
+    faults = """
+import functools, torch._dynamo.backends.distributed as backends
+torch.compile = functools.partial(torch.compile, backend='aot_eager')
+def split(self, *args, compile_fn=backends.DDPOptimizer.compile_fn):
+    found = compile_fn(self, *args)
+    print(f'compiled in {len(self.buckets)} parts')
+    return found
+backends.DDPOptimizer.compile_fn = split
+"""
+    done = train(tmp_path, *RUN, *wide, '--compile=True', name='sophiag', ranks=2, faults=faults)
+    assert done.code == 0 and 'compiled in 2 parts' in done.out, done.err + done.out
+    assert_same_metrics(tmp_path, run('sophiag', 'ddp', *wide))
+
+
 def test_blocks_that_differ_are_all_compiled(train, tmp_path):
     """Five blocks, each with a factor of its own for attention, to train and to evaluate: 10 graphs of one function, of
     which PyTorch by itself compiles eight."""
