@@ -1,4 +1,4 @@
-"""The optimizers a run can choose from: the baselines Lion and AdaHessian, the ablation Normalize, and one table with
+"""The optimizers a run can choose from: the baselines Lion and AdaHessian, the ablations of Sophia, and one table with
 how each optimizer is built, its settings, its learning rates and its Hessian hook.
 
 To add an optimizer, add a row to OPTIMIZERS. One of a library needs none: --optimizer_name=LIBRARY:CLASS.
@@ -253,8 +253,8 @@ OPTIMIZERS = {
     # k = 2 is the paper's; without the clip ε has to bound the step where h is tiny, its value is left to us.
     'gnb_noclip': Row(partial(sophia, cls=SophiaUnclipped), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
                       'Table 3, sophiag', GNBHook),
-    # Baselines that the paper does not have. Settings are the libraries' defaults, but for weight decay, AdamW's. Where
-    # updates are not as large as AdamW's by construction, there is no learning rate to take over.
+    # Baselines that the paper does not have. Settings are the libraries' defaults, but for weight decay, AdamW's. Only
+    # rows whose updates are scaled to AdamW's size take over its learning rates.
     # Muon's matrix products of shards are those of the whole matrix, which DTensor gathers for them.
     'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR | {'tiny': 4.8e-2},
                 'Table 3, adamw', roles=dict(hidden={}, embedding={}, vector={}), library='torch:Muon'),

@@ -204,7 +204,7 @@ class Sophia(HessianOptimizer):
 
     State per parameter: `exp_avg` (m) and `hessian` (h), in the parameter's dtype and shape.
     """
-    rho = 1.0  # where the update is clipped
+    rho = 1.0  # where the update is clipped; the official code's rho is γ
 
     def __init__(self, params, lr, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.2, *, maximize=False,
                  bias_correction=False, nonfinite='raise', compile=False):

@@ -1,5 +1,5 @@
 # Fine-tune OpenAI's GPT-2 small on your own text: python data/text/prepare.py my.txt, then this. A Hugging Face folder
-# (of scripts/export_hf.py, say) in init_from does as well. Small steps at a constant rate: the model knows English.
+# (of scripts/export_hf.py, say) in init_from does as well. A small, constant learning rate: the model knows English.
 out_dir = 'out/finetune-text'
 init_from = 'gpt2'
 dataset = 'text'

@@ -1,4 +1,4 @@
-# What all runs of the study in docs/verdict.md share: 0.8M parameters on the bytes of books.
+# What all runs of the study in docs/verdict.md share: 0.8M parameters, bytes of books (which: records/README.md).
 dataset = 'books'
 model_size = 'tiny'
 block_size = 128

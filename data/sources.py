@@ -212,7 +212,7 @@ def count(pieces, enough):
 
 
 def by_document(pieces, part):
-    """(split, text, ends): val's is each document with which `part` of the documents so far comes to one more.
+    """(split, text, ends): a document is for val when `part` × (documents so far) reaches the next whole number.
 
     Of 1/n these are the documents number n, 2 x n, ...
     """

@@ -92,7 +92,8 @@ def test_the_studys_table_is_that_of_its_records():
         for row in csv.DictReader(file):
             first = f'| {int(row["T"]):,} | {row["optimizer"]} |'
             line, = (line for line in page.splitlines() if line.startswith(first))
-            spread = f' ± {float(row["sd"]):.3f}' if row['sd'] else ''
+            sd = f'{float(row["sd"] or 0):.3f}'
+            spread = f' ± {"<0.001" if float(sd) == 0 else sd}' if row['sd'] else ''
             lr, mean = float(row['learning_rate']), float(row['val/loss'])
             assert f'| {lr:g} ({row["trials"]}) | {mean:.3f}{spread} |' in line, (row, line)
 
