@@ -141,10 +141,8 @@ def study_sides():
 def loss(side):
     """The mean of a `Tuned` and the standard deviation over its seeds."""
     row = side.row()
-    if row['sd'] is None:
-        return f'{row["val/loss"]:.3f}'
-    sd = f'{row["sd"]:.3f}'
-    return f'{row["val/loss"]:.3f} ± {sd if float(sd) else "<0.001"}'
+    sd = row['sd']
+    return f'{row["val/loss"]:.3f}' + ('' if sd is None else f' ± {sd:.3f}' if sd >= 0.0005 else ' ± <0.001')
 
 
 def minus_adamw(name, T):
