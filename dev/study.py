@@ -3,8 +3,8 @@
   python data/text/prepare.py BOOKS.txt --val_file OTHER_AUTHORS.txt --tokenizer=byte --out_dir data/books
   python dev/study.py --jobs 2                    everything that is missing; days on two CPU cores
   python dev/study.py --phases rates_600 --optimizers adamw soap          a part of it
-  python dev/study.py --collect records/study     copies what a record needs of the finished runs, and of Sophia-G's
-                                                  options to records/study_options
+  python dev/study.py --collect records/study     copies what a record needs of the finished runs; those of `options`,
+                                                  `edges` and `others` to records/study_options and so on
 
 Copies of finished records below --out_dir count as finished runs. On a GPU, which small models do not fill:
 
@@ -40,10 +40,24 @@ START = {
     'muon': dict(beta1='0.95', beta2='0.95', weight_decay='0.1'),
     'soap': dict(beta1='0.95', beta2='0.95', weight_decay='0.1'),
 }
+# Three more, for which only the learning rate is tuned.
+OTHER_RATES = {
+    'lion': ['2.5e-4', '5e-4', '1e-3', '2e-3', '4e-3'],
+    'sophiah': ['5e-4', '1e-3', '2e-3', '4e-3', '8e-3'],
+    'ef_clip': ['5e-4', '1e-3', '2e-3', '4e-3', '8e-3'],
+}
+START |= {
+    'lion': dict(beta1='0.9', beta2='0.98', weight_decay='0.2'),
+    'sophiah': dict(beta1='0.9', beta2='0.99', weight_decay='0.2', gamma='0.01', eps='1e-12'),
+    'ef_clip': dict(START['sophiag']),
+}
 # What the coordinate search at 1,200 steps tries beside the learning rates.
 TRIED = dict(warmup_iters=['75', '150', '300', '600'], beta1=['0.8', '0.9', '0.95', '0.98'],
              beta2=['0.9', '0.95', '0.99'], weight_decay=['0', '0.1', '0.2'],
              gamma=['0.0125', '0.05', '0.15', '0.5'], eps=['1e-12', '1e-7'])
+# One value beyond those tried, where the loss still fell towards the last of them.
+EDGES = {'adamw': ['beta1=0.7', 'warmup_iters=900'], 'sophiag': ['beta1=0.7', 'warmup_iters=900'],
+         'soap': ['beta2=0.8']}
 HORIZONS = [600, 2400, 4800, 9600]
 MORE_SEEDS = {600: ['1338', '1339'], 1200: ['1338', '1339'], 2400: ['1338'], 4800: ['1338'], 9600: ['1338']}
 
@@ -94,7 +108,7 @@ def bracket(args, name, T, tried, settings):
 
 def rates(args, name, T):
     """The learning rates of `bracket`, and the best with more seeds."""
-    best = bracket(args, name, T, RATES[name], start_of(name, T))[1]
+    best = bracket(args, name, T, {**RATES, **OTHER_RATES}[name], start_of(name, T))[1]
     grid(args, name, T, [best], start_of(name, T), MORE_SEEDS[T])
 
 
@@ -158,21 +172,39 @@ def options(args, name):
         best = best_of(args, name)
         for option in ('hessian_sequences=fresh', 'hessian_bias_correction=True'):
             sweep(args, name, 1200, [], '--grid', *(f'{key}={value}' for key, value in best.items()), option,
-                  'seed=1337,1338,1339', folder=options_dir(args.out_dir))
+                  'seed=1337,1338,1339', folder=beside(args.out_dir, 'options'))
 
 
-def options_dir(out_dir):
-    """Where the runs of `options` are: beside the others."""
-    return out_dir.with_name(f'{out_dir.name}_options')
+def edges(args, name):
+    """The best settings at 1,200 steps with one of them beyond the edge of those tried (`EDGES`), one seed."""
+    best = best_of(args, name)
+    for changed in EDGES.get(name, ()):
+        key, value = changed.split('=')
+        settings = dict(best, **{key: value})
+        sweep(args, name, 1200, [], '--grid', *(f'{key}={value}' for key, value in settings.items()),
+              folder=beside(args.out_dir, 'edges') / name)
 
 
-PHASES = dict(rates_600=partial(rates, T=600), rates_1200=partial(rates, T=1200), tuned=tuned, horizons=horizons,
-              options=options)
+def others(args, name):
+    """`rates` at 1,200 steps, in a directory of their own: not tuned like the others there."""
+    rates(argparse.Namespace(**{**vars(args), 'out_dir': beside(args.out_dir, 'others')}), name, 1200)
+
+
+def beside(out_dir, phase):
+    """Where the runs of a phase are that has a directory of its own: beside the others."""
+    return out_dir.with_name(f'{out_dir.name}_{phase}')
+
+
+# Phase → (what it does, its optimizers).
+PHASES = dict(rates_600=(partial(rates, T=600), RATES), rates_1200=(partial(rates, T=1200), RATES),
+              tuned=(tuned, RATES), horizons=(horizons, RATES), options=(options, RATES), edges=(edges, EDGES),
+              others=(others, OTHER_RATES))
 
 
 def collect(out_dir, target):
-    """Copies the records of the finished runs below `out_dir` and its `options_dir`, and how they were chosen."""
-    for root, there in ((out_dir, target), (options_dir(out_dir), options_dir(target))):
+    """Copies the records of the finished runs below `out_dir` and `beside` it, and how they were chosen."""
+    own = ('options', 'edges', 'others')
+    for root, there in ((out_dir, target), *((beside(out_dir, phase), beside(target, phase)) for phase in own)):
         for config in sorted(root.rglob('config.json')):
             run = read_run(config.parent)
             if run.diverged or not run.unfinished:
@@ -195,8 +227,8 @@ def main():
     parser.add_argument('--out_dir', type=Path, default=Path('out/study'))
     parser.add_argument('--phases', nargs='+', choices=PHASES, default=list(PHASES), metavar='PHASE',
                         help=f'of {", ".join(PHASES)} (default: all)')
-    parser.add_argument('--optimizers', nargs='+', choices=RATES, default=list(RATES), metavar='NAME',
-                        help=f'of {", ".join(RATES)} (default: all)')
+    parser.add_argument('--optimizers', nargs='+', choices=START, default=list(START), metavar='NAME',
+                        help=f'of {", ".join(START)} (default: all)')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
     parser.add_argument('--dry_run', action='store_true',
                         help='print the commands up to the search, on which the others depend; train nothing')
@@ -207,8 +239,10 @@ def main():
         collect(args.out_dir, args.collect)
         return
     for phase in args.phases:
-        for name in args.optimizers if not args.dry_run or phase not in ('horizons', 'options') else ():
-            PHASES[phase](args, name)
+        run, names = PHASES[phase]
+        for name in args.optimizers:
+            if name in names and not (args.dry_run and phase in ('horizons', 'options', 'edges')):
+                run(args, name)
 
 
 if __name__ == '__main__':

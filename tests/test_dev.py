@@ -186,11 +186,31 @@ def test_an_unfinished_search_is_no_result(tmp_path, monkeypatch):
     assert study.best_of(args, 'adamw') == dict(learning_rate='1')
 
 
-def test_finished_runs_are_collected_and_sophias_options_beside_them(tmp_path):
+def test_values_beyond_the_edge_are_tried_at_the_best_settings_beside_the_study(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(study, 'sweep', lambda args, name, T, base, *search, folder: asked.append((search, folder)))
+    monkeypatch.setattr(study, 'best_of', lambda args, name: dict(learning_rate='0.012', beta2='0.9'))
+    args = SimpleNamespace(out_dir=tmp_path / 'study')
+    study.edges(args, 'soap')
+    study.edges(args, 'muon')
+    assert asked == [(('--grid', 'learning_rate=0.012', 'beta2=0.8'), tmp_path / 'study_edges/soap')]
+
+
+def test_the_others_learning_rates_are_searched_beside_the_study(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(study, 'sweep', lambda args, name, T, base, *search: asked.append((args.out_dir, T, search)))
+    study.others(SimpleNamespace(out_dir=tmp_path / 'study', dry_run=True), 'lion')
+    assert [out_dir for out_dir, *_ in asked] == [tmp_path / 'study_others'] * 2
+    assert asked[0][1:] == (1200, ('--grid', 'learning_rate=2.5e-4,5e-4,1e-3,2e-3,4e-3', 'warmup_iters=600',
+                                   'beta1=0.9', 'beta2=0.98', 'weight_decay=0.2'))
+    assert asked[1][2][-1] == 'seed=1338,1339'
+
+
+def test_finished_runs_are_collected_and_those_beside_them(tmp_path):
     name = '--optimizer_name=sophiag'
     fake_run(tmp_path / 'out/600/sophiag/one', 3.0, [name])
     fake_run(tmp_path / 'out/600/sophiag/half', 3.0, [name], end=20)
-    fake_run(study.options_dir(tmp_path / 'out') / 'fresh', 3.0, [name, '--hessian_sequences=fresh'])
+    fake_run(study.beside(tmp_path / 'out', 'options') / 'fresh', 3.0, [name, '--hessian_sequences=fresh'])
     (tmp_path / 'out/600/sophiag/one/ckpt_00000600.pt').touch()
     study.collect(tmp_path / 'out', tmp_path / 'records/study')
     copied = sorted(str(path.relative_to(tmp_path / 'records')) for path in (tmp_path / 'records').rglob('*.*'))
