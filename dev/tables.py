@@ -19,6 +19,7 @@ import model
 import optimizers
 import train
 from configurator import derived
+from dev.study import OTHER_RATES, start_of
 from scripts.runs import by_seed, find_runs, optimizer_label, read_json
 from scripts.speedup import noise_of, same_horizon, tuned_at_each_T
 
@@ -148,9 +149,14 @@ def loss(side):
 def minus_adamw(name, T):
     """(the difference to AdamW with its 95 % interval, the p-value and its test); empty where there is none."""
     sides, noise = study_sides()
-    if name == 'adamw' or T not in sides['adamw'] or T not in sides[name]:
+    return minus(sides[name].get(T), sides['adamw'].get(T), noise)
+
+
+def minus(side, baseline, noise):
+    """The same for a `Tuned` and that of AdamW, either of which may be None."""
+    if side is baseline or not side or not baseline:
         return '', ''
-    row = same_horizon(sides[name][T], sides['adamw'][T], noise)
+    row = same_horizon(side, baseline, noise)
     difference = f'{row["difference"]:+.3f}'.replace('-', '−')
     return (difference, '') if row['p'] is None else (f'{difference} ± {row["plus or minus"]:.3f}',
                                                      f'{row["p"]:.2g}, {row["test"]}')
@@ -172,6 +178,21 @@ def study_losses():
     return table(['T', *map(optimizer_label, STUDY), 'Sophia-G minus AdamW, 95 %'], rows)
 
 
+def study_rates():
+    """All optimizers of the study at 1,200 steps where only the learning rate was tuned; the lowest loss first."""
+    runs = [run for run in find_runs([ROOT / 'records/study/1200', ROOT / 'records/study_others'])
+            if all(run.config[key] == float(value) for key, value in start_of(run.optimizer_name, 1200).items())]
+    sides = {name: at_T[1200] for name in (*STUDY, *OTHER_RATES) if (at_T := tuned_at_each_T(runs, name))}
+    noise = noise_of(by_seed([run for run in runs if not run.rejected]))
+    rows = []
+    for name, side in sorted(sides.items(), key=lambda item: item[1].mean):
+        tried = sorted(zip((settings['learning_rate'] for settings in side.tried), side.trials))
+        rows.append([optimizer_label(name), bold_at(side.learning_rate, tried), loss(side), str(len(side.best)),
+                     *minus(side, sides['adamw'], noise)])
+    return table(['optimizer', 'learning rate: loss of seed 1337', 'validation loss of the best', 'seeds',
+                  'minus AdamW', 'p'], rows)
+
+
 def study_search():
     """The finished coordinate searches: the loss of each value of one setting, the others as they were in that round.
     """
@@ -187,20 +208,23 @@ def searched(record):
     settings, cells = dict(record['start']), {}
     losses = {tuple(float(trial[key]) for key in settings): trial['val/loss'] for trial in record['trials']}
     for key, values in record['tune'].items():
-        tried = {value: losses[tuple(float(v) for v in {**settings, key: value}.values())] for value in values}
+        tried = [(float(value), losses[tuple(float(v) for v in {**settings, key: value}.values())])
+                 for value in sorted(values, key=float)]
         settings[key] = next((change['to'] for change in record['kept'] if change['setting'] == key), settings[key])
-        texts = []
-        for value in sorted(values, key=float):
-            text = f'{number(float(value))}: ' + (f'{tried[value]:.3f}' if tried[value] else 'diverged')
-            texts.append(f'**{text}**' if float(value) == float(settings[key]) else text)
-        cells[key] = ', '.join(texts)
+        cells[key] = bold_at(float(settings[key]), tried)
     return cells
+
+
+def bold_at(best, tried):
+    """Values and their losses (None where a run diverged), the best value in bold."""
+    texts = [(value, f'{number(value)}: ' + (f'{loss:.3f}' if loss else 'diverged')) for value, loss in tried]
+    return ', '.join(f'**{text}**' if value == best else text for value, text in texts)
 
 
 PAGES = {'README.md': [study_losses],
          'docs/settings.md': [settings, metrics],
          'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
-         'docs/verdict.md': [study, study_search]}
+         'docs/verdict.md': [study, study_search, study_rates]}
 
 
 def current(page, text):

@@ -31,6 +31,11 @@ $PY scripts/plot.py records/quickstart --metrics val/loss --title 'The quickstar
 # The study on books.
 $PY scripts/speedup.py records/study --tuned warmup_iters beta1 --output records/study.png
 $PY scripts/speedup.py records/study --tuned warmup_iters beta1 --panels difference --output records/study_difference.png
+T=records/study/1200 W=warmup_iters=600
+$PY scripts/paper/final_losses.py $T/adamw/*,$W,beta1=0.9,beta2=0.95,weight_decay=0.1* records/study_others \
+    $T/{muon,soap}/*,$W,beta1=0.95,beta2=0.95,weight_decay=0.1* \
+    $T/sophiag/*,$W,beta1=0.9,beta2=0.99,weight_decay=0.2,gamma=0.05,eps=1e-12* \
+    --x learning_rate --output records/study_rates.png
 
 # What needs no run.
 $PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.png
