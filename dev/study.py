@@ -56,19 +56,19 @@ TRIED = dict(warmup_iters=['75', '150', '300', '600'], beta1=['0.8', '0.9', '0.9
              beta2=['0.9', '0.95', '0.99'], weight_decay=['0', '0.1', '0.2'],
              gamma=['0.0125', '0.05', '0.15', '0.5'], eps=['1e-12', '1e-7'])
 # One value beyond those tried, where the loss still fell towards the last of them.
-EDGES = {'adamw': ['beta1=0.7', 'warmup_iters=900'], 'sophiag': ['beta1=0.7', 'warmup_iters=900'],
-         'soap': ['beta2=0.8']}
+EDGES = {'adamw': dict(beta1='0.7', warmup_iters='900'), 'sophiag': dict(beta1='0.7', warmup_iters='900'),
+         'soap': dict(beta2='0.8')}
 HORIZONS = [600, 2400, 4800, 9600]
 MORE_SEEDS = {600: ['1338', '1339'], 1200: ['1338', '1339'], 2400: ['1338'], 4800: ['1338'], 9600: ['1338']}
 THIRD_SEED_AT_9600 = ('adamw', 'sophiag')  # which two seeds each could not tell apart
 
 
-def sweep(args, name, T, base, *search, folder=None):
+def sweep(args, name, T, base, *search):
     """Trains what is missing of a search with the optimizer `name` over T steps.
 
     All its runs are in one directory, each named after everything that is tuned: no phase repeats a run of another.
     """
-    command = [sys.executable, 'scripts/sweep.py', '--out_dir', str(folder or args.out_dir / str(T) / name), '--jobs',
+    command = [sys.executable, 'scripts/sweep.py', '--out_dir', str(args.out_dir / str(T) / name), '--jobs',
                str(args.jobs), *search, '--', 'config/study.py', f'--optimizer_name={name}', f'--max_iters={T}', *base]
     print(' '.join(command), flush=True)
     if not args.dry_run and subprocess.run(command, cwd=ROOT).returncode:
@@ -109,7 +109,7 @@ def bracket(args, name, T, tried, settings):
 
 def rates(args, name, T):
     """The learning rates of `bracket`, and the best with more seeds."""
-    best = bracket(args, name, T, {**RATES, **OTHER_RATES}[name], start_of(name, T))[1]
+    best = bracket(args, name, T, (RATES | OTHER_RATES)[name], start_of(name, T))[1]
     grid(args, name, T, [best], start_of(name, T), MORE_SEEDS[T])
 
 
@@ -170,43 +170,46 @@ def horizons(args, name):
 def options(args, name):
     """Sophia-G with h from sequences that its gradient does not see, and with bias correction of h: its best settings,
     1,200 steps, three seeds. In a directory of their own: scripts/speedup.py rejects two algorithms under one name."""
-    if name == 'sophiag':
-        best = best_of(args, name)
-        for option in ('hessian_sequences=fresh', 'hessian_bias_correction=True'):
-            sweep(args, name, 1200, [], '--grid', *(f'{key}={value}' for key, value in best.items()), option,
-                  'seed=1337,1338,1339', folder=beside(args.out_dir, 'options'))
+    best = best_of(args, name)
+    for option in (dict(hessian_sequences='fresh'), dict(hessian_bias_correction='True')):
+        settings = best | option
+        grid(beside(args, 'options'), name, 1200, [settings.pop('learning_rate')], settings,
+             ['1337', *MORE_SEEDS[1200]])
 
 
 def edges(args, name):
     """The best settings at 1,200 steps with one of them beyond the edge of those tried (`EDGES`), one seed."""
     best = best_of(args, name)
-    for changed in EDGES.get(name, ()):
-        key, value = changed.split('=')
-        settings = dict(best, **{key: value})
-        sweep(args, name, 1200, [], '--grid', *(f'{key}={value}' for key, value in settings.items()),
-              folder=beside(args.out_dir, 'edges') / name)
+    for key, value in EDGES.get(name, {}).items():
+        settings = best | {key: value}
+        grid(beside(args, 'edges'), name, 1200, [settings.pop('learning_rate')], settings)
 
 
 def others(args, name):
     """`rates` at 1,200 steps, in a directory of their own: not tuned like the others there."""
-    rates(argparse.Namespace(**{**vars(args), 'out_dir': beside(args.out_dir, 'others')}), name, 1200)
+    rates(beside(args, 'others'), name, 1200)
 
 
-def beside(out_dir, phase):
-    """Where the runs of a phase are that has a directory of its own: beside the others."""
+def beside(args, phase):
+    """The arguments with the directory of a phase whose runs are not among the others but beside them."""
+    return argparse.Namespace(**{**vars(args), 'out_dir': dir_beside(args.out_dir, phase)})
+
+
+def dir_beside(out_dir, phase):
+    """That directory."""
     return out_dir.with_name(f'{out_dir.name}_{phase}')
 
 
 # Phase → (what it does, its optimizers).
 PHASES = dict(rates_600=(partial(rates, T=600), RATES), rates_1200=(partial(rates, T=1200), RATES),
-              tuned=(tuned, RATES), horizons=(horizons, RATES), options=(options, RATES), edges=(edges, EDGES),
+              tuned=(tuned, RATES), horizons=(horizons, RATES), options=(options, ['sophiag']), edges=(edges, EDGES),
               others=(others, OTHER_RATES))
 
 
 def collect(out_dir, target):
-    """Copies the records of the finished runs below `out_dir` and `beside` it, and how they were chosen."""
+    """Copies the records of the finished runs below `out_dir` and beside it, and how they were chosen."""
     own = ('options', 'edges', 'others')
-    for root, there in ((out_dir, target), *((beside(out_dir, phase), beside(target, phase)) for phase in own)):
+    for root, there in ((out_dir, target), *((dir_beside(out_dir, phase), dir_beside(target, phase)) for phase in own)):
         for config in sorted(root.rglob('config.json')):
             run = read_run(config.parent)
             if run.diverged or not run.unfinished:

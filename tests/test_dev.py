@@ -188,12 +188,12 @@ def test_an_unfinished_search_is_no_result(tmp_path, monkeypatch):
 
 def test_values_beyond_the_edge_are_tried_at_the_best_settings_beside_the_study(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(study, 'sweep', lambda args, name, T, base, *search, folder: asked.append((search, folder)))
+    monkeypatch.setattr(study, 'sweep', lambda args, name, T, base, *search: asked.append((search, args.out_dir)))
     monkeypatch.setattr(study, 'best_of', lambda args, name: dict(learning_rate='0.012', beta2='0.9'))
     args = SimpleNamespace(out_dir=tmp_path / 'study')
     study.edges(args, 'soap')
     study.edges(args, 'muon')
-    assert asked == [(('--grid', 'learning_rate=0.012', 'beta2=0.8'), tmp_path / 'study_edges/soap')]
+    assert asked == [(('--grid', 'learning_rate=0.012', 'beta2=0.8'), tmp_path / 'study_edges')]
 
 
 def test_the_others_learning_rates_are_searched_beside_the_study(tmp_path, monkeypatch):
@@ -210,7 +210,7 @@ def test_finished_runs_are_collected_and_those_beside_them(tmp_path):
     name = '--optimizer_name=sophiag'
     fake_run(tmp_path / 'out/600/sophiag/one', 3.0, [name])
     fake_run(tmp_path / 'out/600/sophiag/half', 3.0, [name], end=20)
-    fake_run(study.beside(tmp_path / 'out', 'options') / 'fresh', 3.0, [name, '--hessian_sequences=fresh'])
+    fake_run(study.dir_beside(tmp_path / 'out', 'options') / 'fresh', 3.0, [name, '--hessian_sequences=fresh'])
     (tmp_path / 'out/600/sophiag/one/ckpt_00000600.pt').touch()
     study.collect(tmp_path / 'out', tmp_path / 'records/study')
     copied = sorted(str(path.relative_to(tmp_path / 'records')) for path in (tmp_path / 'records').rglob('*.*'))
