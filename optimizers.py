@@ -107,6 +107,14 @@ class SophiaSquared(Sophia):
         return torch._foreach_sqrt(super().curvature(group, hs))
 
 
+class SophiaTensorMean(Sophia):
+    """The ablation "mean of h": each coordinate is divided by the mean of h over its tensor, so that h says how large
+    the steps of a tensor are but does not tell its coordinates apart. Not in the paper."""
+
+    def curvature(self, group, hs):
+        return [h.mean().expand_as(h) for h in super().curvature(group, hs)]
+
+
 class Normalize(GuardedOptimizer):
     """The ablation Normalize: θ ← θ − lr·λ·θ;  θ ← θ − lr·m / max(rms(m), ε), the root mean square of each tensor.
 
@@ -253,6 +261,9 @@ OPTIMIZERS = {
     # k = 2 is the paper's; without the clip ε has to bound the step where h is tiny, its value is left to us.
     'gnb_noclip': Row(partial(sophia, cls=SophiaUnclipped), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
                       'Table 3, sophiag', GNBHook),
+    # Whether h matters coordinate by coordinate. The mean would be that of a shard only, where tensors are sharded.
+    'gnb_mean': Row(partial(sophia, cls=SophiaTensorMean), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', GNBHook,
+                    shards=False),
     # Baselines that the paper does not have. Settings are the libraries' defaults, but for weight decay, AdamW's. Only
     # rows whose updates are scaled to AdamW's size take over its learning rates.
     # Muon's matrix products of shards are those of the whole matrix, which DTensor gathers for them.

@@ -1,253 +1,284 @@
-"""The study of docs/verdict.md: every run of its protocol, in order; what is there already is not run again.
+"""Trains every run of the study in records/dissection/README.md, which states its protocol. Skips finished runs.
 
   python data/text/prepare.py BOOKS.txt --val_file OTHER_AUTHORS.txt --tokenizer=byte --out_dir data/books
-  python dev/study.py --jobs 2                    everything that is missing; days on two CPU cores
-  python dev/study.py --phases rates_600 --optimizers adamw soap          a part of it
-  python dev/study.py --collect records/study     copies what a record needs of the finished runs; those of `options`,
-                                                  `edges` and `others` to records/study_options and so on
+  python dev/study.py --jobs 2                          what is missing; about 20 hours on two CPU cores
+  python dev/study.py --list                            the runs that are due, and how many are done
+  python dev/study.py --collect records/dissection      writes finished runs to runs.jsonl there
 
-Copies of finished records below --out_dir count as finished runs. On a GPU, which small models do not fill:
-
-  for name in adamw sophiag muon soap; do python dev/study.py --optimizers $name --jobs 4 & done; wait
+An interrupted study continues when started again; runs resume from their newest checkpoint.
 """
 
 import argparse
-import csv
+import json
+import math
 import os
-import shutil
+import signal
+import statistics
 import subprocess
 import sys
-from functools import partial
+import time
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.runs import by_seed, find_runs, read_json, read_run  # noqa: E402
-from scripts.significance import pooled_sd  # noqa: E402
+from scripts.runs import read_run, write_text  # noqa: E402
 
-# Optimizer → five learning rates, a factor of 2 apart, around the best one of the quickstart (docs/small-runs.md).
-RATES = {
-    'adamw': ['3e-3', '6e-3', '1.2e-2', '2.4e-2', '4.8e-2'],
-    'sophiag': ['5e-4', '1e-3', '2e-3', '4e-3', '8e-3'],
-    'muon': ['1.2e-2', '2.4e-2', '4.8e-2', '9.6e-2', '0.192'],
-    'soap': ['6e-3', '1.2e-2', '2.4e-2', '4.8e-2', '9.6e-2'],
-}
-# Where they start besides: the rows of the table, with the β1 that short runs favour for AdamW and Sophia-G alike.
-START = {
-    'adamw': dict(beta1='0.9', beta2='0.95', weight_decay='0.1'),
-    'sophiag': dict(beta1='0.9', beta2='0.99', weight_decay='0.2', gamma='0.05', eps='1e-12'),
-    'muon': dict(beta1='0.95', beta2='0.95', weight_decay='0.1'),
-    'soap': dict(beta1='0.95', beta2='0.95', weight_decay='0.1'),
-}
-# Three more, for which only the learning rate is tuned.
-OTHER_RATES = {
-    'lion': ['2.5e-4', '5e-4', '1e-3', '2e-3', '4e-3'],
-    'sophiah': ['5e-4', '1e-3', '2e-3', '4e-3', '8e-3'],
-    'ef_clip': ['5e-4', '1e-3', '2e-3', '4e-3', '8e-3'],
-}
-START |= {
-    'lion': dict(beta1='0.9', beta2='0.98', weight_decay='0.2'),
-    'sophiah': dict(beta1='0.9', beta2='0.99', weight_decay='0.2', gamma='0.01', eps='1e-12'),
-    'ef_clip': dict(START['sophiag']),
-}
-# What the coordinate search at 1,200 steps tries beside the learning rates.
-TRIED = dict(warmup_iters=['75', '150', '300', '600'], beta1=['0.8', '0.9', '0.95', '0.98'],
-             beta2=['0.9', '0.95', '0.99'], weight_decay=['0', '0.1', '0.2'],
-             gamma=['0.0125', '0.05', '0.15', '0.5'], eps=['1e-12', '1e-7'])
-# One value beyond those tried, where the loss still fell towards the last of them.
-EDGES = {'adamw': dict(beta1='0.7', warmup_iters='900'), 'sophiag': dict(beta1='0.7', warmup_iters='900'),
-         'soap': dict(beta2='0.8')}
-HORIZONS = [600, 2400, 4800, 9600]
-MORE_SEEDS = {600: ['1338', '1339'], 1200: ['1338', '1339'], 2400: ['1338'], 4800: ['1338'], 9600: ['1338']}
-THIRD_SEED_AT_9600 = ('adamw', 'sophiag')  # which two seeds each could not tell apart
+ORDER = 'ACBDE'  # of the parts; runs of a later one fill the cores while an earlier one waits for a result
+SEARCH_SEED = 1337  # chooses settings, and takes part in no test
+# Settings that no part of the study tunes; all else is the optimizer's row in optimizers.py.
+START = {name: dict(beta1=0.8) for name in ('adamw', 'clip', 'sophiag', 'gnb_mean', 'ef_clip', 'sophiah')}
+GAMMAS = 0.0125, 0.05, 0.15, 0.5, 1.5
 
 
-def sweep(args, name, T, base, *search):
-    """Trains what is missing of a search with the optimizer `name` over T steps.
+@dataclass(frozen=True)
+class Trial:
+    """One run: the part of the study it belongs to, its optimizer, and its other settings as (key, value) pairs."""
+    part: str
+    optimizer: str
+    settings: tuple
 
-    All its runs are in one directory, each named after everything that is tuned: no phase repeats a run of another.
+    @property
+    def path(self):
+        """Its directory, below the study's."""
+        return Path(self.part, ','.join([self.optimizer, *(f'{key}={value:g}' for key, value in self.settings)]))
+
+    @property
+    def command(self):
+        """The arguments of train.py, without --out_dir."""
+        return ['config/study.py', f'--optimizer_name={self.optimizer}',
+                *(f'--{key}={value:g}' for key, value in self.settings)]
+
+
+@dataclass
+class Study:
+    """Looks up the losses of trials, and collects the trials that are missing."""
+    out_dir: Path
+    done: int = 0
+    due: list = field(default_factory=list)  # of (what sorts trials, so that the arms of a part take turns; the trial)
+    arms: Counter = field(default_factory=Counter)
+
+    def loss(self, part, optimizer, seed=SEARCH_SEED, **settings):
+        """The final validation loss of a run, inf if it diverged; None, and the run is due, if it is not finished."""
+        trial = Trial(part, optimizer, (*settings.items(), ('seed', seed)))
+        fresh = seed != SEARCH_SEED
+        arm = part, optimizer, settings.get('gamma'), fresh
+        self.arms[arm] += 1
+        loss = final_loss(self.out_dir / trial.path)
+        if loss is None:
+            self.due.append((ORDER.index(part), fresh, self.arms[arm], trial))
+        else:
+            self.done += 1
+        return loss
+
+    def search(self, part, optimizer, rates, widen=True, **settings):
+        """Trains each learning rate, and more by factors of 2 while the best is at the edge.
+
+        Returns {settings, as pairs: loss} of all trials; None while some are missing.
+        """
+        settings = dict(START[optimizer], **settings)
+        rates = [float(f'{rate:g}') for rate in rates]
+        while True:
+            losses = {rate: self.loss(part, optimizer, learning_rate=rate, **settings) for rate in rates}
+            if None in losses.values():
+                return None
+            best = min(losses, key=losses.get)
+            if widen and best == rates[0]:
+                rates = [float(f'{best / 2:g}'), *rates]
+            elif widen and best == rates[-1]:
+                rates = [*rates, float(f'{best * 2:g}')]
+            else:
+                return {(('learning_rate', rate), *settings.items()): loss for rate, loss in losses.items()}
+
+    def seeds(self, part, optimizer, settings, seeds):
+        """The losses of `settings` (pairs) with other seeds; None while some are missing."""
+        losses = [self.loss(part, optimizer, seed, **dict(settings)) for seed in seeds]
+        return None if None in losses else losses
+
+
+def final_loss(out_dir):
+    """The validation loss at the end of a run, inf if it diverged, None if it is not finished."""
+    if (out_dir / 'failed.txt').is_file():
+        return math.inf
+    if not (out_dir / 'metrics.jsonl').is_file():
+        return None
+    run = read_run(out_dir)
+    return None if run.unfinished else run.last('val/loss')
+
+
+def around(rate):
+    """Half, once and twice a learning rate."""
+    return rate / 2, rate, rate * 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The protocol. What depends on a result that is not there yet returns None.
+
+
+def dissection(study):
+    """Part A, T = 2,400: what is lost when one piece of Sophia-G is left out.
+
+    Returns (best learning rate of AdamW, of sign momentum; [(γ, its best learning rate)] of Sophia-G, the best γ
+    first), or None.
     """
-    command = [sys.executable, 'scripts/sweep.py', '--out_dir', str(args.out_dir / str(T) / name), '--jobs',
-               str(args.jobs), *search, '--', 'config/study.py', f'--optimizer_name={name}', f'--max_iters={T}', *base]
-    print(' '.join(command), flush=True)
-    if not args.dry_run and subprocess.run(command, cwd=ROOT).returncode:
-        raise SystemExit(f'{T} {name}: the sweep did not end; start this again when its message is dealt with')
+    T = dict(max_iters=2400, warmup_iters=1200)
+    best = {}
+    for name, rates in (('adamw', (6e-3, 1.2e-2, 2.4e-2)), ('clip', (1e-3, 2e-3, 4e-3))):
+        best[name] = lowest(study, 'A', name, [study.search('A', name, rates, **T)], (1338, 1339, 1340))
+    found = {gamma: lowest(study, 'A', 'sophiag', [study.search('A', 'sophiag', (2e-3, 4e-3, 8e-3), gamma=gamma, **T)],
+                           (1338, 1339, 1340)) for gamma in GAMMAS}
+    lowest(study, 'A', 'sophiah', [study.search('A', 'sophiah', (2e-3, 4e-3, 8e-3), gamma=gamma, **T)
+                                   for gamma in (0.01, 0.05)], (1338, 1339, 1340))
+    if None in found.values() or None in best.values():
+        return None
+    gammas = sorted(GAMMAS, key=lambda gamma: found[gamma][1])
+    gamma, settings = gammas[0], found[gammas[0]][0]
+    study.seeds('A', 'sophiag', settings, (1341, 1342, 1343))  # for the tests: did not choose γ
+    for name in ('gnb_mean', 'ef_clip'):
+        lowest(study, 'A', name, [study.search('A', name, around(dict(settings)['learning_rate']), gamma=value, **T)
+                                  for value in (gamma / 2, gamma * 2)], (1338, 1339, 1340))
+    return (*(dict(best[name][0])['learning_rate'] for name in ('adamw', 'clip')),
+            [(gamma, dict(found[gamma][0])['learning_rate']) for gamma in gammas])
 
 
-def grid(args, name, T, learning_rates, settings, seeds=()):
-    """Trains each learning rate with `settings` (setting → value), with `seeds` or the default one."""
-    search = [f'learning_rate={",".join(learning_rates)}', *(f'{key}={value}' for key, value in settings.items())]
-    sweep(args, name, T, [], '--grid', *search, *([f'seed={",".join(seeds)}'] if seeds else []))
+def lowest(study, part, name, searches, seeds):
+    """The settings with the lowest loss in all `searches`, and their mean loss with the other `seeds` too; or None."""
+    if None in searches:
+        return None
+    losses = {settings: loss for search in searches for settings, loss in search.items()}
+    settings = min(losses, key=losses.get)
+    others = study.seeds(part, name, settings, seeds)
+    return None if others is None else (settings, statistics.mean([losses[settings], *others]))
 
 
-def start_of(name, T):
-    """Setting → value, where the search for `name` starts at T steps: a warm-up of half of them."""
-    return dict(warmup_iters=str(T // 2), **START[name])
+def long_horizon(study, adamw, clip, gammas):
+    """Part C, T = 9,600: each side tuned there, then six fresh seeds of its best settings."""
+    T = dict(max_iters=9600, warmup_iters=4800)
+    second = next(pair for pair in gammas[1:] if pair[0] == 0.05 or gammas[0][0] == 0.05)  # the paper's γ, or the next
+    searches = {
+        'adamw': [study.search('C', 'adamw', around(adamw), **T)],
+        'sophiag': [study.search('C', 'sophiag', around(rate), gamma=gamma, **T)
+                    for gamma, rate in (gammas[0], second)],
+        'clip': [study.search('C', 'clip', around(clip), **T)],
+    }
+    changes = {'adamw': (dict(beta1=0.9), dict(warmup_iters=2400), dict(weight_decay=0.3)),
+               'sophiag': (dict(warmup_iters=2400),), 'clip': (dict(warmup_iters=2400),)}
+    for name, found in searches.items():
+        best = lowest(study, 'C', name, found, ())
+        for change in changes[name] if best else ():
+            settings = dict(best[0]) | change
+            found.append(study.search('C', name, (settings.pop('learning_rate'),), widen=False, **settings))
+    if all(None not in found for found in searches.values()):
+        for name, found in searches.items():
+            lowest(study, 'C', name, found, range(1338, 1344))
 
 
-def lowest(args, name, T):
-    """The learning rate with the lowest validation loss in the table that `grid` has left."""
-    with (args.out_dir / str(T) / name / 'results.csv').open(encoding='utf-8') as file:
-        return next(csv.DictReader(file))['learning_rate']  # sorted
+def mini_batch(study, adamw, clip, gammas):
+    """Part B, T = 1,200: mini-batches 4 times as large; with one seed also 16 times."""
+    T, losses = dict(max_iters=1200, warmup_iters=600), {}
+    arms = [('adamw', adamw, {}), ('clip', clip, {}),
+            *(('sophiag', rate, dict(gamma=gamma)) for gamma, rate in gammas[:2])]
+    for name, rate, more in arms:
+        found = study.search('B', name, around(rate), total_batch_size=128, **more, **T)
+        found = lowest(study, 'B', name, [found], (1338, 1339, 1340))
+        losses.setdefault(name, []).append(found)
+    if all(None not in found for found in losses.values()):
+        for name, found in losses.items():
+            settings = dict(min(found, key=lambda pair: pair[1])[0], total_batch_size=512)
+            study.search('D', name, around(settings.pop('learning_rate')), widen=False, **settings)
 
 
-def bracket(args, name, T, tried, settings):
-    """(learning rates, the best of them): those `tried`, and more by factors of 2 while the best is at the edge."""
-    while True:
-        grid(args, name, T, tried, settings)
-        if args.dry_run:
-            return tried, '?'
-        best = lowest(args, name, T)
-        if float(best) == float(tried[0]):
-            tried = [f'{float(best) / 2:g}', *tried]
-        elif float(best) == float(tried[-1]):
-            tried = [*tried, f'{float(best) * 2:g}']
-        else:
-            return tried, best
+def edges(study):
+    """The warm-up of 900 at T = 1,200, beyond the longest that the earlier study (records/study) tried."""
+    for name, rate in ('adamw', 6e-3), ('sophiag', 2e-3):
+        for warmup in 600, 900:
+            study.search('E', name, (rate,), widen=False, max_iters=1200, warmup_iters=warmup)
 
 
-def rates(args, name, T):
-    """The learning rates of `bracket`, and the best with more seeds."""
-    best = bracket(args, name, T, (RATES | OTHER_RATES)[name], start_of(name, T))[1]
-    grid(args, name, T, [best], start_of(name, T), MORE_SEEDS[T])
+def plan(out_dir):
+    """The `Study` so far, its due trials in order: within a part the arms take turns."""
+    study = Study(out_dir)
+    found = dissection(study)
+    if found:
+        long_horizon(study, *found)
+        mini_batch(study, *found)
+    edges(study)
+    study.due = list(dict.fromkeys(trial for *_, trial in sorted(study.due, key=lambda due: due[:-1])))
+    return study
 
 
-def noise(args):
-    """Two standard deviations of the validation loss over seeds: of the best learning rates at 1,200 steps, pooled over
-    all optimizers. SystemExit where those runs are not finished yet."""
-    groups = []
-    for name in RATES:
-        found = by_seed([run for run in find_runs([args.out_dir / '1200' / name]) if not run.rejected
-                         and all(run.config[key] == float(value) for key, value in start_of(name, 1200).items())])
-        found = [group for group in found if len(group) > len(MORE_SEEDS[1200])]  # of `rates`; later ones are elsewhere
-        if len(found) != 1:
-            raise SystemExit(f'{args.out_dir}/1200/{name}: no learning rate with {1 + len(MORE_SEEDS[1200])} finished '
-                             'seeds; run --phases rates_1200 first')
-        groups.append([run.last('val/loss') for run in found[0]])
-    return 2 * pooled_sd(groups)[0]
+# ----------------------------------------------------------------------------------------------------------------------
+# Running it
 
 
-def tuned(args, name):
-    """The coordinate search at 1,200 steps, one round from the best learning rate of `bracket`; the lowest trial with
-    more seeds."""
-    tried, best = bracket(args, name, 1200, RATES[name], start_of(name, 1200))
-    start = dict(learning_rate=best, **start_of(name, 1200))
-    values = dict(TRIED, learning_rate=tried)
-    sweep(args, name, 1200, [f'--{key}={value}' for key, value in start.items()],
-          '--tune', *(f'{key}={",".join(values[key])}' for key in start),
-          '--rounds=1', f'--noise={"?" if args.dry_run else f"{noise(args):.4f}"}')
-    if not args.dry_run:
-        settings = best_of(args, name)
-        grid(args, name, 1200, [settings.pop('learning_rate')], settings, MORE_SEEDS[1200])
+def train_all(out_dir, jobs):
+    """Trains until nothing is due, `jobs` runs at a time, one thread each."""
+    running = {}
+    try:
+        while True:
+            for trial in [trial for trial, process in running.items() if process.poll() is not None]:
+                running.pop(trial)
+                if final_loss(out_dir / trial.path) is None:
+                    raise SystemExit(f'{out_dir / trial.path}: the run failed; its last lines are in log.txt there')
+            due = [trial for trial in plan(out_dir).due if trial not in running] if len(running) < jobs else []
+            for trial in due[:jobs - len(running)]:
+                running[trial] = start(out_dir, trial)
+            if not running:
+                return
+            time.sleep(2)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
 
 
-def best_of(args, name):
-    """Setting → value of the lowest trial of the coordinate search; SystemExit while it is not finished."""
-    path = args.out_dir / '1200' / name / 'tuning.json'
-    record = read_json(path) if path.is_file() else {}
-    if not record.get('finished'):
-        raise SystemExit(f'{path}: the coordinate search is not finished; run --phases tuned first')
-    best = min((trial for trial in record['trials'] if trial['val/loss']), key=lambda trial: trial['val/loss'])
-    return {key: best[key] for key in record['start']}
-
-
-def horizons(args, name):
-    """The settings found at 1,200 steps at every other horizon, the warm-up the same share of it. The learning rate is
-    bracketed up to 2,400 steps, and then the best of 2,400. The best with more seeds."""
-    best = best_of(args, name)
-    lr, share = float(best.pop('learning_rate')), float(best['warmup_iters']) / 1200
-    for T in HORIZONS:
-        settings = dict(best, warmup_iters=str(round(share * T)))
-        if T <= 2400:
-            found = bracket(args, name, T, [f'{value:g}' for value in (lr / 2, lr, 2 * lr)], settings)[1]
-        else:
-            grid(args, name, T, [found], settings)
-        more = ['1339'] * (T == 9600 and name in THIRD_SEED_AT_9600)
-        grid(args, name, T, [found], settings, MORE_SEEDS[T] + more)
-
-
-def options(args, name):
-    """Sophia-G with h from sequences that its gradient does not see, and with bias correction of h: its best settings,
-    1,200 steps, three seeds. In a directory of their own: scripts/speedup.py rejects two algorithms under one name."""
-    best = best_of(args, name)
-    for option in (dict(hessian_sequences='fresh'), dict(hessian_bias_correction='True')):
-        settings = best | option
-        grid(beside(args, 'options'), name, 1200, [settings.pop('learning_rate')], settings,
-             ['1337', *MORE_SEEDS[1200]])
-
-
-def edges(args, name):
-    """The best settings at 1,200 steps with one of them beyond the edge of those tried (`EDGES`), one seed."""
-    best = best_of(args, name)
-    for key, value in EDGES.get(name, {}).items():
-        settings = best | {key: value}
-        grid(beside(args, 'edges'), name, 1200, [settings.pop('learning_rate')], settings)
-
-
-def others(args, name):
-    """`rates` at 1,200 steps, in a directory of their own: not tuned like the others there."""
-    rates(beside(args, 'others'), name, 1200)
-
-
-def beside(args, phase):
-    """The arguments with the directory of a phase whose runs are not among the others but beside them."""
-    return argparse.Namespace(**{**vars(args), 'out_dir': dir_beside(args.out_dir, phase)})
-
-
-def dir_beside(out_dir, phase):
-    """That directory."""
-    return out_dir.with_name(f'{out_dir.name}_{phase}')
-
-
-# Phase → (what it does, its optimizers).
-PHASES = dict(rates_600=(partial(rates, T=600), RATES), rates_1200=(partial(rates, T=1200), RATES),
-              tuned=(tuned, RATES), horizons=(horizons, RATES), options=(options, ['sophiag']), edges=(edges, EDGES),
-              others=(others, OTHER_RATES))
+def start(out_dir, trial):
+    """Starts the training of a trial; returns its process."""
+    there = out_dir / trial.path
+    there.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, 'train.py', *trial.command, f'--out_dir={there}', '--init_from=auto']
+    print(time.strftime('%H:%M:%S'), trial.path, flush=True)
+    with (there / 'log.txt').open('a') as log:
+        return subprocess.Popen(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1'), stdout=log, stderr=log)
 
 
 def collect(out_dir, target):
-    """Copies the records of the finished runs below `out_dir` and beside it, and how they were chosen."""
-    own = ('options', 'edges', 'others')
-    for root, there in ((out_dir, target), *((dir_beside(out_dir, phase), dir_beside(target, phase)) for phase in own)):
-        for config in sorted(root.rglob('config.json')):
+    """Writes finished runs to runs.jsonl in `target`, one line a run: its path, config.json, and metrics by column."""
+    lines = []
+    for config in sorted(out_dir.rglob('config.json')):
+        if final_loss(config.parent) is not None:
             run = read_run(config.parent)
-            if run.diverged or not run.unfinished:
-                for name in ('config.json', 'metrics.jsonl', 'failed.txt'):
-                    copy(config.with_name(name), root, there)
-        for path in root.rglob('tuning.json'):
-            copy(path, root, there)
-
-
-def copy(path, out_dir, target):
-    """Copies a file below `out_dir`, if there is one, to its place below `target`."""
-    if path.is_file():
-        there = target / path.relative_to(out_dir)
-        there.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, there)
+            keys = dict.fromkeys(key for record in run.records for key in record)
+            metrics = {key: [record.get(key) for record in run.records] for key in keys}
+            failed = config.with_name('failed.txt')
+            failed = dict(failed=failed.read_text().strip()) if failed.is_file() else {}
+            lines.append(json.dumps(dict(run=str(config.parent.relative_to(out_dir)), **failed, config=run.about,
+                                         metrics=metrics)))
+    target.mkdir(parents=True, exist_ok=True)
+    write_text(target / 'runs.jsonl', ''.join(line + '\n' for line in lines))
+    print(f'{target}/runs.jsonl: {len(lines)} runs')
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out_dir', type=Path, default=Path('out/study'))
-    parser.add_argument('--phases', nargs='+', choices=PHASES, default=list(PHASES), metavar='PHASE',
-                        help=f'of {", ".join(PHASES)} (default: all)')
-    parser.add_argument('--optimizers', nargs='+', choices=START, default=list(START), metavar='NAME',
-                        help=f'of {", ".join(START)} (default: all)')
+    parser.add_argument('--out_dir', type=Path, default=Path('out/dissection'))
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
-    parser.add_argument('--dry_run', action='store_true',
-                        help='print the commands up to the search, on which the others depend; train nothing')
-    parser.add_argument('--collect', type=Path, metavar='DIR', help='only copy the records of finished runs there')
+    parser.add_argument('--list', action='store_true', help='print the runs that are due; train nothing')
+    parser.add_argument('--collect', type=Path, metavar='DIR', help='write finished runs to DIR/runs.jsonl')
     args = parser.parse_args()
     os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if args.collect:
         collect(args.out_dir, args.collect)
-        return
-    for phase in args.phases:
-        run, names = PHASES[phase]
-        for name in args.optimizers:
-            if name in names and not (args.dry_run and phase in ('horizons', 'options', 'edges')):
-                run(args, name)
+    elif args.list:
+        study = plan(args.out_dir)
+        print('\n'.join(str(trial.path) for trial in study.due))
+        print(f'{study.done} results, {len(study.due)} runs due')
+    else:
+        train_all(args.out_dir, args.jobs)
 
 
 if __name__ == '__main__':

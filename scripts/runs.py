@@ -27,9 +27,9 @@ AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds 
 
 OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian', 'sophiag': 'Sophia-G',
                     'sophiah': 'Sophia-H', 'ef_clip': 'E-F+clip', 'ah_clip': 'AH+clip', 'clip': 'Clip',
-                    'normalize': 'Normalize', 'gnb_noclip': 'GNB without clipping', 'muon': 'Muon',
-                    'normuon': 'NorMuon', 'soap': 'SOAP', 'ademamix': 'AdEMAMix', 'mars': 'MARS', 'adopt': 'ADOPT',
-                    'schedulefree': 'Schedule-Free AdamW', 'prodigy': 'Prodigy', 'signum': 'Signum'}
+                    'normalize': 'Normalize', 'gnb_noclip': 'GNB without clipping', 'gnb_mean': 'GNB, mean of h',
+                    'muon': 'Muon', 'normuon': 'NorMuon', 'soap': 'SOAP', 'ademamix': 'AdEMAMix', 'mars': 'MARS',
+                    'adopt': 'ADOPT', 'schedulefree': 'Schedule-Free AdamW', 'prodigy': 'Prodigy', 'signum': 'Signum'}
 
 # How an axis calls a setting.
 SETTING_NAMES = {'max_iters': 'steps T', 'total_batch_size': 'sequences per step', 'block_size': 'tokens per sequence',

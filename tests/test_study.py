@@ -1,0 +1,59 @@
+"""dev/study.py: which runs the protocol asks for, given the results so far."""
+
+import math
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import train
+from dev import study
+
+
+def make_all(monkeypatch, loss_of):
+    """Finishes every due trial, one at a time, with the loss that `loss_of(trial)` gives; returns them in order."""
+    losses, made = {}, []
+    monkeypatch.setattr(study, 'final_loss', lambda path: losses.get(path))
+    while due := study.plan(Path('out')).due:
+        made.append(due[0])
+        losses[Path('out') / due[0].path] = loss_of(due[0])
+    return made
+
+
+def surface(trial):
+    """A loss that is lowest at a learning rate of 0.004 (AdamW 0.012), γ = 0.15 and the study's other settings."""
+    s = dict(trial.settings)
+    lr = math.log2(s['learning_rate'] / (0.012 if trial.optimizer == 'adamw' else 0.004))
+    return 1.3 + 0.01 * lr ** 2 + 0.001 * abs(math.log(s.get('gamma', 0.15) / 0.15)) + s['seed'] % 7 * 1e-6
+
+
+def test_protocol(monkeypatch):
+    made = make_all(monkeypatch, surface)
+    assert len(set(made)) == len(made)
+    tests = [dict(trial.settings) for trial in made if trial.part == 'A' and dict(trial.settings)['seed'] > 1340]
+    assert [(s['gamma'], s['learning_rate']) for s in tests] == [(0.15, 0.004)] * 3
+    gammas = {dict(trial.settings)['gamma'] for trial in made if trial.optimizer == 'ef_clip'}
+    assert gammas == {0.075, 0.3}
+    fresh = [trial for trial in made if trial.part == 'C' and dict(trial.settings)['seed'] != study.SEARCH_SEED]
+    assert Counter(trial.optimizer for trial in fresh) == dict(adamw=6, sophiag=6, clip=6)
+    # In turns: no side has two runs more than another at any time.
+    for n in range(len(fresh)):
+        counts = Counter(trial.optimizer for trial in fresh[:n])
+        assert max(counts.values(), default=0) - min(counts[name] for name in ('adamw', 'sophiag', 'clip')) <= 1
+    long = {dict(trial.settings)['gamma'] for trial in made if trial.part == 'C' and trial.optimizer == 'sophiag'}
+    assert long == {0.15, 0.05}
+    assert {dict(trial.settings).get('total_batch_size') for trial in made if trial.part in 'BD'} == {128, 512}
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_any_losses_come_to_an_end(monkeypatch, seed):
+    rng = random.Random(seed)
+    make_all(monkeypatch, lambda trial: math.inf if rng.random() < 0.1 else surface(trial) + rng.gauss(0, 0.02))
+
+
+def test_train_takes_the_arguments(monkeypatch, tmp_path):
+    monkeypatch.setattr(study, 'final_loss', lambda path: None)
+    for trial in study.plan(tmp_path).due:
+        c = train.resolve(trial.command)
+        assert all(c.values[key] == value for key, value in trial.settings)
