@@ -1,8 +1,9 @@
 """Settings from train.py's defaults, config files and --key=value flags: typed, checked, the source of each recorded.
 
-train.py declares its settings as plain module-level names. Config files are Python files of `key = value` lines; files
-apply in the order given, flags after all files. A setting declared as `derived(type)` has no fixed default: `derive`
-fills it in from tables (model sizes, optimizers) unless a file or flag has set it.
+train.py declares its settings as module-level names: plain values, or `setting(…)` for one with a range or choices.
+`setting(float)`, a type instead of a value, has no fixed default: train.py's `resolve` fills it in unless a config file
+or a flag has set it. Config files are Python files of `key = value` lines; they apply in the order given, flags after
+all files.
 """
 
 import ast
@@ -10,58 +11,63 @@ import builtins
 import difflib
 import math
 import re
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-
-class derived:  # noqa: N801 - reads as a declaration: learning_rate = derived(float)
-    """Declares a setting of the given type whose value the tables supply unless a config file or a flag does."""
-
-    def __init__(self, type_):
-        self.type = type_
-
-    def __repr__(self):
-        return f'derived ({self.type.__name__})'
-
-
 # Names that other programs have for settings: the official repository's configs, Hugging Face's trainer.
 RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_size', lr='learning_rate')
 
-# Setting → its possible values.
-CHOICES = dict(dtype=('float32', 'bfloat16', 'float16'), backend=('nccl', 'gloo'), hessian_sequences=('own', 'fresh'),
-               parallel=('ddp', 'fsdp', 'hsdp'))
 
-# Rule → (its test, the settings it is for), as far as one setting alone can tell.
-RANGES = {
-    'at least 2, in case the newest one gets damaged': (lambda v: v >= 2, 'keep_checkpoints'),
-    'at least 1': (lambda v: v >= 1, 'eval_interval log_interval max_iters block_size batch_size total_batch_size '
-                                     'n_layer n_head n_embd'),
-    'at least 0': (lambda v: 0 <= v < math.inf, 'learning_rate min_lr weight_decay eps gamma grad_clip warmup_iters '
-                                                'eval_iters max_hours skip_nonfinite gradient_accumulation_steps '
-                                                'cooldown_iters branch_cooldown'),
-    'at least 0 and below 1': (lambda v: 0 <= v < 1, 'dropout beta1 beta2'),
-    'within 64 bits': (lambda v: -2 ** 63 <= v < 2 ** 64, 'seed'),
-}
+@dataclass(frozen=True)
+class Setting:
+    """The declaration of a setting, see `setting`."""
+    type: type
+    default: object = None  # None: filled in by `resolve`
+    at_least: float = -math.inf
+    below: float = math.inf
+    choices: tuple = ()
+    package: str = ''
 
-# Setting → the package that it needs.
-PACKAGES = dict(wandb_log='wandb', trackio_log='trackio')
+    def problem(self, value):
+        """The rule that `value` breaks, as the end of 'must be …'; '' when it may be set."""
+        if self.choices and value not in self.choices:
+            return 'one of ' + ', '.join(self.choices)
+        if self.type in (int, float) and not self.at_least <= value < self.below:
+            rules = [f'at least {self.at_least}'] * (self.at_least > -math.inf)
+            return ' and '.join([*rules, f'below {self.below}' if self.below < math.inf else 'finite'])
+        return ''
+
+
+def setting(default, at_least=-math.inf, below=math.inf, choices=(), package=''):
+    """Declares a setting.
+
+    Args:
+        default: its value, or its type if `resolve` fills it in.
+        at_least, below: the range of a number.
+        choices: the possible values of a string.
+        package: the Python package that it needs unless it is False.
+    """
+    derived = isinstance(default, type)
+    return Setting(default if derived else type(default), None if derived else default, at_least, below,
+                   tuple(choices), package)
 
 
 class Config:
     """Settings as attributes, and for each the source of its value.
 
-    `values` is a dict in declaration order; `sources` maps key → 'default', a file's name, 'flag', a table's name;
-    `given` holds the keys that a config file or a flag has set.
+    `values` is a dict in declaration order; `sources` maps key → 'default', a file's name, 'flag', or the table that
+    the value is from; `given` holds the keys that a config file or a flag has set.
     """
 
     def __init__(self, defaults):
-        plain = (bool, int, float, str, derived)
-        self.values = {key: value for key, value in defaults.items()
-                       if isinstance(value, plain) and key.islower() and not key.startswith('_')}
-        self.types = {key: value.type if isinstance(value, derived) else type(value)
-                      for key, value in self.values.items()}
-        self.sources = dict.fromkeys(self.values, 'default')
+        declared = {key: value if isinstance(value, Setting) else setting(value) for key, value in defaults.items()
+                    if isinstance(value, (bool, int, float, str, Setting)) and key.islower()
+                    and not key.startswith('_')}
+        self.declared = declared
+        self.values = {key: one.default for key, one in declared.items()}
+        self.sources = dict.fromkeys(declared, 'default')
         self.given = set()
 
     def __getattr__(self, key):
@@ -71,18 +77,24 @@ class Config:
             raise AttributeError(f'no setting {key!r}') from None
 
     def set(self, key, value, source):
-        """Sets `key`; SystemExit with one line when the key is unknown or the value is of the wrong type."""
+        """Sets `key`. SystemExit with one line when the key is unknown, or the value is of the wrong type or out of
+        range."""
         name = f'--{key}' if source == 'flag' else f'{source}: {key}'
-        if key not in self.types:
-            near = [RENAMED[key]] if key in RENAMED else difflib.get_close_matches(key, self.types, n=1)
+        if key not in self.declared:
+            near = [RENAMED[key]] if key in RENAMED else difflib.get_close_matches(key, self.declared, n=1)
             dashes = '--' if source == 'flag' else ''
             hint = f'did you mean {dashes}{near[0]}?' if near else 'see python train.py --help'
             raise SystemExit(f'{name}: unknown setting; {hint}')
-        self.values[key] = _convert(name, value, self.types[key])
-        self.sources[key] = source
+        one = self.declared[key]
+        convert = from_text if source == 'flag' else from_python
+        self.values[key], self.sources[key] = convert(name, value, one.type), source
+        problem = one.problem(self.values[key])
+        self.require(key, not problem, problem)
+        if one.package and self.values[key] and not find_spec(one.package):
+            raise SystemExit(f'{self.shown(key)} needs: pip install {one.package}')
 
     def fill(self, settings, source):
-        """Gives each setting in the dict `settings` its value from a table, unless a file or a flag has set it."""
+        """Gives each setting in the dict `settings` its value, unless a config file or a flag has set it."""
         for key, value in settings.items():
             if key not in self.given:
                 self.set(key, value, source)
@@ -98,8 +110,8 @@ class Config:
         return f'--{key}={value}' if self.sources[key] == 'flag' else f'{self.sources[key]}: {key} = {value!r}'
 
     def lines(self, everything=False):
-        """One aligned line per setting, `key = value   source`; those at their default, and those that the optimizer
-        does not have, only if `everything` is asked for."""
+        """One aligned line per setting, `key = value   source`; settings at their default, and those that the optimizer
+        lacks, only if `everything` is asked for."""
         rows = [(f'{key} = {value!r}', self.sources[key]) for key, value in self.values.items()
                 if everything or not self.sources[key].startswith(('default', 'not a setting'))]
         width = max((len(left) for left, _ in rows), default=0)
@@ -119,15 +131,17 @@ def configure(defaults, argv, script=None):
     config = Config(defaults)
     flags, files = [], []
     for i, arg in enumerate(argv):
-        if not arg.startswith('--'):
+        if not arg.startswith('-'):
             files.append(arg)
+        elif not arg.startswith('--'):
+            raise SystemExit(f'{arg}: flags begin with two dashes; write -{arg}')
         elif '=' not in arg:
-            value = argv[i + 1] if len(argv) > i + 1 and not argv[i + 1].startswith('--') else 'VALUE'
+            value = argv[i + 1] if len(argv) > i + 1 and not argv[i + 1].startswith('-') else 'VALUE'
             raise SystemExit(f'{arg}: write {arg}={value}')
         else:
             flags.append(arg)
     for name in files:
-        _apply_file(config, name)
+        apply_file(config, name)
     for flag in flags:
         key, _, text = flag[2:].partition('=')
         config.set(key, text, 'flag')
@@ -135,46 +149,22 @@ def configure(defaults, argv, script=None):
     return config
 
 
-def derive(config, tables):
-    """Fills in what neither a config file nor a flag has set, and checks each setting.
-
-    Args:
-        tables: functions of the config that return (settings as a dict, their source), applied in this order; each sees
-            what those before it have filled in.
-
-    SystemExit with one line when a setting has no value, or one that it cannot have.
-    """
-    for table in tables:
-        config.fill(*table(config))
-    known = {key: value for key, value in config.values.items() if not isinstance(value, derived)}
-    for key, values in CHOICES.items():
-        if key in known:
-            config.require(key, known[key] in values, f'{", ".join(values[:-1])} or {values[-1]}')
-    for rule, (inside, keys) in RANGES.items():
-        for key in keys.split():
-            if key in known:
-                config.require(key, inside(known[key]), rule)
-    for key, package in PACKAGES.items():
-        if config.values.get(key) and not find_spec(package):
-            raise SystemExit(f'{config.shown(key)} needs: pip install {package}')
-    missing = [key for key in config.values if key not in known]
-    if missing:
-        raise SystemExit(f'no value for {", ".join(missing)}: set it with --{missing[0]}=…')
-
-
 def help_text(intro, defaults, source):
-    """The settings with their defaults, in sections, each with the comment beside it in `source`, train.py's text."""
+    """The settings with their defaults, in sections, each with its comment in `source`, train.py's text."""
     config, rows = Config(defaults), []
     for line in source.splitlines():
         if match := re.match(r'(\w+) = [^#]*# (.*)$', line):
-            if match[1] in config.types:
-                rows.append(f'{f"  --{match[1]}={config.values[match[1]]!r}":<45} {match[2]}')
+            if match[1] in config.declared:
+                one = config.declared[match[1]]
+                value = f'({one.type.__name__})' if one.default is None else repr(one.default)
+                rows.append(f'{f"  --{match[1]}={value}":<45} {match[2]}')
         elif re.match('# [a-z]', line):
             rows.append(f'\n{line[2:]}')
     return '\n'.join([intro.strip(), '', 'Settings (a config file sets them as key = value):', *rows])
 
 
-def _apply_file(config, name):
+def apply_file(config, name):
+    """Executes the config file `name`, and sets what it sets."""
     path = Path(name)
     if not path.is_file():
         near = difflib.get_close_matches(name, [str(p) for p in Path('config').rglob('*.py')], n=1)
@@ -182,7 +172,7 @@ def _apply_file(config, name):
     if path.suffix != '.py':
         raise SystemExit(f'{name}: config files end in .py' + (
             '; a spec of several runs is for scripts/sweep.py --spec' if path.suffix == '.json' else ''))
-    # The values so far stand among the built-ins: a file may read them, and what it sets is told apart.
+    # The values so far are built-ins of the file: it may read them, and what it sets itself stands apart.
     scope = {'__builtins__': {**vars(builtins), **config.values}}
     try:
         exec(compile(path.read_bytes(), name, 'exec'), scope)
@@ -197,27 +187,29 @@ def _apply_file(config, name):
             config.given.add(key)
 
 
-def _convert(name, value, type_):
-    """`value` (a flag's text, or a Python value of a config file) as `type_`; int → float and 1e5 for an int pass."""
+KINDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'a string'}
+
+
+def from_text(name, text, type_):
+    """A flag's text as a value of `type_`; 1e5 is a whole number, too."""
     try:
         if type_ is bool:
-            return value if isinstance(value, bool) else {'true': True, 'false': False}[value.lower()]
-        if type_ is str and isinstance(value, str):
-            return value
-        if type_ in (int, float) and not isinstance(value, bool):
-            return float(value) if type_ is float else _integer(value)
-    except (KeyError, ValueError, AttributeError, TypeError, OverflowError):
-        pass
-    kind = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'a string'}[type_]
-    raise SystemExit(f'{name}: {value!r} is not {kind}')
+            return {'true': True, 'false': False}[text.lower()]
+        if type_ is int and not re.fullmatch(r'[+-]?\d+', text):
+            if not float(text).is_integer():
+                raise ValueError
+            return int(float(text))
+        return type_(text)
+    except (KeyError, ValueError):
+        raise SystemExit(f'{name}: {text!r} is not {KINDS[type_]}') from None
 
 
-def _integer(value):
-    if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            value = float(value)
-    if value != int(value):
-        raise ValueError(value)
-    return int(value)
+def from_python(name, value, type_):
+    """A Python value of a config file or a table as one of `type_`: an int for a float, 1e5 for an int."""
+    if type_ is float and type(value) is int:
+        return float(value)
+    if type_ is int and type(value) is float and value.is_integer():
+        return int(value)
+    if type(value) is not type_:
+        raise SystemExit(f'{name}: {value!r} is not {KINDS[type_]}')
+    return value

@@ -1,206 +1,197 @@
-"""When, and on what, a Hessian is estimated: the hooks that train_step calls.
+"""When, and on what, the Hessian is estimated: the per-step callbacks that train_step makes.
 
-In each iteration train_step calls `start`; for each micro-batch `forward` and, outside of autocast, `backward`; then,
-before the update, `finish`. Estimates are made at iterations 0, k, 2k, … of the first sequences of that iteration's own
-mini-batch (Algorithm 3, lines 7 to 9), or of `fresh_sequences`, which train_step passes to `add_fresh` before it.
-Everything random is a function of (seed, iteration).
+In each iteration train_step calls `start`; for each micro-batch `labels` before the forward and `add` after it; then,
+before the update, `finish`. Estimates are made at iterations 0, k, 2k, … on the first sequences of that iteration's own
+mini-batch (Algorithm 3, lines 7 to 9). Everything random is a function of (seed, iteration).
 """
 
 import contextlib
-from abc import ABC, abstractmethod
 
 import torch
-import torch._functorch.config
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from loss import compute_dtype
+from runtime.files import warn
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
-from sophia import GaussNewtonBartlett, Hutchinson, hessian_vector_product, parameters
+from sophia import (
+    GaussNewtonBartlett,
+    Hutchinson,
+    add_shards,
+    check_finite,
+    hessian_vector_product,
+    local,
+    parameters,
+)
 
 
-class Hook(ABC):
-    """What an optimizer needs of an iteration besides its gradient."""
+class Hook:
+    """The callbacks of first-order optimizers: nothing is estimated."""
 
     hessian_products = False  # whether estimates are Hessian-vector products, which need an unsharded eager model
-    cost: dict  # FLOPs of an estimate by `hessian_sequences`, in forward and backward passes of the same sequences
-
-    @classmethod
-    def estimates(cls, interval, iterations):
-        """How many estimates a run of `iterations` iterations makes."""
-        return 0
-
-    def fresh_sequences(self, iter_num):
-        """How many sequences, over all ranks, iteration `iter_num` needs beyond its mini-batch, for `add_fresh`."""
-        return 0
-
-    @abstractmethod
-    def start(self, iter_num):
-        """Begins iteration `iter_num`; True when it estimates the Hessian."""
-
-    def add_fresh(self, model, X, Y, loss_scale=1.0):
-        """Estimates on some of `fresh_sequences`, X and Y (B, T) int64; called outside of autocast."""
-        raise NotImplementedError
-
-    def forward(self, model, X, Y):
-        """Runs the model on a micro-batch, X and Y (B, T) int64; returns its mean loss.
-
-        Loss and model are changed in loss.py and model.py: evaluation and Hutchinson's products do not pass here.
-        """
-        return model(X, Y, return_logits=False)[1]
-
-    @abstractmethod
-    def backward(self, loss_scale=1.0):
-        """What the estimate needs of the forward just made; leaves the graph for the gradient of the loss."""
-
-    @abstractmethod
-    def finish(self, loss_scale=1.0):
-        """Passes the estimate to the optimizer; FloatingPointError if it is not finite: none of it is used."""
-
-
-class FirstOrder(Hook):
-    """The hook of first-order optimizers: it estimates nothing."""
-
-    cost = dict(own=0.0, fresh=0.0)
+    cost = 0.0  # FLOPs of an estimate, in forward and backward passes over its sequences
 
     def __init__(self, model, optimizer, **options):
         pass
 
-    def start(self, iter_num):
+    @classmethod
+    def estimates(cls, interval, iterations):
+        """Number of estimates in a run of `iterations` iterations."""
+        return 0
+
+    def start(self, iter_num, loss_scale=1.0):
+        """Begins iteration `iter_num`; True when it estimates the Hessian. `loss_scale` is float16's."""
         return False
 
-    def backward(self, loss_scale=1.0):
-        pass
+    def labels(self, X, Y):
+        """Further arguments for the model's forward on a micro-batch, X and Y (B, T) int64, as a dict."""
+        return {}
 
-    def finish(self, loss_scale=1.0):
-        pass
+    def add(self, loss_hat=None):
+        """Uses the loss that the forward returned for these arguments; leaves its graph for the training loss."""
+
+    def finish(self):
+        """Passes the estimate to the optimizer. FloatingPointError if it is not finite; then none of it is used."""
 
 
 class HessianHook(Hook):
-    """Estimates at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch, or on as many others.
+    """Estimates at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch.
 
     Args:
         model: the plain GPT, neither compiled nor wrapped.
-        optimizer: takes the estimates by `update_hessian`.
+        optimizer: anything with `update_hessian(estimates)`, see sophia.py.
         seed, interval (k), batch_size (sequences over all ranks, a multiple of world_size).
-        fresh: estimate on sequences that the gradient does not see; see `fresh_sequences`.
-        rank, world_size: which share of the mini-batch passes through `forward` here ([rank::world_size]).
-        accumulation_steps: in how many micro-batches.
+        rank, world_size: the share of the mini-batch that passes here, [rank::world_size].
         autocast: context manager for a forward outside of train_step's own.
-        compile: whether to compile what the estimator runs by itself.
+        compile: whether the model's forward is compiled, and whether to compile what the estimator runs itself.
     """
 
-    def __init__(self, model, optimizer, *, seed, interval, batch_size, fresh=False, rank=0, world_size=1,
-                 accumulation_steps=1, autocast=None, compile=False):
+    def __init__(self, model, optimizer, *, seed, interval, batch_size, rank=0, world_size=1, autocast=None,
+                 compile=False):
         self.model, self.optimizer, self.seed = model, optimizer, seed
-        self.interval, self.batch_size, self.fresh = interval, batch_size, fresh
-        self.rank, self.world_size = rank, world_size
-        self.accumulation_steps, self.compile = accumulation_steps, compile
+        self.interval, self.batch_size = interval, batch_size
+        self.rank, self.world_size, self.compile = rank, world_size, compile
         self.autocast = autocast or contextlib.nullcontext()
-        self.rows_left = 0
+        self.estimated = False  # whether the optimizer has had an estimate in this process
 
-    @staticmethod
-    def is_due(iter_num, interval):
-        """Whether to estimate at an iteration. Depends on its arguments only: the data loader asks ahead of the
-        iteration, FLOP counts ask without a run."""
+    @classmethod
+    def is_due(cls, iter_num, interval):
+        """Whether to estimate at an iteration."""
         return iter_num % interval == 0
 
     @classmethod
     def estimates(cls, interval, iterations):
         return sum(cls.is_due(i, interval) for i in range(iterations))
 
-    def fresh_sequences(self, iter_num):
-        return self.batch_size if self.fresh and self.is_due(iter_num, self.interval) else 0
-
-    def start(self, iter_num):
-        self.iter_num = iter_num
-        # If iteration 0 was skipped, the first that is not estimates instead, on its own mini-batch (the loader sends
-        # no fresh sequences then): steps without any h are sign steps.
+    def start(self, iter_num, loss_scale=1.0):
+        self.iter_num, self.loss_scale = iter_num, loss_scale
+        # If iteration 0 was skipped, the first one that is not skipped estimates: steps without any h are sign steps.
         self.due = self.is_due(iter_num, self.interval) or not any(self.optimizer.state.values())
         self.rows_left = self.batch_size // self.world_size if self.due else 0
-        self.rows_counted = 0
         return self.due
 
-    def add_fresh(self, model, X, Y, loss_scale=1.0):
-        with self.autocast:
-            self.forward(model, X, Y)
-        self.backward(loss_scale)
-
-    def count_rows(self, X):
-        """How many of the micro-batch's first rows belong to the estimate; they are counted off."""
+    def take_rows(self, X):
+        """Number of the micro-batch's first rows that belong to the estimate; counts them off."""
         n = min(self.rows_left, X.size(0))
         self.rows_left -= n
-        self.rows_counted += n
         return n
+
+    def update(self, estimates):
+        """Passes `estimates`, in param-group order, to the optimizer."""
+        # Under loss scaling overflows are normal.
+        if not check_finite('raise' if self.loss_scale == 1 else 'skip', 'Hessian estimate',
+                            [h_hat for h_hat in estimates if h_hat is not None]):
+            return
+        if not self.estimated:
+            self.estimated = True
+            self.warn_of_unreached(estimates)
+        self.optimizer.update_hessian(estimates)
+
+    def warn_of_unreached(self, estimates):
+        """Names the trained parameters whose estimate is 0 throughout: their updates would be sign momentum."""
+        def is_zero(h_hat):
+            return h_hat is None or not add_shards(local([h_hat])[0].count_nonzero(), [h_hat])
+
+        name_of = {p: name for name, p in self.model.named_parameters()}
+        unreached = [name_of[p] for p, h_hat in zip(parameters(self.optimizer), estimates)
+                     if p.requires_grad and is_zero(h_hat)]
+        if unreached and self.rank == 0:
+            warn(f'the Hessian estimate is 0 for {", ".join(unreached)}: the loss that is estimated does not depend on '
+                 'them, and their updates are those of sign momentum; see docs/hacking.md, "A second head"')
 
 
 class GNBHook(HessianHook):
     """Gauss-Newton-Bartlett (Algorithm 2), sharing its forward with the gradient: one forward, two backwards."""
 
-    cost = dict(own=2 / 3, fresh=1.0)
+    cost = 2 / 3
 
     def __init__(self, *args, compile=False, **kwargs):
         super().__init__(*args, compile=compile, **kwargs)
-        if compile:  # two backward passes through one compiled forward need its buffers twice
-            torch._functorch.config.donated_buffer = False
+        if compile:
+            keep_buffers()
 
-    def start(self, iter_num):
-        self.loss_hat = self.uniforms = self.estimator = None  # clears what a skipped iteration left
-        if super().start(iter_num):
+    def start(self, iter_num, loss_scale=1.0):
+        super().start(iter_num, loss_scale)
+        self.uniforms = self.estimator = self.predictions = None  # clears what a skipped iteration left
+        if self.due:
             self.estimator = GaussNewtonBartlett(self.optimizer)
         return self.due
 
-    def forward(self, model, X, Y):
-        counted_before, n = self.rows_counted, self.count_rows(X)
+    def labels(self, X, Y):
+        taken = self.batch_size // self.world_size - self.rows_left
+        n = self.take_rows(X)
         if n == 0:
-            return super().forward(model, X, Y)
-        _, loss, self.loss_hat = model(X, Y, **self.labels(Y, counted_before, n), return_logits=False)
-        self.predictions = (Y[:n] >= 0).float().sum()  # a float: scripts/plan.py takes those of fake tensors for 1
-        if counted_before == 0:
-            # loss_hat is a sum. Weighted like the training loss, its gradient fits float16 where that one does;
-            # `estimate` divides by the weight again.
-            self.share = 1 / (self.accumulation_steps * Y.numel())
-        return loss
+            return {}
+        self.predictions = (Y[:n] >= 0).sum()
+        if taken == 0:
+            # loss_hat is a sum. Weighted like a mean, its gradient fits float16 where the training loss does;
+            # `finish` divides by the weight again.
+            self.weight = self.loss_scale * self.world_size / (self.batch_size * Y.size(1))
+        return self.second_labels(Y[:n], taken)
 
-    def labels(self, Y, first, n):
-        """What the forward draws ŷ of the first n rows with, `first` rows having been counted before."""
+    def second_labels(self, Y, first):
+        """Arguments of the forward that say on which labels the second loss is, `first` rows having had theirs."""
         if self.uniforms is None:
             shape = (self.batch_size, Y.size(1))
             uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]
             self.uniforms = uniforms.to(Y.device)
-        return dict(uniforms=self.uniforms[first:first + n])
+        return dict(uniforms=self.uniforms[first:first + len(Y)])
 
-    def backward(self, loss_scale=1.0):
-        if self.loss_hat is not None:
-            self.estimator.add(self.loss_hat * (loss_scale * self.share), self.predictions, retain_graph=True)
-            self.loss_hat = None
+    def add(self, loss_hat=None):
+        if loss_hat is not None:
+            self.estimator.add(loss_hat * self.weight, self.predictions, retain_graph=True)
 
-    def finish(self, loss_scale=1.0):
+    def finish(self):
         if self.due:
             estimator, self.estimator = self.estimator, None
-            # Under loss scaling overflows are normal.
-            self.optimizer.update_hessian(estimator.estimate(loss_scale * self.share),
-                                          nonfinite='skip' if loss_scale != 1 else 'raise')
+            self.update(estimator.estimate(self.weight))
+
+
+def keep_buffers():
+    """Lets a compiled forward be differentiated twice. Call it before anything is compiled.
+
+    By default the first backward pass overwrites the forward's buffers. PyTorch's compile cache does not know this
+    switch, so the tag keeps code that was compiled with it from being used without it, and the other way round.
+    """
+    import torch._functorch.config
+    torch._functorch.config.donated_buffer = False
+    torch.compiler.config.cache_key_tag = 'donated_buffer=False'
 
 
 class EmpiricalFisherHook(GNBHook):
     """The ablation E-F+clip: Gauss-Newton-Bartlett with the true labels instead of sampled ones."""
 
-    def labels(self, Y, first, n):
-        return dict(labels_hat=Y[:n].clamp(min=0))  # where Y is -1 no label counts
+    def second_labels(self, Y, first):
+        return dict(labels_hat=Y)
 
 
-# Numbers that one Hessian-vector product may have of attention weights and logits. Some ten bytes are kept of each
-# until its end, so that a product takes about the memory that a micro-batch of training does.
+# Number of attention weights and logits in one Hessian-vector product. Some ten bytes are kept of each until its end,
+# so that a product takes about as much memory as a micro-batch of training.
 PRODUCT_SIZE = 2 ** 30
 
 
 def rows_at_once(config, rows, T, micro_batch):
-    """How many of `rows` sequences of T tokens a Hessian-vector product of a GPT takes at a time.
-
-    At most a micro-batch, and no more than PRODUCT_SIZE allows; all parts are equal, as anything else would be
-    compiled again.
-    """
+    """Number of sequences of T tokens, of `rows`, in one Hessian-vector product of a GPT: at most a micro-batch, within
+    PRODUCT_SIZE, and a divisor of `rows`, because products of another size would be compiled again."""
     size = T * (config.n_layer * config.n_head * T + 4 * config.vocab_size)
     most = max(1, min(micro_batch, PRODUCT_SIZE // size))
     return max(n for n in range(1, most + 1) if rows % n == 0)
@@ -210,9 +201,9 @@ class HutchinsonHook(HessianHook):
     """Hutchinson's estimator (Algorithm 1): Hessian-vector products of the model's own forward."""
 
     hessian_products = True
-    # Forward over reverse: each of a gradient's three matmuls has two tangents, and the gradient itself of the weight
+    # Forward over reverse: each of a gradient's three matmuls has two tangents, and the gradient of the weight itself
     # is not needed: 3 + 6 − 1 = 8.
-    cost = dict(own=8 / 3, fresh=8 / 3)
+    cost = 8 / 3
     rademacher = False
 
     def __init__(self, *args, **kwargs):
@@ -224,9 +215,7 @@ class HutchinsonHook(HessianHook):
         if self.compile:
             # dynamic=False: PyTorch 2.11 fails to compile this for varying shapes; rows_at_once gives one.
             self.product = torch.compile(self.product, dynamic=False)
-        with self.autocast:
-            half = compute_dtype(self.params[0]) == torch.float16
-        if half:
+        if getattr(self.autocast, 'fast_dtype', None) == torch.float16:
             # Gradients and their derivatives along u differ too much in size for float16, whatever the loss scale.
             self.autocast = contextlib.nullcontext()
 
@@ -238,26 +227,16 @@ class HutchinsonHook(HessianHook):
         with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
             return hessian_vector_product(loss, [p.detach() for p in self.params], u)
 
-    def start(self, iter_num):
+    def start(self, iter_num, loss_scale=1.0):
         self.rows = []
-        return super().start(iter_num)
+        return super().start(iter_num, loss_scale)
 
-    def backward(self, loss_scale=1.0):
-        pass
+    def labels(self, X, Y):
+        if n := self.take_rows(X):
+            self.rows.append((X[:n], Y[:n]))
+        return {}
 
-    def keep_rows(self, X, Y):
-        n = self.count_rows(X)
-        self.rows.append((X[:n], Y[:n]))
-
-    def add_fresh(self, model, X, Y, loss_scale=1.0):
-        self.keep_rows(X, Y)
-
-    def forward(self, model, X, Y):
-        if self.rows_left:
-            self.keep_rows(X, Y)
-        return super().forward(model, X, Y)
-
-    def finish(self, loss_scale=1.0):
+    def finish(self):
         if not self.due:
             return
         generator = torch.Generator(self.params[0].device)
@@ -272,7 +251,7 @@ class HutchinsonHook(HessianHook):
             del product  # frees the memory for the next one
         self.rows = []
         estimates = dict(zip(self.params, estimator.estimate()))
-        self.optimizer.update_hessian([estimates.get(p) for p in parameters(self.optimizer)], nonfinite='raise')
+        self.update([estimates.get(p) for p in parameters(self.optimizer)])
 
 
 class AdaHessianHook(HutchinsonHook):

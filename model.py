@@ -6,13 +6,14 @@ dropout, optional scaling of attention logits by the inverse layer index. Module
 
 import math
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from loss import head_loss
-from runtime import hf
+from loss import cross_entropy, mean_loss, sample_labels
+from runtime.files import first_line
 
 # Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
 SIZES = {
@@ -26,12 +27,12 @@ SIZES = {
     '6.6B': dict(n_layer=32, n_head=32, n_embd=4096),
 }
 INIT_STD = 0.02  # of the initial weights
-
-
-def size_settings(config):
-    """(depth, heads and width of the setting model_size, their source), for `configurator.derive`."""
-    config.require('model_size', config.model_size in SIZES, f'one of {", ".join(SIZES)}')
-    return SIZES[config.model_size], f'model size {config.model_size}'
+# The GPT-2s that init_from can download from the Hugging Face Hub.
+HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+# Hugging Face's activation_function → the argument `approximate` of F.gelu.
+ACTIVATIONS = {'gelu_new': 'tanh', 'gelu': 'none', 'gelu_pytorch_tanh': 'tanh'}
+# Hugging Face stores these weights as (in, out), the transpose of nn.Linear's.
+TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 
 
 def padded_vocab_size(vocab_size):
@@ -74,21 +75,20 @@ class GPTConfig:
 class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention, (B, T, n_embd) → (B, T, n_embd)."""
 
-    def __init__(self, config, layer_idx):
+    def __init__(self, config):
         super().__init__()
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.n_head = config.n_head
         self.config = config
-        self.scale = (config.n_embd // config.n_head) ** -0.5
-        if config.scale_attn_by_inverse_layer_idx:
-            self.scale /= layer_idx + 1
 
-    def forward(self, x):
+    def forward(self, x, scale=None):
+        """`scale`: a 0-d tensor that multiplies the attention logits, or None."""
         B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-                   for t in self.c_attn(x).split(C, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale,
+        n_head = self.config.n_head
+        q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
+        if scale is not None:
+            q = q * scale
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True,
                                            dropout_p=self.config.dropout if self.training else 0.0)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.config.dropout, self.training)
@@ -111,15 +111,15 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, config, layer_idx):
+    def __init__(self, config):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.attn = CausalSelfAttention(config, layer_idx)
+        self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
+    def forward(self, x, scale=None):
+        x = x + self.attn(self.ln_1(x), scale)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -134,7 +134,7 @@ class GPT(nn.Module):
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
-            h=nn.ModuleList(Block(config, i) for i in range(config.n_layer)),
+            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             ln_f=nn.LayerNorm(config.n_embd, bias=config.bias)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
@@ -151,30 +151,42 @@ class GPT(nn.Module):
             if getattr(module, 'bias', None) is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, idx, targets=None, labels_hat=None, uniforms=None, return_logits=True):
-        """Logits and mean loss, as in nanoGPT; for the Gauss-Newton-Bartlett estimator the loss on other labels, too.
+    def forward(self, idx, targets=None, uniforms=None, labels_hat=None):
+        """Logits and mean loss, as in nanoGPT; for Gauss-Newton-Bartlett also the loss on a second set of labels.
 
         Args:
             idx: (B, T) token ids.
             targets: (B, T) token ids, -1 where a position does not count.
-            labels_hat: (n, T) token ids, n ≤ B, of the first n sequences, for a second loss.
-            uniforms: (n, T) uniform numbers in [0, 1) with which these labels are drawn from softmax(logits) instead.
-            return_logits: False in training: logits (B, T, vocab_size), which cost memory and time, are not kept, and
-                the loss can be differentiated once, not twice.
+            uniforms: (n, T) uniform numbers in [0, 1), n ≤ B, with which labels of the first n sequences are drawn
+                from softmax(logits).
+            labels_hat: (n, T) token ids, labels for the first n sequences instead of drawn ones.
 
         Returns:
-            (logits, loss), the loss None without targets, the logits None where not asked for; with second labels
-            (None, loss, loss_hat), where loss_hat is their negative log-likelihood, *summed*.
+            (logits, loss), the loss None without targets; with a second set of labels (logits, loss, loss_hat), where
+            loss_hat is their negative log-likelihood *summed* over the positions that count.
         """
         B, T = idx.shape
         if T > self.config.block_size:
             raise ValueError(f'sequence of {T} tokens is longer than block_size = {self.config.block_size}')
         x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(T, device=idx.device))
         x = F.dropout(x, self.config.dropout, self.training)
-        for block in self.transformer.h:
-            x = block(x)
-        x = self.transformer.ln_f(x)
-        return head_loss(x, self.lm_head, targets, labels_hat, uniforms, return_logits)
+        scales = [None] * self.config.n_layer
+        if self.config.scale_attn_by_inverse_layer_idx:
+            # Tensors, because a Python number would give every compiled block a graph of its own.
+            scales = 1 / torch.arange(1, self.config.n_layer + 1, device=idx.device)
+        for block, scale in zip(self.transformer.h, scales):
+            x = block(x, scale)
+        logits = self.lm_head(self.transformer.ln_f(x))
+        if targets is None:
+            return logits, None
+        loss = mean_loss(logits, targets)
+        if uniforms is not None:
+            labels_hat = sample_labels(logits[:len(uniforms)], uniforms)
+        if labels_hat is None:
+            return logits, loss
+        n = len(labels_hat)
+        counted = torch.where(targets[:n] >= 0, labels_hat, -1)
+        return logits, loss, cross_entropy(logits[:n], counted).sum()
 
     def num_params(self):
         """Number of parameters, a tied head counted once."""
@@ -193,57 +205,91 @@ class GPT(nn.Module):
         return 6 * weights + 12 * c.n_layer * c.n_embd * (T or c.block_size)
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, lengths=None, stop=None,
-                 generator=None):
-        """Continues each row of `idx` (B, T) by up to `max_new_tokens` ids.
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None):
+        """Continues each row of `idx` (B, T) by up to `max_new_tokens` ids; returns (B, ≤ T + max_new_tokens).
 
-        Each token costs a forward pass over the whole row, of which a token sees the last block_size ids.
+        Each id costs a forward pass over the last block_size ids of the row.
 
         Args:
             temperature, top_k, top_p: see `sample_next`; temperature 0 is greedy decoding.
-            lengths: (B,) ids of each row that count, where rows are padded on the right; default T. A causal model
-                needs no mask: nothing attends to what stands behind it.
-            stop: function of (ids (B, L), lengths (B,)) that says which rows have ended, (B,) bool. They are not
-                continued, and when all have ended nothing is.
+            stop: function of the ids so far that ends the generation when it returns True.
             generator: of the random numbers, on the device of `idx`; default torch's own.
-
-        Returns:
-            (ids, lengths): the rows (B, L ≤ T + max_new_tokens), of which the first `lengths` ids count.
         """
-        B, T = idx.shape
-        block_size, rows = self.config.block_size, torch.arange(B, device=idx.device)
-        lengths = torch.full_like(rows, T) if lengths is None else lengths.clone()
-        idx, ended = idx.clone(), torch.zeros_like(rows, dtype=torch.bool)
         for _ in range(max_new_tokens):
-            if lengths.max() == idx.size(1):
-                idx = F.pad(idx, (0, 1))
-            first = (lengths - block_size).clamp(min=0)  # where each row's context begins
-            width = min(int(lengths.max()), block_size)
-            context = idx.gather(1, first[:, None] + torch.arange(width, device=idx.device))
-            logits = self(context)[0][rows, lengths - first - 1]
-            new = sample_next(logits, temperature, top_k, top_p, generator)
-            idx[rows, lengths] = torch.where(ended, idx[rows, lengths], new)
-            lengths = lengths + ~ended
-            if stop is not None:
-                ended = ended | stop(idx, lengths)
-                if ended.all():
-                    break
-        return idx[:, :int(lengths.max())], lengths
+            logits = self(idx[:, -self.config.block_size:])[0][:, -1]
+            idx = torch.cat((idx, sample_next(logits, temperature, top_k, top_p, generator)[:, None]), dim=1)
+            if stop is not None and stop(idx):
+                break
+        return idx
+
+    @classmethod
+    def from_state_dict(cls, config, weights):
+        """A GPT that shares the memory of these weights; draws no random ones. RuntimeError when they do not fit."""
+        with torch.device('meta'):
+            model = cls(config)
+        model.load_state_dict(weights, assign=True)
+        model.lm_head.weight = model.transformer.wte.weight  # assigning has untied them
+        return model
 
     @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):
-        """A GPT with the weights of a GPT-2 in Hugging Face's format; needs the package safetensors.
+        """A GPT with the weights of a GPT-2 in Hugging Face's format, read by the package transformers.
 
         Args:
-            name: one of runtime.hf.HUB_MODELS, or a local folder with config.json and model.safetensors.
-            block_size: fewer tokens than the model's own; default its own.
+            name: one of HUB_MODELS, or a local folder with config.json and safetensors.
+            block_size: positions to keep, at most the model's own, which is the default.
 
-        Raises SystemExit with one line when there is no such model, or it is no GPT-2 that this class can be.
+        A model whose config.json says `bias: false` and whose biases are zero, as scripts/export_hf.py writes, has no
+        biases here. SystemExit with one line when there is no such model, or it is not a GPT-2 that this class can be.
         """
-        model_args, weights = hf.read(name, block_size)
-        model = cls(GPTConfig(**model_args, dropout=dropout))
-        model.load_state_dict(weights)
-        return model
+        theirs = load_hf(name)
+        c, weights = theirs.config, theirs.state_dict()
+        block_size = block_size or c.n_positions
+        unsupported = {
+            f'activation_function = {c.activation_function}': c.activation_function not in ACTIVATIONS,
+            f'n_inner = {c.n_inner}': c.n_inner not in (None, 4 * c.n_embd),
+            f'layer_norm_epsilon = {c.layer_norm_epsilon}': c.layer_norm_epsilon != 1e-5,
+            'scale_attn_weights = False': not c.scale_attn_weights,
+            'add_cross_attention = True': c.add_cross_attention,
+            'an output head that is not tied to the embeddings':
+                not torch.equal(weights['lm_head.weight'], weights['transformer.wte.weight']),
+            f'only {c.n_positions} positions (--block_size={block_size})': block_size > c.n_positions}
+        for what, true in unsupported.items():
+            if true:
+                raise SystemExit(f'{name}: has {what}, which model.py does not support')
+        bias = getattr(c, 'bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
+        weights = {key: w.t().contiguous() if key.endswith(TRANSPOSED) else w.clone() for key, w in weights.items()
+                   if bias or not key.endswith('.bias')}
+        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size].clone()
+        return cls.from_state_dict(GPTConfig(
+            block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, dropout, bias,
+            bool(c.scale_attn_by_inverse_layer_idx), ACTIVATIONS[c.activation_function]), weights)
+
+
+def load_hf(name):
+    """The transformers GPT2LMHeadModel called `name`, float32, from a local folder or the Hub. SystemExit with one line
+    when it cannot be had."""
+    folder = Path(name)
+    if not folder.is_dir() and name not in HUB_MODELS:
+        raise SystemExit(f'{name}: neither a folder nor one of {", ".join(HUB_MODELS)}; download another model with '
+                         '`hf download NAME --local-dir FOLDER`')
+    try:
+        import transformers
+    except ImportError:
+        raise SystemExit(f'{name}: needs the package transformers; pip install -r requirements-hf.txt') from None
+    transformers.logging.set_verbosity_error()
+    source = str(folder) if folder.is_dir() else f'openai-community/{name}'
+    try:
+        kind = transformers.AutoConfig.from_pretrained(source).model_type
+        if kind != 'gpt2':
+            raise ValueError(f'a {kind}, not a GPT-2')
+        model, report = transformers.GPT2LMHeadModel.from_pretrained(
+            source, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+    except Exception as error:  # whatever a damaged folder or the network makes transformers raise
+        raise SystemExit(f'{name}: cannot be loaded from Hugging Face\'s format ({first_line(error)})') from None
+    if problems := [*report['missing_keys'], *report['mismatched_keys'], *report['unexpected_keys']]:
+        raise SystemExit(f'{name}: its weights are not those of its config.json ({problems[0]})')
+    return model
 
 
 def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

@@ -9,16 +9,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from torch.optim import AdamW
 
-from hessian import AdaHessianHook, EmpiricalFisherHook, FirstOrder, GNBHook, Hook, HutchinsonHook
-from runtime import hf, optim
+from hessian import AdaHessianHook, EmpiricalFisherHook, GNBHook, Hook, HutchinsonHook
+from runtime import optim
 from runtime.distributed import full_tensor
-from runtime.start import finetunes
 from sophia import GuardedOptimizer, HessianOptimizer, Sophia, local, parameters, scalar
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -139,21 +137,8 @@ class Normalize(GuardedOptimizer):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Muon
-
-
-def muon(groups, s):
-    """Muon for hidden matrices, with updates as large as AdamW's, and AdamW for all other parameters."""
-    hidden = [group for group in groups if group['role'] == 'hidden']
-    rest = [group for group in groups if group['role'] != 'hidden']
-    build = optim.library_builder('torch:Muon', lambda s: dict(momentum=s.beta1, weight_decay=s.weight_decay,
-                                                               adjust_lr_fn='match_rms_adamw'))
-    return optim.Together(build(hidden, s), AdamW(rest, lr=s.learning_rate, betas=(0.9, s.beta2), eps=s.eps,
-                                                  weight_decay=s.weight_decay, fused=True))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The table: section "Hyperparamter Tuning" of the paper for what it trains; a comment says where it is silent.
+# The table: section "Hyperparamter Tuning" of the paper for the optimizers that it trains; a comment says where it is
+# silent.
 
 
 @dataclass(frozen=True)
@@ -162,41 +147,32 @@ class Row:
 
     build: function of (param groups, settings) → torch.optim.Optimizer; the settings are those of train.py, as
         attributes. Gradients are finite and clipped when it steps.
-    settings: what train.py's settings are unless a config file or a flag says otherwise. hessian_batch_size stands for
-        a mini-batch of 480 sequences.
-    learning_rates: peak learning rate by model size; or one for all sizes.
+    settings: the values of train.py's settings unless a config file or a flag says otherwise. hessian_batch_size is
+        for a mini-batch of 480 sequences.
+    learning_rates: peak learning rate by model size, or one for all sizes.
     source: where the learning rates come from.
-    hook: what it needs of an iteration besides the gradient.
+    hook: the class of its per-step callbacks, see hessian.py.
     scale_hessian_batch: whether hessian_batch_size keeps its share of the mini-batch where that is not 480 sequences.
     scales_attention: whether the paper divides its attention logits by the layer index, from 24 layers up.
-    roles: None, or what the param group of each role has besides its parameters, an `lr_scale` for instance; see
-        `parameter_groups`.
-    library: the class, 'LIBRARY:CLASS', of an optimizer that takes optimizer_args.
+    library: 'LIBRARY:CLASS' of a library's optimizer, which takes optimizer_args.
+    arguments: for these, function of the settings → arguments of the class as a dict.
     shards: whether it can update sharded parameters, each rank its part.
     """
     build: Callable
     settings: dict
     learning_rates: dict | float
     source: str = 'Table 3'
-    hook: type[Hook] = FirstOrder
+    hook: type[Hook] = Hook
     scale_hessian_batch: bool = True
     scales_attention: bool = False
-    roles: dict | None = None
     library: str = ''
+    arguments: Callable | None = None
     shards: bool = True
 
 
 def betas(s):
     """(β1, β2) of the settings `s`."""
     return s.beta1, s.beta2
-
-
-def library_row(path, settings, arguments_of, learning_rates=None, source='our table', shards=False, sharded=None,
-                **more):
-    """The row of the optimizer `path`, 'LIBRARY:CLASS', built with what `arguments_of` makes of the settings, and for
-    sharded parameters with the arguments `sharded` as well."""
-    return Row(optim.library_builder(path, arguments_of, sharded), settings, learning_rates or {}, source, library=path,
-               shards=shards, **more)
 
 
 def adamw(groups, s):
@@ -208,7 +184,7 @@ def lion(groups, s):
 
 
 def sign_momentum(groups, s):
-    """Every step of Sophia with h = 0; or Lion with a single β."""
+    """Sophia with h = 0, or Lion with a single β."""
     return Lion(groups, s.learning_rate, (s.beta1, s.beta1), s.weight_decay, nonfinite='ignore')
 
 
@@ -222,82 +198,81 @@ def adahessian(groups, s):
 
 def sophia(groups, s, cls=Sophia):
     return cls(groups, s.learning_rate, betas(s), s.gamma, s.eps, s.weight_decay, nonfinite='ignore',
-               bias_correction=s.hessian_bias_correction, compile=s.compile)
+               compile=s.compile)
+
+
+def library(groups, s):
+    """An optimizer of a library, by its row."""
+    chosen = row(s.optimizer_name)
+    return optim.build_from_library(chosen.library, groups, s.learning_rate, chosen.arguments(s), s.optimizer_args)
+
+
+def muon(groups, s):
+    """Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for all other parameters."""
+    def part(of_muon):
+        parts = [dict(group, params=[p for p in group['params'] if (
+            p.dim() == 2 and group.get('role') != 'embedding') == of_muon]) for group in groups]
+        return [group for group in parts if group['params']]
+
+    rest = part(False)
+    others = [AdamW(rest, lr=s.learning_rate, betas=(0.9, s.beta2), eps=s.eps, weight_decay=s.weight_decay,
+                    fused=True)] if rest else []
+    return optim.Together(library(part(True), s), *others)
 
 
 # Peak learning rates, Table 3. 'tiny' is ours (docs/small-runs.md).
 ADAMW_LR = {'tiny': 1.2e-2, '30M': 1.2e-3, '125M': 6e-4, '355M': 3e-4, '540M': 3e-4, '770M': 2e-4, '1.5B': 1.5e-4,
             '6.6B': 1.2e-4}
-LION_LR = {'tiny': 1e-3, '30M': 4e-4, '125M': 1.5e-4, '355M': 6e-5}
+LION_LR = {'tiny': 4e-3, '30M': 4e-4, '125M': 1.5e-4, '355M': 6e-5}
 SOPHIA_H_LR = {'tiny': 2e-3, '30M': 1e-3, '125M': 6e-4, '355M': 4e-4, '540M': 4e-4, '770M': 3e-4}
 SOPHIA_G_LR = SOPHIA_H_LR | {'1.5B': 1.2e-4, '6.6B': 6e-5}
-# AdaHessian's step is a fraction of a Newton step, not one of a size that the learning rate fixes: one for all models.
-# The paper does not state it; ours is the best of 0.1, 0.3 and 1 with the model 'tiny'.
+# AdaHessian's step is a fraction of a Newton step, whose size the learning rate does not fix: one for all models. The
+# paper does not state it; ours is the best of 0.1, 0.3 and 1 with the model 'tiny'.
 ADAHESSIAN_LR = 0.3
 
-SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10, hessian_sequences='own',
-              hessian_bias_correction=False)
+SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10)
 SOPHIA_G = dict(SOPHIA, gamma=0.05, hessian_batch_size=240)
 SOPHIA_H = dict(SOPHIA, gamma=0.01, hessian_batch_size=32)
 
 OPTIMIZERS = {
     'adamw': Row(adamw, dict(beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR, scales_attention=True),
     'lion': Row(lion, dict(beta1=0.95, beta2=0.98, weight_decay=0.2), LION_LR, scales_attention=True),
-    # Weight decay, ε and the whole mini-batch for the estimate are left to us. The decay per step is learning rate × λ,
-    # and the learning rate is hundreds of times AdamW's.
+    # The paper does not state weight decay, ε and the size of the estimate's batch. The decay per step is learning
+    # rate × λ, and the learning rate is hundreds of times AdamW's.
     'adahessian': Row(adahessian, dict(beta1=0.92, beta2=0.99, weight_decay=1e-3, eps=1e-8, hessian_interval=1,
-                                       hessian_batch_size=480, hessian_sequences='own'),
-                      ADAHESSIAN_LR, 'our table', AdaHessianHook),
+                                       hessian_batch_size=480), ADAHESSIAN_LR, 'our table', AdaHessianHook),
     'sophiag': Row(sophia, SOPHIA_G, SOPHIA_G_LR, hook=GNBHook),
     'sophiah': Row(sophia, SOPHIA_H, SOPHIA_H_LR, hook=HutchinsonHook, scale_hessian_batch=False),
-    # Ablations. The paper states no learning rate for them: that of the optimizer they are closest to. Empirical Fisher
+    # Ablations. The paper states no learning rate for them: ours is that of the closest optimizer. Empirical Fisher
     # and AH+clip: k = 10, γ "found by grid search" but not stated, so Sophia's own here.
     'ef_clip': Row(sophia, SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', EmpiricalFisherHook),
-    'ah_clip': Row(partial(sophia, cls=SophiaSquared), SOPHIA_H, SOPHIA_H_LR, 'Table 3, sophiah', hook=HutchinsonHook,
+    'ah_clip': Row(partial(sophia, cls=SophiaSquared), SOPHIA_H, SOPHIA_H_LR, 'Table 3, sophiah', HutchinsonHook,
                    scale_hessian_batch=False),
-    # Clip and Normalize have no preconditioner; β1 is left to us. ε only bounds Normalize's denominator.
+    # Clip and Normalize have no preconditioner; the paper does not state β1. ε only bounds Normalize's denominator.
     'clip': Row(sign_momentum, dict(beta1=0.96, weight_decay=0.2), LION_LR, 'Table 3, lion'),
     'normalize': Row(normalize, dict(beta1=0.96, weight_decay=0.2, eps=1e-12), LION_LR, 'Table 3, lion'),
-    # k = 2 is the paper's; without the clip ε has to bound the step where h is tiny, its value is left to us.
+    # k = 2 is the paper's. Without the clip ε has to bound the step where h is tiny; the paper does not state it.
     'gnb_noclip': Row(partial(sophia, cls=SophiaUnclipped), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
                       'Table 3, sophiag', GNBHook),
-    # Whether h matters coordinate by coordinate. The mean would be that of a shard only, where tensors are sharded.
+    # Not in the paper: does h matter coordinate by coordinate? A shard's mean is not its tensor's.
     'gnb_mean': Row(partial(sophia, cls=SophiaTensorMean), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', GNBHook,
                     shards=False),
-    # Baselines that the paper does not have. Settings are the libraries' defaults, but for weight decay, AdamW's. Only
-    # rows whose updates are scaled to AdamW's size take over its learning rates.
-    # Muon's matrix products of shards are those of the whole matrix, which DTensor gathers for them.
+    # Baselines that the paper does not have, with their libraries' defaults but for AdamW's weight decay. Muon's
+    # updates are scaled to the size of AdamW's, so it takes AdamW's learning rates; its matrix products of shards are
+    # those of the whole matrix, which DTensor gathers for them.
     'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR | {'tiny': 4.8e-2},
-                'Table 3, adamw', roles=dict(hidden={}, embedding={}, vector={}), library='torch:Muon'),
-    'normuon': library_row(
-        'pytorch_optimizer:NorMuon', dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8),
-        lambda s: dict(momentum=s.beta1, beta2=s.beta2, update_scale='match_rms', adamw_lr=s.learning_rate,
-                       adamw_betas=(0.9, 0.95), adamw_eps=s.eps), ADAMW_LR, 'Table 3, adamw',
-        roles=dict(hidden=dict(use_muon=True), embedding=dict(use_muon=False), vector=dict(use_muon=False))),
-    'soap': library_row('pytorch_optimizer:SOAP', dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8),
-                        lambda s: dict(betas=betas(s), eps=s.eps), {'tiny': 2.4e-2}),
-    'ademamix': library_row('pytorch_optimizer:AdEMAMix', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
-                            lambda s: dict(betas=(*betas(s), 0.9999), eps=s.eps, weight_decouple=True), shards=True),
-    # Its variance reduction is for matrices; AdamW updates norms and biases, at the same learning rate. DTensor lacks
-    # some of PyTorch's operators on lists of tensors, which ADOPT would use as well.
-    'mars': library_row('pytorch_optimizer:MARS', dict(beta1=0.95, beta2=0.99, weight_decay=0.1, eps=1e-8),
-                        lambda s: dict(betas=betas(s), eps=s.eps, lr_1d=s.learning_rate, weight_decay_1d=0.0),
-                        shards=True, sharded=dict(foreach=False)),
-    'adopt': library_row('pytorch_optimizer:ADOPT', dict(beta1=0.9, beta2=0.9999, weight_decay=0.1, eps=1e-6),
-                         lambda s: dict(betas=betas(s), eps=s.eps, weight_decouple=True),
-                         shards=True, sharded=dict(foreach=False)),
-    'schedulefree': library_row('schedulefree:AdamWScheduleFree', dict(
-        beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, schedule='constant'),
-        lambda s: dict(betas=betas(s), eps=s.eps), shards=True),
-    # Prodigy finds the size of its steps; the learning rate is a factor of that.
-    'prodigy': library_row('pytorch_optimizer:Prodigy', dict(beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8),
-                           lambda s: dict(betas=betas(s), eps=s.eps), 1.0, 'its paper'),
-    'signum': library_row('pytorch_optimizer:SignSGD', dict(beta1=0.9, weight_decay=0.1),
-                          lambda s: dict(momentum=s.beta1), shards=True, sharded=dict(foreach=False)),
+                'Table 3, adamw', library='torch:Muon', arguments=lambda s: dict(
+                    momentum=s.beta1, weight_decay=s.weight_decay, adjust_lr_fn='match_rms_adamw')),
+    'soap': Row(library, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), {'tiny': 2.4e-2}, 'our table',
+                library='pytorch_optimizer:SOAP', shards=False, arguments=lambda s: dict(
+                    betas=betas(s), eps=s.eps, weight_decay=s.weight_decay)),
 }
-# Every optimizer setting of train.py, at its value for an optimizer that does not use it.
-NEUTRAL = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0, hessian_batch_size=0,
-               hessian_sequences='own', hessian_bias_correction=False, optimizer_args='')
+# Placeholders for the optimizer settings that an optimizer lacks.
+PLACEHOLDERS = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0,
+                    hessian_batch_size=0, optimizer_args='')
+# Library optimizers that work on each coordinate by itself, or know DTensors.
+SHARDABLE = tuple(f'torch:{name}' for name in torch.optim.__all__ if name not in ('Muon', 'Adafactor')) + (
+    'schedulefree:AdamWScheduleFree',)
 
 
 def row(optimizer_name):
@@ -305,105 +280,81 @@ def row(optimizer_name):
     if ':' in optimizer_name:
         return unlisted_row(optimizer_name)
     if optimizer_name not in OPTIMIZERS:
-        hint = optim.nearest(optimizer_name, OPTIMIZERS, f'choose from {", ".join(OPTIMIZERS)}, or write LIBRARY:CLASS')
-        raise SystemExit(f'--optimizer_name={optimizer_name}: no such optimizer; {hint}')
+        hint = optim.nearest(optimizer_name, OPTIMIZERS) or f'choose from {", ".join(OPTIMIZERS)}, or LIBRARY:CLASS'
+        raise SystemExit(f'--optimizer_name={optimizer_name}: unknown optimizer; {hint}')
     return OPTIMIZERS[optimizer_name]
 
 
 def unlisted_row(path):
-    """A row for the optimizer `path`, 'LIBRARY:CLASS': its defaults, as settings where we have such."""
-    cls = optim.library_class(path, path)
-    taken = optim.settings_of({name: p.default for name, p in inspect.signature(cls).parameters.items()})
+    """A row for the optimizer 'LIBRARY:CLASS'. The defaults of its arguments betas (a pair), eps and weight_decay are
+    settings; weight_decay is then always passed on, because the param groups have their own."""
+    defaults = {name: p.default for name, p in inspect.signature(optim.library_class(path)).parameters.items()}
+    settings = {key: float(defaults[key]) for key in ('weight_decay', 'eps')
+                if type(defaults.get(key)) in (int, float) and (key == 'weight_decay' or defaults[key] > 0)}
+    pair = defaults.get('betas')
+    if isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(beta, float) for beta in pair):
+        settings.update(beta1=pair[0], beta2=pair[1])
 
-    def arguments_of(s):
-        arguments = {name: getattr(s, name) for name in ('eps', 'weight_decay') if name in taken}
-        return {**arguments, 'betas': betas(s)} if 'beta1' in taken else arguments
+    def arguments(s):
+        found = {name: getattr(s, name) for name in ('eps', 'weight_decay') if name in settings}
+        return {**found, 'betas': betas(s)} if 'beta1' in settings else found
 
-    # torch.optim's work on each coordinate alone, or know of DTensors, but for these.
-    shards = path.startswith('torch:') and path not in ('torch:Muon', 'torch:Adafactor')
-    return library_row(path, taken, arguments_of, shards=shards)
+    return Row(library, settings, {}, 'our table', library=path, arguments=arguments, shards=path in SHARDABLE)
 
 
 def build_optimizer(name, params, *, lr, compile=False, **settings):
-    """The optimizer called `name` in the table, on `params` (parameters or param groups).
+    """The optimizer called `name` in the table, on `params` (parameters, or param groups as of `parameter_groups`).
 
-    For an optimizer that treats parameters by their role, param groups are those of `parameter_groups`; of parameters
-    without groups, each matrix is taken for a hidden one.
-
-    Settings (the keys of NEUTRAL) that are None or not given are the table's; `compile` fuses Sophia's update by
-    torch.compile. Gradients are taken as finite: train_step has looked before the update.
+    Settings (the keys of PLACEHOLDERS) that are None or not given are the table's; `compile` fuses Sophia's update by
+    torch.compile. Gradients are taken to be finite, because train_step has looked before the update.
     """
     given = {key: value for key, value in settings.items() if value is not None}
-    if unknown := given.keys() - NEUTRAL.keys():
-        raise ValueError(f'build_optimizer: no setting {", ".join(sorted(unknown))}')
-    chosen, params = row(name), list(params)
-    if chosen.roles and not any(isinstance(group, dict) for group in params):
-        params = role_groups(chosen.roles, params, {id(p) for p in params})
-    optimizer = chosen.build(params, SimpleNamespace(**{**NEUTRAL, **chosen.settings, **given, 'learning_rate': lr,
-                                                        'compile': compile, 'optimizer_name': name}))
-    for group in optimizer.param_groups:  # a builder's own learning rate of a group follows the schedule, too
+    if unknown := given.keys() - PLACEHOLDERS.keys():
+        raise ValueError(f'build_optimizer: unknown settings {", ".join(sorted(unknown))}')
+    chosen, groups = row(name), list(params)
+    if not any(isinstance(group, dict) for group in groups):
+        groups = [{'params': groups}]
+    optimizer = chosen.build(groups, SimpleNamespace(**{**PLACEHOLDERS, **chosen.settings, **given, 'compile': compile,
+                                                        'learning_rate': lr, 'optimizer_name': name}))
+    for group in optimizer.param_groups:  # a learning rate of a group's own follows the schedule, too
         if group['lr'] != lr and lr:
             group.setdefault('lr_scale', group['lr'] / lr)
-    if not chosen.library:  # a library may count in such entries
-        optimizer.as_built = set(optimizer.defaults)  # which a checkpoint does not overrule at resume
     optim.back_to_training(optimizer)  # schedule-free ones start in evaluation mode
     return optimizer
 
 
 def build_hook(name, model, optimizer, **options):
-    """The Hessian hook of the optimizer called `name`; `options` as for `hessian.HessianHook`."""
+    """The per-step callbacks for the optimizer called `name`; `options` as for `hessian.HessianHook`."""
     return row(name).hook(model, optimizer, **options)
 
 
-def parameter_groups(model, weight_decay, optimizer_name='adamw'):
-    """Two param groups: weight decay on matrices (2-D and up), none on norms and biases.
+def parameter_groups(model, weight_decay):
+    """Param groups: embeddings (and a head of its own) and the matrices of the blocks, with weight decay; norms and
+    biases, without.
 
-    Three for an optimizer that treats parameters by their role: 'hidden', the matrices of the blocks; 'embedding', all
-    others, i.e. embeddings and head; 'vector', norms and biases. Each has its `role`, and what the row says of that.
+    To give some parameters another learning rate, make them a group with an `lr_scale`. A `role` of 'embedding' keeps
+    matrices from Muon, which is for hidden layers.
     """
-    params = [p for p in model.parameters() if p.requires_grad]
-    decayed = {id(p) for p in params if p.dim() >= 2}
-    groups = [{'params': params}]
-    if roles := row(optimizer_name).roles:
-        groups = role_groups(roles, params, {id(p) for p in model.transformer.h.parameters()})
-    found = []
-    for group in groups:
-        halves = [{'weight_decay': weight_decay if decay else 0.0, **group,
-                   'params': [p for p in group['params'] if (id(p) in decayed) == decay]} for decay in (True, False)]
-        found += [half for half in halves if half['params']] or halves[:1]
-    return found
-
-
-def role_groups(roles, params, hidden):
-    """The `params` as a param group for each role, with what `roles` says of it; `hidden` has the ids of those in the
-    blocks."""
-    members = dict(hidden=[], embedding=[], vector=[])
-    for p in params:
-        members['vector' if p.dim() < 2 else 'hidden' if p.dim() == 2 and id(p) in hidden else 'embedding'].append(p)
-    return [{'params': members[role], 'role': role, **roles[role]} for role in members]
+    hidden, others, vectors = [], [], []
+    in_blocks = {id(p) for p in model.transformer.h.parameters()}
+    for p in model.parameters():
+        if p.requires_grad:
+            (vectors if p.dim() < 2 else hidden if id(p) in in_blocks else others).append(p)
+    groups = [dict(params=others, weight_decay=weight_decay, role='embedding'),
+              dict(params=hidden, weight_decay=weight_decay),
+              dict(params=vectors, weight_decay=0.0)]
+    return [group for group in groups if group['params']]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the table says of a run: for `configurator.derive`, each (settings, their source)
-
-
-def unused_settings(config):
-    """Every optimizer setting at its value without effect, for those that the optimizer does not have."""
-    settings = {key: value for key, value in NEUTRAL.items() if key != 'optimizer_args'}
-    return settings, f'not a setting of {config.optimizer_name}'
+# Settings from the table: for train.py's `resolve`, each (settings, their source)
 
 
 def optimizer_settings(config):
-    """The settings that an optimizer has. hessian_batch_size keeps its share of the mini-batch; Hutchinson's 32
-    sequences stay 32 where that fits."""
+    """The settings of the optimizer. hessian_batch_size keeps its share of the mini-batch; Hutchinson's 32 sequences
+    stay 32 where that fits."""
     chosen = row(config.optimizer_name)
     settings = dict(chosen.settings)
-    if chosen.library and config.optimizer_args:
-        cls = optim.library_class(chosen.library, config.optimizer_name)
-        given = optim.settings_of(optim.parse_arguments(config.optimizer_args, cls))
-        for key in given.keys() & config.given:
-            raise SystemExit(f'--optimizer_args={config.optimizer_args}: --{key} says the same; leave out one of them')
-        settings.update(given)
     if 'hessian_batch_size' in settings:
         size, total = settings['hessian_batch_size'], config.total_batch_size
         settings['hessian_batch_size'] = min(max(1, size * total // 480) if chosen.scale_hessian_batch else size, total)
@@ -421,19 +372,6 @@ def peak_learning_rate(optimizer_name, model_size):
     return chosen.learning_rates[model_size], f'{source}: {optimizer_name}, {model_size}'
 
 
-def learning_rate_settings(config):
-    """The peak learning rate; SystemExit with one line where the table has none. It is about training from scratch."""
-    scratch = not finetunes(config)
-    config.require('init_from', scratch or config.init_from in hf.HUB_MODELS or Path(config.init_from).is_dir(),
-                   f'scratch, resume, auto, {", ".join(hf.HUB_MODELS)} or a Hugging Face folder')
-    lr, source = peak_learning_rate(config.optimizer_name, config.model_size)
-    if not scratch and not config.eval_only:
-        lr, source = None, f'Table 3 is for training from scratch, not for init_from = {config.init_from}'
-    if lr is None and 'learning_rate' not in config.given:
-        raise SystemExit(f'{source}; set --learning_rate')
-    return dict(learning_rate=lr) if lr is not None else {}, source
-
-
 def attention_settings(config):
     """Whether the paper divides attention logits by the layer index: for AdamW and Lion from 355M (24 layers) up."""
     scales = row(config.optimizer_name).scales_attention and config.n_layer >= 24
@@ -441,19 +379,19 @@ def attention_settings(config):
 
 
 def check_settings(config):
-    """SystemExit with one line where a setting does not go with the optimizer: ε and those of the Hessian must be
+    """SystemExit with one line where a setting does not go with the optimizer: ε and the Hessian's settings must be
     above 0 where it has them, and Hessian-vector products need the plain model."""
     name, chosen = config.optimizer_name, row(config.optimizer_name)
-    if chosen.library:
-        optim.library_class(chosen.library, name)
     config.require('parallel', chosen.shards or config.parallel == 'ddp',
                    f'ddp for {name}, which is not known to work on parts of a parameter')
-    for key in NEUTRAL:
+    for key in PLACEHOLDERS:
         if key in ('eps', 'gamma', 'hessian_interval', 'hessian_batch_size') and key in chosen.settings:
             config.require(key, config.values[key] > 0, f'above 0 for {name}')
         used = key in chosen.settings or key == 'optimizer_args' and chosen.library
         if config.sources[key] == 'flag' and not used and config.values[key]:
             raise SystemExit(f'--{key} has no effect with {name}; leave it out')
+    if chosen.library:
+        optim.parse_arguments(config.optimizer_args, chosen.library, set(chosen.arguments(config)))
     if chosen.hook.hessian_products:
         for key, only in dict(parallel='ddp', activation_checkpointing=False).items():
             config.require(key, config.values[key] == only,
@@ -461,19 +399,13 @@ def check_settings(config):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the log says of an optimizer
-
-# The names under which optimizers keep an EMA of the gradient.
-MOMENTUM = ('exp_avg', 'momentum_buffer')
+# Metrics
 
 
 def optimizer_metrics(optimizer):
-    """What the optimizer's state says of the run, as 0-d tensors: `momentum_norm` (ℓ2 of m) and, where there is an h,
-    `hessian_norm` (ℓ2 of h) and `update_unclipped`."""
-    states, found = [optimizer.state.get(p, {}) for p in parameters(optimizer)], {}
-    for name, keys in [('momentum_norm', MOMENTUM), ('hessian_norm', ('hessian',))]:
-        if tensors := [state[key] for state in states for key in keys if isinstance(state.get(key), torch.Tensor)]:
-            found[name] = optim.global_norm(tensors)
-    if isinstance(optimizer, Sophia) and (unclipped := optimizer.unclipped_fraction()) is not None:
-        found['update_unclipped'] = unclipped
-    return found
+    """The optimizer's metrics as 0-d tensors: `momentum_norm`, the ℓ2 norm of m, and what its method `metrics()`
+    returns, if it has one (Sophia: hessian_norm, update_unclipped)."""
+    momenta = [state[key] for state in (optimizer.state.get(p, {}) for p in parameters(optimizer))
+               for key in ('exp_avg', 'momentum_buffer') if isinstance(state.get(key), torch.Tensor)]
+    found = dict(momentum_norm=optim.global_norm(momenta)) if momenta else {}
+    return found | (optimizer.metrics() if hasattr(optimizer, 'metrics') else {})

@@ -11,14 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._dynamo.config
 import torch.distributed as dist
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from runtime.device import check_device
 
@@ -29,8 +22,8 @@ _REPLICAS = []
 class World:
     """The ranks of this run, as torchrun's environment describes them, and their collectives.
 
-    Attributes: rank, local_rank, size, is_master (rank 0), device (torch.device of this rank); sharded: parameters are
-    spread over the ranks, which makes every forward collective: every rank must call it.
+    Attributes: rank, local_rank, size, is_master (rank 0), device (torch.device of this rank); sharded: whether
+    parameters are spread over the ranks. Then every forward is collective: every rank must call it.
     """
 
     def __init__(self, device, backend, parallel='ddp'):
@@ -73,11 +66,11 @@ class World:
     def wrap(self, model, blocks, compile=False, activation_checkpointing=False, compute_dtype=None):
         """Moves `model`, with the same weights on every rank, to the ranks' devices; returns what training calls.
 
-        Sharded, the parameters of `model` become DTensors in place; build the optimizer afterwards. Otherwise `model`
-        itself stays as it was, eager, for whatever else is done with it.
+        Weights on the device 'meta' get memory, but no values. Sharded, the parameters of `model` become DTensors in
+        place; build the optimizer afterwards. Otherwise `model` itself stays eager.
 
         Args:
-            blocks: the modules that most of the model consists of: what FSDP gathers one after another, and what
+            blocks: the modules that most of the model consists of, which FSDP gathers one after another and which
                 activation checkpointing computes again.
             compile: torch.compile the model as a whole, or each block where the model is sharded.
             activation_checkpointing: keep only the inputs of a block, and compute the rest again in the backward pass.
@@ -88,23 +81,35 @@ class World:
             sys.excepthook = functools.partial(_repair_compile_cache, sys.excepthook)
         blocks = list(blocks)
         if activation_checkpointing:
+            from torch.utils.checkpoint import checkpoint
             for block in blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if self.sharded:
             return self._shard(model, blocks, compile, compute_dtype)
+        self._materialize(model)
         model.to(self.device)
         if compile:
             model = torch.compile(model)
         if self.size == 1:
             return model
+        from torch.nn.parallel import DistributedDataParallel
         device_ids = [self.device.index] if self.device.type == 'cuda' else None
         replica = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
         _REPLICAS.append(replica)
         return replica
 
+    def _materialize(self, model):
+        """Gives parameters on the device 'meta' memory on this rank's device. In place, because some have two names."""
+        for p in model.parameters():
+            if p.is_meta:
+                torch.utils.swap_tensors(p, torch.nn.Parameter(torch.empty_like(p, device=self.device),
+                                                               p.requires_grad))
+
     def _shard(self, model, blocks, compile, compute_dtype):
         """FSDP2: each block is gathered when it is needed and freed afterwards; all other parameters (the embeddings,
         the last norm, the head) are one more group."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         shape, names = (self.size,), ('shard',)
         per_node = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
         if self.parallel == 'hsdp' and self.size > per_node:  # on one machine it is fsdp
@@ -112,15 +117,19 @@ class World:
         # Inputs keep their dtype: bfloat16 would round the uniform numbers that labels are sampled with.
         options = dict(mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),
                        mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False))
-        if compile:
-            # All blocks are one function to torch.compile. Where their attention is scaled differently, each needs
-            # graphs of its own, to train and to evaluate.
-            torch._dynamo.config.recompile_limit = max(8, 4 * len(blocks))
         for block in blocks:
             if compile:  # inside FSDP's hooks
                 block.forward = torch.compile(block.forward)
             fully_shard(block, **options)
-        return fully_shard(model, **options)
+        model = fully_shard(model, **options)
+        self._materialize(model)
+        return model
+
+    def reshard(self, model):
+        """Frees what a forward without a backward pass has left gathered: its copy of the weights would be stale once
+        the optimizer changes them."""
+        if self.sharded:
+            model.reshard()
 
     def set_gradient_sync(self, model, last, estimating=False):
         """Before a micro-batch: DDP averages gradients over ranks only in the `last` one.
@@ -129,10 +138,10 @@ class World:
         to save. HSDP's reduction between machines waits for the last one, unless the iteration makes a second backward
         pass (`estimating`), whose gradients must not be added to those that wait.
         """
-        if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = last
-        elif self.parallel == 'hsdp':
+        if self.parallel == 'hsdp':
             model.set_requires_all_reduce(last or estimating)
+        elif self.size > 1 and not self.sharded:
+            model.require_backward_grad_sync = last
 
     def zero_grad(self, optimizer):
         """Resets the gradients. DDP's become zeros instead of None: they are views of its buckets, and without them
@@ -144,6 +153,10 @@ class World:
         if not self.sharded:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)))
+
+    def all(self, flag):
+        """Whether `flag` is true on all ranks."""
+        return not self.sum(torch.tensor(float(not flag), device=self.device))
 
     def zeros(self, n):
         """(n,) zeros, for sums over many batches: float64, or float32 on Apple's devices, which have no float64."""
@@ -192,7 +205,7 @@ class World:
     def _die(self, kind, error, trace):
         """Ends this rank at once after an uncaught exception, so that torchrun ends the others.
 
-        An orderly exit of the interpreter could wait for ranks that wait for this one.
+        A normal exit can deadlock with ranks that wait for this one, so the process is killed.
         """
         lost = ('Connection closed by peer', 'Connection reset by peer', 'Broken pipe', 'remote process exited')
         if issubclass(kind, RuntimeError) and any(sign in str(error) for sign in lost):
@@ -211,6 +224,7 @@ def _repair_compile_cache(excepthook, kind, error, trace):
     killed while linking has left incomplete, it removes that file, which would fail every later start, and says so in
     one line. (The cache compiles what is missing, but loads what exists; it loads nothing that is being compiled.)
     """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
     directory = re.escape(str(Path(cache_dir())))
     found = re.search(rf'({directory}/\S+\.s?o): (file too short|file truncated|invalid ELF header)', str(error))
     if found:
@@ -232,9 +246,15 @@ def one_message():
         raise
 
 
+def is_sharded(tensor):
+    """Whether `tensor` is a DTensor, whose module is imported only once something has been sharded."""
+    module = sys.modules.get('torch.distributed.tensor')
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def full_tensor(tensor):
     """`tensor`, gathered from all ranks if it is sharded. Collective then: every rank must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def under_torchrun():

@@ -2,6 +2,7 @@
 light."""
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -79,6 +80,19 @@ def git_commit():
         return commit + '+' * bool(git('status', '--porcelain', '-uno', '--', '*.py').stdout) if commit else None
     except OSError:
         return None
+
+
+def code_hash():
+    """A hash of this repository's Python files that are loaded, whether git tracks them or not, and of all of runtime/,
+    some of which is loaded late: runs with different hashes were not computed by the same code."""
+    root = Path(__file__).resolve().parents[1]
+    loaded = [Path(getattr(module, '__file__', None) or '') for module in list(sys.modules.values())]
+    ours = {path for path in loaded if root in path.parents and path.is_file()
+            and not {'site-packages', 'tests'} & set(path.parts)} | set((root / 'runtime').glob('*.py'))
+    digest = hashlib.sha256()
+    for path in sorted(ours):
+        digest.update(f'{path.relative_to(root).as_posix()}\n'.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def warn(text):

@@ -1,4 +1,4 @@
-"""What the training loop asks of any optimizer, optimizers of libraries by their name, several optimizers as one."""
+"""Any optimizer in the training loop: learning rates, clipping, averaged weights, several as one, a library's."""
 
 import ast
 import contextlib
@@ -7,12 +7,12 @@ import importlib
 import inspect
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from runtime.distributed import full_tensor
+from runtime.distributed import full_tensor, is_sharded
+from runtime.files import first_line
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the loop asks of any optimizer
+# Any optimizer
 
 ROW_SIZE = 4096  # entries that `total_norm` adds up at a time on CPU
 
@@ -28,12 +28,17 @@ def parameters(optimizer):
     return [p for group in optimizer.param_groups for p in group['params']]
 
 
+def averages_weights(optimizer):
+    """Whether the weights to evaluate are not those that training continues with: a schedule-free optimizer's."""
+    return hasattr(optimizer, 'eval') and hasattr(optimizer, 'train')
+
+
 @contextlib.contextmanager
 def evaluating(optimizer):
-    """Around evaluation and saving: the weights are those that the optimizer means to be evaluated. For schedule-free
-    ones (with the methods `eval` and `train`) that is an average, and training continues with exactly the weights
-    before; a checkpoint that is saved meanwhile holds them in the optimizer's state."""
-    if hasattr(optimizer, 'eval') and hasattr(optimizer, 'train'):
+    """Around evaluation and saving: gives the model the weights that the optimizer means to be evaluated. Training
+    continues with exactly the weights from before, which a checkpoint saved meanwhile holds in the optimizer's state.
+    """
+    if averages_weights(optimizer):
         for p in parameters(optimizer):
             optimizer.state[p]['training_weights'] = p.detach().clone()
         optimizer.eval()
@@ -45,8 +50,8 @@ def evaluating(optimizer):
 
 @torch.no_grad()
 def back_to_training(optimizer):
-    """Ends `evaluating`, or what a checkpoint was saved in the midst of."""
-    if hasattr(optimizer, 'eval') and hasattr(optimizer, 'train'):
+    """Ends `evaluating`, also for the state of a checkpoint that was saved during it."""
+    if averages_weights(optimizer):
         optimizer.train()
         for p in parameters(optimizer):
             if 'training_weights' in optimizer.state[p]:
@@ -59,7 +64,7 @@ def total_norm(tensors):
     On CPU PyTorch adds up the squares of a tensor in a few float32 sums: of 19M entries the norm comes out 0.1 % too
     small, of equal ones 1 %. By rows of ROW_SIZE entries it is right, and takes less time.
     """
-    if any(isinstance(t, DTensor) or t.device.type != 'cpu' for t in tensors):
+    if any(is_sharded(t) or t.device.type != 'cpu' for t in tensors):
         return torch.nn.utils.get_total_norm(tensors)
     norms = []
     for t in tensors:
@@ -128,42 +133,35 @@ class Together(torch.optim.Optimizer):
 # Optimizers of libraries
 
 
-def nearest(name, names, otherwise):
-    """The hint of a message about the unknown `name`: the one of `names` that is nearest, or `otherwise`."""
+def nearest(name, names):
+    """The hint 'did you mean X?' of a message about the unknown `name`; '' when none of `names` is near."""
     near = difflib.get_close_matches(name, names, n=1)
-    return f'did you mean {near[0]}?' if near else otherwise
+    return f'did you mean {near[0]}?' if near else ''
 
 
-def library_class(path, optimizer_name):
-    """The optimizer class that `path`, 'LIBRARY:CLASS', stands for; torch: torch.optim's.
-
-    SystemExit with one line, which names `optimizer_name` as the user typed it, when there is none.
-    """
+def library_class(path):
+    """The optimizer class 'LIBRARY:CLASS'; torch stands for torch.optim. SystemExit with one line if there is none."""
     library, _, name = path.partition(':')
-    flag = f'--optimizer_name={optimizer_name}'
+    flag = f'--optimizer_name={path}'
     try:
         module = importlib.import_module('torch.optim' if library == 'torch' else library)
     except (ImportError, TypeError, ValueError):  # the last two: import_module of '.x' and of ''
         known = ('torch', 'pytorch_optimizer', 'schedulefree')
-        install = f'pip install {library}'
-        hint = install if library in known else nearest(library, known, install)
-        raise SystemExit(f'{flag}: needs the package {library}, which is not installed; {hint}') from None
+        hint = f'pip install {library}' if library in known else nearest(library, known) or 'check its name'
+        raise SystemExit(f'{flag}: the package {library} is not installed; {hint}') from None
     classes = {key: value for key, value in vars(module).items()
                if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)}
     if name not in classes:
         raise SystemExit(f'{flag}: {library} has no such optimizer; '
-                         f'{nearest(name, classes, f"see the documentation of {library}")}')
-    closure = inspect.signature(classes[name].step).parameters.get('closure')
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise SystemExit(f'{flag}: its step evaluates the loss again (closure), which the training loop does not do; '
-                         'choose another')
+                         f'{nearest(name, classes) or f"see the documentation of {library}"}')
     return classes[name]
 
 
-def parse_arguments(text, cls):
-    """The setting optimizer_args, 'betas=(0.9, 0.95), amsgrad=True', as a dict of arguments for the optimizer `cls`.
+def parse_arguments(text, path, taken):
+    """The setting optimizer_args, 'nesterov=True, momentum=0.9', as a dict of arguments of the class `path`.
 
-    Values are Python literals. SystemExit with one line when something cannot be read, or `cls` has no such argument.
+    Values are Python literals. `taken` are the arguments that other settings give. SystemExit with one line when
+    something cannot be read, is taken, or is not an argument of the class.
     """
     flag = f'--optimizer_args={text}'
     try:
@@ -176,44 +174,39 @@ def parse_arguments(text, cls):
     except (SyntaxError, ValueError):
         raise SystemExit(f'{flag}: write NAME=VALUE, NAME=VALUE, … with numbers, strings, True, False, None and tuples '
                          'of them') from None
+    cls = library_class(path)
     known = [name for name, parameter in inspect.signature(cls).parameters.items()
              if name != 'params' and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
+    settings = dict(lr='--learning_rate', betas='--beta1 and --beta2', momentum='--beta1')
     for name in found:
-        if name == 'lr':
-            raise SystemExit(f'{flag}: the learning rate is --learning_rate')
+        if name == 'lr' or name in taken:
+            raise SystemExit(f'{flag}: set {name} with {settings.get(name, f"--{name}")}')
         if name not in known:
             raise SystemExit(f'{flag}: {cls.__name__} has no argument {name}; '
-                             f'{nearest(name, known, "choose from " + ", ".join(known))}')
+                             + (nearest(name, known) or f'choose from {", ".join(known)}'))
     return found
 
 
-def library_builder(path, arguments_of, sharded=None):
-    """A function of (param groups, settings) that builds the optimizer `path`, 'LIBRARY:CLASS'.
-
-    Its arguments are those that `arguments_of` makes of the settings, the dict `sharded` where parameters are sharded,
-    and optimizer_args.
-    """
-    def build(groups, s):
-        cls = library_class(path, s.optimizer_name)
-        params = [p for group in groups for p in (group['params'] if isinstance(group, dict) else [group])]
-        arguments = arguments_of(s)
-        if sharded and any(isinstance(p, DTensor) for p in params):
-            arguments.update(sharded)
-        arguments.update(parse_arguments(s.optimizer_args, cls))
-        try:
-            return cls(groups, lr=s.learning_rate, **arguments)
-        except (TypeError, ValueError, AssertionError, ZeroDivisionError) as error:
-            raise SystemExit(f'--optimizer_name={s.optimizer_name}: {cls.__name__} rejects its settings '
-                             f'({str(error).splitlines()[0] if str(error) else type(error).__name__}); '
-                             'see --optimizer_args') from None
-    return build
+def build_from_library(path, groups, lr, arguments, text):
+    """The optimizer 'LIBRARY:CLASS' on param `groups`, with the dict `arguments` and optimizer_args, the `text`.
+    SystemExit with one line when it rejects them."""
+    more = parse_arguments(text, path, set(arguments))
+    try:
+        optimizer = library_class(path)(groups, lr=lr, **arguments, **more)
+    except Exception as error:  # whatever the library raises
+        raise SystemExit(f'--optimizer_name={path}: cannot be built with its settings ({first_line(error)}); see '
+                         '--optimizer_args') from None
+    optimizer.library = path
+    return optimizer
 
 
-def settings_of(arguments):
-    """Those of a library's `arguments` that are settings here: weight_decay, eps > 0, and betas, if they are two."""
-    settings = {key: float(arguments[key]) for key in ('weight_decay', 'eps')
-                if isinstance(arguments.get(key), (int, float)) and (key != 'eps' or arguments[key] > 0)}
-    pair = arguments.get('betas')
-    if isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(b, (int, float)) for b in pair):
-        settings.update(beta1=float(pair[0]), beta2=float(pair[1]))
-    return settings
+def step(optimizer, scaler):
+    """One update. SystemExit with one line when the first one of a library's optimizer fails."""
+    try:
+        scaler.step(optimizer)
+    except Exception as error:
+        if not getattr(optimizer, 'library', '') or getattr(optimizer, 'has_stepped', False):
+            raise
+        raise SystemExit(f'--optimizer_name={optimizer.library}: its first step failed ({first_line(error)}); this '
+                         'training loop cannot use it as it is') from None
+    optimizer.has_stepped = True

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from runtime.files import first_line, git_commit, warn, write_json, write_text
+from runtime.files import code_hash, first_line, git_commit, warn, write_json, write_text
 
 
 class RunLog:
@@ -63,6 +63,10 @@ class RunLog:
             for log, _ in self.trackers:
                 log(finite)
         self.print(line)
+
+    def record(self, state, line, metrics):
+        """Writes the dict `metrics` of iteration state.iter with the tokens and seconds so far; prints `line`."""
+        self.write(dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **metrics), line)
 
     def print(self, line):
         """Prints `line`."""
@@ -118,7 +122,7 @@ class RunLog:
             self.print(f'done: {result}; checkpoints (the newest, the best) and metrics.jsonl are in {out_dir}')
             self.print(f'next: python scripts/sample.py {out_dir}, python scripts/plot.py {out_dir}')
         elif iteration > 0:  # it has saved
-            resumes_alone = self.values['init_from'] in ('auto', 'resume') or self.values['branch_cooldown']
+            resumes_alone = self.values['init_from'] in ('auto', 'resume')
             self.print('the same command' + ('' if resumes_alone else ' with --init_from=auto') + ' resumes it')
 
     def close(self):
@@ -217,14 +221,14 @@ def loss_spike(latest, loss):
 
 
 def describe_run(out_dir, values, sources, **more):
-    """Writes config.json: every setting and its source, the command, versions, the machine, the commit, and `more`."""
+    """Writes config.json: every setting and its source, the command, versions, the machine, the code, and `more`."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
     for name in {'pytorch_optimizer', 'schedulefree'} & sys.modules.keys():  # whose defaults are part of a run
         with contextlib.suppress(metadata.PackageNotFoundError):  # of a copy that is not installed
             versions[name] = metadata.version(name)
     write_json(Path(out_dir) / 'config.json', dict(
         config=values, provenance=sources, command=[Path(sys.executable).name, *sys.argv], **more, versions=versions,
-        machine=machine(), git_commit=git_commit()))
+        machine=machine(), git_commit=git_commit(), code=code_hash()))
 
 
 def machine():

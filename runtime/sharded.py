@@ -1,7 +1,8 @@
 """Checkpoints of sharded models: a directory to which every rank writes its part.
 
 Tensors are in the format of torch.distributed.checkpoint. Everything else is in state.json, with a checksum of every
-file, so that nothing has to be unpickled but the metadata of tensors.
+file, so that nothing has to be unpickled but the metadata of tensors. That module's own functions for the state of an
+optimizer are not used: they pickle plain values, and lose lists of tensors.
 """
 
 import functools
@@ -12,59 +13,14 @@ import warnings
 import zlib
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, zeros
 
+from runtime.checkpoint import unpack
 from runtime.files import checksum, first_line, sync_directory, write_text
-
-
-def is_shards(path):
-    """Whether `path` is the directory of a sharded checkpoint."""
-    return (Path(path) / 'state.json').is_file()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a checkpoint can hold: tensors and plain values
-
-
-def pack(value, name, tensors):
-    """`value` as JSON can hold it: a tensor becomes {'tensor': its name}, and goes to the dict `tensors`.
-
-    Args:
-        value: tensors, numbers, strings and None, in dicts, lists and tuples.
-        name: what the names of its tensors begin with.
-
-    TypeError where `value` holds anything else.
-    """
-    if isinstance(value, torch.Tensor):
-        tensors[name] = value
-        return {'tensor': name}
-    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
-        return {'dict': [[key, pack(item, f'{name}.{key}', tensors)] for key, item in value.items()]}
-    if isinstance(value, (list, tuple)):
-        items = [pack(item, f'{name}.{i}', tensors) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {'tuple': items}
-    if isinstance(value, np.generic):
-        value = value.item()
-    if type(value) in (str, int, float, bool, type(None)):
-        return value
-    raise TypeError(f'{name} is of type {type(value).__name__}')
-
-
-def unpack(value, find):
-    """The inverse of `pack`: `find` gives the tensor of a name."""
-    if isinstance(value, list):
-        return [unpack(item, find) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == 'dict':
-        return {key: unpack(item, find) for key, item in content}
-    return tuple(unpack(content, find)) if kind == 'tuple' else find(content)
 
 
 def model_tensors(model):
@@ -79,25 +35,6 @@ def tied(model):
     return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
 
 
-def pack_optimizer(model, optimizer, tensors):
-    """The state of an optimizer as JSON can hold it, by parameter names; its tensors go to the dict `tensors`.
-
-    TypeError where it holds something else than tensors and plain values, or a tensor that differs between ranks but
-    is no DTensor.
-    """
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    names = [name_of[id(p)] for group in optimizer.param_groups for p in group['params']]
-    state = optimizer.state_dict()
-    groups = [dict(group, params=[names[i] for i in group['params']]) for group in state['param_groups']]
-    packed = dict(state={names[i]: pack(entries, f'optimizer.{names[i]}', tensors)
-                         for i, entries in state['state'].items()},
-                  param_groups=[pack(group, f'group.{i}', tensors) for i, group in enumerate(groups)])
-    for name, tensor in tensors.items():
-        if tensor.numel() > 1 and not isinstance(tensor, DTensor):
-            raise TypeError(f'{name} is a tensor that each rank has for itself')
-    return packed
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Writing
 
@@ -105,8 +42,8 @@ def pack_optimizer(model, optimizer, tensors):
 def write(world, path, model, state, tensors):
     """Writes the checkpoint `state`, with the weights of `model` and the `tensors` by name, as the directory `path`.
 
-    Its files are written to a directory beside, synced, and their checksums put into state.json; then rank 0 renames
-    it. Collective: every rank must call it. OSError where it failed, on rank 0 at least.
+    Its files are written to another directory, synced, and their checksums put into state.json; then rank 0 renames it.
+    Collective: every rank must call it. OSError where it failed, on rank 0 at least.
     """
     partial = path.with_suffix('.partial')
     if world.is_master:
@@ -123,13 +60,13 @@ def write(world, path, model, state, tensors):
         try:
             files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
             files['.metadata'] = checksum(partial / '.metadata')
-            write_text(partial / 'state.json', with_checksum(
-                dict(state, files=files, tied=tied(model))), sync=True)
+            write_text(partial / 'state.json', with_checksum(dict(state, files=files, tied=tied(model))), sync=True)
             sync_directory(partial)
             old = path.with_suffix('.old.partial')
-            if path.is_dir():  # the checkpoint of this iteration before its evaluation
+            if path.is_dir():  # this iteration's checkpoint from before its evaluation
                 path.rename(old)
             partial.replace(path)
+            sync_directory(path.parent)
             shutil.rmtree(old, ignore_errors=True)
         except (OSError, SystemExit) as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -142,7 +79,7 @@ def with_checksum(state):
 
 
 class ShardWriter(dcp.FileSystemWriter):
-    """Writes shards without a word of where that was."""
+    """Writes shards without recording the directory's path."""
 
     def storage_meta(self):
         return None
@@ -156,7 +93,7 @@ def read(path, weights=True, share=(0, 1)):
     """The state of the directory `path`, its model as whole tensors unless `weights` is False; for one process.
 
     Of its files only the i-th of every n are compared with their checksums, where `share` is (i, n). Its 'optimizer' is
-    as `pack_optimizer` made it, for `read_optimizer`. ValueError when something is damaged.
+    for `read_optimizer`. ValueError when something is damaged.
     """
     text = (path / 'state.json').read_text(encoding='utf-8')
     state = json.loads(text)['state']
@@ -164,23 +101,13 @@ def read(path, weights=True, share=(0, 1)):
         raise ValueError('state.json does not fit its checksum')
     files, also = state.pop('files'), state.pop('tied')
     for name, crc in list(files.items())[share[0]::share[1]]:
-        if Path(name).name != name:
-            raise ValueError(f'{name} is no file of this directory')
-        if not (path / name).is_file() or checksum(path / name) != crc:
+        if Path(name).name != name or not (path / name).is_file() or checksum(path / name) != crc:
             raise ValueError(f'{name} does not fit its checksum')
-    metadata = ShardReader(path).read_metadata()
-    for name in {info.relative_path for info in metadata.storage_data.values()} | {'.metadata'}:
-        if name not in files or Path(name).name != name:
-            raise ValueError(f'{name} has no checksum')
-    entries = metadata.state_dict_metadata.values()
-    needed = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in entries)
-    if needed > sum((path / name).stat().st_size for name in files):
-        raise ValueError('its tensors are larger than its files')
     model = {}
     if weights:
         model = {name.removeprefix('model.'): torch.empty(entry.size, dtype=entry.properties.dtype)
-                 for name, entry in metadata.state_dict_metadata.items() if name.startswith('model.')}
-        _load_into({f'model.{name}': tensor for name, tensor in model.items()}, path)
+                 for name, entry in tensors_in(path).items() if name.startswith('model.')}
+        load_into({f'model.{name}': tensor for name, tensor in model.items()}, path)
         model |= {name: model[first] for name, first in also.items()}
     return dict(state, model=model)
 
@@ -192,16 +119,16 @@ def read_model(path, model):
     for name in saved.keys() | targets.keys():
         if name not in saved or name not in targets or saved[name] != targets[name].shape:
             raise ValueError(f'{name} is missing or has another shape')
-    _load_into(targets, path)
+    load_into(targets, path)
 
 
 def read_optimizer(path, packed, params=None):
     """The state_dict of the optimizer in the directory `path`.
 
     Args:
-        packed: what `pack_optimizer` made; None for a directory without it, which holds nothing but tensors.
-        params: the parameters by name in the order of the optimizer's groups, whose kind, sharded or not, the tensors
-            get; default whole tensors.
+        packed: what `checkpoint.pack_optimizer` made.
+        params: the parameters by name in the order of the optimizer's groups. Tensors become DTensors where these are;
+            default whole tensors.
     """
     metadata, targets = tensors_in(path), {}
 
@@ -214,18 +141,14 @@ def read_optimizer(path, packed, params=None):
             targets[name] = torch.zeros(size, dtype=dtype)
         return targets[name]
 
-    if packed is None:
-        packed = dict(state={}, param_groups=[])
-        for name in (name for name in metadata if name.startswith('optimizer.')):
-            owner, _, key = name.removeprefix('optimizer.').rpartition('.')
-            packed['state'].setdefault(owner, {'dict': []})['dict'].append([key, {'tensor': name}])
-    state = {name: unpack(entries, functools.partial(target, params[name] if params else None))
-             for name, entries in packed['state'].items()}
-    groups = [unpack(group, functools.partial(target, None)) for group in packed['param_groups']]
-    _load_into(targets, path)
-    number = {name: i for i, name in enumerate([name for group in groups for name in group['params']] or params)}
-    return dict(state={number[name]: entries for name, entries in state.items()},
-                param_groups=[dict(group, params=[number[name] for name in group['params']]) for group in groups])
+    parts = dict(packed['dict'])
+    entries = {name: unpack(value, functools.partial(target, params[name] if params else None))
+               for name, value in parts.pop('state')['dict']}
+    saved = {key: unpack(value, functools.partial(target, None)) for key, value in parts.items()}
+    load_into(targets, path)
+    index = {name: i for i, name in enumerate(name for group in saved['param_groups'] for name in group['params'])}
+    groups = [dict(group, params=[index[name] for name in group['params']]) for group in saved['param_groups']]
+    return dict(saved, state={index[name]: value for name, value in entries.items()}, param_groups=groups)
 
 
 def tensors_in(path):
@@ -233,7 +156,7 @@ def tensors_in(path):
     return ShardReader(path).read_metadata().state_dict_metadata
 
 
-def _load_into(tensors, path):
+def load_into(tensors, path):
     """Fills `tensors`, by their names, from the directory `path`, without communication."""
     with warnings.catch_warnings():  # the remark that there is no process group
         warnings.simplefilter('ignore')
@@ -246,15 +169,15 @@ class ShardReader(dcp.FileSystemReader):
     def read_metadata(self, *args, **kwargs):
         """The metadata; UnpicklingError when it is about anything but tensors."""
         with (Path(self.path) / '.metadata').open('rb') as f:
-            metadata = _MetadataUnpickler(f).load()
+            metadata = MetadataUnpickler(f).load()
         if not all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()):
             raise pickle.UnpicklingError('not a tensor')
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes only what the metadata of tensors consist of."""
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickles the metadata of tensors, and nothing else."""
 
     ALLOWED = {
         'torch.distributed.checkpoint.metadata': {

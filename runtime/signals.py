@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import time
 
 # Exit codes, besides 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR).
@@ -39,6 +40,11 @@ class SafeStream:
     def flush(self):
         with contextlib.suppress(OSError):
             self.stream.flush()
+
+
+def protect_streams():
+    """Wraps stdout and stderr in a `SafeStream` each."""
+    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
 
 
 class StopSignals:

@@ -10,30 +10,32 @@ class Speed:
     """Times iterations: all since the last line of metrics, and the latest 50 with and without a Hessian estimate.
 
     Args:
-        flops_per_iter, tokens_per_iter: of one iteration over all devices.
+        flops_per_token: FLOPs to train on a token.
         world: the ranks, for their number and this rank's device.
     """
 
-    def __init__(self, flops_per_iter, tokens_per_iter, world):
-        self.flops_per_iter, self.tokens_per_iter, self.device = flops_per_iter, tokens_per_iter, world.device
+    def __init__(self, flops_per_token, world):
+        self.flops_per_token, self.device = flops_per_token, world.device
         self.peak = (peak_flops(world.device) or 0) * world.size
-        self.since_metrics = []
+        self.since_metrics, self.tokens = [], 0
         self.recent = {estimated: deque(maxlen=50) for estimated in (True, False)}
 
-    def add(self, seconds, estimated):
-        """Counts an iteration."""
+    def add(self, seconds, tokens, estimated):
+        """Counts an iteration on `tokens` tokens, over all devices."""
         self.since_metrics.append(seconds)
+        self.tokens += tokens
         self.recent[estimated].append(seconds)
 
     def metrics(self):
-        """The metrics of the iterations since the last call. hessian_ms: what an estimate adds to an iteration."""
-        mean = statistics.mean(self.since_metrics)
-        found = dict(step_ms=1e3 * mean)
+        """The metrics of the iterations since the last call. hessian_ms: the extra time of an iteration that estimates
+        the Hessian."""
+        found = dict(step_ms=1e3 * statistics.mean(self.since_metrics))
         if self.recent[True] and self.recent[False]:
             found['hessian_ms'] = 1e3 * (statistics.median(self.recent[True]) - statistics.median(self.recent[False]))
-        found['tokens_per_sec'] = self.tokens_per_iter / mean
+        found['tokens_per_sec'] = self.tokens / sum(self.since_metrics)
         if self.peak:
-            found['mfu'] = self.flops_per_iter / mean / self.peak
+            found['mfu'] = found['tokens_per_sec'] * self.flops_per_token / self.peak
         found['memory_gb'] = peak_memory(self.device) / 1e9
         self.since_metrics.clear()
+        self.tokens = 0
         return found
