@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 
 import optimizers
+from analysis.load import load
 from runtime import checkpoint
 from runtime.signals import NOT_FINITE, STOPPED
 from scripts.consolidate import consolidate
-from scripts.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 HANG = 900  # seconds after which a process is taken to hang, also on a busy machine

@@ -35,13 +35,13 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from analysis.runs import ROOT, below, print_table, read_json, read_run, write_json
 from data.loader import read_meta
 from dev.bench import default_configs
 from optimizers import LION_LR, peak_learning_rate
 from runtime.checkpoint import FAILED
 from runtime.device import check_device
 from runtime.files import atomic_write
-from scripts.runs import ROOT, below, print_table, read_json, read_run, write_json
 from scripts.sweep import expand, interrupt, progress, train_all
 
 GROUPS = ('tests', 'bench', 'runs', 'seeds', 'large', 'variants', 'map')

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.runs import read_run, write_text  # noqa: E402
+from analysis.runs import read_run, write_text  # noqa: E402
 
 ORDER = 'ACBDE'  # of the parts; runs of a later one fill the cores while an earlier one waits for a result
 SEARCH_SEED = 1337  # chooses settings, and takes part in no test

@@ -18,9 +18,9 @@ sys.path.insert(0, str(ROOT))
 import model
 import optimizers
 import train
+from analysis.runs import by_seed, find_runs, optimizer_label, read_json
 from configurator import derived
 from dev.study import OTHER_RATES, start_of
-from scripts.runs import by_seed, find_runs, optimizer_label, read_json
 from scripts.speedup import noise_of, same_horizon, tuned_at_each_T
 
 # What metrics.jsonl holds. tests/test_docs.py compares the keys with those of a run.

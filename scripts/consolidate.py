@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from analysis.runs import writable, write_errors
 from runtime import checkpoint, sharded
-from scripts.runs import writable, write_errors
 
 
 def consolidate(path, output=None, optimizer=True):

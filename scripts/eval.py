@@ -23,12 +23,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.loader import Bin, ValidationLoader, as_tensor, data_dir, on_device, parts_of
-from data.sources import open_text, txt_pieces
-from data.tokenizer import Byte, Char
-from runtime.device import autocast
-from runtime.distributed import World
-from scripts.load import (
+from analysis.load import (
     MODEL_HELP,
     add_device_flags,
     add_tokenizer_flag,
@@ -38,6 +33,11 @@ from scripts.load import (
     load,
     require_tokenizer,
 )
+from data.loader import Bin, ValidationLoader, as_tensor, data_dir, on_device, parts_of
+from data.sources import open_text, txt_pieces
+from data.tokenizer import Byte, Char
+from runtime.device import autocast
+from runtime.distributed import World
 
 
 def parse(argv):

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from analysis.load import MODEL_HELP, add_tokenizer_flag, find_data, load, with_tokenizer
+from analysis.runs import read_metrics, writable, write_errors
 from data.loader import parts_of, read_meta
 from data.tokenizer import Byte, Char
 from runtime import hf
-from scripts.load import MODEL_HELP, add_tokenizer_flag, find_data, load, with_tokenizer
-from scripts.runs import read_metrics, writable, write_errors
 
 END_OF_TEXT = '<|endoftext|>'
 TOLERANCE = 1e-4  # on logits, in float32

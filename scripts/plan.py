@@ -49,12 +49,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import optimizers
 import sophia
 import train
+from analysis.runs import estimates_per_iteration, print_table, show_progress, writable, write_json
 from data.loader import data_dir, read_meta
 from hessian import rows_at_once
 from model import GPT, GPTConfig, padded_vocab_size
 from runtime.device import DTYPES, PEAK_FLOPS
 from runtime.distributed import World, ranks_from_environment
-from scripts.runs import estimates_per_iteration, print_table, show_progress, writable, write_json
 
 GiB = 2 ** 30
 HEADROOM = 0.1  # of a GPU's memory, for what is not counted

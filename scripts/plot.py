@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts.runs import AXES, averaged, figure, find_runs, labels_of, legend, lines_of, plain, png_path, save, styles
+from analysis.runs import AXES, averaged, figure, find_runs, labels_of, legend, lines_of, plain, png_path, save, styles
 
 STYLES = {'val/loss': dict(marker='o', markersize=3), 'train/loss': dict(linewidth=1)}
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss'}

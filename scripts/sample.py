@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from runtime.device import DTYPES
-from scripts.load import (
+from analysis.load import (
     MODEL_HELP,
     add_device_flags,
     add_tokenizer_flag,
@@ -29,6 +28,7 @@ from scripts.load import (
     rows_at_once,
     with_tokenizer,
 )
+from runtime.device import DTYPES
 
 
 def parse(argv):

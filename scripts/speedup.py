@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from scripts.runs import (
+from analysis.runs import (
     SETTING_NAMES,
     add_tuned,
     by_seed,
@@ -40,7 +40,7 @@ from scripts.runs import (
     print_table,
     save,
 )
-from scripts.significance import difference, expected_best, pooled_sd, seeds_needed, student_quantile
+from analysis.significance import difference, expected_best, pooled_sd, seeds_needed, student_quantile
 
 # What is printed of the three tables; the .json has all.
 COLUMNS = {'same_T': ['T', 'candidate', 'baseline', 'difference', 'plus or minus', 'p', 'test', 'seeds',

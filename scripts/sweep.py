@@ -37,8 +37,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
-from runtime.checkpoint import FAILED
-from scripts.runs import (
+from analysis.runs import (
     INCIDENTAL,
     ROOT,
     add_launcher,
@@ -51,6 +50,7 @@ from scripts.runs import (
     write_json,
     write_text,
 )
+from runtime.checkpoint import FAILED
 
 # Settings in which a finished run must agree with what is asked for.
 CHECKED_TOO = {'dataset', 'eval_iters', 'seed'}

@@ -287,8 +287,8 @@ def logit_soft_capping(data, tmp):
 
 def rotary_positions(data, tmp):
     """A setting: off, it leaves runs and checkpoints as they were; on, everything follows."""
+    from analysis.load import load
     from runtime import checkpoint
-    from scripts.load import load
     on = follows(data, ['--rope=True'], compile=['sophiag', 'sophiah'], parallel=['ddp', 'fsdp'])
     off = {name: losses(flags(data, name=name)) for name in ('sophiag', 'sophiah')}
 
@@ -305,7 +305,7 @@ def rotary_positions(data, tmp):
 
 def back_again(data, tmp):
     """The repository without the edit again, and a checkpoint of a model that only the edit knows."""
-    from scripts.load import load
+    from analysis.load import load
     assert 'is a model with another rope' in one_line(
         lambda: run_main(flags(data, '--init_from=resume', f'--out_dir={tmp}/rope')))
     assert 'rope' in one_line(lambda: load(f'{tmp}/rope'))
@@ -396,9 +396,9 @@ def another_hessian_estimator(data, tmp):
 def estimates_at_other_times(data, tmp):
     """Training, fresh sequences, and what counts FLOPs."""
     import train
+    from analysis.runs import read_run
     from optimizers import OPTIMIZERS
     from scripts.plan import flops
-    from scripts.runs import read_run
     norms, per_iteration, planned = {}, {}, {}
     for k in (2, 4):
         for sequences in ('own', 'fresh'):
@@ -458,8 +458,8 @@ def another_tokenizer(data, tmp):
     """From text to bins, to a run, and to text."""
     import runpy
 
+    from analysis.load import load
     from data.loader import read_meta
-    from scripts.load import load
     text = Path(tmp) / 'my.txt'
     text.write_text('to be or not to be, that is the question:\n' * 200, encoding='utf-8')
     sys.argv = ['prepare.py', '--tokenizer=ascii', f'--out_dir={tmp}/bins', '--num_proc=1', str(text)]

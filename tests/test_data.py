@@ -23,11 +23,11 @@ from conftest import metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from analysis.load import load
 from data import sources, writer
 from data.loader import Bin, read_meta
 from data.tokenizer import Char, get_tokenizer, tokenizer_from_meta
 from data.writer import Batches, Corpus, Parts, write_bins
-from scripts.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 EOT = '<|endoftext|>'

@@ -12,8 +12,8 @@ import torch
 from conftest import rejection
 from fake_runs import fake_run
 
+from analysis import runs
 from dev import bench, gpu_suite, soak, study
-from scripts import runs
 
 
 @pytest.mark.parametrize('only, words', [('kill=0', 'at least 1'), ('kill=-1', 'at least 1'), ('kill=', 'at least 1'),

@@ -13,12 +13,12 @@ import torch
 from conftest import ROOT, TINY, metrics
 
 import train
+from analysis.runs import find_runs
 from dev import tables
-from scripts.runs import find_runs
 
 PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
 # Where flags that several scripts have are added.
-SHARED = ['scripts/runs.py', 'scripts/load.py', 'data/sources.py']
+SHARED = ['analysis/runs.py', 'analysis/load.py', 'data/sources.py']
 
 
 def read(page):

@@ -9,11 +9,11 @@ import torch
 from conftest import TINY, metrics
 from torch.nn import functional as F
 
+from analysis.load import load
 from data.sources import files_corpus
 from data.tokenizer import Char, FileTokenizer, get_tokenizer
 from data.writer import write_bins
 from scripts import eval as eval_script
-from scripts.load import load
 
 
 @pytest.fixture(scope='module')

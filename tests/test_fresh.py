@@ -5,10 +5,10 @@ import torch
 from conftest import TINY, metrics
 
 import train as program
+from analysis.runs import hook_of
 from data.loader import Bin, TrainLoader
 from model import GPT, GPTConfig
 from runtime.distributed import World
-from scripts.runs import hook_of
 
 SIZES = dict(total_batch_size=6, batch_size=3, hessian_batch_size=4, hessian_interval=2)
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, write_bins
 
 DOC = (ROOT / 'docs/hacking.md').read_text(encoding='utf-8')
-ROOMS = ('runtime', 'data', 'scripts', 'dev', 'config', 'tests')
+ROOMS = ('runtime', 'data', 'analysis', 'scripts', 'dev', 'config', 'tests')
 
 
 def recipes():

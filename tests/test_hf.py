@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, metrics, rejection
 
+from analysis.load import Loaded, crop_vocab_size, load, with_tokenizer
 from data.loader import Bin, ValidationLoader
 from data.tokenizer import Char, get_tokenizer
 from model import GPT, GPTConfig
@@ -19,7 +20,6 @@ from runtime.distributed import World
 from scripts.eval import evaluate
 from scripts.export_hf import check, export
 from scripts.export_hf import main as export_main
-from scripts.load import Loaded, crop_vocab_size, load, with_tokenizer
 
 pytest.importorskip('safetensors', reason='needs requirements-hf.txt')
 pytest.importorskip('tokenizers', reason='needs requirements-hf.txt')

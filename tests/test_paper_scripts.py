@@ -11,8 +11,9 @@ import torch
 from conftest import ROOT, rejection
 from fake_runs import fake_run, make, rows_of
 
+from analysis import runs
 from runtime import checkpoint
-from scripts import consolidate, plan, plot, runs, speedup, sweep
+from scripts import consolidate, plan, plot, speedup, sweep
 from scripts.paper import (
     clipped_newton,
     compute_table,

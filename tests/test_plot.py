@@ -9,7 +9,8 @@ from matplotlib import image
 from PIL import Image
 
 import optimizers
-from scripts import plot, runs
+from analysis import runs
+from scripts import plot
 from scripts.paper import final_losses
 
 

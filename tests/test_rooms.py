@@ -22,7 +22,7 @@ MAY_IMPORT = {
 # Floors of runtime/, from below: a file imports from lower floors only. hf stands beside them.
 FLOORS = [{'files', 'rng', 'device', 'signals'}, {'distributed', 'runlog'}, {'sharded', 'optim'}, {'checkpoint'},
           {'start'}]
-ROOMS = {Path(room).stem for room in MAY_IMPORT} | {'scripts', 'dev', 'tests'}
+ROOMS = {Path(room).stem for room in MAY_IMPORT} | {'analysis', 'scripts', 'dev', 'tests'}
 
 
 def files(room):

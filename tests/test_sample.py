@@ -1,4 +1,4 @@
-"""Generating: GPT.generate against a loop of its own, the sampler, scripts/sample.py, what scripts/load.py loads."""
+"""Generating: GPT.generate against a loop of its own, the sampler, scripts/sample.py, what analysis/load.py loads."""
 
 import os
 import subprocess
@@ -10,12 +10,12 @@ import torch
 from conftest import ROOT, rejection, write_bins
 from torch.nn import functional as F
 
-import scripts.load
+import analysis.load
+from analysis.load import crop_vocab_size, load, with_tokenizer
 from data.tokenizer import get_tokenizer
 from model import GPT, GPTConfig, sample_next
 from runtime import checkpoint
 from scripts import sample
-from scripts.load import crop_vocab_size, load, with_tokenizer
 
 TINY = dict(block_size=24, vocab_size=64, n_layer=3, n_head=2, n_embd=16, dropout=0.0, bias=False,
             scale_attn_by_inverse_layer_idx=False)
@@ -155,7 +155,7 @@ def test_lines_of_a_prompt_file_end_where_editors_end_them(tmp_path, capsys):
 
 def test_many_samples_take_several_batches(tmp_path, capsys, monkeypatch):
     run_dir = str(save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta))
-    monkeypatch.setattr(scripts.load, 'LOGITS', 2 * 24 * 256)
+    monkeypatch.setattr(analysis.load, 'LOGITS', 2 * 24 * 256)
     rows, generate = [], GPT.generate
     monkeypatch.setattr(GPT, 'generate',
                         lambda self, idx, *rest, **more: rows.append(len(idx)) or generate(self, idx, *rest, **more))
@@ -205,7 +205,7 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     text, short = 'To be, or not to be: that is the question.\n' * 9, ('--max_new_tokens=8', '--num_samples=1')
     foreign_checkpoint(tmp_path / 'ckpt.pt', make_model(vocab_size=len(set(text))), 'shakespeare_char')
     monkeypatch.chdir(tmp_path)
-    for prepared in (scripts.load.ROOT / 'data' / 'shakespeare_char').glob('*.bin'):
+    for prepared in (analysis.load.ROOT / 'data' / 'shakespeare_char').glob('*.bin'):
         pytest.skip(f'{prepared} is here')
     message = rejection(run, capsys, 'ckpt.pt', *short)
     assert 'run python data/shakespeare_char/prepare.py' in message and '--tokenizer=FILE.json|DIR' in message

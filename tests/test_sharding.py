@@ -11,12 +11,12 @@ import pytest
 import torch
 from conftest import STOP_IN_EVALUATION, iterations, metrics, rejection
 
+from analysis.load import load
 from model import GPT, GPTConfig
 from runtime import checkpoint, distributed, files, sharded
 from runtime.distributed import World
 from runtime.signals import NOT_FINITE, STOPPED
 from scripts.consolidate import consolidate
-from scripts.load import load
 
 RUN = ['--n_layer=2', '--total_batch_size=8', '--dropout=0', '--learning_rate=2e-3']
 KEYS = ('train/loss', 'val/loss', 'grad_norm', 'momentum_norm', 'param_norm', 'hessian_norm', 'update_unclipped')

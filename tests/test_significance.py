@@ -1,4 +1,4 @@
-"""scripts/significance.py, against values that are known."""
+"""analysis/significance.py, against values that are known."""
 
 import math
 from itertools import combinations
@@ -6,7 +6,7 @@ from statistics import NormalDist, mean
 
 import pytest
 
-from scripts.significance import difference, expected_best, pooled_sd, seeds_needed, student_p
+from analysis.significance import difference, expected_best, pooled_sd, seeds_needed, student_p
 
 
 @pytest.mark.parametrize('t', [0.0, 0.3, 1.0, 2.5, 40.0])

@@ -6,7 +6,8 @@ import math
 import pytest
 from fake_runs import GRADIENT_FLOPS, make, rows_of
 
-from scripts import runs, speedup
+from analysis import runs
+from scripts import speedup
 from scripts.paper import final_losses
 
 

@@ -10,7 +10,7 @@ from conftest import rejection
 from test_sample import make_model, save_run
 from torch.nn import functional as F
 
-import scripts.load
+import analysis.load
 from data.tokenizer import get_tokenizer
 from scripts.paper import superglue
 from scripts.paper.superglue_prompts import TASKS
@@ -114,7 +114,7 @@ def test_a_batch_ends_with_the_last_line(monkeypatch):
     assert texts == ['', 'cb', 'b'] and calls == [5, 6, 7]
     # Fewer rows at once where logits would not fit.
     calls.clear()
-    monkeypatch.setattr(scripts.load, 'LOGITS', 256 * 15)
+    monkeypatch.setattr(analysis.load, 'LOGITS', 256 * 15)
     assert superglue.complete(model, tokenizer, ['xb', 'd', 'xxxxc'], 9, batch_size=3)[0] == ['', 'cb', 'b']
     assert calls == [5, 6, 2, 1, 2, 3]
 

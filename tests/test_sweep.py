@@ -14,8 +14,9 @@ import pytest
 from conftest import ROOT, TINY, rejection, write_bins
 from fake_runs import SHAPE, fake_run, rows_of
 
+from analysis import runs
 from runtime import checkpoint
-from scripts import runs, sweep
+from scripts import sweep
 from scripts.paper import hessian_histogram, max_lr, tune_gamma
 
 

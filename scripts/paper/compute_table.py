@@ -7,7 +7,7 @@
   python scripts/paper/compute_table.py out/gpt2-30m-adamw out/gpt2-30m-sophiag
 
 TFLOPs per step follow Chowdhery et al. (2022) and need no run: 6 per weight and token plus attention, and the share of
-the Hessian estimates (scripts/runs.py). The times and the memory are those of a run: of an out_dir, or of --steps
+the Hessian estimates (analysis/runs.py). The times and the memory are those of a run: of an out_dir, or of --steps
 iterations that the script trains. T(step) is the mean over all steps, T(Hessian) the part of it that the estimates
 take, hessian_ms / k. An out_dir's first lines, where kernels are compiled and caches are cold, do not count.
 """
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.runs import (
+from analysis.runs import (
     ROOT,
     add_launcher,
     estimates_per_iteration,

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.runs import (
+from analysis.runs import (
     AXES,
     add_tuned,
     averaged,

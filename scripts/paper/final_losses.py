@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.runs import (
+from analysis.runs import (
     SHORT,
     add_tuned,
     by_seed,

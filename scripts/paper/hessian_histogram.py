@@ -15,9 +15,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from analysis.load import MODEL_HELP, check_data, find_data, load
+from analysis.runs import figure, plain, png_path, print_table, save
 from data.loader import Bin, TrainLoader, data_dir
-from scripts.load import MODEL_HELP, check_data, find_data, load
-from scripts.runs import figure, plain, png_path, print_table, save
 from sophia import gauss_newton_bartlett, hutchinson
 
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.runs import (
+from analysis.runs import (
     SETTING_NAMES,
     add_tuned,
     by_seed,

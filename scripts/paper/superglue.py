@@ -22,8 +22,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from runtime.device import DTYPES
-from scripts.load import (
+from analysis.load import (
     MODEL_HELP,
     add_device_flags,
     add_tokenizer_flag,
@@ -32,8 +31,9 @@ from scripts.load import (
     rows_at_once,
     with_tokenizer,
 )
+from analysis.runs import figure, legend, plain, png_path, print_table, save
+from runtime.device import DTYPES
 from scripts.paper.superglue_prompts import TASKS
-from scripts.runs import figure, legend, plain, png_path, print_table, save
 
 HUB = 'aps/super_glue'
 

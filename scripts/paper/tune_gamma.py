@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from analysis.runs import add_launcher
 from optimizers import peak_learning_rate, row
-from scripts.runs import add_launcher
 from scripts.sweep import anchored, expand, interrupt, resolve, train_all
 
 LOW, HIGH = 0.1, 0.5
