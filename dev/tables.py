@@ -18,7 +18,8 @@ sys.path.insert(0, str(ROOT))
 import model
 import optimizers
 import train
-from analysis.runs import by_seed, find_runs, optimizer_label, read_json
+from analysis.figures import optimizer_label
+from analysis.runs import by_seed, find_runs, read_json
 from configurator import derived
 from dev.study import OTHER_RATES, start_of
 from scripts.speedup import noise_of, same_horizon, tuned_at_each_T

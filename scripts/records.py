@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.runs import find_runs, print_table, writable, write_csv
+from analysis.figures import print_table, writable, write_csv
+from analysis.runs import find_runs
 
 
 def problems(run):

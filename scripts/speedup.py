@@ -25,21 +25,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.runs import (
-    SETTING_NAMES,
-    add_tuned,
-    by_seed,
-    check_comparable,
-    figure,
-    find_runs,
-    hyperparameters,
-    legend,
-    mean_loss,
-    optimizer_label,
-    png_path,
-    print_table,
-    save,
-)
+from analysis.figures import SETTING_NAMES, figure, legend, optimizer_label, png_path, print_table, save
+from analysis.runs import add_tuned, by_seed, check_comparable, find_runs, hyperparameters, mean_loss
 from analysis.significance import difference, expected_best, pooled_sd, seeds_needed, student_quantile
 
 # What is printed of the three tables; the .json has all.

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import add_launcher, figure, legend, optimizer_label, png_path, print_table, save
+from analysis.figures import add_launcher, figure, legend, optimizer_label, png_path, print_table, save
 from scripts.sweep import anchored, expand, interrupt, train_all
 
 # The list that the paper searches (section Hyperparamter Tuning), rising.

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import add_launcher
+from analysis.figures import add_launcher
 from optimizers import peak_learning_rate, row
 from scripts.sweep import anchored, expand, interrupt, resolve, train_all
 
