@@ -263,7 +263,8 @@ def find_runs(paths):
                         and len(run.out_dir.relative_to(folder).parts) >= len(pattern)]
         if not runs:
             raise SystemExit(f'{path}: no metrics.jsonl in it; train first, or check the path' if path.is_dir() else
-                             f'{path}: no such directory; give the out_dir of a run, or a directory of such')
+                             f'{path}: no such directory; give the out_dir of a run, or a directory of such' +
+                             (f', or a name of runs in {folder}/runs.jsonl' if folder else ''))
         for run in sorted(runs, key=lambda run: run.out_dir):
             found.setdefault(run.out_dir, run)
     return list(found.values())
