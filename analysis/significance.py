@@ -38,7 +38,7 @@ def difference(one, two, pooled=(None, 0)):
         return dict(found, standard_error=math.sqrt(sum(variance(losses) / len(losses) for losses in (one, two))),
                     df=float(result.df), p=float(result.pvalue), test='Welch',
                     plus_or_minus=float(interval.high - interval.low) / 2)
-    if not pooled[1]:
+    if not pooled[0]:
         return dict(found, standard_error=None, df=None, p=None, plus_or_minus=None, test=None)
     sd, df = pooled
     error = sd * math.sqrt(1 / len(one) + 1 / len(two))

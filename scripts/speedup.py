@@ -100,6 +100,7 @@ def main(argv=None):
     if args.baseline in (args.candidate or ()):
         raise SystemExit(f'--candidate {args.baseline}: it is the baseline; choose another, or another --baseline')
     runs = find_runs(args.out_dirs)
+    noise = noise_of(by_seed([run for run in runs if not run.rejected]))  # of all optimizers, compared or not
     candidates = args.candidate or sorted({run.optimizer_name for run in runs} - {args.baseline})
     runs = [run for run in runs if run.optimizer_name in (args.baseline, *candidates)]
     rejected = {str(run.out_dir): run.rejected for run in runs if run.rejected}
@@ -112,7 +113,6 @@ def main(argv=None):
     for name, reason in rejected.items():
         print(f'rejected {name}: {reason}')
     tuned = {name: tuned_at_each_T(runs, name) for name in (args.baseline, *candidates)}
-    noise = noise_of(groups)
     verdicts = [judge(name, args.baseline, tuned[name], tuned[args.baseline], args.k, noise) for name in candidates]
     if not any(verdict['criterion'] or verdict['same_T'] for verdict in verdicts):
         others = '; '.join(f'{name} at T = {sorted(tuned[name]) or "none"}' for name in candidates)
@@ -267,7 +267,7 @@ def weaknesses(side):
 
 def draw(tuned, baseline, verdicts, k, panels):
     """The figure of some of PANELS, side by side."""
-    fig, axes = figure(len(panels), width=4.3, height=3.8)
+    fig, axes = figure(len(panels), width=4.6, height=3.8)
     colors = {name: f'C{i}' for i, name in enumerate(tuned)}
     for ax, panel in zip(axes, panels):
         PANELS[panel](ax, tuned, baseline, verdicts, k, colors)
@@ -295,29 +295,23 @@ def draw_loss(ax, tuned, baseline, verdicts, k, colors):
 
 def draw_difference(ax, tuned, baseline, verdicts, k, colors):
     """Differences to the baseline's final loss at the same T with their 95 % intervals; of one candidate also the
-    numbers of seeds."""
-    one = optimizer_label(baseline)
-    ax.axhline(0, color=colors[baseline], label=one)
+    numbers of seeds, its own and the baseline's if they differ."""
+    ax.axhline(0, color=colors[baseline], label=optimizer_label(baseline))
     for verdict in verdicts:
         rows, name = verdict['same_T'], verdict['candidate']
         ax.errorbar([row['T'] for row in rows], [row['difference'] for row in rows],
                     [row['plus_or_minus'] or 0 for row in rows], fmt='o-', capsize=3, markersize=4,
                     color=colors[name], label=optimizer_label(name))
-        for row in rows if len(verdicts) == 1 else ():
-            ax.annotate(f'n = {row["seeds"]}, {row["seeds of baseline"]}', (row['T'], row['difference']), (6, 5),
-                        textcoords='offset points', fontsize=7)
-    title = 'Difference at the same T, 95 % intervals'
-    if len(verdicts) == 1:
-        title = f'{optimizer_label(verdicts[0]["candidate"])} minus {one}, 95 % intervals'
-    ax.set(ylabel=f'final loss minus {one}\'s', title=title)
-    label_horizons(ax, tuned)
+    ax.set(ylabel=f'final loss minus {optimizer_label(baseline)}\'s', title='Difference, 95 % interval')
+    label_horizons(ax, tuned, {row['T']: '\nn = ' + ', '.join(map(str, dict.fromkeys(
+        [row['seeds'], row['seeds of baseline']]))) for row in verdicts[0]['same_T'] if len(verdicts) == 1})
 
 
-def label_horizons(ax, tuned):
-    """Labels the x-axis with the T that there are."""
+def label_horizons(ax, tuned, more=()):
+    """Labels the x-axis with the T that there are, and with `more`, T → text."""
     Ts = sorted({T for sides in tuned.values() for T in sides})
     ax.set(xscale='log', xlabel='steps T of the whole schedule', xlim=(0.8 * Ts[0], 1.25 * Ts[-1]))
-    ax.set_xticks(Ts, [f'{T:,}' for T in Ts])
+    ax.set_xticks(Ts, [f'{T:,}' + dict(more).get(T, '') for T in Ts])
     ax.minorticks_off()
 
 
