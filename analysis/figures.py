@@ -1,6 +1,5 @@
 """Figures and tables: drawn, labelled, printed, and written with the command and commit that made them."""
 
-import argparse
 import contextlib
 import csv
 import io
@@ -203,17 +202,3 @@ def write_json(path, data):
     """Replaces an indented JSON file; makes its folder if needed."""
     make_folder(path)
     files.write_json(path, data)
-
-
-def add_launcher(parser):
-    """Adds the flag --launcher to an ArgumentParser; its value is the list of the command's words."""
-    def words(text):
-        try:
-            found = shlex.split(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f'{text}: {error}') from None
-        if not found or not shutil.which(found[0]):
-            raise argparse.ArgumentTypeError(f'{text!r}: no such command')
-        return found
-    parser.add_argument('--launcher', type=words, default=[sys.executable], metavar='COMMAND',
-                        help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')

@@ -17,12 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from analysis.figures import (  # noqa: F401 - for scripts that still import these from here
     SHORT,
-    add_launcher,
     optimizer_label,
     print_table,
     show_progress,
     writable,
-    write_csv,
     write_errors,
     write_json,
     write_text,
@@ -284,12 +282,6 @@ def finished_runs(paths, free=()):
         raise SystemExit('no finished run among these; let train.py reach max_iters')
     check_comparable(kept, free)
     return kept
-
-
-def below(root, path):
-    """`path` as a str: relative to the directory `root` if it lies in it, else absolute."""
-    path = Path(path).resolve()
-    return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def read_json(path):

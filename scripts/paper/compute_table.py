@@ -19,8 +19,9 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.figures import add_launcher, figure, optimizer_label, png_path, print_table, save
+from analysis.figures import figure, optimizer_label, png_path, print_table, save
 from analysis.runs import ROOT, estimates_per_iteration, flops_per_iteration, read_run
+from analysis.trials import add_launcher
 from scripts.sweep import anchored, resolve
 
 
