@@ -8,7 +8,6 @@ import json
 import math
 import statistics
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,14 +28,6 @@ from runtime.checkpoint import FAILED, HARMLESS
 
 # Settings that say how a run was carried out, not what it computed; and the seed, over which results are averaged.
 INCIDENTAL = HARMLESS | {'eval_iters', 'skip_nonfinite', 'seed'}
-
-# Settings that have to agree in runs that are compared: the model, what it is trained with, and the schedule.
-PROTOCOL = ('block_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'total_batch_size', 'grad_clip', 'decay_lr',
-            'schedule', 'dtype')
-
-# Settings that have to agree among the runs of one optimizer, and may differ between two. The last two are of older
-# records.
-OWN_PROTOCOL = ('beta1', 'hessian_sequences', 'hessian_bias_correction')
 
 # The meaning of a config.json without these settings: older than the first three, newer than the others.
 UNSET = dict(schedule='cosine', cooldown_iters=0, optimizer_args='', hessian_sequences='own',
@@ -268,22 +259,6 @@ def find_runs(paths):
     return list(found.values())
 
 
-def finished_runs(paths, free=()):
-    """The runs in `paths` that trained with one schedule to its end; prints on stderr which were left out, and why.
-
-    SystemExit if there are none, or they fail `check_comparable`.
-    """
-    runs = find_runs(paths)
-    for run in runs:
-        if run.rejected:
-            print(f'left out {run.out_dir}: {run.rejected}', file=sys.stderr)
-    kept = [run for run in runs if not run.rejected]
-    if not kept:
-        raise SystemExit('no finished run among these; let train.py reach max_iters')
-    check_comparable(kept, free)
-    return kept
-
-
 def read_json(path):
     """The contents of a JSON file."""
     path = Path(path)
@@ -296,72 +271,7 @@ def read_json(path):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Comparing
-
-
-def add_tuned(parser):
-    """Adds the flag --tuned to an ArgumentParser: settings of the protocol that may differ among compared runs."""
-    parser.add_argument('--tuned', nargs='+', default=[], metavar='KEY',
-                        help='settings of the protocol that were tuned, and may differ from run to run, such as '
-                             'warmup_iters or beta1')
-
-
-def check_comparable(runs, free=()):
-    """SystemExit unless all runs have the same data, validation sequences and protocol.
-
-    The protocol is every setting in PROTOCOL, warm-up and cooldown (the same iterations, or the same share of the run),
-    and OWN_PROTOCOL among the runs of one optimizer. A setting in `free` may differ.
-    """
-    def protocol(run):
-        yield 'the data (fingerprint)', run.about.get('data')
-        if 'eval_iters' not in free:
-            sequences = run.eval_iters * run.batch_size or 'all'
-            yield 'the number of validation sequences (eval_iters × batch_size)', sequences
-        for key in PROTOCOL:
-            yield key, run.config.get(key)
-        yield 'min_lr_ratio', round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)
-        yield 'init_from', starting_weights(run)
-
-    def same_share(key):
-        T, n = runs[0].max_iters, runs[0].config.get(key, 0)
-        # Up to one iteration of rounding.
-        return all(abs(run.config.get(key, 0) * T - n * run.max_iters) <= max(T, run.max_iters) for run in runs)
-
-    parts = [key for key in ('warmup_iters', 'cooldown_iters') if not same_share(key)] if runs else []
-    first_of = {}  # of each optimizer
-    for run in runs:
-        first = first_of.setdefault(run.optimizer_name, run)
-        pairs = [(runs[0], key, one, two) for (key, one), (_, two) in zip(protocol(runs[0]), protocol(run))]
-        pairs += [(first, key, first.config.get(key), run.config.get(key)) for key in OWN_PROTOCOL]
-        pairs += [(runs[0], key, runs[0].config.get(key), run.config.get(key)) for key in parts]
-        for other, key, one, two in pairs:
-            if one != two and key not in free:
-                hint = '' if ' ' in key else f'; leave one out, or give --tuned {key} if it was tuned'
-                raise SystemExit(f'{other.out_dir} and {run.out_dir} cannot be compared: {key} is {one} in one and '
-                                 f'{two} in the other{hint}')
-
-
-def code_differences(groups):
-    """Sentences that say where runs were trained with different code, by the hash in config.json; older records have
-    none, and their code counts as unknown, not as different.
-
-    Args:
-        groups: of `by_seed`.
-    """
-    def text(codes):
-        return ', '.join(f'{code} ({n})' for code, n in codes.items())
-
-    found = []
-    for group in groups:
-        codes = Counter(run.about['code'] for run in group if run.about.get('code'))
-        if len(codes) > 1:
-            found.append(f'{group[0].optimizer_label}, T = {group[0].max_iters}, learning rate '
-                         f'{group[0].learning_rate:g}: its runs are of different code, so they are no seeds of each '
-                         f'other; code hash (runs): {text(codes)}')
-    codes = Counter(run.about['code'] for group in groups for run in group if run.about.get('code'))
-    if len(codes) > 1 and not found:
-        found.append(f'the runs are of different code; code hash (runs): {text(codes)}')
-    return found
+# Grouping
 
 
 def starting_weights(run):

@@ -18,10 +18,10 @@ sys.path.insert(0, str(ROOT))
 import model
 import optimizers
 import train
+from analysis.compare import noise_of, same_horizon, tuned_at_each_T
 from analysis.figures import optimizer_label
 from analysis.runs import by_seed, find_runs, read_json
 from configurator import Config
-from scripts.speedup import noise_of, same_horizon, tuned_at_each_T
 
 # What metrics.jsonl holds. tests/test_docs.py compares the keys with those of a run.
 METRICS = {

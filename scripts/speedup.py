@@ -15,63 +15,28 @@ Only runs that reached the end of their schedule count. All must have the same d
 """
 
 import argparse
-import math
 import sys
-from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.figures import SETTING_NAMES, figure, legend, optimizer_label, png_path, print_table, save
-from analysis.runs import (
+from analysis.compare import (
     add_tuned,
-    by_seed,
     check_comparable,
     code_differences,
-    find_runs,
-    hyperparameters,
-    mean_loss,
+    noise_of,
+    same_horizon,
+    tuned_at_each_T,
+    weaknesses,
 )
-from analysis.significance import difference, expected_best, pooled_sd, seeds_needed
+from analysis.figures import figure, legend, optimizer_label, png_path, print_table, save
+from analysis.runs import by_seed, find_runs, mean_loss
 
 # The columns of the three tables that are printed (None: all); the .json has all.
 COLUMNS = {'same_T': ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'test', 'seeds',
                       'seeds of baseline', 'seeds needed', 'at equal trials', 'baseline at equal trials'],
            'criterion': None,
            'efficiency': None}
-
-
-@dataclass
-class Tuned:
-    """An optimizer at one horizon T: `best`, the runs of its best hyperparameters; of each trial the loss and the
-    hyperparameters, a dict.
-
-    A trial is one choice of hyperparameters. One that diverged counts with the loss that it started from.
-    """
-    T: int
-    best: list = field(default_factory=list)
-    trials: list = field(default_factory=list)
-    tried: list = field(default_factory=list)
-    diverged: int = 0
-    most: int = 1  # seeds of a setting
-
-    @property
-    def losses(self):
-        return [run.last('val/loss') for run in self.best]
-
-    @property
-    def mean(self):
-        return mean_loss(self.best)[0]
-
-    @property
-    def learning_rate(self):
-        return self.best[0].learning_rate
-
-    def row(self):
-        mean, sd = mean_loss(self.best)
-        return {'optimizer': self.best[0].optimizer_label, 'T': self.T, 'val/loss': mean, 'sd': sd,
-                'seeds': len(self.best), 'trials': len(self.trials), 'diverged': self.diverged,
-                'learning_rate': self.learning_rate, 'run': str(self.best[0].out_dir)}
 
 
 def factor(text):
@@ -139,50 +104,6 @@ def main(argv=None):
          verdicts=verdicts, notes=notes, rejected=rejected)
 
 
-def tuned_at_each_T(runs, optimizer_name):
-    """{T: `Tuned`} of an optimizer, where it has a finished run.
-
-    The best has the lowest mean of those with the most seeds. One with fewer takes its place only where it is lower on
-    the seeds that the two share, and also than that mean: a single lucky run does not.
-    """
-    found, at_T = {}, {}
-    runs = [run for run in runs if run.optimizer_name == optimizer_name]
-    for group in by_seed([run for run in runs if not run.rejected]):
-        at_T.setdefault(group[0].max_iters, []).append(group)
-    for T, groups in at_T.items():
-        best, *others = sorted(groups, key=lambda group: (-len(group), mean_loss(group)[0]))
-        most = len(best)
-        for group in others:
-            loss, loss_of_best = losses_of_shared_seeds([group, best])
-            if len(group) < len(best) and loss < loss_of_best and mean_loss(group)[0] < mean_loss(best)[0]:
-                best = group
-        found[T] = Tuned(T, best, losses_of_shared_seeds(groups), [dict(hyperparameters(group[0])) for group in groups],
-                         most=most)
-    for group in by_seed([run for run in runs if run.diverged]):
-        side, started = found.get(group[0].max_iters), group[0].series('val/loss')[1]
-        if side:
-            side.trials.append(started[0] if started else max(side.trials))
-            side.tried.append(dict(hyperparameters(group[0])))
-            side.diverged += 1
-    return found
-
-
-def losses_of_shared_seeds(groups):
-    """The mean loss of each group over the seeds that all groups have; over its own where there are none."""
-    shared = set.intersection(*({run.seed for run in group} for group in groups))
-    return [mean_loss([run for run in group if run.seed in shared] or group)[0] for group in groups]
-
-
-def noise_of(groups):
-    """A function of T: (σ, degrees of freedom) of the noise within `groups`, lists of runs that differ in their seed
-    only: those of T steps if they have at least four degrees of freedom, else, and without T, all."""
-    def noise(T=None):
-        found = pooled_sd([[run.last('val/loss') for run in group] for group in groups
-                           if T is None or group[0].max_iters == T])
-        return found if T is None or found[1] >= 4 else noise()
-    return noise
-
-
 def judge(name, baseline_name, candidate, baseline, k, noise):
     """The verdict on one candidate, a dict.
 
@@ -213,20 +134,6 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
     return dict(candidate=name, holds=holds, text=text, same_T=same, criterion=criterion, efficiency=efficiency)
 
 
-def same_horizon(candidate, baseline, noise):
-    """The row of the table that compares two `Tuned` at one T."""
-    one, two = candidate.losses, baseline.losses
-    n = min(len(candidate.trials), len(baseline.trials))
-    found, needed = difference(one, two, noise(candidate.T)), None
-    if found['p'] is not None:  # with the σ of a run that the test used
-        needed = seeds_needed(found['difference'], found['standard_error'] / math.sqrt(1 / len(one) + 1 / len(two)))
-    return {'T': candidate.T, 'candidate': candidate.mean, 'baseline': baseline.mean, **found, 'seeds needed': needed,
-            'seeds': len(one), 'seeds of baseline': len(two),
-            'trials': len(candidate.trials), 'trials of baseline': len(baseline.trials),
-            'at equal trials': expected_best(candidate.trials, n),
-            'baseline at equal trials': expected_best(baseline.trials, n)}
-
-
 def efficiency_at(candidate, baseline):
     """The row of the table of data efficiency at one T; None if the baseline has no losses around the candidate's.
 
@@ -241,28 +148,6 @@ def efficiency_at(candidate, baseline):
             return {'T': candidate.T, 'val/loss': candidate.mean, 'baseline steps': steps,
                     'ratio steps': steps / candidate.T, 'ratio FLOPs': steps / candidate.T * cost}
     return None
-
-
-def weaknesses(side):
-    """Sentences on what makes the best of a `Tuned` doubtful: a best value at the edge of those that were tried with
-    everything else as in the best, or fewer seeds than another setting has."""
-    who, best = f'{side.best[0].optimizer_label}, T = {side.T}', dict(hyperparameters(side.best[0]))
-    varied = [key for key in best if key != 'min_lr' and len({tried.get(key) for tried in side.tried}) > 1]
-    if not varied:
-        return [f'{who}: one learning rate only, so nothing was tuned']
-    found = []
-    if len(side.best) < side.most:
-        found.append(f'{who}: the best has fewer seeds ({len(side.best)}) than another setting ({side.most})')
-    for key in dict.fromkeys(['learning_rate', *varied]):
-        name = SETTING_NAMES.get(key, key).removeprefix('peak ')
-        values = sorted({tried[key] for tried in side.tried if type(tried.get(key)) in (int, float)
-                         and all(tried.get(other) == best[other] for other in varied if other != key)})
-        if len(values) == 1 and key == 'learning_rate':
-            found.append(f'{who}: one learning rate only with the other settings of the best')
-        elif len(values) > 1 and best[key] in (values[0], values[-1]):
-            found.append(f'{who}: the best {name}, {best[key]:g}, is at the edge of those tried ({values[0]:g} to '
-                         f'{values[-1]:g})')
-    return found
 
 
 def draw(tuned, baseline, verdicts, k, panels):

@@ -7,7 +7,7 @@ import pytest
 from conftest import rejection
 from fake_runs import GRADIENT_FLOPS, make, rows_of
 
-from analysis import runs
+from analysis import compare, runs
 from scripts import speedup
 from scripts.paper import final_losses
 
@@ -236,9 +236,9 @@ def test_the_warm_up_may_be_a_share_of_the_run_or_a_number_of_steps(tmp_path, ar
     make(tmp_path, 'adamw', 200, 3.0, argv=argv)
     run, other = runs.find_runs([tmp_path])
     if comparable:
-        runs.check_comparable([run, other])
+        compare.check_comparable([run, other])
     else:
-        assert 'cannot be compared' in rejection(runs.check_comparable, [run, other])
+        assert 'cannot be compared' in rejection(compare.check_comparable, [run, other])
 
 
 def test_beta1_is_the_same_within_an_optimizer_unless_it_was_tuned(tmp_path):

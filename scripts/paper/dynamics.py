@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from analysis.compare import add_tuned, check_comparable
 from analysis.figures import AXES, figure, legend, plain, png_path, print_table, save, styles
-from analysis.runs import add_tuned, averaged, check_comparable, find_runs, labels_of, lines_of
+from analysis.runs import averaged, find_runs, labels_of, lines_of
 
 PANELS = {'update_clipped': '(a) fraction of updates clipped', 'hessian_norm': '(b) ℓ2 norm of h',
           'grad_clipped': '(c) fraction of steps with clipped gradient'}

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from analysis.compare import add_tuned, finished_runs
 from analysis.figures import SETTING_NAMES, figure, optimizer_label, png_path, print_table, save
-from analysis.runs import add_tuned, by_seed, finished_runs, mean_loss
+from analysis.runs import by_seed, mean_loss
 
 
 def best_losses(runs, keys):
