@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.runs import AXES, averaged, figure, find_runs, labels_of, legend, lines_of, plain, png_path, save, styles
+from analysis.figures import AXES, figure, legend, plain, png_path, save, styles
+from analysis.runs import averaged, find_runs, labels_of, lines_of
 
 STYLES = {'val/loss': dict(marker='o', markersize=3), 'train/loss': dict(linewidth=1)}
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss'}

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import figure, png_path, print_table, save
+from analysis.figures import figure, png_path, print_table, save
 
 
 @dataclass

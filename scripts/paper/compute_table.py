@@ -19,18 +19,8 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import (
-    ROOT,
-    add_launcher,
-    estimates_per_iteration,
-    figure,
-    flops_per_iteration,
-    optimizer_label,
-    png_path,
-    print_table,
-    read_run,
-    save,
-)
+from analysis.figures import add_launcher, figure, optimizer_label, png_path, print_table, save
+from analysis.runs import ROOT, estimates_per_iteration, flops_per_iteration, read_run
 from scripts.sweep import anchored, resolve
 
 

@@ -13,22 +13,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import (
-    AXES,
-    add_tuned,
-    averaged,
-    check_comparable,
-    figure,
-    find_runs,
-    labels_of,
-    legend,
-    lines_of,
-    plain,
-    png_path,
-    print_table,
-    save,
-    styles,
-)
+from analysis.figures import AXES, figure, legend, plain, png_path, print_table, save, styles
+from analysis.runs import add_tuned, averaged, check_comparable, find_runs, labels_of, lines_of
 
 PANELS = {'update_clipped': '(a) fraction of updates clipped', 'hessian_norm': '(b) ℓ2 norm of h',
           'grad_clipped': '(c) fraction of steps with clipped gradient'}

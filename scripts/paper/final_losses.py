@@ -17,20 +17,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import (
-    SHORT,
-    add_tuned,
-    by_seed,
-    figure,
-    finished_runs,
-    legend,
-    mean_loss,
-    plain,
-    png_path,
-    print_table,
-    save,
-    styles,
-)
+from analysis.figures import SHORT, figure, legend, plain, png_path, print_table, save, styles
+from analysis.runs import add_tuned, by_seed, finished_runs, mean_loss
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
      'learning_rate': 'peak learning rate', 'tokens': 'training tokens'}

@@ -17,18 +17,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import (
-    SETTING_NAMES,
-    add_tuned,
-    by_seed,
-    figure,
-    finished_runs,
-    mean_loss,
-    optimizer_label,
-    png_path,
-    print_table,
-    save,
-)
+from analysis.figures import SETTING_NAMES, figure, optimizer_label, png_path, print_table, save
+from analysis.runs import add_tuned, by_seed, finished_runs, mean_loss
 
 
 def best_losses(runs, keys):

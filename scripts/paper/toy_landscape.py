@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import figure, legend, png_path, print_table, save
+from analysis.figures import figure, legend, png_path, print_table, save
 
 MINIMUM = np.array([1.0, 4.0])
 
