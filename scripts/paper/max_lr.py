@@ -14,13 +14,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-<<<<<<< HEAD
-from analysis.runs import figure, legend, optimizer_label, png_path, print_table, save
+from analysis.figures import figure, legend, optimizer_label, png_path, print_table, save
 from analysis.trials import add_launcher, train_all, trials_of
-=======
-from analysis.figures import add_launcher, figure, legend, optimizer_label, png_path, print_table, save
-from scripts.sweep import anchored, expand, interrupt, train_all
->>>>>>> runs
 
 # The list that the paper searches (section Hyperparamter Tuning), rising.
 LEARNING_RATES = [4e-5, 6e-5, 8e-5, 1e-4, 1.2e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 6e-4]
