@@ -9,12 +9,13 @@ cpu=records/cpu study=records/study
 $PY scripts/speedup.py $cpu/few --output $cpu/few_speedup.png
 
 # 0.8M parameters, Python source. First with a warm-up of 50 steps and β1 as in the paper, then each at its best.
-$PY scripts/paper/loss_grid.py $cpu/map "$cpu/rates/adamw-T300-lr*" \
+$PY scripts/paper/final_losses.py $cpu/map "$cpu/rates/adamw-T300-lr*" \
     $cpu/rates/sophiag-T300-gamma0.5-lr0.{0002,0004,001,002} \
-    --rows total_batch_size --columns max_iters --minus adamw --output $cpu/map.png
+    --grid total_batch_size max_iters --minus adamw --output $cpu/map.png
 tuned=("$cpu/main/adamw-T600-warmup300-lr0.012*" "$cpu/main/sophiag-T600-gamma0.5-beta1_0.9-warmup300-lr0.002*"
        "$cpu/ablation/sophiah-gamma0.1-lr0.002")
-$PY scripts/paper/dynamics.py "${tuned[@]}" records/quickstart/lion --output $cpu/dynamics.png
+$PY scripts/plot.py "${tuned[@]}" records/quickstart/lion --panels \
+    --metrics update_unclipped hessian_norm grad_clipped --output $cpu/dynamics.png
 $PY scripts/paper/final_losses.py $cpu/ablation "${tuned[@]}" --by optimizer_name hessian_interval gamma --x flops \
     --output $cpu/ablation.png
 $PY scripts/plot.py records/quickstart --metrics val/loss --title 'The quickstart: 0.8M parameters, 600 steps' \
