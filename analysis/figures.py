@@ -62,7 +62,7 @@ def figure(columns=1, width=5.0, height=3.7, **options):
 
 
 def colors_of(names):
-    """{optimizer: color} for at most ten optimizers, COLORED or not."""
+    """{optimizer: color}; of more than ten optimizers the last ones share a color."""
     free = [i for i in range(10) if i >= len(COLORED) or COLORED[i] not in names]
     return {name: f'C{COLORED.index(name) if name in COLORED else free.pop() if free else 9}' for name in names}
 
