@@ -34,9 +34,6 @@ def test_help(script, capsys):
 
 @pytest.mark.parametrize(('script', 'argv', 'message'), [
     (speedup, ['somewhere', '--k=0'], 'above 0'), (speedup, ['somewhere', '--k=nan'], 'above 0'),
-    (compute_table, ['config/quickstart.py', '--launcher=torchrum --standalone'], 'no such command'),
-    (compute_table, ['config/quickstart.py', '--launcher='], 'no such command'),
-    (compute_table, ['config/quickstart.py', '--launcher="torchrun'], 'No closing quotation'),
     (sweep, ['--out_dir=somewhere', '--grid', 'seed=1', '--jobs=0'], 'at least 1')])
 def test_flags_that_make_no_sense_are_rejected(script, argv, message, capsys):
     with pytest.raises(SystemExit):
