@@ -18,7 +18,7 @@ from dev import tables
 
 PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
 # Where flags that several scripts have are added.
-SHARED = ['analysis/runs.py', 'analysis/load.py', 'data/sources.py']
+SHARED = ['analysis/compare.py', 'analysis/trials.py', 'analysis/load.py', 'data/sources.py']
 
 
 def read(page):
@@ -69,7 +69,7 @@ def test_every_metric_of_a_run_is_explained(fork, corpus, tmp_path):
     logged = {key for key in tables.METRICS if metrics(tmp_path, key)}
     lines = (tmp_path / 'metrics.jsonl').read_text(encoding='utf-8')
     assert set(re.findall(r'"([\w/]+)": ', lines)) == logged
-    assert set(tables.METRICS) - logged <= {'val/loss/NAME', 'mfu', 'loss_spike', 'branched_from'}
+    assert set(tables.METRICS) - logged <= {'val/loss/NAME', 'mfu', 'loss_spike'}
 
 
 @pytest.mark.parametrize('page', PAGES)
@@ -137,7 +137,7 @@ def test_the_recipe_of_the_readme():
 def test_the_numbers_of_the_readme_are_those_of_the_records():
     rows = {line.split(' | ')[0].strip('| '): re.findall(r'\d\.\d{3}', line)
             for line in read('README.md').split('\n') if line.startswith('|')}
-    with (ROOT / 'records/study.csv').open(encoding='utf-8') as f:
+    with (ROOT / 'records/study/study.csv').open(encoding='utf-8') as f:
         for entry in csv.DictReader(f):
             assert f'{float(entry["val/loss"]):.3f}' in rows[f'{int(entry["T"]):,}'], entry
     found = {}
