@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -1102,3 +1103,59 @@ def test_shakespeare_char_rejects_what_is_not_utf8(tmp_path):
 @pytest.mark.parametrize('name', sorted(path.parent.name for path in ROOT.glob('data/*/prepare.py')))
 def test_help(name):
     assert '--overwrite' in prepare(name, '--help')
+
+
+# ---- bytes that never change -----------------------------------------------------------------------------------------
+
+
+def plain_documents(n):
+    return [f'{i} ' + "Sophia's clipped\r\nupdate  naïve\t数学 🙂 3.14. \n\n" * (i * 7 % 13) + EOT[:i % 13] + 'x' * (i % 5)
+            for i in range(n)]
+
+
+def pinned_corpus(kind, folder):
+    rows = plain_documents(300)
+    if kind == 'table':
+        path = write_parquet(folder / 'table.parquet', plain_documents(2500))
+        return Corpus('table', 'r1', 'nanoGPT', open=lambda: sources.split_table([path], num_proc=1))
+    (folder / 'a.txt').write_bytes(EOT.join(rows[:100]).encode())
+    if kind == 'few':
+        return sources.files_corpus([folder / 'a.txt'], val_fraction=0.005)
+    others = write_jsonl(folder / 'b.jsonl.gz', rows[100:200]), write_parquet(folder / 'c.parquet', rows[200:])
+    return sources.files_corpus([folder / 'a.txt', *others], val_fraction=0.05)
+
+
+def interrupted(corpus, after):
+    """The corpus, with a Ctrl-C after so many batches have been read."""
+    countdown = iter(range(after))
+
+    def stopping(segment):
+        for batch in segment:
+            if next(countdown, None) is None:
+                raise KeyboardInterrupt
+            yield batch
+
+    def opened():
+        batches = corpus.open()
+        return replace(batches, segments=[stopping(segment) for segment in batches.segments])
+    return replace(corpus, open=opened)
+
+
+@pytest.mark.parametrize('kind, tokenizer, train, val', [
+    ('files', 'byte', 'b8fe0daddf6ee910', 'b8ce279b4ccc5d09'), ('files', 'gpt2', '4eaa502e1e279648', 'baf35ea8c03b0fc4'),
+    ('few', 'byte', '8d09431c6e57cf1a', '40f487499258ec3c'), ('few', 'gpt2', '8fe790167148ea69', '40eb1a521b448e5f'),
+    ('table', 'byte', '30f9d86b3e87185c', '55ed3ca993b7d13a'), ('table', 'gpt2', '17a838d9c4e2e1c9', 'e481404fb0adaf20')])
+def test_bins_never_change(kind, tokenizer, train, val, tmp_path, monkeypatch):
+    """Pinned, whatever the number of processes and wherever the run is interrupted."""
+    monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
+    tokenizer = get_tokenizer(tokenizer)
+    for out, num_proc, chars, rows, stops in (('whole', 1, 2 ** 20, 1000, ()), ('small', 2, 1000, 1000, ()),
+                                              ('interrupted', 2, 2000, 100, (6, 8))):
+        monkeypatch.setattr(sources, 'CHARS', chars)
+        monkeypatch.setattr(sources, 'ROWS', rows)
+        for after in stops:
+            with pytest.raises(SystemExit, match='interrupted; the same command resumes'):
+                write_bins(interrupted(pinned_corpus(kind, tmp_path), after), tokenizer, tmp_path / out, num_proc)
+            assert 0 < saved_documents(tmp_path / out)
+        meta = write_bins(pinned_corpus(kind, tmp_path), tokenizer, tmp_path / out, num_proc)
+        assert (meta['train']['sha256'][:16], meta['val']['sha256'][:16]) == (train, val)
