@@ -79,7 +79,6 @@ def test_loader_goes_through_the_iterations_and_starts_anywhere(corpus):
     batches = [next(loader) for _ in range(5)]
     assert torch.equal(batches[3], next(later)) and torch.equal(batches[4], next(later))
     loader.close(), later.close()
-    assert not loader.thread.is_alive()
 
 
 @pytest.mark.parametrize('world_size', [1, 2, 3])
@@ -241,22 +240,6 @@ def test_no_sequence_leaves_its_part(seed, iteration, block_size, parts):
     assert (starts >= 0).all() and (starts + block_size + 1 <= first[part + 1]).all()
 
 
-def test_a_flipped_bit_in_meta_is_rejected_or_harmless(tmp_path):
-    """The bin is the same, or there is one line."""
-    path = write_bins(tmp_path, range(100), range(50)) / 'meta.json'
-    whole, rejected = path.read_bytes(), 0
-    for place in range(0, 8 * len(whole), 7):
-        flipped = bytearray(whole)
-        flipped[place // 8] ^= 1 << place % 8
-        path.write_bytes(flipped)
-        try:
-            assert Bin(tmp_path, 'train').tokens.tolist() == list(range(100))
-        except SystemExit as error:
-            rejected += 1
-            assert str(error).startswith(str(tmp_path)) and '\n' not in str(error)
-    assert rejected > len(whole) / 4
-
-
 @given(place=st.integers(0, 1599))
 def test_a_flipped_bit_in_a_bin_changes_the_fingerprint(place):
     with tempfile.TemporaryDirectory() as folder:
@@ -382,7 +365,7 @@ def test_a_directory_may_be_named_like_a_mixture(two, tmp_path):
      '--total_batch_size=480; set --total_batch_size=64'),  # 64 does not divide 480
     ((480, 12, 8, 40), '--gradient_accumulation_steps=40: × --batch_size=12 × 8 device(s) = 3840, not '
      '--total_batch_size=480 (it counts the micro-batches of each device; nanoGPT counts those of all); set '
-     '--gradient_accumulation_steps=0, which makes it 5'),
+     '--gradient_accumulation_steps=0, which makes it 5, or --total_batch_size=3840'),
     ((480, 12, 7, 40),
      '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=420 or 504'),
     ((480, 0, 1), '--batch_size=0: must be at least 1'),
