@@ -124,10 +124,13 @@ def find_existing(out_dir, identity):
             if not bin.exists() or bin.stat().st_size != size:
                 raise SystemExit(f'{bin}: not the {size} bytes that meta.json says; pass --overwrite')
         return found
-    for path in (*bins, *[out_dir / 'tokenizer.json'] * ('tokenizer_sha256' in identity)):
-        if path.exists():
-            raise SystemExit(f'{path}: in the way, and no meta.json says what it is; choose another --out_dir or pass '
-                             '--overwrite')
+    in_the_way = [bin for bin in bins if bin.exists()]
+    own = out_dir / 'tokenizer.json'
+    if own.exists() and sha256(own) != identity.get('tokenizer_sha256', sha256(own)):
+        in_the_way.append(own)
+    for path in in_the_way:
+        raise SystemExit(f'{path}: in the way, and no meta.json says what it is; choose another --out_dir or pass '
+                         '--overwrite')
     return None
 
 
