@@ -1,4 +1,4 @@
-"""A trained model and its tokenizer, loaded from a checkpoint or a Hugging Face folder, for the scripts that use them."""
+"""Loading a trained model and its tokenizer from a checkpoint or a Hugging Face folder."""
 
 import sys
 from dataclasses import dataclass, field

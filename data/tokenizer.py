@@ -12,8 +12,7 @@ import numpy as np
 
 from runtime.files import first_line
 
-# Tokens that end a document, the first that a tokenizer.json has, where nothing names the one.
-END_OF_TEXT = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
+END_OF_TEXT = '<|endoftext|>'
 
 
 class Tokenizer:
@@ -131,7 +130,7 @@ class GPTNeoX(FastTokenizer):
             raise SystemExit(f'tokenizer gpt-neox-20b: cannot be loaded from {where} ({type(error).__name__}); set '
                              'GPT_NEOX_TOKENIZER to the tokenizer.json of EleutherAI/gpt-neox-20b') from None
         super().__init__(text, path)
-        if self.vocab_size != GPTNeoX.vocab_size or self.bpe.token_to_id('<|endoftext|>') != self.eot_id:
+        if self.vocab_size != GPTNeoX.vocab_size or self.bpe.token_to_id(END_OF_TEXT) != self.eot_id:
             raise SystemExit(f'{path}: {self.vocab_size} ids, not the {GPTNeoX.vocab_size} of GPT-NeoX-20B')
 
 
@@ -153,7 +152,7 @@ class FileTokenizer(FastTokenizer):
     @classmethod
     def from_file(cls, path):
         """The tokenizer of a file. Its documents end with the eos_token of a tokenizer_config.json beside it, or else
-        with the first of END_OF_TEXT that it has."""
+        with the first of the usual ones that it has."""
         path = Path(path)
         try:
             text = path.read_bytes().decode()
@@ -163,7 +162,9 @@ class FileTokenizer(FastTokenizer):
             raise SystemExit(f'{path}: cannot be read, or the tokenizer_config.json beside it '
                              f'({first_line(error)})') from None
         tokenizer = cls(text, where=path)
-        names = END_OF_TEXT if eos is None else [eos['content'] if isinstance(eos, dict) else eos]
+        names = [eos['content'] if isinstance(eos, dict) else eos]
+        if eos is None:
+            names = [END_OF_TEXT, '<|end_of_text|>', '</s>', '<eos>']
         ids = [tokenizer.bpe.token_to_id(name) for name in names]
         tokenizer.eot_id = next((i for i in ids if i is not None), None)
         if tokenizer.eot_id is None:

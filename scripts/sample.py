@@ -69,7 +69,7 @@ def main(argv=None):
     model, tokenizer = loaded.model.to(DTYPES[dtype_name(args)]), loaded.tokenizer
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # after which a document begins
     if ids == [None]:
-        raise SystemExit(f"--start='': the tokenizer {tokenizer.name} has no end-of-text id to start from; set a prompt")
+        raise SystemExit(f"--start='': the tokenizer {tokenizer.name} has no end-of-text id; set a prompt")
     print(f'{loaded.path}: {model.num_params():,} parameters, tokenizer {tokenizer.name}', file=sys.stderr)
 
     idx = torch.tensor([ids], device=args.device)
