@@ -27,6 +27,7 @@ SIZES = {
     '6.6B': dict(n_layer=32, n_head=32, n_embd=4096),
 }
 INIT_STD = 0.02  # of the initial weights
+NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
 # The GPT-2s that init_from can download from the Hugging Face Hub.
 HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 # Hugging Face's activation_function → the argument `approximate` of F.gelu.
@@ -41,9 +42,6 @@ def padded_vocab_size(vocab_size):
     Below 1,024 ids as it is: there the padding would be a large part of the vocabulary and raise the first losses.
     """
     return vocab_size if vocab_size < 1024 else math.ceil(vocab_size / 64) * 64
-
-
-NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
 
 
 @dataclass
@@ -237,19 +235,18 @@ class GPT(nn.Module):
         """A GPT with the weights of a GPT-2 in Hugging Face's format, read by the package transformers.
 
         Args:
-            name: one of HUB_MODELS, or a local folder with config.json and safetensors.
+            name: one of HUB_MODELS, or a folder with config.json and safetensors.
             block_size: positions to keep, at most the model's own, which is the default.
 
         A model that scripts/export_hf.py has exported without biases has none here.
         """
         theirs = load_hf(name)
         c, weights = theirs.config, theirs.state_dict()
-        supported = dict(activation_function=tuple(ACTIVATIONS), n_inner=(None, 4 * c.n_embd),
-                         layer_norm_epsilon=(1e-5,), scale_attn_weights=(True,), add_cross_attention=(False,))
+        supported = dict(activation_function=[*ACTIVATIONS], n_inner=[None, 4 * c.n_embd], layer_norm_epsilon=[1e-5],
+                         scale_attn_weights=[True], add_cross_attention=[False])
         for key, values in supported.items():
             if getattr(c, key) not in values:
-                raise SystemExit(f'{name}: {key} = {getattr(c, key)!r} is not supported; it must be '
-                                 + ' or '.join(map(repr, values)))
+                raise SystemExit(f'{name}: {key} = {getattr(c, key)!r} is not supported; it must be one of {values}')
         if not torch.equal(weights['lm_head.weight'], weights['transformer.wte.weight']):
             raise SystemExit(f'{name}: its output head is not tied to the embeddings, which is not supported')
         if (block_size or 0) > c.n_positions:
@@ -266,17 +263,11 @@ class GPT(nn.Module):
 
 def load_hf(name):
     """The transformers GPT2LMHeadModel called `name`, in float32, from a local folder or the Hub."""
-    if not Path(name).is_dir() and name not in HUB_MODELS:
-        raise SystemExit(f'{name}: neither a folder nor one of {", ".join(HUB_MODELS)}; download another model with '
-                         '`hf download NAME --local-dir FOLDER`')
     try:
         import transformers
-        source = name if Path(name).is_dir() else f'openai-community/{name}'
-        kind = transformers.AutoConfig.from_pretrained(source).model_type
-        if kind != 'gpt2':
-            raise ValueError(f'it is a {kind}, not a gpt2')
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
+        source = f'openai-community/{name}' if name in HUB_MODELS and not Path(name).exists() else name
         model, report = transformers.GPT2LMHeadModel.from_pretrained(
             source, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
     except ImportError:
@@ -284,7 +275,7 @@ def load_hf(name):
     except Exception as error:  # whatever a damaged folder or the network makes transformers raise
         raise SystemExit(f'{name}: cannot be loaded from Hugging Face\'s format ({first_line(error)})') from None
     if problems := [*report['missing_keys'], *report['mismatched_keys'], *report['unexpected_keys']]:
-        raise SystemExit(f'{name}: its weights do not fit its config.json ({problems[0]})')
+        raise SystemExit(f'{name}: its weights are not those of a GPT-2 with its config.json ({problems[0]})')
     return model
 
 
