@@ -9,15 +9,8 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.loader import data_dir, parts_of, read_meta
-from data.tokenizer import (
-    TOKENIZER_NAMES,
-    TOKENIZERS,
-    FileTokenizer,
-    Tokenizer,
-    get_tokenizer,
-    tokenizer_from_meta,
-)
+from data.loader import Bin, data_dir, parts_of, read_meta
+from data.tokenizer import TOKENIZER_NAMES, TOKENIZERS, FileTokenizer, Tokenizer, get_tokenizer, tokenizer_from_meta
 from model import GPT, HUB_MODELS, GPTConfig
 from runtime import checkpoint
 from runtime.device import DTYPES, check_device
@@ -122,12 +115,24 @@ def crop_vocab_size(model, vocab_size):
     model.config.vocab_size = embedding.num_embeddings = head.out_features = vocab_size
 
 
-def check_data(loaded, data):
-    """SystemExit unless the vocabulary of `data`, a `Bin`, has the size of the model's."""
+def open_bins(loaded, dataset, split):
+    """The Bins of a split of `dataset`, by default the data set that `loaded` was trained on; several of a mixture."""
+    dataset = dataset or loaded.state.get('config', {}).get('dataset')
+    if not dataset:
+        raise SystemExit(f'{loaded.path}: does not name its data set; give --dataset')
+    bins = [Bin(find_data(name) or data_dir(name), split, share) for name, share in parts_of(dataset).items()]
     ids = loaded.tokenizer.vocab_size if loaded.tokenizer else loaded.model.config.vocab_size
-    if data.vocab_size > ids or loaded.tokenizer and data.vocab_size != ids:
-        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, and {loaded.path} has {ids}; '
-                         'prepare the text with the tokenizer of the model')
+    for data in bins:
+        if data.vocab_size > ids or loaded.tokenizer and data.vocab_size != ids:
+            raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, and {loaded.path} has '
+                             f'{ids}; prepare the text with the tokenizer of the model')
+    return bins
+
+
+def find_data(name):
+    """The directory of the data set `name`, in the working directory, as for train.py, or in the repository; or None"""
+    places = data_dir(name), data_dir(name, ROOT)
+    return next((place for place in places if (place / 'meta.json').is_file() or (place / 'train.bin').is_file()), None)
 
 
 def named_tokenizer(name):
@@ -142,22 +147,13 @@ def named_tokenizer(name):
 
 def checkpoint_tokenizer(state):
     """The tokenizer that a checkpoint names, else its data set's; None if the data set is gone."""
-    meta, folder = state.get('tokenizer'), find_data(state)
+    meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
+    folder = find_data(next(iter(parts_of(dataset)))) if dataset else None  # all parts of a mixture have one tokenizer
     if meta is None and folder:
         meta = read_meta(folder)
         if meta is None and state['model_args'].get('vocab_size', 50304) >= 50257:
             meta = {'tokenizer': 'gpt2'}  # as data/loader.py assumes without a meta.json
-    return tokenizer_from_meta(meta) if meta and 'tokenizer' in meta else None
-
-
-def find_data(state, dataset=None):
-    """The directory of a data set, by default the one that a checkpoint was trained on; None if it is not here.
-
-    Looks in the working directory, as train.py does, and in the repository. Of a mixture it returns the first part.
-    """
-    dataset = dataset or state.get('config', {}).get('dataset')
-    places = [data_dir(name, root) for name in parts_of(dataset) for root in (Path(), ROOT)] if dataset else []
-    return next((place for place in places if (place / 'meta.json').is_file() or (place / 'train.bin').is_file()), None)
+    return tokenizer_from_meta(meta) if meta else None
 
 
 def folder_tokenizer(folder, model):

@@ -19,8 +19,8 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.load import MODEL_HELP, add_model_flags, check_data, dtype_name, find_data, load, require_tokenizer
-from data.loader import Bin, ValidationLoader, data_dir, parts_of
+from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins, require_tokenizer
+from data.loader import Bin, ValidationLoader
 from data.tokenizer import END_OF_TEXT, Byte, Char
 from loss import cross_entropy
 from runtime.device import autocast
@@ -104,7 +104,6 @@ def evaluate(model, batches, precision, sizes=None):
 
 def measure(loaded, data, args):
     """The results that the script prints about `loaded` on `data`, a Bin: a dict."""
-    check_data(loaded, data)
     positions = loaded.model.config.block_size
     block_size = args.block_size or positions
     if block_size > positions:
@@ -124,15 +123,9 @@ def measure(loaded, data, args):
 def main(argv=None):
     args = parse(argv)
     loaded = load(args.checkpoint, args.device, args.tokenizer)
-    if args.text:
-        found = [Text(args.text, require_tokenizer(loaded))]
-    else:
-        dataset = args.dataset or loaded.state.get('config', {}).get('dataset')
-        if not dataset:
-            raise SystemExit(f'{args.checkpoint}: does not name a data set to evaluate on; give --dataset or --text')
-        found = [Bin(find_data(loaded.state, name) or data_dir(name), args.split) for name in parts_of(dataset)]
+    bins = [Text(args.text, require_tokenizer(loaded))] if args.text else open_bins(loaded, args.dataset, args.split)
     torch.set_float32_matmul_precision('high')  # as in train.py
-    for data in found:
+    for data in bins:
         print(json.dumps(measure(loaded, data, args)))
 
 

@@ -184,7 +184,7 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     text = 'To be, or not to be: that is the question.\n' * 9
     foreign_checkpoint(tmp_path / 'ckpt.pt', make_model(vocab_size=len(set(text))), 'shakespeare_char')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(analysis.load, 'find_data', lambda state: None)
+    monkeypatch.setattr(analysis.load, 'find_data', lambda name: None)
     message = rejection(run, capsys, 'ckpt.pt')
     assert 'run python data/shakespeare_char/prepare.py' in message and '--tokenizer=FILE.json|DIR' in message
     assert 'gpt2' not in message  # it has far more ids
