@@ -268,15 +268,15 @@ def load_hf(name):
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         source = f'openai-community/{name}' if name in HUB_MODELS and not Path(name).exists() else name
-        model, report = transformers.GPT2LMHeadModel.from_pretrained(
-            source, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+        model, report = transformers.GPT2LMHeadModel.from_pretrained(source, use_safetensors=True,
+                                                                     output_loading_info=True)
     except ImportError:
         raise SystemExit(f'{name}: needs the package transformers; pip install -r requirements-hf.txt') from None
     except Exception as error:  # whatever a damaged folder or the network makes transformers raise
         raise SystemExit(f'{name}: cannot be loaded from Hugging Face\'s format ({first_line(error)})') from None
     if problems := [*report['missing_keys'], *report['mismatched_keys'], *report['unexpected_keys']]:
         raise SystemExit(f'{name}: its weights are not those of a GPT-2 with its config.json ({problems[0]})')
-    return model
+    return model.float()
 
 
 def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

@@ -76,7 +76,8 @@ def write_tokenizer(tokenizer, folder, block_size):
         return
     fast = tokenizer.bpe if isinstance(tokenizer, FastTokenizer) else gpt2_tokenizer(tokenizer)
     fast.save(str(folder / 'tokenizer.json'))
-    config = dict(tokenizer_class='PreTrainedTokenizerFast', model_max_length=block_size)
+    config = dict(tokenizer_class='PreTrainedTokenizerFast', model_max_length=block_size,
+                  clean_up_tokenization_spaces=False)
     if tokenizer.eot_id is not None:
         config['eos_token'] = config['bos_token'] = fast.id_to_token(tokenizer.eot_id)
     (folder / 'tokenizer_config.json').write_text(json.dumps(config, indent=2))

@@ -105,7 +105,7 @@ def test_damaged_and_missing_folders_are_rejected(tmp_path):
 
 @pytest.mark.parametrize('name', ['gpt2', 'char'])
 def test_tokenizer_of_an_export(tmp_path, capsys, gpt2_cache, name):
-    texts = ['Hello world', "  it's 2,000 words\n\n\tand é ü 中文 😀 ", 'a' * 50, '\xa0\x07']
+    texts = ['Hello , world .', "  it's 2,000 words\n\n\tand é ü 中文 😀 ", 'a' * 50, '\xa0\x07']
     tokenizer = get_tokenizer('gpt2') if name == 'gpt2' else Char(sorted(set(''.join(texts))))
     save_checkpoint(tmp_path / 'run', tokenizer)
     export(with_tokenizer(load(tmp_path / 'run')), tmp_path / 'hf')
