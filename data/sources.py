@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-from data.tokenizer import TOKENIZER_NAMES, get_tokenizer
+from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES, get_tokenizer
 from data.writer import Batches, Corpus, sha256, write_bins
 from runtime.files import first_line
 
@@ -25,7 +25,6 @@ CHARS = 2 ** 20  # characters of text in one batch
 LEAST_FRACTION = 1e-6  # of the documents, for val
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
 UNREADABLE = OSError, EOFError, UnicodeDecodeError, zlib.error  # raised by reading a text file, compressed or not
-END_OF_TEXT = '<|endoftext|>'
 BLANKS = tuple(' \t\r\n')
 
 
