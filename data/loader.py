@@ -235,7 +235,7 @@ def fingerprint(bins):
 def parts_of(dataset):
     """The parts of --dataset=a:0.7,b:0.3 as {name: share}, with shares whose sum is 1."""
     dataset = str(dataset)
-    if not {':', ','} & set(dataset) or data_dir(dataset).is_dir():
+    if not {':', ','} & set(dataset):
         return {dataset: 1.0}
     parts = {}
     for part in dataset.split(','):

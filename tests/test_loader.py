@@ -2,7 +2,6 @@
 
 import json
 import re
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from data.loader import (
     read_meta,
     sequence_starts,
 )
-from runtime.rng import keyed_bits, keyed_uniforms
+from runtime.rng import keyed_bits
 
 
 def test_sequences_are_a_pure_function_of_seed_and_iteration():
@@ -46,17 +45,6 @@ def test_sequences_are_uniform_over_all_starts():
     counts = np.bincount(starts, minlength=10)
     assert len(counts) == 10  # starts 0 … num_tokens - block_size - 1
     assert abs(counts - 2000).max() < 5 * 2000 ** 0.5
-
-
-def test_streams_do_not_overlap():
-    draws = [keyed_bits(1, stream, iteration, 100).tolist() for stream in range(4) for iteration in range(10)]
-    assert len(set(sum(draws, []))) == 4000
-
-
-def test_uniforms_lie_in_the_half_open_interval():
-    u = keyed_uniforms(0, 1, 0, (100, 1000))
-    assert u.dtype == torch.float32 and u.min() >= 0 and u.max() < 1
-    assert u.mean().item() == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize('world_size', [1, 2, 8, 10])
@@ -200,12 +188,6 @@ def test_a_data_set_is_named_by_its_directory_in_data_or_by_a_path(tmp_path, mon
     assert data_dir('missing') == Path('data/missing')
 
 
-def test_accumulation_steps():
-    assert accumulation_steps(480, 12, 8) == 5
-    assert accumulation_steps(480, 8, 10, given=6) == 6
-    assert accumulation_steps(64, 64, 1, 1) == 1
-
-
 @given(total=st.integers(1, 600), size=st.integers(1, 40), devices=st.integers(1, 20), steps=st.integers(0, 40))
 def test_what_the_messages_about_batch_sizes_suggest_does_fit(total, size, devices, steps):
     try:
@@ -238,16 +220,6 @@ def test_no_sequence_leaves_its_part(seed, iteration, block_size, parts):
     first = np.cumsum([0, *sizes])
     part = np.searchsorted(first, starts, side='right') - 1
     assert (starts >= 0).all() and (starts + block_size + 1 <= first[part + 1]).all()
-
-
-@given(place=st.integers(0, 1599))
-def test_a_flipped_bit_in_a_bin_changes_the_fingerprint(place):
-    with tempfile.TemporaryDirectory() as folder:
-        data = Bin(write_bins(Path(folder), range(100), range(50)), 'train')
-        before, raw = data.fingerprint(), bytearray(data.path.read_bytes())
-        raw[place // 8] ^= 1 << place % 8
-        data.path.write_bytes(raw)
-        assert Bin(folder, 'train').fingerprint() != before
 
 
 @pytest.fixture
@@ -345,11 +317,6 @@ def test_open_dataset_checks_the_length_and_the_ids_of_each_split(two):
     assert 'data/b/val.bin: 300 tokens are too few for block_size = 400' in rejection(open_dataset, 'a:1,b:1', 400)
     write_bins(Path('data/b'), np.full(700, 99), np.full(300, 99), vocab_size=90)
     assert 'data/b/train.bin: token id 99 is beyond the vocabulary of 90' in rejection(open_dataset, 'b', 16)
-
-
-def test_a_directory_may_be_named_like_a_mixture(two, tmp_path):
-    write_bins(tmp_path / 'data/a:1,b:2', range(60), range(60))
-    assert open_dataset('a:1,b:2', 16)[0].path == Path('data/a:1,b:2/train.bin')
 
 
 @pytest.mark.parametrize('arguments, message', [
