@@ -280,7 +280,7 @@ OPTIMIZERS = {
 PLACEHOLDERS = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0,
                     hessian_batch_size=0, optimizer_args='')
 # Library optimizers that work on each coordinate by itself, or know DTensors.
-SHARDABLE = tuple(f'torch:{name}' for name in torch.optim.__all__ if name not in ('Muon', 'Adafactor')) + (
+SHARDABLE = tuple(f'torch:{name}' for name in torch.optim.__all__ if name not in ('Muon', 'Adafactor', 'Rprop')) + (
     'schedulefree:AdamWScheduleFree',)
 
 

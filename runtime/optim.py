@@ -196,6 +196,9 @@ def build_from_library(path, groups, lr, arguments, text):
     except Exception as error:  # whatever the library raises
         raise SystemExit(f'--optimizer_name={path}: cannot be built with its settings ({first_line(error)}); see '
                          '--optimizer_args') from None
+    if not all('lr' in group for group in optimizer.param_groups):
+        raise SystemExit(f'--optimizer_name={path}: keeps no learning rate in its param groups, which this training '
+                         'loop sets in every iteration; choose another optimizer')
     optimizer.library = path
     return optimizer
 
