@@ -38,7 +38,7 @@ def evaluating(optimizer):
     """Around evaluation and saving: gives the model the weights that the optimizer means to be evaluated. Training
     continues with exactly the weights from before, which a checkpoint saved meanwhile holds in the optimizer's state.
     """
-    if averages_weights(optimizer) and optimizer.state:  # before its first step there is no average
+    if averages_weights(optimizer) and any(optimizer.state.values()):  # before its first step there is no average
         for p in parameters(optimizer):
             optimizer.state[p]['training_weights'] = p.detach().clone()
         optimizer.eval()
