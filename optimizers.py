@@ -83,7 +83,7 @@ class AdaHessian(HessianOptimizer):
 
     def counters(self, params, key):
         """The counters `key` of each of `params`, from 0."""
-        return [self.state[p].setdefault(key, torch.zeros(())) for p in params]
+        return [self.state[p].setdefault(key, torch.zeros((), dtype=torch.float32)) for p in params]
 
     def load_state_dict(self, state_dict):
         """As any optimizer's; but `hessian_step` stays float32, where PyTorch would give it the parameter's dtype."""
