@@ -154,7 +154,7 @@ class Normalize(GuardedOptimizer):
 class Row:
     """An optimizer of the table.
 
-    build: function of (param groups, settings) → torch.optim.Optimizer; the settings are those of train.py, as
+    build: function of (param groups, settings) → torch.optim.Optimizer; the settings are train.py's, as
         attributes. Gradients are finite and clipped when it steps.
     settings: the values of train.py's settings unless a config file or a flag says otherwise. hessian_batch_size is
         for a mini-batch of 480 sequences.
@@ -252,7 +252,7 @@ OPTIMIZERS = {
                                        hessian_batch_size=480), ADAHESSIAN_LR, 'our table', AdaHessianHook),
     'sophiag': Row(sophia, SOPHIA_G, SOPHIA_G_LR, hook=GNBHook),
     'sophiah': Row(sophia, SOPHIA_H, SOPHIA_H_LR, hook=HutchinsonHook, scale_hessian_batch=False),
-    # Ablations. The paper states no learning rate for them: ours is that of the closest optimizer. Empirical Fisher
+    # Ablations. The paper does not state their learning rates: ours are the closest optimizer's. Empirical Fisher
     # and AH+clip: k = 10, γ "found by grid search" but not stated, so Sophia's own here.
     'ef_clip': Row(sophia, SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', EmpiricalFisherHook),
     'ah_clip': Row(partial(sophia, cls=SophiaSquared), SOPHIA_H, SOPHIA_H_LR, 'Table 3, sophiah', HutchinsonHook,

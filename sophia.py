@@ -32,7 +32,7 @@ def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, rh
 
         m ← β1·m + (1−β1)·g;   θ ← θ − lr·λ·θ;   θ ← θ − lr·clip(m / max(γ·h, ε), ρ)
 
-    The settings are those of `Sophia`; Algorithm 3 has ρ = 1.
+    The settings as for `Sophia`; Algorithm 3 has ρ = 1.
     """
     torch._foreach_lerp_(ms, grads, 1 - beta1)
     update = precondition(ms, hs, gamma, eps)
@@ -257,14 +257,13 @@ class Sophia(HessianOptimizer):
 def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, retain_graph=False):
     """Algorithm 2: an estimate of the Gauss-Newton diagonal from labels that the model itself draws.
 
-    train.py does not call this: the hook in hessian.py draws the labels while training runs its own forward, and adds
-    their loss to a `GaussNewtonBartlett`.
+    train.py's hook, in hessian.py, uses the class `GaussNewtonBartlett` instead, because training runs the forward.
 
     Args:
-        outputs: what the model computed with a graph, (…, V) logits of B predictions; or an iterable of such, one per
+        outputs: outputs of the model with a graph, (…, V) logits of B predictions; or an iterable, one for each
             micro-batch (a generator runs the forwards one at a time). Leave out the positions that the loss ignores.
         optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order. Sharded
-            ones are to be all that the model trains: FSDP's backward adds to the gradients of others.
+            ones must be all that the model trains, because FSDP's backward adds to the gradients of others.
         distribution: maps outputs to the `torch.distributions.Distribution` whose negative log-likelihood is the loss;
             any exponential family in its natural parameter. Its `log_prob` has one entry per prediction, of which the
             loss is the mean. Default Categorical(logits=…), i.e. cross-entropy; for the squared loss ½(f − y)²:
@@ -288,7 +287,7 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
                              'call torch.manual_seed(seed + rank) once the model is made')
     if isinstance(outputs, (dict, tuple)) or hasattr(outputs, 'logits'):
         raise TypeError(f'gauss_newton_bartlett needs logits, not a {type(outputs).__name__}: pass the logits that the '
-                        'model returned, or a list of those of several micro-batches')
+                        'model returned, or a list of them, one for each micro-batch')
     for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
         if not f.requires_grad:
             raise RuntimeError('gauss_newton_bartlett: the outputs have no graph; run the forward outside of '
@@ -337,11 +336,11 @@ class GaussNewtonBartlett:
 def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
     """Algorithm 1: an unbiased estimate of the Hessian's diagonal, of any sign.
 
-    train.py does not call this: the hook in hessian.py adds its products to a `Hutchinson`.
+    train.py's hook, in hessian.py, uses the class `Hutchinson` with compiled Hessian-vector products instead.
 
     Args:
-        losses: the mean loss of a mini-batch, a 0-d tensor with a graph that can be differentiated twice (no
-            flash attention, no compiled module); or an iterable of such, one per micro-batch of equal size.
+        losses: the mean loss of a mini-batch, a 0-d tensor with a graph that can be differentiated twice (without
+            flash attention or a compiled module); or an iterable, one for each micro-batch, which have equal sizes.
         optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order.
         generator, rademacher: see `Hutchinson`. Over several ranks the generator is required.
         group: process group over which the mini-batch is spread; default all ranks.
@@ -353,7 +352,7 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
         raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
     if isinstance(losses, (dict, tuple)) or hasattr(losses, 'logits'):
         raise TypeError(f'hutchinson needs the mean loss, not a {type(losses).__name__}: pass the loss that the model '
-                        'returned, or a list of those of several micro-batches')
+                        'returned, or a list of them, one for each micro-batch')
     estimator = Hutchinson(optimizer, generator, rademacher)
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
         if not loss.requires_grad:
@@ -470,14 +469,14 @@ def add_gradients(totals, loss, params, retain_graph=False):
     if not any(map(is_sharded, params)):
         found = gradients(loss, params, retain_graph=retain_graph)
         if all(g is None for g in found):
-            raise RuntimeError('the outputs depend on none of the params: those of another model, or made under '
+            raise RuntimeError('the outputs depend on none of the params: another model, or made under '
                                'checkpoint(…, use_reentrant=True)?')
         for total, g in zip(totals, found):
             if g is not None:
                 total.add_(g)
         return
-    # FSDP gathers parameters for the computation, and its backward alone turns their gradients into shards: it adds
-    # the mean over the ranks to .grad; `ranks()` times that is the sum.
+    # FSDP gathers parameters for the computation, and only its own backward turns their gradients into shards: it adds
+    # the mean over the ranks to .grad, so the loss is multiplied by their number.
     before = [p.grad for p in params]
     for p, total in zip(params, totals):
         p.grad = total

@@ -84,7 +84,7 @@ def test_sophia_anywhere_hutchinson(capsys, trace):
 
 
 def test_accelerate(trace):
-    """Two micro-batches a step; the estimate is that of the second."""
+    """Two micro-batches a step; the estimate is made on the second."""
     events = trace(torch.nn.Sequential)
     losses = example('accelerate_loop', 'accelerate').main(['--steps=40', '--cpu'])
     assert events == steps(40, forwards='ff')

@@ -69,7 +69,7 @@ def make_hook(model, name, params=None, **options):
 
 
 def iteration(hook, X, Y, micro_batch=4, number=0, loss_scale=1.0):
-    """What train_step does about the Hessian in an iteration: one forward, two backward passes."""
+    """The calls of an iteration of train_step: one forward, two backward passes."""
     hook.start(number, loss_scale)
     for x, y in zip(X.split(micro_batch), Y.split(micro_batch)):
         loss, *loss_hat = hook.model(x, y, **hook.labels(x, y))[1:]
@@ -174,7 +174,7 @@ def test_the_micro_batch_does_not_change_the_estimate(gpt, name):
 
 @pytest.mark.parametrize('name', ['sophiag', 'ef_clip'])
 def test_positions_that_do_not_count_are_not_predictions(gpt, name, monkeypatch):
-    """ĥ = B·ĝ⊙ĝ over B predictions: with labels of −1 that of the other positions alone."""
+    """ĥ = B·ĝ⊙ĝ over B predictions: positions with the label −1 are left out."""
     model, found = gpt[0], []
     X, Y = torch.arange(8).view(2, 4), torch.tensor([[3, 1, -1, -1], [-1, -1, -1, -1]])
     monkeypatch.setattr(hessian, 'keyed_uniforms', lambda seed, stream, i, shape: torch.full(shape, 0.5))

@@ -401,7 +401,7 @@ def test_hutchinson_names_a_compiled_forward():
 
 
 def test_hutchinson_rejects_a_gradient_without_a_graph():
-    """What a compiled module can return; h would silently stay 0."""
+    """As a compiled module can return; h would silently stay 0."""
     p, unused = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
     with pytest.raises(RuntimeError, match='cannot be differentiated twice'):
         hutchinson((2.0 * p).sum(), [p])
