@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import faults as harness  # noqa: E402
 from faults import Done  # noqa: E402
+
 from runtime import checkpoint  # noqa: E402
 
 settings.register_profile('repeatable', deadline=None, derandomize=True, database=None)
