@@ -1,7 +1,6 @@
 """The state of any optimizer as a checkpoint holds it: plain containers, and its way back into an optimizer."""
 
 import inspect
-import io
 
 import torch
 
@@ -10,14 +9,22 @@ from runtime.distributed import is_sharded
 
 def map_tensors(value, function, name=''):
     """A copy of nested dicts, lists and tuples with function(name, tensor) in the place of each tensor, and Python's
-    numbers in the place of NumPy's. Names are the keys, joined by dots."""
+    numbers in the place of NumPy's and of enums. Names are the keys, joined by dots. TypeError where `value` holds
+    anything else than these, strings, dtypes and None."""
     if isinstance(value, torch.Tensor):
         return function(name, value)
     if isinstance(value, dict):
         return {key: map_tensors(item, function, f'{name}.{key}') for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(item, function, f'{name}.{i}') for i, item in enumerate(value))
-    return value.item() if hasattr(value, 'item') else value
+        items = [map_tensors(item, function, f'{name}.{i}') for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    value = value.item() if hasattr(value, 'item') else value
+    for kind in bool, int, float, str:
+        if isinstance(value, kind):
+            return kind(value)
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    raise TypeError(f'{name} is of type {type(value).__name__}')
 
 
 def to_save(optimizer, sharded):
@@ -38,16 +45,10 @@ def to_save(optimizer, sharded):
         return tensor
 
     try:
-        state = map_tensors(optimizer.state_dict(), placeholder, 'optimizer')
-        file = io.BytesIO()
-        torch.save(map_tensors(state, lambda *_: None), file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception as error:  # pickle's, and torch.load's where an object is not of a plain type
-        reason = ' '.join(str(error).split('\n')[0].split())
-        raise SystemExit(f'{type(optimizer).__name__}: its state cannot be saved ({reason}); keep plain numbers and '
+        return map_tensors(optimizer.state_dict(), placeholder, 'optimizer'), shards
+    except TypeError as error:
+        raise SystemExit(f'{type(optimizer).__name__}: its state cannot be saved ({error}); keep plain numbers and '
                          f'tensors there{", or use --parallel=ddp" if sharded else ""}') from None
-    return state, shards
 
 
 def restore(optimizer, saved):

@@ -1,0 +1,55 @@
+"""A few cases of soak.py, and that it finds what it looks for."""
+
+import random
+
+import pytest
+import soak
+import torch
+
+import train as train_module
+from runtime import checkpoint
+
+
+@pytest.fixture(scope='module')
+def run(fork, corpus):
+    return lambda out, *flags, **kwargs: fork('train.py', f'--out_dir={out}', f'--dataset={corpus}', *flags, **kwargs)
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_random_settings_with_faults(run, tmp_path, seed):
+    assert not soak.attempt(random.Random(seed), tmp_path, run)
+
+
+def test_random_settings_are_valid_and_of_every_kind():
+    drawn = [soak.settings(random.Random(seed)) for seed in range(150)]
+    for s in drawn:
+        train_module.resolve([f'--{key}={value}' for key, value in s.items()])
+    assert {'adamw', 'sophiag', 'sophiah', 'muon', 'torch:SGD'} <= {s['optimizer_name'] for s in drawn}
+    assert {s.get('parallel') for s in drawn} == {None, 'ddp', 'fsdp'}
+    ends = [end for seed in range(50) for end in soak.interruptions(random.Random(seed), 10)]
+    assert all(any(word in f'{end}' for end in ends) for word in ('SIGTERM', 'SIGUSR1', 'fsync', 'max_hours'))
+
+
+def test_differences_between_runs_are_found(train, tmp_path):
+    """Another seed, another optimizer state, a missing line."""
+    a, same, other = tmp_path / 'a', tmp_path / 'same', tmp_path / 'other'
+    for out, flags in (a, []), (same, []), (other, ['--seed=2']):
+        assert train(out, '--max_iters=2', '--eval_interval=1', *flags).code == 0
+    assert not soak.compare(a, same)
+    assert soak.compare(a, other).startswith('run.metrics.jsonl.0.val/loss')
+    path = checkpoint.path_of(same, 2)
+    intact, state = path.read_bytes(), torch.load(path, weights_only=True)
+    state['optimizer']['state'][0]['exp_avg'][0] += 1e-9
+    torch.save(state, path)
+    assert soak.compare(a, same) == 'run.last.optimizer.state.0.exp_avg differs'
+    path.write_bytes(intact)
+    log = same / 'metrics.jsonl'
+    log.write_text(''.join(log.read_text().splitlines(keepends=True)[:-1]))
+    assert soak.compare(a, same) == 'run.metrics.jsonl has another length'
+
+
+def test_damage_leaves_a_checkpoint_to_resume_from(train, tmp_path):
+    assert train(tmp_path, '--max_iters=2', '--eval_interval=1').code == 0
+    soak.damage(random.Random(0), tmp_path)
+    done = train(tmp_path, '--max_iters=3', '--eval_interval=1', '--init_from=resume')
+    assert done.code == 0 and 'is skipped' in done.err and 'at iteration 1 of 3' in done.out
