@@ -136,7 +136,8 @@ def compare(a, b):
 
 
 def contents(out_dir):
-    """Everything that two equal runs share: the last checkpoint, the best one, the lines of metrics.jsonl."""
+    """Everything that two equal runs share: the last checkpoint, the best one, the lines of metrics.jsonl, but for
+    times, places and other harmless settings."""
     found = {'metrics.jsonl': [{key: value for key, value in json.loads(line).items() if key not in MEASURED}
                                for line in (out_dir / 'metrics.jsonl').read_text().splitlines()]}
     for name, path in dict(last=checkpoint.checkpoints(out_dir)[0],
@@ -145,7 +146,8 @@ def contents(out_dir):
             _, state = checkpoint.load(path)
             if path.is_dir():
                 state['optimizer'] = sharded.read_optimizer(path, state['optimizer'])
-            del state['train_state']['seconds'], state['config']['out_dir'], state['config']['max_hours']
+            del state['train_state']['seconds']
+            state['config'] = {k: v for k, v in state['config'].items() if k not in checkpoint.HARMLESS}
             for group in state['optimizer']['param_groups']:
                 group.pop('differentiable', None)  # PyTorch adds it at resume
             found[name] = state
