@@ -110,13 +110,15 @@ def check_round_trip(world, optimizer, fresh):
 
 def link_best(path):
     """Makes best.pt, or `best` for a directory, a link to the checkpoint `path`."""
-    best, partial = path.with_name('best' + path.suffix), path.with_name('best.partial')
+    partial = path.with_name('best.partial')
     partial.unlink(missing_ok=True)
     partial.symlink_to(path.name)
-    if best.is_dir() and not best.is_symlink():  # a copy that followed the link
-        shutil.rmtree(best)
-    partial.replace(best)
-    path.with_name('best' if path.suffix else 'best.pt').unlink(missing_ok=True)
+    for old in path.with_name('best'), path.with_name('best.pt'):
+        if old.is_dir() and not old.is_symlink():  # a copy that followed the link
+            shutil.rmtree(old)
+        elif old.suffix != path.suffix:
+            old.unlink(missing_ok=True)
+    partial.replace(path.with_name('best' + path.suffix))
 
 
 def prune(out_dir, iteration, keep):

@@ -251,15 +251,15 @@ def test_the_best_is_linked_after_a_kill_before_its_link(tmp_path, monkeypatch):
     checkpoint.LOCKS.pop().close()
 
 
-def test_the_best_of_a_copy_without_links_is_replaced(tmp_path):
-    """Of a sharded run, which goes on without shards."""
-    for directory in tmp_path / 'ckpt_00000001', tmp_path / 'best':
-        directory.mkdir()
-        (directory / 'state.pt').touch()
-    checkpoint.link_best(tmp_path / 'ckpt_00000001')
-    assert checkpoint.path_of(tmp_path, checkpoint.BEST).resolve() == tmp_path / 'ckpt_00000001'
-    saved(tmp_path, *made('adamw'), 1, best=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['best.pt', 'ckpt_00000001.pt']
+@pytest.mark.parametrize('then', ['ckpt_00000002', 'ckpt_00000002.pt'])
+def test_the_best_of_a_copy_without_links_is_replaced(tmp_path, then):
+    """In the copy of a sharded run, which goes on with shards or without."""
+    (tmp_path / 'best').mkdir()
+    (tmp_path / 'best/state.pt').touch()
+    (tmp_path / then).mkdir()
+    checkpoint.link_best(tmp_path / then)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f'best{then[13:]}', then]
+    assert (tmp_path / f'best{then[13:]}').resolve() == tmp_path / then
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
