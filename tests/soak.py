@@ -146,7 +146,7 @@ def contents(out_dir):
             _, state = checkpoint.load(path)
             if path.is_dir():
                 state['optimizer'] = sharded.read_optimizer(path, state['optimizer'])
-            del state['train_state']['seconds']
+            del state['train_state']['seconds'], state['code']  # which may be edited meanwhile
             state['config'] = {k: v for k, v in state['config'].items() if k not in checkpoint.HARMLESS}
             for group in state['optimizer']['param_groups']:
                 group.pop('differentiable', None)  # PyTorch adds it at resume
