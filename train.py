@@ -438,7 +438,7 @@ def main(argv):
         step = train_step(run, sequences, state.iter, stops.poll())
         lifecycle.check_step(c, world, log, state, step, loader)
         if unchecked and not step.problem:  # a state that no checkpoint can hold is found here, not at the first save
-            checkpoint.check_round_trip(world, run.raw_model, run.optimizer, make_optimizer(c, run.raw_model))
+            checkpoint.check_round_trip(world, run.optimizer, make_optimizer(c, run.raw_model))
             unchecked = False
         seconds = time.perf_counter() - started
         speed.add(seconds, step.tokens, step.estimated)
