@@ -3,12 +3,10 @@
 import contextlib
 import functools
 import os
-import re
 import signal
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -77,8 +75,6 @@ class World:
             compute_dtype: dtype in which sharded parameters are gathered; default their own. Shards, gradients and
                 their sums stay float32.
         """
-        if compile:
-            sys.excepthook = functools.partial(_repair_compile_cache, sys.excepthook)
         blocks = list(blocks)
         if activation_checkpointing:
             from torch.utils.checkpoint import checkpoint
@@ -217,22 +213,6 @@ class World:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _repair_compile_cache(excepthook, kind, error, trace):
-    """An exception hook around another `excepthook`. Where the error is a file in torch.compile's cache that a process
-    killed while linking has left incomplete, it removes that file, which would fail every later start, and says so in
-    one line. (The cache compiles what is missing, but loads what exists; it loads nothing that is being compiled.)
-    """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-    directory = re.escape(str(Path(cache_dir())))
-    found = re.search(rf'({directory}/\S+\.s?o): (file too short|file truncated|invalid ELF header)', str(error))
-    if found:
-        Path(found[1]).unlink(missing_ok=True)
-        kind, trace = OSError, None
-        error = kind(f'{found[1]}: a killed process left this file of the compile cache incomplete; it is removed, '
-                     'start again')
-    excepthook(kind, error, trace)
 
 
 @contextlib.contextmanager

@@ -92,9 +92,10 @@ def open_log(c, world, start, state, model, train_data, fingerprints):
     """The `RunLog` of a run that starts at the TrainState `state`. Describes the run in config.json and on the
     terminal."""
     writes = world.is_master and not c.eval_only
-    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master)
     if writes:
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
+    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master)
+    if writes:
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
                             flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
                             device=device_name(world.device))
