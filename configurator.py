@@ -34,9 +34,11 @@ class Setting:
         """The rule that `value` breaks, as the end of 'must be …'; '' when it may be set."""
         if self.choices and value not in self.choices:
             return 'one of ' + ', '.join(self.choices)
+        if self.type is float and not math.isfinite(value):
+            return 'finite'
         if self.type in (int, float) and not self.at_least <= value < self.below:
-            rules = [f'at least {self.at_least}'] * (self.at_least > -math.inf)
-            return ' and '.join([*rules, f'below {self.below}' if self.below < math.inf else 'finite'])
+            rules = f'at least {self.at_least}', f'below {self.below}'
+            return ' and '.join(rule for rule in rules if not rule.endswith('inf'))
         return ''
 
 

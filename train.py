@@ -131,7 +131,8 @@ def resolve(argv):
     # Batch sizes that fit the number of ranks
     world_size = ranks_from_environment()[2]
     steps = accumulation_steps(c.total_batch_size, c.batch_size, world_size, c.gradient_accumulation_steps)
-    c.set('gradient_accumulation_steps', steps, c.sources['gradient_accumulation_steps'])
+    if not c.gradient_accumulation_steps:
+        c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
     rounded = math.ceil(min(c.hessian_batch_size, c.total_batch_size) / world_size) * world_size
     if rounded != c.hessian_batch_size:
         c.set('hessian_batch_size', rounded, f'{c.hessian_batch_size} made to fit {c.total_batch_size} sequences on '
