@@ -1,15 +1,12 @@
-"""Learning rate schedules, and the decay of a run that was planned to be longer."""
+"""Learning rate schedules."""
 
 import math
-import shutil
 from types import SimpleNamespace
 
 import pytest
-import torch
-from conftest import TINY, metrics, rejection
+from conftest import TINY, rejection
 
 import train
-from runtime import checkpoint
 
 
 def schedule(name, **settings):
@@ -54,24 +51,3 @@ def test_settings_of_schedules():
             (['--schedule=wsd', '--warmup_iters=99'],
              f'schedule wsd: cooldown_iters = 2: must be at most 0, {at_most} 99')]:
         assert rejection(resolve, *flags) == message
-
-
-def test_a_copied_checkpoint_of_a_long_wsd_run_decays_to_the_shorter_run(corpus, tmp_path):
-    """Bit for bit: its steps before the decay are the longer run's."""
-    def run(out, *flags):
-        while checkpoint.LOCKS:  # of runs of this process
-            checkpoint.LOCKS.pop().close()
-        train.main([*TINY, f'--dataset={corpus}', f'--out_dir={tmp_path / out}', '--schedule=wsd', '--cooldown_iters=4',
-                    '--eval_interval=4', '--eval_iters=2', '--optimizer_name=sophiag', '--hessian_interval=3',
-                    '--learning_rate=1e-3', *flags])
-        return torch.load(next((tmp_path / out).glob('ckpt_*8.pt')), weights_only=True)
-
-    run('long', '--max_iters=12', '--keep_checkpoints=9')
-    short = run('short', '--max_iters=8')
-    (tmp_path / 'branch').mkdir()
-    shutil.copy(tmp_path / 'long/ckpt_00000004.pt', tmp_path / 'branch')
-    branch = run('branch', '--init_from=resume', '--max_iters=8')
-    for name, weight in short['model'].items():
-        assert torch.equal(branch['model'][name], weight)
-    for key in ('train/loss', 'lr'):
-        assert metrics(tmp_path / 'branch', key) == metrics(tmp_path / 'short', key)[4:]
