@@ -47,7 +47,7 @@ eval_iters = setting(0, at_least=0)  # micro-batches of validation sequences, ov
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # save after every evaluation, not only after the best one
 keep_checkpoints = setting(2, at_least=2)  # newest checkpoints to keep, in case one gets damaged, and the best one
-init_from = 'scratch'  # or 'resume', 'auto' (resume if there is a checkpoint), 'gpt2', …, or a Hugging Face folder
+init_from = 'scratch'  # or resume, auto (resume if there is a checkpoint), gpt2, …, or a Hugging Face folder
 ignore_data_change = False  # resume although the data set is not the one trained on before
 max_hours = setting(0.0, at_least=0)  # save and stop after this many hours; 0 = no limit
 skip_nonfinite = setting(0, at_least=0)  # iterations in a row to skip if loss or gradient is not finite; 0 = stop
@@ -84,7 +84,7 @@ hessian_batch_size = setting(int, at_least=0)  # sequences of the mini-batch, ov
 grad_clip = setting(1.0, at_least=0)  # clip gradients at this norm; 0 = off
 # schedule
 max_iters = setting(100000, at_least=1)  # T, number of iterations
-schedule = setting('cosine', choices=('cosine', 'linear', 'constant', 'wsd'))  # see `learning_rate_at`
+schedule = setting('cosine', choices=('cosine', 'linear', 'constant', 'wsd'))  # wsd: linear in the last fifth
 decay_lr = True  # warm-up and schedule; False = learning_rate throughout
 warmup_iters = setting(2000, at_least=0)  # linear warm-up
 lr_decay_iters = setting(int, at_least=0)  # iteration at which the decay ends
@@ -92,13 +92,13 @@ cooldown_iters = setting(int, at_least=0)  # length of the decay, which ends at 
 min_lr = setting(float, at_least=0)  # final learning rate
 min_lr_ratio = setting(0.05, at_least=0)  # final / peak learning rate, where min_lr is not given
 # system
-parallel = setting('ddp', choices=('ddp', 'fsdp', 'hsdp'))  # copies of the model; shards; shards within each machine
+parallel = setting('ddp', choices=('ddp', 'fsdp', 'hsdp'))  # fsdp: shards; hsdp: shards within each machine
 activation_checkpointing = False  # keep each block's input only, compute the rest again in the backward pass
-backend = setting(str, choices=('nccl', 'gloo'))  # of torch.distributed
-device = setting(str)  # 'cuda', 'cuda:1', 'cpu', 'mps'
-dtype = setting(str, choices=tuple(devices.DTYPES))  # of matrix products; float16 with loss scaling
+backend = setting(str, choices=('nccl', 'gloo'))  # backend of torch.distributed: nccl or gloo
+device = setting(str)  # cuda, cuda:1, cpu or mps
+dtype = setting(str, choices=tuple(devices.DTYPES))  # of matrix products: float32, bfloat16, float16 (scales the loss)
 compile = setting(bool)  # torch.compile the model
-seed = setting(1337, at_least=-2 ** 63, below=2 ** 64)  # of initial weights, data order, sampled labels and dropout
+seed = setting(1337, at_least=-2 ** 63, below=2 ** 64)  # for initial weights, data order, sampled labels and dropout
 
 DEFAULTS = {key: value for key, value in globals().items() if not key.startswith('_')}
 
