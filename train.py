@@ -84,7 +84,7 @@ hessian_batch_size = setting(int, at_least=0)  # sequences of the mini-batch, ov
 grad_clip = setting(1.0, at_least=0)  # clip gradients at this norm; 0 = off
 # schedule
 max_iters = setting(100000, at_least=1)  # T, number of iterations
-schedule = setting('cosine', choices=('cosine', 'linear', 'constant', 'wsd'))  # wsd: linear in the last fifth
+schedule = setting('cosine', choices=('cosine', 'linear', 'constant', 'wsd'))  # see `learning_rate_at`
 decay_lr = True  # warm-up and schedule; False = learning_rate throughout
 warmup_iters = setting(2000, at_least=0)  # linear warm-up
 lr_decay_iters = setting(int, at_least=0)  # iteration at which the decay ends
