@@ -1,4 +1,4 @@
-"""Device checks, names, defaults, peak FLOP/s, memory, speed."""
+"""Device checks, names, defaults, memory, peak FLOP/s."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-# The values of --dtype.
+# The values of --dtype
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 # Dense bf16/fp16 peak of one device in FLOP/s, from the makers' data sheets (no sparsity).
@@ -18,7 +18,7 @@ PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'A5000': 111e12, '
 
 
 def check_device(device):
-    """`device` as a torch.device; SystemExit with one line when it cannot be trained on, or this machine lacks it."""
+    """`device` as a torch.device. Stops the run when it cannot be trained on, or when this machine lacks it."""
     flag = f'--device={device}'
     try:
         device = torch.device(device)
@@ -38,7 +38,7 @@ def check_device(device):
 
 
 def device_defaults(device):
-    """(values of backend, dtype and compile that suit `device`, as a dict; the reason, as text)."""
+    """(values of backend, dtype and compile for `device`, as a dict; where they come from, as text)."""
     if not device.startswith('cuda'):
         return dict(backend='gloo', dtype='float32', compile=False), f'device {device}'
     reason = f'device {device}' if can_compile() else f'device {device}; no C compiler or no Python.h'
@@ -52,7 +52,7 @@ def can_compile():
 
 
 def autocast(device, dtype_name):
-    """A context manager, reusable, in which matmuls on `device` run in DTYPES[dtype_name]; none for float32."""
+    """A reusable context manager in which matmuls on `device` run in DTYPES[dtype_name]."""
     if dtype_name == 'float32':
         return contextlib.nullcontext()
     return torch.autocast(torch.device(device).type, DTYPES[dtype_name])
@@ -61,40 +61,6 @@ def autocast(device, dtype_name):
 def device_name(device):
     """The name of a GPU, else the type of `device`."""
     return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
-
-
-def synchronize(device):
-    """Waits until the device has done its work."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
-
-
-def memory_in_use(device):
-    """Bytes allocated on a GPU, else resident in this process (0 where the system does not say)."""
-    return torch.cuda.memory_allocated(device) if device.type == 'cuda' else process_status('VmRSS')
-
-
-def reset_peak_memory(device):
-    """Starts the measurement of `recent_peak_memory`."""
-    if device.type == 'cuda':
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path('/proc/self/clear_refs').write_text('5')
-
-
-def recent_peak_memory(device):
-    """The highest `memory_in_use` since `reset_peak_memory`."""
-    return torch.cuda.max_memory_allocated(device) if device.type == 'cuda' else process_status('VmHWM')
-
-
-def process_status(key):
-    """A number of bytes in /proc/self/status; 0 where there is none."""
-    with contextlib.suppress(OSError):
-        for line in Path('/proc/self/status').read_text().splitlines():
-            if line.startswith(f'{key}:'):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def peak_memory(device):
