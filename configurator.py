@@ -79,8 +79,7 @@ class Config:
             raise AttributeError(f'no setting {key!r}') from None
 
     def set(self, key, value, source):
-        """Sets `key`. SystemExit with one line when the key is unknown, or the value is of the wrong type or out of
-        range."""
+        """Sets `key`. Stops the run when the key is unknown, or the value of the wrong type or out of range."""
         name = f'--{key}' if source == 'flag' else f'{source}: {key}'
         if key not in self.declared:
             near = [RENAMED[key]] if key in RENAMED else difflib.get_close_matches(key, self.declared, n=1)
@@ -102,7 +101,7 @@ class Config:
                 self.set(key, value, source)
 
     def require(self, key, ok, rule):
-        """SystemExit with one line, unless `ok`: the value of `key` must be `rule`."""
+        """Stops the run unless `ok`; the message says that the value of `key` must be `rule`."""
         if not ok:
             raise SystemExit(f'{self.shown(key)}: must be {rule}')
 

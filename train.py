@@ -367,7 +367,7 @@ def save(run, state, log, best=False):
     """Saves a checkpoint; run.saved says whether that succeeded. Collective: every rank must call it."""
     c = run.config
     if not optim.global_norm(run.params).isfinite():
-        lifecycle.give_up(c, run.world, log, state.iter, 'the parameters are not finite')
+        lifecycle.abort(c, run.world, log, state.iter, 'the parameters are not finite')
     with optim.evaluating(run.optimizer):
         path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
             model_args=run.raw_model.config.model_args(), iter_num=state.iter, best_val_loss=state.best_val_loss,

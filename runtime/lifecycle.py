@@ -169,13 +169,13 @@ def check_step(run, log, state, step, loader):
     # float16's loss scale starts at 2^16 and is halved at each overflow: up to 40 in a row are normal.
     overflow = run.scaler.is_enabled() and math.isfinite(step.loss)
     if state.skipped_in_a_row > (max(c.skip_nonfinite, 40) if overflow else c.skip_nonfinite):
-        give_up(c, world, log, state.iter, step.problem,
-                f', or skip it with --skip_nonfinite={state.skipped_in_a_row}', where)
+        abort(c, world, log, state.iter, step.problem,
+              f', or skip it with --skip_nonfinite={state.skipped_in_a_row}', where)
     if not overflow:
         log.print(f'iter {state.iter}: {step.problem}; skipped ({where})')
 
 
-def give_up(c, world, log, iteration, problem, otherwise='', where=''):
+def abort(c, world, log, iteration, problem, otherwise='', where=''):
     """Ends a run that cannot continue, with one line on stderr and in failed.txt: the problem, what might help (a lower
     learning rate or `otherwise`), and `where` it happened. Collective: every rank must call it."""
     log.close()

@@ -147,7 +147,8 @@ class RunLog:
 
 
 def start_wandb(path, values):
-    """A run in Weights & Biases, which continues the one that wandb_id.txt beside metrics.jsonl, `path`, names.
+    """A run in Weights & Biases, which continues the one that wandb_id.txt in the directory of metrics.jsonl, `path`,
+    names.
 
     A killed process loses lines that it had not sent yet: they are sent again. The iteration is the x-axis, and not
     wandb's own step. That must never fall, and a run that resumes from an earlier checkpoint repeats some iterations.

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-# Exit codes, besides 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR).
+# Exit codes, in addition to 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR)
 STOPPED, NOT_FINITE = 75, 65
 STARTED = time.monotonic()
 

@@ -31,7 +31,7 @@ from runtime.distributed import World
 from runtime.signals import STOPPED
 
 SBATCH = ROOT / 'scripts/slurm/train.sbatch'
-# What Slurm would be: one more process group for each node; the highest exit code counts.
+# In place of srun: a process group for each node; the highest exit code counts.
 SRUN = f'''#!{sys.executable}
 import os, subprocess, sys
 argv = sys.argv[1:]
