@@ -111,8 +111,8 @@ class Config:
         return f'--{key}={value}' if self.sources[key] == 'flag' else f'{self.sources[key]}: {key} = {value!r}'
 
     def lines(self, everything=False):
-        """One aligned line per setting, `key = value   source`; settings at their default, and those that the optimizer
-        lacks, only if `everything` is asked for."""
+        """One aligned line per setting, `key = value   source`; settings at their default, and settings that the
+        optimizer lacks, only if `everything` is asked for."""
         rows = [(f'{key} = {value!r}', self.sources[key]) for key, value in self.values.items()
                 if everything or not self.sources[key].startswith(('default', 'not a setting'))]
         width = max((len(left) for left, _ in rows), default=0)
@@ -122,8 +122,7 @@ class Config:
 def configure(defaults, argv, script=None):
     """The `Config` of `defaults` (train.py's module-level names) with the config files and flags of `argv` applied.
 
-    With the path `script` of the file that declares the settings, --help prints them and exits. SystemExit with one
-    line that names the file or flag when something does not fit.
+    With the path `script` of the file that declares the settings, --help prints them and exits.
     """
     if script and {'--help', '-h'} & {*argv}:
         source = Path(script).read_text(encoding='utf-8')
