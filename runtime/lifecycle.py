@@ -38,7 +38,7 @@ class Start:
         differing = [f'{key} ({theirs.get(key)} there, {args.get(key)} asked for)' for key in args | theirs
                      if theirs.get(key) != args.get(key)]
         if differing:
-            raise SystemExit(f'{self.path}: holds a model with another {", ".join(differing)}; resume with its own '
+            raise SystemExit(f'{self.path}: is a model with another {", ".join(differing)}; resume with its own '
                              'settings, or choose another --out_dir')
 
     def restore(self, world, model, optimizer, scaler):
