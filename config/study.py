@@ -1,4 +1,4 @@
-# The common settings of all runs of the study: 0.8M parameters, bytes of books (records/README.md names them).
+# What all runs of the study in docs/verdict.md share: 0.8M parameters, bytes of books (which: records/README.md).
 dataset = 'books'
 model_size = 'tiny'
 block_size = 128
