@@ -229,7 +229,7 @@ class HutchinsonHook(HessianHook):
 
     def start(self, iter_num, loss_scale=1.0):
         self.rows = []
-        return super().start(iter_num, loss_scale)
+        return super().start(iter_num)  # no loss scale enters the products, so none excuses an overflow
 
     def labels(self, X, Y):
         if n := self.take_rows(X):

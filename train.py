@@ -428,7 +428,7 @@ def main(argv):
         step = train_step(run, sequences, state.iter)
         lifecycle.check_step(run, log, state, step, loader)
         if first and not step.problem:  # a state that no checkpoint can hold is found here, not at the first save
-            checkpoint.check_round_trip(world, run.raw_model, run.optimizer, make_optimizer(c, run.raw_model))
+            checkpoint.check_round_trip(world, run.optimizer, make_optimizer(c, run.raw_model))
             first = False
         seconds = time.perf_counter() - started
         speed.add(seconds, step.tokens, step.estimated)
