@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from runtime import checkpoint, runlog
+from runtime import checkpoint, optim, runlog
 from runtime.device import device_name
 from runtime.distributed import under_torchrun
 from runtime.files import code_hash, write_text
@@ -47,6 +47,7 @@ class Start:
             return {}
         with world.exit_together():
             checkpoint.restore(self.path, self.saved, model, optimizer, scaler)
+            optim.back_to_training(optimizer)  # checkpoints are saved in evaluation mode
         state, self.saved = self.saved['train_state'], None  # frees the memory
         if not self.comparable:
             state.update(best_val_loss=float('inf'), last_eval_iter=-1)
