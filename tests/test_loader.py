@@ -302,7 +302,8 @@ def test_a_part_of_weight_0_is_only_validated_on(two):
     ('a:0.7,b', "--dataset=a:0.7,b: 'b' is not NAME:WEIGHT; a mixture is written a:0.7,b:0.3"),
     ('a,b', "--dataset=a,b: 'a' is not NAME:WEIGHT"), ('a:-1,b:2', "'a:-1' is not"), ('a:nan,b:2', "'a:nan' is not"),
     ('a:inf,b:2', "'a:inf' is not"), (':1,b:2', "':1' is not"), ('a:x', "'a:x' is not"),
-    ('a:1,a:2', 'two parts have the same name'), ('a:0,b:0', 'needs a weight above 0'), ('a:1,./data/a:1', 'two parts have the same name'),
+    ('a:1,a:2', 'two parts have the same name'), ('a:1,./data/a:1', 'two parts have the same name'),
+    ('a:0,b:0', 'needs a weight above 0'),
     ('a:1,bb:1', '--dataset=bb: no directory data/bb; did you mean b?'),
     ('a:1,c:1', 'data/c/train.bin: made with another tokenizer (char) than data/a/train.bin (byte); prepare all'),
     ('a:1,c:0', 'data/c/val.bin: made with another tokenizer (char)')])
