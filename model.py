@@ -136,7 +136,7 @@ class GPT(nn.Module):
             ln_f=nn.LayerNorm(config.n_embd, bias=config.bias)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
-        self.apply(self._init_weights)  # over what the constructors of submodules have drawn
+        self.apply(self._init_weights)  # replaces the weights that the submodules' constructors have drawn
         # GPT-2's depth scaling: each block adds to the residual stream twice.
         for name, p in self.named_parameters():
             if name.endswith('c_proj.weight'):
@@ -170,8 +170,8 @@ class GPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         divisors = [None] * self.config.n_layer
         if self.config.scale_attn_by_inverse_layer_idx:
-            # Tensors, because a Python number would give every compiled block a graph of its own; of integers, which
-            # are exact in 16 bits, too.
+            # Tensors, because a Python number would give compiled blocks several graphs; and integers, because
+            # bfloat16 holds them exactly.
             divisors = torch.arange(1, self.config.n_layer + 1, device=idx.device)
         for block, divisor in zip(self.transformer.h, divisors):
             x = block(x, divisor)
@@ -251,7 +251,7 @@ class GPT(nn.Module):
             raise SystemExit(f'{name}: its output head is not tied to the embeddings, which is not supported')
         if (block_size or 0) > c.n_positions:
             raise SystemExit(f'--block_size={block_size}: {name} has {c.n_positions} positions; set at most that')
-        # Hugging Face's GPT-2 always has biases; those of an export without biases are zero, unless trained since.
+        # Hugging Face's GPT-2 always has biases; in an export of a model without any they are zero, unless trained.
         bias = getattr(c, 'bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
         weights = {key: w.t().contiguous() if key.endswith(TRANSPOSED) else w for key, w in weights.items()
                    if bias or not key.endswith('.bias')}
@@ -275,7 +275,7 @@ def load_hf(name):
     except Exception as error:  # whatever a damaged folder or the network makes transformers raise
         raise SystemExit(f'{name}: cannot be loaded from Hugging Face\'s format ({first_line(error)})') from None
     if problems := [*report['missing_keys'], *report['mismatched_keys'], *report['unexpected_keys']]:
-        raise SystemExit(f'{name}: its weights are not those of a GPT-2 with its config.json ({problems[0]})')
+        raise SystemExit(f'{name}: its weights do not fit its config.json ({problems[0]})')
     return model.float()
 
 

@@ -20,7 +20,7 @@ MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or
 
 @dataclass
 class Loaded:
-    """A model in eval mode and what belongs to it.
+    """A model in eval mode, with its tokenizer and checkpoint.
 
     name: a short one, for tables. tokenizer: None if unknown. state: the checkpoint without weights and optimizer; {}
     for a Hugging Face model.

@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import train
-from analysis.runs import INCIDENTAL, print_table, read_run, write_csv
+from analysis.figures import print_table, write_csv
+from analysis.runs import INCIDENTAL, read_run
 from runtime.checkpoint import FAILED
 
 CHECKED_TOO = {'dataset', 'eval_iters', 'seed'}  # settings in which a trial must also agree with what is asked for

@@ -18,7 +18,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.runs import read_json, write_json, write_text
+from analysis.figures import write_json, write_text
+from analysis.runs import read_json
 from analysis.trials import FAILED, ROOT, add_launcher, show, split_values, train_all, trials_of
 
 

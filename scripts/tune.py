@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
-from analysis.runs import write_json
+from analysis.figures import write_json
 from analysis.trials import add_launcher, canonical, show, split_values, train_all, trials_of
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face both ways: transformers computes our logits from an export, and we compute those of its models."""
+"""Hugging Face both ways: transformers computes our logits from an export, and we compute the logits of its models."""
 
 import json
 import subprocess

@@ -15,8 +15,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from analysis.figures import figure, plain, png_path, print_table, save
 from analysis.load import MODEL_HELP, load, open_bins
-from analysis.runs import figure, plain, png_path, print_table, save
 from data.loader import Mixture, TrainLoader
 from sophia import gauss_newton_bartlett, hutchinson
 

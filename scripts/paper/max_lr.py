@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import figure, legend, optimizer_label, png_path, print_table, save
+from analysis.figures import figure, legend, optimizer_label, png_path, print_table, save
 from analysis.trials import add_launcher, train_all, trials_of
 
 # The list that the paper searches (section Hyperparamter Tuning), rising.

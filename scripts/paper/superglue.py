@@ -22,8 +22,8 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from analysis.figures import figure, legend, plain, png_path, print_table, save
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
-from analysis.runs import figure, legend, plain, png_path, print_table, save
 from runtime.device import DTYPES
 from scripts.paper.superglue_prompts import TASKS
 
