@@ -205,7 +205,6 @@ class TrainState:
     skipped_in_a_row: int = 0  # latest iterations whose loss or gradient was not finite
     best_val_loss: float = float('inf')
     last_eval_iter: int = -1
-    latest_losses: list = field(default_factory=list)  # up to 100
 
 
 def make_model(c, world, start, data):
@@ -407,7 +406,7 @@ def main(argv):
     loader = TrainLoader(train_data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          state.iter)
     speed = Speed(run.raw_model.flops_per_token(), world)
-    stops = StopSignals(c.max_hours, speaks=world.is_master, saves=not c.eval_only)
+    stops = StopSignals(c.max_hours, speaks=world.is_master)
     stopping, first = False, True
 
     while not stopping:

@@ -15,7 +15,6 @@ import pickle
 import re
 import shutil
 import socket
-import zipfile
 from pathlib import Path
 
 from runtime import optimizer_state
@@ -32,8 +31,8 @@ TO_RESUME = 'train_state', 'optimizer', 'scaler', 'data'
 # Settings whose change alters nothing that a run computes, except for rounding.
 HARMLESS = {
     'out_dir', 'init_from', 'eval_interval', 'eval_only', 'log_interval', 'always_save_checkpoint', 'keep_checkpoints',
-    'ignore_data_change', 'max_hours', 'show_config', 'wandb_log', 'wandb_project', 'wandb_run_name', 'trackio_log',
-    'dataset', 'batch_size', 'gradient_accumulation_steps', 'parallel', 'activation_checkpointing', 'backend', 'device',
+    'ignore_data_change', 'max_hours', 'show_config', 'wandb_log', 'wandb_project', 'wandb_run_name', 'dataset',
+    'batch_size', 'gradient_accumulation_steps', 'parallel', 'activation_checkpointing', 'backend', 'device',
     'compile'}
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,20 +66,12 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
         if world.is_master:
             if best:
                 link_best(path)
-            remove(path.with_suffix('') if path.suffix else path.with_suffix('.pt'))
             prune(path.parent, number(path), keep)
-    except (OSError, RuntimeError) as error:  # torch.save raises a RuntimeError where a write fails
+    except OSError as error:
         saved = False
         if world.is_master:
-            kept = '; older checkpoints are kept' if checkpoints(out_dir) else ''
-            warn(f'{path}: could not be saved ({reason_of(error)}){kept}; training continues')
+            warn(f'{path}: could not be saved ({error.strerror or error}); training continues')
     return path if world.from_master(int(saved)) else None
-
-
-def reason_of(error):
-    """Why a write failed; torch.save hides the error of the file system behind one of its own."""
-    error = error.__context__ if isinstance(error.__context__, OSError) else error
-    return getattr(error, 'strerror', None) or first_line(error)
 
 
 def check_plain(values, name):
@@ -110,31 +101,23 @@ def check_round_trip(world, optimizer, fresh):
 
 def link_best(path):
     """Makes best.pt, or `best` for a directory, a link to the checkpoint `path`."""
-    partial = path.with_name('best.partial')
+    partial, best = path.with_name('best.partial'), path.with_name('best' + path.suffix)
     partial.unlink(missing_ok=True)
     partial.symlink_to(path.name)
-    for old in path.with_name('best'), path.with_name('best.pt'):
-        if old.is_dir() and not old.is_symlink():  # a copy that followed the link
-            shutil.rmtree(old)
-        elif old.suffix != path.suffix:
-            old.unlink(missing_ok=True)
-    partial.replace(path.with_name('best' + path.suffix))
+    partial.replace(best)
+    (path.with_name('best') if path.suffix else path.with_name('best.pt')).unlink(missing_ok=True)  # of the other kind
 
 
 def prune(out_dir, iteration, keep):
     """Removes all but the `keep` newest checkpoints up to `iteration`, and the best one."""
     best = path_of(out_dir, BEST).resolve()
     for old in [path for path in checkpoints(out_dir) if number(path) <= iteration][keep:]:
-        if old.resolve() != best:
-            remove(old)
-
-
-def remove(path):
-    """Removes a checkpoint, if there is one; a directory leaves its place at once."""
-    if path.is_dir():
-        shutil.rmtree(path.rename(path.with_suffix('.old.partial')))
-    else:
-        path.unlink(missing_ok=True)
+        if old.resolve() == best:
+            continue
+        if old.is_dir():
+            shutil.rmtree(old.rename(old.with_suffix('.partial')))  # it leaves its place at once
+        else:
+            old.unlink()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -176,8 +159,7 @@ def load(path, weights=True, share=(0, 1)):
     if path.is_dir() and not is_shards(path):
         numbers = [number(p) for p in checkpoints(path)]
         if not numbers:
-            hint = 'name ckpt.pt, nanoGPT\'s, itself' if (path / 'ckpt.pt').is_file() else 'train first'
-            raise SystemExit(f'{path}: no checkpoint ckpt_*.pt in it; {hint}, or check --out_dir')
+            raise SystemExit(f'{path}: no checkpoint ckpt_*.pt in it; train first, or name the file')
         return newest(path, numbers, weights)
     if not path.exists():
         raise SystemExit(f'{path}: no such checkpoint')
@@ -189,10 +171,8 @@ def load(path, weights=True, share=(0, 1)):
             state = load_pt(path)
         require(state, REQUIRED)
         return path, dict(state, model=clean_state_dict(state['model']))
-    except pickle.UnpicklingError:
+    except pickle.UnpicklingError:  # torch's message advises to load it nevertheless
         reason = 'it holds objects that could run code, which no checkpoint does'
-    except zipfile.BadZipFile:
-        reason = 'it is truncated, or something else'
     except Exception as error:  # whatever a damaged or foreign file makes torch raise
         reason = first_line(error)
     raise SystemExit(f'{path}: not a checkpoint of this repository ({reason})')
@@ -249,16 +229,12 @@ def open_run(world, out_dir, init_from, read_only=False):
     resumes, must_resume = init_from in ('resume', 'auto') or restarts() > 0, init_from == 'resume' and not restarts()
     with world.exit_together():
         numbers = [number(path) for path in checkpoints(out_dir)] if world.is_master else []
-        if world.is_master and resumes and not numbers and (out_dir / 'ckpt.pt').is_file():
-            raise SystemExit(f'{out_dir / "ckpt.pt"}: a checkpoint of nanoGPT, which does not say what data it has '
-                             'seen; make it a Hugging Face folder with scripts/export_hf.py, and start from that '
-                             'with --init_from=FOLDER in another --out_dir')
         if world.is_master and must_resume and not numbers:
-            raise SystemExit(f'{out_dir}: no checkpoint in it, nothing to resume; check --out_dir, or use '
-                             '--init_from=auto')
+            raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it, nothing to resume; check --out_dir, or use '
+                             "--init_from=auto; train from nanoGPT's ckpt.pt by scripts/export_hf.py and "
+                             '--init_from=FOLDER')
         if world.is_master and not read_only:
             lock_out_dir(out_dir)
-            numbers = [number(path) for path in checkpoints(out_dir)]  # with one that the lock has put into its place
             if not resumes and numbers:
                 raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that run '
                                  'with --init_from=resume (or auto), or choose another --out_dir')
@@ -299,13 +275,10 @@ def lock_out_dir(out_dir):
             raise SystemExit(f'{out_dir}: not restarted, for it would fail again: {(out_dir / FAILED).read_text()}')
         (out_dir / FAILED).unlink(missing_ok=True)
         for partial in out_dir.glob('*.partial'):
-            path = partial.with_suffix('').with_suffix('')
-            if partial.is_symlink() or not partial.is_dir():
-                partial.unlink()
-            elif is_shards(partial) and not path.exists():
-                partial.rename(path)  # it is complete, because state.pt comes last
-            else:
+            if partial.is_dir() and not partial.is_symlink():
                 shutil.rmtree(partial)
+            else:
+                partial.unlink()
     except OSError as error:
         raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); set --out_dir to a directory that '
                          'can') from None

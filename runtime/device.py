@@ -63,40 +63,6 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
 
 
-def synchronize(device):
-    """Waits until the device has done its work."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
-
-
-def memory_in_use(device):
-    """Bytes allocated on a GPU, else resident in this process (0 where the system does not say)."""
-    return torch.cuda.memory_allocated(device) if device.type == 'cuda' else process_status('VmRSS')
-
-
-def reset_peak_memory(device):
-    """Starts the measurement of `recent_peak_memory`."""
-    if device.type == 'cuda':
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path('/proc/self/clear_refs').write_text('5')
-
-
-def recent_peak_memory(device):
-    """The highest `memory_in_use` since `reset_peak_memory`."""
-    return torch.cuda.max_memory_allocated(device) if device.type == 'cuda' else process_status('VmHWM')
-
-
-def process_status(key):
-    """A number of bytes in /proc/self/status; 0 where there is none."""
-    with contextlib.suppress(OSError):
-        for line in Path('/proc/self/status').read_text().splitlines():
-            if line.startswith(f'{key}:'):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
 def peak_memory(device):
     """The most bytes in use so far: allocated on a GPU, else resident in this process."""
     if device.type == 'cuda':

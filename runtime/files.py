@@ -55,11 +55,14 @@ def write_json(path, value, sync=False):
 
 
 def save_pt(path, state):
-    """Writes the dict `state` as the file `path`, complete and synced or not at all. OSError or, by torch.save,
-    RuntimeError where the file system fails."""
+    """Writes the dict `state` as the file `path`, complete and synced or not at all. OSError where the file system
+    fails."""
     import torch
-    with atomic_write(path, sync=True) as f:
-        torch.save(state, f)
+    try:
+        with atomic_write(path, sync=True) as f:
+            torch.save(state, f)
+    except RuntimeError as error:  # torch.save hides the error of the file system behind one of its own
+        raise OSError(*getattr(error.__context__, 'args', error.args)) from None
     sync_directory(Path(path).parent)
 
 

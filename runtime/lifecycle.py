@@ -155,15 +155,11 @@ def require_finite(**numbers):
 
 
 def check_step(run, log, state, step, loader):
-    """Counts a step whose update was skipped, and ends the run after too many; notes loss spikes."""
+    """Counts a step whose update was skipped, and ends the run after too many."""
     c, world = run.config, run.world
     if not step.problem:
         state.skipped_in_a_row = 0
         state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
-        usual = runlog.loss_spike(state.latest_losses, step.loss)
-        if usual is not None:
-            log.record(state, f'iter {state.iter}: loss spike, {step.loss:.4f} after {usual:.4f}',
-                       dict(loss_spike=step.loss))
         return
     state.skipped_in_a_row += 1
     where = loader.describe(state.iter, world.gather(step.losses))
@@ -203,8 +199,7 @@ def close_run(run, log, state, stopped_by):
     log.close()
     run.world.close()
     if not run.saved:
-        older = any(checkpoint.number(p) >= 0 for p in checkpoint.checkpoints(c.out_dir))
-        raise SystemExit(f'{c.out_dir}: the last checkpoint could not be saved; '
-                         + ('the one before it is the newest' if older else 'there is none'))
+        newest = next(iter(checkpoint.checkpoints(c.out_dir)), 'none')
+        raise SystemExit(f'{c.out_dir}: the last checkpoint could not be saved; the newest one there: {newest}')
     if stopped_by and not under_torchrun():  # which takes every exit code but 0 for a failure
         raise SystemExit(STOPPED)

@@ -1,6 +1,7 @@
 """The logs of a run: config.json and metrics.jsonl in its out_dir, its lines on the terminal."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -41,22 +42,18 @@ class RunLog:
             except Exception as error:  # no login, no network, …
                 raise SystemExit(f'--wandb_log=True: {type(error).__name__}: {first_line(error)}') from None
 
-    def write(self, entry, line):
-        """Adds the dict `entry`, which has an 'iter', to metrics.jsonl without what is not finite; prints `line`."""
-        self.val_loss = entry.get('val/loss', self.val_loss)
-        if self.path:
-            finite = {key: value for key, value in entry.items()
-                      if not isinstance(value, float) or math.isfinite(value)}
-            append_line(self.path, json.dumps(finite))
-            if self.wandb:
-                self.wandb.log(finite)
-        self.print(line)
-        if 'update_unclipped' in entry:
-            self._advise(entry['iter'], entry['update_unclipped'])
-
     def record(self, state, line, metrics):
-        """Writes the dict `metrics` of iteration state.iter with the tokens and seconds so far; prints `line`."""
-        self.write(dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **metrics), line)
+        """Adds a line to metrics.jsonl: the dict `metrics` of iteration state.iter, without what is not finite, and the
+        tokens and seconds so far. Prints `line`."""
+        self.val_loss = metrics.get('val/loss', self.val_loss)
+        if self.path:
+            entry = dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **{
+                key: value for key, value in metrics.items() if math.isfinite(value)})
+            append_line(self.path, json.dumps(entry))
+            if self.wandb:
+                self.wandb.log(entry)
+        self.print(line)
+        self._advise(state.iter, metrics.get('update_unclipped', 0.5))
 
     def print(self, line):
         """Prints `line`, above the progress bar where there is one."""
@@ -83,14 +80,13 @@ class RunLog:
             self.bar.set_postfix_str('')
 
     def eta(self):
-        """The time that the rest of the run takes at the pace of this process, evaluations included, as ', ETA 1:02' or
-        ', ETA 10:02:03'; '' before its second iteration ends. The first one does not count, because it compiles."""
+        """The time that the rest of the run takes at the pace of this process, evaluations included, as ', ETA 01:02';
+        '' before its second iteration ends. The first one does not count, because it compiles."""
         steps = self.done - self.initial - 1
         if steps < 1:
             return ''
-        seconds = round((time.monotonic() - self.first_step_ended) / steps * (self.total - self.done))
-        minutes = f'{seconds // 60}' if seconds < 3600 else f'{seconds // 3600}:{seconds // 60 % 60:02}'
-        return f', ETA {minutes}:{seconds % 60:02}'
+        pace = (time.monotonic() - self.first_step_ended) / steps
+        return f', ETA {tqdm.format_interval(pace * (self.total - self.done))}'
 
     def progress_line(self, iteration, metrics):
         """The line of an iteration for the terminal, from its `metrics`."""
@@ -120,18 +116,11 @@ class RunLog:
 
     def _advise(self, iteration, unclipped):
         """Says once, when the warm-up has ended, that γ is far from where both the clip and the Hessian act."""
-        warmup_iters = self.values['warmup_iters'] if self.values['decay_lr'] else 0
-        if self.advised or iteration < warmup_iters or 0.01 <= unclipped <= 0.9:
+        if self.advised or iteration < self.values['warmup_iters'] or 0.01 <= unclipped <= 0.9:
             return
         self.advised = True
-        if unclipped < 0.01:
-            means, way = ('γ·h is too small against m, and nearly every update is the learning rate times the sign of '
-                          'm'), 'raise'
-        else:
-            means, way = ('γ·h is too large against m, and nearly every update is smaller than the learning rate, '
-                          'without the clip'), 'lower'
-        self.print(f'note: {unclipped:.1%} of the coordinates are unclipped: {means}; {way} --gamma until '
-                   'update_unclipped is between 0.1 and 0.5')
+        self.print(f'note: {unclipped:.1%} of the coordinates are unclipped; {"raise" if unclipped < 0.5 else "lower"} '
+                   '--gamma until update_unclipped is between 0.1 and 0.5')
 
     def _ensure_bar(self):
         """Whether there is a progress bar, after making it on a terminal that has none yet."""
@@ -169,16 +158,6 @@ def start_wandb(path, values):
     return run
 
 
-def loss_spike(latest, loss):
-    """The mean of the `latest` 100 losses (a list, changed in place) if `loss` is 5 standard deviations above it, else
-    None; adds `loss`."""
-    mean = None
-    if len(latest) == 100 and loss > np.mean(latest) + 5 * np.std(latest):
-        mean = float(np.mean(latest))
-    latest[:] = [*latest[-99:], loss]
-    return mean
-
-
 def describe_run(out_dir, values, sources, **more):
     """Writes config.json: every setting and its source, the command, versions, the machine, the code, and `more`."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
@@ -193,33 +172,26 @@ def describe_run(out_dir, values, sources, **more):
 def machine():
     """This machine as a dict: cpu and gpu (model names; gpu None without CUDA), cores (that this process may use),
     threads (of torch)."""
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace').splitlines()
-        cpu = next((line.partition(':')[2].strip() for line in lines if line.startswith('model name')), cpu)
-    except OSError:  # not Linux
-        pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    try:
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    except RuntimeError:  # a forked process, which cannot use CUDA
-        gpu = None
-    return dict(cpu=cpu, gpu=gpu, cores=cores, threads=torch.get_num_threads())
+    info = Path('/proc/cpuinfo')
+    lines = info.read_text(encoding='utf-8').splitlines() if info.is_file() else []
+    models = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
+    return dict(cpu=models[0] if models else platform.processor() or platform.machine(),
+                gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                cores=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(),
+                threads=torch.get_num_threads())
 
 
 def append_line(path, line):
     """Adds `line` to the file `path`, whole or not at all; warns when the file system fails."""
-    data = line.encode() + b'\n'
-    problem = 'No space left on device'
+    data = f'{line}\n'.encode()
     try:
         with path.open('ab', buffering=0) as f:
             size = f.tell()
-            if f.write(data) == len(data):
-                return
-            f.truncate(size)
+            if f.write(data) < len(data):
+                f.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
-        problem = error.strerror
-    warn(f'{path}: a line could not be written ({problem}); training continues')
+        warn(f'{path}: a line could not be written ({error.strerror}); training continues')
 
 
 def rewind_log(path, iteration, last_eval_iter):

@@ -56,18 +56,17 @@ def write(world, path, model, state, shards):
     sums = world.gather(torch.tensor([checksum(mine) if mine.is_file() else -1], device=world.device)).flatten()
     if not world.is_master:
         return
+    files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
+    files['.metadata'] = checksum(partial / '.metadata')
     try:
-        files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
-        files['.metadata'] = checksum(partial / '.metadata')
         save_pt(partial / 'state.pt', dict(state, files=files, tied=tied(model)))
         if path.is_dir():  # this iteration's checkpoint from before its evaluation
             path.rename(old)
         partial.replace(path)
         sync_directory(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, RuntimeError):
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        shutil.rmtree(old, ignore_errors=True)
 
 
 class ShardWriter(dcp.FileSystemWriter):
