@@ -311,16 +311,16 @@ def train_step(run, sequences, iter_num):
 
 
 @torch.no_grad()
-def evaluate(run, val_data, stops, progress=iter):
+def evaluate(run, val_data, stops):
     """(mean cross-entropy, mean training loss) over the validation sequences, each rank its share; None when a rank was
-    asked to stop meanwhile. `progress` passes the batches on, and may show how far they are."""
+    asked to stop meanwhile."""
     c, world = run.config, run.world
     run.raw_model.eval()
     total = world.zeros(3)  # the sums of both losses, and the number of predictions
     batches = ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
                                world.size, world.device)
     stopping = False
-    for X, Y in progress(batches):
+    for X, Y in batches:
         stopping, = world.any(stops.stop)
         if stopping:
             break
@@ -340,7 +340,7 @@ def evaluate_and_save(run, state, val_data, log, stops):
     rank was asked to stop meanwhile; then the resumed run evaluates again."""
     c = run.config
     with optim.evaluating(run.optimizer):
-        losses = {name: evaluate(run, data, stops, log.evaluating) for name, data in val_data.items()}
+        losses = {name: evaluate(run, data, stops) for name, data in val_data.items()}
     if None in losses.values():
         return True
     state.last_eval_iter = state.iter
@@ -439,7 +439,6 @@ def main(argv):
                        'grad_clipped': state.clipped / (state.iter + 1),
                        **dict(zip(measured, torch.stack([*measured.values()]).tolist())), **speed.metrics()}
             log.record(state, log.progress_line(state.iter, metrics), metrics)
-        log.update(step.loss)
         state.tokens += step.tokens
         state.iter += 1
         stopping, save_now = world.any(*stops.poll())

@@ -95,7 +95,7 @@ def open_log(c, world, start, state, model, train_data, fingerprints):
     writes = world.is_master and not c.eval_only
     if writes:
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
-    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master)
+    log = runlog.RunLog(c.out_dir if writes else None, c.values, world.is_master)
     if writes:
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
                             flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
@@ -164,7 +164,7 @@ def check_step(run, log, state, step, loader):
     state.skipped_in_a_row += 1
     where = loader.describe(state.iter, world.gather(step.losses))
     # float16's loss scale starts at 2^16 and is halved at each overflow: up to 40 in a row are normal.
-    overflow = run.scaler.is_enabled() and math.isfinite(step.loss)
+    overflow = run.scaler.is_enabled() and 'gradient' in step.problem
     if state.skipped_in_a_row > (max(c.skip_nonfinite, 40) if overflow else c.skip_nonfinite):
         abort(c, world, log, state.iter, step.problem,
               f', or skip it with --skip_nonfinite={state.skipped_in_a_row}', where)

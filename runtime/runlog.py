@@ -7,35 +7,30 @@ import math
 import os
 import platform
 import sys
-import time
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from runtime.files import code_hash, first_line, git_commit, warn, write_json, write_text
 
 
 class RunLog:
-    """The reports of a run: metrics.jsonl; the terminal, with a progress bar; Weights & Biases if asked for."""
+    """The reports of a run: metrics.jsonl; its lines on the terminal; Weights & Biases if asked for."""
 
-    def __init__(self, out_dir, values, total, initial, enabled):
+    def __init__(self, out_dir, values, enabled):
         """Starts to report.
 
         Args:
             out_dir: where metrics.jsonl is; None writes no file, and reports to the terminal only.
             values: the settings, key → value.
-            total, initial: iterations of the run, and those already done.
             enabled: whether this rank reports; on the others every method does nothing.
         """
         self.path = Path(out_dir) / 'metrics.jsonl' if enabled and out_dir else None
-        self.values, self.enabled, self.total, self.initial, self.done = values, enabled, total, initial, initial
-        self.bar, self.first_step_ended = None, None
-        self.val_loss = None  # of the last evaluation
-        self.advised = False
-        self.wandb = None
+        self.values, self.enabled, self.wandb = values, enabled, None
+        self.advised = False  # whether `_advise` has said something
         if self.path and values.get('wandb_log'):
             try:
                 self.wandb = start_wandb(self.path, values)
@@ -45,7 +40,6 @@ class RunLog:
     def record(self, state, line, metrics):
         """Adds a line to metrics.jsonl: the dict `metrics` of iteration state.iter, without what is not finite, and the
         tokens and seconds so far. Prints `line`."""
-        self.val_loss = metrics.get('val/loss', self.val_loss)
         if self.path:
             entry = dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **{
                 key: value for key, value in metrics.items() if math.isfinite(value)})
@@ -56,61 +50,30 @@ class RunLog:
         self._advise(state.iter, metrics.get('update_unclipped', 0.5))
 
     def print(self, line):
-        """Prints `line`, above the progress bar where there is one."""
+        """Prints `line`."""
         if self.enabled:
-            tqdm.write(line)
-            sys.stdout.flush()
-
-    def update(self, loss):
-        """Counts one iteration, whose training loss the bar shows."""
-        self.done += 1
-        if self.first_step_ended is None:
-            self.first_step_ended = time.monotonic()
-        if self._ensure_bar():
-            self.bar.set_postfix_str(f'loss {loss:.4f}{self.eta()}', refresh=False)
-            self.bar.update()
-
-    def evaluating(self, batches):
-        """Yields `batches`, which have a length, while the bar says how far they are."""
-        for i, batch in enumerate(batches, 1):
-            if self._ensure_bar():
-                self.bar.set_postfix_str(f'evaluating {i}/{len(batches)}')
-            yield batch
-        if self.bar is not None:
-            self.bar.set_postfix_str('')
-
-    def eta(self):
-        """The time that the rest of the run takes at the pace of this process, evaluations included, as ', ETA 01:02';
-        '' before its second iteration ends. The first one does not count, because it compiles."""
-        steps = self.done - self.initial - 1
-        if steps < 1:
-            return ''
-        pace = (time.monotonic() - self.first_step_ended) / steps
-        return f', ETA {tqdm.format_interval(pace * (self.total - self.done))}'
+            print(line, flush=True)
 
     def progress_line(self, iteration, metrics):
-        """The line of an iteration for the terminal, from its `metrics`."""
-        return (f'iter {iteration}/{self.total}: loss {metrics["train/loss"]:.4f}, lr {metrics["lr"]:.2e}, '
+        """The line of an iteration for the terminal, from its `metrics`. Its ETA leaves out evaluations."""
+        total = self.values['max_iters']
+        left = timedelta(seconds=round(metrics['step_ms'] / 1e3 * (total - iteration - 1)))
+        return (f'iter {iteration}/{total}: loss {metrics["train/loss"]:.4f}, lr {metrics["lr"]:.2e}, '
                 f'grad norm {metrics["grad_norm"]:.2f}, {metrics["step_ms"]:.0f} ms, '
-                f'{metrics["tokens_per_sec"]:,.0f} tokens/s{self.eta()}')
+                f'{metrics["tokens_per_sec"]:,.0f} tokens/s, ETA {left}')
 
     def print_what_next(self, iteration, best_val_loss, stopped):
         """Prints the result of a finished run and what to look at, or how a `stopped` one continues."""
-        self._end_bar()
-        out_dir, last = self.values['out_dir'], self.val_loss
+        out_dir = self.values['out_dir']
         if not stopped:
-            lowest = f'lowest val loss {best_val_loss:.4f}'
-            result = lowest if last is None else f'val loss {last:.4f}, ' + (
-                'the lowest' if last <= best_val_loss else lowest)
-            self.print(f'done: {result}; checkpoints (the newest, the best) and metrics.jsonl are in {out_dir}')
+            self.print(f'done: lowest val loss {best_val_loss:.4f}; checkpoints and metrics.jsonl are in {out_dir}')
             self.print(f'next: python scripts/sample.py {out_dir}, python scripts/plot.py {out_dir}')
         elif iteration > 0:  # it has saved
             resumes_alone = self.values['init_from'] in ('auto', 'resume')
             self.print('the same command' + ('' if resumes_alone else ' with --init_from=auto') + ' resumes it')
 
     def close(self):
-        """Ends the progress bar, and the run of Weights & Biases."""
-        self._end_bar()
+        """Ends the run of Weights & Biases."""
         if self.wandb:
             self.wandb.finish()
 
@@ -121,18 +84,6 @@ class RunLog:
         self.advised = True
         self.print(f'note: {unclipped:.1%} of the coordinates are unclipped; {"raise" if unclipped < 0.5 else "lower"} '
                    '--gamma until update_unclipped is between 0.1 and 0.5')
-
-    def _ensure_bar(self):
-        """Whether there is a progress bar, after making it on a terminal that has none yet."""
-        if self.bar is None and self.enabled and sys.stderr.isatty():
-            self.bar = tqdm(total=self.total, initial=self.done, unit='it', file=sys.stderr,
-                            bar_format='{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]')
-        return self.bar is not None
-
-    def _end_bar(self):
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
 
 
 def start_wandb(path, values):

@@ -74,8 +74,7 @@ class StopSignals:
         must not be entered again."""
         if self.speaks:
             with contextlib.suppress(OSError):
-                clear = '\r\033[K' if os.isatty(2) else ''  # the progress bar, and the terminal's ^C
-                os.write(2, f'{clear}{text}\n'.encode())
+                os.write(2, f'{text}\n'.encode())
 
     @property
     def stop(self):
