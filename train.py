@@ -15,11 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-try:
-    import numpy  # noqa: F401 - torch works without it, the data loader does not
-    import torch
-except ModuleNotFoundError as error:
-    raise SystemExit(f'{error.name} is not installed: run make install, then .venv/bin/python train.py') from None
+import torch
 
 import configurator
 import optimizers
@@ -53,7 +49,7 @@ max_hours = setting(0.0, at_least=0)  # save and stop after this many hours; 0 =
 skip_nonfinite = setting(0, at_least=0)  # iterations in a row to skip if loss or gradient is not finite; 0 = stop
 show_config = False  # print every setting with its source, and exit
 # wandb logging, optional
-wandb_log = setting(False, package='wandb')  # mirror the metrics to Weights & Biases
+wandb_log = False  # mirror the metrics to Weights & Biases
 wandb_project = 'sophia'  # its project
 wandb_run_name = ''  # its run name; empty = out_dir
 # data

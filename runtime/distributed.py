@@ -143,10 +143,6 @@ class World:
             return [bool(flag) for flag in flags]
         return [n > 0 for n in self.sum(torch.tensor([float(flag) for flag in flags], device=self.device)).tolist()]
 
-    def all(self, flag):
-        """Whether `flag` is true on all ranks."""
-        return not self.any(not flag)[0]
-
     def zeros(self, n):
         """(n,) zeros, for sums over many batches: float64, or float32 on Apple's devices, which have no float64."""
         return torch.zeros(n, dtype=torch.float32 if self.device.type == 'mps' else torch.float64, device=self.device)

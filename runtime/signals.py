@@ -61,20 +61,14 @@ class StopSignals:
             self.save = True
         elif not self.reason:
             self.reason, self.received_at = signal.Signals(number).name, now
-            self._say(f'{self.reason}: stopping after this iteration; Ctrl-C again ends it at once')
+            if self.speaks:  # by the system call, because the signal may have interrupted a print
+                with contextlib.suppress(OSError):
+                    os.write(2, f'{self.reason}: stopping after this iteration; Ctrl-C again ends it now\n'.encode())
         elif number == signal.SIGINT and now > self.received_at + 1:
             # A second Ctrl-C ends the process at once. Within a second of the first signal it may be a launcher that
             # forwards what the terminal has sent to every process.
-            self._say('ended at once')
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    def _say(self, text):
-        """Writes a line to stderr by the system call, because the signal may have interrupted a print, whose stream
-        must not be entered again."""
-        if self.speaks:
-            with contextlib.suppress(OSError):
-                os.write(2, f'{text}\n'.encode())
 
     @property
     def stop(self):

@@ -1,8 +1,6 @@
 """Config files and flags: types, rejections, precedence, provenance."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, rejection
@@ -145,7 +143,7 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
     (['--parallel=fsdp', '--dtype=float16'],
      '--dtype=float16: must be bfloat16 or float32 for --parallel=fsdp'),
     (['-max_iters=5'], '-max_iters=5: flags begin with two dashes; write --max_iters=5'),
-    (['--learning_rate', '1e-3'], '--learning_rate: write --learning_rate=1e-3'),
+    (['--learning_rate', '1e-3'], '--learning_rate: write --learning_rate=VALUE'),
 ])
 def test_mistakes_are_named_with_what_helps(argv, message):
     assert rejection(train.resolve, argv) == message
@@ -161,12 +159,6 @@ def test_settings_that_are_valid_but_may_surprise_are_noted(monkeypatch):
         assert not [*lifecycle.notes(train.resolve(['--device=cuda', '--compile=False']))]
     (note,) = lifecycle.notes(train.resolve(['--max_iters=500', '--device=cpu']))
     assert note == 'note: the run of 500 iterations ends in its warm-up of 2000; see --warmup_iters'
-
-
-def test_what_train_py_needs_is_named_with_the_command_that_installs_it():
-    done = subprocess.run([sys.executable, '-S', str(ROOT / 'train.py')], capture_output=True, text=True)  # no packages
-    assert done.returncode == 1
-    assert done.stderr == 'numpy is not installed: run make install, then .venv/bin/python train.py\n'
 
 
 @pytest.mark.parametrize('flag', ['--help', '-h'])

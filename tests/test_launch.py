@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import INJECT, ROOT, command, finish, iterations, rejection
 
-from runtime import device
+from runtime import device, distributed
 from runtime.device import device_defaults
 from runtime.distributed import World
 from runtime.signals import STARTED, STOPPED, SafeStream, StopSignals
@@ -102,8 +102,8 @@ def test_a_cuda_device_has_an_index(monkeypatch, environment, index):
     chosen = []
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    for name, value in dict(is_available=lambda: True, device_count=lambda: 4, set_device=chosen.append).items():
-        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(distributed, 'check_device', torch.device)
+    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
     assert chosen == [World('cuda', 'nccl').device] == [torch.device('cuda', index)]
 
 

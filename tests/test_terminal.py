@@ -3,13 +3,11 @@
 import json
 import re
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import metrics, rejection
+from conftest import metrics
 
-import train as train_module
 from runtime import runlog
 from runtime.signals import STOPPED
 
@@ -54,18 +52,18 @@ at(3, lambda: time.sleep(0.5), rank={rank})
 """ for rank in (0, 1))
     done = train(tmp_path, faults=faults, ranks=2)
     assert done.code == STOPPED
-    assert done.err == 'SIGINT: stopping after this iteration; Ctrl-C again ends it at once\n'
+    assert done.err == 'SIGINT: stopping after this iteration; Ctrl-C again ends it now\n'
     assert done.out.splitlines()[-2:] == ['stopped at iteration 4 by SIGINT',
                                           'the same command with --init_from=auto resumes it']
     second = 'at(6, kill(signal.SIGINT))\nat(6, lambda: time.sleep(1.1))\nat(6, kill(signal.SIGINT))'
     done = train(tmp_path, '--init_from=auto', faults=second)
-    assert done.code == -signal.SIGINT and done.err.splitlines()[1:] == ['ended at once']
+    assert done.code == -signal.SIGINT
 
 
 def test_lines_show_the_progress_and_the_end_says_what_to_try_next(train, tmp_path):
     done = train(tmp_path)
-    lines = re.findall(r'^iter (\d+)/10: loss \d\.\d{4}, lr \d\.\d\de-\d\d, grad norm \d\.\d\d, \d+ ms, [\d,]+ tokens/s, '
-                       r'ETA 0:\d\d:\d\d$', done.out, flags=re.M)
+    lines = re.findall(r'^iter (\d+)/10: loss \d\.\d{4}, lr \d\.\d\de-\d\d, grad norm \d\.\d\d, \d+ ms, '
+                       r'[\d,]+ tokens/s, ETA 0:\d\d:\d\d$', done.out, flags=re.M)
     assert lines == [str(i) for i in range(10)] and not done.err
     lowest = min(metrics(tmp_path, 'val/loss'))
     assert done.out.splitlines()[-2:] == [
@@ -133,14 +131,6 @@ def init(**_):
 wandb.init = init
 """)
     assert done.code == 1 and done.err == '--wandb_log=True: RuntimeError: no API key\n'
-
-
-def test_a_missing_package_is_named_before_anything_is_trained(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, 'wandb', None)
-    assert rejection(train_module.resolve, ['--wandb_log=True']) == '--wandb_log=True needs: pip install wandb'
-    config = tmp_path / 'config.py'
-    config.write_text('wandb_log = True\n')
-    assert rejection(train_module.resolve, [str(config)]) == f'{config}: wandb_log = True needs: pip install wandb'
 
 
 @pytest.mark.parametrize('flags, message', [

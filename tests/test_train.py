@@ -78,18 +78,6 @@ def test_importing_train_leaves_slow_modules_out():
     assert subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True) == '[]\n'
 
 
-def test_denormals_are_flushed_in_training(main, tmp_path):
-    """A run whose attention had become sharp took twice the time for them."""
-    if not torch.set_flush_denormal(False):
-        pytest.skip('this processor cannot flush denormals')
-    try:
-        assert (torch.full((10_000,), 1e-39) * 1).count_nonzero() == 10_000
-        main(tmp_path, '--max_iters=1')
-        assert (torch.full((10_000,), 1e-39) * 1).count_nonzero() == 0
-    finally:
-        torch.set_flush_denormal(False)
-
-
 def test_logged_clipping_and_speed_add_up(reference):
     norms = np.array(metrics(reference['adamw'], 'grad_norm'))
     assert norms.min() < 0.85 < norms.max()
@@ -187,7 +175,7 @@ def test_a_first_save_that_fails_does_not_speak_of_older_checkpoints(main, tmp_p
 @pytest.mark.parametrize('flags, words', [
     (['--dataset=openwebtext'], 'run python data/openwebtext/prepare.py'),
     (['--dataset=nowhere'], 'data/nowhere/train.bin: no such file'),
-    (['--device=cuda'], 'torch finds no CUDA device here; use --device=cpu'),
+    (['--device=cuda'], '; use cuda, cuda:N, mps or cpu'),
     (['--block_size=60000'], 'too few for block_size = 60000'),
     (['--n_head=3'], '--n_head=3: must be a divisor of n_embd = 32'),
 ])
