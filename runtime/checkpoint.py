@@ -22,7 +22,7 @@ from runtime.distributed import restarts
 from runtime.files import first_line, load_pt, save_pt, warn
 
 BEST = -1  # stands for the best checkpoint where others have their iteration
-FAILED = 'failed.txt'  # the last message of a run that must not be restarted
+FAILED = 'failed.txt'  # the last message of a run that diverged
 LOCKS = []  # open files of this process that hold a lock
 
 REQUIRED = 'model', 'model_args', 'iter_num', 'config'
@@ -256,8 +256,6 @@ def lock_out_dir(out_dir):
         lock.truncate(0)
         lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
         lock.flush()
-        if restarts() and (out_dir / FAILED).is_file():
-            raise SystemExit(f'{out_dir}: not restarted, for it would fail again: {(out_dir / FAILED).read_text()}')
         (out_dir / FAILED).unlink(missing_ok=True)
         for partial in out_dir.glob('*.partial'):
             if partial.is_dir() and not partial.is_symlink():

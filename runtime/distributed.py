@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -41,7 +40,6 @@ class World:
         if device == 'cuda':
             device = f'cuda:{self.local_rank}'  # set_device needs an index
         self.device = check_device(device)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save before StopSignals handles it
         if self.device.type == 'cuda':
             torch.cuda.set_device(self.device)
         if self.size > 1 or self.sharded:
