@@ -32,7 +32,7 @@ two() {  # NAME CACHE FLAGS…: twelve steps of two ranks on one device, with th
 values() { grep -oP '"(train/loss|grad_norm|hessian_norm)": \K[^,}]+' "$WORK/two_$1/metrics.jsonl"; }
 agree() {  # RUN RUN: the largest relative difference of losses and norms
     paste <(values "$1") <(values "$2") | awk '{ d = $1 / $2 - 1; d = d < 0 ? -d : d; if (d > most) most = d }
-                                               END { print most, NR " values"; exit !NR || most > 1e-3 }'
+                                               END { print most + 0, NR " values"; exit !NR || most > 1e-3 }'
 }
 bench() { step "$1" $PY dev/bench.py --device=$DEVICE --rounds=$ROUNDS --output="$WORK/$1.json" "${@:2}"; }
 train() { step "$1" $PY train.py $TRAIN --dataset="$DATASET" --init_from=auto --out_dir="$WORK/$1" "${@:2}"; }
