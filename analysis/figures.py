@@ -32,6 +32,10 @@ SHORT = {'learning_rate': 'lr', 'max_iters': 'T', 'gamma': 'γ', 'beta1': 'β1',
          'hessian_interval': 'k', 'warmup_iters': 'warm-up', 'total_batch_size': 'batch', 'weight_decay': 'λ'}
 
 
+# The optimizers that have the same color in all pictures: C0, C1, ….
+COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'clip', 'gnb_mean', 'ef_clip']
+
+
 def optimizer_label(name):
     """The name of an optimizer in figures and tables, from --optimizer_name; for LIBRARY:CLASS, the class."""
     return OPTIMIZER_LABELS.get(name, name.rpartition(':')[2])
@@ -57,11 +61,19 @@ def figure(columns=1, width=5.0, height=3.7, **options):
     return fig, list(axes[0])
 
 
+def colors_of(names):
+    """{optimizer: color} for at most ten optimizers, COLORED or not."""
+    free = [i for i in range(10) if i >= len(COLORED) or COLORED[i] not in names]
+    return {name: f'C{COLORED.index(name) if name in COLORED else free.pop() if free else 9}' for name in names}
+
+
 def styles(names):
     """Options of ax.plot that tell lines apart, given the optimizer of each: up to ten lines have a color each; more
     have a color per optimizer, from dark to light; more than ten of a single optimizer have a scale of colors."""
     import numpy as np
     from matplotlib import colormaps, colors
+    if len(set(names)) == len(names) <= 10:
+        return [dict(color=color) for color in colors_of(names).values()]
     if len(names) <= 10:
         return [dict(color=f'C{i}') for i in range(len(names))]
     kinds = list(dict.fromkeys(names))

@@ -82,20 +82,26 @@ def holm(ps):
     return adjusted
 
 
+def fresh_losses(arms, name, seeds):
+    """The losses with these seeds of the one arm of an optimizer that has them; [] if none has."""
+    found = (losses(arm, seeds) for (optimizer, _), arm in arms.items() if optimizer == name)
+    return next(filter(None, found), [])
+
+
 def tests(runs):
     """Rows of the planned tests whose runs are all there: part A's four against Sophia-G, corrected by Holm; part C's
     primary and secondary test, as they are."""
     A, C, rows = arms_of(runs, 'A'), arms_of(runs, 'C'), []
     gamma = best_gamma(A)
-    reference = losses(A[('sophiag', gamma)], OF_BEST_GAMMA) if gamma else []
-    ones = {name: next(filter(None, (losses(arm, TESTED) for (other, _), arm in A.items() if other == name)), [])
-            for name in IN_TESTS}
+    reference = losses(A['sophiag', gamma], OF_BEST_GAMMA) if gamma else []
+    ones = {name: fresh_losses(A, name, TESTED) for name in IN_TESTS}
     if reference and all(ones.values()):
-        found = {name: difference(one, reference) for name, one in ones.items()}
-        for (name, result), p in zip(found.items(), holm([result['p'] for result in found.values()])):
-            rows.append({'comparison': f'A: {optimizer_label(name)} minus Sophia-G', 'n': '3, 3', **result, 'p, Holm': p})
-    sides = {name: next(filter(None, (losses(arm, range(1338, 1344)) for (other, _), arm in C.items()
-                                      if other == name)), []) for name in ('sophiag', 'adamw', 'clip')}
+        for name, one in ones.items():
+            rows.append({'comparison': f'A: {optimizer_label(name)} minus Sophia-G', 'n': '3, 3',
+                         **difference(one, reference)})
+        for row, p in zip(rows, holm([row['p'] for row in rows])):
+            row['p, Holm'] = p
+    sides = {name: fresh_losses(C, name, range(1338, 1344)) for name in ('sophiag', 'adamw', 'clip')}
     for name, what in ('adamw', 'primary'), ('clip', 'secondary'):
         if sides['sophiag'] and sides[name]:
             rows.append({'comparison': f'C, {what}: Sophia-G minus {optimizer_label(name)}', 'n': '6, 6',

@@ -29,7 +29,7 @@ from analysis.compare import (
     tuned_at_each_T,
     weaknesses,
 )
-from analysis.figures import figure, legend, optimizer_label, png_path, print_table, save
+from analysis.figures import colors_of, figure, legend, optimizer_label, png_path, print_table, save
 from analysis.runs import by_seed, find_runs, mean_loss
 
 # The columns of the three tables that are printed (None: all); the .json has all.
@@ -153,7 +153,7 @@ def efficiency_at(candidate, baseline):
 def draw(tuned, baseline, verdicts, k, panels):
     """The figure of some of PANELS, side by side."""
     fig, axes = figure(len(panels), width=4.6, height=3.8)
-    colors = {name: f'C{i}' for i, name in enumerate(tuned)}
+    colors = colors_of(tuned)
     for ax, panel in zip(axes, panels):
         PANELS[panel](ax, tuned, baseline, verdicts, k, colors)
     legend(fig, axes[0])
