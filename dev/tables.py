@@ -150,14 +150,12 @@ def loss(side):
 
 
 def minus_adamw(side, baseline, noise):
-    """(the difference of a `Tuned` to AdamW's with its 95 % interval, the p-value and its test), as text; empty where
-    there is none."""
+    """The difference of a `Tuned` to AdamW's with its 95 % interval, and the p-value, as text; empty if none."""
     if side is baseline or not side or not baseline:
         return '', ''
     row = same_horizon(side, baseline, noise)
     difference = f'{row["difference"]:+.3f}'.replace('-', '−')
-    return (difference, '') if row['p'] is None else (f'{difference} ± {row["plus_or_minus"]:.3f}',
-                                                     f'{row["p"]:.2g}, {row["test"]}')
+    return (difference, '') if row['p'] is None else (f'{difference} ± {row["plus_or_minus"]:.3f}', f'{row["p"]:.2g}')
 
 
 def study():
@@ -183,22 +181,6 @@ def study_losses():
 def searches():
     """The records of the coordinate searches, optimizer → dict."""
     return {name: read_json(RECORDS / f'tuning/{name}.json') for name in STUDY}
-
-
-def study_rates():
-    """The study's optimizers, and Lion, at 1,200 steps where only the learning rate was tuned; lowest loss first."""
-    starts = {name: {key: float(value) for key, value in record['start'].items() if key != 'learning_rate'}
-              for name, record in searches().items()}
-    runs = [run for run in find_runs([RECORDS / '1200', ROOT / 'records/study_others'])
-            if starts.get(run.optimizer_name, {}).items() <= run.config.items()]
-    sides = {name: tuned_at_each_T(runs, name)[1200] for name in (*STUDY, 'lion')}
-    noise, rows = noise_of(by_seed(runs)), []
-    for name, side in sorted(sides.items(), key=lambda item: item[1].mean):
-        tried = sorted(zip((settings['learning_rate'] for settings in side.tried), side.trials))
-        rows.append([optimizer_label(name), bold_at(side.learning_rate, tried), loss(side), str(len(side.best)),
-                     *minus_adamw(side, sides['adamw'], noise)])
-    return table(['optimizer', 'learning rate: loss of seed 1337', 'validation loss of the best', 'seeds',
-                  'minus AdamW', 'p'], rows)
 
 
 def study_search():
@@ -229,7 +211,7 @@ def bold_at(best, tried):
 PAGES = {'README.md': [study_losses],
          'docs/settings.md': [settings, metrics],
          'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
-         'records/study/README.md': [study, study_search, study_rates]}
+         'records/study/README.md': [study, study_search]}
 
 
 def current(page, text):
