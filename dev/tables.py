@@ -101,14 +101,12 @@ def optimizer_settings():
 
 
 def learning_rates():
-    """The peak learning rate of every optimizer of the table, by model size."""
-    def of(name, size):
-        lr = optimizers.peak_learning_rate(name, size)[0]
-        return '–' if lr is None else number(lr)
-
-    rows = [[optimizer_label(name), *(of(name, size) for size in model.SIZES), row.source]
-            for name, row in optimizers.OPTIMIZERS.items()]
-    return table(['', *model.SIZES, 'from'], rows)
+    """The peak learning rate of every optimizer of the table, by model size; equal ones share a row."""
+    rows = {}
+    for name in optimizers.OPTIMIZERS:
+        rates = (optimizers.peak_learning_rate(name, size)[0] for size in model.SIZES)
+        rows.setdefault(tuple('–' if lr is None else number(lr) for lr in rates), []).append(optimizer_label(name))
+    return table(['', *model.SIZES], [[', '.join(labels), *rates] for rates, labels in rows.items()])
 
 
 def optimizer_checks():
