@@ -106,7 +106,7 @@ def learning_rates():
     for name in optimizers.OPTIMIZERS:
         rates = (optimizers.peak_learning_rate(name, size)[0] for size in model.SIZES)
         rows.setdefault(tuple('–' if lr is None else number(lr) for lr in rates), []).append(optimizer_label(name))
-    return table(['', *model.SIZES], [[', '.join(labels), *rates] for rates, labels in rows.items()])
+    return table(['', *model.SIZES], [['; '.join(labels), *rates] for rates, labels in rows.items()])
 
 
 def optimizer_checks():
