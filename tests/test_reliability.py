@@ -1,4 +1,4 @@
-"""What can happen to a run of days, done to train.py as a process: it resumes exactly, or says why not."""
+"""Faults that a run of days meets, done to train.py as a process: it resumes exactly, or says why not."""
 
 import collections
 import json
@@ -261,7 +261,7 @@ def test_full_disk(train, reference, tmp_path):
 
 
 def test_the_best_is_the_lowest_that_was_saved(train, tmp_path):
-    """The disk is full at the lowest loss, that of iteration 4; afterwards it grows, but stays below that of 2."""
+    """The disk is full at the lowest loss, at iteration 4; afterwards it grows, but stays below that of 2."""
     flags = ['--eval_interval=2', '--keep_checkpoints=9', '--decay_lr=False', '--max_iters=8']
     done = train(tmp_path, *flags, faults=FULL_DISK + WORSE + """
 at(3, lambda: limit(20_000))
