@@ -32,6 +32,8 @@ METRICS = {
     'val/loss': 'mean over fixed, non-overlapping sequences of the validation set, the same for every run; of a '
                 'mixture the mean of its parts by weight',
     'val/loss/NAME': 'the same for the part NAME of a mixture',
+    'val/training_loss': 'mean training loss over the same sequences, where it is not the plain cross-entropy of '
+                         'val/loss',
     'lr': 'learning rate of the iteration',
     'grad_norm': 'ℓ2 norm of the gradient before clipping',
     'grad_clipped': 'fraction of the iterations so far whose gradient was clipped',

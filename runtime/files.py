@@ -119,8 +119,9 @@ def code_hash():
 
 
 def warn(text):
-    """Prints one line on stderr."""
-    print(f'warning: {text}', file=sys.stderr, flush=True)
+    """Prints one line on stderr, in the place of a progress bar where there is one."""
+    clear = '\r\033[K' if sys.stderr.isatty() else ''
+    print(f'{clear}warning: {text}', file=sys.stderr, flush=True)
 
 
 def first_line(error):
