@@ -36,7 +36,7 @@ def reference(train, tmp_path_factory):
 
     def get(name='adamw', ranks=1):
         if (name, ranks) not in made:
-            made[name, ranks] = tmp_path_factory.mktemp(f'{name}{ranks}')
+            made[name, ranks] = tmp_path_factory.mktemp('reference')
             done = train(made[name, ranks], name=name, ranks=ranks)
             assert done.code == 0, done.err
         return made[name, ranks]
@@ -61,9 +61,10 @@ def content(out):
 # Resuming
 
 
-@pytest.mark.parametrize('name, ranks', [('adamw', 1), ('sophiag', 2), ('sophiah', 1)])
+@pytest.mark.parametrize('name, ranks', [
+    ('adamw', 1), ('sophiag', 2), ('sophiah', 1), ('schedulefree:AdamWScheduleFree', 1)])
 def test_resume_is_bit_exact(train, reference, tmp_path, name, ranks):
-    """Cut before and after a Hessian iteration."""
+    """Cut before and after a Hessian iteration; schedule-free optimizers save other weights than they train."""
     for cut in (4, 5):
         faults = f'at({cut - 1}, kill(signal.SIGTERM))'
         done = train(tmp_path, '--init_from=auto', name=name, ranks=ranks, faults=faults)
