@@ -17,7 +17,7 @@ step() {  # NAME COMMAND…
     [ -e "$WORK/$name.done" ] && return
     echo "$(date +%T) $name"
     ("$@" && touch "$WORK/$name.done") > "$WORK/$name.log" 2>&1 || echo "  failed: $(tail -n 1 "$WORK/$name.log")"
-    [ -z "${OUT:-}" ] || tar c -C "$WORK" --exclude={'*ckpt*','*.pt','cache_*',pysource} . | tar x -C "$OUT"
+    [ -z "${OUT:-}" ] || tar c -C "$WORK" --exclude={'*ckpt*','*.pt',best,'cache_*',pysource} . | tar x -C "$OUT"
 }
 two() {  # NAME CACHE FLAGS…: twelve steps of two ranks on one device, with the compile cache of this name
     step "two_$1" env TORCHINDUCTOR_CACHE_DIR="$PWD/$WORK/cache_$2" python -m torch.distributed.run --standalone \
