@@ -181,6 +181,16 @@ class HessianOptimizer(GuardedOptimizer):
         """Moves the EMAs of `params`, all of `group`, towards `targets`."""
         torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(targets), 1 - group['betas'][1])
 
+    def metrics(self):
+        """Numbers for a log, 0-d tensors by name: `hessian_norm`, the ℓ2 norm of the state `hessian`; {} while there is
+        none."""
+        hs = [state['hessian'] for state in self.state.values() if 'hessian' in state]
+        if not hs:
+            return {}
+        # By rows, because on CPU PyTorch adds up the squares of a large tensor inexactly.
+        norm = torch.nn.utils.get_total_norm([torch.linalg.vector_norm(h, dim=-1) for h in hs])
+        return dict(hessian_norm=norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
 
 class Sophia(HessianOptimizer):
     """Algorithm 3: m ← β1·m + (1−β1)·g;  θ ← θ − lr·λ·θ;  θ ← θ − lr·clip(m / max(γ·h, ε), 1).
@@ -254,6 +264,11 @@ class Sophia(HessianOptimizer):
         counts = torch.stack([torch.stack(inside).sum(), inside[0].new_tensor(sum(h.numel() for h in local(hs)))])
         unclipped, total = add_shards(counts, hs)
         return unclipped / total
+
+    def metrics(self):
+        """As of the base class, and `update_unclipped`, see `unclipped_fraction`."""
+        fraction = self.unclipped_fraction()
+        return super().metrics() | ({} if fraction is None else dict(update_unclipped=fraction))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """Trains every run of the study in records/dissection/README.md, which states its protocol. Skips finished runs.
 
   python data/text/prepare.py BOOKS.txt --val_file OTHER_AUTHORS.txt --tokenizer=byte --out_dir data/books
-  python dev/study.py --jobs 2                          what is missing; about 20 hours on two CPU cores
-  python dev/study.py --list                            the runs that are due, and how many are done
-  python dev/study.py --collect records/dissection      writes finished runs to runs.jsonl there
+  git worktree add ../study COMMIT                      the training code of all runs; COMMIT is in the README
+  python dev/study.py --tree ../study --jobs 2          what is missing; some 30 hours on two CPU cores
+  python dev/study.py --tree ../study --list            the runs that are due, and how many are done
+  python dev/study.py --tree ../study --collect         adds finished runs to records/dissection/runs.jsonl
 
-An interrupted study continues when started again; runs resume from their newest checkpoint.
+A run is finished once it is in runs.jsonl or in the tree's out/dissection. An interrupted study continues when started
+again; runs resume from their newest checkpoint.
 """
 
 import argparse
@@ -26,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from analysis.runs import read_run, write_text  # noqa: E402
 
+RECORDS = ROOT / 'records/dissection/runs.jsonl'
 ORDER = 'ACBDE'  # of the parts; runs of a later one fill the cores while an earlier one waits for a result
 SEARCH_SEED = 1337  # chooses settings, and takes part in no test
 # Settings that no part of the study tunes; all else is the optimizer's row in optimizers.py.
@@ -54,8 +57,12 @@ class Trial:
 
 @dataclass
 class Study:
-    """Looks up the losses of trials, and collects the trials that are missing."""
+    """Looks up the losses of trials, and collects the trials that are missing.
+
+    out_dir: where runs are. recorded: the losses of runs that need not be there, path → loss.
+    """
     out_dir: Path
+    recorded: dict = field(default_factory=dict)
     done: int = 0
     due: list = field(default_factory=list)  # of (what sorts trials, so that the arms of a part take turns; the trial)
     arms: Counter = field(default_factory=Counter)
@@ -66,7 +73,9 @@ class Study:
         fresh = seed != SEARCH_SEED
         arm = part, optimizer, settings.get('gamma'), fresh
         self.arms[arm] += 1
-        loss = final_loss(self.out_dir / trial.path)
+        loss = self.recorded.get(str(trial.path))
+        if loss is None:
+            loss = final_loss(self.out_dir / trial.path)
         if loss is None:
             self.due.append((ORDER.index(part), fresh, self.arms[arm], trial))
         else:
@@ -197,9 +206,9 @@ def edges(study):
             study.search('E', name, (rate,), widen=False, max_iters=1200, warmup_iters=warmup)
 
 
-def plan(out_dir):
+def plan(out_dir, recorded=()):
     """The `Study` so far, its due trials in order: within a part the arms take turns."""
-    study = Study(out_dir)
+    study = Study(out_dir, dict(recorded))
     found = dissection(study)
     if found:
         long_horizon(study, *found)
@@ -213,8 +222,8 @@ def plan(out_dir):
 # Running it
 
 
-def train_all(out_dir, jobs):
-    """Trains until nothing is due, `jobs` runs at a time, one thread each."""
+def train_all(tree, out_dir, recorded, jobs):
+    """Trains until nothing is due, `jobs` runs at a time, one thread each, with the code of the checkout `tree`."""
     running = {}
     try:
         while True:
@@ -222,9 +231,10 @@ def train_all(out_dir, jobs):
                 running.pop(trial)
                 if final_loss(out_dir / trial.path) is None:
                     raise SystemExit(f'{out_dir / trial.path}: the run failed; its last lines are in log.txt there')
-            due = [trial for trial in plan(out_dir).due if trial not in running] if len(running) < jobs else []
-            for trial in due[:jobs - len(running)]:
-                running[trial] = start(out_dir, trial)
+            if len(running) < jobs:
+                due = [trial for trial in plan(out_dir, recorded).due if trial not in running]
+                for trial in due[:jobs - len(running)]:
+                    running[trial] = start(tree, out_dir, trial)
             if not running:
                 return
             time.sleep(2)
@@ -235,19 +245,32 @@ def train_all(out_dir, jobs):
             process.wait()
 
 
-def start(out_dir, trial):
+def start(tree, out_dir, trial):
     """Starts the training of a trial; returns its process."""
     there = out_dir / trial.path
     there.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, 'train.py', *trial.command, f'--out_dir={there}', '--init_from=auto']
+    command = [sys.executable, 'train.py', *trial.command, f'--out_dir={there.relative_to(tree)}', '--init_from=auto']
     print(time.strftime('%H:%M:%S'), trial.path, flush=True)
     with (there / 'log.txt').open('a') as log:
-        return subprocess.Popen(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1'), stdout=log, stderr=log)
+        return subprocess.Popen(command, cwd=tree, env=dict(os.environ, OMP_NUM_THREADS='1'), stdout=log, stderr=log)
 
 
-def collect(out_dir, target):
-    """Writes finished runs to runs.jsonl in `target`, one line a run: its path, config.json, and metrics by column."""
-    lines = []
+def read_records(path=RECORDS):
+    """The lines of a runs.jsonl as dicts by their run; {} where there is no file."""
+    lines = path.read_text(encoding='utf-8').splitlines() if path.is_file() else []
+    return {record['run']: record for record in map(json.loads, lines)}
+
+
+def recorded_loss(record):
+    """The final validation loss of a line of runs.jsonl, inf if the run diverged."""
+    if 'failed' in record:
+        return math.inf
+    return [loss for loss in record['metrics']['val/loss'] if loss is not None][-1]
+
+
+def collect(out_dir, path=RECORDS):
+    """Adds finished runs to a runs.jsonl, one line a run: its path, config.json, and metrics by column."""
+    records = read_records(path)
     for config in sorted(out_dir.rglob('config.json')):
         if final_loss(config.parent) is not None:
             run = read_run(config.parent)
@@ -255,30 +278,32 @@ def collect(out_dir, target):
             metrics = {key: [record.get(key) for record in run.records] for key in keys}
             failed = config.with_name('failed.txt')
             failed = dict(failed=failed.read_text().strip()) if failed.is_file() else {}
-            lines.append(json.dumps(dict(run=str(config.parent.relative_to(out_dir)), **failed, config=run.about,
-                                         metrics=metrics)))
-    target.mkdir(parents=True, exist_ok=True)
-    write_text(target / 'runs.jsonl', ''.join(line + '\n' for line in lines))
-    print(f'{target}/runs.jsonl: {len(lines)} runs')
+            name = str(config.parent.relative_to(out_dir))
+            records[name] = dict(run=name, **failed, config=run.about, metrics=metrics)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, ''.join(json.dumps(records[name]) + '\n' for name in sorted(records)))
+    print(f'{path}: {len(records)} runs')
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out_dir', type=Path, default=Path('out/dissection'))
+    parser.add_argument('--tree', type=Path, default=ROOT, help='the checkout whose train.py runs (default: this one)')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
     parser.add_argument('--list', action='store_true', help='print the runs that are due; train nothing')
-    parser.add_argument('--collect', type=Path, metavar='DIR', help='write finished runs to DIR/runs.jsonl')
+    parser.add_argument('--collect', action='store_true', help='add finished runs to records/dissection/runs.jsonl')
     args = parser.parse_args()
-    os.chdir(ROOT)
+    tree = args.tree.resolve()
+    out_dir = tree / 'out/dissection'
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    recorded = {name: recorded_loss(record) for name, record in read_records().items()}
     if args.collect:
-        collect(args.out_dir, args.collect)
+        collect(out_dir)
     elif args.list:
-        study = plan(args.out_dir)
+        study = plan(out_dir, recorded)
         print('\n'.join(str(trial.path) for trial in study.due))
         print(f'{study.done} results, {len(study.due)} runs due')
     else:
-        train_all(args.out_dir, args.jobs)
+        train_all(tree, out_dir, recorded, args.jobs)
 
 
 if __name__ == '__main__':

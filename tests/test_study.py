@@ -1,5 +1,6 @@
 """dev/study.py: which runs the protocol asks for, given the results so far."""
 
+import json
 import math
 import random
 from collections import Counter
@@ -57,3 +58,19 @@ def test_train_takes_the_arguments(monkeypatch, tmp_path):
     for trial in study.plan(tmp_path).due:
         c = train.resolve(trial.command)
         assert all(c.values[key] == value for key, value in trial.settings)
+
+
+def test_recorded_runs_are_not_due(monkeypatch, tmp_path):
+    """A run that only runs.jsonl has counts as finished, and `collect` keeps it."""
+    first, second, third = study.plan(tmp_path).due[:3]
+    lines = [dict(run=str(first.path), config={}, metrics={'val/loss': [5.0, None, 1.5]}),
+             dict(run=str(second.path), failed='iteration 7: the loss is not finite', config={},
+                  metrics={'val/loss': [5.0]})]
+    path = tmp_path / 'runs.jsonl'
+    path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    found = {name: study.recorded_loss(record) for name, record in study.read_records(path).items()}
+    assert found == {str(first.path): 1.5, str(second.path): math.inf}
+    due = study.plan(tmp_path, found).due
+    assert first not in due and second not in due and third in due
+    study.collect(tmp_path / 'out', path)
+    assert [*map(json.loads, path.read_text().splitlines())] == sorted(lines, key=lambda line: line['run'])
