@@ -37,7 +37,7 @@ from runtime.signals import StopSignals, protect_streams
 from runtime.speed import Speed
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Settings. Those without a default, `setting(type)`, are filled in by `resolve`.
+# Settings. `resolve` fills in those without a default, `setting(type)`.
 
 # output
 out_dir = 'out'  # where checkpoints, metrics.jsonl and config.json go
@@ -52,11 +52,10 @@ ignore_data_change = False  # resume although the data set is not the one traine
 max_hours = setting(0.0, at_least=0)  # save and stop after this many hours; 0 = no limit
 skip_nonfinite = setting(0, at_least=0)  # iterations in a row to skip if loss or gradient is not finite; 0 = stop
 show_config = False  # print every setting with its source, and exit
-# wandb and trackio logging, optional
+# wandb logging, optional
 wandb_log = setting(False, package='wandb')  # mirror the metrics to Weights & Biases
 wandb_project = 'sophia'  # its project
 wandb_run_name = ''  # its run name; empty = out_dir
-trackio_log = setting(False, package='trackio')  # mirror them to trackio, on this machine; project and name as above
 # data
 dataset = 'openwebtext'  # a directory under data/, or a path; A:0.7,B:0.3 is a mixture
 total_batch_size = setting(480, at_least=1)  # sequences per iteration over all devices
@@ -105,8 +104,12 @@ DEFAULTS = {key: value for key, value in globals().items() if not key.startswith
 
 
 def resolve(argv):
-    """The settings of `python train.py ARGV…`, a configurator.Config. SystemExit with one line when one is wrong."""
+    """The settings of `python train.py ARGV…`, a configurator.Config."""
     c = configurator.configure(DEFAULTS, argv, script=__file__)
+    c.require('init_from', not finetunes(c) or c.init_from in HUB_MODELS or Path(c.init_from).is_dir(),
+              f'scratch, resume, auto, {", ".join(HUB_MODELS)} or a Hugging Face folder')
+
+    # Values that neither a config file nor a flag has set
     c.fill(SIZES[c.model_size], f'model size {c.model_size}')
     unused = {key: value for key, value in optimizers.PLACEHOLDERS.items() if key != 'optimizer_args'}
     c.fill(unused, f'not a setting of {c.optimizer_name}')
@@ -114,17 +117,18 @@ def resolve(argv):
     c.fill(*optimizers.attention_settings(c))
     lr, source = optimizers.peak_learning_rate(c.optimizer_name, c.model_size)
     if finetunes(c) and not c.eval_only:
-        c.require('init_from', c.init_from in HUB_MODELS or Path(c.init_from).is_dir(),
-                  f'scratch, resume, auto, {", ".join(HUB_MODELS)} or a Hugging Face folder')
         lr, source = None, f'Table 3 is for training from scratch, not for init_from = {c.init_from}'
-    if lr is None and 'learning_rate' not in c.given:
+    if lr is not None:
+        c.fill(dict(learning_rate=lr), source)
+    elif 'learning_rate' not in c.given:
         raise SystemExit(f'{source}; set --learning_rate')
-    c.fill(dict(learning_rate=lr), source)
     c.fill(dict(lr_decay_iters=c.max_iters), 'max_iters')
     c.fill(dict(cooldown_iters=c.lr_decay_iters // 5 if c.schedule == 'wsd' else 0), f'schedule {c.schedule}')
     c.fill(dict(min_lr=c.min_lr_ratio * c.learning_rate), 'min_lr_ratio × learning_rate')
     c.fill(dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'this machine')
     c.fill(*devices.device_defaults(c.device))
+
+    # Batch sizes that fit the number of ranks
     world_size = ranks_from_environment()[2]
     steps = accumulation_steps(c.total_batch_size, c.batch_size, world_size, c.gradient_accumulation_steps)
     c.set('gradient_accumulation_steps', steps, c.sources['gradient_accumulation_steps'])
@@ -133,13 +137,13 @@ def resolve(argv):
         c.set('hessian_batch_size', rounded, f'{c.hessian_batch_size} made to fit {c.total_batch_size} sequences on '
               f'{world_size} device(s)')
 
+    # Settings that do not go together
     c.require('n_head', c.n_embd % c.n_head == 0, f'a divisor of n_embd = {c.n_embd}')
     c.require('dtype', c.parallel == 'ddp' or c.dtype != 'float16', f'bfloat16 or float32 for --parallel={c.parallel}')
-    if c.cooldown_iters:
-        c.require('cooldown_iters', c.schedule != 'constant', '0 for --schedule=constant')
-        most = c.lr_decay_iters - c.warmup_iters
-        c.require('cooldown_iters', c.cooldown_iters <= most or not c.decay_lr,
-                  f'at most {most}, because the decay ends at {c.lr_decay_iters} and the warm-up at {c.warmup_iters}')
+    c.require('cooldown_iters', c.schedule != 'constant' or not c.cooldown_iters, '0 for --schedule=constant')
+    most = max(0, c.lr_decay_iters - c.warmup_iters)
+    c.require('cooldown_iters', c.cooldown_iters <= most or not c.decay_lr,
+              f'at most {most}, because the decay ends at {c.lr_decay_iters} and the warm-up at {c.warmup_iters}')
     optimizers.check_settings(c)
     return c
 
@@ -185,13 +189,14 @@ class Run:
     autocast: Any
     params: list
     cross_entropy: Any  # loss.cross_entropy, perhaps compiled
-    about: dict = field(default_factory=dict)  # what checkpoints say of the run: data, tokenizer, changes, …
+    about: dict = field(default_factory=dict)  # what checkpoints say of the run: data, tokenizer, code, …
+    saved: bool = True  # whether the latest checkpoint that was due has been saved
 
 
 @dataclass
 class TrainState:
-    """Where a run is; saved and restored as a whole. Plain numbers and lists only: tensors belong into the model's
-    buffers or the optimizer's state."""
+    """The progress of a run; saved and restored as a whole. Plain numbers and lists only: tensors belong into the
+    model's buffers or the optimizer's state."""
     iter: int = 0  # iterations made, including skipped ones
     tokens: int = 0
     seconds: float = 0.0  # spent in iterations
@@ -203,27 +208,24 @@ class TrainState:
 
 
 def make_model(c, world, start, data):
-    """The GPT with random or pretrained weights; without values where a checkpoint, `start`, brings them.
-
-    SystemExit with one line when the settings do not fit the weights, or these the `data`.
-    """
+    """The GPT with random or pretrained weights; without values where a checkpoint, `start`, brings them. Stops the run
+    when the settings do not fit the weights, or the weights do not fit the `data`."""
     torch.manual_seed(c.seed)
     with world.exit_together():
         if finetunes(c) and not start.path:
             model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
             lifecycle.adopt_model_args(c, asdict(model.config), data)
             return model
+        defaults, args = asdict(GPTConfig()), asdict(GPTConfig.from_settings(c.values, data.vocab_size))
         if start.finetuned:
-            args = lifecycle.adopt_model_args(c, {**asdict(GPTConfig()), **start.saved['model_args']}, data)
-        else:
-            args = asdict(GPTConfig.from_settings(c.values, data.vocab_size))
-        start.check_model_args({**asdict(GPTConfig()), **args}, asdict(GPTConfig()))
+            args = lifecycle.adopt_model_args(c, defaults | start.saved['model_args'], data)
+        start.check_model_args(defaults | args, defaults)
         with torch.device('meta' if start.path else 'cpu'):
             return GPT(GPTConfig(**args))
 
 
 def set_up(c, world, model):
-    """The `Run` of a model: it is moved to its devices, compiled and wrapped as the settings `c` say."""
+    """The `Run` of a model, which is moved to its devices, compiled and wrapped as the settings `c` say."""
     autocast = devices.autocast(world.device, c.dtype)
     wrapped = world.wrap(model, model.transformer.h, c.compile, c.activation_checkpointing,
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
@@ -257,20 +259,15 @@ class Step(NamedTuple):
     grad_norm: float  # before clipping
     estimated: bool  # whether it estimated the Hessian
     problem: str  # why the update was skipped, or ''
-    overflow: bool  # whether that was an overflow of float16's loss scaling
-    requests: list  # for each of the `requests`, whether any rank made it
     losses: torch.Tensor  # this rank's shares of `loss`, by micro-batch
 
 
-def train_step(run, sequences, iter_num, requests=()):
+def train_step(run, sequences, iter_num):
     """One iteration of Algorithm 3: the gradient of the mini-batch, clipping, the Hessian every k iterations, the
-    update.
+    update. Nothing enters the weights or the optimizer's state unless loss, gradient and estimate are finite.
 
     Args:
-        sequences: (B, T + 1) token ids, this rank's share of the mini-batch.
-        requests: this rank's requests to stop or to save, 0.0 or 1.0 each, which travel with the loss.
-
-    Nothing enters the optimizer's state or the weights unless loss, gradient and estimate are finite.
+        sequences: (B, T + 1) token ids, this rank's share of the mini-batch; all ranks have the same B and T.
     """
     c, world, hessian, scaler = run.config, run.world, run.hessian, run.scaler
     torch.manual_seed(keyed_seed(c.seed, DROPOUT, iter_num, world.rank))
@@ -281,38 +278,32 @@ def train_step(run, sequences, iter_num, requests=()):
         X, Y = tokens[:, :-1], tokens[:, 1:]
         world.set_gradient_sync(run.model, micro_step == len(micro_batches) - 1, estimating)
         with run.autocast:
-            # The labels are those of Sophia-G: for AdamW this is run.model(X, Y). A term of the loss belongs into
-            # loss.py or GPT.forward, where evaluation and Sophia-H meet it, too.
-            loss, *loss_hat = run.model(X, Y, **hessian.labels(X, Y))[1:]
+            # Only Sophia-G has labels of its own: for AdamW this is model(X, Y). Another term of the loss belongs into
+            # loss.py or GPT.forward, so that evaluation and Sophia-H see it, too.
+            loss, *loss_hat = run.model(X, Y, **hessian.labels(X, Y))[1:]  # without the logits, to free them
         hessian.add(*loss_hat)  # every k iterations a second backward pass, through the same forward
         loss = loss * (len(X) / len(sequences))
         scaler.scale(loss).backward()
         losses.append(loss.detach())
 
-    # All ranks learn the loss and the requests by one reduction, and the device is asked once.
     scaler.unscale_(run.optimizer)
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
     losses = torch.stack(losses)
-    shared = world.sum(torch.stack([losses.sum() / world.size, *(losses.new_full((), n) for n in requests)]))
-    mean_loss, *requested, grad_norm = torch.cat((shared, grad_norm.view(1))).tolist()
+    mean_loss = world.sum(losses.sum()) / world.size
+    mean_loss, grad_norm = torch.stack([mean_loss, grad_norm]).tolist()  # the one wait for the device
 
-    problem, overflow = '', False
-    if not math.isfinite(mean_loss):
-        problem = 'the loss is not finite'
-    elif not math.isfinite(grad_norm):
-        problem, overflow = 'the gradient is not finite', scaler.is_enabled()
+    problem = ''
+    try:
+        lifecycle.require_finite(loss=mean_loss, gradient=grad_norm)
+        hessian.finish()  # the estimate goes to the optimizer
+    except FloatingPointError as error:
+        problem = str(error)
     else:
-        try:
-            hessian.finish()
-        except FloatingPointError as error:
-            problem = str(error)
-        else:
-            torch.manual_seed(keyed_seed(c.seed, DROPOUT, iter_num))  # an optimizer that draws: alike on every rank
-            optim.step(run.optimizer, scaler)
+        torch.manual_seed(keyed_seed(c.seed, DROPOUT, iter_num))  # an optimizer that draws: alike on every rank
+        optim.step(run.optimizer, scaler)
     scaler.update()
     world.zero_grad(run.optimizer)
-    return Step(mean_loss, sequences[:, 1:].numel() * world.size, grad_norm, estimating, problem, overflow,
-                [n > 0 for n in requested], losses)
+    return Step(mean_loss, sequences[:, 1:].numel() * world.size, grad_norm, estimating, problem, losses)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -321,59 +312,58 @@ def train_step(run, sequences, iter_num, requests=()):
 
 @torch.no_grad()
 def evaluate(run, val_data, stops, progress=iter):
-    """(mean cross-entropy, mean training loss) over the validation sequences, each rank its share.
-
-    None when a rank was asked to stop meanwhile; then the resumed run evaluates again. `progress` passes the batches
-    on, and may show how far they are.
-    """
+    """(mean cross-entropy, mean training loss) over the validation sequences, each rank its share; None when a rank was
+    asked to stop meanwhile. `progress` passes the batches on, and may show how far they are."""
     c, world = run.config, run.world
     run.raw_model.eval()
-    total = world.zeros(4)  # the sums of both losses, their number, requests to stop
+    total = world.zeros(3)  # the sums of both losses, and the number of predictions
     batches = ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
                                world.size, world.device)
+    stopping = False
     for X, Y in progress(batches):
-        if world.any_if_sharded(stops.stop):
-            total[3] = 1
+        stopping, = world.any(stops.stop)
+        if stopping:
             break
         with run.autocast:
             logits, training_loss = run.model(X, Y)
             val_loss = run.cross_entropy(logits, Y).sum()
         count = (Y >= 0).sum()
-        total[:3] += torch.stack([val_loss, torch.where(count > 0, training_loss * count, 0), count]).to(total)
+        total += torch.stack([val_loss, torch.where(count > 0, training_loss * count, 0), count]).to(total)
     run.raw_model.train()
     world.reshard(run.raw_model)
-    val_loss, training_loss, count, stopping = world.sum(total).tolist()
+    val_loss, training_loss, count = world.sum(total).tolist()
     return None if stopping else (val_loss / count, training_loss / count)
 
 
 def evaluate_and_save(run, state, val_data, log, stops):
-    """Evaluates, logs the validation loss, and saves unless only the best checkpoints are wanted. Returns (whether a
-    rank was asked to stop meanwhile, whether a checkpoint that was due was saved)."""
+    """Evaluates, logs the validation loss, and saves unless only the best checkpoints are wanted. Returns whether a
+    rank was asked to stop meanwhile; then the resumed run evaluates again."""
     c = run.config
     with optim.evaluating(run.optimizer):
         losses = {name: evaluate(run, data, stops, log.evaluating) for name, data in val_data.items()}
     if None in losses.values():
-        return True, True
+        return True
     state.last_eval_iter = state.iter
     val_loss, training_loss = (sum(data.weight * losses[name][i] for name, data in val_data.items()) for i in (0, 1))
     metrics = {'val/loss': val_loss}
     if len(losses) > 1:  # a mixture
         metrics |= {f'val/loss/{name}': part for name, (part, _) in losses.items()}
-    if abs(training_loss - val_loss) > 1e-4 * val_loss:
+    if abs(training_loss - val_loss) > 1e-4 * val_loss:  # the training loss is not the plain cross-entropy
         metrics['val/training_loss'] = training_loss
     log.record(state, f'iter {state.iter}: val loss {val_loss:.4f}', metrics)
+
     best = val_loss < state.best_val_loss
-    if state.iter == 0 or c.eval_only or not (best or c.always_save_checkpoint or state.iter == c.max_iters):
-        return False, True
-    before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
-    saved = save(run, state, log, best)
-    if not saved:
-        state.best_val_loss = before  # the lowest one that was saved
-    return False, saved
+    due = best or c.always_save_checkpoint or state.iter >= c.max_iters
+    if due and state.iter > 0 and not c.eval_only:
+        before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
+        save(run, state, log, best)
+        if not run.saved:
+            state.best_val_loss = before  # the lowest one that was saved
+    return False
 
 
 def save(run, state, log, best=False):
-    """Saves a checkpoint; whether that succeeded. Collective: every rank must call it."""
+    """Saves a checkpoint; run.saved says whether that succeeded. Collective: every rank must call it."""
     c = run.config
     if not optim.global_norm(run.params).isfinite():
         lifecycle.give_up(c, run.world, log, state.iter, 'the parameters are not finite')
@@ -382,9 +372,9 @@ def save(run, state, log, best=False):
             model_args=run.raw_model.config.model_args(), iter_num=state.iter, best_val_loss=state.best_val_loss,
             config=c.values, train_state=asdict(state), scaler=run.scaler.state_dict(), **run.about),
             best, c.keep_checkpoints)
-    if path:
+    run.saved = path is not None
+    if run.saved:
         log.print(f'saved {path}')
-    return path is not None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -392,8 +382,7 @@ def save(run, state, log, best=False):
 
 
 def main(argv):
-    """Trains as the config files and flags `argv` say. SystemExit with one line where they are invalid."""
-    protect_streams()
+    """Trains as the config files and flags `argv` say."""
     with one_message():
         c = resolve(argv)
     if c.show_config:
@@ -418,7 +407,7 @@ def main(argv):
                          state.iter)
     speed = Speed(run.raw_model.flops_per_token(), world)
     stops = StopSignals(c.max_hours, speaks=world.is_master, saves=not c.eval_only)
-    stopping, saved, unchecked = False, True, True
+    stopping, first = False, True
 
     while not stopping:
         lr = learning_rate_at(c, state.iter)
@@ -427,19 +416,19 @@ def main(argv):
         # Once in a while, and at the end: evaluate on the validation set, and save.
         last = state.iter >= c.max_iters
         if c.eval_only or (last or state.iter % c.eval_interval == 0) and state.last_eval_iter != state.iter:
-            stopping, saved = evaluate_and_save(run, state, val_data, log, stops)
+            stopping = evaluate_and_save(run, state, val_data, log, stops)
         if stopping or last or c.eval_only:
             break
 
         started = time.perf_counter()
         sequences = next(loader)
-        if unchecked:
+        if first:
             lifecycle.check_ranks(run, sequences[:c.batch_size])
-        step = train_step(run, sequences, state.iter, stops.poll())
-        lifecycle.check_step(c, world, log, state, step, loader)
-        if unchecked and not step.problem:  # a state that no checkpoint can hold is found here, not at the first save
+        step = train_step(run, sequences, state.iter)
+        lifecycle.check_step(run, log, state, step, loader)
+        if first and not step.problem:  # a state that no checkpoint can hold is found here, not at the first save
             checkpoint.check_round_trip(world, run.raw_model, run.optimizer, make_optimizer(c, run.raw_model))
-            unchecked = False
+            first = False
         seconds = time.perf_counter() - started
         speed.add(seconds, step.tokens, step.estimated)
         state.seconds += seconds
@@ -453,15 +442,16 @@ def main(argv):
         log.update(step.loss)
         state.tokens += step.tokens
         state.iter += 1
-        stopping, save_now = step.requests
+        stopping, save_now = world.any(*stops.poll())
         if save_now and not stopping:
             save(run, state, log)
 
     loader.close()
     if stopping and state.iter > 0 and not c.eval_only:
-        saved = save(run, state, log)
-    lifecycle.close_run(c, world, log, state, saved, (stops.reason or 'another rank') if stopping else '')
+        save(run, state, log)
+    lifecycle.close_run(run, log, state, (stops.reason or 'another rank') if stopping else '')
 
 
 if __name__ == '__main__':
+    protect_streams()
     main(sys.argv[1:])

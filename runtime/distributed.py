@@ -148,15 +148,15 @@ class World:
         all micro-batches but the last would accumulate into a second set."""
         optimizer.zero_grad(set_to_none=self.size == 1 or self.sharded)
 
-    def any_if_sharded(self, flag):
-        """Whether `flag` is true on any rank if the model is sharded (then collective), else on this one."""
-        if not self.sharded:
-            return flag
-        return bool(self.sum(torch.tensor(float(flag), device=self.device)))
+    def any(self, *flags):
+        """For each of `flags`, whether it is true on any rank, as a list."""
+        if self.size == 1:
+            return [bool(flag) for flag in flags]
+        return [n > 0 for n in self.sum(torch.tensor([float(flag) for flag in flags], device=self.device)).tolist()]
 
     def all(self, flag):
         """Whether `flag` is true on all ranks."""
-        return not self.sum(torch.tensor(float(not flag), device=self.device))
+        return not self.any(not flag)[0]
 
     def zeros(self, n):
         """(n,) zeros, for sums over many batches: float64, or float32 on Apple's devices, which have no float64."""

@@ -1,5 +1,6 @@
-"""How a run starts, what is done about faults, and how it ends: finished, stopped or given up."""
+"""How a run starts, what is done about faults, and how it ends."""
 
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from runtime.signals import NOT_FINITE, STOPPED
 
 @dataclass
 class Start:
-    """The checkpoint from which a run resumes; without one `path` and `saved` are None.
+    """The checkpoint from which a run resumes; without one, `path` and `saved` are None.
 
     finetuned: whether the run began with the weights of a Hugging Face model.
     differences, changes: how the settings differ from the checkpoint's, see `checkpoint.compare`.
@@ -32,12 +33,12 @@ class Start:
     comparable: bool = True
 
     def check_model_args(self, args, defaults):
-        """SystemExit with one line when the checkpoint is of another model than `args`; either may lack `defaults`."""
+        """Stops the run when the checkpoint is of another model than `args`; either may lack `defaults`."""
         theirs = {**defaults, **self.saved['model_args']} if self.saved else args
         differing = [f'{key} ({theirs.get(key)} there, {args.get(key)} asked for)' for key in args | theirs
                      if theirs.get(key) != args.get(key)]
         if differing:
-            raise SystemExit(f'{self.path}: is a model with another {", ".join(differing)}; resume with its own '
+            raise SystemExit(f'{self.path}: holds a model with another {", ".join(differing)}; resume with its own '
                              'settings, or choose another --out_dir')
 
     def restore(self, world, model, optimizer, scaler):
@@ -53,10 +54,8 @@ class Start:
 
 
 def find_start(world, c, data):
-    """The `Start` of the run with the settings `c`, whose out_dir becomes its own; see `checkpoint.open_run`.
-
-    `data`: fingerprints by split. SystemExit with one line when the run cannot start there.
-    """
+    """The `Start` of the run with the settings `c`, whose out_dir becomes its own; see `checkpoint.open_run`. `data`:
+    fingerprints by split."""
     path, saved = checkpoint.open_run(world, c.out_dir, c.init_from, read_only=c.eval_only)
     if path is None:
         return Start()
@@ -66,7 +65,7 @@ def find_start(world, c, data):
                              'least that, or choose another --out_dir')
         differences, changes = checkpoint.compare(path, saved, c.values, data, c.ignore_data_change)
         if saved.get('code') not in (None, code_hash()):
-            differences.append('the code, which is not the code that saved the checkpoint')
+            differences.append('the code is not the one that saved the checkpoint')
     before = saved['config']
     comparable = saved['data']['val'] == data['val'] and (
         c.eval_iters * c.batch_size == before['eval_iters'] * before['batch_size'])
@@ -76,7 +75,7 @@ def find_start(world, c, data):
 def adopt_model_args(c, args, data):
     """The model_args of pretrained weights, with this run's block_size and dropout. The settings `c` follow them.
 
-    SystemExit with one line when a config file or a flag sets another, or `data`, a data set, has another vocabulary.
+    Stops the run when a config file or a flag sets another, or when `data`, a data set, has another vocabulary.
     """
     if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
         raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the pretrained weights '
@@ -101,25 +100,29 @@ def open_log(c, world, start, state, model, train_data, fingerprints):
                             device=device_name(world.device))
     if start.path:
         log.print(f'resuming from {start.path} at iteration {state.iter} of {c.max_iters}')
-    for line in (*(f'changed: {line}' for line in start.differences), *c.lines()):
+    for line in (*(f'changed: {line}' for line in start.differences), *c.lines(), *notes(c)):
         log.print(line)
-    if c.compile is False and c.device.startswith('cuda') and 'compile' not in c.given:
-        log.print('warning: compile = False because this machine has no C compiler or no Python.h: training is much '
-                  'slower; install gcc and python3-dev')
-    if c.decay_lr and c.warmup_iters >= c.max_iters:
-        log.print(f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
-                  '--warmup_iters')
     log.print(f'{model.num_params():,} parameters; {len(train_data):,} training tokens; '
               f'{c.total_batch_size * c.block_size:,} tokens per iteration = {world.size} device(s) × '
               f'{c.gradient_accumulation_steps} × {c.batch_size} × {c.block_size}')
     return log
 
 
-def check_ranks(run, sequences):
-    """Before the first step: SystemExit with one line unless the same parameters get gradients on all ranks.
+def notes(c):
+    """Lines about settings that are valid but may surprise."""
+    if c.device.startswith('cuda') and not c.compile and 'compile' not in c.given:
+        yield ('warning: compile = False because this machine has no C compiler or no Python.h, and training is much '
+               'slower; install gcc and python3-dev')
+    if c.decay_lr and c.warmup_iters >= c.max_iters:
+        yield (f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
+               '--warmup_iters')
 
-    Replicas wait for each other's gradients, so that a mixture of experts whose tokens miss an expert on one rank would
-    hang or abort without saying why. `sequences`: a micro-batch of this rank.
+
+def check_ranks(run, sequences):
+    """Before the first step: stops the run unless the same parameters get gradients on all ranks.
+
+    Replicas wait for each other's gradients. A mixture of experts whose tokens miss an expert on one rank would hang
+    without saying why. `sequences`: a micro-batch of this rank.
     """
     world = run.world
     if world.size == 1 or world.sharded:
@@ -142,24 +145,33 @@ def check_ranks(run, sequences):
 # Faults
 
 
-def check_step(c, world, log, state, step, loader):
-    """Counts a step whose update was skipped, and gives the run up after too many; notes loss spikes."""
-    if step.problem:
-        state.skipped_in_a_row += 1
-        where = loader.describe(state.iter, world.gather(step.losses))
-        # float16's loss scale starts at 2^16 and is halved at each overflow: up to 40 in a row are normal.
-        if state.skipped_in_a_row > (max(c.skip_nonfinite, 40) if step.overflow else c.skip_nonfinite):
-            give_up(c, world, log, state.iter, step.problem,
-                    f', or skip it with --skip_nonfinite={state.skipped_in_a_row}', where)
-        if not step.overflow:
-            log.print(f'iter {state.iter}: {step.problem}; skipped ({where})')
-    else:
+def require_finite(**numbers):
+    """FloatingPointError that names the first of `numbers` that is not finite."""
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            raise FloatingPointError(f'the {name} is not finite')
+
+
+def check_step(run, log, state, step, loader):
+    """Counts a step whose update was skipped, and ends the run after too many; notes loss spikes."""
+    c, world = run.config, run.world
+    if not step.problem:
         state.skipped_in_a_row = 0
         state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
         usual = runlog.loss_spike(state.latest_losses, step.loss)
         if usual is not None:
             log.record(state, f'iter {state.iter}: loss spike, {step.loss:.4f} after {usual:.4f}',
                        dict(loss_spike=step.loss))
+        return
+    state.skipped_in_a_row += 1
+    where = loader.describe(state.iter, world.gather(step.losses))
+    # float16's loss scale starts at 2^16 and is halved at each overflow: up to 40 in a row are normal.
+    overflow = run.scaler.is_enabled() and math.isfinite(step.loss)
+    if state.skipped_in_a_row > (max(c.skip_nonfinite, 40) if overflow else c.skip_nonfinite):
+        give_up(c, world, log, state.iter, step.problem,
+                f', or skip it with --skip_nonfinite={state.skipped_in_a_row}', where)
+    if not overflow:
+        log.print(f'iter {state.iter}: {step.problem}; skipped ({where})')
 
 
 def give_up(c, world, log, iteration, problem, otherwise='', where=''):
@@ -178,16 +190,17 @@ def give_up(c, world, log, iteration, problem, otherwise='', where=''):
 # The end
 
 
-def close_run(c, world, log, state, saved, stopped_by):
-    """Says how a run ended. SystemExit, after everything else, if it was stopped (`stopped_by`, else '') or its last
-    checkpoint is missing."""
+def close_run(run, log, state, stopped_by):
+    """Says how a run ended. Exits with a code of its own if it was `stopped_by` something ('' if not), and with a
+    message if its last checkpoint is missing."""
+    c = run.config
     if stopped_by:
         log.print(f'stopped at iteration {state.iter} by {stopped_by}')
-    if saved and not c.eval_only:
+    if run.saved and not c.eval_only:
         log.print_what_next(state.iter, state.best_val_loss, bool(stopped_by))
     log.close()
-    world.close()
-    if not saved:
+    run.world.close()
+    if not run.saved:
         older = any(checkpoint.number(p) >= 0 for p in checkpoint.checkpoints(c.out_dir))
         raise SystemExit(f'{c.out_dir}: the last checkpoint could not be saved; '
                          + ('the one before it is the newest' if older else 'there is none'))
