@@ -15,23 +15,19 @@ from conftest import ROOT, write_bins
 
 # Functions of recipe.py by the recipes that they check, which are edits of one copy.
 CHECKS = {
-    ('z-loss',): 'z_loss',
+    ('z-loss', 'Auxiliary loss'): 'z_loss_and_auxiliary_loss',
     ('Label smoothing',): 'label_smoothing',
-    ('Auxiliary loss',): 'auxiliary_loss',
     ('A second head',): 'a_second_head',
     ('RMSNorm', 'SwiGLU', 'QK-norm', 'Untied head', 'Logit soft-capping'): 'architecture',
-    ('Rotary positions',): 'rotary_positions',
+    ('Rotary positions',): 'rotary_positions a_buffer',
     ('A mixture of experts',): 'a_mixture_of_experts',
-    ('A first-order optimizer',): 'a_first_order_optimizer',
-    ('A Hessian optimizer',): 'a_hessian_optimizer',
-    ('A Hessian estimator',): 'a_hessian_estimator',
-    ('Learning rates by layer',): 'learning_rates_by_layer',
-    ('Average of the weights',): 'average_of_the_weights',
-    ('Batch ramp',): 'batch_ramp',
-    ('Sequence-length warm-up', 'Weight decay'): 'sequence_length_warm_up weight_decay',
-    ('Estimates at other times', 'Each sequence once per epoch', 'Another schedule', 'Another metric',
-     'Another tokenizer'): 'estimates_at_other_times each_sequence_once_per_epoch another_schedule another_metric '
-                           'another_tokenizer',
+    ('A first-order optimizer', 'A Hessian optimizer', 'A Hessian estimator', 'Weight decay', 'Sequence-length warm-up',
+     'Each sequence once per epoch'): 'a_first_order_optimizer a_hessian_optimizer a_hessian_estimator weight_decay '
+                                      'sequence_length_warm_up each_sequence_once_per_epoch',
+    ('Average of the weights', 'Another schedule', 'Another metric', 'Another tokenizer'):
+        'average_of_the_weights another_schedule another_metric another_tokenizer',
+    ('Batch ramp', 'Learning rates by layer', 'Estimates at other times'):
+        'batch_ramp learning_rates_by_layer estimates_at_other_times',
 }
 
 
@@ -72,7 +68,7 @@ def copy_repository(target):
     return target
 
 
-def check(copy, data, functions, **environment):
+def check(functions, copy, data, **environment):
     """A process that calls functions of recipe.py in the directory `copy`."""
     return subprocess.Popen([sys.executable, str(ROOT / 'tests/recipe.py'), str(data), *functions.split()], cwd=copy,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -81,12 +77,12 @@ def check(copy, data, functions, **environment):
 
 @pytest.fixture(scope='module')
 def data(tmp_path_factory):
-    """A tiny data set, and the metrics of runs of the unedited repository on it, in plain.json."""
+    """A tiny data set, and the metrics of runs of the unedited repository on it, in unedited.json."""
     tmp, rng = tmp_path_factory.mktemp('data'), np.random.default_rng(0)
     tokens = np.cumsum(rng.choice([1, 2, 7], p=[0.8, 0.1, 0.1], size=6_000)) % 61
     recipe.DATA = write_bins(tmp / 'bins', tokens[:5_000], tokens[5_000:], vocab_size=64)
-    plain = {name: recipe.run(name=name, out=tmp / name) for name in recipe.NAMES}
-    (recipe.DATA / 'plain.json').write_text(json.dumps(plain, default=str))
+    found = {name: recipe.run(name=name, out=tmp / name) for name in recipe.NAMES}
+    (recipe.DATA / 'unedited.json').write_text(json.dumps(found))
     return recipe.DATA
 
 
@@ -99,12 +95,12 @@ def test_a_recipe(titles, data, tmp_path):
     copy = copy_repository(tmp_path / 'copy')
     for title in titles:
         apply(title, copy)
-    out = check(copy, data, CHECKS[titles]).communicate()[0]
+    out = check(CHECKS[titles], copy, data).communicate()[0]
     assert out.endswith('the checks passed\n'), out[-4000:]
     if titles == ('A mixture of experts',):
         with socket.create_server(('127.0.0.1', 0)) as free:
             port = free.getsockname()[1]
-        ranks = [check(copy, data, 'a_mixture_of_experts_on_two_ranks', RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE='2',
+        ranks = [check('a_mixture_of_experts_on_two_ranks', copy, data, RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE='2',
                        LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port)) for r in range(2)]
         outs = [rank.communicate()[0] for rank in ranks]
         assert all(out.endswith('the checks passed\n') for out in outs), outs
