@@ -19,10 +19,11 @@ $(VENV)/.installed-dev: $(DEV) $(VENV)/.installed
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt $(DEV:%=-r %)
 	@touch $@
 
+# An interrupted run resumes; loss.png is made last, and the next run starts over.
 quickstart: install  ## prepare an embedded corpus, train a small GPT with Sophia-G, sample from it, draw its loss
 	$(PY) data/pysource/prepare.py
-	rm -rf out/quickstart
-	$(PY) train.py config/quickstart.py
+	test ! -e out/quickstart/loss.png || rm -rf out/quickstart
+	$(PY) train.py config/quickstart.py --init_from=auto
 	$(PY) scripts/sample.py --out_dir=out/quickstart --num_samples=1 --max_new_tokens=400
 	$(PY) scripts/plot.py out/quickstart --output out/quickstart/loss.png
 
@@ -32,8 +33,16 @@ test: $(VENV)/.installed-dev  ## run the tests (no GPU, no download of data)
 lint: $(VENV)/.installed-dev  ## ruff
 	$(PY) -m ruff check .
 
-clean:  ## remove runs and prepared data; keeps .venv
-	rm -rf out build *.egg-info data/*/*.bin data/*/*.bin.part data/*/meta.json data/*/progress.json data/*/prepare.lock data/*/*.partial
+clean:  ## remove runs (out/) and build files; keeps .venv and data
+	rm -rf out build *.egg-info
 
-.PHONY: help install quickstart test lint clean
+PREPARED = $(wildcard data/*/*.bin data/*/*.bin.part data/*/*.partial data/*/meta.json data/*/progress.json)
+
+clean-data:  ## list the prepared data, some of it hours of work, and remove it after a y
+	@test -n "$(PREPARED)" || { echo "no prepared data in data/"; exit 1; }
+	@du -ch $(PREPARED)
+	@printf 'remove these files? [y/N] '; read answer; test "$$answer" = y
+	rm -f $(PREPARED)
+
+.PHONY: help install quickstart test lint clean clean-data
 .DEFAULT_GOAL := help

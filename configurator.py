@@ -34,9 +34,11 @@ class Setting:
         """The rule that `value` breaks, as the end of 'must be …'; '' when it may be set."""
         if self.choices and value not in self.choices:
             return 'one of ' + ', '.join(self.choices)
+        if self.type is float and not math.isfinite(value):
+            return 'finite'
         if self.type in (int, float) and not self.at_least <= value < self.below:
-            rules = [f'at least {self.at_least}'] * (self.at_least > -math.inf)
-            return ' and '.join([*rules, f'below {self.below}' if self.below < math.inf else 'finite'])
+            rules = f'at least {self.at_least}', f'below {self.below}'
+            return ' and '.join(rule for rule in rules if not rule.endswith('inf'))
         return ''
 
 
@@ -77,8 +79,7 @@ class Config:
             raise AttributeError(f'no setting {key!r}') from None
 
     def set(self, key, value, source):
-        """Sets `key`. SystemExit with one line when the key is unknown, or the value is of the wrong type or out of
-        range."""
+        """Sets `key`. Stops the run when the key is unknown, or the value of the wrong type or out of range."""
         name = f'--{key}' if source == 'flag' else f'{source}: {key}'
         if key not in self.declared:
             near = [RENAMED[key]] if key in RENAMED else difflib.get_close_matches(key, self.declared, n=1)
@@ -100,7 +101,7 @@ class Config:
                 self.set(key, value, source)
 
     def require(self, key, ok, rule):
-        """SystemExit with one line, unless `ok`: the value of `key` must be `rule`."""
+        """Stops the run unless `ok`; the message says that the value of `key` must be `rule`."""
         if not ok:
             raise SystemExit(f'{self.shown(key)}: must be {rule}')
 
@@ -110,8 +111,8 @@ class Config:
         return f'--{key}={value}' if self.sources[key] == 'flag' else f'{self.sources[key]}: {key} = {value!r}'
 
     def lines(self, everything=False):
-        """One aligned line per setting, `key = value   source`; settings at their default, and those that the optimizer
-        lacks, only if `everything` is asked for."""
+        """One aligned line per setting, `key = value   source`; settings at their default, and settings that the
+        optimizer lacks, only if `everything` is asked for."""
         rows = [(f'{key} = {value!r}', self.sources[key]) for key, value in self.values.items()
                 if everything or not self.sources[key].startswith(('default', 'not a setting'))]
         width = max((len(left) for left, _ in rows), default=0)
@@ -121,8 +122,7 @@ class Config:
 def configure(defaults, argv, script=None):
     """The `Config` of `defaults` (train.py's module-level names) with the config files and flags of `argv` applied.
 
-    With the path `script` of the file that declares the settings, --help prints them and exits. SystemExit with one
-    line that names the file or flag when something does not fit.
+    With the path `script` of the file that declares the settings, --help prints them and exits.
     """
     if script and {'--help', '-h'} & {*argv}:
         source = Path(script).read_text(encoding='utf-8')

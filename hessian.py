@@ -116,7 +116,7 @@ class HessianHook(Hook):
                      if p.requires_grad and is_zero(h_hat)]
         if unreached and self.rank == 0:
             warn(f'the Hessian estimate is 0 for {", ".join(unreached)}: the loss that is estimated does not depend on '
-                 'them, and their updates are those of sign momentum; see docs/hacking.md, "A second head"')
+                 'them, so they are updated by sign momentum; see docs/hacking.md, "A second head"')
 
 
 class GNBHook(HessianHook):
@@ -229,7 +229,7 @@ class HutchinsonHook(HessianHook):
 
     def start(self, iter_num, loss_scale=1.0):
         self.rows = []
-        return super().start(iter_num, loss_scale)
+        return super().start(iter_num)  # no loss scale enters the products, so none excuses an overflow
 
     def labels(self, X, Y):
         if n := self.take_rows(X):

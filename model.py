@@ -27,6 +27,7 @@ SIZES = {
     '6.6B': dict(n_layer=32, n_head=32, n_embd=4096),
 }
 INIT_STD = 0.02  # of the initial weights
+NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
 # The GPT-2s that init_from can download from the Hugging Face Hub.
 HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 # Hugging Face's activation_function → the argument `approximate` of F.gelu.
@@ -41,9 +42,6 @@ def padded_vocab_size(vocab_size):
     Below 1,024 ids as it is: there the padding would be a large part of the vocabulary and raise the first losses.
     """
     return vocab_size if vocab_size < 1024 else math.ceil(vocab_size / 64) * 64
-
-
-NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
 
 
 @dataclass
@@ -81,13 +79,13 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.config = config
 
-    def forward(self, x, scale=None):
-        """`scale`: a 0-d tensor that multiplies the attention logits, or None."""
+    def forward(self, x, divisor=None):
+        """`divisor`: a whole number, as a 0-d tensor, that divides the attention logits; or None."""
         B, T, C = x.shape
         n_head = self.config.n_head
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
-        if scale is not None:
-            q = q * scale
+        if divisor is not None:
+            q = q / divisor
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True,
                                            dropout_p=self.config.dropout if self.training else 0.0)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
@@ -118,8 +116,8 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, scale=None):
-        x = x + self.attn(self.ln_1(x), scale)
+    def forward(self, x, divisor=None):
+        x = x + self.attn(self.ln_1(x), divisor)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -138,7 +136,7 @@ class GPT(nn.Module):
             ln_f=nn.LayerNorm(config.n_embd, bias=config.bias)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
-        self.apply(self._init_weights)  # over what the constructors of submodules have drawn
+        self.apply(self._init_weights)  # replaces the weights that the submodules' constructors have drawn
         # GPT-2's depth scaling: each block adds to the residual stream twice.
         for name, p in self.named_parameters():
             if name.endswith('c_proj.weight'):
@@ -170,12 +168,13 @@ class GPT(nn.Module):
             raise ValueError(f'sequence of {T} tokens is longer than block_size = {self.config.block_size}')
         x = self.transformer.wte(idx) + self.transformer.wpe(torch.arange(T, device=idx.device))
         x = F.dropout(x, self.config.dropout, self.training)
-        scales = [None] * self.config.n_layer
+        divisors = [None] * self.config.n_layer
         if self.config.scale_attn_by_inverse_layer_idx:
-            # Tensors, because a Python number would give every compiled block a graph of its own.
-            scales = 1 / torch.arange(1, self.config.n_layer + 1, device=idx.device)
-        for block, scale in zip(self.transformer.h, scales):
-            x = block(x, scale)
+            # Tensors, because a Python number would give compiled blocks several graphs; and integers, because
+            # bfloat16 holds them exactly.
+            divisors = torch.arange(1, self.config.n_layer + 1, device=idx.device)
+        for block, divisor in zip(self.transformer.h, divisors):
+            x = block(x, divisor)
         logits = self.lm_head(self.transformer.ln_f(x))
         if targets is None:
             return logits, None
@@ -245,60 +244,48 @@ class GPT(nn.Module):
         """A GPT with the weights of a GPT-2 in Hugging Face's format, read by the package transformers.
 
         Args:
-            name: one of HUB_MODELS, or a local folder with config.json and safetensors.
+            name: one of HUB_MODELS, or a folder with config.json and safetensors.
             block_size: positions to keep, at most the model's own, which is the default.
 
-        A model whose config.json says `bias: false` and whose biases are zero, as scripts/export_hf.py writes, has no
-        biases here. SystemExit with one line when there is no such model, or it is not a GPT-2 that this class can be.
+        A model that scripts/export_hf.py has exported without biases has none here.
         """
         theirs = load_hf(name)
         c, weights = theirs.config, theirs.state_dict()
-        block_size = block_size or c.n_positions
-        unsupported = {
-            f'activation_function = {c.activation_function}': c.activation_function not in ACTIVATIONS,
-            f'n_inner = {c.n_inner}': c.n_inner not in (None, 4 * c.n_embd),
-            f'layer_norm_epsilon = {c.layer_norm_epsilon}': c.layer_norm_epsilon != 1e-5,
-            'scale_attn_weights = False': not c.scale_attn_weights,
-            'add_cross_attention = True': c.add_cross_attention,
-            'an output head that is not tied to the embeddings':
-                not torch.equal(weights['lm_head.weight'], weights['transformer.wte.weight']),
-            f'only {c.n_positions} positions (--block_size={block_size})': block_size > c.n_positions}
-        for what, true in unsupported.items():
-            if true:
-                raise SystemExit(f'{name}: has {what}, which model.py does not support')
+        supported = dict(activation_function=[*ACTIVATIONS], n_inner=[None, 4 * c.n_embd], layer_norm_epsilon=[1e-5],
+                         scale_attn_weights=[True], add_cross_attention=[False])
+        for key, values in supported.items():
+            if getattr(c, key) not in values:
+                raise SystemExit(f'{name}: {key} = {getattr(c, key)!r} is not supported; it must be one of {values}')
+        if not torch.equal(weights['lm_head.weight'], weights['transformer.wte.weight']):
+            raise SystemExit(f'{name}: its output head is not tied to the embeddings, which is not supported')
+        if (block_size or 0) > c.n_positions:
+            raise SystemExit(f'--block_size={block_size}: {name} has {c.n_positions} positions; set at most that')
+        # Hugging Face's GPT-2 always has biases; in an export of a model without any they are zero, unless trained.
         bias = getattr(c, 'bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
-        weights = {key: w.t().contiguous() if key.endswith(TRANSPOSED) else w.clone() for key, w in weights.items()
+        weights = {key: w.t().contiguous() if key.endswith(TRANSPOSED) else w for key, w in weights.items()
                    if bias or not key.endswith('.bias')}
-        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size].clone()
+        positions = weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size].clone()
         return cls.from_state_dict(GPTConfig(
-            block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, dropout, bias,
-            bool(c.scale_attn_by_inverse_layer_idx), ACTIVATIONS[c.activation_function]), weights)
+            len(positions), c.vocab_size, c.n_layer, c.n_head, c.n_embd, dropout, bias,
+            c.scale_attn_by_inverse_layer_idx, ACTIVATIONS[c.activation_function]), weights)
 
 
 def load_hf(name):
-    """The transformers GPT2LMHeadModel called `name`, float32, from a local folder or the Hub. SystemExit with one line
-    when it cannot be had."""
-    folder = Path(name)
-    if not folder.is_dir() and name not in HUB_MODELS:
-        raise SystemExit(f'{name}: neither a folder nor one of {", ".join(HUB_MODELS)}; download another model with '
-                         '`hf download NAME --local-dir FOLDER`')
+    """The transformers GPT2LMHeadModel called `name`, in float32, from a local folder or the Hub."""
     try:
         import transformers
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        source = f'openai-community/{name}' if name in HUB_MODELS and not Path(name).exists() else name
+        model, report = transformers.GPT2LMHeadModel.from_pretrained(source, use_safetensors=True,
+                                                                     output_loading_info=True)
     except ImportError:
         raise SystemExit(f'{name}: needs the package transformers; pip install -r requirements-hf.txt') from None
-    transformers.logging.set_verbosity_error()
-    source = str(folder) if folder.is_dir() else f'openai-community/{name}'
-    try:
-        kind = transformers.AutoConfig.from_pretrained(source).model_type
-        if kind != 'gpt2':
-            raise ValueError(f'a {kind}, not a GPT-2')
-        model, report = transformers.GPT2LMHeadModel.from_pretrained(
-            source, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
     except Exception as error:  # whatever a damaged folder or the network makes transformers raise
         raise SystemExit(f'{name}: cannot be loaded from Hugging Face\'s format ({first_line(error)})') from None
     if problems := [*report['missing_keys'], *report['mismatched_keys'], *report['unexpected_keys']]:
-        raise SystemExit(f'{name}: its weights are not those of its config.json ({problems[0]})')
-    return model
+        raise SystemExit(f'{name}: its weights do not fit its config.json ({problems[0]})')
+    return model.float()
 
 
 def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

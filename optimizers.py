@@ -51,7 +51,7 @@ class AdaHessian(HessianOptimizer):
 
     ĥ comes through `update_hessian`, as for `Sophia`; there is no averaging over blocks of coordinates. Arguments as
     for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and how often each was updated: `step`,
-    `hessian_step` (0-d tensors on the CPU). RuntimeError in a step before the first estimate, when v is 0.
+    `hessian_step` (0-d float32 tensors on the CPU). RuntimeError in a step before the first estimate, when v is 0.
     """
 
     def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, maximize=False,
@@ -64,26 +64,34 @@ class AdaHessian(HessianOptimizer):
 
     def update(self, group, params, grads):
         lr, (beta1, beta2) = scalar(group['lr']), group['betas']
-        if any('hessian_step' not in self.state.get(p, ()) for p in params):
-            raise RuntimeError('AdaHessian.step() before an estimate of every Hessian: call update_hessian() first')
         ms, vs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
+        steps, estimates = self.counters(params, 'step'), self.counters(params, 'hessian_step')
+        if not all(estimates):
+            if lr:
+                raise RuntimeError('AdaHessian.step() before an estimate of every Hessian: call update_hessian() first')
+            return  # torch.distributed.checkpoint makes such a step, to get the state that it loads into
         torch._foreach_lerp_(ms, grads, 1 - beta1)
-        for p, m, v in zip(params, ms, vs):
-            step, hessian_step = self.increment(p, 'step'), torch.as_tensor(self.state[p]['hessian_step']).double()
-            denominator = (v / (1 - beta2 ** hessian_step)).sqrt_().add_(group['eps'])
+        torch._foreach_add_(steps, 1)
+        for p, m, v, step, n in zip(params, ms, vs, steps, estimates):
+            denominator = (v / (1 - beta2 ** n.double())).sqrt_().add_(group['eps'])
             p.mul_(1 - lr * group['weight_decay'])
-            p.sub_(m / denominator * (lr / (1 - beta1 ** step)))
+            p.sub_(m / denominator * (lr / (1 - beta1 ** step.double())))
 
     def update_ema(self, group, params, targets):
         super().update_ema(group, params, targets)
-        for p in params:
-            self.increment(p, 'hessian_step')
+        torch._foreach_add_(self.counters(params, 'hessian_step'), 1)
 
-    def increment(self, p, key):
-        """Adds 1 to the counter `key` of p, a float32 tensor (torch.compile would specialize on a number); returns it
-        as float64."""
-        self.state[p][key] = torch.as_tensor(self.state[p].get(key, 0.0), dtype=torch.float32) + 1
-        return self.state[p][key].double()
+    def counters(self, params, key):
+        """The counters `key` of each of `params`, from 0."""
+        return [self.state[p].setdefault(key, torch.zeros((), dtype=torch.float32)) for p in params]
+
+    def load_state_dict(self, state_dict):
+        """As any optimizer's; but `hessian_step` stays float32, where PyTorch would give it the parameter's dtype."""
+        super().load_state_dict(state_dict)
+        numbers = [i for group in state_dict['param_groups'] for i in group['params']]
+        for p, i in zip(parameters(self), numbers):
+            if 'hessian_step' in state_dict['state'].get(i, ()):
+                self.state[p]['hessian_step'] = state_dict['state'][i]['hessian_step'].clone()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -101,32 +109,33 @@ class SophiaSquared(Sophia):
     def averaged(self, h_hat):
         return h_hat.square()
 
-    def curvature(self, group, hs):
-        return torch._foreach_sqrt(super().curvature(group, hs))
+    def curvature(self, hs):
+        return torch._foreach_sqrt(hs)
 
 
 class SophiaTensorMean(Sophia):
     """The ablation "mean of h": each coordinate is divided by the mean of h over its tensor, so that h says how large
     the steps of a tensor are but does not tell its coordinates apart. Not in the paper."""
 
-    def curvature(self, group, hs):
-        return [h.mean().expand_as(h) for h in super().curvature(group, hs)]
+    def curvature(self, hs):
+        return [h.mean().expand_as(h) for h in hs]
 
 
 class Normalize(GuardedOptimizer):
     """The ablation Normalize: θ ← θ − lr·λ·θ;  θ ← θ − lr·m / max(rms(m), ε), the root mean square of each tensor.
 
-    beta1: of m; the other arguments as for `Sophia`. State per parameter: `exp_avg` (m).
+    momentum: β1, by the name that PyTorch's schedulers look for; the other arguments as for `Sophia`. State per
+    parameter: `exp_avg` (m).
     """
 
-    def __init__(self, params, lr, beta1=0.96, eps=1e-12, weight_decay=0.2, *, maximize=False, nonfinite='raise'):
-        super().__init__(params, dict(lr=lr, beta1=beta1, eps=eps, weight_decay=weight_decay, maximize=maximize),
+    def __init__(self, params, lr, momentum=0.96, eps=1e-12, weight_decay=0.2, *, maximize=False, nonfinite='raise'):
+        super().__init__(params, dict(lr=lr, momentum=momentum, eps=eps, weight_decay=weight_decay, maximize=maximize),
                          nonfinite)
 
     def update(self, group, params, grads):
         lr, ms = scalar(group['lr']), self.buffers(params, 'exp_avg')
         params, grads, shards = local(params), local(grads), local(ms)
-        torch._foreach_lerp_(shards, grads, 1 - group['beta1'])
+        torch._foreach_lerp_(shards, grads, 1 - group['momentum'])
         # The norm of a tensor takes all of its shards; every other line is about one coordinate at a time.
         norms = [full_tensor(norm) for norm in torch._foreach_norm(ms)]
         rms = [norm.div_(m.numel() ** 0.5).clamp_(min=group['eps']) for norm, m in zip(norms, ms)]
@@ -145,7 +154,7 @@ class Normalize(GuardedOptimizer):
 class Row:
     """An optimizer of the table.
 
-    build: function of (param groups, settings) → torch.optim.Optimizer; the settings are those of train.py, as
+    build: function of (param groups, settings) → torch.optim.Optimizer; the settings are train.py's, as
         attributes. Gradients are finite and clipped when it steps.
     settings: the values of train.py's settings unless a config file or a flag says otherwise. hessian_batch_size is
         for a mini-batch of 480 sequences.
@@ -243,7 +252,7 @@ OPTIMIZERS = {
                                        hessian_batch_size=480), ADAHESSIAN_LR, 'our table', AdaHessianHook),
     'sophiag': Row(sophia, SOPHIA_G, SOPHIA_G_LR, hook=GNBHook),
     'sophiah': Row(sophia, SOPHIA_H, SOPHIA_H_LR, hook=HutchinsonHook, scale_hessian_batch=False),
-    # Ablations. The paper states no learning rate for them: ours is that of the closest optimizer. Empirical Fisher
+    # Ablations. The paper does not state their learning rates: ours are the closest optimizer's. Empirical Fisher
     # and AH+clip: k = 10, γ "found by grid search" but not stated, so Sophia's own here.
     'ef_clip': Row(sophia, SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', EmpiricalFisherHook),
     'ah_clip': Row(partial(sophia, cls=SophiaSquared), SOPHIA_H, SOPHIA_H_LR, 'Table 3, sophiah', HutchinsonHook,
@@ -271,7 +280,7 @@ OPTIMIZERS = {
 PLACEHOLDERS = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0,
                     hessian_batch_size=0, optimizer_args='')
 # Library optimizers that work on each coordinate by itself, or know DTensors.
-SHARDABLE = tuple(f'torch:{name}' for name in torch.optim.__all__ if name not in ('Muon', 'Adafactor')) + (
+SHARDABLE = tuple(f'torch:{name}' for name in torch.optim.__all__ if name not in ('Muon', 'Adafactor', 'Rprop')) + (
     'schedulefree:AdamWScheduleFree',)
 
 

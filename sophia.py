@@ -23,13 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-try:
-    from torch.distributed.tensor import DTensor
-except ImportError:  # PyTorch built without torch.distributed, for Windows on Arm or ROCm, say
-
-    class DTensor:
-        """A class without instances."""
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Algorithm 3
 
@@ -39,7 +32,7 @@ def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, rh
 
         m ← β1·m + (1−β1)·g;   θ ← θ − lr·λ·θ;   θ ← θ − lr·clip(m / max(γ·h, ε), ρ)
 
-    The settings are those of `Sophia`; Algorithm 3 has ρ = 1.
+    The settings as for `Sophia`; Algorithm 3 has ρ = 1.
     """
     torch._foreach_lerp_(ms, grads, 1 - beta1)
     update = precondition(ms, hs, gamma, eps)
@@ -69,13 +62,12 @@ def compiled_update():
 
 
 class GuardedOptimizer(Optimizer):
-    """What the optimizers of this repository share: checked settings, closures, a guard in front of the state.
+    """Base class with checked settings, closures and a guard before the state. A subclass defines `update`.
 
-    A subclass defines `update`. nonfinite says what happens when a gradient holds inf or NaN, before anything enters
-    the state: 'raise' FloatingPointError, 'skip' that step, or 'ignore' (the caller has checked; saves a
-    synchronisation with the device). With 'ignore' and the learning rate in a tensor, `step` reads nothing back from
-    the device and may be captured in a CUDA graph; warm up with one step, which makes the state. Not so with Sophia's
-    bias_correction and AdaHessian, which count on the CPU.
+    nonfinite says what happens when a gradient holds inf or NaN, before anything enters the state: 'raise'
+    FloatingPointError, 'skip' that step, or 'ignore' (the caller has checked; saves a synchronization with the device).
+    With 'ignore' and the learning rate in a tensor, `step` may be captured in a CUDA graph after one step outside of
+    it, which makes the state.
     """
 
     def __init__(self, params, defaults, nonfinite):
@@ -88,7 +80,7 @@ class GuardedOptimizer(Optimizer):
         """Adds a group of parameters; ValueError when one of its settings is out of range."""
         name = type(self).__name__
         in_range = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
-                        beta1=lambda v: 0 <= v < 1, gamma=lambda v: v >= 0, eps=lambda v: v > 0,
+                        momentum=lambda v: 0 <= v < 1, gamma=lambda v: v >= 0, eps=lambda v: v > 0,
                         weight_decay=lambda v: v >= 0)
         for key, value in {**self.defaults, **param_group}.items():
             if key == 'lr' and isinstance(value, torch.Tensor) and value.numel() != 1:
@@ -104,13 +96,6 @@ class GuardedOptimizer(Optimizer):
                 self.param_groups.pop()
                 raise ValueError(f'{name}: parameters of type {p.dtype} are not supported; keep them in float32, and '
                                  'compute in other types by autocast')
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        for group in self.param_groups:  # another implementation's state_dict may lack some settings
-            for key, value in self.defaults.items():
-                if key != 'differentiable':  # which PyTorch has just added
-                    group.setdefault(key, value)
 
     def __getstate__(self):
         # Optimizer's copies carry over only the attributes that it names.
@@ -135,7 +120,7 @@ class GuardedOptimizer(Optimizer):
         return loss
 
     def update(self, group, params, grads):
-        """Updates `params`, all of `group`, and their state by the gradients `grads`."""
+        """Updates `params`, which belong to the param group `group`, and their state by the gradients `grads`."""
         raise NotImplementedError
 
     def buffers(self, params, key):
@@ -147,21 +132,23 @@ class GuardedOptimizer(Optimizer):
 
 
 class HessianOptimizer(GuardedOptimizer):
-    """An optimizer with an EMA of Hessian estimates, or of what `averaged` makes of them, in its state `hessian`."""
+    """Base class with an EMA of Hessian estimates, or of a function of them, `averaged`, in the state `hessian`."""
 
     def averaged(self, h_hat):
-        """What the EMA averages: the estimate ĥ itself."""
+        """The quantity that the EMA averages: the estimate ĥ itself."""
         return h_hat
 
     @torch.no_grad()
-    def update_hessian(self, estimates, nonfinite=None):
+    def update_hessian(self, estimates):
         """Updates the EMA, h ← β2·h + (1−β2)·ĥ (Algorithm 3, line 9).
 
         Args:
             estimates: iterable of tensors, one per parameter in param-group order; None leaves that state as it is.
-            nonfinite: what to do when an estimate holds inf or NaN, instead of the optimizer's own setting: 'raise',
-                'skip' (all of them) or 'ignore'.
+
+        An inf or NaN in one of them is treated as in a gradient; 'skip' leaves out all of them.
         """
+        if estimates is None:
+            raise TypeError('update_hessian needs the list of tensors that an estimator returns, not None')
         estimates = list(estimates)
         params = parameters(self)
         if len(estimates) != len(params):
@@ -171,14 +158,13 @@ class HessianOptimizer(GuardedOptimizer):
                 raise ValueError(f'update_hessian got an estimate of shape {tuple(h_hat.shape)} for a parameter of '
                                  f'{tuple(p.shape)}; pass the optimizer to the estimator, which keeps their order')
         targets = {p: self.averaged(h_hat.to(p.dtype)) for p, h_hat in zip(params, estimates) if h_hat is not None}
-        groups = [(group, [p for p in group['params'] if p in targets]) for group in self.param_groups]
-        if check_finite(nonfinite or self.nonfinite, 'Hessian estimate', targets.values()):
-            for group, params in groups:
-                if params:
+        if check_finite(self.nonfinite, 'Hessian estimate', targets.values()):
+            for group in self.param_groups:
+                if params := [p for p in group['params'] if p in targets]:
                     self.update_ema(group, params, [targets[p] for p in params])
 
     def update_ema(self, group, params, targets):
-        """Moves the EMAs of `params`, all of `group`, towards `targets`."""
+        """Moves the EMAs of `params`, which belong to the param group `group`, towards `targets`."""
         torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(targets), 1 - group['betas'][1])
 
     def metrics(self):
@@ -189,26 +175,24 @@ class HessianOptimizer(GuardedOptimizer):
             return {}
         # By rows, because on CPU PyTorch adds up the squares of a large tensor inexactly.
         norm = torch.nn.utils.get_total_norm([torch.linalg.vector_norm(h, dim=-1) for h in hs])
-        return dict(hessian_norm=norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return dict(hessian_norm=norm.full_tensor() if is_sharded(norm) else norm)
 
 
 class Sophia(HessianOptimizer):
     """Algorithm 3: m ← β1·m + (1−β1)·g;  θ ← θ − lr·λ·θ;  θ ← θ − lr·clip(m / max(γ·h, ε), 1).
 
     h changes only in `update_hessian`, h ← β2·h + (1−β2)·ĥ, to be called every k-th iteration before `step`. Neither m
-    nor, by default, h is bias-corrected. A `step` before the first estimate is sign momentum, and warns.
+    nor h is bias-corrected. A `step` before the first estimate is sign momentum, and warns.
 
     Args:
-        params: parameters or param groups, best in float32: bfloat16 drops updates below 1/256 of a value, most of
-            weight decay's among them. float16, where ε is 0, and complex numbers are rejected.
+        params: parameters or param groups, best in float32: bfloat16 drops updates below 1/256 of a value, which most
+            of the weight decay is. float16, where ε is 0, and complex numbers are rejected.
         lr: learning rate η, a float or a tensor of one element.
         betas: (β1, β2).
         gamma: γ, scales h. The paper: 0.05 with Gauss-Newton-Bartlett, 0.01 with Hutchinson.
         eps: ε.
         weight_decay: λ, decoupled.
-        maximize: step uphill instead; estimates are then to be those of the negated objective.
-        bias_correction: the update uses h / (1 − β2ⁿ), n the number of estimates so far (`hessian_step` of the param
-            group), for runs too short for h to reach its level. Not the paper's.
+        maximize: step uphill instead; the estimates must then be of the negated objective.
         nonfinite: 'raise', 'skip' or 'ignore', and CUDA graphs: see `GuardedOptimizer`.
         compile: fuse the update to one pass over memory by torch.compile.
 
@@ -217,9 +201,9 @@ class Sophia(HessianOptimizer):
     rho = 1.0  # where the update is clipped; the official code's rho is γ
 
     def __init__(self, params, lr, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.2, *, maximize=False,
-                 bias_correction=False, nonfinite='raise', compile=False):
+                 nonfinite='raise', compile=False):
         super().__init__(params, dict(lr=lr, betas=betas, gamma=gamma, eps=eps, weight_decay=weight_decay,
-                                      maximize=maximize, bias_correction=bias_correction), nonfinite)
+                                      maximize=maximize), nonfinite)
         self.compile = compile
 
     def __getstate__(self):
@@ -228,33 +212,33 @@ class Sophia(HessianOptimizer):
     def update(self, group, params, grads):
         """`sophia_update` of one param group."""
         lr = scalar(group['lr'])
+        if not any('hessian' in self.state[p] for p in params) and lr:
+            warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=4)
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
-        if not any('hessian' in self.state[p] for p in params):
-            warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=4)
         ms, hs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
         update = compiled_update() if self.compile else sophia_update
-        update(local(params), local(grads), local(ms), self.curvature(group, local(hs)), lr, group['betas'][0],
+        update(local(params), local(grads), local(ms), self.curvature(local(hs)), lr, group['betas'][0],
                group['gamma'], group['eps'], group['weight_decay'], self.rho)
 
-    def update_ema(self, group, params, targets):
-        super().update_ema(group, params, targets)
-        group['hessian_step'] = group.get('hessian_step', 0) + 1
+    def curvature(self, hs):
+        """The h of the update, from the state: the same."""
+        return hs
 
-    def curvature(self, group, hs):
-        """h as the update takes it; with bias_correction h / (1 − β2ⁿ), new tensors."""
-        n = group.get('hessian_step', 0)
-        return torch._foreach_div(hs, 1 - group['betas'][1] ** n) if group['bias_correction'] and n else hs
+    def metrics(self):
+        """See `HessianOptimizer.metrics`; also `update_unclipped`, the `unclipped_fraction`."""
+        unclipped = self.unclipped_fraction()
+        return super().metrics() | ({} if unclipped is None else dict(update_unclipped=unclipped))
 
     def unclipped_fraction(self):
-        """Fraction of coordinates of m / max(γ·h, ε) that the clip leaves as they are in the latest update, a 0-d
-        tensor; None before the first step. The paper chooses γ so that it lies between 0.1 and 0.5."""
+        """Fraction of the coordinates of m / max(γ·h, ε) that the latest update did not clip, a 0-d tensor; None before
+        the first step. The paper chooses γ so that it lies between 0.1 and 0.5."""
         inside, hs = [], []
         for group in self.param_groups:
             for state in (self.state[p] for p in group['params'] if p in self.state):
                 if 'exp_avg' in state and 'hessian' in state:
                     m, h = local([state['exp_avg'], state['hessian']])
-                    update, = precondition([m], self.curvature(group, [h]), group['gamma'], group['eps'])
+                    update, = precondition([m], self.curvature([h]), group['gamma'], group['eps'])
                     clipped = update.clone()
                     clip_([clipped], self.rho)
                     inside.append((clipped == update).sum())
@@ -265,11 +249,6 @@ class Sophia(HessianOptimizer):
         unclipped, total = add_shards(counts, hs)
         return unclipped / total
 
-    def metrics(self):
-        """As of the base class, and `update_unclipped`, see `unclipped_fraction`."""
-        fraction = self.unclipped_fraction()
-        return super().metrics() | ({} if fraction is None else dict(update_unclipped=fraction))
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Algorithm 2
@@ -278,14 +257,13 @@ class Sophia(HessianOptimizer):
 def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, retain_graph=False):
     """Algorithm 2: an estimate of the Gauss-Newton diagonal from labels that the model itself draws.
 
-    train.py does not call this: the hook in hessian.py draws the labels while training runs its own forward, and adds
-    their loss to a `GaussNewtonBartlett`.
+    train.py's hook, in hessian.py, uses the class `GaussNewtonBartlett` instead, because training runs the forward.
 
     Args:
-        outputs: what the model computed with a graph, (…, V) logits of B predictions; or an iterable of such, one per
+        outputs: outputs of the model with a graph, (…, V) logits of B predictions; or an iterable, one for each
             micro-batch (a generator runs the forwards one at a time). Leave out the positions that the loss ignores.
         optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order. Sharded
-            ones are to be all that the model trains: FSDP's backward adds to the gradients of others.
+            ones must be all that the model trains, because FSDP's backward adds to the gradients of others.
         distribution: maps outputs to the `torch.distributions.Distribution` whose negative log-likelihood is the loss;
             any exponential family in its natural parameter. Its `log_prob` has one entry per prediction, of which the
             loss is the mean. Default Categorical(logits=…), i.e. cross-entropy; for the squared loss ½(f − y)²:
@@ -309,7 +287,7 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
                              'call torch.manual_seed(seed + rank) once the model is made')
     if isinstance(outputs, (dict, tuple)) or hasattr(outputs, 'logits'):
         raise TypeError(f'gauss_newton_bartlett needs logits, not a {type(outputs).__name__}: pass the logits that the '
-                        'model returned, or a list of those of several micro-batches')
+                        'model returned, or a list of them, one for each micro-batch')
     for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
         if not f.requires_grad:
             raise RuntimeError('gauss_newton_bartlett: the outputs have no graph; run the forward outside of '
@@ -358,11 +336,11 @@ class GaussNewtonBartlett:
 def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
     """Algorithm 1: an unbiased estimate of the Hessian's diagonal, of any sign.
 
-    train.py does not call this: the hook in hessian.py adds its products to a `Hutchinson`.
+    train.py's hook, in hessian.py, uses the class `Hutchinson` with compiled Hessian-vector products instead.
 
     Args:
-        losses: the mean loss of a mini-batch, a 0-d tensor with a graph that can be differentiated twice (no
-            flash attention, no compiled module); or an iterable of such, one per micro-batch of equal size.
+        losses: the mean loss of a mini-batch, a 0-d tensor with a graph that can be differentiated twice (without
+            flash attention or a compiled module); or an iterable, one for each micro-batch, which have equal sizes.
         optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order.
         generator, rademacher: see `Hutchinson`. Over several ranks the generator is required.
         group: process group over which the mini-batch is spread; default all ranks.
@@ -374,7 +352,7 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
         raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
     if isinstance(losses, (dict, tuple)) or hasattr(losses, 'logits'):
         raise TypeError(f'hutchinson needs the mean loss, not a {type(losses).__name__}: pass the loss that the model '
-                        'returned, or a list of those of several micro-batches')
+                        'returned, or a list of them, one for each micro-batch')
     estimator = Hutchinson(optimizer, generator, rademacher)
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
         if not loss.requires_grad:
@@ -444,6 +422,8 @@ def hessian_vector_product(loss_fn, params, u):
 
 def parameters(optimizer):
     """The parameters of an optimizer in param-group order; a list of parameters is returned as it is."""
+    if isinstance(optimizer, torch.nn.Module):
+        raise TypeError('pass the optimizer, whose order of parameters the estimates must have, not the model')
     if isinstance(optimizer, Optimizer):
         return [p for group in optimizer.param_groups for p in group['params']]
     return list(optimizer)
@@ -486,17 +466,17 @@ def gradients(outputs, params, **options):
 
 def add_gradients(totals, loss, params, retain_graph=False):
     """Adds d loss / d params to the list `totals`; of sharded parameters the sum over the ranks."""
-    if not any(isinstance(p, DTensor) for p in params):
+    if not any(map(is_sharded, params)):
         found = gradients(loss, params, retain_graph=retain_graph)
         if all(g is None for g in found):
-            raise RuntimeError('the outputs depend on none of the params: those of another model, or made under '
+            raise RuntimeError('the outputs depend on none of the params: another model, or made under '
                                'checkpoint(…, use_reentrant=True)?')
         for total, g in zip(totals, found):
             if g is not None:
                 total.add_(g)
         return
-    # FSDP gathers parameters for the computation, and its backward alone turns their gradients into shards: it adds
-    # the mean over the ranks to .grad; `ranks()` times that is the sum.
+    # FSDP gathers parameters for the computation, and only its own backward turns their gradients into shards: it adds
+    # the mean over the ranks to .grad, so the loss is multiplied by their number.
     before = [p.grad for p in params]
     for p, total in zip(params, totals):
         p.grad = total
@@ -506,14 +486,19 @@ def add_gradients(totals, loss, params, retain_graph=False):
         p.grad = grad
 
 
+def is_sharded(tensor):
+    """Whether a tensor is a DTensor; without importing that class, which costs half a second."""
+    return hasattr(tensor, 'placements')
+
+
 def local(tensors):
     """`tensors`, each DTensor replaced by its local shard."""
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return [t.to_local() if is_sharded(t) else t for t in tensors]
 
 
 def add_shards(count, tensors):
     """`count`, computed from the `local` shards of `tensors`, summed over the ranks in place if they are sharded."""
-    if any(isinstance(t, DTensor) for t in tensors):
+    if any(map(is_sharded, tensors)):
         dist.all_reduce(count)
     return count
 
@@ -531,7 +516,7 @@ def sum_over_ranks(tensors, count, group=None):
     if ranks(group) < 2:
         return count
     device = tensors[0].device
-    tensors = [t for t in tensors if not isinstance(t, DTensor)]
+    tensors = [t for t in tensors if not is_sharded(t)]
     counts = torch.tensor([count], dtype=torch.float64, device=device)
     for work in [dist.all_reduce(t, group=group, async_op=True) for t in [*tensors, counts]]:
         work.wait()

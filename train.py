@@ -47,7 +47,7 @@ eval_iters = setting(0, at_least=0)  # micro-batches of validation sequences, ov
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # save after every evaluation, not only after the best one
 keep_checkpoints = setting(2, at_least=2)  # newest checkpoints to keep, in case one gets damaged, and the best one
-init_from = 'scratch'  # or 'resume', 'auto' (resume if there is a checkpoint), 'gpt2', …, or a Hugging Face folder
+init_from = 'scratch'  # or resume, auto (resume if there is a checkpoint), gpt2, …, or a Hugging Face folder
 ignore_data_change = False  # resume although the data set is not the one trained on before
 max_hours = setting(0.0, at_least=0)  # save and stop after this many hours; 0 = no limit
 skip_nonfinite = setting(0, at_least=0)  # iterations in a row to skip if loss or gradient is not finite; 0 = stop
@@ -92,13 +92,13 @@ cooldown_iters = setting(int, at_least=0)  # length of the decay, which ends at 
 min_lr = setting(float, at_least=0)  # final learning rate
 min_lr_ratio = setting(0.05, at_least=0)  # final / peak learning rate, where min_lr is not given
 # system
-parallel = setting('ddp', choices=('ddp', 'fsdp', 'hsdp'))  # copies of the model; shards; shards within each machine
+parallel = setting('ddp', choices=('ddp', 'fsdp', 'hsdp'))  # fsdp: shards; hsdp: shards within each machine
 activation_checkpointing = False  # keep each block's input only, compute the rest again in the backward pass
-backend = setting(str, choices=('nccl', 'gloo'))  # of torch.distributed
-device = setting(str)  # 'cuda', 'cuda:1', 'cpu', 'mps'
-dtype = setting(str, choices=tuple(devices.DTYPES))  # of matrix products; float16 with loss scaling
+backend = setting(str, choices=('nccl', 'gloo'))  # backend of torch.distributed: nccl or gloo
+device = setting(str)  # cuda, cuda:1, cpu or mps
+dtype = setting(str, choices=tuple(devices.DTYPES))  # of matrix products: float32, bfloat16, float16 (scales the loss)
 compile = setting(bool)  # torch.compile the model
-seed = setting(1337, at_least=-2 ** 63, below=2 ** 64)  # of initial weights, data order, sampled labels and dropout
+seed = setting(1337, at_least=-2 ** 63, below=2 ** 64)  # for initial weights, data order, sampled labels and dropout
 
 DEFAULTS = {key: value for key, value in globals().items() if not key.startswith('_')}
 
@@ -131,7 +131,8 @@ def resolve(argv):
     # Batch sizes that fit the number of ranks
     world_size = ranks_from_environment()[2]
     steps = accumulation_steps(c.total_batch_size, c.batch_size, world_size, c.gradient_accumulation_steps)
-    c.set('gradient_accumulation_steps', steps, c.sources['gradient_accumulation_steps'])
+    if not c.gradient_accumulation_steps:
+        c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
     rounded = math.ceil(min(c.hessian_batch_size, c.total_batch_size) / world_size) * world_size
     if rounded != c.hessian_batch_size:
         c.set('hessian_batch_size', rounded, f'{c.hessian_batch_size} made to fit {c.total_batch_size} sequences on '
@@ -365,7 +366,7 @@ def save(run, state, log, best=False):
     """Saves a checkpoint; run.saved says whether that succeeded. Collective: every rank must call it."""
     c = run.config
     if not optim.global_norm(run.params).isfinite():
-        lifecycle.give_up(c, run.world, log, state.iter, 'the parameters are not finite')
+        lifecycle.abort(c, run.world, log, state.iter, 'the parameters are not finite')
     with optim.evaluating(run.optimizer):
         path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
             model_args=run.raw_model.config.model_args(), iter_num=state.iter, best_val_loss=state.best_val_loss,
@@ -426,7 +427,7 @@ def main(argv):
         step = train_step(run, sequences, state.iter)
         lifecycle.check_step(run, log, state, step, loader)
         if first and not step.problem:  # a state that no checkpoint can hold is found here, not at the first save
-            checkpoint.check_round_trip(world, run.raw_model, run.optimizer, make_optimizer(c, run.raw_model))
+            checkpoint.check_round_trip(world, run.optimizer, make_optimizer(c, run.raw_model))
             first = False
         seconds = time.perf_counter() - started
         speed.add(seconds, step.tokens, step.estimated)

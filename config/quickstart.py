@@ -7,7 +7,7 @@ block_size = 128
 batch_size = 16
 total_batch_size = 32
 max_iters = 600
-# A run this short wants a shorter momentum than Sophia's 0.96, and a warm-up of half of it, as h builds up slowly.
+# A short run wants a shorter momentum than Sophia's 0.96, and half of it as warm-up, because h builds up slowly.
 beta1 = 0.9
 warmup_iters = 300
 eval_interval = 100

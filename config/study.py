@@ -1,4 +1,4 @@
-# What all runs of the study in docs/verdict.md share: 0.8M parameters, bytes of books (which: records/README.md).
+# Common to all runs of the studies in records/study and records/dissection: 0.8M parameters, bytes of books.
 dataset = 'books'
 model_size = 'tiny'
 block_size = 128

@@ -1,15 +1,14 @@
-"""Sequences of tokens out of memory-mapped bins: the stateless order, prefetch, validation sequences.
+"""Sequences of tokens from memory-mapped bins: the stateless order, prefetch, validation sequences.
 
-Everything random in a run is a pure function of (seed, what for, iteration), drawn with the counter-based generator
-Philox; so the data that iteration i sees depend neither on the number of ranks, the micro-batch, the optimizer, nor on
-how often the run was interrupted.
+Everything random in a run is a pure function of (seed, purpose, iteration), drawn with the counter-based generator
+Philox. So the data of iteration i depends neither on the number of ranks, nor on the micro-batch, nor on the optimizer,
+nor on how often the run was interrupted.
 """
 
 import difflib
 import hashlib
 import json
-import queue
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +19,14 @@ from runtime.rng import SEQUENCES, keyed_bits
 
 
 def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
-    """Where the `n` sequences of an iteration's mini-batch start: int64 (n,), uniform over all sequences of the split.
+    """Starts of the `n` sequences of an iteration's mini-batch: int64 (n,), uniform over all sequences of the split.
 
-    A sequence is block_size + 1 tokens. Rank r of w takes every w-th of them, [r::w]: the first N sequences of the
-    mini-batch are then spread evenly over the ranks.
+    A sequence is block_size + 1 tokens. Rank r of w takes every w-th sequence, [r::w], so the first N sequences of the
+    mini-batch are spread evenly over the ranks.
 
     Args:
-        num_tokens: of the split, or a list of those of its parts. Starts then count through the parts as if they stood
-            one after another; no sequence crosses from one to the next.
+        num_tokens: of the split, or a list with one number for each part of a mixture. Starts then count through the
+            parts as if they were concatenated; no sequence crosses from one part to the next.
         weights: the share that each part has in the mixture; their sum is 1.
     """
     fraction = (keyed_bits(seed, SEQUENCES, iteration, n) >> np.uint64(11)) * 2.0 ** -53
@@ -41,33 +40,32 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
 def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     """Micro-batches per device and iteration: total_batch_size / (batch_size × world_size).
 
-    SystemExit with one line that names the numbers and the nearest that fit when this is not a whole number, or not
-    the `given` one (0 = none given).
+    SystemExit that names the numbers and the nearest that fit, when this is not a whole number, or is not `given`
+    (0 = not given).
     """
     for flag, value, least in (('total_batch_size', total_batch_size, 1), ('batch_size', batch_size, 1),
                                ('gradient_accumulation_steps', given, 0)):
         if value < least:
             raise SystemExit(f'--{flag}={value}: must be at least {least}')
-    step = batch_size * world_size
-    share = total_batch_size // world_size
-    of_all_devices = given * batch_size == total_batch_size  # how nanoGPT counts
-    if total_batch_size % step and (not given or of_all_devices):
-        if total_batch_size % world_size:
-            near = ' or '.join(str(n * step) for n in (total_batch_size // step, total_batch_size // step + 1) if n)
-            raise SystemExit(f'--total_batch_size={total_batch_size}: must be a multiple of the {world_size} devices; '
-                             f'set --total_batch_size={near}')
+    step, share = batch_size * world_size, total_batch_size // world_size
+    of_all_devices = given * batch_size == total_batch_size  # as nanoGPT counts
+    if given and given * step != total_batch_size and not (of_all_devices and total_batch_size % step):
+        why = ' (it counts the micro-batches of each device; nanoGPT counts those of all)' * of_all_devices
+        derive = ('' if total_batch_size % step else
+                  f'--gradient_accumulation_steps=0, which makes it {total_batch_size // step}, or ')
+        raise SystemExit(f'--gradient_accumulation_steps={given}: × --batch_size={batch_size} × {world_size} device(s) '
+                         f'= {given * step}, not --total_batch_size={total_batch_size}{why}; set {derive}'
+                         f'--total_batch_size={given * step}')
+    if total_batch_size % world_size:
+        near = ' or '.join(str(n * step) for n in (total_batch_size // step, total_batch_size // step + 1) if n)
+        raise SystemExit(f'--total_batch_size={total_batch_size}: must be a multiple of the {world_size} devices; '
+                         f'set --total_batch_size={near}')
+    if share % batch_size:
         divisors = [n for n in range(1, share + 1) if share % n == 0]
         near = ', '.join(map(str, sorted(sorted(divisors, key=lambda n: abs(n - batch_size))[:3])))
         what = f'{share} (--total_batch_size={total_batch_size} / {world_size} devices)' if world_size > 1 else share
         raise SystemExit(f'--batch_size={batch_size}: must divide {what}: ' + ' or '.join(near.rsplit(', ', 1)))
-    if given and given * step != total_batch_size:
-        fix = [] if of_all_devices else [f'--total_batch_size={given * step}']
-        if total_batch_size % step == 0:
-            fix.insert(0, f'--gradient_accumulation_steps=0, which makes it {total_batch_size // step}')
-        why = ' (it counts the micro-batches of each device; nanoGPT counts those of all)' * of_all_devices
-        raise SystemExit(f'--gradient_accumulation_steps={given}: × --batch_size={batch_size} × {world_size} device(s) '
-                         f'= {given * step}, not --total_batch_size={total_batch_size}{why}; set ' + ', or '.join(fix))
-    return total_batch_size // step
+    return share // batch_size
 
 
 def data_dir(dataset, root=Path()):
@@ -79,32 +77,30 @@ def data_dir(dataset, root=Path()):
 class Bin:
     """One split of a data set: `path` memory-mapped, checked against the meta.json beside it.
 
-    Without a meta.json the file is taken as GPT-2's uint16 (nanoGPT's bins), and checked as it is read. `weight`: its
-    share of a Mixture.
-
-    Raises SystemExit with one line when the file is missing, is truncated, or does not fit its meta.json.
+    Without a meta.json the file is read as GPT-2's uint16 (nanoGPT's bins), and its ids are checked as they are read.
+    `weight`: the share of the split in a Mixture. SystemExit when the file is missing, is truncated, or does not fit
+    its meta.json.
     """
 
     def __init__(self, data_dir, split, weight=1.0):
-        data_dir, self.weight = Path(data_dir), weight
-        self.path = data_dir / f'{split}.bin'
+        self.path, self.weight = Path(data_dir) / f'{split}.bin', weight
         if not self.path.is_file():
             raise SystemExit(missing(self.path))
-        self.meta = read_meta(data_dir)
-        dtype = np.dtype(self.meta['dtype'] if self.meta else 'uint16').newbyteorder('<')
+        meta = read_meta(data_dir)
+        dtype = np.dtype(meta['dtype'] if meta else 'uint16').newbyteorder('<')
+        size = self.path.stat().st_size
+        if not size or size % dtype.itemsize:
+            raise SystemExit(f'{self.path}: {size} bytes are not a whole number of {dtype.name} tokens; '
+                             'prepare it again')
         try:
-            size = self.path.stat().st_size
-            if size == 0 or size % dtype.itemsize:
-                raise SystemExit(f'{self.path}: {size} bytes are not a whole number of {dtype.name} tokens; '
-                                 'prepare it again')
             self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
         except OSError as error:
             raise SystemExit(f'{self.path}: cannot be read ({error.strerror})') from None
-        if self.meta and self.meta[split]['tokens'] != len(self.tokens):
-            raise SystemExit(f'{self.path}: holds {len(self.tokens)} tokens, meta.json says '
-                             f'{self.meta[split]["tokens"]}; prepare it again')
-        self.vocab_size = self.meta['vocab_size'] if self.meta else 50257
-        self.tokenizer = identifying(self.meta or {'tokenizer': 'gpt2'})
+        if meta and meta[split]['tokens'] != len(self.tokens):
+            raise SystemExit(f'{self.path}: holds {len(self.tokens)} tokens, meta.json says {meta[split]["tokens"]}; '
+                             'prepare it again')
+        self.vocab_size = meta['vocab_size'] if meta else 50257
+        self.tokenizer = identifying(meta or {'tokenizer': 'gpt2'})
 
     def __len__(self):
         return len(self.tokens)
@@ -115,7 +111,7 @@ class Bin:
 
     @property
     def bins(self):
-        """As a Mixture has them."""
+        """A list with this bin, as a Mixture has a list of its bins."""
         return [self]
 
     def where(self, starts):
@@ -147,7 +143,7 @@ class Bin:
                              f'set --block_size to at most {len(self) - 1}')
 
     def fingerprint(self):
-        """Identifies the data by its size and `samples`, whatever meta.json says of it: a sha256, hexadecimal."""
+        """Hexadecimal SHA-256 of the size of the data and of `samples`, whatever meta.json says."""
         return hashlib.sha256(f'{self.tokens.dtype.str} {len(self)} '.encode() + self.samples().tobytes()).hexdigest()
 
 
@@ -166,8 +162,8 @@ def missing(path):
 def read_meta(data_dir):
     """The dict of data_dir/meta.json, None where there is none; with the text of a tokenizer.json beside it as 'json'.
 
-    SystemExit when it is not what the writer makes, or when there is nanoGPT's meta.pkl instead: without the vocabulary
-    in it, character bins would pass for GPT-2's.
+    SystemExit when it is not a meta.json of data/writer.py, or when there is nanoGPT's meta.pkl instead: without the
+    vocabulary in it, character bins would be read as GPT-2's.
     """
     path = Path(data_dir) / 'meta.json'
     if not path.is_file():
@@ -178,20 +174,14 @@ def read_meta(data_dir):
         return None
     try:
         meta = json.loads(path.read_text(encoding='utf-8'))
-        if meta['dtype'] not in ('uint16', 'uint32'):
-            raise ValueError(f'dtype {meta["dtype"]!r}')
-        counts = dict(vocab_size=meta['vocab_size'], **{f'{s} tokens': meta[s]['tokens'] for s in ('train', 'val')})
-        for key, count in counts.items():
-            if type(count) is not int or count < 0:
-                raise ValueError(f'{key} {count!r}')
-        if meta['vocab_size'] > np.iinfo(meta['dtype']).max + 1:
+        if not 0 < meta['vocab_size'] <= {'uint16': 2 ** 16, 'uint32': 2 ** 32}[meta['dtype']]:
             raise ValueError(f'vocab_size {meta["vocab_size"]} in {meta["dtype"]}')
         if meta['tokenizer'] == FileTokenizer.name:
             text = path.with_name(FileTokenizer.name).read_bytes()
             if hashlib.sha256(text).hexdigest() != meta['tokenizer_sha256']:
                 raise ValueError(f'{FileTokenizer.name} is another')
             meta['json'] = text.decode()
-        identifying(meta)
+        identifying(meta), meta['train']['tokens'], meta['val']['tokens']
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f'{path}: not a valid meta.json ({error!r}); prepare the data again') from None
     return meta
@@ -200,8 +190,8 @@ def read_meta(data_dir):
 class Mixture:
     """Several training Bins, read by TrainLoader as one: each sequence comes from one of them, drawn by its `weight`.
 
-    Sequence starts count through the bins as if they stood one after another. SystemExit with one line when the bins
-    were made with different tokenizers.
+    Sequence starts count through the bins as if they were concatenated. SystemExit when the bins were made with
+    different tokenizers.
     """
 
     def __init__(self, bins):
@@ -231,24 +221,21 @@ class Mixture:
         return ', '.join(bin.where(starts[index == i]) for i, bin in enumerate(self.bins) if (index == i).any())
 
     def fingerprint(self):
-        """See `fingerprint`."""
+        """The fingerprint of all bins and their weights."""
         return fingerprint(self.bins)
 
 
 def fingerprint(bins):
-    """Identifies the data of several Bins and their weights; for a single Bin it is the fingerprint of that."""
+    """A hash of the data of several Bins and their weights; for a single Bin, its own fingerprint."""
     found = [bin.fingerprint() for bin in bins]
     weights = [bin.weight for bin in bins]
     return hashlib.sha256(repr((weights, found)).encode()).hexdigest() if len(found) > 1 else found[0]
 
 
 def parts_of(dataset):
-    """The parts of --dataset=a:0.7,b:0.3 as {name: share}, with shares whose sum is 1; a single name has the share 1.
-
-    SystemExit with one line when it is not of that form.
-    """
+    """The parts of --dataset=a:0.7,b:0.3 as {name: share}, with shares whose sum is 1."""
     dataset = str(dataset)
-    if not {':', ','} & set(dataset) or data_dir(dataset).is_dir():
+    if not {':', ','} & set(dataset):
         return {dataset: 1.0}
     parts = {}
     for part in dataset.split(','):
@@ -271,8 +258,8 @@ def open_dataset(dataset, block_size):
     """The training split and the validation splits of --dataset: (Bin or Mixture, {key: Bin}).
 
     A mixture a:0.7,b:0.3 trains on both and has a validation set for each part, whose key is the name of its directory;
-    on a part of weight 0 it only validates. The validation loss is the sum of the parts' losses times their `weight`.
-    SystemExit with one line when something does not fit.
+    a part of weight 0 is for validation only. The validation loss is the sum of the parts' losses times their
+    `weight`.
     """
     parts = parts_of(dataset)
     train = [Bin(data_dir(name), 'train', share) for name, share in parts.items() if share]
@@ -289,72 +276,45 @@ class TrainLoader:
 
     `next(loader)` returns an int64 tensor (total_batch_size / world_size, block_size + 1) on `device`; inputs are
     [:, :-1] and targets [:, 1:]. Token ids stay in the file's 2 or 4 bytes until they are on the device.
-
-    Args:
-        fresh_sequences: function iteration → how many sequences, over all ranks, follow the mini-batch: the next ones
-            of the same stream, which no mini-batch has.
     """
 
-    def __init__(self, data, seed, total_batch_size, block_size, rank, world_size, device, first_iteration=0,
-                 fresh_sequences=lambda iteration: 0):
+    def __init__(self, data, seed, total_batch_size, block_size, rank, world_size, device, first_iteration=0):
         for bin in data.bins:
             bin.check_length(block_size)
         self.data, self.seed, self.total_batch_size, self.block_size = data, seed, total_batch_size, block_size
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
-        self.iteration, self.fresh_sequences = first_iteration, fresh_sequences
-        self.ready = queue.Queue(maxsize=2)
-        self.stopped = threading.Event()
-        self.thread = threading.Thread(target=self._fill, daemon=True, name='loader')
-        self.thread.start()
+        self.iteration, self.thread = first_iteration, ThreadPoolExecutor(1, 'loader')
+        self.ahead = self.thread.submit(self._load, first_iteration)
 
     def starts(self, iteration, rank=None):
-        """Sequence starts of a rank's share (default: this one's) of the mini-batch of `iteration`, int64 (B,), and of
-        what follows it, int64 (n,)."""
-        B = self.total_batch_size
-        starts = sequence_starts(self.seed, iteration, B + self.fresh_sequences(iteration),
-                                 [len(bin) for bin in self.data.bins], self.block_size,
-                                 [bin.weight for bin in self.data.bins])
-        first = self.rank if rank is None else rank
-        return starts[:B][first::self.world_size], starts[B:][first::self.world_size]
+        """Sequence starts of a rank's share (default: this one's) of the mini-batch of `iteration`, int64 (B,)."""
+        starts = sequence_starts(self.seed, iteration, self.total_batch_size, [len(bin) for bin in self.data.bins],
+                                 self.block_size, [bin.weight for bin in self.data.bins])
+        return starts[self.rank if rank is None else rank::self.world_size]
 
     def describe(self, iteration, losses):
-        """Says which sequences have non-finite `losses` (ranks, micro-batches); all of them where no loss says it."""
+        """The sequences with non-finite `losses` (ranks, micro-batches), in words; all sequences if every loss is
+        finite."""
         bad = ~losses.isfinite()
         suspects = bad.nonzero() if bad.any() else torch.ones_like(bad).nonzero()
         return '; '.join(
             f'rank {rank}, micro-batch {i}: sequences of '
-            + self.data.where(np.array_split(self.starts(iteration, rank)[0], losses.size(1))[i])
+            + self.data.where(np.array_split(self.starts(iteration, rank), losses.size(1))[i])
             for rank, i in suspects.tolist())
 
     def __next__(self):
-        batch = self.ready.get()
-        if isinstance(batch, BaseException):
-            raise batch
+        batch = self.ahead.result()
+        self.iteration += 1
+        self.ahead = self.thread.submit(self._load, self.iteration)
         return on_device(batch, self.device)
 
     def close(self):
         """Stops the prefetching thread."""
-        self.stopped.set()
-        self.thread.join()
+        self.thread.shutdown(cancel_futures=True)
 
-    def _fill(self):
-        while not self.stopped.is_set():
-            try:
-                starts = np.concatenate(self.starts(self.iteration))
-                batch = as_tensor(self.data.sequences(starts, self.block_size + 1))
-                if self.device.type == 'cuda':
-                    batch = batch.pin_memory()
-            except BaseException as error:  # handed to the training thread, which raises it
-                batch = error
-            self.iteration += 1
-            while not self.stopped.is_set():
-                try:
-                    self.ready.put(batch, timeout=0.1)
-                    break
-                except queue.Full:
-                    pass
-            if isinstance(batch, BaseException):
-                return
+    def _load(self, iteration):
+        batch = as_tensor(self.data.sequences(self.starts(iteration), self.block_size + 1))
+        return batch.pin_memory() if self.device.type == 'cuda' else batch
 
 
 class ValidationLoader:

@@ -12,18 +12,19 @@ import numpy as np
 
 from runtime.files import first_line
 
-# Tokens that end a document, the first that a tokenizer.json has, where nothing names the one.
-END_OF_TEXT = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>')
+END_OF_TEXT = '<|endoftext|>'
 
 
 class Tokenizer:
-    """What every tokenizer has: `name`, `vocab_size` (ids are 0 … vocab_size - 1), `eot_id` (the id that ends a
-    document; None where documents are not separated), `dtype` (of a bin), and encode, encode_batch, decode."""
+    """The interface of a tokenizer: the attributes below, encode, encode_batch and decode."""
 
-    name, vocab_size, eot_id = '', 0, None
+    name = ''
+    vocab_size = 0  # ids are 0 … vocab_size - 1
+    eot_id = None  # ends a document; None where nothing divides documents
 
     @property
     def dtype(self):
+        """The dtype of a bin, by name."""
         return 'uint16' if self.vocab_size <= 2 ** 16 else 'uint32'
 
     @property
@@ -75,103 +76,6 @@ class Byte(Tokenizer):
         return bytes(int(i) for i in ids).decode(errors='replace')
 
 
-class FastTokenizer(Tokenizer):
-    """A tokenizer of Hugging Face's optional package `tokenizers`, from the `text` of its tokenizer.json.
-
-    `where`: what to name in the one line of the SystemExit when it cannot be loaded.
-    """
-
-    def __init__(self, text, where):
-        # The writer runs one process per core, in each of which more threads would only compete.
-        os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
-        try:
-            import tokenizers
-            self.bpe = tokenizers.Tokenizer.from_str(text)
-            self.vocab_size = 1 + max(self.bpe.get_vocab().values())
-        except ImportError:
-            raise SystemExit(f'{where}: needs the package tokenizers: pip install tokenizers') from None
-        except Exception as error:  # `tokenizers` raises plain Exception for what it cannot read
-            raise SystemExit(f'{where}: not a tokenizer.json of the package tokenizers ({first_line(error)})') from None
-        self.bpe.encode_special_tokens = True  # means: encode them like any other text
-        self.bpe.no_truncation()  # published files may say to cut every text at 512 ids
-        self.bpe.no_padding()
-
-    def encode(self, text):
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts):
-        texts = [utf8(text).decode() for text in texts]
-        return [encoding.ids for encoding in self.bpe.encode_batch(texts, add_special_tokens=False)]
-
-    def decode(self, ids):
-        return self.bpe.decode([int(i) for i in ids], skip_special_tokens=False)
-
-
-class GPTNeoX(FastTokenizer):
-    """The GPT-NeoX-20B tokenizer.
-
-    Its file is tokenizer.json of EleutherAI/gpt-neox-20b on the Hub, or the local file GPT_NEOX_TOKENIZER names.
-    """
-
-    name, vocab_size, eot_id = 'gpt-neox-20b', 50277, 0
-    revision = 'c292233c833e336628618a88a648727eb3dff0a7'
-
-    def __init__(self):
-        path = os.environ.get('GPT_NEOX_TOKENIZER')
-        try:
-            if not path:
-                from huggingface_hub import hf_hub_download
-                path = hf_hub_download('EleutherAI/gpt-neox-20b', 'tokenizer.json', revision=self.revision)
-            text = Path(path).read_text(encoding='utf-8')
-        except ImportError:
-            raise SystemExit('tokenizer gpt-neox-20b needs the package huggingface_hub: '
-                             'pip install huggingface_hub') from None
-        except Exception as error:  # errors of the network, the Hub and the file system have no common class
-            where = path or 'the Hub'
-            raise SystemExit(f'tokenizer gpt-neox-20b: cannot be loaded from {where} ({type(error).__name__}); set '
-                             'GPT_NEOX_TOKENIZER to the tokenizer.json of EleutherAI/gpt-neox-20b') from None
-        super().__init__(text, path)
-        if self.vocab_size != GPTNeoX.vocab_size or self.bpe.token_to_id('<|endoftext|>') != self.eot_id:
-            raise SystemExit(f'{path}: {self.vocab_size} ids, not the {GPTNeoX.vocab_size} of GPT-NeoX-20B')
-
-
-class FileTokenizer(FastTokenizer):
-    """A user's own tokenizer.json. Its whole text is in `meta`, so that a checkpoint carries its tokenizer."""
-
-    name = 'tokenizer.json'
-
-    def __init__(self, text, eot_id=None, where='tokenizer.json'):
-        super().__init__(text, where)
-        self.text, self.eot_id = text, eot_id
-        if eot_id is not None and not 0 <= eot_id < self.vocab_size:
-            raise SystemExit(f'{where}: has {self.vocab_size} ids, and end-of-text id {eot_id} is none of them')
-
-    @property
-    def meta(self):
-        return {**super().meta, 'tokenizer_sha256': hashlib.sha256(self.text.encode()).hexdigest(), 'json': self.text}
-
-    @classmethod
-    def from_file(cls, path):
-        """The tokenizer of a file. Its documents end with the eos_token of a tokenizer_config.json beside it, or else
-        with the first of END_OF_TEXT that it has."""
-        path = Path(path)
-        try:
-            text = path.read_bytes().decode()
-            beside = path.with_name('tokenizer_config.json')
-            eos = json.loads(beside.read_text(encoding='utf-8')).get('eos_token') if beside.is_file() else None
-        except (OSError, ValueError, AttributeError) as error:
-            raise SystemExit(f'{path}: cannot be read, or the tokenizer_config.json beside it '
-                             f'({first_line(error)})') from None
-        tokenizer = cls(text, where=path)
-        names = END_OF_TEXT if eos is None else [eos['content'] if isinstance(eos, dict) else eos]
-        ids = [tokenizer.bpe.token_to_id(name) for name in names]
-        tokenizer.eot_id = next((i for i in ids if i is not None), None)
-        if tokenizer.eot_id is None:
-            raise SystemExit(f'{path}: none of its tokens ends a document ({", ".join(map(str, names))}); name the one '
-                             'that does as "eos_token" in a tokenizer_config.json beside it')
-        return tokenizer
-
-
 class Char(Tokenizer):
     """One id per character of `chars`, nothing between documents: nanoGPT's shakespeare_char."""
 
@@ -196,6 +100,93 @@ class Char(Tokenizer):
         return ''.join(self.chars[int(i)] for i in ids)
 
 
+class FastTokenizer(Tokenizer):
+    """A tokenizer of Hugging Face's optional package `tokenizers`, from the `text` of the tokenizer.json `path`."""
+
+    def __init__(self, text, path):
+        # The writer runs one process per core, in each of which more threads would only compete.
+        os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
+        try:
+            import tokenizers
+            self.bpe = tokenizers.Tokenizer.from_str(text)
+            self.vocab_size = 1 + max(self.bpe.get_vocab().values())
+        except ImportError:
+            raise SystemExit(f'{path}: needs the package tokenizers: pip install tokenizers') from None
+        except Exception as error:  # `tokenizers` raises plain Exception for what it cannot read
+            raise SystemExit(f'{path}: not a tokenizer.json of the package tokenizers ({first_line(error)})') from None
+        self.bpe.encode_special_tokens = True  # means: encode them like any other text
+        self.bpe.no_truncation()  # published files may say to cut every text at 512 ids
+        self.bpe.no_padding()
+
+    def encode(self, text):
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts):
+        texts = [utf8(text).decode() for text in texts]
+        return [encoding.ids for encoding in self.bpe.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, ids):
+        return self.bpe.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+class GPTNeoX(FastTokenizer):
+    """The GPT-NeoX-20B tokenizer: the tokenizer.json of EleutherAI/gpt-neox-20b on the Hub, or the local file that the
+    environment variable GPT_NEOX_TOKENIZER names."""
+
+    name, vocab_size, eot_id = 'gpt-neox-20b', 50277, 0
+    revision = 'c292233c833e336628618a88a648727eb3dff0a7'
+
+    def __init__(self):
+        path = os.environ.get('GPT_NEOX_TOKENIZER')
+        try:
+            if not path:
+                from huggingface_hub import hf_hub_download
+                path = hf_hub_download('EleutherAI/gpt-neox-20b', 'tokenizer.json', revision=self.revision)
+            text = Path(path).read_text(encoding='utf-8')
+        except Exception as error:  # errors of the import, the network, the Hub and the file system
+            raise SystemExit(f'tokenizer gpt-neox-20b: cannot be loaded ({first_line(error)}); set GPT_NEOX_TOKENIZER '
+                             'to the tokenizer.json of EleutherAI/gpt-neox-20b') from None
+        super().__init__(text, path)
+        if self.vocab_size != GPTNeoX.vocab_size:
+            raise SystemExit(f'{path}: {self.vocab_size} ids, not the {GPTNeoX.vocab_size} of GPT-NeoX-20B')
+
+
+class FileTokenizer(FastTokenizer):
+    """A user's own tokenizer.json. Its whole text is in `meta`, so that a checkpoint carries its tokenizer."""
+
+    name = 'tokenizer.json'
+
+    def __init__(self, text, eot_id=None, path='tokenizer.json'):
+        super().__init__(text, path)
+        self.text, self.eot_id = text, eot_id
+
+    @property
+    def meta(self):
+        return {**super().meta, 'tokenizer_sha256': hashlib.sha256(self.text.encode()).hexdigest(), 'json': self.text}
+
+    @classmethod
+    def from_file(cls, path):
+        """The tokenizer of a file. Documents end with the eos_token of a tokenizer_config.json beside it, or else with
+        the first of the usual ones that it has."""
+        path = Path(path)
+        try:
+            text = path.read_bytes().decode()
+            beside = path.with_name('tokenizer_config.json')
+            eos = json.loads(beside.read_text(encoding='utf-8')).get('eos_token') if beside.is_file() else None
+        except (OSError, ValueError, AttributeError) as error:
+            raise SystemExit(f'{path}: cannot be read, or the tokenizer_config.json beside it '
+                             f'({first_line(error)})') from None
+        tokenizer = cls(text, path=path)
+        names = [eos['content'] if isinstance(eos, dict) else eos]
+        if eos is None:
+            names = [END_OF_TEXT, '<|end_of_text|>', '</s>', '<eos>']
+        tokenizer.eot_id = next((i for i in map(tokenizer.bpe.token_to_id, names) if i is not None), None)
+        if tokenizer.eot_id is None:
+            raise SystemExit(f'{path}: none of its tokens ends a document ({", ".join(map(str, names))}); name the one '
+                             'that does as "eos_token" in a tokenizer_config.json beside it')
+        return tokenizer
+
+
 def utf8(text):
     """The bytes of a text; lone surrogates (JSON can carry them) become U+FFFD, as in tiktoken."""
     try:
@@ -209,10 +200,7 @@ TOKENIZER_NAMES = '|'.join([*TOKENIZERS, 'FILE.json'])  # for the help of --toke
 
 
 def get_tokenizer(name):
-    """The tokenizer 'gpt2', 'byte', 'gpt-neox-20b', or that of a tokenizer.json file of Hugging Face's `tokenizers`.
-
-    SystemExit with one line when it is unavailable.
-    """
+    """The tokenizer 'gpt2', 'byte', 'gpt-neox-20b', or of a tokenizer.json file of Hugging Face's `tokenizers`."""
     if name in TOKENIZERS:
         return TOKENIZERS[name]()
     if not str(name).endswith('.json'):

@@ -26,7 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from analysis.runs import read_run, write_text  # noqa: E402
+from analysis.figures import write_text  # noqa: E402
+from analysis.runs import packed, read_run  # noqa: E402
 
 RECORDS = ROOT / 'records/dissection/runs.jsonl'
 ORDER = 'ACBDE'  # of the parts; runs of a later one fill the cores while an earlier one waits for a result
@@ -269,18 +270,12 @@ def recorded_loss(record):
 
 
 def collect(out_dir, path=RECORDS):
-    """Adds finished runs to a runs.jsonl, one line a run: its path, config.json, and metrics by column."""
+    """Adds finished runs to a runs.jsonl."""
     records = read_records(path)
-    for config in sorted(out_dir.rglob('config.json')):
+    for config in out_dir.rglob('config.json'):
         if final_loss(config.parent) is not None:
-            run = read_run(config.parent)
-            keys = dict.fromkeys(key for record in run.records for key in record)
-            metrics = {key: [record.get(key) for record in run.records] for key in keys}
-            failed = config.with_name('failed.txt')
-            failed = dict(failed=failed.read_text().strip()) if failed.is_file() else {}
             name = str(config.parent.relative_to(out_dir))
-            records[name] = dict(run=name, **failed, config=run.about, metrics=metrics)
-    path.parent.mkdir(parents=True, exist_ok=True)
+            records[name] = json.loads(packed(read_run(config.parent), name))
     write_text(path, ''.join(json.dumps(records[name]) + '\n' for name in sorted(records)))
     print(f'{path}: {len(records)} runs')
 

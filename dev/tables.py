@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/ that come from the code, and those of the study, from its records.
+"""Writes the tables on the pages that come from the code or from records.
 
   python dev/tables.py            after a change of a setting, of the table of optimizers, or of records/study
   python dev/tables.py --check    exits with 1 if a page is not current
@@ -18,10 +18,10 @@ sys.path.insert(0, str(ROOT))
 import model
 import optimizers
 import train
-from analysis.runs import by_seed, find_runs, optimizer_label, read_json
-from configurator import derived
-from dev.study import OTHER_RATES, start_of
-from scripts.speedup import noise_of, same_horizon, tuned_at_each_T
+from analysis.compare import noise_of, same_horizon, tuned_at_each_T
+from analysis.figures import optimizer_label
+from analysis.runs import by_seed, find_runs, read_json
+from configurator import Config
 
 # What metrics.jsonl holds. tests/test_docs.py compares the keys with those of a run.
 METRICS = {
@@ -32,6 +32,8 @@ METRICS = {
     'val/loss': 'mean over fixed, non-overlapping sequences of the validation set, the same for every run; of a '
                 'mixture the mean of its parts by weight',
     'val/loss/NAME': 'the same for the part NAME of a mixture',
+    'val/training_loss': 'mean training loss over the same sequences, where it is not the plain cross-entropy of '
+                         'val/loss',
     'lr': 'learning rate of the iteration',
     'grad_norm': 'ℓ2 norm of the gradient before clipping',
     'grad_clipped': 'fraction of the iterations so far whose gradient was clipped',
@@ -46,7 +48,6 @@ METRICS = {
     'tokens_per_sec': 'tokens per second since the last line of metrics, all devices together',
     'mfu': "fraction of the devices' peak FLOPs in use (FLOPs by Chowdhery et al.), where the peak is known",
     'memory_gb': 'peak memory of one device, in 1e9 bytes',
-    'branched_from': 'in the first line of a branch (`branch_cooldown`): its checkpoint',
     'loss_spike': 'the training loss of an iteration where it is more than five standard deviations above the mean of '
                   'the last hundred',
 }
@@ -69,10 +70,11 @@ def table(head, rows):
 def settings():
     """Every setting of train.py with its default and the comment beside it, in its sections."""
     parts, rows, section = [], [], ''
+    declared = Config(train.DEFAULTS).declared
     for line in (ROOT / 'train.py').read_text(encoding='utf-8').split('\n'):
         if match := re.match(r'(\w+) = [^#]*# (.*)$', line):
-            default = train.DEFAULTS[match[1]]
-            rows.append([f'`{match[1]}`', '*derived*' if isinstance(default, derived) else f'`{default!r}`', match[2]])
+            default = declared[match[1]].default
+            rows.append([f'`{match[1]}`', '*derived*' if default is None else f'`{default!r}`', match[2]])
         elif match := re.match(r'# ([a-z].*)$', line):
             parts += [(section, rows)] * bool(rows)
             section, rows = match[1], []
@@ -127,6 +129,7 @@ def optimizer_checks():
                   *(f'update, {size}' for size in sizes)], rows)
 
 
+RECORDS = ROOT / 'records/study'
 STUDY = ['muon', 'soap', 'adamw', 'sophiag']  # its optimizers, in the order of the columns
 SYMBOLS = dict(learning_rate='learning rate', warmup_iters='warm-up', beta1='β1', beta2='β2',
                weight_decay='weight decay', gamma='γ', eps='ε')
@@ -135,7 +138,7 @@ SYMBOLS = dict(learning_rate='learning rate', warmup_iters='warm-up', beta1='β1
 @cache
 def study_sides():
     """({optimizer: {T: `Tuned`}}, noise) of records/study, as scripts/speedup.py has them."""
-    runs = find_runs([ROOT / 'records/study'])
+    runs = find_runs([RECORDS])
     return {name: tuned_at_each_T(runs, name) for name in STUDY}, noise_of(by_seed([r for r in runs if not r.rejected]))
 
 
@@ -146,61 +149,63 @@ def loss(side):
     return f'{row["val/loss"]:.3f}' + ('' if sd is None else f' ± {sd:.3f}' if sd >= 0.0005 else ' ± <0.001')
 
 
-def minus_adamw(name, T):
-    """(the difference to AdamW with its 95 % interval, the p-value and its test); empty where there is none."""
-    sides, noise = study_sides()
-    return minus(sides[name].get(T), sides['adamw'].get(T), noise)
-
-
-def minus(side, baseline, noise):
-    """The same for a `Tuned` and that of AdamW, either of which may be None."""
+def minus_adamw(side, baseline, noise):
+    """(the difference of a `Tuned` to AdamW's with its 95 % interval, the p-value and its test), as text; empty where
+    there is none."""
     if side is baseline or not side or not baseline:
         return '', ''
     row = same_horizon(side, baseline, noise)
     difference = f'{row["difference"]:+.3f}'.replace('-', '−')
-    return (difference, '') if row['p'] is None else (f'{difference} ± {row["plus or minus"]:.3f}',
+    return (difference, '') if row['p'] is None else (f'{difference} ± {row["plus_or_minus"]:.3f}',
                                                      f'{row["p"]:.2g}, {row["test"]}')
 
 
 def study():
-    """What the study found: losses, seeds, trials, differences; at each T the lowest loss first."""
-    sides = [(side.T, side.mean, name, side) for name, at_T in study_sides()[0].items() for side in at_T.values()]
-    rows = [[f'{T:,}', optimizer_label(name), f'{side.learning_rate:g} ({len(side.trials)})', loss(side),
-             str(len(side.best)), *minus_adamw(name, T)] for T, _, name, side in sorted(sides, key=lambda row: row[:3])]
+    """The study's results: losses, seeds, trials, differences; at each T the lowest loss first."""
+    sides, noise = study_sides()
+    rows = []
+    for T in sorted(sides['adamw']):
+        for side in sorted((at_T[T] for at_T in sides.values() if T in at_T), key=lambda side: side.mean):
+            rows.append([f'{T:,}', side.best[0].optimizer_label, f'{side.learning_rate:g} ({len(side.trials)})',
+                         loss(side), str(len(side.best)), *minus_adamw(side, sides['adamw'][T], noise)])
     return table(['T', 'optimizer', 'best learning rate (trials)', 'validation loss', 'seeds', 'minus AdamW', 'p'],
                  rows)
 
 
 def study_losses():
-    """The losses of the study alone."""
-    rows = [[f'{T:,}', *(loss(at_T[T]) if T in at_T else '–' for at_T in study_sides()[0].values()),
-             minus_adamw('sophiag', T)[0]] for T in sorted(set().union(*study_sides()[0].values()))]
+    """The study's losses alone."""
+    sides, noise = study_sides()
+    rows = [[f'{T:,}', *(loss(at_T[T]) if T in at_T else '–' for at_T in sides.values()),
+             minus_adamw(sides['sophiag'].get(T), sides['adamw'].get(T), noise)[0]] for T in sorted(sides['adamw'])]
     return table(['T', *map(optimizer_label, STUDY), 'Sophia-G minus AdamW, 95 %'], rows)
 
 
+def searches():
+    """The records of the coordinate searches, optimizer → dict."""
+    return {name: read_json(RECORDS / f'tuning/{name}.json') for name in STUDY}
+
+
 def study_rates():
-    """All optimizers of the study at 1,200 steps where only the learning rate was tuned; the lowest loss first."""
-    runs = [run for run in find_runs([ROOT / 'records/study/1200', ROOT / 'records/study_others'])
-            if all(run.config[key] == float(value) for key, value in start_of(run.optimizer_name, 1200).items())]
-    sides = {name: at_T[1200] for name in (*STUDY, *OTHER_RATES) if (at_T := tuned_at_each_T(runs, name))}
-    noise = noise_of(by_seed([run for run in runs if not run.rejected]))
-    rows = []
+    """The study's optimizers, and Lion, at 1,200 steps where only the learning rate was tuned; lowest loss first."""
+    starts = {name: {key: float(value) for key, value in record['start'].items() if key != 'learning_rate'}
+              for name, record in searches().items()}
+    runs = [run for run in find_runs([RECORDS / '1200', ROOT / 'records/study_others'])
+            if starts.get(run.optimizer_name, {}).items() <= run.config.items()]
+    sides = {name: tuned_at_each_T(runs, name)[1200] for name in (*STUDY, 'lion')}
+    noise, rows = noise_of(by_seed(runs)), []
     for name, side in sorted(sides.items(), key=lambda item: item[1].mean):
         tried = sorted(zip((settings['learning_rate'] for settings in side.tried), side.trials))
         rows.append([optimizer_label(name), bold_at(side.learning_rate, tried), loss(side), str(len(side.best)),
-                     *minus(side, sides['adamw'], noise)])
+                     *minus_adamw(side, sides['adamw'], noise)])
     return table(['optimizer', 'learning rate: loss of seed 1337', 'validation loss of the best', 'seeds',
                   'minus AdamW', 'p'], rows)
 
 
 def study_search():
-    """The finished coordinate searches: the loss of each value of one setting, the others as they were in that round.
-    """
-    searches = {name: searched(record) for name in STUDY
-                if (path := ROOT / f'records/study/1200/{name}/tuning.json').is_file()
-                and (record := read_json(path)).get('finished')}
-    return table(['', *map(optimizer_label, searches)],
-                 [[symbol, *(found.get(key, '–') for found in searches.values())] for key, symbol in SYMBOLS.items()])
+    """The coordinate searches: the loss of each value of one setting, the others as they were in that round."""
+    found = {name: searched(record) for name, record in searches().items()}
+    return table(['', *map(optimizer_label, found)],
+                 [[symbol, *(cells.get(key, '–') for cells in found.values())] for key, symbol in SYMBOLS.items()])
 
 
 def searched(record):
@@ -224,7 +229,7 @@ def bold_at(best, tried):
 PAGES = {'README.md': [study_losses],
          'docs/settings.md': [settings, metrics],
          'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
-         'docs/verdict.md': [study, study_search, study_rates]}
+         'records/study/README.md': [study, study_search, study_rates]}
 
 
 def current(page, text):

@@ -2,7 +2,7 @@
 
     python examples/sophia_anywhere.py [--steps=300] [--estimator=gnb]
 
-Needs PyTorch and sophia.py, which may be installed or lie beside this file.
+Needs PyTorch and sophia.py, installed or in the same folder.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Device checks, names, defaults, peak FLOP/s, memory, speed."""
+"""Device checks, names, defaults, memory, peak FLOP/s."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-# The values of --dtype.
+# The values of --dtype
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 # Dense bf16/fp16 peak of one device in FLOP/s, from the makers' data sheets (no sparsity).
@@ -18,7 +18,7 @@ PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'A5000': 111e12, '
 
 
 def check_device(device):
-    """`device` as a torch.device; SystemExit with one line when it cannot be trained on, or this machine lacks it."""
+    """`device` as a torch.device. Stops the run when it cannot be trained on, or when this machine lacks it."""
     flag = f'--device={device}'
     try:
         device = torch.device(device)
@@ -38,7 +38,7 @@ def check_device(device):
 
 
 def device_defaults(device):
-    """(values of backend, dtype and compile that suit `device`, as a dict; the reason, as text)."""
+    """(values of backend, dtype and compile for `device`, as a dict; where they come from, as text)."""
     if not device.startswith('cuda'):
         return dict(backend='gloo', dtype='float32', compile=False), f'device {device}'
     reason = f'device {device}' if can_compile() else f'device {device}; no C compiler or no Python.h'
@@ -52,7 +52,7 @@ def can_compile():
 
 
 def autocast(device, dtype_name):
-    """A context manager, reusable, in which matmuls on `device` run in DTYPES[dtype_name]; none for float32."""
+    """A reusable context manager in which matmuls on `device` run in DTYPES[dtype_name]."""
     if dtype_name == 'float32':
         return contextlib.nullcontext()
     return torch.autocast(torch.device(device).type, DTYPES[dtype_name])

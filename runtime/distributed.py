@@ -3,12 +3,10 @@
 import contextlib
 import functools
 import os
-import re
 import signal
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,7 +21,7 @@ class World:
     """The ranks of this run, as torchrun's environment describes them, and their collectives.
 
     Attributes: rank, local_rank, size, is_master (rank 0), device (torch.device of this rank); sharded: whether
-    parameters are spread over the ranks. Then every forward is collective: every rank must call it.
+    parameters are spread over the ranks. If so, every forward is collective: every rank must call it.
     """
 
     def __init__(self, device, backend, parallel='ddp'):
@@ -35,7 +33,7 @@ class World:
             parallel: 'ddp': every rank holds the model. 'fsdp': all ranks together hold it once. 'hsdp': the ranks of
                 each machine do.
 
-        SystemExit with one line when the environment, the device or the backend does not allow it.
+        Stops the run when the environment, the device or the backend does not allow it.
         """
         self.rank, self.local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
@@ -66,8 +64,8 @@ class World:
     def wrap(self, model, blocks, compile=False, activation_checkpointing=False, compute_dtype=None):
         """Moves `model`, with the same weights on every rank, to the ranks' devices; returns what training calls.
 
-        Weights on the device 'meta' get memory, but no values. Sharded, the parameters of `model` become DTensors in
-        place; build the optimizer afterwards. Otherwise `model` itself stays eager.
+        Weights on the device 'meta' get memory, but no values. If the world is sharded, the parameters of `model`
+        become DTensors in place; build the optimizer afterwards. Otherwise `model` itself stays eager.
 
         Args:
             blocks: the modules that most of the model consists of, which FSDP gathers one after another and which
@@ -77,8 +75,6 @@ class World:
             compute_dtype: dtype in which sharded parameters are gathered; default their own. Shards, gradients and
                 their sums stay float32.
         """
-        if compile:
-            sys.excepthook = functools.partial(_repair_compile_cache, sys.excepthook)
         blocks = list(blocks)
         if activation_checkpointing:
             from torch.utils.checkpoint import checkpoint
@@ -134,8 +130,8 @@ class World:
     def set_gradient_sync(self, model, last, estimating=False):
         """Before a micro-batch: DDP averages gradients over ranks only in the `last` one.
 
-        Sharded gradients are reduced in every micro-batch: unsharded ones would take the memory that sharding is there
-        to save. HSDP's reduction between machines waits for the last one, unless the iteration makes a second backward
+        Sharded gradients are reduced in every micro-batch, because whole ones would take the memory that sharding
+        saves. HSDP's reduction between machines waits for the last one, unless the iteration makes a second backward
         pass (`estimating`), whose gradients must not be added to those that wait.
         """
         if self.parallel == 'hsdp':
@@ -144,7 +140,7 @@ class World:
             model.require_backward_grad_sync = last
 
     def zero_grad(self, optimizer):
-        """Resets the gradients. DDP's become zeros instead of None: they are views of its buckets, and without them
+        """Resets the gradients. DDP's become zeros instead of None, because they are views of its buckets: without them
         all micro-batches but the last would accumulate into a second set."""
         optimizer.zero_grad(set_to_none=self.size == 1 or self.sharded)
 
@@ -181,10 +177,7 @@ class World:
     @contextlib.contextmanager
     def exit_together(self):
         """Around a part of the set-up that may raise SystemExit: if any rank does, all exit, and the first of them
-        prints its message.
-
-        No collective may stand inside.
-        """
+        prints its message. No collective may be called inside."""
         error = None
         try:
             yield
@@ -197,16 +190,14 @@ class World:
     def close(self):
         """Leaves the process group."""
         if dist.is_initialized():
-            # A thread of gloo needs the GIL to let go of the tensor of its last collective, and DDP's destructor, which
-            # holds the GIL, waits for that thread: give it the time before.
+            # A thread of gloo needs the GIL to release the tensor of its last collective, and DDP's destructor, which
+            # holds the GIL, waits for that thread. The pause lets it finish first.
             time.sleep(0.2)
             dist.destroy_process_group()
 
     def _die(self, kind, error, trace):
-        """Ends this rank at once after an uncaught exception, so that torchrun ends the others.
-
-        A normal exit can deadlock with ranks that wait for this one, so the process is killed.
-        """
+        """Ends this rank at once after an uncaught exception, so that torchrun ends the others. A normal exit can
+        deadlock with ranks that wait for this one."""
         lost = ('Connection closed by peer', 'Connection reset by peer', 'Broken pipe', 'remote process exited')
         if issubclass(kind, RuntimeError) and any(sign in str(error) for sign in lost):
             print(f'rank {self.rank}: another rank has died; its own message says why', file=sys.stderr)
@@ -217,22 +208,6 @@ class World:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _repair_compile_cache(excepthook, kind, error, trace):
-    """An exception hook around another `excepthook`. Where the error is a file in torch.compile's cache that a process
-    killed while linking has left incomplete, it removes that file, which would fail every later start, and says so in
-    one line. (The cache compiles what is missing, but loads what exists; it loads nothing that is being compiled.)
-    """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-    directory = re.escape(str(Path(cache_dir())))
-    found = re.search(rf'({directory}/\S+\.s?o): (file too short|file truncated|invalid ELF header)', str(error))
-    if found:
-        Path(found[1]).unlink(missing_ok=True)
-        kind, trace = OSError, None
-        error = kind(f'{found[1]}: a killed process left this file of the compile cache incomplete; it is removed, '
-                     'start again')
-    excepthook(kind, error, trace)
 
 
 @contextlib.contextmanager
@@ -268,10 +243,7 @@ def restarts():
 
 
 def ranks_from_environment():
-    """(rank, local rank, number of ranks) as torchrun sets them; (0, 0, 1) without torchrun.
-
-    SystemExit with one line when the variables are not such numbers.
-    """
+    """(rank, local rank, number of ranks) as torchrun sets them; (0, 0, 1) without torchrun."""
     found = []
     for key, default, lowest in ('RANK', '0', 0), ('LOCAL_RANK', '0', 0), ('WORLD_SIZE', '1', 1):
         text = os.environ.get(key, default)

@@ -1,5 +1,5 @@
-"""Files that are complete or absent, and the commit that made them. Needs no torch, so that scripts that only plot stay
-light."""
+"""Files that are complete or absent, and the code that made them. Imports torch only for .pt files, so that scripts
+that only plot stay light."""
 
 import contextlib
 import hashlib
@@ -8,6 +8,8 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -39,7 +41,7 @@ def atomic_write(path, mode='wb', sync=False):
 
 
 def write_text(path, text, sync=False):
-    """Replaces the file `path`, see `atomic_write`. SystemExit with one line when it cannot be written."""
+    """Replaces the file `path`, see `atomic_write`. SystemExit when it cannot be written."""
     try:
         with atomic_write(path, 'w', sync) as f:
             f.write(text)
@@ -50,6 +52,27 @@ def write_text(path, text, sync=False):
 def write_json(path, value, sync=False):
     """Replaces the file `path` by indented JSON, as `write_text` does."""
     write_text(path, json.dumps(value, indent=1) + '\n', sync)
+
+
+def save_pt(path, state):
+    """Writes the dict `state` as the file `path`, complete and synced or not at all. OSError or, by torch.save,
+    RuntimeError where the file system fails."""
+    import torch
+    with atomic_write(path, sync=True) as f:
+        torch.save(state, f)
+    sync_directory(Path(path).parent)
+
+
+def load_pt(path):
+    """The state in a .pt file, memory-mapped; an exception when its checksums do not fit, or when it holds more than
+    tensors and plain containers."""
+    import torch
+    with zipfile.ZipFile(path) as archive:
+        if archive.testzip():
+            raise ValueError('its content does not fit its checksums')
+    with warnings.catch_warnings():  # torch's remarks on the pickles of other programs
+        warnings.simplefilter('ignore')
+        return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
 
 
 def sync_directory(path):
@@ -96,8 +119,9 @@ def code_hash():
 
 
 def warn(text):
-    """Prints one line on stderr."""
-    print(f'warning: {text}', file=sys.stderr, flush=True)
+    """Prints one line on stderr, in the place of a progress bar where there is one."""
+    clear = '\r\033[K' if sys.stderr.isatty() else ''
+    print(f'{clear}warning: {text}', file=sys.stderr, flush=True)
 
 
 def first_line(error):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from runtime import checkpoint, runlog
+from runtime import checkpoint, optim, runlog
 from runtime.device import device_name
 from runtime.distributed import under_torchrun
 from runtime.files import code_hash, write_text
@@ -38,7 +38,7 @@ class Start:
         differing = [f'{key} ({theirs.get(key)} there, {args.get(key)} asked for)' for key in args | theirs
                      if theirs.get(key) != args.get(key)]
         if differing:
-            raise SystemExit(f'{self.path}: holds a model with another {", ".join(differing)}; resume with its own '
+            raise SystemExit(f'{self.path}: is a model with another {", ".join(differing)}; resume with its own '
                              'settings, or choose another --out_dir')
 
     def restore(self, world, model, optimizer, scaler):
@@ -47,6 +47,7 @@ class Start:
             return {}
         with world.exit_together():
             checkpoint.restore(self.path, self.saved, model, optimizer, scaler)
+            optim.back_to_training(optimizer)  # checkpoints are saved in evaluation mode
         state, self.saved = self.saved['train_state'], None  # frees the memory
         if not self.comparable:
             state.update(best_val_loss=float('inf'), last_eval_iter=-1)
@@ -92,9 +93,10 @@ def open_log(c, world, start, state, model, train_data, fingerprints):
     """The `RunLog` of a run that starts at the TrainState `state`. Describes the run in config.json and on the
     terminal."""
     writes = world.is_master and not c.eval_only
-    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master)
     if writes:
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
+    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master)
+    if writes:
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
                             flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
                             device=device_name(world.device))
@@ -168,13 +170,13 @@ def check_step(run, log, state, step, loader):
     # float16's loss scale starts at 2^16 and is halved at each overflow: up to 40 in a row are normal.
     overflow = run.scaler.is_enabled() and math.isfinite(step.loss)
     if state.skipped_in_a_row > (max(c.skip_nonfinite, 40) if overflow else c.skip_nonfinite):
-        give_up(c, world, log, state.iter, step.problem,
-                f', or skip it with --skip_nonfinite={state.skipped_in_a_row}', where)
+        abort(c, world, log, state.iter, step.problem,
+              f', or skip it with --skip_nonfinite={state.skipped_in_a_row}', where)
     if not overflow:
         log.print(f'iter {state.iter}: {step.problem}; skipped ({where})')
 
 
-def give_up(c, world, log, iteration, problem, otherwise='', where=''):
+def abort(c, world, log, iteration, problem, otherwise='', where=''):
     """Ends a run that cannot continue, with one line on stderr and in failed.txt: the problem, what might help (a lower
     learning rate or `otherwise`), and `where` it happened. Collective: every rank must call it."""
     log.close()

@@ -38,7 +38,7 @@ def evaluating(optimizer):
     """Around evaluation and saving: gives the model the weights that the optimizer means to be evaluated. Training
     continues with exactly the weights from before, which a checkpoint saved meanwhile holds in the optimizer's state.
     """
-    if averages_weights(optimizer):
+    if averages_weights(optimizer) and any(optimizer.state.values()):  # before its first step there is no average
         for p in parameters(optimizer):
             optimizer.state[p]['training_weights'] = p.detach().clone()
         optimizer.eval()
@@ -196,6 +196,9 @@ def build_from_library(path, groups, lr, arguments, text):
     except Exception as error:  # whatever the library raises
         raise SystemExit(f'--optimizer_name={path}: cannot be built with its settings ({first_line(error)}); see '
                          '--optimizer_args') from None
+    if not all('lr' in group for group in optimizer.param_groups):
+        raise SystemExit(f'--optimizer_name={path}: keeps no learning rate in its param groups, which this training '
+                         'loop sets in every iteration; choose another optimizer')
     optimizer.library = path
     return optimizer
 

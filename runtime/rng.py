@@ -1,13 +1,13 @@
 """Random numbers that are pure functions of (seed, stream, iteration), from the counter-based generator Philox.
 
-Nothing is drawn from global generators, so a run draws the same numbers whatever its number of ranks, its micro-batch
-and its optimizer, and however often it was interrupted; and a checkpoint needs no generator's state.
+Nothing is drawn from global generators. So a run draws the same numbers for any number of ranks, micro-batch and
+optimizer, and after any interruption, and a checkpoint needs no generator's state.
 """
 
 import numpy as np
 import torch
 
-# What a draw is for: the second half of Philox's key.
+# Streams, the second half of Philox's key
 SEQUENCES, LABELS, VECTORS, DROPOUT = range(4)
 
 

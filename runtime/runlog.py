@@ -1,4 +1,4 @@
-"""The logs of a run in its out_dir: config.json, which describes it, and metrics.jsonl, one object a line."""
+"""The logs of a run: config.json and metrics.jsonl in its out_dir, its lines on the terminal."""
 
 import contextlib
 import json
@@ -18,90 +18,77 @@ from runtime.files import code_hash, first_line, git_commit, warn, write_json, w
 
 
 class RunLog:
-    """What a run reports: metrics.jsonl; the terminal, with a progress bar; Weights & Biases and trackio if asked for.
-
-    The bar appears with the first evaluation or iteration. From then on all that this process prints to stdout or
-    stderr, line by line, appears above it.
-    """
+    """The reports of a run: metrics.jsonl; the terminal, with a progress bar; Weights & Biases if asked for."""
 
     def __init__(self, out_dir, values, total, initial, enabled):
         """Starts to report.
 
         Args:
             out_dir: where metrics.jsonl is; None writes no file, and reports to the terminal only.
-            values: the settings, key → value; those of wandb and trackio say where else to report.
+            values: the settings, key → value.
             total, initial: iterations of the run, and those already done.
             enabled: whether this rank reports; on the others every method does nothing.
-
-        SystemExit with one line when wandb or trackio is asked for and cannot be used.
         """
         self.path = Path(out_dir) / 'metrics.jsonl' if enabled and out_dir else None
         self.values, self.enabled, self.total, self.initial, self.done = values, enabled, total, initial, initial
-        self.bar, self.streams = None, ()
-        # For the ETA: seconds of this process's iterations, without the first, which compiles; when the last iteration
-        # or evaluation ended.
-        self.step_seconds, self.mark = 0.0, time.monotonic()
+        self.bar, self.first_step_ended = None, None
         self.val_loss = None  # of the last evaluation
-        self._note_evaluation(initial, 0.0)
-        self.trackers = []  # (function that takes an entry, function that ends it)
-        for key, track in ('wandb_log', _wandb), ('trackio_log', _trackio):
-            if self.path and values.get(key):
-                try:
-                    self.trackers.append(track(self.path.parent, values, initial))
-                except Exception as error:  # no login, no network, …
-                    raise SystemExit(f'--{key}=True: {type(error).__name__}: {first_line(error)}') from None
+        self.advised = False
+        self.wandb = None
+        if self.path and values.get('wandb_log'):
+            try:
+                self.wandb = start_wandb(self.path, values)
+            except Exception as error:  # no login, no network, …
+                raise SystemExit(f'--wandb_log=True: {type(error).__name__}: {first_line(error)}') from None
 
     def write(self, entry, line):
         """Adds the dict `entry`, which has an 'iter', to metrics.jsonl without what is not finite; prints `line`."""
-        if 'val/loss' in entry:
-            self.val_loss = entry['val/loss']
-            self._note_evaluation(entry['iter'], self._lap())
+        self.val_loss = entry.get('val/loss', self.val_loss)
         if self.path:
             finite = {key: value for key, value in entry.items()
                       if not isinstance(value, float) or math.isfinite(value)}
             append_line(self.path, json.dumps(finite))
-            for log, _ in self.trackers:
-                log(finite)
+            if self.wandb:
+                self.wandb.log(finite)
         self.print(line)
+        if 'update_unclipped' in entry:
+            self._advise(entry['iter'], entry['update_unclipped'])
 
     def record(self, state, line, metrics):
         """Writes the dict `metrics` of iteration state.iter with the tokens and seconds so far; prints `line`."""
         self.write(dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **metrics), line)
 
     def print(self, line):
-        """Prints `line`."""
+        """Prints `line`, above the progress bar where there is one."""
         if self.enabled:
-            print(line, flush=True)
+            tqdm.write(line)
+            sys.stdout.flush()
 
     def update(self, loss):
         """Counts one iteration, whose training loss the bar shows."""
-        seconds = self._lap()
-        if self.done > self.initial:
-            self.step_seconds += seconds
         self.done += 1
+        if self.first_step_ended is None:
+            self.first_step_ended = time.monotonic()
         if self._ensure_bar():
             self.bar.set_postfix_str(f'loss {loss:.4f}{self.eta()}', refresh=False)
             self.bar.update()
 
     def evaluating(self, batches):
         """Yields `batches`, which have a length, while the bar says how far they are."""
-        shown = 0.0
         for i, batch in enumerate(batches, 1):
-            if self._ensure_bar() and time.monotonic() > shown + 0.1:
-                shown = time.monotonic()
+            if self._ensure_bar():
                 self.bar.set_postfix_str(f'evaluating {i}/{len(batches)}')
             yield batch
         if self.bar is not None:
             self.bar.set_postfix_str('')
 
     def eta(self):
-        """The time that the rest of the run takes, evaluations included, as ', ETA 1:02' or ', ETA 10:02:03'; '' before
-        the second iteration of this process."""
-        steps = self.done - self.initial - 1  # all but the first
+        """The time that the rest of the run takes at the pace of this process, evaluations included, as ', ETA 1:02' or
+        ', ETA 10:02:03'; '' before its second iteration ends. The first one does not count, because it compiles."""
+        steps = self.done - self.initial - 1
         if steps < 1:
             return ''
-        seconds = round(self.step_seconds / steps * (self.total - self.done)
-                        + self.eval_seconds * self.evaluations_left)
+        seconds = round((time.monotonic() - self.first_step_ended) / steps * (self.total - self.done))
         minutes = f'{seconds // 60}' if seconds < 3600 else f'{seconds // 3600}:{seconds // 60 % 60:02}'
         return f', ETA {minutes}:{seconds % 60:02}'
 
@@ -112,7 +99,7 @@ class RunLog:
                 f'{metrics["tokens_per_sec"]:,.0f} tokens/s{self.eta()}')
 
     def print_what_next(self, iteration, best_val_loss, stopped):
-        """Prints what a finished run has come to and what to look at, or how a `stopped` one continues."""
+        """Prints the result of a finished run and what to look at, or how a `stopped` one continues."""
         self._end_bar()
         out_dir, last = self.values['out_dir'], self.val_loss
         if not stopped:
@@ -126,88 +113,60 @@ class RunLog:
             self.print('the same command' + ('' if resumes_alone else ' with --init_from=auto') + ' resumes it')
 
     def close(self):
-        """Ends the progress bar, and the runs of wandb and trackio."""
+        """Ends the progress bar, and the run of Weights & Biases."""
         self._end_bar()
-        for _, finish in self.trackers:
-            finish()
+        if self.wandb:
+            self.wandb.finish()
 
-    def _note_evaluation(self, iteration, seconds):
-        interval = self.values['eval_interval']
-        self.eval_seconds, self.evaluations_left = seconds, math.ceil(self.total / interval) - iteration // interval
-
-    def _lap(self):
-        """Seconds since the last call."""
-        before, self.mark = self.mark, time.monotonic()
-        return self.mark - before
+    def _advise(self, iteration, unclipped):
+        """Says once, when the warm-up has ended, that γ is far from where both the clip and the Hessian act."""
+        warmup_iters = self.values['warmup_iters'] if self.values['decay_lr'] else 0
+        if self.advised or iteration < warmup_iters or 0.01 <= unclipped <= 0.9:
+            return
+        self.advised = True
+        if unclipped < 0.01:
+            means, way = ('γ·h is too small against m, and nearly every update is the learning rate times the sign of '
+                          'm'), 'raise'
+        else:
+            means, way = ('γ·h is too large against m, and nearly every update is smaller than the learning rate, '
+                          'without the clip'), 'lower'
+        self.print(f'note: {unclipped:.1%} of the coordinates are unclipped: {means}; {way} --gamma until '
+                   'update_unclipped is between 0.1 and 0.5')
 
     def _ensure_bar(self):
-        """Whether there is a bar, after making it where there is none yet."""
+        """Whether there is a progress bar, after making it on a terminal that has none yet."""
         if self.bar is None and self.enabled and sys.stderr.isatty():
-            self.streams = sys.stdout, sys.stderr
             self.bar = tqdm(total=self.total, initial=self.done, unit='it', file=sys.stderr,
                             bar_format='{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]')
-            sys.stdout, sys.stderr = (_AboveBar(stream, self.bar) for stream in self.streams)
         return self.bar is not None
 
     def _end_bar(self):
         if self.bar is not None:
-            sys.stdout.end()
-            sys.stderr.end()
-            sys.stdout, sys.stderr = self.streams
             self.bar.close()
             self.bar = None
 
 
-class _AboveBar:
-    """The text stream `stream`, whose lines appear above the progress bar `bar`; a line waits until it is whole."""
+def start_wandb(path, values):
+    """A run in Weights & Biases, which continues the one that wandb_id.txt in the directory of metrics.jsonl, `path`,
+    names.
 
-    def __init__(self, stream, bar):
-        self.stream, self.bar, self.rest = stream, bar, ''
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        lines, newline, self.rest = (self.rest + text).rpartition('\n')
-        if newline:
-            with tqdm.external_write_mode(file=self.bar.fp):
-                self.stream.write(lines + newline)
-                self.stream.flush()
-        return len(text)
-
-    def end(self):
-        """Writes what has waited for the end of its line."""
-        if self.rest:
-            self.write('\n')
-
-
-def _wandb(out_dir, values, initial):
-    """(function that logs an entry, function that ends it) of a run in Weights & Biases, which is continued where
-    out_dir/wandb_id.txt names one.
-
-    The iteration is the x-axis, and not wandb's own step: that must never fall, and a run that resumes from the
-    checkpoint before its end logs some iterations again.
+    A killed process loses lines that it had not sent yet: they are sent again. The iteration is the x-axis, and not
+    wandb's own step. That must never fall, and a run that resumes from an earlier checkpoint repeats some iterations.
     """
     import wandb
-    id_path = out_dir / 'wandb_id.txt'
+    id_path = path.with_name('wandb_id.txt')
     run_id = id_path.read_text(encoding='utf-8').strip() if id_path.is_file() else None
     run = wandb.init(project=values['wandb_project'], name=values['wandb_run_name'] or values['out_dir'],
                      config=values, id=run_id, resume='allow')
     write_text(id_path, f'{run.id}\n')
     run.define_metric('iter')
     run.define_metric('*', step_metric='iter')
-    return run.log, run.finish
-
-
-def _trackio(out_dir, values, initial):
-    """As `_wandb`, in trackio's local files, where the name of a run is what a resumed one finds."""
-    import trackio
-    run = trackio.init(project=values['wandb_project'], name=values['wandb_run_name'] or values['out_dir'],
-                       config=values, resume='allow' if initial else 'never', embed=False)
-
-    def log(entry):  # 'time' is a name of its own
-        run.log({key: value for key, value in entry.items() if key != 'time'}, step=entry['iter'])
-    return log, run.finish
+    if run.resumed and path.is_file():
+        received = run.summary.get('iter', -1)
+        for entry in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
+            if entry['iter'] > received:
+                run.log(entry)
+    return run
 
 
 def loss_spike(latest, loss):
@@ -223,8 +182,8 @@ def loss_spike(latest, loss):
 def describe_run(out_dir, values, sources, **more):
     """Writes config.json: every setting and its source, the command, versions, the machine, the code, and `more`."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
-    for name in {'pytorch_optimizer', 'schedulefree'} & sys.modules.keys():  # whose defaults are part of a run
-        with contextlib.suppress(metadata.PackageNotFoundError):  # of a copy that is not installed
+    for name in {'pytorch_optimizer', 'schedulefree'} & sys.modules.keys():  # their defaults are part of a run
+        with contextlib.suppress(metadata.PackageNotFoundError):  # a copy that is not installed
             versions[name] = metadata.version(name)
     write_json(Path(out_dir) / 'config.json', dict(
         config=values, provenance=sources, command=[Path(sys.executable).name, *sys.argv], **more, versions=versions,
@@ -232,8 +191,8 @@ def describe_run(out_dir, values, sources, **more):
 
 
 def machine():
-    """This machine as a dict: cpu and gpu (model names; gpu None without CUDA), cores (those that this process may
-    use), threads (of torch)."""
+    """This machine as a dict: cpu and gpu (model names; gpu None without CUDA), cores (that this process may use),
+    threads (of torch)."""
     cpu = platform.processor() or platform.machine()
     try:
         lines = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace').splitlines()
@@ -264,7 +223,7 @@ def append_line(path, line):
 
 
 def rewind_log(path, iteration, last_eval_iter):
-    """Drops from a metrics.jsonl what a run that resumes at `iteration` will write again, and torn lines.
+    """Drops from a metrics.jsonl the lines that a run that resumes at `iteration` will write again, and torn lines.
 
     `last_eval_iter` is the iteration of its last evaluation, which precedes the update of that iteration.
     """

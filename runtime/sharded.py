@@ -1,16 +1,14 @@
 """Checkpoints of sharded models: a directory to which every rank writes its part.
 
-Tensors are in the format of torch.distributed.checkpoint. Everything else is in state.json, with a checksum of every
-file, so that nothing has to be unpickled but the metadata of tensors. That module's own functions for the state of an
-optimizer are not used: they pickle plain values, and lose lists of tensors.
+Tensors are in the format of torch.distributed.checkpoint (DCP). Everything else is in state.pt, with a checksum of
+every file. DCP's own functions for optimizers are not used: they unpickle plain values without restrictions, and load
+only into an optimizer that has made a step.
 """
 
 import functools
-import json
 import pickle
 import shutil
 import warnings
-import zlib
 from pathlib import Path
 
 import torch
@@ -19,14 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, zeros
 
-from runtime.checkpoint import unpack
-from runtime.files import checksum, first_line, sync_directory, write_text
+from runtime.files import checksum, first_line, load_pt, save_pt, sync_directory
+from runtime.optimizer_state import map_tensors
 
 
 def model_tensors(model):
     """The weights and buffers of a model as model.NAME, each once."""
-    also = tied(model)
-    return {f'model.{name}': tensor for name, tensor in model.state_dict().items() if name not in also}
+    return {f'model.{name}': tensor for name, tensor in model.state_dict().items() if name not in tied(model)}
 
 
 def tied(model):
@@ -39,43 +36,38 @@ def tied(model):
 # Writing
 
 
-def write(world, path, model, state, tensors):
-    """Writes the checkpoint `state`, with the weights of `model` and the `tensors` by name, as the directory `path`.
+def write(world, path, model, state, shards):
+    """Writes the checkpoint `state`, with the weights of `model` and the DTensors `shards` by name, as the directory
+    `path`.
 
-    Its files are written to another directory, synced, and their checksums put into state.json; then rank 0 renames it.
+    Its files are written to another directory, synced, and their checksums put into state.pt; then rank 0 renames it.
     Collective: every rank must call it. OSError where it failed, on rank 0 at least.
     """
-    partial = path.with_suffix('.partial')
+    partial, old = path.with_suffix('.partial'), path.with_suffix('.old.partial')
     if world.is_master:
         shutil.rmtree(partial, ignore_errors=True)
     try:
-        dcp.save(model_tensors(model) | tensors, storage_writer=ShardWriter(partial))
+        dcp.save(model_tensors(model) | shards, storage_writer=ShardWriter(partial))
     except CheckpointException as error:  # the same on all ranks
         rank, (cause, _) = next(iter(error.failures.items()))
         shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f'rank {rank}: {getattr(cause, "strerror", None) or first_line(cause)}') from None
     mine = partial / f'__{world.rank}_0.distcp'
     sums = world.gather(torch.tensor([checksum(mine) if mine.is_file() else -1], device=world.device)).flatten()
-    if world.is_master:
-        try:
-            files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
-            files['.metadata'] = checksum(partial / '.metadata')
-            write_text(partial / 'state.json', with_checksum(dict(state, files=files, tied=tied(model))), sync=True)
-            sync_directory(partial)
-            old = path.with_suffix('.old.partial')
-            if path.is_dir():  # this iteration's checkpoint from before its evaluation
-                path.rename(old)
-            partial.replace(path)
-            sync_directory(path.parent)
-            shutil.rmtree(old, ignore_errors=True)
-        except (OSError, SystemExit) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise OSError(getattr(error, 'strerror', None) or str(error)) from None
-
-
-def with_checksum(state):
-    """`state` as the text of a state.json: JSON with the CRC-32 of the rest in it."""
-    return json.dumps(dict(crc32=zlib.crc32(json.dumps(state).encode()), state=state))
+    if not world.is_master:
+        return
+    try:
+        files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
+        files['.metadata'] = checksum(partial / '.metadata')
+        save_pt(partial / 'state.pt', dict(state, files=files, tied=tied(model)))
+        if path.is_dir():  # this iteration's checkpoint from before its evaluation
+            path.rename(old)
+        partial.replace(path)
+        sync_directory(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, RuntimeError):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 class ShardWriter(dcp.FileSystemWriter):
@@ -95,13 +87,10 @@ def read(path, weights=True, share=(0, 1)):
     Of its files only the i-th of every n are compared with their checksums, where `share` is (i, n). Its 'optimizer' is
     for `read_optimizer`. ValueError when something is damaged.
     """
-    text = (path / 'state.json').read_text(encoding='utf-8')
-    state = json.loads(text)['state']
-    if with_checksum(state) != text:
-        raise ValueError('state.json does not fit its checksum')
+    state = load_pt(path / 'state.pt')
     files, also = state.pop('files'), state.pop('tied')
     for name, crc in list(files.items())[share[0]::share[1]]:
-        if Path(name).name != name or not (path / name).is_file() or checksum(path / name) != crc:
+        if not (path / name).is_file() or checksum(path / name) != crc:
             raise ValueError(f'{name} does not fit its checksum')
     model = {}
     if weights:
@@ -122,33 +111,28 @@ def read_model(path, model):
     load_into(targets, path)
 
 
-def read_optimizer(path, packed, params=None):
+def read_optimizer(path, saved, params=None):
     """The state_dict of the optimizer in the directory `path`.
 
     Args:
-        packed: what `checkpoint.pack_optimizer` made.
-        params: the parameters by name in the order of the optimizer's groups. Tensors become DTensors where these are;
-            default whole tensors.
+        saved: its state from `optimizer_state.to_save`, with tensors on the device 'meta' where shards were saved.
+        params: the optimizer's parameters, in order. Shards are read as DTensors where these are; default whole
+            tensors, as for a parameter that is not sharded.
     """
-    metadata, targets = tensors_in(path), {}
+    targets = {}
 
-    def target(like, name):
-        size, dtype = metadata[name].size, metadata[name].properties.dtype
-        if isinstance(like, DTensor) and size.numel() > 1:
-            placements = like.placements if size == like.shape else [Replicate()] * like.device_mesh.ndim
-            targets[name] = zeros(size, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
-        else:  # load_state_dict moves it to where the optimizer wants it
-            targets[name] = torch.zeros(size, dtype=dtype)
-        return targets[name]
+    def target(like, name, tensor):
+        if tensor.is_meta and isinstance(like, DTensor):
+            placements = like.placements if tensor.shape == like.shape else [Replicate()] * like.device_mesh.ndim
+            targets[name] = zeros(tensor.shape, dtype=tensor.dtype, device_mesh=like.device_mesh, placements=placements)
+        elif tensor.is_meta:  # load_state_dict moves it to where the optimizer wants it
+            targets[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return targets.get(name, tensor)
 
-    parts = dict(packed['dict'])
-    entries = {name: unpack(value, functools.partial(target, params[name] if params else None))
-               for name, value in parts.pop('state')['dict']}
-    saved = {key: unpack(value, functools.partial(target, None)) for key, value in parts.items()}
+    state = {i: map_tensors(entries, functools.partial(target, params and params[i]), f'optimizer.state.{i}')
+             for i, entries in saved['state'].items()}
     load_into(targets, path)
-    index = {name: i for i, name in enumerate(name for group in saved['param_groups'] for name in group['params'])}
-    groups = [dict(group, params=[index[name] for name in group['params']]) for group in saved['param_groups']]
-    return dict(saved, state={index[name]: value for name, value in entries.items()}, param_groups=groups)
+    return dict(saved, state=state)
 
 
 def tensors_in(path):

@@ -1,40 +1,32 @@
-"""How a run ends early (exit codes, signals, the time limit), and output streams whose failures do not end it."""
+"""Early ends of a run (exit codes, signals, the time limit), and output streams whose failures do not end it."""
 
 import contextlib
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
-# Exit codes, besides 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR).
+# Exit codes, in addition to 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR)
 STOPPED, NOT_FINITE = 75, 65
 STARTED = time.monotonic()
 
 
 class SafeStream:
-    """The text stream `stream`, whose failures do not end a run: a log on a full disk, a terminal or pipe that is gone.
-
-    A stream that was closed before Python started (None) becomes /dev/null. Characters that the stream's encoding lacks
-    are written as escapes.
-    """
+    """The text stream `stream`, whose failures do not end a run: a log on a full disk, a terminal or pipe that is gone,
+    a stream that was closed before the start (None), a character that its encoding lacks."""
 
     def __init__(self, stream):
-        if stream is None:
-            # All free descriptors up to stderr's: a checkpoint opened there would receive what libraries print.
-            while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-                pass
-            stream = os.fdopen(descriptor, 'w')
-        self.stream = stream
+        self.stream = stream or Path(os.devnull).open('w')  # noqa: SIM115
+        with contextlib.suppress(OSError):  # it flushes
+            self.stream.reconfigure(errors='backslashreplace')
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
 
     def write(self, text):
         with contextlib.suppress(OSError):
-            try:
-                self.stream.write(text)
-            except UnicodeEncodeError:
-                self.stream.write(text.encode('ascii', 'backslashreplace').decode())
+            self.stream.write(text)
         return len(text)
 
     def flush(self):
@@ -48,18 +40,17 @@ def protect_streams():
 
 
 class StopSignals:
-    """Whether this rank was asked to stop (SIGTERM, SIGINT, SIGHUP, the time limit) or to save (SIGUSR1).
+    """Requests to this rank to stop (SIGTERM, SIGINT, SIGHUP, the time limit) or to save (SIGUSR1).
 
-    Signal handlers only record the request. The ranks exchange their requests once an iteration, together with the
-    loss, so that all of them act after the same iteration.
+    Signal handlers only record the request. The ranks exchange their requests once an iteration, so that all of them
+    act after the same one.
 
-    The first of them says at once on stderr what it does, where `speaks`.
-
-    Attributes: reason, why to stop: the name of the first signal, or 'max_hours'; '' while there is no reason.
+    Attributes: reason, the name of the first signal, or 'max_hours'; '' while the run should go on.
     """
 
     def __init__(self, max_hours=0.0, speaks=False, saves=True):
-        """Starts to listen; `speaks`: whether this rank is the one that answers, `saves`: whether a stop saves."""
+        """Starts to listen. `speaks`: whether this rank answers the first request, on stderr; `saves`: whether a stop
+        saves a checkpoint."""
         self.deadline = STARTED + 3600 * max_hours if max_hours else float('inf')
         self.reason, self.received_at, self.save = '', 0.0, False
         self.speaks, self.saves = speaks, saves
@@ -84,7 +75,7 @@ class StopSignals:
             os.kill(os.getpid(), number)
 
     def _say(self, text):
-        """Writes a line to stderr by the system call: the signal may have come in the midst of a print, whose stream
+        """Writes a line to stderr by the system call, because the signal may have interrupted a print, whose stream
         must not be entered again."""
         if self.speaks:
             with contextlib.suppress(OSError):
@@ -99,6 +90,6 @@ class StopSignals:
         return bool(self.reason)
 
     def poll(self):
-        """(stop, save) as 0.0 or 1.0; resets the request to save."""
+        """(stop, save); resets the request to save."""
         save, self.save = self.save, False
-        return float(self.stop), float(save)
+        return self.stop, save

@@ -13,17 +13,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.runs import writable, write_errors
 from runtime import checkpoint, sharded
+from runtime.files import save_pt
 
 
 def consolidate(path, output=None, optimizer=True):
     """Writes the file, and returns its path.
 
     Args:
-        path: a directory ckpt_ITERATION (or best), or an out_dir, of which the newest is taken.
-        output: default beside the directory, under its name, with .pt.
-        optimizer: whether to take over the optimizer's state, without which the run cannot be resumed.
-
-    SystemExit with one line when there is nothing to consolidate, or the file exists or cannot be written.
+        path: a directory ckpt_ITERATION (or best), or an out_dir, whose newest checkpoint is used.
+        output: default the directory's name with .pt.
+        optimizer: whether to copy the optimizer's state, without which the run cannot be resumed.
     """
     path, state = checkpoint.load(path)
     if not path.is_dir():
@@ -32,15 +31,12 @@ def consolidate(path, output=None, optimizer=True):
     if output.exists():
         raise SystemExit(f'{output}: exists; remove it, or choose another --output')
     writable(output)
-    packed = state.pop('optimizer', None)
+    saved = state.pop('optimizer')
     if optimizer:
-        if packed is None:
-            raise SystemExit(f'{path}: does not say in which order its optimizer has the parameters; resume and save '
-                             'the run by train.py, or use --no_optimizer')
-        state['optimizer'] = sharded.read_optimizer(path, packed)
+        state['optimizer'] = sharded.read_optimizer(path, saved)
     with write_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_file(output, state)
+        save_pt(output, state)
     return output
 
 

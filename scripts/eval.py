@@ -1,21 +1,17 @@
 """Measures validation loss, perplexity and bits per byte of a trained model, on bins or on a text file.
 
   python scripts/eval.py out/gpt2-small-sophiag                          the validation set it was trained with
-  python scripts/eval.py gpt2 --dataset=openwebtext --stride=512         each token sees at least 512 before it
+  python scripts/eval.py gpt2 --dataset=openwebtext
   python scripts/eval.py out/quickstart --text=README.md
-  torchrun --standalone --nproc_per_node=8 scripts/eval.py out/gpt2-small-sophiag
 
-Without --stride, the text is cut into sequences of block_size tokens, as train.py does; an incomplete one at the end is
-left out. With --stride, sequences start that many tokens apart, and in each only the tokens that no earlier one had
-count, so every token but the first counts once. One line of JSON goes to standard output, of a mixture of data sets one
-for each part.
+The tokens are cut into sequences of block_size, as in train.py; an incomplete one at the end is left out. One line of
+JSON goes to standard output, of a mixture of data sets one for each part.
 """
 
 import argparse
 import json
 import math
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -23,21 +19,11 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.load import (
-    MODEL_HELP,
-    add_device_flags,
-    add_tokenizer_flag,
-    check_data,
-    dtype_name,
-    find_data,
-    load,
-    require_tokenizer,
-)
-from data.loader import Bin, ValidationLoader, as_tensor, data_dir, on_device, parts_of
-from data.sources import open_text, txt_pieces
-from data.tokenizer import Byte, Char
+from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins, require_tokenizer
+from data.loader import Bin, ValidationLoader
+from data.tokenizer import END_OF_TEXT, Byte, Char
+from loss import cross_entropy
 from runtime.device import autocast
-from runtime.distributed import World
 
 
 def parse(argv):
@@ -47,60 +33,35 @@ def parse(argv):
     parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's own)")
     parser.add_argument('--split', choices=('val', 'train'), default='val', help='(default: val)')
     parser.add_argument('--text', type=Path, help='a UTF-8 text file instead of bins')
-    parser.add_argument('--stride', type=int, default=0, help='slide the context by so many tokens')
     parser.add_argument('--eval_iters', type=int, default=0, help='micro-batches, as in train.py; 0: everything')
-    parser.add_argument('--batch_size', type=int, default=8, help='sequences per forward pass and device (default: 8)')
+    parser.add_argument('--batch_size', type=int, default=8, help='sequences per forward pass (default: 8)')
     parser.add_argument('--block_size', type=int, default=0, help="tokens per sequence (default: the model's)")
-    add_device_flags(parser)
-    add_tokenizer_flag(parser)
+    add_model_flags(parser)
     args = parser.parse_args(argv)
     if args.text and args.dataset:
         parser.error('--text and --dataset: give one of them')
-    if args.stride and args.eval_iters:
-        parser.error('--stride evaluates everything: leave out --eval_iters')
-    if min(args.stride, args.eval_iters, args.block_size) < 0 or args.batch_size < 1:
-        parser.error('--stride, --eval_iters and --block_size must be 0 or more, --batch_size at least 1')
+    if min(args.eval_iters, args.block_size) < 0 or args.batch_size < 1:
+        parser.error('--eval_iters and --block_size must be 0 or more, --batch_size at least 1')
     return args
 
 
 class Text(Bin):
-    """A text file as a Bin, tokenized as data/text/prepare.py does: <|endoftext|> divides documents."""
+    """A text file as a Bin, with the tokens that data/text/prepare.py makes of it; <|endoftext|> divides documents."""
 
     def __init__(self, path, tokenizer):
-        ids = []
         try:
-            with open_text(path) as file:
-                for text, ends in txt_pieces(file):
-                    ids += [*tokenizer.encode(text), *[tokenizer.eot_id] * (ends and tokenizer.eot_id is not None)]
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+            documents = path.read_bytes().decode('utf-8-sig').split(END_OF_TEXT)
+        except (OSError, UnicodeDecodeError) as error:
             raise SystemExit(f'{path}: cannot be read as UTF-8 text ({error})') from None
-        if ids and tokenizer.eot_id is not None:
-            ids.pop()  # nothing comes after the last document
+        ids = []
+        for document in filter(str.strip, documents):
+            if ids and tokenizer.eot_id is not None:
+                ids.append(tokenizer.eot_id)
+            ids.extend(tokenizer.encode(document))
         self.path, self.vocab_size = path, tokenizer.vocab_size
         self.tokens = np.array(ids, dtype=tokenizer.dtype)
         if len(self) < 2:
             raise SystemExit(f'{path}: fewer than two tokens of text')
-
-
-class SlidingLoader(ValidationLoader):
-    """Overlapping sequences, as a ValidationLoader yields them: targets that an earlier sequence had are -1."""
-
-    def __init__(self, data, stride, batch_size, block_size, rank, world_size, device):
-        # Sequences end at block_size, block_size + stride, … and at the last token, and start block_size before that.
-        self.ends = np.append(np.arange(block_size, len(data) - 1, stride), len(data) - 1)
-        self.counted = np.diff(self.ends, prepend=0)
-        self.mine = np.arange(len(self.ends))[rank::world_size]
-        self.data, self.batch_size, self.block_size, self.device = data, batch_size, block_size, torch.device(device)
-
-    def __iter__(self):
-        for i in range(0, len(self.mine), self.batch_size):
-            mine = self.mine[i:i + self.batch_size]
-            tokens = self.data.sequences(self.ends[mine] - self.block_size, self.block_size + 1)
-            batch = on_device(as_tensor(tokens), self.device)
-            inputs, targets = batch[:, :-1], batch[:, 1:].clone()
-            for row, counted in zip(targets, self.counted[mine]):
-                row[:-counted] = -1
-            yield inputs, targets
 
 
 def bytes_per_id(tokenizer):
@@ -124,50 +85,36 @@ def bytes_per_id(tokenizer):
 
 
 @torch.no_grad()
-def evaluate(model, batches, world, precision, sizes=None):
-    """(loss, tokens, bytes) of the (inputs, targets) batches of all ranks: the mean cross-entropy in nats, over what.
+def evaluate(model, batches, precision, sizes=None):
+    """(loss, tokens, bytes): the mean cross-entropy in nats over the (inputs, targets) of `batches`, and over how much.
 
     Args:
         precision: a context manager, as `runtime.device.autocast` makes it.
         sizes: `bytes_per_id`; without, bytes is 0.
     """
-    total = world.zeros(3)
-    for X, Y in tqdm(batches, unit='batch', disable=not (world.is_master and sys.stderr.isatty())):
+    loss_sum, tokens, n_bytes = 0.0, 0, 0
+    for X, Y in tqdm(batches, unit='batch', disable=not sys.stderr.isatty()):
         with precision:
-            loss = model(X, Y, return_logits=False)[1]
-        counted = Y[Y >= 0]
-        if not len(counted):  # padding of this rank's share, which has no mean loss
-            continue
-        total[0] += loss.to(total) * len(counted)
-        total[1] += len(counted)
-        if sizes is not None:
-            total[2] += sizes[counted].sum()
-    loss_sum, tokens, n_bytes = world.sum(total).tolist()
-    return loss_sum / tokens, int(tokens), int(n_bytes)
+            loss_sum += cross_entropy(model(X)[0], Y).sum().item()
+        counted = Y[Y >= 0].cpu()
+        tokens += len(counted)
+        n_bytes += 0 if sizes is None else sizes[counted].sum().item()
+    return loss_sum / tokens, tokens, n_bytes
 
 
-def measure(loaded, data, args, world):
-    """What the script prints about `loaded` on `data`, a Bin: a dict. Collective: every rank must call it."""
-    check_data(loaded, data)
+def measure(loaded, data, args):
+    """The results that the script prints about `loaded` on `data`, a Bin: a dict."""
     positions = loaded.model.config.block_size
     block_size = args.block_size or positions
     if block_size > positions:
         raise SystemExit(f'--block_size={block_size}: the model has {positions} positions')
-    if args.text or args.stride:
+    if args.text:
         block_size = min(block_size, len(data) - 1)
-    if args.stride > block_size:
-        raise SystemExit(f'--stride={args.stride}: would skip tokens between sequences of {block_size}')
-    share = world.rank, world.size, world.device
-    if args.stride:
-        batches = SlidingLoader(data, args.stride, args.batch_size, block_size, *share)
-    else:
-        batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, *share)
+    batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, 0, 1, args.device)
     sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
-    loss, tokens, n_bytes = evaluate(loaded.model, batches, world, autocast(world.device, dtype_name(args)),
-                                     None if sizes is None else sizes.to(world.device))
+    loss, tokens, n_bytes = evaluate(loaded.model, batches, autocast(args.device, dtype_name(args)), sizes)
     result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
-                  block_size=block_size, stride=args.stride or block_size, tokens=tokens, loss=loss,
-                  perplexity=math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf)
+                  block_size=block_size, tokens=tokens, loss=loss, perplexity=float(np.exp(loss)))
     if n_bytes:
         result |= dict(bytes=n_bytes, bits_per_byte=loss * tokens / n_bytes / math.log(2))
     return result
@@ -175,24 +122,11 @@ def measure(loaded, data, args, world):
 
 def main(argv=None):
     args = parse(argv)
-    world = World(args.device, 'nccl' if args.device.startswith('cuda') else 'gloo')
-    loaded = load(args.checkpoint, world.device, args.tokenizer)
-    if args.text:
-        require_tokenizer(loaded)
-        found = [Text(args.text, loaded.tokenizer)]
-    else:
-        dataset = args.dataset or loaded.state.get('config', {}).get('dataset')
-        if not dataset:
-            raise SystemExit(f'{args.checkpoint}: does not name a data set to evaluate on; give --dataset or --text')
-        found = [Bin(find_data(loaded.state, name) or data_dir(name), args.split) for name in parts_of(dataset)]
+    loaded = load(args.checkpoint, args.device, args.tokenizer)
+    bins = [Text(args.text, require_tokenizer(loaded))] if args.text else open_bins(loaded, args.dataset, args.split)
     torch.set_float32_matmul_precision('high')  # as in train.py
-    for data in found:
-        result = measure(loaded, data, args, world)
-        if world.is_master:
-            # JSON has neither infinity nor NaN.
-            print(json.dumps({key: None if isinstance(value, float) and not math.isfinite(value) else value
-                              for key, value in result.items()}))
-    world.close()
+    for data in bins:
+        print(json.dumps(measure(loaded, data, args)))
 
 
 if __name__ == '__main__':

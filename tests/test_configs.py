@@ -39,13 +39,14 @@ PUBLISHED = {f'train_gpt2_{name}_{optimizer}.py': dict(
              for optimizer, rate in zip(('adamw', 'lion', 'sophiah', 'sophiag'), rates) if rate}
 
 # GPT-NeoX: file name, size, d_model, n_head, depth, peak learning rates of AdamW and Sophia-G; sequences per step by
-# the appendix, which names those of each model (the main text says 2048 for both); parameters by count.
+# the appendix, which gives a number for each model (the main text says 2048 for both); parameters by count.
 NEOX = [('1.5b', '1.5B', 1536, 24, 48, 1.5e-4, 1.2e-4, 512, 1.44e9),
         ('6.6b', '6.6B', 4096, 32, 32, 1.2e-4, 6e-5, 1024, 6.66e9)]
 NEOX_RUNS = {f'train_neox_{name}_{optimizer}.py': dict(
                  COMMON, **OPTIMIZERS[optimizer], model_size=size, optimizer_name=optimizer, n_embd=width,
                  n_head=heads, n_layer=depth, learning_rate=rate, min_lr=pytest.approx(0.05 * rate), max_iters=100_000,
                  dataset='pile', block_size=2048, total_batch_size=sequences, parallel='fsdp',
+                 eval_iters=1000 if size == '6.6B' else 500,  # 2,000 sequences both
                  scale_attn_by_inverse_layer_idx=optimizer == 'adamw')
              for name, size, width, heads, depth, *rates, sequences, _ in NEOX
              for optimizer, rate in zip(('adamw', 'sophiag'), rates)}
@@ -88,6 +89,25 @@ def test_a_config_is_no_more_than_its_two_flags(name):
     from_file = resolve(CONFIG / name)
     from_flags = resolve(f'--model_size={from_file["model_size"]}', f'--optimizer_name={from_file["optimizer_name"]}')
     assert {key for key in from_file if from_file[key] != from_flags[key]} == {'out_dir'}
+
+
+@pytest.mark.parametrize('ranks', [1, 2, 4, 8])
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_gradient_and_estimate_are_of_whole_micro_batches(monkeypatch, name, ranks):
+    """A micro-batch of another size would be compiled again."""
+    monkeypatch.setenv('WORLD_SIZE', str(ranks))
+    values = resolve(CONFIG / name)
+    micro_batch, of_estimate = values['batch_size'], values['hessian_batch_size'] // ranks
+    assert values['total_batch_size'] // ranks % micro_batch == 0
+    if values['optimizer_name'] == 'sophiag':  # Sophia-H chooses the size of its products itself
+        assert of_estimate > 0 and of_estimate % micro_batch == 0
+
+
+def test_an_evaluation_of_a_neox_model_is_shorter_than_two_steps():
+    """A step is a forward and a backward pass, about three forward passes."""
+    for name in NEOX_RUNS:
+        values = resolve(CONFIG / name)
+        assert 0 < values['eval_iters'] * values['batch_size'] < 2 * 3 * values['total_batch_size']
 
 
 def test_published_runs_do_not_share_an_out_dir():

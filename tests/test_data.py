@@ -1,9 +1,11 @@
-"""The corpora: tokenizers, sources, the writer of bins, and every prepare.py run as a user runs it."""
+"""The corpora: tokenizers, sources, the writer of bins, and every prepare.py."""
 
 import bz2
+import contextlib
 import errno
 import gzip
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -14,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,21 +27,23 @@ from conftest import metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import train
 from analysis.load import load
 from data import sources, writer
 from data.loader import Bin, read_meta
 from data.tokenizer import Char, get_tokenizer, tokenizer_from_meta
-from data.writer import Batches, Corpus, Parts, write_bins
+from data.writer import Batches, Corpus, write_bins
 
 ROOT = Path(__file__).resolve().parents[1]
 EOT = '<|endoftext|>'
+CORPORA = sorted(path.parent.name for path in ROOT.glob('data/*/prepare.py'))
 
 
 @pytest.fixture(scope='session', autouse=True)
 def environment(gpt2_cache, tmp_path_factory):
-    """Children find GPT-2's tokenizer, leave no cache behind, and never ask the Hub."""
-    os.environ['HF_HOME'] = str(tmp_path_factory.mktemp('hf_home'))
-    os.environ['HF_HUB_OFFLINE'] = '1'
+    """GPT-2's tokenizer is found, and no cache is left behind."""
+    import datasets
+    os.environ['HF_HOME'] = datasets.config.HF_DATASETS_CACHE = str(tmp_path_factory.mktemp('hf_home'))
 
 
 def texts(n, seed=0, words=40):
@@ -51,15 +57,28 @@ def texts(n, seed=0, words=40):
 
 
 def need_gpt_neox():
-    pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
     if 'GPT_NEOX_TOKENIZER' not in os.environ:
         pytest.skip('GPT_NEOX_TOKENIZER does not name the tokenizer.json of EleutherAI/gpt-neox-20b')
 
 
-def prepare(name, *args, ok=True, **env):
-    """Run data/NAME/prepare.py; its output. A failure must be one line, and never a traceback."""
+def prepare(name, *args, ok=True):
+    """Run data/NAME/prepare.py in this process; its output, or the one line of its failure."""
+    out, err, problem = io.StringIO(), io.StringIO(), None
+    with (patch.object(sys, 'argv', ['prepare.py', *map(str, args)]), contextlib.redirect_stdout(out),
+          contextlib.redirect_stderr(err)):
+        try:
+            importlib.import_module(f'data.{name}.prepare').main()
+        except SystemExit as error:
+            problem = error.code
+    assert (not problem) == ok, (problem, err.getvalue())
+    return out.getvalue() if ok else problem if isinstance(problem, str) else err.getvalue().strip().splitlines()[-1]
+
+
+def start_prepare(name, *args, ok=True, **env):
+    """Run data/NAME/prepare.py as a user starts it, where nothing can be downloaded."""
+    env = {**os.environ, 'HF_HUB_OFFLINE': '1', 'HTTPS_PROXY': 'http://127.0.0.1:9', **env}
     done = subprocess.run([sys.executable, ROOT / 'data' / name / 'prepare.py', *map(str, args)], capture_output=True,
-                          text=True, env={**os.environ, **env}, timeout=300)
+                          text=True, env=env, timeout=300)
     assert 'Traceback' not in done.stderr
     assert (done.returncode == 0) == ok, done.stderr
     return done.stdout if ok else done.stderr.strip().splitlines()[-1]
@@ -75,11 +94,14 @@ def bins(out_dir):
         found.append(np.frombuffer(data, dtype=meta['dtype']))
         assert len(found[-1]) == meta[split]['tokens']
         assert found[-1].max() < meta['vocab_size']
-        if meta['eot_id'] is not None:
-            assert found[-1][-1] == meta['eot_id']
     own_tokenizer = ['tokenizer.json'] * (meta['tokenizer'] == 'tokenizer.json')
-    assert sorted(path.name for path in out_dir.iterdir()) == ['meta.json', *own_tokenizer, 'train.bin', 'val.bin']
+    assert left(out_dir) == ['meta.json', *own_tokenizer, 'train.bin', 'val.bin']
     return *found, meta
+
+
+def left(out_dir):
+    """The names of the files in a directory of bins, without the lock's."""
+    return sorted({path.name for path in out_dir.iterdir()} - {'prepare.lock'}) if out_dir.exists() else []
 
 
 def concatenated(documents, tokenizer):
@@ -100,17 +122,111 @@ def write_parquet(path, rows, key='text'):
 
 
 def write_jsonl(path, rows, key='text'):
-    opener = gzip.open if path.suffix == '.gz' else open
-    with opener(path, 'wt', encoding='utf-8') as file:
-        file.writelines(json.dumps({'meta': {'set': 'x'}, key: row}) + '\n' for row in rows)
+    lines = ''.join(json.dumps({'meta': {'set': 'x'}, key: row}) + '\n' for row in rows).encode()
+    path.write_bytes(gzip.compress(lines, mtime=0) if path.suffix == '.gz' else lines)
     return path
+
+
+# ---- bytes that never change -----------------------------------------------------------------------------------------
+
+
+def pinned_corpus(kind, folder):
+    def documents(n):
+        return [f'{i} ' + "Sophia's clipped\r\nupdate  naïve\t数学 🙂 3.14. \n\n" * (i * 7 % 13) + EOT[:i % 13]
+                + 'x' * (i % 5) for i in range(n)]
+
+    rows = documents(300)
+    if kind == 'table':
+        path = write_parquet(folder / 'table.parquet', documents(2500))
+        return Corpus('table', 'r1', 'nanoGPT', open=lambda: sources.split_table([path], num_proc=1))
+    (folder / 'a.txt').write_bytes(EOT.join(rows[:100]).encode())
+    if kind == 'few':
+        return sources.files_corpus([folder / 'a.txt'], val_fraction=0.005)
+    others = write_jsonl(folder / 'b.jsonl.gz', rows[100:200]), write_parquet(folder / 'c.parquet', rows[200:])
+    return sources.files_corpus([folder / 'a.txt', *others], val_fraction=0.05)
+
+
+def interrupted(corpus, after):
+    """The corpus, with a Ctrl-C after so many batches have been read."""
+    countdown = iter(range(after))
+
+    def stopping(segment):
+        for batch in segment:
+            if next(countdown, None) is None:
+                raise KeyboardInterrupt
+            yield batch
+
+    def opened():
+        batches = corpus.open()
+        return replace(batches, segments=[stopping(segment) for segment in batches.segments])
+    return replace(corpus, open=opened)
+
+
+@pytest.mark.parametrize('kind, tokenizer, train, val', [
+    ('files', 'byte', 'b8fe0daddf6ee910', 'b8ce279b4ccc5d09'),
+    ('files', 'gpt2', '4eaa502e1e279648', 'baf35ea8c03b0fc4'),
+    ('few', 'byte', '8d09431c6e57cf1a', '40f487499258ec3c'),
+    ('table', 'gpt2', '17a838d9c4e2e1c9', 'e481404fb0adaf20')])
+def test_bins_never_change(kind, tokenizer, train, val, tmp_path, monkeypatch):
+    """Pinned, whatever the number of processes and wherever the run is interrupted."""
+    monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
+    tokenizer = get_tokenizer(tokenizer)
+    for out, num_proc, chars, rows, stops in (('whole', 1, 2 ** 20, 1000, ()), ('small', 2, 1000, 1000, ()),
+                                              ('interrupted', 2, 2000, 100, (6, 8))):
+        monkeypatch.setattr(sources, 'CHARS', chars)
+        monkeypatch.setattr(sources, 'ROWS', rows)
+        for after in stops:
+            with pytest.raises(SystemExit, match='interrupted; the same command resumes'):
+                write_bins(interrupted(pinned_corpus(kind, tmp_path), after), tokenizer, tmp_path / out, num_proc)
+            assert 0 < saved_documents(tmp_path / out)
+        meta = write_bins(pinned_corpus(kind, tmp_path), tokenizer, tmp_path / out, num_proc)
+        assert (meta['train']['sha256'][:16], meta['val']['sha256'][:16]) == (train, val)
+        bins(tmp_path / out)
+
+
+def test_openwebtext_has_nanogpts_split(tmp_path):
+    """The two parts of train_test_split, in order, each document with its end-of-text id, as nanoGPT writes them."""
+    import datasets
+    rows = [*texts(2499), '']  # more than one batch; two documents for val
+    files = [write_parquet(tmp_path / f'{i}.parquet', rows[start:end])
+             for i, (start, end) in enumerate([(0, 900), (900, 1000), (1000, 2500)])]
+    prepare('openwebtext', '--data_files', *files, '--out_dir', tmp_path / 'out', '--num_proc', 2)
+    train, val, meta = bins(tmp_path / 'out')
+    whole = datasets.load_dataset('parquet', data_files=list(map(str, files)), split='train')
+    parts = whole.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    tokenizer = get_tokenizer('gpt2')
+    assert train.dtype == np.uint16
+    assert np.array_equal(train, concatenated(parts['train']['text'], tokenizer))
+    assert np.array_equal(val, concatenated(parts['test']['text'], tokenizer))
+    assert sorted(documents_of(train, tokenizer) + documents_of(val, tokenizer)) == sorted(rows)
+    digests = ''.join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    assert meta == {
+        **tokenizer.meta, 'source': '0.parquet 1.parquet 2.parquet', 'split': f'train_test_split: {sources.SPLIT}',
+        'revision': 'sha256:' + hashlib.sha256(digests.encode()).hexdigest(),
+        'train': {'tokens': len(train), 'documents': 2498, 'sha256': hashlib.sha256(train).hexdigest()},
+        'val': {'tokens': len(val), 'documents': 2, 'sha256': hashlib.sha256(val).hexdigest()}}
+
+
+def test_shakespeare_char_is_nanogpts(tmp_path):
+    path = tmp_path / 'input.txt'
+    path.write_text('To be, or not to be:\n' * 50)
+    prepare('shakespeare_char', '--input', path, '--out_dir', tmp_path / 'out')
+    train, val, meta = bins(tmp_path / 'out')
+    text = path.read_text()
+    chars = sorted(set(text))
+    assert meta['chars'] == ''.join(chars)
+    assert list(train) == [chars.index(c) for c in text[:int(0.9 * len(text))]]
+    assert list(val) == [chars.index(c) for c in text[int(0.9 * len(text)):]]
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name, vocab_size, eot_id', [('gpt2', 50257, 50256), ('byte', 256, 0)])
+@pytest.mark.parametrize('name, vocab_size, eot_id', [
+    ('gpt2', 50257, 50256), ('byte', 256, 0), ('gpt-neox-20b', 50277, 0)])
 def test_tokenizer(name, vocab_size, eot_id):
+    if name == 'gpt-neox-20b':
+        need_gpt_neox()
     tokenizer = get_tokenizer(name)
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot_id) == (name, vocab_size, eot_id)
     assert tokenizer.dtype == 'uint16'
@@ -124,34 +240,12 @@ def test_tokenizer(name, vocab_size, eot_id):
     assert again.encode('the same') == tokenizer.encode('the same')
 
 
-def test_nul_is_no_end_of_text():
-    tokenizer = get_tokenizer('byte')
-    assert tokenizer.decode(tokenizer.encode('a\0b')) == 'a\ufffdb'
-    assert [tokenizer.eot_id in ids for ids in tokenizer.encode_batch(['\0', 'a\0\ud800'])] == [False, False]
-
-
 def test_char_tokenizer_is_kept_in_meta():
     tokenizer = tokenizer_from_meta(json.loads(json.dumps(Char('\n abcü').meta)))
     assert tokenizer.decode(tokenizer.encode('cab ü\n')) == 'cab ü\n'
     assert tokenizer.vocab_size == 6
     with pytest.raises(SystemExit, match="character 'z'"):
         tokenizer.encode('z')
-    assert Char(''.join(map(chr, range(2 ** 16 + 1)))).dtype == 'uint32'
-
-
-def test_unknown_tokenizer_names_the_known_ones():
-    with pytest.raises(SystemExit, match='gpt2, byte, gpt-neox-20b'):
-        get_tokenizer('gpt3')
-
-
-def test_gpt_neox_tokenizer():
-    need_gpt_neox()
-    tokenizer = get_tokenizer('gpt-neox-20b')
-    assert (tokenizer.vocab_size, tokenizer.eot_id, tokenizer.dtype) == (50277, 0, 'uint16')
-    for text, ids in zip(texts(20), tokenizer.encode_batch(texts(20))):
-        assert tokenizer.decode(ids) == text
-    assert 0 not in tokenizer.encode(f'a{EOT}b')
-    assert tokenizer.decode([*tokenizer.encode(f'a{EOT}b'), 0]) == f'a{EOT}b{EOT}'
 
 
 @pytest.fixture
@@ -172,10 +266,14 @@ def tokenizer_file(tmp_path):
     return path
 
 
-def test_a_tokenizer_file_prepares_and_is_kept_with_the_bins(tokenizer_file, tmp_path):
+def test_a_tokenizer_file_is_kept_with_the_bins(tokenizer_file, tmp_path):
     rows, out_dir = [*texts(20), 'a<s>b</s>c'], tmp_path / 'out'
     path = write_jsonl(tmp_path / 'a.jsonl', rows)
     command = [path, '--val_fraction', 0.1, '--out_dir', out_dir, '--tokenizer', tokenizer_file]
+    out_dir.mkdir()
+    (out_dir / 'tokenizer.json').write_text('a user\'s own')
+    assert 'tokenizer.json: in the way' in prepare('text', *command, ok=False)
+    (out_dir / 'tokenizer.json').unlink()
     prepare('text', *command)
     assert (out_dir / 'tokenizer.json').read_bytes() == tokenizer_file.read_bytes()
     train, val, meta = bins(out_dir)
@@ -192,27 +290,20 @@ def test_a_tokenizer_file_prepares_and_is_kept_with_the_bins(tokenizer_file, tmp
         Bin(out_dir, 'train')
 
 
-def test_a_mixture_in_the_users_tokenizer_trains_resumes_and_samples(train, tokenizer_file, tmp_path):
+def test_a_mixture_in_the_users_tokenizer_trains(tokenizer_file, tmp_path):
     """Each part is a validation set; the checkpoint carries the tokenizer, so the data may be gone."""
     for name, seed in (('a', 1), ('b', 2)):
-        path = write_jsonl(tmp_path / f'{name}.jsonl', texts(200, seed))
+        path = write_jsonl(tmp_path / f'{name}.jsonl', texts(100, seed))
         write_bins(sources.files_corpus([path], val_fraction=0.2), get_tokenizer(tokenizer_file), tmp_path / name, 1)
-    flags = [f'--dataset={tmp_path}/a:3,{tmp_path}/b:1', '--max_iters=4', '--lr_decay_iters=4', '--eval_interval=2']
-    for out, *more in (('whole',), ('parts', '--max_iters=2'), ('parts', '--init_from=resume')):
-        done = train(tmp_path / out, *flags, *more)
-        assert done.code == 0, done.err
-    for key in ('train/loss', 'val/loss', 'val/loss/a', 'val/loss/b'):
-        assert metrics(tmp_path / 'whole', key) == metrics(tmp_path / 'parts', key)
-    whole, a, b = (metrics(tmp_path / 'whole', f'val/loss{key}') for key in ('', '/a', '/b'))
-    assert whole == pytest.approx([0.75 * left + 0.25 * right for left, right in zip(a, b)])
-    done = train(tmp_path / 'parts', *flags, '--init_from=resume', f'--dataset={tmp_path}/a:2,{tmp_path}/b:1')
-    assert done.code and 'was trained on another data set' in done.err
-    tokenizer_file.rename(tmp_path / 'kept.json')
-    for name in ('a', 'b'):
-        shutil.rmtree(tmp_path / name)
-    ids = get_tokenizer(tmp_path / 'kept.json').encode('the Hessian')
-    for tokenizer in (None, str(tmp_path / 'kept.json')):
-        assert load(tmp_path / 'whole', tokenizer=tokenizer).tokenizer.encode('the Hessian') == ids
+    train.main([f'--dataset={tmp_path}/a:3,{tmp_path}/b:1', f'--out_dir={tmp_path}/out', '--max_iters=1', '--n_layer=1',
+                '--n_head=2', '--n_embd=16', '--model_size=tiny', '--block_size=16', '--total_batch_size=2',
+                '--batch_size=2', '--warmup_iters=1', '--eval_iters=2', '--device=cpu', '--optimizer_name=adamw'])
+    whole, a, b = (metrics(tmp_path / 'out', f'val/loss{key}') for key in ('', '/a', '/b'))
+    assert whole == pytest.approx([0.75 * left + 0.25 * right for left, right in zip(a, b)]) and whole
+    ids = get_tokenizer(tokenizer_file).encode('the Hessian')
+    for path in ('own', 'a', 'b'):
+        shutil.rmtree(tmp_path / path)
+    assert load(tmp_path / 'out').tokenizer.encode('the Hessian') == ids
 
 
 def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_file):
@@ -224,108 +315,30 @@ def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_
     beside.write_text('{"eos_token": "none such"}')
     with pytest.raises(SystemExit, match=r'mine\.json: none of its tokens ends a document \(none such\)'):
         get_tokenizer(tokenizer_file)
-    beside.write_text('[')
-    with pytest.raises(SystemExit, match='cannot be read, or the tokenizer_config.json beside it'):
-        get_tokenizer(tokenizer_file)
 
 
-@pytest.mark.parametrize('content', ['', '{}', '[1]', '{"model": {"type": "BPE"}}', '\x00'])
-def test_a_broken_tokenizer_file_is_one_line(content, tmp_path):
+def test_a_tokenizer_that_cannot_be_is_one_line(tmp_path):
     pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
-    (tmp_path / 'a.json').write_text(content)
+    (tmp_path / 'a.json').write_text('{"model": {"type": "BPE"}}')
     with pytest.raises(SystemExit, match=r'a\.json: not a tokenizer\.json of the package tokenizers \(.*\)$'):
         get_tokenizer(tmp_path / 'a.json')
     with pytest.raises(SystemExit, match=r'none\.json: cannot be read'):
         get_tokenizer(tmp_path / 'none.json')
-
-
-def test_another_tokenizer_file_is_in_the_way(tokenizer_file, tmp_path):
-    out_dir = tmp_path / 'out'
-    out_dir.mkdir()
-    (out_dir / 'tokenizer.json').write_text('a user\'s own')
-    with pytest.raises(SystemExit, match='tokenizer.json: another tokenizer is in the way'):
-        write_bins(small_corpus(), get_tokenizer(tokenizer_file), out_dir, num_proc=1)
-    assert (out_dir / 'tokenizer.json').read_text() == 'a user\'s own'
-    write_bins(small_corpus(), get_tokenizer(tokenizer_file), out_dir, num_proc=1, overwrite=True)
-    assert read_meta(out_dir)['json'] == tokenizer_file.read_text(encoding='utf-8')
+    with pytest.raises(SystemExit, match='gpt2, byte, gpt-neox-20b'):
+        get_tokenizer('gpt3')
 
 
 def test_no_tokenizer_and_no_network_is_one_line(tmp_path):
     (tmp_path / 'a.txt').write_text('some text')
-    message = prepare('text', tmp_path / 'a.txt', '--out_dir', tmp_path / 'out', ok=False,
-                      TIKTOKEN_CACHE_DIR=str(tmp_path / 'cache'), HTTPS_PROXY='http://127.0.0.1:9')
-    assert 'not cached' in message
-    assert 'TIKTOKEN_CACHE_DIR' in message
+    message = start_prepare('text', tmp_path / 'a.txt', '--out_dir', tmp_path / 'out', ok=False,
+                            TIKTOKEN_CACHE_DIR=str(tmp_path / 'cache'))
+    assert 'not cached' in message and 'TIKTOKEN_CACHE_DIR' in message
     assert not (tmp_path / 'out').exists()
-
-
-# ---- cutting text ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('name', ['gpt2', 'gpt-neox-20b'])
-def test_a_cut_text_has_the_ids_of_the_whole(name, monkeypatch):
-    if name == 'gpt-neox-20b':
-        need_gpt_neox()
-    tokenizer = get_tokenizer(name)
-    monkeypatch.setattr(sources, 'CHARS', 5)
-    rng = random.Random(1)
-    for _ in range(300):
-        text = ''.join(rng.choice(" \n\t\r\u00a0\u2003\x1fab1'.sSé\u0301数🙂-<|") for _ in range(rng.randint(0, 80)))
-        pieces = sources.cut(text)
-        assert ''.join(pieces) == text
-        assert [i for ids in tokenizer.encode_batch(pieces) for i in ids] == list(tokenizer.encode(text))
-    assert len(sources.cut('ab ' * 100)) > 30
-
-
-def test_text_read_in_blocks_has_the_documents_between_the_separators(tmp_path, monkeypatch):
-    documents = ['one', ' \n', 'two\nlines ', '', 'a <|endof text|> b', *texts(30), 'x' * 200, 'last\n']
-    path = tmp_path / 'a.txt'
-    path.write_bytes(EOT.join(documents).encode())
-    for chars in (1, 3, 14, 50, 1000):
-        monkeypatch.setattr(sources, 'CHARS', chars)
-        found = ['']
-        for text, ends in sources.read_files([path], 'text'):
-            found[-1] += text
-            if ends:
-                found.append('')
-        assert found == [d for d in documents if d.strip()] + ['']
-
-
-@pytest.mark.parametrize('letter', ['x', ' '])
-def test_text_without_a_place_to_cut_is_cut_in_linear_time(letter, monkeypatch):
-    monkeypatch.setattr(sources, 'CHARS', 10)
-    monkeypatch.setattr(sources, 'LONGEST', 40)
-    searched, cut = [], sources.cut
-
-    def counted(text):
-        searched.append(len(text))
-        return cut(text)
-
-    monkeypatch.setattr(sources, 'cut', counted)
-    text = 'begun' + letter * 4001
-    pieces = list(sources.txt_pieces(io.StringIO(text)))
-    assert ''.join(piece for piece, _ in pieces) == text
-    assert max(len(piece) for piece, _ in pieces) == 40
-    assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert max(searched) < 100
-    assert sum(searched) < 10 * len(text)
-
-
-def test_no_cut_is_in_a_separator_or_depends_on_the_blocks(monkeypatch):
-    rng = random.Random(1)
-    monkeypatch.setattr(sources, 'LONGEST', 40)
-    for _ in range(300):
-        text = ''.join(rng.choice([EOT, EOT[:5], EOT[5:], 'x' * rng.randint(1, 60), 'y y']) for _ in range(20))
-        monkeypatch.setattr(sources, 'CHARS', rng.randint(1, 40))
-        documents = [document for document in text.split(EOT) if document.strip()]
-        pieces = [piece for document in documents for piece in sources.pieces_of(document)]
-        assert list(sources.txt_pieces(io.StringIO(text))) == pieces
-    assert not list(sources.txt_pieces(io.StringIO(' ' * 1000)))
 
 
 # ---- the writer ------------------------------------------------------------------------------------------------------
 
-# Writes 12 batches in 3 segments and keeps a log of what it read; with a fourth argument, waits before that batch.
+# Writes 12 batches in 3 segments and keeps a log of what it reads; with a fourth argument, waits before that batch.
 DRIVER = '''
 import sys, time
 sys.path.insert(0, sys.argv[1])
@@ -357,24 +370,8 @@ class Segment:
 if __name__ == '__main__':
     batches = writer.Batches([Segment(i) for i in range(3)], read)
     corpus = writer.Corpus('driver', 'r1', 'by number', open=lambda: batches)
-    writer.write_bins(corpus, get_tokenizer('gpt2'), out_dir, num_proc=2)
+    writer.write_bins(corpus, get_tokenizer('byte'), out_dir, num_proc=2)
 '''
-
-
-@pytest.fixture
-def start():
-    """Starts a process, output to a pipe; at the end of the test it is killed if it is still there."""
-    processes = []
-
-    def start(*command):
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def wait_until(condition, process):
@@ -384,108 +381,68 @@ def wait_until(condition, process):
 
 
 def saved_documents(out_dir):
-    progress = writer.read_json(out_dir / 'progress.json') if (out_dir / 'progress.json').exists() else None
-    return progress['train']['documents'] + progress['val']['documents'] if progress else 0
+    path = out_dir / 'progress.json'
+    return sum(json.loads(path.read_text())[split]['documents'] for split in ('train', 'val')) if path.exists() else 0
 
 
-def test_killed_and_started_again(tmp_path, start):
-    driver, log = tmp_path / 'driver.py', tmp_path / 'log'
+def test_killed_and_started_again(tmp_path):
+    driver, log, killed = tmp_path / 'driver.py', tmp_path / 'log', tmp_path / 'killed'
     driver.write_text(DRIVER)
 
     def command(out_dir, wait_at=-1):
-        return [sys.executable, driver, ROOT, tmp_path / out_dir, log, str(wait_at)]
+        return [sys.executable, driver, ROOT, out_dir, log, str(wait_at)]
 
-    subprocess.run(command('whole'), check=True, capture_output=True)
+    subprocess.run(command(tmp_path / 'whole'), check=True, capture_output=True)
     log.write_text('')
     # Two processes have four batches under way: with batch 9 outstanding, 0 to 4 are written.
-    first = start(*command('killed', wait_at=9))
     written = sum(batch + 2 for batch in range(5))
-    wait_until(lambda: saved_documents(tmp_path / 'killed') == written, first)
-    second = subprocess.run(command('killed'), capture_output=True, text=True)
-    assert second.returncode
-    assert 'another process is writing there' in second.stderr
-    assert 'Traceback' not in second.stderr
-    first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=300)  # returns when nobody holds the pipe any more: the workers have ended too
-    left = sorted(path.name for path in (tmp_path / 'killed').iterdir())
-    assert left == ['prepare.lock', 'progress.json', 'train.bin.part', 'val.bin.part']
+    with subprocess.Popen(command(killed, wait_at=9), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as first:
+        try:
+            wait_until(lambda: saved_documents(killed) == written, first)
+            before = {path.name: path.read_bytes() for path in killed.iterdir()}
+            for overwrite in (False, True):
+                with pytest.raises(SystemExit, match='killed: another process is writing there'):
+                    write_bins(small_corpus(), get_tokenizer('byte'), killed, 1, overwrite)
+            assert {path.name: path.read_bytes() for path in killed.iterdir()} == before
+        finally:
+            first.kill()
+        first.communicate(timeout=300)  # returns when nobody holds the pipe any more: the workers have ended too
+    assert left(killed) == ['progress.json', 'train.bin.part', 'val.bin.part']
 
-    with (tmp_path / 'killed' / 'train.bin.part').open('ab') as file:
+    with (killed / 'train.bin.part').open('ab') as file:
         file.write(b'written, but not yet in progress.json')
     log.write_text('')
-    done = subprocess.run(command('killed'), check=True, capture_output=True, text=True)
+    done = subprocess.run(command(killed), check=True, capture_output=True, text=True)
     assert f'resuming after {written} documents' in done.stdout
-    assert sorted(log.read_text().split('\n')) == sorted(
-        ['', 'segment 1', 'segment 2', *(f'batch {b}' for b in range(5, 12))])
-    for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(tmp_path / 'killed')[:2]):
+    assert sorted(log.read_text().split()) == sorted(
+        f'segment 1 segment 2 {" ".join(f"batch {b}" for b in range(5, 12))}'.split())
+    for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(killed)[:2]):
         assert np.array_equal(whole, restarted)
 
 
-def test_overwrite_deletes_nothing_of_a_process_that_is_writing(tmp_path, start):
-    driver, out_dir = tmp_path / 'driver.py', tmp_path / 'out'
-    driver.write_text(DRIVER)
-    process = start(sys.executable, driver, ROOT, out_dir, tmp_path / 'log', '9')
-    wait_until(lambda: saved_documents(out_dir) == sum(batch + 2 for batch in range(5)), process)
-    before = {path.name: path.read_bytes() for path in out_dir.iterdir()}
-    with pytest.raises(SystemExit, match='out: another process is writing there'):
-        write_bins(small_corpus(), get_tokenizer('byte'), out_dir, num_proc=1, overwrite=True)
-    assert {path.name: path.read_bytes() for path in out_dir.iterdir()} == before
+def read_or_die(batch):
+    """The pieces of (split, text, file); the worker is killed if the file exists."""
+    split, text, deadly = batch
+    if deadly and deadly.exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [(split, text, True)]
 
 
-# The worker that reads batch 3 sends only half of its result, and is killed.
-KILLED = '''
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-from multiprocessing.connection import Connection
-from data import writer
-from data.tokenizer import get_tokenizer
-
-def half(connection, message, write=os.write):
-    write(connection.fileno(), bytes(message)[:len(message) // 2])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def read(batch):
-    if batch == 3 and len(sys.argv) > 3:
-        Connection._send = half
-    return [('val' if batch == 5 else 'train', f'document {batch} ' * 500, True)]
-
-if __name__ == '__main__':
-    corpus = writer.Corpus('driver', 'r1', 'by number', open=lambda: writer.Batches([range(6)], read))
-    writer.write_bins(corpus, get_tokenizer('byte'), sys.argv[2], num_proc=2)
-'''
+def test_a_killed_worker_is_one_line(tmp_path):
+    deadly, out_dir = tmp_path / 'deadly', tmp_path / 'out'
+    batches = Batches([[('train', 'a', None), ('val', 'b', None), ('train', 'c', deadly), ('train', 'd', None)]],
+                      read_or_die)
+    corpus, tokenizer = Corpus('deadly', 'r1', 'by hand', open=lambda: batches), get_tokenizer('byte')
+    deadly.touch()
+    with pytest.raises(SystemExit, match=r'out: stopped: a worker process was killed .*; the same command resumes'):
+        write_bins(corpus, tokenizer, out_dir, num_proc=2)
+    deadly.unlink()
+    write_bins(corpus, tokenizer, out_dir, num_proc=2)
+    train, val, _ = bins(out_dir)
+    assert (documents_of(train, tokenizer), documents_of(val, tokenizer)) == (['a', 'c', 'd'], ['b'])
 
 
-def test_a_worker_killed_while_it_sends_a_result_is_one_line(tmp_path):
-    driver = tmp_path / 'driver.py'
-    driver.write_text(KILLED)
-    done = subprocess.run([sys.executable, driver, ROOT, tmp_path / 'out', 'kill'], capture_output=True, text=True,
-                          timeout=300)
-    assert done.returncode
-    assert done.stderr.splitlines()[-1] == (
-        f'{tmp_path / "out"}: stopped: a worker process was killed (if memory is short, set a smaller --num_proc); '
-        'the same command resumes where it stopped')
-    assert 'Traceback' not in done.stderr
-    subprocess.run([sys.executable, driver, ROOT, tmp_path / 'out'], check=True, capture_output=True)
-    train, val, _ = bins(tmp_path / 'out')
-    tokenizer = get_tokenizer('byte')
-    assert documents_of(train, tokenizer) == [f'document {batch} ' * 500 for batch in range(5)]
-    assert documents_of(val, tokenizer) == ['document 5 ' * 500]
-
-
-def test_prepare_killed_and_started_again(tmp_path, start):
-    path = tmp_path / 'a.txt'
-    path.write_text(EOT.join(texts(1000, words=1000)))
-    prepare('text', path, '--out_dir', tmp_path / 'whole')
-    process = start(sys.executable, ROOT / 'data/text/prepare.py', path, '--out_dir', tmp_path / 'killed')
-    wait_until((tmp_path / 'killed' / 'progress.json').exists, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=300)
-    prepare('text', path, '--out_dir', tmp_path / 'killed')
-    for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(tmp_path / 'killed')[:2]):
-        assert np.array_equal(whole, restarted)
-
-
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(documents=st.lists(st.text(st.characters()) | st.sampled_from([EOT, '\r\n', '\ufeff', '\u2028', ' ']),
                           min_size=2))
 def test_what_is_written_is_what_was_given(documents):
@@ -506,49 +463,27 @@ def test_what_is_written_is_what_was_given(documents):
         assert found == [text.replace('\0', '\ufffd') for text in decoded]
 
 
-@given(documents=st.lists(st.text(st.sampled_from('ab <|\n\r\u2028')) | st.just(EOT[:5]), max_size=8),
-       chars=st.integers(1, 40))
-def test_documents_of_a_text_do_not_depend_on_the_blocks_it_is_read_in(documents, chars):
-    text = EOT.join(documents)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, 'CHARS', chars)
-        found = ['']
-        for piece, ends in sources.txt_pieces(io.StringIO(text, newline='')):
-            found[-1] += piece
-            if ends:
-                found.append('')
-    assert found == [document for document in text.split(EOT) if document.strip()] + ['']
-
-
 def small_corpus(revision='r1', val='d'):
     pieces = [('train', 'a', False), ('train', 'b', True), ('train', 'c', True), ('val', val, True)]
     return Corpus('small', revision, 'by hand', open=lambda: Batches([[pieces[:1]], [pieces[1:]]]))
 
 
 def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
-    tokenizer = get_tokenizer('byte')
-    meta = write_bins(small_corpus(), tokenizer, tmp_path / 'whole', num_proc=1)
-    out_dir = tmp_path / 'ended'
-    real = writer.write_json
+    tokenizer, real = get_tokenizer('byte'), writer.atomic_write
 
-    def stop_at_meta(path, value):
+    def stop_at_meta(path, *args, **kwargs):
         if path.name == 'meta.json':
             raise KeyboardInterrupt
-        real(path, value)
+        return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(writer, 'write_json', stop_at_meta)
-    with pytest.raises(SystemExit, match='interrupted; the same command resumes'):
-        write_bins(small_corpus(), tokenizer, out_dir, num_proc=1)
-    monkeypatch.undo()
-    assert not (out_dir / 'meta.json').exists()
-    monkeypatch.setattr(writer, 'write_json', stop_at_meta)
-    with pytest.raises(SystemExit, match='the same command without --overwrite resumes'):
-        write_bins(small_corpus(), tokenizer, out_dir, num_proc=1, overwrite=True)
-    monkeypatch.undo()
-    (out_dir / 'progress.json.host.1.partial').touch()
-    again = write_bins(small_corpus(), tokenizer, out_dir, num_proc=1)
-    assert {**again, 'seconds': 0} == {**meta, 'seconds': 0}
-    train, val, _ = bins(out_dir)
+    for overwrite, message in ((False, 'the same command resumes'), (True, 'without --overwrite resumes')):
+        monkeypatch.setattr(writer, 'atomic_write', stop_at_meta)
+        with pytest.raises(SystemExit, match=message):
+            write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1, overwrite=overwrite)
+        assert left(tmp_path) == ['progress.json', 'train.bin', 'val.bin']
+    monkeypatch.setattr(writer, 'atomic_write', real)
+    write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
+    train, val, _ = bins(tmp_path)
     assert bytes(train.astype(np.uint8)) == b'ab\0c\0'
     assert bytes(val.astype(np.uint8)) == b'd\0'
 
@@ -570,20 +505,21 @@ def test_other_bins_in_the_way(tmp_path, capsys):
     (tmp_path / 'val.bin').write_bytes(b'\1\0')
     with pytest.raises(SystemExit, match=r'val\.bin: in the way.*--overwrite'):
         write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
-    assert [path.name for path in tmp_path.iterdir()] == ['val.bin']
+    assert left(tmp_path) == ['val.bin']
     write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1, overwrite=True)
     before = bins(tmp_path)[2]
     capsys.readouterr()
     write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
     assert 'nothing to do' in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="revision 'r1', not 'r2'"):
-        write_bins(small_corpus('r2'), tokenizer, tmp_path, num_proc=1)
-    with pytest.raises(SystemExit, match="tokenizer 'byte', not 'gpt2'"):
-        write_bins(small_corpus(), get_tokenizer('gpt2'), tmp_path, num_proc=1)
+    for corpus, name, message in ((small_corpus('r2'), 'byte', "revision 'r1', not 'r2'"),
+                                  (small_corpus(), 'gpt2', "tokenizer 'byte', not 'gpt2'")):
+        with pytest.raises(SystemExit, match=message):
+            write_bins(corpus, get_tokenizer(name), tmp_path, num_proc=1)
     assert bins(tmp_path)[2] == before
     (tmp_path / 'train.bin').write_bytes(b'\1')
     with pytest.raises(SystemExit, match='not the 10 bytes'):
         write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
+
     def unreadable():
         raise SystemExit('a.txt: cannot be read')
 
@@ -594,111 +530,51 @@ def test_other_bins_in_the_way(tmp_path, capsys):
     assert bins(tmp_path)[2]['revision'] == 'r2'
 
 
-def test_an_unfinished_run_of_other_data_is_in_the_way(tmp_path):
+def test_unfinished_bins_in_the_way(tmp_path, monkeypatch):
+    """Parts of other data, and parts that are shorter than progress.json says."""
+    monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
     tokenizer = get_tokenizer('byte')
-    parts = Parts(tmp_path, {**tokenizer.meta, 'source': 'small', 'revision': 'r0', 'split': 'by hand'})
-    parts.append([0, 1], {'train': (np.array([97, 0]), 1)})
-    for file in parts.files.values():
-        file.close()
-    with pytest.raises(SystemExit, match="revision 'r0', not 'r1'"):
-        write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
-    write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1, overwrite=True)
-    assert bins(tmp_path)[2]['train'] == {**bins(tmp_path)[2]['train'], 'tokens': 5, 'documents': 2}
+    stopped = Corpus('small', 'r1', 'by hand', lambda: replace(small_corpus().open(), read=fail_at_the_end))
+    with pytest.raises(SystemExit, match='out: stopped: .*Input/output error; the same command resumes'):
+        write_bins(stopped, tokenizer, tmp_path / 'out', num_proc=1)
+    with pytest.raises(SystemExit, match="progress.json: bins of other data are in the way .*revision 'r1', not 'r2'"):
+        write_bins(small_corpus('r2'), tokenizer, tmp_path / 'out', num_proc=1)
+    (tmp_path / 'out/train.bin.part').write_bytes(b'')
+    with pytest.raises(SystemExit, match='not the 2 bytes that progress.json says'):
+        write_bins(small_corpus(), tokenizer, tmp_path / 'out', num_proc=1)
 
 
-def test_parts_shorter_than_progress_are_rejected(tmp_path):
-    tokenizer = get_tokenizer('byte')
-    parts = Parts(tmp_path, {**tokenizer.meta, 'source': 'small', 'revision': 'r1', 'split': 'by hand'})
-    parts.append([0, 1], {'train': (np.array([97, 0]), 1)})
-    parts.files['train'].truncate(2)
-    for file in parts.files.values():
-        file.close()
-    with pytest.raises(SystemExit, match='not the 4 bytes that progress.json says'):
-        write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
+def fail_at_the_end(batch):
+    """The pieces of a batch of the small corpus; OSError for its last."""
+    if len(batch) > 1:
+        raise OSError(errno.EIO, 'Input/output error')
+    return batch
 
 
-def test_a_document_that_is_not_text_leaves_nothing_behind(tmp_path):
-    with pytest.raises(SystemExit, match='None, not text'):
-        write_bins(small_corpus(val=None), get_tokenizer('byte'), tmp_path, num_proc=1)
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_empty_split_leaves_nothing_behind(tmp_path):
-    corpus = Corpus('small', 'r1', 'by hand', open=lambda: Batches([[[('train', 'a', True)]]]))
-    with pytest.raises(SystemExit, match='no text for val.bin'):
+@pytest.mark.parametrize('corpus, message', [
+    (small_corpus(val=None), 'None, not text'),
+    (Corpus('small', 'r1', 'by hand', open=lambda: Batches([[[('train', 'a', True)]]])), 'no text for val.bin')])
+def test_bad_input_leaves_no_parts_behind(corpus, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
         write_bins(corpus, get_tokenizer('byte'), tmp_path, num_proc=1)
-    assert not list(tmp_path.iterdir())
+    assert not left(tmp_path)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope='module')
-def table(tmp_path_factory):
-    """2,500 documents in three parquet files: more than one batch, two documents for val."""
-    folder, rows = tmp_path_factory.mktemp('table'), [*texts(2499), '']
-    return [write_parquet(folder / f'{i}.parquet', rows[start:end])
-            for i, (start, end) in enumerate([(0, 900), (900, 1000), (1000, 2500)])], rows
-
-
-def test_openwebtext_has_nanogpts_split(table, tmp_path):
-    """Against what nanoGPT does: the two parts of train_test_split, in order, each document with its end-of-text id."""
-    import datasets
-    files, rows = table
-    for num_proc in (1, 2):
-        prepare('openwebtext', '--data_files', *files, '--out_dir', tmp_path / str(num_proc), '--num_proc', num_proc)
-    train, val, meta = bins(tmp_path / '1')
-    whole = datasets.load_dataset('parquet', data_files=list(map(str, files)), split='train')
-    parts = whole.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
-    tokenizer = get_tokenizer('gpt2')
-    assert train.dtype == np.uint16
-    assert np.array_equal(train, concatenated(parts['train']['text'], tokenizer))
-    assert np.array_equal(val, concatenated(parts['test']['text'], tokenizer))
-    assert sorted(documents_of(train, tokenizer) + documents_of(val, tokenizer)) == sorted(rows)
-    assert not set(documents_of(train, tokenizer)) & set(documents_of(val, tokenizer))
-    assert (meta['train']['documents'], meta['val']['documents']) == (2498, 2)
-    assert (meta['tokenizer'], meta['vocab_size'], meta['eot_id']) == ('gpt2', 50257, 50256)
-    assert meta['source'] == '0.parquet 1.parquet 2.parquet'
-    digests = ''.join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
-    assert meta['revision'] == 'sha256:' + hashlib.sha256(digests.encode()).hexdigest()
-    for one, two in zip((train, val), bins(tmp_path / '2')):
-        assert np.array_equal(one, two)
-
-
-def test_fineweb_from_jsonl(tmp_path):
-    rows = texts(50)
-    prepare('fineweb', '--data_files', write_jsonl(tmp_path / 'a.jsonl', rows), '--out_dir', tmp_path / 'out')
-    train, val, meta = bins(tmp_path / 'out')
-    tokenizer = get_tokenizer('gpt2')
-    assert sorted(documents_of(train, tokenizer) + documents_of(val, tokenizer)) == sorted(rows)
-    assert meta['val']['documents'] == 1
-
-
-def test_pile_streams_its_files_in_order(tmp_path):
-    rows = texts(2600)
+@pytest.mark.parametrize('name', ['gpt2', 'gpt-neox-20b'])
+def test_pile_streams_its_files_in_order(name, tmp_path):
+    if name == 'gpt-neox-20b':
+        need_gpt_neox()
+    rows, tokenizer = texts(2600, words=5), get_tokenizer(name)
     files = [write_jsonl(tmp_path / '0.jsonl', rows[:1100]), write_jsonl(tmp_path / '1.jsonl.gz', rows[1100:2500])]
     val = write_parquet(tmp_path / 'val.parquet', rows[2500:])
-    for num_proc in (1, 2):
-        prepare('pile', '--data_files', *files, '--val_files', val, '--tokenizer', 'gpt2',
-                '--out_dir', tmp_path / str(num_proc), '--num_proc', num_proc)
-    train, val, meta = bins(tmp_path / '1')
-    assert np.array_equal(train, concatenated(rows[:2500], get_tokenizer('gpt2')))
-    assert np.array_equal(val, concatenated(rows[2500:], get_tokenizer('gpt2')))
-    assert meta['source'] == '0.jsonl 1.jsonl.gz val.parquet'
-    assert np.array_equal(train, bins(tmp_path / '2')[0])
-
-
-def test_pile_in_gpt_neox_tokens(tmp_path):
-    need_gpt_neox()
-    rows = texts(100)
-    prepare('pile', '--data_files', write_jsonl(tmp_path / 'a.jsonl', rows[:80]),
-            '--val_files', write_jsonl(tmp_path / 'b.jsonl', rows[80:]), '--out_dir', tmp_path / 'out')
+    prepare('pile', '--data_files', *files, '--val_files', val, '--tokenizer', name, '--out_dir', tmp_path / 'out')
     train, val, meta = bins(tmp_path / 'out')
-    tokenizer = tokenizer_from_meta(meta)
-    assert (meta['tokenizer'], meta['vocab_size'], meta['eot_id']) == ('gpt-neox-20b', 50277, 0)
-    assert train.dtype == np.uint16
-    assert documents_of(train, tokenizer) == rows[:80]
-    assert documents_of(val, tokenizer) == rows[80:]
+    assert np.array_equal(train, concatenated(rows[:2500], tokenizer))
+    assert np.array_equal(val, concatenated(rows[2500:], tokenizer))
+    assert meta['source'] == '0.jsonl 1.jsonl.gz val.parquet'
 
 
 def test_a_table_that_turns_bad_half_way_keeps_what_was_done(tmp_path):
@@ -707,11 +583,8 @@ def test_a_table_that_turns_bad_half_way_keeps_what_was_done(tmp_path):
     val = write_jsonl(tmp_path / 'val.jsonl', texts(5, seed=1))
     message = prepare('pile', '--data_files', good, bad, '--val_files', val, '--tokenizer', 'byte',
                       '--out_dir', out_dir, '--num_proc', 1, ok=False)
-    assert 'b.jsonl' in message
-    assert 'the same command resumes' in message
-    assert not (out_dir / 'meta.json').exists()
-    assert not (out_dir / 'train.bin').exists()
-    assert saved_documents(out_dir) >= 1000
+    assert 'b.jsonl' in message and 'the same command resumes' in message
+    assert left(out_dir) == ['progress.json', 'train.bin.part', 'val.bin.part'] and saved_documents(out_dir) >= 1000
 
 
 def test_bad_tables_are_one_line(tmp_path):
@@ -724,35 +597,60 @@ def test_bad_tables_are_one_line(tmp_path):
     assert 'go together' in prepare('pile', '--data_files', good, *out, ok=False)
     assert "no column 'text'" in prepare('pile', '--data_files', other, '--val_files', good, *out, ok=False)
     assert 'the same content as' in prepare('pile', '--data_files', good, '--val_files', good, *out, ok=False)
-    assert 'none.parquet: no such file' in prepare('fineweb', '--data_files', tmp_path / 'none.parquet', *out, ok=False)
-    assert 'cannot be read' in prepare('openwebtext', *out, ok=False)  # the Hub is out of reach here
-    assert not (tmp_path / 'out').exists() or not list((tmp_path / 'out').iterdir())
+    assert 'cannot be read' in start_prepare('openwebtext', *out, ok=False)  # from the Hub
+    assert not left(tmp_path / 'out')
 
 
 # ---- a user's own files ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize('name', ['gpt2', 'gpt-neox-20b'])
+def test_the_pieces_of_a_long_document_have_the_ids_of_the_whole(name, monkeypatch):
+    if name == 'gpt-neox-20b':
+        need_gpt_neox()
+    tokenizer, rng, most = get_tokenizer(name), random.Random(1), 0
+    monkeypatch.setattr(sources, 'CHARS', 5)
+    for _ in range(300):
+        text = 'a' + ''.join(rng.choice(" \n\n\n\t\r\u00a0\u2003\x1fab1'.sSé\u0301数🙂-<|") for _ in range(80))
+        pieces = [piece for piece, _ in sources.txt_pieces(io.StringIO(text, newline='\n'))]
+        assert ''.join(pieces) == text
+        assert [i for ids in tokenizer.encode_batch(pieces) for i in ids] == list(tokenizer.encode(text))
+        most = max(most, len(pieces))
+    assert most > 5
+
+
+@given(documents=st.lists(st.text(st.sampled_from('ab <|\n\r\u2028')) | st.just(EOT[:5]), max_size=8),
+       chars=st.integers(1, 40))
+def test_documents_of_a_text_do_not_depend_on_the_blocks_it_is_read_in(documents, chars):
+    text = EOT.join(documents)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sources, 'CHARS', chars)
+        found = ['']
+        for piece, ends in sources.txt_pieces(io.StringIO(text, newline='\n')):
+            found[-1] += piece
+            if ends:
+                found.append('')
+    assert found == [document for document in text.split(EOT) if document.strip()] + ['']
+
+
 def test_text_of_every_kind_split_by_document(tmp_path):
-    rows = texts(210)
+    rows, tokenizer = texts(210), get_tokenizer('byte')
     files = [tmp_path / 'a.txt', tmp_path / 'b.txt.bz2', write_jsonl(tmp_path / 'c.jsonl', rows[80:120]),
              write_jsonl(tmp_path / 'd.jsonl.gz', rows[120:150]), write_parquet(tmp_path / 'e.parquet', rows[150:])]
     files[0].write_bytes((EOT.join(rows[:50]) + EOT).encode())
     files[1].write_bytes(bz2.compress(EOT.join(rows[50:80]).encode()))
-    for num_proc in (1, 2):
-        prepare('text', *files, '--out_dir', tmp_path / str(num_proc), '--val_fraction', 0.05, '--num_proc', num_proc)
-    train, val, meta = bins(tmp_path / '1')
-    tokenizer = get_tokenizer('gpt2')
+    command = [*files, '--out_dir', tmp_path / 'out', '--tokenizer', 'byte', '--val_fraction', 0.05]
+    prepare('text', *command)
+    train, val, meta = bins(tmp_path / 'out')
     assert documents_of(val, tokenizer) == rows[19::20]
     assert documents_of(train, tokenizer) == [row for i, row in enumerate(rows) if i % 20 != 19]
     assert (meta['train']['documents'], meta['val']['documents']) == (200, 10)
     assert meta['split'] == 'val: 1 of every 20 documents'
-    for one, two in zip((train, val), bins(tmp_path / '2')):
-        assert np.array_equal(one, two)
+    assert 'nothing to do' in prepare('text', *command)
 
 
 @pytest.mark.parametrize('fraction, share, first', [
-    (0.4, 400, [3, 5, 8, 10]), (0.03, 30, [34, 67, 100]), (0.29, 290, [4, 7]), (0.01, 10, [100, 200]),
-    (1 / 3, 333, [3, 6]), (0.5, 500, [2, 4])])
+    (0.4, 400, [3, 5, 8, 10]), (0.03, 30, [34, 67, 100]), (0.01, 10, [100, 200]), (1 / 3, 333, [3, 6])])
 def test_val_has_the_fraction_of_the_documents(fraction, share, first, tmp_path):
     (tmp_path / 'a.txt').write_text(EOT.join(f'{i}' for i in range(1, 1001)))
     corpus = sources.files_corpus([tmp_path / 'a.txt'], val_fraction=fraction)
@@ -762,22 +660,11 @@ def test_val_has_the_fraction_of_the_documents(fraction, share, first, tmp_path)
     assert val[:len(first)] == first
 
 
-def test_a_single_document_is_split_at_a_line_end(tmp_path):
-    path = tmp_path / 'a.txt'
-    path.write_text('\n'.join(f'line {i}' for i in range(1000)))
-    out = prepare('text', path, '--tokenizer', 'byte', '--val_fraction', 0.1, '--out_dir', tmp_path / 'out')
-    assert 'the last 0.1 of the text' in out
-    train, val, meta = bins(tmp_path / 'out')
-    train, val = (documents_of(ids, get_tokenizer('byte')) for ids in (train, val))
-    assert len(train) == len(val) == meta['train']['documents'] == meta['val']['documents'] == 1
-    assert train[0] + val[0] == path.read_text()
-    assert train[0].endswith('\n')
-    assert abs(len(val[0]) / len(path.read_text()) - 0.1) < 0.01
-
-
-@pytest.mark.parametrize('chars', [1, 7, 100, 10_000])
-@pytest.mark.parametrize('documents', [['one document\nof few\nlines'], ['no line end'], ['ab', 'c\nd', 'e f'], ['xy']])
-def test_few_documents_are_split_by_position(documents, chars, tmp_path, monkeypatch):
+@pytest.mark.parametrize('chars', [1, 7, 10_000])
+@pytest.mark.parametrize('documents, val', [
+    (['one document\nof few\nlines'], 'of few\nlines'), (['no line end'], ' end'), (['ab', 'c\nd', 'e f'], 'de f'),
+    (['xy'], 'y')])
+def test_few_documents_are_split_by_position(documents, val, chars, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, 'CHARS', chars)
     (tmp_path / 'a.txt').write_text(EOT.join(documents))
     corpus = sources.files_corpus([tmp_path / 'a.txt'], val_fraction=0.3)
@@ -787,25 +674,24 @@ def test_few_documents_are_split_by_position(documents, chars, tmp_path, monkeyp
         if ends:
             found[split].append('')
     assert found['train'].pop() == found['val'].pop() == ''  # every document is ended
-    assert all(found['train'])
-    assert all(found['val'])
+    assert all(found['train']) and all(found['val'])
     assert ''.join(found['train'] + found['val']) == ''.join(documents)
-    assert found['val']
+    assert ''.join(found['val']) == val
 
 
-def test_explicit_val_file_and_text_key(tmp_path):
+def test_val_file_and_text_key(tmp_path):
     rows = texts(30)
     train_file = write_jsonl(tmp_path / 'a.jsonl', rows[:20], key='content')
     val_file = write_parquet(tmp_path / 'b.parquet', rows[20:], key='content')
-    prepare('text', train_file, '--val_file', val_file, '--text_key', 'content', '--out_dir', tmp_path / 'out')
+    command = [train_file, '--val_file', val_file, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out']
+    prepare('text', *command, '--text_key', 'content')
     train, val, _ = bins(tmp_path / 'out')
-    assert documents_of(train, get_tokenizer('gpt2')) == rows[:20]
-    assert documents_of(val, get_tokenizer('gpt2')) == rows[20:]
-    assert 'nothing to do' in prepare('text', train_file, '--val_file', val_file, '--text_key', 'content',
-                                      '--out_dir', tmp_path / 'out')
+    assert documents_of(train, get_tokenizer('byte')) == rows[:20]
+    assert documents_of(val, get_tokenizer('byte')) == rows[20:]
+    assert "key 'content'', not" in prepare('text', *command, '--text_key', 'url', ok=False).replace('"', "'")
 
 
-def test_the_files_of_a_directory(tmp_path, capsys):
+def test_the_files_of_a_directory(tmp_path):
     """Those that can be read, in the order of their names, hidden ones left out."""
     folder = tmp_path / 'corpus'
     for name in ('b/2.txt', 'a.jsonl.gz', 'b/1.txt', 'c.txt', '.hidden/x.txt', 'b/.x.txt', 'README.md', 'x.gz'):
@@ -814,12 +700,6 @@ def test_the_files_of_a_directory(tmp_path, capsys):
     (tmp_path / 'one.txt').write_text('one')
     assert sources.expand([tmp_path / 'one.txt', folder]) == [
         tmp_path / 'one.txt', *(folder / name for name in ('a.jsonl.gz', 'b/1.txt', 'b/2.txt', 'c.txt'))]
-    assert capsys.readouterr().out == f'{folder}: 4 of 8 files are text\n'
-    (folder / 'a.jsonl.gz').unlink()
-    prepare('text', folder, '--val_file', tmp_path / 'one.txt', '--tokenizer', 'byte', '--out_dir', tmp_path / 'out')
-    train, val, meta = bins(tmp_path / 'out')
-    assert documents_of(train, get_tokenizer('byte')) == ['b/1.txt', 'b/2.txt', 'c.txt']
-    assert (documents_of(val, get_tokenizer('byte')), meta['source']) == (['one'], '1.txt 2.txt c.txt and 1 more')
     (tmp_path / 'empty').mkdir()
     with pytest.raises(SystemExit, match=r'empty: no \.txt, \.jsonl .* or \.parquet file in it$'):
         sources.expand([tmp_path / 'empty'])
@@ -835,95 +715,14 @@ def test_text_moved_between_files_is_other_data(tmp_path):
         assert (corpus.source, corpus.split) == ('a.txt b.txt', 'val: b.txt')
         revisions.add(corpus.revision)
     assert len(revisions) == 2
-
-
-def test_a_file_is_not_for_train_and_val(tmp_path):
-    for name, text in [('a.txt', 'one'), ('b.txt', 'two'), ('c.txt', 'three'), ('d.txt', 'two')]:
-        (tmp_path / name).write_text(text)
-    a, b, c, d = (tmp_path / f'{name}.txt' for name in 'abcd')
-    assert sources.files_corpus([a, b, d], [c]).source == 'a.txt b.txt d.txt and 1 more'
-    for train, val in [([a], [a]), ([a, b], [c, d])]:
-        with pytest.raises(SystemExit, match=f'{val[-1].name}: for val, but the same content as {train[-1]}'):
-            sources.files_corpus(train, val)
-
-
-def test_another_text_key_is_other_data(tmp_path, monkeypatch):
-    """Finished bins are not taken for those of another key, and no unfinished run resumes with another key's text."""
-    tokenizer, path = get_tokenizer('byte'), write_parquet(tmp_path / 'a.parquet', texts(5))
-
-    def write(text_key, out_dir):
-        return write_bins(sources.files_corpus([path], val_fraction=0.5, text_key=text_key), tokenizer, out_dir, 1)
-
-    meta = write('text', tmp_path / 'finished')
-    with pytest.raises(SystemExit, match="meta.json: bins of other data are in the way.*key 'text'.*not.*key 'url'"):
-        write('url', tmp_path / 'finished')
-    assert write('text', tmp_path / 'finished') == meta
-
-    def stop(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Parts, 'finish', stop)
-    with pytest.raises(SystemExit, match='the same command resumes'):
-        write('url', tmp_path / 'unfinished')
-    with pytest.raises(SystemExit, match="progress.json: bins of other data are in the way.*key 'url'"):
-        write('text', tmp_path / 'unfinished')
-
-
-def test_a_read_error_keeps_what_was_done(tmp_path, monkeypatch):
-    """Whichever pass over the files it comes in: the same command resumes, and the bins are those of one run."""
-    monkeypatch.setattr(sources, 'CHARS', 5000)
-    monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
-    path, tokenizer, out_dir = write_jsonl(tmp_path / 'a.jsonl', texts(200)), get_tokenizer('byte'), tmp_path / 'out'
-    opened, open_text = [], sources.open_text
-
-    class Failing:
-        """A file whose lines end in an input/output error when opened first and third."""
-
-        def __enter__(self):
-            opened.append(self)
-            return self
-
-        def __exit__(self, *exception):
-            pass
-
-        def __iter__(self):
-            with open_text(path) as file:
-                for number, line in enumerate(file):
-                    if number == 99 and len(opened) in (1, 3):
-                        raise OSError(errno.EIO, 'Input/output error')
-                    yield line
-
-    def write(out_dir):
-        return write_bins(sources.files_corpus([path]), tokenizer, out_dir, num_proc=1)
-
-    write(tmp_path / 'whole')
-    monkeypatch.setattr(sources, 'open_text', lambda path: Failing())
-    message = r'a\.jsonl: cannot be read \(.*Input/output error\); the same command '
-    with pytest.raises(SystemExit, match=message + 'tries again'):
-        write(out_dir)
-    assert not out_dir.exists()
-    with pytest.raises(SystemExit, match=message + 'resumes'):
-        write(out_dir)
-    assert sorted(path.name for path in out_dir.iterdir()) == ['progress.json', 'train.bin.part', 'val.bin.part']
-    assert 0 < saved_documents(out_dir) < 99
-    write(out_dir)
-    for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(out_dir)[:2]):
-        assert np.array_equal(whole, restarted)
-
-
-def test_a_file_that_cannot_be_read_at_all_is_one_line(tmp_path, monkeypatch):
-    def fail(*args):
-        raise OSError(errno.EIO, 'Input/output error')
-
-    (tmp_path / 'a.txt').write_text('some text')
-    monkeypatch.setattr(sources, 'sha256', fail)
-    with pytest.raises(SystemExit, match=r'a\.txt: cannot be read \(.*Input/output error'):
-        sources.files_corpus([tmp_path / 'a.txt'])
+    val.write_text(train.read_text())
+    with pytest.raises(SystemExit, match=f'{val}: for val, but the same content as {train}'):
+        sources.files_corpus([train], [val])
 
 
 @pytest.mark.parametrize('name, content', [
-    ('a.txt', f'one{EOT}two'), ('a.txt.gz', f'one{EOT}two'), ('a.jsonl', '{"text": "one"}\n{"text": "two"}\n'),
-    ('a.jsonl', '\n{"text": "one"}\r\n \r\n\n{"text": "two"}\n\n')])
+    ('a.txt', f'one{EOT}two'), ('a.txt.gz', f'one{EOT}two'),
+    ('a.jsonl', '\n{"text": "one"}\r\n \r\n\n{"text":\r "two"}\n\n')])
 @pytest.mark.parametrize('mark', ['', '\ufeff'])
 def test_byte_order_mark_and_blank_lines_are_no_text(mark, name, content, tmp_path):
     content = (mark + content).encode()
@@ -931,32 +730,15 @@ def test_byte_order_mark_and_blank_lines_are_no_text(mark, name, content, tmp_pa
     assert list(sources.read_files([tmp_path / name], 'text')) == [('one', True), ('two', True)]
 
 
-@pytest.mark.parametrize('name', ['a.txt', 'a.txt.gz', 'a.txt.bz2'])
-def test_the_text_of_a_file_is_the_same_for_all_who_read_it(name, tmp_path):
-    """Neither line ends nor the marks that Python takes for some are changed; a byte order mark is left out."""
+@pytest.mark.parametrize('name', ['a.txt', 'a.txt.gz', 'a.txt.bz2', 'a.jsonl'])
+def test_line_ends_stay_as_they_are(name, tmp_path):
+    """And the marks that Python takes for line ends."""
     text, path = 'one\r\ntwo\rthree\u2028four\x0cfive\x85six\n', tmp_path / name
     compress = {'.gz': gzip.compress, '.bz2': bz2.compress}.get(path.suffix, bytes)
-    path.write_bytes(compress(('\ufeff' + text).encode()))
-    assert sources.read_text(path) == text
+    content = json.dumps({'text': text}, ensure_ascii=False) if name == 'a.jsonl' else '\ufeff' + text
+    path.write_bytes(compress(content.encode()))
     assert list(sources.read_files([path], 'text')) == [(text, True)]
-    if name == 'a.txt':
-        prepare('shakespeare_char', '--input', path, '--out_dir', tmp_path / 'out')
-        train, val, meta = bins(tmp_path / 'out')
-        assert tokenizer_from_meta(meta).decode(np.concatenate((train, val))) == text
-
-
-@pytest.mark.parametrize('content', [b'good\xff\xfe', None])
-def test_text_that_cannot_be_read_is_one_line(content, tmp_path):
-    if content:
-        (tmp_path / 'a.txt').write_bytes(content)
-    with pytest.raises(SystemExit, match=r'a\.txt: cannot be read as UTF-8 text \('):
-        sources.read_text(tmp_path / 'a.txt')
-
-
-def test_only_newlines_end_the_lines_of_jsonl(tmp_path):
-    """Not a carriage return between two tokens of JSON, nor the marks that str.splitlines takes for line ends."""
-    (tmp_path / 'a.jsonl').write_bytes('{"text":\r "a\u2028b\x85c"}\r\n{"text": "d"}'.encode())
-    assert list(sources.read_files([tmp_path / 'a.jsonl'], 'text')) == [('a\u2028b\x85c', True), ('d', True)]
+    assert name == 'a.jsonl' or sources.read_text(path) == text
 
 
 @pytest.mark.parametrize('name, content, message', [
@@ -967,60 +749,60 @@ def test_only_newlines_end_the_lines_of_jsonl(tmp_path):
     ('a.txt.bz2', b'not bz2', 'a.txt.bz2: cannot be read'),
     ('a.txt.gz', gzip.compress(b'text ' * 100, mtime=0)[:-9], 'a.txt.gz: cannot be read'),
     ('a.txt.gz', gzip.compress(b'text', mtime=0)[:10] + b'\xff' * 20, 'a.txt.gz: cannot be read'),
-    ('a.jsonl', b'\n{"text": ' + b'[' * 100_000, 'a.jsonl, line 2: nested too deeply'),
-    ('a.parquet', b'not parquet', 'a.parquet: not a parquet file'),
+    ('a.parquet', b'not parquet', 'a.parquet: cannot be read'),
     ('a.csv', b'text\n', 'a.csv: not a .txt'),
     ('a.txt', b' \n ', 'no text for train.bin'),
 ])
 def test_bad_text_is_one_line(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(SystemExit, match=message.replace('.', r'\.')):
+    with pytest.raises(SystemExit, match=message.replace('.', r'\.')) as stopped:
         corpus = sources.files_corpus([tmp_path / name])
         write_bins(corpus, get_tokenizer('byte'), tmp_path / 'out', num_proc=1)
-    assert not (tmp_path / 'out').exists() or not list((tmp_path / 'out').iterdir())
+    assert '\n' not in str(stopped.value)
+    assert not left(tmp_path / 'out')
+    if b'\xff\xfe' in content:
+        assert f'{name}: cannot be read' in prepare('shakespeare_char', '--input', tmp_path / name, ok=False)
 
 
-def test_parquet_damaged_anywhere_is_one_line(tmp_path):
-    whole = write_parquet(tmp_path / 'whole.parquet', ['one', 'two', 'one']).read_bytes()
-    path, messages = tmp_path / 'a.parquet', []
-    for place in range(len(whole)):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xff]) + whole[place + 1:])
-        try:
-            list(sources.read_files([path], 'text'))
-        except SystemExit as error:
-            messages.append(str(error))
-    assert len(messages) > 50
-    assert all(message.startswith(f'{path}: ') and '\n' not in message for message in messages)
-
-
-def test_bad_flags_are_one_line(tmp_path):
+@pytest.mark.parametrize('error, kind', [(OSError(errno.EIO, 'Input/output error'), OSError), (EOFError(), SystemExit)])
+def test_a_file_that_may_be_readable_later_is_not_bad_data(error, kind, tmp_path, monkeypatch):
+    """The writer keeps its parts for an OSError, and removes them for bad data."""
     path = tmp_path / 'a.txt'
     path.write_text('some text')
-    for fraction in (0.9, 0, 1e-7):
-        message = prepare('text', path, '--val_fraction', fraction, ok=False)
-        assert message.endswith('must be at least 1e-06 and at most 0.5')
-    assert '--num_proc' in prepare('text', path, '--num_proc', 0, ok=False)
+
+    def fail(path):
+        raise error
+
+    monkeypatch.setattr(sources, 'open_text', fail)
+    with pytest.raises(kind, match=r'a\.txt: cannot be read'):
+        list(sources.read_files([path], 'text'))
+    with pytest.raises(SystemExit, match=r'a\.txt: cannot be read'):
+        sources.files_corpus([path])
 
 
-@pytest.mark.parametrize('name, flags', [
-    ('text', ['none.txt']), ('text', [__file__, '--val_file', 'none.txt']),
-    ('openwebtext', ['--data_files', 'none.txt']), ('pile', ['--data_files', 'none.txt']),
-    ('pile', ['--data_files', __file__, '--val_files', 'none.txt']),
-    ('shakespeare_char', ['--input', 'none.txt'])])
-def test_input_files_are_looked_for_before_the_tokenizer(name, flags, tmp_path):
-    """Which would be another error here, as it cannot be loaded."""
-    assert prepare(name, *flags, '--out_dir', tmp_path / 'out', ok=False, TIKTOKEN_CACHE_DIR=str(tmp_path / 'none'),
-                   HTTPS_PROXY='http://127.0.0.1:9', GPT_NEOX_TOKENIZER='none.json') == 'none.txt: no such file'
+# ---- every prepare.py ------------------------------------------------------------------------------------------------
 
 
-# ---- corpora of their own --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize('name', CORPORA)
+def test_flags(name, tmp_path, monkeypatch):
+    """--help, and a bad value; an input file is looked for before the tokenizer, which cannot be loaded here."""
+    assert '--overwrite' in prepare(name, '--help')
+    assert '--num_proc' in prepare(name, '--num_proc', 0, ok=False)
+    monkeypatch.setenv('GPT_NEOX_TOKENIZER', 'none.json')
+    flag = {'text': [], 'shakespeare_char': ['--input']}.get(name, ['--data_files'])
+    if name != 'pysource':
+        assert prepare(name, *flag, 'none.txt', '--out_dir', tmp_path / 'out', ok=False) == 'none.txt: no such file'
+    if name == 'text':
+        for fraction in (0.9, 0, 1e-7):
+            message = prepare('text', __file__, '--val_fraction', fraction, ok=False)
+            assert message.endswith('must be at least 1e-06 and at most 0.5')
 
 
 def test_pysource_needs_no_download_and_no_further_package(tmp_path):
     for name in ('tiktoken', 'datasets', 'pyarrow', 'tokenizers', 'huggingface_hub', 'torch', 'requests'):
         (tmp_path / f'{name}.py').write_text(f'raise ImportError({name!r})')
-    prepare('pysource', '--out_dir', tmp_path / '1', '--num_proc', 1, PYTHONPATH=str(tmp_path))
-    train, val, meta = bins(tmp_path / '1')
+    start_prepare('pysource', '--out_dir', tmp_path / 'out', PYTHONPATH=str(tmp_path))
+    train, val, meta = bins(tmp_path / 'out')
     assert (meta['tokenizer'], meta['vocab_size'], meta['eot_id'], meta['dtype']) == ('byte', 256, 0, 'uint16')
     assert len(train) > 5e6
     assert 0.03 < len(val) / len(train) < 0.2
@@ -1028,9 +810,6 @@ def test_pysource_needs_no_download_and_no_further_package(tmp_path):
     assert not set(train_files) & set(val_files)
     assert Path(random.__file__).read_text() in train_files + val_files
     assert (len(train_files), len(val_files)) == (meta['train']['documents'], meta['val']['documents'])
-    prepare('pysource', '--out_dir', tmp_path / '2', '--num_proc', 2)
-    for one, two in zip((train, val), bins(tmp_path / '2')):
-        assert np.array_equal(one, two)
 
 
 def write_shard(path, ids, magic=20240520, version=1, count=None):
@@ -1041,29 +820,24 @@ def write_shard(path, ids, magic=20240520, version=1, count=None):
 
 
 def test_fineweb10b_has_the_tokens_of_its_shards(tmp_path):
-    """As they are, without GPT-2's vocabulary files; each document begins with the end-of-text id."""
+    """As they are; each document begins with the end-of-text id."""
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 50256, n) for n in (5_000_000, 1000, 2000)]  # the first is more than one batch
     for part in ids:
         part[::500] = 50256
     files = [write_shard(tmp_path / f'{i}.bin', part) for i, part in enumerate(ids)]
-    for num_proc in (1, 2):
-        out_dir = tmp_path / str(num_proc)
-        prepare('fineweb10b', '--data_files', *files[:2], '--val_files', files[2], '--out_dir', out_dir,
-                '--num_proc', num_proc, TIKTOKEN_CACHE_DIR=str(tmp_path / 'none'), HTTPS_PROXY='http://127.0.0.1:9')
-        meta = read_meta(out_dir)
-        train, val = (Bin(out_dir, split).tokens for split in ('train', 'val'))
-        assert np.array_equal(train, np.concatenate(ids[:2]))
-        assert np.array_equal(val, ids[2])
-        assert (meta['train']['documents'], meta['val']['documents']) == (10_002, 4)
-        assert {key: meta[key] for key in get_tokenizer('gpt2').meta} == get_tokenizer('gpt2').meta
+    prepare('fineweb10b', '--data_files', *files[:2], '--val_files', files[2], '--out_dir', tmp_path / 'out')
+    train, val, meta = bins(tmp_path / 'out')
+    assert np.array_equal(train, np.concatenate(ids[:2]))
+    assert np.array_equal(val, ids[2])
+    assert (meta['train']['documents'], meta['val']['documents']) == (10_002, 4)
+    assert {key: meta[key] for key in get_tokenizer('gpt2').meta} == get_tokenizer('gpt2').meta
 
 
 def test_bad_shards_are_one_line(tmp_path):
     good, out = write_shard(tmp_path / 'good.bin', range(9)), ('--out_dir', tmp_path / 'out')
     for kind, message in ((dict(magic=1), 'not a shard of GPT-2 tokens'), (dict(version=2), 'not a shard'),
-                          (dict(count=8), '1042 bytes, but its header says 8 tokens'),
-                          (dict(count=-1), '1042 bytes, but its header says -1 tokens')):
+                          (dict(count=8), '1042 bytes, but its header says 8 tokens')):
         bad = write_shard(tmp_path / 'bad.bin', range(9), **kind)
         assert f'bad.bin: {message}' in prepare('fineweb10b', '--data_files', good, '--val_files', bad, *out, ok=False)
     (tmp_path / 'bad.bin').write_bytes(b'short')
@@ -1071,34 +845,7 @@ def test_bad_shards_are_one_line(tmp_path):
     write_shard(bad, [50257])
     assert 'bad.bin: token id 50257 is beyond' in prepare('fineweb10b', '--data_files', good, '--val_files', bad, *out,
                                                           ok=False)
-    message = prepare('fineweb10b', '--data_files', tmp_path, '--val_files', good, *out, ok=False)
-    assert message == f'{tmp_path}: cannot be read (Is a directory)'
     assert 'go together' in prepare('fineweb10b', '--data_files', good, *out, ok=False)
-    message = prepare('fineweb10b', *out, ok=False)  # the Hub is out of reach here
+    message = start_prepare('fineweb10b', *out, ok=False)  # from the Hub
     assert 'kjj0/fineweb10B-gpt2/fineweb_train_000001.bin: ' in message
     assert 'the same command resumes' in message
-
-
-def test_shakespeare_char_is_nanogpts(tmp_path):
-    path = tmp_path / 'input.txt'
-    path.write_text('To be, or not to be:\n' * 50)
-    prepare('shakespeare_char', '--input', path, '--out_dir', tmp_path / 'out')
-    train, val, meta = bins(tmp_path / 'out')
-    text = path.read_text()
-    chars = sorted(set(text))
-    assert meta['chars'] == ''.join(chars)
-    assert list(train) == [chars.index(c) for c in text[:int(0.9 * len(text))]]
-    assert list(val) == [chars.index(c) for c in text[int(0.9 * len(text)):]]
-    assert tokenizer_from_meta(meta).decode(val) == text[int(0.9 * len(text)):]
-
-
-def test_shakespeare_char_rejects_what_is_not_utf8(tmp_path):
-    (tmp_path / 'latin1.txt').write_bytes('à'.encode('latin-1') * 50)
-    assert 'latin1.txt: cannot be read' in prepare('shakespeare_char', '--input', tmp_path / 'latin1.txt', '--out_dir',
-                                                   tmp_path / 'out', ok=False)
-    assert not (tmp_path / 'out').exists()
-
-
-@pytest.mark.parametrize('name', sorted(path.parent.name for path in ROOT.glob('data/*/prepare.py')))
-def test_help(name):
-    assert '--overwrite' in prepare(name, '--help')

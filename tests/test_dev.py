@@ -5,7 +5,6 @@ import shutil
 import signal
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from conftest import rejection
 from fake_runs import fake_run
 
 from analysis import runs
-from dev import bench, gpu_suite, soak, study
+from dev import bench, gpu_suite, soak
 
 
 @pytest.mark.parametrize('only, words', [('kill=0', 'at least 1'), ('kill=-1', 'at least 1'), ('kill=', 'at least 1'),
@@ -132,87 +131,3 @@ def test_gpu_suite_trains_an_item_and_stops_in_time(tmp_path, corpus, capsys):
     assert not runs.read_run(item.record).unfinished
     gpu_suite.pack(args.records, tmp_path / 'records.tar.gz')
     assert (tmp_path / 'records.tar.gz').stat().st_size > 500
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The study
-
-
-def fake_study(out_dir, monkeypatch):
-    """The study's learning rates at 1,200 steps as if trained, each optimizer's lowest loss at its fourth, where three
-    seeds differ by 0.01. Returns the list of what is then asked of sweep.py."""
-    asked = []
-    for name, rates in study.RATES.items():
-        start = study.start_of(name, 1200)
-        settings = [f'--optimizer_name={name}', '--max_iters=1200', *(f'--{key}={start[key]}' for key in start)]
-        for i, rate in enumerate(rates):
-            for seed, more in ((1337, 0.0), (1338, 0.01), (1339, 0.02))[:3 if i == 3 else 1]:
-                fake_run(out_dir / '1200' / name / f'{rate}-{seed}', 3 + abs(i - 3) + more,
-                         [*settings, f'--learning_rate={rate}', f'--seed={seed}'])
-        (out_dir / '1200' / name / 'results.csv').write_text(f'learning_rate\n{rates[3]}\n{rates[2]}\n')
-    monkeypatch.setattr(study, 'sweep', lambda args, name, T, base, *search, **_: asked.append((base, search)))
-    return asked
-
-
-def test_the_studys_search_starts_from_the_best_learning_rate_with_the_noise_at_its_horizon(tmp_path, monkeypatch):
-    asked, args = fake_study(tmp_path, monkeypatch), SimpleNamespace(out_dir=tmp_path, dry_run=False)
-    found = [{'val/loss': loss, 'learning_rate': '0.01', 'beta1': beta1, 'run': ''}
-             for loss, beta1 in ((None, '0.7'), (3.0, '0.9'), (2.9, '0.8'))]
-    (tmp_path / '1200/adamw/tuning.json').write_text(json.dumps(dict(
-        start=dict(learning_rate='0.01', beta1='0.9'), trials=found, finished=True)))
-    study.tuned(args, 'adamw')
-    assert asked[-1][1] == ('--grid', 'learning_rate=0.01', 'beta1=0.8', 'seed=1338,1339')  # of the lowest trial
-    base, search = asked[-2]
-    assert '--learning_rate=2.4e-2' in base and '--beta1=0.9' in base and search[0] == '--tune'
-    assert 'learning_rate=3e-3,6e-3,1.2e-2,2.4e-2,4.8e-2' in search and search[-1] == '--noise=0.0200'
-    assert not any('gamma' in word for word in (*base, *search))
-    # Seeds of other settings, of a later phase, do not change the noise.
-    for seed in (1337, 1338, 1339):
-        fake_run(tmp_path / '1200/adamw' / f'later-{seed}', 2.0 + seed / 10, [
-            '--optimizer_name=adamw', '--max_iters=1200', '--beta1=0.8', f'--seed={seed}'])
-    assert study.noise(args) == pytest.approx(0.02)
-    shutil.rmtree(tmp_path / '1200/soap/4.8e-2-1339')
-    assert 'run --phases rates_1200 first' in rejection(study.noise, args)
-
-
-def test_an_unfinished_search_is_no_result(tmp_path, monkeypatch):
-    fake_study(tmp_path, monkeypatch)
-    args = SimpleNamespace(out_dir=tmp_path)
-    record = dict(start=dict(learning_rate='2'), trials=[{'learning_rate': '1', 'val/loss': 3.0}])
-    assert 'run --phases tuned first' in rejection(study.best_of, args, 'adamw')
-    (tmp_path / '1200/adamw/tuning.json').write_text(json.dumps(record))
-    assert 'not finished' in rejection(study.best_of, args, 'adamw')
-    (tmp_path / '1200/adamw/tuning.json').write_text(json.dumps(dict(record, finished=True)))
-    assert study.best_of(args, 'adamw') == dict(learning_rate='1')
-
-
-def test_values_beyond_the_edge_are_tried_at_the_best_settings_beside_the_study(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(study, 'sweep', lambda args, name, T, base, *search: asked.append((search, args.out_dir)))
-    monkeypatch.setattr(study, 'best_of', lambda args, name: dict(learning_rate='0.012', beta2='0.9'))
-    args = SimpleNamespace(out_dir=tmp_path / 'study')
-    study.edges(args, 'soap')
-    study.edges(args, 'muon')
-    assert asked == [(('--grid', 'learning_rate=0.012', 'beta2=0.8'), tmp_path / 'study_edges')]
-
-
-def test_the_others_learning_rates_are_searched_beside_the_study(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(study, 'sweep', lambda args, name, T, base, *search: asked.append((args.out_dir, T, search)))
-    study.others(SimpleNamespace(out_dir=tmp_path / 'study', dry_run=True), 'lion')
-    assert [out_dir for out_dir, *_ in asked] == [tmp_path / 'study_others'] * 2
-    assert asked[0][1:] == (1200, ('--grid', 'learning_rate=2.5e-4,5e-4,1e-3,2e-3,4e-3', 'warmup_iters=600',
-                                   'beta1=0.9', 'beta2=0.98', 'weight_decay=0.2'))
-    assert asked[1][2][-1] == 'seed=1338,1339'
-
-
-def test_finished_runs_are_collected_and_those_beside_them(tmp_path):
-    name = '--optimizer_name=sophiag'
-    fake_run(tmp_path / 'out/600/sophiag/one', 3.0, [name])
-    fake_run(tmp_path / 'out/600/sophiag/half', 3.0, [name], end=20)
-    fake_run(study.dir_beside(tmp_path / 'out', 'options') / 'fresh', 3.0, [name, '--hessian_sequences=fresh'])
-    (tmp_path / 'out/600/sophiag/one/ckpt_00000600.pt').touch()
-    study.collect(tmp_path / 'out', tmp_path / 'records/study')
-    copied = sorted(str(path.relative_to(tmp_path / 'records')) for path in (tmp_path / 'records').rglob('*.*'))
-    assert copied == [f'study/600/sophiag/one/{file}' for file in ('config.json', 'metrics.jsonl')] + [
-        f'study_options/fresh/{file}' for file in ('config.json', 'metrics.jsonl')]

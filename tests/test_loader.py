@@ -2,7 +2,6 @@
 
 import json
 import re
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from data.loader import (
     read_meta,
     sequence_starts,
 )
-from runtime.rng import keyed_bits, keyed_uniforms
+from runtime.rng import keyed_bits
 
 
 def test_sequences_are_a_pure_function_of_seed_and_iteration():
@@ -48,17 +47,6 @@ def test_sequences_are_uniform_over_all_starts():
     assert abs(counts - 2000).max() < 5 * 2000 ** 0.5
 
 
-def test_streams_do_not_overlap():
-    draws = [keyed_bits(1, stream, iteration, 100).tolist() for stream in range(4) for iteration in range(10)]
-    assert len(set(sum(draws, []))) == 4000
-
-
-def test_uniforms_lie_in_the_half_open_interval():
-    u = keyed_uniforms(0, 1, 0, (100, 1000))
-    assert u.dtype == torch.float32 and u.min() >= 0 and u.max() < 1
-    assert u.mean().item() == pytest.approx(0.5, abs=0.01)
-
-
 @pytest.mark.parametrize('world_size', [1, 2, 8, 10])
 def test_shares_of_all_ranks_make_up_the_mini_batch(corpus, world_size):
     data = Bin(corpus, 'train')
@@ -79,7 +67,6 @@ def test_loader_goes_through_the_iterations_and_starts_anywhere(corpus):
     batches = [next(loader) for _ in range(5)]
     assert torch.equal(batches[3], next(later)) and torch.equal(batches[4], next(later))
     loader.close(), later.close()
-    assert not loader.thread.is_alive()
 
 
 @pytest.mark.parametrize('world_size', [1, 2, 3])
@@ -201,12 +188,6 @@ def test_a_data_set_is_named_by_its_directory_in_data_or_by_a_path(tmp_path, mon
     assert data_dir('missing') == Path('data/missing')
 
 
-def test_accumulation_steps():
-    assert accumulation_steps(480, 12, 8) == 5
-    assert accumulation_steps(480, 8, 10, given=6) == 6
-    assert accumulation_steps(64, 64, 1, 1) == 1
-
-
 @given(total=st.integers(1, 600), size=st.integers(1, 40), devices=st.integers(1, 20), steps=st.integers(0, 40))
 def test_what_the_messages_about_batch_sizes_suggest_does_fit(total, size, devices, steps):
     try:
@@ -239,32 +220,6 @@ def test_no_sequence_leaves_its_part(seed, iteration, block_size, parts):
     first = np.cumsum([0, *sizes])
     part = np.searchsorted(first, starts, side='right') - 1
     assert (starts >= 0).all() and (starts + block_size + 1 <= first[part + 1]).all()
-
-
-def test_a_flipped_bit_in_meta_is_rejected_or_harmless(tmp_path):
-    """The bin is the same, or there is one line."""
-    path = write_bins(tmp_path, range(100), range(50)) / 'meta.json'
-    whole, rejected = path.read_bytes(), 0
-    for place in range(0, 8 * len(whole), 7):
-        flipped = bytearray(whole)
-        flipped[place // 8] ^= 1 << place % 8
-        path.write_bytes(flipped)
-        try:
-            assert Bin(tmp_path, 'train').tokens.tolist() == list(range(100))
-        except SystemExit as error:
-            rejected += 1
-            assert str(error).startswith(str(tmp_path)) and '\n' not in str(error)
-    assert rejected > len(whole) / 4
-
-
-@given(place=st.integers(0, 1599))
-def test_a_flipped_bit_in_a_bin_changes_the_fingerprint(place):
-    with tempfile.TemporaryDirectory() as folder:
-        data = Bin(write_bins(Path(folder), range(100), range(50)), 'train')
-        before, raw = data.fingerprint(), bytearray(data.path.read_bytes())
-        raw[place // 8] ^= 1 << place % 8
-        data.path.write_bytes(raw)
-        assert Bin(folder, 'train').fingerprint() != before
 
 
 @pytest.fixture
@@ -364,11 +319,6 @@ def test_open_dataset_checks_the_length_and_the_ids_of_each_split(two):
     assert 'data/b/train.bin: token id 99 is beyond the vocabulary of 90' in rejection(open_dataset, 'b', 16)
 
 
-def test_a_directory_may_be_named_like_a_mixture(two, tmp_path):
-    write_bins(tmp_path / 'data/a:1,b:2', range(60), range(60))
-    assert open_dataset('a:1,b:2', 16)[0].path == Path('data/a:1,b:2/train.bin')
-
-
 @pytest.mark.parametrize('arguments, message', [
     ((480, 14, 1), '--batch_size=14: must divide 480: 12, 15 or 16'),
     ((480, 7, 2), '--batch_size=7: must divide 240 (--total_batch_size=480 / 2 devices): 5, 6 or 8'),
@@ -382,7 +332,7 @@ def test_a_directory_may_be_named_like_a_mixture(two, tmp_path):
      '--total_batch_size=480; set --total_batch_size=64'),  # 64 does not divide 480
     ((480, 12, 8, 40), '--gradient_accumulation_steps=40: × --batch_size=12 × 8 device(s) = 3840, not '
      '--total_batch_size=480 (it counts the micro-batches of each device; nanoGPT counts those of all); set '
-     '--gradient_accumulation_steps=0, which makes it 5'),
+     '--gradient_accumulation_steps=0, which makes it 5, or --total_batch_size=3840'),
     ((480, 12, 7, 40),
      '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=420 or 504'),
     ((480, 0, 1), '--batch_size=0: must be at least 1'),

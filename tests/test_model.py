@@ -1,13 +1,14 @@
-"""The model: parameter counts, FLOPs, loss, attention scaling, label sampling."""
+"""The model against a plain GPT-2: logits, losses, initial weights, parameters, FLOPs, attention scaling."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from loss import sample_categorical
-from model import GPT, SIZES, GPTConfig, padded_vocab_size
+from loss import sample_labels
+from model import GPT, NANOGPT_ARGS, SIZES, GPTConfig, padded_vocab_size
 from optimizers import parameter_groups
 
 
@@ -16,113 +17,140 @@ def tiny(**kwargs):
     return GPT(GPTConfig(**{'block_size': 16, 'vocab_size': 64, 'n_layer': 2, 'n_head': 2, 'n_embd': 32, **kwargs}))
 
 
-@pytest.mark.parametrize('size, millions', [('30M', 30.3), ('125M', 124.4), ('355M', 354.5), ('540M', 537.0),
-                                            ('770M', 773.6)])
-def test_parameter_counts(size, millions):
+def plain_logits(weights, c, idx):
+    """GPT-2's logits from nanoGPT's state_dict, one head after the other, with a mask and a softmax."""
+    def linear(x, name):
+        x = x @ weights[f'{name}.weight'].T
+        return x + weights[f'{name}.bias'] if c.bias else x
+
+    def norm(x, name):
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        x = x * weights[f'{name}.weight']
+        return x + weights[f'{name}.bias'] if c.bias else x
+
+    T, d = idx.shape[1], c.n_embd // c.n_head
+    x = weights['transformer.wte.weight'][idx] + weights['transformer.wpe.weight'][:T]
+    for i in range(c.n_layer):
+        block = f'transformer.h.{i}'
+        q, k, v = linear(norm(x, f'{block}.ln_1'), f'{block}.attn.c_attn').chunk(3, -1)
+        heads = []
+        for head in range(c.n_head):
+            own = slice(head * d, (head + 1) * d)
+            scores = q[..., own] @ k[..., own].mT / math.sqrt(d)
+            if c.scale_attn_by_inverse_layer_idx:
+                scores = scores / (i + 1)
+            scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+            heads.append(scores.softmax(-1) @ v[..., own])
+        x = x + linear(torch.cat(heads, -1), f'{block}.attn.c_proj')
+        hidden = F.gelu(linear(norm(x, f'{block}.ln_2'), f'{block}.mlp.c_fc'), approximate=c.gelu_approximate)
+        x = x + linear(hidden, f'{block}.mlp.c_proj')
+    return norm(x, 'transformer.ln_f') @ weights['transformer.wte.weight'].T
+
+
+@pytest.mark.parametrize('kwargs', [{}, dict(bias=True, gelu_approximate='tanh'),
+                                    dict(scale_attn_by_inverse_layer_idx=True, n_layer=4)])
+def test_logits_and_loss_are_a_plain_gpt2s(kwargs):
+    model = tiny(**kwargs)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))  # also the biases, and so that each weight matters
+    idx, targets = torch.randint(64, (2, 12)), torch.randint(64, (2, 12))
+    targets[1, 5:] = -1
+    logits, loss = model(idx, targets)
+    expected = plain_logits(model.state_dict(), model.config, idx)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loss, F.cross_entropy(expected.flatten(0, 1), targets.flatten(), ignore_index=-1))
+    assert model(idx)[1] is None
+
+
+def test_second_loss_takes_labels_or_uniforms():
+    model = tiny()
+    idx, targets = torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
+    targets[0, 3] = -1
+    logits, _, loss_hat = model(idx, targets, labels_hat=targets[:1])
+    expected = F.cross_entropy(logits[0], targets[0], ignore_index=-1, reduction='sum')
+    torch.testing.assert_close(loss_hat, expected)
+    uniforms = torch.rand(1, 16)
+    drawn = torch.where(targets[:1] >= 0, sample_labels(logits[:1], uniforms), -1)
+    expected = F.cross_entropy(logits[0], drawn[0], ignore_index=-1, reduction='sum')
+    torch.testing.assert_close(model(idx, targets, uniforms)[2], expected)
+
+
+def test_initial_weights():
+    """GPT-2's: 0.02, divided by √(2 n_layer) where a block adds to the residual stream; so the loss is near log V."""
+    model = tiny(n_layer=8, n_embd=128, bias=True)
+    for name, p in model.named_parameters():
+        if name.endswith('bias'):
+            assert (p == 0).all()
+        elif 'ln_' in name:
+            assert (p == 1).all()
+        else:
+            assert p.std().item() == pytest.approx(0.005 if 'c_proj' in name else 0.02, rel=0.05), name
+    assert model.lm_head.weight is model.transformer.wte.weight
+    idx = torch.randint(64, (4, 17))
+    assert model(idx[:, :-1], idx[:, 1:])[1].item() == pytest.approx(math.log(64), abs=0.1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attention scaled by the layer index
+
+
+def test_blocks_with_scaled_attention_share_one_graph():
+    from torch._dynamo.testing import CompileCounter
+    torch._dynamo.reset()
+    model, counter = tiny(n_layer=10, scale_attn_by_inverse_layer_idx=True), CompileCounter()
+    idx = torch.randint(64, (2, 16))
+    expected = model(idx)[0]
+    for block in model.transformer.h:  # as for a sharded model
+        block.forward = torch.compile(block.forward, backend=counter)
+    torch.testing.assert_close(model(idx)[0], expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_scaling_keeps_the_precision_of_the_attention(monkeypatch, dtype):
+    """Queries stay in 16 bits, and are divided by 3, say, not multiplied by a rounded third."""
+    model, seen = tiny(n_layer=3, scale_attn_by_inverse_layer_idx=True), []
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda q, *args, **kwargs: seen.append(q) or attend(
+        q, *args, **kwargs))
+    idx = torch.randint(64, (2, 16))
+    with torch.autocast('cpu', dtype, enabled=dtype != torch.float32):
+        model(idx)
+        scaled, seen[:] = seen[:], []
+        model.config.scale_attn_by_inverse_layer_idx = False
+        model(idx)
+    assert [q.dtype for q in scaled] == [dtype] * 3
+    assert torch.equal(scaled[0], seen[0])
+    third = model.transformer.h[2].attn
+    hidden = torch.randn(2, 16, 32).to(dtype)
+    third.to(dtype)
+    seen.clear()
+    third(hidden), third(hidden, torch.tensor(3))
+    assert torch.equal(seen[1], (seen[0].double() / 3).to(dtype))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Shapes, parameters, FLOPs
+
+
+@pytest.mark.parametrize('size, block_size, millions', [
+    ('30M', 1024, 30.3), ('125M', 1024, 124.4), ('355M', 1024, 354.5), ('540M', 1024, 537.0), ('770M', 1024, 773.6),
+    ('1.5B', 2048, 1440), ('6.6B', 2048, 6660)])
+def test_parameter_counts(size, block_size, millions):
     with torch.device('meta'):
-        model = GPT(GPTConfig(**SIZES[size]))
+        model = GPT(GPTConfig(**SIZES[size], block_size=block_size))
     c = model.config
     # Written out: token and position embeddings, 12 d² per block and its two norms, the final norm.
-    expected = (50304 + 1024) * c.n_embd + c.n_layer * (12 * c.n_embd ** 2 + 2 * c.n_embd) + c.n_embd
+    expected = (50304 + block_size) * c.n_embd + c.n_layer * (12 * c.n_embd ** 2 + 2 * c.n_embd) + c.n_embd
     assert model.num_params() == expected
-    assert model.num_params() / 1e6 == pytest.approx(millions, abs=0.1)
+    assert model.num_params() / 1e6 == pytest.approx(millions, abs=max(0.1, 0.002 * millions))
 
 
 def test_gpt2_small_has_gpt2s_parameters():
     """OpenAI's GPT-2 small, with biases and its own vocabulary, has 124,439,808."""
     with torch.device('meta'):
         assert GPT(GPTConfig(**SIZES['125M'], vocab_size=50257, bias=True)).num_params() == 124_439_808
-
-
-def test_initial_loss_is_that_of_the_uniform_distribution():
-    model = tiny()
-    idx = torch.randint(64, (4, 17))
-    logits, loss = model(idx[:, :-1], idx[:, 1:])
-    assert logits.shape == (4, 16, 64)
-    assert loss.item() == pytest.approx(math.log(64), abs=0.1)
-    assert loss.item() == pytest.approx(F.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten()).item(), abs=1e-6)
-
-
-def test_initialisation_is_scaled_with_depth():
-    model = tiny(n_layer=8, n_embd=128)
-    assert model.transformer.h[3].mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    assert model.transformer.h[3].mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
-    assert model.lm_head.weight is model.transformer.wte.weight
-
-
-def test_no_token_sees_the_future():
-    model = tiny()
-    idx = torch.randint(64, (1, 16))
-    changed = idx.clone()
-    changed[0, 10] = (changed[0, 10] + 1) % 64
-    before, after = model(idx)[0], model(changed)[0]
-    assert torch.equal(before[:, :10], after[:, :10])
-    assert not torch.allclose(before[:, 10:], after[:, 10:])
-
-
-def test_attention_scaling_by_layer_index():
-    """Layer i with the scaling equals layer i without it and queries divided by i + 1."""
-    scaled, plain = tiny(scale_attn_by_inverse_layer_idx=True), tiny()
-    idx = torch.randint(64, (2, 16))
-    assert not torch.allclose(scaled(idx)[0], plain(idx)[0])
-    with torch.no_grad():
-        for i, block in enumerate(plain.transformer.h):
-            block.attn.c_attn.weight[:32] /= i + 1
-    torch.testing.assert_close(scaled(idx)[0], plain(idx)[0])
-
-
-def test_targets_of_minus_one_do_not_count():
-    model = tiny()
-    idx, targets = torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
-    targets[1] = -1
-    torch.testing.assert_close(model(idx, targets)[1], model(idx[:1], targets[:1])[1])
-
-
-def test_second_loss_takes_labels_or_uniforms():
-    model = tiny()
-    idx, targets = torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
-    logits = model(idx)[0]
-    _, loss, loss_hat = model(idx, targets, targets)
-    torch.testing.assert_close(loss_hat, loss * targets.numel())
-    uniforms = torch.rand(1, 16)
-    y_hat = sample_categorical(logits[:1].softmax(-1), uniforms)
-    expected = F.cross_entropy(logits[0], y_hat[0], reduction='sum')
-    torch.testing.assert_close(model(idx, targets, uniforms=uniforms)[2], expected)
-
-
-@pytest.mark.parametrize('classes', [3, 128, 300])
-def test_sampled_labels_invert_the_distribution(classes):
-    """Against a plain float64 inversion, and in frequency; impossible classes never come."""
-    torch.manual_seed(1)
-    logits = 2 * torch.randn(classes)
-    logits[::5] = -torch.inf
-    uniforms = torch.rand(20_000)
-    labels = sample_categorical(logits.softmax(-1).expand(20_000, -1), uniforms)
-    p = logits.double().softmax(-1)
-    cumulative = p.cumsum(-1)
-    slack = 1e-6
-    assert (cumulative[labels] >= uniforms - slack).all()
-    assert (cumulative[labels] - p[labels] <= uniforms + slack).all()
-    assert (p[labels] > 0).all()
-    frequency = torch.bincount(labels, minlength=classes) / 20_000
-    assert (frequency - p).abs().max() < 5 * (0.25 / 20_000) ** 0.5
-
-
-def test_rounding_at_the_edge_of_a_block_selects_no_impossible_class():
-    """The first classes of the second block are impossible; uniforms around the block's lower end."""
-    p = torch.full((1, 256), 0.1)
-    p[0, 128:160] = 0
-    edge = (p[0, :128].sum() / p.sum()).item()
-    uniforms = torch.linspace(edge - 1e-6, edge + 1e-6, 20_001)
-    labels = sample_categorical(p.expand(len(uniforms), -1), uniforms)
-    assert (p[0, labels] > 0).all() and labels.min() < 128 <= labels.max()
-
-
-def test_extreme_uniforms_give_possible_labels():
-    logits = torch.full((2, 200), -torch.inf)
-    logits[:, 7], logits[:, 130] = 0.0, -3.0
-    labels = sample_categorical(logits.softmax(-1), torch.tensor([0.0, 1 - 2 ** -24]))
-    assert labels.tolist() == [7, 130]
 
 
 def test_flops_per_token_counts_the_matrix_products():
@@ -136,27 +164,44 @@ def test_flops_per_token_counts_the_matrix_products():
     assert counter.get_total_flops() == model.flops_per_token() * idx.numel()
 
 
-def test_flops_per_token_counts_what_is_added_outside_of_the_blocks():
+def test_flops_per_token_counts_added_modules():
     model, wider = tiny(), tiny()
     wider.transformer.mtp = torch.nn.Linear(8, 5)
-    assert wider.flops_per_token() == model.flops_per_token() + 6 * 8 * 5
     wider.lm_head.weight = torch.nn.Parameter(wider.lm_head.weight.detach().clone())  # untied: as many products
     assert wider.flops_per_token() == model.flops_per_token() + 6 * 8 * 5
 
 
+def test_shape_of_a_run_and_in_a_checkpoint():
+    assert [padded_vocab_size(n) for n in (65, 257, 50257, 50277, 50304)] == [65, 257, 50304, 50304, 50304]
+    settings = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, dropout=0.1, learning_rate=1.0,
+                    scale_attn_by_inverse_layer_idx=False)
+    config = GPTConfig.from_settings(settings, 50257)
+    assert config == GPTConfig(16, 50304, 2, 2, 32, 0.1, True)
+    assert tuple(config.model_args()) == NANOGPT_ARGS  # which nanoGPT reads
+    config.gelu_approximate = 'tanh'
+    assert GPTConfig(**config.model_args()) == config and asdict(config).keys() > config.model_args().keys()
+
+
+def test_a_model_of_given_weights_shares_their_memory():
+    model = tiny()
+    weights = model.state_dict()
+    again = GPT.from_state_dict(model.config, weights)
+    assert again.transformer.wte.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
+    assert again.lm_head.weight is again.transformer.wte.weight and again.lm_head.weight.requires_grad
+    with pytest.raises(RuntimeError, match='size mismatch'):
+        GPT.from_state_dict(GPTConfig(**asdict(model.config) | dict(n_embd=64)), weights)
+
+
 def test_weight_decay_on_matrices_only():
     model = tiny(bias=True)
-    decayed, rest = parameter_groups(model, 0.1)
-    assert decayed['weight_decay'] == 0.1 and rest['weight_decay'] == 0.0
-    assert all(p.dim() >= 2 for p in decayed['params']) and all(p.dim() < 2 for p in rest['params'])
-    assert len(decayed['params']) + len(rest['params']) == len(list(model.parameters()))
+    groups = parameter_groups(model, 0.1)
+    for group in groups:
+        assert all((p.dim() >= 2) == (group['weight_decay'] == 0.1) for p in group['params'])
+    assert sum(len(group['params']) for group in groups) == len(list(model.parameters()))
 
 
-def test_large_vocabularies_are_padded():
-    sizes = (65, 257, 50257, 50277, 50304)
-    assert [padded_vocab_size(n) for n in sizes] == [65, 257, 50304, 50304, 50304]
-
-
-def test_too_long_a_sequence_is_rejected():
+def test_impossible_shapes_are_rejected():
     with pytest.raises(ValueError, match='longer than block_size = 16'):
         tiny()(torch.zeros(1, 17, dtype=torch.long))
+    with pytest.raises(ValueError, match='n_embd = 32 is not a multiple of n_head = 3'):
+        tiny(n_head=3)

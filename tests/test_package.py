@@ -1,26 +1,38 @@
-"""What pip installs: the module `sophia` alone, with torch as its only requirement; and CITATION.cff."""
+"""The package that pip installs, the module `sophia` alone; what `import train` imports; CITATION.cff."""
 
 import email
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
 from conftest import HANG, ROOT
 
 
-def test_wheel(tmp_path):
-    """`pip install .` installs sophia.py and nothing else of the repository; what training needs is an extra."""
+def test_distributions(tmp_path):
+    """The sdist holds sophia.py with its manual and builds; the wheel installs sophia.py alone, which imports from
+    anywhere; what training needs is an extra; package indexes can show the description."""
     pytest.importorskip('setuptools', '77', reason='needs setuptools>=77: pip install -r requirements-dev.txt')
     source = tmp_path / 'source'
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns('.*', 'out', 'wandb', 'records', 'build', '*.egg-info',
                                                                 '*.bin', '*.png', '__pycache__'))
-    built = subprocess.run([sys.executable, '-m', 'pip', 'wheel', '--no-build-isolation', '--no-deps', '--no-index',
-                            '--disable-pip-version-check', '--wheel-dir', tmp_path, source],
-                           capture_output=True, text=True, timeout=HANG)
-    assert built.returncode == 0, built.stderr[-3000:]
+
+    def build(kind, folder):
+        code = f'from setuptools import build_meta; build_meta.build_{kind}({str(tmp_path)!r})'
+        done = subprocess.run([sys.executable, '-c', code], cwd=folder, capture_output=True, text=True, timeout=HANG)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    build('sdist', source)
+    sdist, = tmp_path.glob('*.tar.gz')
+    with tarfile.open(sdist) as archive:
+        files = {name.partition('/')[2] for name in archive.getnames()}
+        archive.extractall(tmp_path / 'unpacked', filter='data')
+    assert {'sophia.py', 'docs/sophia.md', 'LICENSE', 'pyproject.toml'} <= files
+    assert not [name for name in files if name.startswith('tests')]  # they test the whole repository
+    build('wheel', next((tmp_path / 'unpacked').iterdir()))
     wheel, = tmp_path.glob('*.whl')
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if '.dist-info/' not in name}
@@ -35,10 +47,20 @@ def test_wheel(tmp_path):
     assert extras.keys() == {'train', 'examples', 'dev'}
     assert {'torch<=2.13.0,>=2.11', 'tiktoken>=0.7'} <= extras['train'] and extras['train'] < extras['dev']
     assert extras['examples'] < extras['dev']
-    # Installed, it is imported from anywhere.
+    # twine check --strict asks for these two.
+    assert metadata['Description-Content-Type'] == 'text/markdown'
+    assert metadata.get_payload(decode=True).decode().startswith('# Sophia in PyTorch')
     where = subprocess.run([sys.executable, '-c', 'import sophia; print(sophia.__file__)'], cwd=tmp_path, text=True,
                            capture_output=True, timeout=HANG, env=dict(os.environ, PYTHONPATH=str(tmp_path / 'site')))
     assert where.stdout.strip() == str(tmp_path / 'site/sophia.py'), where.stderr[-3000:]
+
+
+def test_importing_train_is_cheap():
+    """The machinery of torch.compile and of sharding, which takes longer to import than PyTorch, waits for its use."""
+    late = 'torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'transformers'
+    code = f'import sys, train; print([name for name in {late} if name in sys.modules])'
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+    assert done.stdout.strip() == '[]', done.stdout + done.stderr
 
 
 def test_citation_and_workflow():

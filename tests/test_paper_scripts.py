@@ -7,28 +7,24 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT, rejection
 from fake_runs import fake_run, make, rows_of
 
-from analysis import runs
-from runtime import checkpoint
-from scripts import consolidate, plan, plot, speedup, sweep
+from analysis import figures
+from scripts import plan, plot, speedup, sweep
 from scripts.paper import (
     clipped_newton,
     compute_table,
-    dynamics,
     final_losses,
     hessian_histogram,
-    loss_grid,
     max_lr,
     superglue,
     toy_landscape,
 )
 
 
-@pytest.mark.parametrize('script', [clipped_newton, compute_table, dynamics, final_losses, hessian_histogram,
-                                    loss_grid, max_lr, plot, speedup, sweep, toy_landscape],
+@pytest.mark.parametrize('script', [clipped_newton, compute_table, final_losses, hessian_histogram,
+                                    max_lr, plot, speedup, sweep, toy_landscape],
                          ids=lambda script: script.__name__)
 def test_help(script, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -41,8 +37,7 @@ def test_help(script, capsys):
     (compute_table, ['config/quickstart.py', '--launcher=torchrum --standalone'], 'no such command'),
     (compute_table, ['config/quickstart.py', '--launcher='], 'no such command'),
     (compute_table, ['config/quickstart.py', '--launcher="torchrun'], 'No closing quotation'),
-    (sweep, ['--out_dir=somewhere', '--launcher=nosuch'], 'no such command'),
-    (sweep, ['--out_dir=somewhere', '--jobs=0'], 'at least 1')])
+    (sweep, ['--out_dir=somewhere', '--grid', 'seed=1', '--jobs=0'], 'at least 1')])
 def test_flags_that_make_no_sense_are_rejected(script, argv, message, capsys):
     with pytest.raises(SystemExit):
         script.main(argv)
@@ -70,9 +65,9 @@ def test_output_that_cannot_be_written_is_rejected_before_the_work(script, argv,
 
 
 def test_a_file_is_written_whole_or_not_at_all_into_a_folder_that_is_made(tmp_path):
-    path = runs.writable(tmp_path / 'a' / 'b' / 'x.txt')
+    path = figures.writable(tmp_path / 'a' / 'b' / 'x.txt')
     assert not (tmp_path / 'a').exists(), 'asking should leave nothing'
-    runs.write_text(path, 'first')
+    figures.write_text(path, 'first')
 
     class Full:
         def savefig(self, f, **_):
@@ -81,36 +76,8 @@ def test_a_file_is_written_whole_or_not_at_all_into_a_folder_that_is_made(tmp_pa
 
     picture = path.with_suffix('.png')
     picture.write_text('first')
-    assert rejection(runs.save, picture, Full()) == f'{picture}: cannot be written (No space left on device)'
+    assert rejection(figures.save, picture, Full()) == f'{picture}: cannot be written (No space left on device)'
     assert picture.read_text() == 'first' and sorted(path.parent.iterdir()) == [picture, path]
-
-
-def test_consolidate_makes_the_folder_or_rejects(tmp_path, monkeypatch):
-    (tmp_path / 'ckpt_00000005').mkdir()
-    monkeypatch.setattr(checkpoint, 'load', lambda path: (path, dict(model={'w': torch.zeros(2)})))
-    written = consolidate.consolidate(tmp_path / 'ckpt_00000005', tmp_path / 'a' / 'b' / 'x.pt', optimizer=False)
-    assert torch.load(written)['model']['w'].tolist() == [0, 0]
-    assert 'cannot be written' in rejection(
-        consolidate.consolidate, tmp_path / 'ckpt_00000005', written / 'x.pt', False)
-
-
-@pytest.mark.parametrize('config', [{'config': {}}, {'config': 3}, {'parameters': 3}, [1]])
-def test_a_run_without_its_settings_is_rejected(tmp_path, config):
-    run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'])
-    (run / 'config.json').write_text(json.dumps(config))
-    for main, flags in ((speedup.main, []), (final_losses.main, []), (plot.main, ['--x', 'flops'])):
-        message = rejection(main, [str(run), *flags, f'--output={tmp_path / "x.png"}'])
-        assert message.startswith(f'{run}/config.json: ') and ('config' in message and 'damaged' in message
-                                                               or 'not written by train.py' in message)
-
-
-@pytest.mark.parametrize('key', ['parameters', 'max_iters', 'bias'])
-def test_a_run_that_lacks_one_key_is_rejected_by_its_name(tmp_path, key):
-    run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'])
-    about = json.loads((run / 'config.json').read_text())
-    (about if key in about else about['config']).pop(key)
-    (run / 'config.json').write_text(json.dumps(about))
-    assert f'config.json: has no {key!r}' in rejection(runs.read_run, run)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -143,15 +110,13 @@ def test_toy_trajectories_are_those_of_the_papers_figure(tmp_path):
 
 
 def test_theory_steps_are_flat_below_the_bound_and_signgds_above_theirs(tmp_path):
-    clipped_newton.main(['--dim', '5', '--max_condition', '1e6', '--signgd_condition', '1e4',
-                         '--output', str(tmp_path / 'theory.png')])
+    clipped_newton.main(['--max_condition', '1e4', '--output', str(tmp_path / 'theory.png')])
     rows = rows_of(tmp_path / 'theory.csv')
     for name in [*clipped_newton.FUNCTIONS, 'quadratic']:
         mine = [row for row in rows if row['function'] == name and row['method'] == 'clipped Newton']
         steps = [int(row['steps']) for row in mine]
         assert max(steps) - min(steps) <= 4 and min(steps) > 5
         assert all(int(row['steps']) <= float(row['bound']) for row in mine)
-        assert all(float(row['measured Hessian ratio']) <= 2 + 1e-6 for row in mine)
     signgd = [row for row in rows if row['method'] == 'SignGD']
     assert all(int(row['steps']) >= float(row['bound']) for row in signgd)
     growth = math.log(int(signgd[-1]['steps']) / int(signgd[0]['steps'])) / math.log(1e4)
@@ -167,8 +132,10 @@ def test_theory_R_is_no_smaller_than_it_must_be_and_derivatives_fit(name):
     problem = clipped_newton.Problem(phi, np.logspace(0, 2, 3), rng)
     theta = problem.start(10.0, rng)
     assert problem.loss(theta) == pytest.approx(10.0) and problem.loss(problem.minimizer) == 0
-    # Outside of the assumption's radius the measured ratio does exceed 2: the measurement can tell.
-    assert problem.hessian_ratio(theta, 3 * phi.R, rng) > 2
+    # The assumption: within R the second derivative changes by at most a factor of 2, and somewhere by that much.
+    z = np.linspace(-4, 4, 4001)
+    ratio = phi.second(z + phi.R) / phi.second(z)
+    assert 1.9 < max(ratio.max(), 1 / ratio.min()) <= 2 + 1e-9
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -204,9 +171,9 @@ def test_losses_of_other_data_or_sequences_are_not_averaged(tmp_path, capsys):
         directory = tmp_path / what
         make(directory, 'adamw', 100, 3.0)
         make(directory, 'adamw', 100, 3.0, lr=2e-3, **other)
-        for script, flags in ((final_losses, []), (loss_grid, ['--rows', 'gamma', '--columns', 'beta2'])):
+        for flags in ([], ['--grid', 'gamma', 'beta2']):
             with pytest.raises(SystemExit, match=f'cannot be compared: {what}'):
-                script.main([str(directory), *flags, '--output', str(tmp_path / 'g.png')])
+                final_losses.main([str(directory), *flags, '--output', str(tmp_path / 'g.png')])
 
 
 def test_final_losses_by_hessian_interval_against_flops(tmp_path):
@@ -219,35 +186,25 @@ def test_final_losses_by_hessian_interval_against_flops(tmp_path):
     assert float(frequent['flops']) / float(seldom['flops']) == pytest.approx((1 + 1 / 3) / (1 + 1 / 30))
 
 
-def test_loss_grid_shows_losses_and_differences(tmp_path, monkeypatch):
+def test_a_grid_shows_losses_and_differences(tmp_path, monkeypatch):
     for gamma in (0.01, 0.02):
         for beta2 in (0.95, 0.99):
             make(tmp_path, 'sophiah', 100, 3 + gamma + beta2, argv=[f'--gamma={gamma}', f'--beta2={beta2}'])
-    loss_grid.main([str(tmp_path), '--output', str(tmp_path / 'g.png')])
+    final_losses.main([str(tmp_path), '--grid', 'gamma', 'beta2', '--output', str(tmp_path / 'g.png')])
     cells = {(float(row['gamma']), float(row['beta2'])): float(row['val/loss']) for row in rows_of(tmp_path / 'g.csv')}
     assert cells == {(g, b): pytest.approx(3 + g + b) for g in (0.01, 0.02) for b in (0.95, 0.99)}
 
     make(tmp_path, 'adamw', 100, 3.5, lr=1e-3)
     make(tmp_path, 'adamw', 100, 3.4, lr=2e-3)
-    loss_grid.main([str(tmp_path), '--rows', 'total_batch_size', '--columns', 'max_iters', '--minus', 'adamw',
-                    '--output', str(tmp_path / 'd.png')])
+    argv = [str(tmp_path), '--grid', 'total_batch_size', 'max_iters', '--minus', 'adamw',
+            '--output', str(tmp_path / 'd.png')]
+    final_losses.main(argv)
     (row,) = rows_of(tmp_path / 'd.csv')
     assert float(row['difference']) == pytest.approx(3 + 0.01 + 0.95 - 3.4)
     figures = []
-    monkeypatch.setattr(loss_grid, 'save', lambda output, fig, *_, **__: figures.append(fig))
-    loss_grid.main([str(tmp_path), '--rows', 'total_batch_size', '--columns', 'max_iters', '--minus', 'adamw',
-                    '--output', str(tmp_path / 'd.png')])
+    monkeypatch.setattr(final_losses, 'save', lambda output, fig, *_, **__: figures.append(fig))
+    final_losses.main(argv)
     assert (figures[0].axes[0].get_xlabel(), figures[0].axes[0].get_ylabel()) == ('steps T', 'sequences per step')
-
-
-def test_dynamics_shows_what_is_clipped(tmp_path):
-    make(tmp_path, 'sophiag', 100, 3.0, update_unclipped=lambda i: 0.4, hessian_norm=lambda i: 1.0 + i,
-         grad_clipped=0.02)
-    make(tmp_path, 'adamw', 100, 3.0, grad_clipped=0.3)
-    dynamics.main([str(tmp_path), '--output', str(tmp_path / 'dynamics.png')])
-    adamw, sophia = sorted(json.loads((tmp_path / 'dynamics.json').read_text())['at_the_end'], key=lambda r: r['run'])
-    assert sophia['update_clipped'] == pytest.approx(0.6) and sophia['hessian_norm'] == 101.0
-    assert adamw['grad_clipped'] == 0.3 and 'hessian_norm' not in adamw
 
 
 # Table 2, TFLOPs per step. The paper's Sophia-G counts a whole forward and backward for the estimate, 1/20 more; here

@@ -1,25 +1,29 @@
-"""scripts/records.py: what a record must hold. The records of this repository, and the numbers told of them."""
+"""scripts/records.py and runs.jsonl: what a record must hold. The records of this repository."""
 
-import csv
 import json
 import re
 import shlex
 
 import pytest
 from conftest import ROOT, rejection
-from fake_runs import fake_run, rows_of
+from fake_runs import fake_run, make, rows_of
 from PIL import Image
 
+from analysis import runs
 from scripts import records
 
 
 @pytest.fixture
 def record(tmp_path):
     run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'], machine=dict(cpu='x', gpu=None, cores=2, threads=2))
-    about = json.loads((run / 'config.json').read_text())
-    about.update(git_commit='0' * 40, command=['python', 'train.py', '--out_dir=out/x'])
-    (run / 'config.json').write_text(json.dumps(about))
+    change(run, git_commit='0' * 40, command=['python', 'train.py', '--out_dir=out/x'])
     return run
+
+
+def change(run, **entries):
+    """Replaces entries of a config.json."""
+    about = json.loads((run / 'config.json').read_text())
+    (run / 'config.json').write_text(json.dumps({**about, **entries}))
 
 
 def test_a_complete_record_passes_and_is_in_the_table(record, tmp_path, capsys):
@@ -30,15 +34,14 @@ def test_a_complete_record_passes_and_is_in_the_table(record, tmp_path, capsys):
     assert float(row['val/loss']) == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize(('change', 'what'), [
+@pytest.mark.parametrize(('entries', 'what'), [
     (dict(machine=None), 'does not name the machine'), (dict(machine=dict(cpu='x')), 'cores and threads'),
     (dict(git_commit=None), 'no git_commit'), (dict(git_commit='0' * 40 + '+'), 'changed code'),
     (dict(data={}), 'no fingerprint'), (dict(command=[]), 'no command'),
     (dict(command=['train.py', '--dataset=/somebody/data']), 'names a place on the machine: --dataset=/somebody'),
     (dict(changes=[{'iter': 1, 'key': 'seed', 'from': 1, 'to': 2}]), 'seed was changed')])
-def test_an_incomplete_record_is_named(record, tmp_path, capsys, change, what):
-    about = json.loads((record / 'config.json').read_text())
-    (record / 'config.json').write_text(json.dumps({**about, **change}))
+def test_an_incomplete_record_is_named(record, tmp_path, capsys, entries, what):
+    change(record, **entries)
     assert '1 of 1 records are incomplete' in rejection(records.main, [str(tmp_path)])
     assert what in capsys.readouterr().err
 
@@ -62,9 +65,61 @@ def test_an_unfinished_record_is_named_and_a_diverged_one_is_complete(record, tm
     records.main([str(tmp_path)])
 
 
-def test_the_records_of_this_repository_are_finished_runs_of_one_schedule():
-    runs = records.find_runs([ROOT / 'records'])
-    assert len(runs) > 90 and [str(run.out_dir) for run in runs if run.rejected] == []
+# ----------------------------------------------------------------------------------------------------------------------
+# runs.jsonl
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """(a directory of five runs, the folder with its runs.jsonl)."""
+    for name in ('adamw', 'sophiag'):
+        for seed in (1, 2):
+            make(tmp_path / 'out' / name, name, 100, 3.0 + 0.1 * seed, seed=seed, gpu_memory=lambda i: 1.0 + i)
+    diverged = fake_run(tmp_path / 'out/adamw/diverged', 3.0, ['--max_iters=100'], end=30)
+    (diverged / 'failed.txt').write_text('iteration 30: the loss is not finite\n')
+    rejection(records.main, [str(tmp_path / 'out'), '--pack', str(tmp_path / 'records')])  # of no commit: incomplete
+    return tmp_path / 'out', tmp_path / 'records'
+
+
+def test_packed_runs_are_the_runs(pair):
+    out, folder = pair
+    before, after = runs.find_runs([out]), runs.find_runs([folder])
+    assert [run.out_dir.relative_to(out) for run in before] == [run.out_dir.relative_to(folder) for run in after]
+    assert len(before) == 5 and sorted(folder.iterdir()) == [folder / 'runs.jsonl']
+    for one, two in zip(before, after):
+        assert (one.config, one.about, one.records, one.failed) == (two.config, two.about, two.records, two.failed)
+        assert one.rejected == two.rejected
+    assert after[-1].out_dir.parent == folder / 'sophiag' and after[-1].failed is None
+    assert [run.failed for run in after if run.diverged] == ['iteration 30: the loss is not finite']
+
+
+@pytest.mark.parametrize(('selection', 'count'), [
+    ('', 5), ('adamw', 3), ('adamw/diverged', 1), ('*/*-1-*', 2), ('s*', 2), ('adamw/../adamw/*-2-*', None),
+    ('adam', None), ('adamw/diverged/x', None)])
+def test_runs_are_chosen_by_name_or_wildcard(pair, selection, count):
+    path = f'{pair[1]}/{selection}'
+    if count:
+        assert len(runs.find_runs([path])) == count
+        assert len(runs.find_runs([path, pair[1]])) == 5  # each once
+    else:
+        assert f'a name of runs in {pair[1]}/runs.jsonl' in rejection(runs.find_runs, [path])
+
+
+def test_a_damaged_line_is_named(pair):
+    with (pair[1] / 'runs.jsonl').open('a') as f:
+        f.write('{"run": "x"}\n')
+    assert 'runs.jsonl:6: not a line of' in rejection(runs.find_runs, [pair[1]])
+    assert '--pack: give one OUT_DIR' in rejection(records.main, ['a', 'b', '--pack', 'c'])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The records of this repository
+
+
+def test_records_are_finished_runs_of_one_schedule():
+    found = runs.find_runs([ROOT / 'records'])
+    assert len(found) >= 352
+    assert [str(run.out_dir) for run in found if run.rejected and not run.diverged] == []
 
 
 def test_every_picture_says_what_drew_it():
@@ -79,26 +134,5 @@ def test_the_older_verdict_is_that_of_its_records():
     result = json.loads((ROOT / 'records/cpu/few_speedup.json').read_text())
     sophia, = (verdict for verdict in result['verdicts'] if verdict['candidate'] == 'sophiag')
     page = ' '.join((ROOT / 'docs/small-runs.md').read_text(encoding='utf-8').split())
-    for pattern, found in ((r'by ([\d., and]+) at 300, 600, 1,200 and 2,400 steps, each at its best',
-                            [f'{row["difference"]:.3f}' for row in sophia['same_T']]),
-                           (r"reaches Sophia-G's loss after ([\d., and]+) of Sophia-G's steps",
-                            [f'{row["ratio steps"]:.2f}' for row in sophia['efficiency']])):
-        assert re.findall(r'\d\.\d+', re.search(pattern, page)[1]) == found
-
-
-def test_the_studys_table_is_that_of_its_records():
-    page = (ROOT / 'docs/verdict.md').read_text(encoding='utf-8')
-    with (ROOT / 'records/study.csv').open(encoding='utf-8') as file:
-        for row in csv.DictReader(file):
-            first = f'| {int(row["T"]):,} | {row["optimizer"]} |'
-            line, = (line for line in page.splitlines() if line.startswith(first))
-            sd = f'{float(row["sd"] or 0):.3f}'
-            spread = f' ± {"<0.001" if float(sd) == 0 else sd}' if row['sd'] else ''
-            lr, mean = float(row['learning_rate']), float(row['val/loss'])
-            assert f'| {lr:g} ({row["trials"]}) | {mean:.3f}{spread} |' in line, (row, line)
-
-
-def test_the_searches_of_adamw_and_sophia_ended_after_one_round():
-    for name in ('adamw', 'sophiag'):
-        tuning = json.loads((ROOT / f'records/study/1200/{name}/tuning.json').read_text())
-        assert tuning['finished'] and tuning['kept'] == []
+    told = re.search(r'by ([\d., and]+) at 300, 600, 1,200 and 2,400 steps', page)[1]
+    assert re.findall(r'\d\.\d+', told) == [f'{row["difference"]:.3f}' for row in sophia['same_T']]

@@ -1,4 +1,4 @@
-"""Which room of the repository may import which, as the README's architecture section says."""
+"""The parts of the repository import each other as the README's architecture section says."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-# What the files of a room may import of this repository, besides their own room.
+# The modules and packages of this repository that each part may import, in addition to itself.
 MAY_IMPORT = {
     'train.py': {'model', 'loss', 'sophia', 'hessian', 'optimizers', 'configurator', 'runtime', 'data'},
     'model.py': {'loss', 'runtime'},
@@ -19,15 +19,15 @@ MAY_IMPORT = {
     'data': {'runtime'},
     'examples': {'sophia'},
 }
-# Floors of runtime/, from below: a file imports from lower floors only. hf stands beside them.
-FLOORS = [{'files', 'rng', 'device', 'signals'}, {'distributed', 'runlog'}, {'sharded', 'optim'}, {'checkpoint'},
-          {'start'}]
-ROOMS = {Path(room).stem for room in MAY_IMPORT} | {'analysis', 'scripts', 'dev', 'tests'}
+# The files of runtime/, from below: each imports from lower layers only.
+LAYERS = [{'files', 'rng', 'device', 'signals'}, {'distributed', 'runlog', 'speed'}, {'optim', 'optimizer_state'},
+          {'sharded'}, {'checkpoint'}, {'lifecycle'}]
+PARTS = {Path(part).stem for part in MAY_IMPORT} | {'analysis', 'scripts', 'dev', 'tests'}
 
 
-def files(room):
-    """The Python files of a room."""
-    path = ROOT / room
+def files(part):
+    """The Python files of a part."""
+    path = ROOT / part
     return [path] if path.is_file() else sorted(path.rglob('*.py'))
 
 
@@ -50,39 +50,36 @@ def imports(path):
                 submodule = ROOT / module.replace('.', '/') / alias.name
                 is_module = submodule.is_dir() or submodule.with_suffix('.py').is_file()
                 found.add(f'{module}.{alias.name}' if is_module else module)
-    return {name for name in found if name.split('.')[0] in ROOMS}
+    return {name for name in found if name.split('.')[0] in PARTS}
 
 
-@pytest.mark.parametrize('room', MAY_IMPORT)
-def test_a_room_imports_only_what_it_may(room):
-    if not (ROOT / room).exists():
-        pytest.skip(f'{room} does not exist')
-    allowed = MAY_IMPORT[room] | {Path(room).stem}
+@pytest.mark.parametrize('part', MAY_IMPORT)
+def test_a_part_imports_only_what_it_may(part):
+    allowed = MAY_IMPORT[part] | {Path(part).stem}
     wrong = {str(path.relative_to(ROOT)): sorted(name for name in imports(path) if name.split('.')[0] not in allowed)
-             for path in files(room)}
+             for path in files(part)}
     assert not {path: names for path, names in wrong.items() if names}
 
 
-@pytest.mark.parametrize('floor', range(len(FLOORS)))
-def test_a_floor_of_runtime_imports_only_lower_ones(floor):
-    allowed = {f'runtime.{name}' for lower in FLOORS[:floor] for name in lower}
-    for name in FLOORS[floor]:
-        path = ROOT / 'runtime' / f'{name}.py'
-        if path.is_file():
-            assert imports(path) <= allowed, name
+def test_a_layer_of_runtime_imports_only_lower_ones():
+    lower = set()
+    for layer in LAYERS:
+        for path in [path for path in files('runtime') if path.stem in layer]:
+            assert imports(path) <= lower, path
+        lower |= {f'runtime.{name}' for name in layer}
+    assert {path.stem for path in files('runtime')} - {'__init__'} <= set().union(*LAYERS)
 
 
 def test_runtime_does_not_know_the_paper():
     """Neither its optimizer, nor by name the modules of one architecture."""
     for path in files('runtime'):
         text = path.read_text(encoding='utf-8')
-        assert 'sophia' not in text.lower(), path
-        assert path.stem == 'hf' or 'transformer.h' not in text, path
+        assert 'sophia' not in text.lower() and 'transformer.h' not in text, path
 
 
 def test_no_import_circle():
-    modules = {name_of(path): imports(path) for room in sorted(ROOMS - {'tests'})
-               for path in files(room if (ROOT / room).is_dir() else f'{room}.py') if path.is_file()}
+    modules = {name_of(path): imports(path) for part in sorted(PARTS - {'tests'})
+               for path in files(part if (ROOT / part).is_dir() else f'{part}.py') if path.is_file()}
     while modules:
         leaves = {name for name, imported in modules.items() if not imported & modules.keys()}
         assert leaves, f'a circle of imports among {sorted(modules)}'

@@ -7,9 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from scipy import stats
 
 import train
-from dev import study
+from analysis.runs import find_runs
+from dev import dissection, study
 
 
 def make_all(monkeypatch, loss_of):
@@ -74,3 +76,50 @@ def test_recorded_runs_are_not_due(monkeypatch, tmp_path):
     assert first not in due and second not in due and third in due
     study.collect(tmp_path / 'out', path)
     assert [*map(json.loads, path.read_text().splitlines())] == sorted(lines, key=lambda line: line['run'])
+
+
+def recorded(trial, loss, extra=None):
+    """A line of runs.jsonl for a trial that ended with this loss."""
+    config = train.resolve(trial.command).values
+    return dict(run=str(trial.path), config=dict(config=config, parameters=1), metrics={
+        'iter': [0, config['max_iters']], 'val/loss': [5.0, loss], 'update_unclipped': [None, extra]})
+
+
+def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
+    """On made-up losses: sign momentum is worse than Sophia-G by 0.02, the mean of h equal, all with σ = 0.003."""
+    rng = random.Random(0)
+    noise = {}
+
+    def loss_of(trial):
+        s = dict(trial.settings)
+        loss = surface(trial) + dict(clip=0.02, ef_clip=0.01, adamw=0.005).get(trial.optimizer, 0)
+        loss += 0.002 * (s['beta1'] == 0.9) + 0.002 * (s['warmup_iters'] == 2400) + 0.002 * ('weight_decay' in s)
+        noise[trial.path] = loss + (rng.gauss(0, 0.003) if dict(trial.settings)['seed'] != study.SEARCH_SEED else 0)
+        return noise[trial.path]
+
+    made = make_all(monkeypatch, loss_of)
+    folder = tmp_path / 'dissection'
+    folder.mkdir()
+    monkeypatch.setattr(dissection, 'RECORDS', folder / 'runs.jsonl')
+    lines = [json.dumps(recorded(trial, noise[trial.path], 0.3)) for trial in made if trial.part in 'AC']
+    (folder / 'runs.jsonl').write_text('\n'.join(lines) + '\n')
+    rows = dissection.tests(find_runs([folder]))
+    assert [row['comparison'] for row in rows] == [
+        'A: Sign momentum minus Sophia-G', 'A: GNB, mean of h minus Sophia-G', 'A: E-F+clip minus Sophia-G',
+        'A: Sophia-H minus Sophia-G', 'C, primary: Sophia-G minus AdamW', 'C, secondary: Sophia-G minus Sign momentum']
+    seeds = {name: [noise[trial.path] for trial in made if trial.part == 'C' and trial.optimizer == name
+                    and dict(trial.settings)['seed'] != study.SEARCH_SEED] for name in ('sophiag', 'adamw')}
+    expected = stats.ttest_ind(seeds['sophiag'], seeds['adamw'], equal_var=False)
+    assert rows[4]['p'] == pytest.approx(expected.pvalue)
+    assert rows[0]['difference'] > 0.01 and rows[0]['p, Holm'] >= rows[0]['p']
+    dissection.main(['--output', str(tmp_path / 'x.png')])
+    assert 'C, primary' in capsys.readouterr().out and (tmp_path / 'x.png').stat().st_size > 10_000
+
+    # With a run of each side missing nothing is tested.
+    kept = [line for line in lines if '1343' not in line]
+    (folder / 'runs.jsonl').write_text('\n'.join(kept) + '\n')
+    assert dissection.tests(find_runs([folder])) == []
+
+
+def test_holm():
+    assert dissection.holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])

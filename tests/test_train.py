@@ -1,14 +1,20 @@
-"""The real train.py as a script: it learns, and what must not matter to the losses does not."""
+"""train.py: it learns, its losses do not depend on how a mini-batch is split, and nothing fools a fork silently."""
 
+import errno
 import json
 import math
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, metrics, run_train
+from conftest import ROOT, TINY, metrics, rejection, run_train
 
-import train
+import loss
+import train as program
+from data.loader import TrainLoader
 from runtime import checkpoint
 from runtime.device import can_compile
 
@@ -21,6 +27,16 @@ def run(fork, corpus):
     def call(out, *flags, **kwargs):
         return fork('train.py', *TINY, f'--dataset={corpus}', f'--out_dir={out}', '--learning_rate=1e-2', *flags,
                     check=True, **kwargs).out
+    return call
+
+
+@pytest.fixture
+def main(corpus):
+    """main(out_dir, *flags): a run in this process."""
+    def call(out, *flags):
+        while checkpoint.LOCKS:  # of runs of this process
+            checkpoint.LOCKS.pop().close()
+        program.main([*TINY, f'--dataset={corpus}', f'--out_dir={out}', '--learning_rate=1e-2', *flags])
     return call
 
 
@@ -55,13 +71,21 @@ def test_it_learns_and_leaves_its_records(reference, name):
     assert {'command', 'versions', 'git_commit', 'data'} <= described.keys()
 
 
-def test_denormals_are_flushed_in_training(corpus, tmp_path):
+def test_importing_train_leaves_slow_modules_out():
+    """Machinery for compiling and for sharding is imported where something is compiled or sharded."""
+    slow = ['torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'sympy',
+            'transformers', 'matplotlib', 'scipy']
+    code = f'import sys, torch, numpy, train; print([name for name in {slow} if name in sys.modules])'
+    assert subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True) == '[]\n'
+
+
+def test_denormals_are_flushed_in_training(main, tmp_path):
     """A run whose attention had become sharp took twice the time for them."""
     if not torch.set_flush_denormal(False):
         pytest.skip('this processor cannot flush denormals')
     try:
         assert (torch.full((10_000,), 1e-39) * 1).count_nonzero() == 10_000
-        train.main([*TINY, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--max_iters=1'])
+        main(tmp_path, '--max_iters=1')
         assert (torch.full((10_000,), 1e-39) * 1).count_nonzero() == 0
     finally:
         torch.set_flush_denormal(False)
@@ -74,7 +98,7 @@ def test_learning_rate_warms_up_and_decays_to_its_ratio(reference):
     assert metrics(reference['adamw'], 'lr') == [1e-2] * 10
 
 
-def test_what_is_logged_of_clipping_and_speed_adds_up(reference):
+def test_logged_clipping_and_speed_add_up(reference):
     norms = np.array(metrics(reference['adamw'], 'grad_norm'))
     assert norms.min() < 0.85 < norms.max()
     assert metrics(reference['adamw'], 'grad_clipped') == pytest.approx(np.cumsum(norms > 0.85) / np.arange(1, 11))
@@ -112,11 +136,14 @@ def shown(x, p, training):
     if training:
         print('mask', dropout(torch.ones(64), p).int().tolist(), flush=True)
     return dropout(x, p, training)
-torch.nn.functional.dropout = shown
+def show():
+    torch.nn.functional.dropout = shown
+at(1, show, rank=0)  # iteration 0 also has the comparison of the ranks
+at(1, show, rank=1)
 """)
     assert done.code == 0, done.err
     masks = [line for line in done.out.splitlines() if line.startswith('mask')]
-    assert len(masks) == len(set(masks)) == 2 * 4 * 3  # embeddings, attention and MLP of one micro-batch a rank
+    assert len(masks) == len(set(masks)) == 2 * 3 * 3  # embeddings, attention and MLP of one micro-batch a rank
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag'])
@@ -134,15 +161,86 @@ def test_the_micro_batch_does_not_matter(run, tmp_path, name):
         assert metrics(runs[0], 'hessian_norm') == pytest.approx(metrics(runs[1], 'hessian_norm'), rel=2e-2)
 
 
+@pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
+def test_a_batch_ramp_weights_every_sequence_alike_and_counts_its_tokens(main, tmp_path, monkeypatch, name):
+    """3 of 4 sequences, in micro-batches of 2 and 1 or of 3."""
+    advance = TrainLoader.__next__
+    monkeypatch.setattr(TrainLoader, '__next__', lambda loader: advance(loader)[:3])
+    hessian = ['--hessian_interval=2'] if name != 'adamw' else []
+    runs = [tmp_path / 'split', tmp_path / 'whole']
+    for out, batch_size in zip(runs, (2, 4)):
+        main(out, f'--optimizer_name={name}', *hessian, f'--batch_size={batch_size}', '--max_iters=5', '--eval_iters=1')
+    for key in ('train/loss', 'grad_norm', *['hessian_norm'] * (name != 'adamw')):
+        assert metrics(runs[0], key) == pytest.approx(metrics(runs[1], key), rel=1e-3)
+    for line in map(json.loads, (runs[0] / 'metrics.jsonl').read_text().splitlines()):
+        assert line['tokens'] == line['iter'] * 3 * 32
+        if 'step_ms' in line:
+            assert line['tokens_per_sec'] * line['step_ms'] / 1e3 == pytest.approx(3 * 32)
+
+
+def test_val_loss_stays_the_plain_cross_entropy_when_the_training_loss_is_another(main, tmp_path, monkeypatch):
+    main(tmp_path / 'plain', '--max_iters=1')
+    assert not metrics(tmp_path / 'plain', 'val/training_loss')
+    monkeypatch.setattr(loss, 'token_loss', lambda logits, targets: 2 * loss.cross_entropy(logits, targets))
+    main(tmp_path / 'other', '--max_iters=1')
+    first, other = metrics(tmp_path / 'plain', 'val/loss')[0], metrics(tmp_path / 'other', 'val/loss')[0]
+    assert other == first
+    assert metrics(tmp_path / 'other', 'val/training_loss')[0] == pytest.approx(2 * first)
+    assert metrics(tmp_path / 'other')[0] == pytest.approx(2 * metrics(tmp_path / 'plain')[0])
+
+
+def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(main, tmp_path, monkeypatch, capsys):
+    main(tmp_path, '--max_iters=1')
+    described = json.loads((tmp_path / 'config.json').read_text())
+    assert described['code'] == checkpoint.load(tmp_path)[1]['code']
+    main(tmp_path, '--max_iters=2', '--init_from=resume')
+    assert 'the code' not in capsys.readouterr().out
+    # One more file of the repository is executed, whether git knows it or not.
+    monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(ROOT / 'scripts/plot.py')))
+    main(tmp_path, '--max_iters=3', '--init_from=resume')
+    assert capsys.readouterr().out.count('changed: the code is not the one that saved the checkpoint\n') == 1
+    assert json.loads((tmp_path / 'config.json').read_text())['code'] != described['code']
+
+
+def test_a_mixture_of_experts_that_leaves_out_an_expert_on_one_rank_is_one_line(train, tmp_path):
+    done = train(tmp_path, ranks=2, faults="""
+forward = model.MLP.forward
+model.MLP.forward = lambda self, x: forward(self, x) if os.environ['RANK'] == '0' else x
+""")
+    assert done.code == 1 and len(done.err.splitlines()) == 1
+    assert done.err.startswith('transformer.h.0.mlp.c_fc.weight: has a gradient on some ranks only; let every rank')
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Input and ends of runs
+
+
+def test_max_iters_below_the_checkpoint_is_one_line(main, tmp_path, capsys):
+    main(tmp_path, '--max_iters=2', '--eval_interval=1')
+    assert rejection(main, tmp_path, '--max_iters=1', '--init_from=resume') == (
+        f'--max_iters=1: {tmp_path}/ckpt_00000002.pt is at iteration 2 already; set at least that, or choose another '
+        '--out_dir')
+    assert 'inf' not in capsys.readouterr().out
+
+
+def test_a_first_save_that_fails_does_not_speak_of_older_checkpoints(main, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+    monkeypatch.setattr(torch, 'save', full)
+    assert rejection(main, tmp_path, '--max_iters=1') == (
+        f'{tmp_path}: the last checkpoint could not be saved; there is none')
+    output = capsys.readouterr()
+    assert output.err == (f'warning: {tmp_path}/ckpt_00000001.pt: could not be saved (No space left on device); '
+                          'training continues\n')
+    assert 'done:' not in output.out
+
+
 @pytest.mark.parametrize('flags, words', [
     (['--dataset=openwebtext'], 'run python data/openwebtext/prepare.py'),
     (['--dataset=nowhere'], 'data/nowhere/train.bin: no such file'),
     (['--device=cuda'], 'torch finds no CUDA device here; use --device=cpu'),
     (['--block_size=60000'], 'too few for block_size = 60000'),
     (['--n_head=3'], '--n_head=3: must be a divisor of n_embd = 32'),
-    (['--learning_rate=-1'], '--learning_rate=-1.0: must be at least 0'),
-    (['--optimizer_name=sophiag', '--hessian_interval=0'], '--hessian_interval=0: must be above 0 for sophiag'),
-    (['config/nothing.py'], 'config/nothing.py: no such config file'),
 ])
 def test_bad_input_is_one_line_and_leaves_nothing(fork, corpus, tmp_path, flags, words):
     if '--device=cuda' in flags and torch.cuda.is_available():

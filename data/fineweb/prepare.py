@@ -13,5 +13,10 @@ from data.sources import prepare_split_table
 REPOSITORY, REVISION = 'HuggingFaceFW/fineweb-edu', '87f09149ef4734204d70ed1d046ddc9ca3f2b8f9'
 FILES = [f'sample/10BT/{i:03d}_00000.parquet' for i in range(14)]
 
-if __name__ == '__main__':
+
+def main():
     prepare_split_table(__doc__, __file__, REPOSITORY, REVISION, FILES)
+
+
+if __name__ == '__main__':
+    main()

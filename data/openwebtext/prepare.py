@@ -14,5 +14,10 @@ from data.sources import prepare_split_table
 REPOSITORY, REVISION = 'Skylion007/openwebtext', '79d93d786212f7344586290adb811d4ae6a1762c'
 FILES = [f'plain_text/train-{i:05d}-of-00080.parquet' for i in range(80)]
 
-if __name__ == '__main__':
+
+def main():
     prepare_split_table(__doc__, __file__, REPOSITORY, REVISION, FILES)
+
+
+if __name__ == '__main__':
+    main()

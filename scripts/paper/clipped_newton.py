@@ -4,9 +4,8 @@
 
 Left: the method of equation clipped_newton_for_convex_loss (full eigendecomposition, η = 1/2, ρ = R / (2√d)) on
 strictly convex functions that satisfy both assumptions: L(θ) = Σ σ_i φ(z_i) with z = U(θ − θ*), U a random rotation and
-φ''(0) = 1. Then μ = min σ_i, and R follows from |d ln φ''/dz| ≤ ln 2 / R; the script also measures
-‖∇²L(θ')⁻¹ ∇²L(θ)‖ at random pairs with ‖θ − θ'‖ = R. Every start has L − min L = Δ, equally shared by the coordinates,
-so that the theorem's bound is the same for all condition numbers max σ_i / min σ_i.
+φ''(0) = 1. Then μ = min σ_i, and R follows from |d ln φ''/dz| ≤ ln 2 / R. Every start has L − min L = Δ, equally shared
+by the coordinates, so that the theorem's bound is the same for all condition numbers max σ_i / min σ_i.
 
 Right: SignGD on the quadratic μ/2 θ1² + β/2 θ2² with the best of many learning rates, from the two starts of the
 theorem's proof, against its lower bound ½ (√(Δ/ε) − √2) √(β/μ), and clipped Newton on the same problem.
@@ -21,7 +20,10 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import figure, png_path, print_table, save
+from analysis.figures import figure, png_path, print_table, save
+
+D = 10  # coordinates of the convex functions
+DELTA, EPS = 10.0, 1e-3  # L(θ0) − min L, and the loss to reach; in units of μ
 
 
 @dataclass
@@ -77,17 +79,6 @@ class Problem:
             low, high = np.where(below, middle, low), np.where(below, high, middle)
         return self.minimizer + self.U.T @ (high * rng.choice([-1.0, 1.0], len(high)))
 
-    def hessian_ratio(self, theta, R, rng, pairs=200):
-        """The largest ‖∇²L(θ')⁻¹ ∇²L(θ'')‖₂ measured over random θ'' near `theta` and θ' at distance R from it."""
-        worst = 0.0
-        for _ in range(pairs):
-            one = self.minimizer + (theta - self.minimizer) * rng.uniform(0, 1.2)
-            direction = rng.standard_normal(len(theta)) if rng.random() < 0.5 else self.U.T @ np.eye(len(theta))[
-                rng.integers(len(theta))]
-            other = one + direction * rng.choice([-1, 1]) * R / np.linalg.norm(direction)
-            worst = max(worst, np.linalg.norm(np.linalg.solve(self.hessian(other), self.hessian(one)), 2))
-        return float(worst)
-
 
 def clipped_newton(gradient, hessian, loss, theta, rho, eps, eta=0.5, max_steps=10 ** 6):
     """Steps until loss(θ) ≤ eps under θ ← θ − η Vᵀ clip(V H⁻¹ ∇L, ρ), V the eigenvectors of the Hessian H."""
@@ -134,65 +125,67 @@ def signgd_steps(mu, beta, delta, eps, candidates=200):
     raise RuntimeError('no learning rate reached the loss')
 
 
+def convex_rows(max_condition, rng):
+    """Steps of clipped Newton on each of FUNCTIONS, by condition number."""
+    rows = []
+    for name, phi in FUNCTIONS.items():
+        for power in range(int(math.log10(max_condition)) + 1):
+            problem = Problem(phi, np.logspace(0, power, D), rng)
+            theta = problem.start(DELTA, rng)
+            steps = clipped_newton(problem.gradient, problem.hessian, problem.loss, theta, phi.R / (2 * math.sqrt(D)),
+                                   EPS)
+            rows.append({'method': 'clipped Newton', 'function': name, 'condition': 10 ** power, 'steps': steps,
+                         'bound': theorem_bound(D, DELTA, 1.0, phi.R, EPS)})
+    return rows
+
+
+def quadratic_rows(max_condition):
+    """Steps of SignGD and clipped Newton on the quadratic with d = 2, by condition number; the worse of both starts."""
+    rows = []
+    for power in range(int(math.log10(max_condition)) + 1):
+        beta = 10.0 ** power
+        steps, lr = signgd_steps(1.0, beta, DELTA, EPS)
+        rows.append({'method': 'SignGD', 'function': 'quadratic', 'condition': 10 ** power, 'steps': steps,
+                     'bound': signgd_bound(1.0, beta, DELTA, EPS), 'learning rate': lr})
+        curvature = np.array([1.0, beta])
+        # A quadratic satisfies the assumption with any R; R = 1 here.
+        quadratic = (lambda theta, c=curvature: c * theta, lambda theta, c=curvature: np.diag(c),
+                     lambda theta, c=curvature: c @ theta ** 2 / 2)
+        starts = np.diag(np.sqrt(2 * DELTA / curvature))
+        steps = max(clipped_newton(*quadratic, theta, 1 / (2 * math.sqrt(2)), EPS) for theta in starts)
+        rows.append({'method': 'clipped Newton', 'function': 'quadratic', 'condition': 10 ** power, 'steps': steps,
+                     'bound': theorem_bound(2, DELTA, 1.0, 1.0, EPS)})
+    return rows
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--dim', type=int, default=10, help='d (default: 10)')
-    parser.add_argument('--max_condition', type=float, default=1e8, help='default: 1e8')
-    parser.add_argument('--signgd_condition', type=float, default=1e6, help='the same for SignGD (default: 1e6)')
-    parser.add_argument('--delta', type=float, default=10.0, help='L(θ0) − min L, in units of μ (default: 10)')
-    parser.add_argument('--eps', type=float, default=1e-3, help='the loss to reach, in units of μ (default: 1e-3)')
-    parser.add_argument('--seed', type=int, default=0)
-    parser.add_argument('--output', default='clipped_newton.png', help='PNG; .csv and .json beside it')
+    parser.add_argument('--max_condition', type=float, default=1e6, help='largest condition number (default: 1e6)')
+    parser.add_argument('--output', default='clipped_newton.png', help='PNG; .csv beside it')
     args = parser.parse_args(argv)
     png_path(args.output)
-    if args.dim < 2 or min(args.max_condition, args.signgd_condition) < 1 or not 0 < args.eps < args.delta:
-        parser.error('--dim must be at least 2, condition numbers at least 1, and 0 < --eps < --delta')
-    rng, rows, d = np.random.default_rng(args.seed), [], args.dim
-
-    for name, phi in FUNCTIONS.items():
-        for power in range(int(math.log10(args.max_condition)) + 1):
-            problem = Problem(phi, np.logspace(0, power, d), rng)
-            theta = problem.start(args.delta, rng)
-            rows.append({
-                'method': 'clipped Newton', 'function': name, 'condition': 10 ** power, 'd': d, 'mu': 1.0,
-                'R': phi.R, 'measured Hessian ratio': problem.hessian_ratio(theta, phi.R, rng),
-                'steps': clipped_newton(problem.gradient, problem.hessian, problem.loss, theta,
-                                        phi.R / (2 * math.sqrt(d)), args.eps),
-                'bound': theorem_bound(d, args.delta, 1.0, phi.R, args.eps)})
-    for power in range(int(math.log10(args.signgd_condition)) + 1):
-        beta = 10.0 ** power
-        steps, lr = signgd_steps(1.0, beta, args.delta, args.eps)
-        rows.append({'method': 'SignGD', 'function': 'quadratic', 'condition': 10 ** power, 'd': 2, 'mu': 1.0,
-                     'steps': steps, 'bound': signgd_bound(1.0, beta, args.delta, args.eps), 'learning rate': lr})
-        # A quadratic satisfies the assumption with any R; R = 1 here. Both starts, the worse counts.
-        curvature = np.array([1.0, beta])
-        steps = max(clipped_newton(lambda theta: curvature * theta, lambda theta: np.diag(curvature),  # noqa: B023
-                                   lambda theta: curvature @ theta ** 2 / 2, theta, 1 / (2 * math.sqrt(2)),  # noqa: B023
-                                   args.eps)
-                    for theta in np.diag(np.sqrt(2 * args.delta / curvature)))
-        rows.append({'method': 'clipped Newton', 'function': 'quadratic', 'condition': 10 ** power, 'd': 2, 'mu': 1.0,
-                     'R': 1.0, 'measured Hessian ratio': 1.0, 'steps': steps,
-                     'bound': theorem_bound(2, args.delta, 1.0, 1.0, args.eps)})
+    if args.max_condition < 1:
+        parser.error('--max_condition: at least 1')
+    rows = convex_rows(args.max_condition, np.random.default_rng(0)) + quadratic_rows(args.max_condition)
     print_table(rows)
 
-    fig, (left, right) = figure(2)
+    def draw(ax, label, bound, color, **where):
+        mine = [row for row in rows if where.items() <= row.items()]
+        conditions = [row['condition'] for row in mine]
+        ax.plot(conditions, [row['steps'] for row in mine], 'o-', color=color, label=label)
+        if bound:
+            ax.plot(conditions, [row['bound'] for row in mine], '--', color=color, label=bound)
+
+    fig, (left, right) = figure(2, width=5.5, height=4.2)
     for i, name in enumerate(FUNCTIONS):
-        mine = [row for row in rows if row['function'] == name]
-        left.plot([row['condition'] for row in mine], [row['steps'] for row in mine], 'o-', color=f'C{i}', label=name)
-        left.plot([row['condition'] for row in mine], [row['bound'] for row in mine], '--', color=f'C{i}',
-                  label=f'{name}: bound')
-    for i, method in enumerate(('SignGD', 'clipped Newton')):
-        mine = [row for row in rows if row['function'] == 'quadratic' and row['method'] == method]
-        right.plot([row['condition'] for row in mine], [row['steps'] for row in mine], 'o-', color=f'C{i}',
-                   label=method)
-        if method == 'SignGD':
-            right.plot([row['condition'] for row in mine], [row['bound'] for row in mine], '--', color='C0',
-                       label='SignGD: lower bound')
-    for ax, title in ((left, f'clipped Newton, d = {d}'), (right, 'quadratic, d = 2')):
-        ax.set(xscale='log', yscale='log', xlabel='condition number', ylabel=f'steps to loss {args.eps:g} μ',
-               title=title)
+        draw(left, name, f'{name}: upper bound', f'C{i}', function=name)
+    draw(right, 'SignGD, best learning rate', 'SignGD: lower bound', 'C3', function='quadratic', method='SignGD')
+    draw(right, 'clipped Newton', '', 'C0', function='quadratic', method='clipped Newton')
+    for ax, title in ((left, "Clipped Newton's steps do not depend on\nthe condition number"),
+                      (right, "SignGD's steps grow with its square root")):
+        ax.set(xscale='log', yscale='log', xlabel='condition number', ylabel=f'steps to loss {EPS:g} μ', title=title)
         ax.legend(fontsize=7, loc='upper center', bbox_to_anchor=(0.5, -0.18), ncols=2, frameon=False)
-    save(args.output, fig, rows, delta=args.delta, eps=args.eps, seed=args.seed)
+    save(args.output, fig, rows)
 
 
 if __name__ == '__main__':

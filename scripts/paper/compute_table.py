@@ -19,19 +19,10 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import (
-    ROOT,
-    add_launcher,
-    estimates_per_iteration,
-    figure,
-    flops_per_iteration,
-    optimizer_label,
-    png_path,
-    print_table,
-    read_run,
-    save,
-)
-from scripts.sweep import anchored, resolve
+from analysis.figures import figure, optimizer_label, png_path, print_table, save
+from analysis.runs import ROOT, estimates_per_iteration, flops_per_iteration, read_run
+from analysis.trials import add_launcher
+from train import resolve
 
 
 def planned(path, flags, vocab_size):
@@ -39,7 +30,7 @@ def planned(path, flags, vocab_size):
     import torch
 
     from model import GPT, GPTConfig
-    config = resolve([anchored(path), *flags]).values
+    config = resolve([path, *flags]).values
     with torch.device('meta'):
         model = GPT(GPTConfig.from_settings(config, vocab_size))
     return config, dict(parameters=model.num_params(), flops_per_token=model.flops_per_token())
@@ -63,7 +54,7 @@ def measured(run):
 
 def trial(path, steps, flags, directory, launcher):
     """Trains `steps` iterations of a config file in `directory` and returns the `Run`; SystemExit when it fails."""
-    command = [*launcher, 'train.py', anchored(path), *flags, f'--out_dir={directory}',
+    command = [*launcher, 'train.py', path, *flags, f'--out_dir={directory}',
                f'--max_iters={steps}', f'--eval_interval={steps}', '--eval_iters=1', '--log_interval=5']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -81,7 +72,7 @@ def main(argv=None):
     parser.add_argument('--output', default='compute_table.png', help='PNG; .csv beside it')
     argv = sys.argv[1:] if argv is None else argv
     split = argv.index('--') if '--' in argv else len(argv)
-    args, flags = parser.parse_args(argv[:split]), [anchored(flag) for flag in argv[split + 1:]]
+    args, flags = parser.parse_args(argv[:split]), argv[split + 1:]
     png_path(args.output)
     if args.steps and args.steps < 30:
         parser.error('--steps must be at least 30: there is one estimate in ten steps')

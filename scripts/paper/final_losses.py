@@ -1,36 +1,41 @@
-"""Final validation losses of many runs: against steps, FLOPs, model size or learning rate, one line per optimizer.
+"""Final validation losses of many runs: one line per optimizer, or a heat map over two settings.
 
-  Figure "add_res": python scripts/paper/final_losses.py out/sweep
-  Figure "head" (d): python scripts/paper/final_losses.py out/sizes --x parameters
-  Figure "ablation" (a): python scripts/paper/final_losses.py out/interval --by optimizer_name hessian_interval \\
-      --x flops
-  Figure "ablation" (b): python scripts/paper/final_losses.py out/preconditioners
-  Figure "ablation" (c): python scripts/paper/final_losses.py out/clipping
-  Figure "66b": python scripts/paper/final_losses.py out/rates --x learning_rate
+  Figure "add_res":       final_losses.py out/sweep
+  Figure "head" (d):      final_losses.py out/sizes --x parameters
+  Figure "ablation" (a):  final_losses.py out/interval --by optimizer_name hessian_interval --x flops
+  Figure "ablation" (b):  final_losses.py out/preconditioners
+  Figure "ablation" (c):  final_losses.py out/clipping
+  Figure "66b":           final_losses.py out/rates --x learning_rate
+  Figure "stability" (c): final_losses.py out/sensitivity --grid gamma beta2
+  An optimizer minus another over mini-batch and horizon:
+                          final_losses.py out/map --grid total_batch_size max_iters --minus adamw
 
-Runs that differ in their seed are averaged; of those that differ otherwise, at the same x and on the same line, the
-best is drawn: the learning rate is tuned for each point. Unfinished runs are left out.
+Each is started as `python scripts/paper/final_losses.py`. Runs that differ in their seed are averaged; of runs that
+differ otherwise, at the same x and on the same line or in the same cell, the best is drawn: the learning rate is tuned
+for each point. Unfinished runs are left out.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import (
+from analysis.compare import add_tuned, finished_runs
+from analysis.figures import (
+    SETTING_NAMES,
     SHORT,
-    add_tuned,
-    by_seed,
     figure,
-    finished_runs,
     legend,
-    mean_loss,
+    optimizer_label,
     plain,
     png_path,
     print_table,
     save,
     styles,
 )
+from analysis.runs import by_seed, mean_loss
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
      'learning_rate': 'peak learning rate', 'tokens': 'training tokens'}
@@ -46,44 +51,30 @@ def x_value(run, x):
 
 
 def line_of(run, by):
-    """The name of the line that a run belongs to; a setting of 0 is one that its optimizer does not have."""
+    """The name of the line of a run; a setting of 0 is one that its optimizer does not have."""
     return ', '.join(run.optimizer_label if key == 'optimizer_name' else f'{SHORT.get(key, key)} {run.config[key]}'
                      for key in by if run.config[key] != 0)
 
 
-def best_points(runs, by, x):
-    """Rows line, x, loss, sd, learning rate, …: the best group of seeds at each x of each line, sorted."""
+def best_groups(runs, place):
+    """{place: row} of the groups of seeds with the lowest mean loss, sorted by place, a function of a run."""
     best = {}
     for group in by_seed(runs):
-        point, (loss, sd) = (line_of(group[0], by), x_value(group[0], x)), mean_loss(group)
-        row = {'line': point[0], 'optimizer': group[0].optimizer_name, x: point[1], 'val/loss': loss, 'sd': sd,
-               'seeds': len(group), 'learning_rate': group[0].learning_rate, 'max_iters': group[0].max_iters,
-               'run': str(group[0].out_dir)}
-        tried = best[point]['tried'] if point in best else 0
-        if point not in best or loss < best[point]['val/loss']:
-            best[point] = row
-        best[point]['tried'] = tried + 1
-    return [best[point] for point in sorted(best)]
+        at, (loss, sd), tried = place(group[0]), mean_loss(group), 0
+        if at in best:
+            tried = best[at]['tried']
+        if at not in best or loss < best[at]['val/loss']:
+            best[at] = {'val/loss': loss, 'sd': sd, 'seeds': len(group), 'learning_rate': group[0].learning_rate,
+                        'max_iters': group[0].max_iters, 'run': str(group[0].out_dir),
+                        'optimizer': group[0].optimizer_name}
+        best[at]['tried'] = tried + 1
+    return dict(sorted(best.items()))
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs, or directories of runs')
-    parser.add_argument('--x', choices=X, default='max_iters')
-    parser.add_argument('--by', nargs='+', default=['optimizer_name'], metavar='KEY',
-                        help='settings that make a line (default: optimizer_name)')
-    add_tuned(parser)
-    parser.add_argument('--output', default='final_losses.png', help='PNG; .csv beside it')
-    args = parser.parse_args(argv)
-    png_path(args.output)
-    shape = ('n_layer', 'n_head', 'n_embd') if args.x == 'parameters' else ()
-    runs = finished_runs(args.out_dirs, (*args.tuned, *args.by, *shape))
-    for key in args.by:
-        if key not in runs[0].config:
-            raise SystemExit(f'--by={key}: no such setting; see python train.py --help')
-    rows = best_points(runs, args.by, args.x)
-    print_table(rows, [key for key in rows[0] if key != 'run'])
-
+def draw_lines(runs, x, by):
+    """(figure, rows): final loss against `x`, a line for each value of the settings `by`."""
+    best = best_groups(runs, lambda run: (line_of(run, by), x_value(run, x)))
+    rows = [{'line': line, x: value, **row} for (line, value), row in best.items()]
     lines = list(dict.fromkeys(row['line'] for row in rows))
     if len(lines) == len(rows) > 2:  # a point each: the names on an axis say more than colors
         fig, (ax,) = figure(width=6.5, height=1.2 + 0.28 * len(rows))
@@ -95,22 +86,82 @@ def main(argv=None):
                         va='center', fontsize=8)
         ax.set_yticks(range(len(ordered)), [plain(row['line']) for row in ordered])
         ax.margins(x=0.12)
-        ax.set(xlabel='final validation loss', title='Final loss at the best of the settings tried')
-    else:
-        fig, (ax,) = figure(width=6.5)
-        names = [next(row['optimizer'] for row in rows if row['line'] == line) for line in lines]
-        for line, style in zip(lines, styles(names)):
-            mine = [row for row in rows if row['line'] == line]
-            ax.errorbar([row[args.x] for row in mine], [row['val/loss'] for row in mine],
-                        [row['sd'] or 0 for row in mine], label=plain(line), marker='o', capsize=3, markersize=4,
-                        **style)
-        ax.set(xscale='log', xlabel=X[args.x], ylabel='final validation loss',
-               title='Final loss at the best of the settings tried')
-        if len(xs := sorted({row[args.x] for row in rows})) <= 8:  # ticks where the runs are
-            kept = [x for i, x in enumerate(xs) if not i or x > 1.05 * xs[i - 1]]
-            ax.set_xticks(kept, [f'{x:,}' if x == int(x) and x < 1e6 else f'{x:.3g}' for x in kept])
-            ax.minorticks_off()
-        legend(fig, ax)
+        ax.set(xlabel='final validation loss', title='Best of the settings tried')
+        return fig, rows
+    fig, (ax,) = figure(width=6.5)
+    optimizers = [next(row['optimizer'] for row in rows if row['line'] == line) for line in lines]
+    for line, style in zip(lines, styles(optimizers)):
+        mine = [row for row in rows if row['line'] == line]
+        ax.errorbar([row[x] for row in mine], [row['val/loss'] for row in mine], [row['sd'] or 0 for row in mine],
+                    label=plain(line), marker='o', capsize=3, markersize=4, **style)
+    ax.set(xscale='log', xlabel=X[x], ylabel='final validation loss', title='Best of the settings tried')
+    if len(xs := sorted({row[x] for row in rows})) <= 8:  # ticks where the runs are
+        kept = [value for i, value in enumerate(xs) if not i or value > 1.05 * xs[i - 1]]
+        ax.set_xticks(kept, [f'{value:,}' if value == int(value) and value < 1e6 else f'{value:.3g}' for value in kept])
+        ax.minorticks_off()
+    legend(fig, ax)
+    return fig, rows
+
+
+def draw_grid(runs, keys, minus):
+    """(figure, rows): final loss over the settings `keys` (rows, columns), less the loss of the optimizer `minus`."""
+    names = sorted({run.optimizer_name for run in runs} - {minus})
+    if len(names) != 1:
+        raise SystemExit(f'--grid: runs of one optimizer, not of {", ".join(names) or "none"}'
+                         + (f', beside {minus}' if minus else ''))
+
+    def cells(name):
+        return best_groups([run for run in runs if run.optimizer_name == name],
+                           lambda run: tuple(run.config[key] for key in keys))
+    best, base = cells(names[0]), cells(minus) if minus else {}
+    rows = [{keys[0]: cell[0], keys[1]: cell[1], **row} for cell, row in best.items() if not minus or cell in base]
+    if not rows:
+        raise SystemExit(f'no cell has a finished run of both {names[0]} and {minus}')
+    for row in rows if minus else ():
+        row['difference'] = row['val/loss'] - base[row[keys[0]], row[keys[1]]]['val/loss']
+
+    shown = 'difference' if minus else 'val/loss'
+    ys, xs = (sorted({row[key] for row in rows}) for key in keys)
+    grid = np.full((len(ys), len(xs)), np.nan)
+    for row in rows:
+        grid[ys.index(row[keys[0]]), xs.index(row[keys[1]])] = row[shown]
+    fig, (ax,) = figure()
+    ax.grid(False)
+    limit = np.nanmax(np.abs(grid)) or 1.0  # a difference is blue where the optimizer is ahead and red where behind
+    image = ax.imshow(grid, aspect='auto', origin='lower', **(
+        dict(cmap='RdBu_r', vmin=-limit, vmax=limit) if minus else dict(cmap='viridis_r')))
+    for (i, j), value in np.ndenumerate(grid):
+        if np.isfinite(value):
+            ax.text(j, i, f'{value:+.3f}' if minus else f'{value:.3f}', ha='center', va='center', fontsize=8,
+                    bbox=dict(boxstyle='round,pad=0.15', facecolor='white', alpha=0.7, linewidth=0))
+    ax.set_xticks(range(len(xs)), [f'{x:g}' for x in xs])
+    ax.set_yticks(range(len(ys)), [f'{y:g}' for y in ys])
+    label = optimizer_label(names[0])
+    ax.set(xlabel=SETTING_NAMES.get(keys[1], keys[1]), ylabel=SETTING_NAMES.get(keys[0], keys[0]),
+           title=f'{label} minus {optimizer_label(minus)}' if minus else label)
+    fig.colorbar(image, label='final validation loss' + (', difference' if minus else ''))
+    return fig, rows
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs, or directories of runs')
+    parser.add_argument('--x', choices=X, default='max_iters')
+    parser.add_argument('--by', nargs='+', default=['optimizer_name'], metavar='KEY',
+                        help='settings that make a line (default: optimizer_name)')
+    parser.add_argument('--grid', nargs=2, metavar=('ROWS', 'COLUMNS'), help='a heat map over two settings instead')
+    parser.add_argument('--minus', metavar='OPTIMIZER', help='of --grid: subtract its best loss in the same cell')
+    add_tuned(parser)
+    parser.add_argument('--output', default='final_losses.png', help='PNG; .csv beside it')
+    args = parser.parse_args(argv)
+    png_path(args.output)
+    varying = args.grid or [*args.by, *(('n_layer', 'n_head', 'n_embd') if args.x == 'parameters' else ())]
+    runs = finished_runs(args.out_dirs, (*args.tuned, *varying))
+    for key in varying:
+        if key not in runs[0].config:
+            raise SystemExit(f'{key}: not a setting; see python train.py --help')
+    fig, rows = draw_grid(runs, args.grid, args.minus) if args.grid else draw_lines(runs, args.x, args.by)
+    print_table(rows, [key for key in rows[0] if key != 'run'])
     save(args.output, fig, rows)
 
 

@@ -15,19 +15,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.load import MODEL_HELP, check_data, find_data, load
-from analysis.runs import figure, plain, png_path, print_table, save
-from data.loader import Bin, TrainLoader, data_dir
+from analysis.figures import figure, plain, png_path, print_table, save
+from analysis.load import MODEL_HELP, load, open_bins
+from data.loader import Mixture, TrainLoader
 from sophia import gauss_newton_bartlett, hutchinson
 
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
 def mean_diagonal(model, batches, estimator):
-    """The estimated diagonal, one float32 vector over all parameters.
-
-    Averaged over `batches` of sequences (B, T + 1).
-    """
+    """The estimated diagonal, averaged over `batches` of sequences (B, T + 1): float32, one entry a parameter."""
     params, total = list(model.parameters()), 0
     for sequences in batches:
         X, Y = sequences[:, :-1], sequences[:, 1:]
@@ -55,11 +52,7 @@ def main(argv=None):
     if min(args.samples, args.batch_size) < 1:
         parser.error('--samples and --batch_size must be at least 1')
     loaded = load(args.checkpoint, args.device)
-    dataset = args.dataset or loaded.state.get('config', {}).get('dataset')
-    if not dataset:
-        parser.error(f'{loaded.path} does not name its data set: give --dataset')
-    data = Bin(find_data(loaded.state, dataset) or data_dir(dataset), 'train')
-    check_data(loaded, data)
+    data = Mixture(open_bins(loaded, args.dataset, 'train'))
     torch.manual_seed(args.seed)
     loader = TrainLoader(data, args.seed, args.batch_size, loaded.model.config.block_size, 0, 1, args.device)
     batches = [next(loader) for _ in range(args.samples)]

@@ -10,13 +10,12 @@ resumes.
 """
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import add_launcher, figure, legend, optimizer_label, png_path, print_table, save
-from scripts.sweep import anchored, expand, interrupt, train_all
+from analysis.figures import figure, legend, optimizer_label, png_path, print_table, save
+from analysis.trials import add_launcher, train_all, trials_of
 
 # The list that the paper searches (section Hyperparamter Tuning), rising.
 LEARNING_RATES = [4e-5, 6e-5, 8e-5, 1e-4, 1.2e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 6e-4]
@@ -31,13 +30,13 @@ def end_and_lowest(run):
     return means[-1], min(means)
 
 
-def judge(item, lowest_before, margin):
+def judge(trial, lowest_before, margin):
     """(stable, final loss, why not) of a run that has ended; `lowest_before`: over the runs at lower learning rates."""
-    if item.failure:
-        return False, None, item.failure
-    if not item.finished:
-        raise SystemExit(f'{item.out_dir}: did not end; see log.txt in it')
-    end, lowest = end_and_lowest(item.run)
+    if trial.failure:
+        return False, None, trial.failure
+    if not trial.finished:
+        raise SystemExit(f'{trial.out_dir}: failed: {trial.last_line}')
+    end, lowest = end_and_lowest(trial.run)
     above = end - min(lowest, lowest_before)
     return above <= margin, end, '' if above <= margin else f'ends {above:.2f} above the lowest loss'
 
@@ -54,8 +53,6 @@ def main(argv=None):
     parser.add_argument('--output', help='PNG; .csv beside it (default: OUT_DIR/max_lr.png)')
     args = parser.parse_args(argv)
     output = png_path(args.output or args.out_dir / 'max_lr.png')
-    args.base = [anchored(argument) for argument in args.base]
-    signal.signal(signal.SIGTERM, interrupt)
 
     rows, largest = [], []
     for name in args.optimizers:
@@ -63,19 +60,18 @@ def main(argv=None):
             lowest, best = float('inf'), None
             entry = dict(optimizer_name=name, scale_attn_by_inverse_layer_idx=scaled,
                          learning_rate=sorted(args.learning_rates))
-            for item in expand(dict(base=args.base, runs=[entry]), args.out_dir):
-                item.check()
-                for _ in train_all([item], launcher=args.launcher):
-                    pass
-                stable, loss, why = judge(item, lowest, args.margin)
-                lr = item.settings['learning_rate']
+            for trial in trials_of(dict(base=args.base, runs=[entry]), args.out_dir):
+                trial.check()
+                train_all([trial], launcher=args.launcher)
+                stable, loss, why = judge(trial, lowest, args.margin)
+                lr = float(trial.settings['learning_rate'])
                 rows.append(dict(optimizer=name, attention_scaling=scaled, learning_rate=lr, stable=stable,
                                  final_train_loss=loss, why=why))
                 print(f'{name}, attention scaling {scaled}, {lr:g}: {"stable" if stable else "blows up: " + why}'
                       + (f', training loss {loss:.3f}' if loss else ''), flush=True)
                 if not stable:
                     break
-                lowest, best = min(lowest, end_and_lowest(item.run)[1]), lr
+                lowest, best = min(lowest, end_and_lowest(trial.run)[1]), lr
             largest.append(dict(optimizer=name, attention_scaling=scaled, largest_stable=best,
                                 all_stable=best == max(args.learning_rates)))
     print_table(largest)

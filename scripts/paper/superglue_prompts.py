@@ -12,9 +12,9 @@ from dataclasses import dataclass
 class Task:
     """One task of SuperGLUE.
 
-    title: its name in figures, and its directory among local files. config: its name on the Hub. template: of one
-    example, with the fields of the Hub's rows. answers: what stands for each label, in the Hub's order. labels: the
-    same labels as jsonl files name them.
+    title: its name in figures, and its directory among local files. config: its name on the Hub. template: the text of
+    one example, with the fields of the Hub's rows. answers: the word for each label, in the Hub's order. labels: the
+    names of the same labels in jsonl files.
     """
     title: str
     config: str

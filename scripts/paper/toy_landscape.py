@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import figure, legend, png_path, print_table, save
+from analysis.figures import figure, legend, png_path, print_table, save
 
 MINIMUM = np.array([1.0, 4.0])
 
 # GD's is bounded by the sharp direction: it is stable at the minimum below 2 / L1''(1) = 0.029.
 LEARNING_RATES = {'GD': 0.01, 'SignGD': 0.3, 'Adam': 0.3, 'Newton': 1.0, 'Sophia': 1.0}
+RHO = 0.6  # Sophia's clipping threshold
 
 
 def loss(theta):
@@ -39,37 +40,35 @@ def hessian_diagonal(theta):
     return np.array([8 * (15.6 * x ** 2 - 3.6 * x - 3.4), 1.0])
 
 
-def updates(lr, rho, eps=1e-12, beta1=0.9, beta2=0.999):
-    """The update rules by name: each maps (t from 1, θ, its own state dict) → step to subtract.
-
-    `lr`: learning rate by name.
-    """
+def updates(eps=1e-12, beta1=0.9, beta2=0.999):
+    """The update rules by name: each maps (t from 1, θ, its own state dict) → step to subtract."""
     def gd(t, theta, state):
-        return lr['GD'] * gradient(theta)
+        return LEARNING_RATES['GD'] * gradient(theta)
 
     def signgd(t, theta, state):
-        return lr['SignGD'] * np.sign(gradient(theta))
+        return LEARNING_RATES['SignGD'] * np.sign(gradient(theta))
 
     def adam(t, theta, state):
         g = gradient(theta)
         state['m'] = beta1 * state.get('m', 0) + (1 - beta1) * g
         state['v'] = beta2 * state.get('v', 0) + (1 - beta2) * g ** 2
-        return lr['Adam'] * (state['m'] / (1 - beta1 ** t)) / (np.sqrt(state['v'] / (1 - beta2 ** t)) + 1e-8)
+        m_hat, v_hat = state['m'] / (1 - beta1 ** t), state['v'] / (1 - beta2 ** t)
+        return LEARNING_RATES['Adam'] * m_hat / (np.sqrt(v_hat) + 1e-8)
 
     def newton(t, theta, state):
-        return lr['Newton'] * gradient(theta) / hessian_diagonal(theta)
+        return LEARNING_RATES['Newton'] * gradient(theta) / hessian_diagonal(theta)
 
     def sophia(t, theta, state):
         ratio = gradient(theta) / np.maximum(hessian_diagonal(theta), eps)
-        return lr['Sophia'] * np.clip(ratio, -rho, rho)
+        return LEARNING_RATES['Sophia'] * np.clip(ratio, -RHO, RHO)
 
     return {'GD': gd, 'SignGD': signgd, 'Adam': adam, 'Newton': newton, 'Sophia': sophia}
 
 
-def trajectories(start, steps, lr, rho):
+def trajectories(start, steps):
     """{name: θ_0 … θ_steps, an array (steps + 1, 2)}."""
     paths = {}
-    for name, update in updates(lr, rho).items():
+    for name, update in updates().items():
         path, state = [np.array(start, dtype=float)], {}
         for t in range(1, steps + 1):
             path.append(path[-1] - update(t, path[-1], state))
@@ -82,38 +81,37 @@ def main(argv=None):
     parser.add_argument('--start', nargs=2, type=float, default=[0.2, 0.0], metavar=('X', 'Y'),
                         help='default: 0.2 0, where L1 curves downwards')
     parser.add_argument('--steps', type=int, default=50)
-    parser.add_argument('--rho', type=float, default=0.6, help='clipping threshold of Sophia (default: 0.6)')
-    for name, lr in LEARNING_RATES.items():
-        parser.add_argument(f'--lr_{name.lower()}', type=float, default=lr, help=f'default: {lr:g}')
     parser.add_argument('--output', default='toy_landscape.png', help='PNG; .csv and .json beside it')
     args = parser.parse_args(argv)
     png_path(args.output)
-    paths = trajectories(args.start, args.steps, {name: getattr(args, f'lr_{name.lower()}') for name in LEARNING_RATES},
-                         args.rho)
+    paths = trajectories(args.start, args.steps)
 
-    rows, summary = [], []
+    rows, summary, arrival = [], [], {}
     for name, path in paths.items():
         distance = np.linalg.norm(path - MINIMUM, axis=1)
         near = np.flatnonzero(distance < 0.05)
-        stays = next((int(t) for t in near if (distance[t:] < 0.05).all()), None)
+        arrival[name] = next((int(t) for t in near if (distance[t:] < 0.05).all()), None)
         summary.append({'method': name, 'theta1': float(path[-1, 0]), 'theta2': float(path[-1, 1]),
-                        'loss': float(loss(path[-1])), 'steps to stay within 0.05 of the minimum': stays})
+                        'loss': float(loss(path[-1])), 'steps to stay within 0.05 of the minimum': arrival[name]})
         rows += [dict(method=name, step=t, theta1=x, theta2=y, loss=float(loss(path[t])))
                  for t, (x, y) in enumerate(path.tolist())]
     print_table(summary)
 
-    fig, (ax,) = figure(width=5.5, height=4.8)
-    x, y = np.meshgrid(np.linspace(-1.1, 1.5, 300), np.linspace(-0.6, 4.8, 300))
+    fig, (ax,) = figure(width=6.2, height=4.8)
+    top = max(4.8, max(path[:, 1].max() for path in paths.values()) + 0.3)
+    x, y = np.meshgrid(np.linspace(-1.1, 1.5, 300), np.linspace(-0.6, top, 300))
     z = loss(np.stack((x, y), axis=-1))
-    contours = ax.contour(x, y, z, levels=[0.1, 0.5, 1, 2, 4, 6, 8, 10, 13, 16, 20, 30, 50, 90], colors='0.65',
-                          linewidths=0.7)
-    ax.clabel(contours, fontsize=6)
+    ax.contour(x, y, z, levels=[0.1, 0.5, 1, 2, 4, 6, 8, 10, 13, 16, 20, 30, 50, 90], colors='0.8', linewidths=0.7)
     for (name, path), color in zip(paths.items(), ('tab:brown', 'gold', 'tab:red', 'tab:blue', 'black')):
-        ax.plot(path[:, 0], path[:, 1], 'o-', color=color, markersize=3, linewidth=1.2, label=name)
+        said = f'there after {arrival[name]} steps' if arrival[name] else (
+            'at the saddle' if name == 'Newton' else f'not there after {args.steps}')
+        ax.plot(path[:, 0], path[:, 1], 'o-', color=color, markersize=3, linewidth=1.2, label=f'{name}: {said}')
+    for t, (x, y) in enumerate(paths['Sophia'][:(arrival['Sophia'] or 0) + 1]):
+        ax.annotate(str(t), (x, y), (5, -3), textcoords='offset points', fontsize=8)
     ax.plot(*MINIMUM, '*', color='tab:green', markersize=14, label='minimum')
-    ax.set(xlabel=r'$\theta_{[1]}$ (sharp)', ylabel=r'$\theta_{[2]}$ (flat)', xlim=(-1.1, 1.5), ylim=(-0.6, 4.8))
+    ax.set(xlabel=r'$\theta_{[1]}$ (sharp)', ylabel=r'$\theta_{[2]}$ (flat)', xlim=(-1.1, 1.5), ylim=(-0.6, top))
     legend(fig, ax)
-    save(args.output, fig, rows, summary=summary, start=args.start, rho=args.rho)
+    save(args.output, fig, rows, summary=summary, start=args.start, rho=RHO)
 
 
 if __name__ == '__main__':

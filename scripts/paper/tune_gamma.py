@@ -10,15 +10,14 @@ same command resumes where it stopped.
 """
 
 import argparse
-import signal
 import statistics
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.runs import add_launcher
+from analysis.trials import add_launcher, train_all, trials_of
 from optimizers import peak_learning_rate, row
-from scripts.sweep import anchored, expand, interrupt, resolve, train_all
+from train import resolve
 
 LOW, HIGH = 0.1, 0.5
 
@@ -47,17 +46,16 @@ def runs_arguments(base, iters, learning_rate):
 
 def unclipped(gamma, base, out_dir, launcher):
     """Trains with γ, and returns the mean fraction of unclipped coordinates in the last quarter of the run."""
-    item, = expand(dict(base=base, runs=[dict(gamma=gamma)]), out_dir)
-    item.check()
-    for _ in train_all([item], launcher=launcher):
-        pass
-    if item.failure:
-        raise SystemExit(f'{item.out_dir}: diverged ({item.failure}); give a lower --learning_rate')
-    if not item.finished:
-        raise SystemExit(f'{item.out_dir}: did not end; see log.txt in it')
-    for path in item.out_dir.glob('*.pt'):
+    trial, = trials_of(dict(base=base, runs=[dict(gamma=gamma)]), out_dir)
+    trial.check()
+    train_all([trial], launcher=launcher)
+    if trial.failure:
+        raise SystemExit(f'{trial.out_dir}: diverged ({trial.failure}); give a lower --learning_rate')
+    if not trial.finished:
+        raise SystemExit(f'{trial.out_dir}: failed: {trial.last_line}')
+    for path in trial.out_dir.glob('*.pt'):
         path.unlink()  # only the metrics are of use
-    fractions = item.run.series('update_unclipped')[1]
+    fractions = trial.run.series('update_unclipped')[1]
     return statistics.mean(fractions[-max(1, len(fractions) // 4):])
 
 
@@ -73,8 +71,6 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.iters < 10:
         parser.error('--iters: at least 10')
-    args.base = [anchored(argument) for argument in args.base]
-    signal.signal(signal.SIGTERM, interrupt)
 
     config = resolve(args.base)
     if 'model_size' not in config.given:

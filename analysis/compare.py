@@ -1,0 +1,214 @@
+"""Comparing runs: whether they are comparable, the best settings tried at each horizon, differences and their tests."""
+
+import math
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from analysis.figures import SETTING_NAMES
+from analysis.runs import by_seed, find_runs, hyperparameters, mean_loss, starting_weights
+from analysis.significance import difference, expected_best, pooled_sd, seeds_needed
+
+# Settings that have to agree in runs that are compared: the model, what it is trained with, and the schedule.
+PROTOCOL = ('block_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'total_batch_size', 'grad_clip', 'decay_lr',
+            'schedule', 'dtype')
+
+# Settings that have to agree among the runs of one optimizer, and may differ between two. The last two are of older
+# records.
+OWN_PROTOCOL = ('beta1', 'hessian_sequences', 'hessian_bias_correction')
+
+
+def add_tuned(parser):
+    """Adds the flag --tuned to an ArgumentParser: settings of the protocol that may differ among compared runs."""
+    parser.add_argument('--tuned', nargs='+', default=[], metavar='KEY',
+                        help='settings of the protocol that were tuned, and may differ from run to run, such as '
+                             'warmup_iters or beta1')
+
+
+def check_comparable(runs, free=()):
+    """SystemExit unless all runs have the same data, validation sequences and protocol.
+
+    The protocol is every setting in PROTOCOL, warm-up and cooldown (the same iterations, or the same share of the run),
+    and OWN_PROTOCOL among the runs of one optimizer. A setting in `free` may differ.
+    """
+    def protocol(run):
+        yield 'the data (fingerprint)', run.about.get('data')
+        if 'eval_iters' not in free:
+            sequences = run.eval_iters * run.batch_size or 'all'
+            yield 'the number of validation sequences (eval_iters × batch_size)', sequences
+        for key in PROTOCOL:
+            yield key, run.config.get(key)
+        yield 'min_lr_ratio', round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)
+        yield 'init_from', starting_weights(run)
+
+    def same_share(key):
+        T, n = runs[0].max_iters, runs[0].config.get(key, 0)
+        # Up to one iteration of rounding.
+        return all(abs(run.config.get(key, 0) * T - n * run.max_iters) <= max(T, run.max_iters) for run in runs)
+
+    parts = [key for key in ('warmup_iters', 'cooldown_iters') if not same_share(key)] if runs else []
+    first_of = {}  # of each optimizer
+    for run in runs:
+        first = first_of.setdefault(run.optimizer_name, run)
+        pairs = [(runs[0], key, one, two) for (key, one), (_, two) in zip(protocol(runs[0]), protocol(run))]
+        pairs += [(first, key, first.config.get(key), run.config.get(key)) for key in OWN_PROTOCOL]
+        pairs += [(runs[0], key, runs[0].config.get(key), run.config.get(key)) for key in parts]
+        for other, key, one, two in pairs:
+            if one != two and key not in free:
+                hint = '' if ' ' in key else f'; leave one out, or give --tuned {key} if it was tuned'
+                raise SystemExit(f'{other.out_dir} and {run.out_dir} cannot be compared: {key} is {one} in one and '
+                                 f'{two} in the other{hint}')
+
+
+def code_differences(groups):
+    """Sentences that say where runs were trained with different code, by the hash in config.json; older records have
+    none, and their code counts as unknown, not as different.
+
+    Args:
+        groups: of `by_seed`.
+    """
+    def text(codes):
+        return ', '.join(f'{code} ({n})' for code, n in codes.items())
+
+    found = []
+    for group in groups:
+        codes = Counter(run.about['code'] for run in group if run.about.get('code'))
+        if len(codes) > 1:
+            found.append(f'{group[0].optimizer_label}, T = {group[0].max_iters}, learning rate '
+                         f'{group[0].learning_rate:g}: its runs are of different code, so they are no seeds of each '
+                         f'other; code hash (runs): {text(codes)}')
+    codes = Counter(run.about['code'] for group in groups for run in group if run.about.get('code'))
+    if len(codes) > 1 and not found:
+        found.append(f'the runs are of different code; code hash (runs): {text(codes)}')
+    return found
+
+
+def finished_runs(paths, free=()):
+    """The runs in `paths` that trained with one schedule to its end; prints on stderr which were left out, and why.
+
+    SystemExit if there are none, or they fail `check_comparable`.
+    """
+    runs = find_runs(paths)
+    for run in runs:
+        if run.rejected:
+            print(f'left out {run.out_dir}: {run.rejected}', file=sys.stderr)
+    kept = [run for run in runs if not run.rejected]
+    if not kept:
+        raise SystemExit('no finished run among these; let train.py reach max_iters')
+    check_comparable(kept, free)
+    return kept
+
+
+@dataclass
+class Tuned:
+    """An optimizer at one horizon T: `best`, the runs of its best hyperparameters; of each trial the loss and the
+    hyperparameters, a dict.
+
+    A trial is one choice of hyperparameters. One that diverged counts with the loss that it started from.
+    """
+    T: int
+    best: list = field(default_factory=list)
+    trials: list = field(default_factory=list)
+    tried: list = field(default_factory=list)
+    diverged: int = 0
+    most: int = 1  # seeds of a setting
+
+    @property
+    def losses(self):
+        return [run.last('val/loss') for run in self.best]
+
+    @property
+    def mean(self):
+        return mean_loss(self.best)[0]
+
+    @property
+    def learning_rate(self):
+        return self.best[0].learning_rate
+
+    def row(self):
+        mean, sd = mean_loss(self.best)
+        return {'optimizer': self.best[0].optimizer_label, 'T': self.T, 'val/loss': mean, 'sd': sd,
+                'seeds': len(self.best), 'trials': len(self.trials), 'diverged': self.diverged,
+                'learning_rate': self.learning_rate, 'run': str(self.best[0].out_dir)}
+
+
+def tuned_at_each_T(runs, optimizer_name):
+    """{T: `Tuned`} of an optimizer, where it has a finished run.
+
+    The best has the lowest mean of those with the most seeds. One with fewer takes its place only where it is lower on
+    the seeds that the two share, and also than that mean: a single lucky run does not.
+    """
+    found, at_T = {}, {}
+    runs = [run for run in runs if run.optimizer_name == optimizer_name]
+    for group in by_seed([run for run in runs if not run.rejected]):
+        at_T.setdefault(group[0].max_iters, []).append(group)
+    for T, groups in at_T.items():
+        best, *others = sorted(groups, key=lambda group: (-len(group), mean_loss(group)[0]))
+        most = len(best)
+        for group in others:
+            loss, loss_of_best = losses_of_shared_seeds([group, best])
+            if len(group) < len(best) and loss < loss_of_best and mean_loss(group)[0] < mean_loss(best)[0]:
+                best = group
+        found[T] = Tuned(T, best, losses_of_shared_seeds(groups), [dict(hyperparameters(group[0])) for group in groups],
+                         most=most)
+    for group in by_seed([run for run in runs if run.diverged]):
+        side, started = found.get(group[0].max_iters), group[0].series('val/loss')[1]
+        if side:
+            side.trials.append(started[0] if started else max(side.trials))
+            side.tried.append(dict(hyperparameters(group[0])))
+            side.diverged += 1
+    return found
+
+
+def losses_of_shared_seeds(groups):
+    """The mean loss of each group over the seeds that all groups have; over its own where there are none."""
+    shared = set.intersection(*({run.seed for run in group} for group in groups))
+    return [mean_loss([run for run in group if run.seed in shared] or group)[0] for group in groups]
+
+
+def noise_of(groups):
+    """A function of T: (σ, degrees of freedom) of the noise within `groups`, lists of runs that differ in their seed
+    only: those of T steps if they have at least four degrees of freedom, else, and without T, all."""
+    def noise(T=None):
+        found = pooled_sd([[run.last('val/loss') for run in group] for group in groups
+                           if T is None or group[0].max_iters == T])
+        return found if T is None or found[1] >= 4 else noise()
+    return noise
+
+
+def same_horizon(candidate, baseline, noise):
+    """The row of the table that compares two `Tuned` at one T."""
+    one, two = candidate.losses, baseline.losses
+    n = min(len(candidate.trials), len(baseline.trials))
+    found, needed = difference(one, two, noise(candidate.T)), None
+    if found['p'] is not None:  # with the σ of a run that the test used
+        needed = seeds_needed(found['difference'], found['standard_error'] / math.sqrt(1 / len(one) + 1 / len(two)))
+    return {'T': candidate.T, 'candidate': candidate.mean, 'baseline': baseline.mean, **found, 'seeds needed': needed,
+            'seeds': len(one), 'seeds of baseline': len(two),
+            'trials': len(candidate.trials), 'trials of baseline': len(baseline.trials),
+            'at equal trials': expected_best(candidate.trials, n),
+            'baseline at equal trials': expected_best(baseline.trials, n)}
+
+
+def weaknesses(side):
+    """Sentences on what makes the best of a `Tuned` doubtful: a best value at the edge of those that were tried with
+    everything else as in the best, or fewer seeds than another setting has."""
+    who, best = f'{side.best[0].optimizer_label}, T = {side.T}', dict(hyperparameters(side.best[0]))
+    varied = [key for key in best if key != 'min_lr' and len({tried.get(key) for tried in side.tried}) > 1]
+    if not varied:
+        return [f'{who}: one learning rate only, so nothing was tuned']
+    found = []
+    if len(side.best) < side.most:
+        found.append(f'{who}: the best has fewer seeds ({len(side.best)}) than another setting ({side.most})')
+    for key in dict.fromkeys(['learning_rate', *varied]):
+        name = SETTING_NAMES.get(key, key).removeprefix('peak ')
+        values = sorted({tried[key] for tried in side.tried if type(tried.get(key)) in (int, float)
+                         and all(tried.get(other) == best[other] for other in varied if other != key)})
+        if len(values) == 1 and key == 'learning_rate':
+            found.append(f'{who}: one learning rate only with the other settings of the best')
+        elif len(values) > 1 and best[key] in (values[0], values[-1]):
+            found.append(f'{who}: the best {name}, {best[key]:g}, is at the edge of those tried ({values[0]:g} to '
+                         f'{values[-1]:g})')
+    return found

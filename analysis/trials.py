@@ -1,0 +1,257 @@
+"""Trials: runs of train.py that differ in a few settings. Named, trained, resumed and listed, for sweep.py, tune.py and
+scripts/paper."""
+
+import contextlib
+import itertools
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import train
+from analysis.figures import print_table, write_csv
+from analysis.runs import INCIDENTAL, read_run
+from runtime.checkpoint import FAILED
+
+CHECKED_TOO = {'dataset', 'eval_iters', 'seed'}  # settings in which a trial must also agree with what is asked for
+REPORT_SECONDS = 30
+GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
+
+
+@dataclass
+class Trial:
+    """One run: its directory, the settings that tell it from others, and the arguments of train.py."""
+    out_dir: Path
+    settings: dict
+    argv: list
+
+    @property
+    def name(self):
+        return self.out_dir.name
+
+    @property
+    def failure(self):
+        """The message of train.py when the run diverged; None where it has not."""
+        path = self.out_dir / FAILED
+        return path.read_text(encoding='utf-8').strip() if path.is_file() else None
+
+    @property
+    def run(self):
+        """The `Run` so far; None where there is none."""
+        return read_run(self.out_dir) if (self.out_dir / 'config.json').is_file() else None
+
+    @property
+    def finished(self):
+        return self.run is not None and not self.run.unfinished
+
+    @property
+    def loss(self):
+        """The final validation loss; math.inf when the run diverged, None when it is not done or cannot be compared."""
+        if self.failure:
+            return math.inf
+        run = self.run
+        return None if run is None or run.rejected else run.last('val/loss')
+
+    @property
+    def state(self):
+        """How far the run is, in a few words."""
+        run = self.run
+        if self.failure:
+            return f'diverged: {self.failure}'
+        if self.finished:
+            return f'finished, but {run.changed}' if run.changed else 'finished'
+        steps = [record for record in run.records if 'train/loss' in record] if run else []
+        return f'iter {steps[-1]["iter"]}/{run.max_iters}, loss {steps[-1]["train/loss"]:.2f}' if steps else 'not begun'
+
+    @property
+    def last_line(self):
+        """The last line of its log.txt."""
+        path = self.out_dir / 'log.txt'
+        lines = path.read_text(encoding='utf-8', errors='replace').split('\n') if path.is_file() else []
+        return next((line.strip() for line in reversed(lines) if line.strip()), '')
+
+    def check(self):
+        """SystemExit unless train.py takes the arguments, and a run that is there was trained with them.
+
+        This executes the config files among the arguments.
+        """
+        values = train.resolve(self.argv).values
+        for key, there in self.run.config.items() if self.run else ():
+            if key in values and values[key] != there and key != 'dtype' and key not in INCIDENTAL - CHECKED_TOO:
+                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {there!r}, asked for is {values[key]!r}; '
+                                 'choose another --out_dir or remove it')
+
+
+def trials_of(spec, out_dir):
+    """The `Trial`s of a spec, in its order; equal ones once.
+
+    A spec is a dict: 'base', arguments of train.py for every run, and 'runs', a list of dicts setting → value, or →
+    list of values, of which every combination is one run. There 'config' names a config file instead of a setting, and
+    'base' more arguments. A run's directory in `out_dir` is named after its settings. SystemExit where two different
+    runs would have the same directory.
+    """
+    runs = spec.get('runs') if isinstance(spec, dict) else None
+    if not runs or not isinstance(runs, list) or not all(isinstance(entry, dict) for entry in runs):
+        raise SystemExit('a sweep needs "runs": a list of objects setting → value or list of values')
+    if not all(isinstance(part.get('base', []), list) for part in (spec, *runs)):
+        raise SystemExit('"base" of a sweep has to be a list of arguments, such as ["config/quickstart.py"]')
+    trials = {}
+    for entry in runs:
+        grid = {key: value if isinstance(value, list) else [value] for key, value in entry.items() if key != 'base'}
+        for key in grid:
+            if not key.isidentifier():
+                raise SystemExit(f'{key!r} in "runs" of a sweep: not a setting')
+        for values in itertools.product(*grid.values()):
+            settings = {key: canonical(value) for key, value in zip(grid, values)}
+            argv = [*spec.get('base', []), *entry.get('base', [])]
+            argv += [value if key == 'config' else f'--{key}={value}' for key, value in settings.items()]
+            name = ','.join(f'{key}={in_name(value)}' for key, value in settings.items())
+            trial = Trial(Path(out_dir) / name, settings, argv)
+            if trials.setdefault(name, trial).argv != argv:
+                raise SystemExit(f'{trial.out_dir}: two runs of this sweep would be in this directory, '
+                                 f'{" ".join(trials[name].argv)} and {" ".join(argv)}; make two sweeps')
+    return list(trials.values())
+
+
+def canonical(value):
+    """A setting's value as text, numbers in one way: 1e-3 as 0.001."""
+    for kind in int, float:
+        with contextlib.suppress(ValueError):
+            return str(kind(str(value)))
+    return str(value)
+
+
+def in_name(value):
+    """A setting's value as part of a directory's name: a config file without folder and .py."""
+    return Path(value).stem if value.endswith('.py') else value.replace('/', '_').replace(',', '_')
+
+
+def split_values(flag, pairs):
+    """{setting: list of values} of what was typed as KEY=V1,V2. SystemExit where it is not that.
+
+    A mixture of data sets, dataset=A:0.7,B:0.3, is one value.
+    """
+    found = {}
+    for pair in pairs:
+        key, _, values = pair.partition('=')
+        if not values:
+            raise SystemExit(f'{flag} {pair}: write KEY=V1,V2')
+        found[key] = [values] if key == 'dataset' and ':' in values else values.split(',')
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def add_launcher(parser):
+    """Gives an ArgumentParser the flag --launcher, whose value is the list of the command's words."""
+    def words(text):
+        found = shlex.split(text)
+        if not found or not shutil.which(found[0]):
+            raise SystemExit(f'--launcher={text}: not a command')
+        return found
+    parser.add_argument('--launcher', type=words, default=[sys.executable], metavar='COMMAND',
+                        help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
+
+
+def train_all(trials, jobs=1, launcher=(sys.executable,)):
+    """Trains `trials`, `jobs` at a time, each from where it stopped; skips those that are finished or have diverged.
+
+    Reports on stderr: each run as it ends, and every REPORT_SECONDS how far the others are. When this process is told
+    to stop (Ctrl-C, SIGTERM), the runs save their state; then SystemExit.
+    """
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    waiting = [trial for trial in trials if not trial.finished and not trial.failure]
+    running, reported = {}, time.monotonic()  # slot → (trial, process)
+    try:
+        while waiting or running:
+            for slot in range(jobs):
+                if waiting and slot not in running:
+                    running[slot] = waiting[0], start(waiting.pop(0), launcher, slot, jobs)
+            time.sleep(0.1)
+            if time.monotonic() > reported + REPORT_SECONDS:
+                reported = time.monotonic()
+                for trial, _ in running.values():
+                    print(f'run {trials.index(trial) + 1}/{len(trials)} {trial.name}: {trial.state}', file=sys.stderr,
+                          flush=True)
+            for slot, (trial, process) in list(running.items()):
+                if process.poll() is not None:
+                    del running[slot]
+                    print(f'{trial.name}: {outcome(trial)}', file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print('stopping: the runs save their state', file=sys.stderr, flush=True)
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            process.kill()
+        raise SystemExit('interrupted; the same command resumes where it stopped') from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def outcome(trial):
+    """How a trial whose process has ended ended."""
+    if trial.finished or trial.failure:
+        return trial.state + (f', val loss {trial.loss:.4f}' if trial.finished and trial.loss is not None else '')
+    return f'failed: {trial.last_line} ({trial.out_dir}/log.txt)'
+
+
+def start(trial, launcher, slot, jobs):
+    """Starts train.py on a trial, the `slot`-th of `jobs` at a time; its output goes to log.txt. Returns the process.
+    """
+    trial.out_dir.mkdir(parents=True, exist_ok=True)
+    env = dict(os.environ)
+    if jobs > 1:
+        import torch
+        env.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // jobs)))
+        if torch.cuda.is_available():
+            env['CUDA_VISIBLE_DEVICES'] = gpu_of(slot, torch.cuda.device_count())
+    command = [*launcher, os.path.relpath(ROOT / 'train.py'), *trial.argv, f'--out_dir={trial.out_dir}',
+               '--init_from=auto']
+    with (trial.out_dir / 'log.txt').open('a') as log:
+        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def gpu_of(slot, count):
+    """The name of the GPU for the `slot`-th of the runs at a time, out of the `count` that this process sees."""
+    visible = [name for name in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if name]
+    return (visible or [*map(str, range(count))])[slot % count]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+def show(trials, out_dir):
+    """Prints a table of `trials`, the lowest validation loss first, writes it as results.csv in `out_dir`, and says in
+    one line when different code trained them."""
+    rows = []
+    for trial in trials:
+        run, loss = trial.run, trial.loss
+        row = dict(trial.settings, **{'val/loss': None if loss == math.inf else loss})
+        for key in ('train/loss', 'grad_clipped', 'update_unclipped'):
+            row[key] = run.last(key) if run else None
+        row.update(seconds=run.records[-1]['time'] if run and run.records else None, state=trial.state)
+        rows.append(row)
+    rows.sort(key=lambda row: math.inf if row['val/loss'] is None else row['val/loss'])
+    print_table(rows)
+    write_csv(Path(out_dir) / 'results.csv', rows)
+    codes = Counter(trial.run.about.get('code') for trial in trials if trial.run)
+    if len(codes) > 1:
+        print('note: the code has changed between these runs (' + ', '.join(
+            f'{code or "unknown"}: {n} run(s)' for code, n in codes.items()) + '); they may not be comparable')

@@ -1,0 +1,125 @@
+"""The state of any optimizer as a checkpoint holds it: plain containers, and its way back into an optimizer."""
+
+import inspect
+
+import torch
+
+from runtime.distributed import is_sharded
+
+
+def map_tensors(value, function, name=''):
+    """A copy of nested dicts, lists and tuples with function(name, tensor) in the place of each tensor, and Python's
+    numbers in the place of NumPy's and of enums. Names are the keys, joined by dots. TypeError where `value` holds
+    anything else than these, strings, dtypes and None."""
+    if isinstance(value, torch.Tensor):
+        return function(name, value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function, f'{name}.{key}') for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(item, function, f'{name}.{i}') for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    value = value.item() if hasattr(value, 'item') else value
+    for kind in bool, int, float, str:
+        if isinstance(value, kind):
+            return kind(value)
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    raise TypeError(f'{name} is of type {type(value).__name__}')
+
+
+def to_save(optimizer, sharded):
+    """The state_dict of `optimizer` in plain containers, and the dict of its DTensors by name, in whose place the
+    former has tensors on the device 'meta'.
+
+    SystemExit when a checkpoint cannot hold it: objects other than tensors and plain values, or, `sharded`, a tensor
+    that differs between ranks but is not a DTensor.
+    """
+    shards = {}
+
+    def placeholder(name, tensor):
+        if is_sharded(tensor):
+            shards[name] = tensor
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device='meta')
+        if sharded and tensor.numel() > 1:
+            raise TypeError(f'{name} is a tensor that each rank has for itself')
+        return tensor
+
+    try:
+        return map_tensors(optimizer.state_dict(), placeholder, 'optimizer'), shards
+    except TypeError as error:
+        raise SystemExit(f'{type(optimizer).__name__}: its state cannot be saved ({error}); keep plain numbers and '
+                         f'tensors there{", or use --parallel=ddp" if sharded else ""}') from None
+
+
+def restore(optimizer, saved):
+    """Loads the state_dict `saved`, counters in the param groups included; constructor arguments stay as they are."""
+    built = optimizer.state_dict()['param_groups']
+    if len(saved['param_groups']) != len(built):
+        raise ValueError(f'{len(saved["param_groups"])} param groups were saved, and there are {len(built)} here: was '
+                         'parameter_groups edited?')
+    stays = constructor_arguments(optimizer)
+    groups = [{**ours, **{key: value for key, value in theirs.items() if key not in stays}}
+              for ours, theirs in zip(built, saved['param_groups'])]
+    optimizer.load_state_dict(dict(saved, param_groups=groups))
+    for i, p in enumerate(p for group in optimizer.param_groups for p in group['params']):
+        if i in saved['state']:
+            optimizer.state[p] = as_saved(optimizer.state[p], saved['state'][i], p)
+
+
+def constructor_arguments(optimizer):
+    """The keys of a param group that the command line or the code sets, so that a checkpoint does not: the arguments of
+    the optimizer's constructor, and what `parameter_groups` and learning rate schedulers set."""
+    names = {'params', 'initial_lr', 'lr_scale', 'role'}
+    for part in getattr(optimizer, 'optimizers', [optimizer]):
+        names |= inspect.signature(type(part)).parameters.keys()
+    return names
+
+
+def as_saved(loaded, saved, p):
+    """The state `loaded` by load_state_dict for the parameter `p`, but with the `saved` dtypes, and in shards where `p`
+    is; and not in the memory-mapped file, which would take up the disk until the run ends."""
+    if isinstance(loaded, dict):
+        return {key: as_saved(value, saved[key], p) if key in saved else value for key, value in loaded.items()}
+    if isinstance(loaded, (list, tuple)):
+        return type(loaded)(as_saved(*pair, p) for pair in zip(loaded, saved))
+    if isinstance(saved, torch.Tensor) and not is_sharded(saved):
+        return spread(saved.to(loaded.device, copy=saved.device.type == 'cpu'), p)
+    return loaded
+
+
+def spread(value, like):
+    """A whole tensor of the shape of `like` in shards where `like` is; anything else as it is. No communication."""
+    if is_sharded(like) and value.shape == like.shape:
+        from torch.distributed.tensor import distribute_tensor
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return value
+
+
+def lost_in_round_trip(optimizer, fresh, saved):
+    """The first difference between `optimizer` and `fresh`, the same optimizer without a state, after it has loaded the
+    state_dict `saved`; '' when there is none. Constructor arguments do not count."""
+    restore(fresh, saved)
+    stays, both = constructor_arguments(optimizer), (optimizer.state_dict(), fresh.state_dict())
+    return difference(*(dict(state, param_groups=[
+        {key: value for key, value in group.items() if key in ours and key not in stays}
+        for group, ours in zip(state['param_groups'], both[0]['param_groups'])]) for state in both))
+
+
+def difference(a, b, name='state'):
+    """The first difference of two nested states, as text; '' when they are equal. Of DTensors it compares the shards
+    of this rank."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        a, b = (t.to_local() if is_sharded(t) else t for t in (a, b))
+        same = a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a != a)).all())
+        return '' if same else f'{name} differs'
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return f'{name}.{min(map(str, a.keys() ^ b.keys()))} is missing'
+        pairs = [(key, a[key], b[key]) for key in a]
+    elif isinstance(a, (list, tuple)) and type(a) is type(b):
+        if len(a) != len(b):
+            return f'{name} has another length'
+        pairs = [(i, *both) for i, both in enumerate(zip(a, b))]
+    else:
+        return '' if a is b or a == b or a != a and b != b else f'{name} is {a!r:.40}, then {b!r:.40}'
+    return next(filter(None, (difference(one, other, f'{name}.{key}') for key, one, other in pairs)), '')

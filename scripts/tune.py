@@ -1,0 +1,113 @@
+"""Search the best settings one at a time (coordinate search), by training; resumable.
+
+  python scripts/tune.py --out_dir out/tune --noise=0.004 --values learning_rate=5e-4,1e-3,2e-3 gamma=0.05,0.15,0.5 \\
+      -- config/quickstart.py --optimizer_name=sophiag
+
+The search starts from the values that the arguments after -- resolve to (for --optimizer_name=X alone, its row of the
+table). It tries one setting after the other over its values, with the others as they are, and keeps the best value if
+the validation loss is lower by more than --noise. It ends after a round in which nothing was, or after --rounds.
+OUT_DIR/tuning.json records the trials and what was kept.
+"""
+
+import argparse
+import itertools
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train
+from analysis.figures import write_json
+from analysis.trials import add_launcher, canonical, show, split_values, train_all, trials_of
+
+
+def tune(base, values, noise, rounds, out_dir, train_trials):
+    """A coordinate search (see the top of this file); returns (its record, which is also kept in tuning.json, the
+    trials).
+
+    Args:
+        base: arguments of train.py. values: setting → list of values. noise: in the validation loss.
+        rounds: the most rounds over all settings, or None.
+        train_trials: trains a list of `Trial`s.
+
+    SystemExit when a run ends without a result.
+    """
+    start = train.resolve(base).values
+    for key in values:
+        if key not in start:
+            raise SystemExit(f'--values {key}=…: not a setting; see python train.py --help')
+    best, trials = {key: canonical(start[key]) for key in values}, {}
+    record = dict(base=base, values=values, noise=noise, rounds=rounds, start=dict(best), trials=[], kept=[])
+
+    def losses_of(candidates):
+        found = trials_of(dict(base=base, runs=candidates), out_dir)
+        for trial in found:
+            trial.check()
+        train_trials(found)
+        for trial in found:
+            if trial.loss is None:
+                raise SystemExit(f'{trial.out_dir}: {trial.state}; {trial.last_line}. Then give the same command')
+            if trial.name not in trials:
+                trials[trial.name] = trial
+                record['trials'].append({**trial.settings, 'run': trial.name,
+                                         'val/loss': trial.loss if trial.loss < math.inf else None})
+        return [trial.loss for trial in found]
+
+    lowest, = losses_of([best])
+    for number in itertools.count(1):
+        improved = False
+        for key, grid in values.items():
+            others = [value for value in dict.fromkeys(map(canonical, grid)) if value != best[key]]
+            candidates = [dict(best, **{key: value}) for value in others]
+            found = losses_of(candidates) if candidates else []
+            if found and min(found) < lowest - noise:
+                chosen = candidates[found.index(min(found))]
+                record['kept'].append({'setting': key, 'from': best[key], 'to': chosen[key], 'val/loss': min(found),
+                                       'before': lowest})
+                best, lowest, improved = chosen, min(found), True
+            record.update(best=best, **{'val/loss': lowest})
+            write_json(Path(out_dir) / 'tuning.json', record)
+        if not improved or number == rounds:
+            break
+    write_json(Path(out_dir) / 'tuning.json', dict(record, finished=True))
+    return record, list(trials.values())
+
+
+def at_edge(value, values):
+    """Whether a number is the lowest or the highest of those tried."""
+    try:
+        numbers = [*map(float, values)]
+        return not min(numbers) < float(value) < max(numbers)
+    except ValueError:  # not numbers
+        return False
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
+    parser.add_argument('--out_dir', required=True, type=Path, help='a directory per run is made in it')
+    parser.add_argument('--values', required=True, nargs='+', metavar='KEY=V1,V2', help='settings and their values')
+    parser.add_argument('--noise', required=True, type=float, metavar='LOSS',
+                        help='how much lower a validation loss has to be, such as two standard deviations over seeds')
+    parser.add_argument('--rounds', type=int, metavar='N', help='the most rounds (default: until none gains)')
+    parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
+    add_launcher(parser)
+    args = parser.parse_args(argv)
+    for flag, least in ('noise', 0), ('jobs', 1), ('rounds', 1):
+        value = getattr(args, flag)
+        if value is not None and not value >= least:
+            parser.error(f'--{flag}={value}: at least {least}')
+
+    record, trials = tune(args.base, split_values('--values', args.values), args.noise, args.rounds, args.out_dir,
+                          lambda trials: train_all(trials, args.jobs, args.launcher))
+    show(trials, args.out_dir)
+    print(f'best of {len(trials)} settings tried: ' +
+          ' '.join(f'--{key}={value}' for key, value in record['best'].items()) +
+          f', val loss {record["val/loss"]:.4f} ({args.out_dir / "tuning.json"})')
+    for key, value in record['best'].items():
+        if at_edge(value, record['values'][key]):
+            print(f'note: {key}={value} is at the edge of the values tried; give more')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,171 @@
+"""train.py with faults, and scripts in processes that start within milliseconds.
+
+  python tests/faults.py CODE FLAGS…     runs CODE, which plans faults by the functions below, and then train.py FLAGS
+
+`fork` does the same in forked processes, which share an import of PyTorch.
+"""
+
+import atexit
+import collections
+import gc  # noqa: F401 - for CODE, like others below
+import inspect
+import itertools
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402, F401
+
+import model  # noqa: E402
+import optimizers  # noqa: E402, F401
+from data import loader  # noqa: E402
+from runtime import checkpoint  # noqa: E402, F401
+
+Done = collections.namedtuple('Done', 'code out err')
+PLANNED = []  # (iteration, rank, action)
+FACTORS = []  # of the next losses
+
+# ----------------------------------------------------------------------------------------------------------------------
+# For CODE
+
+
+def at(iteration, action, rank=0):
+    """Has `rank` call `action` before the gradients of `iteration`."""
+    PLANNED.append((iteration, rank, action))
+
+
+def kill(number):
+    """An action: the signal, for this process."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def kill_torchrun():
+    """An action: SIGTERM for torchrun, which gets a second to pass it on."""
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(1)
+
+
+def spoil(factor):
+    """An action: the loss of the next micro-batch is multiplied by `factor`."""
+    return lambda: FACTORS.append(factor)
+
+
+def raises(error):
+    """An action."""
+    def action():
+        raise error
+    return action
+
+
+def inject():
+    """Makes the loader and the model of this process carry out what is planned."""
+    init, advance, forward = loader.TrainLoader.__init__, loader.TrainLoader.__next__, model.GPT.forward
+
+    def counted(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        given = inspect.signature(init).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        self.next_iteration = given.arguments['first_iteration']
+
+    def faulty(self):
+        for iteration, rank, action in PLANNED:
+            if (iteration, rank) == (self.next_iteration, self.rank):
+                action()
+        self.next_iteration += 1
+        return advance(self)
+
+    def spoiled(*args, **kwargs):
+        logits, loss, *rest = forward(*args, **kwargs)
+        return logits, loss * FACTORS.pop() if FACTORS and loss is not None else loss, *rest
+
+    loader.TrainLoader.__init__, loader.TrainLoader.__next__, model.GPT.forward = counted, faulty, spoiled
+
+
+def run(code, script, argv):
+    """Runs CODE and then the script, as `python SCRIPT ARGV…` would."""
+    sys.argv = [str(script), *argv]
+    sys.stdout.reconfigure(line_buffering=True)  # a process that a signal ends leaves what it has printed
+    inject()
+    exec(code, globals())
+    runpy.run_path(str(script), run_name='__main__')
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Forked processes
+
+LOGS = itertools.count()
+PRELOAD = ['faults', 'pytest', 'tqdm', 'torch._dynamo', 'torch.distributed.fsdp', 'torch.distributed.checkpoint']
+
+
+def fork(script, *argv, logs, seconds, faults='', ranks=1, machines=1):
+    """Runs a script of the repository in `ranks` forked processes, without torchrun, on as if several `machines`.
+
+    Args:
+        faults: CODE.
+        logs: a directory for the output.
+        seconds: after which a process is killed.
+
+    Returns Done: the first exit code that is not 0 (-n after signal n; None when a process hung), and the output of
+    one process after the other.
+    """
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=f'{ROOT}/tests'):
+        context = multiprocessing.get_context('forkserver')
+        context.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
+    environment = dict(os.environ, OMP_NUM_THREADS='1')
+    if ranks > 1:
+        with socket.create_server(('127.0.0.1', 0)) as free:
+            environment.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks // machines),
+                               MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free.getsockname()[1]))
+    paths = [Path(logs) / f'{next(LOGS)}' for _ in range(ranks)]
+    processes = [
+        context.Process(target=forked, args=(faults, ROOT / script, [*map(str, argv)], path, {
+            **environment, **(dict(RANK=str(rank), LOCAL_RANK=str(rank)) if ranks > 1 else {})}))
+        for rank, path in enumerate(paths)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+    hang = any(process.exitcode is None for process in processes)
+    for process in processes:
+        process.kill()
+        process.join()
+    code = None if hang else next((process.exitcode for process in processes if process.exitcode), 0)
+    return Done(code, *(''.join(path.with_suffix(end).read_text() for path in paths) for end in ('.out', '.err')))
+
+
+def forked(code, script, argv, log, environment):
+    """The body of a forked process; ends it as Python would."""
+    for descriptor, end in (1, '.out'), (2, '.err'):
+        os.dup2(os.open(log.with_suffix(end), os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    number = 0
+    try:
+        run(code, script, argv)
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        number = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        number = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(number)
+
+
+if __name__ == '__main__':
+    run(sys.argv[1], ROOT / 'train.py', sys.argv[2:])

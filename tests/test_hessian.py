@@ -1,0 +1,386 @@
+"""hessian.py: the estimates that training makes, on a GPT, against the explicit Hessian and Gauss-Newton matrix."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, needs_compiler
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hessian
+import loss
+from hessian import rows_at_once
+from model import GPT, SIZES, GPTConfig
+from optimizers import build_hook, build_optimizer
+from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
+from sophia import GaussNewtonBartlett, Hutchinson, parameters
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def flat(tensors):
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def explicit_hessian(loss_fn, params):
+    """The whole Hessian (n, n) by double backward, a row at a time."""
+    gradient = torch.autograd.grad(loss_fn(params), params, create_graph=True)
+    n = sum(p.numel() for p in params)
+    rows = [g.flatten()[i] for g in gradient for i in range(g.numel())]
+    return torch.stack([flat(torch.autograd.grad(row, params, retain_graph=True, materialize_grads=True))
+                        for row in rows]).view(n, n)
+
+
+@pytest.fixture(scope='module')
+def gpt():
+    """(a GPT of about 900 parameters, a mini-batch of 4 sequences, its loss as a function of its parameters, the
+    Hessian of this)."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    model = GPT(GPTConfig(block_size=4, vocab_size=16, n_layer=1, n_head=2, n_embd=8))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    idx = torch.randint(16, (4, 5))
+    names = [name for name, _ in model.named_parameters()]
+
+    def loss_fn(values):
+        with sdpa_kernel(SDPBackend.MATH):
+            return functional_call(model, dict(zip(names, values)), (idx[:, :-1], idx[:, 1:]))[1]
+
+    return model, idx, loss_fn, explicit_hessian(loss_fn, list(model.parameters()))
+
+
+def make_hook(model, name, params=None, **options):
+    """train.py's hook, which estimates in every iteration on four sequences. With β2 = 0 the state is the estimate."""
+    params = params or [p for p in model.parameters() if p.requires_grad]
+    optimizer = build_optimizer(name, params, lr=0.0, beta2=0.0, weight_decay=0.0)
+    return build_hook(name, model, optimizer, **{'interval': 1, 'batch_size': 4, 'seed': 7, **options})
+
+
+def iteration(hook, X, Y, micro_batch=4, number=0, loss_scale=1.0):
+    """The calls of an iteration of train_step: one forward, two backward passes."""
+    hook.start(number, loss_scale)
+    for x, y in zip(X.split(micro_batch), Y.split(micro_batch)):
+        loss, *loss_hat = hook.model(x, y, **hook.labels(x, y))[1:]
+        hook.add(*(loss_hat_ * loss_scale for loss_hat_ in loss_hat))
+        loss.backward()
+    hook.finish()
+    hook.model.zero_grad()
+
+
+def estimates(model, idx, name, iterations=1, micro_batch=4, **options):
+    """The estimates of several iterations on the same mini-batch, (iterations, n)."""
+    hook, samples = make_hook(model, name, **options), []
+    for i in range(iterations):
+        iteration(hook, idx[:, :-1], idx[:, 1:], micro_batch, i)
+        samples.append(flat(hook.optimizer.state[p]['hessian'] for p in parameters(hook.optimizer)))
+    return torch.stack(samples)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Against the exact diagonals
+
+
+def test_hutchinson_is_unbiased(gpt):
+    """Two micro-batches of two sequences. Entries range over orders of magnitude, so they are judged by their own
+    standard errors; the trace says that the scale is right."""
+    model, idx, _, H = gpt
+    samples = estimates(model, idx, 'sophiah', 200, micro_batch=2)
+    z = (samples.mean(0) - H.diagonal()) / (samples.std(0) / 200 ** 0.5)
+    assert (samples < 0).any() and z.abs().max() < 6 and z.square().mean() < 1.5
+    assert samples.sum(1).mean() == pytest.approx(H.trace().item(), rel=0.15)
+
+
+def test_gauss_newton_bartlett_is_unbiased(gpt):
+    """Sampled labels, two micro-batches."""
+    model, idx, _, _ = gpt
+    names = [name for name, _ in model.named_parameters()]
+    params = tuple(p.detach() for p in model.parameters())
+
+    def logits(params):
+        with sdpa_kernel(SDPBackend.MATH):
+            return functional_call(model, dict(zip(names, params)), (idx[:, :-1],))[0].flatten(0, 1)
+
+    p = logits(params).softmax(-1)
+    S = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    exact = [torch.einsum('bv...,bvw,bw...->...', J, S, J) / len(p) for J in torch.func.jacrev(logits)(params)]
+    samples = estimates(model, idx, 'sophiag', 500, micro_batch=2)
+    z = (samples.mean(0) - flat(exact)) / (samples.std(0) / 500 ** 0.5).clamp(min=1e-12)
+    assert (samples >= 0).all() and z.abs().max() < 6 and z.square().mean() < 1.5
+    assert samples.sum(1).mean() == pytest.approx(flat(exact).sum().item(), rel=0.05)
+
+
+def test_empirical_fisher_is_the_squared_gradient(gpt):
+    """With the true labels and the whole mini-batch ĝ is the gradient: ĥ = B·g⊙g, unclipped."""
+    model, idx, loss_fn, _ = gpt
+    gradient = torch.func.grad(loss_fn)(tuple(p.detach() for p in model.parameters()))
+    torch.testing.assert_close(estimates(model, idx, 'ef_clip', micro_batch=2)[0], 16 * flat(gradient) ** 2)
+
+
+def test_frozen_parameters_take_no_part(gpt, monkeypatch):
+    """Hutchinson's estimate of the others belongs to their block of the Hessian."""
+    model, idx, _, H = gpt
+    model = copy.deepcopy(model)
+    frozen = model.transformer.wpe.weight, model.transformer.h[0].ln_2.weight
+    trained = flat(torch.full_like(p, all(p is not f for f in frozen)) for p in model.parameters()) > 0
+    for p in frozen:
+        p.requires_grad_(False)
+    drawn, estimate = [], Hutchinson.estimate
+    monkeypatch.setattr(Hutchinson, 'estimate', lambda self: drawn.append(flat(self.u)) or estimate(self))
+    h_hat, = estimates(model, idx, 'sophiah')
+    u, = drawn
+    torch.testing.assert_close(h_hat, u * (H[trained][:, trained] @ u))
+
+
+def test_an_edited_loss_is_followed(gpt, monkeypatch):
+    """z-loss: in training and in Hessian-vector products; Sophia-G's estimates keep to the model's distribution."""
+    model, idx, loss_fn, _ = gpt
+    X, Y = idx[:, :-1], idx[:, 1:]
+    plain, before = model(X, Y)[1], estimates(model, idx, 'sophiag')
+    monkeypatch.setattr(loss, 'token_loss',
+                        lambda logits, y: loss.cross_entropy(logits, y) + logits.logsumexp(-1).square())
+    torch.testing.assert_close(model(X, Y)[1], plain + model(X)[0].logsumexp(-1).square().mean())
+    torch.testing.assert_close(estimates(model, idx, 'sophiag'), before)
+    params = [p.detach() for p in model.parameters()]
+    u = [torch.randn_like(p) for p in params]
+    product = make_hook(model, 'sophiah').product(X, Y, u)
+    up, down = (flat(torch.func.grad(loss_fn)(tuple(p + s * v for p, v in zip(params, u)))) for s in (1e-5, -1e-5))
+    torch.testing.assert_close(flat(product), (up - down) / 2e-5, rtol=1e-5, atol=1e-7)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Micro-batches, ranks, iterations
+
+
+@pytest.mark.parametrize('name', ['sophiag', 'sophiah', 'ef_clip'])
+def test_the_micro_batch_does_not_change_the_estimate(gpt, name):
+    """All 4 sequences as 3 + 1; the first 3 of them out of 2 + 2."""
+    model, idx = gpt[:2]
+    for size, micro_batch in ((4, 3), (3, 2)):
+        whole, parts = (estimates(model, idx, name, 2, n, batch_size=size) for n in (4, micro_batch))
+        torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize('name', ['sophiag', 'ef_clip'])
+def test_positions_that_do_not_count_are_not_predictions(gpt, name, monkeypatch):
+    """ĥ = B·ĝ⊙ĝ over B predictions: positions with the label −1 are left out."""
+    model, found = gpt[0], []
+    X, Y = torch.arange(8).view(2, 4), torch.tensor([[3, 1, -1, -1], [-1, -1, -1, -1]])
+    monkeypatch.setattr(hessian, 'keyed_uniforms', lambda seed, stream, i, shape: torch.full(shape, 0.5))
+    for x, y in ((X, Y), (X[:1, :2], Y[:1, :2])):  # attention is causal: the same two predictions
+        hook = make_hook(model, name, batch_size=len(x))
+        iteration(hook, x, y)
+        found.append([hook.optimizer.state[p]['hessian'] for p in model.parameters()])
+    torch.testing.assert_close(*found)
+    assert found[0][0].any()
+
+
+def test_estimates_are_made_at_0_k_2k_on_this_ranks_share_of_the_sequences(gpt):
+    hook = make_hook(gpt[0], 'sophiah', interval=3, batch_size=10, world_size=2)
+    assert [i for i in range(10) if hook.start(i)] == list(range(10))  # as long as iteration 0 is always skipped
+    hook.optimizer.update_hessian([torch.ones_like(p) for p in parameters(hook.optimizer)])
+    assert [i for i in range(10) if hook.start(i)] == [0, 3, 6, 9]
+    for _ in range(3):
+        hook.labels(torch.zeros(3, 2), torch.zeros(3, 2))
+    assert [len(X) for X, _ in hook.rows] == [3, 2]
+
+
+def test_draws_are_functions_of_seed_iteration_and_rank_alone(gpt, monkeypatch):
+    """Labels and u have streams of their own, and do not depend on the sequences."""
+    options = dict(seed=5, rank=1, world_size=2, interval=3)
+    labels, vectors = (make_hook(gpt[0], name, **options) for name in ('sophiag', 'sophiah'))
+    labels.start(3)
+    X = torch.zeros(1, 7)
+    uniforms = keyed_uniforms(5, LABELS, 3, (4, 7))
+    assert torch.equal(labels.labels(X, X)['uniforms'], uniforms[[1]])  # this rank has the sequences 1 and 3
+    assert torch.equal(labels.labels(X, X)['uniforms'], uniforms[[3]])
+
+    drawn = []
+
+    def estimator(params, generator, rademacher):
+        drawn.append(generator.initial_seed())
+        raise InterruptedError
+
+    monkeypatch.setattr(hessian, 'Hutchinson', estimator)
+    vectors.start(3)
+    with pytest.raises(InterruptedError):
+        vectors.finish()
+    assert drawn == [keyed_seed(5, VECTORS, 3)] and LABELS != VECTORS
+
+
+def test_estimates_have_the_order_of_the_param_groups(gpt):
+    """The optimizer has the parameters in another order than the model; some are of one shape."""
+    model, idx, _, H = gpt
+    params = list(model.parameters())
+    shuffled = params[::-1]
+    hooks = [make_hook(model, 'sophiag', order) for order in (params, shuffled)]
+    for hook in hooks:
+        iteration(hook, idx[:, :-1], idx[:, 1:])
+    for p in params:
+        torch.testing.assert_close(hooks[0].optimizer.state[p]['hessian'], hooks[1].optimizer.state[p]['hessian'])
+
+    hook = make_hook(model, 'sophiah', shuffled)
+    iteration(hook, idx[:, :-1], idx[:, 1:])
+    u = flat(Hutchinson(shuffled, torch.Generator().manual_seed(keyed_seed(7, VECTORS, 0))).u[::-1])
+    torch.testing.assert_close(flat(hook.optimizer.state[p]['hessian'] for p in params), u * (H @ u))
+
+
+@pytest.mark.parametrize('name', ['sophiah', 'adahessian'])
+def test_a_product_in_parts_is_the_product(gpt, monkeypatch, name):
+    """4 sequences, of which as many fit at a time: 4, 2 (3 would leave one over), 1."""
+    model, idx = gpt[:2]
+    T = idx.size(1) - 1
+    one = T * (model.config.n_layer * model.config.n_head * T + 4 * model.config.vocab_size)
+    sizes, product = [], hessian.HutchinsonHook.curvature_product
+    monkeypatch.setattr(hessian.HutchinsonHook, 'curvature_product', lambda self, X, *args: (
+        sizes.append(len(X)), product(self, X, *args))[1])
+    found = []
+    for fit in (4, 3, 0.5):
+        monkeypatch.setattr(hessian, 'PRODUCT_SIZE', int(fit * one))
+        found.append(estimates(model, idx, name))
+    assert sizes == [4, 2, 2, 1, 1, 1, 1]
+    for parts in found[1:]:
+        torch.testing.assert_close(parts, found[0])
+
+
+@pytest.mark.parametrize('size, rows, T, micro_batch, expected', [
+    ('125M', 32, 1024, 32, 2), ('125M', 30, 1024, 32, 3), ('770M', 32, 1024, 12, 1), ('6.6B', 2, 2048, 1, 1),
+    ('30M', 32, 128, 32, 32), ('30M', 32, 128, 12, 8), ('30M', 31, 128, 12, 1)])
+def test_a_product_takes_as_many_sequences_as_fit(size, rows, T, micro_batch, expected):
+    assert rows_at_once(GPTConfig(**SIZES[size]), rows, T, micro_batch) == expected
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Low precision, faults
+
+
+def test_hessian_vector_products_in_low_precision(gpt):
+    """bfloat16 is close; float16 runs compute the product in float32."""
+    model, idx = copy.deepcopy(gpt[0]).float(), gpt[1]
+    torch.set_default_dtype(torch.float32)
+    exact, = estimates(model, idx, 'sophiah')
+    rough, = estimates(model, idx, 'sophiah', autocast=torch.autocast('cpu', torch.bfloat16))
+    assert 0 < (rough - exact).norm() < 0.05 * exact.norm()
+    half, = estimates(model, idx, 'sophiah', autocast=torch.autocast('cpu', torch.float16))
+    torch.testing.assert_close(half, exact, rtol=0, atol=0)
+
+
+def test_labels_weigh_as_much_in_the_estimate_as_in_the_loss(gpt, monkeypatch):
+    """One of float16's loss scales has to fit both. One of two micro-batches is estimated on."""
+    model, idx = gpt[:2]
+    found, estimate = [], GaussNewtonBartlett.estimate
+    monkeypatch.setattr(GaussNewtonBartlett, 'estimate', lambda self, scale: (
+        found.append([g.clone() for g in self.gradient]), estimate(self, scale))[1])
+    estimates(model, idx, 'ef_clip', micro_batch=2, batch_size=2)
+    mean = model(idx[:2, :-1], idx[:2, 1:])[1]
+    torch.testing.assert_close(found[0], list(torch.autograd.grad(mean, list(model.parameters()))))
+
+
+@pytest.mark.parametrize('name', ['sophiag', 'sophiah', 'adahessian'])
+def test_an_estimate_that_is_not_finite_is_not_used(gpt, name):
+    """A model whose derivatives are NaN; under loss scaling Gauss-Newton's overflow is skipped."""
+    model = copy.deepcopy(gpt[0])
+    with torch.no_grad():
+        model.transformer.ln_f.weight[0] = torch.nan
+    hook, idx = make_hook(model, name), gpt[1]
+    for scale in (1.0, 2.0):
+        if scale == 2:
+            iteration(hook, idx[:, :-1], idx[:, 1:], loss_scale=scale)
+        else:
+            with pytest.raises(FloatingPointError, match='Hessian estimate is not finite'):
+                iteration(hook, idx[:, :-1], idx[:, 1:])
+    assert not any(hook.optimizer.state.values())
+
+
+class TwoHeads(GPT):
+    """A GPT with a second head, which the training loss reaches and the loss on sampled labels does not."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.second = torch.nn.Linear(config.n_embd, 1)
+
+    def forward(self, idx, targets, **labels):
+        logits, loss, *loss_hat = super().forward(idx, targets, **labels)
+        return logits, loss + self.second(self.transformer.wte(idx)).square().mean(), *loss_hat
+
+
+def test_parameters_that_the_estimate_does_not_reach_are_named_once(gpt, capsys):
+    torch.manual_seed(1)
+    model, idx = TwoHeads(gpt[0].config), gpt[1]
+    hook = make_hook(model, 'sophiag')
+    for i in range(2):
+        iteration(hook, idx[:, :-1], idx[:, 1:], number=i)
+    line, = capsys.readouterr().err.splitlines()
+    assert 'estimate is 0 for second.weight, second.bias' in line and 'A second head' in line
+    model.second.requires_grad_(False)
+    iteration(make_hook(model, 'sophiag'), idx[:, :-1], idx[:, 1:])
+    iteration(make_hook(gpt[0], 'sophiag'), idx[:, :-1], idx[:, 1:])
+    assert capsys.readouterr().err == ''
+
+
+@pytest.mark.parametrize('name', ['sophiag', 'sophiah', 'adahessian'])
+def test_an_optimizer_needs_update_hessian_and_nothing_else(gpt, name):
+    """One of another library, say: no state of a known name, no base class of sophia.py."""
+    class Newton(torch.optim.SGD):
+        def update_hessian(self, estimates):
+            self.received = list(estimates)
+
+    model, idx = gpt[:2]
+    hook = build_hook(name, model, Newton(model.parameters(), lr=0.1), interval=1, batch_size=4, seed=7)
+    iteration(hook, idx[:, :-1], idx[:, 1:])
+    expected = make_hook(model, name)
+    iteration(expected, idx[:, :-1], idx[:, 1:])
+    h = [expected.optimizer.state[p]['hessian'] for p in model.parameters()]
+    found = [e.square() if name == 'adahessian' else e for e in hook.optimizer.received]
+    torch.testing.assert_close(found, h)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Compiled
+
+
+@needs_compiler
+def test_a_compiled_product_is_the_product(gpt):
+    torch.compiler.reset()
+    model, idx = gpt[:2]
+    torch.testing.assert_close(estimates(model, idx, 'sophiah', compile=True), estimates(model, idx, 'sophiah'))
+
+
+COMPILED_TOY = """
+import sys
+import torch
+from hessian import keep_buffers
+twice = sys.argv[1] == 'twice'
+if twice:
+    keep_buffers()
+torch.manual_seed(0)
+x, w = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
+loss = torch.compile(lambda x, w: (x @ w).sin().sum())(x, w)
+gradients = [torch.autograd.grad(loss, w, retain_graph=twice)[0] for _ in range(1 + twice)]
+exact, = torch.autograd.grad((x @ w).sin().sum(), w)
+for gradient in gradients:
+    torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-4)
+"""
+
+
+@needs_compiler
+def test_compiled_code_of_a_run_with_one_backward_pass_is_not_used_for_two(tmp_path):
+    """AdamW's run leaves code in PyTorch's compile cache that overwrites the buffers of the forward in its backward
+    pass; Sophia-G's second backward would read them."""
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1', TORCHINDUCTOR_COMPILE_THREADS='1',
+                       TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    for passes in ('once', 'twice'):
+        done = subprocess.run([sys.executable, '-c', COMPILED_TOY, passes], env=environment, capture_output=True,
+                              text=True)
+        assert done.returncode == 0, done.stderr

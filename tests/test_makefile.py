@@ -1,0 +1,67 @@
+"""The Makefile's recipes, with a stub in place of Python."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# Training leaves a checkpoint, and fails where a file `interrupt` is; plotting leaves its picture.
+STUB = """#!/bin/sh
+echo "$*" >> calls
+case "$1" in
+  train.py) mkdir -p out/quickstart; touch out/quickstart/ckpt; test ! -e interrupt;;
+  scripts/plot.py) touch "$4";;
+esac
+"""
+pytestmark = pytest.mark.skipif(not shutil.which('make'), reason='needs make')
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(target, answer): runs a target in a copy of the repository's Makefile; the finished process."""
+    for name in ('Makefile', 'requirements.txt'):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / '.venv').mkdir()
+    (tmp_path / '.venv/.installed').touch()
+    (tmp_path / 'stub').write_text(STUB)
+    (tmp_path / 'stub').chmod(0o755)
+
+    def run(target, answer=''):
+        return subprocess.run(['make', target, 'PY=./stub'], cwd=tmp_path, input=answer, capture_output=True, text=True)
+    return run
+
+
+def test_an_interrupted_quickstart_resumes_and_a_finished_one_starts_over(make, tmp_path):
+    out, calls = tmp_path / 'out/quickstart', tmp_path / 'calls'
+    (tmp_path / 'interrupt').touch()
+    assert make('quickstart').returncode
+    (out / 'of the first run').touch()
+    (tmp_path / 'interrupt').unlink()
+    calls.unlink()
+    assert make('quickstart').returncode == 0
+    assert (out / 'of the first run').exists()
+    assert [call.split()[0] for call in calls.read_text().splitlines()] == [
+        'data/pysource/prepare.py', 'train.py', 'scripts/sample.py', 'scripts/plot.py']
+    assert 'train.py config/quickstart.py --init_from=auto\n' in calls.read_text()
+    assert make('quickstart').returncode == 0
+    assert (out / 'ckpt').exists() and not (out / 'of the first run').exists()
+
+
+def test_clean_keeps_data_and_clean_data_asks(make, tmp_path):
+    kept = [tmp_path / 'data/mine' / name for name in ('prepare.py', 'input.txt', 'tokenizer.json')]
+    prepared = [tmp_path / 'data/mine' / name for name in ('train.bin', 'val.bin.part', 'meta.json', 'progress.json')]
+    kept[0].parent.mkdir(parents=True)
+    (tmp_path / 'out').mkdir()
+    for path in (*kept, *prepared):
+        path.write_text('content')
+    assert make('clean').returncode == 0
+    assert not (tmp_path / 'out').exists() and all(path.exists() for path in (*kept, *prepared))
+    for answer in ('', 'n\n'):
+        done = make('clean-data', answer)
+        assert done.returncode and all(path.exists() for path in prepared)
+        assert all(f'data/mine/{path.name}' in done.stdout for path in prepared)
+    assert make('clean-data', 'y\n').returncode == 0
+    assert all(path.exists() for path in kept) and not any(path.exists() for path in prepared)
+    assert 'no prepared data' in make('clean-data', 'y\n').stdout
