@@ -7,7 +7,7 @@ DEV = requirements-dev.txt requirements-hf.txt requirements-examples.txt
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-install: $(VENV)/.installed  ## make .venv and install what training needs
+install: $(VENV)/.installed  ## make .venv and install the requirements of training
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is older than Python 3.10: make PYTHON=python3.12"; exit 1; }

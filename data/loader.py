@@ -75,7 +75,7 @@ def data_dir(dataset, root=Path()):
 
 
 class Bin:
-    """One split of a data set: `path` memory-mapped, checked against the meta.json beside it.
+    """One split of a data set: `path` memory-mapped, checked against the meta.json next to it.
 
     Without a meta.json the file is read as GPT-2's uint16 (nanoGPT's bins), and its ids are checked as they are read.
     `weight`: the share of the split in a Mixture. SystemExit when the file is missing, is truncated, or does not fit
@@ -148,7 +148,7 @@ class Bin:
 
 
 def missing(path):
-    """The one line that says what to do about a bin that is not there."""
+    """The error message for a bin that does not exist, with what may help."""
     folder = path.parent
     if (folder / 'prepare.py').is_file():
         return f'{path}: no such file; run python {folder / "prepare.py"}'
@@ -160,7 +160,7 @@ def missing(path):
 
 
 def read_meta(data_dir):
-    """The dict of data_dir/meta.json, None where there is none; with the text of a tokenizer.json beside it as 'json'.
+    """The dict of data_dir/meta.json, None where there is none; with the text of a tokenizer.json next to it as 'json'.
 
     SystemExit when it is not a meta.json of data/writer.py, or when there is nanoGPT's meta.pkl instead: without the
     vocabulary in it, character bins would be read as GPT-2's.
@@ -246,8 +246,8 @@ def parts_of(dataset):
             valid = False
         if not valid:
             raise SystemExit(f'--dataset={dataset}: {part!r} is not NAME:WEIGHT; a mixture is written a:0.7,b:0.3')
-        if name.strip() in parts:
-            raise SystemExit(f'--dataset={dataset}: names {name.strip()} twice')
+        if any(Path(name.strip()).name == Path(other).name for other in parts):
+            raise SystemExit(f'--dataset={dataset}: two parts have the same name')
         parts[name.strip()] = float(weight)
     if not (total := sum(parts.values())):
         raise SystemExit(f'--dataset={dataset}: needs a weight above 0')
@@ -264,8 +264,6 @@ def open_dataset(dataset, block_size):
     parts = parts_of(dataset)
     train = [Bin(data_dir(name), 'train', share) for name, share in parts.items() if share]
     val = {Path(name).name: Bin(data_dir(name), 'val', share) for name, share in parts.items()}
-    if len(val) < len(parts):
-        raise SystemExit(f'--dataset={dataset}: two parts have the same name')
     for bin in Mixture([*train, *val.values()]).bins:  # which checks that all have one tokenizer
         bin.check(block_size)
     return Mixture(train) if len(train) > 1 else train[0], val
@@ -321,7 +319,7 @@ class ValidationLoader:
     """Fixed, non-overlapping sequences of the validation split, the same for every run, shared over the ranks.
 
     Iterating yields (inputs, targets), each (batch_size, block_size) int64 on `device`; an incomplete batch is filled
-    up with targets of -1, which do not count: every batch has one shape, and every rank as many of them.
+    up with targets of -1, which do not count, so that all batches have one shape and all ranks the same number of them.
 
     Args:
         num_sequences: how many, evenly spaced over the split; 0 = all of them.

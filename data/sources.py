@@ -250,7 +250,7 @@ def batched(pieces):
 
 
 def kind_of(path):
-    """'.txt', '.jsonl' or '.parquet', by the name of a file, compressed or not; None for other files."""
+    """'.txt', '.jsonl' or '.parquet', from the name of a file, compressed or not; None for other files."""
     kind = path.with_suffix('').suffix if path.suffix in ('.gz', '.bz2') else path.suffix
     return kind if kind in ('.txt', '.jsonl', '.parquet') else None
 
@@ -313,7 +313,7 @@ def txt_pieces(file):
     """Yield (text, ends) for the documents between <|endoftext|>; `ends` is False if the document goes on.
 
     Documents of more than CHARS characters come in pieces, which end after a word and before a blank. The tokenizers
-    named in data/tokenizer.py split there before they merge, so the ids are those of the whole document.
+    named in data/tokenizer.py split there before they merge, so the ids do not change.
     """
     rest, begun = '', False
     while lines := file.readlines(CHARS):

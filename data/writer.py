@@ -137,7 +137,7 @@ def find_existing(out_dir, identity):
 def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):
     """The work of `write_bins`, under the lock."""
     batches = corpus.open()
-    if overwrite:  # only once the input could be opened; meta.json first, so that it never describes other bins
+    if overwrite:  # only after the input was opened; meta.json first, so that it never describes other bins
         for name in ('meta.json', 'progress.json', *(f'{split}.bin' for split in SPLITS)):
             (out_dir / name).unlink(missing_ok=True)
     parts = Parts(out_dir, identity)
@@ -172,7 +172,8 @@ class Parts:
         self.progress = {**identity, 'position': [0, 0], **{s: {'tokens': 0, 'documents': 0} for s in SPLITS}}
         if self.progress_path.exists():
             self.progress = json.loads(self.progress_path.read_text(encoding='utf-8'))
-            print(f'{out_dir}: resuming after {self.count("documents"):,} documents')
+            print(f'{out_dir}: resuming after {self.count("documents"):,} documents, '
+                  f'{self.count("tokens"):,} tokens')
             for split in SPLITS:
                 if (bin := out_dir / f'{split}.bin').exists():  # the run ended between the renaming and meta.json
                     bin.replace(self.part(split))

@@ -11,7 +11,7 @@ from conftest import ROOT, rejection
 from fake_runs import fake_run, make, rows_of
 
 from analysis import figures
-from scripts import plan, plot, speedup, sweep
+from scripts import plot, speedup, sweep
 from scripts.paper import (
     clipped_newton,
     compute_table,
@@ -34,9 +34,6 @@ def test_help(script, capsys):
 
 @pytest.mark.parametrize(('script', 'argv', 'message'), [
     (speedup, ['somewhere', '--k=0'], 'above 0'), (speedup, ['somewhere', '--k=nan'], 'above 0'),
-    (compute_table, ['config/quickstart.py', '--launcher=torchrum --standalone'], 'no such command'),
-    (compute_table, ['config/quickstart.py', '--launcher='], 'no such command'),
-    (compute_table, ['config/quickstart.py', '--launcher="torchrun'], 'No closing quotation'),
     (sweep, ['--out_dir=somewhere', '--grid', 'seed=1', '--jobs=0'], 'at least 1')])
 def test_flags_that_make_no_sense_are_rejected(script, argv, message, capsys):
     with pytest.raises(SystemExit):
@@ -49,8 +46,7 @@ def test_flags_that_make_no_sense_are_rejected(script, argv, message, capsys):
 
 
 @pytest.mark.parametrize(('script', 'argv', 'suffix'), [
-    (plot, ['{run}'], 'png'), (superglue, ['nowhere', '--device=cpu'], 'png'),
-    (plan, ['config/quickstart.py', '--gpus=1'], 'json')],
+    (plot, ['{run}'], 'png'), (superglue, ['nowhere', '--device=cpu'], 'png')],
     ids=lambda value: getattr(value, '__name__', ''))
 def test_output_that_cannot_be_written_is_rejected_before_the_work(script, argv, suffix, tmp_path, monkeypatch, capsys):
     run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'])

@@ -1,9 +1,9 @@
 """FineWeb's sample of 10 billion tokens, already in GPT-2's tokens: the shards that the GPT-2 speedruns train on.
 
 Downloads 103 training shards and one for validation, 100 million tokens and 200 MB each (kjj0/fineweb10B-gpt2 on the
-Hub; kept in its cache, HF_HOME); --num_files takes the first of them only. Or reads shards from --data_files. The ids
-stay as published, where the end-of-text id stands before each document, not after it as in the other corpora here; so
-losses compare with those of the speedruns.
+Hub; kept in its cache, HF_HOME); --num_files takes only the first ones. Or reads shards from --data_files. The ids stay
+as published, where the end-of-text id precedes each document instead of following it, so losses compare with the
+speedruns' losses.
 
 A shard is a header of 256 little-endian int32, of which the first three are 20240520, 1 and the number of tokens, and
 then the tokens as uint16.
@@ -27,7 +27,7 @@ TOKENS = 2 ** 22  # in a batch
 
 
 class GPT2Ids(GPT2):
-    """What meta.json says of GPT-2's tokenizer, without its vocabulary files: nothing is encoded here."""
+    """GPT-2's tokenizer without its vocabulary files, because nothing is encoded here."""
 
     def __init__(self):
         pass
@@ -46,7 +46,7 @@ class Shard:
 
 
 def num_tokens(path):
-    """The number of tokens in a shard; SystemExit with one line when the file is none."""
+    """The number of tokens in a shard; SystemExit when the file is not a shard."""
     try:
         header = np.fromfile(path, '<i4', HEADER_BYTES // 4)
     except OSError as error:

@@ -1,9 +1,9 @@
-"""The Pile without its copyrighted parts, in GPT-NeoX-20B's tokens: the nearest there is to the paper's NeoX data.
+"""The Pile without its copyrighted parts, in GPT-NeoX-20B's tokens: the nearest to the paper's NeoX data.
 
-The Pile itself is gone: it is no longer distributed. This takes the mirror monology/pile-uncopyrighted on the Hub,
-which lacks Books3, BookCorpus2, OpenSubtitles, YTSubtitles and OWT2; so losses compare among runs on this corpus, not
-with the paper's. About 340 GB are read as a stream and not stored (or from --data_files); --num_files takes the
-first of the 30 training files only, some 11 GB each. Reading .zst needs the package zstandard.
+The Pile itself is no longer distributed. This reads the mirror monology/pile-uncopyrighted on the Hub, which lacks
+Books3, BookCorpus2, OpenSubtitles, YTSubtitles and OWT2; so losses compare among runs on this corpus, not with the
+paper's. About 340 GB are read as a stream and not stored (or from --data_files); --num_files takes only the first of
+the 30 training files, some 11 GB each. Reading .zst needs the package zstandard.
 """
 
 import sys

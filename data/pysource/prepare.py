@@ -3,8 +3,8 @@
 About 11 MB without the tests, more with --packages. A file goes to val.bin, one in ten, by the hash of its path in the
 library, so no file is in both splits and a file keeps its split in every Python version. Needs numpy and tqdm only.
 
-The corpus depends on the Python version: between 3.10 and 3.13 its size differs by up to 4 %, that of val.bin by up to
-20 %. Losses compare only between runs on the same bins; meta.json names the version.
+The corpus depends on the Python version: between 3.10 and 3.13 its size differs by up to 4 %, the size of val.bin by up
+to 20 %. Losses compare only between runs on the same bins; meta.json names the version.
 """
 
 import hashlib

@@ -18,7 +18,7 @@ def main():
     parser = argument_parser(__doc__, __file__, tokenizer='gpt2')
     parser.add_argument('files', nargs='+', type=existing, metavar='PATH')
     parser.add_argument('--val_file', nargs='+', type=existing, default=[], metavar='PATH', help='files for val.bin')
-    parser.add_argument('--val_fraction', type=float, default=0.01, help='what part goes to val.bin (default: 0.01)')
+    parser.add_argument('--val_fraction', type=float, default=0.01, help='the part for val.bin (default: 0.01)')
     parser.add_argument('--text_key', default='text', help='key of the text in .jsonl and .parquet (default: text)')
     args = parser.parse_args()
     if not LEAST_FRACTION <= args.val_fraction <= 0.5:
