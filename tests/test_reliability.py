@@ -66,11 +66,12 @@ def content(out):
 
 
 @pytest.mark.parametrize('name, ranks, fault', [
-    ('adamw', 1, 'at(7, kill(signal.SIGTERM))'), ('sophiah', 1, 'at(4, kill(signal.SIGHUP))'),
+    ('schedulefree:AdamWScheduleFree', 1, 'at(7, kill(signal.SIGTERM))'), ('sophiah', 1, 'at(4, kill(signal.SIGHUP))'),
     ('sophiag', 2, 'at(4, kill(signal.SIGINT), rank=1)'), ('sophiag', 2, STOP_IN_EVALUATION)],
-    ids=['adamw', 'sophiah', 'sophiag on two ranks', 'in an evaluation'])
+    ids=['schedulefree', 'sophiah', 'sophiag on two ranks', 'in an evaluation'])
 def test_a_signal_stops_all_ranks_and_the_resumed_run_is_the_same(train, reference, tmp_path, name, ranks, fault):
-    """Between Hessian estimates, or in an evaluation, which the resumed run makes again."""
+    """Between Hessian estimates, or in an evaluation, which the resumed run makes again. Schedule-free optimizers save
+    other weights than they train."""
     done = train(tmp_path, name=name, ranks=ranks, faults=fault)
     iteration, = re.findall(r'stopped at iteration (\d) by', done.out)
     assert done.code == STOPPED and iterations(tmp_path)[0] == int(iteration), done.err
