@@ -40,18 +40,18 @@ def atomic_write(path, mode='wb', sync=False):
         raise
 
 
-def write_text(path, text, sync=False):
+def write_text(path, text):
     """Replaces the file `path`, see `atomic_write`. SystemExit when it cannot be written."""
     try:
-        with atomic_write(path, 'w', sync) as f:
+        with atomic_write(path, 'w') as f:
             f.write(text)
     except OSError as error:
         raise SystemExit(f'{path}: cannot be written ({error.strerror})') from None
 
 
-def write_json(path, value, sync=False):
+def write_json(path, value):
     """Replaces the file `path` by indented JSON, as `write_text` does."""
-    write_text(path, json.dumps(value, indent=1) + '\n', sync)
+    write_text(path, json.dumps(value, indent=1) + '\n')
 
 
 def save_pt(path, state):
