@@ -68,7 +68,7 @@ def test_replicas_of_a_model_compiled_in_parts_train_as_eager_ones_do(run, train
             '--eval_interval=2']
     faults = """
 import functools, torch._dynamo.backends.distributed as backends
-torch.compile = functools.partial(torch.compile, backend='aot_eager')
+torch.compile = functools.partial(torch.compile, backend='eager')
 def split(self, *args, compile_fn=backends.DDPOptimizer.compile_fn):
     found = compile_fn(self, *args)
     print(f'compiled in {len(self.buckets)} parts')
@@ -82,22 +82,14 @@ backends.DDPOptimizer.compile_fn = split
 
 def test_blocks_are_compiled_one_by_one_within_shards(train, run, tmp_path):
     """With activation checkpointing, too."""
-    flags = ['--parallel=fsdp', '--activation_checkpointing=True']
+    flags = ['--parallel=fsdp', '--activation_checkpointing=True', '--hessian_interval=1', '--max_iters=2']
     done = train(tmp_path, *RUN, *flags, '--compile=True', name='sophiag', ranks=2, faults="""
 import functools
 torch.compile = functools.partial(torch.compile, backend='eager')
 torch._dynamo.config.fail_on_recompile_limit_hit = True
 """)
     assert done.code == 0, done.err
-    assert_same_metrics(tmp_path, run('sophiag', 'fsdp', flags[1]))
-
-
-def test_bfloat16_is_close(run):
-    """Parameters are gathered in bfloat16, shards and their sums stay float32."""
-    out, ddp = (run('sophiag', parallel, '--dtype=bfloat16') for parallel in ('fsdp', 'ddp'))
-    assert metrics(out) == pytest.approx(metrics(ddp), abs=2e-2)
-    assert metrics(out, 'hessian_norm') == pytest.approx(metrics(ddp, 'hessian_norm'), rel=0.1)
-    assert all(t.dtype == torch.float32 for t in checkpoint.load(out)[1]['model'].values())
+    assert_same_metrics(tmp_path, run('sophiag', 'fsdp', *flags[1:]))
 
 
 def test_an_estimate_that_is_not_finite_in_one_ranks_shards_stops_all(train, tmp_path):
@@ -254,7 +246,6 @@ class Toy(torch.optim.Optimizer):
                 state = self.state[p]
                 state['step'] = state.get('step', 0) + 1
                 state['pair'] = [0.9 * state['pair'][0] + p.grad if 'pair' in state else p.grad.clone(), None]
-                MORE
                 p.sub_(state['pair'][0], alpha=group['lr'] * (1 + 1 / group['k'] + 1 / state['step']))
 optimizers.build_optimizer = lambda name, params, *, lr, **kwargs: Toy(params, lr)
 """
@@ -262,19 +253,10 @@ optimizers.build_optimizer = lambda name, params, *, lr, **kwargs: Toy(params, l
 
 def test_an_optimizer_with_numbers_in_its_state_resumes_sharded(train, tmp_path):
     """Python numbers and lists in the state, and a counter in the groups; onto one rank."""
-    faults = TOY.replace('MORE', '')
-    assert train(tmp_path / 'a', *RUN, faults=faults).code == 0
-    stopped = train(tmp_path / 'b', *RUN, '--parallel=fsdp', ranks=2, faults=faults + 'at(6, kill(signal.SIGTERM))')
+    assert train(tmp_path / 'a', *RUN, faults=TOY).code == 0
+    stopped = train(tmp_path / 'b', *RUN, '--parallel=fsdp', ranks=2, faults=TOY + 'at(6, kill(signal.SIGTERM))')
     assert stopped.code == STOPPED, stopped.err
-    assert train(tmp_path / 'b', *RUN, '--init_from=resume', faults=faults).code == 0
+    assert train(tmp_path / 'b', *RUN, '--init_from=resume', faults=TOY).code == 0
     assert metrics(tmp_path / 'b') == pytest.approx(metrics(tmp_path / 'a'), rel=1e-4)
     optimizer = checkpoint.load(tmp_path / 'b')[1]['optimizer']
     assert optimizer['param_groups'][0]['k'] == 10 and {s['step'] for s in optimizer['state'].values()} == {10}
-
-
-def test_a_state_that_shards_cannot_hold_is_never_said_to_be_saved(train, tmp_path):
-    faults = TOY.replace('MORE', "state['rows'] = torch.ones(2)")
-    done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults=faults)
-    assert done.code == 1 and 'saved' not in done.out and not iterations(tmp_path)
-    (line,) = [line for line in done.err.splitlines() if 'Toy' in line]
-    assert 'Toy: its state cannot be saved' in line and '.rows is a tensor that each rank has for itself' in line
