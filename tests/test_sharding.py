@@ -136,11 +136,11 @@ def test_resume_onto_other_ranks(train, run, stopped, tmp_path, parallel, then_p
 
 
 def test_scripts_take_a_directory_for_a_checkpoint(run):
-    ours, theirs = load(run('adamw', 'fsdp')), load(run('adamw', 'ddp'))
+    ours, theirs = load(run(parallel='fsdp')), load(run(parallel='ddp'))
     assert ours.path.name == 'ckpt_00000010' and theirs.path.name == 'ckpt_00000010.pt'
     for (name, p), (other, q) in zip(ours.model.named_parameters(), theirs.model.named_parameters()):
-        assert name == other and torch.allclose(p, q, atol=1e-5)
-    best = run('adamw', 'fsdp') / 'best'
+        assert name == other and torch.allclose(p, q, atol=1e-4)
+    best = run(parallel='fsdp') / 'best'
     assert best.is_symlink() and load(best).state['iter_num'] == 10
 
 
