@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import train
 from analysis.figures import print_table, write_csv
-from analysis.runs import INCIDENTAL, read_run
+from analysis.runs import INCIDENTAL, by_seed, code_differences, read_run
 from runtime.checkpoint import FAILED
 
 CHECKED_TOO = {'dataset', 'eval_iters', 'seed'}  # settings in which a trial must also agree with what is asked for
@@ -238,8 +237,8 @@ def gpu_of(slot, count):
 
 
 def show(trials, out_dir):
-    """Prints a table of `trials`, the lowest validation loss first, writes it as results.csv in `out_dir`, and says in
-    one line when different code trained them."""
+    """Prints a table of `trials`, the lowest validation loss first, writes it as results.csv in `out_dir`, and says
+    where different code trained them."""
     rows = []
     for trial in trials:
         run, loss = trial.run, trial.loss
@@ -251,7 +250,5 @@ def show(trials, out_dir):
     rows.sort(key=lambda row: math.inf if row['val/loss'] is None else row['val/loss'])
     print_table(rows)
     write_csv(Path(out_dir) / 'results.csv', rows)
-    codes = Counter(trial.run.about.get('code') for trial in trials if trial.run)
-    if len(codes) > 1:
-        print('note: the code has changed between these runs (' + ', '.join(
-            f'{code or "unknown"}: {n} run(s)' for code, n in codes.items()) + '); they may not be comparable')
+    for note in code_differences(by_seed([trial.run for trial in trials if trial.run])):
+        print(f'note: {note}')
