@@ -3,7 +3,6 @@
 A run is the directory that train.py writes, with metrics.jsonl and config.json, or a line of a runs.jsonl in records/.
 """
 
-import functools
 import json
 import math
 import statistics
@@ -138,7 +137,6 @@ def flops_per_iteration(config, about):
         config['optimizer_name'], config['hessian_interval'], config['max_iters'])
 
 
-@functools.cache
 def estimates_per_iteration(optimizer_name, interval, iterations):
     """Mean number of Hessian estimates of an iteration, over a run of `iterations`."""
     return hook_of(optimizer_name).estimates(interval, iterations) / max(1, iterations)
@@ -287,8 +285,8 @@ def code_differences(groups):
         codes = Counter(run.about['code'] for run in runs if run.about.get('code'))
         return ', '.join(f'{code} ({n})' for code, n in codes.items()) if len(codes) > 1 else None
 
-    found = [f'{group[0].optimizer_label}, T = {group[0].max_iters}, learning rate {group[0].learning_rate:g}: its runs '
-             f'are of different code, so they are not seeds of each other; code hash (runs): {hashes(group)}'
+    found = [f'{group[0].optimizer_label}, T = {group[0].max_iters}, learning rate {group[0].learning_rate:g}: its '
+             f'runs are of different code, so they are not seeds of each other; code hash (runs): {hashes(group)}'
              for group in groups if hashes(group)]
     everything = hashes(run for group in groups for run in group)
     return found or [f'the runs are of different code; code hash (runs): {everything}'] * bool(everything)
@@ -309,7 +307,8 @@ def labels_of(groups):
         run, same = group[0], [other[0] for other in groups if other[0].optimizer_name == group[0].optimizer_name]
         keys = [key for key in run.config if key not in INCIDENTAL | derived
                 and len({json.dumps(other.config.get(key)) for other in same}) > 1]
-        labels.append(', '.join([run.optimizer_label, *(f'{SETTING_NAMES.get(key, key)} {run.config[key]}' for key in keys)]))
+        labels.append(', '.join([run.optimizer_label,
+                                 *(f'{SETTING_NAMES.get(key, key)} {run.config[key]}' for key in keys)]))
     if len(groups) == 1 or len(set(labels)) < len(labels):
         return [group[0].out_dir.resolve().name for group in groups]
     return labels
