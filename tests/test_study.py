@@ -119,7 +119,3 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
     kept = [line for line in lines if '1343' not in line]
     (folder / 'runs.jsonl').write_text('\n'.join(kept) + '\n')
     assert dissection.tests(find_runs([folder])) == []
-
-
-def test_holm():
-    assert dissection.holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
