@@ -239,5 +239,5 @@ def show(trials, out_dir):
     rows.sort(key=lambda row: math.inf if row['val/loss'] is None else row['val/loss'])
     print_table(rows)
     write_csv(Path(out_dir) / 'results.csv', rows)
-    for note in code_differences(by_seed([trial.run for trial in trials if trial.run])):
+    for note in code_differences(by_seed([trial.run for trial in trials if trial.run], repeats=True)):
         print(f'note: {note}')
