@@ -184,7 +184,7 @@ def draw_difference(ax, tuned, baseline, verdicts, k, colors):
                     [row['plus_or_minus'] or 0 for row in rows], fmt='o-', capsize=3, markersize=4,
                     color=colors[name], label=optimizer_label(name))
     title = f'{optimizer_label(name)} minus {optimizer_label(baseline)}' if len(verdicts) == 1 else 'Difference'
-    ax.set(ylabel=f'final loss minus {optimizer_label(baseline)}\'s', title=f'{title}, 95 % interval')
+    ax.set(ylabel=f"final loss minus {optimizer_label(baseline)}'s, 95 % interval", title=title)
     label_horizons(ax, tuned, {row['T']: '\nn = ' + ', '.join(map(str, dict.fromkeys(
         [row['seeds'], row['seeds of baseline']]))) for row in verdicts[0]['same_T'] if len(verdicts) == 1})
 

@@ -62,7 +62,7 @@ def title_of(rows):
     """The title of a figure of final losses."""
     Ts = {row['max_iters'] for row in rows}
     return ('Final loss' + (f' after {Ts.pop():,} steps' if len(Ts) == 1 else '')
-            + (', best of the settings tried' if any(row['tried'] > 1 for row in rows) else ''))
+            + (', best settings tried' if any(row['tried'] > 1 for row in rows) else ''))
 
 
 def draw_lines(runs, x, by):
