@@ -1,42 +1,37 @@
 #!/bin/bash
-# Everything that needs a GPU, in order of worth; `dev/h100.sh 3` takes step 3 alone. Call it again after an
-# interruption: what has succeeded is skipped, and training resumes. DATASET: bins of GPT-2's tokens (data/text).
-#   NANOGPT=~/nanoGPT DATASET=data/books dev/h100.sh           SMOKE=1 dev/h100.sh is a dry run on CPU
-# Logs, records and checkpoints are in WORK; all but checkpoints and caches is copied to OUT where that is set.
-set -u
-cd "$(dirname "$0")/.." || exit
-WORK=${WORK:-out/h100} DATASET=${DATASET:-data/books} PY=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)
-SIZES='30M:60 125M:30 355M:15 770M:10' MICRO='15 30 60' KERNELS='flash cudnn' T='1000 2000' ROUNDS=8 DEVICE=cuda
-TWO='--model_size=125M --batch_size=12 --device=cuda:0' BENCH=--total_batch_size=120 LARGE=4000
-TRAIN='--total_batch_size=128 --batch_size=32'
-mkdir -p "$WORK"
+# Everything that needs a GPU; `dev/h100.sh 3` takes step 3 alone. Called again it skips what has succeeded and resumes
+# training. NANOGPT: a checkout of it. DATASET: bins of GPT-2's tokens (data/text/prepare.py). Logs, records and
+# checkpoints are in WORK; all but checkpoints and caches is copied to OUT where that is set. SMOKE=1: a trial on CPU.
+set -u && cd "$(dirname "$0")/.." || exit
+PATH=$PWD/.venv/bin:$PATH WORK=${WORK:-out/h100} DATASET=${DATASET:-data/books} ROUNDS=8 DEVICE=cuda LARGE=4000
+SIZES='30M:60 125M:30 355M:15 770M:10' MICRO='15 30 60' KERNELS='flash cudnn' T='1000 2000'; mkdir -p "$WORK"
+TWO='--batch_size=12 --device=cuda:0' BENCH=--total_batch_size=120 TRAIN='--total_batch_size=128 --batch_size=32'
 if [ -n "${SMOKE:-}" ]; then
     SHAPE='--n_layer=1 --n_head=2 --n_embd=32 --block_size=32' SIZES=30M:2 MICRO=4 KERNELS=math T=10 ROUNDS=1 DEVICE=cpu
     TWO="$SHAPE --batch_size=12 --device=cpu" BENCH="$SHAPE --total_batch_size=4" LARGE=20
     TRAIN="$SHAPE --device=cpu --total_batch_size=4 --batch_size=2 --eval_iters=2" DATASET=$PWD/$WORK/pysource
-    [ -e "$DATASET/meta.json" ] || $PY data/pysource/prepare.py --out_dir="$DATASET" || exit
+    [ -e "$DATASET/meta.json" ] || python data/pysource/prepare.py --out_dir="$DATASET" || exit
 fi
 step() {  # NAME COMMAND…
     local name=$1 && shift
     [ -e "$WORK/$name.done" ] && return
     echo "$(date +%T) $name"
-    if "$@" > "$WORK/$name.log" 2>&1; then touch "$WORK/$name.done"; else echo "  failed: $(tail -n 1 "$WORK/$name.log")"; fi
-    [ -z "${OUT:-}" ] || (cd "$WORK" && find . -regex '.*\.\(jsonl?\|log\|txt\|done\)' -not -path './[cp]*/*' \
-        -exec cp --parents -t "$OUT" {} +)
+    ("$@" && touch "$WORK/$name.done") > "$WORK/$name.log" 2>&1 || echo "  failed: $(tail -n 1 "$WORK/$name.log")"
+    [ -z "${OUT:-}" ] || tar c -C "$WORK" --exclude={'*ckpt*','*.pt',best,'cache_*',pysource} . | tar x -C "$OUT"
 }
 two() {  # NAME CACHE FLAGS…: twelve steps of two ranks on one device, with the compile cache of this name
-    step "two_$1" env TORCHINDUCTOR_CACHE_DIR="$PWD/$WORK/cache_$2" $PY -m torch.distributed.run --standalone \
+    step "two_$1" env TORCHINDUCTOR_CACHE_DIR="$PWD/$WORK/cache_$2" python -m torch.distributed.run --standalone \
         --nproc_per_node=2 train.py $TWO --backend=gloo --total_batch_size=48 --dataset="$DATASET" --max_iters=12 \
-        --warmup_iters=2 --eval_iters=1 --log_interval=1 --out_dir="$WORK/two_$1" "${@:3}"
+        --warmup_iters=2 --eval_iters=1 --log_interval=1 --init_from=auto --out_dir="$WORK/two_$1" "${@:3}"
 }
 values() { grep -oP '"(train/loss|grad_norm|hessian_norm)": \K[^,}]+' "$WORK/two_$1/metrics.jsonl"; }
 agree() {  # RUN RUN: the largest relative difference of losses and norms
-    paste <(values "$1") <(values "$2") | awk '{ d = $1 / $2 - 1; d = d < 0 ? -d : d; if (d > most) most = d }
-                                               END { print most, NR " values"; exit !NR || most > 1e-3 }'
+    paste <(values $1) <(values $2) | awk '{ d = $1 / $2 - 1; if (d ^ 2 > most) most = d ^ 2 }
+                                           END { print sqrt(most), NR " values"; exit !NR || most > 1e-6 }'
 }
-bench() { step "$1" $PY dev/bench.py --device=$DEVICE --rounds=$ROUNDS --output="$WORK/$1.json" "${@:2}"; }
-train() { step "$1" $PY train.py $TRAIN --dataset="$DATASET" --init_from=auto --out_dir="$WORK/$1" "${@:2}"; }
-step_1() { step tests $PY -m pytest tests -m gpu -q; }
+bench() { step "$1" python dev/bench.py --device=$DEVICE --rounds=$ROUNDS --output="$WORK/$1.json" "${@:2}"; }
+train() { step "$1" python train.py $TRAIN --dataset="$DATASET" --init_from=auto --out_dir="$WORK/$1" "${@:2}"; }
+step_1() { step tests python -m pytest tests -m gpu -q; }
 step_2() {
     for p in ddp fsdp; do
         two adamw_$p $p --parallel=$p
@@ -51,7 +46,7 @@ step_3() { for s in $SIZES; do
     bench estimates_${s%:*} "$flags" "$flags --optimizer_name=sophiag" "$flags --optimizer_name=sophiah"
 done; }
 step_4() {
-    for kernel in $KERNELS; do bench attention_$kernel --attention=$kernel "$BENCH --batch_size=${MICRO%% *}"; done
+    for a in $KERNELS; do bench attention_$a --attention=$a "$BENCH --batch_size=${MICRO%% *}"; done
     for n in $MICRO; do bench micro_$n "$BENCH --batch_size=$n"; done
     TORCHINDUCTOR_MAX_AUTOTUNE=1 bench autotune "$BENCH --batch_size=${MICRO%% *}"
 }
@@ -60,6 +55,6 @@ step_5() {  # warm-up: half of the run for short ones
         train 30M_${peak%:*}_T${steps}_x$x --model_size=30M --optimizer_name=${peak%:*} --max_iters=$steps \
             --warmup_iters=$((steps / 2)) --learning_rate="$(awk "BEGIN { print ${peak#*:} * $x }")"
     done; done; done
-    for name in adamw sophiag; do train 125M_$name --optimizer_name=$name --max_iters=$LARGE --warmup_iters=$((LARGE / 4)); done
+    for o in adamw sophiag; do train 125M_$o --optimizer_name=$o --max_iters=$LARGE --warmup_iters=$((LARGE / 4)); done
 }
 for n in ${*:-1 2 3 4 5}; do "step_$n"; done

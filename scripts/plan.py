@@ -15,8 +15,10 @@ edited model, loss or optimizer take two real steps on this machine: --measure.
 
 import argparse
 import copy
+import functools
 import os
 import sys
+from dataclasses import astuple
 from pathlib import Path
 from unittest import mock
 
@@ -52,7 +54,7 @@ def memory(c, shape, ranks=1, head=None):
         head: bytes of the logits and their gradients, if they are not computed by loss.py's cross-entropy.
     """
     half = devices.DTYPES[c.dtype].itemsize
-    P, blocks, matrices = number_of_parameters(shape)
+    P, blocks, matrices = number_of_parameters(*astuple(shape))
     block, root, sharded = blocks // shape.n_layer, P - blocks, ranks if c.parallel != 'ddp' else 1
     numbers = STATES.get(c.optimizer_name, 2) * P
     if c.optimizer_name == 'muon':
@@ -83,9 +85,10 @@ def memory(c, shape, ranks=1, head=None):
     return parts
 
 
-def number_of_parameters(shape):
-    """Numbers of parameters: of a GPT, of its blocks, and of the blocks' matrices."""
-    model = meta_model(shape)
+@functools.cache
+def number_of_parameters(*shape):
+    """Numbers of parameters: of a GPT, of its blocks, and of the blocks' matrices. `shape`: the fields of GPTConfig."""
+    model = meta_model(GPTConfig(*shape))
     blocks = list(model.transformer.h.parameters())
     return model.num_params(), sum(p.numel() for p in blocks), sum(p.numel() for p in blocks if p.dim() == 2)
 

@@ -1,20 +1,18 @@
 """The scripts that make the paper's figures and tables, the speed-up evaluator and the tools that train many runs."""
 
 import math
-import shlex
-import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, rejection
+from conftest import rejection
 from fake_runs import make, rows_of
 
 from analysis import figures
 from scripts import plot, records, speedup, sweep, tune
-from scripts.paper import clipped_newton, compute_table, final_losses, hessian_histogram, max_lr, toy_landscape
+from scripts.paper import clipped_newton, final_losses, hessian_histogram, max_lr, toy_landscape
 
 
-@pytest.mark.parametrize('script', [clipped_newton, compute_table, final_losses, hessian_histogram, max_lr, plot,
+@pytest.mark.parametrize('script', [clipped_newton, final_losses, hessian_histogram, max_lr, plot,
                                     records, speedup, sweep, toy_landscape, tune], ids=lambda script: script.__name__)
 def test_help(script, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -137,38 +135,3 @@ def test_a_grid_shows_losses_and_differences(tmp_path):
                        '--output', str(tmp_path / 'd.png')])
     (row,) = rows_of(tmp_path / 'd.csv')
     assert float(row['difference']) == pytest.approx(3 + 0.01 + 0.95 - 3.4)
-
-
-# Table 2, TFLOPs per step. The paper's Sophia-G counts a whole forward and backward for the estimate, 1/20 more; here
-# the forward is shared.
-@pytest.mark.parametrize(('size', 'tflops'), [('large', 2550), ('medium', 1195)])
-def test_compute_table_agrees_with_table_2(tmp_path, monkeypatch, size, tflops):
-    monkeypatch.chdir(ROOT)
-    compute_table.main([f'config/train_gpt2_{size}_adamw.py', f'config/train_gpt2_{size}_sophiag.py',
-                        '--output', str(tmp_path / 'table.png')])
-    adamw, sophiag = rows_of(tmp_path / 'table.csv')
-    assert float(adamw['TFLOPs per step']) == pytest.approx(tflops, rel=0.005)
-    assert float(sophiag['TFLOPs per step']) / float(adamw['TFLOPs per step']) == pytest.approx(1 + 2 / 3 / 20)
-
-
-def test_compute_table_measures_times_from_runs(tmp_path):
-    a = make(tmp_path, 'adamw', 100, 3.0)
-    s = make(tmp_path, 'sophiag', 100, 3.0, hessian_ms=100.0)
-    compute_table.main([str(a), str(s), '--output', str(tmp_path / 'table.png')])
-    adamw, sophiag = rows_of(tmp_path / 'table.csv')
-    assert float(adamw['T(step) s']) == pytest.approx(0.5) and float(adamw['memory GB']) == 1.5
-    assert float(sophiag['T(Hessian) s']) == pytest.approx(0.01) and sophiag['over AdamW'] == '+0.0%'
-
-
-def test_compute_table_trains_with_the_launcher(tmp_path, monkeypatch):
-    """`train.py` in its place is a copy of a run."""
-    (tmp_path / 'launch er.py').write_text(
-        'import pathlib, shutil, sys\nassert sys.argv[1:3] == ["--ranks=8", "train.py"]\n'
-        'out_dir, = [a.partition("=")[2] for a in sys.argv if a.startswith("--out_dir=")]\n'
-        f'shutil.copytree({str(make(tmp_path, "adamw", 100, 3.0))!r}, out_dir, dirs_exist_ok=True)\n')
-    argv = ['config/quickstart.py', '--steps=60', '--output', str(tmp_path / 'table.png'), '--launcher']
-    launcher = shlex.join([sys.executable, str(tmp_path / 'launch er.py'), '--ranks='])
-    monkeypatch.chdir(ROOT)
-    compute_table.main([*argv, f'{launcher}8'])
-    assert float(rows_of(tmp_path / 'table.csv')[0]['T(step) s']) == pytest.approx(0.5)
-    assert 'AssertionError' in rejection(compute_table.main, [*argv, f'{launcher}7'])
