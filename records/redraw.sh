@@ -33,7 +33,7 @@ $PY scripts/paper/final_losses.py "$study/1200/adamw/*,$W,beta1=0.9,beta2=0.95,w
     "records/study_others/1200/lion/*weight_decay=0.2" --x learning_rate --output $study/study_rates.png
 
 # What needs no run.
-$PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.png
+$PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.csv
 $PY scripts/paper/toy_landscape.py --output records/paper/toy_landscape.png
 $PY scripts/paper/clipped_newton.py --output records/paper/clipped_newton.png
 
