@@ -56,14 +56,14 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
                          f'set --total_batch_size={f"{fits} or " * (fits > 0)}{fits + step}')
     if share % batch_size:
         divisors = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - batch_size))
-        raise SystemExit(f'--batch_size={batch_size}: must divide {share}, the --total_batch_size of each device; '
+        raise SystemExit(f'--batch_size={batch_size}: must divide {share}, the sequences of each device; '
                          f'set --batch_size={" or ".join(map(str, sorted(divisors[:2])))}')
     steps = share // batch_size
     if given not in (0, steps):
         made = given * batch_size * world_size
         raise SystemExit(f'--gradient_accumulation_steps={given}: × --batch_size={batch_size} × {world_size} device(s) '
-                         f'= {made}, not --total_batch_size={total_batch_size}; set --total_batch_size={made}, or '
-                         f'--gradient_accumulation_steps=0, which makes it {steps} on each device')
+                         f'= {made}, not --total_batch_size={total_batch_size}; set --gradient_accumulation_steps=0, '
+                         f'which makes it {steps} per device, or --total_batch_size={made}')
     return steps
 
 
