@@ -13,6 +13,7 @@ from analysis.load import crop_vocab_size, load, with_tokenizer
 from data.tokenizer import Char, get_tokenizer
 from model import GPT, GPTConfig
 from runtime import checkpoint
+from runtime.files import save_pt
 from scripts.export_hf import export
 from scripts.export_hf import main as export_main
 
@@ -31,7 +32,7 @@ def save_checkpoint(out_dir, tokenizer, block_size=24, **kwargs):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
-    checkpoint.save(out_dir / 'ckpt_00000003.pt', dict(
+    save_pt(out_dir / 'ckpt_00000003.pt', dict(
         model=model.state_dict(), model_args=args, iter_num=3, tokenizer=tokenizer.meta, data={}, config={}))
     return model
 
