@@ -109,25 +109,24 @@ def find_existing(out_dir, identity):
 
     SystemExit if something else is there.
     """
+    found = next((path for name in ('meta.json', 'progress.json') if (path := out_dir / name).exists()), None)
     bins = [out_dir / f'{split}.bin' for split in SPLITS]
-    for name in ('meta.json', 'progress.json'):
-        if not (path := out_dir / name).exists():
-            continue
-        found = json.loads(path.read_text(encoding='utf-8'))
-        if wrong := [key for key in identity if found.get(key) != identity[key]]:
-            raise SystemExit(f'{path}: bins of other data are in the way ({wrong[0]} {found.get(wrong[0])!r}, not '
-                             f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
-        if name == 'progress.json':
-            return None
-        for bin, split in zip(bins, SPLITS):
-            size = found[split]['tokens'] * np.dtype(found['dtype']).itemsize
-            if not bin.exists() or bin.stat().st_size != size:
-                raise SystemExit(f'{bin}: not the {size} bytes that meta.json says; pass --overwrite')
-        return found
-    for bin in filter(Path.exists, bins):
-        raise SystemExit(f'{bin}: in the way, and no meta.json says what it is; choose another --out_dir or pass '
-                         '--overwrite')
-    return None
+    if found is None:
+        for bin in filter(Path.exists, bins):
+            raise SystemExit(f'{bin}: in the way, and no meta.json says what it is; choose another --out_dir or pass '
+                             '--overwrite')
+        return None
+    meta = json.loads(found.read_text(encoding='utf-8'))
+    if wrong := [key for key in identity if meta.get(key) != identity[key]]:
+        raise SystemExit(f'{found}: bins of other data are in the way ({wrong[0]} {meta.get(wrong[0])!r}, not '
+                         f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
+    if found.name == 'progress.json':
+        return None
+    for bin, split in zip(bins, SPLITS):
+        size = meta[split]['tokens'] * np.dtype(meta['dtype']).itemsize
+        if not bin.exists() or bin.stat().st_size != size:
+            raise SystemExit(f'{bin}: not the {size} bytes that meta.json says; pass --overwrite')
+    return meta
 
 
 def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):
