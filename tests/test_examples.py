@@ -59,35 +59,25 @@ def steps(n, k=10, forwards='f'):
     return list(''.join(forwards + ('h' if i % k == 0 else '') + 's' for i in range(n)))
 
 
-def check_sophia_anywhere(out):
-    first = [float(x) for x in re.findall(r'step 0: loss ([\d.]+)', out)]
-    unseen = [float(x) for x in re.findall(r'new \w+: ([\d.]+)', out)]
-    assert len(first) == len(unseen) == 2
-    assert unseen[0] < first[0] - 0.5 and unseen[1] < 0.25 * first[1]
-
-
-def test_sophia_anywhere_alone(tmp_path):
+def test_sophia_anywhere(tmp_path):
     """sophia.py and the script, in a directory with nothing else: both models learn."""
     for path in ('sophia.py', 'examples/sophia_anywhere.py'):
         shutil.copy(ROOT / path, tmp_path)
-    done = subprocess.run([sys.executable, 'sophia_anywhere.py', '--steps=120'], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=HANG, env=dict(os.environ, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES=''))
+    done = subprocess.run([sys.executable, 'sophia_anywhere.py', '--steps=120', '--estimator=hutchinson'], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=HANG,
+                          env=dict(os.environ, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES=''))
     assert done.returncode == 0, done.stderr[-3000:]
-    check_sophia_anywhere(done.stdout)
-
-
-def test_sophia_anywhere_hutchinson(capsys, trace):
-    events = trace(torch.nn.Sequential)
-    example('sophia_anywhere').main(['--steps=120', '--estimator=hutchinson'])
-    check_sophia_anywhere(capsys.readouterr().out)
-    assert events == 2 * [*steps(120), 'f']  # each model's last forward is its evaluation
+    first = [float(x) for x in re.findall(r'step 0: loss ([\d.]+)', done.stdout)]
+    unseen = [float(x) for x in re.findall(r'new \w+: ([\d.]+)', done.stdout)]
+    assert len(first) == len(unseen) == 2
+    assert unseen[0] < first[0] - 0.5 and unseen[1] < 0.25 * first[1]
 
 
 def test_accelerate(trace):
     """Two micro-batches a step; the estimate is made on the second."""
     events = trace(torch.nn.Sequential)
-    losses = example('accelerate_loop', 'accelerate').main(['--steps=40', '--cpu'])
-    assert events == steps(40, forwards='ff')
+    losses = example('accelerate_loop', 'accelerate').main(['--steps=30', '--cpu'])
+    assert events == steps(30, forwards='ff')
     assert sum(losses[-10:]) / 10 < 0.5 * losses[0]
 
 
@@ -97,8 +87,8 @@ def test_lightning(trace, monkeypatch):
     monkeypatch.setattr(module.lightning, 'Trainer', functools.partial(
         module.lightning.Trainer, accelerator='cpu', accumulate_grad_batches=3))
     events = trace(torch.nn.Sequential)
-    losses = module.main(['--steps=40'])
-    assert events == steps(40, forwards='fff')
+    losses = module.main(['--steps=30'])
+    assert events == steps(30, forwards='fff')
     assert sum(losses[-10:]) / 10 < 0.5 * losses[0]
 
 
@@ -114,61 +104,40 @@ def test_peft_lora(trace, monkeypatch):
     assert taken and all(min(p.shape) == 8 for p in taken)  # adapters of rank 8 and nothing of the base model
 
 
-@pytest.fixture
-def trainer_example(monkeypatch):
-    """examples/huggingface_trainer.py on the CPU."""
-    module = example('huggingface_trainer', 'transformers', 'accelerate')
+def test_huggingface_trainer(tmp_path, trace, monkeypatch):
+    """It learns. Half of the steps, a checkpoint, and the others in another trainer are all steps: weights, m and h bit
+    for bit. With padding the estimate counts the positions that the loss counts."""
+    module, counted = example('huggingface_trainer', 'transformers', 'accelerate'), []
+    sequences = module.sequences
+
+    def padded(n):
+        return [dict(row, labels=torch.where(torch.arange(32) < 24, row['labels'], -100)) for row in sequences(n)]
+
+    def estimate(logits, *args, **kwargs):
+        counted.append(logits.shape)
+        return gauss_newton_bartlett(logits, *args, **kwargs)
+
     monkeypatch.setattr(module, 'TrainingArguments', functools.partial(module.TrainingArguments, use_cpu=True))
-    return module
-
-
-def test_huggingface_trainer_resumes_exactly(tmp_path, trace, monkeypatch, trainer_example):
-    """6 steps are 3 steps, a checkpoint, and 3 more in another trainer: weights, m and h bit for bit. Dropout is on,
-    and labels are sampled at steps 0, 2 and 4, before and after the checkpoint."""
-    module = trainer_example
-    monkeypatch.setattr(module.SophiaTrainer, 'hessian_interval', 2)
+    monkeypatch.setattr(module, 'sequences', padded)
+    monkeypatch.setattr(module, 'gauss_newton_bartlett', estimate)
+    monkeypatch.setattr(module.SophiaTrainer, 'hessian_interval', 4)
     events = trace(module.GPT2LMHeadModel)
-    whole, _ = module.main(['--steps=6', f'--out_dir={tmp_path}/whole'])
-    assert events == steps(6, k=2)
-    shutil.copytree(tmp_path / 'whole/checkpoint-3', tmp_path / 'part/checkpoint-3')
+    whole, _ = module.main(['--steps=20', f'--out_dir={tmp_path}/whole'])
+    assert events == steps(20, k=4)
+    losses = [line['loss'] for line in whole.state.log_history if 'loss' in line]
+    assert len(losses) == 2 and losses[1] < losses[0] - 0.1
+    shutil.copytree(tmp_path / 'whole/checkpoint-10', tmp_path / 'part/checkpoint-10')
     events.clear()
-    resumed, _ = module.main(['--steps=6', f'--out_dir={tmp_path}/part', '--resume'])
-    assert events == steps(6, k=2)[len(steps(3, k=2)):]
+    resumed, _ = module.main(['--steps=20', f'--out_dir={tmp_path}/part', '--resume'])
+    assert events == steps(20, k=4)[len(steps(10, k=4)):]
+    resumed.evaluate(padded(16))
+    assert counted == [(16 * 23, 64)] * 7  # at 0, 4, …, 16; at 12 and 16; not in evaluation
     for (name, p), q in zip(whole.model.named_parameters(), resumed.model.parameters()):
         assert torch.equal(p, q), name
     states = [trainer.optimizer.optimizer.state_dict()['state'] for trainer in (whole, resumed)]
     for i, state in states[0].items():
         assert state.keys() == {'exp_avg', 'hessian'}
         assert all(torch.equal(state[key], states[1][i][key]) for key in state)
-
-
-def test_huggingface_trainer(tmp_path, trace, monkeypatch, trainer_example):
-    """It learns; evaluation estimates nothing; with padding the estimate counts the positions that the loss counts."""
-    module, counted = trainer_example, []
-
-    def estimate(logits, *args, **kwargs):
-        counted.append(logits.shape)
-        return gauss_newton_bartlett(logits, *args, **kwargs)
-
-    monkeypatch.setattr(module, 'gauss_newton_bartlett', estimate)
-    sequences = module.sequences
-
-    def padded(n):
-        rows = sequences(n)
-        for row in rows:
-            row['labels'] = row['labels'].clone()
-            row['labels'][24:] = -100
-        return rows
-
-    monkeypatch.setattr(module, 'sequences', padded)
-    events = trace(module.GPT2LMHeadModel)
-    trainer, loss = module.main(['--steps=30', f'--out_dir={tmp_path}'])
-    assert events == steps(30)
-    assert counted == [(16 * 23, 64)] * 3
-    losses = [line['loss'] for line in trainer.state.log_history if 'loss' in line]
-    assert losses[-1] < losses[0] - 0.5
-    trainer.evaluate(padded(16))
-    assert len(counted) == 3
 
 
 def reference(module, n, ranks=2):
@@ -207,18 +176,10 @@ def reference(module, n, ranks=2):
 
 def test_fsdp2(fork):
     """Two ranks with sharded parameters compute what one process does."""
-    done = fork('examples/fsdp2.py', '--steps=36', ranks=2, check=True)
+    done = fork('examples/fsdp2.py', '--steps=12', ranks=2, check=True)
     found = [[float(x) for x in line]
              for line in re.findall(r'step (\d+): loss ([\d.]+), (\d+)% not clipped', done.out)]
-    expected = reference(example('fsdp2'), 36)
-    assert [step for step, *_ in expected] == [0, 10, 20, 30, 35] and 10 < expected[-1][2] < 50
+    expected = reference(example('fsdp2'), 12)
+    assert [step for step, *_ in expected] == [0, 10, 11] and expected[-1][2] > 1
     for (step, loss, unclipped), wanted in zip(found, expected, strict=True):  # percentages come without decimals
         assert (step, loss) == pytest.approx(wanted[:2], rel=1e-3) and abs(unclipped - wanted[2]) < 0.7
-
-
-def test_accelerate_on_two_ranks(fork):
-    """Under DistributedDataParallel: one loss for all ranks, and it falls."""
-    pytest.importorskip('accelerate', reason='needs accelerate: pip install -r requirements-examples.txt')
-    done = fork('examples/accelerate_loop.py', '--steps=40', '--cpu', ranks=2, check=True)
-    losses = [float(x) for x in re.findall(r'step \d+: loss ([\d.]+)', done.out)]
-    assert len(losses) == 5 and losses[-1] < 0.5 * losses[0]
