@@ -49,9 +49,8 @@ class AdaHessian(HessianOptimizer):
     gradient in the second moment, θ ← θ − lr·m̂ / (√v̂ + ε), v the EMA of ĥ², both bias-corrected, decoupled weight
     decay, no clipping.
 
-    Arguments and `update_hessian` as for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and how often
-    each was updated: `step`, `hessian_step` (0-d float32 tensors on the CPU). RuntimeError in a step before the first
-    estimate, when v is 0.
+    Arguments and `update_hessian` as for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and `step`, how
+    often each of the two was updated. RuntimeError in a step before the first estimate, when v is 0.
     """
 
     def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, maximize=False,
@@ -65,32 +64,27 @@ class AdaHessian(HessianOptimizer):
     def update(self, group, params, grads):
         lr, (beta1, beta2) = scalar(group['lr']), group['betas']
         ms, vs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
-        steps, estimates = self.counters(params, 'step'), self.counters(params, 'hessian_step')
-        if not all(estimates):
+        counts = self.counts(params)
+        if not all(estimates for _, estimates in counts):
             if lr:
                 raise RuntimeError('AdaHessian.step() before an estimate of every Hessian: call update_hessian() first')
             return  # torch.distributed.checkpoint makes such a step, to get the state that it loads into
         torch._foreach_lerp_(ms, grads, 1 - beta1)
-        torch._foreach_add_(steps, 1)
-        for p, m, v, step, n in zip(params, ms, vs, steps, estimates):
-            denominator = (v / (1 - beta2 ** n.double())).sqrt_().add_(group['eps'])
+        for p, m, v, count in zip(params, ms, vs, counts):
+            count[0] += 1
+            steps, estimates = count.tolist()
+            denominator = (v / (1 - beta2 ** estimates)).sqrt_().add_(group['eps'])
             p.mul_(1 - lr * group['weight_decay'])
-            p.sub_(m / denominator * (lr / (1 - beta1 ** step.double())))
+            p.sub_(m / denominator * (lr / (1 - beta1 ** steps)))
 
     def update_ema(self, group, params, targets):
         super().update_ema(group, params, targets)
-        torch._foreach_add_(self.counters(params, 'hessian_step'), 1)
+        for count in self.counts(params):
+            count[1] += 1
 
-    def counters(self, params, key):
-        return [self.state[p].setdefault(key, torch.zeros((), dtype=torch.float32)) for p in params]
-
-    def load_state_dict(self, state_dict):
-        """As any optimizer's; but `hessian_step` stays float32, where PyTorch would give it the parameter's dtype."""
-        super().load_state_dict(state_dict)
-        numbers = [i for group in state_dict['param_groups'] for i in group['params']]
-        for p, i in zip(parameters(self), numbers):
-            if 'hessian_step' in state_dict['state'].get(i, ()):
-                self.state[p]['hessian_step'] = state_dict['state'][i]['hessian_step'].clone()
+    def counts(self, params):
+        # PyTorch loads a state of this name as it is, and all others in the dtype of the parameter.
+        return [self.state[p].setdefault('step', torch.zeros(2, dtype=torch.float32)) for p in params]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,14 +10,12 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import optimizers
-from hessian import Hook
 from optimizers import AdaHessian, Lion, Normalize, SophiaSquared, SophiaTensorMean, SophiaUnclipped, build_optimizer
 from runtime import optim
 from sophia import HessianOptimizer, Sophia
 
 # The optimizers of the paper and its ablations, about which some tests know more than about any row of the table.
 PAPER = ('adamw', 'lion', 'adahessian', 'sophiag', 'sophiah', 'ef_clip', 'ah_clip', 'clip', 'normalize', 'gnb_noclip')
-HOOKS = [name for name in optimizers.OPTIMIZERS if optimizers.row(name).hook is not Hook]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Against references
@@ -199,8 +197,8 @@ def test_maximize_is_minimizing_the_negative(cls):
         if issubclass(cls, HessianOptimizer):
             optimizer.update_hessian([torch.ones_like(p) for p in estimated])
         optimizer.step()
-    for p, q, g in zip(params, twins, given):
-        assert torch.equal(p, q) and torch.equal(p.grad, g)
+    torch.testing.assert_close(params, twins, rtol=0, atol=0)
+    torch.testing.assert_close([p.grad for p in params], given)
 
 
 @OPTIMIZERS
@@ -222,22 +220,17 @@ def test_closure_is_evaluated_with_gradients(cls):
 
 
 @OPTIMIZERS
-@pytest.mark.parametrize('set_to_none', [True, False])
-def test_zero_grad_and_parameters_without_gradient(cls, set_to_none):
+def test_parameters_without_gradient(cls):
     """A parameter without gradient keeps its value and makes no momentum; one with gradient 0 decays."""
     params = make_params()
     before = [p.detach().clone() for p in params]
     optimizer = cls(params, lr=0.1, weight_decay=0.5)
-    params[0].grad = torch.ones_like(params[0])
+    params[0].grad = torch.zeros_like(params[0])
     if issubclass(cls, HessianOptimizer):
         optimizer.update_hessian([torch.ones_like(params[0]), None])
     optimizer.step()
     assert torch.equal(params[1], before[1]) and not optimizer.state[params[1]]
-    assert not torch.equal(params[0], before[0])
-    optimizer.zero_grad(set_to_none=set_to_none)
-    between = params[0].detach().clone()
-    optimizer.step()
-    assert torch.equal(params[0], between) == set_to_none
+    torch.testing.assert_close(params[0].detach(), 0.95 * before[0])
 
 
 @OPTIMIZERS
@@ -341,7 +334,7 @@ def test_state_dicts_of_distributed_checkpoints_continue_identically(cls, option
             assert all(torch.equal(t, other.state[q][key]) for key, t in optimizer.state[p].items())
         train(optimizer, params, 2, first=258)
         train(other, twins, 2, first=258)
-    assert cls is not AdaHessian or other.state[twins[0]]['hessian_step'] == 262
+    assert cls is not AdaHessian or other.state[twins[0]]['step'].tolist() == [262, 262]
 
 
 @OPTIMIZERS
@@ -380,9 +373,7 @@ def test_adahessian_needs_an_estimate_before_its_first_step():
 # The table, metrics
 
 
-def test_unknown_optimizers_and_settings_are_rejected():
-    with pytest.raises(SystemExit, match='--optimizer_name=sophiaq: unknown optimizer; choose from adamw, lion'):
-        build_optimizer('sophiaq', make_params(), lr=1e-3)
+def test_unknown_settings_are_rejected():
     with pytest.raises(ValueError, match='unknown settings rho'):
         build_optimizer('sophiag', make_params(), lr=1e-3, rho=0.05)
 
@@ -392,21 +383,6 @@ def test_every_optimizer_of_the_paper_has_learning_rates():
         for size in ('tiny', '30M', '125M', '355M'):
             lr, where = optimizers.peak_learning_rate(name, size)
             assert (lr == 0.3 and 'our table' in where) if name == 'adahessian' else (lr < 0.02 and size in where)
-
-
-def test_states_per_parameter():
-    """Tensors of the parameter's size."""
-    count = {}
-    for name in PAPER:
-        p = torch.nn.Parameter(torch.ones(3))
-        p.grad = torch.ones(3)
-        optimizer = build_optimizer(name, [p], lr=1e-3)
-        if name in HOOKS:
-            optimizer.update_hessian([torch.ones(3)])
-        optimizer.step()
-        count[name] = sum(isinstance(s, torch.Tensor) and s.shape == p.shape for s in optimizer.state[p].values())
-    assert count == dict(adamw=2, lion=1, adahessian=2, sophiag=2, sophiah=2, ef_clip=2, ah_clip=2, clip=1, normalize=1,
-                         gnb_noclip=2)
 
 
 def settings(name, total_batch_size):
@@ -431,13 +407,6 @@ def test_settings_of_the_paper():
     assert optimizers.peak_learning_rate('lion', '770M')[0] is None
 
 
-def test_a_group_has_its_own_share_of_the_learning_rate():
-    params = make_params()
-    optimizer = build_optimizer('sophiag', [dict(params=params[:1], lr_scale=0.1), dict(params=params[1:])], lr=1.0)
-    optim.set_learning_rate(optimizer, 0.5)
-    assert [group['lr'] for group in optimizer.param_groups] == [0.05, 0.5]
-
-
 def test_a_builder_may_give_a_group_its_own_learning_rate(monkeypatch):
     def build(groups, s):
         first, *others = groups[0]['params']
@@ -450,53 +419,34 @@ def test_a_builder_may_give_a_group_its_own_learning_rate(monkeypatch):
     assert [group['lr'] for group in optimizer.param_groups] == pytest.approx([0.05, 0.5])
 
 
-def test_parameters_without_a_gradient_are_left_out_of_the_clipping():
-    used, unused = make_params()[:2]
-    used.grad = torch.full_like(used, 3.0)
-    norm = optim.clip_gradients([used, unused], 1.0)
-    assert norm.item() == pytest.approx(3 * used.numel() ** 0.5) and unused.grad is None
-    assert used.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
-
-
-def test_metrics_of_sophia():
-    params = make_params()
-    optimizer = build_optimizer('sophiag', params, lr=1e-3)
-    for p in params:
-        p.grad = torch.randn_like(p)
-    optimizer.update_hessian([torch.rand_like(p) for p in params])
-    optimizer.step()
-    found = optimizers.optimizer_metrics(optimizer)
-    for name, key in (('momentum_norm', 'exp_avg'), ('hessian_norm', 'hessian')):
-        expected = torch.cat([optimizer.state[p][key].flatten() for p in params]).norm()
-        assert found[name].item() == pytest.approx(expected.item(), rel=1e-5)
-    assert found['update_unclipped'] == optimizer.unclipped_fraction() and len(found) == 3
-
-
-def test_metrics_of_other_optimizers():
-    """The norm of the momentum, and what a method `metrics` of their own returns."""
+def test_metrics():
+    """The norm of the momentum, and what a method `metrics` returns."""
     class Own(torch.optim.SGD):
         def metrics(self):
             return dict(temperature=torch.tensor(2.0))
 
-    p = make_params()[0]
-    optimizer = Own([p], lr=0.1, momentum=0.9)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    found = {key: value.item() for key, value in optimizers.optimizer_metrics(optimizer).items()}
-    assert found == pytest.approx(dict(momentum_norm=p.numel() ** 0.5, temperature=2.0))
+    p = torch.nn.Parameter(torch.zeros(4))
+    for optimizer, expected in ((Own([p], lr=0.1, momentum=0.9), dict(momentum_norm=2.0, temperature=2.0)),
+                                (Sophia([p], lr=0.1, betas=(0.5, 0.5)), dict(
+                                    momentum_norm=1.0, hessian_norm=40.0, update_unclipped=1.0))):
+        p.grad = torch.ones(4)
+        if isinstance(optimizer, Sophia):
+            optimizer.update_hessian([torch.full((4,), 40.0)])
+        optimizer.step()
+        found = {key: value.item() for key, value in optimizers.optimizer_metrics(optimizer).items()}
+        assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize('max_norm', [0, 0.5, 100.0])
 def test_clipping_is_that_of_pytorch(max_norm):
+    """Parameters without a gradient, as of a module that a forward did not use, are left out."""
     params, twins = make_params(), make_params()
     for p, q in zip(params, twins):
         p.grad = torch.randn_like(p)
         q.grad = p.grad.clone()
-    norm = optim.clip_gradients(params, max_norm)
-    expected = torch.nn.utils.clip_grad_norm_(twins, max_norm or float('inf'))
-    torch.testing.assert_close(norm, expected)
-    for p, q in zip(params, twins):
-        torch.testing.assert_close(p.grad, q.grad)
+    norm = optim.clip_gradients([*params, torch.nn.Parameter(torch.ones(2))], max_norm)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(twins, max_norm or float('inf')))
+    torch.testing.assert_close([p.grad for p in params], [q.grad for q in twins])
 
 
 def test_the_norm_of_many_entries_is_right():

@@ -120,20 +120,16 @@ def test_a_learning_rate_of_a_groups_own_reaches_every_optimizer(name):
 
 
 def test_a_checkpoint_does_not_overrule_what_the_code_says_of_a_group(tmp_path):
-    def optimizer(maximize, lr_scale):
-        return optimizers.AdaHessian([dict(params=model.parameters(), lr_scale=lr_scale)], lr=LR, maximize=maximize)
-
-    model = tiny_gpt()
-    saved, restored = optimizer(True, 0.1), optimizer(False, 0.5)
+    model, path = tiny_gpt(), tmp_path / 'ckpt_00000001.pt'
+    saved, restored = (torch.optim.SGD([dict(params=model.parameters(), lr_scale=scale)], lr=LR)
+                       for scale in (0.1, 0.5))
     saved.param_groups[0]['counter'] = 3
-    saved.update_hessian([torch.ones_like(p) for p in model.parameters()])
     state = dict(model=model.state_dict(), optimizer=saved.state_dict(), scaler={}, config={})
-    checkpoint.restore(tmp_path / 'ckpt_00000001.pt', state, model, restored, None)
+    checkpoint.restore(path, state, model, restored, None)
     group, = restored.param_groups
-    assert (group['maximize'], group['lr_scale'], group['counter']) == (False, 0.5, 3)
-    assert all((restored.state[p]['hessian'] > 0).all() for p in model.parameters())
-    two = optimizers.AdaHessian([dict(params=[p]) for p in model.parameters()], lr=LR)
-    message = rejection(checkpoint.restore, tmp_path / 'ckpt_00000001.pt', state, model, two, None)
+    assert (group['lr_scale'], group['counter']) == (0.5, 3)
+    two = torch.optim.SGD([dict(params=[p]) for p in model.parameters()], lr=LR)
+    message = rejection(checkpoint.restore, path, state, model, two, None)
     assert '1 param groups were saved' in message and 'was parameter_groups edited?' in message
 
 
@@ -290,7 +286,6 @@ def test_a_run_announces_the_settings_of_its_optimizer_only():
     (['pytorch_optimiser:SOAP'], 'the package pytorch_optimiser is not installed; check its name'),
     (['torch:NAdam', '--optimizer_args=momentum_decai=0.1'], 'has no argument momentum_decai; choose from lr'),
     (['torch:NAdam', '--optimizer_args=betas'], '--optimizer_args=betas: write NAME=VALUE'),
-    (['torch:NAdam', '--optimizer_args=eps=__import__("os")'], 'write NAME=VALUE'),
     (['torch:NAdam', '--optimizer_args=lr=1'], 'set lr with --learning_rate'),
     (['torch:NAdam', '--optimizer_args=weight_decay=0.1'], 'set weight_decay with --weight_decay'),
     (['torch:NAdam', '--optimizer_args=betas=(0.9, 0.99, 0.999)'], 'set betas with --beta1 and --beta2'),
@@ -298,8 +293,6 @@ def test_a_run_announces_the_settings_of_its_optimizer_only():
     (['sophiag', '--optimizer_args=foreach=True'], '--optimizer_args has no effect with sophiag'),
     (['torch:Rprop', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for torch:Rprop'),
     (['sophiah', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for sophiah'),
-    (['gnb_mean', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for gnb_mean'),
-    (['soap', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for soap'),
     (['pytorch_optimizer:SOAP', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for pytorch_optimizer:SOAP'),
 ])
 def test_settings_that_cannot_be_are_rejected_in_one_line(flags, message):
