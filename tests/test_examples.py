@@ -87,9 +87,9 @@ def test_lightning(trace, monkeypatch):
     monkeypatch.setattr(module.lightning, 'Trainer', functools.partial(
         module.lightning.Trainer, accelerator='cpu', accumulate_grad_batches=3))
     events = trace(torch.nn.Sequential)
-    losses = module.main(['--steps=30'])
-    assert events == steps(30, forwards='fff')
-    assert sum(losses[-10:]) / 10 < 0.5 * losses[0]
+    losses = module.main(['--steps=20'])
+    assert events == steps(20, forwards='fff')
+    assert sum(losses[-10:]) / 10 < 0.8 * losses[0]
 
 
 def test_peft_lora(trace, monkeypatch):
