@@ -5,6 +5,7 @@ the plain cross-entropy, so that runs with different training losses can be comp
 """
 
 import torch
+from torch.nn import functional as F
 
 
 def token_loss(logits, targets):
@@ -20,11 +21,11 @@ def mean_loss(logits, targets):
 def cross_entropy(logits, targets):
     """−log softmax(logits)[target] in float32: logits (..., V), targets (...) → (...), 0 where the target is -1.
 
-    As logsumexp − logit, compiled code saves no float32 array of the logits' shape for the backward pass.
+    Compiled, it keeps the logits in their own dtype for the backward pass, and nothing of their shape in float32.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(targets >= 0, logits.logsumexp(-1) - chosen, 0)
+    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='none')
+    return losses.view_as(targets)
 
 
 @torch.no_grad()
@@ -32,12 +33,18 @@ def sample_labels(logits, uniforms):
     """Labels ŷ ~ softmax(logits) by inverting the cumulative distribution (Algorithm 2, line 3).
 
     Args:
-        logits: (..., V).
-        uniforms: (...), one uniform number in [0, 1) per label, so that the caller decides on what labels depend.
+        logits: (n, ..., V).
+        uniforms: (n, ...), one uniform number in [0, 1) per label, so that the caller decides on what labels depend.
 
     Returns:
-        (...) int64.
+        (n, ...) int64.
     """
-    cumulative = logits.float().softmax(-1).cumsum(-1)
+    # A few sequences at a time, because probabilities and their sums are in float32.
+    return torch.cat([invert(*part) for part in zip(logits.split(4), uniforms.split(4))])
+
+
+def invert(logits, uniforms):
+    """The labels at which the cumulative softmax of `logits` (..., V) first exceeds `uniforms` (...)."""
+    cumulative = logits.softmax(-1, dtype=torch.float32).cumsum_(-1)
     t = uniforms.unsqueeze(-1) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, t, right=True).squeeze(-1).clamp(max=logits.size(-1) - 1)

@@ -224,11 +224,20 @@ class GPT(nn.Module):
     @classmethod
     def from_state_dict(cls, config, weights):
         """A GPT that shares the memory of these weights; draws no random ones. RuntimeError when they do not fit."""
+        model = cls.without_values(config)
+        tied = model.lm_head.weight is model.transformer.wte.weight
+        model.load_state_dict(weights, assign=True)
+        if tied:
+            model.lm_head.weight = model.transformer.wte.weight  # assigning has untied them
+        return model
+
+    @classmethod
+    def without_values(cls, config):
+        """A GPT on the device 'meta', for weights that follow; a real one where an edit has added buffers, because a
+        checkpoint may not hold them."""
         with torch.device('meta'):
             model = cls(config)
-        model.load_state_dict(weights, assign=True)
-        model.lm_head.weight = model.transformer.wte.weight  # assigning has untied them
-        return model
+        return cls(config) if any(True for _ in model.buffers()) else model
 
     @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):

@@ -221,8 +221,7 @@ def make_model(c, world, start, data):
         if start.finetuned:
             args = lifecycle.adopt_model_args(c, defaults | start.saved['model_args'], data)
         start.check_model_args(defaults | args, defaults)
-        with torch.device('meta' if start.path else 'cpu'):
-            return GPT(GPTConfig(**args))
+        return GPT.without_values(GPTConfig(**args)) if start.path else GPT(GPTConfig(**args))
 
 
 def set_up(c, world, model):

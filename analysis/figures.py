@@ -5,7 +5,6 @@ import csv
 import io
 import math
 import shlex
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -62,7 +61,7 @@ def figure(columns=1, width=5.0, height=3.7, **options):
 
 
 def colors_of(names):
-    """{optimizer: color} for at most ten optimizers, COLORED or not."""
+    """{optimizer: color}; of more than ten optimizers the last ones share a color."""
     free = [i for i in range(10) if i >= len(COLORED) or COLORED[i] not in names]
     return {name: f'C{COLORED.index(name) if name in COLORED else free.pop() if free else 9}' for name in names}
 
@@ -154,13 +153,6 @@ def _cell(value):
     if isinstance(value, float):
         return 'nan' if math.isnan(value) else f'{value:.4f}' if 0.01 <= abs(value) < 1e4 else f'{value:.3g}'
     return str(value)
-
-
-def show_progress(text):
-    """Replaces the last line of a terminal by `text`, cut to its width; does nothing elsewhere."""
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be replaced
-        print(f'\r\033[K{text[:width]}', end='', file=sys.stderr, flush=True)
 
 
 def write_csv(path, rows):

@@ -14,16 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from analysis.figures import (  # noqa: F401 - for scripts that still import these from here
-    SHORT,
-    optimizer_label,
-    print_table,
-    show_progress,
-    writable,
-    write_errors,
-    write_json,
-    write_text,
-)
+from analysis.figures import SHORT, optimizer_label
 from runtime.checkpoint import FAILED, HARMLESS
 
 # Settings that say how a run was carried out, not what it computed; and the seed, over which results are averaged.

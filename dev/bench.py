@@ -1,14 +1,15 @@
-"""The speed and memory of a training step, for any list of configurations, measured side by side in one process.
+"""The speed and memory of a training step, for any list of configurations, measured in turns.
 
   python dev/bench.py                                                     AdamW, Sophia-G and Sophia-H at a usual size
   python dev/bench.py '--model_size=125M' '--model_size=125M --optimizer_name=sophiag' --output bench.json
   python dev/bench.py --baseline ~/nanoGPT '--model_size=125M --compile=True'   and nanoGPT's model and AdamW
   python dev/bench.py --profile profile.txt '--model_size=125M'           the operators of one step, by time
 
-Each CONFIG is one quoted string with the arguments that train.py would get. Configurations take turns in every round,
-so that other load meets all of them alike, and the medians over the rounds are compared. A baseline is a checkout with
-nanoGPT's interface in its model.py (GPT, GPTConfig, configure_optimizers); it gets the weights, batch, dtype and
-compile of each configuration of AdamW. Tokens are random.
+Each CONFIG is one quoted string with the arguments that train.py would get. Each has a process of its own, so that none
+runs code that was compiled for another, and they take turns in every round, so that other load meets all of them alike.
+The medians over the rounds are compared. A baseline is a checkout with nanoGPT's interface in its model.py (GPT,
+GPTConfig, configure_optimizers); it gets the weights, batch, dtype and compile of each configuration of AdamW. Tokens
+are random.
 
 Columns: step_ms, T(step) without an estimate; tokens_per_sec and mfu with the estimates' share; hessian_ms, the extra
 time of a step with an estimate; hessian_share, hessian_ms / k as a fraction of T(step); optimizer_ms, the optimizer's
@@ -17,12 +18,13 @@ step alone; over_adamw, its ratio to fused AdamW's; memory_gb, the peak of devic
 
 import argparse
 import contextlib
-import gc
 import importlib.util
+import multiprocessing
 import shlex
 import statistics
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -55,7 +57,6 @@ class Case:
         self.config, self.world, self.device = config, world, world.device
         given = config.given - {'device'}
         self.name = ' '.join(f'{key}={value}' for key, value in config.values.items() if key in given)
-        gc.collect()
         before = devices.memory_in_use(self.device)
         self.set_up()
         self.seconds = {True: [], False: []}  # of steps with and without an estimate
@@ -74,7 +75,6 @@ class Case:
 
     def set_up(self):
         """Makes the `train.Run` that is measured."""
-        donate_buffers()  # the hook of Sophia-G turns it off again
         self.run = train.set_up(self.config, self.world, self.make_model())
 
     def batch(self):
@@ -143,7 +143,6 @@ class Baseline(Case):
         self.name = f'{self.folder.name}: {self.name}'
 
     def set_up(self):
-        donate_buffers()
         spec = importlib.util.spec_from_file_location('baseline_model', self.folder / 'model.py')
         baseline = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = baseline
@@ -163,11 +162,42 @@ class Baseline(Case):
             devices.autocast(self.device, c.dtype), list(model.parameters()), cross_entropy)
 
 
-def donate_buffers():
-    """Undoes hessian.keep_buffers, for the next model of this process."""
-    import torch._functorch.config
-    torch._functorch.config.donated_buffer = True
-    torch.compiler.config.cache_key_tag = ''
+def start(argv, folder, attention):
+    """Sets up the configuration of this process, the global `case`: train.py's with the arguments `argv`, or that of
+    the baseline in `folder`."""
+    global case
+    config = train.resolve(argv)
+    if attention:
+        sdpa_kernel(ATTENTION[attention]).__enter__()  # until the process ends
+    torch.set_float32_matmul_precision('high')  # as train.py
+    world = World(config.device, config.backend, 'ddp')
+    case = Baseline(config, world, folder) if folder else Case(config, world)
+
+
+def take_turn():
+    """One step with a Hessian estimate, where the optimizer has one, and one without."""
+    if case.device.type == 'cuda':
+        train.train_step(case.run, case.batch(), 0)  # takes its memory from the device before anything is timed
+    case.measure(0)
+    case.measure(1)
+    if case.device.type == 'cuda':
+        torch.cuda.empty_cache()  # leaves the memory to the next process
+
+
+def results():
+    """The table's row for this process."""
+    return case.results()
+
+
+def profile(path):
+    """Writes the operators of one step without an estimate, by their own time on the device, to the file `path`."""
+    from torch.profiler import ProfilerActivity
+    on_gpu = case.device.type == 'cuda'
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
+    with torch.profiler.profile(activities=activities) as found:
+        case.measure(1)
+    path.write_text(found.key_averages().table(
+        sort_by='self_cuda_time_total' if on_gpu else 'self_cpu_time_total', row_limit=40, max_name_column_width=90))
 
 
 COLUMNS = {'config': '{}', 'step_ms': '{:.1f}', 'tokens_per_sec': '{:,.0f}', 'mfu': '{:.1%}', 'hessian_ms': '{:.1f}',
@@ -180,17 +210,6 @@ def table(rows):
     cells = [[form.format(row[key]) if key in row else '–' for key, form in columns.items()] for row in rows]
     return '\n'.join('| ' + ' | '.join(line) + ' |' for line in (
         columns, ['---', *['---:'] * (len(columns) - 1)], *cells))
-
-
-def profile(case, path):
-    """Writes the operators of one step without an estimate, by their own time on the device, to the file `path`."""
-    from torch.profiler import ProfilerActivity
-    on_gpu = case.device.type == 'cuda'
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
-    with torch.profiler.profile(activities=activities) as found:
-        case.measure(1)
-    path.write_text(found.key_averages().table(
-        sort_by='self_cuda_time_total' if on_gpu else 'self_cpu_time_total', row_limit=40, max_name_column_width=90))
 
 
 def parse(argv):
@@ -215,6 +234,8 @@ def parse(argv):
     for path in filter(None, (args.output, args.profile)):
         if not path.parent.is_dir():
             raise SystemExit(f'{path}: cannot be written, because there is no directory {path.parent}')
+        if path.is_dir():
+            raise SystemExit(f'{path}: cannot be written, because it is a directory')
     if not texts:
         model = TINY if args.tiny else CUDA_MODEL if args.device.startswith('cuda') else CPU_MODEL
         texts = [f'{model} --optimizer_name={name}' for name in ('adamw', 'sophiag', 'sophiah')]
@@ -223,21 +244,21 @@ def parse(argv):
 
 def main(argv=None):
     args, texts = parse(argv)
-    torch.set_float32_matmul_precision('high')  # as train.py
-    configs = [train.resolve([*shlex.split(text), f'--device={args.device}']) for text in texts]
-    world = World(configs[0].device, configs[0].backend, 'ddp')
-    with sdpa_kernel(ATTENTION[args.attention]) if args.attention else contextlib.nullcontext():
-        cases = [Case(config, world) for config in configs]
-        cases += [Baseline(config, world, folder) for folder in args.baseline for config in configs
-                  if config.optimizer_name == 'adamw']
+    devices.check_device(args.device)
+    flags = [[*shlex.split(text), f'--device={args.device}'] for text in texts]
+    cases = [(argv, None) for argv in flags] + [
+        (argv, folder) for folder in args.baseline for argv in flags if train.resolve(argv).optimizer_name == 'adamw']
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))) for _ in cases]
+        for process, arguments in zip(processes, cases):
+            process.submit(start, *arguments, args.attention).result()
         for round_ in range(args.rounds):
             print(f'round {round_ + 1} of {args.rounds}', file=sys.stderr)
-            for case in cases:
-                case.measure(0)
-                case.measure(1)
+            for process in processes:
+                process.submit(take_turn).result()
         if args.profile:
-            profile(cases[0], args.profile)
-    rows = [case.results() for case in cases]
+            processes[0].submit(profile, args.profile).result()
+        rows = [process.submit(results).result() for process in processes]
     print(table(rows))
     if args.output:
         given = [Path(part).name if part in args.baseline else part

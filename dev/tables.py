@@ -101,32 +101,25 @@ def optimizer_settings():
 
 
 def learning_rates():
-    """The peak learning rate of every optimizer of the table, by model size."""
-    def of(name, size):
-        lr = optimizers.peak_learning_rate(name, size)[0]
-        return '–' if lr is None else number(lr)
-
-    rows = [[optimizer_label(name), *(of(name, size) for size in model.SIZES), row.source]
-            for name, row in optimizers.OPTIMIZERS.items()]
-    return table(['', *model.SIZES, 'from'], rows)
+    """The peak learning rate of every optimizer of the table, by model size; equal ones share a row."""
+    rows = {}
+    for name in optimizers.OPTIMIZERS:
+        rates = (optimizers.peak_learning_rate(name, size)[0] for size in model.SIZES)
+        rows.setdefault(tuple('–' if lr is None else number(lr) for lr in rates), []).append(optimizer_label(name))
+    return table(['', *model.SIZES], [['; '.join(labels), *rates] for rates, labels in rows.items()])
 
 
 def optimizer_checks():
-    """Whether each optimizer of the table takes shards, and what records say of its state and updates."""
-    measured = {}
-    for record in sorted((ROOT / 'records/cpu').glob('bench_updates*.json')):
-        measured |= {(row['model_size'], row['optimizer_name']): row
-                     for row in read_json(record)['results']}
-    sizes = [size for size in model.SIZES if any(size == key[0] for key in measured)]
+    """Whether each optimizer of the table takes shards, and what records say of its state and updates at 30M."""
+    measured = {row['optimizer_name']: row for row in read_json(ROOT / 'records/cpu/bench_updates.json')['results']}
 
-    def cells(name, key, form):
-        return [form.format(measured[size, name][key]) if (size, name) in measured else '–' for size in sizes]
+    def cell(name, key, form):
+        return form.format(measured[name][key]) if name in measured else '–'
 
     rows = [[f'`{name}`', 'yes' if row.shards and not row.hook.hessian_products else 'no',
-             *cells(name, 'state', '{:.2f}'), *cells(name, 'over_adamw', '{:.1f}')]
+             cell(name, 'state', '{:.2f}'), cell(name, 'over_adamw', '{:.1f}')]
             for name, row in optimizers.OPTIMIZERS.items()]
-    return table(['`--optimizer_name`', 'fsdp', *(f'state, {size}' for size in sizes),
-                  *(f'update, {size}' for size in sizes)], rows)
+    return table(['`--optimizer_name`', 'fsdp', 'state', 'update'], rows)
 
 
 RECORDS = ROOT / 'records/study'
@@ -150,14 +143,12 @@ def loss(side):
 
 
 def minus_adamw(side, baseline, noise):
-    """(the difference of a `Tuned` to AdamW's with its 95 % interval, the p-value and its test), as text; empty where
-    there is none."""
+    """The difference of a `Tuned` to AdamW's with its 95 % interval, and the p-value, as text; empty if none."""
     if side is baseline or not side or not baseline:
         return '', ''
     row = same_horizon(side, baseline, noise)
     difference = f'{row["difference"]:+.3f}'.replace('-', '−')
-    return (difference, '') if row['p'] is None else (f'{difference} ± {row["plus_or_minus"]:.3f}',
-                                                     f'{row["p"]:.2g}, {row["test"]}')
+    return (difference, '') if row['p'] is None else (f'{difference} ± {row["plus_or_minus"]:.3f}', f'{row["p"]:.2g}')
 
 
 def study():
@@ -183,22 +174,6 @@ def study_losses():
 def searches():
     """The records of the coordinate searches, optimizer → dict."""
     return {name: read_json(RECORDS / f'tuning/{name}.json') for name in STUDY}
-
-
-def study_rates():
-    """The study's optimizers, and Lion, at 1,200 steps where only the learning rate was tuned; lowest loss first."""
-    starts = {name: {key: float(value) for key, value in record['start'].items() if key != 'learning_rate'}
-              for name, record in searches().items()}
-    runs = [run for run in find_runs([RECORDS / '1200', ROOT / 'records/study_others'])
-            if starts.get(run.optimizer_name, {}).items() <= run.config.items()]
-    sides = {name: tuned_at_each_T(runs, name)[1200] for name in (*STUDY, 'lion')}
-    noise, rows = noise_of(by_seed(runs)), []
-    for name, side in sorted(sides.items(), key=lambda item: item[1].mean):
-        tried = sorted(zip((settings['learning_rate'] for settings in side.tried), side.trials))
-        rows.append([optimizer_label(name), bold_at(side.learning_rate, tried), loss(side), str(len(side.best)),
-                     *minus_adamw(side, sides['adamw'], noise)])
-    return table(['optimizer', 'learning rate: loss of seed 1337', 'validation loss of the best', 'seeds',
-                  'minus AdamW', 'p'], rows)
 
 
 def study_search():
@@ -229,7 +204,7 @@ def bold_at(best, tried):
 PAGES = {'README.md': [study_losses],
          'docs/settings.md': [settings, metrics],
          'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
-         'records/study/README.md': [study, study_search, study_rates]}
+         'records/study/README.md': [study, study_search]}
 
 
 def current(page, text):

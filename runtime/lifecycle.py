@@ -168,7 +168,7 @@ def check_step(run, log, state, step, loader):
     state.skipped_in_a_row += 1
     where = loader.describe(state.iter, world.gather(step.losses))
     # float16's loss scale starts at 2^16 and is halved at each overflow: up to 40 in a row are normal.
-    overflow = run.scaler.is_enabled() and math.isfinite(step.loss)
+    overflow = run.scaler.is_enabled() and 'gradient' in step.problem  # of the scaled loss
     if state.skipped_in_a_row > (max(c.skip_nonfinite, 40) if overflow else c.skip_nonfinite):
         abort(c, world, log, state.iter, step.problem,
               f', or skip it with --skip_nonfinite={state.skipped_in_a_row}', where)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.runs import writable, write_errors
+from analysis.figures import writable, write_errors
 from runtime import checkpoint, sharded
 from runtime.files import save_pt
 

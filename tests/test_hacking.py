@@ -4,130 +4,103 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import recipe
 from conftest import ROOT, write_bins
 
-DOC = (ROOT / 'docs/hacking.md').read_text(encoding='utf-8')
-ROOMS = ('runtime', 'data', 'analysis', 'scripts', 'dev', 'config', 'tests')
+# Functions of recipe.py by the recipes that they check, which are edits of one copy.
+CHECKS = {
+    ('z-loss', 'Auxiliary loss'): 'z_loss_and_auxiliary_loss',
+    ('Label smoothing',): 'label_smoothing',
+    ('A second head',): 'a_second_head',
+    ('RMSNorm', 'SwiGLU', 'QK-norm', 'Untied head', 'Logit soft-capping'): 'architecture',
+    ('Rotary positions',): 'rotary_positions a_buffer',
+    ('A mixture of experts',): 'a_mixture_of_experts',
+    ('A first-order optimizer', 'A Hessian optimizer', 'A Hessian estimator', 'Weight decay', 'Sequence-length warm-up',
+     'Each sequence once per epoch'): 'a_first_order_optimizer a_hessian_optimizer a_hessian_estimator weight_decay '
+                                      'sequence_length_warm_up each_sequence_once_per_epoch',
+    ('Average of the weights', 'Another schedule', 'Another metric', 'Another tokenizer'):
+        'average_of_the_weights another_schedule another_metric another_tokenizer',
+    ('Batch ramp', 'Learning rates by layer', 'Estimates at other times'):
+        'batch_ramp learning_rates_by_layer estimates_at_other_times',
+}
 
 
 def recipes():
-    """{title: (text, {file: places})} of the sections with a diff; a place is a list of lines with their signs."""
+    """{title: {file: places}} of the sections with a diff; a place is a list of lines with their signs."""
     found = {}
-    for title, text in re.findall(r'^##+ (.*)\n((?:(?!##).*\n)*)', DOC, flags=re.M):
-        for diff in re.findall(r'```diff\n(.*?)```', text, flags=re.S):
-            edits = {}
-            for name, body in re.findall(r'^--- (\S+)\n((?:(?!--- ).*\n)*)', diff, flags=re.M):
-                edits[name] = [place.splitlines() for place in body.split('@@\n')[1:]]
-            assert title not in found
-            found[title] = text, edits
+    text = (ROOT / 'docs/hacking.md').read_text(encoding='utf-8')
+    for title, section in re.findall(r'^##+ (.*)\n((?:(?!##).*\n)*)', text, flags=re.M):
+        for diff in re.findall(r'```diff\n(.*?)```', section, flags=re.S):
+            files = re.findall(r'^--- (\S+)\n((?:(?!--- ).*\n)*)', diff, flags=re.M)
+            found[title] = {name: [place.splitlines() for place in body.split('@@\n')[1:]] for name, body in files}
     return found
 
 
 RECIPES = recipes()
 
 
-def apply(copy, edits):
-    """Makes the edits in the files of the directory `copy`; each place must be there once."""
-    for name, places in edits.items():
+def apply(title, copy):
+    """Makes the edits of a recipe in the directory `copy`; each place must be there once."""
+    for name, places in RECIPES[title].items():
         path = copy / name
         text = path.read_text(encoding='utf-8') if path.exists() else ''
         for lines in places:
             before, after = (''.join(f'{line[1:]}\n' for line in lines if line[:1] != sign) for sign in '+-')
-            assert text.count(before) == 1, f'{name}: not there once:\n{before}'
+            assert text.count(before) == 1, f'{title}, {name}: not there once:\n{before}'
             text = text.replace(before, after)
+        compile(text, name, 'exec')
         path.write_text(text, encoding='utf-8')
 
 
+def copy_repository(target):
+    """The files of the repository that git tracks, without records and docs, as a copy in the directory `target`."""
+    files = subprocess.run(['git', 'ls-files', '*.py', '*.toml'], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in files.stdout.splitlines():
+        if not name.startswith(('records/', 'docs/', 'tests/')):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+    return target
+
+
+def check(functions, copy, data, **environment):
+    """A process that calls functions of recipe.py in the directory `copy`."""
+    return subprocess.Popen([sys.executable, str(ROOT / 'tests/recipe.py'), str(data), *functions.split()], cwd=copy,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env=dict(os.environ, OMP_NUM_THREADS='1', **environment))
+
+
 @pytest.fixture(scope='module')
-def copies(tmp_path_factory):
-    """copies(edits): a copy of the repository with these edits."""
-    place = tmp_path_factory.mktemp('copies')
-
-    def copy(title, edits):
-        target = place / re.sub(r'\W', '_', title)
-        if not target.exists():
-            for path in [*ROOT.glob('*.py'), *(p for room in ROOMS for p in (ROOT / room).rglob('*.py')),
-                         ROOT / 'pyproject.toml']:
-                where = target / path.relative_to(ROOT)
-                where.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, where)
-            apply(target, edits)
-        return target
-    return copy
-
-
-@pytest.fixture(scope='module')
-def check(copies, tmp_path_factory):
-    """check(name, title, edits=…): what tests/recipe.py's function `name` returns on a copy with the recipe's edits."""
-    tmp = tmp_path_factory.mktemp('runs')
-    rng = np.random.default_rng(0)
+def data(tmp_path_factory):
+    """A tiny data set, and the metrics of runs of the unedited repository on it, in unedited.json."""
+    tmp, rng = tmp_path_factory.mktemp('data'), np.random.default_rng(0)
     tokens = np.cumsum(rng.choice([1, 2, 7], p=[0.8, 0.1, 0.1], size=6_000)) % 61
-    data = write_bins(tmp / 'data', tokens[:5_000], tokens[5_000:], vocab_size=64)
-    server = subprocess.Popen([sys.executable, str(ROOT / 'tests/recipe.py')], stdin=subprocess.PIPE, text=True,
-                              stdout=subprocess.PIPE, env=dict(os.environ, OMP_NUM_THREADS='1'))
-
-    def run(name, title, edits=None):
-        log = tmp / f'{name}.log'
-        copy = copies(title, RECIPES[title][1] if edits is None else edits)
-        request = dict(copy=str(copy), check=name, data=str(data), tmp=str(tmp), log=str(log))
-        server.stdin.write(json.dumps(request) + '\n')
-        server.stdin.flush()
-        result, error = json.loads(server.stdout.readline())
-        assert error is None, log.read_text()[-3000:] + error
-        return result
-
-    yield run
-    server.stdin.close()
-    server.wait()
+    recipe.DATA = write_bins(tmp / 'bins', tokens[:5_000], tokens[5_000:], vocab_size=64)
+    found = {name: recipe.run(name=name, out=tmp / name) for name in recipe.NAMES}
+    (recipe.DATA / 'unedited.json').write_text(json.dumps(found))
+    return recipe.DATA
 
 
-@pytest.fixture(scope='module')
-def plain(check):
-    """Losses of the repository as it is, by optimizer; a run in 'before' that recipes resume."""
-    return check('plain', 'plain', {})
+def test_every_recipe_has_a_check():
+    assert sorted(title for titles in CHECKS for title in titles) == sorted(RECIPES)
 
 
-@pytest.mark.parametrize('title', RECIPES)
-def test_a_recipe_says_how_many_lines_it_takes(title):
-    text, edits = RECIPES[title]
-    for name, places in edits.items():
-        signs = [line[:1] for lines in places for line in lines]
-        lines = max(signs.count('+'), signs.count('-'))
-        assert f'{name}, {lines} line' in text or not (ROOT / name).exists(), (name, lines)
-
-
-@pytest.mark.parametrize('title', ['z-loss', 'Label smoothing', 'Auxiliary loss', 'RMSNorm', 'SwiGLU', 'QK-norm',
-                                   'Untied head', 'Logit soft-capping'])
-def test_another_loss_or_model(check, plain, title):
-    """tests/recipe.py, `follows`: training, evaluation, sampling, estimates; and it is not the model that it was."""
-    found = check(re.sub(r'\W', '_', title.lower()), title)
-    assert all(found[name] != plain[name] for name in plain)
-
-
-def test_a_setting_of_the_model(check, plain):
-    """Off, nothing has changed, in losses and checkpoints; on, everything follows."""
-    found = check('rotary_positions', 'Rotary positions')
-    assert found['off'] == plain
-    assert all(found['on'][name] != plain[name] for name in plain)
-    check('back_again', 'plain', {})
-
-
-@pytest.mark.parametrize('before, after', [
-    ('targets, ignore_index', 'targets.where(targets != 7, -1), ignore_index'),
-    ("reduction='none')", "reduction='none').clamp(max=4.0)")])
-def test_no_edit_of_the_loss_is_missed(check, plain, before, after):
-    """What leaves out one token, or is another loss only far from where a trial might look, is not the fused loss."""
-    doc, line = RECIPES['z-loss'][1]['loss.py'][0][1:3]
-    found = check('edited_unseen', after, {'loss.py': [[doc, line, '+' + line[1:].replace(before, after)]]})
-    assert found != plain['sophiag']
-
-
-@pytest.mark.parametrize('title', ['Another optimizer', 'Another Hessian estimator', 'Estimates at other times',
-                                   'Another schedule', 'Another metric', 'Another tokenizer'])
-def test_another(check, title):
-    check(title.lower().replace(' ', '_'), title)
+@pytest.mark.parametrize('titles', CHECKS, ids=lambda titles: titles[0])
+def test_a_recipe(titles, data, tmp_path):
+    copy = copy_repository(tmp_path / 'copy')
+    for title in titles:
+        apply(title, copy)
+    out = check(CHECKS[titles], copy, data).communicate()[0]
+    assert out.endswith('the checks passed\n'), out[-4000:]
+    if titles == ('A mixture of experts',):
+        with socket.create_server(('127.0.0.1', 0)) as free:
+            port = free.getsockname()[1]
+        ranks = [check('a_mixture_of_experts_on_two_ranks', copy, data, RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE='2',
+                       LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port)) for r in range(2)]
+        outs = [rank.communicate()[0] for rank in ranks]
+        assert all(out.endswith('the checks passed\n') for out in outs), outs

@@ -1,4 +1,4 @@
-"""What can happen to a run of days, done to train.py as a process: it resumes exactly, or says why not."""
+"""Faults that a run of days meets, done to train.py as a process: it resumes exactly, or says why not."""
 
 import collections
 import json
@@ -36,7 +36,7 @@ def reference(train, tmp_path_factory):
 
     def get(name='adamw', ranks=1):
         if (name, ranks) not in made:
-            made[name, ranks] = tmp_path_factory.mktemp(f'{name}{ranks}')
+            made[name, ranks] = tmp_path_factory.mktemp('reference')
             done = train(made[name, ranks], name=name, ranks=ranks)
             assert done.code == 0, done.err
         return made[name, ranks]
@@ -61,15 +61,16 @@ def content(out):
 # Resuming
 
 
-@pytest.mark.parametrize('name, ranks', [('adamw', 1), ('sophiag', 2), ('sophiah', 1)])
+@pytest.mark.parametrize('name, ranks', [
+    ('adamw', 1), ('sophiag', 2), ('sophiah', 1), ('schedulefree:AdamWScheduleFree', 1)])
 def test_resume_is_bit_exact(train, reference, tmp_path, name, ranks):
-    """Cut before, at, and after a Hessian iteration."""
-    for cut in (4, 5, 6):
+    """Cut before and after a Hessian iteration; schedule-free optimizers save other weights than they train."""
+    for cut in (4, 5):
         faults = f'at({cut - 1}, kill(signal.SIGTERM))'
         done = train(tmp_path, '--init_from=auto', name=name, ranks=ranks, faults=faults)
         assert done.code == STOPPED and f'stopped at iteration {cut} by SIGTERM' in done.out, done.err
     done = train(tmp_path, '--init_from=resume', name=name, ranks=ranks)
-    assert done.code == 0 and 'ckpt_00000006.pt at iteration 6 of 10' in done.out, done.err
+    assert done.code == 0 and 'ckpt_00000005.pt at iteration 5 of 10' in done.out, done.err
     assert not soak.compare(tmp_path, reference(name, ranks))
 
 
@@ -261,7 +262,7 @@ def test_full_disk(train, reference, tmp_path):
 
 
 def test_the_best_is_the_lowest_that_was_saved(train, tmp_path):
-    """The disk is full at the lowest loss, that of iteration 4; afterwards it grows, but stays below that of 2."""
+    """The disk is full at the lowest loss, at iteration 4; afterwards it grows, but stays below that of 2."""
     flags = ['--eval_interval=2', '--keep_checkpoints=9', '--decay_lr=False', '--max_iters=8']
     done = train(tmp_path, *flags, faults=FULL_DISK + WORSE + """
 at(3, lambda: limit(20_000))
