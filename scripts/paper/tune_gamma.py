@@ -57,6 +57,8 @@ def unclipped(gamma, base, out_dir, launcher):
     for path in trial.out_dir.glob('*.pt'):
         path.unlink()  # only the metrics are of use
     fractions = trial.run.series('update_unclipped')[1]
+    if not fractions:
+        raise SystemExit(f'{trial.out_dir}: its optimizer does not clip, so this rule says nothing about its γ')
     return statistics.mean(fractions[-max(1, len(fractions) // 4):])
 
 
