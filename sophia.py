@@ -266,6 +266,8 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
             raise ValueError('gauss_newton_bartlett: ranks with the same random seed would draw the same labels; '
                              'call torch.manual_seed(seed + rank) once the model is made')
     for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
+        if isinstance(f, str):  # a key of a dict, such as Hugging Face's outputs
+            raise TypeError('gauss_newton_bartlett needs logits: pass output.logits, not the whole output')
         likelihood = distribution(f)
         nll = -likelihood.log_prob(likelihood.sample())
         estimator.add(nll.sum(), nll.numel(), retain_graph)

@@ -367,6 +367,8 @@ def test_misuse_is_named():
     for estimator in (gauss_newton_bartlett, hutchinson):
         with pytest.raises(TypeError, match='pass the optimizer, .* not the model'):
             estimator(f(params, x), torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match='pass output.logits'):
+        gauss_newton_bartlett(dict(loss=None, logits=f(params, x)), params)
     with pytest.raises(TypeError, match='that an estimator returns, not None'):
         Sophia(params, lr=0.1).update_hessian(None)
 
