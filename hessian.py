@@ -13,15 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime.files import warn
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
-from sophia import (
-    GaussNewtonBartlett,
-    Hutchinson,
-    add_shards,
-    check_finite,
-    hessian_vector_product,
-    local,
-    parameters,
-)
+from sophia import GaussNewtonBartlett, Hutchinson, add_shards, check_finite, hessian_vector_product, local, parameters
 
 
 class Hook:
@@ -62,7 +54,7 @@ class HessianHook(Hook):
         seed, interval (k), batch_size (sequences over all ranks, a multiple of world_size).
         rank, world_size: the share of the mini-batch that passes here, [rank::world_size].
         autocast: context manager for a forward outside of train_step's own.
-        compile: whether the model's forward is compiled, and whether to compile what the estimator runs itself.
+        compile: whether the model's forward is compiled, and Hessian-vector products are to be.
     """
 
     def __init__(self, model, optimizer, *, seed, interval, batch_size, rank=0, world_size=1, autocast=None,
@@ -75,7 +67,6 @@ class HessianHook(Hook):
 
     @classmethod
     def is_due(cls, iter_num, interval):
-        """Whether to estimate at an iteration."""
         return iter_num % interval == 0
 
     @classmethod
@@ -97,10 +88,9 @@ class HessianHook(Hook):
 
     def update(self, estimates):
         """Passes `estimates`, in param-group order, to the optimizer."""
-        # Under loss scaling overflows are normal.
-        if not check_finite('raise' if self.loss_scale == 1 else 'skip', 'Hessian estimate',
-                            [h_hat for h_hat in estimates if h_hat is not None]):
-            return
+        found = [h_hat for h_hat in estimates if h_hat is not None]
+        if not check_finite('raise' if self.loss_scale == 1 else 'skip', 'Hessian estimate', found):
+            return  # under loss scaling overflows are normal
         if not self.estimated:
             self.estimated = True
             self.warn_of_unreached(estimates)
@@ -108,12 +98,9 @@ class HessianHook(Hook):
 
     def warn_of_unreached(self, estimates):
         """Names the trained parameters whose estimate is 0 throughout: their updates would be sign momentum."""
-        def is_zero(h_hat):
-            return h_hat is None or not add_shards(local([h_hat])[0].count_nonzero(), [h_hat])
-
         name_of = {p: name for name, p in self.model.named_parameters()}
         unreached = [name_of[p] for p, h_hat in zip(parameters(self.optimizer), estimates)
-                     if p.requires_grad and is_zero(h_hat)]
+                     if p.requires_grad and not add_shards(local([h_hat])[0].count_nonzero(), [h_hat])]
         if unreached and self.rank == 0:
             warn(f'the Hessian estimate is 0 for {", ".join(unreached)}: the loss that is estimated does not depend on '
                  'them, so they are updated by sign momentum; see docs/hacking.md, "A second head"')
@@ -124,16 +111,14 @@ class GNBHook(HessianHook):
 
     cost = 2 / 3
 
-    def __init__(self, *args, compile=False, **kwargs):
-        super().__init__(*args, compile=compile, **kwargs)
-        if compile:
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.compile:
             keep_buffers()
 
     def start(self, iter_num, loss_scale=1.0):
         super().start(iter_num, loss_scale)
-        self.uniforms = self.estimator = self.predictions = None  # clears what a skipped iteration left
-        if self.due:
-            self.estimator = GaussNewtonBartlett(self.optimizer)
+        self.uniforms, self.estimator = None, GaussNewtonBartlett(self.optimizer) if self.due else None
         return self.due
 
     def labels(self, X, Y):
@@ -142,14 +127,13 @@ class GNBHook(HessianHook):
         if n == 0:
             return {}
         self.predictions = (Y[:n] >= 0).sum()
-        if taken == 0:
-            # loss_hat is a sum. Weighted like a mean, its gradient fits float16 where the training loss does;
-            # `finish` divides by the weight again.
-            self.weight = self.loss_scale * self.world_size / (self.batch_size * Y.size(1))
+        # loss_hat is a sum. Weighted like a mean, its gradient fits float16 where the training loss does; `finish`
+        # divides by the weight again.
+        self.weight = self.loss_scale * self.world_size / (self.batch_size * Y.size(1))
         return self.second_labels(Y[:n], taken)
 
     def second_labels(self, Y, first):
-        """Arguments of the forward that say on which labels the second loss is, `first` rows having had theirs."""
+        """The forward's arguments for the second loss on the rows `Y`, of which the first is row `first`."""
         if self.uniforms is None:
             shape = (self.batch_size, Y.size(1))
             uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]
@@ -170,7 +154,7 @@ def keep_buffers():
     """Lets a compiled forward be differentiated twice. Call it before anything is compiled.
 
     By default the first backward pass overwrites the forward's buffers. PyTorch's compile cache does not know this
-    switch, so the tag keeps code that was compiled with it from being used without it, and the other way round.
+    switch; the tag keeps code that was compiled with one of its values from being used with the other.
     """
     import torch._functorch.config
     torch._functorch.config.donated_buffer = False
@@ -184,13 +168,13 @@ class EmpiricalFisherHook(GNBHook):
         return dict(labels_hat=Y)
 
 
-# Number of attention weights and logits in one Hessian-vector product. Some ten bytes are kept of each until its end,
-# so that a product takes about as much memory as a micro-batch of training.
+# Attention weights and logits in one Hessian-vector product, which keeps some ten bytes of each until its end: about as
+# much memory as a micro-batch of training.
 PRODUCT_SIZE = 2 ** 30
 
 
 def rows_at_once(config, rows, T, micro_batch):
-    """Number of sequences of T tokens, of `rows`, in one Hessian-vector product of a GPT: at most a micro-batch, within
+    """How many of `rows` sequences of T tokens one Hessian-vector product takes: at most a micro-batch, within
     PRODUCT_SIZE, and a divisor of `rows`, because products of another size would be compiled again."""
     size = T * (config.n_layer * config.n_head * T + 4 * config.vocab_size)
     most = max(1, min(micro_batch, PRODUCT_SIZE // size))
@@ -201,9 +185,7 @@ class HutchinsonHook(HessianHook):
     """Hutchinson's estimator (Algorithm 1): Hessian-vector products of the model's own forward."""
 
     hessian_products = True
-    # Forward over reverse: each of a gradient's three matmuls has two tangents, and the gradient of the weight itself
-    # is not needed: 3 + 6 − 1 = 8.
-    cost = 8 / 3
+    cost = 8 / 3  # forward over reverse: three matmuls with two tangents each, without the weight's gradient: 3 + 6 − 1
     rademacher = False
 
     def __init__(self, *args, **kwargs):

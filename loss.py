@@ -33,12 +33,18 @@ def sample_labels(logits, uniforms):
     """Labels ŷ ~ softmax(logits) by inverting the cumulative distribution (Algorithm 2, line 3).
 
     Args:
-        logits: (..., V).
-        uniforms: (...), one uniform number in [0, 1) per label, so that the caller decides on what labels depend.
+        logits: (n, ..., V).
+        uniforms: (n, ...), one uniform number in [0, 1) per label, so that the caller decides on what labels depend.
 
     Returns:
-        (...) int64.
+        (n, ...) int64.
     """
-    cumulative = logits.float().softmax(-1).cumsum(-1)
+    # A few sequences at a time, because probabilities and their sums are in float32.
+    return torch.cat([invert(*part) for part in zip(logits.split(4), uniforms.split(4))])
+
+
+def invert(logits, uniforms):
+    """The labels at which the cumulative softmax of `logits` (..., V) first exceeds `uniforms` (...)."""
+    cumulative = logits.softmax(-1, dtype=torch.float32).cumsum_(-1)
     t = uniforms.unsqueeze(-1) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, t, right=True).squeeze(-1).clamp(max=logits.size(-1) - 1)

@@ -49,9 +49,8 @@ class AdaHessian(HessianOptimizer):
     gradient in the second moment, θ ← θ − lr·m̂ / (√v̂ + ε), v the EMA of ĥ², both bias-corrected, decoupled weight
     decay, no clipping.
 
-    ĥ comes through `update_hessian`, as for `Sophia`; there is no averaging over blocks of coordinates. Arguments as
-    for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and how often each was updated: `step`,
-    `hessian_step` (0-d float32 tensors on the CPU). RuntimeError in a step before the first estimate, when v is 0.
+    Arguments and `update_hessian` as for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and `step`, how
+    often each of the two was updated. RuntimeError in a step before the first estimate, when v is 0.
     """
 
     def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, maximize=False,
@@ -65,33 +64,27 @@ class AdaHessian(HessianOptimizer):
     def update(self, group, params, grads):
         lr, (beta1, beta2) = scalar(group['lr']), group['betas']
         ms, vs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
-        steps, estimates = self.counters(params, 'step'), self.counters(params, 'hessian_step')
-        if not all(estimates):
+        counts = self.counts(params)
+        if not all(estimates for _, estimates in counts):
             if lr:
                 raise RuntimeError('AdaHessian.step() before an estimate of every Hessian: call update_hessian() first')
             return  # torch.distributed.checkpoint makes such a step, to get the state that it loads into
         torch._foreach_lerp_(ms, grads, 1 - beta1)
-        torch._foreach_add_(steps, 1)
-        for p, m, v, step, n in zip(params, ms, vs, steps, estimates):
-            denominator = (v / (1 - beta2 ** n.double())).sqrt_().add_(group['eps'])
+        for p, m, v, count in zip(params, ms, vs, counts):
+            count[0] += 1
+            steps, estimates = count.tolist()
+            denominator = (v / (1 - beta2 ** estimates)).sqrt_().add_(group['eps'])
             p.mul_(1 - lr * group['weight_decay'])
-            p.sub_(m / denominator * (lr / (1 - beta1 ** step.double())))
+            p.sub_(m / denominator * (lr / (1 - beta1 ** steps)))
 
     def update_ema(self, group, params, targets):
         super().update_ema(group, params, targets)
-        torch._foreach_add_(self.counters(params, 'hessian_step'), 1)
+        for count in self.counts(params):
+            count[1] += 1
 
-    def counters(self, params, key):
-        """The counters `key` of each of `params`, from 0."""
-        return [self.state[p].setdefault(key, torch.zeros((), dtype=torch.float32)) for p in params]
-
-    def load_state_dict(self, state_dict):
-        """As any optimizer's; but `hessian_step` stays float32, where PyTorch would give it the parameter's dtype."""
-        super().load_state_dict(state_dict)
-        numbers = [i for group in state_dict['param_groups'] for i in group['params']]
-        for p, i in zip(parameters(self), numbers):
-            if 'hessian_step' in state_dict['state'].get(i, ()):
-                self.state[p]['hessian_step'] = state_dict['state'][i]['hessian_step'].clone()
+    def counts(self, params):
+        # PyTorch loads a state of this name as it is, and all others in the dtype of the parameter.
+        return [self.state[p].setdefault('step', torch.zeros(2, dtype=torch.float32)) for p in params]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -99,8 +92,11 @@ class AdaHessian(HessianOptimizer):
 
 
 class SophiaUnclipped(Sophia):
-    """The ablation "GNB without clipping": ε alone bounds the update."""
+    """The ablation "GNB without clipping": ε alone bounds the update, so that there is no fraction to report."""
     rho = math.inf
+
+    def metrics(self):
+        return HessianOptimizer.metrics(self)
 
 
 class SophiaSquared(Sophia):
@@ -114,8 +110,7 @@ class SophiaSquared(Sophia):
 
 
 class SophiaTensorMean(Sophia):
-    """The ablation "mean of h": each coordinate is divided by the mean of h over its tensor, so that h says how large
-    the steps of a tensor are but does not tell its coordinates apart. Not in the paper."""
+    """The ablation "mean of h", not in the paper: each coordinate is divided by the mean of h over its tensor."""
 
     def curvature(self, hs):
         return [h.mean().expand_as(h) for h in hs]
@@ -152,31 +147,17 @@ class Normalize(GuardedOptimizer):
 
 @dataclass(frozen=True)
 class Row:
-    """An optimizer of the table.
-
-    build: function of (param groups, settings) → torch.optim.Optimizer; the settings are train.py's, as
-        attributes. Gradients are finite and clipped when it steps.
-    settings: the values of train.py's settings unless a config file or a flag says otherwise. hessian_batch_size is
-        for a mini-batch of 480 sequences.
-    learning_rates: peak learning rate by model size, or one for all sizes.
-    source: where the learning rates come from.
-    hook: the class of its per-step callbacks, see hessian.py.
-    scale_hessian_batch: whether hessian_batch_size keeps its share of the mini-batch where that is not 480 sequences.
-    scales_attention: whether the paper divides its attention logits by the layer index, from 24 layers up.
-    library: 'LIBRARY:CLASS' of a library's optimizer, which takes optimizer_args.
-    arguments: for these, function of the settings → arguments of the class as a dict.
-    shards: whether it can update sharded parameters, each rank its part.
-    """
-    build: Callable
-    settings: dict
-    learning_rates: dict | float
-    source: str = 'Table 3'
-    hook: type[Hook] = Hook
-    scale_hessian_batch: bool = True
-    scales_attention: bool = False
-    library: str = ''
-    arguments: Callable | None = None
-    shards: bool = True
+    """An optimizer of the table."""
+    build: Callable  # (param groups, train.py's settings as attributes) → Optimizer; gradients come finite and clipped
+    settings: dict  # values of these settings; hessian_batch_size is for a mini-batch of 480 sequences
+    learning_rates: dict | float  # peak learning rate by model size, or one for all sizes
+    source: str = 'Table 3'  # where the learning rates come from
+    hook: type[Hook] = Hook  # the class of its per-step callbacks, see hessian.py
+    scale_hessian_batch: bool = True  # whether hessian_batch_size keeps its share of other mini-batches
+    scales_attention: bool = False  # whether the paper divides its attention logits by the layer index
+    library: str = ''  # 'LIBRARY:CLASS' of a library's optimizer, which takes optimizer_args
+    arguments: Callable | None = None  # for these: settings → arguments of the class, a dict
+    shards: bool = True  # whether it can update sharded parameters, each rank its part
 
 
 def betas(s):
@@ -211,7 +192,6 @@ def sophia(groups, s, cls=Sophia):
 
 
 def library(groups, s):
-    """An optimizer of a library, by its row."""
     chosen = row(s.optimizer_name)
     return optim.build_from_library(chosen.library, groups, s.learning_rate, chosen.arguments(s), s.optimizer_args)
 
@@ -285,12 +265,12 @@ SHARDABLE = tuple(f'torch:{name}' for name in torch.optim.__all__ if name not in
 
 
 def row(optimizer_name):
-    """The row of an optimizer, in the table or of a library; SystemExit with one line when there is none."""
+    """The row of an optimizer, in the table or of a library."""
     if ':' in optimizer_name:
         return unlisted_row(optimizer_name)
     if optimizer_name not in OPTIMIZERS:
-        hint = optim.nearest(optimizer_name, OPTIMIZERS) or f'choose from {", ".join(OPTIMIZERS)}, or LIBRARY:CLASS'
-        raise SystemExit(f'--optimizer_name={optimizer_name}: unknown optimizer; {hint}')
+        raise SystemExit(f'--optimizer_name={optimizer_name}: unknown optimizer; choose from {", ".join(OPTIMIZERS)}, '
+                         'or LIBRARY:CLASS')
     return OPTIMIZERS[optimizer_name]
 
 
@@ -298,10 +278,9 @@ def unlisted_row(path):
     """A row for the optimizer 'LIBRARY:CLASS'. The defaults of its arguments betas (a pair), eps and weight_decay are
     settings; weight_decay is then always passed on, because the param groups have their own."""
     defaults = {name: p.default for name, p in inspect.signature(optim.library_class(path)).parameters.items()}
-    settings = {key: float(defaults[key]) for key in ('weight_decay', 'eps')
-                if type(defaults.get(key)) in (int, float) and (key == 'weight_decay' or defaults[key] > 0)}
+    settings = {key: float(defaults[key]) for key in ('weight_decay', 'eps') if type(defaults.get(key)) in (int, float)}
     pair = defaults.get('betas')
-    if isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(beta, float) for beta in pair):
+    if isinstance(pair, (tuple, list)) and len(pair) == 2:
         settings.update(beta1=pair[0], beta2=pair[1])
 
     def arguments(s):
@@ -314,17 +293,17 @@ def unlisted_row(path):
 def build_optimizer(name, params, *, lr, compile=False, **settings):
     """The optimizer called `name` in the table, on `params` (parameters, or param groups as of `parameter_groups`).
 
-    Settings (the keys of PLACEHOLDERS) that are None or not given are the table's; `compile` fuses Sophia's update by
-    torch.compile. Gradients are taken to be finite, because train_step has looked before the update.
+    Settings (the keys of PLACEHOLDERS) that are not given are the table's; `compile` fuses Sophia's update by
+    torch.compile. Gradients must be finite when it steps.
     """
-    given = {key: value for key, value in settings.items() if value is not None}
-    if unknown := given.keys() - PLACEHOLDERS.keys():
+    if unknown := settings.keys() - PLACEHOLDERS.keys():
         raise ValueError(f'build_optimizer: unknown settings {", ".join(sorted(unknown))}')
     chosen, groups = row(name), list(params)
     if not any(isinstance(group, dict) for group in groups):
         groups = [{'params': groups}]
-    optimizer = chosen.build(groups, SimpleNamespace(**{**PLACEHOLDERS, **chosen.settings, **given, 'compile': compile,
-                                                        'learning_rate': lr, 'optimizer_name': name}))
+    settings = PLACEHOLDERS | chosen.settings | settings
+    optimizer = chosen.build(groups, SimpleNamespace(
+        **settings, optimizer_name=name, learning_rate=lr, compile=compile))
     for group in optimizer.param_groups:  # a learning rate of a group's own follows the schedule, too
         if group['lr'] != lr and lr:
             group.setdefault('lr_scale', group['lr'] / lr)
@@ -360,8 +339,7 @@ def parameter_groups(model, weight_decay):
 
 
 def optimizer_settings(config):
-    """The settings of the optimizer. hessian_batch_size keeps its share of the mini-batch; Hutchinson's 32 sequences
-    stay 32 where that fits."""
+    """The settings of the optimizer, hessian_batch_size for this run's mini-batch."""
     chosen = row(config.optimizer_name)
     settings = dict(chosen.settings)
     if 'hessian_batch_size' in settings:
@@ -388,8 +366,7 @@ def attention_settings(config):
 
 
 def check_settings(config):
-    """SystemExit with one line where a setting does not go with the optimizer: ε and the Hessian's settings must be
-    above 0 where it has them, and Hessian-vector products need the plain model."""
+    """SystemExit where a setting does not go with the optimizer. Hessian-vector products need the plain model."""
     name, chosen = config.optimizer_name, row(config.optimizer_name)
     config.require('parallel', chosen.shards or config.parallel == 'ddp',
                    f'ddp for {name}, which is not known to work on parts of a parameter')

@@ -12,8 +12,7 @@ A training step with any model; the first line only in every k-th iteration:
     optimizer.step()
 
 Symbols are the paper's: m (EMA of the gradient), h (EMA of the diagonal Hessian estimate ĥ), γ, β1, β2, ε, k. Frozen
-parameters (requires_grad=False) may be in the optimizer: their estimate is 0, and no step changes them. Parameters may
-be sharded (DTensors of FSDP2's `fully_shard`); see "Shards" below.
+parameters may be in the optimizer: their estimate is 0. Parameters may be sharded by FSDP2; see "Shards" below.
 """
 
 import functools
@@ -28,11 +27,9 @@ from torch.optim import Optimizer
 
 
 def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, rho=1.0):
-    """The lines of Algorithm 3 that change m and θ, in place, on lists of tensors:
+    """The lines of Algorithm 3 that change m and θ, in place, on lists of tensors; Algorithm 3 has ρ = 1.
 
         m ← β1·m + (1−β1)·g;   θ ← θ − lr·λ·θ;   θ ← θ − lr·clip(m / max(γ·h, ε), ρ)
-
-    The settings as for `Sophia`; Algorithm 3 has ρ = 1.
     """
     torch._foreach_lerp_(ms, grads, 1 - beta1)
     update = precondition(ms, hs, gamma, eps)
@@ -66,8 +63,6 @@ class GuardedOptimizer(Optimizer):
 
     nonfinite says what happens when a gradient holds inf or NaN, before anything enters the state: 'raise'
     FloatingPointError, 'skip' that step, or 'ignore' (the caller has checked; saves a synchronization with the device).
-    With 'ignore' and the learning rate in a tensor, `step` may be captured in a CUDA graph after one step outside of
-    it, which makes the state.
     """
 
     def __init__(self, params, defaults, nonfinite):
@@ -79,23 +74,16 @@ class GuardedOptimizer(Optimizer):
     def add_param_group(self, param_group):
         """Adds a group of parameters; ValueError when one of its settings is out of range."""
         name = type(self).__name__
-        in_range = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
+        in_range = dict(lr=lambda v: v >= 0, betas=lambda v: all(0 <= beta < 1 for beta in v),
                         momentum=lambda v: 0 <= v < 1, gamma=lambda v: v >= 0, eps=lambda v: v > 0,
                         weight_decay=lambda v: v >= 0)
         for key, value in {**self.defaults, **param_group}.items():
-            if key == 'lr' and isinstance(value, torch.Tensor) and value.numel() != 1:
-                raise ValueError(f'{name}: a learning rate in a tensor has one element, not {value.numel()}')
             if key in in_range and not in_range[key](value):
                 raise ValueError(f'{name}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
-        unfit = [torch.complex64, torch.complex128]
-        if 'eps' in self.defaults:
-            unfit.append(torch.float16)  # in which the usual ε are 0
-        for p in self.param_groups[-1]['params']:
-            if p.dtype in unfit:
-                self.param_groups.pop()
-                raise ValueError(f'{name}: parameters of type {p.dtype} are not supported; keep them in float32, and '
-                                 'compute in other types by autocast')
+        if 'eps' in self.defaults and any(p.dtype == torch.float16 for p in self.param_groups[-1]['params']):
+            raise ValueError(f'{name}: float16 parameters are not supported, because the usual ε are 0 in float16; '
+                             'keep them in float32, and compute in float16 by autocast')
 
     def __getstate__(self):
         # Optimizer's copies carry over only the attributes that it names.
@@ -110,8 +98,6 @@ class GuardedOptimizer(Optimizer):
                 loss = closure()
         groups = [(group, [p for p in group['params'] if p.grad is not None]) for group in self.param_groups]
         gradients = [p.grad for _, params in groups for p in params]
-        if any(g.is_sparse for g in gradients):
-            raise RuntimeError(f'{type(self).__name__} does not support sparse gradients: use dense embeddings')
         if check_finite(self.nonfinite, 'gradient', gradients):
             for group, params in groups:
                 if params:
@@ -168,8 +154,7 @@ class HessianOptimizer(GuardedOptimizer):
         torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(targets), 1 - group['betas'][1])
 
     def metrics(self):
-        """Numbers for a log, 0-d tensors by name: `hessian_norm`, the ℓ2 norm of the state `hessian`; {} while there is
-        none."""
+        """0-d tensors by name, for a log: `hessian_norm`, the ℓ2 norm of the state `hessian`, if there is one."""
         hs = [state['hessian'] for state in self.state.values() if 'hessian' in state]
         if not hs:
             return {}
@@ -186,14 +171,14 @@ class Sophia(HessianOptimizer):
 
     Args:
         params: parameters or param groups, best in float32: bfloat16 drops updates below 1/256 of a value, which most
-            of the weight decay is. float16, where ε is 0, and complex numbers are rejected.
+            of the weight decay is. float16, where ε is 0, is rejected.
         lr: learning rate η, a float or a tensor of one element.
         betas: (β1, β2).
         gamma: γ, scales h. The paper: 0.05 with Gauss-Newton-Bartlett, 0.01 with Hutchinson.
         eps: ε.
         weight_decay: λ, decoupled.
         maximize: step uphill instead; the estimates must then be of the negated objective.
-        nonfinite: 'raise', 'skip' or 'ignore', and CUDA graphs: see `GuardedOptimizer`.
+        nonfinite: 'raise', 'skip' or 'ignore', see `GuardedOptimizer`.
         compile: fuse the update to one pass over memory by torch.compile.
 
     State per parameter: `exp_avg` (m) and `hessian` (h), in the parameter's dtype and shape.
@@ -210,7 +195,6 @@ class Sophia(HessianOptimizer):
         return dict(super().__getstate__(), compile=self.compile)
 
     def update(self, group, params, grads):
-        """`sophia_update` of one param group."""
         lr = scalar(group['lr'])
         if not any('hessian' in self.state[p] for p in params) and lr:
             warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=4)
@@ -235,18 +219,17 @@ class Sophia(HessianOptimizer):
         the first step. The paper chooses γ so that it lies between 0.1 and 0.5."""
         inside, hs = [], []
         for group in self.param_groups:
-            for state in (self.state[p] for p in group['params'] if p in self.state):
-                if 'exp_avg' in state and 'hessian' in state:
-                    m, h = local([state['exp_avg'], state['hessian']])
-                    update, = precondition([m], self.curvature([h]), group['gamma'], group['eps'])
-                    clipped = update.clone()
-                    clip_([clipped], self.rho)
-                    inside.append((clipped == update).sum())
-                    hs.append(state['hessian'])
+            for state in [self.state[p] for p in group['params'] if 'exp_avg' in self.state.get(p, {})]:
+                m, h = local([state['exp_avg'], state['hessian']])
+                update, = precondition([m], self.curvature([h]), group['gamma'], group['eps'])
+                clipped = update.clone()
+                clip_([clipped], self.rho)
+                inside.append((clipped == update).sum())
+                hs.append(state['hessian'])
         if not inside:
             return None
-        counts = torch.stack([torch.stack(inside).sum(), inside[0].new_tensor(sum(h.numel() for h in local(hs)))])
-        unclipped, total = add_shards(counts, hs)
+        total = sum(h.numel() for h in local(hs))
+        unclipped, total = add_shards(torch.stack([torch.stack(inside).sum(), inside[0].new_tensor(total)]), hs)
         return unclipped / total
 
 
@@ -257,17 +240,14 @@ class Sophia(HessianOptimizer):
 def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, retain_graph=False):
     """Algorithm 2: an estimate of the Gauss-Newton diagonal from labels that the model itself draws.
 
-    train.py's hook, in hessian.py, uses the class `GaussNewtonBartlett` instead, because training runs the forward.
-
     Args:
         outputs: outputs of the model with a graph, (…, V) logits of B predictions; or an iterable, one for each
             micro-batch (a generator runs the forwards one at a time). Leave out the positions that the loss ignores.
         optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order. Sharded
             ones must be all that the model trains, because FSDP's backward adds to the gradients of others.
-        distribution: maps outputs to the `torch.distributions.Distribution` whose negative log-likelihood is the loss;
-            any exponential family in its natural parameter. Its `log_prob` has one entry per prediction, of which the
-            loss is the mean. Default Categorical(logits=…), i.e. cross-entropy; for the squared loss ½(f − y)²:
-            `lambda f: torch.distributions.Normal(f, 1.0)`.
+        distribution: maps outputs to the `torch.distributions.Distribution`, an exponential family in its natural
+            parameter, whose mean negative log-likelihood is the loss. Default Categorical(logits=…), i.e.
+            cross-entropy; for the squared loss ½(f − y)²: `lambda f: torch.distributions.Normal(f, 1.0)`.
         group: process group over which the mini-batch is spread; default all ranks. Each rank must draw labels of its
             own: seed torch differently on each.
         retain_graph: keep the graph of `outputs` for the gradient of the true loss.
@@ -285,13 +265,9 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
             # Labels that depend on each other make the expectation of the square too large.
             raise ValueError('gauss_newton_bartlett: ranks with the same random seed would draw the same labels; '
                              'call torch.manual_seed(seed + rank) once the model is made')
-    if isinstance(outputs, (dict, tuple)) or hasattr(outputs, 'logits'):
-        raise TypeError(f'gauss_newton_bartlett needs logits, not a {type(outputs).__name__}: pass the logits that the '
-                        'model returned, or a list of them, one for each micro-batch')
     for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
-        if not f.requires_grad:
-            raise RuntimeError('gauss_newton_bartlett: the outputs have no graph; run the forward outside of '
-                               'torch.no_grad(), and pass what it returns undetached')
+        if isinstance(f, str):  # a key of a dict, such as Hugging Face's outputs
+            raise TypeError('gauss_newton_bartlett needs logits: pass output.logits, not the whole output')
         likelihood = distribution(f)
         nll = -likelihood.log_prob(likelihood.sample())
         estimator.add(nll.sum(), nll.numel(), retain_graph)
@@ -301,9 +277,8 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
 class GaussNewtonBartlett:
     """Algorithm 2 over any number of micro-batches and ranks: ĥ = B·ĝ⊙ĝ, ĝ the gradient of the mean over B predictions.
 
-    `add` the loss on sampled labels of each micro-batch, then `estimate` once. B counts the predictions of all
-    micro-batches on all ranks together: squaring per micro-batch would estimate something else. `optimizer` as for
-    `gauss_newton_bartlett`.
+    `add` the loss on sampled labels of each micro-batch, then `estimate` once: squaring per micro-batch would estimate
+    something else. `optimizer` as for `gauss_newton_bartlett`.
     """
 
     def __init__(self, optimizer):
@@ -318,13 +293,11 @@ class GaussNewtonBartlett:
         self.predictions += predictions
 
     def estimate(self, loss_scale=1.0, group=None):
-        """ĥ as a list of tensors, the same on every rank of `group` (default: all ranks, where there are several).
+        """ĥ as a list of tensors, the same on every rank of `group`; NaN when no predictions were added.
 
         `loss_scale` is the factor by which the added losses were multiplied (float16's loss scaling).
         """
         B = sum_over_ranks(self.gradient, int(self.predictions), group)
-        if B == 0:
-            raise ValueError('Gauss-Newton-Bartlett: no predictions were added')
         # g is loss_scale·B·ĝ, so B·ĝ⊙ĝ = (g / (loss_scale·√B))².
         return [g.div_(loss_scale * B ** 0.5).square_() for g in self.gradient]
 
@@ -336,12 +309,10 @@ class GaussNewtonBartlett:
 def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
     """Algorithm 1: an unbiased estimate of the Hessian's diagonal, of any sign.
 
-    train.py's hook, in hessian.py, uses the class `Hutchinson` with compiled Hessian-vector products instead.
-
     Args:
         losses: the mean loss of a mini-batch, a 0-d tensor with a graph that can be differentiated twice (without
             flash attention or a compiled module); or an iterable, one for each micro-batch, which have equal sizes.
-        optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order.
+        optimizer: the optimizer that takes the estimate, or the list of its parameters.
         generator, rademacher: see `Hutchinson`. Over several ranks the generator is required.
         group: process group over which the mini-batch is spread; default all ranks.
 
@@ -350,13 +321,8 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
     """
     if generator is None and ranks(group) > 1:
         raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
-    if isinstance(losses, (dict, tuple)) or hasattr(losses, 'logits'):
-        raise TypeError(f'hutchinson needs the mean loss, not a {type(losses).__name__}: pass the loss that the model '
-                        'returned, or a list of them, one for each micro-batch')
     estimator = Hutchinson(optimizer, generator, rademacher)
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
-        if not loss.requires_grad:
-            raise RuntimeError('hutchinson: the loss has no graph; run the forward outside of torch.no_grad()')
         try:
             gradient = gradients(loss, estimator.params, create_graph=True)
             used = [(g, u) for g, u in zip(gradient, estimator.u) if g is not None and g.requires_grad]
@@ -374,7 +340,7 @@ class Hutchinson:
     """Algorithm 1 over any number of micro-batches and ranks: ĥ = u ⊙ ∇²L u with one u for the whole mini-batch.
 
     Args:
-        optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order.
+        optimizer: as for `hutchinson`.
         generator: of u, on the parameters' device. Ranks must draw the same u: seed it alike on all of them.
         rademacher: u ∈ {−1, 1} (AdaHessian's choice) instead of u ~ N(0, I).
     """
@@ -397,8 +363,6 @@ class Hutchinson:
     def estimate(self, group=None):
         """ĥ as a list of tensors, the mean over the examples of all ranks of `group`."""
         n = sum_over_ranks(self.product, self.examples, group)
-        if n == 0:
-            raise ValueError('Hutchinson: no examples were added')
         return [hvp.div_(n).mul_(u) for hvp, u in zip(self.product, self.u)]
 
 
@@ -406,8 +370,7 @@ def hessian_vector_product(loss_fn, params, u):
     """∇²L u by forward-over-reverse differentiation, which torch.compile can trace where double backward cannot.
 
     Args:
-        loss_fn: maps a tuple of tensors like `params` to the 0-d mean loss (`torch.func.functional_call` on a module).
-            Its attention must go through the math path: `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
+        loss_fn: maps a tuple of tensors like `params` to the 0-d mean loss; without flash attention.
         params, u: sequences of tensors of equal shapes.
 
     Returns:

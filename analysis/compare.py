@@ -1,23 +1,17 @@
 """Comparing runs: whether they are comparable, the best settings tried at each horizon, differences and their tests."""
 
-import math
 import sys
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import SETTING_NAMES
 from analysis.runs import by_seed, find_runs, hyperparameters, mean_loss, starting_weights
-from analysis.significance import difference, expected_best, pooled_sd, seeds_needed
+from analysis.significance import difference, expected_best, pooled_sd
 
 # Settings that have to agree in runs that are compared: the model, what it is trained with, and the schedule.
 PROTOCOL = ('block_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'total_batch_size', 'grad_clip', 'decay_lr',
             'schedule', 'dtype')
-
-# Settings that have to agree among the runs of one optimizer, and may differ between two. The last two are of older
-# records.
-OWN_PROTOCOL = ('beta1', 'hessian_sequences', 'hessian_bias_correction')
 
 
 def add_tuned(parser):
@@ -31,58 +25,35 @@ def check_comparable(runs, free=()):
     """SystemExit unless all runs have the same data, validation sequences and protocol.
 
     The protocol is every setting in PROTOCOL, warm-up and cooldown (the same iterations, or the same share of the run),
-    and OWN_PROTOCOL among the runs of one optimizer. A setting in `free` may differ.
+    and β1 among the runs of one optimizer. A setting in `free` may differ.
     """
-    def protocol(run):
-        yield 'the data (fingerprint)', run.about.get('data')
-        if 'eval_iters' not in free:
-            sequences = run.eval_iters * run.batch_size or 'all'
-            yield 'the number of validation sequences (eval_iters × batch_size)', sequences
-        for key in PROTOCOL:
-            yield key, run.config.get(key)
-        yield 'min_lr_ratio', round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)
-        yield 'init_from', starting_weights(run)
-
     def same_share(key):
         T, n = runs[0].max_iters, runs[0].config.get(key, 0)
         # Up to one iteration of rounding.
         return all(abs(run.config.get(key, 0) * T - n * run.max_iters) <= max(T, run.max_iters) for run in runs)
 
-    parts = [key for key in ('warmup_iters', 'cooldown_iters') if not same_share(key)] if runs else []
+    shares = [key for key in ('warmup_iters', 'cooldown_iters') if not same_share(key)] if runs else []
+
+    def protocol(run):
+        found = {'the data (fingerprint)': run.about.get('data')}
+        if 'eval_iters' not in free:
+            sequences = run.eval_iters * run.batch_size or 'all'
+            found['the number of validation sequences (eval_iters × batch_size)'] = sequences
+        found |= {key: run.config.get(key) for key in (*PROTOCOL, *shares, 'beta1')}
+        found['min_lr_ratio'] = round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)
+        found['init_from'] = starting_weights(run)
+        return {key: value for key, value in found.items() if key not in free}
+
     first_of = {}  # of each optimizer
     for run in runs:
-        first = first_of.setdefault(run.optimizer_name, run)
-        pairs = [(runs[0], key, one, two) for (key, one), (_, two) in zip(protocol(runs[0]), protocol(run))]
-        pairs += [(first, key, first.config.get(key), run.config.get(key)) for key in OWN_PROTOCOL]
-        pairs += [(runs[0], key, runs[0].config.get(key), run.config.get(key)) for key in parts]
-        for other, key, one, two in pairs:
-            if one != two and key not in free:
+        first, mine = first_of.setdefault(run.optimizer_name, run), protocol(run)
+        for key, two in mine.items():
+            other = first if key == 'beta1' else runs[0]
+            one = protocol(other)[key]
+            if one != two:
                 hint = '' if ' ' in key else f'; leave one out, or give --tuned {key} if it was tuned'
                 raise SystemExit(f'{other.out_dir} and {run.out_dir} cannot be compared: {key} is {one} in one and '
                                  f'{two} in the other{hint}')
-
-
-def code_differences(groups):
-    """Sentences that say where runs were trained with different code, by the hash in config.json; older records have
-    none, and their code counts as unknown, not as different.
-
-    Args:
-        groups: of `by_seed`.
-    """
-    def text(codes):
-        return ', '.join(f'{code} ({n})' for code, n in codes.items())
-
-    found = []
-    for group in groups:
-        codes = Counter(run.about['code'] for run in group if run.about.get('code'))
-        if len(codes) > 1:
-            found.append(f'{group[0].optimizer_label}, T = {group[0].max_iters}, learning rate '
-                         f'{group[0].learning_rate:g}: its runs are of different code, so they are no seeds of each '
-                         f'other; code hash (runs): {text(codes)}')
-    codes = Counter(run.about['code'] for group in groups for run in group if run.about.get('code'))
-    if len(codes) > 1 and not found:
-        found.append(f'the runs are of different code; code hash (runs): {text(codes)}')
-    return found
 
 
 def finished_runs(paths, free=()):
@@ -103,17 +74,17 @@ def finished_runs(paths, free=()):
 
 @dataclass
 class Tuned:
-    """An optimizer at one horizon T: `best`, the runs of its best hyperparameters; of each trial the loss and the
-    hyperparameters, a dict.
+    """An optimizer at one horizon T: `best`, the runs of its best hyperparameters; of each trial its loss and, in
+    `tried`, its hyperparameters, a dict.
 
     A trial is one choice of hyperparameters. One that diverged counts with the loss that it started from.
     """
     T: int
-    best: list = field(default_factory=list)
-    trials: list = field(default_factory=list)
-    tried: list = field(default_factory=list)
+    best: list
+    trials: list
+    tried: list
+    most: int  # seeds of a setting
     diverged: int = 0
-    most: int = 1  # seeds of a setting
 
     @property
     def losses(self):
@@ -152,7 +123,7 @@ def tuned_at_each_T(runs, optimizer_name):
             if len(group) < len(best) and loss < loss_of_best and mean_loss(group)[0] < mean_loss(best)[0]:
                 best = group
         found[T] = Tuned(T, best, losses_of_shared_seeds(groups), [dict(hyperparameters(group[0])) for group in groups],
-                         most=most)
+                         most)
     for group in by_seed([run for run in runs if run.diverged]):
         side, started = found.get(group[0].max_iters), group[0].series('val/loss')[1]
         if side:
@@ -180,13 +151,10 @@ def noise_of(groups):
 
 def same_horizon(candidate, baseline, noise):
     """The row of the table that compares two `Tuned` at one T."""
-    one, two = candidate.losses, baseline.losses
     n = min(len(candidate.trials), len(baseline.trials))
-    found, needed = difference(one, two, noise(candidate.T)), None
-    if found['p'] is not None:  # with the σ of a run that the test used
-        needed = seeds_needed(found['difference'], found['standard_error'] / math.sqrt(1 / len(one) + 1 / len(two)))
-    return {'T': candidate.T, 'candidate': candidate.mean, 'baseline': baseline.mean, **found, 'seeds needed': needed,
-            'seeds': len(one), 'seeds of baseline': len(two),
+    return {'T': candidate.T, 'candidate': candidate.mean, 'baseline': baseline.mean,
+            **difference(candidate.losses, baseline.losses, noise(candidate.T)),
+            'seeds': len(candidate.best), 'seeds of baseline': len(baseline.best),
             'trials': len(candidate.trials), 'trials of baseline': len(baseline.trials),
             'at equal trials': expected_best(candidate.trials, n),
             'baseline at equal trials': expected_best(baseline.trials, n)}
@@ -203,7 +171,7 @@ def weaknesses(side):
     if len(side.best) < side.most:
         found.append(f'{who}: the best has fewer seeds ({len(side.best)}) than another setting ({side.most})')
     for key in dict.fromkeys(['learning_rate', *varied]):
-        name = SETTING_NAMES.get(key, key).removeprefix('peak ')
+        name = SETTING_NAMES.get(key, key)
         values = sorted({tried[key] for tried in side.tried if type(tried.get(key)) in (int, float)
                          and all(tried.get(other) == best[other] for other in varied if other != key)})
         if len(values) == 1 and key == 'learning_rate':

@@ -1,12 +1,10 @@
 """Figures and tables: drawn, labelled, printed, and written with the command and commit that made them."""
 
-import contextlib
 import csv
 import io
 import math
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,16 +18,11 @@ OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian'
                     'normalize': 'Normalize', 'gnb_noclip': 'GNB without clipping', 'gnb_mean': 'GNB, mean of h',
                     'muon': 'Muon', 'soap': 'SOAP'}
 
-# Labels of settings on an axis.
+# Names of settings on an axis and in the label of a line.
 SETTING_NAMES = {'max_iters': 'steps T', 'total_batch_size': 'sequences per step', 'block_size': 'tokens per sequence',
-                 'learning_rate': 'peak learning rate', 'hessian_interval': 'k, steps between Hessian estimates',
-                 'warmup_iters': 'steps of warm-up', 'weight_decay': 'weight decay', 'gamma': 'γ', 'beta1': 'β1',
-                 'beta2': 'β2', 'n_layer': 'layers'}
-
-# Names of settings in the label of a line.
-SHORT = {'learning_rate': 'lr', 'max_iters': 'T', 'gamma': 'γ', 'beta1': 'β1', 'beta2': 'β2', 'eps': 'ε',
-         'hessian_interval': 'k', 'warmup_iters': 'warm-up', 'total_batch_size': 'batch', 'weight_decay': 'λ'}
-
+                 'learning_rate': 'learning rate', 'hessian_interval': 'k', 'warmup_iters': 'warm-up',
+                 'weight_decay': 'weight decay', 'gamma': 'γ', 'beta1': 'β1', 'beta2': 'β2', 'eps': 'ε',
+                 'n_layer': 'layers'}
 
 # The optimizers that have the same color in all pictures: C0, C1, ….
 COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'clip', 'gnb_mean', 'ef_clip']
@@ -44,16 +37,12 @@ def optimizer_label(name):
 # Figures
 
 
-def figure(columns=1, width=5.0, height=3.7, **options):
+def figure(columns=1, width=5.0, height=3.7):
     """A matplotlib figure of `columns` panels side by side, drawn without a display: (figure, list of axes)."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit('drawing needs matplotlib: pip install matplotlib') from None
+    import matplotlib
     matplotlib.use('Agg')
     from matplotlib import pyplot as plt
-    fig, axes = plt.subplots(1, columns, figsize=(width * columns, height), squeeze=False, layout='constrained',
-                             **options)
+    fig, axes = plt.subplots(1, columns, figsize=(width * columns, height), squeeze=False, layout='constrained')
     for ax in axes[0]:
         ax.grid(alpha=0.3)
         ax.spines[['top', 'right']].set_visible(False)
@@ -67,33 +56,23 @@ def colors_of(names):
 
 
 def styles(names):
-    """Options of ax.plot that tell lines apart, given the optimizer of each: up to ten lines have a color each; more
-    have a color per optimizer, from dark to light; more than ten of a single optimizer have a scale of colors."""
-    import numpy as np
-    from matplotlib import colormaps, colors
+    """Options of ax.plot that tell lines apart, given the optimizer of each: up to ten lines have a color each, the
+    optimizer's where each has another optimizer; more have a scale of colors."""
     if len(set(names)) == len(names) <= 10:
         return [dict(color=color) for color in colors_of(names).values()]
     if len(names) <= 10:
         return [dict(color=f'C{i}') for i in range(len(names))]
-    kinds = list(dict.fromkeys(names))
-    if len(kinds) == 1:
-        return [dict(color=colormaps['viridis'](0.95 * i / (len(names) - 1))) for i in range(len(names))]
-    found = []
-    for i, name in enumerate(names):
-        place = names[:i].count(name) / max(1, names.count(name) - 1)  # 0 to 1 among lines of this optimizer
-        toward, share = (0, 0.5 - place) if place < 0.5 else (1, 1.4 * (place - 0.5))  # black, white
-        color = np.array(colors.to_rgb(f'C{kinds.index(name) % 10}'))
-        found.append(dict(color=tuple(map(float, color + share * (toward - color)))))
-    return found
+    from matplotlib import colormaps
+    return [dict(color=colormaps['viridis'](0.95 * i / (len(names) - 1))) for i in range(len(names))]
 
 
-def legend(fig, ax, **options):
+def legend(fig, ax):
     """Puts the labels of `ax` into a legend right of the panels, in as many columns as the figure's height needs."""
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) > 1:
         rows = max(1, int(fig.get_figheight() * 5))
         fig.legend(handles, labels, loc='outside right upper', fontsize=8, frameon=False,
-                   ncols=math.ceil(len(labels) / rows), **options)
+                   ncols=math.ceil(len(labels) / rows))
 
 
 def plain(text):
@@ -111,27 +90,33 @@ def save(output, fig, rows=None, **data):
     """
     from matplotlib import pyplot as plt
     output = png_path(output)
-    make_folder(output)
-    origin = dict(Command=shlex.join(sys.argv), Commit=files.git_commit() or 'unknown')
-    with write_errors(output), files.atomic_write(output) as f:
-        fig.savefig(f, dpi=150, format='png', metadata=origin)
+    try:
+        with files.atomic_write(output) as f:
+            fig.savefig(f, dpi=150, format='png', metadata=dict(Command=shlex.join(sys.argv),
+                                                                Commit=files.git_commit() or 'unknown'))
+    except OSError as error:
+        raise SystemExit(f'{output}: cannot be written ({error.strerror})') from None
     plt.close(fig)
     written = [output]
     if rows is not None:
-        write_csv(output.with_suffix('.csv'), rows)
         written.append(output.with_suffix('.csv'))
+        write_csv(written[-1], rows)
     if data:
-        write_json(output.with_suffix('.json'), data)
         written.append(output.with_suffix('.json'))
+        files.write_json(written[-1], data)
     print('wrote ' + ', '.join(map(str, written)))
 
 
 def png_path(output):
-    """`output` as a Path, which must end in .png and be writable."""
+    """`output` as a Path, which must end in .png; its folder is made. Call it before the work that fills the file."""
     output = Path(output)
     if output.suffix != '.png':
         raise SystemExit(f'--output={output}: must end in .png; the numbers go next to it as .csv or .json')
-    return writable(output)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f'{output}: cannot be written ({error.strerror})') from None
+    return output
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,47 +147,4 @@ def write_csv(path, rows):
     writer = csv.DictWriter(text, header, lineterminator='\n')
     writer.writeheader()
     writer.writerows(rows)
-    write_text(path, text.getvalue())
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Files
-
-
-@contextlib.contextmanager
-def write_errors(path):
-    """Context in which a failure of the file system to write `path` becomes a one-line SystemExit."""
-    try:
-        yield
-    except OSError as error:
-        raise SystemExit(f'{path}: cannot be written ({error.strerror or error})') from None
-
-
-def writable(path):
-    """`path` as a Path; SystemExit if no file can be written there. Call it before the work that fills the file;
-    it creates nothing, not even a missing folder."""
-    path = Path(path)
-    with write_errors(path):
-        if path.is_dir():
-            raise IsADirectoryError('is a directory')
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        with tempfile.TemporaryFile(dir=folder):  # permissions alone do not tell, for root least of all
-            return path
-
-
-def make_folder(path):
-    """Makes the folder of the file `path`."""
-    with write_errors(path):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-
-
-def write_text(path, text):
-    """Replaces a text file; makes its folder if needed."""
-    make_folder(path)
-    files.write_text(path, text)
-
-
-def write_json(path, data):
-    """Replaces an indented JSON file; makes its folder if needed."""
-    make_folder(path)
-    files.write_json(path, data)
+    files.write_text(path, text.getvalue())

@@ -3,24 +3,24 @@
 A run is the directory that train.py writes, with metrics.jsonl and config.json, or a line of a runs.jsonl in records/.
 """
 
-import functools
 import json
 import math
 import statistics
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from analysis.figures import SHORT, optimizer_label
+from analysis.figures import SETTING_NAMES, optimizer_label
 from runtime.checkpoint import FAILED, HARMLESS
 
 # Settings that say how a run was carried out, not what it computed; and the seed, over which results are averaged.
 INCIDENTAL = HARMLESS | {'eval_iters', 'skip_nonfinite', 'seed'}
 
-# The meaning of a config.json without these settings: older than the first three, newer than the others.
+# The meaning of a config.json without these settings: it is older than the first three, newer than the others.
 UNSET = dict(schedule='cosine', cooldown_iters=0, optimizer_args='', hessian_sequences='own',
              hessian_bias_correction=False, branch_cooldown=0, trackio_log=False)
 
@@ -101,11 +101,6 @@ class Run:
         return self.failed is not None or not math.isfinite(self.last('val/loss') or 0)
 
     @property
-    def machine(self):
-        """The machine of the run, as text; None if config.json does not say."""
-        return json.dumps(self.about['machine']) if 'machine' in self.about else None
-
-    @property
     def rejected(self):
         """Why the run cannot be compared with others, one clause, or None."""
         return self.unfinished or self.changed
@@ -130,29 +125,18 @@ def flops_per_iteration(config, about):
 
     Args:
         config: the settings, key → value.
-        about: the rest of config.json. Older ones lack `flops_per_token`; it follows from `parameters`, which tell the
-            size of the vocabulary.
+        about: the rest of config.json.
     """
     per_token = about.get('flops_per_token')
-    if per_token is None:
-        import torch
-
-        from model import GPT, GPTConfig
-        shape = {key: config[key] for key in ('block_size', 'n_layer', 'n_head', 'n_embd', 'bias')}
-        with torch.device('meta'):
-            rest = GPT(GPTConfig(vocab_size=64, **shape)).num_params() - 64 * config['n_embd']
-            vocab_size = (about['parameters'] - rest) // config['n_embd']
-            per_token = GPT(GPTConfig(vocab_size=vocab_size, **shape)).flops_per_token()
+    if per_token is None:  # of an older run: GPT-2 without biases, whose norms and positions multiply nothing
+        L, d, T = config['n_layer'], config['n_embd'], config['block_size']
+        per_token = 6 * (about['parameters'] - (2 * L + 1) * d - T * d) + 12 * L * d * T
     per_sequence = per_token * config['block_size']
-    cost = hook_of(config['optimizer_name']).cost
-    if config.get('hessian_sequences') == 'fresh':  # an older option: sequences with a forward pass of their own
-        cost = max(cost, 1.0)
-    estimate = cost * config['hessian_batch_size'] * per_sequence
+    estimate = hook_of(config['optimizer_name']).cost * config['hessian_batch_size'] * per_sequence
     return per_sequence * config['total_batch_size'], estimate * estimates_per_iteration(
         config['optimizer_name'], config['hessian_interval'], config['max_iters'])
 
 
-@functools.cache
 def estimates_per_iteration(optimizer_name, interval, iterations):
     """Mean number of Hessian estimates of an iteration, over a run of `iterations`."""
     return hook_of(optimizer_name).estimates(interval, iterations) / max(1, iterations)
@@ -277,12 +261,35 @@ def hyperparameters(run):
     return tuple(sorted(settings.items()))
 
 
-def by_seed(runs):
-    """Lists of the runs that differ in their seed only, in order of first appearance; of equal runs the first one."""
-    groups = {}
+def by_seed(runs, repeats=False):
+    """Lists of the runs that differ in their seed only and have the same data, in order of first appearance. Of runs
+    with the same settings and seed the first counts; with `repeats`, each further one begins another list."""
+    groups, seen = {}, Counter()
     for run in runs:
-        groups.setdefault(hyperparameters(run), {}).setdefault(run.config.get('seed'), run)
-    return [list(group.values()) for group in groups.values()]
+        key = hyperparameters(run), json.dumps(run.about.get('data'))
+        again = seen[key, run.config.get('seed')]
+        seen[key, run.config.get('seed')] += 1
+        if repeats or not again:
+            groups.setdefault((key, again), []).append(run)
+    return list(groups.values())
+
+
+def code_differences(groups):
+    """Sentences that say where runs were trained with different code, by the hash in config.json. A run without a hash
+    is of unknown code, which does not count as different.
+
+    Args:
+        groups: of `by_seed`.
+    """
+    def hashes(runs):
+        codes = Counter(run.about['code'] for run in runs if run.about.get('code'))
+        return ', '.join(f'{code} ({n})' for code, n in codes.items()) if len(codes) > 1 else None
+
+    found = [f'{group[0].optimizer_label}, T = {group[0].max_iters}, learning rate {group[0].learning_rate:g}: its '
+             f'runs are of different code, so they are not seeds of each other; code hash (runs): {hashes(group)}'
+             for group in groups if hashes(group)]
+    everything = hashes(run for group in groups for run in group)
+    return found or [f'the runs are of different code; code hash (runs): {everything}'] * bool(everything)
 
 
 def mean_loss(runs, key='val/loss'):
@@ -291,30 +298,17 @@ def mean_loss(runs, key='val/loss'):
     return statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else None
 
 
-def lines_of(runs):
-    """Lists of the runs that a figure draws as one line: equal but for their seed, and on the same data."""
-    groups = []
-    for run in runs:
-        key, seed = (hyperparameters(run), json.dumps(run.about.get('data'))), run.config.get('seed')
-        group = next((group for other, group in groups
-                      if other == key and seed not in {one.config.get('seed') for one in group}), None)
-        if group is None:
-            groups.append((key, [run]))
-        else:
-            group.append(run)
-    return [group for _, group in groups]
-
-
 def labels_of(groups):
-    """A label for each of the `lines_of` some runs: the optimizer, and the settings in which its lines differ; names of
-    directories if these do not tell lines apart."""
+    """A label for each of the groups `by_seed`: the optimizer, and the settings in which its groups differ; names of
+    directories if these do not tell them apart."""
     derived = {'optimizer_name', 'lr_decay_iters', 'min_lr', 'seed'}
     labels = []
     for group in groups:
         run, same = group[0], [other[0] for other in groups if other[0].optimizer_name == group[0].optimizer_name]
         keys = [key for key in run.config if key not in INCIDENTAL | derived
                 and len({json.dumps(other.config.get(key)) for other in same}) > 1]
-        labels.append(', '.join([run.optimizer_label, *(f'{SHORT.get(key, key)} {run.config[key]}' for key in keys)]))
+        labels.append(', '.join([run.optimizer_label,
+                                 *(f'{SETTING_NAMES.get(key, key)} {run.config[key]}' for key in keys)]))
     if len(groups) == 1 or len(set(labels)) < len(labels):
         return [group[0].out_dir.resolve().name for group in groups]
     return labels

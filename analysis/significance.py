@@ -46,18 +46,10 @@ def difference(one, two, pooled=(None, 0)):
                 plus_or_minus=float(stats.t.ppf(0.975, df)) * error, test='pooled σ')
 
 
-def seeds_needed(delta, sd, p=0.05, power=0.8):
-    """Seeds per side with which Student's test finds a true difference `delta` between losses of noise `sd` at level
-    `p` with probability `power`; None for delta = 0."""
-    if not delta:
-        return None
-
-    def found(n):
-        df, shift = 2 * n - 2, abs(delta) / sd * math.sqrt(n / 2)
-        return stats.nct.sf(stats.t.ppf(1 - p / 2, df), df, shift) >= power
-
-    z = stats.norm.ppf(1 - p / 2) + stats.norm.ppf(power)
-    n = max(2, math.floor(2 * (z * sd / delta) ** 2))  # never more than needed
-    while not found(n):
-        n += 1
-    return n
+def holm(ps):
+    """Holm's correction: the adjusted p-values of several tests, in the order given."""
+    order, adjusted, highest = sorted(range(len(ps)), key=ps.__getitem__), [0.0] * len(ps), 0.0
+    for rank, i in enumerate(order):
+        highest = max(highest, min(1.0, (len(ps) - rank) * ps[i]))
+        adjusted[i] = highest
+    return adjusted

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import train
 from analysis.figures import print_table, write_csv
-from analysis.runs import INCIDENTAL, read_run
+from analysis.runs import INCIDENTAL, by_seed, code_differences, read_run
 from runtime.checkpoint import FAILED
 
 CHECKED_TOO = {'dataset', 'eval_iters', 'seed'}  # settings in which a trial must also agree with what is asked for
-REPORT_SECONDS = 30
 GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
 
 
@@ -68,7 +66,7 @@ class Trial:
         if self.failure:
             return f'diverged: {self.failure}'
         if self.finished:
-            return f'finished, but {run.changed}' if run.changed else 'finished'
+            return 'finished' + (f', but {run.changed}' if run.changed else '')
         steps = [record for record in run.records if 'train/loss' in record] if run else []
         return f'iter {steps[-1]["iter"]}/{run.max_iters}, loss {steps[-1]["train/loss"]:.2f}' if steps else 'not begun'
 
@@ -167,30 +165,27 @@ def add_launcher(parser):
 def train_all(trials, jobs=1, launcher=(sys.executable,)):
     """Trains `trials`, `jobs` at a time, each from where it stopped; skips those that are finished or have diverged.
 
-    Reports on stderr: each run as it ends, and every REPORT_SECONDS how far the others are. When this process is told
-    to stop (Ctrl-C, SIGTERM), the runs save their state; then SystemExit.
+    Reports each run on stderr as it ends. When this process is told to stop (Ctrl-C, SIGTERM), the runs save their
+    state; then SystemExit.
     """
     def interrupt(*_):
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     waiting = [trial for trial in trials if not trial.finished and not trial.failure]
-    running, reported = {}, time.monotonic()  # slot → (trial, process)
+    running = {}  # slot → (trial, process)
     try:
         while waiting or running:
             for slot in range(jobs):
                 if waiting and slot not in running:
                     running[slot] = waiting[0], start(waiting.pop(0), launcher, slot, jobs)
             time.sleep(0.1)
-            if time.monotonic() > reported + REPORT_SECONDS:
-                reported = time.monotonic()
-                for trial, _ in running.values():
-                    print(f'run {trials.index(trial) + 1}/{len(trials)} {trial.name}: {trial.state}', file=sys.stderr,
-                          flush=True)
             for slot, (trial, process) in list(running.items()):
                 if process.poll() is not None:
                     del running[slot]
-                    print(f'{trial.name}: {outcome(trial)}', file=sys.stderr, flush=True)
+                    ended = trial.finished or trial.failure
+                    print(f'{trial.name}: ' + (trial.state if ended else f'failed: {trial.last_line} '
+                                               f'({trial.out_dir}/log.txt)'), file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print('stopping: the runs save their state', file=sys.stderr, flush=True)
         for _, process in running.values():
@@ -202,13 +197,6 @@ def train_all(trials, jobs=1, launcher=(sys.executable,)):
         raise SystemExit('interrupted; the same command resumes where it stopped') from None
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def outcome(trial):
-    """How a trial whose process has ended ended."""
-    if trial.finished or trial.failure:
-        return trial.state + (f', val loss {trial.loss:.4f}' if trial.finished and trial.loss is not None else '')
-    return f'failed: {trial.last_line} ({trial.out_dir}/log.txt)'
 
 
 def start(trial, launcher, slot, jobs):
@@ -238,8 +226,8 @@ def gpu_of(slot, count):
 
 
 def show(trials, out_dir):
-    """Prints a table of `trials`, the lowest validation loss first, writes it as results.csv in `out_dir`, and says in
-    one line when different code trained them."""
+    """Prints a table of `trials`, the lowest validation loss first, writes it as results.csv in `out_dir`, and says
+    where different code trained them."""
     rows = []
     for trial in trials:
         run, loss = trial.run, trial.loss
@@ -251,7 +239,5 @@ def show(trials, out_dir):
     rows.sort(key=lambda row: math.inf if row['val/loss'] is None else row['val/loss'])
     print_table(rows)
     write_csv(Path(out_dir) / 'results.csv', rows)
-    codes = Counter(trial.run.about.get('code') for trial in trials if trial.run)
-    if len(codes) > 1:
-        print('note: the code has changed between these runs (' + ', '.join(
-            f'{code or "unknown"}: {n} run(s)' for code, n in codes.items()) + '); they may not be comparable')
+    for note in code_differences(by_seed([trial.run for trial in trials if trial.run], repeats=True)):
+        print(f'note: {note}')

@@ -8,6 +8,7 @@ nor on how often the run was interrupted.
 import difflib
 import hashlib
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,25 +48,23 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
                                ('gradient_accumulation_steps', given, 0)):
         if value < least:
             raise SystemExit(f'--{flag}={value}: must be at least {least}')
-    step, share = batch_size * world_size, total_batch_size // world_size
-    of_all_devices = given * batch_size == total_batch_size  # as nanoGPT counts
-    if given and given * step != total_batch_size and not (of_all_devices and total_batch_size % step):
-        why = ' (it counts the micro-batches of each device; nanoGPT counts those of all)' * of_all_devices
-        derive = ('' if total_batch_size % step else
-                  f'--gradient_accumulation_steps=0, which makes it {total_batch_size // step}, or ')
-        raise SystemExit(f'--gradient_accumulation_steps={given}: × --batch_size={batch_size} × {world_size} device(s) '
-                         f'= {given * step}, not --total_batch_size={total_batch_size}{why}; set {derive}'
-                         f'--total_batch_size={given * step}')
-    if total_batch_size % world_size:
-        near = ' or '.join(str(n * step) for n in (total_batch_size // step, total_batch_size // step + 1) if n)
+    share, rest = divmod(total_batch_size, world_size)
+    if rest:
+        step = batch_size * world_size
+        fits = total_batch_size // step * step
         raise SystemExit(f'--total_batch_size={total_batch_size}: must be a multiple of the {world_size} devices; '
-                         f'set --total_batch_size={near}')
+                         f'set --total_batch_size={f"{fits} or " * (fits > 0)}{fits + step}')
     if share % batch_size:
-        divisors = [n for n in range(1, share + 1) if share % n == 0]
-        near = ', '.join(map(str, sorted(sorted(divisors, key=lambda n: abs(n - batch_size))[:3])))
-        what = f'{share} (--total_batch_size={total_batch_size} / {world_size} devices)' if world_size > 1 else share
-        raise SystemExit(f'--batch_size={batch_size}: must divide {what}: ' + ' or '.join(near.rsplit(', ', 1)))
-    return share // batch_size
+        divisors = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - batch_size))
+        raise SystemExit(f'--batch_size={batch_size}: must divide {share}, the sequences of each device; '
+                         f'set --batch_size={" or ".join(map(str, sorted(divisors[:2])))}')
+    steps = share // batch_size
+    if given not in (0, steps):
+        made = given * batch_size * world_size
+        raise SystemExit(f'--gradient_accumulation_steps={given}: × --batch_size={batch_size} × {world_size} device(s) '
+                         f'= {made}, not --total_batch_size={total_batch_size}; set --gradient_accumulation_steps=0, '
+                         f'which makes it {steps} per device, or --total_batch_size={made}')
+    return steps
 
 
 def data_dir(dataset, root=Path()):
@@ -92,10 +91,7 @@ class Bin:
         if not size or size % dtype.itemsize:
             raise SystemExit(f'{self.path}: {size} bytes are not a whole number of {dtype.name} tokens; '
                              'prepare it again')
-        try:
-            self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
-        except OSError as error:
-            raise SystemExit(f'{self.path}: cannot be read ({error.strerror})') from None
+        self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
         if meta and meta[split]['tokens'] != len(self.tokens):
             raise SystemExit(f'{self.path}: holds {len(self.tokens)} tokens, meta.json says {meta[split]["tokens"]}; '
                              'prepare it again')
@@ -117,11 +113,6 @@ class Bin:
     def where(self, starts):
         """The file, and the places in it, where the sequences start."""
         return f'{self.path} at {starts.tolist()}'
-
-    def check(self, block_size):
-        """SystemExit unless the split is long enough, and the ids of `samples` are within the vocabulary."""
-        self.check_length(block_size)
-        self.check_ids(self.samples())
 
     def check_ids(self, tokens):
         """Returns `tokens`; SystemExit when one of them is beyond the vocabulary."""
@@ -152,25 +143,23 @@ def missing(path):
     folder = path.parent
     if (folder / 'prepare.py').is_file():
         return f'{path}: no such file; run python {folder / "prepare.py"}'
-    siblings = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
-    near = [] if folder.is_dir() else difflib.get_close_matches(folder.name, siblings, n=1)
-    return (f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?' if near else
-            f'{path}: no such file; check --dataset, or make it with python data/text/prepare.py FILE... '
+    siblings = [p.name for p in folder.parent.glob('*')]
+    if not folder.is_dir() and (near := difflib.get_close_matches(folder.name, siblings, n=1)):
+        return f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?'
+    return (f'{path}: no such file; check --dataset, or make it with python data/text/prepare.py FILE... '
             f'--out_dir {folder}')
 
 
 def read_meta(data_dir):
     """The dict of data_dir/meta.json, None where there is none; with the text of a tokenizer.json next to it as 'json'.
 
-    SystemExit when it is not a meta.json of data/writer.py, or when there is nanoGPT's meta.pkl instead: without the
-    vocabulary in it, character bins would be read as GPT-2's.
+    SystemExit when there is nanoGPT's meta.pkl instead, because its bins are not in GPT-2's tokens.
     """
     path = Path(data_dir) / 'meta.json'
     if not path.is_file():
         if path.with_suffix('.pkl').is_file():
-            raise SystemExit(f'{path.with_suffix(".pkl")}: nanoGPT\'s vocabulary is not read, because a pickle may run '
-                             'any program; python data/shakespeare_char/prepare.py --input FILE --out_dir DIR makes '
-                             'the same bins of the same text, with a meta.json')
+            raise SystemExit(f'{path.with_suffix(".pkl")}: not read, because a pickle may run any program; python '
+                             'data/shakespeare_char/prepare.py --input FILE --out_dir DIR makes the same bins')
         return None
     try:
         meta = json.loads(path.read_text(encoding='utf-8'))
@@ -234,21 +223,17 @@ def fingerprint(bins):
 
 def parts_of(dataset):
     """The parts of --dataset=a:0.7,b:0.3 as {name: share}, with shares whose sum is 1."""
-    dataset = str(dataset)
+    dataset, parts = str(dataset), {}
     if not {':', ','} & set(dataset):
         return {dataset: 1.0}
-    parts = {}
     for part in dataset.split(','):
-        name, _, weight = part.rpartition(':')
-        try:
-            valid = name.strip() and 0 <= float(weight) < float('inf')
-        except ValueError:
-            valid = False
-        if not valid:
+        found = re.fullmatch(r'\s*(.+?)\s*:\s*(\d+\.?\d*|\.\d+)\s*', part)
+        if not found:
             raise SystemExit(f'--dataset={dataset}: {part!r} is not NAME:WEIGHT; a mixture is written a:0.7,b:0.3')
-        if any(Path(name.strip()).name == Path(other).name for other in parts):
+        name, weight = found.groups()
+        if Path(name).name in [Path(other).name for other in parts]:
             raise SystemExit(f'--dataset={dataset}: two parts have the same name')
-        parts[name.strip()] = float(weight)
+        parts[name] = float(weight)
     if not (total := sum(parts.values())):
         raise SystemExit(f'--dataset={dataset}: needs a weight above 0')
     return {name: weight / total for name, weight in parts.items()}
@@ -257,15 +242,15 @@ def parts_of(dataset):
 def open_dataset(dataset, block_size):
     """The training split and the validation splits of --dataset: (Bin or Mixture, {key: Bin}).
 
-    A mixture a:0.7,b:0.3 trains on both and has a validation set for each part, whose key is the name of its directory;
-    a part of weight 0 is for validation only. The validation loss is the sum of the parts' losses times their
-    `weight`.
+    A mixture has a validation set for each part, whose key is the name of its directory; a part of weight 0 is for
+    validation only.
     """
     parts = parts_of(dataset)
     train = [Bin(data_dir(name), 'train', share) for name, share in parts.items() if share]
     val = {Path(name).name: Bin(data_dir(name), 'val', share) for name, share in parts.items()}
     for bin in Mixture([*train, *val.values()]).bins:  # which checks that all have one tokenizer
-        bin.check(block_size)
+        bin.check_length(block_size)
+        bin.check_ids(bin.samples())
     return Mixture(train) if len(train) > 1 else train[0], val
 
 

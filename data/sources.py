@@ -4,15 +4,10 @@ Also the flags that every prepare.py has.
 """
 
 import argparse
-import bz2
-import gzip
 import hashlib
-import importlib.util
 import json
-import math
 import os
-import zlib
-from fractions import Fraction
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,10 +17,8 @@ from runtime.files import first_line
 
 ROWS = 1000  # rows of a table in one batch
 CHARS = 2 ** 20  # characters of text in one batch
-LEAST_FRACTION = 1e-6  # of the documents, for val
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
-UNREADABLE = OSError, EOFError, UnicodeDecodeError, zlib.error  # raised by reading a text file, compressed or not
-BLANKS = tuple(' \t\r\n')
+KINDS = '.txt', '.jsonl', '.parquet'
 
 
 def argument_parser(doc, script, tokenizer=None, data_files=None):
@@ -62,33 +55,18 @@ def existing(text):
     return Path(text)
 
 
-def local_files(paths, val_paths=()):
-    """(source, revision) of files on disk: their names, and the SHA-256 of the list of their SHA-256s.
-
-    SystemExit if a file cannot be read, or if a file for val has the content of a file for train.
-    """
-    digests = {}
-    for path in (*paths, *val_paths):
-        try:
-            digests[path] = sha256(path)
-        except OSError as error:
-            raise SystemExit(f'{path}: cannot be read ({error})') from None
-    for path in val_paths:
-        if same := [other for other in paths if digests[other] == digests[path]]:
-            raise SystemExit(f'{path}: for val, but the same content as {same[0]}, which is for train; give val a file '
-                             'of its own')
-    listed = ''.join(digests[path] for path in (*paths, *val_paths))
-    return names_of([*paths, *val_paths]), f'sha256:{hashlib.sha256(listed.encode()).hexdigest()}'
+def local_files(paths):
+    """(source, revision) of files on disk: their names, and the SHA-256 of the list of their SHA-256s."""
+    try:
+        listed = ''.join(map(sha256, paths))
+    except OSError as error:
+        raise SystemExit(f'{error.filename}: cannot be read ({error.strerror})') from None
+    return names_of(paths), f'sha256:{hashlib.sha256(listed.encode()).hexdigest()}'
 
 
 def names_of(paths):
     """The names of the first three files, and how many more there are."""
     return ' '.join(path.name for path in paths[:3]) + (f' and {len(paths) - 3} more' if len(paths) > 3 else '')
-
-
-def hub(repository, revision, names):
-    """Addresses, for `load`, of files of a data set on the Hub."""
-    return [f'hf://datasets/{repository}@{revision}/{name}' for name in names]
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -101,8 +79,6 @@ def load(files, text_key, **kwargs):
     except ImportError:
         raise SystemExit('this corpus needs the package datasets: pip install datasets') from None
     files = [str(file) for file in files]
-    if files[0].endswith('.zst') and not importlib.util.find_spec('zstandard'):
-        raise SystemExit('reading .zst needs the package zstandard: pip install zstandard')
     kind = 'parquet' if files[0].endswith('.parquet') else 'json'
     try:
         dataset = datasets.load_dataset(kind, data_files=files, split='train', **kwargs)
@@ -112,6 +88,11 @@ def load(files, text_key, **kwargs):
     if dataset.column_names and text_key not in dataset.column_names:
         raise SystemExit(f'{files[0]}: no column {text_key!r}, only {", ".join(dataset.column_names)}')
     return dataset
+
+
+def hub(repository, revision, names):
+    """Addresses, for `load`, of files of a data set on the Hub."""
+    return [f'hf://datasets/{repository}@{revision}/{name}' for name in names]
 
 
 def prepare_split_table(doc, script, repository, revision, names):
@@ -146,24 +127,24 @@ def read_rows(parts, text_key, batch):
 
 def stream_tables(files, text_key='text'):
     """Batches of tables that are too large to store: {split: files}, read one after another as streams."""
-    return Batches([tag(split, stream(file, load([file], text_key, streaming=True), text_key))
+    return Batches([tagged(split, stream(file, load([file], text_key, streaming=True), text_key))
                     for split in files for file in files[split]])
 
 
-def tag(split, batches):
+def tagged(split, batches):
     """Yield the texts of each batch as pieces."""
     for texts in batches:
         yield [(split, text, True) for text in texts]
 
 
 def stream(file, dataset, text_key):
-    """Yield the texts of one streamed file in lists of ROWS."""
+    """Yield the texts of one streamed file in lists of ROWS. After an OSError the writer keeps what it has."""
     try:
         for table in dataset.with_format('arrow').iter(ROWS):
             if text_key not in table.column_names:
                 raise SystemExit(f'{file}: no column {text_key!r}, only {", ".join(table.column_names)}')
             yield table[text_key].to_pylist()
-    except Exception as error:  # as in `load`; an OSError lets the writer keep what it has
+    except Exception as error:  # as in `load`
         raise OSError(f'{file}: {type(error).__name__}: {first_line(error)}') from None
 
 
@@ -171,26 +152,21 @@ def stream(file, dataset, text_key):
 
 
 def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
-    """.txt, .jsonl (both also .gz, .bz2) and .parquet files, and directories of them.
-
-    Without `val_files`, some of the text is for val.
-    """
+    """.txt, .jsonl and .parquet files, and directories of them. Without `val_files`, some of the text is for val."""
     files, val_files = expand(files), expand(val_files)
-    source, revision = local_files(files, val_files)
-    if {kind_of(path) for path in [*files, *val_files]} != {'.txt'}:
+    source, revision = local_files([*files, *val_files])
+    if {path.suffix for path in [*files, *val_files]} != {'.txt'}:
         source += f', key {text_key!r}'  # another key is other text, so these are other bins
     if val_files:
         rule = 'val: ' + names_of(val_files)
         pieces = ((split, *piece) for split, of in (('train', files), ('val', val_files))
                   for piece in read_files(of, text_key))
     else:
-        # As many documents in all as the fraction says, if it comes to one; else the end of the text.
-        part = Fraction(val_fraction).limit_denominator(round(1 / LEAST_FRACTION))
-        enough = math.ceil(1 / part)
+        enough = int(1 / val_fraction) + 1
         documents, characters = count(read_files(files, text_key), enough)
         if documents == enough:
-            rule = f'val: {part.numerator} of every {part.denominator} documents'
-            pieces = by_document(read_files(files, text_key), part)
+            rule = f'val: {val_fraction:g} of the documents'
+            pieces = by_document(read_files(files, text_key), val_fraction)
         else:
             rule = f'val: the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
             pieces = by_position(read_files(files, text_key), max(1, int(characters * (1 - val_fraction))))
@@ -207,19 +183,19 @@ def count(pieces, enough):
             if documents == enough:
                 break
     except OSError as error:
-        raise SystemExit(f'{error}; the same command tries again') from None
+        raise SystemExit(str(error)) from None
     return documents, characters
 
 
-def by_document(pieces, part):
-    """(split, text, ends): a document is for val when `part` × (documents so far) reaches the next whole number.
+def by_document(pieces, fraction):
+    """(split, text, ends): a document is for val when `fraction` × (documents so far) reaches the next whole number.
 
-    At 1/n these are the documents n, 2n, 3n, ...
+    At 0.01 these are the documents 100, 200, 300, ...
     """
-    number = 1
+    before = 0
     for text, ends in pieces:
-        yield 'val' if number * part.numerator % part.denominator < part.numerator else 'train', text, ends
-        number += ends
+        yield 'val' if int(fraction * (before + 1)) > int(fraction * before) else 'train', text, ends
+        before += ends
 
 
 def by_position(pieces, boundary):
@@ -249,12 +225,6 @@ def batched(pieces):
         yield batch
 
 
-def kind_of(path):
-    """'.txt', '.jsonl' or '.parquet', from the name of a file, compressed or not; None for other files."""
-    kind = path.with_suffix('').suffix if path.suffix in ('.gz', '.bz2') else path.suffix
-    return kind if kind in ('.txt', '.jsonl', '.parquet') else None
-
-
 def expand(paths):
     """The paths, where a directory stands for the readable files anywhere below it, in the order of their names.
 
@@ -263,10 +233,9 @@ def expand(paths):
     files = []
     for path in paths:
         found = sorted(path.rglob('*')) if path.is_dir() else [path]
-        found = [p for p in found if kind_of(p) and not any(n.startswith('.') for n in p.relative_to(path).parts)]
+        found = [p for p in found if p.suffix in KINDS and not any(n[0] == '.' for n in p.relative_to(path).parts)]
         if not found:
-            raise SystemExit(f'{path}: {"no" if path.is_dir() else "not a"} .txt, .jsonl (both also .gz, .bz2) or '
-                             '.parquet file' + ' in it' * path.is_dir())
+            raise SystemExit(f'{path}: {"has no" if path.is_dir() else "is not a"} .txt, .jsonl or .parquet file')
         files += found
     return files
 
@@ -274,39 +243,28 @@ def expand(paths):
 def read_files(paths, text_key):
     """Yield (text, ends) for the documents of the files; blank documents are left out.
 
-    `ends` is False for a piece of a .txt document that goes on. SystemExit if the data is bad; OSError if the system
-    cannot read it, because that may pass, and the writer keeps its parts.
+    `ends` is False for a piece of a .txt document that goes on.
     """
     for path in paths:
-        try:
-            if kind_of(path) == '.txt':
-                with open_text(path) as file:
-                    yield from txt_pieces(file)
-                continue
-            for document in jsonl(path, text_key) if kind_of(path) == '.jsonl' else parquet(path, text_key):
-                if not isinstance(document, str):
-                    raise SystemExit(f'{path}: {text_key!r} is {document!r} in one document, not text')
-                if document.strip():
-                    yield document, True
-        except UNREADABLE as error:
-            # gzip and bz2 raise an OSError without an errno for damaged data.
-            kind = OSError if getattr(error, 'errno', None) else SystemExit
-            raise kind(f'{path}: cannot be read ({first_line(error)})') from None
+        if path.suffix == '.txt':
+            with open_text(path) as file:
+                yield from txt_pieces(file)
+            continue
+        for document in jsonl(path, text_key) if path.suffix == '.jsonl' else parquet(path, text_key):
+            if not isinstance(document, str):
+                raise SystemExit(f'{path}: {text_key!r} is {document!r} in one document, not text')
+            if document.strip():
+                yield document, True
 
 
+@contextmanager
 def open_text(path):
-    """A text file, compressed or not, without its byte order mark; only a newline ends a line."""
-    opener = {'.gz': gzip.open, '.bz2': bz2.open}.get(path.suffix, open)
-    return opener(path, 'rt', encoding='utf-8-sig', newline='\n')
-
-
-def read_text(path):
-    """The whole text of a UTF-8 file, compressed or not, with its line ends as they are."""
+    """A UTF-8 file without its byte order mark; only a newline ends a line. SystemExit when it is not UTF-8."""
     try:
-        with open_text(Path(path)) as file:
-            return file.read()
-    except UNREADABLE as error:
-        raise SystemExit(f'{path}: cannot be read as UTF-8 text ({first_line(error)})') from None
+        with path.open(encoding='utf-8-sig', newline='\n') as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise SystemExit(f'{path}: cannot be read as UTF-8 text ({error})') from None
 
 
 def txt_pieces(file):
@@ -323,7 +281,7 @@ def txt_pieces(file):
                 yield document, True
             begun = False
         end = len(rest.rstrip())
-        if len(rest) > CHARS and end and rest[end:end + 1] in BLANKS:
+        if len(rest) > CHARS and 0 < end < len(rest) and rest[end] in ' \t\r\n':
             yield rest[:end], False
             rest, begun = rest[end:], True
     if begun or rest.strip():

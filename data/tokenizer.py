@@ -13,6 +13,7 @@ import numpy as np
 from runtime.files import first_line
 
 END_OF_TEXT = '<|endoftext|>'
+END_OF_TEXT_NAMES = END_OF_TEXT, '<|end_of_text|>', '</s>', '<eos>'  # in the tokenizers of published models
 
 
 class Tokenizer:
@@ -49,10 +50,9 @@ class GPT2(Tokenizer):
         except ImportError:
             raise SystemExit('tokenizer gpt2 needs the package tiktoken: pip install tiktoken') from None
         except (OSError, ValueError) as error:  # requests' errors are OSErrors; a damaged download is a ValueError
-            raise SystemExit(
-                f'tokenizer gpt2: its vocabulary is not cached and could not be downloaded ({type(error).__name__}). '
-                'Where there is network, run TIKTOKEN_CACHE_DIR=DIR python -c "import tiktoken; '
-                'tiktoken.get_encoding(\'gpt2\')", bring DIR here, and set TIKTOKEN_CACHE_DIR to it') from None
+            raise SystemExit('tokenizer gpt2: its vocabulary is not cached and could not be downloaded '
+                             f'({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a copy of a cache that has '
+                             'it') from None
 
     def encode(self, text):
         return self.bpe.encode_ordinary(text)
@@ -100,10 +100,14 @@ class Char(Tokenizer):
         return ''.join(self.chars[int(i)] for i in ids)
 
 
-class FastTokenizer(Tokenizer):
-    """A tokenizer of Hugging Face's optional package `tokenizers`, from the `text` of the tokenizer.json `path`."""
+class FileTokenizer(Tokenizer):
+    """A tokenizer.json of Hugging Face's optional package `tokenizers`. Its whole text is in `meta`, so that a
+    checkpoint carries its tokenizer."""
 
-    def __init__(self, text, path):
+    name = 'tokenizer.json'
+
+    def __init__(self, text, eot_id=None, path='tokenizer.json'):
+        self.text, self.eot_id = text, eot_id
         # The writer runs one process per core, in each of which more threads would only compete.
         os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
         try:
@@ -118,6 +122,42 @@ class FastTokenizer(Tokenizer):
         self.bpe.no_truncation()  # published files may say to cut every text at 512 ids
         self.bpe.no_padding()
 
+    @property
+    def meta(self):
+        return {**super().meta, 'tokenizer_sha256': hashlib.sha256(self.text.encode()).hexdigest(), 'json': self.text}
+
+    @classmethod
+    def from_file(cls, path):
+        """The tokenizer of a file. Documents end with the eos_token of the tokenizer_config.json next to it, or else
+        with the first of the usual ones that it has."""
+        path = Path(path)
+        config = path.with_name('tokenizer_config.json')
+        try:
+            text = path.read_bytes().decode()
+            eos = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.is_file() else None
+        except (OSError, ValueError) as error:
+            raise SystemExit(f'{path}, or the tokenizer_config.json next to it: cannot be read '
+                             f'({first_line(error)})') from None
+        tokenizer = cls(text, path=path)
+        names = [eos['content'] if isinstance(eos, dict) else eos] if eos else END_OF_TEXT_NAMES
+        tokenizer.eot_id = next((i for i in map(tokenizer.bpe.token_to_id, names) if i is not None), None)
+        if tokenizer.eot_id is None:
+            raise SystemExit(f'{path}: none of its tokens ends a document ({", ".join(names)}); name the one that does '
+                             'as "eos_token" in a tokenizer_config.json next to it')
+        return tokenizer
+
+    @classmethod
+    def from_hub(cls, repository):
+        """The tokenizer of a model on the Hub."""
+        try:
+            from huggingface_hub import hf_hub_download
+            hf_hub_download(repository, 'tokenizer_config.json')
+            path = hf_hub_download(repository, cls.name)
+        except Exception as error:  # errors of the import, the network, the Hub and the file system
+            raise SystemExit(f'--tokenizer={repository}: cannot be downloaded ({first_line(error)}); give the path of '
+                             'its tokenizer.json instead') from None
+        return cls.from_file(path)
+
     def encode(self, text):
         return self.encode_batch([text])[0]
 
@@ -129,64 +169,6 @@ class FastTokenizer(Tokenizer):
         return self.bpe.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-class GPTNeoX(FastTokenizer):
-    """The GPT-NeoX-20B tokenizer: the tokenizer.json of EleutherAI/gpt-neox-20b on the Hub, or the local file that the
-    environment variable GPT_NEOX_TOKENIZER names."""
-
-    name, vocab_size, eot_id = 'gpt-neox-20b', 50277, 0
-    revision = 'c292233c833e336628618a88a648727eb3dff0a7'
-
-    def __init__(self):
-        path = os.environ.get('GPT_NEOX_TOKENIZER')
-        try:
-            if not path:
-                from huggingface_hub import hf_hub_download
-                path = hf_hub_download('EleutherAI/gpt-neox-20b', 'tokenizer.json', revision=self.revision)
-            text = Path(path).read_text(encoding='utf-8')
-        except Exception as error:  # errors of the import, the network, the Hub and the file system
-            raise SystemExit(f'tokenizer gpt-neox-20b: cannot be loaded ({first_line(error)}); set GPT_NEOX_TOKENIZER '
-                             'to the tokenizer.json of EleutherAI/gpt-neox-20b') from None
-        super().__init__(text, path)
-        if self.vocab_size != GPTNeoX.vocab_size:
-            raise SystemExit(f'{path}: {self.vocab_size} ids, not the {GPTNeoX.vocab_size} of GPT-NeoX-20B')
-
-
-class FileTokenizer(FastTokenizer):
-    """A user's own tokenizer.json. Its whole text is in `meta`, so that a checkpoint carries its tokenizer."""
-
-    name = 'tokenizer.json'
-
-    def __init__(self, text, eot_id=None, path='tokenizer.json'):
-        super().__init__(text, path)
-        self.text, self.eot_id = text, eot_id
-
-    @property
-    def meta(self):
-        return {**super().meta, 'tokenizer_sha256': hashlib.sha256(self.text.encode()).hexdigest(), 'json': self.text}
-
-    @classmethod
-    def from_file(cls, path):
-        """The tokenizer of a file. Documents end with the eos_token of a tokenizer_config.json beside it, or else with
-        the first of the usual ones that it has."""
-        path = Path(path)
-        try:
-            text = path.read_bytes().decode()
-            beside = path.with_name('tokenizer_config.json')
-            eos = json.loads(beside.read_text(encoding='utf-8')).get('eos_token') if beside.is_file() else None
-        except (OSError, ValueError, AttributeError) as error:
-            raise SystemExit(f'{path}: cannot be read, or the tokenizer_config.json beside it '
-                             f'({first_line(error)})') from None
-        tokenizer = cls(text, path=path)
-        names = [eos['content'] if isinstance(eos, dict) else eos]
-        if eos is None:
-            names = [END_OF_TEXT, '<|end_of_text|>', '</s>', '<eos>']
-        tokenizer.eot_id = next((i for i in map(tokenizer.bpe.token_to_id, names) if i is not None), None)
-        if tokenizer.eot_id is None:
-            raise SystemExit(f'{path}: none of its tokens ends a document ({", ".join(map(str, names))}); name the one '
-                             'that does as "eos_token" in a tokenizer_config.json beside it')
-        return tokenizer
-
-
 def utf8(text):
     """The bytes of a text; lone surrogates (JSON can carry them) become U+FFFD, as in tiktoken."""
     try:
@@ -195,18 +177,20 @@ def utf8(text):
         return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').encode()
 
 
-TOKENIZERS = {t.name: t for t in (GPT2, Byte, GPTNeoX)}
-TOKENIZER_NAMES = '|'.join([*TOKENIZERS, 'FILE.json'])  # for the help of --tokenizer
+TOKENIZERS = {t.name: t for t in (GPT2, Byte)}
+TOKENIZER_NAMES = '|'.join([*TOKENIZERS, 'FILE.json', 'OWNER/NAME'])  # for the help of --tokenizer
 
 
 def get_tokenizer(name):
-    """The tokenizer 'gpt2', 'byte', 'gpt-neox-20b', or of a tokenizer.json file of Hugging Face's `tokenizers`."""
+    """The tokenizer 'gpt2', 'byte', of a tokenizer.json by its path, or of a model on the Hub, 'OWNER/NAME'."""
     if name in TOKENIZERS:
         return TOKENIZERS[name]()
-    if not str(name).endswith('.json'):
-        raise SystemExit(f'--tokenizer={name}: unknown; there are {", ".join(TOKENIZERS)}, and any tokenizer.json by '
-                         'its path')
-    return FileTokenizer.from_file(name)
+    if str(name).endswith('.json'):
+        return FileTokenizer.from_file(name)
+    if str(name).count('/') == 1:
+        return FileTokenizer.from_hub(name)
+    raise SystemExit(f'--tokenizer={name}: unknown; there are {", ".join(TOKENIZERS)}, any tokenizer.json by its path, '
+                     'and OWNER/NAME on the Hub')
 
 
 def identifying(meta):

@@ -42,8 +42,8 @@ class Batches:
         skips finished segments unread; of the segment it stopped in, it reads the written batches, but does not
         tokenize them.
     read: function that a worker calls with a batch (hence picklable). It returns the batch's pieces: a list of
-        (split, text, ends), where `ends` says that the document is complete with this piece; or, for a corpus that is
-        tokenized already, {split: (ids, number of documents)}. None: a batch is a list of pieces.
+        (split, text, ends), where `ends` says that the document is complete with this piece. None: a batch is such a
+        list itself.
     documents: how many there are, for the progress bar; None if unknown.
     """
 
@@ -109,29 +109,24 @@ def find_existing(out_dir, identity):
 
     SystemExit if something else is there.
     """
+    found = next((path for name in ('meta.json', 'progress.json') if (path := out_dir / name).exists()), None)
     bins = [out_dir / f'{split}.bin' for split in SPLITS]
-    for name in ('meta.json', 'progress.json'):
-        if not (path := out_dir / name).exists():
-            continue
-        found = json.loads(path.read_text(encoding='utf-8'))
-        if wrong := [key for key in identity if found.get(key) != identity[key]]:
-            raise SystemExit(f'{path}: bins of other data are in the way ({wrong[0]} {found.get(wrong[0])!r}, not '
-                             f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
-        if name == 'progress.json':
-            return None
-        for bin, split in zip(bins, SPLITS):
-            size = found[split]['tokens'] * np.dtype(found['dtype']).itemsize
-            if not bin.exists() or bin.stat().st_size != size:
-                raise SystemExit(f'{bin}: not the {size} bytes that meta.json says; pass --overwrite')
-        return found
-    in_the_way = [bin for bin in bins if bin.exists()]
-    own = out_dir / 'tokenizer.json'
-    if own.exists() and sha256(own) != identity.get('tokenizer_sha256', sha256(own)):
-        in_the_way.append(own)
-    for path in in_the_way:
-        raise SystemExit(f'{path}: in the way, and no meta.json says what it is; choose another --out_dir or pass '
-                         '--overwrite')
-    return None
+    if found is None:
+        for bin in filter(Path.exists, bins):
+            raise SystemExit(f'{bin}: in the way, and no meta.json says what it is; choose another --out_dir or pass '
+                             '--overwrite')
+        return None
+    meta = json.loads(found.read_text(encoding='utf-8'))
+    if wrong := [key for key in identity if meta.get(key) != identity[key]]:
+        raise SystemExit(f'{found}: bins of other data are in the way ({wrong[0]} {meta.get(wrong[0])!r}, not '
+                         f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
+    if found.name == 'progress.json':
+        return None
+    for bin, split in zip(bins, SPLITS):
+        size = meta[split]['tokens'] * np.dtype(meta['dtype']).itemsize
+        if not bin.exists() or bin.stat().st_size != size:
+            raise SystemExit(f'{bin}: not the {size} bytes that meta.json says; pass --overwrite')
+    return meta
 
 
 def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):
@@ -156,9 +151,9 @@ def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):
         raise
     except KeyboardInterrupt:
         raise SystemExit(f'{out_dir}: interrupted; {again}') from None
-    except (BrokenProcessPool, MemoryError):
-        raise SystemExit(f'{out_dir}: stopped: a worker process was killed or ran out of memory (if memory is short, '
-                         f'set a smaller --num_proc); {again}') from None
+    except BrokenProcessPool:
+        raise SystemExit(f'{out_dir}: stopped: a worker process was killed (if memory is short, set a smaller '
+                         f'--num_proc); {again}') from None
     except OSError as error:
         raise SystemExit(f'{out_dir}: stopped: {error}; {again}') from None
 
@@ -270,8 +265,6 @@ def start_worker(read, tokenizer):
 def encode(batch):
     """Worker: the tokens of a batch, {split: (ids, number of documents that end in it)}."""
     pieces, tokenizer = encode.read(batch) if encode.read else batch, encode.tokenizer
-    if isinstance(pieces, dict):
-        return pieces
     for split, text, _ in pieces:
         if not isinstance(text, str):
             raise SystemExit(f'a document for {split}.bin is {text!r}, not text')

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import figure, legend, optimizer_label, png_path, print_table, save, styles
 from analysis.runs import find_runs
-from analysis.significance import difference
+from analysis.significance import difference, holm
 from dev.study import RECORDS, SEARCH_SEED
 
 TESTED = range(1338, 1341)  # seeds of the arms in the tests of part A; Sophia-G's best γ was chosen with them, so
@@ -71,15 +71,6 @@ def table(arms):
                      'sd': statistics.stdev(fresh) if len(fresh) > 1 else None,
                      'unclipped': arm['search'][arm['best']].last('update_unclipped')})
     return rows
-
-
-def holm(ps):
-    """Holm's correction: the adjusted p-values of several tests, in the order given."""
-    order, adjusted, highest = sorted(range(len(ps)), key=ps.__getitem__), [0.0] * len(ps), 0.0
-    for rank, i in enumerate(order):
-        highest = max(highest, min(1.0, (len(ps) - rank) * ps[i]))
-        adjusted[i] = highest
-    return adjusted
 
 
 def fresh_losses(arms, name, seeds):

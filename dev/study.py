@@ -26,8 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from analysis.figures import write_text  # noqa: E402
 from analysis.runs import packed, read_run  # noqa: E402
+from runtime.files import write_text  # noqa: E402
 
 RECORDS = ROOT / 'records/dissection/runs.jsonl'
 ORDER = 'ACBDE'  # of the parts; runs of a later one fill the cores while an earlier one waits for a result

@@ -25,15 +25,15 @@ $PY scripts/plot.py records/quickstart --metrics val/loss --title 'The quickstar
 $PY scripts/speedup.py $study --tuned warmup_iters beta1 --output $study/study.png
 $PY scripts/speedup.py $study --candidate sophiag --panels difference --tuned warmup_iters beta1 \
     --output $study/study_difference.png
-W=warmup_iters=600
-$PY scripts/paper/final_losses.py "$study/1200/adamw/*,$W,beta1=0.9,beta2=0.95,weight_decay=0.1*" records/study_others \
-    "$study/1200/muon/*,$W,beta1=0.95,beta2=0.95,weight_decay=0.1*" \
-    "$study/1200/soap/*,$W,beta1=0.95,beta2=0.95,weight_decay=0.1*" \
-    "$study/1200/sophiag/*,$W,beta1=0.9,beta2=0.99,weight_decay=0.2,gamma=0.05,eps=1e-12*" \
-    --x learning_rate --output $study/study_rates.png
+W=warmup_iters=600  # one seed, the search's, at each learning rate
+$PY scripts/paper/final_losses.py "$study/1200/adamw/*,$W,beta1=0.9,beta2=0.95,weight_decay=0.1" \
+    "$study/1200/muon/*,$W,beta1=0.95,beta2=0.95,weight_decay=0.1" \
+    "$study/1200/soap/*,$W,beta1=0.95,beta2=0.95,weight_decay=0.1" \
+    "$study/1200/sophiag/*,$W,beta1=0.9,beta2=0.99,weight_decay=0.2,gamma=0.05,eps=1e-12" \
+    "records/study_others/1200/lion/*weight_decay=0.2" --x learning_rate --output $study/study_rates.png
 
 # What needs no run.
-$PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.png
+$PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.csv
 $PY scripts/paper/toy_landscape.py --output records/paper/toy_landscape.png
 $PY scripts/paper/clipped_newton.py --output records/paper/clipped_newton.png
 

@@ -9,8 +9,7 @@ from runtime.distributed import is_sharded
 
 def map_tensors(value, function, name=''):
     """A copy of nested dicts, lists and tuples with function(name, tensor) in the place of each tensor, and Python's
-    numbers in the place of NumPy's and of enums. Names are the keys, joined by dots. TypeError where `value` holds
-    anything else than these, strings, dtypes and None."""
+    numbers in the place of NumPy's and of enums; `name` is the keys, joined by dots. TypeError at other types."""
     if isinstance(value, torch.Tensor):
         return function(name, value)
     if isinstance(value, dict):
@@ -108,18 +107,24 @@ def lost_in_round_trip(optimizer, fresh, saved):
 def difference(a, b, name='state'):
     """The first difference of two nested states, as text; '' when they are equal. Of DTensors it compares the shards
     of this rank."""
+    a, b = dict(leaves(a, name)), dict(leaves(b, name))
+    if a.keys() != b.keys():
+        return f'{min(a.keys() ^ b.keys())} is missing'
+    return next((f'{key} differs' for key in a if not equal(a[key], b[key])), '')
+
+
+def leaves(value, name):
+    """(name, value) of everything in nested dicts, lists and tuples that is not one of these."""
+    if not isinstance(value, (dict, list, tuple)):
+        yield name, value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(item, f'{name}.{key}')
+
+
+def equal(a, b):
+    """Whether two leaves are equal; NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         a, b = (t.to_local() if is_sharded(t) else t for t in (a, b))
-        same = a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a != a)).all())
-        return '' if same else f'{name} differs'
-    if isinstance(a, dict) and isinstance(b, dict):
-        if a.keys() != b.keys():
-            return f'{name}.{min(map(str, a.keys() ^ b.keys()))} is missing'
-        pairs = [(key, a[key], b[key]) for key in a]
-    elif isinstance(a, (list, tuple)) and type(a) is type(b):
-        if len(a) != len(b):
-            return f'{name} has another length'
-        pairs = [(i, *both) for i, both in enumerate(zip(a, b))]
-    else:
-        return '' if a is b or a == b or a != a and b != b else f'{name} is {a!r:.40}, then {b!r:.40}'
-    return next(filter(None, (difference(one, other, f'{name}.{key}') for key, one, other in pairs)), '')
+        return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a != a)).all())
+    return a is b or a == b or (a != a and b != b)

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.figures import writable, write_errors
 from runtime import checkpoint, sharded
 from runtime.files import save_pt
 
@@ -30,13 +29,14 @@ def consolidate(path, output=None, optimizer=True):
     output = Path(output) if output else path.resolve().with_suffix('.pt')
     if output.exists():
         raise SystemExit(f'{output}: exists; remove it, or choose another --output')
-    writable(output)
     saved = state.pop('optimizer')
     if optimizer:
         state['optimizer'] = sharded.read_optimizer(path, saved)
-    with write_errors(output):
+    try:
         output.parent.mkdir(parents=True, exist_ok=True)
         save_pt(output, state)
+    except OSError as error:
+        raise SystemExit(f'{output}: cannot be written ({error.strerror})') from None
     return output
 
 

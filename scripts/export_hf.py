@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
-from data.tokenizer import END_OF_TEXT, GPT2, FastTokenizer
+from data.tokenizer import END_OF_TEXT, GPT2, FileTokenizer
 from model import ACTIVATIONS, TRANSPOSED
 
 TOLERANCE = 1e-4  # on logits, in float32
@@ -71,10 +71,10 @@ def gpt2_tokenizer(tokenizer):
 
 def write_tokenizer(tokenizer, folder, block_size):
     """Writes tokenizer.json and its config, except for bytes and characters."""
-    if not isinstance(tokenizer, (GPT2, FastTokenizer)):
+    if not isinstance(tokenizer, (GPT2, FileTokenizer)):
         print(f'note: the tokenizer {tokenizer.name} is not exported', file=sys.stderr)
         return
-    fast = tokenizer.bpe if isinstance(tokenizer, FastTokenizer) else gpt2_tokenizer(tokenizer)
+    fast = tokenizer.bpe if isinstance(tokenizer, FileTokenizer) else gpt2_tokenizer(tokenizer)
     fast.save(str(folder / 'tokenizer.json'))
     config = dict(tokenizer_class='PreTrainedTokenizerFast', model_max_length=block_size,
                   clean_up_tokenization_spaces=False)

@@ -39,7 +39,7 @@ HEADROOM = 0.1  # of a GPU's memory: the CUDA context, workspaces of cuBLAS and 
 # their outputs (2), q, k, v and attention's result (2), the MLP's hidden units before and after GELU (8).
 BLOCK = 36
 OUTSIDE = 12  # the same for the last norm and the residual stream's gradients; chosen to fit the peaks in records/gpu
-LOGIT = 8  # bytes per logit in the backward pass: the logits (2), gather's gradient in float32 (4), their gradient (2)
+LOGIT = 4  # bytes per logit in the backward pass: the logits (2), their gradient (2)
 STATES = dict(lion=1, clip=1, normalize=1)  # float32 numbers per parameter in the optimizer's state; others take 2
 
 
@@ -79,8 +79,8 @@ def memory(c, shape, ranks=1, head=None):
         parts['Hessian-vector product'] = max(0, 10 * kept + 16 * P - parts['activations'] - parts['logits'])
     elif hook.cost:
         parts['estimate'] = 4 * P / sharded
-        # Softmax and its cumulative sum, in float32, at a time when only the logits are there.
-        sampled = 8 * logits * min(1, rows / c.batch_size)
+        # Softmax and its cumulative sum of 4 sequences, in float32, at a time when only the logits are there.
+        sampled = 8 * logits * min(4, rows, c.batch_size) / c.batch_size
         parts['sampled labels'] = max(0, sampled - (LOGIT - 2) * logits) if head is None else 0
     return parts
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import AXES, figure, legend, plain, png_path, save, styles
-from analysis.runs import averaged, find_runs, labels_of, lines_of
+from analysis.runs import averaged, by_seed, find_runs, labels_of
 
 STYLES = {'val/loss': dict(marker='o', markersize=3), 'train/loss': dict(linewidth=1)}
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_norm': 'ℓ2 norm of h',
@@ -41,7 +41,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     runs = find_runs(args.out_dirs)
     output = png_path(args.output or (runs[0].out_dir / 'loss.png' if len(runs) == 1 else 'loss.png'))
-    lines = lines_of(runs)
+    lines = by_seed(runs, repeats=True)
     labels = args.labels or labels_of(lines)
     metrics = args.metrics or ['val/loss', 'train/loss'][:1 if len(lines) > 6 else 2]
     if len(labels) != len(lines):

@@ -1,7 +1,6 @@
 """Checks that records of runs are complete, prints them as one table, and packs directories of runs into records.
 
   python scripts/records.py records/study
-  python scripts/records.py records --output table.csv
   python scripts/records.py out/sweep --pack records/sweep     writes records/sweep/runs.jsonl, a line per run
 
 records/README.md says what a record must hold. The exit code is 1 when one is incomplete.
@@ -14,33 +13,24 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.figures import print_table, writable, write_csv, write_text
+from analysis.figures import print_table
 from analysis.runs import find_runs, packed
+from runtime.files import write_text
 
 
 def problems(run):
     """What is missing from a record or wrong with it, a list of clauses."""
     about, found = run.about, []
-    machine = about.get('machine')
-    if not isinstance(machine, dict) or not (machine.get('gpu') or machine.get('cpu')):
+    machine = about.get('machine') or {}
+    if not machine.get('gpu') and not machine.get('cpu'):
         found.append('config.json does not name the machine (CPU or GPU)')
-    elif not machine.get('gpu') and not (machine.get('cores') and machine.get('threads')):
-        found.append('config.json does not say how many cores and threads it had')
     commit = str(about.get('git_commit'))
     if not re.fullmatch('[0-9a-f]{40}', commit):
         found.append('it was trained with changed code' if commit.endswith('+') else 'config.json has no git_commit')
     if not about.get('data'):
         found.append('config.json has no fingerprint of the data')
-    if not about.get('command'):
-        found.append('config.json has no command')
     if run.rejected and not run.diverged:
         found.append(run.rejected)
-    losses = [record[key] for record in run.records for key in ('train/loss', 'val/loss') if key in record]
-    if not all(isinstance(loss, (int, float)) and math.isfinite(loss) for loss in losses):
-        found.append('metrics.jsonl holds a loss that is no finite number')
-    iterations = run.series('train/loss')[0]
-    if iterations != sorted(set(iterations)):
-        found.append('the iterations in metrics.jsonl do not rise')
     places = [word for word in map(str, about.get('command') or []) if re.search(r'(^|=)(/|~|[A-Za-z]:\\)', word)]
     if places:
         found.append(f'the command names a place on the machine: {places[0]}')
@@ -49,7 +39,7 @@ def problems(run):
 
 def row(run):
     """One line of the table."""
-    machine = run.about.get('machine') if isinstance(run.about.get('machine'), dict) else {}
+    machine = run.about.get('machine') or {}
     return {'record': str(run.out_dir), 'optimizer': run.optimizer_label, 'parameters': run.about['parameters'],
             'T': run.max_iters, 'tokens': run.max_iters * run.total_batch_size * run.block_size,
             'learning_rate': run.learning_rate, 'seed': run.config.get('seed'),
@@ -61,22 +51,17 @@ def row(run):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='records, or directories of records')
-    parser.add_argument('--output', help='the table as a CSV file')
     parser.add_argument('--pack', metavar='DIR', type=Path,
                         help='write DIR/runs.jsonl, each run named by its path below the one OUT_DIR')
     args = parser.parse_args(argv)
     if args.pack and len(args.out_dirs) > 1:
         raise SystemExit('--pack: give one OUT_DIR')
-    for path in (args.output, args.pack and args.pack / 'runs.jsonl'):
-        if path:
-            writable(path)
     runs = find_runs(args.out_dirs)
     rows = sorted(map(row, runs), key=lambda row: (row['parameters'], row['T'], row['optimizer'],
                                                    row['val/loss'] or math.inf))
     print_table(rows)
-    if args.output:
-        write_csv(args.output, rows)
     if args.pack:
+        args.pack.mkdir(parents=True, exist_ok=True)
         write_text(args.pack / 'runs.jsonl', ''.join(packed(run, run.out_dir.relative_to(args.out_dirs[0])) + '\n'
                                                      for run in runs))
     incomplete = {run.out_dir: found for run in runs if (found := problems(run))}

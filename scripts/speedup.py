@@ -20,23 +20,14 @@ from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.compare import (
-    add_tuned,
-    check_comparable,
-    code_differences,
-    noise_of,
-    same_horizon,
-    tuned_at_each_T,
-    weaknesses,
-)
+from analysis.compare import add_tuned, check_comparable, noise_of, same_horizon, tuned_at_each_T, weaknesses
 from analysis.figures import colors_of, figure, legend, optimizer_label, png_path, print_table, save
-from analysis.runs import by_seed, find_runs, mean_loss
+from analysis.runs import by_seed, code_differences, find_runs, mean_loss
+from analysis.significance import holm
 
-# The columns of the three tables that are printed (None: all); the .json has all.
-COLUMNS = {'same_T': ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'test', 'seeds',
-                      'seeds of baseline', 'seeds needed', 'at equal trials', 'baseline at equal trials'],
-           'criterion': None,
-           'efficiency': None}
+# The columns printed of the table at the same T; the .json has all.
+SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, Holm', 'test', 'seeds',
+          'seeds of baseline', 'at equal trials', 'baseline at equal trials']
 
 
 def factor(text):
@@ -90,9 +81,9 @@ def main(argv=None):
         print('noise of one run over seeds, all T: σ = {:.4f} from {} degrees of freedom'.format(*noise()))
     for verdict in verdicts:
         print()
-        for key, columns in COLUMNS.items():
+        for key in ('same_T', 'criterion', 'efficiency'):
             if verdict[key]:
-                print_table(verdict[key], columns)
+                print_table(verdict[key], SAME_T if key == 'same_T' else None)
                 print()
         print('\n'.join(verdict['text']))
     notes = code_differences(groups) + [note for sides in tuned.values() for T in sorted(sides)
@@ -111,6 +102,9 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
     without a T to check it at.
     """
     same = [same_horizon(candidate[T], baseline[T], noise) for T in sorted(candidate.keys() & baseline.keys())]
+    tested = [row for row in same if row['p'] is not None]
+    for row, p in zip(tested, holm([row['p'] for row in tested])):
+        row['p, Holm'] = p
     criterion = [{'T': T, 'T/k': int(T / k), 'baseline at T': baseline[T].mean,
                   'candidate at T/k': candidate[T / k].mean,
                   'holds': baseline[T].mean >= candidate[T / k].mean} for T in sorted(baseline) if T / k in candidate]
@@ -124,6 +118,8 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
         sign, spread = 'the noise is not known', ''
         if row['p'] is not None:
             sign = 'within the noise' if row['p'] > 0.05 else f'p = {row["p"]:.2g}, {row["test"]}'
+            if len(tested) > 1 and row['p'] <= 0.05:
+                sign += f'; {row["p, Holm"]:.2g} after Holm\'s correction for {len(tested)} horizons'
             spread = f' ± {row["plus_or_minus"]:.4f}'
         text.append(f'T = {row["T"]}: {two} ends {abs(row["difference"]):.4f}{spread} '
                     f'{"above" if row["difference"] > 0 else "below"} {one} ({sign}; trials: {two} {row["trials"]}, '
@@ -187,7 +183,8 @@ def draw_difference(ax, tuned, baseline, verdicts, k, colors):
         ax.errorbar([row['T'] for row in rows], [row['difference'] for row in rows],
                     [row['plus_or_minus'] or 0 for row in rows], fmt='o-', capsize=3, markersize=4,
                     color=colors[name], label=optimizer_label(name))
-    ax.set(ylabel=f'final loss minus {optimizer_label(baseline)}\'s', title='Difference, 95 % interval')
+    title = f'{optimizer_label(name)} minus {optimizer_label(baseline)}' if len(verdicts) == 1 else 'Difference'
+    ax.set(ylabel=f"final loss minus {optimizer_label(baseline)}'s, 95 % interval", title=title)
     label_horizons(ax, tuned, {row['T']: '\nn = ' + ', '.join(map(str, dict.fromkeys(
         [row['seeds'], row['seeds of baseline']]))) for row in verdicts[0]['same_T'] if len(verdicts) == 1})
 

@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.figures import write_json, write_text
 from analysis.runs import read_json
 from analysis.trials import FAILED, ROOT, add_launcher, show, split_values, train_all, trials_of
+from runtime.files import write_json, write_text
 
 
 def sbatch(trials, out_dir, options):
@@ -80,6 +80,7 @@ def main(argv=None):
     for trial in trials:
         trial.check()
     if args.only is None or not stored.is_file():
+        args.out_dir.mkdir(parents=True, exist_ok=True)
         write_json(stored, spec)
     if args.slurm is not None:
         script = args.out_dir.resolve() / 'sweep.sbatch'

@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
-from analysis.figures import write_json
 from analysis.trials import add_launcher, canonical, show, split_values, train_all, trials_of
+from runtime.files import write_json
 
 
 def tune(base, values, noise, rounds, out_dir, train_trials):

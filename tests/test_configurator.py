@@ -139,9 +139,8 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
     (['--init_from=gtp2'], '--init_from=gtp2: must be scratch, resume, auto, gpt2, gpt2-medium, gpt2-large, gpt2-xl '
                            'or a Hugging Face folder'),
     (['--dtype=int8'], '--dtype=int8: must be one of float32, bfloat16, float16'),
-    (['--batch_size=14'], '--batch_size=14: must divide 480: 12, 15 or 16'),
-    (['--parallel=fsdp', '--dtype=float16'],
-     '--dtype=float16: must be bfloat16 or float32 for --parallel=fsdp'),
+    (['--batch_size=14'], '--batch_size=14: must divide 480, the sequences of each device; set --batch_size=12 or 15'),
+    (['--parallel=fsdp', '--dtype=float16'], '--dtype=float16: must be bfloat16 or float32 for --parallel=fsdp'),
     (['-max_iters=5'], '-max_iters=5: flags begin with two dashes; write --max_iters=5'),
     (['--learning_rate', '1e-3'], '--learning_rate: write --learning_rate=VALUE'),
 ])

@@ -1,6 +1,5 @@
 """The corpora: tokenizers, sources, the writer of bins, and every prepare.py."""
 
-import bz2
 import contextlib
 import errno
 import gzip
@@ -14,18 +13,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from conftest import metrics
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import train
 from analysis.load import load
@@ -54,11 +49,6 @@ def texts(n, seed=0, words=40):
     lengths = [rng.randint(1, 2 * words) for _ in range(n)]
     return [f'{seed}/{i} ' + ''.join(rng.choice(vocabulary) + rng.choice(ends) for _ in range(length))
             for i, length in enumerate(lengths)]
-
-
-def need_gpt_neox():
-    if 'GPT_NEOX_TOKENIZER' not in os.environ:
-        pytest.skip('GPT_NEOX_TOKENIZER does not name the tokenizer.json of EleutherAI/gpt-neox-20b')
 
 
 def prepare(name, *args, ok=True):
@@ -142,7 +132,7 @@ def pinned_corpus(kind, folder):
     (folder / 'a.txt').write_bytes(EOT.join(rows[:100]).encode())
     if kind == 'few':
         return sources.files_corpus([folder / 'a.txt'], val_fraction=0.005)
-    others = write_jsonl(folder / 'b.jsonl.gz', rows[100:200]), write_parquet(folder / 'c.parquet', rows[200:])
+    others = write_jsonl(folder / 'b.jsonl', rows[100:200]), write_parquet(folder / 'c.parquet', rows[200:])
     return sources.files_corpus([folder / 'a.txt', *others], val_fraction=0.05)
 
 
@@ -221,11 +211,8 @@ def test_shakespeare_char_is_nanogpts(tmp_path):
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name, vocab_size, eot_id', [
-    ('gpt2', 50257, 50256), ('byte', 256, 0), ('gpt-neox-20b', 50277, 0)])
+@pytest.mark.parametrize('name, vocab_size, eot_id', [('gpt2', 50257, 50256), ('byte', 256, 0)])
 def test_tokenizer(name, vocab_size, eot_id):
-    if name == 'gpt-neox-20b':
-        need_gpt_neox()
     tokenizer = get_tokenizer(name)
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot_id) == (name, vocab_size, eot_id)
     assert tokenizer.dtype == 'uint16'
@@ -268,12 +255,7 @@ def tokenizer_file(tmp_path):
 def test_a_tokenizer_file_is_kept_with_the_bins(tokenizer_file, tmp_path):
     rows, out_dir = [*texts(20), 'a<s>b</s>c'], tmp_path / 'out'
     path = write_jsonl(tmp_path / 'a.jsonl', rows)
-    command = [path, '--val_fraction', 0.1, '--out_dir', out_dir, '--tokenizer', tokenizer_file]
-    out_dir.mkdir()
-    (out_dir / 'tokenizer.json').write_text('a user\'s own')
-    assert 'tokenizer.json: in the way' in prepare('text', *command, ok=False)
-    (out_dir / 'tokenizer.json').unlink()
-    prepare('text', *command)
+    prepare('text', path, '--val_fraction', 0.1, '--out_dir', out_dir, '--tokenizer', tokenizer_file)
     assert (out_dir / 'tokenizer.json').read_bytes() == tokenizer_file.read_bytes()
     train, val, meta = bins(out_dir)
     assert (meta['tokenizer'], meta['vocab_size'], meta['eot_id']) == ('tokenizer.json', 300, 1)
@@ -306,25 +288,43 @@ def test_a_mixture_in_the_users_tokenizer_trains(tokenizer_file, tmp_path):
 
 
 def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_file):
-    beside = tokenizer_file.with_name('tokenizer_config.json')
-    for config, eot_id in (({}, 1), ({'eos_token': '<s>'}, 0), ({'eos_token': {'content': 'a'}}, None)):
-        beside.write_text(json.dumps(config))
+    config = tokenizer_file.with_name('tokenizer_config.json')
+    for content, token in (({}, '</s>'), ({'eos_token': '<s>'}, '<s>'), ({'eos_token': {'content': 'a'}}, 'a')):
+        config.write_text(json.dumps(content))
         tokenizer = get_tokenizer(tokenizer_file)
-        assert tokenizer.eot_id == (tokenizer.bpe.token_to_id('a') if eot_id is None else eot_id)
-    beside.write_text('{"eos_token": "none such"}')
+        assert tokenizer.eot_id == tokenizer.bpe.token_to_id(token)
+    config.write_text('{"eos_token": "none such"}')
     with pytest.raises(SystemExit, match=r'mine\.json: none of its tokens ends a document \(none such\)'):
         get_tokenizer(tokenizer_file)
+
+
+def test_a_tokenizer_of_the_hub(tokenizer_file, tmp_path, monkeypatch):
+    """The Pile's default; its files come from the Hub's cache, which has both in one folder."""
+    huggingface_hub = pytest.importorskip('huggingface_hub')
+    files = {'tokenizer.json': tokenizer_file.read_text(), 'tokenizer_config.json': '{"eos_token": "<s>"}'}
+
+    def download(repository, name):
+        assert repository == 'EleutherAI/gpt-neox-20b'
+        (tmp_path / name).write_text(files[name])
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(huggingface_hub, 'hf_hub_download', download)
+    file = write_jsonl(tmp_path / 'a.jsonl', texts(20))
+    prepare('pile', '--data_files', file, '--val_files', file, '--out_dir', tmp_path / 'out')
+    train, val, meta = bins(tmp_path / 'out')
+    assert (meta['tokenizer'], meta['eot_id']) == ('tokenizer.json', 0)
+    assert np.array_equal(train, val)
+    assert np.array_equal(val, concatenated(texts(20), tokenizer_from_meta(read_meta(tmp_path / 'out'))))
 
 
 def test_a_tokenizer_that_cannot_be_is_one_line(tmp_path):
     pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
     (tmp_path / 'a.json').write_text('{"model": {"type": "BPE"}}')
-    with pytest.raises(SystemExit, match=r'a\.json: not a tokenizer\.json of the package tokenizers \(.*\)$'):
-        get_tokenizer(tmp_path / 'a.json')
-    with pytest.raises(SystemExit, match=r'none\.json: cannot be read'):
-        get_tokenizer(tmp_path / 'none.json')
-    with pytest.raises(SystemExit, match='gpt2, byte, gpt-neox-20b'):
-        get_tokenizer('gpt3')
+    for name, message in ((tmp_path / 'a.json', r'a\.json: not a tokenizer\.json of the package tokenizers \(.*\)$'),
+                          (tmp_path / 'none.json', r'none\.json, or .*: cannot be read'),
+                          ('gpt3', 'gpt2, byte')):
+        with pytest.raises(SystemExit, match=message):
+            get_tokenizer(name)
 
 
 def test_no_tokenizer_and_no_network_is_one_line(tmp_path):
@@ -332,44 +332,32 @@ def test_no_tokenizer_and_no_network_is_one_line(tmp_path):
     message = start_prepare('text', tmp_path / 'a.txt', '--out_dir', tmp_path / 'out', ok=False,
                             TIKTOKEN_CACHE_DIR=str(tmp_path / 'cache'))
     assert 'not cached' in message and 'TIKTOKEN_CACHE_DIR' in message
+    message = start_prepare('pile', '--out_dir', tmp_path / 'out', ok=False)
+    assert '--tokenizer=EleutherAI/gpt-neox-20b: cannot be downloaded' in message
     assert not (tmp_path / 'out').exists()
 
 
 # ---- the writer ------------------------------------------------------------------------------------------------------
 
-# Writes 12 batches in 3 segments and keeps a log of what it reads; with a fourth argument, waits before that batch.
+# Writes 3 segments of 4 batches; given a third argument, it waits before the last but two.
 DRIVER = '''
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from data import writer
 from data.tokenizer import get_tokenizer
 
-out_dir, log, wait_at = sys.argv[2], sys.argv[3], int(sys.argv[4])
 writer.SAVE_SECONDS = 0
 
-def note(line):
-    with open(log, 'a') as file:
-        file.write(line + '\\n')
-
-def read(batch):
-    note(f'batch {batch}')
-    return [('val' if i % 5 == 0 else 'train', f'document {i} of batch {batch}', True) for i in range(batch + 2)]
-
-class Segment:
-    def __init__(self, number):
-        self.number = number
-
-    def __iter__(self):
-        note(f'segment {self.number}')
-        for batch in range(4 * self.number, 4 * self.number + 4):
-            if batch == wait_at:
-                time.sleep(600)
-            yield batch
+def segment(number):
+    print('segment', number, flush=True)
+    for batch in range(4):
+        if (number, batch) == (2, 1) and sys.argv[3:]:
+            time.sleep(600)
+        yield [('train' if batch else 'val', f'document {number}.{batch}', True)]
 
 if __name__ == '__main__':
-    batches = writer.Batches([Segment(i) for i in range(3)], read)
-    corpus = writer.Corpus('driver', 'r1', 'by number', open=lambda: batches)
-    writer.write_bins(corpus, get_tokenizer('byte'), out_dir, num_proc=2)
+    corpus = writer.Corpus('driver', 'r1', 'by number', lambda: writer.Batches([segment(i) for i in range(3)]))
+    writer.write_bins(corpus, get_tokenizer('byte'), sys.argv[2], num_proc=2)
 '''
 
 
@@ -385,36 +373,28 @@ def saved_documents(out_dir):
 
 
 def test_killed_and_started_again(tmp_path):
-    driver, log, killed = tmp_path / 'driver.py', tmp_path / 'log', tmp_path / 'killed'
+    """With kill -9; a second process is kept out, and finished segments are not read again."""
+    driver, killed = tmp_path / 'driver.py', tmp_path / 'killed'
     driver.write_text(DRIVER)
-
-    def command(out_dir, wait_at=-1):
-        return [sys.executable, driver, ROOT, out_dir, log, str(wait_at)]
-
-    subprocess.run(command(tmp_path / 'whole'), check=True, capture_output=True)
-    log.write_text('')
-    # Two processes have four batches under way: with batch 9 outstanding, 0 to 4 are written.
-    written = sum(batch + 2 for batch in range(5))
-    with subprocess.Popen(command(killed, wait_at=9), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as first:
+    subprocess.run([sys.executable, driver, ROOT, tmp_path / 'whole'], check=True, capture_output=True)
+    command = [sys.executable, driver, ROOT, killed]
+    with subprocess.Popen([*command, 'wait'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as first:
         try:
-            wait_until(lambda: saved_documents(killed) == written, first)
-            before = {path.name: path.read_bytes() for path in killed.iterdir()}
+            # Two processes have four batches under way, so with batch 9 outstanding, 0 to 4 are written.
+            wait_until(lambda: saved_documents(killed) == 5, first)
             for overwrite in (False, True):
                 with pytest.raises(SystemExit, match='killed: another process is writing there'):
                     write_bins(small_corpus(), get_tokenizer('byte'), killed, 1, overwrite)
-            assert {path.name: path.read_bytes() for path in killed.iterdir()} == before
+            assert saved_documents(killed) == 5
         finally:
             first.kill()
         first.communicate(timeout=300)  # returns when nobody holds the pipe any more: the workers have ended too
     assert left(killed) == ['progress.json', 'train.bin.part', 'val.bin.part']
-
     with (killed / 'train.bin.part').open('ab') as file:
         file.write(b'written, but not yet in progress.json')
-    log.write_text('')
-    done = subprocess.run(command(killed), check=True, capture_output=True, text=True)
-    assert f'resuming after {written} documents, ' in done.stdout
-    assert sorted(log.read_text().split()) == sorted(
-        f'segment 1 segment 2 {" ".join(f"batch {b}" for b in range(5, 12))}'.split())
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert 'resuming after 5 documents, ' in out
+    assert 'segment 0' not in out and 'segment 1' in out
     for whole, restarted in zip(bins(tmp_path / 'whole')[:2], bins(killed)[:2]):
         assert np.array_equal(whole, restarted)
 
@@ -422,44 +402,21 @@ def test_killed_and_started_again(tmp_path):
 def read_or_die(batch):
     """The pieces of (split, text, file); the worker is killed if the file exists."""
     split, text, deadly = batch
-    if deadly and deadly.exists():
+    if deadly.exists():
         os.kill(os.getpid(), signal.SIGKILL)
     return [(split, text, True)]
 
 
 def test_a_killed_worker_is_one_line(tmp_path):
-    deadly, out_dir = tmp_path / 'deadly', tmp_path / 'out'
-    batches = Batches([[('train', 'a', None), ('val', 'b', None), ('train', 'c', deadly), ('train', 'd', None)]],
-                      read_or_die)
+    deadly = tmp_path / 'deadly'
+    batches = Batches([[('train', 'a', tmp_path / 'none'), ('val', 'b', deadly)]], read_or_die)
     corpus, tokenizer = Corpus('deadly', 'r1', 'by hand', open=lambda: batches), get_tokenizer('byte')
     deadly.touch()
     with pytest.raises(SystemExit, match=r'out: stopped: a worker process was killed .*; the same command resumes'):
-        write_bins(corpus, tokenizer, out_dir, num_proc=2)
+        write_bins(corpus, tokenizer, tmp_path / 'out', num_proc=2)
     deadly.unlink()
-    write_bins(corpus, tokenizer, out_dir, num_proc=2)
-    train, val, _ = bins(out_dir)
-    assert (documents_of(train, tokenizer), documents_of(val, tokenizer)) == (['a', 'c', 'd'], ['b'])
-
-
-@settings(max_examples=10)
-@given(documents=st.lists(st.text(st.characters()) | st.sampled_from([EOT, '\r\n', '\ufeff', '\u2028', ' ']),
-                          min_size=2))
-def test_what_is_written_is_what_was_given(documents):
-    """Any text, lone surrogates included, through JSON Lines, bins and back; only blank documents are left out."""
-    kept = [text for text in documents if text.strip()]
-    with tempfile.TemporaryDirectory() as folder:
-        path, out_dir, tokenizer = Path(folder) / 'a.jsonl', Path(folder) / 'out', get_tokenizer('byte')
-        path.write_text(''.join(json.dumps({'text': text}) + '\n' for text in documents))
-        try:
-            write_bins(sources.files_corpus([path], val_fraction=0.5), tokenizer, out_dir, num_proc=1)
-        except SystemExit as error:
-            assert 'there is no text for' in str(error) and len(kept) < 2
-            return
-        train, val = (documents_of(Bin(out_dir, split).tokens, tokenizer) for split in ('train', 'val'))
-        found = [text for pair in zip_longest(train, val) for text in pair if text is not None]
-    if len(kept) > 1:
-        decoded = [text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace') for text in kept]
-        assert found == [text.replace('\0', '\ufffd') for text in decoded]
+    write_bins(corpus, tokenizer, tmp_path / 'out', num_proc=2)
+    assert [documents_of(ids, tokenizer) for ids in bins(tmp_path / 'out')[:2]] == [['a'], ['b']]
 
 
 def small_corpus(revision='r1', val='d'):
@@ -475,11 +432,10 @@ def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(path, *args, **kwargs)
 
-    for overwrite, message in ((False, 'the same command resumes'), (True, 'without --overwrite resumes')):
-        monkeypatch.setattr(writer, 'atomic_write', stop_at_meta)
-        with pytest.raises(SystemExit, match=message):
-            write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1, overwrite=overwrite)
-        assert left(tmp_path) == ['progress.json', 'train.bin', 'val.bin']
+    monkeypatch.setattr(writer, 'atomic_write', stop_at_meta)
+    with pytest.raises(SystemExit, match='the same command without --overwrite resumes'):
+        write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1, overwrite=True)
+    assert left(tmp_path) == ['progress.json', 'train.bin', 'val.bin']
     monkeypatch.setattr(writer, 'atomic_write', real)
     write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
     train, val, _ = bins(tmp_path)
@@ -500,33 +456,32 @@ def test_ids_above_65536_are_uint32(tmp_path):
 
 
 def test_other_bins_in_the_way(tmp_path, capsys):
-    tokenizer = get_tokenizer('byte')
+    def write(corpus, tokenizer='byte', **kwargs):
+        return write_bins(corpus, get_tokenizer(tokenizer), tmp_path, num_proc=1, **kwargs)
+
     (tmp_path / 'val.bin').write_bytes(b'\1\0')
     with pytest.raises(SystemExit, match=r'val\.bin: in the way.*--overwrite'):
-        write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
+        write(small_corpus())
     assert left(tmp_path) == ['val.bin']
-    write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1, overwrite=True)
-    before = bins(tmp_path)[2]
-    capsys.readouterr()
-    write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
+    before = write(small_corpus(), overwrite=True)
+    assert write(small_corpus()) == before == bins(tmp_path)[2]
     assert 'nothing to do' in capsys.readouterr().out
     for corpus, name, message in ((small_corpus('r2'), 'byte', "revision 'r1', not 'r2'"),
                                   (small_corpus(), 'gpt2', "tokenizer 'byte', not 'gpt2'")):
         with pytest.raises(SystemExit, match=message):
-            write_bins(corpus, get_tokenizer(name), tmp_path, num_proc=1)
-    assert bins(tmp_path)[2] == before
+            write(corpus, name)
     (tmp_path / 'train.bin').write_bytes(b'\1')
     with pytest.raises(SystemExit, match='not the 10 bytes'):
-        write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
+        write(small_corpus())
 
     def unreadable():
         raise SystemExit('a.txt: cannot be read')
 
     with pytest.raises(SystemExit, match='cannot be read'):
-        write_bins(Corpus('small', 'r2', 'by hand', unreadable), tokenizer, tmp_path, num_proc=1, overwrite=True)
-    assert (tmp_path / 'meta.json').exists()
-    write_bins(small_corpus('r2', val='e'), tokenizer, tmp_path, num_proc=1, overwrite=True)
-    assert bins(tmp_path)[2]['revision'] == 'r2'
+        write(Corpus('small', 'r2', 'by hand', unreadable), overwrite=True)
+    assert (tmp_path / 'meta.json').exists()  # the old bins go only after the input was opened
+    assert write(small_corpus('r2', val='e'), overwrite=True)['revision'] == 'r2'
+    bins(tmp_path)
 
 
 def test_unfinished_bins_in_the_way(tmp_path, monkeypatch):
@@ -550,26 +505,20 @@ def fail_at_the_end(batch):
     return batch
 
 
-@pytest.mark.parametrize('corpus, message', [
-    (small_corpus(val=None), 'None, not text'),
-    (Corpus('small', 'r1', 'by hand', open=lambda: Batches([[[('train', 'a', True)]]])), 'no text for val.bin')])
-def test_bad_input_leaves_no_parts_behind(corpus, message, tmp_path):
-    with pytest.raises(SystemExit, match=message):
-        write_bins(corpus, get_tokenizer('byte'), tmp_path, num_proc=1)
+def test_bad_input_leaves_no_parts_behind(tmp_path):
+    with pytest.raises(SystemExit, match='val.bin is None, not text'):
+        write_bins(small_corpus(val=None), get_tokenizer('byte'), tmp_path, num_proc=1)
     assert not left(tmp_path)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name', ['gpt2', 'gpt-neox-20b'])
-def test_pile_streams_its_files_in_order(name, tmp_path):
-    if name == 'gpt-neox-20b':
-        need_gpt_neox()
-    rows, tokenizer = texts(2600, words=5), get_tokenizer(name)
+def test_pile_streams_its_files_in_order(tmp_path):
+    rows, tokenizer = texts(2600, words=5), get_tokenizer('byte')
     files = [write_jsonl(tmp_path / '0.jsonl', rows[:1100]), write_jsonl(tmp_path / '1.jsonl.gz', rows[1100:2500])]
     val = write_parquet(tmp_path / 'val.parquet', rows[2500:])
-    prepare('pile', '--data_files', *files, '--val_files', val, '--tokenizer', name, '--out_dir', tmp_path / 'out')
+    prepare('pile', '--data_files', *files, '--val_files', val, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out')
     train, val, meta = bins(tmp_path / 'out')
     assert np.array_equal(train, concatenated(rows[:2500], tokenizer))
     assert np.array_equal(val, concatenated(rows[2500:], tokenizer))
@@ -595,7 +544,6 @@ def test_bad_tables_are_one_line(tmp_path):
     assert "no column 'text'" in prepare('openwebtext', '--data_files', other, *out, ok=False)
     assert 'go together' in prepare('pile', '--data_files', good, *out, ok=False)
     assert "no column 'text'" in prepare('pile', '--data_files', other, '--val_files', good, *out, ok=False)
-    assert 'the same content as' in prepare('pile', '--data_files', good, '--val_files', good, *out, ok=False)
     assert 'cannot be read' in start_prepare('openwebtext', *out, ok=False)  # from the Hub
     assert not left(tmp_path / 'out')
 
@@ -603,11 +551,8 @@ def test_bad_tables_are_one_line(tmp_path):
 # ---- a user's own files ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name', ['gpt2', 'gpt-neox-20b'])
-def test_the_pieces_of_a_long_document_have_the_ids_of_the_whole(name, monkeypatch):
-    if name == 'gpt-neox-20b':
-        need_gpt_neox()
-    tokenizer, rng, most = get_tokenizer(name), random.Random(1), 0
+def test_the_pieces_of_a_long_document_have_the_ids_of_the_whole(monkeypatch):
+    tokenizer, rng, most = get_tokenizer('gpt2'), random.Random(1), 0
     monkeypatch.setattr(sources, 'CHARS', 5)
     for _ in range(300):
         text = 'a' + ''.join(rng.choice(" \n\n\n\t\r\u00a0\u2003\x1fab1'.sSé\u0301数🙂-<|") for _ in range(80))
@@ -618,38 +563,22 @@ def test_the_pieces_of_a_long_document_have_the_ids_of_the_whole(name, monkeypat
     assert most > 5
 
 
-@given(documents=st.lists(st.text(st.sampled_from('ab <|\n\r\u2028')) | st.just(EOT[:5]), max_size=8),
-       chars=st.integers(1, 40))
-def test_documents_of_a_text_do_not_depend_on_the_blocks_it_is_read_in(documents, chars):
-    text = EOT.join(documents)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sources, 'CHARS', chars)
-        found = ['']
-        for piece, ends in sources.txt_pieces(io.StringIO(text, newline='\n')):
-            found[-1] += piece
-            if ends:
-                found.append('')
-    assert found == [document for document in text.split(EOT) if document.strip()] + ['']
-
-
 def test_text_of_every_kind_split_by_document(tmp_path):
     rows, tokenizer = texts(210), get_tokenizer('byte')
-    files = [tmp_path / 'a.txt', tmp_path / 'b.txt.bz2', write_jsonl(tmp_path / 'c.jsonl', rows[80:120]),
-             write_jsonl(tmp_path / 'd.jsonl.gz', rows[120:150]), write_parquet(tmp_path / 'e.parquet', rows[150:])]
-    files[0].write_bytes((EOT.join(rows[:50]) + EOT).encode())
-    files[1].write_bytes(bz2.compress(EOT.join(rows[50:80]).encode()))
+    (tmp_path / 'a.txt').write_bytes((EOT.join(rows[:50]) + EOT).encode())
+    files = [tmp_path / 'a.txt', write_jsonl(tmp_path / 'c.jsonl', rows[50:150]),
+             write_parquet(tmp_path / 'e.parquet', rows[150:])]
     command = [*files, '--out_dir', tmp_path / 'out', '--tokenizer', 'byte', '--val_fraction', 0.05]
     prepare('text', *command)
     train, val, meta = bins(tmp_path / 'out')
     assert documents_of(val, tokenizer) == rows[19::20]
     assert documents_of(train, tokenizer) == [row for i, row in enumerate(rows) if i % 20 != 19]
     assert (meta['train']['documents'], meta['val']['documents']) == (200, 10)
-    assert meta['split'] == 'val: 1 of every 20 documents'
     assert 'nothing to do' in prepare('text', *command)
 
 
 @pytest.mark.parametrize('fraction, share, first', [
-    (0.4, 400, [3, 5, 8, 10]), (0.03, 30, [34, 67, 100]), (0.01, 10, [100, 200]), (1 / 3, 333, [3, 6])])
+    (0.4, 400, [3, 5, 8, 10]), (0.03, 30, [34, 67, 100]), (0.01, 10, [100, 200])])
 def test_val_has_the_fraction_of_the_documents(fraction, share, first, tmp_path):
     (tmp_path / 'a.txt').write_text(EOT.join(f'{i}' for i in range(1, 1001)))
     corpus = sources.files_corpus([tmp_path / 'a.txt'], val_fraction=fraction)
@@ -659,7 +588,7 @@ def test_val_has_the_fraction_of_the_documents(fraction, share, first, tmp_path)
     assert val[:len(first)] == first
 
 
-@pytest.mark.parametrize('chars', [1, 7, 10_000])
+@pytest.mark.parametrize('chars', [1, 10_000])
 @pytest.mark.parametrize('documents, val', [
     (['one document\nof few\nlines'], 'of few\nlines'), (['no line end'], ' end'), (['ab', 'c\nd', 'e f'], 'de f'),
     (['xy'], 'y')])
@@ -691,53 +620,28 @@ def test_val_file_and_text_key(tmp_path):
 
 
 def test_the_files_of_a_directory(tmp_path):
-    """Those that can be read, in the order of their names, hidden ones left out."""
+    """The readable ones, in the order of their names, hidden ones left out."""
     folder = tmp_path / 'corpus'
-    for name in ('b/2.txt', 'a.jsonl.gz', 'b/1.txt', 'c.txt', '.hidden/x.txt', 'b/.x.txt', 'README.md', 'x.gz'):
+    for name in ('b/2.txt', 'a.jsonl', 'b/1.txt', 'c.txt', '.hidden/x.txt', 'b/.x.txt', 'README.md', 'x.gz'):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     (tmp_path / 'one.txt').write_text('one')
     assert sources.expand([tmp_path / 'one.txt', folder]) == [
-        tmp_path / 'one.txt', *(folder / name for name in ('a.jsonl.gz', 'b/1.txt', 'b/2.txt', 'c.txt'))]
+        tmp_path / 'one.txt', *(folder / name for name in ('a.jsonl', 'b/1.txt', 'b/2.txt', 'c.txt'))]
     (tmp_path / 'empty').mkdir()
-    with pytest.raises(SystemExit, match=r'empty: no \.txt, \.jsonl .* or \.parquet file in it$'):
+    with pytest.raises(SystemExit, match=r'empty: has no \.txt, \.jsonl or \.parquet file$'):
         sources.expand([tmp_path / 'empty'])
 
 
-def test_text_moved_between_files_is_other_data(tmp_path):
-    train, val = tmp_path / 'a.txt', tmp_path / 'b.txt'
-    revisions = set()
-    for end in (3, 5):
-        train.write_text('abcdefgh'[:end])
-        val.write_text('abcdefgh'[end:])
-        corpus = sources.files_corpus([train], [val])
-        assert (corpus.source, corpus.split) == ('a.txt b.txt', 'val: b.txt')
-        revisions.add(corpus.revision)
-    assert len(revisions) == 2
-    val.write_text(train.read_text())
-    with pytest.raises(SystemExit, match=f'{val}: for val, but the same content as {train}'):
-        sources.files_corpus([train], [val])
-
-
-@pytest.mark.parametrize('name, content', [
-    ('a.txt', f'one{EOT}two'), ('a.txt.gz', f'one{EOT}two'),
-    ('a.jsonl', '\n{"text": "one"}\r\n \r\n\n{"text":\r "two"}\n\n')])
 @pytest.mark.parametrize('mark', ['', '\ufeff'])
-def test_byte_order_mark_and_blank_lines_are_no_text(mark, name, content, tmp_path):
-    content = (mark + content).encode()
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
-    assert list(sources.read_files([tmp_path / name], 'text')) == [('one', True), ('two', True)]
-
-
-@pytest.mark.parametrize('name', ['a.txt', 'a.txt.gz', 'a.txt.bz2', 'a.jsonl'])
-def test_line_ends_stay_as_they_are(name, tmp_path):
-    """And the marks that Python takes for line ends."""
-    text, path = 'one\r\ntwo\rthree\u2028four\x0cfive\x85six\n', tmp_path / name
-    compress = {'.gz': gzip.compress, '.bz2': bz2.compress}.get(path.suffix, bytes)
-    content = json.dumps({'text': text}, ensure_ascii=False) if name == 'a.jsonl' else '\ufeff' + text
-    path.write_bytes(compress(content.encode()))
-    assert list(sources.read_files([path], 'text')) == [(text, True)]
-    assert name == 'a.jsonl' or sources.read_text(path) == text
+@pytest.mark.parametrize('name', ['a.txt', 'a.jsonl'])
+def test_only_a_byte_order_mark_and_blank_documents_are_left_out(name, mark, tmp_path):
+    """Line ends stay as they are, as do the marks that Python takes for line ends."""
+    documents = 'one\r\ntwo\rthree\u2028four\x0cfive\x85six\n', ' \n', 'seven'
+    content = EOT.join(documents) if name == 'a.txt' else '\n \r\n\n'.join(
+        json.dumps({'text': text}, ensure_ascii=False) for text in documents)
+    (tmp_path / name).write_bytes((mark + content).encode())
+    assert list(sources.read_files([tmp_path / name], 'text')) == [(documents[0], True), ('seven', True)]
 
 
 @pytest.mark.parametrize('name, content, message', [
@@ -745,11 +649,8 @@ def test_line_ends_stay_as_they_are(name, tmp_path):
     ('a.jsonl', b'{"content": "good"}\n', "with the key 'text'"),
     ('a.jsonl', b'{"text": 3}\n', "'text' is 3 in one document"),
     ('a.txt', b'good\xff\xfe', 'a.txt: cannot be read'),
-    ('a.txt.bz2', b'not bz2', 'a.txt.bz2: cannot be read'),
-    ('a.txt.gz', gzip.compress(b'text ' * 100, mtime=0)[:-9], 'a.txt.gz: cannot be read'),
-    ('a.txt.gz', gzip.compress(b'text', mtime=0)[:10] + b'\xff' * 20, 'a.txt.gz: cannot be read'),
     ('a.parquet', b'not parquet', 'a.parquet: cannot be read'),
-    ('a.csv', b'text\n', 'a.csv: not a .txt'),
+    ('a.txt.gz', b'text\n', 'a.txt.gz: is not a .txt'),
     ('a.txt', b' \n ', 'no text for train.bin'),
 ])
 def test_bad_text_is_one_line(name, content, message, tmp_path):
@@ -763,38 +664,21 @@ def test_bad_text_is_one_line(name, content, message, tmp_path):
         assert f'{name}: cannot be read' in prepare('shakespeare_char', '--input', tmp_path / name, ok=False)
 
 
-@pytest.mark.parametrize('error, kind', [(OSError(errno.EIO, 'Input/output error'), OSError), (EOFError(), SystemExit)])
-def test_a_file_that_may_be_readable_later_is_not_bad_data(error, kind, tmp_path, monkeypatch):
-    """The writer keeps its parts for an OSError, and removes them for bad data."""
-    path = tmp_path / 'a.txt'
-    path.write_text('some text')
-
-    def fail(path):
-        raise error
-
-    monkeypatch.setattr(sources, 'open_text', fail)
-    with pytest.raises(kind, match=r'a\.txt: cannot be read'):
-        list(sources.read_files([path], 'text'))
-    with pytest.raises(SystemExit, match=r'a\.txt: cannot be read'):
-        sources.files_corpus([path])
-
-
 # ---- every prepare.py ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('name', CORPORA)
-def test_flags(name, tmp_path, monkeypatch):
-    """--help, and a bad value; an input file is looked for before the tokenizer, which cannot be loaded here."""
+def test_flags(name, tmp_path):
+    """--help, and a bad value; an input file is looked for before the tokenizer, which may need a download."""
     assert '--overwrite' in prepare(name, '--help')
     assert '--num_proc' in prepare(name, '--num_proc', 0, ok=False)
-    monkeypatch.setenv('GPT_NEOX_TOKENIZER', 'none.json')
     flag = {'text': [], 'shakespeare_char': ['--input']}.get(name, ['--data_files'])
     if name != 'pysource':
         assert prepare(name, *flag, 'none.txt', '--out_dir', tmp_path / 'out', ok=False) == 'none.txt: no such file'
     if name == 'text':
-        for fraction in (0.9, 0, 1e-7):
+        for fraction in (0.9, 0):
             message = prepare('text', __file__, '--val_fraction', fraction, ok=False)
-            assert message.endswith('must be at least 1e-06 and at most 0.5')
+            assert message.endswith('must be above 0 and at most 0.5')
 
 
 def test_pysource_needs_no_download_and_no_further_package(tmp_path):
@@ -809,42 +693,3 @@ def test_pysource_needs_no_download_and_no_further_package(tmp_path):
     assert not set(train_files) & set(val_files)
     assert Path(random.__file__).read_text() in train_files + val_files
     assert (len(train_files), len(val_files)) == (meta['train']['documents'], meta['val']['documents'])
-
-
-def write_shard(path, ids, magic=20240520, version=1, count=None):
-    header = np.zeros(256, '<i4')
-    header[:3] = magic, version, len(ids) if count is None else count
-    path.write_bytes(header.tobytes() + np.asarray(ids, '<u2').tobytes())
-    return path
-
-
-def test_fineweb10b_has_the_tokens_of_its_shards(tmp_path):
-    """As they are; each document begins with the end-of-text id."""
-    rng = np.random.default_rng(0)
-    ids = [rng.integers(0, 50256, n) for n in (5_000_000, 1000, 2000)]  # the first is more than one batch
-    for part in ids:
-        part[::500] = 50256
-    files = [write_shard(tmp_path / f'{i}.bin', part) for i, part in enumerate(ids)]
-    prepare('fineweb10b', '--data_files', *files[:2], '--val_files', files[2], '--out_dir', tmp_path / 'out')
-    train, val, meta = bins(tmp_path / 'out')
-    assert np.array_equal(train, np.concatenate(ids[:2]))
-    assert np.array_equal(val, ids[2])
-    assert (meta['train']['documents'], meta['val']['documents']) == (10_002, 4)
-    assert {key: meta[key] for key in get_tokenizer('gpt2').meta} == get_tokenizer('gpt2').meta
-
-
-def test_bad_shards_are_one_line(tmp_path):
-    good, out = write_shard(tmp_path / 'good.bin', range(9)), ('--out_dir', tmp_path / 'out')
-    for kind, message in ((dict(magic=1), 'not a shard of GPT-2 tokens'), (dict(version=2), 'not a shard'),
-                          (dict(count=8), '1042 bytes, but its header says 8 tokens')):
-        bad = write_shard(tmp_path / 'bad.bin', range(9), **kind)
-        assert f'bad.bin: {message}' in prepare('fineweb10b', '--data_files', good, '--val_files', bad, *out, ok=False)
-    (tmp_path / 'bad.bin').write_bytes(b'short')
-    assert 'bad.bin: not a shard' in prepare('fineweb10b', '--data_files', bad, '--val_files', good, *out, ok=False)
-    write_shard(bad, [50257])
-    assert 'bad.bin: token id 50257 is beyond' in prepare('fineweb10b', '--data_files', good, '--val_files', bad, *out,
-                                                          ok=False)
-    assert 'go together' in prepare('fineweb10b', '--data_files', good, *out, ok=False)
-    message = start_prepare('fineweb10b', *out, ok=False)  # from the Hub
-    assert 'kjj0/fineweb10B-gpt2/fineweb_train_000001.bin: ' in message
-    assert 'the same command resumes' in message

@@ -1,13 +1,12 @@
 """hessian.py: the estimates that training makes, on a GPT, against the explicit Hessian and Gauss-Newton matrix."""
 
+import contextlib
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, needs_compiler
+import torch._functorch.config
+from conftest import needs_compiler
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,7 +16,7 @@ from hessian import rows_at_once
 from model import GPT, SIZES, GPTConfig
 from optimizers import build_hook, build_optimizer
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
-from sophia import GaussNewtonBartlett, Hutchinson, parameters
+from sophia import Hutchinson, parameters
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +95,8 @@ def test_hutchinson_is_unbiased(gpt):
     """Two micro-batches of two sequences. Entries range over orders of magnitude, so they are judged by their own
     standard errors; the trace says that the scale is right."""
     model, idx, _, H = gpt
-    samples = estimates(model, idx, 'sophiah', 200, micro_batch=2)
-    z = (samples.mean(0) - H.diagonal()) / (samples.std(0) / 200 ** 0.5)
+    samples = estimates(model, idx, 'sophiah', 120, micro_batch=2)
+    z = (samples.mean(0) - H.diagonal()) / (samples.std(0) / 120 ** 0.5)
     assert (samples < 0).any() and z.abs().max() < 6 and z.square().mean() < 1.5
     assert samples.sum(1).mean() == pytest.approx(H.trace().item(), rel=0.15)
 
@@ -115,8 +114,8 @@ def test_gauss_newton_bartlett_is_unbiased(gpt):
     p = logits(params).softmax(-1)
     S = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     exact = [torch.einsum('bv...,bvw,bw...->...', J, S, J) / len(p) for J in torch.func.jacrev(logits)(params)]
-    samples = estimates(model, idx, 'sophiag', 500, micro_batch=2)
-    z = (samples.mean(0) - flat(exact)) / (samples.std(0) / 500 ** 0.5).clamp(min=1e-12)
+    samples = estimates(model, idx, 'sophiag', 300, micro_batch=2)
+    z = (samples.mean(0) - flat(exact)) / (samples.std(0) / 300 ** 0.5).clamp(min=1e-12)
     assert (samples >= 0).all() and z.abs().max() < 6 and z.square().mean() < 1.5
     assert samples.sum(1).mean() == pytest.approx(flat(exact).sum().item(), rel=0.05)
 
@@ -196,27 +195,14 @@ def test_estimates_are_made_at_0_k_2k_on_this_ranks_share_of_the_sequences(gpt):
     assert [len(X) for X, _ in hook.rows] == [3, 2]
 
 
-def test_draws_are_functions_of_seed_iteration_and_rank_alone(gpt, monkeypatch):
-    """Labels and u have streams of their own, and do not depend on the sequences."""
-    options = dict(seed=5, rank=1, world_size=2, interval=3)
-    labels, vectors = (make_hook(gpt[0], name, **options) for name in ('sophiag', 'sophiah'))
-    labels.start(3)
+def test_labels_are_functions_of_seed_iteration_and_sequence_alone(gpt):
+    """Rank 1 of two has the sequences 1 and 3, here in a micro-batch each."""
+    hook = make_hook(gpt[0], 'sophiag', seed=5, rank=1, world_size=2, interval=3)
+    hook.start(3)
     X = torch.zeros(1, 7)
     uniforms = keyed_uniforms(5, LABELS, 3, (4, 7))
-    assert torch.equal(labels.labels(X, X)['uniforms'], uniforms[[1]])  # this rank has the sequences 1 and 3
-    assert torch.equal(labels.labels(X, X)['uniforms'], uniforms[[3]])
-
-    drawn = []
-
-    def estimator(params, generator, rademacher):
-        drawn.append(generator.initial_seed())
-        raise InterruptedError
-
-    monkeypatch.setattr(hessian, 'Hutchinson', estimator)
-    vectors.start(3)
-    with pytest.raises(InterruptedError):
-        vectors.finish()
-    assert drawn == [keyed_seed(5, VECTORS, 3)] and LABELS != VECTORS
+    for sequence in (1, 3):
+        assert torch.equal(hook.labels(X, X)['uniforms'], uniforms[[sequence]])
 
 
 def test_estimates_have_the_order_of_the_param_groups(gpt):
@@ -236,8 +222,7 @@ def test_estimates_have_the_order_of_the_param_groups(gpt):
     torch.testing.assert_close(flat(hook.optimizer.state[p]['hessian'] for p in params), u * (H @ u))
 
 
-@pytest.mark.parametrize('name', ['sophiah', 'adahessian'])
-def test_a_product_in_parts_is_the_product(gpt, monkeypatch, name):
+def test_a_product_in_parts_is_the_product(gpt, monkeypatch):
     """4 sequences, of which as many fit at a time: 4, 2 (3 would leave one over), 1."""
     model, idx = gpt[:2]
     T = idx.size(1) - 1
@@ -248,15 +233,13 @@ def test_a_product_in_parts_is_the_product(gpt, monkeypatch, name):
     found = []
     for fit in (4, 3, 0.5):
         monkeypatch.setattr(hessian, 'PRODUCT_SIZE', int(fit * one))
-        found.append(estimates(model, idx, name))
+        found.append(estimates(model, idx, 'sophiah'))
     assert sizes == [4, 2, 2, 1, 1, 1, 1]
-    for parts in found[1:]:
-        torch.testing.assert_close(parts, found[0])
+    torch.testing.assert_close(found, [found[0]] * 3)
 
 
 @pytest.mark.parametrize('size, rows, T, micro_batch, expected', [
-    ('125M', 32, 1024, 32, 2), ('125M', 30, 1024, 32, 3), ('770M', 32, 1024, 12, 1), ('6.6B', 2, 2048, 1, 1),
-    ('30M', 32, 128, 32, 32), ('30M', 32, 128, 12, 8), ('30M', 31, 128, 12, 1)])
+    ('125M', 32, 1024, 32, 2), ('125M', 30, 1024, 32, 3), ('770M', 32, 1024, 12, 1), ('30M', 32, 128, 12, 8)])
 def test_a_product_takes_as_many_sequences_as_fit(size, rows, T, micro_batch, expected):
     assert rows_at_once(GPTConfig(**SIZES[size]), rows, T, micro_batch) == expected
 
@@ -276,30 +259,17 @@ def test_hessian_vector_products_in_low_precision(gpt):
     torch.testing.assert_close(half, exact, rtol=0, atol=0)
 
 
-def test_labels_weigh_as_much_in_the_estimate_as_in_the_loss(gpt, monkeypatch):
-    """One of float16's loss scales has to fit both. One of two micro-batches is estimated on."""
-    model, idx = gpt[:2]
-    found, estimate = [], GaussNewtonBartlett.estimate
-    monkeypatch.setattr(GaussNewtonBartlett, 'estimate', lambda self, scale: (
-        found.append([g.clone() for g in self.gradient]), estimate(self, scale))[1])
-    estimates(model, idx, 'ef_clip', micro_batch=2, batch_size=2)
-    mean = model(idx[:2, :-1], idx[:2, 1:])[1]
-    torch.testing.assert_close(found[0], list(torch.autograd.grad(mean, list(model.parameters()))))
-
-
-@pytest.mark.parametrize('name', ['sophiag', 'sophiah', 'adahessian'])
-def test_an_estimate_that_is_not_finite_is_not_used(gpt, name):
-    """A model whose derivatives are NaN; under loss scaling Gauss-Newton's overflow is skipped."""
+@pytest.mark.parametrize('name, loss_scale', [('sophiag', 1.0), ('sophiag', 2.0), ('sophiah', 1.0), ('sophiah', 2.0)])
+def test_an_estimate_that_is_not_finite_is_not_used(gpt, name, loss_scale):
+    """A model whose derivatives are NaN; under loss scaling Gauss-Newton's overflow is skipped. Hutchinson's products
+    are not scaled."""
     model = copy.deepcopy(gpt[0])
     with torch.no_grad():
         model.transformer.ln_f.weight[0] = torch.nan
     hook, idx = make_hook(model, name), gpt[1]
-    for scale in (1.0, 2.0):
-        if scale == 2:
-            iteration(hook, idx[:, :-1], idx[:, 1:], loss_scale=scale)
-        else:
-            with pytest.raises(FloatingPointError, match='Hessian estimate is not finite'):
-                iteration(hook, idx[:, :-1], idx[:, 1:])
+    skips = name == 'sophiag' and loss_scale > 1
+    with contextlib.nullcontext() if skips else pytest.raises(FloatingPointError, match='estimate is not finite'):
+        iteration(hook, idx[:, :-1], idx[:, 1:], loss_scale=loss_scale)
     assert not any(hook.optimizer.state.values())
 
 
@@ -329,7 +299,7 @@ def test_parameters_that_the_estimate_does_not_reach_are_named_once(gpt, capsys)
     assert capsys.readouterr().err == ''
 
 
-@pytest.mark.parametrize('name', ['sophiag', 'sophiah', 'adahessian'])
+@pytest.mark.parametrize('name', ['sophiag', 'sophiah'])
 def test_an_optimizer_needs_update_hessian_and_nothing_else(gpt, name):
     """One of another library, say: no state of a known name, no base class of sophia.py."""
     class Newton(torch.optim.SGD):
@@ -342,8 +312,7 @@ def test_an_optimizer_needs_update_hessian_and_nothing_else(gpt, name):
     expected = make_hook(model, name)
     iteration(expected, idx[:, :-1], idx[:, 1:])
     h = [expected.optimizer.state[p]['hessian'] for p in model.parameters()]
-    found = [e.square() if name == 'adahessian' else e for e in hook.optimizer.received]
-    torch.testing.assert_close(found, h)
+    torch.testing.assert_close(hook.optimizer.received, h)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -357,30 +326,21 @@ def test_a_compiled_product_is_the_product(gpt):
     torch.testing.assert_close(estimates(model, idx, 'sophiah', compile=True), estimates(model, idx, 'sophiah'))
 
 
-COMPILED_TOY = """
-import sys
-import torch
-from hessian import keep_buffers
-twice = sys.argv[1] == 'twice'
-if twice:
-    keep_buffers()
-torch.manual_seed(0)
-x, w = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
-loss = torch.compile(lambda x, w: (x @ w).sin().sum())(x, w)
-gradients = [torch.autograd.grad(loss, w, retain_graph=twice)[0] for _ in range(1 + twice)]
-exact, = torch.autograd.grad((x @ w).sin().sum(), w)
-for gradient in gradients:
-    torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-4)
-"""
-
-
 @needs_compiler
-def test_compiled_code_of_a_run_with_one_backward_pass_is_not_used_for_two(tmp_path):
+def test_compiled_code_of_a_run_with_one_backward_pass_is_not_used_for_two(tmp_path, monkeypatch):
     """AdamW's run leaves code in PyTorch's compile cache that overwrites the buffers of the forward in its backward
     pass; Sophia-G's second backward would read them."""
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1', TORCHINDUCTOR_COMPILE_THREADS='1',
-                       TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-    for passes in ('once', 'twice'):
-        done = subprocess.run([sys.executable, '-c', COMPILED_TOY, passes], env=environment, capture_output=True,
-                              text=True)
-        assert done.returncode == 0, done.stderr
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
+    x, w = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
+    exact, = torch.autograd.grad((x @ w).sin().sum(), w)
+    with torch._functorch.config.patch(donated_buffer=True), torch.compiler.config.patch(cache_key_tag=''):
+        for backwards in (1, 2):
+            torch.compiler.reset()
+            if backwards == 2:
+                hessian.keep_buffers()
+            loss = torch.compile(lambda x, w: (x @ w).sin().sum())(x, w)
+            for _ in range(backwards):
+                gradient, = torch.autograd.grad(loss, w, retain_graph=backwards == 2)
+                torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-4)
+    torch.compiler.reset()

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import rejection, write_bins
-from hypothesis import given
-from hypothesis import strategies as st
 
 from data.loader import (
     Bin,
@@ -19,7 +17,6 @@ from data.loader import (
     fingerprint,
     on_device,
     open_dataset,
-    read_meta,
     sequence_starts,
 )
 from runtime.rng import keyed_bits
@@ -35,12 +32,12 @@ def test_data_order_never_changes():
 
 def test_sequences_are_uniform_over_all_starts():
     starts = np.concatenate([sequence_starts(0, i, 1000, 42, 32) for i in range(20)])
-    counts = np.bincount(starts, minlength=10)
+    counts = np.bincount(starts)
     assert len(counts) == 10  # starts 0 … num_tokens - block_size - 1
     assert abs(counts - 2000).max() < 5 * 2000 ** 0.5
 
 
-@pytest.mark.parametrize('world_size', [1, 2, 8, 10])
+@pytest.mark.parametrize('world_size', [1, 8, 10])
 def test_shares_of_all_ranks_make_up_the_mini_batch(corpus, world_size):
     data = Bin(corpus, 'train')
     whole = data.sequences(sequence_starts(5, 2, 40, len(data), 16), 17)
@@ -52,14 +49,6 @@ def test_shares_of_all_ranks_make_up_the_mini_batch(corpus, world_size):
         assert share.shape == (40 // world_size, 17) and share.dtype == torch.int64
         together[rank::world_size] = share.numpy()
     assert np.array_equal(together, whole)
-
-
-def test_loader_goes_through_the_iterations_and_starts_anywhere(corpus):
-    data = Bin(corpus, 'train')
-    loader, later = (TrainLoader(data, 0, 4, 16, 0, 1, 'cpu', first) for first in (0, 3))
-    batches = [next(loader) for _ in range(5)]
-    assert torch.equal(batches[3], next(later)) and torch.equal(batches[4], next(later))
-    loader.close(), later.close()
 
 
 @pytest.mark.parametrize('world_size', [1, 2, 3])
@@ -127,10 +116,8 @@ def test_a_fingerprint_tells_size_and_both_ends(tmp_path):
 def test_nanogpts_character_bins_are_not_taken_for_gpt2s(tmp_path):
     path = write_bins(tmp_path, range(60), range(60), meta=False)
     (path / 'meta.pkl').touch()
-    for function, *arguments in ((Bin, path, 'train'), (read_meta, path)):
-        message = rejection(function, *arguments)
-        assert message.startswith(f"{path}/meta.pkl: nanoGPT's vocabulary is not read")
-        assert 'data/shakespeare_char/prepare.py --input FILE' in message
+    message = rejection(Bin, path, 'train')
+    assert message.startswith(f'{path}/meta.pkl: not read') and 'shakespeare_char/prepare.py --input FILE' in message
 
 
 def test_a_missing_data_set_is_named_with_what_helps(tmp_path, monkeypatch):
@@ -148,22 +135,16 @@ def test_a_missing_data_set_is_named_with_what_helps(tmp_path, monkeypatch):
 
 
 def test_bins_that_do_not_fit_are_rejected(tmp_path):
-    def fresh(name, **kwargs):
-        return write_bins(tmp_path / name, np.arange(100), np.arange(50), **kwargs)
+    def message(name, content=None, **kwargs):
+        path = write_bins(tmp_path, np.arange(100), np.arange(50), **kwargs)
+        if name:
+            (path / name).write_bytes(content)
+        return rejection(lambda: Bin(path, 'train').sequences([0], 100))
 
-    assert 'train.bin: no such file' in rejection(Bin, tmp_path / 'none', 'train')
-    path = fresh('odd')
-    (path / 'train.bin').write_bytes(b'abc')
-    assert 'not a whole number of uint16' in rejection(Bin, path, 'train')
-    path = fresh('short')
-    (path / 'train.bin').write_bytes(b'abcd')
-    assert 'holds 2 tokens, meta.json says 100' in rejection(Bin, path, 'train')
-    path = fresh('lies')
-    (path / 'meta.json').write_text(json.dumps({'dtype': 'uint16'}))
-    assert 'not a valid meta.json' in rejection(Bin, path, 'train')
-    data = Bin(fresh('ids', vocab_size=90), 'train')
-    assert 'token id 99 is beyond the vocabulary of 90' in rejection(data.sequences, [0], 100)
-    assert 'too few for block_size = 100' in rejection(data.check_length, 100)
+    assert 'train.bin: 3 bytes are not a whole number of uint16' in message('train.bin', b'abc')
+    assert 'train.bin: holds 2 tokens, meta.json says 100' in message('train.bin', b'abcd')
+    assert 'meta.json: not a valid meta.json' in message('meta.json', b'{"dtype": "uint16"}')
+    assert 'train.bin: token id 99 is beyond the vocabulary of 90' in message(None, vocab_size=90)
 
 
 def test_a_bad_token_stops_the_training_thread_with_its_message(tmp_path):
@@ -181,15 +162,14 @@ def test_a_data_set_is_named_by_its_directory_in_data_or_by_a_path(tmp_path, mon
     assert data_dir('missing') == Path('data/missing')
 
 
-@given(seed=st.integers(-2 ** 70, 2 ** 70), iteration=st.integers(0, 2 ** 63), block_size=st.integers(1, 64),
-       parts=st.lists(st.tuples(st.integers(65, 2 ** 40), st.floats(0.001, 1000)), min_size=1, max_size=5))
-def test_no_sequence_leaves_its_part(seed, iteration, block_size, parts):
-    sizes, weights = zip(*parts)
-    shares = [weight / sum(weights) for weight in weights]
-    starts = sequence_starts(seed, iteration, 50, sizes, block_size, shares)
-    first = np.cumsum([0, *sizes])
-    part = np.searchsorted(first, starts, side='right') - 1
-    assert (starts >= 0).all() and (starts + block_size + 1 <= first[part + 1]).all()
+@pytest.mark.parametrize('weights', [[1.0], [0.2, 0.8], [0.999, 0.001], [0.1] * 10])  # ten times 0.1 is less than 1
+def test_no_sequence_leaves_its_part(weights):
+    sizes = [20, 18, 10 ** 12, 17, 40, 20, 20, 20, 20, 20][:len(weights)]
+    starts = sequence_starts(0, 0, 10_000, sizes, 16, weights)
+    ends = np.cumsum(sizes)
+    part = np.searchsorted(ends, starts, side='right')
+    assert set(part) == set(range(len(weights))) and (starts >= 0).all()
+    assert (starts + 17 <= ends[part]).all()
 
 
 @pytest.fixture
@@ -223,20 +203,13 @@ def test_a_mixture_is_a_pure_function_of_seed_and_iteration(two):
     data, _ = open_dataset('a:0.7,b:0.3', 16)
     whole = batches(data, 0, 6)
     assert all(map(torch.equal, batches(data, 3, 3), whole[3:]))
-    for world_size in (2, 3):
-        shares = [batches(data, 2, 1, rank, world_size)[0] for rank in range(world_size)]
-        assert all(torch.equal(share, whole[2][rank::world_size]) for rank, share in enumerate(shares))
+    for rank in range(3):
+        assert torch.equal(batches(data, 2, 1, rank, 3)[0], whole[2][rank::3])
     # Pinned, as test_data_order_never_changes.
     assert sequence_starts(1337, 5, 4, [10 ** 9, 10 ** 6], 1024, [0.7, 0.3]).tolist() == (
         [495930125, 1000669885, 477469151, 238625459])
     starts = sequence_starts(1337, 5, 100, [9_000_000_000], 1024, [1.0])
     assert np.array_equal(starts, sequence_starts(1337, 5, 100, 9_000_000_000, 1024))
-
-
-def test_the_shares_of_a_mixture_may_add_up_to_a_little_less_than_one():
-    starts = sequence_starts(0, 0, 10_000, [20] * 10, 16, [0.1] * 10)
-    assert sum([0.1] * 10) < 1
-    assert np.array_equal(np.unique(starts), (np.arange(0, 200, 20)[:, None] + np.arange(4)).ravel())
 
 
 def test_a_mixture_tells_where_its_sequences_are(two):
@@ -270,9 +243,8 @@ def test_a_part_of_weight_0_is_only_validated_on(two):
 
 @pytest.mark.parametrize('dataset, message', [
     ('a:0.7,b', "--dataset=a:0.7,b: 'b' is not NAME:WEIGHT; a mixture is written a:0.7,b:0.3"),
-    ('a,b', "--dataset=a,b: 'a' is not NAME:WEIGHT"), ('a:-1,b:2', "'a:-1' is not"), ('a:nan,b:2', "'a:nan' is not"),
-    ('a:inf,b:2', "'a:inf' is not"), (':1,b:2', "':1' is not"), ('a:x', "'a:x' is not"),
-    ('a:1,a:2', 'two parts have the same name'), ('a:1,./data/a:1', 'two parts have the same name'),
+    ('a:-1,b:2', "'a:-1' is not"), ('a:nan,b:2', "'a:nan' is not"), (':1,b:2', "':1' is not"),
+    ('a:1,./data/a:1', 'two parts have the same name'),
     ('a:0,b:0', 'needs a weight above 0'),
     ('a:1,bb:1', '--dataset=bb: no directory data/bb; did you mean b?'),
     ('a:1,c:1', 'data/c/train.bin: made with another tokenizer (char) than data/a/train.bin (byte); prepare all'),
@@ -285,27 +257,21 @@ def test_mixtures_that_cannot_be_are_one_line(dataset, message, two):
 
 
 def test_open_dataset_checks_the_length_and_the_ids_of_each_split(two):
-    assert 'data/b/val.bin: 300 tokens are too few for block_size = 400' in rejection(open_dataset, 'a:1,b:1', 400)
+    assert rejection(open_dataset, 'a:1,b:1', 400) == (
+        'data/b/val.bin: 300 tokens are too few for block_size = 400; set --block_size to at most 299')
     write_bins(Path('data/b'), np.full(700, 99), np.full(300, 99), vocab_size=90)
     assert 'data/b/train.bin: token id 99 is beyond the vocabulary of 90' in rejection(open_dataset, 'b', 16)
 
 
 @pytest.mark.parametrize('arguments, message', [
-    ((480, 14, 1), '--batch_size=14: must divide 480: 12, 15 or 16'),
-    ((480, 7, 2), '--batch_size=7: must divide 240 (--total_batch_size=480 / 2 devices): 5, 6 or 8'),
-    ((3, 2, 1), '--batch_size=2: must divide 3: 1 or 3'),
-    ((1, 2, 1), '--batch_size=2: must divide 1: 1'),
+    ((480, 14, 1), '--batch_size=14: must divide 480, the sequences of each device; set --batch_size=12 or 15'),
+    ((480, 7, 2), '--batch_size=7: must divide 240, the sequences of each device; set --batch_size=6 or 8'),
+    ((1, 2, 1), '--batch_size=2: must divide 1, the sequences of each device; set --batch_size=1'),
     ((480, 8, 7), '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=448 or 504'),
     ((3, 1, 7), '--total_batch_size=3: must be a multiple of the 7 devices; set --total_batch_size=7'),
-    ((480, 8, 10, 5), '--gradient_accumulation_steps=5: × --batch_size=8 × 10 device(s) = 400, not '
-     '--total_batch_size=480; set --gradient_accumulation_steps=0, which makes it 6, or --total_batch_size=400'),
-    ((480, 64, 1, 1), '--gradient_accumulation_steps=1: × --batch_size=64 × 1 device(s) = 64, not '
-     '--total_batch_size=480; set --total_batch_size=64'),  # 64 does not divide 480
     ((480, 12, 8, 40), '--gradient_accumulation_steps=40: × --batch_size=12 × 8 device(s) = 3840, not '
-     '--total_batch_size=480 (it counts the micro-batches of each device; nanoGPT counts those of all); set '
-     '--gradient_accumulation_steps=0, which makes it 5, or --total_batch_size=3840'),
-    ((480, 12, 7, 40),
-     '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=420 or 504'),
+     '--total_batch_size=480; set --gradient_accumulation_steps=0, which makes it 5 per device, or '
+     '--total_batch_size=3840'),
     ((480, 0, 1), '--batch_size=0: must be at least 1'),
     ((480, 8, 1, -1), '--gradient_accumulation_steps=-1: must be at least 0'),
 ])

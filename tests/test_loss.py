@@ -24,7 +24,7 @@ def two_backwards():
 def tiny():
     """A model with its weights away from where they start, for the tokens of `batch`."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=24, vocab_size=192, n_layer=2, n_head=2, n_embd=32))
+    model = GPT(GPTConfig(block_size=24, vocab_size=192, n_layer=1, n_head=2, n_embd=32))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -66,8 +66,8 @@ def gradients(model, losses):
     return [mean.detach(), *(h.detach() for h in hat), *second, *torch.autograd.grad(mean / 3, params)]
 
 
-@pytest.mark.parametrize('compile', [False, pytest.param(True, marks=needs_compiler)])
-@pytest.mark.parametrize('kind', SECOND)
+@pytest.mark.parametrize('kind, compile', [*((kind, False) for kind in SECOND),
+                                           pytest.param('drawn for some', True, marks=needs_compiler)])
 def test_losses_and_gradients_equal_pytorchs(two_backwards, kind, compile):
     model, (idx, targets), second = tiny(), batch(), second_labels(kind)
     expected = gradients(model, plain_losses(model, idx, targets, **second))
@@ -90,7 +90,7 @@ def test_a_mean_over_no_targets_is_nan():
     assert mean_loss(torch.zeros(2, 3, 5), torch.full((2, 3), -1)).isnan()
 
 
-@pytest.mark.parametrize('logit', [20.0, 60.0, 300.0])
+@pytest.mark.parametrize('logit', [20.0, 300.0])
 def test_improbable_labels_have_finite_losses_and_right_gradients(logit):
     logits = torch.tensor([[logit, logit / 2, 0.0], [0.0, 0.0, logit]], requires_grad=True)
     labels = torch.tensor([2, 0])
@@ -139,8 +139,7 @@ def test_forward_sampling_and_both_losses_are_one_graph(two_backwards):
 
 
 @needs_compiler
-@pytest.mark.parametrize('kind', ['none', 'drawn for all'])
-def test_a_compiled_backward_keeps_16_bit_logits_only(two_backwards, kind):
+def test_a_compiled_backward_keeps_16_bit_logits_only(two_backwards):
     """Not a float32 array of tokens × vocabulary, which would be twice as large, for either loss."""
     model, (idx, targets), kept = tiny(), batch(), set()
 
@@ -149,7 +148,7 @@ def test_a_compiled_backward_keeps_16_bit_logits_only(two_backwards, kind):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast('cpu', torch.bfloat16):
-        losses = torch.compile(model)(idx, targets, **second_labels(kind))[1:]
+        losses = torch.compile(model)(idx, targets, **second_labels('drawn for all'))[1:]
     gradients(model, losses)
     of_logits = {dtype for numel, dtype in kept if numel == idx.numel() * 192}
     assert of_logits == {torch.bfloat16}, kept

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 from conftest import ROOT, rejection
-from fake_runs import fake_run, make, rows_of
+from fake_runs import fake_run, make
 from PIL import Image
 
 from analysis import runs
@@ -15,48 +15,33 @@ from scripts import records
 
 @pytest.fixture
 def record(tmp_path):
-    run = fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'], machine=dict(cpu='x', gpu=None, cores=2, threads=2))
-    change(run, git_commit='0' * 40, command=['python', 'train.py', '--out_dir=out/x'])
-    return run
+    return fake_run(tmp_path / 'run', 3.0, ['--max_iters=100'], machine=dict(cpu='x', gpu=None))
 
 
 def change(run, **entries):
     """Replaces entries of a config.json."""
-    about = json.loads((run / 'config.json').read_text())
-    (run / 'config.json').write_text(json.dumps({**about, **entries}))
-
-
-def test_a_complete_record_passes_and_is_in_the_table(record, tmp_path, capsys):
-    records.main([str(tmp_path), '--output', str(tmp_path / 'table.csv')])
-    assert '1 records, all complete' in capsys.readouterr().out
-    (row,) = rows_of(tmp_path / 'table.csv')
-    assert (row['optimizer'], row['T'], row['tokens'], row['machine']) == ('AdamW', '100', '6400', 'x')
-    assert float(row['val/loss']) == pytest.approx(3.0)
+    about = dict(git_commit='0' * 40, command=['python', 'train.py', '--out_dir=out/x'])
+    about = {**json.loads((run / 'config.json').read_text()), **about, **entries}
+    (run / 'config.json').write_text(json.dumps(about))
 
 
 @pytest.mark.parametrize(('entries', 'what'), [
-    (dict(machine=None), 'does not name the machine'), (dict(machine=dict(cpu='x')), 'cores and threads'),
+    ({}, ''), (dict(machine=None), 'does not name the machine'), (dict(data={}), 'no fingerprint'),
     (dict(git_commit=None), 'no git_commit'), (dict(git_commit='0' * 40 + '+'), 'changed code'),
-    (dict(data={}), 'no fingerprint'), (dict(command=[]), 'no command'),
     (dict(command=['train.py', '--dataset=/somebody/data']), 'names a place on the machine: --dataset=/somebody'),
     (dict(changes=[{'iter': 1, 'key': 'seed', 'from': 1, 'to': 2}]), 'seed was changed')])
 def test_an_incomplete_record_is_named(record, tmp_path, capsys, entries, what):
     change(record, **entries)
-    assert '1 of 1 records are incomplete' in rejection(records.main, [str(tmp_path)])
-    assert what in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(('line', 'what'), [
-    ('{"iter": 50, "time": 1, "tokens": 1, "train/loss": 2.0}', 'do not rise'),
-    ('{"iter": 101, "time": 1, "tokens": 1, "train/loss": NaN}', 'no finite number')])
-def test_metrics_that_cannot_be_are_named(record, tmp_path, capsys, line, what):
-    with (record / 'metrics.jsonl').open('a') as f:
-        f.write(line + '\n')
-    rejection(records.main, [str(tmp_path)])
-    assert what in capsys.readouterr().err
+    if what:
+        assert '1 of 1 records are incomplete' in rejection(records.main, [str(tmp_path)])
+    else:
+        records.main([str(tmp_path)])
+    said = capsys.readouterr()
+    assert 'AdamW' in said.out and what in said.err and (what or '1 records, all complete' in said.out)
 
 
 def test_an_unfinished_record_is_named_and_a_diverged_one_is_complete(record, tmp_path, capsys):
+    change(record)
     lines = (record / 'metrics.jsonl').read_text().splitlines(keepends=True)
     (record / 'metrics.jsonl').write_text(''.join(lines[:9]))
     rejection(records.main, [str(tmp_path)])
@@ -89,13 +74,11 @@ def test_packed_runs_are_the_runs(pair):
     for one, two in zip(before, after):
         assert (one.config, one.about, one.records, one.failed) == (two.config, two.about, two.records, two.failed)
         assert one.rejected == two.rejected
-    assert after[-1].out_dir.parent == folder / 'sophiag' and after[-1].failed is None
     assert [run.failed for run in after if run.diverged] == ['iteration 30: the loss is not finite']
 
 
 @pytest.mark.parametrize(('selection', 'count'), [
-    ('', 5), ('adamw', 3), ('adamw/diverged', 1), ('*/*-1-*', 2), ('s*', 2), ('adamw/../adamw/*-2-*', None),
-    ('adam', None), ('adamw/diverged/x', None)])
+    ('', 5), ('adamw', 3), ('adamw/diverged', 1), ('*/*-1-*', 2), ('adam', None), ('adamw/diverged/x', None)])
 def test_runs_are_chosen_by_name_or_wildcard(pair, selection, count):
     path = f'{pair[1]}/{selection}'
     if count:

@@ -14,7 +14,8 @@ from hessian import Hook
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZERS, build_optimizer, parameter_groups
 from runtime import checkpoint, optim
-from runtime.signals import STOPPED
+from runtime.distributed import World
+from runtime.optimizer_state import difference
 
 BY_NAME = ['torch:NAdam', 'pytorch_optimizer:AdaBelief']
 FROM_LIBRARIES = [*(name for name, row in OPTIMIZERS.items() if row.library), *BY_NAME]
@@ -41,17 +42,7 @@ def step(model, steppers, seed):
     for optimizer in steppers:
         if hasattr(optimizer, 'update_hessian'):
             optimizer.update_hessian(p.grad.abs() for group in optimizer.param_groups for p in group['params'])
-        optimizer.step()
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
+        optim.step(optimizer, torch.amp.GradScaler(enabled=False))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -79,33 +70,20 @@ def test_an_optimizer_computes_what_its_library_does(name):
     needs(name)
     ours, theirs = tiny_gpt(), tiny_gpt()
     optimizer, alone_ones = build_optimizer(name, parameter_groups(ours, 0.1), lr=LR), alone(name, theirs)
-    for i in range(13):
+    for i in range(11):  # SOAP's eigenvectors are computed again in the tenth
         for one in (optimizer, *alone_ones):
-            optim.set_learning_rate(one, LR * (i + 1) / 13)
+            optim.set_learning_rate(one, LR * (i + 1) / 11)
         step(ours, [optimizer], i)
         step(theirs, alone_ones, i)
-        for (key, p), q in zip(ours.named_parameters(), theirs.parameters()):
-            assert torch.equal(p, q), (key, i)
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters()))
     assert not torch.equal(ours.transformer.wpe.weight, tiny_gpt().transformer.wpe.weight)
 
     again = copy.deepcopy(ours)
     loaded = build_optimizer(name, parameter_groups(again, 0.1), lr=LR)
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for i in range(2):
-        step(ours, [optimizer], 100 + i)
-        step(again, [loaded], 100 + i)
+    step(ours, [optimizer], 100)
+    step(again, [loaded], 100)
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), again.parameters()))
-
-
-def test_copies_of_several_optimizers_together():
-    model = tiny_gpt()
-    optimizer = build_optimizer('muon', parameter_groups(model, 0.1), lr=LR)
-    step(model, [optimizer], 0)
-    both = copy.deepcopy(dict(model=model, optimizer=optimizer))
-    for m, o in ((model, optimizer), both.values()):
-        assert all(inner.state is o.state for inner in o.optimizers)
-        step(m, [o], 1)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), both['model'].parameters()))
 
 
 def test_groups_hold_exactly_the_trained_parameters():
@@ -142,129 +120,108 @@ def test_a_learning_rate_of_a_groups_own_reaches_every_optimizer(name):
 
 
 def test_a_checkpoint_does_not_overrule_what_the_code_says_of_a_group(tmp_path):
-    def optimizer(maximize, lr_scale):
-        return optimizers.AdaHessian([dict(params=model.parameters(), lr_scale=lr_scale)], lr=LR, maximize=maximize)
-
-    model = tiny_gpt()
-    saved, restored = optimizer(True, 0.1), optimizer(False, 0.5)
+    model, path = tiny_gpt(), tmp_path / 'ckpt_00000001.pt'
+    saved, restored = (torch.optim.SGD([dict(params=model.parameters(), lr_scale=scale)], lr=LR)
+                       for scale in (0.1, 0.5))
     saved.param_groups[0]['counter'] = 3
-    saved.update_hessian([torch.ones_like(p) for p in model.parameters()])
     state = dict(model=model.state_dict(), optimizer=saved.state_dict(), scaler={}, config={})
-    checkpoint.restore(tmp_path / 'ckpt_00000001.pt', state, model, restored, None)
+    checkpoint.restore(path, state, model, restored, None)
     group, = restored.param_groups
-    assert (group['maximize'], group['lr_scale'], group['counter']) == (False, 0.5, 3)
-    assert all((restored.state[p]['hessian'] > 0).all() for p in model.parameters())
-    two = optimizers.AdaHessian([dict(params=[p]) for p in model.parameters()], lr=LR)
-    message = rejection(checkpoint.restore, tmp_path / 'ckpt_00000001.pt', state, model, two, None)
+    assert (group['lr_scale'], group['counter']) == (0.5, 3)
+    two = torch.optim.SGD([dict(params=[p]) for p in model.parameters()], lr=LR)
+    message = rejection(checkpoint.restore, path, state, model, two, None)
     assert '1 param groups were saved' in message and 'was parameter_groups edited?' in message
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # In training
 
-FLAGS = {'soap': ['--optimizer_args=precondition_frequency=3'], 'adahessian': ['--hessian_interval=1']}
-FLAGS |= {name: ['--hessian_interval=4'] for name, row in OPTIMIZERS.items()
-          if row.hook is not Hook and name != 'adahessian'}
+
+def estimates(name):
+    """Whether the optimizer takes Hessian estimates."""
+    return name in OPTIMIZERS and OPTIMIZERS[name].hook is not Hook
 
 
 def arguments(corpus, out, name, *flags):
-    lr = 0.003 if name == 'adahessian' else 3e-3
+    """Four iterations of one layer, with estimates in the first and the third; SOAP's first step makes its state."""
+    more = ['--optimizer_args=precondition_frequency=2'] if name == 'soap' else []
+    lr, k = (0.01, 1) if name == 'adahessian' else (3e-3, 2)
     return [*TINY, f'--dataset={corpus}', f'--out_dir={out}', f'--optimizer_name={name}', f'--learning_rate={lr}',
-            '--max_iters=12', '--eval_interval=4', '--eval_iters=2', '--compile=False', *FLAGS.get(name, []),
-            *map(str, flags)]
+            '--warmup_iters=0', '--max_iters=4', '--eval_interval=2', '--eval_iters=2', '--n_embd=16', *more,
+            *([f'--hessian_interval={k}'] if estimates(name) else []), *flags]
 
 
-def run(corpus, out, name, *flags):
-    """train.main in this process. Returns its checkpoint of iteration 12."""
+def run(*args):
+    """train.main in this process."""
     for lock in checkpoint.LOCKS:  # of runs of this process
         lock.close()
-    program.main(arguments(corpus, out, name, *flags))
-    return torch.load(out / 'ckpt_00000012.pt', weights_only=True)
+    program.main(arguments(*args))
 
 
 @pytest.mark.parametrize('name', [*OPTIMIZERS, *BY_NAME, 'schedulefree:AdamWScheduleFree'])
-def test_an_optimizer_lowers_the_loss_and_resumes_bit_for_bit(corpus, tmp_path, name, monkeypatch):
-    """Stopped after six iterations, at which nothing is evaluated, and resumed: the whole next checkpoint is the same.
-    The log holds what means something for this optimizer."""
+def test_an_optimizer_lowers_the_loss_and_resumes_bit_for_bit(corpus, tmp_path, name):
+    """Resumed from iteration 2: the whole last checkpoint is the same. The log holds what means something for this
+    optimizer."""
     needs(name)
-    whole = run(corpus, tmp_path / 'whole', name)
-    losses = metrics(tmp_path / 'whole', 'val/loss')
-    assert losses[-1] < losses[0] - (0.001 if name == 'adahessian' else 0.02), losses
-    estimates = name in OPTIMIZERS and OPTIMIZERS[name].hook is not Hook
-    assert len(metrics(tmp_path / 'whole', 'hessian_norm')) == 12 * estimates
-    assert len(metrics(tmp_path / 'whole', 'update_unclipped')) == 12 * (estimates and name != 'adahessian')
+    run(corpus, tmp_path, name)
+    losses, logged = metrics(tmp_path, 'val/loss'), metrics(tmp_path)
+    assert losses[-1] < losses[0], losses
+    assert len(metrics(tmp_path, 'hessian_norm')) == 4 * estimates(name)
+    assert len(metrics(tmp_path, 'update_unclipped')) == 4 * (estimates(name) and name not in (
+        'adahessian', 'gnb_noclip'))
 
-    polls = iter([[0, 0]] * 5 + [[1, 0]])
-    with monkeypatch.context() as patch:
-        patch.setattr(program.StopSignals, 'poll', lambda self: next(polls))
-        with pytest.raises(SystemExit) as stopped:
-            run(corpus, tmp_path / 'parts', name)
-        assert stopped.value.code == STOPPED and (tmp_path / 'parts/ckpt_00000006.pt').exists()
-    resumed = run(corpus, tmp_path / 'parts', name, '--init_from=resume')
-    assert same(resumed['model'], whole['model']) and same(resumed['optimizer'], whole['optimizer'])
-    assert metrics(tmp_path / 'parts') == metrics(tmp_path / 'whole')
+    last = tmp_path / 'ckpt_00000004.pt'
+    whole = torch.load(last, weights_only=True)
+    last.unlink()
+    run(corpus, tmp_path, name, '--init_from=resume')
+    resumed = torch.load(last, weights_only=True)
+    assert not difference([resumed['model'], resumed['optimizer']], [whole['model'], whole['optimizer']])
+    assert metrics(tmp_path) == logged
+
+    if name.startswith('schedulefree'):  # y = (1 − β1)·z + β1·x; the averaged weights x are evaluated and saved
+        model = GPT(GPTConfig(**whole['model_args']))
+        model.load_state_dict(whole['model'])
+        params = [p for group in parameter_groups(model, 0.1) for p in group['params']]
+        for p, state in zip(params, whole['optimizer']['state'].values()):
+            torch.testing.assert_close(0.1 * state['z'] + 0.9 * p.detach(), state['training_weights'])
+            assert not torch.equal(p, state['training_weights'])
+        run(corpus, tmp_path, name, '--init_from=resume', '--eval_only=True')
+        assert metrics(tmp_path, 'val/loss')[-1] == losses[-1]
 
 
-def test_schedule_free_evaluates_and_saves_the_averaged_weights(corpus, tmp_path):
-    name = 'schedulefree:AdamWScheduleFree'
+@pytest.mark.parametrize('name, parallel', [('adahessian', 'ddp'), ('ef_clip', 'ddp'), ('gnb_noclip', 'fsdp'),
+                                            ('schedulefree:AdamWScheduleFree', 'fsdp')])
+def test_two_ranks_compute_what_one_does(corpus, fork, tmp_path, name, parallel):
+    """tests/test_sharding.py has more of the table's optimizers."""
     needs(name)
-    saved = run(corpus, tmp_path / 'out', name)
-    z, y = ([state[key] for state in saved['optimizer']['state'].values()] for key in ('z', 'training_weights'))
-    model = GPT(GPTConfig(**saved['model_args']))
-    model.load_state_dict(saved['model'])
-    params = [p for group in parameter_groups(model, 0.1) for p in group['params']]
-    # y = (1 − β1)·z + β1·x, x being the average.
-    for p, z_, y_ in zip(params, z, y):
-        torch.testing.assert_close(0.1 * z_ + 0.9 * p.detach(), y_)
-        assert not torch.equal(p, y_)
-    evaluated = metrics(tmp_path / 'out', 'val/loss')[-1]
-    run(corpus, tmp_path / 'out', name, '--init_from=resume', '--eval_only=True')
-    assert metrics(tmp_path / 'out', 'val/loss')[-1] == evaluated
-
-
-@pytest.mark.parametrize('name, parallel', [
-    *((name, 'ddp') for name in ('lion', 'adahessian', 'sophiah', 'ef_clip', 'gnb_mean', 'soap', 'torch:NAdam')),
-    *((name, 'fsdp') for name in ('lion', 'normalize', 'sophiag', 'muon', 'schedulefree:AdamWScheduleFree'))])
-def test_two_ranks_compute_what_one_does(corpus, train, tmp_path, name, parallel):
-    needs(name)
-    flags = ['--max_iters=5', '--lr_decay_iters=5', '--batch_size=1', '--dropout=0', '--hessian_batch_size=2'][
-        :5 if name in OPTIMIZERS and OPTIMIZERS[name].hook is not Hook else 4]
-    flags = [*arguments(corpus, tmp_path / 'one', name)[len(TINY):], *flags]
-    for lock in checkpoint.LOCKS:
-        lock.close()
-    program.main([*TINY, *flags])
-    done = train(tmp_path / 'two', *(flag for flag in flags if not flag.startswith('--out_dir')),
-                 f'--parallel={parallel}', ranks=2, name=name)
-    assert done.code == 0, done.err
-    # Rounding chooses among SOAP's eigenvectors.
-    for key in ('train/loss', 'val/loss'):
+    flags = ['--batch_size=1', *(['--hessian_batch_size=2'] if estimates(name) else [])]
+    run(corpus, tmp_path / 'one', name, *flags)
+    fork('train.py', *arguments(corpus, tmp_path / 'two', name, *flags, f'--parallel={parallel}'), ranks=2, check=True)
+    for key in ('train/loss', 'val/loss', 'hessian_norm', 'momentum_norm', 'update_unclipped'):
         np.testing.assert_allclose(metrics(tmp_path / 'two', key), metrics(tmp_path / 'one', key),
-                                   rtol=1e-3 if name == 'soap' else 1e-4)
-    for key in ('hessian_norm', 'momentum_norm', 'update_unclipped'):
-        np.testing.assert_allclose(metrics(tmp_path / 'two', key), metrics(tmp_path / 'one', key), rtol=2e-2, atol=1e-3)
+                                   rtol=1e-4 if 'loss' in key else 2e-2, atol=1e-3)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Any optimizer of a library: the first step, with one line where it cannot train
 
 
-def first_step(corpus, out, name):
-    """A run of one iteration, which ends by comparing the optimizer's state with what a checkpoint holds."""
-    for lock in checkpoint.LOCKS:
-        lock.close()
-    program.main([*TINY, f'--dataset={corpus}', f'--out_dir={out}', f'--optimizer_name={name}', '--learning_rate=1e-3',
-                  '--max_iters=1', '--warmup_iters=0', '--eval_iters=1', '--n_embd=16'])
+def first_step(name):
+    """The loop's first update, and the comparison of the state with what a checkpoint brings back."""
+    model = tiny_gpt()
+    optimizer, fresh = (build_optimizer(name, parameter_groups(model, 0.1), lr=LR) for _ in range(2))
+    step(model, [optimizer], 0)
+    checkpoint.check_round_trip(World('cpu', 'gloo'), optimizer, fresh)
 
 
 @pytest.mark.parametrize('name', [
     *(f'torch:{name}' for name in ('Adadelta', 'Adafactor', 'Adamax', 'ASGD', 'RAdam', 'RMSprop', 'Rprop', 'SGD')),
     *(f'pytorch_optimizer:{name}' for name in (
-        'SPlus', 'StableSPAM', 'AdaFactor', 'Amos', 'SPAM', 'AvaGrad', 'AdEMAMix', 'MARS', 'ADOPT', 'Prodigy',
-        'SignSGD'))])
-def test_optimizers_of_libraries_that_train(corpus, tmp_path, name):
+        'SPlus', 'StableSPAM', 'AdaFactor', 'Amos', 'SPAM', 'AvaGrad', 'AggMo', 'Kron', 'SCION', 'AdEMAMix', 'MARS',
+        'ADOPT', 'Prodigy', 'SignSGD'))])
+def test_optimizers_of_libraries_that_train(name):
     needs(name)
-    first_step(corpus, tmp_path, name)
-    assert (tmp_path / 'ckpt_00000001.pt').exists()
+    first_step(name)
 
 
 @pytest.mark.parametrize('name, message', [
@@ -274,13 +231,23 @@ def test_optimizers_of_libraries_that_train(corpus, tmp_path, name):
     ('pytorch_optimizer:A2Grad', 'keeps no learning rate in its param groups'),
     ('pytorch_optimizer:AliG', 'keeps no learning rate in its param groups'),
     ('pytorch_optimizer:AdaLOMO', 'cannot be built'), ('pytorch_optimizer:LOMO', 'cannot be built'),
-    ('pytorch_optimizer:DeMo', ''), ('pytorch_optimizer:NorMuon', ''),
-    ('pytorch_optimizer:AggMo', 'its state cannot be saved'), ('pytorch_optimizer:Kron', 'its state cannot be saved'),
-    ('pytorch_optimizer:SCION', 'its state cannot be saved')])
-def test_optimizers_of_libraries_that_do_not(corpus, tmp_path, name, message):
+    ('pytorch_optimizer:DeMo', ''), ('pytorch_optimizer:NorMuon', '')])
+def test_optimizers_of_libraries_that_do_not(name, message):
     needs(name)
-    found = rejection(first_step, corpus, tmp_path, name)
+    found = rejection(first_step, name)
     assert message in found and name.partition(':')[2] in found
+
+
+def test_a_run_ends_after_the_first_step_where_a_checkpoint_would_not_bring_back_the_state(
+        corpus, tmp_path, monkeypatch):
+    class Forgetful(torch.optim.SGD):
+        def load_state_dict(self, state_dict):
+            pass
+
+    monkeypatch.setitem(OPTIMIZERS, 'forgetful', optimizers.Row(
+        lambda groups, s: Forgetful(groups, lr=s.learning_rate, momentum=0.9), {}, 0.1))
+    assert 'would not bring back its state' in rejection(run, corpus, tmp_path, 'forgetful')
+    assert not list(tmp_path.glob('ckpt_*'))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -314,14 +281,11 @@ def test_a_run_announces_the_settings_of_its_optimizer_only():
 
 
 @pytest.mark.parametrize('flags, message', [
-    (['muno'], '--optimizer_name=muno: unknown optimizer; did you mean muon?'),
-    (['torch:NAdamW'], '--optimizer_name=torch:NAdamW: torch has no such optimizer; did you mean NAdam?'),
-    (['pytorch_optimiser:SOAP'], 'the package pytorch_optimiser is not installed; did you mean pytorch_optimizer?'),
-    (['no_such_library:X'], 'the package no_such_library is not installed; check its name'),
-    (['torch:NAdam', '--optimizer_args=momentum_decai=0.1'], 'NAdam has no argument momentum_decai; did you mean '
-                                                             'momentum_decay?'),
+    (['muno'], '--optimizer_name=muno: unknown optimizer; choose from adamw, lion'),
+    (['torch:NAdamW'], '--optimizer_name=torch:NAdamW: torch has no such optimizer'),
+    (['pytorch_optimiser:SOAP'], 'the package pytorch_optimiser is not installed; check its name'),
+    (['torch:NAdam', '--optimizer_args=momentum_decai=0.1'], 'has no argument momentum_decai; choose from lr'),
     (['torch:NAdam', '--optimizer_args=betas'], '--optimizer_args=betas: write NAME=VALUE'),
-    (['torch:NAdam', '--optimizer_args=eps=__import__("os")'], 'write NAME=VALUE'),
     (['torch:NAdam', '--optimizer_args=lr=1'], 'set lr with --learning_rate'),
     (['torch:NAdam', '--optimizer_args=weight_decay=0.1'], 'set weight_decay with --weight_decay'),
     (['torch:NAdam', '--optimizer_args=betas=(0.9, 0.99, 0.999)'], 'set betas with --beta1 and --beta2'),
@@ -329,12 +293,10 @@ def test_a_run_announces_the_settings_of_its_optimizer_only():
     (['sophiag', '--optimizer_args=foreach=True'], '--optimizer_args has no effect with sophiag'),
     (['torch:Rprop', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for torch:Rprop'),
     (['sophiah', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for sophiah'),
-    (['gnb_mean', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for gnb_mean'),
-    (['soap', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for soap'),
     (['pytorch_optimizer:SOAP', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for pytorch_optimizer:SOAP'),
 ])
 def test_settings_that_cannot_be_are_rejected_in_one_line(flags, message):
-    if 'SOAP' in flags[0] and 'optimiser' not in flags[0]:
+    if flags[0].startswith('pytorch_optimizer'):
         needs(flags[0])
     assert message in rejection(settings, f'--optimizer_name={flags[0]}', '--learning_rate=1e-3', *flags[1:])
 

@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from analysis.significance import difference, expected_best, pooled_sd, seeds_needed
+from analysis.significance import difference, expected_best, holm, pooled_sd
 
 
 def test_welch_needs_three_of_each():
@@ -38,7 +38,5 @@ def test_expected_best_is_the_mean_over_all_choices():
         assert expected_best(losses, n) == pytest.approx(mean(map(min, combinations(losses, n))))
 
 
-def test_seeds_needed_agrees_with_a_power_table():
-    # Two-sided 5 %, power 80 %: 17 per group for a difference of one standard deviation, 64 for a half.
-    assert seeds_needed(1.0, 1.0) == 17 and seeds_needed(0.5, 1.0) == 64
-    assert seeds_needed(-1.0, 1e-6) == 2 and seeds_needed(0.0, 1.0) is None
+def test_holm():
+    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])

@@ -3,13 +3,8 @@
     pytest --noconftest tests/test_sophia.py
 """
 
-import math
 import shutil
 import socket
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import reference
@@ -20,7 +15,6 @@ from torch.nn import functional as F
 
 from sophia import GaussNewtonBartlett, Hutchinson, Sophia, gauss_newton_bartlett, hessian_vector_product, hutchinson
 
-ROOT = Path(__file__).resolve().parents[1]
 needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
 
 
@@ -40,7 +34,7 @@ def uniform(low, high):
     return low + (high - low) * torch.rand(()).item()
 
 
-@pytest.mark.parametrize('seed', range(6))
+@pytest.mark.parametrize('seed', range(3))
 def test_update_rule(seed):
     """Random hyperparameters, two param groups, estimates of either sign at some of the steps, some of them None."""
     torch.manual_seed(seed)
@@ -110,10 +104,9 @@ def test_the_unclipped_fraction_follows_an_edit_of_the_rule(monkeypatch):
 
 def test_the_norm_of_many_entries_is_right():
     """PyTorch's own norm of a float32 tensor on CPU is 0.2 % off for these."""
-    shapes = [(5000, 1001), (4096,), ()]
-    params = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32)) for shape in shapes]
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32)) for shape in [(5000, 1001), ()]]
     optimizer = Sophia(params, lr=0.1, betas=(0, 0))
-    optimizer.update_hessian(torch.full(shape, 1e-3) for shape in shapes)
+    optimizer.update_hessian(torch.full_like(p, 1e-3) for p in params)
     expected = 1e-3 * sum(p.numel() for p in params) ** 0.5
     assert optimizer.metrics()['hessian_norm'].item() == pytest.approx(expected, rel=1e-5)
 
@@ -132,30 +125,28 @@ def test_a_warning_of_steps_without_an_estimate():
 def test_the_compiled_update_equals_the_plain_one():
     torch.compiler.reset()  # PyTorch compiles eight graphs of a function, and then no more
     shapes = (40, 9), (17,), ()
-    start = [torch.randn(s, dtype=torch.float32) for s in shapes]
-    optimizers = [Sophia([{'params': [torch.nn.Parameter(t.clone()) for t in start[:2]]},
-                          {'params': [torch.nn.Parameter(start[2].clone())], 'weight_decay': 0.0}],
-                         lr=1e-2, compile=compile) for compile in (False, True)]
+    plain, compiled = (Sophia([{'params': [torch.nn.Parameter(torch.ones(s, dtype=torch.float32)) for s in shapes]}],
+                              lr=1.0, compile=compile) for compile in (False, True))
     for step in range(4):
         gradients, estimates = ([torch.randn(s, dtype=torch.float32) for s in shapes] for _ in range(2))
-        for optimizer in optimizers:
-            for p, g in zip((p for group in optimizer.param_groups for p in group['params']), gradients):
+        for optimizer in (plain, compiled):
+            group, = optimizer.param_groups
+            group['lr'] = 1e-2 / (step + 1)
+            for p, g in zip(group['params'], gradients):
                 p.grad = g.clone()
-            for group in optimizer.param_groups:
-                group['lr'] = 1e-2 / (step + 1)
             if step % 2 == 0:
                 optimizer.update_hessian(estimates)
             optimizer.step()
-    plain, compiled = ([[p.detach(), *o.state[p].values()] for group in o.param_groups for p in group['params']]
-                       for o in optimizers)
-    torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=1e-7)
+    found, expected = ([[p.detach(), *o.state[p].values()] for p in o.param_groups[0]['params']]
+                       for o in (compiled, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Section "Theoretical Analysis": the run time does not depend on the condition number
 
 
-def steps_to_tolerance(make_optimizer, start, curvature, tolerance, estimate, most=6_000):
+def steps_to_tolerance(make_optimizer, start, curvature, tolerance, estimate, most=1_000):
     """Steps until ½ Σ curvature·θ² stays at most `tolerance` for two iterates, as in the paper's lower bound."""
     theta = torch.nn.Parameter(start.clone())
     optimizer = make_optimizer([theta])
@@ -180,7 +171,7 @@ def test_steps_do_not_grow_with_the_condition_number():
     ½(√(Δ/ε) − √2)·√(β/μ)."""
     mu, delta, tolerance = 1.0, 1.0, 0.04
     sophia, sign_descent = [], []
-    for condition in (1e2, 1e4, 1e6):
+    for condition in (1e2, 1e4):
         curvature = torch.tensor([mu, mu * condition])
         starts = [torch.tensor([0.0, (2 * delta / curvature[1]) ** 0.5]), torch.tensor([(2 * delta / mu) ** 0.5, 0.0])]
         rates = {True: 0.5, False: (2 * tolerance / curvature[1].item()) ** 0.5}
@@ -190,28 +181,7 @@ def test_steps_do_not_grow_with_the_condition_number():
                 start, curvature, tolerance, estimate) for start in starts))
         assert sign_descent[-1] >= 0.5 * ((delta / tolerance) ** 0.5 - 2 ** 0.5) * condition ** 0.5 - 1
     assert max(sophia) <= min(sophia) + 1 and max(sophia) < 10
-    assert 50 * sign_descent[0] < sign_descent[2] < 6_000
-
-
-def test_many_curvatures_with_momentum_and_the_papers_estimator():
-    """20 coordinates with curvatures spread over 1 … κ, loss spread evenly, β1 = 0.96, u ~ N(0, I) every 10 steps."""
-    steps = []
-    for condition in (1e0, 1e3, 1e6):
-        curvature = torch.logspace(0, math.log10(condition), 20)
-        theta = torch.nn.Parameter(torch.ones(20))
-        optimizer = Sophia([theta], lr=0.02, betas=(0.96, 0.9), gamma=1.0, weight_decay=0)
-        generator = torch.Generator().manual_seed(0)
-        t = 0
-        while theta.detach().abs().max() > 0.02:
-            loss = 0.5 * (curvature * theta ** 2).sum()
-            if t % 10 == 0:
-                optimizer.update_hessian(hutchinson(loss, [theta], generator))
-            theta.grad, = torch.autograd.grad(loss, [theta])
-            optimizer.step()
-            t += 1
-            assert t < 2000
-        steps.append(t)
-    assert max(steps) <= 1.05 * min(steps)
+    assert 5 * sign_descent[0] < sign_descent[1] < 1_000
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -255,7 +225,7 @@ def test_gauss_newton_bartlett_is_unbiased(micro_batches):
     params, x, f = make_mlp(outputs=5)
     total, B = exact_gauss_newton(f, params, x, lambda out: Categorical(logits=out))
     samples = torch.stack([flat(gauss_newton_bartlett((f(params, part) for part in x.split(micro_batches)), params))
-                           for _ in range(1500)])
+                           for _ in range(800)])
     assert (samples >= 0).all()
     assert_mean_is(samples, flat(total) / B)
 
@@ -267,7 +237,7 @@ def test_gauss_newton_bartlett_of_any_exponential_family(distribution):
     """Two outputs per example, and a loss that is the mean over all 16 of them: B = 16."""
     params, x, f = make_mlp(outputs=2)
     total, B = exact_gauss_newton(f, params, x, distribution)
-    samples = torch.stack([flat(gauss_newton_bartlett(f(params, x), params, distribution)) for _ in range(1500)])
+    samples = torch.stack([flat(gauss_newton_bartlett(f(params, x), params, distribution)) for _ in range(800)])
     assert_mean_is(samples, flat(total) / (2 * B))
 
 
@@ -282,15 +252,6 @@ def test_algorithm_2_with_given_labels(monkeypatch, micro_batches):
     assert found.sum() > 8
 
 
-def test_squared_losses_curvature_is_that_of_the_loss_itself():
-    """mean (f − y)², torch's own scaling, is the negative log-likelihood of a normal of variance ½. For a linear model
-    the Gauss-Newton diagonal is the Hessian's: 2/B Σ x²."""
-    w, x = torch.nn.Parameter(torch.randn(4)), torch.randn(6, 4)
-    hessian = torch.func.hessian(lambda w: F.mse_loss(x @ w, torch.zeros(6)))(w.detach()).diagonal()
-    samples = torch.stack([gauss_newton_bartlett(x @ w, [w], lambda f: Normal(f, 0.5 ** 0.5))[0] for _ in range(2000)])
-    assert_mean_is(samples, hessian)
-
-
 def test_gauss_newton_bartlett_keeps_the_graph_if_asked_and_undoes_the_loss_scale():
     params, x, f = make_mlp(outputs=5)
     out = f(params, x)
@@ -303,8 +264,6 @@ def test_gauss_newton_bartlett_keeps_the_graph_if_asked_and_undoes_the_loss_scal
         estimator.add(scale * F.cross_entropy(f(params, x), labels, reduction='sum'), 8)
         estimates.append(flat(estimator.estimate(scale)))
     torch.testing.assert_close(*estimates)
-    with pytest.raises(ValueError, match='no predictions'):
-        GaussNewtonBartlett(params).estimate()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -330,10 +289,10 @@ def test_hutchinson_is_unbiased_on_an_indefinite_quadratic(rademacher):
     A, theta = indefinite_matrix(6), torch.nn.Parameter(torch.randn(6))
     generator = torch.Generator().manual_seed(1)
     samples = torch.stack([hutchinson(0.5 * theta @ A @ theta, [theta], generator, rademacher)[0]
-                           for _ in range(3000)])
-    z = (samples.mean(0) - A.diagonal()) / (samples.std(0) / 3000 ** 0.5)
+                           for _ in range(1000)])
+    z = (samples.mean(0) - A.diagonal()) / (samples.std(0) / 1000 ** 0.5)
     assert z.abs().max() < 4.5
-    assert (samples.mean(0)[[0, -1]] - torch.tensor([-2.0, 2.0])).abs().max() < 0.3
+    assert (samples.mean(0)[[0, -1]] - torch.tensor([-2.0, 2.0])).abs().max() < 0.5
 
 
 def test_hutchinson_averages_micro_batches_with_one_u():
@@ -376,30 +335,6 @@ def test_hessian_vector_product():
     torch.testing.assert_close(flat(product), (flat(up) - flat(down)) / 2e-5, rtol=1e-5, atol=1e-7)
 
 
-def test_causes_of_missing_graphs_are_named():
-    params, x, f = make_mlp(outputs=5)
-    output = SimpleNamespace(logits=f(params, x), loss=F.cross_entropy(f(params, x), torch.arange(8) % 5))
-    for found in (output, dict(vars(output)), (output.logits, None)):
-        with pytest.raises(TypeError, match=f'not a {type(found).__name__}: pass the logits'):
-            gauss_newton_bartlett(found, params)
-        with pytest.raises(TypeError, match=f'not a {type(found).__name__}: pass the loss'):
-            hutchinson(found, params)
-    with torch.no_grad():
-        detached = f(params, x)
-    with pytest.raises(RuntimeError, match='torch.no_grad'):
-        gauss_newton_bartlett(detached, params)
-    with pytest.raises(RuntimeError, match='torch.no_grad'):
-        hutchinson(detached.sum(), params)
-
-
-@needs_compiler
-def test_hutchinson_names_a_compiled_forward():
-    params, x, f = make_mlp(outputs=5)
-    compiled = torch.compile(lambda: F.cross_entropy(f(params, x), torch.arange(8) % 5))
-    with pytest.raises(RuntimeError, match='cannot be differentiated twice.*torch.compile'):
-        hutchinson(compiled(), params)
-
-
 def test_hutchinson_rejects_a_gradient_without_a_graph():
     """As a compiled module can return; h would silently stay 0."""
     p, unused = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
@@ -412,27 +347,16 @@ def test_hutchinson_rejects_a_gradient_without_a_graph():
 def test_estimates_of_frozen_parameters_are_zero():
     """A layer that is not trained may stay in the lists, as with other optimizers."""
     params, x, f = make_mlp(outputs=5)
-    y = torch.arange(8) % 5
-    estimators = [lambda: gauss_newton_bartlett(f(params, x), params),
-                  lambda: hutchinson(F.cross_entropy(f(params, x), y), params, rademacher=True)]
-    for estimator in estimators:
-        for p in params:
-            p.requires_grad_(True)
-        torch.manual_seed(4)
-        free = estimator()
-        params[-1].requires_grad_(False)
-        torch.manual_seed(4)
-        estimates = estimator()
-        assert free[-1].any() and not estimates[-1].any() and estimates[0].any()
-        if estimator is estimators[0]:  # Hutchinson's sees another block of the Hessian
-            torch.testing.assert_close(estimates[:-1], free[:-1])
-        before = params[-1].detach().clone()
-        optimizer = Sophia(params, lr=0.1)
+    params[-1].requires_grad_(False)
+    before = params[-1].clone()
+    optimizer = Sophia(params, lr=0.1)
+    loss = F.cross_entropy(f(params, x), torch.arange(8) % 5)
+    for estimates in (gauss_newton_bartlett(f(params, x), params), hutchinson(loss, params)):
+        assert not estimates[-1].any() and estimates[0].any()
         optimizer.update_hessian(estimates)
-        optimizer.zero_grad()
-        F.cross_entropy(f(params, x), y).backward()
-        optimizer.step()
-        assert torch.equal(params[-1], before) and optimizer.unclipped_fraction() is not None
+    F.cross_entropy(f(params, x), torch.arange(8) % 5).backward()
+    optimizer.step()
+    assert torch.equal(params[-1], before) and optimizer.unclipped_fraction() is not None
 
 
 def test_misuse_is_named():
@@ -443,36 +367,10 @@ def test_misuse_is_named():
     for estimator in (gauss_newton_bartlett, hutchinson):
         with pytest.raises(TypeError, match='pass the optimizer, .* not the model'):
             estimator(f(params, x), torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match='pass output.logits'):
+        gauss_newton_bartlett(dict(loss=None, logits=f(params, x)), params)
     with pytest.raises(TypeError, match='that an estimator returns, not None'):
         Sophia(params, lr=0.1).update_hessian(None)
-
-
-WITHOUT_DISTRIBUTED = """
-import importlib.abc, sys
-class Missing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == 'torch.distributed':
-            import torch._C as C
-            [delattr(C, a) for a in ('_c10d_init', '_rpc_init', '_dist_autograd_init') if hasattr(C, a)]
-        if name == 'torch._C._distributed_c10d':
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Missing())
-import torch
-assert not torch.distributed.is_available()
-from sophia import Sophia, gauss_newton_bartlett
-w = torch.nn.Parameter(torch.ones(3, 2))
-optimizer = Sophia([w], lr=0.1)
-optimizer.update_hessian(gauss_newton_bartlett(torch.ones(4, 3) @ w, [w]))
-(w ** 2).sum().backward()
-optimizer.step()
-assert (w < 1).all()
-"""
-
-
-def test_without_torch_distributed():
-    """sophia.py alone needs PyTorch only, one that was built without torch.distributed, too."""
-    done = subprocess.run([sys.executable, '-c', WITHOUT_DISTRIBUTED], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -486,23 +384,19 @@ def on_each_of_two_ranks(rank, port, path):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     params, x, f = make_mlp(outputs=5)
-    mine = x[:3] if rank == 0 else x[3:]
-    try:
-        gauss_newton_bartlett(f(params, mine), params)
-        rejections = []
-    except ValueError as error:
-        rejections = [str(error)]
-    y = torch.arange(8) % 5
-    part = slice(0, 4) if rank == 0 else slice(4, 8)
-    try:
-        hutchinson(F.cross_entropy(f(params, x[part]), y[part]), params)
-    except ValueError as error:
-        rejections.append(str(error))
+    mine, half = x[:3] if rank == 0 else x[3:], slice(4 * rank, 4 * rank + 4)
+    loss = F.cross_entropy(f(params, x[half]), (torch.arange(8) % 5)[half])
+    rejections = []
+    for estimator, outputs in ((gauss_newton_bartlett, f(params, mine)), (hutchinson, loss)):
+        try:
+            estimator(outputs, params)
+        except ValueError as error:
+            rejections.append(str(error))
     torch.manual_seed(100 + rank)
     samples = torch.stack([flat(gauss_newton_bartlett((f(params, part) for part in mine.split(2)), params))
-                           for _ in range(1000)])
+                           for _ in range(300)])
     alone = [dist.new_group([r]) for r in range(2)][rank]
-    estimates = {name: flat(hutchinson(F.cross_entropy(f(params, x[part]), y[part]), params,
+    estimates = {name: flat(hutchinson(F.cross_entropy(f(params, x[half]), (torch.arange(8) % 5)[half]), params,
                                        torch.Generator().manual_seed(2), group=group))
                  for name, group in (('both', None), ('alone', alone))}
     torch.save(dict(samples=samples, rejections=rejections, **estimates), f'{path}/{rank}.pt')
@@ -519,19 +413,15 @@ def two_ranks(tmp_path_factory):
     return [torch.load(path / f'{rank}.pt') for rank in range(2)]
 
 
-def test_gauss_newton_bartlett_over_two_ranks(two_ranks):
+def test_estimates_over_two_ranks_are_those_of_the_whole_mini_batch(two_ranks):
     """B counts the examples of both ranks, which have different numbers of them and of micro-batches."""
-    assert torch.equal(two_ranks[0]['samples'], two_ranks[1]['samples'])
     params, x, f = make_mlp(outputs=5)
     total, B = exact_gauss_newton(f, params, x, lambda out: Categorical(logits=out))
     assert_mean_is(two_ranks[0]['samples'], flat(total) / B)
-
-
-def test_hutchinson_over_two_ranks_is_that_of_the_whole_mini_batch(two_ranks):
-    params, x, f = make_mlp(outputs=5)
     whole = flat(hutchinson(F.cross_entropy(f(params, x), torch.arange(8) % 5), params,
                             torch.Generator().manual_seed(2)))
     for rank in two_ranks:
+        assert torch.equal(rank['samples'], two_ranks[0]['samples'])
         torch.testing.assert_close(rank['both'], whole)
     # Without the all-reduce each rank would have kept the estimate of its own half.
     assert (two_ranks[0]['alone'] - two_ranks[1]['alone']).norm() > 0.1 * whole.norm()

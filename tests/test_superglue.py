@@ -47,12 +47,6 @@ def test_examples_of_files_and_of_the_hub_agree(tmp_path, name):
             superglue.as_example(task, {**hub, 'label': wrong})
 
 
-def test_answers_stand_for_the_labels_of_the_hub():
-    assert {name: ' '.join(task.answers) for name, task in TASKS.items()} == {
-        'boolq': 'no yes', 'cb': 'true false neither', 'copa': '1 2', 'rte': 'yes no', 'wic': 'no yes',
-        'wsc': 'no yes', 'multirc': 'no yes'}
-
-
 def test_multirc_has_an_example_for_each_answer(tmp_path):
     write_task(tmp_path / 'MultiRC', [dict(passage=dict(text='P.', questions=[
         dict(question='Q1?', answers=[dict(text='a', label=0), dict(text='b', label=1)]),
@@ -74,15 +68,6 @@ def test_prompt():
 def test_the_first_word_of_the_line_is_the_answer():
     texts = [' true', ' False.', '  neither, I think', ' false', '', ' trueish', '\n true', ' it is false']
     assert [superglue.read_answer(TASKS['cb'], text) for text in texts] == [0, 1, 2, 1, None, None, None, None]
-
-
-def test_draws_are_a_function_of_the_seed():
-    examples = [dict(passage=str(i)) for i in range(20)]
-    draws = superglue.draw_exemplars('boolq', examples, 2, 5, 1)
-    assert draws == superglue.draw_exemplars('boolq', examples, 2, 5, 1)
-    assert draws != superglue.draw_exemplars('boolq', examples, 2, 5, 2)
-    assert len(draws) == 5 and all(a != b for a, b in draws) and len({str(draw) for draw in draws}) > 1
-    assert 'too few' in rejection(superglue.draw_exemplars, 'boolq', examples[:1], 2, 5, 1)
 
 
 def test_completions_in_a_batch_are_those_of_each_prompt_alone():
@@ -141,8 +126,7 @@ def test_script(tmp_path, monkeypatch, capsys):
     assert len(asked) == 2 * 6 and not all(f'P{i}.' in asked[i] for i in range(3))
 
 
-@pytest.mark.parametrize('line', ['', '7', 'null', '[1]', '{}', '{"premise": "P."}', 'not json',
-                                  '{"premise": "P.", "hypothesis": "H.", "label": null}',
+@pytest.mark.parametrize('line', ['', '7', '{"premise": "P."}', 'not json',
                                   '{"premise": "P.", "hypothesis": "H.", "label": "perhaps"}'])
 def test_files_of_something_else_are_rejected(tmp_path, line):
     (tmp_path / 'RTE').mkdir()

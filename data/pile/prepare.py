@@ -19,7 +19,7 @@ FILES = [f'train/{i:02d}.jsonl.zst' for i in range(30)]
 
 
 def main():
-    parser = argument_parser(__doc__, __file__, tokenizer='gpt-neox-20b', data_files='.jsonl or .parquet')
+    parser = argument_parser(__doc__, __file__, tokenizer='EleutherAI/gpt-neox-20b', data_files='.jsonl or .parquet')
     parser.add_argument('--val_files', nargs='+', type=existing, metavar='FILE', help='the val split of --data_files')
     parser.add_argument('--num_files', type=at_least_one, default=30, help='training files to take (default: all 30)')
     args = parser.parse_args()
@@ -27,7 +27,7 @@ def main():
         parser.error('--data_files and --val_files go together')
     tokenizer = get_tokenizer(args.tokenizer)
     if args.data_files:
-        files, (source, revision) = [args.data_files, args.val_files], local_files(args.data_files, args.val_files)
+        files, (source, revision) = [args.data_files, args.val_files], local_files([*args.data_files, *args.val_files])
     else:
         files = [hub(REPOSITORY, REVISION, names) for names in (FILES[:args.num_files], ['val.jsonl.zst'])]
         source, revision = REPOSITORY, REVISION

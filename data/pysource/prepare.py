@@ -1,6 +1,6 @@
 """The source text of the Python standard library that runs this, in bytes: a corpus that needs no download.
 
-About 11 MB without the tests, more with --packages. A file goes to val.bin, one in ten, by the hash of its path in the
+About 11 MB without the tests. A file goes to val.bin, one in ten, by the hash of its path in the
 library, so no file is in both splits and a file keeps its split in every Python version. Needs numpy and tqdm only.
 
 The corpus depends on the Python version: between 3.10 and 3.13 its size differs by up to 4 %, the size of val.bin by up
@@ -9,7 +9,6 @@ to 20 %. Losses compare only between runs on the same bins; meta.json names the 
 
 import hashlib
 import platform
-import site
 import sys
 import sysconfig
 from pathlib import Path
@@ -19,12 +18,11 @@ from data.sources import argument_parser
 from data.tokenizer import get_tokenizer
 from data.writer import Batches, Corpus, write_bins
 
-PACKAGES = ('site-packages', 'dist-packages')
-LEFT_OUT = {'test', 'tests', 'idle_test', '__pycache__', *PACKAGES}
+LEFT_OUT = {'test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages'}
 
 
 def python_files(root):
-    """(path below root, path) of every .py file below `root` that is not a test or, in the library, of a package."""
+    """(path below root, path) of every .py file below `root` that is not a test or of an installed package."""
     paths = ((path.relative_to(root), path) for path in sorted(root.rglob('*.py')))
     return [(name.as_posix(), path) for name, path in paths if not LEFT_OUT & set(name.parts)]
 
@@ -43,20 +41,17 @@ def read_sources(batch):
 
 
 def main():
-    parser = argument_parser(__doc__, __file__, tokenizer='byte')
-    parser.add_argument('--packages', action='store_true', help='also the installed packages')
-    args = parser.parse_args()
+    args = argument_parser(__doc__, __file__, tokenizer='byte').parse_args()
     tokenizer = get_tokenizer(args.tokenizer)
-    roots = [sysconfig.get_path('stdlib'), *(site.getsitepackages() if args.packages else [])]
     files, seen, digest = [], set(), hashlib.sha256()
-    for name, path in (found for root in roots for found in python_files(Path(root))):
+    for name, path in python_files(Path(sysconfig.get_path('stdlib'))):
         text = path.read_bytes()
-        if is_text(text) and (content := hashlib.sha256(text).digest()) not in seen:  # packages carry copies
+        if is_text(text) and (content := hashlib.sha256(text).digest()) not in seen:
             seen.add(content)
             digest.update(name.encode() + b'\0' + text)
             number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], 'big')
             files.append(('train' if number % 10 else 'val', path))
-    source = f'Python {platform.python_version()} standard library' + ' and packages' * args.packages
+    source = f'Python {platform.python_version()} standard library'
     batches = Batches([[files[start:start + 50]] for start in range(0, len(files), 50)], read_sources, len(files))
     corpus = Corpus(source, f'sha256:{digest.hexdigest()}', 'val: one file in ten, by the hash of its path',
                     open=lambda: batches)

@@ -1,4 +1,4 @@
-"""Your own text: .txt (documents divided by <|endoftext|>), .jsonl (both also .gz or .bz2) and .parquet files.
+"""Your own text: .txt (documents divided by <|endoftext|>), .jsonl and .parquet files.
 
 A directory stands for all such files anywhere below it, in the order of their names.
 Without --val_file, val_fraction of the documents go to val.bin: every 100th at 0.01, the 3rd and 5th of every 5 at 0.4.
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import LEAST_FRACTION, argument_parser, existing, files_corpus
+from data.sources import argument_parser, existing, files_corpus
 from data.tokenizer import get_tokenizer
 from data.writer import write_bins
 
@@ -21,8 +21,8 @@ def main():
     parser.add_argument('--val_fraction', type=float, default=0.01, help='the part for val.bin (default: 0.01)')
     parser.add_argument('--text_key', default='text', help='key of the text in .jsonl and .parquet (default: text)')
     args = parser.parse_args()
-    if not LEAST_FRACTION <= args.val_fraction <= 0.5:
-        parser.error(f'--val_fraction={args.val_fraction}: must be at least {LEAST_FRACTION} and at most 0.5')
+    if not 0 < args.val_fraction <= 0.5:
+        parser.error(f'--val_fraction={args.val_fraction}: must be above 0 and at most 0.5')
     tokenizer = get_tokenizer(args.tokenizer)
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
     write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import brentq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.figures import figure, png_path, print_table, save
@@ -28,38 +29,36 @@ DELTA, EPS = 10.0, 1e-3  # L(θ0) − min L, and the loss to reach; in units of 
 
 @dataclass
 class Phi:
-    """A convex φ: R → R with φ(0) = φ'(0) = 0, φ''(0) = 1 and |d ln φ''/dz| ≤ slope."""
+    """A convex φ: R → R with φ(0) = φ'(0) = 0 and φ''(0) = 1, and the R of the assumption on the Hessian."""
     value: callable
     first: callable
     second: callable
-    slope: float
-
-    @property
-    def R(self):
-        return math.log(2) / self.slope
+    R: float
 
 
+# Where |d ln φ''/dz| is at most a slope, R is ln 2 / slope.
 FUNCTIONS = {
-    'log cosh z': Phi(lambda z: np.logaddexp(z, -z) - math.log(2), np.tanh, lambda z: np.cosh(z) ** -2.0, 2.0),
-    'cosh z - 1': Phi(lambda z: 2 * np.sinh(z / 2) ** 2, np.sinh, np.cosh, 1.0),
-    'z²/2 + z⁴/12': Phi(lambda z: z ** 2 / 2 + z ** 4 / 12, lambda z: z + z ** 3 / 3, lambda z: 1 + z ** 2, 1.0),
+    'log cosh z': Phi(lambda z: np.logaddexp(z, -z) - math.log(2), np.tanh, lambda z: np.cosh(z) ** -2.0,
+                      math.log(2) / 2),
+    'cosh z - 1': Phi(lambda z: 2 * np.sinh(z / 2) ** 2, np.sinh, np.cosh, math.log(2)),
+    'z²/2 + z⁴/12': Phi(lambda z: z ** 2 / 2 + z ** 4 / 12, lambda z: z + z ** 3 / 3, lambda z: 1 + z ** 2,
+                        math.log(2)),
 }
+QUADRATIC = Phi(lambda z: z ** 2 / 2, lambda z: z, np.ones_like, 1.0)  # with any R
 
 
 class Problem:
-    """L(θ) = Σ σ_i φ((U(θ − θ*))_i). `sigma`: (d,); U and θ* are random."""
+    """L(θ) = Σ σ_i φ((U(θ − θ*))_i), whose minimum is 0. sigma: (d,); U and θ* are random, I and 0 without `rng`."""
 
-    def __init__(self, phi, sigma, rng):
-        self.phi, self.sigma = phi, np.asarray(sigma, dtype=float)
-        d = len(self.sigma)
-        self.U, _ = np.linalg.qr(rng.standard_normal((d, d)))
-        self.minimizer = rng.standard_normal(d)
+    def __init__(self, phi, sigma, rng=None):
+        self.phi, self.sigma, d = phi, np.asarray(sigma, dtype=float), len(sigma)
+        self.U = np.linalg.qr(rng.standard_normal((d, d)))[0] if rng else np.eye(d)
+        self.minimizer = rng.standard_normal(d) if rng else np.zeros(d)
 
     def z(self, theta):
         return self.U @ (theta - self.minimizer)
 
     def loss(self, theta):
-        """L(θ); its minimum is 0."""
         return float(self.sigma @ self.phi.value(self.z(theta)))
 
     def gradient(self, theta):
@@ -70,25 +69,20 @@ class Problem:
 
     def start(self, delta, rng):
         """A θ with L(θ) = delta, equally shared by the coordinates z_i, their signs random."""
-        share, low, high = delta / len(self.sigma) / self.sigma, np.zeros_like(self.sigma), np.ones_like(self.sigma)
-        while (self.phi.value(high) < share).any():
-            high = np.where(self.phi.value(high) < share, 2 * high, high)
-        for _ in range(200):
-            middle = (low + high) / 2
-            below = self.phi.value(middle) < share
-            low, high = np.where(below, middle, low), np.where(below, high, middle)
-        return self.minimizer + self.U.T @ (high * rng.choice([-1.0, 1.0], len(high)))
+        z = [brentq(lambda z, share: self.phi.value(z) - share, 0, 100, args=share)
+             for share in delta / len(self.sigma) / self.sigma]
+        return self.minimizer + self.U.T @ (z * rng.choice([-1.0, 1.0], len(z)))
 
 
-def clipped_newton(gradient, hessian, loss, theta, rho, eps, eta=0.5, max_steps=10 ** 6):
-    """Steps until loss(θ) ≤ eps under θ ← θ − η Vᵀ clip(V H⁻¹ ∇L, ρ), V the eigenvectors of the Hessian H."""
-    for t in range(max_steps):
-        if loss(theta) <= eps:
-            return t
-        eigenvalues, eigenvectors = np.linalg.eigh(hessian(theta))
-        newton = (eigenvectors.T @ gradient(theta)) / eigenvalues
+def clipped_newton(problem, theta, eps, eta=0.5):
+    """Steps until L(θ) ≤ eps under θ ← θ − η Vᵀ clip(V H⁻¹ ∇L, ρ), V the eigenvectors of the Hessian H."""
+    rho, steps = problem.phi.R / (2 * math.sqrt(len(theta))), 0
+    while problem.loss(theta) > eps:
+        eigenvalues, eigenvectors = np.linalg.eigh(problem.hessian(theta))
+        newton = (eigenvectors.T @ problem.gradient(theta)) / eigenvalues
         theta = theta - eta * eigenvectors @ np.clip(newton, -rho, rho)
-    raise RuntimeError(f'loss {loss(theta)} after {max_steps} steps')
+        steps += 1
+    return steps
 
 
 def theorem_bound(d, delta, mu, R, eps):
@@ -110,50 +104,42 @@ def signgd_steps(mu, beta, delta, eps, candidates=200):
     from both starts of the proof, (0, √(2Δ/β)) and (√(2Δ/μ), 0). sign(0) counts as 1: else a step could end there."""
     # Beyond √(8ε/β) two losses in a row cannot be ≤ ε; far below, the flat direction takes longer than it need.
     eta = np.geomspace(0.05, 1.0, candidates) * math.sqrt(8 * eps / beta)
-    curvature = np.array([mu, beta])
+    curvature = np.array([mu, beta])[:, None]
     theta = np.zeros((2, 2, candidates))  # start, coordinate, learning rate
     theta[0, 1], theta[1, 0] = math.sqrt(2 * delta / beta), math.sqrt(2 * delta / mu)
-    below = np.zeros((2, candidates), dtype=bool)
-    reached = np.full((2, candidates), np.inf)
-    for t in range(int(40 * signgd_bound(mu, beta, delta, eps)) + 100):
-        now = (curvature[:, None] / 2 * theta ** 2).sum(1) <= eps
-        reached = np.where(np.isinf(reached) & now & below, t, reached)
-        best = reached.max(0)
-        if np.isfinite(best).any():
-            return int(best.min()), float(eta[best.argmin()])
-        below, theta = now, theta - eta * np.where(theta >= 0, 1.0, -1.0)
-    raise RuntimeError('no learning rate reached the loss')
+    below = reached = np.zeros((2, candidates), dtype=bool)
+    t = 0
+    while not reached.all(0).any():
+        theta = theta - eta * np.where(theta >= 0, 1.0, -1.0)
+        before, below = below, (curvature / 2 * theta ** 2).sum(1) <= eps
+        reached = reached | (before & below)
+        t += 1
+    return t, float(eta[reached.all(0).argmax()])
 
 
-def convex_rows(max_condition, rng):
+def convex_rows(conditions, rng):
     """Steps of clipped Newton on each of FUNCTIONS, by condition number."""
     rows = []
     for name, phi in FUNCTIONS.items():
-        for power in range(int(math.log10(max_condition)) + 1):
-            problem = Problem(phi, np.logspace(0, power, D), rng)
-            theta = problem.start(DELTA, rng)
-            steps = clipped_newton(problem.gradient, problem.hessian, problem.loss, theta, phi.R / (2 * math.sqrt(D)),
-                                   EPS)
-            rows.append({'method': 'clipped Newton', 'function': name, 'condition': 10 ** power, 'steps': steps,
+        for condition in conditions:
+            problem = Problem(phi, np.geomspace(1, condition, D), rng)
+            rows.append({'method': 'clipped Newton', 'function': name, 'condition': condition,
+                         'steps': clipped_newton(problem, problem.start(DELTA, rng), EPS),
                          'bound': theorem_bound(D, DELTA, 1.0, phi.R, EPS)})
     return rows
 
 
-def quadratic_rows(max_condition):
+def quadratic_rows(conditions):
     """Steps of SignGD and clipped Newton on the quadratic with d = 2, by condition number; the worse of both starts."""
     rows = []
-    for power in range(int(math.log10(max_condition)) + 1):
-        beta = 10.0 ** power
+    for beta in conditions:
         steps, lr = signgd_steps(1.0, beta, DELTA, EPS)
-        rows.append({'method': 'SignGD', 'function': 'quadratic', 'condition': 10 ** power, 'steps': steps,
+        rows.append({'method': 'SignGD', 'function': 'quadratic', 'condition': beta, 'steps': steps,
                      'bound': signgd_bound(1.0, beta, DELTA, EPS), 'learning rate': lr})
-        curvature = np.array([1.0, beta])
-        # A quadratic satisfies the assumption with any R; R = 1 here.
-        quadratic = (lambda theta, c=curvature: c * theta, lambda theta, c=curvature: np.diag(c),
-                     lambda theta, c=curvature: c @ theta ** 2 / 2)
-        starts = np.diag(np.sqrt(2 * DELTA / curvature))
-        steps = max(clipped_newton(*quadratic, theta, 1 / (2 * math.sqrt(2)), EPS) for theta in starts)
-        rows.append({'method': 'clipped Newton', 'function': 'quadratic', 'condition': 10 ** power, 'steps': steps,
+        problem = Problem(QUADRATIC, [1.0, beta])
+        starts = np.diag(np.sqrt(2 * DELTA / problem.sigma))
+        rows.append({'method': 'clipped Newton', 'function': 'quadratic', 'condition': beta,
+                     'steps': max(clipped_newton(problem, theta, EPS) for theta in starts),
                      'bound': theorem_bound(2, DELTA, 1.0, 1.0, EPS)})
     return rows
 
@@ -164,25 +150,23 @@ def main(argv=None):
     parser.add_argument('--output', default='clipped_newton.png', help='PNG; .csv beside it')
     args = parser.parse_args(argv)
     png_path(args.output)
-    if args.max_condition < 1:
-        parser.error('--max_condition: at least 1')
-    rows = convex_rows(args.max_condition, np.random.default_rng(0)) + quadratic_rows(args.max_condition)
+    conditions = [10 ** power for power in range(int(math.log10(args.max_condition)) + 1)]
+    rows = convex_rows(conditions, np.random.default_rng(0)) + quadratic_rows(conditions)
     print_table(rows)
 
-    def draw(ax, label, bound, color, **where):
+    def draw(ax, label, color, bound='', **where):
         mine = [row for row in rows if where.items() <= row.items()]
-        conditions = [row['condition'] for row in mine]
         ax.plot(conditions, [row['steps'] for row in mine], 'o-', color=color, label=label)
         if bound:
-            ax.plot(conditions, [row['bound'] for row in mine], '--', color=color, label=bound)
+            ax.plot(conditions, [row['bound'] for row in mine], '--', color=color, label=f'{label}: {bound}')
 
     fig, (left, right) = figure(2, width=5.5, height=4.2)
     for i, name in enumerate(FUNCTIONS):
-        draw(left, name, f'{name}: upper bound', f'C{i}', function=name)
-    draw(right, 'SignGD, best learning rate', 'SignGD: lower bound', 'C3', function='quadratic', method='SignGD')
-    draw(right, 'clipped Newton', '', 'C0', function='quadratic', method='clipped Newton')
+        draw(left, name, f'C{i}', 'upper bound', function=name)
+    draw(right, 'SignGD', 'C3', 'lower bound', function='quadratic', method='SignGD')
+    draw(right, 'clipped Newton', 'C0', function='quadratic', method='clipped Newton')
     for ax, title in ((left, "Clipped Newton's steps do not depend on\nthe condition number"),
-                      (right, "SignGD's steps grow with its square root")):
+                      (right, "SignGD's steps grow with its square root,\neven at the best learning rate")):
         ax.set(xscale='log', yscale='log', xlabel='condition number', ylabel=f'steps to loss {EPS:g} μ', title=title)
         ax.legend(fontsize=7, loc='upper center', bbox_to_anchor=(0.5, -0.18), ncols=2, frameon=False)
     save(args.output, fig, rows)

@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train
-from analysis.figures import optimizer_label, print_table, writable, write_csv
+from analysis.figures import optimizer_label, print_table, write_csv
 from analysis.runs import estimates_per_iteration, flops_per_iteration, read_run
 from model import GPT, GPTConfig
 
@@ -53,8 +53,6 @@ def main(argv=None):
     parser.add_argument('sources', nargs='+', metavar='OUT_DIR_OR_CONFIG')
     parser.add_argument('--output', metavar='FILE.csv', help='also write the table as CSV')
     args = parser.parse_args(argv)
-    if args.output:
-        writable(args.output)
     rows, adamw = [], {}
     for source in args.sources:
         run = read_run(source) if Path(source).is_dir() else None

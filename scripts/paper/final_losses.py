@@ -23,52 +23,46 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, finished_runs
-from analysis.figures import (
-    SETTING_NAMES,
-    SHORT,
-    figure,
-    legend,
-    optimizer_label,
-    plain,
-    png_path,
-    print_table,
-    save,
-    styles,
-)
+from analysis.figures import SETTING_NAMES, figure, legend, optimizer_label, plain, png_path, print_table, save, styles
 from analysis.runs import by_seed, mean_loss
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
-     'learning_rate': 'peak learning rate', 'tokens': 'training tokens'}
+     'learning_rate': 'peak learning rate'}
 
 
 def x_value(run, x):
     """The run's place on the x-axis."""
     if x == 'flops':
         return run.max_iters * run.flops_per_iteration()
-    if x == 'tokens':
-        return run.max_iters * run.total_batch_size * run.block_size
     return run.about['parameters'] if x == 'parameters' else run.config[x]
 
 
 def line_of(run, by):
     """The name of the line of a run; a setting of 0 is one that its optimizer does not have."""
-    return ', '.join(run.optimizer_label if key == 'optimizer_name' else f'{SHORT.get(key, key)} {run.config[key]}'
-                     for key in by if run.config[key] != 0)
+    return ', '.join(run.optimizer_label if key == 'optimizer_name' else
+                     f'{SETTING_NAMES.get(key, key)} {run.config[key]}' for key in by if run.config[key] != 0)
 
 
 def best_groups(runs, place):
     """{place: row} of the groups of seeds with the lowest mean loss, sorted by place, a function of a run."""
-    best = {}
+    groups = {}
     for group in by_seed(runs):
-        at, (loss, sd), tried = place(group[0]), mean_loss(group), 0
-        if at in best:
-            tried = best[at]['tried']
-        if at not in best or loss < best[at]['val/loss']:
-            best[at] = {'val/loss': loss, 'sd': sd, 'seeds': len(group), 'learning_rate': group[0].learning_rate,
-                        'max_iters': group[0].max_iters, 'run': str(group[0].out_dir),
-                        'optimizer': group[0].optimizer_name}
-        best[at]['tried'] = tried + 1
-    return dict(sorted(best.items()))
+        groups.setdefault(place(group[0]), []).append((*mean_loss(group), group))
+    rows = {}
+    for at, found in sorted(groups.items()):
+        loss, sd, group = min(found, key=lambda entry: entry[0])
+        run = group[0]
+        rows[at] = {'val/loss': loss, 'sd': sd, 'seeds': len(group), 'learning_rate': run.learning_rate,
+                    'max_iters': run.max_iters, 'run': str(run.out_dir), 'optimizer': run.optimizer_name,
+                    'tried': len(found)}
+    return rows
+
+
+def title_of(rows):
+    """The title of a figure of final losses."""
+    Ts = {row['max_iters'] for row in rows}
+    return ('Final loss' + (f' after {Ts.pop():,} steps' if len(Ts) == 1 else '')
+            + (', best settings tried' if any(row['tried'] > 1 for row in rows) else ''))
 
 
 def draw_lines(runs, x, by):
@@ -79,14 +73,13 @@ def draw_lines(runs, x, by):
     if len(lines) == len(rows) > 2:  # a point each: the names on an axis say more than colors
         fig, (ax,) = figure(width=6.5, height=1.2 + 0.28 * len(rows))
         ordered = sorted(rows, key=lambda row: -row['val/loss'])
-        ax.errorbar([row['val/loss'] for row in ordered], range(len(ordered)), xerr=[row['sd'] or 0 for row in ordered],
-                    fmt='o', capsize=3)
-        for i, row in enumerate(ordered):
-            ax.annotate(f'{row["val/loss"]:.3f}', (row['val/loss'], i), (8, 0), textcoords='offset points',
-                        va='center', fontsize=8)
-        ax.set_yticks(range(len(ordered)), [plain(row['line']) for row in ordered])
+        ax.errorbar([row['val/loss'] for row in ordered], [plain(row['line']) for row in ordered],
+                    xerr=[row['sd'] or 0 for row in ordered], fmt='o', capsize=3)
+        for row in ordered:
+            ax.annotate(f'{row["val/loss"]:.3f}', (row['val/loss'], plain(row['line'])), (8, 0),
+                        textcoords='offset points', va='center', fontsize=8)
         ax.margins(x=0.12)
-        ax.set(xlabel='final validation loss', title='Best of the settings tried')
+        ax.set(xlabel='final validation loss', title=title_of(rows))
         return fig, rows
     fig, (ax,) = figure(width=6.5)
     optimizers = [next(row['optimizer'] for row in rows if row['line'] == line) for line in lines]
@@ -94,10 +87,11 @@ def draw_lines(runs, x, by):
         mine = [row for row in rows if row['line'] == line]
         ax.errorbar([row[x] for row in mine], [row['val/loss'] for row in mine], [row['sd'] or 0 for row in mine],
                     label=plain(line), marker='o', capsize=3, markersize=4, **style)
-    ax.set(xscale='log', xlabel=X[x], ylabel='final validation loss', title='Best of the settings tried')
-    if len(xs := sorted({row[x] for row in rows})) <= 8:  # ticks where the runs are
+    ax.set(xscale='log', xlabel=X[x], ylabel='final validation loss', title=title_of(rows))
+    if len(xs := sorted({row[x] for row in rows})) <= 16:  # ticks where the runs are, one of those that nearly coincide
         kept = [value for i, value in enumerate(xs) if not i or value > 1.05 * xs[i - 1]]
-        ax.set_xticks(kept, [f'{value:,}' if value == int(value) and value < 1e6 else f'{value:.3g}' for value in kept])
+        ax.set_xticks(kept, [f'{value:,}' if 1 <= value < 1e6 else f'{value:.3g}' for value in kept])
+        ax.tick_params(axis='x', labelrotation=45 * (len(kept) > 8))
         ax.minorticks_off()
     legend(fig, ax)
     return fig, rows
@@ -138,7 +132,7 @@ def draw_grid(runs, keys, minus):
     ax.set_yticks(range(len(ys)), [f'{y:g}' for y in ys])
     label = optimizer_label(names[0])
     ax.set(xlabel=SETTING_NAMES.get(keys[1], keys[1]), ylabel=SETTING_NAMES.get(keys[0], keys[0]),
-           title=f'{label} minus {optimizer_label(minus)}' if minus else label)
+           title=f'{label} minus {optimizer_label(minus)} (blue: ahead)' if minus else f'{label}: {title_of(rows)}')
     fig.colorbar(image, label='final validation loss' + (', difference' if minus else ''))
     return fig, rows
 

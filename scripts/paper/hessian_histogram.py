@@ -21,6 +21,7 @@ from data.loader import Mixture, TrainLoader
 from sophia import gauss_newton_bartlett, hutchinson
 
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
+SEED = 1337
 
 
 def mean_diagonal(model, batches, estimator):
@@ -45,7 +46,6 @@ def main(argv=None):
     parser.add_argument('--batch_size', type=int, default=8, help='sequences per sample (default: 8)')
     parser.add_argument('--dataset', help="default: the checkpoint's")
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--seed', type=int, default=1337)
     parser.add_argument('--output', default='hessian_histogram.png', help='PNG; .csv and .json beside it')
     args = parser.parse_args(argv)
     png_path(args.output)
@@ -53,8 +53,8 @@ def main(argv=None):
         parser.error('--samples and --batch_size must be at least 1')
     loaded = load(args.checkpoint, args.device)
     data = Mixture(open_bins(loaded, args.dataset, 'train'))
-    torch.manual_seed(args.seed)
-    loader = TrainLoader(data, args.seed, args.batch_size, loaded.model.config.block_size, 0, 1, args.device)
+    torch.manual_seed(SEED)
+    loader = TrainLoader(data, SEED, args.batch_size, loaded.model.config.block_size, 0, 1, args.device)
     batches = [next(loader) for _ in range(args.samples)]
     loader.close()
     diagonal = mean_diagonal(loaded.model, batches, args.estimator).cpu().numpy()

@@ -31,14 +31,15 @@ def end_and_lowest(run):
 
 
 def judge(trial, lowest_before, margin):
-    """(stable, final loss, why not) of a run that has ended; `lowest_before`: over the runs at lower learning rates."""
+    """(final loss, lowest loss, why the run is not stable or '') of a run that has ended; `lowest_before`: over the
+    runs at lower learning rates."""
     if trial.failure:
-        return False, None, trial.failure
+        return None, None, trial.failure
     if not trial.finished:
         raise SystemExit(f'{trial.out_dir}: failed: {trial.last_line}')
     end, lowest = end_and_lowest(trial.run)
     above = end - min(lowest, lowest_before)
-    return above <= margin, end, '' if above <= margin else f'ends {above:.2f} above the lowest loss'
+    return end, lowest, '' if above <= margin else f'ends {above:.2f} above the lowest loss'
 
 
 def main(argv=None):
@@ -63,15 +64,14 @@ def main(argv=None):
             for trial in trials_of(dict(base=args.base, runs=[entry]), args.out_dir):
                 trial.check()
                 train_all([trial], launcher=args.launcher)
-                stable, loss, why = judge(trial, lowest, args.margin)
+                loss, low, why = judge(trial, lowest, args.margin)
                 lr = float(trial.settings['learning_rate'])
-                rows.append(dict(optimizer=name, attention_scaling=scaled, learning_rate=lr, stable=stable,
+                rows.append(dict(optimizer=name, attention_scaling=scaled, learning_rate=lr, stable=not why,
                                  final_train_loss=loss, why=why))
-                print(f'{name}, attention scaling {scaled}, {lr:g}: {"stable" if stable else "blows up: " + why}'
-                      + (f', training loss {loss:.3f}' if loss else ''), flush=True)
-                if not stable:
+                print(f'{name}, attention scaling {scaled}, {lr:g}: {why or "stable"}', flush=True)
+                if why:
                     break
-                lowest, best = min(lowest, end_and_lowest(trial.run)[1]), lr
+                lowest, best = min(lowest, low), lr
             largest.append(dict(optimizer=name, attention_scaling=scaled, largest_stable=best,
                                 all_stable=best == max(args.learning_rates)))
     print_table(largest)

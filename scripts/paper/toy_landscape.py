@@ -3,7 +3,7 @@
   python scripts/paper/toy_landscape.py --output out/toy.png
 
 L(θ1, θ2) = L1(θ1) + L2(θ2) with the functions of the paper's footnote: L1(x) = 8 (x − 1)² (1.3 x² + 2 x + 1), sharp
-and not convex, and L2(y) = ½ (y − 4)², flat. The paper names no start and no learning rates; the defaults are ours.
+and not convex, and L2(y) = ½ (y − 4)², flat. The paper names no start and no learning rates; these are ours.
 """
 
 import argparse
@@ -17,9 +17,10 @@ from analysis.figures import figure, legend, png_path, print_table, save
 
 MINIMUM = np.array([1.0, 4.0])
 
-# GD's is bounded by the sharp direction: it is stable at the minimum below 2 / L1''(1) = 0.029.
+# GD's learning rate is bounded by the sharp direction: it is stable at the minimum below 2 / L1''(1) = 0.029.
 LEARNING_RATES = {'GD': 0.01, 'SignGD': 0.3, 'Adam': 0.3, 'Newton': 1.0, 'Sophia': 1.0}
 RHO = 0.6  # Sophia's clipping threshold
+START, STEPS = (0.2, 0.0), 50  # at 0.2 L1 curves downwards
 
 
 def loss(theta):
@@ -40,51 +41,36 @@ def hessian_diagonal(theta):
     return np.array([8 * (15.6 * x ** 2 - 3.6 * x - 3.4), 1.0])
 
 
-def updates(eps=1e-12, beta1=0.9, beta2=0.999):
-    """The update rules by name: each maps (t from 1, θ, its own state dict) → step to subtract."""
-    def gd(t, theta, state):
-        return LEARNING_RATES['GD'] * gradient(theta)
-
-    def signgd(t, theta, state):
-        return LEARNING_RATES['SignGD'] * np.sign(gradient(theta))
-
-    def adam(t, theta, state):
-        g = gradient(theta)
-        state['m'] = beta1 * state.get('m', 0) + (1 - beta1) * g
-        state['v'] = beta2 * state.get('v', 0) + (1 - beta2) * g ** 2
-        m_hat, v_hat = state['m'] / (1 - beta1 ** t), state['v'] / (1 - beta2 ** t)
-        return LEARNING_RATES['Adam'] * m_hat / (np.sqrt(v_hat) + 1e-8)
-
-    def newton(t, theta, state):
-        return LEARNING_RATES['Newton'] * gradient(theta) / hessian_diagonal(theta)
-
-    def sophia(t, theta, state):
-        ratio = gradient(theta) / np.maximum(hessian_diagonal(theta), eps)
-        return LEARNING_RATES['Sophia'] * np.clip(ratio, -RHO, RHO)
-
-    return {'GD': gd, 'SignGD': signgd, 'Adam': adam, 'Newton': newton, 'Sophia': sophia}
+def update(name, t, theta, state, eps=1e-12, beta1=0.9, beta2=0.999):
+    """The step, for a learning rate of 1, that the method takes at θ in its iteration t from 1; `state` is Adam's."""
+    g, h = gradient(theta), hessian_diagonal(theta)
+    if name == 'GD':
+        return g
+    if name == 'SignGD':
+        return np.sign(g)
+    if name == 'Newton':
+        return g / h
+    if name == 'Sophia':
+        return np.clip(g / np.maximum(h, eps), -RHO, RHO)
+    state['m'] = beta1 * state.get('m', 0) + (1 - beta1) * g
+    state['v'] = beta2 * state.get('v', 0) + (1 - beta2) * g ** 2
+    return state['m'] / (1 - beta1 ** t) / (np.sqrt(state['v'] / (1 - beta2 ** t)) + 1e-8)
 
 
-def trajectories(start, steps):
-    """{name: θ_0 … θ_steps, an array (steps + 1, 2)}."""
-    paths = {}
-    for name, update in updates().items():
-        path, state = [np.array(start, dtype=float)], {}
-        for t in range(1, steps + 1):
-            path.append(path[-1] - update(t, path[-1], state))
-        paths[name] = np.array(path)
-    return paths
+def trajectory(name):
+    """θ_0 … θ_STEPS, an array (STEPS + 1, 2)."""
+    path, state = [np.array(START)], {}
+    for t in range(1, STEPS + 1):
+        path.append(path[-1] - LEARNING_RATES[name] * update(name, t, path[-1], state))
+    return np.array(path)
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--start', nargs=2, type=float, default=[0.2, 0.0], metavar=('X', 'Y'),
-                        help='default: 0.2 0, where L1 curves downwards')
-    parser.add_argument('--steps', type=int, default=50)
     parser.add_argument('--output', default='toy_landscape.png', help='PNG; .csv and .json beside it')
     args = parser.parse_args(argv)
     png_path(args.output)
-    paths = trajectories(args.start, args.steps)
+    paths = {name: trajectory(name) for name in LEARNING_RATES}
 
     rows, summary, arrival = [], [], {}
     for name, path in paths.items():
@@ -104,14 +90,14 @@ def main(argv=None):
     ax.contour(x, y, z, levels=[0.1, 0.5, 1, 2, 4, 6, 8, 10, 13, 16, 20, 30, 50, 90], colors='0.8', linewidths=0.7)
     for (name, path), color in zip(paths.items(), ('tab:brown', 'gold', 'tab:red', 'tab:blue', 'black')):
         said = f'there after {arrival[name]} steps' if arrival[name] else (
-            'at the saddle' if name == 'Newton' else f'not there after {args.steps}')
+            'at the saddle' if name == 'Newton' else f'not there after {STEPS}')
         ax.plot(path[:, 0], path[:, 1], 'o-', color=color, markersize=3, linewidth=1.2, label=f'{name}: {said}')
     for t, (x, y) in enumerate(paths['Sophia'][:(arrival['Sophia'] or 0) + 1]):
         ax.annotate(str(t), (x, y), (5, -3), textcoords='offset points', fontsize=8)
     ax.plot(*MINIMUM, '*', color='tab:green', markersize=14, label='minimum')
     ax.set(xlabel=r'$\theta_{[1]}$ (sharp)', ylabel=r'$\theta_{[2]}$ (flat)', xlim=(-1.1, 1.5), ylim=(-0.6, top))
     legend(fig, ax)
-    save(args.output, fig, rows, summary=summary, start=args.start, rho=RHO)
+    save(args.output, fig, rows, summary=summary, start=START, rho=RHO)
 
 
 if __name__ == '__main__':

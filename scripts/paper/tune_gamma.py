@@ -20,6 +20,7 @@ from optimizers import peak_learning_rate, row
 from train import resolve
 
 LOW, HIGH = 0.1, 0.5
+MOST = 8  # runs
 
 
 def say(text):
@@ -56,6 +57,8 @@ def unclipped(gamma, base, out_dir, launcher):
     for path in trial.out_dir.glob('*.pt'):
         path.unlink()  # only the metrics are of use
     fractions = trial.run.series('update_unclipped')[1]
+    if not fractions:
+        raise SystemExit(f'{trial.out_dir}: its optimizer does not clip, so this rule says nothing about its γ')
     return statistics.mean(fractions[-max(1, len(fractions) // 4):])
 
 
@@ -64,7 +67,6 @@ def main(argv=None):
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
     parser.add_argument('--out_dir', required=True, type=Path, help='a directory per run is made in it')
     parser.add_argument('--iters', type=int, default=1000, help='iterations of a run (default: 1000)')
-    parser.add_argument('--most', type=int, default=8, help='runs before giving up (default: 8)')
     parser.add_argument('--adamw_lr', type=float, help="peak learning rate of AdamW (default: Table 3's)")
     parser.add_argument('--lion_lr', type=float, help="peak learning rate of Lion (default: Table 3's, if it has one)")
     add_launcher(parser)
@@ -91,7 +93,7 @@ def main(argv=None):
         if LOW <= tried[gamma] <= HIGH:
             break
         gamma = gamma / 2 if tried[gamma] > HIGH else gamma * 2
-        if gamma in tried or len(tried) == args.most:
+        if gamma in tried or len(tried) == MOST:
             raise SystemExit(f'no γ among {", ".join(f"{g:g}" for g in sorted(tried))} leaves 10 to 50 % unclipped; '
                              'start elsewhere with --gamma=…, or give more --iters')
     print(f'optimizer_name = {name!r}')
