@@ -128,7 +128,6 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize('argv, message', [
-    (['--optimizer_name=adam'], '--optimizer_name=adam: unknown optimizer; did you mean adamw?'),
     (['--optimizer_name=adamw', '--gamma=0.1'], '--gamma has no effect with adamw; leave it out'),
     (['--optimizer_name=sophiag', '--hessian_interval=0'], '--hessian_interval=0: must be above 0 for sophiag'),
     (['--optimizer_name=sophiah', '--parallel=fsdp'],
