@@ -112,7 +112,8 @@ def code_hash():
     """A hash of this repository's Python files that are loaded, whether git tracks them or not, and of all of runtime/,
     some of which is loaded late: runs with different hashes were not computed by the same code."""
     root = Path(__file__).resolve().parents[1]
-    loaded = [Path(getattr(module, '__file__', None) or '') for module in list(sys.modules.values())]
+    # Resolved, because the repository may have been reached by a symbolic link.
+    loaded = [Path(getattr(module, '__file__', None) or '').resolve() for module in list(sys.modules.values())]
     ours = {path for path in loaded if root in path.parents and path.is_file()
             and not {'site-packages', 'tests'} & set(path.parts)} | set((root / 'runtime').glob('*.py'))
     digest = hashlib.sha256()

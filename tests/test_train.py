@@ -136,7 +136,12 @@ def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(
     monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(ROOT / 'scripts/plot.py')))
     main(tmp_path, '--max_iters=3', '--init_from=resume')
     assert capsys.readouterr().out.count('changed: the code is not the one that saved the checkpoint\n') == 1
-    assert json.loads((tmp_path / 'config.json').read_text())['code'] != described['code']
+    more = json.loads((tmp_path / 'config.json').read_text())['code']
+    assert more != described['code']
+    (tmp_path / 'link').symlink_to(ROOT)  # the same file, reached by a link
+    monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(tmp_path / 'link/scripts/plot.py')))
+    main(tmp_path, '--max_iters=4', '--init_from=resume')
+    assert json.loads((tmp_path / 'config.json').read_text())['code'] == more
 
 
 def test_a_mixture_of_experts_that_leaves_out_an_expert_on_one_rank_is_one_line(train, tmp_path):
