@@ -75,10 +75,11 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
 
 
 def check_plain(values, name):
-    """SystemExit unless JSON can hold the dict `values`."""
+    """SystemExit unless the dict `values` comes back from JSON as it is; a NumPy number, which is a float, does not."""
     for key, value in values.items():
         try:
-            json.dumps(value)
+            if type(json.loads(json.dumps(value))) is not type(value):
+                raise TypeError
         except TypeError:
             raise SystemExit(f'{name}.{key}: a checkpoint cannot hold a {type(value).__name__} there; keep plain '
                              'numbers, and tensors in a buffer of the model') from None

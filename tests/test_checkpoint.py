@@ -108,11 +108,25 @@ class Forgetful(Toy):
         pass
 
 
-def test_a_state_that_would_not_come_back_is_found_after_the_first_step():
-    model, optimizer = made(Forgetful)
+class Drifting(Toy):
+    """Changes an argument of its constructor, which a resumed run builds anew."""
+
+    def __init__(self, params, lr, theta=1.0):
+        super().__init__(params, lr)
+        self.param_groups[0]['theta'] = theta
+
+    def step(self):
+        super().step()
+        self.param_groups[0]['theta'] *= 1.1
+
+
+@pytest.mark.parametrize('build, lost', [(Forgetful, 'state.state.0.numpy is missing'),
+                                         (Drifting, 'state.param_groups.0.theta differs')])
+def test_a_state_that_would_not_come_back_is_found_after_the_first_step(build, lost):
+    model, optimizer = made(build)
     trained(model, optimizer, range(1))
-    words = 'Forgetful: a checkpoint would not bring back its state (state.state.0.numpy is missing)'
-    assert words in rejection(checkpoint.check_round_trip, WORLD, optimizer, made(Forgetful)[1])
+    words = f'{build.__name__}: a checkpoint would not bring back its state ({lost})'
+    assert words in rejection(checkpoint.check_round_trip, WORLD, optimizer, made(build)[1])
 
 
 def test_what_the_command_line_sets_is_not_restored(tmp_path):
@@ -129,8 +143,9 @@ def test_what_the_command_line_sets_is_not_restored(tmp_path):
 def test_what_no_checkpoint_can_hold_is_rejected_before_anything_is_written(tmp_path):
     model, optimizer = made('toy')
     trained(model, optimizer, range(1))
-    words = 'TrainState.ema: a checkpoint cannot hold a Tensor there'
-    assert words in rejection(saved, tmp_path, model, optimizer, 1, dict(iter=1, ema=torch.ones(2)))
+    for ema, kind in (torch.ones(2), 'Tensor'), (np.float64(0.5), 'float64'):
+        words = f'TrainState.ema: a checkpoint cannot hold a {kind} there'
+        assert words in rejection(saved, tmp_path, model, optimizer, 1, dict(iter=1, ema=ema))
     optimizer.state[model[2].weight]['history'] = {1, 2}
     words = 'Toy: its state cannot be saved (optimizer.state.2.history is of type set)'
     assert words in rejection(saved, tmp_path, model, optimizer, 1)
