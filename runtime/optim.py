@@ -140,10 +140,12 @@ def parse_arguments(text, path, taken):
         raise SystemExit(f'{flag}: write NAME=VALUE, NAME=VALUE, … with Python literals') from None
     known = [name for name, parameter in inspect.signature(library_class(path)).parameters.items()
              if name != 'params' and parameter.kind != parameter.VAR_KEYWORD]
-    settings = dict(lr='--learning_rate', betas='--beta1 and --beta2', momentum='--beta1')
+    settings = dict(lr='--learning_rate', betas='--beta1 and --beta2', momentum='--beta1', eps='--eps',
+                    weight_decay='--weight_decay')
     for name in found:
         if name == 'lr' or name in taken:
-            raise SystemExit(f'{flag}: set {name} with {settings.get(name, f"--{name}")}')
+            how = f'set {name} with {settings[name]}' if name in settings else f'{name} is fixed for {path}'
+            raise SystemExit(f'{flag}: {how}')
         if name not in known:
             raise SystemExit(f'{flag}: {path} has no argument {name}; choose from {", ".join(known)}')
     return found

@@ -290,6 +290,7 @@ def test_a_run_announces_the_settings_of_its_optimizer_only():
     (['torch:NAdam', '--optimizer_args=weight_decay=0.1'], 'set weight_decay with --weight_decay'),
     (['torch:NAdam', '--optimizer_args=betas=(0.9, 0.99, 0.999)'], 'set betas with --beta1 and --beta2'),
     (['muon', '--optimizer_args=momentum=0.9'], 'set momentum with --beta1'),
+    (['muon', '--optimizer_args=adjust_lr_fn=None'], 'adjust_lr_fn is fixed for torch:Muon'),
     (['sophiag', '--optimizer_args=foreach=True'], '--optimizer_args has no effect with sophiag'),
     (['torch:Rprop', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for torch:Rprop'),
     (['sophiah', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for sophiah'),
