@@ -104,7 +104,7 @@ def start_wandb(path, values):
     if run.resumed and path.is_file():
         received = run.summary.get('iter', -1)
         for entry in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
-            if entry['iter'] > received:
+            if entry['iter'] >= received:  # an iteration may have two lines, of which one was received
                 run.log(entry)
     return run
 

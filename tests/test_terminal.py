@@ -93,7 +93,7 @@ def init(**arguments):
 class Run:
     def __init__(self, id):
         self.id, self.resumed = id or 'abc123', id is not None
-        # The server has received everything up to iteration 2 when the process is killed.
+        # The server has received a line of iteration 2 when the process is killed.
         self.summary = dict(iter=2) if self.resumed else {}
 
     def define_metric(self, name, step_metric=None):
@@ -122,7 +122,7 @@ def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_a_kill_has_l
     assert ['define', '*', 'iter'] in calls[:5] and calls[-1] == ['finish']
     logged = [call[1] for call in calls[calls.index(second):] if call[0] == 'log']
     ours = [json.loads(line) for line in (out / 'metrics.jsonl').read_text().splitlines()]
-    assert logged == [entry for entry in ours if entry['iter'] > 2]
+    assert logged == [entry for entry in ours if entry['iter'] >= 2]
     assert (out / 'wandb_id.txt').read_text() == 'abc123\n'
     done = train(tmp_path / 'new', '--wandb_log=True', faults=path + """
 import wandb
