@@ -121,10 +121,10 @@ def test_the_table_of_the_scaling_page(capsys):
 def test_the_table_of_the_troubleshooting_page():
     page = (ROOT / 'docs/troubleshooting.md').read_text(encoding='utf-8')
     for size in ('30M', '125M', '355M', '770M', '1.5B'):
-        c, shapes = zip(*(settings(f'--model_size={size}', f'--optimizer_name={name}', '--dtype=bfloat16',
-                                   f'--block_size={2048 if size == "1.5B" else 1024}') for name in ('adamw', 'sophiag')))
-        cells = [', '.join(str(plan.largest_micro_batch(one, shape, 1, 0.9e9 * memory_gb) or '–')
-                           for one, shape in zip(c, shapes)) for memory_gb in (24, 40, 80, 141)]
+        both = [settings(f'--model_size={size}', f'--optimizer_name={name}', '--dtype=bfloat16',
+                         f'--block_size={2048 if size == "1.5B" else 1024}') for name in ('adamw', 'sophiag')]
+        cells = [', '.join(str(plan.largest_micro_batch(c, shape, 1, 0.9e9 * memory_gb) or '–') for c, shape in both)
+                 for memory_gb in (24, 40, 80, 141)]
         assert re.search(fr'\| {size}(, 2,048 tokens)? \| {re.escape(" | ".join(cells))} \|', page), (size, cells)
 
 
