@@ -12,7 +12,6 @@ import difflib
 import math
 import re
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -28,7 +27,6 @@ class Setting:
     at_least: float = -math.inf
     below: float = math.inf
     choices: tuple = ()
-    package: str = ''
 
     def problem(self, value):
         """The rule that `value` breaks, as the end of 'must be …'; '' when it may be set."""
@@ -42,18 +40,17 @@ class Setting:
         return ''
 
 
-def setting(default, at_least=-math.inf, below=math.inf, choices=(), package=''):
+def setting(default, at_least=-math.inf, below=math.inf, choices=()):
     """Declares a setting.
 
     Args:
         default: its value, or its type if `resolve` fills it in.
         at_least, below: the range of a number.
         choices: the possible values of a string.
-        package: the Python package that it needs unless it is False.
     """
     derived = isinstance(default, type)
     return Setting(default if derived else type(default), None if derived else default, at_least, below,
-                   tuple(choices), package)
+                   tuple(choices))
 
 
 class Config:
@@ -91,8 +88,6 @@ class Config:
         self.values[key], self.sources[key] = convert(name, value, one.type), source
         problem = one.problem(self.values[key])
         self.require(key, not problem, problem)
-        if one.package and self.values[key] and not find_spec(one.package):
-            raise SystemExit(f'{self.shown(key)} needs: pip install {one.package}')
 
     def fill(self, settings, source):
         """Gives each setting in the dict `settings` its value, unless a config file or a flag has set it."""
@@ -130,14 +125,13 @@ def configure(defaults, argv, script=None):
         raise SystemExit
     config = Config(defaults)
     flags, files = [], []
-    for i, arg in enumerate(argv):
+    for arg in argv:
         if not arg.startswith('-'):
             files.append(arg)
         elif not arg.startswith('--'):
             raise SystemExit(f'{arg}: flags begin with two dashes; write -{arg}')
         elif '=' not in arg:
-            value = argv[i + 1] if len(argv) > i + 1 and not argv[i + 1].startswith('-') else 'VALUE'
-            raise SystemExit(f'{arg}: write {arg}={value}')
+            raise SystemExit(f'{arg}: write {arg}=VALUE')
         else:
             flags.append(arg)
     for name in files:
@@ -170,8 +164,7 @@ def apply_file(config, name):
         near = difflib.get_close_matches(name, [str(p) for p in Path('config').rglob('*.py')], n=1)
         raise SystemExit(f'{name}: no such config file' + (f'; did you mean {near[0]}?' if near else ''))
     if path.suffix != '.py':
-        raise SystemExit(f'{name}: config files end in .py' + (
-            '; a spec of several runs is for scripts/sweep.py --spec' if path.suffix == '.json' else ''))
+        raise SystemExit(f'{name}: config files end in .py; a .json file is for scripts/sweep.py --spec')
     # The values so far are built-ins of the file: it may read them, and what it sets itself stands apart.
     scope = {'__builtins__': {**vars(builtins), **config.values}}
     try:

@@ -15,11 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-try:
-    import numpy  # noqa: F401 - torch works without it, the data loader does not
-    import torch
-except ModuleNotFoundError as error:
-    raise SystemExit(f'{error.name} is not installed: run make install, then .venv/bin/python train.py') from None
+import torch
 
 import configurator
 import optimizers
@@ -53,7 +49,7 @@ max_hours = setting(0.0, at_least=0)  # save and stop after this many hours; 0 =
 skip_nonfinite = setting(0, at_least=0)  # iterations in a row to skip if loss or gradient is not finite; 0 = stop
 show_config = False  # print every setting with its source, and exit
 # wandb logging, optional
-wandb_log = setting(False, package='wandb')  # mirror the metrics to Weights & Biases
+wandb_log = False  # mirror the metrics to Weights & Biases
 wandb_project = 'sophia'  # its project
 wandb_run_name = ''  # its run name; empty = out_dir
 # data
@@ -205,7 +201,6 @@ class TrainState:
     skipped_in_a_row: int = 0  # latest iterations whose loss or gradient was not finite
     best_val_loss: float = float('inf')
     last_eval_iter: int = -1
-    latest_losses: list = field(default_factory=list)  # up to 100
 
 
 def make_model(c, world, start, data):
@@ -311,16 +306,16 @@ def train_step(run, sequences, iter_num):
 
 
 @torch.no_grad()
-def evaluate(run, val_data, stops, progress=iter):
+def evaluate(run, val_data, stops):
     """(mean cross-entropy, mean training loss) over the validation sequences, each rank its share; None when a rank was
-    asked to stop meanwhile. `progress` passes the batches on, and may show how far they are."""
+    asked to stop meanwhile."""
     c, world = run.config, run.world
     run.raw_model.eval()
     total = world.zeros(3)  # the sums of both losses, and the number of predictions
     batches = ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
                                world.size, world.device)
     stopping = False
-    for X, Y in progress(batches):
+    for X, Y in batches:
         stopping, = world.any(stops.stop)
         if stopping:
             break
@@ -340,7 +335,7 @@ def evaluate_and_save(run, state, val_data, log, stops):
     rank was asked to stop meanwhile; then the resumed run evaluates again."""
     c = run.config
     with optim.evaluating(run.optimizer):
-        losses = {name: evaluate(run, data, stops, log.evaluating) for name, data in val_data.items()}
+        losses = {name: evaluate(run, data, stops) for name, data in val_data.items()}
     if None in losses.values():
         return True
     state.last_eval_iter = state.iter
@@ -406,7 +401,7 @@ def main(argv):
     loader = TrainLoader(train_data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          state.iter)
     speed = Speed(run.raw_model.flops_per_token(), world)
-    stops = StopSignals(c.max_hours, speaks=world.is_master, saves=not c.eval_only)
+    stops = StopSignals(c.max_hours, speaks=world.is_master)
     stopping, first = False, True
 
     while not stopping:
@@ -439,7 +434,6 @@ def main(argv):
                        'grad_clipped': state.clipped / (state.iter + 1),
                        **dict(zip(measured, torch.stack([*measured.values()]).tolist())), **speed.metrics()}
             log.record(state, log.progress_line(state.iter, metrics), metrics)
-        log.update(step.loss)
         state.tokens += step.tokens
         state.iter += 1
         stopping, save_now = world.any(*stops.poll())

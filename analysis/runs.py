@@ -22,7 +22,7 @@ INCIDENTAL = HARMLESS | {'eval_iters', 'skip_nonfinite', 'seed'}
 
 # The meaning of a config.json without these settings: it is older than the first three, newer than the others.
 UNSET = dict(schedule='cosine', cooldown_iters=0, optimizer_args='', hessian_sequences='own',
-             hessian_bias_correction=False, branch_cooldown=0)
+             hessian_bias_correction=False, branch_cooldown=0, trackio_log=False)
 
 HORIZON = {'max_iters', 'lr_decay_iters', 'cooldown_iters'}
 

@@ -49,6 +49,40 @@ ATTENTION = dict(flash=SDPBackend.FLASH_ATTENTION, cudnn=SDPBackend.CUDNN_ATTENT
 VOCABULARY = 50257
 
 
+def synchronize(device):
+    """Waits until the device has done its work."""
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+
+
+def memory_in_use(device):
+    """Bytes allocated on a GPU, else resident in this process (0 where the system does not say)."""
+    return torch.cuda.memory_allocated(device) if device.type == 'cuda' else process_status('VmRSS')
+
+
+def reset_peak_memory(device):
+    """Starts the measurement of `recent_peak_memory`."""
+    if device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path('/proc/self/clear_refs').write_text('5')
+
+
+def recent_peak_memory(device):
+    """The highest `memory_in_use` since `reset_peak_memory`."""
+    return torch.cuda.max_memory_allocated(device) if device.type == 'cuda' else process_status('VmHWM')
+
+
+def process_status(key):
+    """A number of bytes in /proc/self/status; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path('/proc/self/status').read_text().splitlines():
+            if line.startswith(f'{key}:'):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 class Case:
     """One configuration on one device, set up as train.py does."""
 
@@ -56,13 +90,13 @@ class Case:
         self.config, self.world, self.device = config, world, world.device
         given = config.given - {'device'}
         self.name = ' '.join(f'{key}={value}' for key, value in config.values.items() if key in given)
-        before = devices.memory_in_use(self.device)
+        before = memory_in_use(self.device)
         self.set_up()
         self.seconds = {True: [], False: []}  # of steps with and without an estimate
         self.peaks, self.losses = [], []
         for iteration in (0, 1, 0, 1):  # compiles, allocates the optimizer's state and the gradients
             self.measure(iteration)
-        self.resting = devices.memory_in_use(self.device) - before
+        self.resting = memory_in_use(self.device) - before
         for measured in (*self.seconds.values(), self.peaks):
             measured.clear()
 
@@ -84,14 +118,14 @@ class Case:
     def measure(self, iteration):
         """Measures one step: of iteration 0, which estimates the Hessian where the optimizer has one, or 1."""
         sequences = self.batch()
-        devices.reset_peak_memory(self.device)
-        held = devices.memory_in_use(self.device)
-        devices.synchronize(self.device)
+        reset_peak_memory(self.device)
+        held = memory_in_use(self.device)
+        synchronize(self.device)
         started = time.perf_counter()
         step = train.train_step(self.run, sequences, iteration)
-        devices.synchronize(self.device)
+        synchronize(self.device)
         self.seconds[step.estimated].append(time.perf_counter() - started)
-        self.peaks.append(devices.recent_peak_memory(self.device) - held)
+        self.peaks.append(recent_peak_memory(self.device) - held)
         self.losses.append(step.loss)
 
     def results(self):
@@ -122,10 +156,10 @@ class Case:
         both, seconds = (optimizer, torch.optim.AdamW(params, lr=0.0, fused=True)), ([], [])
         for turn in range(turns + 1):
             for one, measured in zip(both, seconds):
-                devices.synchronize(self.device)
+                synchronize(self.device)
                 started = time.perf_counter()
                 one.step()
-                devices.synchronize(self.device)
+                synchronize(self.device)
                 if turn:  # the first one allocates the state
                     measured.append(time.perf_counter() - started)
         optimizer.zero_grad(set_to_none=True)

@@ -48,8 +48,6 @@ METRICS = {
     'tokens_per_sec': 'tokens per second since the last line of metrics, all devices together',
     'mfu': "fraction of the devices' peak FLOPs in use (FLOPs by Chowdhery et al.), where the peak is known",
     'memory_gb': 'peak memory of one device, in 1e9 bytes',
-    'loss_spike': 'the training loss of an iteration where it is more than five standard deviations above the mean of '
-                  'the last hundred',
 }
 
 

@@ -15,15 +15,14 @@ import pickle
 import re
 import shutil
 import socket
-import zipfile
 from pathlib import Path
 
 from runtime import optimizer_state
-from runtime.distributed import one_message, restarts
+from runtime.distributed import restarts
 from runtime.files import first_line, load_pt, save_pt, warn
 
 BEST = -1  # stands for the best checkpoint where others have their iteration
-FAILED = 'failed.txt'  # the last message of a run that must not be restarted
+FAILED = 'failed.txt'  # the last message of a run that diverged
 LOCKS = []  # open files of this process that hold a lock
 
 REQUIRED = 'model', 'model_args', 'iter_num', 'config'
@@ -32,8 +31,8 @@ TO_RESUME = 'train_state', 'optimizer', 'scaler', 'data'
 # Settings whose change alters nothing that a run computes, except for rounding.
 HARMLESS = {
     'out_dir', 'init_from', 'eval_interval', 'eval_only', 'log_interval', 'always_save_checkpoint', 'keep_checkpoints',
-    'ignore_data_change', 'max_hours', 'show_config', 'wandb_log', 'wandb_project', 'wandb_run_name', 'trackio_log',
-    'dataset', 'batch_size', 'gradient_accumulation_steps', 'parallel', 'activation_checkpointing', 'backend', 'device',
+    'ignore_data_change', 'max_hours', 'show_config', 'wandb_log', 'wandb_project', 'wandb_run_name', 'dataset',
+    'batch_size', 'gradient_accumulation_steps', 'parallel', 'activation_checkpointing', 'backend', 'device',
     'compile'}
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,20 +66,12 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
         if world.is_master:
             if best:
                 link_best(path)
-            remove(path.with_suffix('') if path.suffix else path.with_suffix('.pt'))
             prune(path.parent, number(path), keep)
-    except (OSError, RuntimeError) as error:  # torch.save raises a RuntimeError where a write fails
+    except OSError as error:
         saved = False
         if world.is_master:
-            kept = '; older checkpoints are kept' if checkpoints(out_dir) else ''
-            warn(f'{path}: could not be saved ({reason_of(error)}){kept}; training continues')
+            warn(f'{path}: could not be saved ({error.strerror or error}); training continues')
     return path if world.from_master(int(saved)) else None
-
-
-def reason_of(error):
-    """Why a write failed; torch.save hides the error of the file system behind one of its own."""
-    error = error.__context__ if isinstance(error.__context__, OSError) else error
-    return getattr(error, 'strerror', None) or first_line(error)
 
 
 def check_plain(values, name):
@@ -110,31 +101,23 @@ def check_round_trip(world, optimizer, fresh):
 
 def link_best(path):
     """Makes best.pt, or `best` for a directory, a link to the checkpoint `path`."""
-    partial = path.with_name('best.partial')
+    partial, best = path.with_name('best.partial'), path.with_name('best' + path.suffix)
     partial.unlink(missing_ok=True)
     partial.symlink_to(path.name)
-    for old in path.with_name('best'), path.with_name('best.pt'):
-        if old.is_dir() and not old.is_symlink():  # a copy that followed the link
-            shutil.rmtree(old)
-        elif old.suffix != path.suffix:
-            old.unlink(missing_ok=True)
-    partial.replace(path.with_name('best' + path.suffix))
+    partial.replace(best)
+    (path.with_name('best') if path.suffix else path.with_name('best.pt')).unlink(missing_ok=True)  # of the other kind
 
 
 def prune(out_dir, iteration, keep):
     """Removes all but the `keep` newest checkpoints up to `iteration`, and the best one."""
     best = path_of(out_dir, BEST).resolve()
     for old in [path for path in checkpoints(out_dir) if number(path) <= iteration][keep:]:
-        if old.resolve() != best:
-            remove(old)
-
-
-def remove(path):
-    """Removes a checkpoint, if there is one; a directory leaves its place at once."""
-    if path.is_dir():
-        shutil.rmtree(path.rename(path.with_suffix('.old.partial')))
-    else:
-        path.unlink(missing_ok=True)
+        if old.resolve() == best:
+            continue
+        if old.is_dir():
+            shutil.rmtree(old.rename(old.with_suffix('.partial')))  # it leaves its place at once
+        else:
+            old.unlink()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -163,61 +146,45 @@ def checkpoints(out_dir):
     return sorted((p for p in Path(out_dir).glob('ckpt_*') if number(p) is not None), key=number, reverse=True)
 
 
-def load(path, weights=True, share=(0, 1)):
+def load(path, weights=True, check=True):
     """The checkpoint at `path`, or the newest readable one of an out_dir. Returns (path, state).
 
-    Loads tensors and plain containers only, after comparing the files with their checksums: a .pt file memory-mapped;
-    of a directory the model, unless `weights` is False, and not the optimizer. Of a directory's files only the i-th of
-    every n are compared, where `share` is (i, n).
+    Loads tensors and plain containers only: a .pt file memory-mapped; of a directory the model, unless `weights` is
+    False, and not the optimizer. The checksums of a directory's files are compared if `check`.
 
     SystemExit when there is none or it cannot be read.
     """
     path = Path(path)
     if path.is_dir() and not is_shards(path):
-        numbers = [number(p) for p in checkpoints(path)]
-        if not numbers:
-            hint = 'name ckpt.pt, nanoGPT\'s, itself' if (path / 'ckpt.pt').is_file() else 'train first'
-            raise SystemExit(f'{path}: no checkpoint ckpt_*.pt in it; {hint}, or check --out_dir')
-        return newest(path, numbers, weights)
-    if not path.exists():
-        raise SystemExit(f'{path}: no such checkpoint')
+        return newest(path, weights)
     try:
         if path.is_dir():
             from runtime import sharded
-            state = sharded.read(path, weights, share)
+            state = sharded.read(path, weights, check)
         else:
             state = load_pt(path)
-        require(state, REQUIRED)
+        if missing := [key for key in REQUIRED if key not in state]:
+            raise ValueError(f'it has no {missing[0]}')
         return path, dict(state, model=clean_state_dict(state['model']))
-    except pickle.UnpicklingError:
+    except pickle.UnpicklingError:  # torch's message advises to load it nevertheless
         reason = 'it holds objects that could run code, which no checkpoint does'
-    except zipfile.BadZipFile:
-        reason = 'it is truncated, or something else'
     except Exception as error:  # whatever a damaged or foreign file makes torch raise
         reason = first_line(error)
     raise SystemExit(f'{path}: not a checkpoint of this repository ({reason})')
 
 
-def newest(out_dir, numbers, weights, share=(0, 1), agree=bool):
-    """The newest readable checkpoint in `out_dir` of the iterations `numbers` (newest first), as `load` returns it.
-    Others are skipped with a warning. `agree` maps whether it can be read here to whether all ranks can."""
-    for iteration in numbers:
+def newest(out_dir, weights=True):
+    """The newest readable checkpoint in `out_dir`, as `load` returns it. Others are skipped with a warning."""
+    found = checkpoints(out_dir)
+    for path in found:
         try:
-            found = load(path_of(out_dir, iteration), weights, share)
+            return load(path_of(out_dir, number(path)), weights)
         except SystemExit as error:
             warn(f'{error}; it is skipped')
-            found = None
-        if agree(found is not None):
-            return found
-    raise SystemExit(f'{out_dir}: none of its {len(numbers)} checkpoints can be read; '
-                     'restore one of them, or start from scratch in another --out_dir')
-
-
-def require(state, keys):
-    """ValueError unless `state` has these keys."""
-    for key in keys:
-        if key not in state:
-            raise ValueError(f'it has no {key}')
+    if found:
+        raise SystemExit(f'{out_dir}: none of its {len(found)} checkpoints can be read; restore one of them, or start '
+                         'from scratch in another --out_dir')
+    raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it; train first, or name the file')
 
 
 def clean_state_dict(weights):
@@ -236,8 +203,7 @@ def open_run(world, out_dir, init_from, read_only=False):
     """Makes `out_dir` this run's own, and loads the checkpoint from which the run resumes.
 
     Args:
-        world: the ranks. The first one locks and chooses; all load, and each compares the checksums of its share of a
-            directory's files, because all files may be more than one rank can read in time.
+        world: the ranks. The first one locks and chooses, and compares checksums.
         init_from: 'resume', 'auto' (resume if there is a checkpoint), or anything else for a start without one. A run
             that torchrun has restarted resumes in any case.
         read_only: nothing will be written (evaluation), so other runs may use the directory.
@@ -245,36 +211,31 @@ def open_run(world, out_dir, init_from, read_only=False):
     Returns (path, state), or (None, None) for a start without a checkpoint. SystemExit when another run has the
     directory, it cannot be written, there is nothing to resume, or the run would overwrite checkpoints.
     """
-    out_dir = Path(out_dir)
-    resumes, must_resume = init_from in ('resume', 'auto') or restarts() > 0, init_from == 'resume' and not restarts()
+    out_dir, path, state = Path(out_dir), None, None
+    resumes = init_from in ('resume', 'auto') or restarts() > 0
     with world.exit_together():
-        numbers = [number(path) for path in checkpoints(out_dir)] if world.is_master else []
-        if world.is_master and resumes and not numbers and (out_dir / 'ckpt.pt').is_file():
-            raise SystemExit(f'{out_dir / "ckpt.pt"}: a checkpoint of nanoGPT, which does not say what data it has '
-                             'seen; make it a Hugging Face folder with scripts/export_hf.py, and start from that '
-                             'with --init_from=FOLDER in another --out_dir')
-        if world.is_master and must_resume and not numbers:
-            raise SystemExit(f'{out_dir}: no checkpoint in it, nothing to resume; check --out_dir, or use '
-                             '--init_from=auto')
-        if world.is_master and not read_only:
-            lock_out_dir(out_dir)
-            numbers = [number(path) for path in checkpoints(out_dir)]  # with one that the lock has put into its place
-            if not resumes and numbers:
-                raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that run '
-                                 'with --init_from=resume (or auto), or choose another --out_dir')
-    if world.sharded and not read_only:
-        with world.exit_together():
-            if not (out_dir / 'lock').is_file():
-                raise SystemExit(f'{out_dir}: rank {world.rank} does not see what rank 0 has written there; '
-                                 'set --out_dir to a directory on a file system that all machines share')
-    count = world.from_master(len(numbers) if resumes else 0)
-    if not count:
-        return None, None
-    numbers = [world.from_master(numbers[i] if world.is_master else 0) for i in range(count)]
-    with one_message():
-        path, state = newest(out_dir, numbers, False, (world.rank, world.size), world.all)
-    if state.get('best') and world.is_master and not read_only:
-        link_best(path)  # unless the run was killed before that
+        if world.is_master:
+            exist = bool(checkpoints(out_dir))
+            if init_from == 'resume' and not exist and not restarts():
+                raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it, nothing to resume; check --out_dir, use '
+                                 "--init_from=auto, or go on from nanoGPT's ckpt.pt by scripts/export_hf.py and "
+                                 '--init_from=FOLDER')
+            if not read_only:
+                lock_out_dir(out_dir)
+                if exist and not resumes:
+                    raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that '
+                                     'run with --init_from=resume (or auto), or choose another --out_dir')
+            if exist and resumes:
+                path, state = newest(out_dir, weights=False)
+                if state.get('best') and not read_only:
+                    link_best(path)  # unless the run was killed before that
+    iteration = world.from_master(number(path) if path else -1)
+    with world.exit_together():
+        if world.sharded and not read_only and not (out_dir / 'lock').is_file():
+            raise SystemExit(f'{out_dir}: rank {world.rank} does not see what rank 0 has written there; set --out_dir '
+                             'to a directory on a file system that all machines share')
+        if iteration >= 0 and not world.is_master:
+            path, state = load(path_of(out_dir, iteration), weights=False, check=False)
     return path, state
 
 
@@ -295,17 +256,12 @@ def lock_out_dir(out_dir):
         lock.truncate(0)
         lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
         lock.flush()
-        if restarts() and (out_dir / FAILED).is_file():
-            raise SystemExit(f'{out_dir}: not restarted, for it would fail again: {(out_dir / FAILED).read_text()}')
         (out_dir / FAILED).unlink(missing_ok=True)
         for partial in out_dir.glob('*.partial'):
-            path = partial.with_suffix('').with_suffix('')
-            if partial.is_symlink() or not partial.is_dir():
-                partial.unlink()
-            elif is_shards(partial) and not path.exists():
-                partial.rename(path)  # it is complete, because state.pt comes last
-            else:
+            if partial.is_dir() and not partial.is_symlink():
                 shutil.rmtree(partial)
+            else:
+                partial.unlink()
     except OSError as error:
         raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); set --out_dir to a directory that '
                          'can') from None
@@ -322,10 +278,8 @@ def compare(path, state, config, data, ignore_data_change=False):
     that changed at this resume and earlier ones, as dicts with iter, key, from and to, without harmless changes.
     SystemExit when the optimizer or the data is another.
     """
-    try:
-        require(state, TO_RESUME)
-    except ValueError as error:
-        raise SystemExit(f'{path}: cannot be resumed ({error})') from None
+    if missing := [key for key in TO_RESUME if key not in state]:
+        raise SystemExit(f'{path}: cannot be resumed (it has no {missing[0]})')
     before = state['config']
     for key in 'optimizer_name', 'optimizer_args':
         if before.get(key, '') != config[key]:

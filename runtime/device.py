@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from runtime.files import first_line
+
 # The values of --dtype
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -18,23 +20,12 @@ PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'A5000': 111e12, '
 
 
 def check_device(device):
-    """`device` as a torch.device. Stops the run when it cannot be trained on, or when this machine lacks it."""
-    flag = f'--device={device}'
+    """`device` as a torch.device. Stops the run when nothing can be computed on it here."""
     try:
-        device = torch.device(device)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ('cuda', 'mps', 'cpu'):
-        raise SystemExit(f'{flag}: not a device to compute on; use cuda, cuda:N, mps or cpu')
-    if device.type == 'cuda':
-        if not torch.cuda.is_available():
-            raise SystemExit(f'{flag}: torch finds no CUDA device here; use --device=cpu')
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise SystemExit(f'{flag}: this machine has {torch.cuda.device_count()} CUDA device(s); '
-                             'start at most one process per device')
-    if device.type == 'mps' and not torch.backends.mps.is_available():
-        raise SystemExit(f'{flag}: torch finds no MPS device here; use --device=cpu')
-    return device
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        raise SystemExit(f'--device={device}: {first_line(error)}; use cuda, cuda:N, mps or cpu') from None
+    return torch.device(device)
 
 
 def device_defaults(device):
@@ -61,40 +52,6 @@ def autocast(device, dtype_name):
 def device_name(device):
     """The name of a GPU, else the type of `device`."""
     return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
-
-
-def synchronize(device):
-    """Waits until the device has done its work."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
-
-
-def memory_in_use(device):
-    """Bytes allocated on a GPU, else resident in this process (0 where the system does not say)."""
-    return torch.cuda.memory_allocated(device) if device.type == 'cuda' else process_status('VmRSS')
-
-
-def reset_peak_memory(device):
-    """Starts the measurement of `recent_peak_memory`."""
-    if device.type == 'cuda':
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path('/proc/self/clear_refs').write_text('5')
-
-
-def recent_peak_memory(device):
-    """The highest `memory_in_use` since `reset_peak_memory`."""
-    return torch.cuda.max_memory_allocated(device) if device.type == 'cuda' else process_status('VmHWM')
-
-
-def process_status(key):
-    """A number of bytes in /proc/self/status; 0 where there is none."""
-    with contextlib.suppress(OSError):
-        for line in Path('/proc/self/status').read_text().splitlines():
-            if line.startswith(f'{key}:'):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def peak_memory(device):

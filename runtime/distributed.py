@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -33,7 +32,7 @@ class World:
             parallel: 'ddp': every rank holds the model. 'fsdp': all ranks together hold it once. 'hsdp': the ranks of
                 each machine do.
 
-        Stops the run when the environment, the device or the backend does not allow it.
+        Stops the run when this machine lacks the device.
         """
         self.rank, self.local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
@@ -41,17 +40,9 @@ class World:
         if device == 'cuda':
             device = f'cuda:{self.local_rank}'  # set_device needs an index
         self.device = check_device(device)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # there is nothing to save before StopSignals handles it
         if self.device.type == 'cuda':
             torch.cuda.set_device(self.device)
         if self.size > 1 or self.sharded:
-            if backend == 'nccl' and self.device.type != 'cuda':
-                raise SystemExit(f'--backend=nccl: needs CUDA devices, and this run is on {self.device}; '
-                                 'use --backend=gloo')
-            missing = [key for key in ('MASTER_ADDR', 'MASTER_PORT') if not os.environ.get(key)]
-            if self.size > 1 and missing:
-                raise SystemExit(f'WORLD_SIZE={self.size}: {missing[0]} is not set; start with torchrun, or unset '
-                                 'WORLD_SIZE')
             store = dist.HashStore() if self.size == 1 else None
             if self.size > 1 and restarts() and os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
                 # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
@@ -150,10 +141,6 @@ class World:
             return [bool(flag) for flag in flags]
         return [n > 0 for n in self.sum(torch.tensor([float(flag) for flag in flags], device=self.device)).tolist()]
 
-    def all(self, flag):
-        """Whether `flag` is true on all ranks."""
-        return not self.any(not flag)[0]
-
     def zeros(self, n):
         """(n,) zeros, for sums over many batches: float64, or float32 on Apple's devices, which have no float64."""
         return torch.zeros(n, dtype=torch.float32 if self.device.type == 'mps' else torch.float64, device=self.device)
@@ -198,13 +185,8 @@ class World:
     def _die(self, kind, error, trace):
         """Ends this rank at once after an uncaught exception, so that torchrun ends the others. A normal exit can
         deadlock with ranks that wait for this one."""
-        lost = ('Connection closed by peer', 'Connection reset by peer', 'Broken pipe', 'remote process exited')
-        if issubclass(kind, RuntimeError) and any(sign in str(error) for sign in lost):
-            print(f'rank {self.rank}: another rank has died; its own message says why', file=sys.stderr)
-            time.sleep(2)  # torchrun names the rank that ended first
-        else:
-            print(f'rank {self.rank}:', file=sys.stderr)
-            sys.__excepthook__(kind, error, trace)
+        print(f'rank {self.rank}:', file=sys.stderr)
+        sys.__excepthook__(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -244,14 +226,5 @@ def restarts():
 
 def ranks_from_environment():
     """(rank, local rank, number of ranks) as torchrun sets them; (0, 0, 1) without torchrun."""
-    found = []
-    for key, default, lowest in ('RANK', '0', 0), ('LOCAL_RANK', '0', 0), ('WORLD_SIZE', '1', 1):
-        text = os.environ.get(key, default)
-        if not text.isdecimal() or int(text) < lowest:
-            raise SystemExit(f'{key}={text}: must be a whole number, at least {lowest}; start with torchrun, or unset '
-                             f'{key}')
-        found.append(int(text))
-    rank, _, size = found
-    if rank >= size:
-        raise SystemExit(f'RANK={rank}: must be below WORLD_SIZE={size}; start with torchrun, or unset both')
-    return tuple(found)
+    defaults = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1)
+    return tuple(int(os.environ.get(key, default)) for key, default in defaults.items())

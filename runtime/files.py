@@ -40,26 +40,29 @@ def atomic_write(path, mode='wb', sync=False):
         raise
 
 
-def write_text(path, text, sync=False):
+def write_text(path, text):
     """Replaces the file `path`, see `atomic_write`. SystemExit when it cannot be written."""
     try:
-        with atomic_write(path, 'w', sync) as f:
+        with atomic_write(path, 'w') as f:
             f.write(text)
     except OSError as error:
         raise SystemExit(f'{path}: cannot be written ({error.strerror})') from None
 
 
-def write_json(path, value, sync=False):
+def write_json(path, value):
     """Replaces the file `path` by indented JSON, as `write_text` does."""
-    write_text(path, json.dumps(value, indent=1) + '\n', sync)
+    write_text(path, json.dumps(value, indent=1) + '\n')
 
 
 def save_pt(path, state):
-    """Writes the dict `state` as the file `path`, complete and synced or not at all. OSError or, by torch.save,
-    RuntimeError where the file system fails."""
+    """Writes the dict `state` as the file `path`, complete and synced or not at all. OSError where the file system
+    fails."""
     import torch
-    with atomic_write(path, sync=True) as f:
-        torch.save(state, f)
+    try:
+        with atomic_write(path, sync=True) as f:
+            torch.save(state, f)
+    except RuntimeError as error:  # torch.save hides the error of the file system behind one of its own
+        raise OSError(*getattr(error.__context__, 'args', error.args)) from None
     sync_directory(Path(path).parent)
 
 
@@ -119,9 +122,8 @@ def code_hash():
 
 
 def warn(text):
-    """Prints one line on stderr, in the place of a progress bar where there is one."""
-    clear = '\r\033[K' if sys.stderr.isatty() else ''
-    print(f'{clear}warning: {text}', file=sys.stderr, flush=True)
+    """Prints one line on stderr."""
+    print(f'warning: {text}', file=sys.stderr, flush=True)
 
 
 def first_line(error):

@@ -95,7 +95,7 @@ def open_log(c, world, start, state, model, train_data, fingerprints):
     writes = world.is_master and not c.eval_only
     if writes:
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
-    log = runlog.RunLog(c.out_dir if writes else None, c.values, c.max_iters, state.iter, world.is_master)
+    log = runlog.RunLog(c.out_dir if writes else None, c.values, world.is_master)
     if writes:
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
                             flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
@@ -155,15 +155,11 @@ def require_finite(**numbers):
 
 
 def check_step(run, log, state, step, loader):
-    """Counts a step whose update was skipped, and ends the run after too many; notes loss spikes."""
+    """Counts a step whose update was skipped, and ends the run after too many."""
     c, world = run.config, run.world
     if not step.problem:
         state.skipped_in_a_row = 0
         state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
-        usual = runlog.loss_spike(state.latest_losses, step.loss)
-        if usual is not None:
-            log.record(state, f'iter {state.iter}: loss spike, {step.loss:.4f} after {usual:.4f}',
-                       dict(loss_spike=step.loss))
         return
     state.skipped_in_a_row += 1
     where = loader.describe(state.iter, world.gather(step.losses))
@@ -203,8 +199,7 @@ def close_run(run, log, state, stopped_by):
     log.close()
     run.world.close()
     if not run.saved:
-        older = any(checkpoint.number(p) >= 0 for p in checkpoint.checkpoints(c.out_dir))
-        raise SystemExit(f'{c.out_dir}: the last checkpoint could not be saved; '
-                         + ('the one before it is the newest' if older else 'there is none'))
+        newest = next(iter(checkpoint.checkpoints(c.out_dir)), 'none')
+        raise SystemExit(f'{c.out_dir}: the last checkpoint could not be saved; the newest one there: {newest}')
     if stopped_by and not under_torchrun():  # which takes every exit code but 0 for a failure
         raise SystemExit(STOPPED)

@@ -56,18 +56,17 @@ def write(world, path, model, state, shards):
     sums = world.gather(torch.tensor([checksum(mine) if mine.is_file() else -1], device=world.device)).flatten()
     if not world.is_master:
         return
+    files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
+    files['.metadata'] = checksum(partial / '.metadata')
     try:
-        files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
-        files['.metadata'] = checksum(partial / '.metadata')
         save_pt(partial / 'state.pt', dict(state, files=files, tied=tied(model)))
         if path.is_dir():  # this iteration's checkpoint from before its evaluation
             path.rename(old)
         partial.replace(path)
         sync_directory(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, RuntimeError):
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        shutil.rmtree(old, ignore_errors=True)
 
 
 class ShardWriter(dcp.FileSystemWriter):
@@ -81,16 +80,15 @@ class ShardWriter(dcp.FileSystemWriter):
 # Reading
 
 
-def read(path, weights=True, share=(0, 1)):
+def read(path, weights=True, check=True):
     """The state of the directory `path`, its model as whole tensors unless `weights` is False; for one process.
 
-    Of its files only the i-th of every n are compared with their checksums, where `share` is (i, n). Its 'optimizer' is
-    for `read_optimizer`. ValueError when something is damaged.
+    Its 'optimizer' is for `read_optimizer`. ValueError when, with `check`, a file does not fit its checksum.
     """
     state = load_pt(path / 'state.pt')
     files, also = state.pop('files'), state.pop('tied')
-    for name, crc in list(files.items())[share[0]::share[1]]:
-        if not (path / name).is_file() or checksum(path / name) != crc:
+    for name, crc in files.items():
+        if check and (not (path / name).is_file() or checksum(path / name) != crc):
             raise ValueError(f'{name} does not fit its checksum')
     model = {}
     if weights:

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 # Exit codes, in addition to 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR)
 STOPPED, NOT_FINITE = 75, 65
@@ -14,12 +13,11 @@ STARTED = time.monotonic()
 
 class SafeStream:
     """The text stream `stream`, whose failures do not end a run: a log on a full disk, a terminal or pipe that is gone,
-    a stream that was closed before the start (None), a character that its encoding lacks."""
+    a character that its encoding lacks."""
 
     def __init__(self, stream):
-        self.stream = stream or Path(os.devnull).open('w')  # noqa: SIM115
-        with contextlib.suppress(OSError):  # it flushes
-            self.stream.reconfigure(errors='backslashreplace')
+        self.stream = stream
+        stream.reconfigure(errors='backslashreplace')
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -48,12 +46,11 @@ class StopSignals:
     Attributes: reason, the name of the first signal, or 'max_hours'; '' while the run should go on.
     """
 
-    def __init__(self, max_hours=0.0, speaks=False, saves=True):
-        """Starts to listen. `speaks`: whether this rank answers the first request, on stderr; `saves`: whether a stop
-        saves a checkpoint."""
+    def __init__(self, max_hours=0.0, speaks=False):
+        """Starts to listen. `speaks`: whether this rank answers the first request, on stderr."""
         self.deadline = STARTED + 3600 * max_hours if max_hours else float('inf')
         self.reason, self.received_at, self.save = '', 0.0, False
-        self.speaks, self.saves = speaks, saves
+        self.speaks = speaks
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._record)
@@ -64,23 +61,14 @@ class StopSignals:
             self.save = True
         elif not self.reason:
             self.reason, self.received_at = signal.Signals(number).name, now
-            self._say(f'{"Ctrl-C" if number == signal.SIGINT else self.reason}: stopping after this iteration'
-                      + ', with a checkpoint' * self.saves
-                      + ('; Ctrl-C again ends it at once' + ', without' * self.saves) * (number == signal.SIGINT))
+            if self.speaks:  # by the system call, because the signal may have interrupted a print
+                with contextlib.suppress(OSError):
+                    os.write(2, f'{self.reason}: stopping after this iteration; Ctrl-C again ends it now\n'.encode())
         elif number == signal.SIGINT and now > self.received_at + 1:
             # A second Ctrl-C ends the process at once. Within a second of the first signal it may be a launcher that
             # forwards what the terminal has sent to every process.
-            self._say('ended at once')
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    def _say(self, text):
-        """Writes a line to stderr by the system call, because the signal may have interrupted a print, whose stream
-        must not be entered again."""
-        if self.speaks:
-            with contextlib.suppress(OSError):
-                clear = '\r\033[K' if os.isatty(2) else ''  # the progress bar, and the terminal's ^C
-                os.write(2, f'{clear}{text}\n'.encode())
 
     @property
     def stop(self):

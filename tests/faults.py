@@ -13,7 +13,7 @@ import itertools
 import multiprocessing
 import os
 import runpy
-import signal
+import signal  # noqa: F401 - for CODE
 import socket
 import sys
 import time
@@ -47,12 +47,6 @@ def at(iteration, action, rank=0):
 def kill(number):
     """An action: the signal, for this process."""
     return lambda: os.kill(os.getpid(), number)
-
-
-def kill_torchrun():
-    """An action: SIGTERM for torchrun, which gets a second to pass it on."""
-    os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(1)
 
 
 def spoil(factor):

@@ -83,7 +83,7 @@ def test_it_steps_as_train_py_does(corpus, tmp_path, name, monkeypatch):
 
 def test_errors(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    assert 'no CUDA device' in rejection(bench.main, ['--device', 'cuda'])
+    assert 'use cuda, cuda:N, mps or cpu' in rejection(bench.main, ['--device', 'cuda'])
     for argv in (['--unknown'], ['--model_size', '125M']):
         with pytest.raises(SystemExit):
             bench.main(argv)

@@ -4,17 +4,15 @@ import json
 import os
 import pickle
 import stat
-import subprocess
 import sys
 import zipfile
-from importlib import metadata
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, iterations, rejection
+from conftest import iterations, rejection
 
-from runtime import checkpoint, files, runlog
+from runtime import checkpoint, files, optimizer_state, runlog
 from runtime.distributed import World
 from runtime.optimizer_state import difference
 from sophia import Sophia
@@ -51,11 +49,10 @@ def pytorch_optimizer(name, **kwargs):
     return build
 
 
-# Of the library: state in keys of its own (StableSPAM), of other shapes and types than the parameter (AdaFactor, Amos,
-# SPAM, SOAP), a group entry named like a setting (AvaGrad), a dict (AggMo), lists and a dtype (Kron), an enum (SCION).
-OPTIMIZERS = dict(adamw=torch.optim.AdamW, adafactor=torch.optim.Adafactor, sophia=Sophia, toy=Toy) | {
-    name: pytorch_optimizer(name) for name in (
-        'StableSPAM', 'AdaFactor', 'Amos', 'SPAM', 'AvaGrad', 'AggMo', 'Kron', 'SCION', 'Prodigy')} | {
+# Of the library: state in keys of its own (StableSPAM), of other shapes and types than the parameter (AdaFactor, SOAP),
+# a group entry named like a setting (AvaGrad), a dict (AggMo), lists and a dtype (Kron), an enum (SCION).
+OPTIMIZERS = dict(adamw=torch.optim.AdamW, sophia=Sophia, toy=Toy) | {
+    name: pytorch_optimizer(name) for name in ('StableSPAM', 'AdaFactor', 'AvaGrad', 'AggMo', 'Kron', 'SCION')} | {
     'SOAP': pytorch_optimizer('SOAP', precondition_frequency=2)}
 WORLD = World('cpu', 'gloo')
 
@@ -111,19 +108,11 @@ class Forgetful(Toy):
         pass
 
 
-class Picky(Toy):
-    """Loads no state."""
-
-    def load_state_dict(self, state_dict):
-        raise KeyError('step')
-
-
 def test_a_state_that_would_not_come_back_is_found_after_the_first_step():
-    for build, words in (Forgetful, 'state.state.0.numpy is missing'), (Picky, "'step'"):
-        model, optimizer = made(build)
-        trained(model, optimizer, range(1))
-        message = rejection(checkpoint.check_round_trip, WORLD, optimizer, made(build)[1])
-        assert f'{build.__name__}: a checkpoint would not bring back its state ({words}' in message
+    model, optimizer = made(Forgetful)
+    trained(model, optimizer, range(1))
+    words = 'Forgetful: a checkpoint would not bring back its state (state.state.0.numpy is missing)'
+    assert words in rejection(checkpoint.check_round_trip, WORLD, optimizer, made(Forgetful)[1])
 
 
 def test_what_the_command_line_sets_is_not_restored(tmp_path):
@@ -147,6 +136,8 @@ def test_what_no_checkpoint_can_hold_is_rejected_before_anything_is_written(tmp_
     assert words in rejection(saved, tmp_path, model, optimizer, 1)
     assert words in rejection(checkpoint.check_round_trip, WORLD, optimizer, made('toy')[1])
     assert not list(tmp_path.iterdir())
+    words = 'optimizer.state.0.seen is a tensor that each rank has for itself'
+    assert words in rejection(optimizer_state.to_save, optimizer, True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -171,10 +162,10 @@ def test_damaged_and_foreign_files_are_rejected(good, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data, bad, rng = good.read_bytes(), tmp_path / 'ckpt_00000009.pt', np.random.default_rng(0)
     intact = torch.load(good, weights_only=True)
-    for size in [0, 1, 1000, *rng.integers(0, len(data), 10), len(data) - 1]:
+    for size in 0, 1000, len(data) - 1:
         bad.write_bytes(data[:size])
         assert str(bad) in rejection(checkpoint.load, bad)
-    for bit in rng.integers(0, 8 * len(data), 100).tolist():
+    for bit in rng.integers(0, 8 * len(data), 30).tolist():
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         bad.write_bytes(damaged)
@@ -183,8 +174,6 @@ def test_damaged_and_foreign_files_are_rejected(good, tmp_path, monkeypatch):
         except SystemExit:
             continue
         assert not difference(loaded, intact), 'a bit of padding or of a date may flip without harm'
-    bad.write_text('not a checkpoint')
-    assert 'truncated, or something else' in rejection(checkpoint.load, bad)
     for wrong in [1], {key: value for key, value in intact.items() if key != 'model_args'}:
         torch.save(wrong, bad)
         assert 'not a checkpoint of this repository (it has no mod' in rejection(checkpoint.load, bad)
@@ -203,7 +192,7 @@ def test_the_newest_readable_checkpoint_is_loaded(good, capsys):
     assert 'none of its 2 checkpoints can be read' in rejection(checkpoint.load, out_dir)
 
 
-@pytest.mark.parametrize('prefix', ['', '_orig_mod.', 'module.', 'module._orig_mod.'])
+@pytest.mark.parametrize('prefix', ['', 'module._orig_mod.'])
 def test_weights_of_the_official_repository_get_our_names(good, prefix):
     """With the buffers that its attention always saves, and the prefixes of torch.compile and DDP."""
     ours = {'transformer.h.0.attn.c_attn.weight': torch.ones(12, 4), 'transformer.h.0.attn.c_attn.bias': torch.ones(12),
@@ -213,14 +202,6 @@ def test_weights_of_the_official_repository_get_our_names(good, prefix):
     state['model'] = {f'{prefix}{name}': weight for name, weight in {**ours, **buffers}.items()}
     torch.save(state, good)
     assert checkpoint.load(good)[1]['model'].keys() == ours.keys()
-
-
-@pytest.mark.parametrize('init_from', ['auto', 'resume'])
-def test_what_to_do_with_nanogpts_checkpoint(good, tmp_path, init_from):
-    (tmp_path / 'ckpt.pt').write_bytes(good.read_bytes())
-    message = rejection(checkpoint.open_run, WORLD, tmp_path, init_from)
-    assert 'ckpt.pt: a checkpoint of nanoGPT' in message and 'scripts/export_hf.py' in message
-    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ['ckpt.pt']
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -249,17 +230,6 @@ def test_the_best_is_linked_after_a_kill_before_its_link(tmp_path, monkeypatch):
         assert checkpoint.open_run(WORLD, tmp_path, 'auto', read_only)[1]['iter_num'] == 2
         assert checkpoint.load(tmp_path / 'best.pt')[1]['iter_num'] == best
     checkpoint.LOCKS.pop().close()
-
-
-@pytest.mark.parametrize('then', ['ckpt_00000002', 'ckpt_00000002.pt'])
-def test_the_best_of_a_copy_without_links_is_replaced(tmp_path, then):
-    """In the copy of a sharded run, which goes on with shards or without."""
-    (tmp_path / 'best').mkdir()
-    (tmp_path / 'best/state.pt').touch()
-    (tmp_path / then).mkdir()
-    checkpoint.link_best(tmp_path / then)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f'best{then[13:]}', then]
-    assert (tmp_path / f'best{then[13:]}').resolve() == tmp_path / then
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -296,6 +266,15 @@ def test_changes_are_recorded_with_their_iteration(tmp_path):
 # Files and logs
 
 
+def test_metrics_jsonl_loses_torn_and_repeated_lines_at_resume(tmp_path):
+    """The evaluation of the checkpoint's own iteration stays."""
+    path = tmp_path / 'metrics.jsonl'
+    good = '{"iter": 4, "lr": 1}\n{"iter": 5, "val/loss": 3}\n'
+    path.write_text(good + '{"iter": 5, "lr": 1}\n{"iter": 6, "l\n3\n')
+    runlog.rewind_log(path, 5, 5)
+    assert path.read_text() == good
+
+
 def test_an_atomic_write_that_fails_changes_nothing(tmp_path):
     path = tmp_path / 'a.txt'
     files.write_text(path, 'first')
@@ -306,41 +285,3 @@ def test_an_atomic_write_that_fails_changes_nothing(tmp_path):
     assert 'cannot be written (No such file' in rejection(files.write_text, tmp_path / 'none' / 'a.txt', '')
     files.write_json(path, {'a': [1]})
     assert json.loads(path.read_text()) == {'a': [1]}
-
-
-def test_files_needs_no_torch():
-    code = 'import sys, runtime.files; sys.exit("torch" in sys.modules)'
-    assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
-
-
-def test_the_machine_is_described(tmp_path):
-    import pytorch_optimizer  # noqa: F401 - the version of an optimizer's library is part of a run
-    runlog.describe_run(tmp_path, {'lr': 1}, {'lr': 'flag'}, changes=[1])
-    found = json.loads((tmp_path / 'config.json').read_text())
-    assert found['config'] == {'lr': 1} and found['provenance'] == {'lr': 'flag'} and found['changes'] == [1]
-    assert found['versions']['pytorch_optimizer'] == metadata.version('pytorch_optimizer')
-    assert found['machine'] == runlog.machine() and found['machine']['cpu'] and found['machine']['cores'] > 0
-    assert found['git_commit'] == files.git_commit()
-
-
-def test_the_commit_says_whether_code_was_changed(tmp_path):
-    def git(*words):
-        subprocess.run(['git', '-c', 'user.name=x', '-c', 'user.email=x', *words], cwd=tmp_path, check=True,
-                       capture_output=True)
-
-    def commit():
-        return subprocess.run([sys.executable, '-c', 'from runtime.files import git_commit; print(git_commit())'],
-                              cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
-    (tmp_path / 'runtime').mkdir()
-    code = tmp_path / 'runtime' / 'files.py'
-    code.write_text((ROOT / 'runtime/files.py').read_text(encoding='utf-8'), encoding='utf-8')
-    git('init')
-    assert commit() == 'None'
-    git('add', 'runtime')
-    git('commit', '-m', 'x')
-    clean = commit()
-    (tmp_path / 'my_config.py').write_text('max_iters = 10')
-    assert len(clean) == 40 and commit() == clean
-    with code.open('a') as f:
-        f.write('# changed')
-    assert commit() == clean + '+'

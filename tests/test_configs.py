@@ -76,14 +76,6 @@ def test_published_run_is_the_papers(name):
     assert {key: values[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize('name', ['train_gpt2_30m_sophiah.py', 'train_gpt2_large_adamw.py'])
-@pytest.mark.parametrize('T', [50_000, 100_000, 200_000, 400_000])
-def test_the_schedule_follows_the_number_of_steps(name, T):
-    values = resolve(CONFIG / name, f'--max_iters={T}')
-    assert values['max_iters'] == values['lr_decay_iters'] == T
-    assert values['warmup_iters'] == 2000
-
-
 @pytest.mark.parametrize('name', ['train_gpt2_small_sophiag.py', 'train_gpt2_medium_lion.py'])
 def test_a_config_is_no_more_than_its_two_flags(name):
     from_file = resolve(CONFIG / name)
@@ -91,7 +83,7 @@ def test_a_config_is_no_more_than_its_two_flags(name):
     assert {key for key in from_file if from_file[key] != from_flags[key]} == {'out_dir'}
 
 
-@pytest.mark.parametrize('ranks', [1, 2, 4, 8])
+@pytest.mark.parametrize('ranks', [1, 8])
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_gradient_and_estimate_are_of_whole_micro_batches(monkeypatch, name, ranks):
     """A micro-batch of another size would be compiled again."""
@@ -108,11 +100,6 @@ def test_an_evaluation_of_a_neox_model_is_shorter_than_two_steps():
     for name in NEOX_RUNS:
         values = resolve(CONFIG / name)
         assert 0 < values['eval_iters'] * values['batch_size'] < 2 * 3 * values['total_batch_size']
-
-
-def test_published_runs_do_not_share_an_out_dir():
-    out_dirs = [resolve(CONFIG / name)['out_dir'] for name in PUBLISHED]
-    assert len(set(out_dirs)) == len(out_dirs)
 
 
 @pytest.mark.parametrize('name, size', [(f'train_neox_{row[0]}_{optimizer}.py', row[-1])

@@ -1,8 +1,6 @@
 """Config files and flags: types, rejections, precedence, provenance."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, rejection
@@ -21,11 +19,9 @@ def apply(*argv):
 
 
 @pytest.mark.parametrize('flag, key, value', [
-    ('--steps=7', 'steps', 7), ('--steps=1e3', 'steps', 1000), ('--steps=1_000', 'steps', 1000),
-    ('--steps=9007199254740993', 'steps', 9007199254740993),
-    ('--rate=1', 'rate', 1.0), ('--rate=3e-4', 'rate', 3e-4), ('--fast=True', 'fast', True),
-    ('--fast=false', 'fast', False), ('--name=x=y', 'name', 'x=y'), ('--name=', 'name', ''), ('--name=1', 'name', '1'),
-    ('--name=__import__("os")', 'name', '__import__("os")'), ('--size=3', 'size', 3),
+    ('--steps=7', 'steps', 7), ('--steps=1e3', 'steps', 1000), ('--steps=9007199254740993', 'steps', 9007199254740993),
+    ('--rate=1', 'rate', 1.0), ('--fast=True', 'fast', True), ('--fast=false', 'fast', False),
+    ('--name=x=y', 'name', 'x=y'), ('--name=1', 'name', '1'), ('--size=3', 'size', 3),
 ])
 def test_flags_are_typed(flag, key, value):
     config, values = apply(flag)
@@ -84,18 +80,6 @@ def test_bad_files_are_rejected_in_one_line(tmp_path, text, words):
     assert words in rejection(apply, str(path))
 
 
-@pytest.mark.parametrize('flag', ['--help', '-h'])
-def test_help_is_from_the_script(tmp_path, capsys, flag):
-    script = tmp_path / 'script.py'
-    script.write_text('"""What it does.\n\n  how to call it\n\nMore.\n"""\n# some\nsteps = 10  # how many\n')
-    with pytest.raises(SystemExit) as stopped:
-        configure(DEFAULTS, ['--steps=7', flag], script)
-    assert stopped.value.code is None
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == ['What it does.', '', '  how to call it']
-    assert lines[-2:] == ['some', f'{"  --steps=10":<45} how many']
-
-
 def test_missing_file_names_the_nearest(monkeypatch):
     monkeypatch.chdir(ROOT)
     for name, nearest in {'config/quikstart.py': 'config/quickstart.py',  # the other as the official repository has it
@@ -109,22 +93,8 @@ def test_a_sweeps_spec_is_no_config_file():
     assert 'scripts/sweep.py --spec' in rejection(apply, str(ROOT / 'config/ablation/clipping.json'))
 
 
-def test_tables_fill_only_what_nobody_set():
-    config, values = apply('--steps=5')
-    config.fill({'steps': 99, 'size': 4}, 'a table')
-    assert values['steps'] == 5 and values['size'] == 4
-    assert config.sources['size'] == 'a table'
-    assert any(line.split() == ['size', '=', '4', 'a', 'table'] for line in config.lines())
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # train.py's own settings
-
-
-def test_table_and_config_file_give_the_same_run():
-    by_file = train.resolve([str(ROOT / 'config/train_gpt2_small_sophiag.py')]).values
-    by_flags = train.resolve(['--model_size=125M', '--optimizer_name=sophiag']).values
-    assert {k: v for k, v in by_file.items() if k != 'out_dir'} == {k: v for k, v in by_flags.items() if k != 'out_dir'}
 
 
 def test_switching_the_optimizer_switches_its_settings():
@@ -158,7 +128,6 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize('argv, message', [
-    (['--optimizer_name=adam'], '--optimizer_name=adam: unknown optimizer; did you mean adamw?'),
     (['--optimizer_name=adamw', '--gamma=0.1'], '--gamma has no effect with adamw; leave it out'),
     (['--optimizer_name=sophiag', '--hessian_interval=0'], '--hessian_interval=0: must be above 0 for sophiag'),
     (['--optimizer_name=sophiah', '--parallel=fsdp'],
@@ -170,11 +139,9 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
                            'or a Hugging Face folder'),
     (['--dtype=int8'], '--dtype=int8: must be one of float32, bfloat16, float16'),
     (['--batch_size=14'], '--batch_size=14: must divide 480, the sequences of each device; set --batch_size=12 or 15'),
-    (['--max_iters=0'], '--max_iters=0: must be at least 1'),
+    (['--parallel=fsdp', '--dtype=float16'], '--dtype=float16: must be bfloat16 or float32 for --parallel=fsdp'),
     (['-max_iters=5'], '-max_iters=5: flags begin with two dashes; write --max_iters=5'),
-    (['--learning_rate', '1e-3'], '--learning_rate: write --learning_rate=1e-3'),
-    (['--lr=1e-3'], '--lr: unknown setting; did you mean --learning_rate?'),
-    ([f'--seed={2 ** 64}'], f'--seed={2 ** 64}: must be at least {-2 ** 63} and below {2 ** 64}'),
+    (['--learning_rate', '1e-3'], '--learning_rate: write --learning_rate=VALUE'),
 ])
 def test_mistakes_are_named_with_what_helps(argv, message):
     assert rejection(train.resolve, argv) == message
@@ -192,22 +159,12 @@ def test_settings_that_are_valid_but_may_surprise_are_noted(monkeypatch):
     assert note == 'note: the run of 500 iterations ends in its warm-up of 2000; see --warmup_iters'
 
 
-def test_what_train_py_needs_is_named_with_the_command_that_installs_it():
-    done = subprocess.run([sys.executable, '-S', str(ROOT / 'train.py')], capture_output=True, text=True)  # no packages
-    assert done.returncode == 1
-    assert done.stderr == 'numpy is not installed: run make install, then .venv/bin/python train.py\n'
-
-
-def test_the_settings_of_a_run_are_aligned_with_their_sources():
-    lines = train.resolve(['--optimizer_name=lion']).lines(everything=True)
-    assert len(lines) == len(train.resolve([]).values)
-    columns = {len(line) - len(re.split(r' {3,}', line, maxsplit=1)[1]) for line in lines}
-    assert len(columns) == 1
-    assert any(re.fullmatch(r"optimizer_name = 'lion' {3,}flag", line) for line in lines)
-
-
-def test_help_lists_every_setting_with_its_comment(fork):
-    text = fork('train.py', '--help', check=True).out
+@pytest.mark.parametrize('flag', ['--help', '-h'])
+def test_help_lists_every_setting_with_its_comment(capsys, flag):
+    with pytest.raises(SystemExit):
+        train.resolve(['--max_iters=7', flag])
+    text = capsys.readouterr().out
+    assert text.startswith(train.__doc__.strip())
     sections = re.findall(r'^([a-z][^\n]*)\n  --', text, flags=re.M)
     assert sections == ['output', 'wandb logging, optional', 'data', 'model', 'optimizer', 'schedule',
                         'system']

@@ -66,7 +66,7 @@ def test_every_metric_of_a_run_is_explained(fork, corpus, tmp_path):
     logged = {key for key in tables.METRICS if metrics(tmp_path, key)}
     lines = (tmp_path / 'metrics.jsonl').read_text(encoding='utf-8')
     assert set(re.findall(r'"([\w/]+)": ', lines)) == logged
-    assert set(tables.METRICS) - logged <= {'val/loss/NAME', 'val/training_loss', 'mfu', 'loss_spike'}
+    assert set(tables.METRICS) - logged <= {'val/loss/NAME', 'val/training_loss', 'mfu'}
 
 
 @pytest.mark.parametrize('page', PAGES)

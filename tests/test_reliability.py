@@ -1,31 +1,35 @@
-"""Faults that a run of days meets, done to train.py as a process: it resumes exactly, or says why not."""
+"""What can happen to a run of days, done to train.py as a process: it resumes exactly, or says why not."""
 
-import collections
 import json
 import os
+import re
 import shutil
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
 import soak
-import torch
-from conftest import STOP_IN_EVALUATION, finish, iterations, metrics, start, write_bins
+from conftest import finish, iterations, metrics, start, write_bins
 
 from data.loader import sequence_starts
-from runtime import checkpoint, runlog
-from runtime.signals import NOT_FINITE, STARTED, STOPPED, StopSignals
+from runtime import checkpoint
+from runtime.signals import NOT_FINITE, STOPPED
 
 FULL_DISK = """
 import resource
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 """
-WORSE = """
-def worse():
-    for group in [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)][0].param_groups:
-        group['maximize'] = True
+# Rank 1 gets a signal during its second evaluation.
+STOP_IN_EVALUATION = """
+validate, calls = loader.ValidationLoader.__iter__, []
+def interrupted(self):
+    calls.append(1)
+    for batch in validate(self):
+        yield batch
+        if len(calls) == 2 and os.environ['RANK'] == '1':
+            os.kill(os.getpid(), signal.SIGTERM)
+loader.ValidationLoader.__iter__ = interrupted
 """
 
 
@@ -36,7 +40,7 @@ def reference(train, tmp_path_factory):
 
     def get(name='adamw', ranks=1):
         if (name, ranks) not in made:
-            made[name, ranks] = tmp_path_factory.mktemp('reference')
+            made[name, ranks] = tmp_path_factory.mktemp(f'{name}{ranks}')
             done = train(made[name, ranks], name=name, ranks=ranks)
             assert done.code == 0, done.err
         return made[name, ranks]
@@ -61,16 +65,18 @@ def content(out):
 # Resuming
 
 
-@pytest.mark.parametrize('name, ranks', [
-    ('adamw', 1), ('sophiag', 2), ('sophiah', 1), ('schedulefree:AdamWScheduleFree', 1)])
-def test_resume_is_bit_exact(train, reference, tmp_path, name, ranks):
-    """Cut before and after a Hessian iteration; schedule-free optimizers save other weights than they train."""
-    for cut in (4, 5):
-        faults = f'at({cut - 1}, kill(signal.SIGTERM))'
-        done = train(tmp_path, '--init_from=auto', name=name, ranks=ranks, faults=faults)
-        assert done.code == STOPPED and f'stopped at iteration {cut} by SIGTERM' in done.out, done.err
+@pytest.mark.parametrize('name, ranks, fault', [
+    ('schedulefree:AdamWScheduleFree', 1, 'at(7, kill(signal.SIGTERM))'), ('sophiah', 1, 'at(4, kill(signal.SIGHUP))'),
+    ('sophiag', 2, 'at(4, kill(signal.SIGINT), rank=1)'), ('sophiag', 2, STOP_IN_EVALUATION)],
+    ids=['schedulefree', 'sophiah', 'sophiag on two ranks', 'in an evaluation'])
+def test_a_signal_stops_all_ranks_and_the_resumed_run_is_the_same(train, reference, tmp_path, name, ranks, fault):
+    """Between Hessian estimates, or in an evaluation, which the resumed run makes again. Schedule-free optimizers save
+    other weights than they train."""
+    done = train(tmp_path, name=name, ranks=ranks, faults=fault)
+    iteration, = re.findall(r'stopped at iteration (\d) by', done.out)
+    assert done.code == STOPPED and iterations(tmp_path)[0] == int(iteration), done.err
     done = train(tmp_path, '--init_from=resume', name=name, ranks=ranks)
-    assert done.code == 0 and 'ckpt_00000005.pt at iteration 5 of 10' in done.out, done.err
+    assert done.code == 0 and f'at iteration {iteration} of 10' in done.out, done.err
     assert not soak.compare(tmp_path, reference(name, ranks))
 
 
@@ -87,14 +93,6 @@ def test_a_shorter_horizon_from_a_copied_checkpoint_is_the_uninterrupted_run(tra
     ours, theirs = state(branch), state(short)
     assert not soak.difference([ours['model'], ours['optimizer']['state']],
                                [theirs['model'], theirs['optimizer']['state']])
-
-
-def test_resume_on_another_world_size_and_micro_batch(train, reference, tmp_path):
-    assert train(tmp_path, name='sophiah', faults='at(4, kill(signal.SIGTERM))').code == STOPPED
-    done = train(tmp_path, '--init_from=resume', '--batch_size=1', '--eval_iters=8', name='sophiah', ranks=2)
-    assert done.code == 0 and 'changed: batch_size = 1, was 2' in done.out
-    for key in ('train/loss', 'val/loss', 'hessian_norm'):
-        assert metrics(tmp_path, key) == pytest.approx(metrics(reference('sophiah'), key), rel=1e-4)
 
 
 def test_a_resumed_run_draws_no_weights(train, copy):
@@ -129,91 +127,14 @@ def test_a_resumed_run_has_its_own_settings_and_says_so(train, tmp_path):
     assert set(changes()) == first | {(6, 'grad_clip', 1.0, 0.0)}
 
 
-def test_the_best_loss_is_of_the_same_sequences(train, copy):
-    """A lower loss on other validation sequences, before a resume with another eval_iters, does not stay the best."""
-    path = checkpoint.path_of(copy, 10)
-    saved = torch.load(path, weights_only=True)
-    saved['train_state']['best_val_loss'] = saved['best_val_loss'] = 0.0
-    torch.save(saved, path)
-    for eval_iters, best in ((saved['config']['eval_iters'], 0.0), (3, None)):
-        assert train(copy, '--init_from=resume', '--max_iters=12', f'--eval_iters={eval_iters}').code == 0
-        assert state(copy, 12)['best_val_loss'] == (min(metrics(copy, 'val/loss')[-2:]) if best is None else best)
-        checkpoint.path_of(copy, 12).unlink()
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Stops
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_and_stops_after_the_iteration(train, tmp_path, number):
-    if signal.getsignal(number) == signal.SIG_IGN:
-        pytest.skip(f'{number.name} is ignored here, as under nohup')
-    done = train(tmp_path, faults=f'at(6, kill({int(number)}))')
-    assert done.code == STOPPED and f'stopped at iteration 7 by {number.name}' in done.out
-    said = 'Ctrl-C' if number == signal.SIGINT else number.name
-    assert done.err.startswith(f'{said}: stopping after this iteration') and done.err.count('\n') == 1
-    assert iterations(tmp_path) == [7, 5] and len(metrics(tmp_path)) == 7
-
-
-def test_a_stop_during_evaluation_makes_it_again_later(train, reference, tmp_path):
-    """Only one of two ranks gets the signal, during the second evaluation; both stop together."""
-    done = train(tmp_path, name='sophiag', ranks=2, faults=STOP_IN_EVALUATION)
-    assert done.code == STOPPED and 'stopped at iteration 5 by another rank' in done.out, done.err
-    assert iterations(tmp_path) == [5] and len(metrics(tmp_path, 'val/loss')) == 1
-    assert train(tmp_path, '--init_from=auto', name='sophiag', ranks=2).code == 0
-    assert not soak.compare(tmp_path, reference('sophiag', 2))
-
-
 def test_sigusr1_saves_and_continues(train, reference, tmp_path):
-    """Before the loop, when there is nothing to save, it does nothing."""
-    done = train(tmp_path, '--keep_checkpoints=5', faults="""
-open_run = checkpoint.open_run
-def signalled(*args, **kwargs):
-    kill(signal.SIGUSR1)()
-    return open_run(*args, **kwargs)
-checkpoint.open_run = signalled
-at(2, kill(signal.SIGUSR1))
-""")
+    done = train(tmp_path, '--keep_checkpoints=5', faults='at(2, kill(signal.SIGUSR1))')
     assert done.code == 0 and iterations(tmp_path) == [10, 5, 3]
     assert not soak.compare(tmp_path, reference())
-
-
-@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs /dev/full')
-def test_output_that_cannot_be_written_ends_no_run(train, reference, tmp_path):
-    """As where the log goes to a full disk, or the terminal has gone."""
-    done = train(tmp_path, faults="""
-def fill():
-    for stream in (1, 2):
-        os.dup2(os.open('/dev/full', os.O_WRONLY), stream)
-at(3, fill)
-""")
-    assert done.code == 0 and 'iter 2' in done.out and 'iter 4' not in done.out
-    assert not soak.compare(tmp_path, reference())
-
-
-def test_max_hours_stops(train, tmp_path, monkeypatch):
-    """The hour is over as iteration 3 begins."""
-    done = train(tmp_path, '--max_iters=1000000', '--eval_interval=1000000', '--max_hours=1', faults="""
-from runtime.signals import StopSignals
-def hour():
-    stops, = (o for o in gc.get_objects() if isinstance(o, StopSignals))
-    stops.deadline -= 3600
-at(3, hour)
-""")
-    assert done.code == STOPPED and 'by max_hours' in done.out
-    assert iterations(tmp_path) == [len(metrics(tmp_path))] == [4]
-    monkeypatch.setattr(signal, 'signal', lambda *args: None)
-    assert StopSignals(2.0).deadline - STARTED == pytest.approx(7200) and StopSignals().deadline == float('inf')
-
-
-def test_a_second_ctrl_c_ends_at_once(train, tmp_path):
-    faults = """
-at(3, kill(signal.SIGINT))
-at(3, lambda: time.sleep(1.1))
-at(3, kill(signal.SIGINT))
-"""
-    assert train(tmp_path, faults=faults).code == -signal.SIGINT and not iterations(tmp_path)
 
 
 def test_eval_only_writes_nothing(train, copy, tmp_path):
@@ -249,80 +170,31 @@ torch.save = interrupted
 
 def test_full_disk(train, reference, tmp_path):
     """No file may grow beyond 20 kB while the run wants to save: it says so, continues, and saves later if it can."""
-    faults = (FULL_DISK + 'at(2, kill(signal.SIGUSR1))\nat(4, lambda: limit(20_000))',
-              FULL_DISK + 'at(4, lambda: limit(20_000))\nat(7, lambda: limit(-1))')
-    stays, passes = (train(tmp_path / out, faults=fault) for out, fault in zip(('stays', 'passes'), faults))
-    assert stays.code == 1 and 'the last checkpoint could not be saved' in stays.err
-    assert iterations(tmp_path / 'stays') == [3] and checkpoint.load(tmp_path / 'stays')[1]['iter_num'] == 3
+    stays, passes = (train(tmp_path / out, faults=f'{FULL_DISK}at(4, lambda: limit(20_000))\nat({until}, lambda: '
+                           'limit(-1))') for out, until in (('stays', 99), ('passes', 7)))
+    assert stays.code == 1 and not iterations(tmp_path / 'stays')
+    assert f'{tmp_path / "stays"}: the last checkpoint could not be saved; the newest one there: none' in stays.err
     assert passes.code == 0 and iterations(tmp_path / 'passes') == [10]
-    kept = 'ckpt_00000005.pt: could not be saved (File too large); older checkpoints are kept'
-    assert kept in stays.err and kept.split(';')[0] in passes.err and 'older' not in passes.err
-    for out in tmp_path / 'stays', tmp_path / 'passes':
+    for out, done in (tmp_path / 'stays', stays), (tmp_path / 'passes', passes):
+        assert f'{out}/ckpt_00000005.pt: could not be saved (File too large); training continues' in done.err
         assert not list(out.glob('*.partial')) and metrics(out) == metrics(reference())
 
 
-def test_the_best_is_the_lowest_that_was_saved(train, tmp_path):
-    """The disk is full at the lowest loss, at iteration 4; afterwards it grows, but stays below that of 2."""
-    flags = ['--eval_interval=2', '--keep_checkpoints=9', '--decay_lr=False', '--max_iters=8']
-    done = train(tmp_path, *flags, faults=FULL_DISK + WORSE + """
-at(3, lambda: limit(20_000))
-at(4, worse)
-at(4, lambda: limit(-1))
-""")
-    losses = dict(zip(range(0, 10, 2), metrics(tmp_path, 'val/loss')))
-    assert done.code == 0 and iterations(tmp_path) == [8, 6, 2], done.err
-    assert losses[4] < losses[6] < losses[2], losses
-    best = checkpoint.load(tmp_path / 'best.pt')[1]
-    assert best['iter_num'] == 6 and best['best_val_loss'] == losses[6]
-
-
 def test_without_always_save_checkpoint_the_best_and_the_last_are_saved(train, tmp_path):
-    """The loss grows from the fifth iteration on. The other run only makes it worse: its initial weights have the
-    lowest loss, but are not saved, so they are not the best."""
-    flags = ['--always_save_checkpoint=False', '--decay_lr=False']
-    done = train(tmp_path / 'a', *flags, '--eval_interval=2', faults=WORSE + 'at(4, worse)')
-    assert done.code == 0 and iterations(tmp_path / 'a') == [10, 4], metrics(tmp_path / 'a', 'val/loss')
-    assert checkpoint.load(tmp_path / 'a/best.pt')[1]['iter_num'] == 4
-    done = train(tmp_path / 'b', *flags, '--learning_rate=1')
-    before, *losses = metrics(tmp_path / 'b', 'val/loss')
-    assert done.code == 0 and before < min(losses)
-    assert checkpoint.load(tmp_path / 'b/best.pt')[1]['best_val_loss'] == min(losses)
-
-
-def test_metrics_jsonl_loses_torn_and_repeated_lines_at_resume(tmp_path):
-    """The evaluation of the checkpoint's own iteration stays."""
-    path = tmp_path / 'metrics.jsonl'
-    good = '{"iter": 4, "lr": 1}\n{"iter": 5, "val/loss": 3}\n'
-    path.write_text(good + '{"iter": 5, "lr": 1}\n{"iter": 6, "l\n3\n')
-    runlog.rewind_log(path, 5, 5)
-    assert path.read_text() == good
-
-
-def test_an_optimizer_that_draws_does_so_alike_on_every_rank(train, tmp_path):
-    done = train(tmp_path, '--dropout=0.1', ranks=2, faults="""
-step = torch.optim.AdamW.step
-def noisy(self, *args):
-    step(self, *args)
-    with torch.no_grad():
-        tensors = [p.add_(1e-3 * torch.randn_like(p)) for group in self.param_groups for p in group['params']]
-    print('weights', sum(t.double().sum().item() for t in tensors))
-torch.optim.AdamW.step = noisy
+    """The loss grows from the fifth iteration on."""
+    done = train(tmp_path, '--always_save_checkpoint=False', '--decay_lr=False', '--eval_interval=2', faults="""
+def worse():
+    for group in [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)][0].param_groups:
+        group['maximize'] = True
+at(4, worse)
 """)
-    sums = collections.Counter(line for line in done.out.splitlines() if line.startswith('weights'))
-    assert done.code == 0 and len(sums) == 10 and set(sums.values()) == {2}, sums
+    assert done.code == 0 and iterations(tmp_path) == [10, 4], metrics(tmp_path, 'val/loss')
+    best = checkpoint.load(tmp_path / 'best.pt')[1]
+    assert best['iter_num'] == 4 and best['best_val_loss'] == min(metrics(tmp_path, 'val/loss'))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Bad files and directories
-
-
-def test_a_damaged_checkpoint_is_skipped(train, reference, copy):
-    newest = checkpoint.path_of(copy, 10)
-    newest.write_bytes(newest.read_bytes()[:-1000])
-    done = train(copy, '--init_from=resume')
-    assert done.code == 0 and f'warning: {newest}: not a checkpoint' in done.err
-    assert 'ckpt_00000005.pt at iteration 5 of 10' in done.out
-    assert not soak.compare(copy, reference())
 
 
 def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
@@ -369,7 +241,6 @@ def test_one_run_in_an_out_dir(train, tmp_path):
 
 
 def test_nan_on_one_rank_stops_all_and_names_the_sequences(train, corpus, tmp_path):
-    """torchrun does not restart such a run, which would come to the same end."""
     done = train(tmp_path, ranks=2, faults='at(6, spoil(float("nan")), rank=1)')
     starts = sequence_starts(1337, 6, 4, 50_000, 32)[1::2].tolist()
     assert done.code == NOT_FINITE
@@ -378,22 +249,15 @@ def test_nan_on_one_rank_stops_all_and_names_the_sequences(train, corpus, tmp_pa
             f'{corpus}/train.bin at {starts})')
     assert done.err.splitlines() == [line] and (tmp_path / 'failed.txt').read_text().strip() == line
     assert iterations(tmp_path) == [5] and len(metrics(tmp_path)) == 6
-    restarted = train(tmp_path, faults="os.environ['TORCHELASTIC_RESTART_COUNT'] = '1'")
-    assert restarted.code == 1 and f'not restarted, for it would fail again: {line}' in restarted.err
-    assert train(tmp_path, '--init_from=resume').code == 0 and not (tmp_path / 'failed.txt').exists()
 
 
 def test_skip_nonfinite_skips_and_lets_nothing_in(train, tmp_path):
     """Iteration 4 is a Hessian iteration: neither its gradient nor its ĥ may enter. Of iterations in a row one may be
-    skipped, with others between them several; a stop in between changes nothing."""
-    tolerant, stopped, strict = (
-        train(tmp_path / out, '--skip_nonfinite=1', '--init_from=auto', name='sophiag', faults=faults)
-        for out, faults in (('one', 'at(4, spoil(float("inf")))\nat(7, spoil(float("nan")))'),
-                            ('two', 'at(6, spoil(float("nan")))\nat(6, kill(signal.SIGTERM))'),
-                            ('two', 'at(7, spoil(float("nan")))')))
-    assert stopped.code == STOPPED and 'iter 6: the loss is not finite; skipped' in stopped.out
-    latest = state(tmp_path / 'one')['train_state']['latest_losses']
-    assert len(latest) == 8 and np.isfinite(latest).all()  # with NaN among them no spike would be seen any more
+    skipped, with others between them several."""
+    tolerant, strict = (
+        train(tmp_path / out, '--skip_nonfinite=1', name='sophiag',
+              faults=f'at({first}, spoil(float("inf")))\nat(7, spoil(float("nan")))')
+        for out, first in (('one', 4), ('two', 6)))
     assert tolerant.code == 0 and 'iter 4: the loss is not finite; skipped (rank 0, micro-batch 0' in tolerant.out
     lines = {line['iter']: line for line in map(json.loads, (tmp_path / 'one/metrics.jsonl').open()) if 'lr' in line}
     for key in ('momentum_norm', 'hessian_norm', 'param_norm'):
@@ -427,16 +291,6 @@ at(4, lambda: setattr(sophia.{estimator}, 'estimate',
     assert 'iteration 4: a Hessian estimate is not finite' in done.err and not iterations(tmp_path)
 
 
-def test_parameters_that_are_not_finite_are_not_saved(train, tmp_path):
-    done = train(tmp_path, faults="""
-def spoiled(self, closure=None):
-    self.param_groups[0]['params'][0].data.fill_(float('nan'))
-at(4, lambda: setattr(torch.optim.AdamW, 'step', spoiled))
-""")
-    assert done.code == NOT_FINITE and 'iteration 5: the parameters are not finite' in done.err
-    assert not iterations(tmp_path)
-
-
 def test_overflows_of_float16_are_no_error(train, tmp_path):
     """From a loss scale that is far too high, the run finds its own, and keeps it."""
     flags, faults = ['--dtype=float16', '--eval_interval=30', '--init_from=auto'], """
@@ -452,24 +306,14 @@ torch.amp.GradScaler = lambda *args, **kwargs: Scaler(*args, init_scale=2.0 ** 3
     assert state(tmp_path, 31)['scaler']['scale'] == state(tmp_path, 30)['scaler']['scale']
 
 
-def test_forty_overflows_of_float16_in_a_row_are_an_error(train, tmp_path):
-    done = train(tmp_path, '--dtype=float16', '--max_iters=50', '--eval_interval=50', faults="""
-clip = optimizers.optim.clip_gradients
-optimizers.optim.clip_gradients = lambda *args: clip(*args) * float('inf')
-""")
-    assert done.code == NOT_FINITE and 'iteration 40: the gradient is not finite' in done.err
-    assert 'or skip it with --skip_nonfinite=41' in done.err
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# Ranks and memory
+# Ranks
 
 
 def test_a_dead_rank_ends_the_run_with_its_own_message(train, tmp_path):
     done = train(tmp_path, ranks=2, faults='at(3, raises(ValueError("of its own")), rank=1)')
     assert done.code == 1
     assert 'rank 1:\nTraceback' in done.err and 'ValueError: of its own' in done.err
-    assert 'rank 0: another rank has died' in done.err
 
 
 def test_torchrun_restarts_resume(train, reference, tmp_path):
@@ -480,10 +324,3 @@ if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
 """))
     assert done.code == 0 and 'ckpt_00000005.pt at iteration 5 of 10' in done.out, done.err
     assert not soak.compare(tmp_path, reference('sophiag', 2))
-
-
-def test_memory_does_not_grow(train, tmp_path):
-    done = train(tmp_path, '--max_iters=400', '--eval_interval=20', '--log_interval=100', name='sophiag')
-    assert done.code == 0
-    _, early, *_, late = metrics(tmp_path, 'memory_gb')
-    assert late - early < 0.008  # 8 MB in 300 iterations and 15 saves

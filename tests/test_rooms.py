@@ -19,9 +19,6 @@ MAY_IMPORT = {
     'data': {'runtime'},
     'examples': {'sophia'},
 }
-# The files of runtime/, from below: each imports from lower layers only.
-LAYERS = [{'files', 'rng', 'device', 'signals'}, {'distributed', 'runlog', 'speed'}, {'optim', 'optimizer_state'},
-          {'sharded'}, {'checkpoint'}, {'lifecycle'}]
 PARTS = {Path(part).stem for part in MAY_IMPORT} | {'analysis', 'scripts', 'dev', 'tests'}
 
 
@@ -59,15 +56,6 @@ def test_a_part_imports_only_what_it_may(part):
     wrong = {str(path.relative_to(ROOT)): sorted(name for name in imports(path) if name.split('.')[0] not in allowed)
              for path in files(part)}
     assert not {path: names for path, names in wrong.items() if names}
-
-
-def test_a_layer_of_runtime_imports_only_lower_ones():
-    lower = set()
-    for layer in LAYERS:
-        for path in [path for path in files('runtime') if path.stem in layer]:
-            assert imports(path) <= lower, path
-        lower |= {f'runtime.{name}' for name in layer}
-    assert {path.stem for path in files('runtime')} - {'__init__'} <= set().union(*LAYERS)
 
 
 def test_runtime_does_not_know_the_paper():

@@ -4,19 +4,17 @@ import functools
 import os
 import pickle
 import shutil
-import signal
 
 import pytest
 import torch
-from conftest import STOP_IN_EVALUATION, iterations, metrics, rejection
+from conftest import iterations, metrics, rejection
 
-import train as train_module
 from analysis.load import load
 from runtime import checkpoint, files, sharded
 from runtime.signals import NOT_FINITE, STOPPED
 from scripts.consolidate import consolidate
 
-RUN = ['--n_layer=2', '--total_batch_size=8', '--dropout=0', '--learning_rate=2e-3']
+RUN = ['--n_layer=2', '--total_batch_size=8', '--dropout=0', '--learning_rate=2e-3', '--eval_iters=3']
 KEYS = ('train/loss', 'val/loss', 'grad_norm', 'momentum_norm', 'param_norm', 'hessian_norm', 'update_unclipped')
 
 
@@ -35,18 +33,21 @@ def run(train, tmp_path_factory):
     return get
 
 
-def assert_same_metrics(a, b, rel=1e-5):
+def assert_same_metrics(a, b, rel=1e-4):
     for key in KEYS:
         # One coordinate at the bound may be taken for clipped here and not there.
         slack = 1e-3 if key == 'update_unclipped' else rel
         assert metrics(a, key) == pytest.approx(metrics(b, key), rel=slack, abs=slack), key
 
 
-@pytest.mark.parametrize('name', ['adamw', 'lion', 'sophiag', 'muon', 'normalize'])
-def test_shards_train_as_replicas_do(run, name):
-    """Losses, norms, h and the clipped fraction of 10 iterations with an estimate at every fourth."""
-    eps = [] if name in ('lion', 'muon') else ['--eps=1e-6']
-    assert_same_metrics(run(name, 'fsdp', *eps), run(name, 'ddp', *eps), rel=1e-4 if name == 'muon' else 1e-5)
+@pytest.mark.parametrize('name, parallel, flags, ranks, machines', [
+    ('sophiag', 'ddp', [], 2, 1), ('sophiag', 'fsdp', ['--activation_checkpointing=True'], 2, 1),
+    ('sophiag', 'hsdp', ['--batch_size=1', '--eval_iters=6'], 4, 2), ('sophiah', 'ddp', [], 2, 1),
+    ('muon', 'fsdp', [], 2, 1)])
+def test_any_number_of_ranks_trains_as_one_does(run, name, parallel, flags, ranks, machines):
+    """Losses, norms, h and the clipped fraction of 10 iterations with an estimate at every fourth. The 6 sequences of
+    an evaluation do not divide into micro-batches of all ranks."""
+    assert_same_metrics(run(name, parallel, *flags, ranks=ranks, machines=machines), run(name, ranks=1))
 
 
 def test_an_averaging_optimizer_trains_as_replicas_do(train, tmp_path):
@@ -57,24 +58,17 @@ def test_an_averaging_optimizer_trains_as_replicas_do(train, tmp_path):
                      '--warmup_iters=0', '--learning_rate=0.05', name='schedulefree:AdamWScheduleFree', ranks=2,
                      faults='checkpoint.save_run = lambda *args: Path("nowhere")')
         assert done.code == 0, done.err
-    assert_same_metrics(tmp_path / 'fsdp', tmp_path / 'ddp', rel=1e-4)
-
-
-@pytest.mark.parametrize('parallel, flags, ranks, machines', [
-    ('hsdp', ['--batch_size=1', '--eval_iters=8'], 4, 2), ('hsdp', [], 1, 1),
-    ('fsdp', ['--activation_checkpointing=True'], 2, 1), ('ddp', ['--activation_checkpointing=True'], 1, 1),
-])
-def test_how_a_model_is_spread_does_not_matter(run, parallel, flags, ranks, machines):
-    assert_same_metrics(run('sophiag', parallel, *flags, ranks=ranks, machines=machines), run(), rel=1e-4)
+    assert_same_metrics(tmp_path / 'fsdp', tmp_path / 'ddp')
 
 
 def test_replicas_of_a_model_compiled_in_parts_train_as_eager_ones_do(run, train, tmp_path):
     """DDP has torch.compile cut a model at its buckets of gradients, of 1 MB and more. Gauss-Newton-Bartlett goes back
-    through the parts twice, here for 3 of a rank's 4 sequences, in micro-batches of 2."""
-    wide = ['--n_embd=192', '--batch_size=2', '--hessian_batch_size=6', '--max_iters=6']
+    through the parts twice."""
+    wide = ['--n_embd=192', '--batch_size=2', '--hessian_batch_size=8', '--hessian_interval=1', '--max_iters=2',
+            '--eval_interval=2']
     faults = """
 import functools, torch._dynamo.backends.distributed as backends
-torch.compile = functools.partial(torch.compile, backend='aot_eager')
+torch.compile = functools.partial(torch.compile, backend='eager')
 def split(self, *args, compile_fn=backends.DDPOptimizer.compile_fn):
     found = compile_fn(self, *args)
     print(f'compiled in {len(self.buckets)} parts')
@@ -88,22 +82,14 @@ backends.DDPOptimizer.compile_fn = split
 
 def test_blocks_are_compiled_one_by_one_within_shards(train, run, tmp_path):
     """With activation checkpointing, too."""
-    done = train(tmp_path, *RUN, '--parallel=fsdp', '--compile=True', '--activation_checkpointing=True', name='sophiag',
-                 ranks=2, faults="""
+    flags = ['--parallel=fsdp', '--activation_checkpointing=True', '--hessian_interval=1', '--max_iters=2']
+    done = train(tmp_path, *RUN, *flags, '--compile=True', name='sophiag', ranks=2, faults="""
 import functools
 torch.compile = functools.partial(torch.compile, backend='eager')
 torch._dynamo.config.fail_on_recompile_limit_hit = True
 """)
     assert done.code == 0, done.err
-    assert_same_metrics(tmp_path, run(), rel=1e-4)
-
-
-def test_bfloat16_is_close(run):
-    """Parameters are gathered in bfloat16, shards and their sums stay float32."""
-    out, ddp = (run('sophiag', parallel, '--dtype=bfloat16') for parallel in ('fsdp', 'ddp'))
-    assert metrics(out) == pytest.approx(metrics(ddp), abs=2e-2)
-    assert metrics(out, 'hessian_norm') == pytest.approx(metrics(ddp, 'hessian_norm'), rel=0.1)
-    assert all(t.dtype == torch.float32 for t in checkpoint.load(out)[1]['model'].values())
+    assert_same_metrics(tmp_path, run('sophiag', 'fsdp', *flags[1:]))
 
 
 def test_an_estimate_that_is_not_finite_in_one_ranks_shards_stops_all(train, tmp_path):
@@ -118,16 +104,6 @@ at(4, lambda: setattr(sophia.GaussNewtonBartlett, 'estimate', spoiled), rank=1)
 """)
     assert done.code == NOT_FINITE and 'iteration 4: a Hessian estimate is not finite' in done.err, done.err
     assert not iterations(tmp_path)
-
-
-@pytest.mark.parametrize('flags, words', [
-    (['--parallel=fsdp', '--optimizer_name=sophiah'], 'must be ddp for sophiah'),
-    (['--parallel=fsdp', '--optimizer_name=soap'], 'must be ddp for soap'),
-    (['--activation_checkpointing=True', '--optimizer_name=sophiah'], 'must be False for sophiah'),
-    (['--parallel=fsdp', '--dtype=float16'], 'must be bfloat16 or float32 for --parallel=fsdp'),
-])
-def test_what_shards_cannot_do_is_rejected(flags, words):
-    assert words in rejection(train_module.resolve, ['--model_size=tiny', '--device=cpu', *flags])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -147,7 +123,7 @@ def stopped(train, tmp_path_factory):
 
 
 @pytest.mark.parametrize('parallel, then_parallel, then_ranks', [
-    ('fsdp', 'fsdp', 2), ('fsdp', 'fsdp', 4), ('fsdp', 'ddp', 1), ('ddp', 'fsdp', 2)])
+    ('fsdp', 'fsdp', 2), ('fsdp', 'ddp', 1), ('ddp', 'fsdp', 2)])
 def test_resume_onto_other_ranks(train, run, stopped, tmp_path, parallel, then_parallel, then_ranks):
     """Stopped within a Hessian interval, and resumed elsewhere."""
     shutil.copytree(stopped('sophiag', parallel), tmp_path, dirs_exist_ok=True, symlinks=True)
@@ -155,16 +131,16 @@ def test_resume_onto_other_ranks(train, run, stopped, tmp_path, parallel, then_p
     assert done.code == 0 and 'at iteration 7 of 10' in done.out, done.err
     if (then_parallel, then_ranks) == (parallel, 2):
         assert all(metrics(tmp_path, key) == metrics(run('sophiag', parallel), key) for key in KEYS)
-    assert_same_metrics(tmp_path, run('sophiag'), rel=1e-4)
+    assert_same_metrics(tmp_path, run('sophiag'))
     assert iterations(tmp_path) == [10, 7] and checkpoint.path_of(tmp_path, 10).is_dir() == (then_parallel == 'fsdp')
 
 
 def test_scripts_take_a_directory_for_a_checkpoint(run):
-    ours, theirs = load(run('adamw', 'fsdp')), load(run('adamw', 'ddp'))
+    ours, theirs = load(run(parallel='fsdp')), load(run(parallel='ddp'))
     assert ours.path.name == 'ckpt_00000010' and theirs.path.name == 'ckpt_00000010.pt'
     for (name, p), (other, q) in zip(ours.model.named_parameters(), theirs.model.named_parameters()):
-        assert name == other and torch.allclose(p, q, atol=1e-5)
-    best = run('adamw', 'fsdp') / 'best'
+        assert name == other and torch.allclose(p, q, atol=1e-4)
+    best = run(parallel='fsdp') / 'best'
     assert best.is_symlink() and load(best).state['iter_num'] == 10
 
 
@@ -182,19 +158,6 @@ def test_consolidate_makes_the_file_that_ddp_would_have_written(train, run, tmp_
     assert 'one file already' in rejection(consolidate, path)
     done = train(tmp_path, *RUN, '--init_from=resume', '--max_iters=12', name='sophiag')
     assert done.code == 0 and 'resuming from' in done.out and len(metrics(tmp_path)) == 2, done.err
-
-
-def test_retention_spares_the_best(train, tmp_path):
-    """The loss grows soon after the fourth iteration; the best checkpoint stays, though others are newer."""
-    done = train(tmp_path, *RUN, '--parallel=fsdp', '--eval_interval=2', '--warmup_iters=0', '--decay_lr=False',
-                 '--learning_rate=0.01', ranks=2, faults="""
-def worse():
-    for group in [o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer)][0].param_groups:
-        group['maximize'] = True
-at(4, worse)
-""")
-    assert done.code == 0, done.err
-    assert (tmp_path / 'best').resolve().name == 'ckpt_00000006' and iterations(tmp_path) == [10, 8, 6]
 
 
 def test_killed_while_saving(train, run, tmp_path):
@@ -215,26 +178,6 @@ sharded.save_pt = interrupted
     assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
 
 
-def test_killed_while_a_checkpoint_replaces_another(train, run, tmp_path):
-    """The checkpoint of iteration 5 is saved before its evaluation, in which the run is stopped, and again after it."""
-    flags = [*RUN, '--parallel=fsdp']
-    assert train(tmp_path, *flags, ranks=2, faults=STOP_IN_EVALUATION).code == STOPPED
-    assert iterations(tmp_path) == [5]
-    done = train(tmp_path, *flags, '--init_from=auto', ranks=2, faults="""
-replace = Path.replace
-def interrupted(path, *args):
-    if path.name == 'ckpt_00000005.partial':
-        kill(signal.SIGKILL)()
-    return replace(path, *args)
-Path.replace = interrupted
-""")
-    assert done.code and list(tmp_path.glob('ckpt_00000005.old.partial')) and not iterations(tmp_path)
-    done = train(tmp_path, *flags, '--init_from=auto', ranks=2)
-    assert done.code == 0 and 'at iteration 5 of' in done.out, done.err
-    assert iterations(tmp_path) == [10, 5] and not list(tmp_path.glob('*.partial')), done.err
-    assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
-
-
 def test_full_disk(train, run, tmp_path):
     """No file may grow beyond 20 kB for a while: it says so, continues, and saves later."""
     done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults="""
@@ -250,15 +193,10 @@ for rank in range(2):
     assert not list(tmp_path.glob('*.partial')) and metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
 
 
-def damage(path, how):
-    if how == 'truncated':
-        os.truncate(path, path.stat().st_size // 2)
-    elif how == 'missing':
-        path.unlink()
-    else:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
+def flip_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 @pytest.mark.parametrize('name', ['__0_0.distcp', '__1_0.distcp', '.metadata', 'state.pt'])
@@ -266,22 +204,11 @@ def test_damage_is_noticed(run, tmp_path, name):
     """The newest intact one is loaded, whatever has happened to the last."""
     for path in checkpoint.checkpoints(run(parallel='fsdp')):
         shutil.copytree(path, tmp_path / path.name)
-    for how in 'flipped', 'truncated', 'missing':
-        damage(tmp_path / 'ckpt_00000010' / name, how)
-        if (name, how) == ('state.pt', 'missing'):
-            continue  # then it is not a checkpoint
-        assert checkpoint.load(tmp_path)[0].name == 'ckpt_00000005', how
-
-
-def test_damage_that_only_one_rank_sees(train, run, tmp_path):
-    """Each rank compares its share of the files; all of them skip what one finds damaged."""
-    shutil.copytree(run('adamw', 'fsdp'), tmp_path, dirs_exist_ok=True, symlinks=True)
-    name = list(files.load_pt(tmp_path / 'ckpt_00000010/state.pt')['files'])[1]
-    damage(tmp_path / 'ckpt_00000010' / name, 'flipped')
-    done = train(tmp_path, *RUN, '--parallel=fsdp', '--init_from=resume', ranks=2)
-    assert done.code == 0 and 'ckpt_00000005 at iteration 5' in done.out, done.err
-    assert f'{name} does not fit its checksum); it is skipped' in done.err
-    assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
+    flip_bit(tmp_path / 'ckpt_00000010' / name)
+    assert checkpoint.load(tmp_path)[0].name == 'ckpt_00000005'
+    (tmp_path / 'ckpt_00000010' / name).unlink()
+    if name != 'state.pt':  # without it the directory is no checkpoint
+        assert checkpoint.load(tmp_path)[0].name == 'ckpt_00000005'
 
 
 class Exploit:
@@ -319,47 +246,17 @@ class Toy(torch.optim.Optimizer):
                 state = self.state[p]
                 state['step'] = state.get('step', 0) + 1
                 state['pair'] = [0.9 * state['pair'][0] + p.grad if 'pair' in state else p.grad.clone(), None]
-                MORE
                 p.sub_(state['pair'][0], alpha=group['lr'] * (1 + 1 / group['k'] + 1 / state['step']))
 optimizers.build_optimizer = lambda name, params, *, lr, **kwargs: Toy(params, lr)
 """
 
 
 def test_an_optimizer_with_numbers_in_its_state_resumes_sharded(train, tmp_path):
-    """Python numbers and lists in the state, and a counter in the groups; onto one rank as well."""
-    faults = TOY.replace('MORE', '')
-    flags = [*RUN, '--init_from=auto', '--log_interval=1']
-    done = train(tmp_path / 'a', *flags, '--parallel=fsdp', ranks=2, faults=faults)
-    assert done.code == 0, done.err
-    stopped = train(tmp_path / 'b', *flags, '--parallel=fsdp', ranks=2, faults=faults + 'at(6, kill(signal.SIGTERM))')
+    """Python numbers and lists in the state, and a counter in the groups; onto one rank."""
+    assert train(tmp_path / 'a', *RUN, faults=TOY).code == 0
+    stopped = train(tmp_path / 'b', *RUN, '--parallel=fsdp', ranks=2, faults=TOY + 'at(6, kill(signal.SIGTERM))')
     assert stopped.code == STOPPED, stopped.err
-    shutil.copytree(tmp_path / 'b', tmp_path / 'c')
-    assert train(tmp_path / 'b', *flags, '--parallel=fsdp', ranks=2, faults=faults).code == 0
-    assert metrics(tmp_path / 'b') == metrics(tmp_path / 'a')
-    assert train(tmp_path / 'c', *flags, faults=faults).code == 0
-    assert metrics(tmp_path / 'c') == pytest.approx(metrics(tmp_path / 'a'), rel=1e-4)
-    path = consolidate(tmp_path / 'a', tmp_path / 'whole.pt')
-    optimizer = checkpoint.load(path)[1]['optimizer']
+    assert train(tmp_path / 'b', *RUN, '--init_from=resume', faults=TOY).code == 0
+    assert metrics(tmp_path / 'b') == pytest.approx(metrics(tmp_path / 'a'), rel=1e-4)
+    optimizer = checkpoint.load(tmp_path / 'b')[1]['optimizer']
     assert optimizer['param_groups'][0]['k'] == 10 and {s['step'] for s in optimizer['state'].values()} == {10}
-
-
-def test_a_state_that_shards_cannot_hold_is_never_said_to_be_saved(train, tmp_path):
-    faults = TOY.replace('MORE', "state['rows'] = torch.ones(2)")
-    done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults=faults)
-    assert done.code == 1 and 'saved' not in done.out and not iterations(tmp_path)
-    (line,) = [line for line in done.err.splitlines() if 'Toy' in line]
-    assert 'Toy: its state cannot be saved' in line and '.rows is a tensor that each rank has for itself' in line
-
-
-def test_a_stop_during_evaluation_stops_all_ranks(train, tmp_path):
-    """One rank of two gets the signal while all of them take part in every forward."""
-    done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults=STOP_IN_EVALUATION)
-    assert done.code == STOPPED and iterations(tmp_path) == [5] and signal.SIGTERM.name not in done.err, done.err
-
-
-def test_every_rank_evaluates_as_often(train, tmp_path):
-    """Three sequences for two ranks: the second one's last batch counts for nothing."""
-    flags = ['--eval_iters=3', '--batch_size=1', '--max_iters=1', '--eval_interval=1']
-    for parallel in ('ddp', 'fsdp'):
-        assert train(tmp_path / parallel, *RUN, *flags, f'--parallel={parallel}', ranks=2).code == 0
-    assert metrics(tmp_path / 'fsdp', 'val/loss') == pytest.approx(metrics(tmp_path / 'ddp', 'val/loss'), abs=1e-5)

@@ -15,13 +15,13 @@ def run(fork, corpus):
     return lambda out, *flags, **kwargs: fork('train.py', f'--out_dir={out}', f'--dataset={corpus}', *flags, **kwargs)
 
 
-@pytest.mark.parametrize('seed', range(3))
+@pytest.mark.parametrize('seed', range(2))
 def test_random_settings_with_faults(run, tmp_path, seed):
     assert not soak.attempt(random.Random(seed), tmp_path, run)
 
 
 def test_random_settings_are_valid_and_of_every_kind():
-    drawn = [soak.settings(random.Random(seed)) for seed in range(150)]
+    drawn = [soak.settings(random.Random(seed)) for seed in range(100)]
     for s in drawn:
         train_module.resolve([f'--{key}={value}' for key, value in s.items()])
     assert {'adamw', 'sophiag', 'sophiah', 'muon', 'torch:SGD'} <= {s['optimizer_name'] for s in drawn}
@@ -46,10 +46,3 @@ def test_differences_between_runs_are_found(train, tmp_path):
     log = same / 'metrics.jsonl'
     log.write_text(''.join(log.read_text().splitlines(keepends=True)[:-1]))
     assert soak.compare(a, same) == 'run.metrics.jsonl has another length'
-
-
-def test_damage_leaves_a_checkpoint_to_resume_from(train, tmp_path):
-    assert train(tmp_path, '--max_iters=2', '--eval_interval=1').code == 0
-    soak.damage(random.Random(0), tmp_path)
-    done = train(tmp_path, '--max_iters=3', '--eval_interval=1', '--init_from=resume')
-    assert done.code == 0 and 'is skipped' in done.err and 'at iteration 1 of 3' in done.out
