@@ -177,7 +177,8 @@ def abort(c, world, log, iteration, problem, otherwise='', where=''):
     learning rate or `otherwise`), and `where` it happened. Collective: every rank must call it."""
     log.close()
     if world.is_master:
-        line = (f'iteration {iteration}: {problem}; resume with a lower --learning_rate{otherwise}. Nothing of the '
+        advice = 'resume' if checkpoint.checkpoints(c.out_dir) else 'start again'
+        line = (f'iteration {iteration}: {problem}; {advice} with a lower --learning_rate{otherwise}. Nothing of the '
                 'iteration was saved' + f' ({where})' * bool(where))
         print(line, file=sys.stderr)
         write_text(Path(c.out_dir) / checkpoint.FAILED, line + '\n')

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -109,7 +110,7 @@ def test_a_sweep_trains_what_is_missing_and_sorts_by_loss(swept):
     losses = [float(row['val/loss']) for row in rows]
     assert losses == sorted(losses) and {row['state'] for row in rows} == {'finished'}
     assert losses == sorted(run.last('val/loss') for run in runs.find_runs([out_dir]) if not run.diverged)
-    assert diverged['state'].startswith('diverged: iteration ')
+    assert re.match(r'diverged: iteration \d+: .*; start again with a lower --learning_rate', diverged['state'])
 
 
 def test_a_sweep_does_not_take_a_run_with_other_settings_for_its_own(swept):
