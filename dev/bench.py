@@ -42,7 +42,6 @@ from runtime.distributed import World
 from runtime.files import git_commit, write_json
 from runtime.runlog import machine
 
-TINY = '--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --total_batch_size=4 --batch_size=2'
 CPU_MODEL = '--model_size=30M --block_size=256 --total_batch_size=4 --batch_size=4'
 CUDA_MODEL = '--model_size=125M --batch_size=30 --total_batch_size=120'
 ATTENTION = dict(flash=SDPBackend.FLASH_ATTENTION, cudnn=SDPBackend.CUDNN_ATTENTION,
@@ -256,7 +255,6 @@ def parse(argv):
     parser.add_argument('--attention', choices=ATTENTION, help="use only this one of PyTorch's attention kernels")
     parser.add_argument('--profile', type=Path, metavar='FILE', help='also write a profile of the first CONFIG')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
-    parser.add_argument('--tiny', action='store_true', help='a tiny model instead of the default list')
     # A CONFIG may begin with --, which argparse takes for a flag: what it leaves over, in order, are the CONFIGs.
     args, texts = parser.parse_known_args(argv)
     for text in texts:
@@ -271,7 +269,7 @@ def parse(argv):
         if path.is_dir():
             raise SystemExit(f'{path}: cannot be written, because it is a directory')
     if not texts:
-        model = TINY if args.tiny else CUDA_MODEL if args.device.startswith('cuda') else CPU_MODEL
+        model = CUDA_MODEL if args.device.startswith('cuda') else CPU_MODEL
         texts = [f'{model} --optimizer_name={name}' for name in ('adamw', 'sophiag', 'sophiah')]
     return args, texts
 

@@ -130,7 +130,7 @@ def draw(arms):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--output', help='PNG of part A; .csv beside it')
+    parser.add_argument('--output', help='PNG of part A; .csv next to it')
     args = parser.parse_args(argv)
     if args.output:
         png_path(args.output)

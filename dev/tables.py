@@ -66,7 +66,7 @@ def table(head, rows):
 
 
 def settings():
-    """Every setting of train.py with its default and the comment beside it, in its sections."""
+    """Every setting of train.py with its default and the comment next to it, in its sections."""
     parts, rows, section = [], [], ''
     declared = Config(train.DEFAULTS).declared
     for line in (ROOT / 'train.py').read_text(encoding='utf-8').split('\n'):

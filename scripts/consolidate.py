@@ -43,7 +43,7 @@ def consolidate(path, output=None, optimizer=True):
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', help='out_dir (its newest checkpoint), or one directory ckpt_ITERATION in it')
-    parser.add_argument('--output', help='the file to write; default beside the directory')
+    parser.add_argument('--output', help='the file to write; default: next to the directory')
     parser.add_argument('--no_optimizer', action='store_true', help="leave out the optimizer's state")
     args = parser.parse_args()
     print(consolidate(args.checkpoint, args.output, not args.no_optimizer))

@@ -6,7 +6,7 @@
 
 Settings are train.py's: config files, one plan each, and --key=value flags for all of them. GB are 1e9 bytes.
 
-FLOPs are those of the model's matmuls and of the Hessian estimates (analysis/runs.py). A step takes them at --mfu of
+FLOPs count the model's matmuls and the Hessian estimates (analysis/runs.py). A step takes them at --mfu of
 all GPUs' peak; activation checkpointing makes it up to a third longer. Communication is not counted.
 
 Memory is a formula for compiled steps of the GPT in model.py, see `memory`; eager ones keep more of the logits. For an

@@ -1,4 +1,4 @@
-"""Draw the loss curves of one or several runs, or any other metrics, and write the numbers beside the figure.
+"""Draw the loss curves of one or several runs, or any other metrics, and write the numbers next to the figure.
 
   python scripts/plot.py out/quickstart
   python scripts/plot.py out/adamw out/sophiag --x tokens --labels AdamW Sophia-G --output compare.png
@@ -34,10 +34,9 @@ def main(argv=None):
                         help='one per line (default: what tells the lines apart)')
     parser.add_argument('--title', default='')
     parser.add_argument('--log_x', action='store_true')
-    parser.add_argument('--log_y', action='store_true')
     parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'))
-    parser.add_argument('--output', help='PNG; the numbers go beside it as CSV (default: OUT_DIR/loss.png for one run, '
-                                         'loss.png for several)')
+    parser.add_argument('--output', help='PNG; the numbers go next to it as CSV (default: OUT_DIR/loss.png for one '
+                                         'run, loss.png for several)')
     args = parser.parse_args(argv)
     runs = find_runs(args.out_dirs)
     output = png_path(args.output or (runs[0].out_dir / 'loss.png' if len(runs) == 1 else 'loss.png'))
@@ -73,7 +72,6 @@ def main(argv=None):
     for ax in axes:
         shown = [NAMES.get(metric, metric) for metric in metrics if panel_of[metric] is ax]
         ax.set(xlabel=AXES[args.x], ylim=args.ylim, xscale='log' if args.log_x else 'linear',
-               yscale='log' if args.log_y else 'linear',
                **(dict(title=shown[0]) if args.panels else dict(ylabel=' / '.join(shown), title=plain(args.title))))
         ax.title.set_fontsize(9)
     if args.panels and 'update_unclipped' in panel_of:

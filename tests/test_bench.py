@@ -10,6 +10,7 @@ import train
 from dev import bench
 from runtime.distributed import World
 
+MODEL = '--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --total_batch_size=4 --batch_size=2'
 BASELINE = '''
 import torch
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def test_every_column_is_measured_where_it_exists(tmp_path):
     (tmp_path / 'peer' / 'model.py').write_text(BASELINE)
     bench.main(['--rounds', '1', '--device', 'cpu', '--baseline', str(tmp_path / 'peer'), '--output',
                 str(tmp_path / 'bench.json'), '--profile', str(tmp_path / 'profile.txt'),
-                bench.TINY, f'{bench.TINY} --optimizer_name=sophiag'])
+                MODEL, f'{MODEL} --optimizer_name=sophiag'])
     assert 'aten::mm' in (tmp_path / 'profile.txt').read_text()
     report = json.loads((tmp_path / 'bench.json').read_text())
     adamw, sophiag, peer = rows = report['results']
@@ -82,11 +83,11 @@ def test_it_steps_as_train_py_does(corpus, tmp_path, name, monkeypatch):
 
 def test_errors(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    assert 'use cuda, cuda:N, mps or cpu' in rejection(bench.main, ['--tiny', '--device', 'cuda'])
-    for argv in (['--tyni'], ['--model_size', '125M']):
+    assert 'use cuda, cuda:N, mps or cpu' in rejection(bench.main, ['--device', 'cuda'])
+    for argv in (['--unknown'], ['--model_size', '125M']):
         with pytest.raises(SystemExit):
             bench.main(argv)
         assert f'{argv[0]}: unknown flag' in capsys.readouterr().err
-    assert 'no model.py' in rejection(bench.main, ['--tiny', '--baseline', str(tmp_path)])
-    assert 'there is no directory' in rejection(bench.main, ['--tiny', '--output', str(tmp_path / 'no' / 'file')])
-    assert 'it is a directory' in rejection(bench.main, ['--tiny', '--output', str(tmp_path)])
+    assert 'no model.py' in rejection(bench.main, ['--baseline', str(tmp_path)])
+    assert 'there is no directory' in rejection(bench.main, ['--output', str(tmp_path / 'no' / 'file')])
+    assert 'it is a directory' in rejection(bench.main, ['--output', str(tmp_path)])

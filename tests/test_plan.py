@@ -103,6 +103,31 @@ def test_gpu_hours_of_the_paper_s_runs(configs, hours, capsys):
     assert sum(float(part.replace(',', '')) for part in found) == pytest.approx(hours, abs=1)
 
 
+def test_the_table_of_the_scaling_page(capsys):
+    plan.main([*(f'{ROOT}/config/train_neox_{size}_{name}.py' for size in ('1.5b', '6.6b')
+                 for name in ('adamw', 'sophiag')), '--gpus=8'])
+    found = re.findall(r'(ddp|fsdp) +(checkpointing|) +batch_size=\d: +([\d.]+) GB( \(too much\)|); largest: (\w+)',
+                       capsys.readouterr().out)
+    rows = []
+    for size, (adamw, sophiag) in zip(('1.5B', '6.6B'), ((found[:4], found[4:8]), (found[8:12], found[12:]))):
+        for (parallel, checkpointing, *one), (_, _, *two) in zip(adamw, sophiag):
+            peaks = [f'{float(peak):.0f}{too_much}' for peak, too_much, _ in (one, two)]
+            largest = [n.replace('none', '–') for *_, n in (one, two)]
+            rows.append(' | '.join([size, f'`{parallel}`', 'yes' if checkpointing else 'no', *peaks, *largest]))
+    page = (ROOT / 'docs/scaling.md').read_text(encoding='utf-8')
+    assert [row for row in rows if f'| {row} |' not in page] == [] and len(rows) == 8
+
+
+def test_the_table_of_the_troubleshooting_page():
+    page = (ROOT / 'docs/troubleshooting.md').read_text(encoding='utf-8')
+    for size in ('30M', '125M', '355M', '770M', '1.5B'):
+        both = [settings(f'--model_size={size}', f'--optimizer_name={name}', '--dtype=bfloat16',
+                         f'--block_size={2048 if size == "1.5B" else 1024}') for name in ('adamw', 'sophiag')]
+        cells = [', '.join(str(plan.largest_micro_batch(c, shape, 1, 0.9e9 * memory_gb) or '–') for c, shape in both)
+                 for memory_gb in (24, 40, 80, 141)]
+        assert re.search(fr'\| {size}(, 2,048 tokens)? \| {re.escape(" | ".join(cells))} \|', page), (size, cells)
+
+
 def test_what_is_printed(capsys):
     plan.main(['--model_size=125M', '--optimizer_name=sophiag', '--gpus=16', '--memory_gb=10', '--batch_size=30'])
     out = capsys.readouterr().out

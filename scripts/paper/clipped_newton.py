@@ -147,7 +147,7 @@ def quadratic_rows(conditions):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--max_condition', type=float, default=1e6, help='largest condition number (default: 1e6)')
-    parser.add_argument('--output', default='clipped_newton.png', help='PNG; .csv beside it')
+    parser.add_argument('--output', default='clipped_newton.png', help='PNG; .csv next to it')
     args = parser.parse_args(argv)
     png_path(args.output)
     conditions = [10 ** power for power in range(int(math.log10(args.max_condition)) + 1)]

@@ -146,7 +146,7 @@ def main(argv=None):
     parser.add_argument('--grid', nargs=2, metavar=('ROWS', 'COLUMNS'), help='a heat map over two settings instead')
     parser.add_argument('--minus', metavar='OPTIMIZER', help='of --grid: subtract its best loss in the same cell')
     add_tuned(parser)
-    parser.add_argument('--output', default='final_losses.png', help='PNG; .csv beside it')
+    parser.add_argument('--output', default='final_losses.png', help='PNG; .csv next to it')
     args = parser.parse_args(argv)
     png_path(args.output)
     varying = args.grid or [*args.by, *(('n_layer', 'n_head', 'n_embd') if args.x == 'parameters' else ())]

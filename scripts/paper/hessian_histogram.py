@@ -46,7 +46,7 @@ def main(argv=None):
     parser.add_argument('--batch_size', type=int, default=8, help='sequences per sample (default: 8)')
     parser.add_argument('--dataset', help="default: the checkpoint's")
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--output', default='hessian_histogram.png', help='PNG; .csv and .json beside it')
+    parser.add_argument('--output', default='hessian_histogram.png', help='PNG; .csv and .json next to it')
     args = parser.parse_args(argv)
     png_path(args.output)
     if min(args.samples, args.batch_size) < 1:

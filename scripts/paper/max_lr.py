@@ -51,7 +51,7 @@ def main(argv=None):
                         help="default: the paper's list")
     parser.add_argument('--margin', type=float, default=0.5, help='nats of training loss (default: 0.5)')
     add_launcher(parser)
-    parser.add_argument('--output', help='PNG; .csv beside it (default: OUT_DIR/max_lr.png)')
+    parser.add_argument('--output', help='PNG; .csv next to it (default: OUT_DIR/max_lr.png)')
     args = parser.parse_args(argv)
     output = png_path(args.output or args.out_dir / 'max_lr.png')
 

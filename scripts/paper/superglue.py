@@ -6,7 +6,7 @@
 A prompt is an instruction and two exemplars from the train split; accuracy on the validation split is averaged over 5
 draws of exemplars, the same for every checkpoint. Data: the Hub's aps/super_glue, or a folder TASK/{train,val}.jsonl.
 An answer is right if the first word that the model writes on the line is the right one. The table also has the accuracy
-of always giving the most frequent answer, and of guessing. A bar chart goes to --output, the numbers beside it.
+of always giving the most frequent answer, and of guessing. A bar chart goes to --output, the numbers next to it.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def parse(argv):
     parser.add_argument('--limit', type=int, default=0, help='validation examples of a task, drawn at random; 0: all')
     parser.add_argument('--batch_size', type=int, default=8, help='prompts at once (default: 8)')
     parser.add_argument('--seed', type=int, default=1337, help='of the draws')
-    parser.add_argument('--output', default='superglue.png', help='PNG; the numbers go beside it as JSON and CSV')
+    parser.add_argument('--output', default='superglue.png', help='PNG; the numbers go next to it as JSON and CSV')
     add_model_flags(parser)
     args = parser.parse_args(argv)
     if min(args.draws, args.batch_size) < 1 or min(args.shots, args.limit) < 0:

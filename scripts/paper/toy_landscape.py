@@ -67,7 +67,7 @@ def trajectory(name):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--output', default='toy_landscape.png', help='PNG; .csv and .json beside it')
+    parser.add_argument('--output', default='toy_landscape.png', help='PNG; .csv and .json next to it')
     args = parser.parse_args(argv)
     png_path(args.output)
     paths = {name: trajectory(name) for name in LEARNING_RATES}
