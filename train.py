@@ -28,7 +28,7 @@ from runtime import checkpoint, lifecycle, optim
 from runtime import device as devices
 from runtime.distributed import World, one_message, ranks_from_environment
 from runtime.files import code_hash
-from runtime.rng import DROPOUT, keyed_seed
+from runtime.rng import DROPOUT, keyed_seed, seed_all
 from runtime.signals import StopSignals, protect_streams
 from runtime.speed import Speed
 
@@ -294,7 +294,7 @@ def train_step(run, sequences, iter_num):
     except FloatingPointError as error:
         problem = str(error)
     else:
-        torch.manual_seed(keyed_seed(c.seed, DROPOUT, iter_num))  # an optimizer that draws: alike on every rank
+        seed_all(keyed_seed(c.seed, DROPOUT, iter_num))  # for an optimizer that draws: alike on every rank
         optim.step(run.optimizer, scaler)
     scaler.update()
     world.zero_grad(run.optimizer)

@@ -1,8 +1,10 @@
 """Random numbers that are pure functions of (seed, stream, iteration), from the counter-based generator Philox.
 
-Nothing is drawn from global generators. So a run draws the same numbers for any number of ranks, micro-batch and
+Global generators are seeded by them wherever something draws. So a run draws the same numbers for any number of ranks, micro-batch and
 optimizer, and after any interruption, and a checkpoint needs no generator's state.
 """
+
+import random
 
 import numpy as np
 import torch
@@ -20,6 +22,13 @@ def keyed_bits(seed, stream, iteration, n=1):
 def keyed_seed(seed, stream, iteration, rank=0):
     """A seed for a generator of PyTorch, which takes 63 bits, another one for each rank."""
     return int(keyed_bits(seed, stream, iteration, rank + 1)[rank] >> 1)
+
+
+def seed_all(seed):
+    """Seeds the global generators of PyTorch, NumPy and Python, for code that draws from them."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2 ** 32)
+    random.seed(seed)
 
 
 def keyed_uniforms(seed, stream, iteration, shape):

@@ -15,6 +15,7 @@ from conftest import iterations, rejection
 from runtime import checkpoint, files, optimizer_state, runlog
 from runtime.distributed import World
 from runtime.optimizer_state import difference
+from runtime.rng import seed_all
 from sophia import Sophia
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def made(name, lr=0.05):
 def trained(model, optimizer, iterations):
     for i in iterations:
         generator = torch.Generator().manual_seed(i)
-        torch.manual_seed(i)
+        seed_all(i)  # as train_step does; Kron draws from NumPy's generator, too
         optimizer.zero_grad()
         x, y = (torch.randn(8, n, generator=generator) for n in (5, 3))
         (model(x) - y).square().mean().backward()

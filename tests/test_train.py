@@ -2,6 +2,7 @@
 
 import errno
 import json
+import random
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -133,15 +134,28 @@ def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(
     main(tmp_path, '--max_iters=2', '--init_from=resume')
     assert 'the code' not in capsys.readouterr().out
     # One more file of the repository is executed, whether git knows it or not.
-    monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(ROOT / 'scripts/plot.py')))
+    monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(ROOT / 'config/quickstart.py')))
     main(tmp_path, '--max_iters=3', '--init_from=resume')
     assert capsys.readouterr().out.count('changed: the code is not the one that saved the checkpoint\n') == 1
     more = json.loads((tmp_path / 'config.json').read_text())['code']
     assert more != described['code']
     (tmp_path / 'link').symlink_to(ROOT)  # the same file, reached by a link
-    monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(tmp_path / 'link/scripts/plot.py')))
+    monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(tmp_path / 'link/config/quickstart.py')))
     main(tmp_path, '--max_iters=4', '--init_from=resume')
     assert json.loads((tmp_path / 'config.json').read_text())['code'] == more
+
+
+def test_an_optimizer_that_draws_draws_alike_in_every_run(main, tmp_path, monkeypatch):
+    """From whichever global generator, so that a resumed run is the run that was not interrupted."""
+    drawn, step = [], program.optim.step
+
+    def drawing_step(*args):
+        drawn.append((torch.rand(()).item(), np.random.random(), random.random()))
+        step(*args)
+    monkeypatch.setattr(program.optim, 'step', drawing_step)
+    main(tmp_path / 'a', '--max_iters=3')
+    main(tmp_path / 'b', '--max_iters=3')
+    assert drawn[:3] == drawn[3:] and len({number for numbers in drawn for number in numbers}) == 9
 
 
 def test_a_mixture_of_experts_that_leaves_out_an_expert_on_one_rank_is_one_line(train, tmp_path):
