@@ -1,7 +1,7 @@
 """Random numbers that are pure functions of (seed, stream, iteration), from the counter-based generator Philox.
 
-Global generators are seeded by them wherever something draws. So a run draws the same numbers for any number of ranks, micro-batch and
-optimizer, and after any interruption, and a checkpoint needs no generator's state.
+Global generators are seeded by them wherever something draws. So a run draws the same numbers for any number of ranks,
+micro-batch and optimizer, and after any interruption, and a checkpoint needs no generator's state.
 """
 
 import random
