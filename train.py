@@ -27,7 +27,6 @@ from model import GPT, HUB_MODELS, SIZES, GPTConfig
 from runtime import checkpoint, lifecycle, optim
 from runtime import device as devices
 from runtime.distributed import World, one_message, ranks_from_environment
-from runtime.files import code_hash
 from runtime.rng import DROPOUT, keyed_seed, seed_all
 from runtime.signals import StopSignals, protect_streams
 from runtime.speed import Speed
@@ -393,7 +392,7 @@ def main(argv):
     fingerprints = dict(train=train_data.fingerprint(), val=fingerprint([*val_data.values()]))
     start = lifecycle.find_start(world, c, fingerprints)
     run = set_up(c, world, make_model(c, world, start, train_data))
-    run.about = dict(data=fingerprints, tokenizer=train_data.tokenizer, changes=start.changes, code=code_hash(),
+    run.about = dict(data=fingerprints, tokenizer=train_data.tokenizer, changes=start.changes, code=start.code,
                      finetuned=finetunes(c) or start.finetuned)
     state = TrainState(**start.restore(world, run.raw_model, run.optimizer, run.scaler))
     with world.exit_together():

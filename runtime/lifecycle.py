@@ -19,12 +19,14 @@ from runtime.signals import NOT_FINITE, STOPPED
 
 @dataclass
 class Start:
-    """The checkpoint from which a run resumes; without one, `path` and `saved` are None.
+    """The start of a run, and the checkpoint from which it resumes; without one, `path` and `saved` are None.
 
+    code: the hash of the code that runs, see `files.code_hash`.
     finetuned: whether the run began with the weights of a Hugging Face model.
     differences, changes: how the settings differ from the checkpoint's, see `checkpoint.compare`.
     comparable: whether validation losses before and after are of the same sequences.
     """
+    code: str
     path: Path | None = None
     saved: dict | None = None
     finetuned: bool = False
@@ -58,19 +60,20 @@ def find_start(world, c, data):
     """The `Start` of the run with the settings `c`, whose out_dir becomes its own; see `checkpoint.open_run`. `data`:
     fingerprints by split."""
     path, saved = checkpoint.open_run(world, c.out_dir, c.init_from, read_only=c.eval_only)
+    code = code_hash()
     if path is None:
-        return Start()
+        return Start(code)
     with world.exit_together():
         if saved['iter_num'] > c.max_iters:
             raise SystemExit(f'{c.shown("max_iters")}: {path} is at iteration {saved["iter_num"]} already; set at '
                              'least that, or choose another --out_dir')
         differences, changes = checkpoint.compare(path, saved, c.values, data, c.ignore_data_change)
-        if saved.get('code') not in (None, code_hash()):
+        if saved.get('code') not in (None, code):
             differences.append('the code is not the one that saved the checkpoint')
     before = saved['config']
     comparable = saved['data']['val'] == data['val'] and (
         c.eval_iters * c.batch_size == before['eval_iters'] * before['batch_size'])
-    return Start(path, saved, saved.get('finetuned', False), differences, changes, comparable)
+    return Start(code, path, saved, saved.get('finetuned', False), differences, changes, comparable)
 
 
 def adopt_model_args(c, args, data):
@@ -99,7 +102,7 @@ def open_log(c, world, start, state, model, train_data, fingerprints):
     if writes:
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
                             flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
-                            device=device_name(world.device))
+                            device=device_name(world.device), code=start.code)
     if start.path:
         log.print(f'resuming from {start.path} at iteration {state.iter} of {c.max_iters}')
     for line in (*(f'changed: {line}' for line in start.differences), *c.lines(), *notes(c)):
