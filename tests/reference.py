@@ -3,7 +3,17 @@
 Each is written from its paper, line by line, for tensors of any shape; nothing of the repository is imported.
 """
 
+import pytest
 import torch
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    """Every test of a file that imports this computes in float64, with torch seeded."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 def hutchinson(hessian, u):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._functorch.config
 from conftest import needs_compiler
+from reference import double_precision  # noqa: F401 - for every test here
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,14 +18,6 @@ from model import GPT, SIZES, GPTConfig
 from optimizers import build_hook, build_optimizer
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
 from sophia import Hutchinson, parameters
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def flat(tensors):

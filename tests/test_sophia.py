@@ -10,20 +10,13 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
+from reference import double_precision  # noqa: F401 - for every test here
 from torch.distributions import Bernoulli, Categorical, Normal, Poisson
 from torch.nn import functional as F
 
 from sophia import GaussNewtonBartlett, Hutchinson, Sophia, gauss_newton_bartlett, hessian_vector_product, hutchinson
 
 needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
