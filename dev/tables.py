@@ -23,7 +23,7 @@ from analysis.figures import optimizer_label
 from analysis.runs import by_seed, find_runs, read_json
 from configurator import Config
 
-# What metrics.jsonl holds. tests/test_docs.py compares the keys with those of a run.
+# The keys of metrics.jsonl. tests/test_docs.py compares them with a run's.
 METRICS = {
     'iter': 'number of the iteration, from 0; on a line with a validation loss, iterations completed',
     'tokens': 'tokens of the iterations before this one',

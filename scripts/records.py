@@ -19,7 +19,7 @@ from runtime.files import write_text
 
 
 def problems(run):
-    """What is missing from a record or wrong with it, a list of clauses."""
+    """The faults of a record, a list of clauses."""
     about, found = run.about, []
     machine = about.get('machine') or {}
     if not machine.get('gpu') and not machine.get('cpu'):

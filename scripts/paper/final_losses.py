@@ -101,8 +101,8 @@ def draw_grid(runs, keys, minus):
     """(figure, rows): final loss over the settings `keys` (rows, columns), less the loss of the optimizer `minus`."""
     names = sorted({run.optimizer_name for run in runs} - {minus})
     if len(names) != 1:
-        raise SystemExit(f'--grid: runs of one optimizer, not of {", ".join(names) or "none"}'
-                         + (f', beside {minus}' if minus else ''))
+        raise SystemExit('--grid: runs of one optimizer' + (f' in addition to {minus}' if minus else '')
+                         + f', not of {", ".join(names) or "none"}')
 
     def cells(name):
         return best_groups([run for run in runs if run.optimizer_name == name],
