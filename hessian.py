@@ -63,6 +63,7 @@ class HessianHook(Hook):
         self.interval, self.batch_size = interval, batch_size
         self.rank, self.world_size, self.compile = rank, world_size, compile
         self.autocast = autocast or contextlib.nullcontext()
+        self.name_of = {p: name for name, p in model.named_parameters()}
         self.estimated = False  # whether the optimizer has had an estimate in this process
 
     @classmethod
@@ -98,8 +99,7 @@ class HessianHook(Hook):
 
     def warn_of_unreached(self, estimates):
         """Names the trained parameters whose estimate is 0 throughout: their updates would be sign momentum."""
-        name_of = {p: name for name, p in self.model.named_parameters()}
-        unreached = [name_of[p] for p, h_hat in zip(parameters(self.optimizer), estimates)
+        unreached = [self.name_of[p] for p, h_hat in zip(parameters(self.optimizer), estimates)
                      if p.requires_grad and not add_shards(local([h_hat])[0].count_nonzero(), [h_hat])]
         if unreached and self.rank == 0:
             warn(f'the Hessian estimate is 0 for {", ".join(unreached)}: the loss that is estimated does not depend on '
@@ -190,9 +190,8 @@ class HutchinsonHook(HessianHook):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        name_of = {p: name for name, p in self.model.named_parameters()}
         self.params = [p for p in parameters(self.optimizer) if p.requires_grad]
-        self.names = [name_of[p] for p in self.params]
+        self.names = [self.name_of[p] for p in self.params]
         self.product = self.curvature_product
         if self.compile:
             # dynamic=False: PyTorch 2.11 fails to compile this for varying shapes; rows_at_once gives one.

@@ -17,7 +17,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from runtime import optimizer_state
+from runtime import optim, optimizer_state
 from runtime.distributed import restarts
 from runtime.files import first_line, load_pt, save_pt, warn
 
@@ -307,7 +307,7 @@ def restore(path, state, model, optimizer, scaler):
         if path.is_dir():
             from runtime import sharded
             sharded.read_model(path, model)
-            saved = sharded.read_optimizer(path, saved, [p for g in optimizer.param_groups for p in g['params']])
+            saved = sharded.read_optimizer(path, saved, optim.parameters(optimizer))
         else:
             targets = model.state_dict()
             model.load_state_dict({name: optimizer_state.spread(value, targets.get(name))

@@ -5,6 +5,7 @@ import inspect
 import torch
 
 from runtime.distributed import is_sharded
+from runtime.optim import parameters
 
 
 def map_tensors(value, function, name=''):
@@ -60,7 +61,7 @@ def restore(optimizer, saved):
     groups = [{**ours, **{key: value for key, value in theirs.items() if key not in stays}}
               for ours, theirs in zip(built, saved['param_groups'])]
     optimizer.load_state_dict(dict(saved, param_groups=groups))
-    for i, p in enumerate(p for group in optimizer.param_groups for p in group['params']):
+    for i, p in enumerate(parameters(optimizer)):
         if i in saved['state']:
             optimizer.state[p] = as_saved(optimizer.state[p], saved['state'][i], p)
 
