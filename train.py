@@ -28,7 +28,7 @@ from runtime import checkpoint, lifecycle, optim
 from runtime import device as devices
 from runtime.distributed import World, one_message, ranks_from_environment
 from runtime.rng import DROPOUT, keyed_seed, seed_all
-from runtime.signals import StopSignals, protect_streams
+from runtime.signals import StopSignals, protect_streams, restored_signals
 from runtime.speed import Speed
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -382,8 +382,12 @@ def main(argv):
     if c.show_config:
         print('\n'.join(c.lines(everything=True)))
         return
+    with restored_signals():
+        train(c)
 
-    # Devices, data, model
+
+def train(c):
+    """Trains as the `Config` says: makes everything, then the loop."""
     world = World(c.device, c.backend, c.parallel)
     torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
     torch.set_flush_denormal(True)  # sharp attention produces many, and they halve the speed of a CPU

@@ -115,14 +115,14 @@ def split_table(files, num_proc, text_key='text'):
     except ValueError:
         raise SystemExit(f'{files[0]}: {len(dataset)} documents are too few to split') from None
     parts = {'train': parts['train'], 'val': parts['test']}
-    segments = [[(split, start)] for split in parts for start in range(0, len(parts[split]), ROWS)]
+    segments = [[(split, slice(start, start + ROWS))] for split in parts for start in range(0, len(parts[split]), ROWS)]
     return Batches(segments, partial(read_rows, parts, text_key), documents=len(dataset))
 
 
 def read_rows(parts, text_key, batch):
     """Worker: the pieces of one batch of a split table."""
-    split, start = batch
-    return [(split, text, True) for text in parts[split][start:start + ROWS][text_key]]
+    split, rows = batch
+    return [(split, text, True) for text in parts[split][rows][text_key]]
 
 
 def stream_tables(files, text_key='text'):

@@ -122,6 +122,10 @@ class FileTokenizer(Tokenizer):
         self.bpe.no_truncation()  # published files may say to cut every text at 512 ids
         self.bpe.no_padding()
 
+    def __reduce__(self):
+        """A worker process makes its own: pickled, a `tokenizers.Tokenizer` forgets `encode_special_tokens`."""
+        return FileTokenizer, (self.text, self.eot_id)
+
     @property
     def meta(self):
         return {**super().meta, 'tokenizer_sha256': hashlib.sha256(self.text.encode()).hexdigest(), 'json': self.text}

@@ -234,7 +234,9 @@ def encode_in_order(batches, tokenizer, position, num_proc):
     At most two batches per process are under way at a time, however large the corpus.
     """
     first, skip = position
-    pool = ProcessPoolExecutor(num_proc, initializer=start_worker, initargs=(batches.read, tokenizer))
+    # Not by fork, Linux's default before Python 3.14: a lock that another thread holds at that moment stays locked.
+    pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context('forkserver'), start_worker,
+                               (batches.read, tokenizer))
     under_way = deque()
 
     def oldest():

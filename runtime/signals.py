@@ -9,6 +9,7 @@ import time
 # Exit codes, in addition to 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR)
 STOPPED, NOT_FINITE = 75, 65
 STARTED = time.monotonic()
+LISTENED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class SafeStream:
@@ -37,6 +38,19 @@ def protect_streams():
     sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
 
 
+@contextlib.contextmanager
+def restored_signals():
+    """Afterwards signals do what they did before: a caller of `train.main`, and the processes that it forks later, must
+    not go on with handlers of a run that is over."""
+    before = {number: signal.getsignal(number) for number in LISTENED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # which Python did not install and cannot put back
+                signal.signal(number, handler)
+
+
 class StopSignals:
     """Requests to this rank to stop (SIGTERM, SIGINT, SIGHUP, the time limit) or to save (SIGUSR1).
 
@@ -51,7 +65,7 @@ class StopSignals:
         self.deadline = STARTED + 3600 * max_hours if max_hours else float('inf')
         self.reason, self.received_at, self.save = '', 0.0, False
         self.speaks = speaks
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        for number in LISTENED:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._record)
 

@@ -13,7 +13,7 @@ import itertools
 import multiprocessing
 import os
 import runpy
-import signal  # noqa: F401 - for CODE
+import signal
 import socket
 import sys
 import time
@@ -88,6 +88,7 @@ def inject():
 def run(code, script, argv):
     """Runs CODE and then the script, as `python SCRIPT ARGV…` would."""
     sys.argv = [str(script), *argv]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, or the CI's shell, may have it ignored
     sys.stdout.reconfigure(line_buffering=True)  # a process that a signal ends leaves what it has printed
     inject()
     exec(code, globals())

@@ -3,6 +3,7 @@
 import errno
 import json
 import random
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import train as program
 from data.loader import TrainLoader
 from runtime import checkpoint
 from runtime.device import can_compile
+from runtime.signals import LISTENED
 
 FLAGS = {'adamw': ['--decay_lr=False', '--grad_clip=0.85'], 'sophiag': ['--hessian_interval=2', '--lr_decay_iters=8']}
 
@@ -77,6 +79,14 @@ def test_importing_train_leaves_slow_modules_out():
             'transformers', 'matplotlib', 'scipy']
     code = f'import sys, torch, numpy, train; print([name for name in {slow} if name in sys.modules])'
     assert subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True) == '[]\n'
+
+
+def test_a_run_leaves_the_signals_as_they_were(main, tmp_path):
+    before = [signal.getsignal(number) for number in LISTENED]
+    main(tmp_path, '--max_iters=1')
+    with pytest.raises(SystemExit):
+        main(tmp_path, '--max_iters=3', '--init_from=resume', '--max_hours=1e-9')
+    assert [signal.getsignal(number) for number in LISTENED] == before
 
 
 def test_logged_clipping_and_speed_add_up(reference):
