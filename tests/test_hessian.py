@@ -320,12 +320,13 @@ def test_a_compiled_product_is_the_product(gpt):
 
 
 @needs_compiler
-def test_compiled_code_of_a_run_with_one_backward_pass_is_not_used_for_two(tmp_path, monkeypatch):
+@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
+def test_compiled_code_of_a_run_with_one_backward_pass_is_not_used_for_two(tmp_path, monkeypatch, device):
     """AdamW's run leaves code in PyTorch's compile cache that overwrites the buffers of the forward in its backward
     pass; Sophia-G's second backward would read them."""
     torch.set_default_dtype(torch.float32)
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
-    x, w = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
+    x, w = torch.randn(64, 64, device=device), torch.randn(64, 64, device=device, requires_grad=True)
     exact, = torch.autograd.grad((x @ w).sin().sum(), w)
     with torch._functorch.config.patch(donated_buffer=True), torch.compiler.config.patch(cache_key_tag=''):
         for backwards in (1, 2):
