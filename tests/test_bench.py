@@ -1,10 +1,10 @@
-"""dev/bench.py: its columns, its baselines, its errors; and that it steps as train.py does."""
+"""dev/bench.py: its columns, its baselines, and that it steps as train.py does."""
 
 import json
 
 import pytest
 import torch
-from conftest import TINY, metrics, rejection
+from conftest import TINY, metrics
 
 import train
 from dev import bench
@@ -40,7 +40,6 @@ class GPT(Ours):
         return logits, nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        print('not a row of the table')
         return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas)
 '''
 
@@ -49,20 +48,16 @@ def test_every_column_is_measured_where_it_exists(tmp_path):
     (tmp_path / 'peer').mkdir()
     (tmp_path / 'peer' / 'model.py').write_text(BASELINE)
     bench.main(['--rounds', '1', '--device', 'cpu', '--baseline', str(tmp_path / 'peer'), '--output',
-                str(tmp_path / 'bench.json'), '--profile', str(tmp_path / 'profile.txt'),
-                MODEL, f'{MODEL} --optimizer_name=sophiag'])
-    assert 'aten::mm' in (tmp_path / 'profile.txt').read_text()
+                str(tmp_path / 'bench.json'), MODEL, f'{MODEL} --optimizer_name=sophiag'])
     report = json.loads((tmp_path / 'bench.json').read_text())
     adamw, sophiag, peer = rows = report['results']
     assert 'optimizer_name=sophiag' in sophiag['config'] and peer['config'] == f'peer: {adamw["config"]}'
     for row in rows:
         for key in ('step_ms', 'tokens_per_sec', 'optimizer_ms', 'over_adamw', 'memory_gb'):
-            assert row[key] >= 0, key
+            assert row[key] > 0, key
         assert ('hessian_ms' in row) == (row is sophiag)
         assert 'mfu' not in row  # of a CPU, whose peak is not known
-    assert report['about']['torch'] == torch.__version__ and '--baseline peer ' in report['about']['command']
-    lines = bench.table(rows).splitlines()
-    assert len(lines) == 5 and len({line.count('|') for line in lines}) == 1
+    assert report['about']['torch'] == torch.__version__
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
@@ -79,15 +74,3 @@ def test_it_steps_as_train_py_does(corpus, tmp_path, name, monkeypatch):
         patch.setattr(bench.Case, 'batch', lambda self: next(loader))
         case = bench.Case(c, World('cpu', 'gloo'))
     assert case.losses[:2] == pytest.approx(metrics(tmp_path), abs=2e-6)
-
-
-def test_errors(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    assert 'use cuda, cuda:N, mps or cpu' in rejection(bench.main, ['--device', 'cuda'])
-    for argv in (['--unknown'], ['--model_size', '125M']):
-        with pytest.raises(SystemExit):
-            bench.main(argv)
-        assert f'{argv[0]}: unknown flag' in capsys.readouterr().err
-    assert 'no model.py' in rejection(bench.main, ['--baseline', str(tmp_path)])
-    assert 'there is no directory' in rejection(bench.main, ['--output', str(tmp_path / 'no' / 'file')])
-    assert 'it is a directory' in rejection(bench.main, ['--output', str(tmp_path)])
