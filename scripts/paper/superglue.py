@@ -17,9 +17,10 @@ import re
 import statistics
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -33,13 +34,9 @@ SHOTS, DRAWS = 2, 5
 SEED = 1337  # of the draws
 
 
-@dataclass(frozen=True)
-class Task:
-    """One task of SuperGLUE.
-
-    template: the text of one example, with the fields of the Hub's rows. answers: the word for each label, in the
-    Hub's order.
-    """
+class Task(NamedTuple):
+    """One task: `template` is the text of an example, with the fields of the Hub's rows; `answers` has a word for each
+    label, in the Hub's order."""
     title: str
     instruction: str
     template: str
@@ -63,8 +60,7 @@ TASKS = {  # by their names on the Hub
 
 
 def read_examples(name, split):
-    """The examples of a task's 'train' or 'validation' split: dicts with the template's fields and `label`, an index.
-    """
+    """The Hub's 'train' or 'validation' split of a task: dicts with the template's fields and `label`, an index."""
     import datasets
     return list(datasets.load_dataset(HUB, name, split=split))
 
@@ -135,13 +131,11 @@ def draw_figure(table, names):
     width = 0.8 / len(names)
     for j, name in enumerate(names):
         mine = [row for row in table if row['checkpoint'] == name]
-        places = [i + (j + 0.5) * width - 0.4 for i in range(len(tasks))]
-        ax.bar(places, [row['accuracy'] for row in mine], width, yerr=[row['stdev'] for row in mine], capsize=2,
-               label=plain(name))
+        ax.bar(np.arange(len(tasks)) + (j + 0.5) * width - 0.4, [row['accuracy'] for row in mine], width,
+               yerr=[row['stdev'] for row in mine], capsize=2, label=plain(name))
     for key, text, style in (('majority', 'most frequent answer', '--'), ('random', 'guessing', ':')):
-        for i in range(len(tasks)):
-            ax.hlines(table[i][key], i - 0.45, i + 0.45, colors='black', linestyles=style,
-                      label=text if i == 0 else None)
+        ax.hlines([row[key] for row in table[:len(tasks)]], np.arange(len(tasks)) - 0.45, np.arange(len(tasks)) + 0.45,
+                  colors='black', linestyles=style, label=text)
     ax.set_xticks(range(len(tasks)), tasks)
     ax.set(ylabel='accuracy', title='Few-shot accuracy on SuperGLUE', ylim=(0, 1))
     legend(fig, ax)
