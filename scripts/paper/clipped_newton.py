@@ -46,6 +46,7 @@ FUNCTIONS = {
                         math.log(2)),
 }
 
+
 class Problem:
     """L(θ) = Σ σ_i φ((U(θ − θ*))_i), whose minimum is 0. sigma: (d,); U and θ* are random."""
 

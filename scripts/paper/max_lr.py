@@ -10,6 +10,7 @@ Runs are kept in out_dir; the same command resumes. The figure is OUT_DIR/max_lr
 """
 
 import argparse
+import statistics
 import sys
 from pathlib import Path
 
@@ -22,25 +23,16 @@ LEARNING_RATES = [4e-5, 6e-5, 8e-5, 1e-4, 1.2e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 6e-4
 MARGIN = 0.5  # nats of training loss
 
 
-def end_and_lowest(run):
-    """(mean training loss over the last tenth of the lines, lowest mean over any tenth); the run's stability in two
-    numbers."""
-    losses = run.series('train/loss')[1]
-    n = max(1, len(losses) // 10)
-    means = [sum(losses[i:i + n]) / n for i in range(len(losses) - n + 1)]
-    return means[-1], min(means)
-
-
-def judge(trial, lowest_before):
-    """(final loss, lowest loss, why the run is not stable or '') of a run that has ended; `lowest_before`: over the
-    runs at lower learning rates."""
+def judge(trial, lowest):
+    """(final loss, lowest loss, why the run is not stable or '') of a run that has ended; `lowest`: over the runs at
+    lower learning rates. The final loss is the mean over the last tenth of the lines."""
     if trial.failure:
         return None, None, trial.failure
     if not trial.finished:
         raise SystemExit(f'{trial.out_dir}: failed: {trial.last_line}')
-    end, lowest = end_and_lowest(trial.run)
-    above = end - min(lowest, lowest_before)
-    return end, lowest, '' if above <= MARGIN else f'ends {above:.2f} above the lowest loss'
+    losses = trial.run.series('train/loss')[1]
+    end, lowest = statistics.mean(losses[-max(1, len(losses) // 10):]), min(lowest, *losses)
+    return end, lowest, '' if end <= lowest + MARGIN else f'ends {end - lowest:.2f} above the lowest loss'
 
 
 def main(argv=None):
@@ -62,14 +54,14 @@ def main(argv=None):
             for trial in trials_of(dict(base=args.base, runs=[entry]), args.out_dir):
                 trial.check()
                 train_all([trial], launcher=args.launcher)
-                loss, low, why = judge(trial, lowest)
+                loss, lowest, why = judge(trial, lowest)
                 lr = float(trial.settings['learning_rate'])
                 rows.append(dict(optimizer=name, attention_scaling=scaled, learning_rate=lr, stable=not why,
                                  final_train_loss=loss, why=why))
                 print(f'{name}, attention scaling {scaled}, {lr:g}: {why or "stable"}', flush=True)
                 if why:
                     break
-                lowest, best = min(lowest, low), lr
+                best = lr
             largest.append(dict(optimizer=name, attention_scaling=scaled, largest_stable=best,
                                 all_stable=best == max(args.learning_rates)))
     print_table(largest)
