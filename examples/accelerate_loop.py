@@ -18,7 +18,8 @@ from sophia import Sophia, gauss_newton_bartlett
 
 
 def main(steps=60):
-    accelerator = Accelerator(gradient_accumulation_steps=2)
+    # Without a GPU several ranks find each other only with cpu=True.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
     x = torch.randn(4096, 16)
