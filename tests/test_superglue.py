@@ -74,7 +74,7 @@ def test_script(tmp_path, monkeypatch):
     assert (tmp_path / 'figure.png').stat().st_size > 5000
     with (tmp_path / 'figure.csv').open() as f:
         table = [(row['task'], row['checkpoint'], row['examples']) for row in csv.DictReader(f)]
-    assert table == [(task, name, '10') for name in ('one', 'two') for task in ('RTE', 'COPA')]
+    assert table == [(task, run, '10') for run in runs for task in ('RTE', 'COPA')]
     assert len(asked) == 2 * 5 * 20 and asked[:100] == asked[100:]  # the same for both checkpoints
     assert asked[:10] != asked[10:20] and all(prompt.count('Seen') == 2 for prompt in asked)  # of the train split
     asked.clear()

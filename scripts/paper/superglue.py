@@ -153,7 +153,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     png_path(args.output)
 
-    data, table, names = {}, [], []
+    data, table = {}, []
     for name in args.tasks:
         train, examples = read_examples(name, 'train'), read_examples(name, 'validation')
         draws = [random.Random(f'{SEED} {name} {draw}').sample(train, SHOTS) for draw in range(DRAWS)]
@@ -163,12 +163,11 @@ def main(argv=None):
     for path in args.checkpoints:
         loaded = with_tokenizer(load(path, args.device, args.tokenizer))
         loaded.model.to(DTYPES[dtype_name(args)])
-        names.append(loaded.name if loaded.name not in names else f'{loaded.name} ({path})')
         for name, (examples, draws) in data.items():
-            table.append(dict(task=TASKS[name].title, checkpoint=names[-1], examples=len(examples),
+            table.append(dict(task=TASKS[name].title, checkpoint=path, examples=len(examples),
                               **run_task(loaded, TASKS[name], examples, draws, args.batch_size)))
     print_table(table)
-    save(args.output, draw_figure(table, names), table)
+    save(args.output, draw_figure(table, args.checkpoints), table)
 
 
 if __name__ == '__main__':

@@ -20,7 +20,7 @@ from optimizers import peak_learning_rate, row
 from train import resolve
 
 LOW, HIGH = 0.1, 0.5
-MOST = 8  # runs
+MOST = 8  # values of γ
 
 
 def say(text):
@@ -79,18 +79,17 @@ def main(argv=None):
     base = runs_arguments(args.base, args.iters, learning_rate)
 
     tried = {}
-    while True:
+    for _ in range(MOST):
         tried[gamma] = unclipped(gamma, base, args.out_dir, args.launcher)
         say(f'gamma = {gamma:g}: {tried[gamma]:.1%} not clipped')
         if LOW <= tried[gamma] <= HIGH:
-            break
+            print(f'optimizer_name = {name!r}')
+            print(f'gamma = {gamma:g}  # {tried[gamma]:.0%} not clipped in the last quarter of {args.iters} iterations')
+            print(f"learning_rate = {learning_rate:g}  # 0.8 × AdamW's {adamw:g}")
+            return
         gamma = gamma / 2 if tried[gamma] > HIGH else gamma * 2
-        if gamma in tried or len(tried) == MOST:
-            raise SystemExit(f'no γ among {", ".join(f"{g:g}" for g in sorted(tried))} leaves 10 to 50 % unclipped; '
-                             'start elsewhere with --gamma=…, or give more --iters')
-    print(f'optimizer_name = {name!r}')
-    print(f'gamma = {gamma:g}  # {tried[gamma]:.0%} not clipped in the last quarter of {args.iters} iterations')
-    print(f"learning_rate = {learning_rate:g}  # 0.8 × AdamW's {adamw:g}")
+    raise SystemExit(f'no γ among {", ".join(f"{g:g}" for g in sorted(tried))} leaves 10 to 50 % unclipped; start '
+                     'elsewhere with --gamma=…, or give more --iters')
 
 
 if __name__ == '__main__':
