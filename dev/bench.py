@@ -3,6 +3,7 @@
   python dev/bench.py                                                     AdamW, Sophia-G and Sophia-H at a usual size
   python dev/bench.py '--model_size=125M' '--model_size=125M --optimizer_name=sophiag' --output bench.json
   python dev/bench.py --baseline ~/nanoGPT '--model_size=125M --compile=True'   and nanoGPT's model and AdamW
+  python dev/bench.py --profile profile.txt '--model_size=125M'           the operators of one step, by time
 
 Each CONFIG is one quoted string with the arguments that train.py would get. Each has a process of its own, so that none
 runs code that was compiled for another, and they take turns in every round, so that other load meets all of them alike.
@@ -188,6 +189,15 @@ def results():
     return case.results()
 
 
+def profile(path):
+    """Writes the operators of one step without an estimate, by their own time on the device, to the file `path`."""
+    with torch.profiler.profile() as found:
+        case.measure(1)
+    device = 'cuda' if case.device.type == 'cuda' else 'cpu'
+    path.write_text(found.key_averages().table(sort_by=f'self_{device}_time_total', row_limit=40,
+                                               max_name_column_width=90))
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(usage='%(prog)s [options] [CONFIG ...]', description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -195,10 +205,16 @@ def main(argv=None):
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--rounds', type=int, default=15, help='steps of each kind and configuration (default: 15)')
     parser.add_argument('--attention', choices=ATTENTION, help="use only this one of PyTorch's attention kernels")
+    parser.add_argument('--profile', type=Path, metavar='FILE', help='also write a profile of the first CONFIG')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
     # A CONFIG may begin with --, which argparse takes for a flag: what it leaves over, in order, are the CONFIGs.
     args, texts = parser.parse_known_args(argv)
     devices.check_device(args.device)
+    if args.baseline and not (Path(args.baseline) / 'model.py').is_file():
+        raise SystemExit(f'--baseline={args.baseline}: no model.py in it; give a checkout of nanoGPT or its like')
+    for path in filter(None, (args.output, args.profile)):  # found out before everything is measured
+        if not path.parent.is_dir() or path.is_dir():
+            raise SystemExit(f'{path}: cannot be written; name a file in a directory that exists')
     model = CUDA_MODEL if args.device.startswith('cuda') else CPU_MODEL
     texts = texts or [f'{model} --optimizer_name={name}' for name in ('adamw', 'sophiag', 'sophiah')]
     flags = [[*shlex.split(text), f'--device={args.device}'] for text in texts]
@@ -213,10 +229,14 @@ def main(argv=None):
             print(f'round {round_ + 1} of {args.rounds}', file=sys.stderr)
             for process in processes:
                 process.submit(take_turn).result()
+        if args.profile:
+            processes[0].submit(profile, args.profile).result()
         rows = [process.submit(results).result() for process in processes]
     print_table(rows)
     if args.output:
-        about = dict(configs=texts, rounds=args.rounds, attention=args.attention, commit=git_commit(), **machine(),
+        words = sys.argv[1:] if argv is None else argv
+        given = [Path(word).name if word == args.baseline else word for word in words]
+        about = dict(command=shlex.join(['dev/bench.py', *given]), commit=git_commit(), **machine(),
                      torch=torch.__version__)
         write_json(args.output, dict(about=about, results=rows))
 

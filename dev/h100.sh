@@ -42,7 +42,7 @@ step_2() {
 }
 step_3() { for s in $SIZES; do
     flags="--model_size=${s%:*} $BENCH --batch_size=${s#*:}"
-    bench speed_${s%:*} ${NANOGPT:+--baseline "$NANOGPT"} "$flags"
+    bench speed_${s%:*} ${NANOGPT:+--baseline "$NANOGPT"} --profile="$WORK/profile_${s%:*}.txt" "$flags"
     bench estimates_${s%:*} "$flags" "$flags --optimizer_name=sophiag" "$flags --optimizer_name=sophiah"
 done; }
 step_4() {

@@ -2,6 +2,7 @@
 
   python scripts/plan.py config/train_gpt2_small_sophiag.py --gpus 8
   python scripts/plan.py config/train_neox_{1.5b,6.6b}_sophiag.py --gpus 64 --memory_gb 40 --tflops 312 --mfu 0.3
+  python scripts/plan.py --model_size=125M --batch_size=30 --gpus 1 --measure
 
 Settings are train.py's: config files, one plan each, and --key=value flags for all of them. GB are 1e9 bytes.
 
@@ -9,7 +10,7 @@ FLOPs count the model's matmuls and the Hessian estimates (analysis/runs.py). A 
 all GPUs' peak; activation checkpointing makes it up to a third longer. Communication is not counted.
 
 Memory is a formula for compiled steps of the GPT in model.py, see `memory`; eager ones keep more of the logits. For an
-edited model, loss or optimizer measure it: train.py CONFIG --max_iters=2 --log_interval=1 logs memory_gb.
+edited model, loss or optimizer take two real steps on this machine: --measure.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from hessian import rows_at_once
 from model import GPT, GPTConfig
 from optimizers import row
 from runtime import device as devices
+from runtime.distributed import World, ranks_from_environment
 
 HEADROOM = 0.1  # of a GPU's memory: the CUDA context, workspaces of cuBLAS and NCCL, fragmentation
 # Saved activations of a block in 16 bits, bytes per token and unit of width: inputs of both layer norms (4 each) and
@@ -135,7 +137,24 @@ def plan(c, shape, args):
                 print('      ' + ', '.join(f'{part} {size / 1e9:.1f}' for part, size in parts.items() if size))
 
 
-def main(argv=None):
+def measure(c, shape):
+    """Bytes at the peak of two real steps on random tokens, the first of them with a Hessian estimate: allocated on a
+    GPU, else resident in this process."""
+    world = World(c.device, c.backend, c.parallel)
+    torch.manual_seed(c.seed)
+    with world.device:
+        model = GPT(shape)
+    run = train.set_up(c, world, model)
+    sequences = c.total_batch_size // world.size, c.block_size + 1
+    for iteration in (0, 1):
+        train.train_step(run, torch.randint(shape.vocab_size, sequences, device=world.device), iteration)
+    peak = devices.peak_memory(world.device)
+    world.close()
+    return peak
+
+
+def parse(argv):
+    """(options, flags for train.py)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument('configs', nargs='*', metavar='CONFIG', help='config files, one plan each')
@@ -144,12 +163,35 @@ def main(argv=None):
     parser.add_argument('--tflops', type=float, default=devices.PEAK_FLOPS['H100'] / 1e12,
                         help='dense 16-bit peak of each (default: 989, an H100; an A100 has 312)')
     parser.add_argument('--mfu', type=float, default=0.4, help='share of the peak that the FLOPs reach (default: 0.4)')
+    parser.add_argument('--measure', action='store_true', help='also take two real steps on this device; under '
+                        'torchrun, on its devices')
     args, flags = parser.parse_known_args(argv)
+    for flag in flags:
+        if not flag.startswith('--') or '=' not in flag:
+            parser.error(f'{flag}: flags for train.py are written --key=value')
+    for key in ('gpus', 'memory_gb', 'tflops', 'mfu'):
+        if getattr(args, key) <= 0:
+            parser.error(f'--{key} must be above 0')
+    return args, flags
+
+
+def main(argv=None):
+    args, flags = parse(argv)
+    rank = 0
+    if args.measure:
+        rank, _, args.gpus = ranks_from_environment()
+    else:
+        flags = ['--device=cuda', *flags]  # the plan is for GPUs, whatever this machine has
     for source in [[name] for name in args.configs] or [[]]:
         with mock.patch.dict(os.environ, WORLD_SIZE=str(args.gpus)):
-            c = train.resolve([*source, '--device=cuda', *flags])  # for GPUs, whatever this machine has
+            c = train.resolve([*source, *flags])
         meta = read_meta(data_dir(c.dataset))
-        plan(c, GPTConfig.from_settings(c.values, meta['vocab_size'] if meta else 50257), args)
+        shape = GPTConfig.from_settings(c.values, meta['vocab_size'] if meta else 50257)
+        if rank == 0:
+            plan(c, shape, args)
+        if args.measure:
+            peak = measure(c, shape)
+            print(f'  rank {rank}: {peak / 1e9:.2f} GB measured on {c.device}')
 
 
 if __name__ == '__main__':

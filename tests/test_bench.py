@@ -1,10 +1,10 @@
-"""dev/bench.py: its columns, its baselines, and that it steps as train.py does."""
+"""dev/bench.py: its columns, its baselines, its errors; and that it steps as train.py does."""
 
 import json
 
 import pytest
 import torch
-from conftest import TINY, metrics
+from conftest import TINY, metrics, rejection
 
 import train
 from dev import bench
@@ -48,7 +48,9 @@ def test_every_column_is_measured_where_it_exists(tmp_path):
     (tmp_path / 'peer').mkdir()
     (tmp_path / 'peer' / 'model.py').write_text(BASELINE)
     bench.main(['--rounds', '1', '--device', 'cpu', '--baseline', str(tmp_path / 'peer'), '--output',
-                str(tmp_path / 'bench.json'), MODEL, f'{MODEL} --optimizer_name=sophiag'])
+                str(tmp_path / 'bench.json'), '--profile', str(tmp_path / 'profile.txt'),
+                MODEL, f'{MODEL} --optimizer_name=sophiag'])
+    assert 'aten::mm' in (tmp_path / 'profile.txt').read_text()
     report = json.loads((tmp_path / 'bench.json').read_text())
     adamw, sophiag, peer = rows = report['results']
     assert 'optimizer_name=sophiag' in sophiag['config'] and peer['config'] == f'peer: {adamw["config"]}'
@@ -57,7 +59,7 @@ def test_every_column_is_measured_where_it_exists(tmp_path):
             assert row[key] > 0, key
         assert ('hessian_ms' in row) == (row is sophiag)
         assert 'mfu' not in row  # of a CPU, whose peak is not known
-    assert report['about']['torch'] == torch.__version__
+    assert report['about']['torch'] == torch.__version__ and '--baseline peer ' in report['about']['command']
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
@@ -74,3 +76,9 @@ def test_it_steps_as_train_py_does(corpus, tmp_path, name, monkeypatch):
         patch.setattr(bench.Case, 'batch', lambda self: next(loader))
         case = bench.Case(c, World('cpu', 'gloo'))
     assert case.losses[:2] == pytest.approx(metrics(tmp_path), abs=2e-6)
+
+
+def test_errors(tmp_path):
+    assert 'no model.py' in rejection(bench.main, ['--baseline', str(tmp_path)])
+    assert 'cannot be written' in rejection(bench.main, ['--output', str(tmp_path / 'no' / 'file')])
+    assert '--unknown: write --unknown=VALUE' in rejection(bench.main, ['--unknown'])

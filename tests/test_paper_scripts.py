@@ -35,6 +35,8 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path):
 def test_toy_derivatives_are_those_of_the_footnotes_functions():
     for x, y in [(-0.9, 0.5), (0.2, 0.0), (0.7, 5.0), (1.4, -1.0)]:
         theta, step = np.array([x, y]), 1e-5
+        assert toy_landscape.loss(theta) == pytest.approx(
+            8 * (x - 1) ** 2 * (1.3 * x ** 2 + 2 * x + 1) + (y - 4) ** 2 / 2)
         for i in range(2):
             e = np.eye(2)[i] * step
             slope = (toy_landscape.loss(theta + e) - toy_landscape.loss(theta - e)) / (2 * step)
@@ -53,17 +55,17 @@ def test_toy_trajectories_are_those_of_the_papers_figure():
 
 @pytest.mark.parametrize('script', [toy_landscape, clipped_newton])
 def test_pictures_without_runs(script, tmp_path):
-    script.main([f'--output={tmp_path / "x.png"}'])
+    script.main([*(['--max_condition=10'] if script is clipped_newton else []), f'--output={tmp_path / "x.png"}'])
     assert (tmp_path / 'x.png').stat().st_size > 10_000 and len(rows_of(tmp_path / 'x.csv')) > 4
 
 
 def test_theory_steps_are_flat_below_the_bound_and_signgds_above_theirs():
     conditions = [10, 1000]
-    rows = clipped_newton.convex_rows(conditions, np.random.default_rng(0))
-    for name in clipped_newton.FUNCTIONS:
-        one, two = (row for row in rows if row['function'] == name)
+    rows = clipped_newton.convex_rows(conditions, np.random.default_rng(0)) + clipped_newton.quadratic_rows(conditions)
+    for name in [*clipped_newton.FUNCTIONS, 'quadratic']:
+        one, two = (row for row in rows if row['function'] == name and row['method'] == 'clipped Newton')
         assert abs(one['steps'] - two['steps']) <= 4 and 5 < one['steps'] <= one['bound']
-    signgd = clipped_newton.signgd_rows(conditions)
+    signgd = [row for row in rows if row['method'] == 'SignGD']
     assert all(row['steps'] >= row['bound'] for row in signgd)
     assert math.log10(signgd[1]['steps'] / signgd[0]['steps']) == pytest.approx(1, abs=0.05)  # the root of 100
 

@@ -1,11 +1,11 @@
-"""scripts/plan.py: its memory against recorded peaks and real tensors, its GPU-hours."""
+"""scripts/plan.py: its memory against recorded peaks and real tensors, its GPU-hours, its errors."""
 
 import json
 import re
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, rejection
 
 import optimizers
 import sophia
@@ -135,3 +135,20 @@ def test_what_is_printed(capsys):
     assert re.search(r'\* ddp .*batch_size=30: .* GB \(too much\); largest: \d+\n +parameters 0.5', out)
     plan.main(['--optimizer_name=sophiah', '--gpus=8'])
     assert 'fsdp' not in capsys.readouterr().out
+
+
+def test_measure_takes_steps_on_this_machine(capsys):
+    plan.main(['--measure', '--device=cpu', '--model_size=tiny', '--block_size=32', '--batch_size=2',
+               '--total_batch_size=4', '--optimizer_name=sophiag', '--dataset=nowhere'])
+    measured = re.search(r'rank 0: ([\d.]+) GB measured on cpu', capsys.readouterr().out)
+    assert float(measured[1]) > 20 * 7e6 / 1e9  # parameters, gradients, two states and the estimate
+
+
+def test_errors(capsys):
+    assert 'must be a multiple of the 24 devices' in rejection(plan.main, ['--model_size=1.5B', '--gpus=24',
+                                                                           '--total_batch_size=512'])
+    for argv, words in ((['--gpus=0'], 'above 0'),
+                        (['--batch_size', '4'], '--batch_size: flags for train.py are written --key=value')):
+        with pytest.raises(SystemExit):
+            plan.main(argv)
+        assert words in capsys.readouterr().err

@@ -8,7 +8,7 @@ strictly convex functions that satisfy both assumptions: L(θ) = Σ σ_i φ(z_i)
 by the coordinates, so that the theorem's bound is the same for all condition numbers max σ_i / min σ_i.
 
 Right: SignGD on the quadratic μ/2 θ1² + β/2 θ2² with the best of many learning rates, from the two starts of the
-theorem's proof, against its lower bound ½ (√(Δ/ε) − √2) √(β/μ).
+theorem's proof, against its lower bound ½ (√(Δ/ε) − √2) √(β/μ), and clipped Newton on the same problem.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from analysis.figures import figure, png_path, print_table, save
 
 D = 10  # coordinates of the convex functions
 DELTA, EPS = 10.0, 1e-3  # L(θ0) − min L, and the loss to reach; in units of μ
-CONDITIONS = [10 ** power for power in range(7)]
 
 
 @dataclass
@@ -45,15 +44,16 @@ FUNCTIONS = {
     'z²/2 + z⁴/12': Phi(lambda z: z ** 2 / 2 + z ** 4 / 12, lambda z: z + z ** 3 / 3, lambda z: 1 + z ** 2,
                         math.log(2)),
 }
+QUADRATIC = Phi(lambda z: z ** 2 / 2, lambda z: z, np.ones_like, 1.0)  # with any R
 
 
 class Problem:
-    """L(θ) = Σ σ_i φ((U(θ − θ*))_i), whose minimum is 0. sigma: (d,); U and θ* are random."""
+    """L(θ) = Σ σ_i φ((U(θ − θ*))_i), whose minimum is 0. sigma: (d,); U and θ* are random, I and 0 without `rng`."""
 
-    def __init__(self, phi, sigma, rng):
-        self.phi, self.sigma, d = phi, sigma, len(sigma)
-        self.U = np.linalg.qr(rng.standard_normal((d, d)))[0]
-        self.minimizer = rng.standard_normal(d)
+    def __init__(self, phi, sigma, rng=None):
+        self.phi, self.sigma, d = phi, np.asarray(sigma, dtype=float), len(sigma)
+        self.U = np.linalg.qr(rng.standard_normal((d, d)))[0] if rng else np.eye(d)
+        self.minimizer = rng.standard_normal(d) if rng else np.zeros(d)
 
     def z(self, theta):
         return self.U @ (theta - self.minimizer)
@@ -94,15 +94,19 @@ def theorem_bound(d, delta, mu, R, eps):
     return 320 * d * delta / (mu * R ** 2) + max(0.0, math.log(mu * R ** 2 / (32 * d * eps)) / math.log(4 / 3))
 
 
-def signgd_steps(beta, delta, eps, candidates=200):
+def signgd_bound(mu, beta, delta, eps):
+    """The lower bound of theorem signgd_lower_bound."""
+    return 0.5 * (math.sqrt(delta / eps) - math.sqrt(2)) * math.sqrt(beta / mu)
+
+
+def signgd_steps(mu, beta, delta, eps, candidates=200):
     """(T, η): the fewest steps, over learning rates η, after which SignGD has had loss ≤ eps at two steps in a row
-    from both starts of the proof, (0, √(2Δ/β)) and (√(2Δ), 0), at μ = 1. sign(0) counts as 1: else a step could end
-    there."""
+    from both starts of the proof, (0, √(2Δ/β)) and (√(2Δ/μ), 0). sign(0) counts as 1: else a step could end there."""
     # Beyond √(8ε/β) two losses in a row cannot be ≤ ε; far below, the flat direction takes longer than it need.
     eta = np.geomspace(0.05, 1.0, candidates) * math.sqrt(8 * eps / beta)
-    curvature = np.array([1, beta])[:, None]
+    curvature = np.array([mu, beta])[:, None]
     theta = np.zeros((2, 2, candidates))  # start, coordinate, learning rate
-    theta[0, 1], theta[1, 0] = math.sqrt(2 * delta / beta), math.sqrt(2 * delta)
+    theta[0, 1], theta[1, 0] = math.sqrt(2 * delta / beta), math.sqrt(2 * delta / mu)
     below = reached = np.zeros((2, candidates), dtype=bool)
     t = 0
     while not reached.all(0).any():
@@ -125,35 +129,46 @@ def convex_rows(conditions, rng):
     return rows
 
 
-def signgd_rows(conditions):
-    """Steps of SignGD on the quadratic with μ = 1, by condition number."""
+def quadratic_rows(conditions):
+    """Steps of SignGD and clipped Newton on the quadratic with d = 2, by condition number; the worse of both starts."""
     rows = []
     for beta in conditions:
-        steps, lr = signgd_steps(beta, DELTA, EPS)
-        bound = 0.5 * (math.sqrt(DELTA / EPS) - math.sqrt(2)) * math.sqrt(beta)
-        rows.append({'method': 'SignGD', 'function': 'quadratic', 'condition': beta, 'steps': steps, 'bound': bound,
-                     'learning rate': lr})
+        steps, lr = signgd_steps(1.0, beta, DELTA, EPS)
+        rows.append({'method': 'SignGD', 'function': 'quadratic', 'condition': beta, 'steps': steps,
+                     'bound': signgd_bound(1.0, beta, DELTA, EPS), 'learning rate': lr})
+        problem = Problem(QUADRATIC, [1.0, beta])
+        starts = np.diag(np.sqrt(2 * DELTA / problem.sigma))
+        rows.append({'method': 'clipped Newton', 'function': 'quadratic', 'condition': beta,
+                     'steps': max(clipped_newton(problem, theta, EPS) for theta in starts),
+                     'bound': theorem_bound(2, DELTA, 1.0, 1.0, EPS)})
     return rows
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--max_condition', type=float, default=1e6, help='largest condition number (default: 1e6)')
     parser.add_argument('--output', default='clipped_newton.png', help='PNG; .csv next to it')
     args = parser.parse_args(argv)
     png_path(args.output)
-    rows = convex_rows(CONDITIONS, np.random.default_rng(0)) + signgd_rows(CONDITIONS)
+    conditions = [10 ** power for power in range(int(math.log10(args.max_condition)) + 1)]
+    rows = convex_rows(conditions, np.random.default_rng(0)) + quadratic_rows(conditions)
     print_table(rows)
 
+    def draw(ax, label, color, bound='', **where):
+        mine = [row for row in rows if where.items() <= row.items()]
+        ax.plot(conditions, [row['steps'] for row in mine], 'o-', color=color, label=label)
+        if bound:
+            ax.plot(conditions, [row['bound'] for row in mine], '--', color=color, label=f'{label}: {bound}')
+
     fig, (left, right) = figure(2, width=5.5, height=4.2)
-    for i, name in enumerate([*FUNCTIONS, 'quadratic']):
-        ax, bound = (right, 'lower bound') if name == 'quadratic' else (left, 'upper bound')
-        mine = [row for row in rows if row['function'] == name]
-        ax.plot(CONDITIONS, [row['steps'] for row in mine], 'o-', color=f'C{i}', label=name)
-        ax.plot(CONDITIONS, [row['bound'] for row in mine], '--', color=f'C{i}', label=f'{name}: {bound}')
+    for i, name in enumerate(FUNCTIONS):
+        draw(left, name, f'C{i}', 'upper bound', function=name)
+    draw(right, 'SignGD', 'C3', 'lower bound', function='quadratic', method='SignGD')
+    draw(right, 'clipped Newton', 'C0', function='quadratic', method='clipped Newton')
     for ax, title in ((left, "Clipped Newton's steps do not depend on\nthe condition number"),
                       (right, "SignGD's steps grow with its square root,\neven at the best learning rate")):
         ax.set(xscale='log', yscale='log', xlabel='condition number', ylabel=f'steps to loss {EPS:g} μ', title=title)
-        ax.legend(fontsize=8, frameon=False)
+        ax.legend(fontsize=7, loc='upper center', bbox_to_anchor=(0.5, -0.18), ncols=2, frameon=False)
     save(args.output, fig, rows)
 
 

@@ -6,12 +6,14 @@
 A prompt is an instruction and two exemplars from the train split; accuracy on the validation split is averaged over 5
 draws of exemplars, the same for every checkpoint. An answer is right if the first word that the model writes on the
 line is the right one. The table also has the accuracy of always giving the most frequent answer, and of guessing. A bar
-chart goes to --output, the numbers next to it.
+chart goes to --output, the numbers next to it. Data: the Hub's aps/super_glue, or SuperGLUE's own files in a folder
+BoolQ/{train,val}.jsonl, CB/….
 
 The paper shows its prompts in a figure only; these are our own, in the form that it describes.
 """
 
 import argparse
+import json
 import random
 import re
 import statistics
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.figures import figure, legend, plain, png_path, print_table, save
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 from runtime.device import DTYPES
+from runtime.files import first_line
 
 HUB = 'aps/super_glue'
 SHOTS, DRAWS = 2, 5
@@ -35,34 +38,48 @@ SEED = 1337  # of the draws
 
 
 class Task(NamedTuple):
-    """One task: `template` is the text of an example, with the fields of the Hub's rows; `answers` has a word for each
-    label, in the Hub's order."""
+    """One task: `template` is the text of an example, with the fields of the data; `answers` has a word for each label,
+    in the Hub's order; `labels` are the labels in SuperGLUE's files, in the same order."""
     title: str
     instruction: str
     template: str
     answers: tuple[str, ...]
+    labels: tuple
 
 
 TASKS = {  # by their names on the Hub
     'boolq': Task(
         'BoolQ', 'Answer the question about the passage with yes or no.',
-        'Passage: {passage}\nQuestion: {question}?\nAnswer:', ('no', 'yes')),
+        'Passage: {passage}\nQuestion: {question}?\nAnswer:', ('no', 'yes'), (False, True)),
     'cb': Task(
         'CB', 'Say whether the claim is true or false according to the text, or neither.',
-        'Text: {premise}\nClaim: {hypothesis}\nAnswer:', ('true', 'false', 'neither')),
+        'Text: {premise}\nClaim: {hypothesis}\nAnswer:', ('true', 'false', 'neither'),
+        ('entailment', 'contradiction', 'neutral')),
     'copa': Task(
         'COPA', 'Choose the more plausible cause or effect, 1 or 2.',
-        'Sentence: {premise}\nWhich one is the {question}?\n1: {choice1}\n2: {choice2}\nAnswer:', ('1', '2')),
+        'Sentence: {premise}\nWhich one is the {question}?\n1: {choice1}\n2: {choice2}\nAnswer:', ('1', '2'),
+        (0, 1)),
     'rte': Task(
         'RTE', 'Say whether the claim follows from the text with yes or no.',
-        'Text: {premise}\nClaim: {hypothesis}\nAnswer:', ('yes', 'no')),
+        'Text: {premise}\nClaim: {hypothesis}\nAnswer:', ('yes', 'no'), ('entailment', 'not_entailment')),
 }
 
 
-def read_examples(name, split):
-    """The Hub's 'train' or 'validation' split of a task: dicts with the template's fields and `label`, an index."""
-    import datasets
-    return list(datasets.load_dataset(HUB, name, split=split))
+def read_examples(name, split, data_dir=None):
+    """The 'train' or 'validation' split of a task: dicts with the template's fields and `label`, an index."""
+    if data_dir is None:
+        import datasets
+        try:
+            return list(datasets.load_dataset(HUB, name, split=split))
+        except Exception as error:  # whatever the network makes `datasets` raise
+            raise SystemExit(f'{HUB}, {name}: unavailable ({first_line(error)}); give --data_dir') from None
+    task = TASKS[name]
+    path = data_dir / task.title / {'train': 'train.jsonl', 'validation': 'val.jsonl'}[split]
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
+        return [{**row, 'label': task.labels.index(row['label'])} for row in rows]
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(f'{path}: no examples of {task.title} ({first_line(error)})') from None
 
 
 def make_prompt(task, exemplars, example):
@@ -146,6 +163,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoints', nargs='+', metavar='CHECKPOINT', help=MODEL_HELP)
     parser.add_argument('--tasks', nargs='+', choices=TASKS, default=list(TASKS), help='default: all')
+    parser.add_argument('--data_dir', type=Path, help=f'folder of TASK/train.jsonl and TASK/val.jsonl (default: {HUB})')
     parser.add_argument('--limit', type=int, help='validation examples of a task, drawn at random (default: all)')
     parser.add_argument('--batch_size', type=int, default=8, help='prompts at once (default: 8)')
     parser.add_argument('--output', default='superglue.png', help='PNG; .csv next to it')
@@ -155,7 +173,7 @@ def main(argv=None):
 
     data, table = {}, []
     for name in args.tasks:
-        train, examples = read_examples(name, 'train'), read_examples(name, 'validation')
+        train, examples = (read_examples(name, split, args.data_dir) for split in ('train', 'validation'))
         draws = [random.Random(f'{SEED} {name} {draw}').sample(train, SHOTS) for draw in range(DRAWS)]
         if args.limit:
             examples = random.Random(f'{SEED} {name}').sample(examples, min(args.limit, len(examples)))
