@@ -13,7 +13,7 @@ are random.
 
 Columns: step_ms, T(step) without an estimate; tokens_per_sec and mfu with the estimates' share; hessian_ms, the extra
 time of a step with an estimate; hessian_share, hessian_ms / k as a fraction of T(step); optimizer_ms, the optimizer's
-step alone; over_adamw, its ratio to fused AdamW's; memory_gb, the peak of device memory (on CPU: of resident memory).
+step alone; over_adamw, its ratio to fused AdamW's; memory_gb, the peak of device memory (on CPU: of the process).
 """
 
 import argparse
@@ -33,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
+from analysis.figures import print_table
 from hessian import Hook
 from loss import cross_entropy
 from model import GPT, GPTConfig
@@ -55,34 +56,6 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def memory_in_use(device):
-    """Bytes allocated on a GPU, else resident in this process (0 where the system does not say)."""
-    return torch.cuda.memory_allocated(device) if device.type == 'cuda' else process_status('VmRSS')
-
-
-def reset_peak_memory(device):
-    """Starts the measurement of `recent_peak_memory`."""
-    if device.type == 'cuda':
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path('/proc/self/clear_refs').write_text('5')
-
-
-def recent_peak_memory(device):
-    """The highest `memory_in_use` since `reset_peak_memory`."""
-    return torch.cuda.max_memory_allocated(device) if device.type == 'cuda' else process_status('VmHWM')
-
-
-def process_status(key):
-    """A number of bytes in /proc/self/status; 0 where there is none."""
-    with contextlib.suppress(OSError):
-        for line in Path('/proc/self/status').read_text().splitlines():
-            if line.startswith(f'{key}:'):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
 class Case:
     """One configuration on one device, set up as train.py does."""
 
@@ -90,15 +63,15 @@ class Case:
         self.config, self.world, self.device = config, world, world.device
         given = config.given - {'device'}
         self.name = ' '.join(f'{key}={value}' for key, value in config.values.items() if key in given)
-        before = memory_in_use(self.device)
         self.set_up()
         self.seconds = {True: [], False: []}  # of steps with and without an estimate
-        self.peaks, self.losses = [], []
+        self.losses = []
         for iteration in (0, 1, 0, 1):  # compiles, allocates the optimizer's state and the gradients
             self.measure(iteration)
-        self.resting = memory_in_use(self.device) - before
-        for measured in (*self.seconds.values(), self.peaks):
+        for measured in self.seconds.values():
             measured.clear()
+        if self.device.type == 'cuda':
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def make_model(self):
         """Our model with the seed's weights, made on the device: the largest take minutes on one CPU core."""
@@ -118,14 +91,11 @@ class Case:
     def measure(self, iteration):
         """Measures one step: of iteration 0, which estimates the Hessian where the optimizer has one, or 1."""
         sequences = self.batch()
-        reset_peak_memory(self.device)
-        held = memory_in_use(self.device)
         synchronize(self.device)
         started = time.perf_counter()
         step = train.train_step(self.run, sequences, iteration)
         synchronize(self.device)
         self.seconds[step.estimated].append(time.perf_counter() - started)
-        self.peaks.append(recent_peak_memory(self.device) - held)
         self.losses.append(step.loss)
 
     def results(self):
@@ -143,9 +113,8 @@ class Case:
             with torch.device('meta'):
                 flops = GPT(GPTConfig.from_settings(c.values, VOCABULARY)).flops_per_token()
             row['mfu'] = flops * row['tokens_per_sec'] / peak
-        row.update(self.optimizer_step())
-        row['memory_gb'] = (self.resting + max(self.peaks)) / 1e9
-        return row
+        row['memory_gb'] = devices.peak_memory(self.device) / 1e9
+        return {**row, **self.optimizer_step()}
 
     def optimizer_step(self, turns=10):
         """Times the optimizer's step in turns with fused AdamW's on the same parameters, at learning rate 0."""
@@ -182,12 +151,10 @@ class Baseline(Case):
         spec.loader.exec_module(baseline)
         c, ours = self.config, self.make_model()
         known = {field.name for field in fields(baseline.GPTConfig)}
-        with contextlib.redirect_stdout(sys.stderr):
-            model = baseline.GPT(baseline.GPTConfig(**{
-                key: value for key, value in asdict(ours.config).items() if key in known})).to(self.device)
-            model.load_state_dict(ours.state_dict())
-            optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2),
-                                                   self.device.type)
+        model = baseline.GPT(baseline.GPTConfig(**{
+            key: value for key, value in asdict(ours.config).items() if key in known})).to(self.device)
+        model.load_state_dict(ours.state_dict())
+        optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), self.device.type)
         compiled = torch.compile(model) if c.compile else model
         self.run = train.Run(
             c, self.world, model, lambda X, Y: compiled(X.contiguous(), Y.contiguous()), optimizer,
@@ -224,32 +191,17 @@ def results():
 
 def profile(path):
     """Writes the operators of one step without an estimate, by their own time on the device, to the file `path`."""
-    from torch.profiler import ProfilerActivity
-    on_gpu = case.device.type == 'cuda'
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
-    with torch.profiler.profile(activities=activities) as found:
+    with torch.profiler.profile() as found:
         case.measure(1)
-    path.write_text(found.key_averages().table(
-        sort_by='self_cuda_time_total' if on_gpu else 'self_cpu_time_total', row_limit=40, max_name_column_width=90))
+    device = 'cuda' if case.device.type == 'cuda' else 'cpu'
+    path.write_text(found.key_averages().table(sort_by=f'self_{device}_time_total', row_limit=40,
+                                               max_name_column_width=90))
 
 
-COLUMNS = {'config': '{}', 'step_ms': '{:.1f}', 'tokens_per_sec': '{:,.0f}', 'mfu': '{:.1%}', 'hessian_ms': '{:.1f}',
-           'hessian_share': '{:.1%}', 'optimizer_ms': '{:.2f}', 'over_adamw': '{:.2f}', 'memory_gb': '{:.2f}'}
-
-
-def table(rows):
-    """`rows` as a Markdown table."""
-    columns = {key: form for key, form in COLUMNS.items() if any(key in row for row in rows)}
-    cells = [[form.format(row[key]) if key in row else '–' for key, form in columns.items()] for row in rows]
-    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in (
-        columns, ['---', *['---:'] * (len(columns) - 1)], *cells))
-
-
-def parse(argv):
-    """(options, the strings CONFIG), checked."""
+def main(argv=None):
     parser = argparse.ArgumentParser(usage='%(prog)s [options] [CONFIG ...]', description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--baseline', action='append', default=[], metavar='PATH', help='a checkout to compare with')
+    parser.add_argument('--baseline', metavar='PATH', help='a checkout to compare with')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--rounds', type=int, default=15, help='steps of each kind and configuration (default: 15)')
     parser.add_argument('--attention', choices=ATTENTION, help="use only this one of PyTorch's attention kernels")
@@ -257,29 +209,18 @@ def parse(argv):
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
     # A CONFIG may begin with --, which argparse takes for a flag: what it leaves over, in order, are the CONFIGs.
     args, texts = parser.parse_known_args(argv)
-    for text in texts:
-        if text.startswith('-') and '=' not in text:
-            parser.error(f'{text}: unknown flag; a CONFIG is written --key=value')
-    for folder in args.baseline:
-        if not (Path(folder) / 'model.py').is_file():
-            raise SystemExit(f'--baseline={folder}: no model.py in it; give the checkout of a repository like nanoGPT')
-    for path in filter(None, (args.output, args.profile)):
-        if not path.parent.is_dir():
-            raise SystemExit(f'{path}: cannot be written, because there is no directory {path.parent}')
-        if path.is_dir():
-            raise SystemExit(f'{path}: cannot be written, because it is a directory')
-    if not texts:
-        model = CUDA_MODEL if args.device.startswith('cuda') else CPU_MODEL
-        texts = [f'{model} --optimizer_name={name}' for name in ('adamw', 'sophiag', 'sophiah')]
-    return args, texts
-
-
-def main(argv=None):
-    args, texts = parse(argv)
     devices.check_device(args.device)
+    if args.baseline and not (Path(args.baseline) / 'model.py').is_file():
+        raise SystemExit(f'--baseline={args.baseline}: no model.py in it; give a checkout of nanoGPT or its like')
+    for path in filter(None, (args.output, args.profile)):  # found out before everything is measured
+        if not path.parent.is_dir() or path.is_dir():
+            raise SystemExit(f'{path}: cannot be written; name a file in a directory that exists')
+    model = CUDA_MODEL if args.device.startswith('cuda') else CPU_MODEL
+    texts = texts or [f'{model} --optimizer_name={name}' for name in ('adamw', 'sophiag', 'sophiah')]
     flags = [[*shlex.split(text), f'--device={args.device}'] for text in texts]
-    cases = [(argv, None) for argv in flags] + [
-        (argv, folder) for folder in args.baseline for argv in flags if train.resolve(argv).optimizer_name == 'adamw']
+    cases = [(one, None) for one in flags]
+    if args.baseline:
+        cases += [(one, args.baseline) for one in flags if train.resolve(one).optimizer_name == 'adamw']
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))) for _ in cases]
         for process, arguments in zip(processes, cases):
@@ -291,10 +232,10 @@ def main(argv=None):
         if args.profile:
             processes[0].submit(profile, args.profile).result()
         rows = [process.submit(results).result() for process in processes]
-    print(table(rows))
+    print_table(rows)
     if args.output:
-        given = [Path(part).name if part in args.baseline else part
-                 for part in (sys.argv[1:] if argv is None else argv)]
+        words = sys.argv[1:] if argv is None else argv
+        given = [Path(word).name if word == args.baseline else word for word in words]
         about = dict(command=shlex.join(['dev/bench.py', *given]), commit=git_commit(), **machine(),
                      torch=torch.__version__)
         write_json(args.output, dict(about=about, results=rows))

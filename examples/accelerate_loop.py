@@ -1,10 +1,9 @@
 """Sophia-G in a training loop of Hugging Face's Accelerate, with gradient accumulation and clipping. Needs accelerate.
 
-    python examples/accelerate_loop.py [--steps=60]
-    torchrun --nproc_per_node=2 examples/accelerate_loop.py --cpu
+    python examples/accelerate_loop.py
+    torchrun --nproc_per_node=2 examples/accelerate_loop.py
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -18,13 +17,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where sophia.py is,
 from sophia import Sophia, gauss_newton_bartlett
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--steps', type=int, default=60)
-    parser.add_argument('--hessian_interval', type=int, default=10)
-    parser.add_argument('--cpu', action='store_true')
-    args = parser.parse_args(argv)
-    accelerator = Accelerator(cpu=args.cpu, gradient_accumulation_steps=2)
+def main(steps=60):
+    # Without a GPU several ranks find each other only with cpu=True.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
     x = torch.randn(4096, 16)
@@ -35,29 +30,26 @@ def main(argv=None):
     # The wrapped optimizer has no `update_hessian`; the one inside, `optimizer.optimizer`, has.
     model, optimizer, loader = accelerator.prepare(model, sophia, loader)
     torch.manual_seed(1 + accelerator.process_index)  # each rank samples labels of its own
-    step, losses = 0, []
-    while step < args.steps:
+    losses = []
+    while len(losses) < steps:
         for inputs, labels in loader:
             with accelerator.accumulate(model):
                 logits = model(inputs)
                 loss = F.cross_entropy(logits, labels)
                 # The last micro-batch of the step is the Hessian's batch.
-                due = accelerator.sync_gradients and step % args.hessian_interval == 0
+                due = accelerator.sync_gradients and len(losses) % 10 == 0  # k = 10
                 accelerator.backward(loss, retain_graph=due)
                 if due:
                     sophia.update_hessian(gauss_newton_bartlett(logits, sophia))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    losses.append(accelerator.reduce(loss.detach(), 'mean').item())
                 optimizer.step()
                 optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                losses.append(accelerator.reduce(loss.detach(), 'mean').item())
-                if step % 10 == 0 or step == args.steps - 1:
-                    accelerator.print(f'step {step}: loss {losses[-1]:.4f}, '
-                                      f'{sophia.unclipped_fraction().item():.0%} not clipped')
-                step += 1
-                if step == args.steps:
-                    break
+            if len(losses) == steps:
+                break
+    accelerator.print(f'loss {losses[0]:.4f}, after {steps} steps {losses[-1]:.4f}; '
+                      f'{sophia.unclipped_fraction().item():.0%} not clipped')
     return losses
 
 

@@ -1,13 +1,12 @@
 """Sophia-G in a LightningModule with automatic optimization. Needs lightning.
 
-    python examples/lightning_module.py [--steps=60]
+    python examples/lightning_module.py
 
 Lightning calls `on_before_optimizer_step` between the backward and the update, once per step also under gradient
 accumulation: the estimate is made there, of the forward whose graph `backward` has kept. Lightning's checkpoints hold
 h, but no random state: a resumed run samples other labels.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -24,8 +23,6 @@ from sophia import Sophia, gauss_newton_bartlett
 class Classifier(lightning.LightningModule):
     """A multilayer perceptron with the cross-entropy loss, trained by Sophia-G."""
 
-    hessian_interval = 10  # k
-
     def __init__(self):
         super().__init__()
         self.model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
@@ -37,7 +34,7 @@ class Classifier(lightning.LightningModule):
         return Sophia(self.parameters(), lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
 
     def hessian_due(self):
-        return self.global_step % self.hessian_interval == 0
+        return self.global_step % 10 == 0  # k = 10
 
     def on_train_start(self):
         torch.manual_seed(1 + self.global_rank)  # each rank samples labels of its own
@@ -57,15 +54,12 @@ class Classifier(lightning.LightningModule):
             optimizer.update_hessian(gauss_newton_bartlett(self.logits, optimizer))
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--steps', type=int, default=60)
-    args = parser.parse_args(argv)
+def main(steps=60):
     torch.manual_seed(0)
     x = torch.randn(4096, 16)
     loader = DataLoader(TensorDataset(x, (x @ torch.randn(16, 8)).argmax(1)), batch_size=64, shuffle=True)
     module = Classifier()
-    trainer = lightning.Trainer(max_steps=args.steps, gradient_clip_val=1.0, logger=False, enable_checkpointing=False,
+    trainer = lightning.Trainer(max_steps=steps, gradient_clip_val=1.0, logger=False, enable_checkpointing=False,
                                 enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(module, loader)
     print(f'loss {module.losses[0]:.4f}, after {trainer.global_step} steps {module.losses[-1]:.4f}; '

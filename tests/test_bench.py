@@ -40,7 +40,6 @@ class GPT(Ours):
         return logits, nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        print('not a row of the table')
         return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas)
 '''
 
@@ -57,12 +56,10 @@ def test_every_column_is_measured_where_it_exists(tmp_path):
     assert 'optimizer_name=sophiag' in sophiag['config'] and peer['config'] == f'peer: {adamw["config"]}'
     for row in rows:
         for key in ('step_ms', 'tokens_per_sec', 'optimizer_ms', 'over_adamw', 'memory_gb'):
-            assert row[key] >= 0, key
+            assert row[key] > 0, key
         assert ('hessian_ms' in row) == (row is sophiag)
         assert 'mfu' not in row  # of a CPU, whose peak is not known
     assert report['about']['torch'] == torch.__version__ and '--baseline peer ' in report['about']['command']
-    lines = bench.table(rows).splitlines()
-    assert len(lines) == 5 and len({line.count('|') for line in lines}) == 1
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
@@ -81,13 +78,7 @@ def test_it_steps_as_train_py_does(corpus, tmp_path, name, monkeypatch):
     assert case.losses[:2] == pytest.approx(metrics(tmp_path), abs=2e-6)
 
 
-def test_errors(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    assert 'use cuda, cuda:N, mps or cpu' in rejection(bench.main, ['--device', 'cuda'])
-    for argv in (['--unknown'], ['--model_size', '125M']):
-        with pytest.raises(SystemExit):
-            bench.main(argv)
-        assert f'{argv[0]}: unknown flag' in capsys.readouterr().err
+def test_errors(tmp_path):
     assert 'no model.py' in rejection(bench.main, ['--baseline', str(tmp_path)])
-    assert 'there is no directory' in rejection(bench.main, ['--output', str(tmp_path / 'no' / 'file')])
-    assert 'it is a directory' in rejection(bench.main, ['--output', str(tmp_path)])
+    assert 'cannot be written' in rejection(bench.main, ['--output', str(tmp_path / 'no' / 'file')])
+    assert '--unknown: write --unknown=VALUE' in rejection(bench.main, ['--unknown'])

@@ -75,7 +75,7 @@ def test_sophia_anywhere(tmp_path):
 def test_accelerate(trace):
     """Two micro-batches a step; the estimate is made on the second."""
     events = trace(torch.nn.Sequential)
-    losses = example('accelerate_loop', 'accelerate').main(['--steps=30', '--cpu'])
+    losses = example('accelerate_loop', 'accelerate').main(steps=30)
     assert events == steps(30, forwards='ff')
     assert sum(losses[-10:]) / 10 < 0.5 * losses[0]
 
@@ -86,7 +86,7 @@ def test_lightning(trace, monkeypatch):
     monkeypatch.setattr(module.lightning, 'Trainer', functools.partial(
         module.lightning.Trainer, accelerator='cpu', accumulate_grad_batches=3))
     events = trace(torch.nn.Sequential)
-    losses = module.main(['--steps=20'])
+    losses = module.main(steps=20)
     assert events == steps(20, forwards='fff')
     assert sum(losses[-10:]) / 10 < 0.8 * losses[0]
 
@@ -97,7 +97,7 @@ def test_peft_lora(trace, monkeypatch):
     monkeypatch.setattr(module, 'Sophia', lambda params, *args, **kwargs: (
         taken.extend(params), Sophia(params, *args, **kwargs))[1])
     events = trace(type(module.GPT2LMHeadModel(module.GPT2Config(n_layer=1, n_embd=12)).transformer))
-    losses = module.main(['--steps=40'])
+    losses = module.main(steps=40)
     assert events == steps(40)
     assert sum(losses[-5:]) / 5 < losses[0] - 0.3
     assert taken and all(min(p.shape) == 8 for p in taken)  # adapters of rank 8 and nothing of the base model

@@ -52,15 +52,14 @@ def test_tune_gamma_keeps_what_is_given_and_looks_at_the_last_quarter(tmp_path):
 
 def test_tune_gamma_doubles_halves_and_gives_up(monkeypatch, tmp_path, capsys):
     """With a made-up dependence of the fraction on γ instead of runs."""
-    def chosen(fraction, *args):
+    def chosen(fraction):
         monkeypatch.setattr(tune_gamma, 'unclipped', lambda gamma, *_: fraction(gamma))
-        tune_gamma.main(['--out_dir', str(tmp_path), *args, '--', '--optimizer_name=sophiah'])
+        tune_gamma.main(['--out_dir', str(tmp_path), '--', '--optimizer_name=sophiah'])
         return capsys.readouterr().out
 
     assert 'gamma = 0.0025  # 38% not clipped' in chosen(lambda gamma: 150 * gamma)
-    assert 'gamma = 0.16  # 16% not clipped' in chosen(lambda gamma: gamma, '--adamw_lr=1e-3', '--lion_lr=1e-4')
-    assert "learning_rate = 0.00096  # 0.8 × AdamW's 0.0012; 3 to 5 × Lion's 0.0004 is 0.0012 to 0.002" in chosen(
-        lambda gamma: 0.3)
+    assert 'gamma = 0.16  # 16% not clipped' in chosen(lambda gamma: gamma)
+    assert "learning_rate = 0.00096  # 0.8 × AdamW's 0.0012" in chosen(lambda gamma: 0.3)
     with pytest.raises(SystemExit, match='no γ among 0.01, 0.02 leaves'):
         chosen(lambda gamma: 0.05 if gamma < 0.015 else 0.6)
     with pytest.raises(SystemExit, match='lion has no γ'):

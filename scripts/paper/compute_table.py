@@ -53,22 +53,17 @@ def main(argv=None):
     parser.add_argument('sources', nargs='+', metavar='OUT_DIR_OR_CONFIG')
     parser.add_argument('--output', metavar='FILE.csv', help='also write the table as CSV')
     args = parser.parse_args(argv)
-    rows, adamw = [], {}
+    rows = []
     for source in args.sources:
         run = read_run(source) if Path(source).is_dir() else None
         config, about = (run.config, run.about) if run else planned(source)
         gradient, hessian = flops_per_iteration(config, about)
-        row = {'algorithm': optimizer_label(config['optimizer_name']), 'model size': config['model_size'],
-               'parameters': about['parameters'], 'TFLOPs per step': (gradient + hessian) / 1e12,
-               'Table 2': PAPER.get((config['optimizer_name'], config['model_size'])),
-               'of these Hessian': f'{hessian / (gradient + hessian):.1%}', **(measured(run) if run else {}),
-               'sequences': config['total_batch_size'], 'source': str(source)}
-        rows.append(row)
-        if config['optimizer_name'] == 'adamw':
-            adamw[about['parameters']] = row.get('T(step) s')
-    for row in rows:
-        if 'T(step) s' in row and adamw.get(row['parameters']):
-            row['over AdamW'] = f'{row["T(step) s"] / adamw[row["parameters"]] - 1:+.1%}'
+        rows.append({
+            'algorithm': optimizer_label(config['optimizer_name']), 'model size': config['model_size'],
+            'parameters': about['parameters'], 'TFLOPs per step': (gradient + hessian) / 1e12,
+            'Table 2': PAPER.get((config['optimizer_name'], config['model_size'])),
+            'of these Hessian': f'{hessian / (gradient + hessian):.1%}', **(measured(run) if run else {}),
+            'sequences': config['total_batch_size'], 'source': source})
     print_table(rows)
     if args.output:
         write_csv(args.output, rows)

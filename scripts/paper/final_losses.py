@@ -58,13 +58,6 @@ def best_groups(runs, place):
     return rows
 
 
-def title_of(rows):
-    """The title of a figure of final losses."""
-    Ts = {row['max_iters'] for row in rows}
-    return ('Final loss' + (f' after {Ts.pop():,} steps' if len(Ts) == 1 else '')
-            + (', best settings tried' if any(row['tried'] > 1 for row in rows) else ''))
-
-
 def draw_lines(runs, x, by):
     """(figure, rows): final loss against `x`, a line for each value of the settings `by`."""
     best = best_groups(runs, lambda run: (line_of(run, by), x_value(run, x)))
@@ -79,7 +72,7 @@ def draw_lines(runs, x, by):
             ax.annotate(f'{row["val/loss"]:.3f}', (row['val/loss'], plain(row['line'])), (8, 0),
                         textcoords='offset points', va='center', fontsize=8)
         ax.margins(x=0.12)
-        ax.set(xlabel='final validation loss', title=title_of(rows))
+        ax.set(xlabel='final validation loss')
         return fig, rows
     fig, (ax,) = figure(width=6.5)
     optimizers = [next(row['optimizer'] for row in rows if row['line'] == line) for line in lines]
@@ -87,12 +80,7 @@ def draw_lines(runs, x, by):
         mine = [row for row in rows if row['line'] == line]
         ax.errorbar([row[x] for row in mine], [row['val/loss'] for row in mine], [row['sd'] or 0 for row in mine],
                     label=plain(line), marker='o', capsize=3, markersize=4, **style)
-    ax.set(xscale='log', xlabel=X[x], ylabel='final validation loss', title=title_of(rows))
-    if len(xs := sorted({row[x] for row in rows})) <= 16:  # ticks where the runs are, one of those that nearly coincide
-        kept = [value for i, value in enumerate(xs) if not i or value > 1.05 * xs[i - 1]]
-        ax.set_xticks(kept, [f'{value:,}' if 1 <= value < 1e6 else f'{value:.3g}' for value in kept])
-        ax.tick_params(axis='x', labelrotation=45 * (len(kept) > 8))
-        ax.minorticks_off()
+    ax.set(xscale='log', xlabel=X[x], ylabel='final validation loss')
     legend(fig, ax)
     return fig, rows
 
@@ -107,32 +95,30 @@ def draw_grid(runs, keys, minus):
     def cells(name):
         return best_groups([run for run in runs if run.optimizer_name == name],
                            lambda run: tuple(run.config[key] for key in keys))
-    best, base = cells(names[0]), cells(minus) if minus else {}
-    rows = [{keys[0]: cell[0], keys[1]: cell[1], **row} for cell, row in best.items() if not minus or cell in base]
-    if not rows:
-        raise SystemExit(f'no cell has a finished run of both {names[0]} and {minus}')
+    base = cells(minus) if minus else {}
+    rows = [{keys[0]: cell[0], keys[1]: cell[1], **row} for cell, row in cells(names[0]).items()
+            if not minus or cell in base]
     for row in rows if minus else ():
         row['difference'] = row['val/loss'] - base[row[keys[0]], row[keys[1]]]['val/loss']
 
     shown = 'difference' if minus else 'val/loss'
     ys, xs = (sorted({row[key] for row in rows}) for key in keys)
     grid = np.full((len(ys), len(xs)), np.nan)
-    for row in rows:
-        grid[ys.index(row[keys[0]]), xs.index(row[keys[1]])] = row[shown]
     fig, (ax,) = figure()
     ax.grid(False)
-    limit = np.nanmax(np.abs(grid)) or 1.0  # a difference is blue where the optimizer is ahead and red where behind
+    for row in rows:
+        i, j = ys.index(row[keys[0]]), xs.index(row[keys[1]])
+        grid[i, j] = row[shown]
+        ax.text(j, i, f'{row[shown]:+.3f}' if minus else f'{row[shown]:.3f}', ha='center', va='center', fontsize=8,
+                backgroundcolor='white')
+    limit = np.nanmax(np.abs(grid))  # a difference is blue where the optimizer is ahead and red where behind
     image = ax.imshow(grid, aspect='auto', origin='lower', **(
         dict(cmap='RdBu_r', vmin=-limit, vmax=limit) if minus else dict(cmap='viridis_r')))
-    for (i, j), value in np.ndenumerate(grid):
-        if np.isfinite(value):
-            ax.text(j, i, f'{value:+.3f}' if minus else f'{value:.3f}', ha='center', va='center', fontsize=8,
-                    bbox=dict(boxstyle='round,pad=0.15', facecolor='white', alpha=0.7, linewidth=0))
     ax.set_xticks(range(len(xs)), [f'{x:g}' for x in xs])
     ax.set_yticks(range(len(ys)), [f'{y:g}' for y in ys])
     label = optimizer_label(names[0])
     ax.set(xlabel=SETTING_NAMES.get(keys[1], keys[1]), ylabel=SETTING_NAMES.get(keys[0], keys[0]),
-           title=f'{label} minus {optimizer_label(minus)} (blue: ahead)' if minus else f'{label}: {title_of(rows)}')
+           title=f'{label} minus {optimizer_label(minus)} (blue: ahead)' if minus else label)
     fig.colorbar(image, label='final validation loss' + (', difference' if minus else ''))
     return fig, rows
 
@@ -151,9 +137,6 @@ def main(argv=None):
     png_path(args.output)
     varying = args.grid or [*args.by, *(('n_layer', 'n_head', 'n_embd') if args.x == 'parameters' else ())]
     runs = finished_runs(args.out_dirs, (*args.tuned, *varying))
-    for key in varying:
-        if key not in runs[0].config:
-            raise SystemExit(f'{key}: not a setting; see python train.py --help')
     fig, rows = draw_grid(runs, args.grid, args.minus) if args.grid else draw_lines(runs, args.x, args.by)
     print_table(rows, [key for key in rows[0] if key != 'run'])
     save(args.output, fig, rows)

@@ -20,7 +20,6 @@ from analysis.load import MODEL_HELP, load, open_bins
 from data.loader import Mixture, TrainLoader
 from sophia import gauss_newton_bartlett, hutchinson
 
-QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 SEED = 1337
 
 
@@ -44,15 +43,12 @@ def main(argv=None):
     parser.add_argument('--estimator', choices=['gnb', 'hutchinson'], default='gnb', help='default: gnb')
     parser.add_argument('--samples', type=int, default=10, help='how many are averaged (default: 10)')
     parser.add_argument('--batch_size', type=int, default=8, help='sequences per sample (default: 8)')
-    parser.add_argument('--dataset', help="default: the checkpoint's")
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--output', default='hessian_histogram.png', help='PNG; .csv and .json next to it')
     args = parser.parse_args(argv)
     png_path(args.output)
-    if min(args.samples, args.batch_size) < 1:
-        parser.error('--samples and --batch_size must be at least 1')
     loaded = load(args.checkpoint, args.device)
-    data = Mixture(open_bins(loaded, args.dataset, 'train'))
+    data = Mixture(open_bins(loaded, None, 'train'))
     torch.manual_seed(SEED)
     loader = TrainLoader(data, SEED, args.batch_size, loaded.model.config.block_size, 0, 1, args.device)
     batches = [next(loader) for _ in range(args.samples)]
@@ -60,15 +56,14 @@ def main(argv=None):
     diagonal = mean_diagonal(loaded.model, batches, args.estimator).cpu().numpy()
 
     positive = diagonal[diagonal > 0]
-    if not len(positive):
-        raise SystemExit(f'{loaded.path}: no entry of the estimated diagonal is positive')
-    quantiles = {f'{q:.0%} quantile': float(np.quantile(positive, q)) for q in QUANTILES}
+    low, median, high = np.quantile(positive, (0.01, 0.5, 0.99)).tolist()
     summary = dict(checkpoint=loaded.name, iteration=loaded.state.get('iter_num'), estimator=args.estimator,
                    samples=args.samples, sequences=args.samples * args.batch_size, parameters=len(diagonal),
-                   positive=len(positive) / len(diagonal), negative=float((diagonal < 0).mean()), **quantiles)
-    print_table([{'': key, 'value': value} for key, value in summary.items()])
+                   positive=len(positive) / len(diagonal), negative=float((diagonal < 0).mean()),
+                   quantile_1=low, median=median, quantile_99=high)
+    print_table([summary])
 
-    edges = np.logspace(np.log10(quantiles['1% quantile']) - 1, np.log10(positive.max()), 101)
+    edges = np.logspace(np.log10(low) - 1, np.log10(positive.max()), 101)
     counts, _ = np.histogram(positive, edges)
     fig, (ax,) = figure()
     ax.stairs(counts, edges, fill=True)

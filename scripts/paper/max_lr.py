@@ -4,42 +4,35 @@
       --learning_rates 1e-4 2e-4 4e-4 8e-4 -- config/train_gpt2_medium_adamw.py --max_iters=2000
 
 For every optimizer, once with and once without scale_attn_by_inverse_layer_idx, runs at rising learning rates
-until one blows up. A learning rate is stable when its run ends finite and with a training loss no more than --margin
-above the lowest loss of the run itself and of the runs at lower ones. Runs are kept in out_dir; the same command
-resumes.
+until one blows up. A learning rate is stable when its run ends finite and with a training loss no more than 0.5 above
+the lowest loss of the run itself and of the runs at lower ones. Where all are stable, the largest is above those tried.
+Runs are kept in out_dir; the same command resumes. The figure is OUT_DIR/max_lr.png.
 """
 
 import argparse
+import statistics
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.figures import figure, legend, optimizer_label, png_path, print_table, save
+from analysis.figures import figure, legend, optimizer_label, print_table, save
 from analysis.trials import add_launcher, train_all, trials_of
 
 # The list that the paper searches (section Hyperparamter Tuning), rising.
 LEARNING_RATES = [4e-5, 6e-5, 8e-5, 1e-4, 1.2e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 6e-4]
+MARGIN = 0.5  # nats of training loss
 
 
-def end_and_lowest(run):
-    """(mean training loss over the last tenth of the lines, lowest mean over any tenth); the run's stability in two
-    numbers."""
-    losses = run.series('train/loss')[1]
-    n = max(1, len(losses) // 10)
-    means = [sum(losses[i:i + n]) / n for i in range(len(losses) - n + 1)]
-    return means[-1], min(means)
-
-
-def judge(trial, lowest_before, margin):
-    """(final loss, lowest loss, why the run is not stable or '') of a run that has ended; `lowest_before`: over the
-    runs at lower learning rates."""
+def judge(trial, lowest):
+    """(final loss, lowest loss, why the run is not stable or '') of a run that has ended; `lowest`: over the runs at
+    lower learning rates. The final loss is the mean over the last tenth of the lines."""
     if trial.failure:
         return None, None, trial.failure
     if not trial.finished:
         raise SystemExit(f'{trial.out_dir}: failed: {trial.last_line}')
-    end, lowest = end_and_lowest(trial.run)
-    above = end - min(lowest, lowest_before)
-    return end, lowest, '' if above <= margin else f'ends {above:.2f} above the lowest loss'
+    losses = trial.run.series('train/loss')[1]
+    end, lowest = statistics.mean(losses[-max(1, len(losses) // 10):]), min(lowest, *losses)
+    return end, lowest, '' if end <= lowest + MARGIN else f'ends {end - lowest:.2f} above the lowest loss'
 
 
 def main(argv=None):
@@ -49,11 +42,8 @@ def main(argv=None):
     parser.add_argument('--optimizers', nargs='+', default=['adamw', 'lion', 'sophiag'], metavar='NAME')
     parser.add_argument('--learning_rates', nargs='+', type=float, default=LEARNING_RATES,
                         help="default: the paper's list")
-    parser.add_argument('--margin', type=float, default=0.5, help='nats of training loss (default: 0.5)')
     add_launcher(parser)
-    parser.add_argument('--output', help='PNG; .csv next to it (default: OUT_DIR/max_lr.png)')
     args = parser.parse_args(argv)
-    output = png_path(args.output or args.out_dir / 'max_lr.png')
 
     rows, largest = [], []
     for name in args.optimizers:
@@ -64,35 +54,28 @@ def main(argv=None):
             for trial in trials_of(dict(base=args.base, runs=[entry]), args.out_dir):
                 trial.check()
                 train_all([trial], launcher=args.launcher)
-                loss, low, why = judge(trial, lowest, args.margin)
+                loss, lowest, why = judge(trial, lowest)
                 lr = float(trial.settings['learning_rate'])
                 rows.append(dict(optimizer=name, attention_scaling=scaled, learning_rate=lr, stable=not why,
                                  final_train_loss=loss, why=why))
                 print(f'{name}, attention scaling {scaled}, {lr:g}: {why or "stable"}', flush=True)
                 if why:
                     break
-                lowest, best = min(lowest, low), lr
+                best = lr
             largest.append(dict(optimizer=name, attention_scaling=scaled, largest_stable=best,
                                 all_stable=best == max(args.learning_rates)))
     print_table(largest)
-    if any(row['all_stable'] for row in largest):
-        print('where all were stable the largest is above those tried: give larger --learning_rates')
 
     fig, (ax,) = figure()
     for i, name in enumerate(args.optimizers):
-        for scaled in (True, False):
-            mine = [row for row in rows if (row['optimizer'], row['attention_scaling']) == (name, scaled)]
-            drawn = [row for row in mine if row['final_train_loss'] is not None]
-            ax.plot([row['learning_rate'] for row in drawn], [row['final_train_loss'] for row in drawn],
-                    'o-' if scaled else 'o--', color=f'C{i}',
-                    label=f'{optimizer_label(name)}, {"with" if scaled else "without"} scaling')
-            for row in mine:
-                if not row['stable']:
-                    ax.axvline(row['learning_rate'], color=f'C{i}', linestyle='-' if scaled else '--', alpha=0.3)
-    ax.set(xscale='log', xlabel='peak learning rate', ylabel='final training loss',
-           title='a vertical line: blows up')
+        for scaled, style in (True, 'o-'), (False, 'o--'):
+            stable = [row for row in rows if row['stable']
+                      and (row['optimizer'], row['attention_scaling']) == (name, scaled)]
+            ax.plot([row['learning_rate'] for row in stable], [row['final_train_loss'] for row in stable], style,
+                    color=f'C{i}', label=f'{optimizer_label(name)}, {"with" if scaled else "without"} scaling')
+    ax.set(xscale='log', xlabel='peak learning rate', ylabel='final training loss', title='Stable learning rates')
     legend(fig, ax)
-    save(output, fig, rows, largest=largest, margin=args.margin)
+    save(args.out_dir / 'max_lr.png', fig, rows, largest=largest)
 
 
 if __name__ == '__main__':
