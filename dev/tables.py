@@ -29,24 +29,21 @@ METRICS = {
     'tokens': 'tokens of the iterations before this one',
     'time': 'seconds spent in iterations so far, evaluation left out',
     'train/loss': "mean over the iteration's whole mini-batch, before its update",
-    'val/loss': 'mean over fixed, non-overlapping sequences of the validation set, the same for every run; of a '
-                'mixture the mean of its parts by weight',
+    'val/loss': 'mean over fixed sequences of the validation set, the same for every run; of a mixture the mean of its '
+                'parts by weight',
     'val/loss/NAME': 'the same for the part NAME of a mixture',
-    'val/training_loss': 'mean training loss over the same sequences, where it is not the plain cross-entropy of '
-                         'val/loss',
+    'val/training_loss': 'mean training loss over the same sequences, if it is not the plain cross-entropy',
     'lr': 'learning rate of the iteration',
     'grad_norm': 'ℓ2 norm of the gradient before clipping',
     'grad_clipped': 'fraction of the iterations so far whose gradient was clipped',
-    'update_unclipped': 'Sophia: fraction of coordinates of m / max(γh, ε) that the clip leaves as they are; choose γ '
-                        'such that it stays between 0.1 and 0.5',
-    'hessian_norm': 'ℓ2 norm of h, where the optimizer has one',
-    'momentum_norm': 'ℓ2 norm of m, where the optimizer has one',
+    'update_unclipped': 'Sophia: fraction of coordinates that are not clipped; the paper: 0.1 to 0.5',
+    'hessian_norm': 'ℓ2 norm of h',
+    'momentum_norm': 'ℓ2 norm of m',
     'param_norm': 'ℓ2 norm of the parameters',
     'step_ms': 'mean time of an iteration since the last line of metrics',
-    'hessian_ms': 'how much longer an iteration with a Hessian estimate takes than one without, medians of the last 50 '
-                  'of each',
+    'hessian_ms': 'how much longer an iteration with a Hessian estimate takes, medians of the last 50',
     'tokens_per_sec': 'tokens per second since the last line of metrics, all devices together',
-    'mfu': "fraction of the devices' peak FLOPs in use (FLOPs by Chowdhery et al.), where the peak is known",
+    'mfu': "fraction of the devices' peak FLOPs in use, where the peak is known",
     'memory_gb': 'peak memory of one device, in 1e9 bytes',
 }
 
