@@ -119,8 +119,7 @@ def optimizer_checks():
 
 RECORDS = ROOT / 'records/study'
 STUDY = ['muon', 'soap', 'adamw', 'sophiag']  # its optimizers, in the order of the columns
-SYMBOLS = dict(learning_rate='learning rate', warmup_iters='warm-up', beta1='β1', beta2='β2',
-               weight_decay='weight decay', gamma='γ', eps='ε')
+SYMBOLS = dict(warmup_iters='warm-up', beta1='β1', beta2='β2', weight_decay='weight decay', gamma='γ', eps='ε')
 
 
 @cache
@@ -172,7 +171,8 @@ def searches():
 
 
 def study_search():
-    """The coordinate searches: the loss of each value of one setting, the others as they were in that round."""
+    """The coordinate searches, after their learning rates: the loss of each value of one setting, the others as they
+    were in that round."""
     found = {name: searched(record) for name, record in searches().items()}
     return table(['', *map(optimizer_label, found)],
                  [[symbol, *(cells.get(key, '–') for cells in found.values())] for key, symbol in SYMBOLS.items()])

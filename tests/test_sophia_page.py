@@ -39,7 +39,7 @@ def test_the_blocks_of_the_page_run(tmp_path):
     """As one script on CPU, in a process group of one rank. Without a C++ compiler torch.compile does nothing."""
     text = (ROOT / 'docs/sophia.md').read_text(encoding='utf-8')
     blocks = re.findall(r'^```python\n(.*?)^```', text, flags=re.M | re.S)
-    assert len(blocks) > 8
+    assert len(blocks) > 7
     (tmp_path / 'page.py').write_text('\n'.join([BEFORE, *blocks, AFTER]), encoding='utf-8')
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
