@@ -23,30 +23,6 @@ from analysis.figures import optimizer_label
 from analysis.runs import by_seed, find_runs, read_json
 from configurator import Config
 
-# The keys of metrics.jsonl. tests/test_docs.py compares them with a run's.
-METRICS = {
-    'iter': 'number of the iteration, from 0; on a line with a validation loss, iterations completed',
-    'tokens': 'tokens of the iterations before this one',
-    'time': 'seconds spent in iterations so far, evaluation left out',
-    'train/loss': "mean over the iteration's whole mini-batch, before its update",
-    'val/loss': 'mean over fixed sequences of the validation set, the same for every run; of a mixture the mean of its '
-                'parts by weight',
-    'val/loss/NAME': 'the same for the part NAME of a mixture',
-    'val/training_loss': 'mean training loss over the same sequences, if it is not the plain cross-entropy',
-    'lr': 'learning rate of the iteration',
-    'grad_norm': 'ℓ2 norm of the gradient before clipping',
-    'grad_clipped': 'fraction of the iterations so far whose gradient was clipped',
-    'update_unclipped': 'Sophia: fraction of coordinates that are not clipped; the paper: 0.1 to 0.5',
-    'hessian_norm': 'ℓ2 norm of h',
-    'momentum_norm': 'ℓ2 norm of m',
-    'param_norm': 'ℓ2 norm of the parameters',
-    'step_ms': 'mean time of an iteration since the last line of metrics',
-    'hessian_ms': 'how much longer an iteration with a Hessian estimate takes, medians of the last 50',
-    'tokens_per_sec': 'tokens per second since the last line of metrics, all devices together',
-    'mfu': "fraction of the devices' peak FLOPs in use, where the peak is known",
-    'memory_gb': 'peak memory of one device, in 1e9 bytes',
-}
-
 
 def number(value):
     """A number as people write it: 0.0006 → 6e-4."""
@@ -77,11 +53,6 @@ def settings():
             break
     return '\n\n'.join(f'**{section.capitalize()}**\n\n' + table(['setting', 'default', ''], rows)
                        for section, rows in [*parts, (section, rows)])
-
-
-def metrics():
-    """Every key of metrics.jsonl with its meaning."""
-    return table(['key', 'meaning'], [[f'`{key}`', meaning] for key, meaning in METRICS.items()])
 
 
 def optimizer_settings():
@@ -119,7 +90,6 @@ def optimizer_checks():
 
 RECORDS = ROOT / 'records/study'
 STUDY = ['muon', 'soap', 'adamw', 'sophiag']  # its optimizers, in the order of the columns
-SYMBOLS = dict(warmup_iters='warm-up', beta1='β1', beta2='β2', weight_decay='weight decay', gamma='γ', eps='ε')
 
 
 @cache
@@ -165,41 +135,10 @@ def study_losses():
     return table(['T', *map(optimizer_label, STUDY), 'Sophia-G minus AdamW, 95 %'], rows)
 
 
-def searches():
-    """The records of the coordinate searches, optimizer → dict."""
-    return {name: read_json(RECORDS / f'tuning/{name}.json') for name in STUDY}
-
-
-def study_search():
-    """The coordinate searches, after their learning rates: the loss of each value of one setting, the others as they
-    were in that round."""
-    found = {name: searched(record) for name, record in searches().items()}
-    return table(['', *map(optimizer_label, found)],
-                 [[symbol, *(cells.get(key, '–') for cells in found.values())] for key, symbol in SYMBOLS.items()])
-
-
-def searched(record):
-    """Setting → its values with their losses in the first round of a search; the value that the search kept is bold."""
-    settings, cells = dict(record['start']), {}
-    losses = {tuple(float(trial[key]) for key in settings): trial['val/loss'] for trial in record['trials']}
-    for key, values in record['tune'].items():
-        tried = [(float(value), losses[tuple(float(v) for v in {**settings, key: value}.values())])
-                 for value in sorted(values, key=float)]
-        settings[key] = next((change['to'] for change in record['kept'] if change['setting'] == key), settings[key])
-        cells[key] = bold_at(float(settings[key]), tried)
-    return cells
-
-
-def bold_at(best, tried):
-    """Values and their losses (None where a run diverged), the best value in bold."""
-    texts = [(value, f'{number(value)}: ' + (f'{loss:.3f}' if loss else 'diverged')) for value, loss in tried]
-    return ', '.join(f'**{text}**' if value == best else text for value, text in texts)
-
-
 PAGES = {'README.md': [study_losses],
-         'docs/settings.md': [settings, metrics],
+         'docs/settings.md': [settings],
          'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
-         'records/study/README.md': [study, study_search]}
+         'records/study/README.md': [study]}
 
 
 def current(page, text):
