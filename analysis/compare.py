@@ -27,33 +27,30 @@ def check_comparable(runs, free=()):
     The protocol is every setting in PROTOCOL, warm-up and cooldown (the same iterations, or the same share of the run),
     and β1 among the runs of one optimizer. A setting in `free` may differ.
     """
-    def same_share(key):
-        T, n = runs[0].max_iters, runs[0].config.get(key, 0)
-        # Up to one iteration of rounding.
-        return all(abs(run.config.get(key, 0) * T - n * run.max_iters) <= max(T, run.max_iters) for run in runs)
-
-    shares = [key for key in ('warmup_iters', 'cooldown_iters') if not same_share(key)] if runs else []
+    lengths = [key for key in ('warmup_iters', 'cooldown_iters')
+               if not all(same_share(key, runs[0], run) for run in runs)]
 
     def protocol(run):
-        found = {'the data (fingerprint)': run.about.get('data')}
-        if 'eval_iters' not in free:
-            sequences = run.eval_iters * run.batch_size or 'all'
-            found['the number of validation sequences (eval_iters × batch_size)'] = sequences
-        found |= {key: run.config.get(key) for key in (*PROTOCOL, *shares, 'beta1')}
-        found['min_lr_ratio'] = round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)
-        found['init_from'] = starting_weights(run)
-        return {key: value for key, value in found.items() if key not in free}
+        return {'the data (fingerprint)': run.about.get('data'),
+                'the number of validation sequences': run.eval_iters * run.batch_size or 'all',
+                **{key: run.config.get(key) for key in (*PROTOCOL, *lengths)},
+                'min_lr_ratio': round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4),
+                'init_from': starting_weights(run)}
 
     first_of = {}  # of each optimizer
     for run in runs:
-        first, mine = first_of.setdefault(run.optimizer_name, run), protocol(run)
-        for key, two in mine.items():
-            other = first if key == 'beta1' else runs[0]
-            one = protocol(other)[key]
-            if one != two:
+        first = first_of.setdefault(run.optimizer_name, run)
+        pairs = [(runs[0], key, protocol(runs[0])[key], value) for key, value in protocol(run).items()]
+        for other, key, one, two in [*pairs, (first, 'beta1', first.config.get('beta1'), run.config.get('beta1'))]:
+            if one != two and key not in free:
                 hint = '' if ' ' in key else f'; leave one out, or give --tuned {key} if it was tuned'
                 raise SystemExit(f'{other.out_dir} and {run.out_dir} cannot be compared: {key} is {one} in one and '
                                  f'{two} in the other{hint}')
+
+
+def same_share(key, one, two):
+    """Whether a number of iterations is the same share of two runs, up to one iteration of rounding."""
+    return abs(one.config[key] * two.max_iters - two.config[key] * one.max_iters) <= max(one.max_iters, two.max_iters)
 
 
 def finished_runs(paths, free=()):
@@ -74,17 +71,15 @@ def finished_runs(paths, free=()):
 
 @dataclass
 class Tuned:
-    """An optimizer at one horizon T: `best`, the runs of its best hyperparameters; of each trial its loss and, in
-    `tried`, its hyperparameters, a dict.
+    """An optimizer at one horizon T.
 
-    A trial is one choice of hyperparameters. One that diverged counts with the loss that it started from.
+    best: the runs of the best hyperparameters, one for each seed. tried: such a list for all hyperparameters tried.
+    trials: their losses; of hyperparameters that diverged, the loss at the start.
     """
     T: int
     best: list
-    trials: list
     tried: list
-    most: int  # seeds of a setting
-    diverged: int = 0
+    trials: list
 
     @property
     def losses(self):
@@ -101,7 +96,8 @@ class Tuned:
     def row(self):
         mean, sd = mean_loss(self.best)
         return {'optimizer': self.best[0].optimizer_label, 'T': self.T, 'val/loss': mean, 'sd': sd,
-                'seeds': len(self.best), 'trials': len(self.trials), 'diverged': self.diverged,
+                'seeds': len(self.best), 'trials': len(self.trials),
+                'diverged': sum(group[0].diverged for group in self.tried),
                 'learning_rate': self.learning_rate, 'run': str(self.best[0].out_dir)}
 
 
@@ -111,25 +107,19 @@ def tuned_at_each_T(runs, optimizer_name):
     The best has the lowest mean of those with the most seeds. One with fewer takes its place only where it is lower on
     the seeds that the two share, and also than that mean: a single lucky run does not.
     """
-    found, at_T = {}, {}
     runs = [run for run in runs if run.optimizer_name == optimizer_name]
-    for group in by_seed([run for run in runs if not run.rejected]):
-        at_T.setdefault(group[0].max_iters, []).append(group)
-    for T, groups in at_T.items():
+    finished = by_seed([run for run in runs if not run.rejected])
+    diverged = by_seed([run for run in runs if run.diverged])
+    found = {}
+    for T in sorted({group[0].max_iters for group in finished}):
+        groups, lost = ([group for group in kind if group[0].max_iters == T] for kind in (finished, diverged))
         best, *others = sorted(groups, key=lambda group: (-len(group), mean_loss(group)[0]))
-        most = len(best)
         for group in others:
             loss, loss_of_best = losses_of_shared_seeds([group, best])
             if len(group) < len(best) and loss < loss_of_best and mean_loss(group)[0] < mean_loss(best)[0]:
                 best = group
-        found[T] = Tuned(T, best, losses_of_shared_seeds(groups), [dict(hyperparameters(group[0])) for group in groups],
-                         most)
-    for group in by_seed([run for run in runs if run.diverged]):
-        side, started = found.get(group[0].max_iters), group[0].series('val/loss')[1]
-        if side:
-            side.trials.append(started[0] if started else max(side.trials))
-            side.tried.append(dict(hyperparameters(group[0])))
-            side.diverged += 1
+        trials = losses_of_shared_seeds(groups) + [group[0].series('val/loss')[1][0] for group in lost]
+        found[T] = Tuned(T, best, groups + lost, trials)
     return found
 
 
@@ -161,22 +151,20 @@ def same_horizon(candidate, baseline, noise):
 
 
 def weaknesses(side):
-    """Sentences on what makes the best of a `Tuned` doubtful: a best value at the edge of those that were tried with
-    everything else as in the best, or fewer seeds than another setting has."""
-    who, best = f'{side.best[0].optimizer_label}, T = {side.T}', dict(hyperparameters(side.best[0]))
-    varied = [key for key in best if key != 'min_lr' and len({tried.get(key) for tried in side.tried}) > 1]
-    if not varied:
-        return [f'{who}: one learning rate only, so nothing was tuned']
-    found = []
-    if len(side.best) < side.most:
-        found.append(f'{who}: the best has fewer seeds ({len(side.best)}) than another setting ({side.most})')
-    for key in dict.fromkeys(['learning_rate', *varied]):
-        name = SETTING_NAMES.get(key, key)
-        values = sorted({tried[key] for tried in side.tried if type(tried.get(key)) in (int, float)
-                         and all(tried.get(other) == best[other] for other in varied if other != key)})
-        if len(values) == 1 and key == 'learning_rate':
-            found.append(f'{who}: one learning rate only with the other settings of the best')
-        elif len(values) > 1 and best[key] in (values[0], values[-1]):
+    """Sentences on what makes the best of a `Tuned` doubtful: a value at the edge of those that were tried with all
+    other settings as in the best, only one such learning rate, or fewer seeds than other settings have."""
+    who, found = f'{side.best[0].optimizer_label}, T = {side.T}', []
+    best, *tried = (dict(hyperparameters(group[0])) for group in (side.best, *side.tried))
+    for key, name in SETTING_NAMES.items():
+        values = sorted({one[key] for one in tried if all(one.get(other) == best[other] for other in best
+                                                          if other not in (key, 'min_lr'))})
+        if len(values) > 1 and best[key] in (values[0], values[-1]):
             found.append(f'{who}: the best {name}, {best[key]:g}, is at the edge of those tried ({values[0]:g} to '
                          f'{values[-1]:g})')
+        elif len(values) == 1 and key == 'learning_rate':
+            found.append(f'{who}: one learning rate only'
+                         + (' with the other settings of the best' if len(tried) > 1 else ', so nothing was tuned'))
+    most = max(map(len, side.tried))
+    if len(side.best) < most:
+        found.append(f'{who}: the best has fewer seeds ({len(side.best)}) than another setting ({most})')
     return found

@@ -24,9 +24,6 @@ SETTING_NAMES = {'max_iters': 'steps T', 'total_batch_size': 'sequences per step
                  'weight_decay': 'weight decay', 'gamma': 'γ', 'beta1': 'β1', 'beta2': 'β2', 'eps': 'ε',
                  'n_layer': 'layers'}
 
-# The optimizers that have the same color in all pictures: C0, C1, ….
-COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'clip', 'gnb_mean', 'ef_clip']
-
 
 def optimizer_label(name):
     """The name of an optimizer in figures and tables, from --optimizer_name; for LIBRARY:CLASS, the class."""
@@ -49,21 +46,12 @@ def figure(columns=1, width=5.0, height=3.7):
     return fig, list(axes[0])
 
 
-def colors_of(names):
-    """{optimizer: color}; of more than ten optimizers the last ones share a color."""
-    free = [i for i in range(10) if i >= len(COLORED) or COLORED[i] not in names]
-    return {name: f'C{COLORED.index(name) if name in COLORED else free.pop() if free else 9}' for name in names}
-
-
-def styles(names):
-    """Options of ax.plot that tell lines apart, given the optimizer of each: up to ten lines have a color each, the
-    optimizer's where each has another optimizer; more have a scale of colors."""
-    if len(set(names)) == len(names) <= 10:
-        return [dict(color=color) for color in colors_of(names).values()]
-    if len(names) <= 10:
-        return [dict(color=f'C{i}') for i in range(len(names))]
+def styles(lines):
+    """Options of ax.plot that tell `lines` apart, one each: up to ten have a color each; more, a scale of colors."""
+    if len(lines) <= 10:
+        return [dict(color=f'C{i}') for i in range(len(lines))]
     from matplotlib import colormaps
-    return [dict(color=colormaps['viridis'](0.95 * i / (len(names) - 1))) for i in range(len(names))]
+    return [dict(color=colormaps['viridis'](0.95 * i / (len(lines) - 1))) for i in range(len(lines))]
 
 
 def legend(fig, ax):
@@ -112,10 +100,7 @@ def png_path(output):
     output = Path(output)
     if output.suffix != '.png':
         raise SystemExit(f'--output={output}: must end in .png; the numbers go next to it as .csv or .json')
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SystemExit(f'{output}: cannot be written ({error.strerror})') from None
+    output.parent.mkdir(parents=True, exist_ok=True)
     return output
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.loader import Bin, data_dir, parts_of, read_meta
-from data.tokenizer import TOKENIZER_NAMES, TOKENIZERS, FileTokenizer, Tokenizer, get_tokenizer, tokenizer_from_meta
+from data.tokenizer import TOKENIZER_NAMES, FileTokenizer, Tokenizer, get_tokenizer, tokenizer_from_meta
 from model import GPT, HUB_MODELS, GPTConfig
 from runtime import checkpoint
 from runtime.device import DTYPES, check_device
@@ -22,8 +21,8 @@ MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or
 class Loaded:
     """A model in eval mode, with its tokenizer and checkpoint.
 
-    name: a short one, for tables. tokenizer: None if unknown. state: the checkpoint without weights and optimizer; {}
-    for a Hugging Face model.
+    name: the last part of the path that was given. tokenizer: None if unknown. state: the checkpoint without weights
+    and optimizer; {} for a Hugging Face model.
     """
     name: str
     path: Path
@@ -72,25 +71,15 @@ def load(path, device='cpu', tokenizer=None):
     args, weights = dict(state['model_args']), state.pop('model')
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
         args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
-    try:
-        model = GPT.from_state_dict(GPTConfig(**args), weights).to(device).eval()
-        found = named or checkpoint_tokenizer(state)
-    except Exception as error:  # whatever the fields of a foreign file make torch or Python raise
-        reason = ' '.join(str(error).split())[:200]
-        raise SystemExit(f'{path}: not a model of this repository ({reason})') from None
-    folder = path.parent.resolve().name
-    return Loaded(folder if path.name.startswith('ckpt_') else f'{folder}-{path.stem}', path, model, found, state)
+    model = GPT.from_state_dict(GPTConfig(**args), weights).to(device).eval()
+    return Loaded(given.resolve().name, path, model, named or checkpoint_tokenizer(state), state)
 
 
 def require_tokenizer(loaded):
-    """The tokenizer of `loaded`; SystemExit with a line that says how to get it where it is unknown."""
+    """The tokenizer of `loaded`; SystemExit where it is unknown."""
     if loaded.tokenizer is None:
-        dataset = loaded.state.get('config', {}).get('dataset')
-        names = [name for name, known in TOKENIZERS.items() if known.vocab_size <= loaded.model.config.vocab_size]
-        fix = f'give --tokenizer={"|".join([*names, "FILE.json", "DIR"])}, DIR being a data set made with it'
-        if dataset and (ROOT / 'data' / dataset / 'prepare.py').is_file():
-            fix = f'run python data/{dataset}/prepare.py, or {fix}'
-        raise SystemExit(f'{loaded.path}: its tokenizer is unknown; {fix}')
+        raise SystemExit(f'{loaded.path}: its tokenizer is unknown; give --tokenizer={TOKENIZER_NAMES}|DIR, where DIR '
+                         'is a data set made with it, or prepare the data set again')
     return loaded.tokenizer
 
 
@@ -120,19 +109,13 @@ def open_bins(loaded, dataset, split):
     dataset = dataset or loaded.state.get('config', {}).get('dataset')
     if not dataset:
         raise SystemExit(f'{loaded.path}: does not name its data set; give --dataset')
-    bins = [Bin(find_data(name) or data_dir(name), split, share) for name, share in parts_of(dataset).items()]
+    bins = [Bin(data_dir(name), split, share) for name, share in parts_of(dataset).items()]
     ids = loaded.tokenizer.vocab_size if loaded.tokenizer else loaded.model.config.vocab_size
     for data in bins:
         if data.vocab_size > ids or loaded.tokenizer and data.vocab_size != ids:
             raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, and {loaded.path} has '
                              f'{ids}; prepare the text with the tokenizer of the model')
     return bins
-
-
-def find_data(name):
-    """The directory of the data set `name`, in the working directory, as for train.py, or in the repository; or None"""
-    places = data_dir(name), data_dir(name, ROOT)
-    return next((place for place in places if (place / 'meta.json').is_file() or (place / 'train.bin').is_file()), None)
 
 
 def named_tokenizer(name):
@@ -148,10 +131,10 @@ def named_tokenizer(name):
 def checkpoint_tokenizer(state):
     """The tokenizer that a checkpoint names, else its data set's; None if the data set is gone."""
     meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
-    folder = find_data(next(iter(parts_of(dataset)))) if dataset else None  # all parts of a mixture have one tokenizer
-    if meta is None and folder:
+    if meta is None and dataset:
+        folder = data_dir(next(iter(parts_of(dataset))))  # all parts of a mixture have one tokenizer
         meta = read_meta(folder)
-        if meta is None and state['model_args'].get('vocab_size', 50304) >= 50257:
+        if meta is None and (folder / 'train.bin').is_file() and state['model_args'].get('vocab_size', 50304) >= 50257:
             meta = {'tokenizer': 'gpt2'}  # as data/loader.py assumes without a meta.json
     return tokenizer_from_meta(meta) if meta else None
 

@@ -1,4 +1,4 @@
-"""Training runs: read from their out_dirs or from records, grouped over seeds, compared.
+"""Training runs: read from their out_dirs or from records, and grouped over seeds.
 
 A run is the directory that train.py writes, with metrics.jsonl and config.json, or a line of a runs.jsonl in records/.
 """
@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from analysis.figures import SETTING_NAMES, optimizer_label
+from hessian import Hook
+from optimizers import OPTIMIZERS
 from runtime.checkpoint import FAILED, HARMLESS
 
 # Settings that say how a run was carried out, not what it computed; and the seed, over which results are averaged.
@@ -54,12 +56,9 @@ class Run:
     def series(self, key, x='steps'):
         """The measured values of `key` as (xs, ys), two lists; x is a key of AXES."""
         found = [record for record in self.records if key in record]
-        if x == 'flops':
-            per_iteration = self.flops_per_iteration()
-            xs = [record['iter'] * per_iteration for record in found]
-        else:
-            xs = [record[{'steps': 'iter', 'tokens': 'tokens', 'seconds': 'time'}[x]] for record in found]
-        return xs, [record[key] for record in found]
+        column = dict(steps='iter', tokens='tokens', seconds='time', flops='iter')[x]
+        factor = self.flops_per_iteration() if x == 'flops' else 1
+        return [record[column] * factor for record in found], [record[key] for record in found]
 
     def last(self, key):
         """The latest measured value of `key`, or None."""
@@ -70,7 +69,7 @@ class Run:
         """Why the run has not reached the end of its schedule, one clause; None if it has."""
         if self.diverged:
             return 'it diverged'
-        done = max((record['iter'] for record in self.records if 'val/loss' in record), default=0)
+        done = max(self.series('val/loss')[0], default=0)
         if done < self.max_iters:
             return f'it has a validation loss at iteration {done} of {self.max_iters} only'
         if self.decay_lr and self.lr_decay_iters != self.max_iters:
@@ -144,8 +143,6 @@ def estimates_per_iteration(optimizer_name, interval, iterations):
 
 def hook_of(optimizer_name):
     """The class of an optimizer's Hessian hook; optimizers outside the table have the first-order one."""
-    from hessian import Hook
-    from optimizers import OPTIMIZERS
     return OPTIMIZERS[optimizer_name].hook if optimizer_name in OPTIMIZERS else Hook
 
 
@@ -157,44 +154,31 @@ def read_run(out_dir):
     """The `Run` in the directory `out_dir`."""
     out_dir = Path(out_dir)
     about, metrics, failed = read_json(out_dir / 'config.json'), out_dir / 'metrics.jsonl', out_dir / FAILED
-    return make_run(out_dir, out_dir / 'config.json', about, read_metrics(metrics) if metrics.is_file() else [],
-                    failed.read_text(encoding='utf-8').strip() if failed.is_file() else None)
-
-
-def make_run(out_dir, source, about, records, failed):
-    """A `Run`; SystemExit if `about`, read from the file `source`, is not a config.json of train.py."""
-    if not isinstance(about, dict) or not isinstance(about.get('config'), dict):
-        raise SystemExit(f'{source}: not written by train.py (it has no "config")')
-    return Run(out_dir, {**UNSET, **about['config']}, about, records, failed)
+    return Run(out_dir, {**UNSET, **about['config']}, about, read_metrics(metrics) if metrics.is_file() else [],
+               failed.read_text(encoding='utf-8').strip() if failed.is_file() else None)
 
 
 def read_metrics(path):
     """The lines of a metrics.jsonl, a list of dicts. The last line of a run that is being written may be cut off."""
-    lines = path.read_text(encoding='utf-8', errors='replace').removesuffix('\n').split('\n')
-    records = []
+    lines, records = path.read_text(encoding='utf-8').splitlines(), []
     for number, line in enumerate(lines, 1):
         try:
-            records.append({**json.loads(line)})
-        except (ValueError, TypeError):
+            records.append(json.loads(line))
+        except ValueError:
             if number < len(lines):
                 raise SystemExit(f'{path}:{number}: not a JSON object; the file is damaged') from None
     return records
 
 
 def read_packed(path):
-    """The runs in a runs.jsonl, in order of their names; see `packed`."""
+    """The runs in a runs.jsonl; see `packed`."""
     runs = []
-    for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            columns = entry['metrics']
-            records = [{key: value for key, value in zip(columns, values) if value is not None}
-                       for values in zip(*columns.values())]
-            name, about = entry['run'], entry['config']
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise SystemExit(f'{path}:{number}: not a line of scripts/records.py --pack; the file is damaged') from None
-        runs.append(make_run(path.parent / name, f'{path}:{number}', about, records, entry.get('failed')))
-    return sorted(runs, key=lambda run: run.out_dir)
+    for entry in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
+        about, columns = entry['config'], entry['metrics']
+        records = [{key: value for key, value in zip(columns, values) if value is not None}
+                   for values in zip(*columns.values())]
+        runs.append(Run(path.parent / entry['run'], {**UNSET, **about['config']}, about, records, entry.get('failed')))
+    return runs
 
 
 def packed(run, name):
@@ -208,27 +192,20 @@ def packed(run, name):
 def find_runs(paths):
     """The runs in `paths`, each in order of names. A path is
 
-    - the out_dir of a run, or a directory of runs and of runs.jsonl, at any depth;
-    - some of the runs in a runs.jsonl: records/study/1200/adamw for those in records/study/runs.jsonl whose names begin
-      with 1200/adamw, or with wildcards, records/study/1200/*/learning_rate=0.002*.
+    - a directory of runs and of runs.jsonl, at any depth; or
+    - names in a runs.jsonl, where * matches anything: records/study/1200/adamw for the runs 1200/adamw/… in
+      records/study/runs.jsonl, or records/study/1200/*/learning_rate=0.002*.
     """
     found = {}
     for path in map(Path, paths):
-        if (path / 'metrics.jsonl').is_file():
-            runs = [read_run(path)]
-        else:
-            runs = [read_run(metrics.parent) for metrics in path.rglob('metrics.jsonl')]
-            runs += [run for file in path.rglob('runs.jsonl') for run in read_packed(file)]
-            folder = next((parent for parent in path.parents if (parent / 'runs.jsonl').is_file()), None)
-            if not runs and folder:
-                pattern = path.relative_to(folder).parts
-                runs = [run for run in read_packed(folder / 'runs.jsonl')
-                        if all(map(fnmatch, run.out_dir.relative_to(folder).parts, pattern))
-                        and len(run.out_dir.relative_to(folder).parts) >= len(pattern)]
+        runs = [read_run(metrics.parent) for metrics in path.rglob('metrics.jsonl')]
+        runs += [run for file in path.rglob('runs.jsonl') for run in read_packed(file)]
+        folder = next((parent for parent in path.parents if (parent / 'runs.jsonl').is_file()), None)
+        if folder and not runs:
+            runs = [run for run in read_packed(folder / 'runs.jsonl')
+                    if any(fnmatch(str(run.out_dir), pattern) for pattern in (f'{path}', f'{path}/*'))]
         if not runs:
-            raise SystemExit(f'{path}: no metrics.jsonl in it; train first, or check the path' if path.is_dir() else
-                             f'{path}: no such directory; give the out_dir of a run, or a directory of such' +
-                             (f', or a name of runs in {folder}/runs.jsonl' if folder else ''))
+            raise SystemExit(f'{path}: no run there; give the out_dir of a run, or a directory of runs')
         for run in sorted(runs, key=lambda run: run.out_dir):
             found.setdefault(run.out_dir, run)
     return list(found.values())
@@ -236,11 +213,8 @@ def find_runs(paths):
 
 def read_json(path):
     """The contents of a JSON file."""
-    path = Path(path)
     try:
-        return json.loads(path.read_text(encoding='utf-8'))
-    except OSError:
-        raise SystemExit(f'{path}: no such file') from None
+        return json.loads(Path(path).read_text(encoding='utf-8'))
     except ValueError as error:
         raise SystemExit(f'{path}: not JSON ({error})') from None
 
@@ -274,39 +248,32 @@ def by_seed(runs, repeats=False):
     return list(groups.values())
 
 
-def code_differences(groups):
-    """Sentences that say where runs were trained with different code, by the hash in config.json. A run without a hash
-    is of unknown code, which does not count as different.
-
-    Args:
-        groups: of `by_seed`.
-    """
-    def hashes(runs):
-        codes = Counter(run.about['code'] for run in runs if run.about.get('code'))
-        return ', '.join(f'{code} ({n})' for code, n in codes.items()) if len(codes) > 1 else None
-
-    found = [f'{group[0].optimizer_label}, T = {group[0].max_iters}, learning rate {group[0].learning_rate:g}: its '
-             f'runs are of different code, so they are not seeds of each other; code hash (runs): {hashes(group)}'
-             for group in groups if hashes(group)]
-    everything = hashes(run for group in groups for run in group)
-    return found or [f'the runs are of different code; code hash (runs): {everything}'] * bool(everything)
+def code_differences(runs):
+    """A sentence, in a list, if runs were trained with different code, by the hash in config.json; else []. A run
+    without a hash is of unknown code, which does not count as different."""
+    codes = Counter(run.about['code'] for run in runs if run.about.get('code'))
+    if len(codes) < 2:
+        return []
+    counts = ', '.join(f'{code} ({n})' for code, n in codes.items())
+    return [f'the runs are of different code, so they may differ in more than settings and seed; code hash (runs): '
+            f'{counts}']
 
 
-def mean_loss(runs, key='val/loss'):
-    """(mean, standard deviation) of the last `key` of runs that differ in their seed; (loss, None) of a single one."""
-    losses = [run.last(key) for run in runs]
+def mean_loss(runs):
+    """(mean, standard deviation) of final losses of runs that differ in their seed; (loss, None) of a single one."""
+    losses = [run.last('val/loss') for run in runs]
     return statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else None
 
 
 def labels_of(groups):
     """A label for each of the groups `by_seed`: the optimizer, and the settings in which its groups differ; names of
     directories if these do not tell them apart."""
-    derived = {'optimizer_name', 'lr_decay_iters', 'min_lr', 'seed'}
+    derived = {'optimizer_name', 'lr_decay_iters', 'min_lr'}
     labels = []
     for group in groups:
         run, same = group[0], [other[0] for other in groups if other[0].optimizer_name == group[0].optimizer_name]
         keys = [key for key in run.config if key not in INCIDENTAL | derived
-                and len({json.dumps(other.config.get(key)) for other in same}) > 1]
+                and len({other.config.get(key) for other in same}) > 1]
         labels.append(', '.join([run.optimizer_label,
                                  *(f'{SETTING_NAMES.get(key, key)} {run.config[key]}' for key in keys)]))
     if len(groups) == 1 or len(set(labels)) < len(labels):

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import train
 from analysis.figures import print_table, write_csv
-from analysis.runs import INCIDENTAL, by_seed, code_differences, read_run
-from runtime.checkpoint import FAILED
+from analysis.runs import code_differences, read_run
+from runtime.checkpoint import HARMLESS
 
-CHECKED_TOO = {'dataset', 'eval_iters', 'seed'}  # settings in which a trial must also agree with what is asked for
+UNCHECKED = HARMLESS - {'dataset'} | {'dtype'}  # settings in which a run may differ from what is asked for
 GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
 
 
@@ -37,38 +36,36 @@ class Trial:
         return self.out_dir.name
 
     @property
-    def failure(self):
-        """The message of train.py when the run diverged; None where it has not."""
-        path = self.out_dir / FAILED
-        return path.read_text(encoding='utf-8').strip() if path.is_file() else None
-
-    @property
     def run(self):
         """The `Run` so far; None where there is none."""
         return read_run(self.out_dir) if (self.out_dir / 'config.json').is_file() else None
 
     @property
+    def failure(self):
+        """The message of train.py when the run diverged; None where it has not."""
+        run = self.run
+        return run and run.failed
+
+    @property
     def finished(self):
-        return self.run is not None and not self.run.unfinished
+        run = self.run
+        return run is not None and not run.unfinished
 
     @property
     def loss(self):
         """The final validation loss; math.inf when the run diverged, None when it is not done or cannot be compared."""
-        if self.failure:
-            return math.inf
         run = self.run
-        return None if run is None or run.rejected else run.last('val/loss')
+        if run is None or run.rejected:
+            return math.inf if run and run.failed else None
+        return run.last('val/loss')
 
     @property
     def state(self):
-        """How far the run is, in a few words."""
+        """'finished', or why there is no loss."""
         run = self.run
-        if self.failure:
-            return f'diverged: {self.failure}'
-        if self.finished:
-            return 'finished' + (f', but {run.changed}' if run.changed else '')
-        steps = [record for record in run.records if 'train/loss' in record] if run else []
-        return f'iter {steps[-1]["iter"]}/{run.max_iters}, loss {steps[-1]["train/loss"]:.2f}' if steps else 'not begun'
+        if run is None:
+            return 'not begun'
+        return f'diverged: {run.failed}' if run.failed else run.rejected or 'finished'
 
     @property
     def last_line(self):
@@ -82,9 +79,9 @@ class Trial:
 
         This executes the config files among the arguments.
         """
-        values = train.resolve(self.argv).values
-        for key, there in self.run.config.items() if self.run else ():
-            if key in values and values[key] != there and key != 'dtype' and key not in INCIDENTAL - CHECKED_TOO:
+        values, run = train.resolve(self.argv).values, self.run
+        for key, there in run.config.items() if run else ():
+            if key in values and values[key] != there and key not in UNCHECKED:
                 raise SystemExit(f'{self.out_dir}: holds a run with {key} = {there!r}, asked for is {values[key]!r}; '
                                  'choose another --out_dir or remove it')
 
@@ -97,17 +94,9 @@ def trials_of(spec, out_dir):
     'base' more arguments. A run's directory in `out_dir` is named after its settings. SystemExit where two different
     runs would have the same directory.
     """
-    runs = spec.get('runs') if isinstance(spec, dict) else None
-    if not runs or not isinstance(runs, list) or not all(isinstance(entry, dict) for entry in runs):
-        raise SystemExit('a sweep needs "runs": a list of objects setting → value or list of values')
-    if not all(isinstance(part.get('base', []), list) for part in (spec, *runs)):
-        raise SystemExit('"base" of a sweep has to be a list of arguments, such as ["config/quickstart.py"]')
     trials = {}
-    for entry in runs:
+    for entry in spec['runs']:
         grid = {key: value if isinstance(value, list) else [value] for key, value in entry.items() if key != 'base'}
-        for key in grid:
-            if not key.isidentifier():
-                raise SystemExit(f'{key!r} in "runs" of a sweep: not a setting')
         for values in itertools.product(*grid.values()):
             settings = {key: canonical(value) for key, value in zip(grid, values)}
             argv = [*spec.get('base', []), *entry.get('base', [])]
@@ -153,12 +142,7 @@ def split_values(flag, pairs):
 
 def add_launcher(parser):
     """Gives an ArgumentParser the flag --launcher, whose value is the list of the command's words."""
-    def words(text):
-        found = shlex.split(text)
-        if not found or not shutil.which(found[0]):
-            raise SystemExit(f'--launcher={text}: not a command')
-        return found
-    parser.add_argument('--launcher', type=words, default=[sys.executable], metavar='COMMAND',
+    parser.add_argument('--launcher', type=shlex.split, default=[sys.executable], metavar='COMMAND',
                         help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
 
 
@@ -168,10 +152,9 @@ def train_all(trials, jobs=1, launcher=(sys.executable,)):
     Reports each run on stderr as it ends. When this process is told to stop (Ctrl-C, SIGTERM), the runs save their
     state; then SystemExit.
     """
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    if jobs < 1:
+        raise SystemExit(f'--jobs={jobs}: at least 1')
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     waiting = [trial for trial in trials if not trial.finished and not trial.failure]
     running = {}  # slot → (trial, process)
     try:
@@ -228,16 +211,14 @@ def gpu_of(slot, count):
 def show(trials, out_dir):
     """Prints a table of `trials`, the lowest validation loss first, writes it as results.csv in `out_dir`, and says
     where different code trained them."""
-    rows = []
-    for trial in trials:
-        run, loss = trial.run, trial.loss
-        row = dict(trial.settings, **{'val/loss': None if loss == math.inf else loss})
+    rows, runs = [], [trial.run for trial in trials]
+    for trial, run in zip(trials, runs):
+        row = dict(trial.settings, **{'val/loss': None if run is None or run.rejected else run.last('val/loss')})
         for key in ('train/loss', 'grad_clipped', 'update_unclipped'):
             row[key] = run.last(key) if run else None
-        row.update(seconds=run.records[-1]['time'] if run and run.records else None, state=trial.state)
-        rows.append(row)
+        rows.append(dict(row, seconds=run.last('time') if run else None, state=trial.state))
     rows.sort(key=lambda row: math.inf if row['val/loss'] is None else row['val/loss'])
     print_table(rows)
     write_csv(Path(out_dir) / 'results.csv', rows)
-    for note in code_differences(by_seed([trial.run for trial in trials if trial.run], repeats=True)):
+    for note in code_differences(filter(None, runs)):
         print(f'note: {note}')

@@ -14,7 +14,7 @@ $PY scripts/paper/final_losses.py $cpu/map "$cpu/rates/adamw-T300-lr*" \
     --grid total_batch_size max_iters --minus adamw --output $cpu/map.png
 tuned=("$cpu/main/adamw-T600-warmup300-lr0.012*" "$cpu/main/sophiag-T600-gamma0.5-beta1_0.9-warmup300-lr0.002*"
        "$cpu/ablation/sophiah-gamma0.1-lr0.002")
-$PY scripts/plot.py "${tuned[@]}" records/quickstart/lion --panels \
+$PY scripts/plot.py "${tuned[@]}" records/quickstart/lion \
     --metrics update_unclipped hessian_norm grad_clipped --output $cpu/dynamics.png
 $PY scripts/paper/final_losses.py $cpu/ablation "${tuned[@]}" --by optimizer_name hessian_interval gamma --x flops \
     --output $cpu/ablation.png

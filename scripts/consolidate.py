@@ -32,11 +32,8 @@ def consolidate(path, output=None, optimizer=True):
     saved = state.pop('optimizer')
     if optimizer:
         state['optimizer'] = sharded.read_optimizer(path, saved)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        save_pt(output, state)
-    except OSError as error:
-        raise SystemExit(f'{output}: cannot be written ({error.strerror})') from None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    save_pt(output, state)
     return output
 
 

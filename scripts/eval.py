@@ -31,17 +31,13 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', help=MODEL_HELP)
     parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's own)")
-    parser.add_argument('--split', choices=('val', 'train'), default='val', help='(default: val)')
     parser.add_argument('--text', type=Path, help='a UTF-8 text file instead of bins')
     parser.add_argument('--eval_iters', type=int, default=0, help='micro-batches, as in train.py; 0: everything')
     parser.add_argument('--batch_size', type=int, default=8, help='sequences per forward pass (default: 8)')
-    parser.add_argument('--block_size', type=int, default=0, help="tokens per sequence (default: the model's)")
     add_model_flags(parser)
     args = parser.parse_args(argv)
     if args.text and args.dataset:
         parser.error('--text and --dataset: give one of them')
-    if min(args.eval_iters, args.block_size) < 0 or args.batch_size < 1:
-        parser.error('--eval_iters and --block_size must be 0 or more, --batch_size at least 1')
     return args
 
 
@@ -104,10 +100,7 @@ def evaluate(model, batches, precision, sizes=None):
 
 def measure(loaded, data, args):
     """The results that the script prints about `loaded` on `data`, a Bin: a dict."""
-    positions = loaded.model.config.block_size
-    block_size = args.block_size or positions
-    if block_size > positions:
-        raise SystemExit(f'--block_size={block_size}: the model has {positions} positions')
+    block_size = loaded.model.config.block_size
     if args.text:
         block_size = min(block_size, len(data) - 1)
     batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, 0, 1, args.device)
@@ -123,7 +116,7 @@ def measure(loaded, data, args):
 def main(argv=None):
     args = parse(argv)
     loaded = load(args.checkpoint, args.device, args.tokenizer)
-    bins = [Text(args.text, require_tokenizer(loaded))] if args.text else open_bins(loaded, args.dataset, args.split)
+    bins = [Text(args.text, require_tokenizer(loaded))] if args.text else open_bins(loaded, args.dataset, 'val')
     torch.set_float32_matmul_precision('high')  # as in train.py
     for data in bins:
         print(json.dumps(measure(loaded, data, args)))

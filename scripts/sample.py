@@ -9,7 +9,6 @@ Text goes to standard output, everything else to standard error.
 
 import argparse
 import io
-import math
 import signal
 import sys
 import time
@@ -41,30 +40,18 @@ def parse(argv):
     if args.checkpoint and args.out_dir:
         parser.error(f'{args.checkpoint} and --out_dir={args.out_dir}: give one of them')
     args.checkpoint = args.checkpoint or args.out_dir or 'out'
-    if not 0 <= args.temperature < math.inf:
-        parser.error(f'--temperature={args.temperature}: must be a finite number, 0 or more')
-    if args.top_k < 0 or not 0 < args.top_p <= 1:
-        parser.error('--top_k must be 0 or more, --top_p above 0 and at most 1')
-    if min(args.num_samples, args.max_new_tokens) < 1:
-        parser.error('--num_samples and --max_new_tokens must be at least 1')
+    if not (args.temperature >= 0 and args.top_k >= 0 and 0 < args.top_p <= 1):
+        parser.error('--temperature and --top_k must be 0 or more, --top_p above 0 and at most 1')
     return args
-
-
-def read_prompt(start):
-    """The prompt that --start asks for."""
-    if not start.startswith('FILE:'):
-        return start
-    try:
-        return Path(start[5:]).read_text(encoding='utf-8')
-    except (OSError, UnicodeDecodeError) as error:
-        raise SystemExit(f'--start={start}: cannot be read as UTF-8 text ({error})') from None
 
 
 def main(argv=None):
     args = parse(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors='replace')
-    prompt = read_prompt(args.start)
+    prompt = args.start
+    if prompt.startswith('FILE:'):
+        prompt = Path(prompt.removeprefix('FILE:')).read_text(encoding='utf-8')
     loaded = with_tokenizer(load(args.checkpoint, args.device, args.tokenizer))
     model, tokenizer = loaded.model.to(DTYPES[dtype_name(args)]), loaded.tokenizer
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # after which a document begins

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.compare import add_tuned, check_comparable, noise_of, same_horizon, tuned_at_each_T, weaknesses
-from analysis.figures import colors_of, figure, legend, optimizer_label, png_path, print_table, save
+from analysis.figures import figure, legend, optimizer_label, png_path, print_table, save, styles
 from analysis.runs import by_seed, code_differences, find_runs, mean_loss
 from analysis.significance import holm
 
@@ -30,31 +30,18 @@ SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, 
           'seeds of baseline', 'at equal trials', 'baseline at equal trials']
 
 
-def factor(text):
-    """A factor as an exact fraction, so that T divided by it is a number of steps or is not: 1650 / 1.1 is 1500."""
-    try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        value = 0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f'{text}: must be a number above 0')
-    return value
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs of all, or directories of runs')
     parser.add_argument('--baseline', default='adamw', metavar='NAME', help='O1 (default: adamw)')
     parser.add_argument('--candidate', nargs='+', metavar='NAME', help='O2, one or several (default: all others)')
-    parser.add_argument('--k', type=factor, default=Fraction(2), help='the factor claimed, such as 2, 1.1 or 4/3 '
+    parser.add_argument('--k', type=Fraction, default=Fraction(2), help='the factor claimed, such as 2, 1.1 or 4/3 '
                         '(default: 2)')
     add_tuned(parser)
     parser.add_argument('--output', default='speedup.png', help='PNG; .csv and .json next to it (default: speedup.png)')
     parser.add_argument('--panels', nargs='+', choices=PANELS, default=list(PANELS), help='default: all')
     args = parser.parse_args(argv)
     png_path(args.output)
-    if args.baseline in (args.candidate or ()):
-        raise SystemExit(f'--candidate {args.baseline}: it is the baseline; choose another, or another --baseline')
     runs = find_runs(args.out_dirs)
     noise = noise_of(by_seed([run for run in runs if not run.rejected]))  # of all optimizers, compared or not
     candidates = args.candidate or sorted({run.optimizer_name for run in runs} - {args.baseline})
@@ -75,7 +62,7 @@ def main(argv=None):
         raise SystemExit(f'nothing to compare: {args.baseline} has finished runs at T = '
                          f'{sorted(tuned[args.baseline]) or "none"}; {others or "there is no other optimizer"}')
 
-    results = [side.row() for name in tuned for _, side in sorted(tuned[name].items())]
+    results = [side.row() for sides in tuned.values() for side in sides.values()]
     print_table(results, [key for key in results[0] if key != 'run'])
     if noise()[0]:
         print('noise of one run over seeds, all T: σ = {:.4f} from {} degrees of freedom'.format(*noise()))
@@ -86,8 +73,8 @@ def main(argv=None):
                 print_table(verdict[key], SAME_T if key == 'same_T' else None)
                 print()
         print('\n'.join(verdict['text']))
-    notes = code_differences(groups) + [note for sides in tuned.values() for T in sorted(sides)
-                                        for note in weaknesses(sides[T])]
+    notes = code_differences(kept) + [note for sides in tuned.values() for side in sides.values()
+                                      for note in weaknesses(side)]
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
 
     fig = draw(tuned, args.baseline, verdicts, args.k, args.panels)
@@ -149,20 +136,23 @@ def efficiency_at(candidate, baseline):
 def draw(tuned, baseline, verdicts, k, panels):
     """The figure of some of PANELS, side by side."""
     fig, axes = figure(len(panels), width=4.6, height=3.8)
-    colors = colors_of(tuned)
+    looks = {name: dict(style, fmt='o-', capsize=3, markersize=4, label=optimizer_label(name))
+             for name, style in zip(tuned, styles(tuned))}
+    Ts = sorted({T for sides in tuned.values() for T in sides})
     for ax, panel in zip(axes, panels):
-        PANELS[panel](ax, tuned, baseline, verdicts, k, colors)
+        PANELS[panel](ax, tuned, baseline, verdicts, k, looks)
+        ax.set(xscale='log', xlabel='steps T of the whole schedule')
+        ax.set_xticks(Ts, [f'{T:,}' for T in Ts])
+        ax.minorticks_off()
     legend(fig, axes[0])
     return fig
 
 
-def draw_loss(ax, tuned, baseline, verdicts, k, colors):
+def draw_loss(ax, tuned, baseline, verdicts, k, looks):
     """Final losses against T, with the criterion as arrows."""
     for name, sides in tuned.items():
-        sides = [sides[T] for T in sorted(sides)]
-        ax.errorbar([side.T for side in sides], [side.mean for side in sides],
-                    [mean_loss(side.best)[1] or 0 for side in sides], fmt='o-', capsize=3, markersize=4,
-                    color=colors[name], label=optimizer_label(name))
+        ax.errorbar(list(sides), [side.mean for side in sides.values()],
+                    [mean_loss(side.best)[1] or 0 for side in sides.values()], **looks[name])
     title = 'Final loss at the best settings tried'
     if len(verdicts) == 1 and verdicts[0]['criterion']:
         for row in verdicts[0]['criterion']:
@@ -171,30 +161,16 @@ def draw_loss(ax, tuned, baseline, verdicts, k, colors):
         title = (f'Does {optimizer_label(verdicts[0]["candidate"])} at T/{k} reach {optimizer_label(baseline)} at T? '
                  + ('Yes.' if verdicts[0]['holds'] else 'No.'))
     ax.set(ylabel='final validation loss', title=title)
-    label_horizons(ax, tuned)
 
 
-def draw_difference(ax, tuned, baseline, verdicts, k, colors):
-    """Differences to the baseline's final loss at the same T with their 95 % intervals; of one candidate also the
-    numbers of seeds, its own and the baseline's if they differ."""
-    ax.axhline(0, color=colors[baseline], label=optimizer_label(baseline))
+def draw_difference(ax, tuned, baseline, verdicts, k, looks):
+    """Differences to the baseline's final loss at the same T with their 95 % intervals."""
+    ax.axhline(0, color=looks[baseline]['color'], label=optimizer_label(baseline))
     for verdict in verdicts:
-        rows, name = verdict['same_T'], verdict['candidate']
+        rows = verdict['same_T']
         ax.errorbar([row['T'] for row in rows], [row['difference'] for row in rows],
-                    [row['plus_or_minus'] or 0 for row in rows], fmt='o-', capsize=3, markersize=4,
-                    color=colors[name], label=optimizer_label(name))
-    title = f'{optimizer_label(name)} minus {optimizer_label(baseline)}' if len(verdicts) == 1 else 'Difference'
-    ax.set(ylabel=f"final loss minus {optimizer_label(baseline)}'s, 95 % interval", title=title)
-    label_horizons(ax, tuned, {row['T']: '\nn = ' + ', '.join(map(str, dict.fromkeys(
-        [row['seeds'], row['seeds of baseline']]))) for row in verdicts[0]['same_T'] if len(verdicts) == 1})
-
-
-def label_horizons(ax, tuned, more=()):
-    """Labels the x-axis with the T that there are, and with `more`, T → text."""
-    Ts = sorted({T for sides in tuned.values() for T in sides})
-    ax.set(xscale='log', xlabel='steps T of the whole schedule', xlim=(0.8 * Ts[0], 1.25 * Ts[-1]))
-    ax.set_xticks(Ts, [f'{T:,}' + dict(more).get(T, '') for T in Ts])
-    ax.minorticks_off()
+                    [row['plus_or_minus'] or 0 for row in rows], **looks[verdict['candidate']])
+    ax.set(ylabel=f"final loss minus {optimizer_label(baseline)}'s, 95 % interval", title='Difference at the same T')
 
 
 PANELS = dict(loss=draw_loss, difference=draw_difference)

@@ -5,12 +5,11 @@
 
 The search starts from the values that the arguments after -- resolve to (for --optimizer_name=X alone, its row of the
 table). It tries one setting after the other over its values, with the others as they are, and keeps the best value if
-the validation loss is lower by more than --noise. It ends after a round in which nothing was, or after --rounds.
-OUT_DIR/tuning.json records the trials and what was kept.
+the validation loss is lower by more than --noise. It ends after a round in which nothing was. OUT_DIR/tuning.json
+records the trials and what was kept.
 """
 
 import argparse
-import itertools
 import math
 import sys
 from pathlib import Path
@@ -21,13 +20,12 @@ from analysis.trials import add_launcher, canonical, show, split_values, train_a
 from runtime.files import write_json
 
 
-def tune(base, values, noise, rounds, out_dir, train_trials):
+def tune(base, values, noise, out_dir, train_trials):
     """A coordinate search (see the top of this file); returns (its record, which is also kept in tuning.json, the
     trials).
 
     Args:
         base: arguments of train.py. values: setting → list of values. noise: in the validation loss.
-        rounds: the most rounds over all settings, or None.
         train_trials: trains a list of `Trial`s.
 
     SystemExit when a run ends without a result.
@@ -37,7 +35,7 @@ def tune(base, values, noise, rounds, out_dir, train_trials):
         if key not in start:
             raise SystemExit(f'--values {key}=…: not a setting; see python train.py --help')
     best, trials = {key: canonical(start[key]) for key in values}, {}
-    record = dict(base=base, values=values, noise=noise, rounds=rounds, start=dict(best), trials=[], kept=[])
+    record = dict(base=base, values=values, noise=noise, start=best, trials=[], kept=[])
 
     def losses_of(candidates):
         found = trials_of(dict(base=base, runs=candidates), out_dir)
@@ -54,12 +52,13 @@ def tune(base, values, noise, rounds, out_dir, train_trials):
         return [trial.loss for trial in found]
 
     lowest, = losses_of([best])
-    for number in itertools.count(1):
+    improved = True
+    while improved:
         improved = False
         for key, grid in values.items():
             others = [value for value in dict.fromkeys(map(canonical, grid)) if value != best[key]]
             candidates = [dict(best, **{key: value}) for value in others]
-            found = losses_of(candidates) if candidates else []
+            found = losses_of(candidates)
             if found and min(found) < lowest - noise:
                 chosen = candidates[found.index(min(found))]
                 record['kept'].append({'setting': key, 'from': best[key], 'to': chosen[key], 'val/loss': min(found),
@@ -67,19 +66,8 @@ def tune(base, values, noise, rounds, out_dir, train_trials):
                 best, lowest, improved = chosen, min(found), True
             record.update(best=best, **{'val/loss': lowest})
             write_json(Path(out_dir) / 'tuning.json', record)
-        if not improved or number == rounds:
-            break
     write_json(Path(out_dir) / 'tuning.json', dict(record, finished=True))
     return record, list(trials.values())
-
-
-def at_edge(value, values):
-    """Whether a number is the lowest or the highest of those tried."""
-    try:
-        numbers = [*map(float, values)]
-        return not min(numbers) < float(value) < max(numbers)
-    except ValueError:  # not numbers
-        return False
 
 
 def main(argv=None):
@@ -89,24 +77,18 @@ def main(argv=None):
     parser.add_argument('--values', required=True, nargs='+', metavar='KEY=V1,V2', help='settings and their values')
     parser.add_argument('--noise', required=True, type=float, metavar='LOSS',
                         help='how much lower a validation loss has to be, such as two standard deviations over seeds')
-    parser.add_argument('--rounds', type=int, metavar='N', help='the most rounds (default: until none gains)')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
     add_launcher(parser)
     args = parser.parse_args(argv)
-    for flag, least in ('noise', 0), ('jobs', 1), ('rounds', 1):
-        value = getattr(args, flag)
-        if value is not None and not value >= least:
-            parser.error(f'--{flag}={value}: at least {least}')
+    if not args.noise >= 0:
+        parser.error(f'--noise={args.noise}: at least 0')  # below 0 the search would not end
 
-    record, trials = tune(args.base, split_values('--values', args.values), args.noise, args.rounds, args.out_dir,
+    record, trials = tune(args.base, split_values('--values', args.values), args.noise, args.out_dir,
                           lambda trials: train_all(trials, args.jobs, args.launcher))
     show(trials, args.out_dir)
     print(f'best of {len(trials)} settings tried: ' +
           ' '.join(f'--{key}={value}' for key, value in record['best'].items()) +
           f', val loss {record["val/loss"]:.4f} ({args.out_dir / "tuning.json"})')
-    for key, value in record['best'].items():
-        if at_edge(value, record['values'][key]):
-            print(f'note: {key}={value} is at the edge of the values tried; give more')
 
 
 if __name__ == '__main__':

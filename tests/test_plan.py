@@ -144,11 +144,7 @@ def test_measure_takes_steps_on_this_machine(capsys):
     assert float(measured[1]) > 20 * 7e6 / 1e9  # parameters, gradients, two states and the estimate
 
 
-def test_errors(capsys):
+def test_errors_are_those_of_train():
     assert 'must be a multiple of the 24 devices' in rejection(plan.main, ['--model_size=1.5B', '--gpus=24',
                                                                            '--total_batch_size=512'])
-    for argv, words in ((['--gpus=0'], 'above 0'),
-                        (['--batch_size', '4'], '--batch_size: flags for train.py are written --key=value')):
-        with pytest.raises(SystemExit):
-            plan.main(argv)
-        assert words in capsys.readouterr().err
+    assert '--batch_size: write --batch_size=VALUE' in rejection(plan.main, ['--batch_size', '4'])

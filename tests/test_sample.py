@@ -4,7 +4,6 @@ import pytest
 import torch
 from conftest import rejection, write_bins
 
-import analysis.load
 from analysis.load import crop_vocab_size, load
 from data.sources import files_corpus
 from data.tokenizer import Char, get_tokenizer
@@ -106,7 +105,6 @@ def test_script(tmp_path, capsys):
     (tmp_path / 'prompt.txt').write_text('one\ntwo\n')
     assert run(capsys, out, f'--start=FILE:{tmp_path / "prompt.txt"}').startswith('one\ntwo\n')
     assert run(capsys, out).startswith('\n') and run(capsys, out, '--start=').count('-----')  # a document's beginning
-    assert str(tmp_path / 'nothing') in rejection(run, capsys, out, f'--start=FILE:{tmp_path / "nothing"}')
 
 
 def test_a_sample_ends_with_its_document(tmp_path, capsys, monkeypatch):
@@ -118,8 +116,7 @@ def test_a_sample_ends_with_its_document(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize('flags, words', [
-    (['--temperature=nan'], '--temperature=nan: must be'), (['--top_p=0'], '--top_p above 0'),
-    (['--num_samples=0'], 'at least 1'), (['there', '--out_dir=here'], 'one of them')])
+    (['--temperature=-1'], '--temperature and --top_k must be'), (['there', '--out_dir=here'], 'one of them')])
 def test_bad_flags_are_rejected(flags, words, capsys):
     with pytest.raises(SystemExit):
         sample.main(flags)
@@ -136,7 +133,7 @@ def test_tokenizer_is_the_data_sets(tmp_path, capsys):
     here = run(capsys, out)
     (data / 'meta.json').unlink()
     (data / 'train.bin').unlink()
-    assert 'give --tokenizer=byte|' in rejection(run, capsys, out)
+    assert 'its tokenizer is unknown; give --tokenizer=' in rejection(run, capsys, out)
     assert run(capsys, out, '--tokenizer=byte') == here
 
 
@@ -169,28 +166,13 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     (tmp_path / 'input.txt').write_text(text := 'To be, or not to be: that is the question.\n' * 9)
     foreign_checkpoint(tmp_path / 'ckpt.pt', make_model(vocab_size=len(set(text))), 'shakespeare_char')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(analysis.load, 'find_data', lambda name: None)
-    message = rejection(run, capsys, 'ckpt.pt')
-    assert 'run python data/shakespeare_char/prepare.py' in message and '--tokenizer=FILE.json|DIR' in message
-    assert 'gpt2' not in message  # it has far more ids
+    assert 'its tokenizer is unknown' in rejection(run, capsys, 'ckpt.pt')
     prepare(files_corpus([tmp_path / 'input.txt']), Char(''.join(sorted(set(text)))), 'data/shakespeare_char', 1)
     capsys.readouterr()
     by_directory = run(capsys, 'ckpt.pt', '--tokenizer=data/shakespeare_char')
     assert set(by_directory.partition('-')[0]) <= set(text)
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
     assert run(capsys, 'ckpt.pt') == by_directory
-    assert '--tokenizer=nowhere: unknown' in rejection(run, capsys, 'ckpt.pt', '--tokenizer=nowhere')
     assert '--tokenizer=.: a directory' in rejection(run, capsys, 'ckpt.pt', '--tokenizer=.')
-
-
-@pytest.mark.parametrize('extra, words', [
-    (dict(n_layer=2), 'h.2.'), (dict(n_embd=18), 'size mismatch'), (dict(rotary=True), 'rotary'),
-    (dict(n_head=3), 'not a multiple')])
-def test_checkpoints_that_do_not_fit_are_rejected(tmp_path, extra, words):
-    out = save_run(tmp_path / 'run', model_args=dict(TINY, vocab_size=320) | extra)
-    message = rejection(load, out)
-    assert words in message and len(message) < 400 + len(str(out))
 
 
 def test_a_better_checkpoint_than_the_newest_is_named(tmp_path, capsys):
@@ -203,9 +185,6 @@ def test_a_better_checkpoint_than_the_newest_is_named(tmp_path, capsys):
     assert f'{out / "best.pt"} had the lowest validation loss' in capsys.readouterr().err
 
 
-def test_errors_are_one_line(tmp_path, capsys, gpt2_cache):
+def test_a_tokenizer_with_more_ids_than_the_model_is_rejected(tmp_path, capsys, gpt2_cache):
     out = save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)
-    for argv, words in ((['nowhere'], 'nowhere'), ([tmp_path], 'no checkpoint'),
-                        ([out, '--tokenizer=gpt2'], 'check --tokenizer')):
-        assert words in rejection(run, capsys, *argv)
-    assert 'abacus' in rejection(sample.main, [str(out), '--device=abacus'])
+    assert 'check --tokenizer' in rejection(run, capsys, out, '--tokenizer=gpt2')

@@ -1,6 +1,5 @@
 """scripts/speedup.py: the verdict on one optimizer against another, on runs whose answer is known."""
 
-import argparse
 import json
 import math
 
@@ -29,13 +28,6 @@ def test_the_criterion_is_strict_at_every_T(tmp_path, loss, holds):
     assert result['holds'] is holds
     assert [row['holds'] for row in result['criterion']] == [True, holds]
     assert f'is {"" if holds else "not "}2 times faster' in result['text'][0]
-
-
-def test_T_is_divided_exactly():
-    assert 1650 / speedup.factor('1.1') == 1500 and 400 / speedup.factor('4/3') == 300
-    for text in ('0', 'nan', '1/0'):
-        with pytest.raises(argparse.ArgumentTypeError, match='above 0'):
-            speedup.factor(text)
 
 
 def test_the_best_settings_count_and_seeds_are_averaged(tmp_path):
@@ -162,50 +154,40 @@ def test_weak_tuning_is_noted(tmp_path):
     assert edge not in judge(tmp_path)['notes']
 
 
-def test_the_second_of_two_equal_runs_is_rejected(tmp_path):
+@pytest.mark.parametrize(('options', 'reason'), [
+    (dict(), 'another run has the same settings and seed'),
+    (dict(end=40), 'it has a validation loss at iteration 40 of 100 only'),
+    (dict(argv=['--lr_decay_iters=200']), 'its learning rate decays over 200 iterations, and it was run for 100'),
+    (dict(changes=[{'iter': 60, 'key': 'learning_rate', 'from': 'a', 'to': 'b'},
+                   {'iter': 70, 'key': 'log_interval', 'from': 1, 'to': 2}]),
+     'learning_rate was changed from a to b at iteration 60'),
+    (dict(changes=[{'iter': 60, 'key': 'dataset', 'from': 'a', 'to': 'b'}]),
+     'dataset was changed from a to b at iteration 60')])
+def test_runs_that_do_not_count_are_named(tmp_path, options, reason):
     make(tmp_path, 'adamw', 100, 3.0)
-    make(tmp_path, 'sophiag', 100, 2.9)
-    again = make(tmp_path, 'sophiag', 100, 2.7)
+    make(tmp_path, 'sophiag', 100, 2.9, changes=[{'iter': 40, 'key': 'out_dir', 'from': 'a', 'to': 'b'}])
+    rejected = make(tmp_path, 'sophiag', 100, 2.0, **options)
     result = judge(tmp_path)
-    assert result['same_T'][0]['candidate'] == pytest.approx(2.9)
-    assert result['rejected'] == {str(again): 'another run has the same settings and seed'}
-    assert '--candidate adamw: it is the baseline' in rejection(judge, tmp_path, '--candidate', 'adamw')
+    assert result['same_T'][0]['candidate'] == pytest.approx(2.9) and result['same_T'][0]['trials'] == 1
+    assert result['rejected'] == {str(rejected): reason}
 
 
-def test_unfinished_schedules_are_rejected(tmp_path, capsys):
+def test_without_finished_runs_of_both_there_is_nothing_to_compare(tmp_path):
     make(tmp_path, 'adamw', 100, 3.5)
     make(tmp_path, 'sophiag', 50, 3.0, end=40)
-    make(tmp_path, 'sophiag', 50, 3.0, argv=['--lr_decay_iters=100'])
     assert "nothing to compare: adamw has finished runs at T = [100]; sophiag at T = none" in rejection(judge, tmp_path)
-    said = capsys.readouterr().out
-    assert 'at iteration 40 of 50 only' in said
-    assert 'its learning rate decays over 100 iterations, and it was run for 50' in said
 
 
-@pytest.mark.parametrize('key', ['learning_rate', 'dataset'])
-def test_runs_resumed_with_other_settings_are_rejected(tmp_path, key):
-    make(tmp_path, 'adamw', 100, 3.0)
-    make(tmp_path, 'adamw', 100, 2.0, lr=2e-3, changes=[{'iter': 40, 'key': 'log_interval', 'from': 1, 'to': 2},
-                                                       {'iter': 60, 'key': key, 'from': 'a', 'to': 'b'}])
-    make(tmp_path, 'sophiag', 50, 2.5, changes=[{'iter': 40, 'key': 'out_dir', 'from': 'a', 'to': 'b'}])
-    result = judge(tmp_path)
-    assert result['holds'] and rows_of(tmp_path / 'speedup.csv')[0]['trials'] == '1'
-    assert f'{key} was changed from a to b at iteration 60' in ''.join(result['rejected'].values())
-
-
-@pytest.mark.parametrize(('argv', 'iteration', 'kept'), [
-    (['--warmup_iters=20'], 20, True), (['--warmup_iters=20'], 21, False),  # the cosine begins after the warm-up
-    (['--schedule=wsd', '--cooldown_iters=30'], 70, True),  # as of a run that is branched off to decay
-    (['--schedule=wsd', '--cooldown_iters=30'], 71, False),
-    (['--schedule=constant'], 90, True)])
-def test_a_horizon_may_change_before_the_decay_begins(tmp_path, argv, iteration, kept):
-    changes = [{'iter': iteration, 'key': key, 'from': 1000, 'to': 100} for key in ('max_iters', 'lr_decay_iters')]
+@pytest.mark.parametrize(('argv', 'before', 'iteration', 'kept'), [
+    (['--warmup_iters=20'], 1000, 20, True), (['--warmup_iters=20'], 1000, 21, False),  # the cosine begins
+    (['--schedule=wsd', '--cooldown_iters=30'], 1000, 70, True),  # as of a run that is branched off to decay
+    (['--schedule=wsd', '--cooldown_iters=30'], 1000, 71, False),
+    (['--schedule=wsd', '--cooldown_iters=30'], 60, 70, False),  # under the former horizon the decay had begun
+    (['--schedule=constant'], 1000, 90, True)])
+def test_a_horizon_may_change_before_the_decay_begins(tmp_path, argv, before, iteration, kept):
+    changes = [{'iter': iteration, 'key': key, 'from': before, 'to': 100} for key in ('max_iters', 'lr_decay_iters')]
     run = runs.read_run(make(tmp_path, 'adamw', 100, 3.0, argv=argv, changes=changes))
     assert (run.rejected is None) == kept
-    # Under the horizon before the change the decay may have begun, too.
-    earlier = [dict(change, **{'from': 60}) for change in changes]
-    if 'wsd' in argv[0]:
-        assert runs.read_run(make(tmp_path, 'adamw', 100, 3.0, argv=argv, changes=earlier)).rejected
 
 
 @pytest.mark.parametrize(('options', 'what'), [
@@ -244,7 +226,6 @@ def test_beta1_is_the_same_within_an_optimizer_unless_it_was_tuned(tmp_path):
 
 
 def test_runs_of_different_code_are_named(tmp_path):
-    """Once: as seeds that are none where they have the same settings, else as a comparison of different code."""
     make(tmp_path, 'adamw', 100, 3.0, seed=1, code='aaa')
     make(tmp_path, 'adamw', 100, 3.0, seed=2)  # of an older train.py: unknown, not different
     make(tmp_path, 'sophiag', 100, 2.9, seed=1, code='aaa')
@@ -253,11 +234,9 @@ def test_runs_of_different_code_are_named(tmp_path):
         return [note for note in judge(tmp_path)['notes'] if 'code' in note]
 
     assert notes() == []
-    make(tmp_path, 'lion', 100, 2.8, code='bbb')
-    assert notes() == ['the runs are of different code; code hash (runs): aaa (2), bbb (1)']
-    make(tmp_path, 'sophiag', 100, 2.8, seed=2, code='ccc')
+    make(tmp_path, 'sophiag', 100, 2.8, seed=2, code='bbb')
     (note,) = notes()
-    assert 'Sophia-G, T = 100, learning rate 0.001: its runs are of different code' in note and 'ccc (1)' in note
+    assert 'the runs are of different code' in note and 'code hash (runs): aaa (2), bbb (1)' in note
 
 
 def test_older_config_files_lack_settings_and_have_removed_ones(tmp_path):

@@ -4,10 +4,7 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -36,12 +33,9 @@ def test_a_spec_becomes_trials_in_order_with_stable_names(tmp_path):
     assert found[3].argv == ['--seed=3', '--bias=True', '--gamma=0.2']
 
 
-@pytest.mark.parametrize('spec, message', [
-    (dict(runs=[dict(config=['a/run.py', 'b/run.py'])]), 'two runs of this sweep would be in this directory'),
-    (dict(runs=[{'../../x': 1}]), 'not a setting'), ([], 'needs "runs"'),
-    (dict(base='--seed=1', runs=[dict(seed=1)]), '"base" of a sweep has to be a list')])
-def test_specs_that_are_rejected(spec, message, tmp_path):
-    assert message in rejection(trials.trials_of, spec, tmp_path)
+def test_two_runs_of_one_directory_are_rejected(tmp_path):
+    spec = dict(runs=[dict(config=['a/run.py', 'b/run.py'])])
+    assert 'two runs of this sweep would be in this directory' in rejection(trials.trials_of, spec, tmp_path)
 
 
 def test_values_of_a_grid():
@@ -74,8 +68,9 @@ def test_the_table_has_no_loss_of_runs_that_cannot_be_compared(tmp_path, capsys)
              changes=[{'iter': 40, 'key': 'learning_rate', 'from': 1, 'to': 2}])
     trials.show(found, tmp_path)
     assert [(row['seed'], row['val/loss'], row['state']) for row in rows_of(tmp_path / 'results.csv')] == [
-        ('3', '3.1', 'finished'), ('2', '3.2', 'finished'), ('1', '', 'iter 50/100, loss 3.40'),
-        ('4', '', 'finished, but learning_rate was changed from 1 to 2 at iteration 40'), ('5', '', 'not begun')]
+        ('3', '3.1', 'finished'), ('2', '3.2', 'finished'),
+        ('1', '', 'it has a validation loss at iteration 50 of 100 only'),
+        ('4', '', 'learning_rate was changed from 1 to 2 at iteration 40'), ('5', '', 'not begun')]
     assert 'of different code' not in capsys.readouterr().out
     for trial, code in zip(found, ('abc', 'abc', 'xyz')):  # of the fourth it is not known
         config = trial.out_dir / 'config.json'
@@ -99,7 +94,7 @@ def swept(tmp_path_factory, corpus):
 
 
 def test_a_sweep_trains_what_is_missing_and_sorts_by_loss(swept):
-    """A run that diverged is a result, not tried again without --retry."""
+    """A run that diverged is a result, not tried again."""
     out_dir, argv = swept
     files = sorted(out_dir.rglob('metrics.jsonl'))
     before = [path.stat().st_mtime_ns for path in files]
@@ -127,29 +122,14 @@ def test_a_sweep_shows_the_last_line_of_a_run_that_failed(tmp_path, capsys):
     assert 'seed=1: failed: last' in capsys.readouterr().err
 
 
-def test_only_and_retry(tmp_path, monkeypatch):
-    argv = ['--out_dir', str(tmp_path), '--grid', 'seed=1,2,3', '--', *SHAPE]
-    failures = [tmp_path / f'seed={seed}' / checkpoint.FAILED for seed in (1, 2, 3)]
-    for path in failures:
-        path.parent.mkdir()
-        path.write_text('iteration 3: the loss is not finite')
-    chosen = []
-    monkeypatch.setattr(sweep, 'train_all', lambda trials, *_: chosen.extend(trials))
-    assert 'not finished: 1 of 1' in rejection(sweep.main, ['--only=1', '--retry', *argv])
-    assert [trial.settings for trial in chosen] == [dict(seed='2')]
-    assert [path.exists() for path in failures] == [True, False, True]
-    assert 'there are runs 0 to 2' in rejection(sweep.main, ['--only=3', *argv])
-
-
 def test_a_table_of_a_received_directory_executes_nothing(tmp_path, capsys):
     received, mark = tmp_path / 'received', tmp_path / 'executed'
     fake_run(received / 'seed=1', 3.0, ['--max_iters=100'])
     (received / 'evil.py').write_text(f'open({str(mark)!r}, "w").close()\n')
     spec = dict(base=[str(received / 'evil.py'), *SHAPE], runs=[dict(seed=1)])
     (received / 'sweep.json').write_text(json.dumps(spec))
-    for flag in ('--table', '--dry_run'):
-        sweep.main(['--out_dir', str(received), flag])
-        assert 'finished' in capsys.readouterr().out and not mark.exists()
+    sweep.main(['--out_dir', str(received), '--table'])
+    assert 'finished' in capsys.readouterr().out and not mark.exists()
 
 
 def test_a_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
@@ -168,22 +148,6 @@ def test_a_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
     sweep.main(argv)
     assert not runs.read_run(tmp_path / 'seed=1').unfinished
     assert 'resuming from' in (tmp_path / 'seed=1' / 'log.txt').read_text()
-
-
-def test_a_slurm_array(tmp_path):
-    place = tmp_path / "a blank, 100%done 'quoted'"
-    sweep.main(['--out_dir', str(place), '--slurm=--gres=gpu:1', '--grid', 'seed=1,2,3', '--', *SHAPE])
-    text = (place / 'sweep.sbatch').read_text()
-    assert text.startswith('#!/bin/bash\n') and '#SBATCH --array=0-2\n' in text and '#SBATCH --gres=gpu:1\n' in text
-    assert '100%%done' in text and text.count('%a') == 1
-    shell = 'srun() { printf "%s\\n" "$SRUN_CPUS_PER_TASK" "$@"; }\n'
-    done = subprocess.run(['bash', '-eu', '-c', shell + text], capture_output=True, text=True, check=True,
-                          env=dict(SLURM_ARRAY_TASK_ID='1', SLURM_CPUS_PER_TASK='8', PATH='/usr/bin:/bin'))
-    assert done.stdout.splitlines() == [
-        '8', sys.executable, str(ROOT / 'scripts/sweep.py'), '--out_dir', str(place), '--only', '1']
-    words = [shlex.split(line.removeprefix('#SBATCH ')) for line in text.splitlines() if line.startswith('#SBATCH')]
-    assert all(len(word) == 1 for word in words) and [f'--job-name={place.name}'] in words
-    assert not list(place.glob('seed*')), 'nothing should have been trained'
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -245,22 +209,17 @@ def test_an_interrupted_search_continues(tmp_path, landscape, monkeypatch):
     assert json.loads((tmp_path / 'tuning.json').read_text())['val/loss'] == pytest.approx(3)
 
 
-def test_a_search_keeps_nothing_within_the_noise_and_ends_after_the_rounds_asked_for(tmp_path, landscape, capsys):
+def test_a_search_keeps_nothing_within_the_noise(tmp_path, landscape):
     once = 1 + 4 + 3  # the start, then every other value of either setting once
-    for noise, rounds, count in (('10', [], once), ('0.01', ['--rounds=1'], once), ('0.01', [], once + 1)):
-        tune.main(['--out_dir', str(tmp_path / noise), *VALUES, f'--noise={noise}', *rounds, *BASE])
+    for noise, count in (('10', once), ('0.01', once + 1)):
+        tune.main(['--out_dir', str(tmp_path / noise), *VALUES, f'--noise={noise}', *BASE])
         record = json.loads((tmp_path / noise / 'tuning.json').read_text())
         assert len(record['trials']) >= count and record['finished'] and (record['kept'] == []) is (noise == '10')
-        if count == once:
-            assert len(record['trials']) == once
-    assert 'learning_rate=0.001 is at the edge' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(('script', 'argv', 'message'), [
-    (tune, ['--values', 'seed=1', '--noise=1', '--rounds=0'], '--rounds=0: at least 1'),
-    (tune, ['--values', 'seed=1', '--noise=nan'], 'at least 0'),
-    (tune, ['--values', 'nosuch=1', '--noise=0'], 'not a setting'),
-    (sweep, ['--grid', 'seed=1', '--jobs=0'], 'at least 1'), (sweep, [], 'give --spec or --grid')])
+    (tune, ['--values', 'seed=1', '--noise=nan'], 'at least 0'), (tune, ['--values', 'no=1', '--noise=0'], 'not a set'),
+    (sweep, ['--grid', 'seed=1', '--jobs=0', '--', *SHAPE], 'at least 1'), (sweep, [], 'give --spec or --grid')])
 def test_flags_that_make_no_sense_are_rejected(tmp_path, script, argv, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         script.main(['--out_dir', str(tmp_path), *argv])
