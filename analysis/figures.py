@@ -24,6 +24,9 @@ SETTING_NAMES = {'max_iters': 'steps T', 'total_batch_size': 'sequences per step
                  'weight_decay': 'weight decay', 'gamma': 'γ', 'beta1': 'β1', 'beta2': 'β2', 'eps': 'ε',
                  'n_layer': 'layers'}
 
+# The optimizers that have the same color in all pictures: C0, C1, ….
+COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'clip', 'gnb_mean', 'ef_clip']
+
 
 def optimizer_label(name):
     """The name of an optimizer in figures and tables, from --optimizer_name; for LIBRARY:CLASS, the class."""
@@ -46,12 +49,15 @@ def figure(columns=1, width=5.0, height=3.7):
     return fig, list(axes[0])
 
 
-def styles(lines):
-    """Options of ax.plot that tell `lines` apart, one each: up to ten have a color each; more, a scale of colors."""
-    if len(lines) <= 10:
-        return [dict(color=f'C{i}') for i in range(len(lines))]
+def styles(names):
+    """Options of ax.plot that tell lines apart, given the optimizer of each: its own color where each line
+    has another optimizer; otherwise one color each, and beyond ten lines a scale of colors."""
+    if len(set(names)) == len(names) and set(names) <= set(COLORED):
+        return [dict(color=f'C{COLORED.index(name)}') for name in names]
+    if len(names) <= 10:
+        return [dict(color=f'C{i}') for i in range(len(names))]
     from matplotlib import colormaps
-    return [dict(color=colormaps['viridis'](0.95 * i / (len(lines) - 1))) for i in range(len(lines))]
+    return [dict(color=colormaps['viridis'](0.95 * i / (len(names) - 1))) for i in range(len(names))]
 
 
 def legend(fig, ax):

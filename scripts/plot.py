@@ -38,7 +38,7 @@ def main(argv=None):
     lines = by_seed(runs, repeats=True)
     fig, axes = figure(len(args.metrics), width=7.0 if len(args.metrics) == 1 else 4.6, height=3.8)
     rows = []
-    for line, label, style in zip(lines, labels_of(lines), styles(lines)):
+    for line, label, style in zip(lines, labels_of(lines), styles([line[0].optimizer_name for line in lines])):
         for metric, ax in zip(args.metrics, axes):
             xs, ys, lows, highs = averaged(line, metric, args.x)
             if not xs:

@@ -70,25 +70,33 @@ def main(argv=None):
     parser.add_argument('--output', default='toy_landscape.png', help='PNG; .csv and .json next to it')
     args = parser.parse_args(argv)
     png_path(args.output)
-    rows, summary = [], []
-    fig, (ax,) = figure(width=6.2, height=4.8)
-    x, y = np.meshgrid(np.linspace(-1.1, 1.5, 300), np.linspace(-0.6, 5.2, 300))
-    ax.contour(x, y, loss(np.stack((x, y), axis=-1)), colors='0.8', linewidths=0.7,
-               levels=[0.1, 0.5, 1, 2, 4, 6, 8, 10, 13, 16, 20, 30, 50, 90])
-    for name, color in zip(LEARNING_RATES, ('tab:brown', 'gold', 'tab:red', 'tab:blue', 'black')):
-        path = trajectory(name)
-        far = np.flatnonzero(np.linalg.norm(path - MINIMUM, axis=1) >= 0.05)
-        arrival = int(far[-1]) + 1 if far[-1] < STEPS else None
+    paths = {name: trajectory(name) for name in LEARNING_RATES}
+
+    rows, summary, arrival = [], [], {}
+    for name, path in paths.items():
+        distance = np.linalg.norm(path - MINIMUM, axis=1)
+        near = np.flatnonzero(distance < 0.05)
+        arrival[name] = next((int(t) for t in near if (distance[t:] < 0.05).all()), None)
         summary.append({'method': name, 'theta1': float(path[-1, 0]), 'theta2': float(path[-1, 1]),
-                        'loss': float(loss(path[-1])), 'steps to stay within 0.05 of the minimum': arrival})
+                        'loss': float(loss(path[-1])), 'steps to stay within 0.05 of the minimum': arrival[name]})
         rows += [dict(method=name, step=t, theta1=x, theta2=y, loss=float(loss(path[t])))
                  for t, (x, y) in enumerate(path.tolist())]
-        ax.plot(path[:, 0], path[:, 1], 'o-', color=color, markersize=3, linewidth=1.2,
-                label=f'{name}: there after {arrival} steps' if arrival else name)
-    ax.plot(*MINIMUM, '*', color='tab:green', markersize=14, label='minimum')
-    ax.set(xlabel=r'$\theta_{[1]}$ (sharp)', ylabel=r'$\theta_{[2]}$ (flat)')
-    legend(fig, ax)
     print_table(summary)
+
+    fig, (ax,) = figure(width=6.2, height=4.8)
+    top = max(4.8, max(path[:, 1].max() for path in paths.values()) + 0.3)
+    x, y = np.meshgrid(np.linspace(-1.1, 1.5, 300), np.linspace(-0.6, top, 300))
+    z = loss(np.stack((x, y), axis=-1))
+    ax.contour(x, y, z, levels=[0.1, 0.5, 1, 2, 4, 6, 8, 10, 13, 16, 20, 30, 50, 90], colors='0.8', linewidths=0.7)
+    for (name, path), color in zip(paths.items(), ('tab:brown', 'gold', 'tab:red', 'tab:blue', 'black')):
+        said = f'there after {arrival[name]} steps' if arrival[name] else (
+            'at the saddle' if name == 'Newton' else f'not there after {STEPS}')
+        ax.plot(path[:, 0], path[:, 1], 'o-', color=color, markersize=3, linewidth=1.2, label=f'{name}: {said}')
+    for t, (x, y) in enumerate(paths['Sophia'][:(arrival['Sophia'] or 0) + 1]):
+        ax.annotate(str(t), (x, y), (5, -3), textcoords='offset points', fontsize=8)
+    ax.plot(*MINIMUM, '*', color='tab:green', markersize=14, label='minimum')
+    ax.set(xlabel=r'$\theta_{[1]}$ (sharp)', ylabel=r'$\theta_{[2]}$ (flat)', xlim=(-1.1, 1.5), ylim=(-0.6, top))
+    legend(fig, ax)
     save(args.output, fig, rows, summary=summary, start=START, rho=RHO)
 
 
