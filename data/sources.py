@@ -9,6 +9,7 @@ import json
 import os
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES, get_tokenizer
@@ -18,7 +19,6 @@ from runtime.files import first_line
 ROWS = 1000  # rows of a table in one batch
 CHARS = 2 ** 20  # characters of text in one batch
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
-KINDS = '.txt', '.jsonl', '.parquet'
 
 
 def argument_parser(doc, script, tokenizer=None, data_files=None):
@@ -120,9 +120,9 @@ def split_table(files, num_proc, text_key='text'):
 
 
 def read_rows(parts, text_key, batch):
-    """Worker: the pieces of one batch of a split table."""
+    """Worker: the documents of one batch of a split table."""
     split, rows = batch
-    return [(split, text, True) for text in parts[split][rows][text_key]]
+    return [(split, text) for text in parts[split][rows][text_key]]
 
 
 def stream_tables(files, text_key='text'):
@@ -132,9 +132,9 @@ def stream_tables(files, text_key='text'):
 
 
 def tagged(split, batches):
-    """Yield the texts of each batch as pieces."""
+    """Yield the texts of each batch as documents of `split`."""
     for texts in batches:
-        yield [(split, text, True) for text in texts]
+        yield [(split, text) for text in texts]
 
 
 def stream(file, dataset, text_key):
@@ -159,65 +159,52 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
         source += f', key {text_key!r}'  # another key is other text, so these are other bins
     if val_files:
         rule = 'val: ' + names_of(val_files)
-        pieces = ((split, *piece) for split, of in (('train', files), ('val', val_files))
-                  for piece in read_files(of, text_key))
+        documents = ((split, text) for split, of in (('train', files), ('val', val_files))
+                     for text in read_files(of, text_key))
     else:
         enough = int(1 / val_fraction) + 1
-        documents, characters = count(read_files(files, text_key), enough)
-        if documents == enough:
+        try:
+            first = list(islice(read_files(files, text_key), enough))
+        except OSError as error:
+            raise SystemExit(str(error)) from None
+        if len(first) == enough:
             rule = f'val: {val_fraction:g} of the documents'
-            pieces = by_document(read_files(files, text_key), val_fraction)
+            documents = by_document(read_files(files, text_key), val_fraction)
         else:
             rule = f'val: the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
-            pieces = by_position(read_files(files, text_key), max(1, int(characters * (1 - val_fraction))))
+            documents = by_position(first, val_fraction)
         print(f'{source}: {rule}')
-    return Corpus(source, revision, rule, open=lambda: Batches([batched(pieces)]))
+    return Corpus(source, revision, rule, open=lambda: Batches([batched(documents)]))
 
 
-def count(pieces, enough):
-    """(documents, characters) of the pieces, up to `enough` documents."""
-    documents = characters = 0
-    try:
-        for text, ends in pieces:
-            documents, characters = documents + ends, characters + len(text)
-            if documents == enough:
-                break
-    except OSError as error:
-        raise SystemExit(str(error)) from None
-    return documents, characters
-
-
-def by_document(pieces, fraction):
-    """(split, text, ends): a document is for val when `fraction` × (documents so far) reaches the next whole number.
+def by_document(texts, fraction):
+    """(split, text): a document is for val when `fraction` × (documents so far) reaches the next whole number.
 
     At 0.01 these are the documents 100, 200, 300, ...
     """
-    before = 0
-    for text, ends in pieces:
-        yield 'val' if int(fraction * (before + 1)) > int(fraction * before) else 'train', text, ends
-        before += ends
+    for i, text in enumerate(texts):
+        yield 'val' if int(fraction * (i + 1)) > int(fraction * i) else 'train', text
 
 
-def by_position(pieces, boundary):
-    """(split, text, ends): val begins after the last line end before character number `boundary`."""
-    split = 'train'
-    for text, ends in pieces:
-        if split == 'train' and boundary <= len(text):
-            end = text.rfind('\n', 0, boundary) + 1 or boundary
-            yield split, text[:end], True
-            split, text = 'val', text[end:]
-            if not text:
-                continue
-        boundary -= len(text)
-        yield split, text, ends
+def by_position(texts, fraction):
+    """(split, text): val begins after the last line end before the last `fraction` of the characters."""
+    left = max(1, int(sum(map(len, texts)) * (1 - fraction)))  # characters for train
+    for text in texts:
+        if 0 < left <= len(text):  # the document in which val begins
+            end = text.rfind('\n', 0, left) + 1 or left
+            parts = [('train', text[:end]), ('val', text[end:])]
+        else:
+            parts = [('train' if left > 0 else 'val', text)]
+        yield from (part for part in parts if part[1])
+        left -= len(text)
 
 
-def batched(pieces):
-    """Yield lists of pieces with about CHARS characters in each."""
+def batched(documents):
+    """Yield lists of documents with about CHARS characters in each."""
     batch, size = [], 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece[1])
+    for document in documents:
+        batch.append(document)
+        size += len(document[1])
         if size >= CHARS:
             yield batch
             batch, size = [], 0
@@ -233,7 +220,7 @@ def expand(paths):
     files = []
     for path in paths:
         found = sorted(path.rglob('*')) if path.is_dir() else [path]
-        found = [p for p in found if p.suffix in KINDS and not any(n[0] == '.' for n in p.relative_to(path).parts)]
+        found = [p for p in found if p.suffix in READERS and not any(n[0] == '.' for n in p.relative_to(path).parts)]
         if not found:
             raise SystemExit(f'{path}: {"has no" if path.is_dir() else "is not a"} .txt, .jsonl or .parquet file')
         files += found
@@ -241,20 +228,13 @@ def expand(paths):
 
 
 def read_files(paths, text_key):
-    """Yield (text, ends) for the documents of the files; blank documents are left out.
-
-    `ends` is False for a piece of a .txt document that goes on.
-    """
+    """Yield the documents of the files; blank ones are left out."""
     for path in paths:
-        if path.suffix == '.txt':
-            with open_text(path) as file:
-                yield from txt_pieces(file)
-            continue
-        for document in jsonl(path, text_key) if path.suffix == '.jsonl' else parquet(path, text_key):
+        for document in READERS[path.suffix](path, text_key):
             if not isinstance(document, str):
                 raise SystemExit(f'{path}: {text_key!r} is {document!r} in one document, not text')
             if document.strip():
-                yield document, True
+                yield document
 
 
 @contextmanager
@@ -267,25 +247,17 @@ def open_text(path):
         raise SystemExit(f'{path}: cannot be read as UTF-8 text ({error})') from None
 
 
-def txt_pieces(file):
-    """Yield (text, ends) for the documents between <|endoftext|>; `ends` is False if the document goes on.
-
-    Documents of more than CHARS characters come in pieces, which end after a word and before a blank. The tokenizers
-    named in data/tokenizer.py split there before they merge, so the ids do not change.
-    """
-    rest, begun = '', False
-    while lines := file.readlines(CHARS):
-        *documents, rest = (rest + ''.join(lines)).split(END_OF_TEXT)
-        for document in documents:
-            if begun or document.strip():
-                yield document, True
-            begun = False
-        end = len(rest.rstrip())
-        if len(rest) > CHARS and 0 < end < len(rest) and rest[end] in ' \t\r\n':
-            yield rest[:end], False
-            rest, begun = rest[end:], True
-    if begun or rest.strip():
-        yield rest, True
+def txt(path, text_key):
+    """Yield the documents of a .txt file between <|endoftext|>."""
+    parts = []
+    with open_text(path) as file:
+        for line in file:
+            *ends, rest = line.split(END_OF_TEXT)
+            for end in ends:
+                yield ''.join([*parts, end])
+                parts = []
+            parts.append(rest)
+    yield ''.join(parts)
 
 
 def jsonl(path, text_key):
@@ -304,3 +276,6 @@ def parquet(path, text_key):
     """Yield the text of each row of a .parquet file."""
     for texts in stream(path, load([path], text_key, streaming=True), text_key):
         yield from texts
+
+
+READERS = {'.txt': txt, '.jsonl': jsonl, '.parquet': parquet}

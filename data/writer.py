@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -41,9 +41,8 @@ class Batches:
     segments: iterables of batches (anything picklable) in the order of writing, the same in every run. A resumed run
         skips finished segments unread; of the segment it stopped in, it reads the written batches, but does not
         tokenize them.
-    read: function that a worker calls with a batch (hence picklable). It returns the batch's pieces: a list of
-        (split, text, ends), where `ends` says that the document is complete with this piece. None: a batch is such a
-        list itself.
+    read: function that a worker calls with a batch (hence picklable). It returns the batch's documents: a list of
+        (split, text). None: a batch is such a list itself.
     documents: how many there are, for the progress bar; None if unknown.
     """
 
@@ -265,17 +264,16 @@ def start_worker(read, tokenizer):
 
 
 def encode(batch):
-    """Worker: the tokens of a batch, {split: (ids, number of documents that end in it)}."""
-    pieces, tokenizer = encode.read(batch) if encode.read else batch, encode.tokenizer
-    for split, text, _ in pieces:
+    """Worker: the tokens of a batch, {split: (ids, number of documents)}."""
+    documents, tokenizer = encode.read(batch) if encode.read else batch, encode.tokenizer
+    for split, text in documents:
         if not isinstance(text, str):
             raise SystemExit(f'a document for {split}.bin is {text!r}, not text')
     end = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
-    arrays, documents = {}, dict.fromkeys(SPLITS, 0)
-    for (split, _, ends), ids in zip(pieces, tokenizer.encode_batch([text for _, text, _ in pieces])):
-        arrays.setdefault(split, []).extend(np.asarray(part, tokenizer.dtype) for part in (ids, end if ends else []))
-        documents[split] += ends
-    return {split: (np.concatenate(parts), documents[split]) for split, parts in arrays.items()}
+    arrays, counts = {}, Counter(split for split, _ in documents)
+    for (split, _), ids in zip(documents, tokenizer.encode_batch([text for _, text in documents])):
+        arrays.setdefault(split, []).extend(np.asarray(part, tokenizer.dtype) for part in (ids, end))
+    return {split: (np.concatenate(parts), counts[split]) for split, parts in arrays.items()}
 
 
 def sha256(path):

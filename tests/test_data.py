@@ -353,7 +353,7 @@ def segment(number):
     for batch in range(4):
         if (number, batch) == (2, 1) and sys.argv[3:]:
             time.sleep(600)
-        yield [('train' if batch else 'val', f'document {number}.{batch}', True)]
+        yield [('train' if batch else 'val', f'document {number}.{batch}')]
 
 if __name__ == '__main__':
     corpus = writer.Corpus('driver', 'r1', 'by number', lambda: writer.Batches([segment(i) for i in range(3)]))
@@ -400,11 +400,11 @@ def test_killed_and_started_again(tmp_path):
 
 
 def read_or_die(batch):
-    """The pieces of (split, text, file); the worker is killed if the file exists."""
+    """The document of (split, text, file); the worker is killed if the file exists."""
     split, text, deadly = batch
     if deadly.exists():
         os.kill(os.getpid(), signal.SIGKILL)
-    return [(split, text, True)]
+    return [(split, text)]
 
 
 def test_a_killed_worker_is_one_line(tmp_path):
@@ -420,8 +420,8 @@ def test_a_killed_worker_is_one_line(tmp_path):
 
 
 def small_corpus(revision='r1', val='d'):
-    pieces = [('train', 'a', False), ('train', 'b', True), ('train', 'c', True), ('val', val, True)]
-    return Corpus('small', revision, 'by hand', open=lambda: Batches([[pieces[:1]], [pieces[1:]]]))
+    documents = [('train', 'a'), ('train', 'b'), ('val', val)]
+    return Corpus('small', revision, 'by hand', open=lambda: Batches([[documents[:1]], [documents[1:]]]))
 
 
 def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
@@ -439,14 +439,13 @@ def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, 'atomic_write', real)
     write_bins(small_corpus(), tokenizer, tmp_path, num_proc=1)
     train, val, _ = bins(tmp_path)
-    assert bytes(train.astype(np.uint8)) == b'ab\0c\0'
+    assert bytes(train.astype(np.uint8)) == b'a\0b\0'
     assert bytes(val.astype(np.uint8)) == b'd\0'
 
 
 def test_ids_above_65536_are_uint32(tmp_path):
     text = ''.join(chr(i) for i in range(70_000) if not 0xd800 <= i < 0xe000)
-    pieces = [('train', text, True), ('val', text[-2:], True)]
-    corpus = Corpus('many', 'r', 'by hand', open=lambda: Batches([[pieces]]))
+    corpus = Corpus('many', 'r', 'by hand', open=lambda: Batches([[[('train', text), ('val', text[-2:])]]]))
     write_bins(corpus, Char(text), tmp_path, num_proc=1)
     train, val, meta = bins(tmp_path)
     assert train.dtype == np.uint32
@@ -471,7 +470,7 @@ def test_other_bins_in_the_way(tmp_path, capsys):
         with pytest.raises(SystemExit, match=message):
             write(corpus, name)
     (tmp_path / 'train.bin').write_bytes(b'\1')
-    with pytest.raises(SystemExit, match='not the 10 bytes'):
+    with pytest.raises(SystemExit, match='not the 8 bytes'):
         write(small_corpus())
 
     def unreadable():
@@ -494,7 +493,7 @@ def test_unfinished_bins_in_the_way(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="progress.json: bins of other data are in the way .*revision 'r1', not 'r2'"):
         write_bins(small_corpus('r2'), tokenizer, tmp_path / 'out', num_proc=1)
     (tmp_path / 'out/train.bin.part').write_bytes(b'')
-    with pytest.raises(SystemExit, match='not the 2 bytes that progress.json says'):
+    with pytest.raises(SystemExit, match='not the 4 bytes that progress.json says'):
         write_bins(small_corpus(), tokenizer, tmp_path / 'out', num_proc=1)
 
 
@@ -551,18 +550,6 @@ def test_bad_tables_are_one_line(tmp_path):
 # ---- a user's own files ----------------------------------------------------------------------------------------------
 
 
-def test_the_pieces_of_a_long_document_have_the_ids_of_the_whole(monkeypatch):
-    tokenizer, rng, most = get_tokenizer('gpt2'), random.Random(1), 0
-    monkeypatch.setattr(sources, 'CHARS', 5)
-    for _ in range(300):
-        text = 'a' + ''.join(rng.choice(" \n\n\n\t\r\u00a0\u2003\x1fab1'.sSé\u0301数🙂-<|") for _ in range(80))
-        pieces = [piece for piece, _ in sources.txt_pieces(io.StringIO(text, newline='\n'))]
-        assert ''.join(pieces) == text
-        assert [i for ids in tokenizer.encode_batch(pieces) for i in ids] == list(tokenizer.encode(text))
-        most = max(most, len(pieces))
-    assert most > 5
-
-
 def test_text_of_every_kind_split_by_document(tmp_path):
     rows, tokenizer = texts(210), get_tokenizer('byte')
     (tmp_path / 'a.txt').write_bytes((EOT.join(rows[:50]) + EOT).encode())
@@ -582,26 +569,21 @@ def test_text_of_every_kind_split_by_document(tmp_path):
 def test_val_has_the_fraction_of_the_documents(fraction, share, first, tmp_path):
     (tmp_path / 'a.txt').write_text(EOT.join(f'{i}' for i in range(1, 1001)))
     corpus = sources.files_corpus([tmp_path / 'a.txt'], val_fraction=fraction)
-    val = [int(text) for segment in corpus.open().segments for batch in segment for split, text, _ in batch
+    val = [int(text) for segment in corpus.open().segments for batch in segment for split, text in batch
            if split == 'val']
     assert len(val) == share
     assert val[:len(first)] == first
 
 
-@pytest.mark.parametrize('chars', [1, 10_000])
 @pytest.mark.parametrize('documents, val', [
     (['one document\nof few\nlines'], 'of few\nlines'), (['no line end'], ' end'), (['ab', 'c\nd', 'e f'], 'de f'),
     (['xy'], 'y')])
-def test_few_documents_are_split_by_position(documents, val, chars, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, 'CHARS', chars)
+def test_few_documents_are_split_by_position(documents, val, tmp_path):
     (tmp_path / 'a.txt').write_text(EOT.join(documents))
     corpus = sources.files_corpus([tmp_path / 'a.txt'], val_fraction=0.3)
-    found = {'train': [''], 'val': ['']}
-    for split, text, ends in (piece for segment in corpus.open().segments for batch in segment for piece in batch):
-        found[split][-1] += text
-        if ends:
-            found[split].append('')
-    assert found['train'].pop() == found['val'].pop() == ''  # every document is ended
+    found = {'train': [], 'val': []}
+    for split, text in (document for segment in corpus.open().segments for batch in segment for document in batch):
+        found[split].append(text)
     assert all(found['train']) and all(found['val'])
     assert ''.join(found['train'] + found['val']) == ''.join(documents)
     assert ''.join(found['val']) == val
@@ -641,7 +623,7 @@ def test_only_a_byte_order_mark_and_blank_documents_are_left_out(name, mark, tmp
     content = EOT.join(documents) if name == 'a.txt' else '\n \r\n\n'.join(
         json.dumps({'text': text}, ensure_ascii=False) for text in documents)
     (tmp_path / name).write_bytes((mark + content).encode())
-    assert list(sources.read_files([tmp_path / name], 'text')) == [(documents[0], True), ('seven', True)]
+    assert list(sources.read_files([tmp_path / name], 'text')) == [documents[0], 'seven']
 
 
 @pytest.mark.parametrize('name, content, message', [

@@ -36,8 +36,8 @@ def is_text(data):
 
 
 def read_sources(batch):
-    """Worker: the pieces of a batch of (split, path)."""
-    return [(split, path.read_bytes().decode(), True) for split, path in batch]
+    """Worker: the documents of a batch of (split, path)."""
+    return [(split, path.read_bytes().decode()) for split, path in batch]
 
 
 def main():

@@ -40,8 +40,8 @@ def main():
     with open_text(path) as file:
         text = file.read()
     start = int(0.9 * len(text))
-    pieces = [('train', text[:start], True), ('val', text[start:], True)]
-    corpus = Corpus(source, revision, 'val: the last tenth of the text', open=lambda: Batches([[pieces]], documents=2))
+    documents = [('train', text[:start]), ('val', text[start:])]
+    corpus = Corpus(source, revision, 'val: the last tenth of the text', open=lambda: Batches([[documents]]))
     write_bins(corpus, Char(''.join(sorted(set(text)))), args.out_dir, args.num_proc, args.overwrite)
 
 
