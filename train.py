@@ -398,7 +398,8 @@ def train(c):
     run = set_up(c, world, make_model(c, world, start, train_data))
     run.about = dict(data=fingerprints, tokenizer=train_data.tokenizer, changes=start.changes, code=start.code,
                      finetuned=finetunes(c) or start.finetuned)
-    state = TrainState(**start.restore(world, run.raw_model, run.optimizer, run.scaler))
+    state = TrainState()
+    start.restore(world, run.raw_model, run.optimizer, run.scaler, state)
     with world.exit_together():
         log = lifecycle.open_log(c, world, start, state, run.raw_model, train_data, fingerprints)
     loader = TrainLoader(train_data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,

@@ -43,17 +43,21 @@ class Start:
             raise SystemExit(f'{self.path}: is a model with another {", ".join(differing)}; resume with its own '
                              'settings, or choose another --out_dir')
 
-    def restore(self, world, model, optimizer, scaler):
-        """Puts the checkpoint's tensors into their places. Returns its train_state, {} without a checkpoint."""
+    def restore(self, world, model, optimizer, scaler, state):
+        """Puts the checkpoint's tensors into their places, and its progress into the TrainState `state`."""
         if not self.path:
-            return {}
+            return
+        progress = self.saved['train_state']
         with world.exit_together():
+            if unknown := progress.keys() - vars(state).keys():
+                raise SystemExit(f'{self.path}: is of another version of train.py (its TrainState has {min(unknown)}); '
+                                 'resume with that version, or choose another --out_dir')
             checkpoint.restore(self.path, self.saved, model, optimizer, scaler)
             optim.back_to_training(optimizer)  # checkpoints are saved in evaluation mode
-        state, self.saved = self.saved['train_state'], None  # frees the memory
+        vars(state).update(progress)
         if not self.comparable:
-            state.update(best_val_loss=float('inf'), last_eval_iter=-1)
-        return state
+            state.best_val_loss, state.last_eval_iter = float('inf'), -1
+        self.saved = None  # frees the memory
 
 
 def find_start(world, c, data):

@@ -9,6 +9,7 @@ import signal
 import numpy as np
 import pytest
 import soak
+import torch
 from conftest import finish, iterations, metrics, start, write_bins
 
 from data.loader import sequence_starts
@@ -204,6 +205,10 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
     stranger.mkdir()
     (stranger / 'ckpt_00000003.pt').write_text('a letter')
     (tmp_path / 'file').write_text('')
+    older = shutil.copytree(copy, tmp_path / 'older', symlinks=True)
+    path = checkpoint.path_of(older, 10)
+    saved = torch.load(path, weights_only=True)
+    torch.save(dict(saved, train_state=dict(saved['train_state'], latest_losses=[1.0])), path)
     before = content(tmp_path)
     # flags, out_dir, words of the message
     cases = [
@@ -212,6 +217,7 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
         (['--init_from=resume', '--optimizer_name=lion'], copy, 'was trained with --optimizer_name=adamw'),
         (['--init_from=auto', f'--dataset={other}'], copy, '(train, val.bin differs)'),
         (['--init_from=auto', '--max_iters=4'], copy, '--max_iters=4'),
+        (['--init_from=auto'], older, 'is of another version of train.py (its TrainState has latest_losses)'),
         (['--init_from=auto'], stranger, 'none of its 1 checkpoints can be read'),
         (['--init_from=resume'], tmp_path / 'nowhere', 'nothing to resume; check --out_dir'),
         ([], tmp_path / 'file' / 'out', 'cannot be written (Not a directory); set --out_dir'),
