@@ -294,6 +294,31 @@ def weight_decay():
                      for name, p in model.named_parameters()}
 
 
+def average_of_the_weights():
+    """The average is of the weights after each update; it is evaluated, saved and resumed, and changes nothing else."""
+    import ema
+
+    import train
+    update, weights = ema.update, []
+
+    def update_and_record(optimizer):
+        update(optimizer, decay=0.5)
+        weights.append([p.detach().clone() for p in train.optim.parameters(optimizer)])
+
+    ema.update = update_and_record
+    found, before = run(), unedited('sophiag')
+    assert found['train/loss'] == before['train/loss'] and found['val/loss'] == before['val/loss']
+    assert found['val/ema_loss'][0] == found['val/loss'][0] and found['val/ema_loss'][-1] > found['val/loss'][-1]
+    average = weights[0]
+    for latest in weights[1:]:
+        average = [0.5 * a + 0.5 * p for a, p in zip(average, latest)]
+    state = train.checkpoint.load(found['out'])[1]['optimizer']['state']
+    close([state[i]['ema'] for i in sorted(state)], average)
+    for name in 'adamw', 'muon':
+        resumes(name=name)
+    close(losses(run('--parallel=fsdp')), losses(found), rtol=1e-5, atol=0)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Data, and the loop
 

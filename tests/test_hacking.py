@@ -23,6 +23,7 @@ CHECKS = {
     ('A first-order optimizer', 'A Hessian optimizer', 'A Hessian estimator', 'Weight decay', 'Sequence-length warm-up',
      'Another schedule', 'Another metric'): 'a_first_order_optimizer a_hessian_optimizer a_hessian_estimator '
                                             'weight_decay sequence_length_warm_up another_schedule another_metric',
+    ('Average of the weights',): 'average_of_the_weights',
     ('Batch ramp', 'Learning rates by layer', 'Estimates at other times'):
         'batch_ramp learning_rates_by_layer estimates_at_other_times',
 }
