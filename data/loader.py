@@ -44,10 +44,6 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     SystemExit that names the numbers and the nearest that fit, when this is not a whole number, or is not `given`
     (0 = not given).
     """
-    for flag, value, least in (('total_batch_size', total_batch_size, 1), ('batch_size', batch_size, 1),
-                               ('gradient_accumulation_steps', given, 0)):
-        if value < least:
-            raise SystemExit(f'--{flag}={value}: must be at least {least}')
     share, rest = divmod(total_batch_size, world_size)
     if rest:
         step = batch_size * world_size
@@ -318,9 +314,6 @@ class ValidationLoader:
         self.mine = self.starts[rank::world_size]
         self.batches = -(-n // (world_size * batch_size))
         self.data, self.batch_size, self.block_size, self.device = data, batch_size, block_size, torch.device(device)
-
-    def __len__(self):
-        return self.batches
 
     def __iter__(self):
         for i in range(self.batches):

@@ -72,14 +72,6 @@ def test_the_slurm_script_does_not_try_failures_again(tmp_path, corpus):
     assert done.code not in (0, STOPPED) and '--n_head=5: it says why' in done.err and 'asked for' not in done.out
 
 
-def test_the_slurm_script_asks_slurm_for_what_it_needs():
-    text = SBATCH.read_text()
-    assert subprocess.run(['bash', '-n', str(SBATCH)]).returncode == 0
-    for option in ('--requeue', '--signal=TERM@300', '--ntasks-per-node=1', '--open-mode=append'):
-        assert f'#SBATCH {option}\n' in text
-    assert text.index('\nexport SRUN_CPUS_PER_TASK=') < text.index('\nsrun ')
-
-
 @pytest.mark.skipif(importlib.util.find_spec('yaml') is None, reason='PyYAML is not installed')
 def test_the_skypilot_task_is_one():
     import yaml

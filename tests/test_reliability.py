@@ -179,6 +179,10 @@ def test_full_disk(train, reference, tmp_path):
     for out, done in (tmp_path / 'stays', stays), (tmp_path / 'passes', passes):
         assert f'{out}/ckpt_00000005.pt: could not be saved (File too large); training continues' in done.err
         assert not list(out.glob('*.partial')) and metrics(out) == metrics(reference())
+    shards = train(tmp_path / 'shards', '--parallel=fsdp', ranks=2, faults=FULL_DISK + ''.join(
+        f'at({i}, lambda: limit({size}), {rank})\n' for i, size in ((4, 20_000), (7, -1)) for rank in range(2)))
+    assert shards.code == 0 and 'ckpt_00000005: could not be saved (rank' in shards.err, shards.err
+    assert iterations(tmp_path / 'shards') == [10] and not list((tmp_path / 'shards').glob('*.partial'))
 
 
 def test_without_always_save_checkpoint_the_best_and_the_last_are_saved(train, tmp_path):

@@ -1,13 +1,13 @@
 """Runs whose model is spread over ranks (parallel = 'fsdp', 'hsdp'): the same losses, and the same promises."""
 
 import functools
-import os
 import pickle
 import shutil
 
 import pytest
 import torch
 from conftest import iterations, metrics, rejection
+from test_checkpoint import Exploit
 
 from analysis.load import load
 from runtime import checkpoint, files, sharded
@@ -178,21 +178,6 @@ sharded.save_pt = interrupted
     assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
 
 
-def test_full_disk(train, run, tmp_path):
-    """No file may grow beyond 20 kB for a while: it says so, continues, and saves later."""
-    done = train(tmp_path, *RUN, '--parallel=fsdp', ranks=2, faults="""
-import resource
-def limit(size):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-for rank in range(2):
-    at(4, lambda: limit(20_000), rank)
-    at(7, lambda: limit(-1), rank)
-""")
-    assert done.code == 0 and iterations(tmp_path) == [10], done.err
-    assert 'ckpt_00000005: could not be saved (rank' in done.err
-    assert not list(tmp_path.glob('*.partial')) and metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
-
-
 def flip_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -209,11 +194,6 @@ def test_damage_is_noticed(run, tmp_path, name):
     (tmp_path / 'ckpt_00000010' / name).unlink()
     if name != 'state.pt':  # without it the directory is no checkpoint
         assert checkpoint.load(tmp_path)[0].name == 'ckpt_00000005'
-
-
-class Exploit:
-    def __reduce__(self):
-        return os.mkdir, ('exploited',)
 
 
 def test_a_hostile_directory_runs_nothing(run, tmp_path, monkeypatch):

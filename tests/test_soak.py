@@ -6,7 +6,6 @@ import pytest
 import soak
 import torch
 
-import train as train_module
 from runtime import checkpoint
 
 
@@ -18,16 +17,6 @@ def run(fork, corpus):
 @pytest.mark.parametrize('seed', range(2))
 def test_random_settings_with_faults(run, tmp_path, seed):
     assert not soak.attempt(random.Random(seed), tmp_path, run)
-
-
-def test_random_settings_are_valid_and_of_every_kind():
-    drawn = [soak.settings(random.Random(seed)) for seed in range(100)]
-    for s in drawn:
-        train_module.resolve([f'--{key}={value}' for key, value in s.items()])
-    assert {'adamw', 'sophiag', 'sophiah', 'muon', 'torch:SGD'} <= {s['optimizer_name'] for s in drawn}
-    assert {s.get('parallel') for s in drawn} == {None, 'ddp', 'fsdp'}
-    ends = [end for seed in range(50) for end in soak.interruptions(random.Random(seed), 10)]
-    assert all(any(word in f'{end}' for end in ends) for word in ('SIGTERM', 'SIGUSR1', 'fsync', 'max_hours'))
 
 
 def test_differences_between_runs_are_found(train, tmp_path):
