@@ -315,6 +315,9 @@ class ValidationLoader:
         self.batches = -(-n // (world_size * batch_size))
         self.data, self.batch_size, self.block_size, self.device = data, batch_size, block_size, torch.device(device)
 
+    def __len__(self):
+        return self.batches
+
     def __iter__(self):
         for i in range(self.batches):
             starts = self.mine[i * self.batch_size:(i + 1) * self.batch_size]

@@ -58,7 +58,7 @@ def test_validation_sequences_cover_the_split_once(tmp_path, world_size):
     for rank in range(world_size):
         loader = ValidationLoader(data, 0, 4, 10, rank, world_size, 'cpu')
         batches = list(loader)
-        assert len(batches) == loader.batches
+        assert len(batches) == len(loader)
         for X, Y in batches:
             assert X.shape == Y.shape == (4, 10)
             for x, y in zip(X, Y):
