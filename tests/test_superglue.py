@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,7 +81,8 @@ def test_script(tmp_path, monkeypatch):
     asked, plain = [], superglue.make_prompt
     monkeypatch.setattr(superglue, 'read_examples', read_examples)
     monkeypatch.setattr(superglue, 'make_prompt', lambda *args: asked.append(plain(*args)) or asked[-1])
-    runs = [str(save_run(tmp_path / name, tokenizer=get_tokenizer('byte').meta)) for name in ('one', 'two')]
+    monkeypatch.chdir(tmp_path)
+    runs = [str(save_run(Path(name), tokenizer=get_tokenizer('byte').meta)) for name in ('one', 'two')]
     argv = [*runs, '--tasks', 'rte', 'copa', '--device=cpu', f'--output={tmp_path / "figure.png"}']
     superglue.main(argv)
     assert (tmp_path / 'figure.png').stat().st_size > 5000
