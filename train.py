@@ -382,10 +382,10 @@ def main(argv):
     if c.show_config:
         print('\n'.join(c.lines(everything=True)))
         return
-    with restored_signals():
-        train(c)
+    train(c)
 
 
+@restored_signals()
 def train(c):
     """Trains as the `Config` says: makes everything, then the loop."""
     world = World(c.device, c.backend, c.parallel)

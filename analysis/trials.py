@@ -19,6 +19,7 @@ import train
 from analysis.figures import print_table, write_csv
 from analysis.runs import code_differences, read_run
 from runtime.checkpoint import HARMLESS
+from runtime.signals import restored_signals
 
 UNCHECKED = HARMLESS - {'dataset'} | {'dtype'}  # settings in which a run may differ from what is asked for
 GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
@@ -146,6 +147,7 @@ def add_launcher(parser):
                         help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
 
 
+@restored_signals()
 def train_all(trials, jobs=1, launcher=(sys.executable,)):
     """Trains `trials`, `jobs` at a time, each from where it stopped; skips those that are finished or have diverged.
 
@@ -154,7 +156,7 @@ def train_all(trials, jobs=1, launcher=(sys.executable,)):
     """
     if jobs < 1:
         raise SystemExit(f'--jobs={jobs}: at least 1')
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     waiting = [trial for trial in trials if not trial.finished and not trial.failure]
     running = {}  # slot → (trial, process)
     try:
@@ -178,8 +180,6 @@ def train_all(trials, jobs=1, launcher=(sys.executable,)):
                 process.wait(GRACE_SECONDS)
             process.kill()
         raise SystemExit('interrupted; the same command resumes where it stopped') from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def start(trial, launcher, slot, jobs):

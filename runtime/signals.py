@@ -40,8 +40,8 @@ def protect_streams():
 
 @contextlib.contextmanager
 def restored_signals():
-    """Afterwards signals do what they did before: a caller of `train.main`, and the processes that it forks later, must
-    not go on with handlers of a run that is over."""
+    """A context or a decorator, after which signals do what they did before: a caller of `train.main`, and processes
+    that it forks later, must not go on with handlers of a run that is over."""
     before = {number: signal.getsignal(number) for number in LISTENED}
     try:
         yield
