@@ -51,7 +51,10 @@ def main(argv=None):
         sys.stdout.reconfigure(errors='replace')
     prompt = args.start
     if prompt.startswith('FILE:'):
-        prompt = Path(prompt.removeprefix('FILE:')).read_text(encoding='utf-8')
+        try:
+            prompt = Path(prompt.removeprefix('FILE:')).read_text(encoding='utf-8')
+        except (OSError, UnicodeDecodeError) as error:
+            raise SystemExit(f'--start={prompt}: cannot be read as UTF-8 text ({error})') from None
     loaded = with_tokenizer(load(args.checkpoint, args.device, args.tokenizer))
     model, tokenizer = loaded.model.to(DTYPES[dtype_name(args)]), loaded.tokenizer
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # after which a document begins

@@ -104,6 +104,7 @@ def test_script(tmp_path, capsys):
     assert len(set(run(capsys, out, '--start=abc', '--temperature=0').split('\n---------------\n'))) == 2
     (tmp_path / 'prompt.txt').write_text('one\ntwo\n')
     assert run(capsys, out, f'--start=FILE:{tmp_path / "prompt.txt"}').startswith('one\ntwo\n')
+    assert str(tmp_path / 'nothing') in rejection(run, capsys, out, f'--start=FILE:{tmp_path / "nothing"}')
     assert run(capsys, out).startswith('\n') and run(capsys, out, '--start=').count('-----')  # a document's beginning
 
 
