@@ -131,7 +131,7 @@ def losses_of_shared_seeds(groups):
 
 def noise_of(groups):
     """A function of T: (σ, degrees of freedom) of the noise within `groups`, lists of runs that differ in their seed
-    only: those of T steps if they have at least four degrees of freedom, else, and without T, all."""
+    only. It takes the runs of T steps if they have at least four degrees of freedom; else, and without T, all runs."""
     def noise(T=None):
         found = pooled_sd([[run.last('val/loss') for run in group] for group in groups
                            if T is None or group[0].max_iters == T])

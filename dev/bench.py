@@ -163,8 +163,8 @@ class Baseline(Case):
 
 
 def start(argv, folder, attention):
-    """Sets up the configuration of this process, the global `case`: train.py's with the arguments `argv`, or that of
-    the baseline in `folder`."""
+    """Sets up the configuration of this process, the global `case`: train.py's with the arguments `argv`, or the
+    baseline in `folder`."""
     global case
     config = train.resolve(argv)
     if attention:

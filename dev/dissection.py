@@ -3,7 +3,7 @@
   python dev/dissection.py
   python dev/dissection.py --output records/dissection/dissection.png
 
-What the protocol asks for and is not there yet is left out, and said.
+Runs that the protocol asks for and that are missing are left out, with a note.
 """
 
 import argparse
