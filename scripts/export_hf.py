@@ -7,10 +7,12 @@ has computed the same logits from it: an edited model whose weights happen to ha
 """
 
 import argparse
+import base64
 import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -39,31 +41,16 @@ def to_hf(model, eot_id):
     return theirs
 
 
-def merges_of(ranks):
-    """GPT-2's merges, in order, from tiktoken's {bytes: rank}: the two parts into which earlier merges join a token."""
-    merges = []
-    for token in sorted((token for token in ranks if len(token) > 1), key=ranks.get):
-        parts = [token[i:i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], len(ranks)))
-            parts[best:best + 2] = [parts[best] + parts[best + 1]]
-        merges.append(parts)
-    return merges
-
-
 def gpt2_tokenizer(tokenizer):
-    """GPT-2's tokenizer for the package tokenizers, which writes each byte as a character: the byte's own where it is
-    printable, else U+0100, U+0101, …"""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    printable = {*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1), *range(ord('®'), ord('ÿ') + 1)}
-    others = iter(range(256, 512))
-    characters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
-    ranks = tokenizer.bpe._mergeable_ranks
-    written = {token: ''.join(characters[byte] for byte in token) for token in ranks}
-    vocab = {written[token]: i for token, i in ranks.items()} | {END_OF_TEXT: tokenizer.eot_id}
-    fast = Tokenizer(models.BPE(vocab=vocab, merges=[(written[a], written[b]) for a, b in merges_of(ranks)]))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
+    """GPT-2's tokenizer for the package tokenizers."""
+    from tokenizers import AddedToken
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    bpe = tokenizer.bpe
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, 'gpt2.tiktoken')  # a file in tiktoken's own format
+        path.write_text(''.join(f'{base64.b64encode(token).decode()} {rank}\n'
+                                for token, rank in bpe._mergeable_ranks.items()))
+        fast = TikTokenConverter(vocab_file=str(path), pattern=bpe._pat_str).converted()
     fast.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
     return fast
 
