@@ -109,13 +109,12 @@ def read_model(path, model):
     load_into(targets, path)
 
 
-def read_optimizer(path, saved, params=None):
+def read_optimizer(path, saved, params):
     """The state_dict of the optimizer in the directory `path`.
 
     Args:
         saved: its state from `optimizer_state.to_save`, with tensors on the device 'meta' where shards were saved.
-        params: the optimizer's parameters, in order. Shards are read as DTensors where these are; default whole
-            tensors, as for a parameter that is not sharded.
+        params: the optimizer's parameters, in order. Shards are read as DTensors where these are, else whole.
     """
     targets = {}
 
@@ -127,7 +126,7 @@ def read_optimizer(path, saved, params=None):
             targets[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
         return targets.get(name, tensor)
 
-    state = {i: map_tensors(entries, functools.partial(target, params and params[i]), f'optimizer.state.{i}')
+    state = {i: map_tensors(entries, functools.partial(target, params[i]), f'optimizer.state.{i}')
              for i, entries in saved['state'].items()}
     load_into(targets, path)
     return dict(saved, state=state)

@@ -145,7 +145,8 @@ def contents(out_dir):
         if path.exists():
             _, state = checkpoint.load(path)
             if path.is_dir():
-                state['optimizer'] = sharded.read_optimizer(path, state['optimizer'])
+                optimizer = state['optimizer']
+                state['optimizer'] = sharded.read_optimizer(path, optimizer, dict.fromkeys(optimizer['state']))
             del state['train_state']['seconds'], state['code']  # which may be edited meanwhile
             state['config'] = {k: v for k, v in state['config'].items() if k not in checkpoint.HARMLESS}
             for group in state['optimizer']['param_groups']:

@@ -12,7 +12,6 @@ from test_checkpoint import Exploit
 from analysis.load import load
 from runtime import checkpoint, files, sharded
 from runtime.signals import NOT_FINITE, STOPPED
-from scripts.consolidate import consolidate
 
 RUN = ['--n_layer=2', '--total_batch_size=8', '--dropout=0', '--learning_rate=2e-3', '--eval_iters=3']
 KEYS = ('train/loss', 'val/loss', 'grad_norm', 'momentum_norm', 'param_norm', 'hessian_norm', 'update_unclipped')
@@ -142,22 +141,6 @@ def test_scripts_take_a_directory_for_a_checkpoint(run):
         assert name == other and torch.allclose(p, q, atol=1e-4)
     best = run(parallel='fsdp') / 'best'
     assert best.is_symlink() and load(best).state['iter_num'] == 10
-
-
-def test_consolidate_makes_the_file_that_ddp_would_have_written(train, run, tmp_path):
-    """From which a run resumes."""
-    path = consolidate(run(parallel='fsdp'), tmp_path / 'ckpt_00000010.pt')
-    ours, theirs = checkpoint.load(path)[1], checkpoint.load(run(parallel='ddp'))[1]
-    assert ours.keys() == theirs.keys() and ours['model'].keys() == theirs['model'].keys()
-    assert ours['optimizer']['state'].keys() == theirs['optimizer']['state'].keys()
-    for index, entries in theirs['optimizer']['state'].items():
-        assert entries.keys() == ours['optimizer']['state'][index].keys()
-        assert all(torch.allclose(value, ours['optimizer']['state'][index][key], rtol=1e-3, atol=1e-5)
-                   for key, value in entries.items())
-    assert 'exists; remove it' in rejection(consolidate, run(parallel='fsdp'), path)
-    assert 'one file already' in rejection(consolidate, path)
-    done = train(tmp_path, *RUN, '--init_from=resume', '--max_iters=12', name='sophiag')
-    assert done.code == 0 and 'resuming from' in done.out and len(metrics(tmp_path)) == 2, done.err
 
 
 def test_killed_while_saving(train, run, tmp_path):
