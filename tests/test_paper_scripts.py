@@ -112,6 +112,18 @@ def test_losses_of_another_protocol_are_not_drawn(tmp_path, capsys):
     assert 'cannot be compared: the data' in rejection(final_losses.main, [*argv, '--tuned', 'init_from'])
 
 
+def test_max_lr_finds_the_largest_stable_rate(tmp_path):
+    # With scaling 4e-3 ends high, and 8e-3 low again; without, 2e-3 ends on a plateau.
+    for scaled, losses in [(True, {1e-3: 3.5, 2e-3: 3.3, 4e-3: 6.5, 8e-3: 3.2}), (False, {1e-3: 3.5, 2e-3: 4.9})]:
+        for lr, loss in losses.items():
+            make(tmp_path, 'adamw', 100, loss, lr, argv=[f'--scale_attn_by_inverse_layer_idx={scaled}'])
+    max_lr.main([str(tmp_path), '--output', str(tmp_path / 'max_lr.png')])
+    assert [(row['attention_scaling'], float(row['largest_stable']), row['all_stable'])
+            for row in rows_of(tmp_path / 'max_lr.csv')] == [('False', 1e-3, 'False'), ('True', 2e-3, 'False')]
+    make(tmp_path, 'adamw', 100, 3.0, 5e-4, end=50)
+    assert 'give the command of the sweep again' in rejection(max_lr.main, [str(tmp_path)])
+
+
 def test_final_losses_by_hessian_interval_against_flops(tmp_path):
     for k in (1, 10):
         make(tmp_path, 'sophiag', 100, 3.0 + k / 100, argv=[f'--hessian_interval={k}'])

@@ -1,4 +1,4 @@
-"""scripts/sweep.py, scripts/tune.py and scripts/paper/max_lr.py, which train through analysis/trials.py."""
+"""scripts/sweep.py and scripts/tune.py, which train through analysis/trials.py."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from fake_runs import SHAPE, fake_run, rows_of
 from analysis import runs, trials
 from runtime import checkpoint
 from scripts import sweep, tune
-from scripts.paper import hessian_histogram, max_lr
+from scripts.paper import hessian_histogram
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Trials: their directories, their arguments, how far they are
@@ -227,21 +227,7 @@ def test_flags_that_make_no_sense_are_rejected(tmp_path, script, argv, message, 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Scripts of the paper that train, or read a checkpoint
-
-
-def test_max_lr_finds_the_largest_stable_rate(tmp_path):
-    # Runs as they would lie there: up to 2e-3 stable with scaling, up to 1e-3 without, where 2e-3 ends on a plateau.
-    for scaled, losses in [(True, {1e-3: 3.5, 2e-3: 3.3, 4e-3: 6.5}), (False, {1e-3: 3.5, 2e-3: 4.9})]:
-        entry = dict(optimizer_name='adamw', scale_attn_by_inverse_layer_idx=scaled, learning_rate=list(losses))
-        base = ['--max_iters=100', *SHAPE]
-        for trial, loss in zip(trials.trials_of(dict(base=base, runs=[entry]), tmp_path), losses.values()):
-            fake_run(trial.out_dir, loss, [f'--{key}={value}' for key, value in trial.settings.items()]
-                     + ['--max_iters=100'])
-    max_lr.main(['--out_dir', str(tmp_path), '--optimizers', 'adamw', '--learning_rates', '1e-3', '2e-3', '4e-3',
-                 '--', *base])
-    largest = json.loads((tmp_path / 'max_lr.json').read_text())['largest']
-    assert [(row['attention_scaling'], row['largest_stable']) for row in largest] == [(True, 2e-3), (False, 1e-3)]
+# A script of the paper that reads a checkpoint
 
 
 @pytest.mark.parametrize('estimator', ['gnb', 'hutchinson'])

@@ -1,12 +1,11 @@
 """The largest stable peak learning rate, with and without attention scaling (Figure "stability" (b)).
 
-  python scripts/paper/max_lr.py --out_dir out/max_lr --optimizers adamw lion sophiag \\
-      --learning_rates 1e-4 2e-4 4e-4 8e-4 -- config/train_gpt2_medium_adamw.py --max_iters=2000
+  python scripts/sweep.py --out_dir out/max_lr --grid optimizer_name=adamw,lion,sophiag learning_rate=1e-4,2e-4,4e-4 \\
+      scale_attn_by_inverse_layer_idx=True,False -- --model_size=355M --max_iters=2000
+  python scripts/paper/max_lr.py out/max_lr
 
-For every optimizer, once with and once without scale_attn_by_inverse_layer_idx, runs at rising learning rates
-until one blows up. A learning rate is stable when its run ends finite and with a training loss no more than 0.5 above
-the lowest loss of the run itself and of the runs at lower ones. Where all are stable, the largest is above those tried.
-Runs are kept in out_dir; the same command resumes. The figure is OUT_DIR/max_lr.png.
+A learning rate is stable if it and all lower ones end finite, with a training loss of at most 0.5 above the lowest one
+of the run and of those at lower rates. Where all are stable, the largest is above those tried.
 """
 
 import argparse
@@ -15,67 +14,51 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.figures import figure, legend, optimizer_label, print_table, save
-from analysis.trials import add_launcher, train_all, trials_of
+from analysis.figures import figure, legend, png_path, print_table, save
+from analysis.runs import find_runs
 
-# The list that the paper searches (section Hyperparamter Tuning), rising.
-LEARNING_RATES = [4e-5, 6e-5, 8e-5, 1e-4, 1.2e-4, 1.5e-4, 2e-4, 3e-4, 4e-4, 6e-4]
 MARGIN = 0.5  # nats of training loss
 
 
-def judge(trial, lowest):
-    """(final loss, lowest loss, why the run is not stable or '') of a run that has ended; `lowest`: over the runs at
-    lower learning rates. The final loss is the mean over the last tenth of the lines."""
-    if trial.failure:
-        return None, None, trial.failure
-    if not trial.finished:
-        raise SystemExit(f'{trial.out_dir}: failed: {trial.last_line}')
-    losses = trial.run.series('train/loss')[1]
-    end, lowest = statistics.mean(losses[-max(1, len(losses) // 10):]), min(lowest, *losses)
-    return end, lowest, '' if end <= lowest + MARGIN else f'ends {end - lowest:.2f} above the lowest loss'
+def stable_runs(runs):
+    """[(run, final training loss, the mean over the last tenth of the lines)] of those of `runs`, at rising learning
+    rates, that are below the first one that is not stable."""
+    found, lowest = [], float('inf')
+    for run in runs:
+        if run.diverged:
+            break
+        losses = run.series('train/loss')[1]
+        end, lowest = statistics.mean(losses[-max(1, len(losses) // 10):]), min(lowest, *losses)
+        if end > lowest + MARGIN:
+            break
+        found.append((run, end))
+    return found
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
-    parser.add_argument('--out_dir', required=True, type=Path)
-    parser.add_argument('--optimizers', nargs='+', default=['adamw', 'lion', 'sophiag'], metavar='NAME')
-    parser.add_argument('--learning_rates', nargs='+', type=float, default=LEARNING_RATES,
-                        help="default: the paper's list")
-    add_launcher(parser)
+    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs, or directories of runs')
+    parser.add_argument('--output', default='max_lr.png', type=png_path, help='PNG; .csv next to it')
     args = parser.parse_args(argv)
+    groups = {}
+    for run in sorted(find_runs(args.out_dirs), key=lambda run: run.learning_rate):
+        if run.unfinished and not run.diverged:
+            raise SystemExit(f'{run.out_dir}: {run.unfinished}; give the command of the sweep again')
+        groups.setdefault((run.optimizer_label, run.scale_attn_by_inverse_layer_idx), []).append(run)
 
-    rows, largest = [], []
-    for name in args.optimizers:
-        for scaled in (True, False):
-            lowest, best = float('inf'), None
-            entry = dict(optimizer_name=name, scale_attn_by_inverse_layer_idx=scaled,
-                         learning_rate=sorted(args.learning_rates))
-            for trial in trials_of(dict(base=args.base, runs=[entry]), args.out_dir):
-                trial.check()
-                train_all([trial], launcher=args.launcher)
-                loss, lowest, why = judge(trial, lowest)
-                lr = float(trial.settings['learning_rate'])
-                rows.append(dict(optimizer=name, attention_scaling=scaled, learning_rate=lr, stable=not why,
-                                 final_train_loss=loss, why=why))
-                print(f'{name}, attention scaling {scaled}, {lr:g}: {why or "stable"}', flush=True)
-                if why:
-                    break
-                best = lr
-            largest.append(dict(optimizer=name, attention_scaling=scaled, largest_stable=best,
-                                all_stable=best == max(args.learning_rates)))
-    print_table(largest)
-
-    fig, (ax,) = figure()
-    for i, name in enumerate(args.optimizers):
-        for scaled, style in (True, 'o-'), (False, 'o--'):
-            stable = [row for row in rows if row['stable']
-                      and (row['optimizer'], row['attention_scaling']) == (name, scaled)]
-            ax.plot([row['learning_rate'] for row in stable], [row['final_train_loss'] for row in stable], style,
-                    color=f'C{i}', label=f'{optimizer_label(name)}, {"with" if scaled else "without"} scaling')
+    rows, (fig, (ax,)) = [], figure()
+    optimizers = sorted({optimizer for optimizer, _ in groups})
+    for (optimizer, scaled), runs in sorted(groups.items()):
+        stable = stable_runs(runs)
+        rates, losses = [run.learning_rate for run, _ in stable], [loss for _, loss in stable]
+        rows.append(dict(optimizer=optimizer, attention_scaling=scaled, largest_stable=max(rates, default=None),
+                         all_stable=len(stable) == len(runs), training_loss=losses[-1] if losses else None))
+        ax.plot(rates, losses, 'o-' if scaled else 'o--', color=f'C{optimizers.index(optimizer)}',
+                label=f'{optimizer}, {"with" if scaled else "without"} scaling')
+    print_table(rows)
     ax.set(xscale='log', xlabel='peak learning rate', ylabel='final training loss', title='Stable learning rates')
     legend(fig, ax)
-    save(args.out_dir / 'max_lr.png', fig, rows, largest=largest)
+    save(args.output, fig, rows)
 
 
 if __name__ == '__main__':
