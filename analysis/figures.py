@@ -1,5 +1,6 @@
 """Figures and tables: drawn, labelled, printed, and written with the command and commit that made them."""
 
+import argparse
 import csv
 import io
 import math
@@ -83,7 +84,7 @@ def save(output, fig, rows=None, **data):
         data: further numbers for a .json, written only if there are any.
     """
     from matplotlib import pyplot as plt
-    output = png_path(output)
+    output = Path(output)
     try:
         with files.atomic_write(output) as f:
             fig.savefig(f, dpi=150, format='png', metadata=dict(Command=shlex.join(sys.argv),
@@ -101,8 +102,16 @@ def save(output, fig, rows=None, **data):
     print('wrote ' + ', '.join(map(str, written)))
 
 
+def argparser(doc, output, numbers='.csv'):
+    """An ArgumentParser for a script that draws: its text is `doc`, and --output has the default `output`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--output', default=output, type=png_path, metavar='FILE.png',
+                        help=f'the picture; its numbers go next to it as {numbers} (default: {output})')
+    return parser
+
+
 def png_path(output):
-    """`output` as a Path, which must end in .png; its folder is made. Call it before the work that fills the file."""
+    """`output` as a Path, which must end in .png; its folder is made."""
     output = Path(output)
     if output.suffix != '.png':
         raise SystemExit(f'--output={output}: must end in .png; the numbers go next to it as .csv or .json')

@@ -14,14 +14,13 @@ Only runs that reached the end of their schedule count. All must have the same d
 (model, mini-batch, warm-up, final learning rate; within an optimizer β1). docs/verdict.md explains each number.
 """
 
-import argparse
 import sys
 from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.compare import add_tuned, check_comparable, noise_of, same_horizon, tuned_at_each_T, weaknesses
-from analysis.figures import figure, legend, optimizer_label, png_path, print_table, save, styles
+from analysis.figures import argparser, figure, legend, optimizer_label, print_table, save, styles
 from analysis.runs import by_seed, code_differences, find_runs, mean_loss
 from analysis.significance import holm
 
@@ -31,17 +30,15 @@ SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, 
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparser(__doc__, 'speedup.png', '.csv and .json')
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs of all, or directories of runs')
     parser.add_argument('--baseline', default='adamw', metavar='NAME', help='O1 (default: adamw)')
     parser.add_argument('--candidate', nargs='+', metavar='NAME', help='O2, one or several (default: all others)')
     parser.add_argument('--k', type=Fraction, default=Fraction(2), help='the factor claimed, such as 2, 1.1 or 4/3 '
                         '(default: 2)')
     add_tuned(parser)
-    parser.add_argument('--output', default='speedup.png', help='PNG; .csv and .json next to it (default: speedup.png)')
     parser.add_argument('--panels', nargs='+', choices=PANELS, default=list(PANELS), help='default: all')
     args = parser.parse_args(argv)
-    png_path(args.output)
     runs = find_runs(args.out_dirs)
     noise = noise_of(by_seed([run for run in runs if not run.rejected]))  # of all optimizers, compared or not
     candidates = args.candidate or sorted({run.optimizer_name for run in runs} - {args.baseline})

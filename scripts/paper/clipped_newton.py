@@ -11,7 +11,6 @@ Right: SignGD on the quadratic μ/2 θ1² + β/2 θ2² with the best of many lea
 theorem's proof, against its lower bound ½ (√(Δ/ε) − √2) √(β/μ), and clipped Newton on the same problem.
 """
 
-import argparse
 import math
 import sys
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.figures import figure, png_path, print_table, save
+from analysis.figures import argparser, figure, print_table, save
 
 D = 10  # coordinates of the convex functions
 DELTA, EPS = 10.0, 1e-3  # L(θ0) − min L, and the loss to reach; in units of μ
@@ -145,11 +144,9 @@ def quadratic_rows(conditions):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparser(__doc__, 'clipped_newton.png')
     parser.add_argument('--max_condition', type=float, default=1e6, help='largest condition number (default: 1e6)')
-    parser.add_argument('--output', default='clipped_newton.png', help='PNG; .csv next to it')
     args = parser.parse_args(argv)
-    png_path(args.output)
     conditions = [10 ** power for power in range(int(math.log10(args.max_condition)) + 1)]
     rows = convex_rows(conditions, np.random.default_rng(0)) + quadratic_rows(conditions)
     print_table(rows)

@@ -15,7 +15,6 @@ differ otherwise, at the same x and on the same line or in the same cell, the be
 for each point. Unfinished runs are left out.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, finished_runs
-from analysis.figures import SETTING_NAMES, figure, legend, optimizer_label, plain, png_path, print_table, save, styles
+from analysis.figures import SETTING_NAMES, argparser, figure, legend, optimizer_label, plain, print_table, save, styles
 from analysis.runs import by_seed, mean_loss
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
@@ -124,7 +123,7 @@ def draw_grid(runs, keys, minus):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparser(__doc__, 'final_losses.png')
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs, or directories of runs')
     parser.add_argument('--x', choices=X, default='max_iters')
     parser.add_argument('--by', nargs='+', default=['optimizer_name'], metavar='KEY',
@@ -132,9 +131,7 @@ def main(argv=None):
     parser.add_argument('--grid', nargs=2, metavar=('ROWS', 'COLUMNS'), help='a heat map over two settings instead')
     parser.add_argument('--minus', metavar='OPTIMIZER', help='of --grid: subtract its best loss in the same cell')
     add_tuned(parser)
-    parser.add_argument('--output', default='final_losses.png', help='PNG; .csv next to it')
     args = parser.parse_args(argv)
-    png_path(args.output)
     varying = args.grid or [*args.by, *(('n_layer', 'n_head', 'n_embd') if args.x == 'parameters' else ())]
     runs = finished_runs(args.out_dirs, (*args.tuned, *varying))
     fig, rows = draw_grid(runs, args.grid, args.minus) if args.grid else draw_lines(runs, args.x, args.by)

@@ -6,7 +6,6 @@ The diagonal at a checkpoint is estimated as the mean of several samples of the 
 (gnb), each on a mini-batch of its own from the training data. The more samples, the less of the spread is noise.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.figures import figure, plain, png_path, print_table, save
+from analysis.figures import argparser, figure, plain, print_table, save
 from analysis.load import MODEL_HELP, load, open_bins
 from data.loader import Mixture, TrainLoader
 from sophia import gauss_newton_bartlett, hutchinson
@@ -38,15 +37,13 @@ def mean_diagonal(model, batches, estimator):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparser(__doc__, 'hessian_histogram.png', '.csv and .json')
     parser.add_argument('checkpoint', help=MODEL_HELP)
     parser.add_argument('--estimator', choices=['gnb', 'hutchinson'], default='gnb', help='default: gnb')
     parser.add_argument('--samples', type=int, default=10, help='how many are averaged (default: 10)')
     parser.add_argument('--batch_size', type=int, default=8, help='sequences per sample (default: 8)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    parser.add_argument('--output', default='hessian_histogram.png', help='PNG; .csv and .json next to it')
     args = parser.parse_args(argv)
-    png_path(args.output)
     loaded = load(args.checkpoint, args.device)
     data = Mixture(open_bins(loaded, None, 'train'))
     torch.manual_seed(SEED)

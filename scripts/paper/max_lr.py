@@ -8,13 +8,12 @@ A learning rate is stable if it and all lower ones end finite, with a training l
 of the run and of those at lower rates. Where all are stable, the largest is above those tried.
 """
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.figures import figure, legend, png_path, print_table, save
+from analysis.figures import argparser, figure, legend, print_table, save
 from analysis.runs import find_runs
 
 MARGIN = 0.5  # nats of training loss
@@ -36,9 +35,8 @@ def stable_runs(runs):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparser(__doc__, 'max_lr.png')
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs, or directories of runs')
-    parser.add_argument('--output', default='max_lr.png', type=png_path, help='PNG; .csv next to it')
     args = parser.parse_args(argv)
     groups = {}
     for run in sorted(find_runs(args.out_dirs), key=lambda run: run.learning_rate):

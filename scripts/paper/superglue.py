@@ -12,7 +12,6 @@ BoolQ/{train,val}.jsonl, CB/….
 The paper shows its prompts in a figure only; these are our own, in the form that it describes.
 """
 
-import argparse
 import json
 import random
 import re
@@ -27,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.figures import figure, legend, plain, png_path, print_table, save
+from analysis.figures import argparser, figure, legend, plain, print_table, save
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 from runtime.device import DTYPES
 from runtime.files import first_line
@@ -160,16 +159,14 @@ def draw_figure(table, names):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparser(__doc__, 'superglue.png')
     parser.add_argument('checkpoints', nargs='+', metavar='CHECKPOINT', help=MODEL_HELP)
     parser.add_argument('--tasks', nargs='+', choices=TASKS, default=list(TASKS), help='default: all')
     parser.add_argument('--data_dir', type=Path, help=f'folder of TASK/train.jsonl and TASK/val.jsonl (default: {HUB})')
     parser.add_argument('--limit', type=int, help='validation examples of a task, drawn at random (default: all)')
     parser.add_argument('--batch_size', type=int, default=8, help='prompts at once (default: 8)')
-    parser.add_argument('--output', default='superglue.png', help='PNG; .csv next to it')
     add_model_flags(parser)
     args = parser.parse_args(argv)
-    png_path(args.output)
 
     data, table = {}, []
     for name in args.tasks:

@@ -6,14 +6,13 @@ L(θ1, θ2) = L1(θ1) + L2(θ2) with the functions of the paper's footnote: L1(x
 and not convex, and L2(y) = ½ (y − 4)², flat. The paper names no start and no learning rates; these are ours.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.figures import figure, legend, png_path, print_table, save
+from analysis.figures import argparser, figure, legend, print_table, save
 
 MINIMUM = np.array([1.0, 4.0])
 
@@ -66,10 +65,8 @@ def trajectory(name):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--output', default='toy_landscape.png', help='PNG; .csv and .json next to it')
+    parser = argparser(__doc__, 'toy_landscape.png', '.csv and .json')
     args = parser.parse_args(argv)
-    png_path(args.output)
     paths = {name: trajectory(name) for name in LEARNING_RATES}
 
     rows, summary, arrival = [], [], {}
