@@ -75,17 +75,12 @@ def load(path, device='cpu', tokenizer=None):
     return Loaded(given.resolve().name, path, model, named or checkpoint_tokenizer(state), state)
 
 
-def require_tokenizer(loaded):
-    """The tokenizer of `loaded`; SystemExit where it is unknown."""
-    if loaded.tokenizer is None:
-        raise SystemExit(f'{loaded.path}: its tokenizer is unknown; give --tokenizer={TOKENIZER_NAMES}|DIR, where DIR '
-                         'is a data set made with it, or prepare the data set again')
-    return loaded.tokenizer
-
-
 def with_tokenizer(loaded):
     """`loaded` with its vocabulary cut to its tokenizer's, so that no padding is sampled."""
-    tokenizer, size = require_tokenizer(loaded), loaded.model.config.vocab_size
+    tokenizer, size = loaded.tokenizer, loaded.model.config.vocab_size
+    if tokenizer is None:
+        raise SystemExit(f'{loaded.path}: its tokenizer is unknown; give --tokenizer={TOKENIZER_NAMES}|DIR, where DIR '
+                         'is a data set made with it, or prepare the data set again')
     if tokenizer.vocab_size > size:
         raise SystemExit(f'{loaded.path}: the model has {size} ids, fewer than the tokenizer {tokenizer.name} '
                          f'({tokenizer.vocab_size}); check --tokenizer')

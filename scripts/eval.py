@@ -1,8 +1,7 @@
-"""Measures validation loss, perplexity and bits per byte of a trained model, on bins or on a text file.
+"""Measures validation loss, perplexity and bits per byte of a trained model.
 
   python scripts/eval.py out/gpt2-small-sophiag                          the validation set it was trained with
   python scripts/eval.py gpt2 --dataset=openwebtext
-  python scripts/eval.py out/quickstart --text=README.md
 
 The tokens are cut into sequences of block_size, as in train.py; an incomplete one at the end is left out. One line of
 JSON goes to standard output, of a mixture of data sets one for each part.
@@ -19,9 +18,9 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins, require_tokenizer
-from data.loader import Bin, ValidationLoader
-from data.tokenizer import END_OF_TEXT, Byte, Char
+from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins
+from data.loader import ValidationLoader
+from data.tokenizer import Byte, Char
 from loss import cross_entropy
 from runtime.device import autocast
 
@@ -31,33 +30,10 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', help=MODEL_HELP)
     parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's own)")
-    parser.add_argument('--text', type=Path, help='a UTF-8 text file instead of bins')
     parser.add_argument('--eval_iters', type=int, default=0, help='micro-batches, as in train.py; 0: everything')
     parser.add_argument('--batch_size', type=int, default=8, help='sequences per forward pass (default: 8)')
     add_model_flags(parser)
-    args = parser.parse_args(argv)
-    if args.text and args.dataset:
-        parser.error('--text and --dataset: give one of them')
-    return args
-
-
-class Text(Bin):
-    """A text file as a Bin, with the tokens that data/text/prepare.py makes of it; <|endoftext|> divides documents."""
-
-    def __init__(self, path, tokenizer):
-        try:
-            documents = path.read_bytes().decode('utf-8-sig').split(END_OF_TEXT)
-        except (OSError, UnicodeDecodeError) as error:
-            raise SystemExit(f'{path}: cannot be read as UTF-8 text ({error})') from None
-        ids = []
-        for document in filter(str.strip, documents):
-            if ids and tokenizer.eot_id is not None:
-                ids.append(tokenizer.eot_id)
-            ids.extend(tokenizer.encode(document))
-        self.path, self.vocab_size = path, tokenizer.vocab_size
-        self.tokens = np.array(ids, dtype=tokenizer.dtype)
-        if len(self) < 2:
-            raise SystemExit(f'{path}: fewer than two tokens of text')
+    return parser.parse_args(argv)
 
 
 def bytes_per_id(tokenizer):
@@ -101,8 +77,6 @@ def evaluate(model, batches, precision, sizes=None):
 def measure(loaded, data, args):
     """The results that the script prints about `loaded` on `data`, a Bin: a dict."""
     block_size = loaded.model.config.block_size
-    if args.text:
-        block_size = min(block_size, len(data) - 1)
     batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, 0, 1, args.device)
     sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
     loss, tokens, n_bytes = evaluate(loaded.model, batches, autocast(args.device, dtype_name(args)), sizes)
@@ -116,9 +90,8 @@ def measure(loaded, data, args):
 def main(argv=None):
     args = parse(argv)
     loaded = load(args.checkpoint, args.device, args.tokenizer)
-    bins = [Text(args.text, require_tokenizer(loaded))] if args.text else open_bins(loaded, args.dataset, 'val')
     torch.set_float32_matmul_precision('high')  # as in train.py
-    for data in bins:
+    for data in open_bins(loaded, args.dataset, 'val'):
         print(json.dumps(measure(loaded, data, args)))
 
 

@@ -1,4 +1,4 @@
-"""scripts/eval.py: train.py's own validation loss, text files, bytes of ids, mixtures."""
+"""scripts/eval.py: train.py's own validation loss, bytes of ids, mixtures."""
 
 import json
 import math
@@ -6,14 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, metrics, rejection
-from torch.nn import functional as F
+from conftest import TINY, metrics
 
 import train
-from analysis.load import load
-from data.sources import files_corpus
 from data.tokenizer import Char, FileTokenizer, get_tokenizer
-from data.writer import write_bins
 from scripts import eval as eval_script
 
 
@@ -30,27 +26,16 @@ def evaluate(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-def test_is_the_validation_loss_of_train(capsys, out_dir):
+def test_is_the_validation_loss_of_train(capsys, corpus, out_dir):
     result = evaluate(capsys, out_dir, '--batch_size=2')
     assert result['loss'] == pytest.approx(metrics(out_dir, 'val/loss')[-1], rel=1e-6)
     assert result['tokens'] == 9_999 // 32 * 32 and result['iter'] == 10
     assert result['perplexity'] == pytest.approx(math.exp(result['loss']))
+    ends = np.fromfile(corpus / 'val.bin', dtype='<u2')[1:result['tokens'] + 1] == 0  # of documents
+    assert result['bytes'] == result['tokens'] - ends.sum()  # every other token is a byte
+    assert result['bits_per_byte'] == pytest.approx(result['loss'] * result['tokens'] / result['bytes'] / math.log(2))
     assert evaluate(capsys, out_dir, '--batch_size=7')['loss'] == pytest.approx(result['loss'], rel=1e-6)
     assert evaluate(capsys, out_dir, '--eval_iters=2', '--batch_size=3')['tokens'] == 2 * 3 * 32
-
-
-@torch.no_grad()
-def test_a_text_file(capsys, out_dir, tmp_path):
-    text = 'The loss of a text is the mean over its tokens.'
-    path = tmp_path / 'text.txt'
-    path.write_text(text)
-    result = evaluate(capsys, out_dir, f'--text={path}')
-    tokens, model = torch.tensor(list(text.encode())), load(out_dir).model
-    expected = F.cross_entropy(model(tokens[None, :32])[0][0], tokens[1:33])
-    assert result['tokens'] == 32 and result['loss'] == pytest.approx(expected.item(), rel=1e-5)
-    assert result['bits_per_byte'] == pytest.approx(result['loss'] / math.log(2))  # a byte is a token
-    path.write_text('short')  # shorter than the context
-    assert evaluate(capsys, out_dir, f'--text={path}')['tokens'] == 4
 
 
 def test_bytes_per_id_adds_up(tmp_path, gpt2_cache):
@@ -70,19 +55,6 @@ def test_bytes_per_id_of_a_tokenizer_file(gpt2_cache):
     assert torch.equal(eval_script.bytes_per_id(file), eval_script.bytes_per_id(tokenizer))
 
 
-@pytest.mark.parametrize('content', [
-    b'\xef\xbb\xbfwith a byte order mark', b'line\r\nline\r\n\r\nline\rend\r\n', b'a\x0cb\xe2\x80\xa8c\x1cd\n',
-    b'one<|endoftext|>two<|endoftext|>\n \n<|endoftext|>three\n', b'\n  blanks first'])
-def test_text_has_the_tokens_that_prepare_makes_of_it(tmp_path, content):
-    (tmp_path / 'my.txt').write_bytes(content)
-    (tmp_path / 'val.txt').write_text('another text')
-    byte = get_tokenizer('byte')
-    write_bins(files_corpus([tmp_path / 'my.txt'], [tmp_path / 'val.txt']), byte, tmp_path, 1)
-    prepared = np.fromfile(tmp_path / 'train.bin', dtype='<u2').tolist()
-    text = eval_script.Text(tmp_path / 'my.txt', byte)
-    assert [*text.tokens.tolist(), 0] == prepared  # which ends the last document, too
-
-
 def test_a_mixture_is_evaluated_part_by_part(capsys, out_dir, corpus, tmp_path):
     (tmp_path / 'other').mkdir()
     for name in ('train.bin', 'val.bin', 'meta.json'):
@@ -91,8 +63,3 @@ def test_a_mixture_is_evaluated_part_by_part(capsys, out_dir, corpus, tmp_path):
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first['data'] == str(corpus / 'val.bin') and second['data'] == str(tmp_path / 'other' / 'val.bin')
     assert first['loss'] == second['loss'] == evaluate(capsys, out_dir)['loss']
-
-
-def test_a_text_of_one_token_is_rejected(capsys, out_dir, tmp_path):
-    (tmp_path / 'one.txt').write_text('1')
-    assert 'fewer than' in rejection(evaluate, capsys, out_dir, f'--text={tmp_path / "one.txt"}')
