@@ -110,8 +110,7 @@ class Case:
             row.update(hessian_ms=1e3 * extra, hessian_share=extra / c.hessian_interval / plain)
         row['tokens_per_sec'] = c.total_batch_size * c.block_size / average
         if peak := devices.peak_flops(self.device):
-            with torch.device('meta'):
-                flops = GPT(GPTConfig.from_settings(c.values, VOCABULARY)).flops_per_token()
+            flops = GPT.without_values(GPTConfig.from_settings(c.values, VOCABULARY)).flops_per_token()
             row['mfu'] = flops * row['tokens_per_sec'] / peak
         row['memory_gb'] = devices.peak_memory(self.device) / 1e9
         return {**row, **self.optimizer_step()}

@@ -88,7 +88,7 @@ def memory(c, shape, ranks=1, head=None):
 @functools.cache
 def number_of_parameters(*shape):
     """Numbers of parameters: of a GPT, of its blocks, and of the blocks' matrices. `shape`: the fields of GPTConfig."""
-    model = meta_model(GPTConfig(*shape))
+    model = GPT.without_values(GPTConfig(*shape))
     blocks = list(model.transformer.h.parameters())
     return model.num_params(), sum(p.numel() for p in blocks), sum(p.numel() for p in blocks if p.dim() == 2)
 
@@ -107,15 +107,9 @@ def changed(c, **values):
     return c
 
 
-def meta_model(shape):
-    """A GPT without values."""
-    with torch.device('meta'):
-        return GPT(shape)
-
-
 def plan(c, shape, args):
     """Prints the plan of the settings `c`."""
-    model, optimizer = meta_model(shape), row(c.optimizer_name)
+    model, optimizer = GPT.without_values(shape), row(c.optimizer_name)
     gradient, hessian = flops_per_iteration(c.values, dict(flops_per_token=model.flops_per_token()))
     seconds = (gradient + hessian) / (args.gpus * args.tflops * 1e12 * args.mfu)
     hours, limit = seconds * c.max_iters / 3600, (1 - HEADROOM) * args.memory_gb * 1e9
@@ -153,8 +147,7 @@ def measure(c, shape):
     return peak
 
 
-def parse(argv):
-    """(options, flags for train.py)."""
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument('configs', nargs='*', metavar='CONFIG', help='config files, one plan each')
@@ -165,11 +158,7 @@ def parse(argv):
     parser.add_argument('--mfu', type=float, default=0.4, help='share of the peak that the FLOPs reach (default: 0.4)')
     parser.add_argument('--measure', action='store_true', help='also take two real steps on this device; under '
                         'torchrun, on its devices')
-    return parser.parse_known_args(argv)
-
-
-def main(argv=None):
-    args, flags = parse(argv)
+    args, flags = parser.parse_known_args(argv)
     rank = 0
     if args.measure:
         rank, _, args.gpus = ranks_from_environment()

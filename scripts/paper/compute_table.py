@@ -13,8 +13,6 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train
 from analysis.figures import optimizer_label, print_table, write_csv
@@ -29,8 +27,7 @@ PAPER = {('adamw', '355M'): 1195, ('sophiah', '355M'): 1249, ('sophiag', '355M')
 def planned(path):
     """(settings, what config.json would say of the model) of a config file, with GPT-2's vocabulary."""
     config = train.resolve([path]).values
-    with torch.device('meta'):
-        model = GPT(GPTConfig.from_settings(config, 50257))
+    model = GPT.without_values(GPTConfig.from_settings(config, 50257))
     return config, dict(parameters=model.num_params(), flops_per_token=model.flops_per_token())
 
 
