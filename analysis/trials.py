@@ -42,15 +42,10 @@ class Trial:
         return read_run(self.out_dir) if (self.out_dir / 'config.json').is_file() else None
 
     @property
-    def failure(self):
-        """The message of train.py when the run diverged; None where it has not."""
+    def ended(self):
+        """Whether the run is finished, or has diverged."""
         run = self.run
-        return run and run.failed
-
-    @property
-    def finished(self):
-        run = self.run
-        return run is not None and not run.unfinished
+        return run is not None and (run.failed is not None or not run.unfinished)
 
     @property
     def loss(self):
@@ -157,7 +152,7 @@ def train_all(trials, jobs=1, launcher=(sys.executable,)):
     if jobs < 1:
         raise SystemExit(f'--jobs={jobs}: at least 1')
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
-    waiting = [trial for trial in trials if not trial.finished and not trial.failure]
+    waiting = [trial for trial in trials if not trial.ended]
     running = {}  # slot → (trial, process)
     try:
         while waiting or running:
@@ -168,9 +163,8 @@ def train_all(trials, jobs=1, launcher=(sys.executable,)):
             for slot, (trial, process) in list(running.items()):
                 if process.poll() is not None:
                     del running[slot]
-                    ended = trial.finished or trial.failure
-                    print(f'{trial.name}: ' + (trial.state if ended else f'failed: {trial.last_line} '
-                                               f'({trial.out_dir}/log.txt)'), file=sys.stderr, flush=True)
+                    how = trial.state if trial.ended else f'failed: {trial.last_line} ({trial.out_dir}/log.txt)'
+                    print(f'{trial.name}: {how}', file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print('stopping: the runs save their state', file=sys.stderr, flush=True)
         for _, process in running.values():

@@ -55,7 +55,7 @@ def main(argv=None):
     write_json(stored, spec)
     train_all(trials, args.jobs, args.launcher)
     show(trials, args.out_dir)
-    left = [trial for trial in trials if not trial.finished and not trial.failure]
+    left = [trial for trial in trials if not trial.ended]
     if left:
         raise SystemExit(f'not finished: {len(left)} of {len(trials)} runs; {left[0].name}: {left[0].last_line}')
 

@@ -50,10 +50,8 @@ def unclipped(gamma, base, out_dir, launcher):
     trial, = trials_of(dict(base=base, runs=[dict(gamma=gamma)]), out_dir)
     trial.check()
     train_all([trial], launcher=launcher)
-    if trial.failure:
-        raise SystemExit(f'{trial.out_dir}: diverged ({trial.failure}); give a lower --learning_rate')
-    if not trial.finished:
-        raise SystemExit(f'{trial.out_dir}: failed: {trial.last_line}')
+    if trial.state != 'finished':
+        raise SystemExit(f'{trial.out_dir}: {trial.state}; {trial.last_line}')
     for path in trial.out_dir.glob('*.pt'):
         path.unlink()  # only the metrics are of use
     fractions = trial.run.series('update_unclipped')[1]
