@@ -9,7 +9,7 @@ Each CONFIG is one quoted string with the arguments that train.py would get. Eac
 runs code that was compiled for another, and they take turns in every round, so that other load meets all of them alike.
 The medians over the rounds are compared. A baseline is a checkout with nanoGPT's interface in its model.py (GPT,
 GPTConfig, configure_optimizers); it gets the weights, batch, dtype and compile of each configuration of AdamW. Tokens
-are random.
+are random, from GPT-2's vocabulary unless the data set is there and has another.
 
 Columns: step_ms, T(step) without an estimate; tokens_per_sec and mfu with the estimates' share; hessian_ms, the extra
 time of a step with an estimate; hessian_share, hessian_ms / k as a fraction of T(step); optimizer_ms, the optimizer's
@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.figures import print_table
+from data.loader import data_dir, read_meta
 from hessian import Hook
 from loss import cross_entropy
 from model import GPT, GPTConfig
@@ -47,7 +48,6 @@ CPU_MODEL = '--model_size=30M --block_size=256 --total_batch_size=4 --batch_size
 CUDA_MODEL = '--model_size=125M --batch_size=30 --total_batch_size=120'
 ATTENTION = dict(flash=SDPBackend.FLASH_ATTENTION, cudnn=SDPBackend.CUDNN_ATTENTION,
                  efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)
-VOCABULARY = 50257
 
 
 def synchronize(device):
@@ -61,6 +61,8 @@ class Case:
 
     def __init__(self, config, world):
         self.config, self.world, self.device = config, world, world.device
+        meta = read_meta(data_dir(config.dataset))
+        self.vocab_size = meta['vocab_size'] if meta else 50257
         given = config.given - {'device'}
         self.name = ' '.join(f'{key}={value}' for key, value in config.values.items() if key in given)
         self.set_up()
@@ -77,7 +79,7 @@ class Case:
         """Our model with the seed's weights, made on the device: the largest take minutes on one CPU core."""
         torch.manual_seed(self.config.seed)
         with self.device:
-            return GPT(GPTConfig.from_settings(self.config.values, VOCABULARY))
+            return GPT(GPTConfig.from_settings(self.config.values, self.vocab_size))
 
     def set_up(self):
         """Makes the `train.Run` that is measured."""
@@ -86,7 +88,7 @@ class Case:
     def batch(self):
         """A mini-batch of random tokens."""
         c = self.config
-        return torch.randint(VOCABULARY, (c.total_batch_size, c.block_size + 1), device=self.device)
+        return torch.randint(self.vocab_size, (c.total_batch_size, c.block_size + 1), device=self.device)
 
     def measure(self, iteration):
         """Measures one step: of iteration 0, which estimates the Hessian where the optimizer has one, or 1."""
@@ -110,7 +112,7 @@ class Case:
             row.update(hessian_ms=1e3 * extra, hessian_share=extra / c.hessian_interval / plain)
         row['tokens_per_sec'] = c.total_batch_size * c.block_size / average
         if peak := devices.peak_flops(self.device):
-            flops = GPT.without_values(GPTConfig.from_settings(c.values, VOCABULARY)).flops_per_token()
+            flops = GPT.without_values(GPTConfig.from_settings(c.values, self.vocab_size)).flops_per_token()
             row['mfu'] = flops * row['tokens_per_sec'] / peak
         row['memory_gb'] = devices.peak_memory(self.device) / 1e9
         return {**row, **self.optimizer_step()}

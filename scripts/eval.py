@@ -25,17 +25,6 @@ from loss import cross_entropy
 from runtime.device import autocast
 
 
-def parse(argv):
-    """The command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('checkpoint', help=MODEL_HELP)
-    parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's own)")
-    parser.add_argument('--eval_iters', type=int, default=0, help='micro-batches, as in train.py; 0: everything')
-    parser.add_argument('--batch_size', type=int, default=8, help='sequences per forward pass (default: 8)')
-    add_model_flags(parser)
-    return parser.parse_args(argv)
-
-
 def bytes_per_id(tokenizer):
     """(vocab_size,) int64: how many bytes of text each id stands for, 0 for the end of text; None if unknown."""
     bpe = getattr(tokenizer, 'bpe', None)
@@ -88,7 +77,13 @@ def measure(loaded, data, args):
 
 
 def main(argv=None):
-    args = parse(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('checkpoint', help=MODEL_HELP)
+    parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's own)")
+    parser.add_argument('--eval_iters', type=int, default=0, help='micro-batches, as in train.py; 0: everything')
+    parser.add_argument('--batch_size', type=int, default=8, help='sequences per forward pass (default: 8)')
+    add_model_flags(parser)
+    args = parser.parse_args(argv)
     loaded = load(args.checkpoint, args.device, args.tokenizer)
     torch.set_float32_matmul_precision('high')  # as in train.py
     for data in open_bins(loaded, args.dataset, 'val'):
