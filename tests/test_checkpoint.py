@@ -205,7 +205,9 @@ def test_the_newest_readable_checkpoint_is_loaded(good, capsys):
     assert checkpoint.load(out_dir)[0] == checkpoint.open_run(WORLD, out_dir, 'auto', read_only=True)[0] == good
     assert 'ckpt_00000009.pt: not a checkpoint' in capsys.readouterr().err
     good.write_bytes(b'')
-    assert 'none of its 2 checkpoints can be read' in rejection(checkpoint.load, out_dir)
+    words = 'none of its 2 checkpoints can be read'
+    assert words in rejection(checkpoint.load, out_dir)
+    assert words in rejection(checkpoint.open_run, WORLD, out_dir, 'auto', True)
 
 
 @pytest.mark.parametrize('prefix', ['', 'module._orig_mod.'])

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from loss import sample_labels
 from model import GPT, NANOGPT_ARGS, SIZES, GPTConfig, padded_vocab_size
-from optimizers import parameter_groups
 
 
 def tiny(**kwargs):
@@ -110,24 +109,14 @@ def test_blocks_with_scaled_attention_share_one_graph():
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_scaling_keeps_the_precision_of_the_attention(monkeypatch, dtype):
     """Queries stay in 16 bits, and are divided by 3, say, not multiplied by a rounded third."""
-    model, seen = tiny(n_layer=3, scale_attn_by_inverse_layer_idx=True), []
-    attend = F.scaled_dot_product_attention
+    attend, seen = F.scaled_dot_product_attention, []
     monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda q, *args, **kwargs: seen.append(q) or attend(
         q, *args, **kwargs))
-    idx = torch.randint(64, (2, 16))
+    attention, hidden = tiny().transformer.h[0].attn, torch.randn(2, 16, 32)
     with torch.autocast('cpu', dtype, enabled=dtype != torch.float32):
-        model(idx)
-        scaled, seen[:] = seen[:], []
-        model.config.scale_attn_by_inverse_layer_idx = False
-        model(idx)
-    assert [q.dtype for q in scaled] == [dtype] * 3
-    assert torch.equal(scaled[0], seen[0])
-    third = model.transformer.h[2].attn
-    hidden = torch.randn(2, 16, 32).to(dtype)
-    third.to(dtype)
-    seen.clear()
-    third(hidden), third(hidden, torch.tensor(3))
-    assert torch.equal(seen[1], (seen[0].double() / 3).to(dtype))
+        attention(hidden), attention(hidden, torch.tensor(3))
+    plain, scaled = seen
+    assert scaled.dtype == dtype and torch.equal(scaled, (plain.double() / 3).to(dtype))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -190,14 +179,6 @@ def test_a_model_of_given_weights_shares_their_memory():
     assert again.lm_head.weight is again.transformer.wte.weight and again.lm_head.weight.requires_grad
     with pytest.raises(RuntimeError, match='size mismatch'):
         GPT.from_state_dict(GPTConfig(**asdict(model.config) | dict(n_embd=64)), weights)
-
-
-def test_weight_decay_on_matrices_only():
-    model = tiny(bias=True)
-    groups = parameter_groups(model, 0.1)
-    for group in groups:
-        assert all((p.dim() >= 2) == (group['weight_decay'] == 0.1) for p in group['params'])
-    assert sum(len(group['params']) for group in groups) == len(list(model.parameters()))
 
 
 def test_impossible_shapes_are_rejected():
