@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._functorch.config
 from conftest import needs_compiler
-from reference import double_precision  # noqa: F401 - for every test here
+from reference import double_precision, flat  # noqa: F401 - for every test here
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,10 +17,6 @@ from model import GPT, SIZES, GPTConfig
 from optimizers import build_hook, build_optimizer
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
 from sophia import Hutchinson, parameters
-
-
-def flat(tensors):
-    return torch.cat([t.detach().flatten() for t in tensors])
 
 
 def explicit_hessian(loss_fn, params):

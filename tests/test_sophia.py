@@ -4,13 +4,12 @@
 """
 
 import shutil
-import socket
 
 import pytest
 import reference
 import torch
 import torch.distributed as dist
-from reference import double_precision  # noqa: F401 - for every test here
+from reference import double_precision, flat, uniform  # noqa: F401 - for every test here
 from torch.distributions import Bernoulli, Categorical, Normal, Poisson
 from torch.nn import functional as F
 
@@ -21,10 +20,6 @@ needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('cl
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Algorithm 3
-
-
-def uniform(low, high):
-    return low + (high - low) * torch.rand(()).item()
 
 
 @pytest.mark.parametrize('seed', range(3))
@@ -209,10 +204,6 @@ def assert_mean_is(samples, expected):
     assert samples.sum(1).std() / len(samples) ** 0.5 < 0.05 * expected.sum().abs()
 
 
-def flat(tensors):
-    return torch.cat([t.detach().flatten() for t in tensors])
-
-
 @pytest.mark.parametrize('micro_batches', [(8,), (3, 4, 1)])
 def test_gauss_newton_bartlett_is_unbiased(micro_batches):
     params, x, f = make_mlp(outputs=5)
@@ -370,10 +361,10 @@ def test_misuse_is_named():
 # Two ranks
 
 
-def on_each_of_two_ranks(rank, port, path):
+def on_each_of_two_ranks(rank, path):
     """Rank 0 has three of the eight examples for Gauss-Newton-Bartlett, half of them for Hutchinson."""
     torch.set_num_threads(1)
-    dist.init_process_group('gloo', f'tcp://127.0.0.1:{port}', rank=rank, world_size=2)
+    dist.init_process_group('gloo', f'file://{path}/store', rank=rank, world_size=2)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     params, x, f = make_mlp(outputs=5)
@@ -399,10 +390,7 @@ def on_each_of_two_ranks(rank, port, path):
 @pytest.fixture(scope='module')
 def two_ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp('ranks')
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    torch.multiprocessing.spawn(on_each_of_two_ranks, (port, path), nprocs=2)
+    torch.multiprocessing.spawn(on_each_of_two_ranks, (path,), nprocs=2)
     return [torch.load(path / f'{rank}.pt') for rank in range(2)]
 
 
