@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, metrics
+from conftest import ROOT, TINY, metrics, rejection
 
 import train
 from analysis.load import load
@@ -237,8 +237,7 @@ def test_char_tokenizer_is_kept_in_meta():
     tokenizer = tokenizer_from_meta(json.loads(json.dumps(Char('\n abcü').meta)))
     assert tokenizer.decode(tokenizer.encode('cab ü\n')) == 'cab ü\n'
     assert tokenizer.vocab_size == 6
-    with pytest.raises(SystemExit, match="character 'z'"):
-        tokenizer.encode('z')
+    assert "character 'z'" in rejection(tokenizer.encode, 'z')
 
 
 @pytest.fixture
@@ -274,8 +273,8 @@ def test_a_tokenizer_file_is_kept_with_the_bins(tokenizer_file, tmp_path):
         assert documents_of(train, tokenizer) + documents_of(val, tokenizer) == [
             *(row for i, row in enumerate(rows) if i % 10 != 9), *rows[9::10]]
     (out_dir / 'tokenizer.json').write_text('{}')
-    with pytest.raises(SystemExit, match=r'meta\.json: not a valid meta.json .*tokenizer.json is another'):
-        Bin(out_dir, 'train')
+    message = rejection(Bin, out_dir, 'train')
+    assert 'meta.json: not a valid meta.json' in message and 'tokenizer.json is another' in message
 
 
 def test_a_mixture_in_the_users_tokenizer_trains(tokenizer_file, tmp_path):
@@ -300,8 +299,8 @@ def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_
         tokenizer = get_tokenizer(tokenizer_file)
         assert tokenizer.eot_id == tokenizer.bpe.token_to_id(token)
     config.write_text('{"eos_token": "none such"}')
-    with pytest.raises(SystemExit, match=r'mine\.json: none of its tokens ends a document \(none such\)'):
-        get_tokenizer(tokenizer_file)
+    words = 'mine.json: none of its tokens ends a document (none such)'
+    assert words in rejection(get_tokenizer, tokenizer_file)
 
 
 def test_a_tokenizer_of_the_hub(tokenizer_file, tmp_path, monkeypatch):
@@ -326,11 +325,11 @@ def test_a_tokenizer_of_the_hub(tokenizer_file, tmp_path, monkeypatch):
 def test_a_tokenizer_that_cannot_be_is_one_line(tmp_path):
     pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
     (tmp_path / 'a.json').write_text('{"model": {"type": "BPE"}}')
-    for name, message in ((tmp_path / 'a.json', r'a\.json: not a tokenizer\.json of the package tokenizers \(.*\)$'),
-                          (tmp_path / 'none.json', r'none\.json, or .*: cannot be read'),
-                          ('gpt3', 'gpt2, byte')):
-        with pytest.raises(SystemExit, match=message):
-            get_tokenizer(name)
+    words = 'a.json: not a tokenizer.json of the package tokenizers ('
+    assert words in rejection(get_tokenizer, tmp_path / 'a.json')
+    message = rejection(get_tokenizer, tmp_path / 'none.json')
+    assert 'none.json, or ' in message and ': cannot be read' in message
+    assert 'gpt2, byte' in rejection(get_tokenizer, 'gpt3')
 
 
 def test_no_tokenizer_and_no_network_is_one_line(tmp_path):
@@ -384,8 +383,8 @@ def test_killed_and_started_again(tmp_path):
                 assert first.poll() is None, 'the process ended early'
                 time.sleep(0.01)
             for overwrite in (False, True):
-                with pytest.raises(SystemExit, match='killed: another process is writing there'):
-                    write_bins(small_corpus(), BYTE, killed, 1, overwrite)
+                message = rejection(write_bins, small_corpus(), BYTE, killed, 1, overwrite)
+                assert 'killed: another process is writing there' in message
             assert saved_documents(killed) == 5
         finally:
             first.kill()
@@ -414,8 +413,8 @@ def test_a_killed_worker_is_one_line(tmp_path):
     batches = Batches([[('train', 'a', tmp_path / 'none'), ('val', 'b', deadly)]], read_or_die)
     corpus = Corpus('deadly', 'r1', 'by hand', open=lambda: batches)
     deadly.touch()
-    with pytest.raises(SystemExit, match=r'out: stopped: a worker process was killed .*; the same command resumes'):
-        write_bins(corpus, BYTE, tmp_path / 'out', num_proc=2)
+    message = rejection(write_bins, corpus, BYTE, tmp_path / 'out', 2)
+    assert 'out: stopped: a worker process was killed' in message and '; the same command resumes' in message
     deadly.unlink()
     write_bins(corpus, BYTE, tmp_path / 'out', num_proc=2)
     assert [documents_of(ids, BYTE) for ids in bins(tmp_path / 'out')[:2]] == [['a'], ['b']]
@@ -435,8 +434,8 @@ def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(writer, 'atomic_write', stop_at_meta)
-    with pytest.raises(SystemExit, match='the same command without --overwrite resumes'):
-        write_bins(small_corpus(), BYTE, tmp_path, num_proc=1, overwrite=True)
+    message = rejection(write_bins, small_corpus(), BYTE, tmp_path, 1, True)
+    assert 'the same command without --overwrite resumes' in message
     assert left(tmp_path) == ['progress.json', 'train.bin', 'val.bin']
     monkeypatch.setattr(writer, 'atomic_write', real)
     write_bins(small_corpus(), BYTE, tmp_path, num_proc=1)
@@ -455,29 +454,25 @@ def test_ids_above_65536_are_uint32(tmp_path):
 
 
 def test_other_bins_in_the_way(tmp_path, capsys):
-    def write(corpus, tokenizer=BYTE, **kwargs):
-        return write_bins(corpus, tokenizer, tmp_path, num_proc=1, **kwargs)
+    def write(corpus, tokenizer=BYTE, overwrite=False):
+        return write_bins(corpus, tokenizer, tmp_path, 1, overwrite)
 
     (tmp_path / 'val.bin').write_bytes(b'\1\0')
-    with pytest.raises(SystemExit, match=r'val\.bin: in the way.*--overwrite'):
-        write(small_corpus())
+    message = rejection(write, small_corpus())
+    assert 'val.bin: in the way' in message and '--overwrite' in message
     assert left(tmp_path) == ['val.bin']
     before = write(small_corpus(), overwrite=True)
     assert write(small_corpus()) == before == bins(tmp_path)[2]
     assert 'nothing to do' in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="revision 'r1', not 'r2'"):
-        write(small_corpus('r2'))
-    with pytest.raises(SystemExit, match="tokenizer 'byte', not 'gpt2'"):
-        write(small_corpus(), get_tokenizer('gpt2'))
+    assert "revision 'r1', not 'r2'" in rejection(write, small_corpus('r2'))
+    assert "tokenizer 'byte', not 'gpt2'" in rejection(write, small_corpus(), get_tokenizer('gpt2'))
     (tmp_path / 'train.bin').write_bytes(b'\1')
-    with pytest.raises(SystemExit, match='not the 8 bytes'):
-        write(small_corpus())
+    assert 'not the 8 bytes' in rejection(write, small_corpus())
 
     def unreadable():
         raise SystemExit('a.txt: cannot be read')
 
-    with pytest.raises(SystemExit, match='cannot be read'):
-        write(Corpus('small', 'r2', 'by hand', unreadable), overwrite=True)
+    assert 'cannot be read' in rejection(write, Corpus('small', 'r2', 'by hand', unreadable), BYTE, True)
     assert (tmp_path / 'meta.json').exists()  # the old bins go only after the input was opened
     assert write(small_corpus('r2', val='e'), overwrite=True)['revision'] == 'r2'
     bins(tmp_path)
@@ -487,13 +482,13 @@ def test_unfinished_bins_in_the_way(tmp_path, monkeypatch):
     """Parts of other data, and parts that are shorter than progress.json says."""
     monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
     stopped = Corpus('small', 'r1', 'by hand', lambda: replace(small_corpus().open(), read=fail_at_the_end))
-    with pytest.raises(SystemExit, match='out: stopped: .*Input/output error; the same command resumes'):
-        write_bins(stopped, BYTE, tmp_path / 'out', num_proc=1)
-    with pytest.raises(SystemExit, match="progress.json: bins of other data are in the way .*revision 'r1', not 'r2'"):
-        write_bins(small_corpus('r2'), BYTE, tmp_path / 'out', num_proc=1)
+    message = rejection(write_bins, stopped, BYTE, tmp_path / 'out', 1)
+    assert 'out: stopped: ' in message and 'Input/output error; the same command resumes' in message
+    message = rejection(write_bins, small_corpus('r2'), BYTE, tmp_path / 'out', 1)
+    assert 'progress.json: bins of other data are in the way' in message and "revision 'r1', not 'r2'" in message
     (tmp_path / 'out/train.bin.part').write_bytes(b'')
-    with pytest.raises(SystemExit, match='not the 4 bytes that progress.json says'):
-        write_bins(small_corpus(), BYTE, tmp_path / 'out', num_proc=1)
+    message = rejection(write_bins, small_corpus(), BYTE, tmp_path / 'out', 1)
+    assert 'not the 4 bytes that progress.json says' in message
 
 
 def fail_at_the_end(batch):
@@ -504,8 +499,7 @@ def fail_at_the_end(batch):
 
 
 def test_bad_input_leaves_no_parts_behind(tmp_path):
-    with pytest.raises(SystemExit, match='val.bin is None, not text'):
-        write_bins(small_corpus(val=None), BYTE, tmp_path, num_proc=1)
+    assert 'val.bin is None, not text' in rejection(write_bins, small_corpus(val=None), BYTE, tmp_path, 1)
     assert not left(tmp_path)
 
 
@@ -603,8 +597,7 @@ def test_the_files_of_a_directory(tmp_path):
     assert sources.expand([tmp_path / 'one.txt', folder]) == [
         tmp_path / 'one.txt', *(folder / name for name in ('a.jsonl', 'b/1.txt', 'b/2.txt', 'c.txt'))]
     (tmp_path / 'empty').mkdir()
-    with pytest.raises(SystemExit, match=r'empty: has no \.txt, \.jsonl or \.parquet file$'):
-        sources.expand([tmp_path / 'empty'])
+    assert rejection(sources.expand, [tmp_path / 'empty']).endswith('empty: has no .txt, .jsonl or .parquet file')
 
 
 @pytest.mark.parametrize('mark', ['', '\ufeff'])
@@ -629,9 +622,8 @@ def test_only_a_byte_order_mark_and_blank_documents_are_left_out(name, mark, tmp
 ])
 def test_bad_text_is_one_line(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(SystemExit, match=message.replace('.', r'\.')) as stopped:
-        write_bins(sources.files_corpus([tmp_path / name]), BYTE, tmp_path / 'out', num_proc=1)
-    assert '\n' not in str(stopped.value)
+    assert message in rejection(lambda: write_bins(
+        sources.files_corpus([tmp_path / name]), BYTE, tmp_path / 'out', num_proc=1))
     assert not left(tmp_path / 'out')
     if b'\xff\xfe' in content:
         assert f'{name}: cannot be read' in prepare('shakespeare_char', '--input', tmp_path / name, ok=False)
