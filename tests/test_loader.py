@@ -36,18 +36,21 @@ def test_sequences_are_uniform_over_all_starts():
     assert abs(counts - 2000).max() < 5 * 2000 ** 0.5
 
 
-@pytest.mark.parametrize('world_size', [1, 8, 10])
+def batches(data, first, n, rank=0, world_size=1):
+    """This rank's share of n mini-batches of 24 sequences, from the iteration `first` on."""
+    loader = TrainLoader(data, 7, 24, 16, rank, world_size, 'cpu', first)
+    found = [next(loader) for _ in range(n)]
+    loader.close()
+    return found
+
+
+@pytest.mark.parametrize('world_size', [1, 8, 12])
 def test_shares_of_all_ranks_make_up_the_mini_batch(corpus, world_size):
     data = Bin(corpus, 'train')
-    whole = data.sequences(sequence_starts(5, 2, 40, len(data), 16), 17)
-    together = np.zeros_like(whole)
+    whole = data.sequences(sequence_starts(7, 2, 24, len(data), 16), 17)
     for rank in range(world_size):
-        loader = TrainLoader(data, 5, 40, 16, rank, world_size, 'cpu', first_iteration=2)
-        share = next(loader)
-        loader.close()
-        assert share.shape == (40 // world_size, 17) and share.dtype == torch.int64
-        together[rank::world_size] = share.numpy()
-    assert np.array_equal(together, whole)
+        share, = batches(data, 2, 1, rank, world_size)
+        assert share.dtype == torch.int64 and np.array_equal(share, whole[rank::world_size])
 
 
 @pytest.mark.parametrize('tokens, sequences', [(100, 9), (101, 10), (103, 10)])
@@ -78,9 +81,7 @@ def test_validation_sequences_are_spread_over_the_split(corpus):
 def test_ids_above_32767_survive(tmp_path):
     tokens = np.array([0, 32767, 32768, 65535] * 10)
     data = Bin(write_bins(tmp_path / 'a', tokens, tokens, vocab_size=65536), 'train')
-    loader = TrainLoader(data, 0, 8, 4, 0, 1, 'cpu')
-    assert set(next(loader).unique().tolist()) == {0, 32767, 32768, 65535}
-    loader.close()
+    assert set(batches(data, 0, 1)[0].unique().tolist()) == {0, 32767, 32768, 65535}
     wide = np.array([0, 70_000] * 10)
     data = Bin(write_bins(tmp_path / 'b', wide, wide, vocab_size=100_000, dtype='uint32'), 'train')
     sequences = torch.from_numpy(data.sequences([0], 4).view(np.int32))
@@ -167,13 +168,6 @@ def two(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_bins(tmp_path / 'data/a', np.arange(5000) % 100, np.arange(500) % 100)
     write_bins(tmp_path / 'data/b', np.arange(700) % 100 + 100, np.arange(300) % 100 + 100)
-
-
-def batches(data, first, n, rank=0, world_size=1):
-    loader = TrainLoader(data, 7, 24, 16, rank, world_size, 'cpu', first)
-    found = [next(loader) for _ in range(n)]
-    loader.close()
-    return found
 
 
 def test_a_mixture_draws_its_parts_by_their_weights(two):
