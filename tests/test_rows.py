@@ -112,20 +112,6 @@ def test_a_learning_rate_of_a_groups_own_reaches_every_optimizer(name):
         assert torch.equal(p, q) == (id(p) in still)
 
 
-def test_a_checkpoint_does_not_overrule_what_the_code_says_of_a_group(tmp_path):
-    model, path = tiny_gpt(), tmp_path / 'ckpt_00000001.pt'
-    saved, restored = (torch.optim.SGD([dict(params=model.parameters(), lr_scale=scale)], lr=LR)
-                       for scale in (0.1, 0.5))
-    saved.param_groups[0]['counter'] = 3
-    state = dict(model=model.state_dict(), optimizer=saved.state_dict(), scaler={}, config={})
-    checkpoint.restore(path, state, model, restored, None)
-    group, = restored.param_groups
-    assert (group['lr_scale'], group['counter']) == (0.5, 3)
-    two = torch.optim.SGD([dict(params=[p]) for p in model.parameters()], lr=LR)
-    message = rejection(checkpoint.restore, path, state, model, two, None)
-    assert '1 param groups were saved' in message and 'was parameter_groups edited?' in message
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # In training
 
