@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from loss import sample_labels
 from model import GPT, NANOGPT_ARGS, SIZES, GPTConfig, padded_vocab_size
 
 
@@ -62,19 +61,6 @@ def test_logits_and_loss_are_a_plain_gpt2s(kwargs):
     assert model(idx)[1] is None
 
 
-def test_second_loss_takes_labels_or_uniforms():
-    model = tiny()
-    idx, targets = torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
-    targets[0, 3] = -1
-    logits, _, loss_hat = model(idx, targets, labels_hat=targets[:1])
-    expected = F.cross_entropy(logits[0], targets[0], ignore_index=-1, reduction='sum')
-    torch.testing.assert_close(loss_hat, expected)
-    uniforms = torch.rand(1, 16)
-    drawn = torch.where(targets[:1] >= 0, sample_labels(logits[:1], uniforms), -1)
-    expected = F.cross_entropy(logits[0], drawn[0], ignore_index=-1, reduction='sum')
-    torch.testing.assert_close(model(idx, targets, uniforms)[2], expected)
-
-
 def test_initial_weights():
     """GPT-2's: 0.02, divided by √(2 n_layer) where a block adds to the residual stream; so the loss is near log V."""
     model = tiny(n_layer=8, n_embd=128, bias=True)
@@ -88,10 +74,6 @@ def test_initial_weights():
     assert model.lm_head.weight is model.transformer.wte.weight
     idx = torch.randint(64, (4, 17))
     assert model(idx[:, :-1], idx[:, 1:])[1].item() == pytest.approx(math.log(64), abs=0.1)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Attention scaled by the layer index
 
 
 def test_blocks_with_scaled_attention_share_one_graph():
@@ -117,10 +99,6 @@ def test_scaling_keeps_the_precision_of_the_attention(monkeypatch, dtype):
         attention(hidden), attention(hidden, torch.tensor(3))
     plain, scaled = seen
     assert scaled.dtype == dtype and torch.equal(scaled, (plain.double() / 3).to(dtype))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Shapes, parameters, FLOPs
 
 
 @pytest.mark.parametrize('size, block_size, millions', [
