@@ -63,7 +63,7 @@ def content(out):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Resuming
+# Stops and resumed runs
 
 
 @pytest.mark.parametrize('name, ranks, fault', [
@@ -126,10 +126,6 @@ def test_a_resumed_run_has_its_own_settings_and_says_so(train, tmp_path):
     assert all(group['betas'][0] == 0.5 for group in state(tmp_path, 6)['optimizer']['param_groups'])
     assert train(tmp_path, *flags, '--total_batch_size=8', '--beta1=0.5', '--grad_clip=0').code == 0
     assert set(changes()) == first | {(6, 'grad_clip', 1.0, 0.0)}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Stops
 
 
 def test_sigusr1_saves_and_continues(train, reference, tmp_path):
@@ -318,7 +314,11 @@ torch.amp.GradScaler = lambda *args, **kwargs: Scaler(*args, init_scale=2.0 ** 3
 
 
 def test_a_dead_rank_ends_the_run_with_its_own_message(train, tmp_path):
-    done = train(tmp_path, ranks=2, faults='at(3, raises(ValueError("of its own")), rank=1)')
+    done = train(tmp_path, ranks=2, faults="""
+def fail():
+    raise ValueError('of its own')
+at(3, fail, rank=1)
+""")
     assert done.code == 1
     assert 'rank 1:\nTraceback' in done.err and 'ValueError: of its own' in done.err
 
