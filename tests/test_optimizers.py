@@ -325,20 +325,15 @@ def test_state_dicts_of_distributed_checkpoints_continue_identically(cls, option
     lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
     lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=5)])
 def test_schedulers_that_also_set_the_momentum(cls, scheduler):
-    params = make_params()
+    params, momentum = make_params(), 'momentum' if cls is Normalize else 'betas'
     optimizer = cls(params, lr=0.1)
-    before, scheduler = momentum(optimizer), scheduler(optimizer)
+    group, = optimizer.param_groups
+    before, scheduler = group[momentum], scheduler(optimizer)
     train(optimizer, params, 1)
     for _ in range(4):
         scheduler.step()
     train(optimizer, params, 1, first=1)
-    assert before != momentum(optimizer) and all(p.isfinite().all() for p in params)
-
-
-def momentum(optimizer):
-    """β1 of its first param group."""
-    group = optimizer.param_groups[0]
-    return group['betas'][0] if 'betas' in group else group['momentum']
+    assert before != group[momentum] and all(p.isfinite().all() for p in params)
 
 
 def test_adahessian_needs_an_estimate_before_its_first_step():
