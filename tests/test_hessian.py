@@ -217,7 +217,7 @@ def test_a_product_takes_as_many_sequences_as_fit(size, rows, T, micro_batch, ex
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Low precision, faults
+# Low precision, faults, compiled code
 
 
 def test_hessian_vector_products_in_low_precision(gpt):
@@ -285,10 +285,6 @@ def test_an_optimizer_needs_update_hessian_and_nothing_else(gpt, name):
     iteration(expected, idx[:, :-1], idx[:, 1:])
     h = [expected.optimizer.state[p]['hessian'] for p in model.parameters()]
     torch.testing.assert_close(hook.optimizer.received, h)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Compiled
 
 
 @needs_compiler

@@ -104,8 +104,6 @@ def test_checkpoint_holds_nanogpts_keys(reference):
     # More would be an unexpected argument to nanoGPT's GPTConfig.
     assert state['model_args'].keys() == {'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'}
     assert (reference['sophiag'] / 'best.pt').is_file()
-    h = [s['hessian'] for s in state['optimizer']['state'].values()]
-    assert all(torch.isfinite(t).all() and (t >= 0).all() for t in h) and sum(t.sum() for t in h) > 0
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
@@ -177,10 +175,6 @@ model.MLP.forward = lambda self, x: forward(self, x) if os.environ['RANK'] == '0
     assert 'docs/hacking.md, "A mixture of experts"' in done.err
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Input and ends of runs
-
-
 def test_max_iters_below_the_checkpoint_is_one_line(main, tmp_path, capsys):
     main(tmp_path, '--max_iters=2', '--eval_interval=1')
     assert rejection(main, tmp_path, '--max_iters=1', '--init_from=resume') == (
@@ -193,7 +187,6 @@ def test_max_iters_below_the_checkpoint_is_one_line(main, tmp_path, capsys):
     (['--dataset=openwebtext'], 'run python data/openwebtext/prepare.py'),
     (['--dataset=nowhere'], 'data/nowhere/train.bin: no such file'),
     (['--device=cuda'], '; use cuda, cuda:N, mps or cpu'),
-    (['--block_size=60000'], 'too few for block_size = 60000'),
     (['--n_head=3'], '--n_head=3: must be a divisor of n_embd = 32'),
 ])
 def test_bad_input_is_one_line_and_leaves_nothing(fork, corpus, tmp_path, flags, words):
