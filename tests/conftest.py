@@ -114,8 +114,7 @@ def rejection(function, *args):
 def command(out, *flags, faults='', name='adamw'):
     """Arguments of faults.py: CODE and the flags of a tiny run."""
     return [faults, *TINY, '--eval_iters=4', f'--out_dir={out}', f'--dataset={command.corpus}', '--learning_rate=1e-2',
-            f'--optimizer_name={name}',
-            *OPTIMIZERS.get(name, []), *map(str, flags)]
+            f'--optimizer_name={name}', *OPTIMIZERS.get(name, []), *map(str, flags)]
 
 
 def start(*args, torchrun=(), **kwargs):

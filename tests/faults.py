@@ -8,7 +8,7 @@
 import atexit
 import collections
 import gc  # noqa: F401 - for CODE, like others below
-import inspect
+import inspect  # noqa: F401
 import itertools
 import multiprocessing
 import os
@@ -54,35 +54,21 @@ def spoil(factor):
     return lambda: FACTORS.append(factor)
 
 
-def raises(error):
-    """An action."""
-    def action():
-        raise error
-    return action
-
-
 def inject():
     """Makes the loader and the model of this process carry out what is planned."""
-    init, advance, forward = loader.TrainLoader.__init__, loader.TrainLoader.__next__, model.GPT.forward
-
-    def counted(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        given = inspect.signature(init).bind(self, *args, **kwargs)
-        given.apply_defaults()
-        self.next_iteration = given.arguments['first_iteration']
+    advance, forward = loader.TrainLoader.__next__, model.GPT.forward
 
     def faulty(self):
         for iteration, rank, action in PLANNED:
-            if (iteration, rank) == (self.next_iteration, self.rank):
+            if (iteration, rank) == (self.iteration, self.rank):
                 action()
-        self.next_iteration += 1
         return advance(self)
 
     def spoiled(*args, **kwargs):
         logits, loss, *rest = forward(*args, **kwargs)
         return logits, loss * FACTORS.pop() if FACTORS and loss is not None else loss, *rest
 
-    loader.TrainLoader.__init__, loader.TrainLoader.__next__, model.GPT.forward = counted, faulty, spoiled
+    loader.TrainLoader.__next__, model.GPT.forward = faulty, spoiled
 
 
 def run(code, script, argv):

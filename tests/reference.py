@@ -16,6 +16,16 @@ def double_precision():
     torch.set_default_dtype(torch.float32)
 
 
+def uniform(low, high):
+    """A random number between these."""
+    return low + (high - low) * torch.rand(()).item()
+
+
+def flat(tensors):
+    """All entries as one vector."""
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
 def hutchinson(hessian, u):
     """Algorithm 1 of a loss with this Hessian (n, n): ĥ = u ⊙ (∇²L u), u ~ N(0, I) of shape (n,)."""
     return u * (hessian @ u)

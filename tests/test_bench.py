@@ -12,32 +12,21 @@ from runtime.distributed import World
 
 MODEL = '--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --total_batch_size=4 --batch_size=2'
 BASELINE = '''
+import dataclasses
+import model
 import torch
-from dataclasses import dataclass
-from torch import nn
-from model import GPT as Ours
+
+GPTConfig = dataclasses.make_dataclass('GPTConfig', model.NANOGPT_ARGS)
 
 
-@dataclass
-class GPTConfig:
-    block_size: int = 8
-    vocab_size: int = 64
-    n_layer: int = 1
-    n_head: int = 1
-    n_embd: int = 8
-    dropout: float = 0.0
-    bias: bool = False
-
-
-class GPT(Ours):
+class GPT(model.GPT):
     def __init__(self, config):
-        from model import GPTConfig as Full
-        super().__init__(Full(**vars(config)))
+        super().__init__(model.GPTConfig(**vars(config)))
 
     def forward(self, idx, targets):
         assert idx.is_contiguous() and targets.is_contiguous()
         logits = super().forward(idx)[0]
-        return logits, nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+        return logits, torch.nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas)

@@ -7,21 +7,16 @@ import pytest
 import torch
 import torch._functorch.config
 from conftest import needs_compiler
-from reference import double_precision  # noqa: F401 - for every test here
+from reference import double_precision, flat  # noqa: F401 - for every test here
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hessian
-import loss
 from hessian import rows_at_once
 from model import GPT, SIZES, GPTConfig
 from optimizers import build_hook, build_optimizer
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
 from sophia import Hutchinson, parameters
-
-
-def flat(tensors):
-    return torch.cat([t.detach().flatten() for t in tensors])
 
 
 def explicit_hessian(loss_fn, params):
@@ -135,22 +130,6 @@ def test_frozen_parameters_take_no_part(gpt, monkeypatch):
     torch.testing.assert_close(h_hat, u * (H[trained][:, trained] @ u))
 
 
-def test_an_edited_loss_is_followed(gpt, monkeypatch):
-    """z-loss: in training and in Hessian-vector products; Sophia-G's estimates keep to the model's distribution."""
-    model, idx, loss_fn, _ = gpt
-    X, Y = idx[:, :-1], idx[:, 1:]
-    plain, before = model(X, Y)[1], estimates(model, idx, 'sophiag')
-    monkeypatch.setattr(loss, 'token_loss',
-                        lambda logits, y: loss.cross_entropy(logits, y) + logits.logsumexp(-1).square())
-    torch.testing.assert_close(model(X, Y)[1], plain + model(X)[0].logsumexp(-1).square().mean())
-    torch.testing.assert_close(estimates(model, idx, 'sophiag'), before)
-    params = [p.detach() for p in model.parameters()]
-    u = [torch.randn_like(p) for p in params]
-    product = make_hook(model, 'sophiah').product(X, Y, u)
-    up, down = (flat(torch.func.grad(loss_fn)(tuple(p + s * v for p, v in zip(params, u)))) for s in (1e-5, -1e-5))
-    torch.testing.assert_close(flat(product), (up - down) / 2e-5, rtol=1e-5, atol=1e-7)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Micro-batches, ranks, iterations
 
@@ -238,7 +217,7 @@ def test_a_product_takes_as_many_sequences_as_fit(size, rows, T, micro_batch, ex
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Low precision, faults
+# Low precision, faults, compiled code
 
 
 def test_hessian_vector_products_in_low_precision(gpt):
@@ -306,10 +285,6 @@ def test_an_optimizer_needs_update_hessian_and_nothing_else(gpt, name):
     iteration(expected, idx[:, :-1], idx[:, 1:])
     h = [expected.optimizer.state[p]['hessian'] for p in model.parameters()]
     torch.testing.assert_close(hook.optimizer.received, h)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Compiled
 
 
 @needs_compiler

@@ -1,12 +1,10 @@
 """Hugging Face both ways: transformers computes our logits from an export, and we compute the logits of its models."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, metrics, rejection
+from conftest import metrics, rejection
 
 import train
 from analysis.load import crop_vocab_size, load, with_tokenizer
@@ -173,9 +171,3 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
     train.main([*flags, '--init_from=resume', '--max_iters=4'])
     losses = metrics(tmp_path / 'tuned', 'val/loss')
     assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3)
-
-
-def test_training_and_sampling_need_no_transformers():
-    code = 'import sys, train, scripts.sample; print({"transformers", "safetensors", "tokenizers"} & set(sys.modules))'
-    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == 'set()', done.stderr

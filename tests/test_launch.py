@@ -4,7 +4,6 @@ the device, output streams."""
 import importlib.util
 import io
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from conftest import INJECT, ROOT, command, finish, iterations, rejection
 from runtime import device, distributed
 from runtime.device import device_defaults
 from runtime.distributed import World
-from runtime.signals import STARTED, STOPPED, SafeStream, StopSignals
+from runtime.signals import STARTED, STOPPED, SafeStream, StopSignals, restored_signals
 
 SBATCH = ROOT / 'scripts/slurm/train.sbatch'
 # In place of srun: a process group for each node; the highest exit code counts.
@@ -117,15 +116,6 @@ def test_a_stream_that_fails_or_lacks_a_character_ends_no_run():
         os.close(stream.fileno())  # instead of a close that would flush once more
 
 
-def test_the_stop_signals_and_the_time_limit(monkeypatch):
-    """Handlers only record the request."""
-    handlers, numbers = {}, [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
-    monkeypatch.setattr(signal, 'signal', handlers.__setitem__)
-    monkeypatch.setattr(signal, 'getsignal', lambda number: signal.SIG_DFL)
-    for number in numbers:
-        stops = StopSignals()
-        handlers[number](number, None)
-        assert stops.poll() == (number != signal.SIGUSR1, number == signal.SIGUSR1)
-        assert stops.reason == ('' if number == signal.SIGUSR1 else number.name)
-    assert StopSignals(2.0).deadline - STARTED == pytest.approx(7200)
-    assert StopSignals(1e-9).poll() == (True, False)
+def test_the_time_limit_is_in_hours_since_the_start():
+    with restored_signals():
+        assert StopSignals(2.0).deadline - STARTED == pytest.approx(7200)

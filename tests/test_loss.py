@@ -99,10 +99,6 @@ def test_improbable_labels_have_finite_losses_and_right_gradients(logit):
     torch.testing.assert_close(torch.autograd.grad(ours, logits), torch.autograd.grad(expected, logits))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Sampled labels
-
-
 def test_sampled_labels_follow_the_softmax():
     """Evenly spaced uniform numbers give every label its share. Impossible ones never come."""
     torch.manual_seed(0)
@@ -117,10 +113,6 @@ def test_sampled_labels_follow_the_softmax():
 def test_the_ends_of_the_unit_interval_give_possible_labels():
     logits = torch.tensor([-torch.inf, 0.0, 1.0, -torch.inf])
     assert sample_labels(logits.expand(2, -1), torch.tensor([0.0, 1 - 2 ** -24])).tolist() == [1, 2]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The compiled graph
 
 
 def test_forward_sampling_and_both_losses_are_one_graph(two_backwards):

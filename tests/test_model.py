@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from loss import sample_labels
 from model import GPT, NANOGPT_ARGS, SIZES, GPTConfig, padded_vocab_size
-from optimizers import parameter_groups
 
 
 def tiny(**kwargs):
@@ -63,19 +61,6 @@ def test_logits_and_loss_are_a_plain_gpt2s(kwargs):
     assert model(idx)[1] is None
 
 
-def test_second_loss_takes_labels_or_uniforms():
-    model = tiny()
-    idx, targets = torch.randint(64, (2, 16)), torch.randint(64, (2, 16))
-    targets[0, 3] = -1
-    logits, _, loss_hat = model(idx, targets, labels_hat=targets[:1])
-    expected = F.cross_entropy(logits[0], targets[0], ignore_index=-1, reduction='sum')
-    torch.testing.assert_close(loss_hat, expected)
-    uniforms = torch.rand(1, 16)
-    drawn = torch.where(targets[:1] >= 0, sample_labels(logits[:1], uniforms), -1)
-    expected = F.cross_entropy(logits[0], drawn[0], ignore_index=-1, reduction='sum')
-    torch.testing.assert_close(model(idx, targets, uniforms)[2], expected)
-
-
 def test_initial_weights():
     """GPT-2's: 0.02, divided by √(2 n_layer) where a block adds to the residual stream; so the loss is near log V."""
     model = tiny(n_layer=8, n_embd=128, bias=True)
@@ -89,10 +74,6 @@ def test_initial_weights():
     assert model.lm_head.weight is model.transformer.wte.weight
     idx = torch.randint(64, (4, 17))
     assert model(idx[:, :-1], idx[:, 1:])[1].item() == pytest.approx(math.log(64), abs=0.1)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Attention scaled by the layer index
 
 
 def test_blocks_with_scaled_attention_share_one_graph():
@@ -110,28 +91,14 @@ def test_blocks_with_scaled_attention_share_one_graph():
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_scaling_keeps_the_precision_of_the_attention(monkeypatch, dtype):
     """Queries stay in 16 bits, and are divided by 3, say, not multiplied by a rounded third."""
-    model, seen = tiny(n_layer=3, scale_attn_by_inverse_layer_idx=True), []
-    attend = F.scaled_dot_product_attention
+    attend, seen = F.scaled_dot_product_attention, []
     monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda q, *args, **kwargs: seen.append(q) or attend(
         q, *args, **kwargs))
-    idx = torch.randint(64, (2, 16))
+    attention, hidden = tiny().transformer.h[0].attn, torch.randn(2, 16, 32)
     with torch.autocast('cpu', dtype, enabled=dtype != torch.float32):
-        model(idx)
-        scaled, seen[:] = seen[:], []
-        model.config.scale_attn_by_inverse_layer_idx = False
-        model(idx)
-    assert [q.dtype for q in scaled] == [dtype] * 3
-    assert torch.equal(scaled[0], seen[0])
-    third = model.transformer.h[2].attn
-    hidden = torch.randn(2, 16, 32).to(dtype)
-    third.to(dtype)
-    seen.clear()
-    third(hidden), third(hidden, torch.tensor(3))
-    assert torch.equal(seen[1], (seen[0].double() / 3).to(dtype))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Shapes, parameters, FLOPs
+        attention(hidden), attention(hidden, torch.tensor(3))
+    plain, scaled = seen
+    assert scaled.dtype == dtype and torch.equal(scaled, (plain.double() / 3).to(dtype))
 
 
 @pytest.mark.parametrize('size, block_size, millions', [
@@ -190,14 +157,6 @@ def test_a_model_of_given_weights_shares_their_memory():
     assert again.lm_head.weight is again.transformer.wte.weight and again.lm_head.weight.requires_grad
     with pytest.raises(RuntimeError, match='size mismatch'):
         GPT.from_state_dict(GPTConfig(**asdict(model.config) | dict(n_embd=64)), weights)
-
-
-def test_weight_decay_on_matrices_only():
-    model = tiny(bias=True)
-    groups = parameter_groups(model, 0.1)
-    for group in groups:
-        assert all((p.dim() >= 2) == (group['weight_decay'] == 0.1) for p in group['params'])
-    assert sum(len(group['params']) for group in groups) == len(list(model.parameters()))
 
 
 def test_impossible_shapes_are_rejected():

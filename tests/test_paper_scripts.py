@@ -108,8 +108,6 @@ def test_losses_of_another_protocol_are_not_drawn(tmp_path, capsys):
     final_losses.main([*argv, '--tuned', 'init_from'])
     (row,) = rows_of(tmp_path / 'figure.csv')
     assert (row['val/loss'], row['seeds'], row['tried']) == ('3.0', '1', '2')
-    make(tmp_path, 'adamw', 100, 3.0, data='other')
-    assert 'cannot be compared: the data' in rejection(final_losses.main, [*argv, '--tuned', 'init_from'])
 
 
 def test_max_lr_finds_the_largest_stable_rate(tmp_path):

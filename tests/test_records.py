@@ -50,10 +50,6 @@ def test_an_unfinished_record_is_named(record, tmp_path, capsys):
     records.main([str(tmp_path)])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# runs.jsonl
-
-
 @pytest.fixture
 def pair(tmp_path):
     """(a directory of five runs, the folder with its runs.jsonl)."""
@@ -86,10 +82,6 @@ def test_runs_are_chosen_by_name_or_wildcard(pair, selection, count):
         assert len(runs.find_runs([path, pair[1]])) == 5  # each once
     else:
         assert f'{path}: no run there' in rejection(runs.find_runs, [path])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The records of this repository
 
 
 def test_records_are_finished_runs_of_one_schedule():

@@ -30,8 +30,7 @@ def files(part):
 
 def name_of(path):
     """The dotted name by which a file is imported."""
-    parts = path.relative_to(ROOT).with_suffix('').parts
-    return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
+    return '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
 
 
 def imports(path):
@@ -41,12 +40,11 @@ def imports(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            package = '.'.join(name_of(path).split('.')[:-node.level]) if node.level else ''
-            module = '.'.join(filter(None, (package, node.module)))
+            assert node.level == 0, f'{path}: a relative import'
             for alias in node.names:
-                submodule = ROOT / module.replace('.', '/') / alias.name
+                submodule = ROOT / node.module.replace('.', '/') / alias.name
                 is_module = submodule.is_dir() or submodule.with_suffix('.py').is_file()
-                found.add(f'{module}.{alias.name}' if is_module else module)
+                found.add(f'{node.module}.{alias.name}' if is_module else node.module)
     return {name for name in found if name.split('.')[0] in PARTS}
 
 

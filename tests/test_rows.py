@@ -66,7 +66,7 @@ def alone(name, model):
 
 @pytest.mark.parametrize('name', FROM_LIBRARIES)
 def test_an_optimizer_computes_what_its_library_does(name):
-    """With the learning rate of each step set from outside, bit for bit; its state_dict restores all."""
+    """With the learning rate of each step set from outside, bit for bit."""
     needs(name)
     ours, theirs = tiny_gpt(), tiny_gpt()
     optimizer, alone_ones = build_optimizer(name, parameter_groups(ours, 0.1), lr=LR), alone(name, theirs)
@@ -77,13 +77,6 @@ def test_an_optimizer_computes_what_its_library_does(name):
         step(theirs, alone_ones, i)
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters()))
     assert not torch.equal(ours.transformer.wpe.weight, tiny_gpt().transformer.wpe.weight)
-
-    again = copy.deepcopy(ours)
-    loaded = build_optimizer(name, parameter_groups(again, 0.1), lr=LR)
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    step(ours, [optimizer], 100)
-    step(again, [loaded], 100)
-    assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), again.parameters()))
 
 
 def test_groups_hold_exactly_the_trained_parameters():
@@ -117,20 +110,6 @@ def test_a_learning_rate_of_a_groups_own_reaches_every_optimizer(name):
         step(model, [optimizer], i)
     for p, q in zip(model.parameters(), before.parameters()):
         assert torch.equal(p, q) == (id(p) in still)
-
-
-def test_a_checkpoint_does_not_overrule_what_the_code_says_of_a_group(tmp_path):
-    model, path = tiny_gpt(), tmp_path / 'ckpt_00000001.pt'
-    saved, restored = (torch.optim.SGD([dict(params=model.parameters(), lr_scale=scale)], lr=LR)
-                       for scale in (0.1, 0.5))
-    saved.param_groups[0]['counter'] = 3
-    state = dict(model=model.state_dict(), optimizer=saved.state_dict(), scaler={}, config={})
-    checkpoint.restore(path, state, model, restored, None)
-    group, = restored.param_groups
-    assert (group['lr_scale'], group['counter']) == (0.5, 3)
-    two = torch.optim.SGD([dict(params=[p]) for p in model.parameters()], lr=LR)
-    message = rejection(checkpoint.restore, path, state, model, two, None)
-    assert '1 param groups were saved' in message and 'was parameter_groups edited?' in message
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -293,7 +272,6 @@ def test_a_run_announces_the_settings_of_its_optimizer_only():
     (['muon', '--optimizer_args=adjust_lr_fn=None'], 'adjust_lr_fn is fixed for torch:Muon'),
     (['sophiag', '--optimizer_args=foreach=True'], '--optimizer_args has no effect with sophiag'),
     (['torch:Rprop', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for torch:Rprop'),
-    (['sophiah', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for sophiah'),
     (['pytorch_optimizer:SOAP', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for pytorch_optimizer:SOAP'),
 ])
 def test_settings_that_cannot_be_are_rejected_in_one_line(flags, message):
@@ -307,10 +285,3 @@ def test_a_learning_rate_that_the_table_does_not_have_must_be_given():
     assert 'has no learning rate for torch:NAdam at tiny; set --learning_rate' in message
     muon, adamw = (settings(f'--optimizer_name={name}', '--model_size=125M') for name in ('muon', 'adamw'))
     assert muon.learning_rate == adamw.learning_rate == 6e-4
-
-
-def test_settings_that_an_optimizer_rejects():
-    needs('soap')
-    message = rejection(lambda: build_optimizer('soap', parameter_groups(tiny_gpt(), 0.1), lr=1e-3,
-                                                optimizer_args='precondition_frequency=-1'))
-    assert message.startswith('--optimizer_name=pytorch_optimizer:SOAP: cannot be built with its settings')

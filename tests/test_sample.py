@@ -25,10 +25,6 @@ def make_model(**kwargs):
     return model
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# GPT.generate
-
-
 @torch.no_grad()
 @pytest.mark.parametrize('kwargs', [{}, dict(bias=True, scale_attn_by_inverse_layer_idx=True, gelu_approximate='tanh')])
 @pytest.mark.parametrize('length', [1, 7, 30])
@@ -73,10 +69,6 @@ def test_crop_vocab_size_keeps_the_other_logits(tied):
     crop_vocab_size(model, 50)
     torch.testing.assert_close(model(idx)[0], expected)
     assert (model.lm_head.weight is model.transformer.wte.weight) == tied and model.config.vocab_size == 50
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# scripts/sample.py
 
 
 def save_run(out_dir, **extra):
@@ -124,10 +116,6 @@ def test_bad_flags_are_rejected(flags, words, capsys):
     assert words in capsys.readouterr().err
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# analysis/load.py
-
-
 def test_tokenizer_is_the_data_sets(tmp_path, capsys):
     data = write_bins(tmp_path / 'data', range(50), range(50))
     out = save_run(tmp_path / 'run', config=dict(dataset=str(data)))
@@ -138,13 +126,15 @@ def test_tokenizer_is_the_data_sets(tmp_path, capsys):
     assert run(capsys, out, '--tokenizer=byte') == here
 
 
-def foreign_checkpoint(path, model, dataset='gone', **model_args):
-    """Saves `model` as the official repository does, and nanoGPT where there is no flash attention: compiled, with the
-    buffers of its attention's masks."""
+def foreign_checkpoint(path, model, dataset='gone', prefix='', **model_args):
+    """Saves `model` as the official repository does, and nanoGPT where there is no flash attention, with the buffers of
+    its attention's masks; with the `prefix` of torch.compile and DDP."""
     c = model.config
     mask = torch.tril(torch.ones(c.block_size, c.block_size))[None, None]
-    weights = {f'_orig_mod.{key}': w for key, w in model.state_dict().items()}
-    weights |= {f'_orig_mod.transformer.h.{i}.attn.bias': mask for i in range(c.n_layer)}
+    weights = {f'{prefix}{key}': w for key, w in model.state_dict().items()}
+    for i in range(c.n_layer):
+        block = f'{prefix}transformer.h.{i}'
+        weights |= {f'{block}.attn.bias': mask, f'{block}.attn.masked_bias': torch.ones(())}
     args = {key: getattr(c, key) for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout',
                                              'bias')}
     torch.save(dict(model=weights, optimizer={}, model_args=args | model_args, iter_num=5,
@@ -152,12 +142,12 @@ def foreign_checkpoint(path, model, dataset='gone', **model_args):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('official', [False, True])
-def test_checkpoints_of_nanogpt_and_of_the_official_repository(tmp_path, official):
+@pytest.mark.parametrize('official, prefix', [(False, ''), (False, '_orig_mod.'), (True, 'module._orig_mod.')])
+def test_checkpoints_of_nanogpt_and_of_the_official_repository(tmp_path, official, prefix):
     """The official repository's GELU is the tanh approximation; its model_args have the attention scaling."""
     settings = dict(scale_attn_by_inverse_layer_idx=True) if official else {}
-    model = make_model(gelu_approximate='tanh' if official else 'none', **settings)
-    foreign_checkpoint(tmp_path / 'ckpt.pt', model, **settings)
+    model = make_model(gelu_approximate='tanh' if official else 'none', bias=True, **settings)
+    foreign_checkpoint(tmp_path / 'ckpt.pt', model, prefix=prefix, **settings)
     loaded, idx = load(tmp_path / 'ckpt.pt'), torch.randint(64, (2, 24))
     assert torch.equal(loaded.model(idx)[0], model(idx)[0])
     assert loaded.tokenizer is None and loaded.state['iter_num'] == 5

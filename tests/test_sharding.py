@@ -105,10 +105,6 @@ at(4, lambda: setattr(sophia.GaussNewtonBartlett, 'estimate', spoiled), rank=1)
     assert not iterations(tmp_path)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints
-
-
 @pytest.fixture(scope='module')
 def stopped(train, tmp_path_factory):
     """stopped(name, parallel): the out_dir of a run of two ranks that was stopped after 7 iterations, made once."""
@@ -161,20 +157,17 @@ sharded.save_pt = interrupted
     assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
 
 
-def flip_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize('name', ['__0_0.distcp', '__1_0.distcp', '.metadata', 'state.pt'])
 def test_damage_is_noticed(run, tmp_path, name):
     """The newest intact one is loaded, whatever has happened to the last."""
     for path in checkpoint.checkpoints(run(parallel='fsdp')):
         shutil.copytree(path, tmp_path / path.name)
-    flip_bit(tmp_path / 'ckpt_00000010' / name)
+    path = tmp_path / 'ckpt_00000010' / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
     assert checkpoint.load(tmp_path)[0].name == 'ckpt_00000005'
-    (tmp_path / 'ckpt_00000010' / name).unlink()
+    path.unlink()
     if name != 'state.pt':  # without it the directory is no checkpoint
         assert checkpoint.load(tmp_path)[0].name == 'ckpt_00000005'
 

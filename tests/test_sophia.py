@@ -4,13 +4,12 @@
 """
 
 import shutil
-import socket
 
 import pytest
 import reference
 import torch
 import torch.distributed as dist
-from reference import double_precision  # noqa: F401 - for every test here
+from reference import double_precision, flat, uniform  # noqa: F401 - for every test here
 from torch.distributions import Bernoulli, Categorical, Normal, Poisson
 from torch.nn import functional as F
 
@@ -21,10 +20,6 @@ needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('cl
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Algorithm 3
-
-
-def uniform(low, high):
-    return low + (high - low) * torch.rand(()).item()
 
 
 @pytest.mark.parametrize('seed', range(3))
@@ -181,6 +176,9 @@ def test_steps_do_not_grow_with_the_condition_number():
 # Algorithm 2
 
 
+LABELS = torch.arange(8) % 5
+
+
 def make_mlp(outputs):
     """A tiny network, its 8 inputs, and a function (parameters as a tuple) → (8, outputs)."""
     params = [torch.nn.Parameter(0.8 * torch.randn(shape)) for shape in [(3, 4), (4,), (4, outputs)]]
@@ -207,10 +205,6 @@ def assert_mean_is(samples, expected):
     z = (samples.mean(0) - expected) / error.clamp(min=1e-12)
     assert z.abs().max() < 5 and z.square().mean() < 2.5
     assert samples.sum(1).std() / len(samples) ** 0.5 < 0.05 * expected.sum().abs()
-
-
-def flat(tensors):
-    return torch.cat([t.detach().flatten() for t in tensors])
 
 
 @pytest.mark.parametrize('micro_batches', [(8,), (3, 4, 1)])
@@ -250,11 +244,10 @@ def test_gauss_newton_bartlett_keeps_the_graph_if_asked_and_undoes_the_loss_scal
     out = f(params, x)
     gauss_newton_bartlett(out, params, retain_graph=True)
     out.sum().backward()
-    labels = torch.arange(8) % 5
     estimates = []
     for scale in (1.0, 1024.0):
         estimator = GaussNewtonBartlett(params)
-        estimator.add(scale * F.cross_entropy(f(params, x), labels, reduction='sum'), 8)
+        estimator.add(scale * F.cross_entropy(f(params, x), LABELS, reduction='sum'), 8)
         estimates.append(flat(estimator.estimate(scale)))
     torch.testing.assert_close(*estimates)
 
@@ -290,9 +283,8 @@ def test_hutchinson_is_unbiased_on_an_indefinite_quadratic(rademacher):
 
 def test_hutchinson_averages_micro_batches_with_one_u():
     params, x, f = make_mlp(outputs=5)
-    y = torch.arange(8) % 5
-    whole = hutchinson(F.cross_entropy(f(params, x), y), params, torch.Generator().manual_seed(2))
-    parts = hutchinson((F.cross_entropy(f(params, x[i:i + 2]), y[i:i + 2]) for i in range(0, 8, 2)), params,
+    whole = hutchinson(F.cross_entropy(f(params, x), LABELS), params, torch.Generator().manual_seed(2))
+    parts = hutchinson((F.cross_entropy(f(params, part), y) for part, y in zip(x.split(2), LABELS.split(2))), params,
                        torch.Generator().manual_seed(2))
     torch.testing.assert_close(parts, whole)
 
@@ -300,7 +292,6 @@ def test_hutchinson_averages_micro_batches_with_one_u():
 def test_estimators_take_the_optimizer_and_keep_its_order():
     """Two matrices of one shape, with the groups in another order than the model's."""
     params, x, f = make_mlp(outputs=5)
-    y = torch.arange(8) % 5
     optimizer = Sophia([dict(params=params[2:]), dict(params=params[:2])], lr=0.1)
     torch.manual_seed(4)
     expected = gauss_newton_bartlett(f(params, x), params)
@@ -308,18 +299,17 @@ def test_estimators_take_the_optimizer_and_keep_its_order():
     optimizer.update_hessian(gauss_newton_bartlett(f(params, x), optimizer))
     for p, h_hat in zip(params, expected):
         torch.testing.assert_close(optimizer.state[p]['hessian'], 0.01 * h_hat)
-    estimates = hutchinson(F.cross_entropy(f(params, x), y), optimizer)
+    estimates = hutchinson(F.cross_entropy(f(params, x), LABELS), optimizer)
     assert [h.shape for h in estimates] == [p.shape for p in params[2:] + params[:2]]
 
 
 def test_hessian_vector_product():
     """Forward over reverse is double backward, and a central difference of gradients."""
     params, x, f = make_mlp(outputs=5)
-    y = torch.arange(8) % 5
     values, u = tuple(p.detach() for p in params), [torch.randn_like(p) for p in params]
 
     def loss_fn(values):
-        return F.cross_entropy(f(values, x), y)
+        return F.cross_entropy(f(values, x), LABELS)
 
     product = hessian_vector_product(loss_fn, values, u)
     gradient = torch.autograd.grad(loss_fn(params), params, create_graph=True)
@@ -343,11 +333,11 @@ def test_estimates_of_frozen_parameters_are_zero():
     params[-1].requires_grad_(False)
     before = params[-1].clone()
     optimizer = Sophia(params, lr=0.1)
-    loss = F.cross_entropy(f(params, x), torch.arange(8) % 5)
+    loss = F.cross_entropy(f(params, x), LABELS)
     for estimates in (gauss_newton_bartlett(f(params, x), params), hutchinson(loss, params)):
         assert not estimates[-1].any() and estimates[0].any()
         optimizer.update_hessian(estimates)
-    F.cross_entropy(f(params, x), torch.arange(8) % 5).backward()
+    F.cross_entropy(f(params, x), LABELS).backward()
     optimizer.step()
     assert torch.equal(params[-1], before) and optimizer.unclipped_fraction() is not None
 
@@ -370,15 +360,15 @@ def test_misuse_is_named():
 # Two ranks
 
 
-def on_each_of_two_ranks(rank, port, path):
+def on_each_of_two_ranks(rank, path):
     """Rank 0 has three of the eight examples for Gauss-Newton-Bartlett, half of them for Hutchinson."""
     torch.set_num_threads(1)
-    dist.init_process_group('gloo', f'tcp://127.0.0.1:{port}', rank=rank, world_size=2)
+    dist.init_process_group('gloo', f'file://{path}/store', rank=rank, world_size=2)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     params, x, f = make_mlp(outputs=5)
     mine, half = x[:3] if rank == 0 else x[3:], slice(4 * rank, 4 * rank + 4)
-    loss = F.cross_entropy(f(params, x[half]), (torch.arange(8) % 5)[half])
+    loss = F.cross_entropy(f(params, x[half]), LABELS[half])
     rejections = []
     for estimator, outputs in ((gauss_newton_bartlett, f(params, mine)), (hutchinson, loss)):
         try:
@@ -389,7 +379,7 @@ def on_each_of_two_ranks(rank, port, path):
     samples = torch.stack([flat(gauss_newton_bartlett((f(params, part) for part in mine.split(2)), params))
                            for _ in range(300)])
     alone = [dist.new_group([r]) for r in range(2)][rank]
-    estimates = {name: flat(hutchinson(F.cross_entropy(f(params, x[half]), (torch.arange(8) % 5)[half]), params,
+    estimates = {name: flat(hutchinson(F.cross_entropy(f(params, x[half]), LABELS[half]), params,
                                        torch.Generator().manual_seed(2), group=group))
                  for name, group in (('both', None), ('alone', alone))}
     torch.save(dict(samples=samples, rejections=rejections, **estimates), f'{path}/{rank}.pt')
@@ -399,10 +389,7 @@ def on_each_of_two_ranks(rank, port, path):
 @pytest.fixture(scope='module')
 def two_ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp('ranks')
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    torch.multiprocessing.spawn(on_each_of_two_ranks, (port, path), nprocs=2)
+    torch.multiprocessing.spawn(on_each_of_two_ranks, (path,), nprocs=2)
     return [torch.load(path / f'{rank}.pt') for rank in range(2)]
 
 
@@ -411,8 +398,7 @@ def test_estimates_over_two_ranks_are_those_of_the_whole_mini_batch(two_ranks):
     params, x, f = make_mlp(outputs=5)
     total, B = exact_gauss_newton(f, params, x, lambda out: Categorical(logits=out))
     assert_mean_is(two_ranks[0]['samples'], flat(total) / B)
-    whole = flat(hutchinson(F.cross_entropy(f(params, x), torch.arange(8) % 5), params,
-                            torch.Generator().manual_seed(2)))
+    whole = flat(hutchinson(F.cross_entropy(f(params, x), LABELS), params, torch.Generator().manual_seed(2)))
     for rank in two_ranks:
         assert torch.equal(rank['samples'], two_ranks[0]['samples'])
         torch.testing.assert_close(rank['both'], whole)

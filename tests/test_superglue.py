@@ -1,12 +1,12 @@
 """scripts/paper/superglue.py: prompts, batches, scores of a model with known answers, the whole script."""
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import rejection
+from fake_runs import rows_of
 from test_sample import make_model, save_run
 
 from analysis.load import load, with_tokenizer
@@ -86,8 +86,7 @@ def test_script(tmp_path, monkeypatch):
     argv = [*runs, '--tasks', 'rte', 'copa', '--device=cpu', f'--output={tmp_path / "figure.png"}']
     superglue.main(argv)
     assert (tmp_path / 'figure.png').stat().st_size > 5000
-    with (tmp_path / 'figure.csv').open() as f:
-        table = [(row['task'], row['checkpoint'], row['examples']) for row in csv.DictReader(f)]
+    table = [(row['task'], row['checkpoint'], row['examples']) for row in rows_of(tmp_path / 'figure.csv')]
     assert table == [(task, run, '10') for run in runs for task in ('RTE', 'COPA')]
     assert len(asked) == 2 * 5 * 20 and asked[:100] == asked[100:]  # the same for both checkpoints
     assert asked[:10] != asked[10:20] and all(prompt.count('Seen') == 2 for prompt in asked)  # of the train split

@@ -1,4 +1,4 @@
-"""The output of a run: lines, answers to Ctrl-C, last lines, advice, Weights & Biases."""
+"""The output of a run: advice, answers to Ctrl-C, lines and last lines, Weights & Biases."""
 
 import json
 import re
@@ -11,37 +11,16 @@ from conftest import metrics
 from runtime import runlog
 from runtime.signals import STOPPED
 
-VALUES = dict(out_dir='out/x', init_from='scratch', warmup_iters=3)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Lines
-
-
-@pytest.mark.parametrize('enabled', [True, False])
-def test_a_run_log_writes_finite_numbers_and_prints_the_line(tmp_path, capsys, enabled):
-    log = runlog.RunLog(tmp_path, VALUES, enabled=enabled)
-    state = SimpleNamespace(iter=2, tokens=96, seconds=0.5)
-    log.record(state, 'iter 2: a line', {'train/loss': float('nan'), 'lr': 0.5})
-    log.close()
-    assert capsys.readouterr().out.splitlines() == ['iter 2: a line'] * enabled
-    lines = (tmp_path / 'metrics.jsonl').read_text().splitlines() if enabled else []
-    assert list(map(json.loads, lines)) == [{'iter': 2, 'tokens': 96, 'time': 0.5, 'lr': 0.5}] * enabled
-
 
 @pytest.mark.parametrize('unclipped, way', [(0.004, 'raise'), (0.96, 'lower')])
 def test_advice_on_gamma_comes_once_and_after_the_warm_up(tmp_path, capsys, unclipped, way):
-    log = runlog.RunLog(tmp_path, VALUES, enabled=True)
+    log = runlog.RunLog(tmp_path, dict(init_from='scratch', warmup_iters=3), enabled=True)
     for i in range(6):
         log.record(SimpleNamespace(iter=i, tokens=0, seconds=0.0), f'line {i}', {
             'update_unclipped': unclipped if i != 3 else 0.3})
     *lines, advice, last = capsys.readouterr().out.splitlines()
     assert lines == [f'line {i}' for i in range(5)] and last == 'line 5'
     assert f'note: {unclipped:.1%} of the coordinates are unclipped; {way} --gamma until' in advice
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Ctrl-C, and the last lines
 
 
 def test_ctrl_c_says_at_once_what_it_does_and_what_a_second_one_does(train, tmp_path):
@@ -73,10 +52,7 @@ def test_lines_show_the_progress_and_the_end_says_what_to_try_next(train, tmp_pa
     assert stopped.out.splitlines()[-1] == 'the same command resumes it' and 'done: ' not in stopped.out
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Weights & Biases
-
-# The part of wandb that is used.
+# The part of Weights & Biases that is used.
 WANDB = """
 import json
 from pathlib import Path

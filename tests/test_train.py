@@ -1,6 +1,5 @@
 """train.py: it learns, its losses do not depend on how a mini-batch is split, and nothing fools a fork silently."""
 
-import errno
 import json
 import random
 import signal
@@ -73,11 +72,11 @@ def test_it_learns_and_leaves_its_records(reference, name):
     assert {'command', 'versions', 'git_commit', 'data'} <= described.keys()
 
 
-def test_importing_train_leaves_slow_modules_out():
+def test_training_and_sampling_leave_slow_modules_out():
     """Machinery for compiling and for sharding is imported where something is compiled or sharded."""
     slow = ['torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'sympy',
-            'transformers', 'matplotlib', 'scipy']
-    code = f'import sys, torch, numpy, train; print([name for name in {slow} if name in sys.modules])'
+            'transformers', 'safetensors', 'tokenizers', 'matplotlib', 'scipy']
+    code = f'import sys, torch, numpy, train, scripts.sample; print([name for name in {slow} if name in sys.modules])'
     assert subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True) == '[]\n'
 
 
@@ -105,8 +104,6 @@ def test_checkpoint_holds_nanogpts_keys(reference):
     # More would be an unexpected argument to nanoGPT's GPTConfig.
     assert state['model_args'].keys() == {'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'}
     assert (reference['sophiag'] / 'best.pt').is_file()
-    h = [s['hessian'] for s in state['optimizer']['state'].values()]
-    assert all(torch.isfinite(t).all() and (t >= 0).all() for t in h) and sum(t.sum() for t in h) > 0
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
@@ -175,10 +172,7 @@ model.MLP.forward = lambda self, x: forward(self, x) if os.environ['RANK'] == '0
 """)
     assert done.code == 1 and len(done.err.splitlines()) == 1
     assert done.err.startswith('transformer.h.0.mlp.c_fc.weight: has a gradient on some ranks only; let every rank')
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Input and ends of runs
+    assert 'docs/hacking.md, "A mixture of experts"' in done.err
 
 
 def test_max_iters_below_the_checkpoint_is_one_line(main, tmp_path, capsys):
@@ -189,23 +183,10 @@ def test_max_iters_below_the_checkpoint_is_one_line(main, tmp_path, capsys):
     assert 'inf' not in capsys.readouterr().out
 
 
-def test_a_first_save_that_fails_does_not_speak_of_older_checkpoints(main, tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(errno.ENOSPC, 'No space left on device')
-    monkeypatch.setattr(torch, 'save', full)
-    assert rejection(main, tmp_path, '--max_iters=1') == (
-        f'{tmp_path}: the last checkpoint could not be saved; the newest one there: none')
-    output = capsys.readouterr()
-    assert output.err == (f'warning: {tmp_path}/ckpt_00000001.pt: could not be saved (No space left on device); '
-                          'training continues\n')
-    assert 'done:' not in output.out
-
-
 @pytest.mark.parametrize('flags, words', [
     (['--dataset=openwebtext'], 'run python data/openwebtext/prepare.py'),
     (['--dataset=nowhere'], 'data/nowhere/train.bin: no such file'),
     (['--device=cuda'], '; use cuda, cuda:N, mps or cpu'),
-    (['--block_size=60000'], 'too few for block_size = 60000'),
     (['--n_head=3'], '--n_head=3: must be a divisor of n_embd = 32'),
 ])
 def test_bad_input_is_one_line_and_leaves_nothing(fork, corpus, tmp_path, flags, words):
