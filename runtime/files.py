@@ -114,11 +114,11 @@ def code_hash():
     root = Path(__file__).resolve().parents[1]
     # Resolved, because the repository may have been reached by a symbolic link.
     loaded = [Path(getattr(module, '__file__', None) or '').resolve() for module in list(sys.modules.values())]
-    ours = {path for path in loaded if root in path.parents and path.is_file()
-            and not {'site-packages', 'tests'} & set(path.parts)} | set((root / 'runtime').glob('*.py'))
+    names = {path.relative_to(root) for path in loaded if root in path.parents and path.is_file()}
+    names = {name for name in names if not {'site-packages', 'tests'} & set(name.parts)}
     digest = hashlib.sha256()
-    for path in sorted(ours):
-        digest.update(f'{path.relative_to(root).as_posix()}\n'.encode() + path.read_bytes())
+    for name in sorted(names | {path.relative_to(root) for path in (root / 'runtime').glob('*.py')}):
+        digest.update(f'{name.as_posix()}\n'.encode() + (root / name).read_bytes())
     return digest.hexdigest()[:16]
 
 

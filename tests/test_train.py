@@ -2,6 +2,8 @@
 
 import json
 import random
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +152,19 @@ def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(
     monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(tmp_path / 'link/config/quickstart.py')))
     main(tmp_path, '--max_iters=4', '--init_from=resume')
     assert json.loads((tmp_path / 'config.json').read_text())['code'] == more
+
+
+def test_the_code_is_known_in_a_directory_of_any_name(tmp_path, monkeypatch):
+    copy = tmp_path / 'tests/repository/runtime/files.py'
+    copy.parent.mkdir(parents=True)
+    shutil.copy(ROOT / 'runtime/files.py', copy)
+    more = copy.parents[1] / 'more.py'
+    monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(more)))
+    code_hash, hashes = runpy.run_path(copy)['code_hash'], set()
+    for text in ('one = 1', 'one = 2'):
+        more.write_text(text)
+        hashes.add(code_hash())
+    assert len(hashes) == 2
 
 
 def test_an_optimizer_that_draws_draws_alike_in_every_run(main, tmp_path, monkeypatch):
