@@ -63,8 +63,9 @@ class Case:
         self.config, self.world, self.device = config, world, world.device
         meta = read_meta(data_dir(config.dataset))
         self.vocab_size = meta['vocab_size'] if meta else 50257
-        given = config.given - {'device'}
-        self.name = ' '.join(f'{key}={value}' for key, value in config.values.items() if key in given)
+        given = [key for key in config.values if key in config.given - {'device'}]
+        self.name = ' '.join(dict.fromkeys(  # a file once, for all that it sets
+            f'{key}={config.values[key]}' if config.sources[key] == 'flag' else config.sources[key] for key in given))
         self.set_up()
         self.seconds = {True: [], False: []}  # of steps with and without an estimate
         self.losses = []
