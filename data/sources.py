@@ -21,11 +21,10 @@ CHARS = 2 ** 20  # characters of text in one batch
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
 
 
-def argument_parser(doc, script, tokenizer=None, data_files=None):
+def argument_parser(doc, script, tokenizer=None):
     """The parser of a prepare.py, from its docstring and __file__, with the flags that all of them share.
 
-    `tokenizer`: the default of --tokenizer; `data_files`: the kinds of file that --data_files takes. Without them, the
-    flag is left out.
+    `tokenizer`: the default of --tokenizer; without it, there is no such flag.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', type=Path, default=Path(script).resolve().parent,
@@ -34,10 +33,8 @@ def argument_parser(doc, script, tokenizer=None, data_files=None):
                         default=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
     parser.add_argument('--overwrite', action='store_true', help='replace other bins that are in the way')
     if tokenizer:
-        parser.add_argument('--tokenizer', metavar=TOKENIZER_NAMES, default=tokenizer, help=f'default: {tokenizer}')
-    if data_files:
-        parser.add_argument('--data_files', nargs='+', type=existing, metavar='FILE',
-                            help=f'local {data_files} files instead of the Hub')
+        parser.add_argument('--tokenizer', type=get_tokenizer, metavar=TOKENIZER_NAMES, default=tokenizer,
+                            help=f'default: {tokenizer}')
     return parser
 
 
@@ -49,7 +46,7 @@ def at_least_one(text):
 
 
 def existing(text):
-    """The path of a file or directory, for argparse: so a prepare.py looks for its input before its tokenizer."""
+    """The path of a file or directory, for argparse."""
     if not Path(text).exists():
         raise SystemExit(f'{text}: no such file')
     return Path(text)
@@ -74,15 +71,12 @@ def names_of(paths):
 
 def load(files, text_key, **kwargs):
     """`datasets.load_dataset` of parquet or jsonl files (paths or hf:// addresses), as one split."""
-    try:
-        import datasets
-    except ImportError:
-        raise SystemExit('this corpus needs the package datasets: pip install datasets') from None
     files = [str(file) for file in files]
     kind = 'parquet' if files[0].endswith('.parquet') else 'json'
     try:
+        import datasets
         dataset = datasets.load_dataset(kind, data_files=files, split='train', **kwargs)
-    except Exception as error:  # errors of the network, the Hub, the file system and parsers have no common class
+    except Exception as error:  # of the import, the network, the Hub, the file system and parsers: no common class
         raise SystemExit(f'{files[0]}: cannot be read ({type(error).__name__}: {first_line(error)})'
                          + '; --data_files FILE... reads local copies' * files[0].startswith('hf:')) from None
     if dataset.column_names and text_key not in dataset.column_names:
@@ -97,14 +91,15 @@ def hub(repository, revision, names):
 
 def prepare_split_table(doc, script, repository, revision, names):
     """A whole prepare.py, for a table on the Hub in GPT-2's tokens and with nanoGPT's split."""
-    args = argument_parser(doc, script, tokenizer='gpt2', data_files='.parquet or .jsonl').parse_args()
-    tokenizer = get_tokenizer(args.tokenizer)
+    parser = argument_parser(doc, script, tokenizer='gpt2')
+    parser.add_argument('--data_files', nargs='+', type=existing, metavar='FILE', help='instead of those on the Hub')
+    args = parser.parse_args()
     files, source = hub(repository, revision, names), repository
     if args.data_files:
         files, (source, revision) = args.data_files, local_files(args.data_files)
     corpus = Corpus(source, revision, split=f'train_test_split: {SPLIT}',
                     open=partial(split_table, files, min(args.num_proc, len(files))))
-    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 def split_table(files, num_proc, text_key='text'):
@@ -127,23 +122,17 @@ def read_rows(parts, text_key, batch):
 
 def stream_tables(files, text_key='text'):
     """Batches of tables that are too large to store: {split: files}, read one after another as streams."""
-    return Batches([tagged(split, stream(file, load([file], text_key, streaming=True), text_key))
+    return Batches([stream(split, file, load([file], text_key, streaming=True), text_key)
                     for split in files for file in files[split]])
 
 
-def tagged(split, batches):
-    """Yield the texts of each batch as documents of `split`."""
-    for texts in batches:
-        yield [(split, text) for text in texts]
-
-
-def stream(file, dataset, text_key):
-    """Yield the texts of one streamed file in lists of ROWS. After an OSError the writer keeps what it has."""
+def stream(split, file, dataset, text_key):
+    """Yield the documents of one streamed file in lists of ROWS. After an OSError the writer keeps what it has."""
     try:
         for table in dataset.with_format('arrow').iter(ROWS):
             if text_key not in table.column_names:
                 raise SystemExit(f'{file}: no column {text_key!r}, only {", ".join(table.column_names)}')
-            yield table[text_key].to_pylist()
+            yield [(split, text) for text in table[text_key].to_pylist()]
     except Exception as error:  # as in `load`
         raise OSError(f'{file}: {type(error).__name__}: {first_line(error)}') from None
 
@@ -274,8 +263,8 @@ def jsonl(path, text_key):
 
 def parquet(path, text_key):
     """Yield the text of each row of a .parquet file."""
-    for texts in stream(path, load([path], text_key, streaming=True), text_key):
-        yield from texts
+    for documents in stream('', path, load([path], text_key, streaming=True), text_key):
+        yield from (text for _, text in documents)
 
 
 READERS = {'.txt': txt, '.jsonl': jsonl, '.parquet': parquet}

@@ -11,7 +11,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, at_least_one, existing, hub, local_files, stream_tables
-from data.tokenizer import get_tokenizer
 from data.writer import Corpus, write_bins
 
 REPOSITORY, REVISION = 'monology/pile-uncopyrighted', '3be90335b66f24456a5d6659d9c8d208c0357119'
@@ -19,13 +18,13 @@ FILES = [f'train/{i:02d}.jsonl.zst' for i in range(30)]
 
 
 def main():
-    parser = argument_parser(__doc__, __file__, tokenizer='EleutherAI/gpt-neox-20b', data_files='.jsonl or .parquet')
+    parser = argument_parser(__doc__, __file__, tokenizer='EleutherAI/gpt-neox-20b')
+    parser.add_argument('--data_files', nargs='+', type=existing, metavar='FILE', help='instead of those on the Hub')
     parser.add_argument('--val_files', nargs='+', type=existing, metavar='FILE', help='the val split of --data_files')
     parser.add_argument('--num_files', type=at_least_one, default=30, help='training files to take (default: all 30)')
     args = parser.parse_args()
     if bool(args.data_files) != bool(args.val_files):
         parser.error('--data_files and --val_files go together')
-    tokenizer = get_tokenizer(args.tokenizer)
     if args.data_files:
         files, (source, revision) = [args.data_files, args.val_files], local_files([*args.data_files, *args.val_files])
     else:
@@ -33,7 +32,7 @@ def main():
         source, revision = REPOSITORY, REVISION
     corpus = Corpus(source, revision, split=f'{len(files[0])} files for train, {len(files[1])} for val',
                     open=lambda: stream_tables({'train': files[0], 'val': files[1]}))
-    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':

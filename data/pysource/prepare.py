@@ -15,7 +15,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser
-from data.tokenizer import get_tokenizer
 from data.writer import Batches, Corpus, write_bins
 
 LEFT_OUT = {'test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages'}
@@ -42,7 +41,6 @@ def read_sources(batch):
 
 def main():
     args = argument_parser(__doc__, __file__, tokenizer='byte').parse_args()
-    tokenizer = get_tokenizer(args.tokenizer)
     files, seen, digest = [], set(), hashlib.sha256()
     for name, path in python_files(Path(sysconfig.get_path('stdlib'))):
         text = path.read_bytes()
@@ -55,7 +53,7 @@ def main():
     batches = Batches([[files[start:start + 50]] for start in range(0, len(files), 50)], read_sources, len(files))
     corpus = Corpus(source, f'sha256:{digest.hexdigest()}', 'val: one file in ten, by the hash of its path',
                     open=lambda: batches)
-    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':

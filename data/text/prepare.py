@@ -10,7 +10,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, existing, files_corpus
-from data.tokenizer import get_tokenizer
 from data.writer import write_bins
 
 
@@ -23,9 +22,8 @@ def main():
     args = parser.parse_args()
     if not 0 < args.val_fraction <= 0.5:
         parser.error(f'--val_fraction={args.val_fraction}: must be above 0 and at most 0.5')
-    tokenizer = get_tokenizer(args.tokenizer)
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
-    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':
