@@ -84,19 +84,15 @@ def load(files, text_key, **kwargs):
     return dataset
 
 
-def hub(repository, revision, names):
-    """Addresses, for `load`, of files of a data set on the Hub."""
-    return [f'hf://datasets/{repository}@{revision}/{name}' for name in names]
-
-
 def prepare_split_table(doc, script, repository, revision, names):
     """A whole prepare.py, for a table on the Hub in GPT-2's tokens and with nanoGPT's split."""
     parser = argument_parser(doc, script, tokenizer='gpt2')
     parser.add_argument('--data_files', nargs='+', type=existing, metavar='FILE', help='instead of those on the Hub')
     args = parser.parse_args()
-    files, source = hub(repository, revision, names), repository
     if args.data_files:
         files, (source, revision) = args.data_files, local_files(args.data_files)
+    else:
+        files, source = [f'hf://datasets/{repository}@{revision}/{name}' for name in names], repository
     corpus = Corpus(source, revision, split=f'train_test_split: {SPLIT}',
                     open=partial(split_table, files, min(args.num_proc, len(files))))
     write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
@@ -179,12 +175,10 @@ def by_position(texts, fraction):
     """(split, text): val begins after the last line end before the last `fraction` of the characters."""
     left = max(1, int(sum(map(len, texts)) * (1 - fraction)))  # characters for train
     for text in texts:
+        end = max(0, left)
         if 0 < left <= len(text):  # the document in which val begins
             end = text.rfind('\n', 0, left) + 1 or left
-            parts = [('train', text[:end]), ('val', text[end:])]
-        else:
-            parts = [('train' if left > 0 else 'val', text)]
-        yield from (part for part in parts if part[1])
+        yield from (part for part in (('train', text[:end]), ('val', text[end:])) if part[1])
         left -= len(text)
 
 

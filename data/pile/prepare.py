@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, at_least_one, existing, hub, local_files, stream_tables
+from data.sources import argument_parser, at_least_one, existing, local_files, stream_tables
 from data.writer import Corpus, write_bins
 
 REPOSITORY, REVISION = 'monology/pile-uncopyrighted', '3be90335b66f24456a5d6659d9c8d208c0357119'
-FILES = [f'train/{i:02d}.jsonl.zst' for i in range(30)]
+HUB = f'hf://datasets/{REPOSITORY}@{REVISION}'
 
 
 def main():
@@ -26,12 +26,13 @@ def main():
     if bool(args.data_files) != bool(args.val_files):
         parser.error('--data_files and --val_files go together')
     if args.data_files:
-        files, (source, revision) = [args.data_files, args.val_files], local_files([*args.data_files, *args.val_files])
+        train, val = args.data_files, args.val_files
+        source, revision = local_files([*train, *val])
     else:
-        files = [hub(REPOSITORY, REVISION, names) for names in (FILES[:args.num_files], ['val.jsonl.zst'])]
+        train, val = [f'{HUB}/train/{i:02d}.jsonl.zst' for i in range(args.num_files)], [f'{HUB}/val.jsonl.zst']
         source, revision = REPOSITORY, REVISION
-    corpus = Corpus(source, revision, split=f'{len(files[0])} files for train, {len(files[1])} for val',
-                    open=lambda: stream_tables({'train': files[0], 'val': files[1]}))
+    corpus = Corpus(source, revision, split=f'{len(train)} files for train, {len(val)} for val',
+                    open=lambda: stream_tables({'train': train, 'val': val}))
     write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
