@@ -7,7 +7,6 @@ import argparse
 import hashlib
 import json
 import os
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -220,12 +219,11 @@ def read_files(paths, text_key):
                 yield document
 
 
-@contextmanager
-def open_text(path):
-    """A UTF-8 file without its byte order mark; only a newline ends a line. SystemExit when it is not UTF-8."""
+def lines(path):
+    """Yield the lines of a UTF-8 file without its byte order mark; only a newline ends one. SystemExit if not UTF-8."""
     try:
         with path.open(encoding='utf-8-sig', newline='\n') as file:
-            yield file
+            yield from file
     except UnicodeDecodeError as error:
         raise SystemExit(f'{path}: cannot be read as UTF-8 text ({error})') from None
 
@@ -233,26 +231,24 @@ def open_text(path):
 def txt(path, text_key):
     """Yield the documents of a .txt file between <|endoftext|>."""
     parts = []
-    with open_text(path) as file:
-        for line in file:
-            *ends, rest = line.split(END_OF_TEXT)
-            for end in ends:
-                yield ''.join([*parts, end])
-                parts = []
-            parts.append(rest)
+    for line in lines(path):
+        *ends, rest = line.split(END_OF_TEXT)
+        for end in ends:
+            yield ''.join([*parts, end])
+            parts = []
+        parts.append(rest)
     yield ''.join(parts)
 
 
 def jsonl(path, text_key):
     """Yield the text of each line of a .jsonl file that is not blank."""
-    with open_text(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield json.loads(line)[text_key]
-                except (ValueError, KeyError, TypeError):
-                    raise SystemExit(f'{path}, line {number}: not a JSON object with the key {text_key!r} '
-                                     '(--text_key names another)') from None
+    for number, line in enumerate(lines(path), 1):
+        if line.strip():
+            try:
+                yield json.loads(line)[text_key]
+            except (ValueError, KeyError, TypeError):
+                raise SystemExit(f'{path}, line {number}: not a JSON object with the key {text_key!r} '
+                                 '(--text_key names another)') from None
 
 
 def parquet(path, text_key):

@@ -5,7 +5,6 @@ All text is ordinary: `<|endoftext|>` written inside a document is spelled out, 
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from runtime.files import first_line
@@ -15,7 +14,7 @@ END_OF_TEXT_NAMES = END_OF_TEXT, '<|end_of_text|>', '</s>', '<eos>'  # in the to
 
 
 class Tokenizer:
-    """The interface of a tokenizer: the attributes below, encode, encode_batch and decode."""
+    """The interface of a tokenizer: the attributes below, encode (text to a list of ids) and decode."""
 
     name = ''
     vocab_size = 0  # ids are 0 … vocab_size - 1
@@ -30,10 +29,6 @@ class Tokenizer:
     def meta(self):
         """The part of a meta.json that `tokenizer_from_meta` and the readers of a bin need."""
         return {'tokenizer': self.name, 'vocab_size': self.vocab_size, 'dtype': self.dtype, 'eot_id': self.eot_id}
-
-    def encode_batch(self, texts):
-        """One list of ids for each text."""
-        return [self.encode(text) for text in texts]
 
 
 class GPT2(Tokenizer):
@@ -100,8 +95,6 @@ class FileTokenizer(Tokenizer):
 
     def __init__(self, text, eot_id=None, path='tokenizer.json'):
         self.text, self.eot_id = text, eot_id
-        # The writer runs one process per core, in each of which more threads would only compete.
-        os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
         try:
             import tokenizers
             self.bpe = tokenizers.Tokenizer.from_str(text)
@@ -153,11 +146,7 @@ class FileTokenizer(Tokenizer):
         return cls.from_file(path)
 
     def encode(self, text):
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts):
-        texts = [utf8(text).decode() for text in texts]
-        return [encoding.ids for encoding in self.bpe.encode_batch(texts, add_special_tokens=False)]
+        return self.bpe.encode(utf8(text).decode(), add_special_tokens=False).ids
 
     def decode(self, ids):
         return self.bpe.decode([int(i) for i in ids], skip_special_tokens=False)

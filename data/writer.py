@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -243,14 +243,13 @@ def start_worker(read, tokenizer):
 
 def encode(batch):
     """Worker: the tokens of a batch, {split: (ids, number of documents)}."""
-    documents, tokenizer = encode.read(batch) if encode.read else batch, encode.tokenizer
-    for split, text in documents:
+    tokenizer, arrays, counts = encode.tokenizer, defaultdict(list), Counter()
+    end = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
+    for split, text in encode.read(batch) if encode.read else batch:
         if not isinstance(text, str):
             raise SystemExit(f'a document for {split}.bin is {text!r}, not text')
-    end = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
-    arrays, counts = {}, Counter(split for split, _ in documents)
-    for (split, _), ids in zip(documents, tokenizer.encode_batch([text for _, text in documents])):
-        arrays.setdefault(split, []).extend(np.asarray(part, tokenizer.dtype) for part in (ids, end))
+        arrays[split] += [np.asarray(ids, tokenizer.dtype) for ids in (tokenizer.encode(text), end)]
+        counts[split] += 1
     return {split: (np.concatenate(parts), counts[split]) for split, parts in arrays.items()}
 
 

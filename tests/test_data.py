@@ -224,8 +224,8 @@ def test_tokenizer(name, vocab_size, eot_id):
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot_id) == (name, vocab_size, eot_id)
     assert tokenizer.dtype == 'uint16'
     documents = [*texts(20), '', f'a{EOT}b']
-    for text, ids in zip(documents, tokenizer.encode_batch(documents)):
-        assert list(ids) == list(tokenizer.encode(text))
+    for text in documents:
+        ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert eot_id not in ids
     assert tokenizer.decode(tokenizer.encode('a\ud800b')) == 'a\ufffdb'
