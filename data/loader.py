@@ -62,9 +62,9 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     return steps
 
 
-def data_dir(dataset, root=Path()):
+def data_dir(dataset):
     """The directory that --dataset means: data/DATASET, or the path itself where there is only that."""
-    inside, itself = root / 'data' / dataset, root / dataset
+    inside, itself = Path('data') / dataset, Path(dataset)
     return itself if itself.is_dir() and not inside.is_dir() else inside
 
 
@@ -128,14 +128,12 @@ class Bin:
 
 def missing(path):
     """The error message for a bin that does not exist, with what may help."""
-    folder = path.parent
-    if (folder / 'prepare.py').is_file():
-        return f'{path}: no such file; run python {folder / "prepare.py"}'
+    folder, script = path.parent, path.with_name('prepare.py')
     near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob('*')], n=1)
     if near and not folder.is_dir():
         return f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?'
-    return (f'{path}: no such file; check --dataset, or make it with python data/text/prepare.py FILE... '
-            f'--out_dir {folder}')
+    command = script if script.is_file() else f'data/text/prepare.py FILE... --out_dir {folder}'
+    return f'{path}: no such file; check --dataset, or run python {command}'
 
 
 def read_meta(data_dir):
@@ -267,7 +265,7 @@ class TrainLoader:
         """The sequences with non-finite `losses` (ranks, micro-batches), in words; all sequences if every loss is
         finite."""
         bad = ~losses.isfinite()
-        suspects = bad.nonzero() if bad.any() else torch.ones_like(bad).nonzero()
+        suspects = (bad if bad.any() else ~bad).nonzero()
         return '; '.join(
             f'rank {rank}, micro-batch {i}: sequences of '
             + self.data.where(np.array_split(self.starts(iteration, rank), losses.size(1))[i])

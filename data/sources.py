@@ -44,13 +44,6 @@ def at_least_one(text):
     return int(text)
 
 
-def existing(text):
-    """The path of a file or directory, for argparse."""
-    if not Path(text).exists():
-        raise SystemExit(f'{text}: no such file')
-    return Path(text)
-
-
 def local_files(paths):
     """(source, revision) of files on disk: their names, and the SHA-256 of the list of their SHA-256s."""
     try:
@@ -86,7 +79,7 @@ def load(files, text_key, **kwargs):
 def prepare_split_table(doc, script, repository, revision, names):
     """A whole prepare.py, for a table on the Hub in GPT-2's tokens and with nanoGPT's split."""
     parser = argument_parser(doc, script, tokenizer='gpt2')
-    parser.add_argument('--data_files', nargs='+', type=existing, metavar='FILE', help='instead of those on the Hub')
+    parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE', help='instead of those on the Hub')
     args = parser.parse_args()
     if args.data_files:
         files, (source, revision) = args.data_files, local_files(args.data_files)
@@ -97,27 +90,27 @@ def prepare_split_table(doc, script, repository, revision, names):
     write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
-def split_table(files, num_proc, text_key='text'):
+def split_table(files, num_proc):
     """Batches of a table split as nanoGPT splits it: the parts of `datasets`' train_test_split, each in its order."""
-    dataset = load(files, text_key, num_proc=num_proc)
+    dataset = load(files, 'text', num_proc=num_proc)
     try:
         parts = dataset.train_test_split(**SPLIT)
     except ValueError:
         raise SystemExit(f'{files[0]}: {len(dataset)} documents are too few to split') from None
     parts = {'train': parts['train'], 'val': parts['test']}
     segments = [[(split, slice(start, start + ROWS))] for split in parts for start in range(0, len(parts[split]), ROWS)]
-    return Batches(segments, partial(read_rows, parts, text_key), documents=len(dataset))
+    return Batches(segments, partial(read_rows, parts), documents=len(dataset))
 
 
-def read_rows(parts, text_key, batch):
+def read_rows(parts, batch):
     """Worker: the documents of one batch of a split table."""
     split, rows = batch
-    return [(split, text) for text in parts[split][rows][text_key]]
+    return [(split, text) for text in parts[split][rows]['text']]
 
 
-def stream_tables(files, text_key='text'):
+def stream_tables(files):
     """Batches of tables that are too large to store: {split: files}, read one after another as streams."""
-    return Batches([stream(split, file, load([file], text_key, streaming=True), text_key)
+    return Batches([stream(split, file, load([file], 'text', streaming=True), 'text')
                     for split in files for file in files[split]])
 
 
@@ -204,7 +197,7 @@ def expand(paths):
         found = sorted(path.rglob('*')) if path.is_dir() else [path]
         found = [p for p in found if p.suffix in READERS and not any(n[0] == '.' for n in p.relative_to(path).parts)]
         if not found:
-            raise SystemExit(f'{path}: {"has no" if path.is_dir() else "is not a"} .txt, .jsonl or .parquet file')
+            raise SystemExit(f'{path}: no .txt, .jsonl or .parquet file')
         files += found
     return files
 

@@ -596,7 +596,7 @@ def test_the_files_of_a_directory(tmp_path):
     assert sources.expand([tmp_path / 'one.txt', folder]) == [
         tmp_path / 'one.txt', *(folder / name for name in ('a.jsonl', 'b/1.txt', 'b/2.txt', 'c.txt'))]
     (tmp_path / 'empty').mkdir()
-    assert rejection(sources.expand, [tmp_path / 'empty']).endswith('empty: has no .txt, .jsonl or .parquet file')
+    assert rejection(sources.expand, [tmp_path / 'empty']).endswith('empty: no .txt, .jsonl or .parquet file')
 
 
 @pytest.mark.parametrize('mark', ['', '\ufeff'])
@@ -616,7 +616,7 @@ def test_only_a_byte_order_mark_and_blank_documents_are_left_out(name, mark, tmp
     ('a.jsonl', b'{"text": 3}\n', "'text' is 3 in one document"),
     ('a.txt', b'good\xff\xfe', 'a.txt: cannot be read'),
     ('a.parquet', b'not parquet', 'a.parquet: cannot be read'),
-    ('a.txt.gz', b'text\n', 'a.txt.gz: is not a .txt'),
+    ('a.txt.gz', b'text\n', 'a.txt.gz: no .txt'),
     ('a.txt', b' \n ', 'no text for train.bin'),
 ])
 def test_bad_text_is_one_line(name, content, message, tmp_path):
@@ -633,12 +633,15 @@ def test_bad_text_is_one_line(name, content, message, tmp_path):
 
 @pytest.mark.parametrize('name', CORPORA)
 def test_flags(name, tmp_path):
-    """--help, and a bad value; an input file is looked for before the tokenizer, which may need a download."""
+    """--help, a bad value, and an input file that does not exist."""
     assert '--overwrite' in prepare(name, '--help')
     assert '--num_proc' in prepare(name, '--num_proc', 0, ok=False)
     flag = {'text': [], 'shakespeare_char': ['--input']}.get(name, ['--data_files'])
     if name != 'pysource':
-        assert prepare(name, *flag, 'none.txt', '--out_dir', tmp_path / 'out', ok=False) == 'none.txt: no such file'
+        tokenizer = [] if name == 'shakespeare_char' else ['--tokenizer', 'byte']
+        args = [*flag, 'none.txt', *['--val_files', 'none.txt'] * (name == 'pile'), *tokenizer]
+        message = prepare(name, *args, '--out_dir', tmp_path / 'out', ok=False)
+        assert message == 'none.txt: cannot be read (No such file or directory)'
     if name == 'text':
         for fraction in (0.9, 0):
             message = prepare('text', __file__, '--val_fraction', fraction, ok=False)

@@ -122,12 +122,12 @@ def test_a_missing_data_set_is_named_with_what_helps(tmp_path, monkeypatch):
     assert rejection(Bin, data_dir('pysorce'), 'val') == (
         '--dataset=pysorce: no directory data/pysorce; did you mean pysource?')
     assert rejection(Bin, data_dir('mine'), 'val') == (
-        'data/mine/val.bin: no such file; check --dataset, or make it with python data/text/prepare.py FILE... '
+        'data/mine/val.bin: no such file; check --dataset, or run python data/text/prepare.py FILE... '
         '--out_dir data/mine')
     Path('data/fineweb').mkdir()
     Path('data/fineweb/prepare.py').touch()
     assert rejection(Bin, data_dir('fineweb'), 'val') == (
-        'data/fineweb/val.bin: no such file; run python data/fineweb/prepare.py')
+        'data/fineweb/val.bin: no such file; check --dataset, or run python data/fineweb/prepare.py')
 
 
 def test_bins_that_do_not_fit_are_rejected(tmp_path):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, at_least_one, existing, local_files, stream_tables
+from data.sources import argument_parser, at_least_one, local_files, stream_tables
 from data.writer import Corpus, write_bins
 
 REPOSITORY, REVISION = 'monology/pile-uncopyrighted', '3be90335b66f24456a5d6659d9c8d208c0357119'
@@ -19,8 +19,8 @@ HUB = f'hf://datasets/{REPOSITORY}@{REVISION}'
 
 def main():
     parser = argument_parser(__doc__, __file__, tokenizer='EleutherAI/gpt-neox-20b')
-    parser.add_argument('--data_files', nargs='+', type=existing, metavar='FILE', help='instead of those on the Hub')
-    parser.add_argument('--val_files', nargs='+', type=existing, metavar='FILE', help='the val split of --data_files')
+    parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE', help='instead of those on the Hub')
+    parser.add_argument('--val_files', nargs='+', type=Path, metavar='FILE', help='the val split of --data_files')
     parser.add_argument('--num_files', type=at_least_one, default=30, help='training files to take (default: all 30)')
     args = parser.parse_args()
     if bool(args.data_files) != bool(args.val_files):

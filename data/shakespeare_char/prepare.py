@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, existing, lines, local_files
+from data.sources import argument_parser, lines, local_files
 from data.tokenizer import Char
 from data.writer import Batches, Corpus, write_bins
 from runtime.files import atomic_write
@@ -31,7 +31,7 @@ def download(path):
 
 def main():
     parser = argument_parser(__doc__, __file__)
-    parser.add_argument('--input', type=existing, help='a text file to take instead of the download')
+    parser.add_argument('--input', type=Path, help='a text file to take instead of the download')
     args = parser.parse_args()
     path = args.input or args.out_dir / 'input.txt'
     if not args.input and not path.is_file():
