@@ -170,13 +170,12 @@ class Mixture:
     """
 
     def __init__(self, bins):
-        self.bins, self.path = bins, ' + '.join(str(bin.path) for bin in bins)
+        self.bins, self.first = bins, np.cumsum([0, *map(len, bins)])
         self.tokenizer, self.vocab_size = bins[0].tokenizer, bins[0].vocab_size
         for bin in bins:
             if (bin.tokenizer, bin.vocab_size) != (self.tokenizer, self.vocab_size):
                 raise SystemExit(f'{bin.path}: made with another tokenizer ({bin.tokenizer["tokenizer"]}) than '
                                  f'{bins[0].path} ({self.tokenizer["tokenizer"]}); prepare all parts with one')
-        self.first = np.cumsum([0, *map(len, bins)])
 
     def __len__(self):
         return int(self.first[-1])
