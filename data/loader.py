@@ -41,19 +41,18 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
 def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     """Micro-batches per device and iteration: total_batch_size / (batch_size × world_size).
 
-    SystemExit that names the numbers and the nearest that fit, when this is not a whole number, or is not `given`
+    SystemExit that names the numbers and the next that fit, when this is not a whole number, or is not `given`
     (0 = not given).
     """
     share, rest = divmod(total_batch_size, world_size)
     if rest:
         step = batch_size * world_size
-        fits = total_batch_size // step * step
         raise SystemExit(f'--total_batch_size={total_batch_size}: must be a multiple of the {world_size} devices; '
-                         f'set --total_batch_size={f"{fits} or " * (fits > 0)}{fits + step}')
+                         f'set --total_batch_size={(total_batch_size // step + 1) * step}')
     if share % batch_size:
-        divisors = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - batch_size))
+        fits = max(n for n in range(1, batch_size) if share % n == 0)
         raise SystemExit(f'--batch_size={batch_size}: must divide {share}, the sequences of each device; '
-                         f'set --batch_size={" or ".join(map(str, sorted(divisors[:2])))}')
+                         f'set --batch_size={fits}')
     steps = share // batch_size
     if given not in (0, steps):
         made = given * batch_size * world_size
@@ -63,9 +62,9 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     return steps
 
 
-def data_dir(dataset, root=Path()):
+def data_dir(dataset):
     """The directory that --dataset means: data/DATASET, or the path itself where there is only that."""
-    inside, itself = root / 'data' / dataset, root / dataset
+    inside, itself = Path('data') / dataset, Path(dataset)
     return itself if itself.is_dir() and not inside.is_dir() else inside
 
 
@@ -84,13 +83,11 @@ class Bin:
         meta = read_meta(data_dir)
         dtype = np.dtype(meta['dtype'] if meta else 'uint16').newbyteorder('<')
         size = self.path.stat().st_size
-        if not size or size % dtype.itemsize:
-            raise SystemExit(f'{self.path}: {size} bytes are not a whole number of {dtype.name} tokens; '
-                             'prepare it again')
+        tokens = meta[split]['tokens'] if meta else size // dtype.itemsize
+        if not size or size != tokens * dtype.itemsize:
+            raise SystemExit(f'{self.path}: empty or not complete ({size} bytes for {tokens} tokens in {dtype.name}); '
+                             'prepare it again with --overwrite')
         self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
-        if meta and meta[split]['tokens'] != len(self.tokens):
-            raise SystemExit(f'{self.path}: holds {len(self.tokens)} tokens, meta.json says {meta[split]["tokens"]}; '
-                             'prepare it again')
         self.vocab_size = meta['vocab_size'] if meta else 50257
         self.tokenizer = identifying(meta or {'tokenizer': 'gpt2'})
 
@@ -100,11 +97,6 @@ class Bin:
     def sequences(self, starts, length):
         """(len(starts), length) tokens in the file's dtype. SystemExit when an id is beyond the vocabulary."""
         return self.check_ids(np.stack([self.tokens[s:s + length] for s in starts]))
-
-    @property
-    def bins(self):
-        """A list with this bin, as a Mixture has a list of its bins."""
-        return [self]
 
     def where(self, starts):
         """The file, and the places in it, where the sequences start."""
@@ -136,14 +128,12 @@ class Bin:
 
 def missing(path):
     """The error message for a bin that does not exist, with what may help."""
-    folder = path.parent
-    if (folder / 'prepare.py').is_file():
-        return f'{path}: no such file; run python {folder / "prepare.py"}'
-    siblings = [p.name for p in folder.parent.glob('*')]
-    if not folder.is_dir() and (near := difflib.get_close_matches(folder.name, siblings, n=1)):
+    folder, script = path.parent, path.with_name('prepare.py')
+    near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob('*')], n=1)
+    if near and not folder.is_dir():
         return f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?'
-    return (f'{path}: no such file; check --dataset, or make it with python data/text/prepare.py FILE... '
-            f'--out_dir {folder}')
+    command = script if script.is_file() else f'data/text/prepare.py FILE... --out_dir {folder}'
+    return f'{path}: no such file; check --dataset, or run python {command}'
 
 
 def read_meta(data_dir):
@@ -173,20 +163,19 @@ def read_meta(data_dir):
 
 
 class Mixture:
-    """Several training Bins, read by TrainLoader as one: each sequence comes from one of them, drawn by its `weight`.
+    """The training Bins, read by TrainLoader as one: each sequence comes from one of them, drawn by its `weight`.
 
     Sequence starts count through the bins as if they were concatenated. SystemExit when the bins were made with
     different tokenizers.
     """
 
     def __init__(self, bins):
-        self.bins, self.path = bins, ' + '.join(str(bin.path) for bin in bins)
+        self.bins, self.first = bins, np.cumsum([0, *map(len, bins)])
         self.tokenizer, self.vocab_size = bins[0].tokenizer, bins[0].vocab_size
         for bin in bins:
             if (bin.tokenizer, bin.vocab_size) != (self.tokenizer, self.vocab_size):
                 raise SystemExit(f'{bin.path}: made with another tokenizer ({bin.tokenizer["tokenizer"]}) than '
                                  f'{bins[0].path} ({self.tokenizer["tokenizer"]}); prepare all parts with one')
-        self.first = np.cumsum([0, *map(len, bins)])
 
     def __len__(self):
         return int(self.first[-1])
@@ -236,7 +225,7 @@ def parts_of(dataset):
 
 
 def open_dataset(dataset, block_size):
-    """The training split and the validation splits of --dataset: (Bin or Mixture, {key: Bin}).
+    """The training split and the validation splits of --dataset: (Mixture, {key: Bin}).
 
     A mixture has a validation set for each part, whose key is the name of its directory; a part of weight 0 is for
     validation only.
@@ -247,7 +236,7 @@ def open_dataset(dataset, block_size):
     for bin in Mixture([*train, *val.values()]).bins:  # which checks that all have one tokenizer
         bin.check_length(block_size)
         bin.check_ids(bin.samples())
-    return Mixture(train) if len(train) > 1 else train[0], val
+    return Mixture(train), val
 
 
 class TrainLoader:
@@ -275,7 +264,7 @@ class TrainLoader:
         """The sequences with non-finite `losses` (ranks, micro-batches), in words; all sequences if every loss is
         finite."""
         bad = ~losses.isfinite()
-        suspects = bad.nonzero() if bad.any() else torch.ones_like(bad).nonzero()
+        suspects = (bad if bad.any() else ~bad).nonzero()
         return '; '.join(
             f'rank {rank}, micro-batch {i}: sequences of '
             + self.data.where(np.array_split(self.starts(iteration, rank), losses.size(1))[i])

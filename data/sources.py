@@ -7,7 +7,6 @@ import argparse
 import hashlib
 import json
 import os
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,11 +20,10 @@ CHARS = 2 ** 20  # characters of text in one batch
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
 
 
-def argument_parser(doc, script, tokenizer=None, data_files=None):
+def argument_parser(doc, script, tokenizer=None):
     """The parser of a prepare.py, from its docstring and __file__, with the flags that all of them share.
 
-    `tokenizer`: the default of --tokenizer; `data_files`: the kinds of file that --data_files takes. Without them, the
-    flag is left out.
+    `tokenizer`: the default of --tokenizer; without it, there is no such flag.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', type=Path, default=Path(script).resolve().parent,
@@ -34,10 +32,8 @@ def argument_parser(doc, script, tokenizer=None, data_files=None):
                         default=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
     parser.add_argument('--overwrite', action='store_true', help='replace other bins that are in the way')
     if tokenizer:
-        parser.add_argument('--tokenizer', metavar=TOKENIZER_NAMES, default=tokenizer, help=f'default: {tokenizer}')
-    if data_files:
-        parser.add_argument('--data_files', nargs='+', type=existing, metavar='FILE',
-                            help=f'local {data_files} files instead of the Hub')
+        parser.add_argument('--tokenizer', type=get_tokenizer, metavar=TOKENIZER_NAMES, default=tokenizer,
+                            help=f'default: {tokenizer}')
     return parser
 
 
@@ -46,13 +42,6 @@ def at_least_one(text):
     if int(text) < 1:
         raise argparse.ArgumentTypeError('must be at least 1')
     return int(text)
-
-
-def existing(text):
-    """The path of a file or directory, for argparse: so a prepare.py looks for its input before its tokenizer."""
-    if not Path(text).exists():
-        raise SystemExit(f'{text}: no such file')
-    return Path(text)
 
 
 def local_files(paths):
@@ -74,15 +63,12 @@ def names_of(paths):
 
 def load(files, text_key, **kwargs):
     """`datasets.load_dataset` of parquet or jsonl files (paths or hf:// addresses), as one split."""
-    try:
-        import datasets
-    except ImportError:
-        raise SystemExit('this corpus needs the package datasets: pip install datasets') from None
     files = [str(file) for file in files]
     kind = 'parquet' if files[0].endswith('.parquet') else 'json'
     try:
+        import datasets
         dataset = datasets.load_dataset(kind, data_files=files, split='train', **kwargs)
-    except Exception as error:  # errors of the network, the Hub, the file system and parsers have no common class
+    except Exception as error:  # of the import, the network, the Hub, the file system and parsers: no common class
         raise SystemExit(f'{files[0]}: cannot be read ({type(error).__name__}: {first_line(error)})'
                          + '; --data_files FILE... reads local copies' * files[0].startswith('hf:')) from None
     if dataset.column_names and text_key not in dataset.column_names:
@@ -90,60 +76,51 @@ def load(files, text_key, **kwargs):
     return dataset
 
 
-def hub(repository, revision, names):
-    """Addresses, for `load`, of files of a data set on the Hub."""
-    return [f'hf://datasets/{repository}@{revision}/{name}' for name in names]
-
-
 def prepare_split_table(doc, script, repository, revision, names):
     """A whole prepare.py, for a table on the Hub in GPT-2's tokens and with nanoGPT's split."""
-    args = argument_parser(doc, script, tokenizer='gpt2', data_files='.parquet or .jsonl').parse_args()
-    tokenizer = get_tokenizer(args.tokenizer)
-    files, source = hub(repository, revision, names), repository
+    parser = argument_parser(doc, script, tokenizer='gpt2')
+    parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE', help='instead of those on the Hub')
+    args = parser.parse_args()
     if args.data_files:
         files, (source, revision) = args.data_files, local_files(args.data_files)
+    else:
+        files, source = [f'hf://datasets/{repository}@{revision}/{name}' for name in names], repository
     corpus = Corpus(source, revision, split=f'train_test_split: {SPLIT}',
                     open=partial(split_table, files, min(args.num_proc, len(files))))
-    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
-def split_table(files, num_proc, text_key='text'):
+def split_table(files, num_proc):
     """Batches of a table split as nanoGPT splits it: the parts of `datasets`' train_test_split, each in its order."""
-    dataset = load(files, text_key, num_proc=num_proc)
+    dataset = load(files, 'text', num_proc=num_proc)
     try:
         parts = dataset.train_test_split(**SPLIT)
     except ValueError:
         raise SystemExit(f'{files[0]}: {len(dataset)} documents are too few to split') from None
     parts = {'train': parts['train'], 'val': parts['test']}
     segments = [[(split, slice(start, start + ROWS))] for split in parts for start in range(0, len(parts[split]), ROWS)]
-    return Batches(segments, partial(read_rows, parts, text_key), documents=len(dataset))
+    return Batches(segments, partial(read_rows, parts), documents=len(dataset))
 
 
-def read_rows(parts, text_key, batch):
+def read_rows(parts, batch):
     """Worker: the documents of one batch of a split table."""
     split, rows = batch
-    return [(split, text) for text in parts[split][rows][text_key]]
+    return [(split, text) for text in parts[split][rows]['text']]
 
 
-def stream_tables(files, text_key='text'):
+def stream_tables(files):
     """Batches of tables that are too large to store: {split: files}, read one after another as streams."""
-    return Batches([tagged(split, stream(file, load([file], text_key, streaming=True), text_key))
+    return Batches([stream(split, file, load([file], 'text', streaming=True), 'text')
                     for split in files for file in files[split]])
 
 
-def tagged(split, batches):
-    """Yield the texts of each batch as documents of `split`."""
-    for texts in batches:
-        yield [(split, text) for text in texts]
-
-
-def stream(file, dataset, text_key):
-    """Yield the texts of one streamed file in lists of ROWS. After an OSError the writer keeps what it has."""
+def stream(split, file, dataset, text_key):
+    """Yield the documents of one streamed file in lists of ROWS. After an OSError the writer keeps what it has."""
     try:
         for table in dataset.with_format('arrow').iter(ROWS):
             if text_key not in table.column_names:
                 raise SystemExit(f'{file}: no column {text_key!r}, only {", ".join(table.column_names)}')
-            yield table[text_key].to_pylist()
+            yield [(split, text) for text in table[text_key].to_pylist()]
     except Exception as error:  # as in `load`
         raise OSError(f'{file}: {type(error).__name__}: {first_line(error)}') from None
 
@@ -190,12 +167,10 @@ def by_position(texts, fraction):
     """(split, text): val begins after the last line end before the last `fraction` of the characters."""
     left = max(1, int(sum(map(len, texts)) * (1 - fraction)))  # characters for train
     for text in texts:
+        end = max(0, left)
         if 0 < left <= len(text):  # the document in which val begins
             end = text.rfind('\n', 0, left) + 1 or left
-            parts = [('train', text[:end]), ('val', text[end:])]
-        else:
-            parts = [('train' if left > 0 else 'val', text)]
-        yield from (part for part in parts if part[1])
+        yield from (part for part in (('train', text[:end]), ('val', text[end:])) if part[1])
         left -= len(text)
 
 
@@ -222,7 +197,7 @@ def expand(paths):
         found = sorted(path.rglob('*')) if path.is_dir() else [path]
         found = [p for p in found if p.suffix in READERS and not any(n[0] == '.' for n in p.relative_to(path).parts)]
         if not found:
-            raise SystemExit(f'{path}: {"has no" if path.is_dir() else "is not a"} .txt, .jsonl or .parquet file')
+            raise SystemExit(f'{path}: no .txt, .jsonl or .parquet file')
         files += found
     return files
 
@@ -237,12 +212,11 @@ def read_files(paths, text_key):
                 yield document
 
 
-@contextmanager
-def open_text(path):
-    """A UTF-8 file without its byte order mark; only a newline ends a line. SystemExit when it is not UTF-8."""
+def lines(path):
+    """Yield the lines of a UTF-8 file without its byte order mark; only a newline ends one. SystemExit if not UTF-8."""
     try:
         with path.open(encoding='utf-8-sig', newline='\n') as file:
-            yield file
+            yield from file
     except UnicodeDecodeError as error:
         raise SystemExit(f'{path}: cannot be read as UTF-8 text ({error})') from None
 
@@ -250,32 +224,30 @@ def open_text(path):
 def txt(path, text_key):
     """Yield the documents of a .txt file between <|endoftext|>."""
     parts = []
-    with open_text(path) as file:
-        for line in file:
-            *ends, rest = line.split(END_OF_TEXT)
-            for end in ends:
-                yield ''.join([*parts, end])
-                parts = []
-            parts.append(rest)
+    for line in lines(path):
+        *ends, rest = line.split(END_OF_TEXT)
+        for end in ends:
+            yield ''.join([*parts, end])
+            parts = []
+        parts.append(rest)
     yield ''.join(parts)
 
 
 def jsonl(path, text_key):
     """Yield the text of each line of a .jsonl file that is not blank."""
-    with open_text(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield json.loads(line)[text_key]
-                except (ValueError, KeyError, TypeError):
-                    raise SystemExit(f'{path}, line {number}: not a JSON object with the key {text_key!r} '
-                                     '(--text_key names another)') from None
+    for number, line in enumerate(lines(path), 1):
+        if line.strip():
+            try:
+                yield json.loads(line)[text_key]
+            except (ValueError, KeyError, TypeError):
+                raise SystemExit(f'{path}, line {number}: not a JSON object with the key {text_key!r} '
+                                 '(--text_key names another)') from None
 
 
 def parquet(path, text_key):
     """Yield the text of each row of a .parquet file."""
-    for texts in stream(path, load([path], text_key, streaming=True), text_key):
-        yield from texts
+    for documents in stream('', path, load([path], text_key, streaming=True), text_key):
+        yield from (text for _, text in documents)
 
 
 READERS = {'.txt': txt, '.jsonl': jsonl, '.parquet': parquet}

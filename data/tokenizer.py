@@ -5,10 +5,7 @@ All text is ordinary: `<|endoftext|>` written inside a document is spelled out, 
 
 import hashlib
 import json
-import os
 from pathlib import Path
-
-import numpy as np
 
 from runtime.files import first_line
 
@@ -17,7 +14,7 @@ END_OF_TEXT_NAMES = END_OF_TEXT, '<|end_of_text|>', '</s>', '<eos>'  # in the to
 
 
 class Tokenizer:
-    """The interface of a tokenizer: the attributes below, encode, encode_batch and decode."""
+    """The interface of a tokenizer: the attributes below, encode (text to a list of ids) and decode."""
 
     name = ''
     vocab_size = 0  # ids are 0 … vocab_size - 1
@@ -33,10 +30,6 @@ class Tokenizer:
         """The part of a meta.json that `tokenizer_from_meta` and the readers of a bin need."""
         return {'tokenizer': self.name, 'vocab_size': self.vocab_size, 'dtype': self.dtype, 'eot_id': self.eot_id}
 
-    def encode_batch(self, texts):
-        """One list or array of ids for each text."""
-        return [self.encode(text) for text in texts]
-
 
 class GPT2(Tokenizer):
     """GPT-2's byte-pair encoding, through tiktoken."""
@@ -47,12 +40,9 @@ class GPT2(Tokenizer):
         try:
             import tiktoken
             self.bpe = tiktoken.get_encoding('gpt2')
-        except ImportError:
-            raise SystemExit('tokenizer gpt2 needs the package tiktoken: pip install tiktoken') from None
-        except (OSError, ValueError) as error:  # requests' errors are OSErrors; a damaged download is a ValueError
-            raise SystemExit('tokenizer gpt2: its vocabulary is not cached and could not be downloaded '
-                             f'({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a copy of a cache that has '
-                             'it') from None
+        except (ImportError, OSError, ValueError) as error:  # requests' are OSErrors; a damaged download, a ValueError
+            raise SystemExit(f'tokenizer gpt2: cannot be loaded ({first_line(error)}); it needs the package tiktoken, '
+                             'and the network or a copy of its cache in TIKTOKEN_CACHE_DIR') from None
 
     def encode(self, text):
         return self.bpe.encode_ordinary(text)
@@ -67,10 +57,7 @@ class Byte(Tokenizer):
     name, vocab_size, eot_id = 'byte', 256, 0
 
     def encode(self, text):
-        return self.encode_batch([text])[0].tolist()
-
-    def encode_batch(self, texts):
-        return [np.frombuffer(utf8(text.replace('\0', '\ufffd')), dtype=np.uint8) for text in texts]
+        return list(utf8(text.replace('\0', '\ufffd')))
 
     def decode(self, ids):
         return bytes(int(i) for i in ids).decode(errors='replace')
@@ -108,16 +95,12 @@ class FileTokenizer(Tokenizer):
 
     def __init__(self, text, eot_id=None, path='tokenizer.json'):
         self.text, self.eot_id = text, eot_id
-        # The writer runs one process per core, in each of which more threads would only compete.
-        os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
         try:
             import tokenizers
             self.bpe = tokenizers.Tokenizer.from_str(text)
             self.vocab_size = 1 + max(self.bpe.get_vocab().values())
-        except ImportError:
-            raise SystemExit(f'{path}: needs the package tokenizers: pip install tokenizers') from None
         except Exception as error:  # `tokenizers` raises plain Exception for what it cannot read
-            raise SystemExit(f'{path}: not a tokenizer.json of the package tokenizers ({first_line(error)})') from None
+            raise SystemExit(f'{path}: the package tokenizers cannot load it ({first_line(error)})') from None
         self.bpe.encode_special_tokens = True  # means: encode them like any other text
         self.bpe.no_truncation()  # published files may say to cut every text at 512 ids
         self.bpe.no_padding()
@@ -163,11 +146,7 @@ class FileTokenizer(Tokenizer):
         return cls.from_file(path)
 
     def encode(self, text):
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts):
-        texts = [utf8(text).decode() for text in texts]
-        return [encoding.ids for encoding in self.bpe.encode_batch(texts, add_special_tokens=False)]
+        return self.bpe.encode(utf8(text).decode(), add_special_tokens=False).ids
 
     def decode(self, ids):
         return self.bpe.decode([int(i) for i in ids], skip_special_tokens=False)

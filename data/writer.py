@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from runtime.files import atomic_write
+from runtime.files import atomic_write, first_line
 
 SPLITS = ('train', 'val')
 SAVE_SECONDS = 1.0  # how much work an interruption may cost
@@ -41,8 +41,8 @@ class Batches:
     segments: iterables of batches (anything picklable) in the order of writing, the same in every run. A resumed run
         skips finished segments unread; of the segment it stopped in, it reads the written batches, but does not
         tokenize them.
-    read: function that a worker calls with a batch (hence picklable). It returns the batch's documents: a list of
-        (split, text). None: a batch is such a list itself.
+    read: function that a worker calls with a batch (hence picklable) for its documents, a list of (split, text).
+        Without it, a batch is such a list itself.
     documents: how many there are, for the progress bar; None if unknown.
     """
 
@@ -94,12 +94,10 @@ def lock(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
         file = (out_dir / 'prepare.lock').open('a')
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise SystemExit(f'{out_dir}: another process is writing there; wait for it, or choose another '
-                         '--out_dir') from None
     except OSError as error:
-        raise SystemExit(f'{out_dir}: cannot be written or locked ({error.strerror}); choose another '
-                         '--out_dir') from None
+        locked = isinstance(error, BlockingIOError)
+        problem = 'another process is writing there' if locked else f'cannot be written or locked ({error.strerror})'
+        raise SystemExit(f'{out_dir}: {problem}; choose another --out_dir') from None
     return file
 
 
@@ -108,24 +106,18 @@ def find_existing(out_dir, identity):
 
     SystemExit if something else is there.
     """
-    found = next((path for name in ('meta.json', 'progress.json') if (path := out_dir / name).exists()), None)
-    bins = [out_dir / f'{split}.bin' for split in SPLITS]
-    if found is None:
-        for bin in filter(Path.exists, bins):
-            raise SystemExit(f'{bin}: in the way, and no meta.json says what it is; choose another --out_dir or pass '
+    for name in ('meta.json', 'progress.json'):
+        if (path := out_dir / name).exists():
+            meta = json.loads(path.read_text(encoding='utf-8'))
+            if wrong := [key for key in identity if meta.get(key) != identity[key]]:
+                raise SystemExit(f'{path}: bins of other data are in the way ({wrong[0]} {meta.get(wrong[0])!r}, not '
+                                 f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
+            return meta if name == 'meta.json' else None
+    for split in SPLITS:
+        if (path := out_dir / f'{split}.bin').exists():
+            raise SystemExit(f'{path}: in the way, and no meta.json says what it is; choose another --out_dir or pass '
                              '--overwrite')
-        return None
-    meta = json.loads(found.read_text(encoding='utf-8'))
-    if wrong := [key for key in identity if meta.get(key) != identity[key]]:
-        raise SystemExit(f'{found}: bins of other data are in the way ({wrong[0]} {meta.get(wrong[0])!r}, not '
-                         f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
-    if found.name == 'progress.json':
-        return None
-    for bin, split in zip(bins, SPLITS):
-        size = meta[split]['tokens'] * np.dtype(meta['dtype']).itemsize
-        if not bin.exists() or bin.stat().st_size != size:
-            raise SystemExit(f'{bin}: not the {size} bytes that meta.json says; pass --overwrite')
-    return meta
+    return None
 
 
 def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):
@@ -135,7 +127,6 @@ def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):
         for name in ('meta.json', 'progress.json', *(f'{split}.bin' for split in SPLITS)):
             (out_dir / name).unlink(missing_ok=True)
     parts = Parts(out_dir, identity)
-    again = 'the same command' + ' without --overwrite' * overwrite + ' resumes where it stopped'
     try:
         with (closing(encode_in_order(batches, tokenizer, parts.progress['position'], num_proc)) as results,
               tqdm(total=batches.documents, initial=parts.count('documents'), unit=' documents',
@@ -146,40 +137,35 @@ def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):
                 bar.update(sum(documents for _, documents in encoded.values()))
         return parts.finish([len(batches.segments), 0], tokenizer.meta.get('json'))
     except SystemExit:
-        parts.discard()
+        for path in (parts.progress_path, *parts.paths.values()):
+            path.unlink(missing_ok=True)
         raise
-    except KeyboardInterrupt:
-        raise SystemExit(f'{out_dir}: interrupted; {again}') from None
-    except BrokenProcessPool:
-        raise SystemExit(f'{out_dir}: stopped: a worker process was killed (if memory is short, set a smaller '
-                         f'--num_proc); {again}') from None
-    except OSError as error:
-        raise SystemExit(f'{out_dir}: stopped: {error}; {again}') from None
+    except (KeyboardInterrupt, BrokenProcessPool, OSError) as error:
+        raise SystemExit(f'{out_dir}: stopped ({first_line(error)}); the same command, without --overwrite, resumes '
+                         'where it stopped (with a smaller --num_proc, if memory is short)') from None
 
 
 class Parts:
     """train.bin.part, val.bin.part and progress.json of a directory, opened where the last run left them."""
 
     def __init__(self, out_dir, identity):
-        self.dir, self.progress_path, self.saved = out_dir, out_dir / 'progress.json', float('-inf')
+        self.progress_path, self.saved = out_dir / 'progress.json', float('-inf')
+        self.paths = {split: out_dir / f'{split}.bin.part' for split in SPLITS}
         self.dtype = np.dtype(identity['dtype']).newbyteorder('<')
         self.progress = {**identity, 'position': [0, 0], **{s: {'tokens': 0, 'documents': 0} for s in SPLITS}}
         if self.progress_path.exists():
             self.progress = json.loads(self.progress_path.read_text(encoding='utf-8'))
             print(f'{out_dir}: resuming after {self.count("documents"):,} documents, '
                   f'{self.count("tokens"):,} tokens')
-            for split in SPLITS:
-                if (bin := out_dir / f'{split}.bin').exists():  # the run ended between the renaming and meta.json
-                    bin.replace(self.part(split))
-        self.files = {split: self.part(split).open('ab') for split in SPLITS}
+            for path in self.paths.values():
+                if (bin := path.with_suffix('')).exists():  # the run ended between the renaming and meta.json
+                    bin.replace(path)
+        self.files = {split: path.open('ab') for split, path in self.paths.items()}
         for split, file in self.files.items():
             size = self.progress[split]['tokens'] * self.dtype.itemsize
             if file.tell() < size:
-                raise SystemExit(f'{self.part(split)}: not the {size} bytes that progress.json says; pass --overwrite')
+                raise SystemExit(f'{file.name}: not the {size} bytes that progress.json says; pass --overwrite')
             file.truncate(size)
-
-    def part(self, split):
-        return self.dir / f'{split}.bin.part'
 
     def count(self, what):
         """The 'tokens' or 'documents' of both splits so far."""
@@ -210,21 +196,17 @@ class Parts:
                 raise SystemExit(f'{self.progress["source"]}: there is no text for {split}.bin')
         self.save(end)
         meta = {key: value for key, value in self.progress.items() if key != 'position'}
-        for split in SPLITS:
-            meta[split] = {**self.progress[split], 'sha256': sha256(self.part(split))}
-        for split in SPLITS:
+        for split, path in self.paths.items():
+            meta[split] = {**meta[split], 'sha256': sha256(path)}
+        for split, path in self.paths.items():
             self.files[split].close()
-            self.part(split).replace(self.dir / f'{split}.bin')
+            path.replace(path.with_suffix(''))
         for name, text in (('tokenizer.json', tokenizer_json), ('meta.json', json.dumps(meta, indent=2))):
             if text:
-                with atomic_write(self.dir / name, sync=True) as file:
+                with atomic_write(self.progress_path.with_name(name), sync=True) as file:
                     file.write(text.encode())
         self.progress_path.unlink()
         return meta
-
-    def discard(self):
-        for path in (self.progress_path, *map(self.part, SPLITS)):
-            path.unlink(missing_ok=True)
 
 
 def encode_in_order(batches, tokenizer, position, num_proc):
@@ -237,20 +219,16 @@ def encode_in_order(batches, tokenizer, position, num_proc):
     pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context('forkserver'), start_worker,
                                (batches.read, tokenizer))
     under_way = deque()
-
-    def oldest():
-        position, future = under_way.popleft()
-        return position, future.result()
-
     try:
         for segment in range(first, len(batches.segments)):
             for n, batch in enumerate(itertools.islice(batches.segments[segment], skip, None), skip + 1):
                 under_way.append(([segment, n], pool.submit(encode, batch)))
                 if len(under_way) > 2 * num_proc:
-                    yield oldest()
+                    position, oldest = under_way.popleft()
+                    yield position, oldest.result()
             skip = 0
-        while under_way:
-            yield oldest()
+        for position, future in under_way:
+            yield position, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -265,14 +243,13 @@ def start_worker(read, tokenizer):
 
 def encode(batch):
     """Worker: the tokens of a batch, {split: (ids, number of documents)}."""
-    documents, tokenizer = encode.read(batch) if encode.read else batch, encode.tokenizer
-    for split, text in documents:
+    tokenizer, arrays, counts = encode.tokenizer, defaultdict(list), Counter()
+    end = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
+    for split, text in encode.read(batch) if encode.read else batch:
         if not isinstance(text, str):
             raise SystemExit(f'a document for {split}.bin is {text!r}, not text')
-    end = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
-    arrays, counts = {}, Counter(split for split, _ in documents)
-    for (split, _), ids in zip(documents, tokenizer.encode_batch([text for _, text in documents])):
-        arrays.setdefault(split, []).extend(np.asarray(part, tokenizer.dtype) for part in (ids, end))
+        arrays[split] += [np.asarray(ids, tokenizer.dtype) for ids in (tokenizer.encode(text), end)]
+        counts[split] += 1
     return {split: (np.concatenate(parts), counts[split]) for split, parts in arrays.items()}
 
 

@@ -10,6 +10,7 @@ from conftest import rejection, write_bins
 
 from data.loader import (
     Bin,
+    Mixture,
     TrainLoader,
     ValidationLoader,
     accumulation_steps,
@@ -46,7 +47,7 @@ def batches(data, first, n, rank=0, world_size=1):
 
 @pytest.mark.parametrize('world_size', [1, 8, 12])
 def test_shares_of_all_ranks_make_up_the_mini_batch(corpus, world_size):
-    data = Bin(corpus, 'train')
+    data = Mixture([Bin(corpus, 'train')])
     whole = data.sequences(sequence_starts(7, 2, 24, len(data), 16), 17)
     for rank in range(world_size):
         share, = batches(data, 2, 1, rank, world_size)
@@ -80,7 +81,7 @@ def test_validation_sequences_are_spread_over_the_split(corpus):
 
 def test_ids_above_32767_survive(tmp_path):
     tokens = np.array([0, 32767, 32768, 65535] * 10)
-    data = Bin(write_bins(tmp_path / 'a', tokens, tokens, vocab_size=65536), 'train')
+    data = Mixture([Bin(write_bins(tmp_path / 'a', tokens, tokens, vocab_size=65536), 'train')])
     assert set(batches(data, 0, 1)[0].unique().tolist()) == {0, 32767, 32768, 65535}
     wide = np.array([0, 70_000] * 10)
     data = Bin(write_bins(tmp_path / 'b', wide, wide, vocab_size=100_000, dtype='uint32'), 'train')
@@ -89,10 +90,13 @@ def test_ids_above_32767_survive(tmp_path):
 
 
 def test_nanogpt_bins_load_without_meta(tmp_path):
-    data = Bin(write_bins(tmp_path, [50256, 1, 2, 3], [1, 2, 3], meta=False), 'train')
+    path = write_bins(tmp_path, [50256, 1, 2, 3], [1, 2, 3], meta=False)
+    data = Bin(path, 'train')
     assert data.vocab_size == 50257 and data.sequences([0], 4).tolist() == [[50256, 1, 2, 3]]
     other = write_bins(tmp_path / 'other', [50256, 1, 2, 4], [1], meta=False)
     assert data.fingerprint() != Bin(other, 'train').fingerprint()
+    (path / 'val.bin').write_bytes(b'abc')
+    assert 'val.bin: empty or not complete (3 bytes for 1 tokens in uint16)' in rejection(Bin, path, 'val')
 
 
 def test_a_fingerprint_tells_size_and_both_ends(tmp_path):
@@ -118,12 +122,12 @@ def test_a_missing_data_set_is_named_with_what_helps(tmp_path, monkeypatch):
     assert rejection(Bin, data_dir('pysorce'), 'val') == (
         '--dataset=pysorce: no directory data/pysorce; did you mean pysource?')
     assert rejection(Bin, data_dir('mine'), 'val') == (
-        'data/mine/val.bin: no such file; check --dataset, or make it with python data/text/prepare.py FILE... '
+        'data/mine/val.bin: no such file; check --dataset, or run python data/text/prepare.py FILE... '
         '--out_dir data/mine')
     Path('data/fineweb').mkdir()
     Path('data/fineweb/prepare.py').touch()
     assert rejection(Bin, data_dir('fineweb'), 'val') == (
-        'data/fineweb/val.bin: no such file; run python data/fineweb/prepare.py')
+        'data/fineweb/val.bin: no such file; check --dataset, or run python data/fineweb/prepare.py')
 
 
 def test_bins_that_do_not_fit_are_rejected(tmp_path):
@@ -132,14 +136,13 @@ def test_bins_that_do_not_fit_are_rejected(tmp_path):
         (path / name).write_bytes(content)
         return rejection(Bin, path, 'train')
 
-    assert 'train.bin: 3 bytes are not a whole number of uint16' in message('train.bin', b'abc')
-    assert 'train.bin: holds 2 tokens, meta.json says 100' in message('train.bin', b'abcd')
+    assert 'train.bin: empty or not complete (4 bytes for 100 tokens in uint16)' in message('train.bin', b'abcd')
     assert 'meta.json: not a valid meta.json' in message('meta.json', b'{"dtype": "uint16"}')
 
 
 def test_a_bad_token_stops_the_training_thread_with_its_message(tmp_path):
     data = Bin(write_bins(tmp_path, np.full(100, 95), np.arange(50), vocab_size=90), 'train')
-    loader = TrainLoader(data, 0, 4, 8, 0, 1, 'cpu')
+    loader = TrainLoader(Mixture([data]), 0, 4, 8, 0, 1, 'cpu')
     assert 'train.bin: token id 95 is beyond the vocabulary of 90' in rejection(next, loader)
     loader.close()
 
@@ -218,10 +221,10 @@ def test_the_fingerprint_of_a_mixture_covers_all_of_it(two, tmp_path):
 def test_a_part_of_weight_0_is_only_validated_on(two):
     Path('data/b/train.bin').unlink()
     train, val = open_dataset('a:2,b:0', 16)
-    assert isinstance(train, Bin) and str(train.path) == 'data/a/train.bin'
+    assert [str(bin.path) for bin in train.bins] == ['data/a/train.bin']
     assert {key: bin.weight for key, bin in val.items()} == {'a': 1.0, 'b': 0.0}
     train, val = open_dataset('a', 16)
-    assert isinstance(train, Bin) and list(val) == ['a'] and val['a'].weight == 1
+    assert len(train.bins) == 1 and list(val) == ['a'] and val['a'].weight == 1
 
 
 @pytest.mark.parametrize('dataset, message', [
@@ -247,10 +250,10 @@ def test_open_dataset_checks_the_length_and_the_ids_of_each_split(two):
 
 
 @pytest.mark.parametrize('arguments, message', [
-    ((480, 14, 1), '--batch_size=14: must divide 480, the sequences of each device; set --batch_size=12 or 15'),
-    ((480, 7, 2), '--batch_size=7: must divide 240, the sequences of each device; set --batch_size=6 or 8'),
+    ((480, 14, 1), '--batch_size=14: must divide 480, the sequences of each device; set --batch_size=12'),
+    ((480, 7, 2), '--batch_size=7: must divide 240, the sequences of each device; set --batch_size=6'),
     ((1, 2, 1), '--batch_size=2: must divide 1, the sequences of each device; set --batch_size=1'),
-    ((480, 8, 7), '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=448 or 504'),
+    ((480, 8, 7), '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=504'),
     ((3, 1, 7), '--total_batch_size=3: must be a multiple of the 7 devices; set --total_batch_size=7'),
     ((480, 12, 8, 40), '--gradient_accumulation_steps=40: × --batch_size=12 × 8 device(s) = 3840, not '
      '--total_batch_size=480; set --gradient_accumulation_steps=0, which makes it 5 per device, or '

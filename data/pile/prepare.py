@@ -10,30 +10,30 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, at_least_one, existing, hub, local_files, stream_tables
-from data.tokenizer import get_tokenizer
+from data.sources import argument_parser, at_least_one, local_files, stream_tables
 from data.writer import Corpus, write_bins
 
 REPOSITORY, REVISION = 'monology/pile-uncopyrighted', '3be90335b66f24456a5d6659d9c8d208c0357119'
-FILES = [f'train/{i:02d}.jsonl.zst' for i in range(30)]
+HUB = f'hf://datasets/{REPOSITORY}@{REVISION}'
 
 
 def main():
-    parser = argument_parser(__doc__, __file__, tokenizer='EleutherAI/gpt-neox-20b', data_files='.jsonl or .parquet')
-    parser.add_argument('--val_files', nargs='+', type=existing, metavar='FILE', help='the val split of --data_files')
+    parser = argument_parser(__doc__, __file__, tokenizer='EleutherAI/gpt-neox-20b')
+    parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE', help='instead of those on the Hub')
+    parser.add_argument('--val_files', nargs='+', type=Path, metavar='FILE', help='the val split of --data_files')
     parser.add_argument('--num_files', type=at_least_one, default=30, help='training files to take (default: all 30)')
     args = parser.parse_args()
     if bool(args.data_files) != bool(args.val_files):
         parser.error('--data_files and --val_files go together')
-    tokenizer = get_tokenizer(args.tokenizer)
     if args.data_files:
-        files, (source, revision) = [args.data_files, args.val_files], local_files([*args.data_files, *args.val_files])
+        train, val = args.data_files, args.val_files
+        source, revision = local_files([*train, *val])
     else:
-        files = [hub(REPOSITORY, REVISION, names) for names in (FILES[:args.num_files], ['val.jsonl.zst'])]
+        train, val = [f'{HUB}/train/{i:02d}.jsonl.zst' for i in range(args.num_files)], [f'{HUB}/val.jsonl.zst']
         source, revision = REPOSITORY, REVISION
-    corpus = Corpus(source, revision, split=f'{len(files[0])} files for train, {len(files[1])} for val',
-                    open=lambda: stream_tables({'train': files[0], 'val': files[1]}))
-    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    corpus = Corpus(source, revision, split=f'{len(train)} files for train, {len(val)} for val',
+                    open=lambda: stream_tables({'train': train, 'val': val}))
+    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':

@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, existing, local_files, open_text
+from data.sources import argument_parser, lines, local_files
 from data.tokenizer import Char
 from data.writer import Batches, Corpus, write_bins
 from runtime.files import atomic_write
@@ -31,14 +31,13 @@ def download(path):
 
 def main():
     parser = argument_parser(__doc__, __file__)
-    parser.add_argument('--input', type=existing, help='a text file to take instead of the download')
+    parser.add_argument('--input', type=Path, help='a text file to take instead of the download')
     args = parser.parse_args()
     path = args.input or args.out_dir / 'input.txt'
     if not args.input and not path.is_file():
         download(path)
     source, revision = local_files([path])
-    with open_text(path) as file:
-        text = file.read()
+    text = ''.join(lines(path))
     start = int(0.9 * len(text))
     documents = [('train', text[:start]), ('val', text[start:])]
     corpus = Corpus(source, revision, 'val: the last tenth of the text', open=lambda: Batches([[documents]]))

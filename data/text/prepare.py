@@ -9,23 +9,21 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, existing, files_corpus
-from data.tokenizer import get_tokenizer
+from data.sources import argument_parser, files_corpus
 from data.writer import write_bins
 
 
 def main():
     parser = argument_parser(__doc__, __file__, tokenizer='gpt2')
-    parser.add_argument('files', nargs='+', type=existing, metavar='PATH')
-    parser.add_argument('--val_file', nargs='+', type=existing, default=[], metavar='PATH', help='files for val.bin')
+    parser.add_argument('files', nargs='+', type=Path, metavar='PATH')
+    parser.add_argument('--val_file', nargs='+', type=Path, default=[], metavar='PATH', help='files for val.bin')
     parser.add_argument('--val_fraction', type=float, default=0.01, help='the part for val.bin (default: 0.01)')
     parser.add_argument('--text_key', default='text', help='key of the text in .jsonl and .parquet (default: text)')
     args = parser.parse_args()
     if not 0 < args.val_fraction <= 0.5:
         parser.error(f'--val_fraction={args.val_fraction}: must be above 0 and at most 0.5')
-    tokenizer = get_tokenizer(args.tokenizer)
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
-    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':
