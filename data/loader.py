@@ -41,18 +41,19 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
 def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     """Micro-batches per device and iteration: total_batch_size / (batch_size × world_size).
 
-    SystemExit that names the numbers and the next that fit, when this is not a whole number, or is not `given`
+    SystemExit that names the numbers and the nearest that fit, when this is not a whole number, or is not `given`
     (0 = not given).
     """
     share, rest = divmod(total_batch_size, world_size)
     if rest:
         step = batch_size * world_size
+        fits = total_batch_size // step * step
         raise SystemExit(f'--total_batch_size={total_batch_size}: must be a multiple of the {world_size} devices; '
-                         f'set --total_batch_size={(total_batch_size // step + 1) * step}')
+                         f'set --total_batch_size={f"{fits} or " * (fits > 0)}{fits + step}')
     if share % batch_size:
-        fits = max(n for n in range(1, batch_size) if share % n == 0)
+        divisors = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - batch_size))
         raise SystemExit(f'--batch_size={batch_size}: must divide {share}, the sequences of each device; '
-                         f'set --batch_size={fits}')
+                         f'set --batch_size={" or ".join(map(str, sorted(divisors[:2])))}')
     steps = share // batch_size
     if given not in (0, steps):
         made = given * batch_size * world_size

@@ -110,17 +110,22 @@ def read_rows(parts, batch):
 
 def stream_tables(files):
     """Batches of tables that are too large to store: {split: files}, read one after another as streams."""
-    return Batches([stream(split, file, load([file], 'text', streaming=True), 'text')
+    return Batches([map(partial(tagged, split), stream(file, load([file], 'text', streaming=True), 'text'))
                     for split in files for file in files[split]])
 
 
-def stream(split, file, dataset, text_key):
-    """Yield the documents of one streamed file in lists of ROWS. After an OSError the writer keeps what it has."""
+def tagged(split, texts):
+    """The texts as documents of `split`."""
+    return [(split, text) for text in texts]
+
+
+def stream(file, dataset, text_key):
+    """Yield the texts of one streamed file in lists of ROWS. After an OSError the writer keeps what it has."""
     try:
         for table in dataset.with_format('arrow').iter(ROWS):
             if text_key not in table.column_names:
                 raise SystemExit(f'{file}: no column {text_key!r}, only {", ".join(table.column_names)}')
-            yield [(split, text) for text in table[text_key].to_pylist()]
+            yield table[text_key].to_pylist()
     except Exception as error:  # as in `load`
         raise OSError(f'{file}: {type(error).__name__}: {first_line(error)}') from None
 
@@ -167,10 +172,12 @@ def by_position(texts, fraction):
     """(split, text): val begins after the last line end before the last `fraction` of the characters."""
     left = max(1, int(sum(map(len, texts)) * (1 - fraction)))  # characters for train
     for text in texts:
-        end = max(0, left)
         if 0 < left <= len(text):  # the document in which val begins
             end = text.rfind('\n', 0, left) + 1 or left
-        yield from (part for part in (('train', text[:end]), ('val', text[end:])) if part[1])
+            parts = [('train', text[:end]), ('val', text[end:])]
+        else:
+            parts = [('train' if left > 0 else 'val', text)]
+        yield from (part for part in parts if part[1])
         left -= len(text)
 
 
@@ -246,8 +253,8 @@ def jsonl(path, text_key):
 
 def parquet(path, text_key):
     """Yield the text of each row of a .parquet file."""
-    for documents in stream('', path, load([path], text_key, streaming=True), text_key):
-        yield from (text for _, text in documents)
+    for texts in stream(path, load([path], text_key, streaming=True), text_key):
+        yield from texts
 
 
 READERS = {'.txt': txt, '.jsonl': jsonl, '.parquet': parquet}

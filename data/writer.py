@@ -106,17 +106,23 @@ def find_existing(out_dir, identity):
 
     SystemExit if something else is there.
     """
+    bins = [out_dir / f'{split}.bin' for split in SPLITS]
     for name in ('meta.json', 'progress.json'):
         if (path := out_dir / name).exists():
             meta = json.loads(path.read_text(encoding='utf-8'))
             if wrong := [key for key in identity if meta.get(key) != identity[key]]:
                 raise SystemExit(f'{path}: bins of other data are in the way ({wrong[0]} {meta.get(wrong[0])!r}, not '
                                  f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
-            return meta if name == 'meta.json' else None
-    for split in SPLITS:
-        if (path := out_dir / f'{split}.bin').exists():
-            raise SystemExit(f'{path}: in the way, and no meta.json says what it is; choose another --out_dir or pass '
-                             '--overwrite')
+            if name == 'progress.json':
+                return None
+            for bin in bins:
+                size = meta[bin.stem]['tokens'] * np.dtype(meta['dtype']).itemsize
+                if not bin.exists() or bin.stat().st_size != size:
+                    raise SystemExit(f'{bin}: not the {size} bytes that meta.json says; pass --overwrite')
+            return meta
+    for bin in filter(Path.exists, bins):
+        raise SystemExit(f'{bin}: in the way, and no meta.json says what it is; choose another --out_dir or pass '
+                         '--overwrite')
     return None
 
 

@@ -467,6 +467,8 @@ def test_other_bins_in_the_way(tmp_path, capsys):
     assert 'nothing to do' in capsys.readouterr().out
     assert "revision 'r1', not 'r2'" in rejection(write, small_corpus('r2'))
     assert "tokenizer 'byte', not 'gpt2'" in rejection(write, small_corpus(), get_tokenizer('gpt2'))
+    (tmp_path / 'train.bin').write_bytes(b'\1')
+    assert 'not the 8 bytes' in rejection(write, small_corpus())
 
     def unreadable():
         raise SystemExit('a.txt: cannot be read')

@@ -250,10 +250,10 @@ def test_open_dataset_checks_the_length_and_the_ids_of_each_split(two):
 
 
 @pytest.mark.parametrize('arguments, message', [
-    ((480, 14, 1), '--batch_size=14: must divide 480, the sequences of each device; set --batch_size=12'),
-    ((480, 7, 2), '--batch_size=7: must divide 240, the sequences of each device; set --batch_size=6'),
+    ((480, 14, 1), '--batch_size=14: must divide 480, the sequences of each device; set --batch_size=12 or 15'),
+    ((480, 7, 2), '--batch_size=7: must divide 240, the sequences of each device; set --batch_size=6 or 8'),
     ((1, 2, 1), '--batch_size=2: must divide 1, the sequences of each device; set --batch_size=1'),
-    ((480, 8, 7), '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=504'),
+    ((480, 8, 7), '--total_batch_size=480: must be a multiple of the 7 devices; set --total_batch_size=448 or 504'),
     ((3, 1, 7), '--total_batch_size=3: must be a multiple of the 7 devices; set --total_batch_size=7'),
     ((480, 12, 8, 40), '--gradient_accumulation_steps=40: × --batch_size=12 × 8 device(s) = 3840, not '
      '--total_batch_size=480; set --gradient_accumulation_steps=0, which makes it 5 per device, or '

@@ -28,7 +28,10 @@ def main():
         name = path.relative_to(root)
         if LEFT_OUT & set(name.parts):
             continue
-        text = path.read_bytes().decode()
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError:
+            continue
         if text.strip() and text not in seen:
             seen.add(text)
             name = name.as_posix().encode()
