@@ -393,7 +393,7 @@ def train(c):
     torch.set_flush_denormal(True)  # sharp attention produces many, and they halve the speed of a CPU
     with world.exit_together():
         train_data, val_data = open_dataset(c.dataset, c.block_size)
-    fingerprints = dict(train=train_data.fingerprint(), val=fingerprint([*val_data.values()]))
+    fingerprints = dict(train=fingerprint(train_data.bins), val=fingerprint(val_data.values()))
     start = lifecycle.find_start(world, c, fingerprints)
     run = set_up(c, world, make_model(c, world, start, train_data))
     run.about = dict(data=fingerprints, tokenizer=train_data.tokenizer, changes=start.changes, code=start.code,

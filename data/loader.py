@@ -171,7 +171,8 @@ class Mixture:
     """
 
     def __init__(self, bins):
-        self.bins, self.first = bins, np.cumsum([0, *map(len, bins)])
+        self.bins, self.path = bins, ' + '.join(str(bin.path) for bin in bins)
+        self.first = np.cumsum([0, *map(len, bins)])
         self.tokenizer, self.vocab_size = bins[0].tokenizer, bins[0].vocab_size
         for bin in bins:
             if (bin.tokenizer, bin.vocab_size) != (self.tokenizer, self.vocab_size):
@@ -194,10 +195,6 @@ class Mixture:
         """The files, and the places in them, where the sequences start."""
         index, starts = self._by_bin(starts)
         return ', '.join(bin.where(starts[index == i]) for i, bin in enumerate(self.bins) if (index == i).any())
-
-    def fingerprint(self):
-        """The fingerprint of all bins and their weights."""
-        return fingerprint(self.bins)
 
 
 def fingerprint(bins):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import metrics, rejection
+from conftest import metrics, rejection, write_bins
 
 import train
 from analysis.load import crop_vocab_size, load, with_tokenizer
@@ -163,6 +163,10 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
     start = f'--init_from={tmp_path / "hf"}'
     message = rejection(train.main, [*flags, start, '--n_layer=7'])
     assert message == '--n_layer=7: must be 3, as in the pretrained weights'
+    checkpoint.LOCKS.pop().close()
+    other = write_bins(tmp_path / 'other', [1, 2] * 100, [1, 2] * 100, vocab_size=400)
+    message = rejection(train.main, [*flags, start, f'--dataset={other}'])
+    assert f'{other}/train.bin: made with a tokenizer of 400 ids, but the pretrained weights have 256' in message
     checkpoint.LOCKS.pop().close()
     train.main([*flags, start, '--max_iters=2'])
     settings = json.loads((tmp_path / 'tuned/config.json').read_text())['config']
