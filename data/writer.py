@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from runtime.files import atomic_write, first_line
+from runtime.files import atomic_write, first_line, sync_directory
 
 SPLITS = ('train', 'val')
 SAVE_SECONDS = 1.0  # how much work an interruption may cost
@@ -211,6 +211,7 @@ class Parts:
             if text:
                 with atomic_write(self.progress_path.with_name(name), sync=True) as file:
                     file.write(text.encode())
+        sync_directory(self.progress_path.parent)
         self.progress_path.unlink()
         return meta
 
