@@ -80,11 +80,11 @@ def save(output, fig, rows=None, **data):
     what drew it.
 
     Args:
+        output: a Path that ends in .png.
         rows: list of dicts for a .csv; the header is the union of their keys in order of appearance.
         data: further numbers for a .json, written only if there are any.
     """
     from matplotlib import pyplot as plt
-    output = Path(output)
     try:
         with files.atomic_write(output) as f:
             fig.savefig(f, dpi=150, format='png', metadata=dict(Command=shlex.join(sys.argv),

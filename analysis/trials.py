@@ -64,6 +64,11 @@ class Trial:
         return f'diverged: {run.failed}' if run.failed else run.rejected or 'finished'
 
     @property
+    def outcome(self):
+        """`state`; of a run that has not ended, the last line of its log.txt."""
+        return self.state if self.ended else f'failed: {self.last_line} ({self.out_dir}/log.txt)'
+
+    @property
     def last_line(self):
         """The last line of its log.txt."""
         path = self.out_dir / 'log.txt'
@@ -163,8 +168,7 @@ def train_all(trials, jobs=1, launcher=(sys.executable,)):
             for slot, (trial, process) in list(running.items()):
                 if process.poll() is not None:
                     del running[slot]
-                    how = trial.state if trial.ended else f'failed: {trial.last_line} ({trial.out_dir}/log.txt)'
-                    print(f'{trial.name}: {how}', file=sys.stderr, flush=True)
+                    print(f'{trial.name}: {trial.outcome}', file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print('stopping: the runs save their state', file=sys.stderr, flush=True)
         for _, process in running.values():

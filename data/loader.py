@@ -69,6 +69,12 @@ def data_dir(dataset):
     return itself if itself.is_dir() and not inside.is_dir() else inside
 
 
+def vocab_size_of(dataset):
+    """The vocabulary of --dataset; GPT-2's where the data set, or its meta.json, is not there."""
+    meta = read_meta(data_dir(dataset))
+    return meta['vocab_size'] if meta else 50257
+
+
 class Bin:
     """One split of a data set: `path` memory-mapped, checked against the meta.json next to it.
 

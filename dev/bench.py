@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.figures import print_table
-from data.loader import data_dir, read_meta
+from data.loader import vocab_size_of
 from hessian import Hook
 from loss import cross_entropy
 from model import GPT, GPTConfig
@@ -61,8 +61,7 @@ class Case:
 
     def __init__(self, config, world):
         self.config, self.world, self.device = config, world, world.device
-        meta = read_meta(data_dir(config.dataset))
-        self.vocab_size = meta['vocab_size'] if meta else 50257
+        self.vocab_size = vocab_size_of(config.dataset)
         given = [key for key in config.values if key in config.given - {'device'}]
         self.name = ' '.join(dict.fromkeys(  # a file once, for all that it sets
             f'{key}={config.values[key]}' if config.sources[key] == 'flag' else config.sources[key] for key in given))

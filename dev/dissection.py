@@ -130,10 +130,8 @@ def draw(arms):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--output', help='PNG of part A; .csv next to it')
+    parser.add_argument('--output', type=png_path, help='PNG of part A; .csv next to it')
     args = parser.parse_args(argv)
-    if args.output:
-        png_path(args.output)
     runs = find_runs([RECORDS.parent])
     for part in 'ACBDE':
         if arms := arms_of(runs, part):

@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.runs import flops_per_iteration
-from data.loader import data_dir, read_meta
+from data.loader import vocab_size_of
 from hessian import rows_at_once
 from model import GPT, GPTConfig
 from optimizers import row
@@ -167,8 +167,7 @@ def main(argv=None):
     for source in [[name] for name in args.configs] or [[]]:
         with mock.patch.dict(os.environ, WORLD_SIZE=str(args.gpus)):
             c = train.resolve([*source, *flags])
-        meta = read_meta(data_dir(c.dataset))
-        shape = GPTConfig.from_settings(c.values, meta['vocab_size'] if meta else 50257)
+        shape = GPTConfig.from_settings(c.values, vocab_size_of(c.dataset))
         if rank == 0:
             plan(c, shape, args)
         if args.measure:

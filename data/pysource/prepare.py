@@ -29,13 +29,14 @@ def main():
         if LEFT_OUT & set(name.parts):
             continue
         try:
-            text = path.read_bytes().decode()
+            data = path.read_bytes()
+            text = data.decode()
         except UnicodeDecodeError:
             continue
         if text.strip() and text not in seen:
             seen.add(text)
             name = name.as_posix().encode()
-            digest.update(name + b'\0' + text.encode())
+            digest.update(name + b'\0' + data)
             number = int.from_bytes(hashlib.sha256(name).digest()[:8], 'big')
             documents.append(('train' if number % 10 else 'val', text))
     segments = [[documents[start:start + 50]] for start in range(0, len(documents), 50)]

@@ -51,7 +51,7 @@ def unclipped(gamma, base, out_dir, launcher):
     trial.check()
     train_all([trial], launcher=launcher)
     if trial.state != 'finished':
-        raise SystemExit(f'{trial.out_dir}: {trial.state}; {trial.last_line}')
+        raise SystemExit(f'{trial.out_dir}: {trial.outcome}')
     for path in trial.out_dir.glob('*.pt'):
         path.unlink()  # only the metrics are of use
     fractions = trial.run.series('update_unclipped')[1]
