@@ -247,8 +247,8 @@ OPTIMIZERS = {
     'gnb_mean': Row(partial(sophia, cls=SophiaTensorMean), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', GNBHook,
                     shards=False),
     # Baselines that the paper does not have, with their libraries' defaults but for AdamW's weight decay. Muon's
-    # updates are scaled to the size of AdamW's, so it takes AdamW's learning rates; for its matrix
-    # products of shards DTensor gathers the whole matrix.
+    # updates are scaled to the size of AdamW's, so it takes AdamW's learning rates; for its matrix products of
+    # shards DTensor gathers the whole matrix.
     'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR | {'tiny': 4.8e-2},
                 'Table 3, adamw', library='torch:Muon', arguments=lambda s: dict(
                     momentum=s.beta1, weight_decay=s.weight_decay, adjust_lr_fn='match_rms_adamw')),

@@ -77,7 +77,7 @@ def settings(rng):
 
 
 def interruptions(rng, iterations):
-    """Up to three times (expected exit code, CODE for faults.py, flags) by which a run of so many iterations ends."""
+    """Up to three times (expected exit code, CODE for faults.py, flags) by which a run of this length ends."""
     found = []
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(iterations)

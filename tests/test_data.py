@@ -146,7 +146,7 @@ def pinned_corpus(kind, folder):
 
 
 def interrupted(corpus, after):
-    """The corpus, with a Ctrl-C after so many batches have been read."""
+    """The corpus, with a Ctrl-C after some batches have been read."""
     countdown = iter(range(after))
 
     def stopping(segment):

@@ -368,7 +368,7 @@ def settings(name, total_batch_size):
 
 
 def test_settings_of_the_paper():
-    """tests/test_configs.py has those of the published runs."""
+    """tests/test_configs.py has the published runs' settings."""
     assert optimizers.peak_learning_rate('lion', 'tiny')[0] == 4e-3
     # A smaller mini-batch: Gauss-Newton keeps its half, AdaHessian the whole, Hutchinson its 32 where they fit.
     assert [settings(name, 40)['hessian_batch_size'] for name in ('sophiag', 'adahessian', 'sophiah')] == [20, 40, 32]

@@ -20,8 +20,8 @@ MARGIN = 0.5  # nats of training loss
 
 
 def stable_runs(runs):
-    """[(run, final training loss, the mean over the last tenth of the lines)] of those of `runs`, at rising learning
-    rates, that are below the first one that is not stable."""
+    """A list of (run, final training loss) of the stable runs; `runs` are in the order of rising learning rates. The
+    final loss is the mean over the last tenth of the lines."""
     found, lowest = [], float('inf')
     for run in runs:
         if run.diverged:
