@@ -116,10 +116,10 @@ def draw(arms):
         unclipped.plot([x for x, _ in shares], [share for _, share in shares], 'o-', markersize=4, **style)
     if ('adamw', 0.0) in arms:
         adamw = [loss_of(run) for run in arms['adamw', 0.0]['runs'].values()]
-        loss.axhspan(min(adamw), max(adamw), color='0.5', alpha=0.3, label=f'AdamW, {len(adamw)} seed(s)')
+        loss.axhspan(min(adamw), max(adamw), color='0.5', alpha=0.3, label=f'AdamW, {len(adamw)} seeds')
     unclipped.axhspan(0.1, 0.5, color='0.5', alpha=0.15)
     gammas = sorted({gamma for gamma, *_ in points if gamma})
-    for ax, title in (loss, 'final validation loss'), (unclipped, "unclipped share (grey: the paper's advice)"):
+    for ax, title in (loss, 'final validation loss'), (unclipped, "unclipped share (grey: paper's advice)"):
         ax.set(xscale='log', xlabel='γ', title=title)
         ax.set_xticks([left_end, *gammas], ['0: sign\nmomentum', *(f'{gamma:g}' for gamma in gammas)])
         ax.minorticks_off()

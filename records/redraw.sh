@@ -32,6 +32,9 @@ $PY scripts/paper/final_losses.py "$study/1200/adamw/*,$W,beta1=0.9,beta2=0.95,w
     "$study/1200/sophiag/*,$W,beta1=0.9,beta2=0.99,weight_decay=0.2,gamma=0.05,eps=1e-12" \
     "records/study_others/1200/lion/*weight_decay=0.2" --x learning_rate --output $study/study_rates.png
 
+# The dissection.
+$PY dev/dissection.py --output records/dissection/dissection.png
+
 # What needs no run.
 $PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.csv
 $PY scripts/paper/toy_landscape.py --output records/paper/toy_landscape.png
