@@ -1,4 +1,4 @@
-"""What can happen to a run of days, done to train.py as a process: it resumes exactly, or says why not."""
+"""Failures in a run of days, done to train.py as a process: it resumes exactly, or says why not."""
 
 import json
 import os
