@@ -140,6 +140,11 @@ def _cell(value):
     return str(value)
 
 
+def mean_sd(mean, sd):
+    """A mean loss with its standard deviation, None if there is none, as text."""
+    return f'{mean:.3f}' + ('' if sd is None else f' ± {sd:.3f}' if sd >= 0.0005 else ' ± <0.001')
+
+
 def write_csv(path, rows):
     """Writes `rows`, a list of dicts, as a CSV file; a key that a row lacks stays empty."""
     header = list(dict.fromkeys(key for row in rows for key in row))

@@ -13,14 +13,19 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.figures import figure, legend, optimizer_label, png_path, print_table, save, styles
+from analysis.figures import figure, legend, mean_sd, optimizer_label, png_path, print_table, save, styles
 from analysis.runs import find_runs
 from analysis.significance import difference, holm
 from dev.study import RECORDS, SEARCH_SEED
 
 TESTED = range(1338, 1341)  # seeds of the arms in the tests of part A; Sophia-G's best γ was chosen with them, so
 OF_BEST_GAMMA = range(1341, 1344)  # it has seeds of its own
+ARMS = ['clip', 'sophiag', 'gnb_mean', 'ef_clip', 'sophiah', 'adamw']  # in the order of the protocol
 IN_TESTS = 'clip', 'gnb_mean', 'ef_clip', 'sophiah'
+SIX = range(1338, 1344)  # seeds of part C
+SEEDS = dict(A=TESTED, B=TESTED, C=SIX, D=(), E=())  # that the best settings of each arm get
+HEAD = 'loss at learning rate'  # the first column of `table`
+SETTINGS = 'β1', 'warm-up', 'weight decay'  # `settings_of` but the learning rate
 
 
 def loss_of(run):
@@ -58,19 +63,24 @@ def best_gamma(arms):
     return min(means, key=lambda gamma: statistics.mean(means[gamma])) if means and all(means.values()) else None
 
 
-def table(arms):
-    """A row for each arm: its best settings, their loss with the search's seed and over the others."""
-    rows = []
-    for (name, gamma), arm in sorted(arms.items()):
-        fresh = [loss_of(run) for seed, run in sorted(arm['runs'].items()) if seed != SEARCH_SEED]
-        lr, beta1, warmup, weight_decay = arm['best']
-        rows.append({'optimizer': optimizer_label(name), 'γ': gamma or None, 'trials': len(arm['search']),
-                     'learning rate': lr, 'β1': beta1, 'warm-up': warmup, 'weight decay': weight_decay,
-                     f'loss, seed {SEARCH_SEED}': loss_of(arm['search'][arm['best']]), 'other seeds': len(fresh),
-                     'mean': statistics.mean(fresh) if fresh else None,
-                     'sd': statistics.stdev(fresh) if len(fresh) > 1 else None,
-                     'unclipped': arm['search'][arm['best']].last('update_unclipped')})
-    return rows
+def table(arms, seeds):
+    """A row of texts for each arm: its loss with the search's seed at each learning rate and with each change of
+    another setting; mean and standard deviation of the best one over the other `seeds`; its unclipped share."""
+    rows, order = [], {}
+    for (name, gamma), arm in sorted(arms.items(), key=lambda item: (ARMS.index(item[0][0]), item[0][1])):
+        usual = statistics.mode(settings[1:] for settings in arm['search'])
+        row = {HEAD: optimizer_label(name) + (f', γ = {gamma:g}' if gamma else '')}
+        for (lr, *others), run in arm['search'].items():
+            changes = [f'{what} = {value:g}' for what, value, old in zip(SETTINGS, others, usual) if value != old]
+            column = ', '.join(changes) or f'{lr:g}'
+            order[column] = bool(changes), lr, column
+            row[column] = f'{loss_of(run):.3f}'
+        fresh, unclipped = losses(arm, seeds), arm['search'][arm['best']].last('update_unclipped')
+        row |= {'the best, other seeds': mean_sd(statistics.mean(fresh), statistics.stdev(fresh)) if fresh else None,
+                'unclipped': None if unclipped is None or name == 'clip' else f'{unclipped:.0%}'.replace('%', ' %')}
+        rows.append(row)
+    columns = [HEAD, *sorted(order, key=order.get), 'the best, other seeds', 'unclipped']
+    return [{column: row.get(column) for column in columns} for row in rows]
 
 
 def fresh_losses(arms, name, seeds):
@@ -92,7 +102,7 @@ def tests(runs):
                          **difference(one, reference)})
         for row, p in zip(rows, holm([row['p'] for row in rows])):
             row['p, Holm'] = p
-    sides = {name: fresh_losses(C, name, range(1338, 1344)) for name in ('sophiag', 'adamw', 'clip')}
+    sides = {name: fresh_losses(C, name, SIX) for name in ('sophiag', 'adamw', 'clip')}
     for name, what in ('adamw', 'primary'), ('clip', 'secondary'):
         if sides['sophiag'] and sides[name]:
             rows.append({'comparison': f'C, {what}: Sophia-G minus {optimizer_label(name)}', 'n': '6, 6',
@@ -136,7 +146,7 @@ def main(argv=None):
     for part in 'ACBDE':
         if arms := arms_of(runs, part):
             print(f'Part {part}')
-            print_table(table(arms))
+            print_table(table(arms, SEEDS[part]))
     if args.output:
         fig, rows = draw(arms_of(runs, 'A'))
         save(args.output, fig, rows)

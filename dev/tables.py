@@ -1,6 +1,6 @@
 """Writes the tables on the pages that come from the code or from records.
 
-  python dev/tables.py            after a change of a setting, of the table of optimizers, or of records/study
+  python dev/tables.py            after a change of a setting, of the table of optimizers, or of records
   python dev/tables.py --check    exits with 1 if a page is not current
 
 A table stands between the lines <!-- table: NAME --> and <!-- end -->; everything else on the pages is written by hand.
@@ -19,9 +19,10 @@ import model
 import optimizers
 import train
 from analysis.compare import noise_of, same_horizon, tuned_at_each_T
-from analysis.figures import optimizer_label
+from analysis.figures import mean_sd, optimizer_label
 from analysis.runs import by_seed, find_runs, read_json
 from configurator import Config
+from dev import dissection
 
 
 def number(value):
@@ -102,8 +103,13 @@ def study_sides():
 def loss(side):
     """The mean of a `Tuned` and the standard deviation over its seeds."""
     row = side.row()
-    sd = row['sd']
-    return f'{row["val/loss"]:.3f}' + ('' if sd is None else f' ± {sd:.3f}' if sd >= 0.0005 else ' ± <0.001')
+    return mean_sd(row['val/loss'], row['sd'])
+
+
+def interval(row):
+    """A `difference` with its 95 % interval, if it has one."""
+    text = f'{row["difference"]:+.3f}'.replace('-', '−')
+    return text if row['p'] is None else f'{text} ± {row["plus_or_minus"]:.3f}'
 
 
 def minus_adamw(side, baseline, noise):
@@ -111,8 +117,7 @@ def minus_adamw(side, baseline, noise):
     if side is baseline or not side or not baseline:
         return '', ''
     row = same_horizon(side, baseline, noise)
-    difference = f'{row["difference"]:+.3f}'.replace('-', '−')
-    return (difference, '') if row['p'] is None else (f'{difference} ± {row["plus_or_minus"]:.3f}', f'{row["p"]:.2g}')
+    return interval(row), '' if row['p'] is None else f'{row["p"]:.2g}'
 
 
 def study():
@@ -135,10 +140,18 @@ def study_losses():
     return table(['T', *map(optimizer_label, STUDY), 'Sophia-G minus AdamW, 95 %'], rows)
 
 
+def dissection_search():
+    """Part A of records/dissection: the losses of every arm."""
+    arms = dissection.arms_of(find_runs([dissection.RECORDS.parent]), 'A')
+    rows = dissection.table(arms, dissection.TESTED)
+    return table([*rows[0]], [[cell or '' for cell in row.values()] for row in rows])
+
+
 PAGES = {'README.md': [study_losses],
          'docs/settings.md': [settings],
          'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
-         'records/study/README.md': [study]}
+         'records/study/README.md': [study],
+         'records/dissection/README.md': [dissection_search]}
 
 
 def current(page, text):

@@ -113,7 +113,13 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
     assert rows[4]['p'] == pytest.approx(expected.pvalue)
     assert rows[0]['difference'] > 0.01 and rows[0]['p, Holm'] >= rows[0]['p']
     dissection.main(['--output', str(tmp_path / 'x.png')])
-    assert 'C, primary' in capsys.readouterr().out and (tmp_path / 'x.png').stat().st_size > 10_000
+    said = capsys.readouterr().out
+    assert 'C, primary' in said and (tmp_path / 'x.png').stat().st_size > 10_000
+    adamw = next(row for row in dissection.table(dissection.arms_of(find_runs([folder]), 'C'), dissection.SIX)
+                 if row[dissection.HEAD] == 'AdamW')
+    tried = ['0.006', '0.012', '0.024', 'warm-up = 2400', 'weight decay = 0.3', 'β1 = 0.9']
+    assert [column for column, cell in adamw.items() if cell][1:7] == tried
+    assert adamw['0.012'] == '1.305' and adamw['β1 = 0.9'] == '1.307'
 
     # With a run of each side missing nothing is tested.
     kept = [line for line in lines if '1343' not in line]
