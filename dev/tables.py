@@ -147,11 +147,19 @@ def dissection_search():
     return table([*rows[0]], [[cell or '' for cell in row.values()] for row in rows])
 
 
+def dissection_tests():
+    """The planned tests of records/dissection whose runs are all there."""
+    rows = dissection.tests(find_runs([dissection.RECORDS.parent]))
+    return table(['planned test', 'seeds', 'difference, 95 %', 'p', 'p, Holm'],
+                 [[row['comparison'], row['n'], interval(row), f'{row["p"]:.2g}',
+                   f'{row["p, Holm"]:.2g}' if 'p, Holm' in row else '–'] for row in rows])
+
+
 PAGES = {'README.md': [study_losses],
          'docs/settings.md': [settings],
          'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
          'records/study/README.md': [study],
-         'records/dissection/README.md': [dissection_search]}
+         'records/dissection/README.md': [dissection_search, dissection_tests]}
 
 
 def current(page, text):
