@@ -23,7 +23,7 @@ OF_BEST_GAMMA = range(1341, 1344)  # it has seeds of its own
 ARMS = ['clip', 'sophiag', 'gnb_mean', 'ef_clip', 'sophiah', 'adamw']  # in the order of the protocol
 IN_TESTS = 'clip', 'gnb_mean', 'ef_clip', 'sophiah'
 SIX = range(1338, 1344)  # seeds of part C
-SEEDS = dict(A=TESTED, B=TESTED, C=SIX, D=(), E=())  # that the best settings of each arm get
+SEEDS = dict(A=TESTED, C=SIX, B=TESTED, D=(), E=())  # by part, of the best settings of each arm
 HEAD = 'loss at learning rate'  # the first column of `table`
 SETTINGS = 'β1', 'warm-up', 'weight decay'  # `settings_of` but the learning rate
 
@@ -143,10 +143,10 @@ def main(argv=None):
     parser.add_argument('--output', type=png_path, help='PNG of part A; .csv next to it')
     args = parser.parse_args(argv)
     runs = find_runs([RECORDS.parent])
-    for part in 'ACBDE':
+    for part, seeds in SEEDS.items():
         if arms := arms_of(runs, part):
             print(f'Part {part}')
-            print_table(table(arms, SEEDS[part]))
+            print_table(table(arms, seeds))
     if args.output:
         fig, rows = draw(arms_of(runs, 'A'))
         save(args.output, fig, rows)

@@ -140,16 +140,21 @@ def study_losses():
     return table(['T', *map(optimizer_label, STUDY), 'Sophia-G minus AdamW, 95 %'], rows)
 
 
+@cache
+def dissection_runs():
+    """The runs of records/dissection."""
+    return find_runs([dissection.RECORDS.parent])
+
+
 def dissection_search():
     """Part A of records/dissection: the losses of every arm."""
-    arms = dissection.arms_of(find_runs([dissection.RECORDS.parent]), 'A')
-    rows = dissection.table(arms, dissection.TESTED)
+    rows = dissection.table(dissection.arms_of(dissection_runs(), 'A'), dissection.SEEDS['A'])
     return table([*rows[0]], [[cell or '' for cell in row.values()] for row in rows])
 
 
 def dissection_tests():
     """The planned tests of records/dissection whose runs are all there."""
-    rows = dissection.tests(find_runs([dissection.RECORDS.parent]))
+    rows = dissection.tests(dissection_runs())
     return table(['planned test', 'seeds', 'difference, 95 %', 'p', 'p, Holm'],
                  [[row['comparison'], row['n'], interval(row), f'{row["p"]:.2g}',
                    f'{row["p, Holm"]:.2g}' if 'p, Holm' in row else '–'] for row in rows])
