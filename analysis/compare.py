@@ -150,6 +150,22 @@ def same_horizon(candidate, baseline, noise):
             'baseline at equal trials': expected_best(baseline.trials, n)}
 
 
+def efficiency_at(candidate, baseline):
+    """The row of the table of data efficiency at one T; None if the baseline has no losses around the candidate's.
+
+    The baseline's loss is interpolated linearly in log T between its horizons, never extrapolated.
+    """
+    Ts = sorted(baseline)
+    for shorter, longer in zip(Ts, Ts[1:]):
+        above, below = baseline[shorter].mean, baseline[longer].mean
+        if above >= candidate.mean >= below and above > below:
+            steps = shorter * (longer / shorter) ** ((above - candidate.mean) / (above - below))
+            cost = baseline[shorter].best[0].flops_per_iteration() / candidate.best[0].flops_per_iteration()
+            return {'T': candidate.T, 'val/loss': candidate.mean, 'baseline steps': steps,
+                    'ratio steps': steps / candidate.T, 'ratio FLOPs': steps / candidate.T * cost}
+    return None
+
+
 def weaknesses(side):
     """Sentences on what makes the best of a `Tuned` doubtful: a value at the edge of those that were tried with all
     other settings as in the best, only one such learning rate, or fewer seeds than other settings have."""

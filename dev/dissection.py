@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from analysis.compare import Tuned, efficiency_at
 from analysis.figures import figure, legend, mean_sd, optimizer_label, png_path, print_table, save, styles
 from analysis.runs import find_runs
 from analysis.significance import difference, holm
@@ -52,9 +53,14 @@ def arms_of(runs, part):
     return arms
 
 
+def with_seeds(arm, seeds):
+    """The runs of an arm's best settings with these seeds; [] unless all are there."""
+    return [arm['runs'][seed] for seed in seeds] if all(seed in arm['runs'] for seed in seeds) else []
+
+
 def losses(arm, seeds):
-    """The losses of an arm's best settings with these seeds; [] unless all are there."""
-    return [loss_of(arm['runs'][seed]) for seed in seeds] if all(seed in arm['runs'] for seed in seeds) else []
+    """The losses of `with_seeds`."""
+    return [loss_of(run) for run in with_seeds(arm, seeds)]
 
 
 def best_gamma(arms):
@@ -83,10 +89,15 @@ def table(arms, seeds):
     return [{column: row.get(column) for column in columns} for row in rows]
 
 
-def fresh_losses(arms, name, seeds):
-    """The losses with these seeds of the one arm of an optimizer that has them; [] if none has."""
-    found = (losses(arm, seeds) for (optimizer, _), arm in arms.items() if optimizer == name)
+def fresh_runs(arms, name, seeds):
+    """The runs with these seeds of the one arm of an optimizer that has them; [] if none has."""
+    found = (with_seeds(arm, seeds) for (optimizer, _), arm in arms.items() if optimizer == name)
     return next(filter(None, found), [])
+
+
+def fresh_losses(arms, name, seeds):
+    """The losses of `fresh_runs`."""
+    return [loss_of(run) for run in fresh_runs(arms, name, seeds)]
 
 
 def tests(runs):
@@ -107,6 +118,30 @@ def tests(runs):
         if sides['sophiag'] and sides[name]:
             rows.append({'comparison': f'C, {what}: Sophia-G minus {optimizer_label(name)}', 'n': '6, 6',
                          **difference(sides['sophiag'], sides[name])})
+    return rows
+
+
+def long_horizon(runs):
+    """A row for each side of part C, the lowest loss first; [] while one of its runs with the six seeds is missing.
+
+    Differences are to AdamW. 'to AdamW': the iterations after which a run of this side would end at AdamW's loss of
+    part C, interpolated between its own losses in the parts A and C; None if it would take more than part C has.
+    """
+    A, C = arms_of(runs, 'A'), arms_of(runs, 'C')
+    gamma = best_gamma(A)
+    A = {(name, value): arm for (name, value), arm in A.items() if name != 'sophiag' or value == gamma}
+    sides = {}
+    for name in 'sophiag', 'adamw', 'clip':
+        short, long = fresh_runs(A, name, TESTED), fresh_runs(C, name, SIX)
+        if not short or not long:
+            return []
+        sides[name] = {group[0].max_iters: Tuned(group[0].max_iters, group, [group], []) for group in (short, long)}
+    T = max(sides['adamw'])
+    adamw, rows = sides['adamw'][T], []
+    for side in sorted(sides.values(), key=lambda side: side[T].mean):
+        row, reached = side[T].row(), efficiency_at(adamw, side)
+        rows.append({**{key: row[key] for key in ('optimizer', 'learning_rate', 'val/loss', 'sd', 'seeds')},
+                     **difference(side[T].losses, adamw.losses), 'to AdamW': reached and reached['baseline steps']})
     return rows
 
 
@@ -147,6 +182,8 @@ def main(argv=None):
         if arms := arms_of(runs, part):
             print(f'Part {part}')
             print_table(table(arms, seeds))
+    if rows := long_horizon(runs):
+        print_table(rows)
     if args.output:
         fig, rows = draw(arms_of(runs, 'A'))
         save(args.output, fig, rows)

@@ -19,7 +19,15 @@ from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.compare import add_tuned, check_comparable, noise_of, same_horizon, tuned_at_each_T, weaknesses
+from analysis.compare import (
+    add_tuned,
+    check_comparable,
+    efficiency_at,
+    noise_of,
+    same_horizon,
+    tuned_at_each_T,
+    weaknesses,
+)
 from analysis.figures import argparser, figure, legend, optimizer_label, print_table, save, styles
 from analysis.runs import by_seed, code_differences, find_runs, mean_loss
 from analysis.significance import holm
@@ -112,22 +120,6 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
              f'{row["ratio steps"]:.2f} times as efficient in steps, {row["ratio FLOPs"]:.2f} in FLOPs'
              for row in efficiency]
     return dict(candidate=name, holds=holds, text=text, same_T=same, criterion=criterion, efficiency=efficiency)
-
-
-def efficiency_at(candidate, baseline):
-    """The row of the table of data efficiency at one T; None if the baseline has no losses around the candidate's.
-
-    The baseline's loss is interpolated linearly in log T between its horizons, never extrapolated.
-    """
-    Ts = sorted(baseline)
-    for shorter, longer in zip(Ts, Ts[1:]):
-        above, below = baseline[shorter].mean, baseline[longer].mean
-        if above >= candidate.mean >= below and above > below:
-            steps = shorter * (longer / shorter) ** ((above - candidate.mean) / (above - below))
-            cost = baseline[shorter].best[0].flops_per_iteration() / candidate.best[0].flops_per_iteration()
-            return {'T': candidate.T, 'val/loss': candidate.mean, 'baseline steps': steps,
-                    'ratio steps': steps / candidate.T, 'ratio FLOPs': steps / candidate.T * cost}
-    return None
 
 
 def draw(tuned, baseline, verdicts, k, panels):

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import statistics
 from collections import Counter
 from pathlib import Path
 
@@ -93,6 +94,7 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
     def loss_of(trial):
         s = dict(trial.settings)
         loss = surface(trial) + dict(clip=0.02, ef_clip=0.01, adamw=0.005).get(trial.optimizer, 0)
+        loss += 0.1 * (s['max_iters'] == 2400)
         loss += 0.002 * (s['beta1'] == 0.9) + 0.002 * (s['warmup_iters'] == 2400) + 0.002 * ('weight_decay' in s)
         noise[trial.path] = loss + (rng.gauss(0, 0.003) if dict(trial.settings)['seed'] != study.SEARCH_SEED else 0)
         return noise[trial.path]
@@ -112,6 +114,15 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
     expected = stats.ttest_ind(seeds['sophiag'], seeds['adamw'], equal_var=False)
     assert rows[4]['p'] == pytest.approx(expected.pvalue)
     assert rows[0]['difference'] > 0.01 and rows[0]['p, Holm'] >= rows[0]['p']
+    long = {row['optimizer']: row for row in dissection.long_horizon(find_runs([folder]))}
+    assert [*long] == ['Sophia-G', 'AdamW', 'Sign momentum']  # the lowest loss first
+    mean = statistics.mean
+    assert long['Sophia-G']['val/loss'] == pytest.approx(mean(seeds['sophiag']))
+    assert long['Sophia-G']['difference'] == pytest.approx(mean(seeds['sophiag']) - mean(seeds['adamw']))
+    short = mean(dissection.losses(dissection.arms_of(find_runs([folder]), 'A')['sophiag', 0.15], dissection.TESTED))
+    way = (short - mean(seeds['adamw'])) / (short - mean(seeds['sophiag']))
+    assert long['Sophia-G']['to AdamW'] == pytest.approx(2400 * 4 ** way)
+    assert long['AdamW']['to AdamW'] == pytest.approx(9600) and long['Sign momentum']['to AdamW'] is None
     dissection.main(['--output', str(tmp_path / 'x.png')])
     said = capsys.readouterr().out
     assert 'C, primary' in said and (tmp_path / 'x.png').stat().st_size > 10_000
@@ -124,4 +135,4 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
     # With a run of each side missing nothing is tested.
     kept = [line for line in lines if '1343' not in line]
     (folder / 'runs.jsonl').write_text('\n'.join(kept) + '\n')
-    assert dissection.tests(find_runs([folder])) == []
+    assert dissection.tests(find_runs([folder])) == [] and dissection.long_horizon(find_runs([folder])) == []
