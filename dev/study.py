@@ -64,7 +64,7 @@ class Study:
     """
     out_dir: Path
     recorded: dict = field(default_factory=dict)
-    done: int = 0
+    done: set = field(default_factory=set)  # paths of finished trials
     due: list = field(default_factory=list)  # of (what sorts trials, so that the arms of a part take turns; the trial)
     arms: Counter = field(default_factory=Counter)
 
@@ -80,7 +80,7 @@ class Study:
         if loss is None:
             self.due.append((ORDER.index(part), fresh, self.arms[arm], trial))
         else:
-            self.done += 1
+            self.done.add(trial.path)
         return loss
 
     def search(self, part, optimizer, rates, widen=True, **settings):
@@ -296,7 +296,7 @@ def main():
     elif args.list:
         study = plan(out_dir, recorded)
         print('\n'.join(str(trial.path) for trial in study.due))
-        print(f'{study.done} results, {len(study.due)} runs due')
+        print(f'{len(study.done)} runs finished, {len(study.due)} due')
     else:
         train_all(tree, out_dir, recorded, args.jobs)
 
