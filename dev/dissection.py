@@ -26,6 +26,8 @@ IN_TESTS = 'clip', 'gnb_mean', 'ef_clip', 'sophiah'
 SIX = range(1338, 1344)  # seeds of part C
 SEEDS = dict(A=TESTED, C=SIX, B=TESTED, D=(), E=())  # by part, of the best settings of each arm
 HEAD = 'loss at learning rate'  # the first column of `table`
+# Columns printed of `long_horizon`.
+LONG = ['optimizer', 'learning_rate', 'val/loss', 'sd', 'seeds', 'difference', 'plus_or_minus', 'p', 'to AdamW']
 SETTINGS = 'β1', 'warm-up', 'weight decay'  # `settings_of` but the learning rate
 
 
@@ -139,9 +141,9 @@ def long_horizon(runs):
     T = max(sides['adamw'])
     adamw, rows = sides['adamw'][T], []
     for side in sorted(sides.values(), key=lambda side: side[T].mean):
-        row, reached = side[T].row(), efficiency_at(adamw, side)
-        rows.append({**{key: row[key] for key in ('optimizer', 'learning_rate', 'val/loss', 'sd', 'seeds')},
-                     **difference(side[T].losses, adamw.losses), 'to AdamW': reached and reached['baseline steps']})
+        reached = efficiency_at(adamw, side)
+        rows.append(side[T].row() | difference(side[T].losses, adamw.losses)
+                    | {'to AdamW': reached['baseline steps'] if reached else None})
     return rows
 
 
@@ -183,7 +185,7 @@ def main(argv=None):
             print(f'Part {part}')
             print_table(table(arms, seeds))
     if rows := long_horizon(runs):
-        print_table(rows)
+        print_table(rows, LONG)
     if args.output:
         fig, rows = draw(arms_of(runs, 'A'))
         save(args.output, fig, rows)
