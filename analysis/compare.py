@@ -83,7 +83,7 @@ class Tuned:
 
     @property
     def losses(self):
-        return [run.last('val/loss') for run in self.best]
+        return [run.final_loss for run in self.best]
 
     @property
     def mean(self):

@@ -100,6 +100,11 @@ class Run:
         return self.failed is not None or not math.isfinite(self.last('val/loss') or 0)
 
     @property
+    def final_loss(self):
+        """The last validation loss; math.inf if the run diverged."""
+        return math.inf if self.diverged else self.last('val/loss')
+
+    @property
     def rejected(self):
         """Why the run cannot be compared with others, one clause, or None."""
         return self.unfinished or self.changed
@@ -260,9 +265,11 @@ def code_differences(runs):
 
 
 def mean_loss(runs):
-    """(mean, standard deviation) of final losses of runs that differ in their seed; (loss, None) of a single one."""
-    losses = [run.last('val/loss') for run in runs]
-    return statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else None
+    """(mean, standard deviation) of final losses of runs that differ in their seed; (loss, None) of a single one, and
+    (inf, None) if one of them diverged."""
+    losses = [run.final_loss for run in runs]
+    mean = statistics.mean(losses)
+    return mean, statistics.stdev(losses) if len(losses) > 1 and math.isfinite(mean) else None
 
 
 def labels_of(groups):

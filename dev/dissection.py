@@ -7,7 +7,6 @@ Runs that the protocol asks for and that are missing are left out, with a note.
 """
 
 import argparse
-import math
 import statistics
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.compare import Tuned, efficiency_at
 from analysis.figures import figure, legend, mean_sd, optimizer_label, png_path, print_table, save, styles
-from analysis.runs import find_runs
+from analysis.runs import find_runs, mean_loss
 from analysis.significance import difference, holm
 from dev.study import RECORDS, SEARCH_SEED
 
@@ -29,11 +28,6 @@ HEAD = 'loss at learning rate'  # the first column of `table`
 # Columns printed of `long_horizon`.
 LONG = ['optimizer', 'learning_rate', 'val/loss', 'sd', 'seeds', 'difference', 'plus_or_minus', 'p', 'to AdamW']
 SETTINGS = 'β1', 'warm-up', 'weight decay'  # `settings_of` but the learning rate
-
-
-def loss_of(run):
-    """The final validation loss, inf if the run diverged."""
-    return math.inf if run.diverged else run.last('val/loss')
 
 
 def settings_of(run):
@@ -50,7 +44,7 @@ def arms_of(runs, part):
             arms.setdefault((run.optimizer_name, run.gamma), []).append(run)
     for key, mine in arms.items():
         search = {settings_of(run): run for run in mine if run.seed == SEARCH_SEED}
-        best = min(search, key=lambda settings: loss_of(search[settings]))
+        best = min(search, key=lambda settings: search[settings].final_loss)
         arms[key] = dict(search=search, best=best, runs={run.seed: run for run in mine if settings_of(run) == best})
     return arms
 
@@ -62,7 +56,7 @@ def with_seeds(arm, seeds):
 
 def losses(arm, seeds):
     """The losses of `with_seeds`."""
-    return [loss_of(run) for run in with_seeds(arm, seeds)]
+    return [run.final_loss for run in with_seeds(arm, seeds)]
 
 
 def best_gamma(arms):
@@ -82,9 +76,9 @@ def table(arms, seeds):
             changes = [f'{what} = {value:g}' for what, value, old in zip(SETTINGS, others, usual) if value != old]
             column = ', '.join(changes) or f'{lr:g}'
             order[column] = bool(changes), lr, column
-            row[column] = f'{loss_of(run):.3f}'
-        fresh, unclipped = losses(arm, seeds), arm['search'][arm['best']].last('update_unclipped')
-        row |= {'the best, other seeds': mean_sd(statistics.mean(fresh), statistics.stdev(fresh)) if fresh else None,
+            row[column] = f'{run.final_loss:.3f}'
+        fresh, unclipped = with_seeds(arm, seeds), arm['search'][arm['best']].last('update_unclipped')
+        row |= {'the best, other seeds': mean_sd(*mean_loss(fresh)) if fresh else None,
                 'unclipped': None if unclipped is None or name == 'clip' else f'{unclipped:.0%}'.replace('%', ' %')}
         rows.append(row)
     columns = [HEAD, *sorted(order, key=order.get), 'the best, other seeds', 'unclipped']
@@ -99,7 +93,7 @@ def fresh_runs(arms, name, seeds):
 
 def fresh_losses(arms, name, seeds):
     """The losses of `fresh_runs`."""
-    return [loss_of(run) for run in fresh_runs(arms, name, seeds)]
+    return [run.final_loss for run in fresh_runs(arms, name, seeds)]
 
 
 def tests(runs):
@@ -157,12 +151,12 @@ def draw(arms):
     fig, (loss, unclipped) = figure(2, width=4.6, height=4.0)
     for lr, style in zip(rates, styles([''] * len(rates))):
         mine = sorted((gamma or left_end, run) for gamma, rate, run in points if rate == lr)
-        loss.plot([x for x, _ in mine], [loss_of(run) for _, run in mine], 'o-', markersize=4,
+        loss.plot([x for x, _ in mine], [run.final_loss for _, run in mine], 'o-', markersize=4,
                   label=f'learning rate {lr:g}', **style)
         shares = [(x, run.last('update_unclipped')) for x, run in mine if x > left_end]
         unclipped.plot([x for x, _ in shares], [share for _, share in shares], 'o-', markersize=4, **style)
     if ('adamw', 0.0) in arms:
-        adamw = [loss_of(run) for run in arms['adamw', 0.0]['runs'].values()]
+        adamw = [run.final_loss for run in arms['adamw', 0.0]['runs'].values()]
         loss.axhspan(min(adamw), max(adamw), color='0.5', alpha=0.3, label=f'AdamW, {len(adamw)} seeds')
     unclipped.axhspan(0.1, 0.5, color='0.5', alpha=0.15)
     gammas = sorted({gamma for gamma, *_ in points if gamma})
@@ -171,7 +165,7 @@ def draw(arms):
         ax.set_xticks([left_end, *gammas], ['0: sign\nmomentum', *(f'{gamma:g}' for gamma in gammas)])
         ax.minorticks_off()
     legend(fig, loss)
-    return fig, [dict(gamma=gamma, learning_rate=lr, loss=loss_of(run), unclipped=run.last('update_unclipped'))
+    return fig, [dict(gamma=gamma, learning_rate=lr, loss=run.final_loss, unclipped=run.last('update_unclipped'))
                  for gamma, lr, run in points]
 
 

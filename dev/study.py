@@ -110,12 +110,10 @@ class Study:
 
 def final_loss(out_dir):
     """The validation loss at the end of a run, inf if it diverged, None if it is not finished."""
-    if (out_dir / 'failed.txt').is_file():
-        return math.inf
     if not (out_dir / 'metrics.jsonl').is_file():
         return None
     run = read_run(out_dir)
-    return None if run.unfinished else run.last('val/loss')
+    return run.final_loss if run.diverged or not run.unfinished else None
 
 
 def around(rate):

@@ -132,6 +132,17 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
     assert [column for column, cell in adamw.items() if cell][1:7] == tried
     assert adamw['0.012'] == '1.305' and adamw['β1 = 0.9'] == '1.307'
 
+    # A fresh seed that diverges: its side has no mean, no test, and is last.
+    diverged = [line if 'C/sophiag' not in line or 'seed=1343' not in line else
+                json.dumps(json.loads(line) | {'failed': 'iteration 7: the loss is not finite'}) for line in lines]
+    (folder / 'runs.jsonl').write_text('\n'.join(diverged) + '\n')
+    found = find_runs([folder])
+    last = dissection.long_horizon(found)[-1]
+    assert last['optimizer'] == 'Sophia-G' and last['val/loss'] == math.inf and last['sd'] is last['p'] is None
+    assert [row['p'] for row in dissection.tests(found)[4:]] == [None, None]
+    dissection.main([])
+    assert 'inf' in capsys.readouterr().out
+
     # With a run of each side missing nothing is tested.
     kept = [line for line in lines if '1343' not in line]
     (folder / 'runs.jsonl').write_text('\n'.join(kept) + '\n')
