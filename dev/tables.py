@@ -155,9 +155,11 @@ def dissection_search():
 def dissection_tests():
     """The planned tests of records/dissection whose runs are all there."""
     rows = dissection.tests(dissection_runs())
-    return table(['planned test', 'seeds', 'difference, 95 %', 'p', 'p, Holm'],
-                 [[row['comparison'], row['n'], interval(row), f'{row["p"]:.2g}',
-                   f'{row["p, Holm"]:.2g}' if 'p, Holm' in row else '–'] for row in rows])
+    cells = []
+    for row in rows:
+        ps = ['–' if row.get(key) is None else f'{row[key]:.2g}' for key in ('p', 'p, Holm')]
+        cells.append([row['comparison'], row['n'], interval(row), *ps])
+    return table(['planned test', 'seeds', 'difference, 95 %', 'p', 'p, Holm'], cells)
 
 
 PAGES = {'README.md': [study_losses],
