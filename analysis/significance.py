@@ -33,7 +33,7 @@ def difference(one, two, pooled=(None, 0)):
     its name; None where there is no test.
     """
     found = dict(difference=mean(one) - mean(two))
-    finite = all(map(math.isfinite, (*one, *two)))
+    finite = math.isfinite(found['difference'])
     if finite and min(len(one), len(two)) >= 3:
         result = stats.ttest_ind(one, two, equal_var=False)
         interval = result.confidence_interval(0.95)
