@@ -146,10 +146,15 @@ def dissection_runs():
     return find_runs([dissection.RECORDS.parent])
 
 
-def dissection_search():
-    """Part A of records/dissection: the losses of every arm."""
-    rows = dissection.table(dissection.arms_of(dissection_runs(), 'A'), dissection.SEEDS['A'])
+def dissection_search(part='A'):
+    """A part of records/dissection: the losses of every arm."""
+    rows = dissection.table(dissection.arms_of(dissection_runs(), part), dissection.SEEDS[part])
     return table([*rows[0]], [[cell or '' for cell in row.values()] for row in rows])
+
+
+def dissection_long():
+    """The same of the long horizon."""
+    return dissection_search('C')
 
 
 def dissection_tests():
@@ -166,7 +171,7 @@ PAGES = {'README.md': [study_losses],
          'docs/settings.md': [settings],
          'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
          'records/study/README.md': [study],
-         'records/dissection/README.md': [dissection_search, dissection_tests]}
+         'records/dissection/README.md': [dissection_search, dissection_tests, dissection_long]}
 
 
 def current(page, text):
