@@ -51,9 +51,8 @@ class Trial:
     def loss(self):
         """The final validation loss; math.inf when the run diverged, None when it is not done or cannot be compared."""
         run = self.run
-        if run is None or run.rejected:
-            return math.inf if run and run.failed else None
-        return run.last('val/loss')
+        comparable = run is not None and (run.diverged or not run.rejected)
+        return run.final_loss if comparable else None
 
     @property
     def state(self):
