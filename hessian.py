@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime.files import warn
+from runtime.optim import OVERFLOWS
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
 from sophia import GaussNewtonBartlett, Hutchinson, add_shards, check_finite, hessian_vector_product, local, parameters
 
@@ -64,6 +65,7 @@ class HessianHook(Hook):
         self.rank, self.world_size, self.compile = rank, world_size, compile
         self.autocast = autocast or contextlib.nullcontext()
         self.name_of = {p: name for name, p in model.named_parameters()}
+        self.overflows = 0  # estimates in a row that were left out
         self.estimated = False  # whether the optimizer has had an estimate in this process
 
     @classmethod
@@ -90,8 +92,11 @@ class HessianHook(Hook):
     def update(self, estimates):
         """Passes `estimates`, in param-group order, to the optimizer."""
         found = [h_hat for h_hat in estimates if h_hat is not None]
-        if not check_finite('raise' if self.loss_scale == 1 else 'skip', 'Hessian estimate', found):
-            return  # under loss scaling overflows are normal
+        overflow = self.loss_scale != 1 and self.overflows < OVERFLOWS
+        if not check_finite('skip' if overflow else 'raise', 'Hessian estimate', found):
+            self.overflows += 1
+            return
+        self.overflows = 0
         if not self.estimated:
             self.estimated = True
             self.warn_of_unreached(estimates)

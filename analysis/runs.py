@@ -220,6 +220,8 @@ def read_json(path):
     """The contents of a JSON file."""
     try:
         return json.loads(Path(path).read_text(encoding='utf-8'))
+    except OSError as error:
+        raise SystemExit(f'{path}: cannot be read ({error.strerror})') from None
     except ValueError as error:
         raise SystemExit(f'{path}: not JSON ({error})') from None
 

@@ -257,7 +257,6 @@ def lock_out_dir(out_dir):
         lock.truncate(0)
         lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
         lock.flush()
-        (out_dir / FAILED).unlink(missing_ok=True)
         for partial in out_dir.glob('*.partial'):
             if partial.is_dir() and not partial.is_symlink():
                 shutil.rmtree(partial)

@@ -101,12 +101,12 @@ def open_log(c, world, start, state, model, train_data, fingerprints):
     terminal."""
     writes = world.is_master and not c.eval_only
     if writes:
+        (Path(c.out_dir) / checkpoint.FAILED).unlink(missing_ok=True)
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
-    log = runlog.RunLog(c.out_dir if writes else None, c.values, world.is_master)
-    if writes:
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
                             flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
                             device=device_name(world.device), code=start.code)
+    log = runlog.RunLog(c.out_dir if writes else None, c.values, world.is_master)
     if start.path:
         log.print(f'resuming from {start.path} at iteration {state.iter} of {c.max_iters}')
     for line in (*(f'changed: {line}' for line in start.differences), *c.lines(), *notes(c)):
@@ -170,9 +170,8 @@ def check_step(run, log, state, step, loader):
         return
     state.skipped_in_a_row += 1
     where = loader.describe(state.iter, world.gather(step.losses))
-    # float16's loss scale starts at 2^16 and is halved at each overflow: up to 40 in a row are normal.
     overflow = run.scaler.is_enabled() and 'gradient' in step.problem  # of the scaled loss
-    if state.skipped_in_a_row > (max(c.skip_nonfinite, 40) if overflow else c.skip_nonfinite):
+    if state.skipped_in_a_row > (max(c.skip_nonfinite, optim.OVERFLOWS) if overflow else c.skip_nonfinite):
         abort(c, world, log, state.iter, step.problem,
               f', or skip it with --skip_nonfinite={state.skipped_in_a_row}', where)
     if not overflow:

@@ -1,6 +1,5 @@
 """hessian.py: the estimates that training makes, on a GPT, against the explicit Hessian and Gauss-Newton matrix."""
 
-import contextlib
 import copy
 
 import pytest
@@ -233,14 +232,15 @@ def test_hessian_vector_products_in_low_precision(gpt):
 
 @pytest.mark.parametrize('name, loss_scale', [('sophiag', 1.0), ('sophiag', 2.0), ('sophiah', 1.0), ('sophiah', 2.0)])
 def test_an_estimate_that_is_not_finite_is_not_used(gpt, name, loss_scale):
-    """A model whose derivatives are NaN; under loss scaling Gauss-Newton's overflow is skipped. Hutchinson's products
-    are not scaled."""
+    """A model whose derivatives are NaN; under loss scaling Gauss-Newton's overflows are skipped, up to 40 in a row.
+    Hutchinson's products are not scaled."""
     model = copy.deepcopy(gpt[0])
     with torch.no_grad():
         model.transformer.ln_f.weight[0] = torch.nan
     hook, idx = make_hook(model, name), gpt[1]
-    skips = name == 'sophiag' and loss_scale > 1
-    with contextlib.nullcontext() if skips else pytest.raises(FloatingPointError, match='estimate is not finite'):
+    for _ in range(40 if name == 'sophiag' and loss_scale > 1 else 0):
+        iteration(hook, idx[:, :-1], idx[:, 1:], loss_scale=loss_scale)
+    with pytest.raises(FloatingPointError, match='estimate is not finite'):
         iteration(hook, idx[:, :-1], idx[:, 1:], loss_scale=loss_scale)
     assert not any(hook.optimizer.state.values())
 

@@ -208,6 +208,7 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
     path = checkpoint.path_of(older, 10)
     saved = torch.load(path, weights_only=True)
     torch.save(dict(saved, train_state=dict(saved['train_state'], latest_losses=[1.0])), path)
+    (copy / checkpoint.FAILED).write_text('iteration 11: the loss is not finite\n')
     before = content(tmp_path)
     # flags, out_dir, words of the message
     cases = [
@@ -225,7 +226,7 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
         assert done.code == 1 and len(lines) == 1 and words in lines[0], (flags, done.err)
     assert content(tmp_path) == before
     done = train(copy, '--init_from=resume', f'--dataset={other}', '--ignore_data_change=True', '--max_iters=12')
-    assert done.code == 0 and iterations(copy)[0] == 12
+    assert done.code == 0 and iterations(copy)[0] == 12 and not (copy / checkpoint.FAILED).exists()
     assert state(copy, 12)['best_val_loss'] == min(metrics(copy, 'val/loss')[-2:])  # of this data set: at 10 and 12
 
 
