@@ -23,7 +23,7 @@ $(VENV)/.installed-dev: $(DEV) $(VENV)/.installed
 quickstart: install  ## prepare an embedded corpus, train a small GPT with Sophia-G, sample from it, draw its loss
 	$(PY) data/pysource/prepare.py
 	test ! -e out/quickstart/loss.png || rm -rf out/quickstart
-	$(PY) train.py config/quickstart.py --init_from=auto
+	$(PY) train.py config/quickstart.py --auto_resume=True
 	$(PY) scripts/sample.py --out_dir=out/quickstart --num_samples=1 --max_new_tokens=400
 	$(PY) scripts/plot.py out/quickstart --output out/quickstart/loss.png
 

@@ -42,7 +42,8 @@ eval_iters = setting(0, at_least=0)  # micro-batches of validation sequences, ov
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # save after every evaluation, not only after the best one
 keep_checkpoints = setting(2, at_least=2)  # newest checkpoints to keep, in case one gets damaged, and the best one
-init_from = 'scratch'  # or resume, auto (resume if there is a checkpoint), gpt2, …, or a Hugging Face folder
+init_from = 'scratch'  # or gpt2, …, or a Hugging Face folder; resume goes on from the checkpoint in out_dir
+auto_resume = False  # resume if out_dir has a checkpoint; if not, start from init_from
 ignore_data_change = False  # resume although the data set is not the one trained on before
 max_hours = setting(0.0, at_least=0)  # save and stop after this many hours; 0 = no limit
 skip_nonfinite = setting(0, at_least=0)  # iterations in a row to skip if loss or gradient is not finite; 0 = stop
@@ -98,11 +99,13 @@ seed = setting(1337, at_least=-2 ** 63, below=2 ** 64)  # for initial weights, d
 DEFAULTS = {key: value for key, value in globals().items() if not key.startswith('_')}
 
 
-def resolve(argv):
-    """The settings of `python train.py ARGV…`, a configurator.Config."""
+def resolve(argv, world_size=None):
+    """The settings of `python train.py ARGV…`, a configurator.Config, on `world_size` ranks; default: those there are.
+    """
     c = configurator.configure(DEFAULTS, argv, script=__file__)
     c.require('init_from', not finetunes(c) or c.init_from in HUB_MODELS or Path(c.init_from).is_dir(),
-              f'scratch, resume, auto, {", ".join(HUB_MODELS)} or a Hugging Face folder')
+              f'scratch, resume, {", ".join(HUB_MODELS)} or a Hugging Face folder; --auto_resume=True resumes if there '
+              'is a checkpoint')
 
     # Values that neither a config file nor a flag has set
     c.fill(SIZES[c.model_size], f'model size {c.model_size}')
@@ -124,7 +127,7 @@ def resolve(argv):
     c.fill(*devices.device_defaults(c.device))
 
     # Batch sizes that fit the number of ranks
-    world_size = ranks_from_environment()[2]
+    world_size = world_size or ranks_from_environment()[2]
     steps = accumulation_steps(c.total_batch_size, c.batch_size, world_size, c.gradient_accumulation_steps)
     if not c.gradient_accumulation_steps:
         c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
@@ -146,7 +149,7 @@ def resolve(argv):
 
 def finetunes(c):
     """Whether the run begins with the weights of a Hugging Face model."""
-    return c.init_from not in ('scratch', 'resume', 'auto')
+    return c.init_from not in ('scratch', 'resume')
 
 
 def learning_rate_at(c, iteration):
@@ -211,10 +214,10 @@ def make_model(c, world, start, data):
             model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
             lifecycle.adopt_model_args(c, asdict(model.config), data)
             return model
-        defaults, args = asdict(GPTConfig()), asdict(GPTConfig.from_settings(c.values, data.vocab_size))
-        if start.finetuned:
-            args = lifecycle.adopt_model_args(c, defaults | start.saved['model_args'], data)
-        start.check_model_args(defaults | args, defaults)
+        args = asdict(GPTConfig.from_settings(c.values, data.vocab_size))
+        if finetunes(c):  # what is no setting is as in the pretrained weights, too
+            args |= {key: start.model_args[key] for key in args.keys() - c.values.keys()}
+        start.check_model_args(args)
         return GPT.without_values(GPTConfig(**args)) if start.path else GPT(GPTConfig(**args))
 
 
@@ -394,10 +397,9 @@ def train(c):
     with world.exit_together():
         train_data, val_data = open_dataset(c.dataset, c.block_size)
     fingerprints = dict(train=fingerprint(train_data.bins), val=fingerprint(val_data.values()))
-    start = lifecycle.find_start(world, c, fingerprints)
+    start = lifecycle.find_start(world, c, train_data, fingerprints, asdict(GPTConfig()))
     run = set_up(c, world, make_model(c, world, start, train_data))
-    run.about = dict(data=fingerprints, tokenizer=train_data.tokenizer, changes=start.changes, code=start.code,
-                     finetuned=finetunes(c) or start.finetuned)
+    run.about = dict(data=fingerprints, tokenizer=train_data.tokenizer, changes=start.changes, code=start.code)
     state = TrainState()
     start.restore(world, run.raw_model, run.optimizer, run.scaler, state)
     with world.exit_together():

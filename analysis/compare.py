@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import SETTING_NAMES
-from analysis.runs import by_seed, find_runs, hyperparameters, mean_loss, starting_weights
+from analysis.runs import by_seed, find_runs, hyperparameters, mean_loss
 from analysis.significance import difference, expected_best, pooled_sd
 
 # Settings that have to agree in runs that are compared: the model, what it is trained with, and the schedule.
@@ -35,7 +35,7 @@ def check_comparable(runs, free=()):
                 'the number of validation sequences': run.eval_iters * run.batch_size or 'all',
                 **{key: run.config.get(key) for key in (*PROTOCOL, *lengths)},
                 'min_lr_ratio': round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4),
-                'init_from': starting_weights(run)}
+                'init_from': run.config.get('init_from')}
 
     first_of = {}  # of each optimizer
     for run in runs:

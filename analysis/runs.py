@@ -66,16 +66,19 @@ class Run:
 
     @property
     def unfinished(self):
-        """Why the run has not reached the end of its schedule, one clause; None if it has."""
+        """Why the run has not reached its last iteration, one clause; None if it has."""
         if self.diverged:
             return 'it diverged'
         done = max(self.series('val/loss')[0], default=0)
-        if done < self.max_iters:
-            return f'it has a validation loss at iteration {done} of {self.max_iters} only'
-        if self.decay_lr and self.lr_decay_iters != self.max_iters:
-            return (f'its learning rate decays over {self.lr_decay_iters} iterations, and it was run for '
-                    f'{self.max_iters}')
-        return None
+        return None if done >= self.max_iters else (
+            f'it has a validation loss at iteration {done} of {self.max_iters} only')
+
+    @property
+    def off_schedule(self):
+        """Why its end is not the end of its decay, one clause; None if it is, or nothing decays."""
+        if not self.decay_lr or self.schedule == 'constant' or self.lr_decay_iters == self.max_iters:
+            return None
+        return f'its learning rate decays over {self.lr_decay_iters} iterations, and it was run for {self.max_iters}'
 
     @property
     def changed(self):
@@ -107,7 +110,7 @@ class Run:
     @property
     def rejected(self):
         """Why the run cannot be compared with others, one clause, or None."""
-        return self.unfinished or self.changed
+        return self.unfinished or self.off_schedule or self.changed
 
     def flops_per_iteration(self):
         """Mean FLOPs of an iteration, Hessian estimates included (see `flops_per_iteration`)."""
@@ -159,8 +162,16 @@ def read_run(out_dir):
     """The `Run` in the directory `out_dir`."""
     out_dir = Path(out_dir)
     about, metrics, failed = read_json(out_dir / 'config.json'), out_dir / 'metrics.jsonl', out_dir / FAILED
-    return Run(out_dir, {**UNSET, **about['config']}, about, read_metrics(metrics) if metrics.is_file() else [],
+    return Run(out_dir, settings_of(about), about, read_metrics(metrics) if metrics.is_file() else [],
                failed.read_text(encoding='utf-8').strip() if failed.is_file() else None)
+
+
+def settings_of(about):
+    """The settings of a config.json, key → value."""
+    settings = {**UNSET, **about['config']}
+    if settings.get('init_from') in ('auto', 'resume'):  # older: how the run was continued
+        settings['init_from'] = 'scratch'
+    return settings
 
 
 def read_metrics(path):
@@ -182,7 +193,7 @@ def read_packed(path):
         about, columns = entry['config'], entry['metrics']
         records = [{key: value for key, value in zip(columns, values) if value is not None}
                    for values in zip(*columns.values())]
-        runs.append(Run(path.parent / entry['run'], {**UNSET, **about['config']}, about, records, entry.get('failed')))
+        runs.append(Run(path.parent / entry['run'], settings_of(about), about, records, entry.get('failed')))
     return runs
 
 
@@ -230,16 +241,9 @@ def read_json(path):
 # Grouping
 
 
-def starting_weights(run):
-    """The weights that a run started from; None for random ones."""
-    return None if run.config.get('init_from') in ('scratch', 'auto', 'resume') else run.config.get('init_from')
-
-
 def hyperparameters(run):
     """A hashable key of all that a run's result depends on, except data and seed."""
-    settings = {key: value for key, value in run.config.items() if key not in INCIDENTAL}
-    settings['init_from'] = str(starting_weights(run))
-    return tuple(sorted(settings.items()))
+    return tuple(sorted((key, value) for key, value in run.config.items() if key not in INCIDENTAL))
 
 
 def by_seed(runs, repeats=False):

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 import train
 from analysis.figures import print_table, write_csv
 from analysis.runs import code_differences, read_run
+from model import GPTConfig
 from runtime.checkpoint import HARMLESS
 from runtime.signals import restored_signals
 
@@ -79,10 +80,16 @@ class Trial:
 
         This executes the config files among the arguments.
         """
-        values, run = train.resolve(self.argv).values, self.run
+        run = self.run
+        # The number of ranks is the launcher's affair. Where a run is there, it says how many had trained it.
+        argv = [*self.argv, '--gradient_accumulation_steps=0']
+        c = train.resolve(argv, run.about.get('world_size') if run else None)
+        unchecked = UNCHECKED
+        if train.finetunes(c):  # these follow the pretrained weights
+            unchecked = UNCHECKED | asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
         for key, there in run.config.items() if run else ():
-            if key in values and values[key] != there and key not in UNCHECKED:
-                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {there!r}, asked for is {values[key]!r}; '
+            if key in c.values and c.values[key] != there and key not in unchecked:
+                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {there!r}, asked for is {c.values[key]!r}; '
                                  'choose another --out_dir or remove it')
 
 
@@ -190,7 +197,7 @@ def start(trial, launcher, slot, jobs):
         if torch.cuda.is_available():
             env['CUDA_VISIBLE_DEVICES'] = gpu_of(slot, torch.cuda.device_count())
     command = [*launcher, os.path.relpath(ROOT / 'train.py'), *trial.argv, f'--out_dir={trial.out_dir}',
-               '--init_from=auto']
+               '--auto_resume=True']
     with (trial.out_dir / 'log.txt').open('a') as log:
         return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 

@@ -22,7 +22,7 @@ step() {  # NAME COMMAND…
 two() {  # NAME CACHE FLAGS…: twelve steps of two ranks on one device, with the compile cache of this name
     step "two_$1" env TORCHINDUCTOR_CACHE_DIR="$PWD/$WORK/cache_$2" python -m torch.distributed.run --standalone \
         --nproc_per_node=2 train.py $TWO --backend=gloo --total_batch_size=48 --dataset="$DATASET" --max_iters=12 \
-        --warmup_iters=2 --eval_iters=1 --log_interval=1 --init_from=auto --out_dir="$WORK/two_$1" "${@:3}"
+        --warmup_iters=2 --eval_iters=1 --log_interval=1 --auto_resume=True --out_dir="$WORK/two_$1" "${@:3}"
 }
 values() { grep -oP '"(train/loss|grad_norm|hessian_norm)": \K[^,}]+' "$WORK/two_$1/metrics.jsonl"; }
 agree() {  # RUN RUN: the largest relative difference of losses and norms
@@ -30,7 +30,7 @@ agree() {  # RUN RUN: the largest relative difference of losses and norms
                                            END { print sqrt(most), NR " values"; exit !NR || most > 1e-6 }'
 }
 bench() { step "$1" python dev/bench.py --device=$DEVICE --rounds=$ROUNDS --output="$WORK/$1.json" "${@:2}"; }
-train() { step "$1" python train.py $TRAIN --dataset="$DATASET" --init_from=auto --out_dir="$WORK/$1" "${@:2}"; }
+train() { step "$1" python train.py $TRAIN --dataset="$DATASET" --auto_resume=True --out_dir="$WORK/$1" "${@:2}"; }
 step_1() { step tests python -m pytest tests -m gpu -q; }
 step_2() {
     for p in ddp fsdp; do

@@ -248,7 +248,8 @@ def start(tree, out_dir, trial):
     """Starts the training of a trial; returns its process."""
     there = out_dir / trial.path
     there.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, 'train.py', *trial.command, f'--out_dir={there.relative_to(tree)}', '--init_from=auto']
+    command = [sys.executable, 'train.py', *trial.command, f'--out_dir={there.relative_to(tree)}',
+               '--init_from=auto']  # --auto_resume=True in the study's commit
     print(time.strftime('%H:%M:%S'), trial.path, flush=True)
     with (there / 'log.txt').open('a') as log:
         return subprocess.Popen(command, cwd=tree, env=dict(os.environ, OMP_NUM_THREADS='1'), stdout=log, stderr=log)
@@ -280,7 +281,7 @@ def collect(out_dir, path=RECORDS):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--tree', type=Path, default=ROOT, help='the checkout whose train.py runs (default: this one)')
+    parser.add_argument('--tree', type=Path, required=True, help="a checkout of the study's commit, which runs")
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
     parser.add_argument('--list', action='store_true', help='print the runs that are due; train nothing')
     parser.add_argument('--collect', action='store_true', help='add finished runs to records/dissection/runs.jsonl')

@@ -15,11 +15,13 @@ import pickle
 import re
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 from runtime import optim, optimizer_state
-from runtime.distributed import restarts
+from runtime.distributed import launch, restarts
 from runtime.files import first_line, load_pt, save_pt, warn
+from runtime.signals import NOT_FINITE
 
 BEST = -1  # stands for the best checkpoint where others have their iteration
 FAILED = 'failed.txt'  # the last message of a run that diverged
@@ -30,10 +32,10 @@ TO_RESUME = 'train_state', 'optimizer', 'scaler', 'data'
 
 # Settings whose change alters nothing that a run computes, except for rounding.
 HARMLESS = {
-    'out_dir', 'init_from', 'eval_interval', 'eval_only', 'log_interval', 'always_save_checkpoint', 'keep_checkpoints',
-    'ignore_data_change', 'max_hours', 'show_config', 'wandb_log', 'wandb_project', 'wandb_run_name', 'dataset',
-    'batch_size', 'gradient_accumulation_steps', 'parallel', 'activation_checkpointing', 'backend', 'device',
-    'compile'}
+    'out_dir', 'auto_resume', 'eval_interval', 'eval_only', 'log_interval', 'always_save_checkpoint',
+    'keep_checkpoints', 'ignore_data_change', 'max_hours', 'show_config', 'wandb_log', 'wandb_project',
+    'wandb_run_name', 'dataset', 'batch_size', 'gradient_accumulation_steps', 'parallel', 'activation_checkpointing',
+    'backend', 'device', 'compile'}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Saving
@@ -200,32 +202,37 @@ def clean_state_dict(weights):
 # Starting and resuming a run
 
 
-def open_run(world, out_dir, init_from, read_only=False):
+def open_run(world, out_dir, must_resume=False, may_resume=False, read_only=False):
     """Makes `out_dir` this run's own, and loads the checkpoint from which the run resumes.
 
     Args:
         world: the ranks. The first one locks and chooses, and compares checksums.
-        init_from: 'resume', 'auto' (resume if there is a checkpoint), or anything else for a start without one. A run
+        must_resume, may_resume: whether to resume from a checkpoint, which must be there, or if there is one. A run
             that torchrun has restarted resumes in any case.
         read_only: nothing will be written (evaluation), so other runs may use the directory.
 
     Returns (path, state), or (None, None) for a start without a checkpoint. SystemExit when another run has the
-    directory, it cannot be written, there is nothing to resume, or the run would overwrite checkpoints.
+    directory, it cannot be written, there is nothing to resume, the run would overwrite checkpoints, or torchrun has
+    restarted a run that had diverged.
     """
     out_dir, path, state = Path(out_dir), None, None
-    resumes = init_from in ('resume', 'auto') or restarts() > 0
     with world.exit_together():
         if world.is_master:
-            exist = bool(checkpoints(out_dir))
-            if init_from == 'resume' and not exist and not restarts():
+            exist, restarted = bool(checkpoints(out_dir)), not read_only and was_restarted(out_dir)
+            resumes = must_resume or may_resume or restarted
+            if must_resume and not exist:
                 raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it, nothing to resume; check --out_dir, use '
-                                 "--init_from=auto, or go on from nanoGPT's ckpt.pt by scripts/export_hf.py and "
+                                 "--auto_resume=True, or go on from nanoGPT's ckpt.pt by scripts/export_hf.py and "
                                  '--init_from=FOLDER')
+            if restarted and (out_dir / FAILED).is_file():
+                print(f'{out_dir / FAILED}: the run has diverged and would diverge again; it is not trained again',
+                      file=sys.stderr)
+                raise SystemExit(NOT_FINITE)
             if not read_only:
                 lock_out_dir(out_dir)
                 if exist and not resumes:
                     raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that '
-                                     'run with --init_from=resume (or auto), or choose another --out_dir')
+                                     'run with --auto_resume=True, or choose another --out_dir')
             if exist and resumes:
                 path, state = newest(out_dir, weights=False)
                 if state.get('best') and not read_only:
@@ -238,6 +245,17 @@ def open_run(world, out_dir, init_from, read_only=False):
         if iteration >= 0 and not world.is_master:
             path, state = load(path_of(out_dir, iteration), weights=False, check=False)
     return path, state
+
+
+def was_restarted(out_dir):
+    """Whether torchrun has restarted the run in `out_dir`. A start that was refused before it became that run is none.
+    """
+    if not restarts():
+        return False
+    try:
+        return json.loads((out_dir / 'config.json').read_text(encoding='utf-8')).get('launch') == launch()
+    except (OSError, ValueError):
+        return False
 
 
 def lock_out_dir(out_dir):
@@ -291,7 +309,7 @@ def compare(path, state, config, data, ignore_data_change=False):
                          'differs); name its --dataset, or use this one with --ignore_data_change=True')
     changed = {key: (before[key], value) for key, value in config.items() if key in before and before[key] != value}
     lines = [f'{key} = {now!r}, was {was!r}' for key, (was, now) in changed.items()
-             if key not in ('init_from', 'out_dir')]
+             if key not in ('auto_resume', 'out_dir')]
     kept = {key: both for key, both in changed.items() if key not in HARMLESS}
     kept |= {f'data {split}': (state['data'].get(split), data[split]) for split in other}
     return lines, state.get('changes', []) + [dict(iter=state['iter_num'], key=key, **{'from': was, 'to': now})

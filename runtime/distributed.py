@@ -224,6 +224,13 @@ def restarts():
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
 
 
+def launch():
+    """A name of the start by torchrun that this process belongs to: restarts have the same one, another start has not.
+    None without torchrun."""
+    run_id = os.environ.get('TORCHELASTIC_RUN_ID')
+    return f'process {os.getppid()}' if run_id == 'none' else run_id  # 'none' is torchrun's default
+
+
 def ranks_from_environment():
     """(rank, local rank, number of ranks) as torchrun sets them; (0, 0, 1) without torchrun."""
     defaults = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1)

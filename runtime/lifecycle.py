@@ -9,7 +9,7 @@ import torch
 
 from runtime import checkpoint, optim, runlog
 from runtime.device import device_name
-from runtime.distributed import under_torchrun
+from runtime.distributed import launch, under_torchrun
 from runtime.files import code_hash, write_text
 from runtime.signals import NOT_FINITE, STOPPED
 
@@ -22,21 +22,21 @@ class Start:
     """The start of a run, and the checkpoint from which it resumes; without one, `path` and `saved` are None.
 
     code: the hash of the code that runs, see `files.code_hash`.
-    finetuned: whether the run began with the weights of a Hugging Face model.
+    model_args: the shape of its model.
     differences, changes: how the settings differ from the checkpoint's, see `checkpoint.compare`.
     comparable: whether validation losses before and after are of the same sequences.
     """
     code: str
     path: Path | None = None
     saved: dict | None = None
-    finetuned: bool = False
+    model_args: dict | None = None
     differences: list = field(default_factory=list)
     changes: list = field(default_factory=list)
     comparable: bool = True
 
-    def check_model_args(self, args, defaults):
-        """Stops the run when the checkpoint is of another model than `args`; either may lack `defaults`."""
-        theirs = {**defaults, **self.saved['model_args']} if self.saved else args
+    def check_model_args(self, args):
+        """Stops the run when the checkpoint is of another model than `args`."""
+        theirs = self.model_args or args
         differing = [f'{key} ({theirs.get(key)} there, {args.get(key)} asked for)' for key in args | theirs
                      if theirs.get(key) != args.get(key)]
         if differing:
@@ -60,10 +60,17 @@ class Start:
         self.saved = None  # frees the memory
 
 
-def find_start(world, c, data):
-    """The `Start` of the run with the settings `c`, whose out_dir becomes its own; see `checkpoint.open_run`. `data`:
-    fingerprints by split."""
-    path, saved = checkpoint.open_run(world, c.out_dir, c.init_from, read_only=c.eval_only)
+def find_start(world, c, data, fingerprints, defaults):
+    """The `Start` of the run with the settings `c`, whose out_dir becomes its own; see `checkpoint.open_run`.
+
+    Of a run that resumes, init_from is the checkpoint's: the weights that the run began with.
+
+    Args:
+        data: the training data set.
+        fingerprints: of the data, by split.
+        defaults: the arguments of the model that a checkpoint leaves out.
+    """
+    path, saved = checkpoint.open_run(world, c.out_dir, c.init_from == 'resume', c.auto_resume, c.eval_only)
     code = code_hash()
     if path is None:
         return Start(code)
@@ -71,29 +78,35 @@ def find_start(world, c, data):
         if saved['iter_num'] > c.max_iters:
             raise SystemExit(f'{c.shown("max_iters")}: {path} is at iteration {saved["iter_num"]} already; set at '
                              'least that, or choose another --out_dir')
-        differences, changes = checkpoint.compare(path, saved, c.values, data, c.ignore_data_change)
+        began_with, model_args = saved['config'].get('init_from', 'scratch'), {**defaults, **saved['model_args']}
+        if 'init_from' in c.given and c.init_from not in ('resume', began_with):
+            raise SystemExit(f'{path}: is of a run that began with --init_from={began_with}; resume with it, or choose '
+                             'another --out_dir')
+        if began_with != c.init_from:
+            c.set('init_from', began_with, str(path))
+        if began_with != 'scratch':
+            adopt_model_args(c, model_args, data)
+        differences, changes = checkpoint.compare(path, saved, c.values, fingerprints, c.ignore_data_change)
         if saved.get('code') not in (None, code):
             differences.append('the code is not the one that saved the checkpoint')
     before = saved['config']
-    comparable = saved['data']['val'] == data['val'] and (
+    comparable = saved['data']['val'] == fingerprints['val'] and (
         c.eval_iters * c.batch_size == before['eval_iters'] * before['batch_size'])
-    return Start(code, path, saved, saved.get('finetuned', False), differences, changes, comparable)
+    return Start(code, path, saved, model_args, differences, changes, comparable)
 
 
 def adopt_model_args(c, args, data):
-    """The model_args of pretrained weights, with this run's block_size and dropout. The settings `c` follow them.
+    """Makes the settings `c` follow `args`, the model_args of pretrained weights; block_size and dropout are the run's.
 
     Stops the run when a config file or a flag sets another, or when `data`, a data set, has another vocabulary.
     """
     if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
         raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the pretrained weights '
                          f'have {args["vocab_size"]}; prepare the data with their tokenizer')
-    args = dict(args, block_size=c.block_size, dropout=c.dropout)
     for key, value in args.items():
-        if key in c.values and value != c.values[key]:
+        if key in c.values and key not in ('block_size', 'dropout') and value != c.values[key]:
             c.require(key, key not in c.given, f'{value}, as in the pretrained weights')
             c.set(key, value, 'pretrained weights')
-    return args
 
 
 def open_log(c, world, start, state, model, train_data, fingerprints):
@@ -105,7 +118,7 @@ def open_log(c, world, start, state, model, train_data, fingerprints):
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
                             flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
-                            device=device_name(world.device), code=start.code)
+                            device=device_name(world.device), code=start.code, launch=launch())
     log = runlog.RunLog(c.out_dir if writes else None, c.values, world.is_master)
     if start.path:
         log.print(f'resuming from {start.path} at iteration {state.iter} of {c.max_iters}')

@@ -69,8 +69,8 @@ class RunLog:
             self.print(f'done: lowest val loss {best_val_loss:.4f}; checkpoints and metrics.jsonl are in {out_dir}')
             self.print(f'next: python scripts/sample.py {out_dir}, python scripts/plot.py {out_dir}')
         elif iteration > 0:  # it has saved
-            resumes_alone = self.values['init_from'] in ('auto', 'resume')
-            self.print('the same command' + ('' if resumes_alone else ' with --init_from=auto') + ' resumes it')
+            flag = '' if self.values['auto_resume'] else ' with --auto_resume=True'
+            self.print(f'the same command{flag} resumes it')
 
     def close(self):
         """Ends the run of Weights & Biases."""

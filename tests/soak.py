@@ -62,7 +62,7 @@ def settings(rng):
         eval_interval=rng.randint(1, iters + 1), eval_iters=rng.randint(1, 4), log_interval=rng.randint(1, 4),
         always_save_checkpoint=rng.random() < 0.7, keep_checkpoints=rng.randint(2, 4),
         skip_nonfinite=rng.choice((0, 0, 2)), seed=rng.randint(-2 ** 63, 2 ** 64 - 1), device='cpu',
-        dtype=rng.choice(('float32', 'float32', 'float32', 'bfloat16', 'float16')), init_from='auto')
+        dtype=rng.choice(('float32', 'float32', 'float32', 'bfloat16', 'float16')), auto_resume=True)
     s['lr_decay_iters'] = s['warmup_iters'] + rng.randint(1, iters + 3)
     if s['schedule'] == 'wsd':
         s['cooldown_iters'] = rng.randint(0, s['lr_decay_iters'] - s['warmup_iters'])

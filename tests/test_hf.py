@@ -8,10 +8,12 @@ from conftest import metrics, rejection, write_bins
 
 import train
 from analysis.load import crop_vocab_size, load, with_tokenizer
+from analysis.runs import find_runs, read_run
 from data.tokenizer import Char, get_tokenizer
 from model import GPT, GPTConfig
 from runtime import checkpoint
 from runtime.files import save_pt
+from scripts import sweep
 from scripts.export_hf import export
 from scripts.export_hf import main as export_main
 
@@ -173,5 +175,25 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
     assert (settings['n_layer'], settings['n_embd'], settings['bias']) == (3, 16, False)  # not model_size's
     checkpoint.LOCKS.pop().close()
     train.main([*flags, '--init_from=resume', '--max_iters=4'])
+    checkpoint.LOCKS.pop().close()
+    train.main([*flags, start, '--auto_resume=True', '--max_iters=6'])
     losses = metrics(tmp_path / 'tuned', 'val/loss')
-    assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3)
+    assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4)
+    resumed = read_run(tmp_path / 'tuned')
+    assert resumed.config['init_from'] == str(tmp_path / 'hf')  # however it was resumed
+    assert {change['key'] for change in resumed.about['changes']} == {'max_iters', 'lr_decay_iters'}
+
+
+def test_a_sweep_of_fine_tuning_starts_from_the_weights(tmp_path, corpus):
+    """With a learning rate of 0 its runs have the exported model's loss; their table takes them for the spec's."""
+    save_checkpoint(tmp_path / 'run', get_tokenizer('byte'), block_size=32)
+    export_main([str(tmp_path / 'run'), str(tmp_path / 'hf')])
+    base = [f'--dataset={corpus}', '--learning_rate=0', '--model_size=tiny', '--block_size=32', '--total_batch_size=4',
+            '--batch_size=2', '--eval_iters=8', '--warmup_iters=1', '--device=cpu', '--max_iters=2']
+    argv = ['--out_dir', str(tmp_path / 'sweep'), '--grid', 'seed=1,2', '--', *base]
+    sweep.main([*argv, f'--init_from={tmp_path / "hf"}'])
+    sweep.main([*argv, f'--init_from={tmp_path / "hf"}'])
+    one, two = find_runs([tmp_path / 'sweep'])
+    train.main([*base, f'--init_from={tmp_path / "hf"}', f'--out_dir={tmp_path / "direct"}'])
+    assert one.final_loss == two.final_loss == read_run(tmp_path / 'direct').final_loss
+    assert 'holds a run with init_from' in rejection(sweep.main, argv)

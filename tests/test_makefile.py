@@ -44,7 +44,7 @@ def test_an_interrupted_quickstart_resumes_and_a_finished_one_starts_over(make, 
     assert (out / 'of the first run').exists()
     assert [call.split()[0] for call in calls.read_text().splitlines()] == [
         'data/pysource/prepare.py', 'train.py', 'scripts/sample.py', 'scripts/plot.py']
-    assert 'train.py config/quickstart.py --init_from=auto\n' in calls.read_text()
+    assert 'train.py config/quickstart.py --auto_resume=True\n' in calls.read_text()
     assert make('quickstart').returncode == 0
     assert (out / 'ckpt').exists() and not (out / 'of the first run').exists()
 

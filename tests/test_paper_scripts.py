@@ -104,7 +104,7 @@ def test_losses_of_another_protocol_are_not_drawn(tmp_path, capsys):
     make(tmp_path, 'adamw', 100, 3.1)  # the same run again
     make(tmp_path, 'adamw', 100, 3.3, argv=['--init_from=gpt2'])
     argv = [str(tmp_path), '--output', str(tmp_path / 'figure.png')]
-    assert 'init_from is None in one and gpt2 in the other' in rejection(final_losses.main, argv)
+    assert 'init_from is scratch in one and gpt2 in the other' in rejection(final_losses.main, argv)
     final_losses.main([*argv, '--tuned', 'init_from'])
     (row,) = rows_of(tmp_path / 'figure.csv')
     assert (row['val/loss'], row['seeds'], row['tried']) == ('3.0', '1', '2')

@@ -117,7 +117,7 @@ def test_a_resumed_run_has_its_own_settings_and_says_so(train, tmp_path):
         return [(change['iter'], change['key'], change['from'], change['to']) for change in found]
 
     assert train(tmp_path, '--max_iters=4').code == 0 and changes() == []
-    flags = ['--init_from=auto', '--max_iters=6', '--lr_decay_iters=4', '--min_lr=5e-4']
+    flags = ['--auto_resume=True', '--max_iters=6', '--lr_decay_iters=4', '--min_lr=5e-4']
     assert train(tmp_path, *flags, '--total_batch_size=8', '--beta1=0.5').code == 0
     first = {(4, 'beta1', 0.9, 0.5), (4, 'max_iters', 4, 6), (4, 'total_batch_size', 4, 8)}
     assert set(changes()) == first
@@ -160,7 +160,7 @@ torch.save = interrupted
 """)
     assert done.code == -signal.SIGKILL
     assert iterations(tmp_path) == [5] and list(tmp_path.glob('*.partial'))
-    assert train(tmp_path, '--init_from=auto').code == 0
+    assert train(tmp_path, '--auto_resume=True').code == 0
     assert not list(tmp_path.glob('*.partial'))
     assert not soak.compare(tmp_path, reference())
 
@@ -212,11 +212,13 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
     before = content(tmp_path)
     # flags, out_dir, words of the message
     cases = [
-        ([], copy, 'holds checkpoints, which a new run would overwrite; continue that run with --init_from=resume'),
+        ([], copy, 'holds checkpoints, which a new run would overwrite; continue that run with --auto_resume=True'),
+        (['--auto_resume=True', f'--init_from={tmp_path}', '--learning_rate=1e-3'], copy,
+         'is of a run that began with --init_from=scratch; resume with it'),
         (['--init_from=resume', '--n_embd=64'], copy, 'is a model with another n_embd (32 there, 64 asked for); '),
         (['--init_from=resume', '--optimizer_name=lion'], copy, 'was trained with --optimizer_name=adamw'),
-        (['--init_from=auto', f'--dataset={other}'], copy, '(train, val.bin differs)'),
-        (['--init_from=auto'], older, 'is of another version of train.py (its TrainState has latest_losses)'),
+        (['--auto_resume=True', f'--dataset={other}'], copy, '(train, val.bin differs)'),
+        (['--auto_resume=True'], older, 'is of another version of train.py (its TrainState has latest_losses)'),
         (['--init_from=resume'], tmp_path / 'nowhere', 'nothing to resume; check --out_dir'),
         ([], tmp_path / 'file' / 'out', 'cannot be written (Not a directory); set --out_dir'),
     ]
@@ -297,7 +299,7 @@ at(4, lambda: setattr(sophia.{estimator}, 'estimate',
 
 def test_overflows_of_float16_are_no_error(train, tmp_path):
     """From a loss scale that is far too high, the run finds its own, and keeps it."""
-    flags, faults = ['--dtype=float16', '--eval_interval=30', '--init_from=auto'], """
+    flags, faults = ['--dtype=float16', '--eval_interval=30', '--auto_resume=True'], """
 Scaler = torch.amp.GradScaler
 torch.amp.GradScaler = lambda *args, **kwargs: Scaler(*args, init_scale=2.0 ** 30, **kwargs)
 """
@@ -332,3 +334,26 @@ if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
 """))
     assert done.code == 0 and 'ckpt_00000005.pt at iteration 5 of 10' in done.out, done.err
     assert not soak.compare(tmp_path, reference('sophiag', 2))
+
+
+def test_a_restart_continues_the_run_of_its_own_start_only(train, copy, tmp_path):
+    """A start that was refused is refused again, and a run that has diverged is not trained again."""
+    def by_torchrun(restart, name='this'):
+        return f"os.environ.update(TORCHELASTIC_RUN_ID={name!r}, TORCHELASTIC_RESTART_COUNT='{restart}')\n"
+
+    before, own, diverged = content(copy), tmp_path / 'own', tmp_path / 'diverged'
+    for restart in 0, 1:
+        done = train(copy, '--max_iters=12', faults=by_torchrun(restart))
+        assert done.code == 1 and 'holds checkpoints, which a new run would overwrite' in done.err
+    assert content(copy) == before
+
+    assert train(own, faults=by_torchrun(0) + 'at(7, kill(signal.SIGKILL))').code == -signal.SIGKILL
+    assert train(own, faults=by_torchrun(1, 'another')).code == 1
+    done = train(own, faults=by_torchrun(1))
+    assert done.code == 0 and 'at iteration 5 of 10' in done.out
+
+    assert train(diverged, faults=by_torchrun(0) + "at(7, spoil(float('nan')))").code == NOT_FINITE
+    before = content(diverged)
+    done = train(diverged, faults=by_torchrun(1))
+    assert done.code == NOT_FINITE and 'diverged and would diverge again' in done.err and content(diverged) == before
+    assert train(diverged, '--auto_resume=True', faults=by_torchrun(0, 'another')).code == 0

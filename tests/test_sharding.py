@@ -122,7 +122,7 @@ def stopped(train, tmp_path_factory):
 def test_resume_onto_other_ranks(train, run, stopped, tmp_path, parallel, then_parallel, then_ranks):
     """Stopped within a Hessian interval, and resumed elsewhere."""
     shutil.copytree(stopped('sophiag', parallel), tmp_path, dirs_exist_ok=True, symlinks=True)
-    done = train(tmp_path, *RUN, f'--parallel={then_parallel}', '--init_from=auto', ranks=then_ranks, name='sophiag')
+    done = train(tmp_path, *RUN, f'--parallel={then_parallel}', '--auto_resume=True', ranks=then_ranks, name='sophiag')
     assert done.code == 0 and 'at iteration 7 of 10' in done.out, done.err
     if (then_parallel, then_ranks) == (parallel, 2):
         assert all(metrics(tmp_path, key) == metrics(run('sophiag', parallel), key) for key in KEYS)
@@ -152,7 +152,7 @@ def interrupted(*args):
 sharded.save_pt = interrupted
 """)
     assert done.code and iterations(tmp_path) == [5] and list(tmp_path.glob('*.partial'))
-    done = train(tmp_path, *RUN, '--parallel=fsdp', '--init_from=auto', ranks=2)
+    done = train(tmp_path, *RUN, '--parallel=fsdp', '--auto_resume=True', ranks=2)
     assert done.code == 0 and not list(tmp_path.glob('*.partial')), done.err
     assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
 

@@ -53,6 +53,28 @@ def test_shipped_specs_resolve(path, monkeypatch, tmp_path):
         trial.check()
 
 
+def test_a_run_is_checked_on_the_ranks_that_trained_it(tmp_path):
+    """How many these are, the launcher decides; estimates are rounded to a multiple."""
+    argv = [*SHAPE, '--optimizer_name=sophiag', '--total_batch_size=48', '--batch_size=16',
+            '--gradient_accumulation_steps=1', '--hessian_batch_size=25']
+    trial = trials.Trial(tmp_path, {}, argv)
+    trial.check()
+    fake_run(tmp_path, 3.0, [*argv, '--gradient_accumulation_steps=0', '--hessian_batch_size=27'])
+    about = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps(dict(about, world_size=3)))
+    trial.check()
+
+
+@pytest.mark.parametrize('flags, rejected', [
+    (['--schedule=constant'], None), (['--decay_lr=False'], None),
+    ([], 'its learning rate decays over 200 iterations, and it was run for 100')])
+def test_a_run_ends_with_its_last_iteration(tmp_path, flags, rejected):
+    """Whether or not its learning rate is at its end, it is not trained again."""
+    fake_run(tmp_path, 3.0, [*SHAPE, *flags, '--max_iters=100', '--lr_decay_iters=200', '--warmup_iters=0'])
+    trial = trials.Trial(tmp_path, {}, [])
+    assert trial.ended and trial.run.rejected == rejected and trial.state == (rejected or 'finished')
+
+
 def test_gpus_are_taken_in_turns(monkeypatch):
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
     assert [trials.gpu_of(slot, 2) for slot in range(3)] == ['0', '1', '0']

@@ -14,7 +14,7 @@ from runtime.signals import STOPPED
 
 @pytest.mark.parametrize('unclipped, way', [(0.004, 'raise'), (0.96, 'lower')])
 def test_advice_on_gamma_comes_once_and_after_the_warm_up(tmp_path, capsys, unclipped, way):
-    log = runlog.RunLog(tmp_path, dict(init_from='scratch', warmup_iters=3), enabled=True)
+    log = runlog.RunLog(tmp_path, dict(auto_resume=False, warmup_iters=3), enabled=True)
     for i in range(6):
         log.record(SimpleNamespace(iter=i, tokens=0, seconds=0.0), f'line {i}', {
             'update_unclipped': unclipped if i != 3 else 0.3})
@@ -33,9 +33,9 @@ at(3, lambda: time.sleep(0.5), rank={rank})
     assert done.code == STOPPED
     assert done.err == 'SIGINT: stopping after this iteration; Ctrl-C again ends it now\n'
     assert done.out.splitlines()[-2:] == ['stopped at iteration 4 by SIGINT',
-                                          'the same command with --init_from=auto resumes it']
+                                          'the same command with --auto_resume=True resumes it']
     second = 'at(6, kill(signal.SIGINT))\nat(6, lambda: time.sleep(1.1))\nat(6, kill(signal.SIGINT))'
-    done = train(tmp_path, '--init_from=auto', faults=second)
+    done = train(tmp_path, '--auto_resume=True', faults=second)
     assert done.code == -signal.SIGINT
 
 
@@ -48,7 +48,7 @@ def test_lines_show_the_progress_and_the_end_says_what_to_try_next(train, tmp_pa
     assert done.out.splitlines()[-2:] == [
         f'done: lowest val loss {lowest:.4f}; checkpoints and metrics.jsonl are in {tmp_path}',
         f'next: python scripts/sample.py {tmp_path}, python scripts/plot.py {tmp_path}']
-    stopped = train(tmp_path, '--init_from=resume', '--max_iters=20', '--max_hours=1e-9')
+    stopped = train(tmp_path, '--auto_resume=True', '--max_iters=20', '--max_hours=1e-9')
     assert stopped.out.splitlines()[-1] == 'the same command resumes it' and 'done: ' not in stopped.out
 
 
@@ -88,7 +88,7 @@ def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_a_kill_has_l
     """It is killed at iteration 8, and resumes from the checkpoint at 5."""
     (tmp_path / 'wandb.py').write_text(WANDB)
     path, out = f'sys.path.insert(0, {str(tmp_path)!r})\n', tmp_path / 'out'
-    flags = ['--wandb_log=True', '--wandb_project=p', '--wandb_run_name=n', '--init_from=auto']
+    flags = ['--wandb_log=True', '--wandb_project=p', '--wandb_run_name=n', '--auto_resume=True']
     assert train(out, *flags, faults=path + 'at(8, kill(signal.SIGKILL))').code == -signal.SIGKILL
     assert train(out, *flags, faults=path, ranks=2).code == 0  # one of two ranks logs
     calls = [json.loads(line) for line in (tmp_path / 'wandb_calls.jsonl').read_text().splitlines()]
