@@ -39,8 +39,9 @@ class Hook:
         """Further arguments for the model's forward on a micro-batch, X and Y (B, T) int64, as a dict."""
         return {}
 
-    def add(self, loss_hat=None):
-        """Uses the loss that the forward returned for these arguments; leaves its graph for the training loss."""
+    def add(self, loss_hat=None, predictions=None):
+        """Uses what the forward returned for these arguments, the loss summed over so many predictions; leaves its
+        graph for the training loss."""
 
     def finish(self):
         """Passes the estimate to the optimizer. FloatingPointError if it is not finite; then none of it is used."""
@@ -124,14 +125,15 @@ class GNBHook(HessianHook):
     def start(self, iter_num, loss_scale=1.0):
         super().start(iter_num, loss_scale)
         self.uniforms, self.estimator = None, GaussNewtonBartlett(self.optimizer) if self.due else None
+        self.waits = False  # for the loss on a micro-batch's labels
         return self.due
 
     def labels(self, X, Y):
         taken = self.batch_size // self.world_size - self.rows_left
         n = self.take_rows(X)
+        self.waits = n > 0
         if n == 0:
             return {}
-        self.predictions = (Y[:n] >= 0).sum()
         # loss_hat is a sum. Weighted like a mean, its gradient fits float16 where the training loss does; `finish`
         # divides by the weight again.
         self.weight = self.loss_scale * self.world_size / (self.batch_size * Y.size(1))
@@ -145,9 +147,12 @@ class GNBHook(HessianHook):
             self.uniforms = uniforms.to(Y.device)
         return dict(uniforms=self.uniforms[first:first + len(Y)])
 
-    def add(self, loss_hat=None):
-        if loss_hat is not None:
-            self.estimator.add(loss_hat * self.weight, self.predictions, retain_graph=True)
+    def add(self, loss_hat=None, predictions=None):
+        if self.waits:
+            if predictions is None:
+                raise SystemExit('model.py: GPT.forward got labels for the Hessian and returned no loss on them; let '
+                                 'it return (logits, loss, loss_hat, predictions) then' if self.rank == 0 else 1)
+            self.estimator.add(loss_hat * self.weight, predictions, retain_graph=True)
 
     def finish(self):
         if self.due:

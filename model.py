@@ -160,8 +160,9 @@ class GPT(nn.Module):
             labels_hat: (n, T) token ids, labels for the first n sequences instead of drawn ones.
 
         Returns:
-            (logits, loss), the loss None without targets; with a second set of labels (logits, loss, loss_hat), where
-            loss_hat is their negative log-likelihood *summed* over the positions that count.
+            (logits, loss), the loss None without targets; with a second set of labels (logits, loss, loss_hat,
+            predictions), where loss_hat is their negative log-likelihood *summed* over the positions that count, and
+            predictions the number of these.
         """
         B, T = idx.shape
         if T > self.config.block_size:
@@ -184,8 +185,8 @@ class GPT(nn.Module):
         if labels_hat is None:
             return logits, loss
         n = len(labels_hat)
-        counted = torch.where(targets[:n] >= 0, labels_hat, -1)
-        return logits, loss, cross_entropy(logits[:n], counted).sum()
+        counts = targets[:n] >= 0
+        return logits, loss, cross_entropy(logits[:n], torch.where(counts, labels_hat, -1)).sum(), counts.sum()
 
     def num_params(self):
         """Number of parameters, a tied head counted once."""

@@ -277,8 +277,8 @@ def train_step(run, sequences, iter_num):
         with run.autocast:
             # Only Sophia-G has labels of its own: for AdamW this is model(X, Y). Another term of the loss belongs into
             # loss.py or GPT.forward, so that evaluation and Sophia-H see it, too.
-            loss, *loss_hat = run.model(X, Y, **hessian.labels(X, Y))[1:]  # without the logits, to free them
-        hessian.add(*loss_hat)  # every k iterations a second backward pass, through the same forward
+            loss, *second = run.model(X, Y, **hessian.labels(X, Y))[1:]  # without the logits, to free them
+        hessian.add(*second)  # every k iterations a second backward pass, through the same forward
         loss = loss * (len(X) / len(sequences))
         scaler.scale(loss).backward()
         losses.append(loss.detach())

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch._functorch.config
-from conftest import needs_compiler
+from conftest import needs_compiler, rejection
 from reference import double_precision, flat  # noqa: F401 - for every test here
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -58,8 +58,8 @@ def iteration(hook, X, Y, micro_batch=4, number=0, loss_scale=1.0):
     """The calls of an iteration of train_step: one forward, two backward passes."""
     hook.start(number, loss_scale)
     for x, y in zip(X.split(micro_batch), Y.split(micro_batch)):
-        loss, *loss_hat = hook.model(x, y, **hook.labels(x, y))[1:]
-        hook.add(*(loss_hat_ * loss_scale for loss_hat_ in loss_hat))
+        loss, *second = hook.model(x, y, **hook.labels(x, y))[1:]
+        hook.add(*second)
         loss.backward()
     hook.finish()
     hook.model.zero_grad()
@@ -154,6 +154,36 @@ def test_positions_that_do_not_count_are_not_predictions(gpt, name, monkeypatch)
         found.append([hook.optimizer.state[p]['hessian'] for p in model.parameters()])
     torch.testing.assert_close(*found)
     assert found[0][0].any()
+
+
+class Masked(GPT):
+    """Leaves out the second half of each sequence."""
+
+    def forward(self, idx, targets=None, **labels):
+        if targets is not None:
+            targets = targets.masked_fill(torch.arange(idx.size(1)) >= idx.size(1) // 2, -1)
+        return super().forward(idx, targets, **labels)
+
+
+@pytest.mark.parametrize('name', ['sophiag', 'sophiah', 'ef_clip'])
+def test_a_mask_in_the_forward_counts_for_the_estimate(gpt, name):
+    model, idx, _, _ = gpt
+    masked = copy.deepcopy(model)
+    masked.__class__ = Masked
+    hook = make_hook(model, name)
+    iteration(hook, idx[:, :-1], idx[:, 1:].masked_fill(torch.arange(4) >= 2, -1))
+    torch.testing.assert_close(estimates(masked, idx, name)[0],
+                               flat(hook.optimizer.state[p]['hessian'] for p in model.parameters()))
+
+
+def test_a_forward_without_the_loss_on_labels_is_named(gpt):
+    class Forgetful(GPT):
+        def forward(self, *args, **labels):
+            return super().forward(*args, **labels)[:2]
+
+    model = copy.deepcopy(gpt[0])
+    model.__class__ = Forgetful
+    assert 'returned no loss on them' in rejection(estimates, model, gpt[1], 'sophiag')
 
 
 def test_estimates_are_made_at_0_k_2k_on_this_ranks_share_of_the_sequences(gpt):
