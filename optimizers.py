@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch.optim import AdamW
 
-from hessian import AdaHessianHook, EmpiricalFisherHook, GNBHook, Hook, HutchinsonHook
+from hessian import AdaHessianHook, EmpiricalFisherHook, GNBHook, HessianHook, Hook, HutchinsonHook
 from runtime import optim
 from runtime.distributed import full_tensor
 from sophia import GuardedOptimizer, HessianOptimizer, Sophia, local, parameters, scalar
@@ -290,20 +290,28 @@ def unlisted_row(path):
     return Row(library, settings, {}, 'our table', library=path, arguments=arguments, shards=path in SHARDABLE)
 
 
+class Settings(SimpleNamespace):
+    """The settings of a row, as attributes; SystemExit for one that it lacks."""
+
+    def __getattr__(self, key):
+        raise SystemExit(f'optimizers.py: {self.optimizer_name} is built with {key}, which its row does not set; add '
+                         'it there')
+
+
 def build_optimizer(name, params, *, lr, compile=False, **settings):
     """The optimizer called `name` in the table, on `params` (parameters, or param groups as of `parameter_groups`).
 
-    Settings (the keys of PLACEHOLDERS) that are not given are the table's; `compile` fuses Sophia's update by
-    torch.compile. Gradients must be finite when it steps.
+    Settings (the keys of PLACEHOLDERS) that are not given are the table's; those that its row lacks have no effect.
+    `compile` fuses Sophia's update by torch.compile. Gradients must be finite when it steps.
     """
     if unknown := settings.keys() - PLACEHOLDERS.keys():
         raise ValueError(f'build_optimizer: unknown settings {", ".join(sorted(unknown))}')
     chosen, groups = row(name), list(params)
     if not any(isinstance(group, dict) for group in groups):
         groups = [{'params': groups}]
-    settings = PLACEHOLDERS | chosen.settings | settings
-    optimizer = chosen.build(groups, SimpleNamespace(
-        **settings, optimizer_name=name, learning_rate=lr, compile=compile))
+    own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
+    optimizer = chosen.build(groups, Settings(**own, optimizer_args=settings.get('optimizer_args', ''),
+                                              optimizer_name=name, learning_rate=lr, compile=compile))
     for group in optimizer.param_groups:  # a learning rate of a group's own follows the schedule, too
         if group['lr'] != lr and lr:
             group.setdefault('lr_scale', group['lr'] / lr)
@@ -370,8 +378,9 @@ def check_settings(config):
     name, chosen = config.optimizer_name, row(config.optimizer_name)
     config.require('parallel', chosen.shards or config.parallel == 'ddp',
                    f'ddp for {name}, which is not known to work on parts of a parameter')
+    estimates = ('hessian_interval', 'hessian_batch_size') if issubclass(chosen.hook, HessianHook) else ()
     for key in PLACEHOLDERS:
-        if key in ('eps', 'gamma', 'hessian_interval', 'hessian_batch_size') and key in chosen.settings:
+        if key in estimates or key in ('eps', 'gamma') and key in chosen.settings:
             config.require(key, config.values[key] > 0, f'above 0 for {name}')
         used = key in chosen.settings or key == 'optimizer_args' and chosen.library
         if config.sources[key] == 'flag' and not used and config.values[key]:

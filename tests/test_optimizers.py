@@ -2,11 +2,13 @@
 
 import copy
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import reference
 import torch
+from conftest import rejection
 from reference import uniform
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -14,6 +16,7 @@ import optimizers
 from optimizers import AdaHessian, Lion, Normalize, SophiaSquared, SophiaTensorMean, SophiaUnclipped, build_optimizer
 from runtime import optim
 from sophia import HessianOptimizer, Sophia
+from train import resolve
 
 # The optimizers of the paper and its ablations, about which some tests know more than about any row of the table.
 PAPER = ('adamw', 'lion', 'adahessian', 'sophiag', 'sophiah', 'ef_clip', 'ah_clip', 'clip', 'normalize', 'gnb_noclip')
@@ -390,6 +393,18 @@ def test_a_builder_may_give_a_group_its_own_learning_rate(monkeypatch):
     optimizer = build_optimizer('two', make_params(), lr=1.0)
     optim.set_learning_rate(optimizer, 0.5)
     assert [group['lr'] for group in optimizer.param_groups] == pytest.approx([0.05, 0.5])
+
+
+def test_a_row_that_lacks_a_setting_is_named(monkeypatch):
+    """train.py has a value for every setting, but 0 is no ε."""
+    mine = optimizers.Row(optimizers.adamw, dict(beta1=0.9, beta2=0.95, weight_decay=0.1), 0.1)
+    monkeypatch.setitem(optimizers.OPTIMIZERS, 'mine', mine)
+    message = rejection(partial(build_optimizer, 'mine', make_params(), lr=1.0, eps=0.0))
+    assert message == 'optimizers.py: mine is built with eps, which its row does not set; add it there'
+    mine = optimizers.Row(optimizers.lion, dict(beta1=0.9, beta2=0.95, weight_decay=0.1), 0.1, hook=optimizers.GNBHook)
+    monkeypatch.setitem(optimizers.OPTIMIZERS, 'mine', mine)
+    message = rejection(resolve, ['--optimizer_name=mine'])
+    assert message == 'not a setting of mine: hessian_interval = 0: must be above 0 for mine'
 
 
 def test_metrics():
