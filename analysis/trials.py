@@ -160,8 +160,6 @@ def train_all(trials, jobs=1, launcher=(sys.executable,)):
     Reports each run on stderr as it ends. When this process is told to stop (Ctrl-C, SIGTERM), the runs save their
     state; then SystemExit.
     """
-    if jobs < 1:
-        raise SystemExit(f'--jobs={jobs}: at least 1')
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     waiting = [trial for trial in trials if not trial.ended]
     running = {}  # slot → (trial, process)

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from analysis.arguments import at_least
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins
 from data.loader import ValidationLoader
 from data.tokenizer import Byte, Char
@@ -80,8 +81,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', help=MODEL_HELP)
     parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's own)")
-    parser.add_argument('--eval_iters', type=int, default=0, help='micro-batches, as in train.py; 0: everything')
-    parser.add_argument('--batch_size', type=int, default=8, help='sequences per forward pass (default: 8)')
+    parser.add_argument('--eval_iters', type=at_least(0), default=0, help='micro-batches, as in train.py; 0: all')
+    parser.add_argument('--batch_size', type=at_least(1), default=8, help='sequences per forward pass (default: 8)')
     add_model_flags(parser)
     args = parser.parse_args(argv)
     loaded = load(args.checkpoint, args.device, args.tokenizer)

@@ -26,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
+from analysis.arguments import at_least
 from analysis.runs import flops_per_iteration
 from data.loader import vocab_size_of
 from hessian import rows_at_once
@@ -118,6 +119,9 @@ def plan(c, shape, args):
     print(f'  {args.gpus} × {args.tflops:g} TFLOP/s at an MFU of {args.mfu:g}: {seconds:.2f} s a step; {c.max_iters:,} '
           f'steps take {hours / 24:.1f} days, {hours * args.gpus:,.1f} GPU-hours')
     print(f'  memory, computed, of {limit / 1e9:.0f} GB ({1 - HEADROOM:.0%} of {args.memory_gb:g}):')
+    if optimizer.library and c.optimizer_name != 'muon':
+        print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, and may be '
+              'much larger: use --measure')
     first_order = not optimizer.hook.hessian_products
     for parallel in ['ddp'] + ['fsdp'] * (args.gpus > 1 and optimizer.shards and first_order):
         for checkpointing in [False] + [True] * first_order:
@@ -151,11 +155,13 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument('configs', nargs='*', metavar='CONFIG', help='config files, one plan each')
-    parser.add_argument('--gpus', type=int, default=8, help='GPUs in all (default: 8)')
-    parser.add_argument('--memory_gb', type=float, default=80, help='memory of each (default: 80, an H100)')
-    parser.add_argument('--tflops', type=float, default=devices.PEAK_FLOPS['H100'] / 1e12,
+    parser.add_argument('--gpus', type=at_least(1), default=8, help='GPUs in all (default: 8)')
+    parser.add_argument('--memory_gb', type=at_least(1, float), default=80,
+                        help='memory of each (default: 80, an H100)')
+    parser.add_argument('--tflops', type=at_least(1, float), default=devices.PEAK_FLOPS['H100'] / 1e12,
                         help='dense 16-bit peak of each (default: 989, an H100; an A100 has 312)')
-    parser.add_argument('--mfu', type=float, default=0.4, help='share of the peak that the FLOPs reach (default: 0.4)')
+    parser.add_argument('--mfu', type=at_least(0.01, float), default=0.4,
+                        help='share of the peak that the FLOPs reach (default: 0.4)')
     parser.add_argument('--measure', action='store_true', help='also take two real steps on this device; under '
                         'torchrun, on its devices')
     args, flags = parser.parse_known_args(argv)

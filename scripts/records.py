@@ -54,6 +54,8 @@ def main(argv=None):
     parser.add_argument('--pack', metavar='DIR', type=Path,
                         help='write DIR/runs.jsonl, each run named by its path below the one OUT_DIR')
     args = parser.parse_args(argv)
+    if args.pack and len(args.out_dirs) > 1:
+        parser.error('--pack takes one OUT_DIR')
     runs = find_runs(args.out_dirs)
     rows = sorted(map(row, runs), key=lambda row: (row['parameters'], row['T'], row['optimizer'],
                                                    row['val/loss'] or math.inf))

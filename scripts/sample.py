@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from analysis.arguments import at_least
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 from runtime.device import DTYPES
 
@@ -28,8 +29,8 @@ def parse(argv):
     parser.add_argument('--out_dir', help='the same, as a flag')
     parser.add_argument('--start', default='\n', help="the prompt; FILE:NAME reads the whole file NAME; '' starts a "
                                                       'document (default: a newline)')
-    parser.add_argument('--num_samples', type=int, default=10, help='(default: 10)')
-    parser.add_argument('--max_new_tokens', type=int, default=500, help='(default: 500)')
+    parser.add_argument('--num_samples', type=at_least(1), default=10, help='(default: 10)')
+    parser.add_argument('--max_new_tokens', type=at_least(1), default=500, help='(default: 500)')
     parser.add_argument('--temperature', type=float, default=0.8, help='0: always the likeliest token (default: 0.8)')
     parser.add_argument('--top_k', type=int, default=200, help='only the k likeliest tokens; 0: all (default: 200)')
     parser.add_argument('--top_p', type=float, default=1.0,

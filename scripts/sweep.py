@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from analysis.arguments import at_least
 from analysis.runs import read_json
 from analysis.trials import add_launcher, show, split_values, train_all, trials_of
 from runtime.files import write_json
@@ -30,7 +31,7 @@ def main(argv=None):
     parser.add_argument('--spec', help='JSON file (default: the one that this out_dir was started with)')
     parser.add_argument('--grid', nargs='+', action='append', metavar='KEY=V1,V2',
                         help='settings and their values; given several times, several grids')
-    parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
+    parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
     add_launcher(parser)
     parser.add_argument('--table', action='store_true', help='print the table, train nothing')
     args = parser.parse_args(argv)
@@ -42,7 +43,10 @@ def main(argv=None):
     if args.grid:
         spec = dict(base=args.base, runs=[split_values('--grid', entry) for entry in args.grid])
     else:
-        spec = read_json(args.spec or stored)
+        path = args.spec or stored
+        spec = read_json(path)
+        if not (isinstance(spec, dict) and spec.get('runs') and all(isinstance(entry, dict) for entry in spec['runs'])):
+            raise SystemExit(f'{path}: a spec is an object with "runs", a list of objects; see sweep.py --help')
     trials = trials_of(spec, args.out_dir)
 
     # Config files are programs: what a received directory names must not be executed for a table of it.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
+from analysis.arguments import at_least
 from analysis.trials import add_launcher, canonical, show, split_values, train_all, trials_of
 from runtime.files import write_json
 
@@ -77,7 +78,7 @@ def main(argv=None):
     parser.add_argument('--values', required=True, nargs='+', metavar='KEY=V1,V2', help='settings and their values')
     parser.add_argument('--noise', required=True, type=float, metavar='LOSS',
                         help='how much lower a validation loss has to be, such as two standard deviations over seeds')
-    parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
+    parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
     add_launcher(parser)
     args = parser.parse_args(argv)
     if not args.noise >= 0:

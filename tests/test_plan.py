@@ -137,6 +137,12 @@ def test_what_is_printed(capsys):
     assert 'fsdp' not in capsys.readouterr().out
 
 
+def test_a_state_that_is_not_known_is_said_to_be(capsys):
+    for name in ('adamw', 'muon', 'soap', 'torch:NAdam'):
+        plan.main([f'--optimizer_name={name}', '--model_size=125M', '--learning_rate=1e-3'])
+        assert ('is counted as AdamW' in capsys.readouterr().out) is (name in ('soap', 'torch:NAdam'))
+
+
 def test_measure_takes_steps_on_this_machine(capsys):
     plan.main(['--measure', '--device=cpu', '--model_size=tiny', '--block_size=32', '--batch_size=2',
                '--total_batch_size=4', '--optimizer_name=sophiag', '--dataset=nowhere'])

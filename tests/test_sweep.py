@@ -15,7 +15,8 @@ from fake_runs import SHAPE, fake_run, rows_of
 
 from analysis import runs, trials
 from runtime import checkpoint
-from scripts import sweep, tune
+from scripts import eval as evaluation
+from scripts import plan, records, sweep, tune
 from scripts.paper import hessian_histogram
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -246,6 +247,24 @@ def test_flags_that_make_no_sense_are_rejected(tmp_path, script, argv, message, 
     with pytest.raises(SystemExit) as stopped:
         script.main(['--out_dir', str(tmp_path), *argv])
     assert message in capsys.readouterr().err + str(stopped.value)
+
+
+@pytest.mark.parametrize(('script', 'argv', 'message'), [
+    (plan, ['--gpus=0'], '--gpus: 0: must be at least 1'), (plan, ['--mfu=nan'], '--mfu: nan: must be at least 0.01'),
+    (evaluation, ['gpt2', '--eval_iters=-1'], '--eval_iters: -1: must be at least 0'),
+    (evaluation, ['gpt2', '--batch_size=x'], "--batch_size: invalid number value: 'x'"),
+    (records, ['a', 'b', '--pack', 'c'], '--pack takes one OUT_DIR')])
+def test_flags_of_other_scripts_that_make_no_sense_are_rejected(script, argv, message, capsys):
+    with pytest.raises(SystemExit):
+        script.main(argv)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('spec', [[], {'base': []}, {'runs': [1]}])
+def test_a_spec_without_runs_is_named(tmp_path, spec):
+    (tmp_path / 'spec.json').write_text(json.dumps(spec))
+    argv = ['--out_dir', str(tmp_path / 'out'), '--spec', str(tmp_path / 'spec.json')]
+    assert 'spec.json: a spec is an object with "runs"' in rejection(sweep.main, argv)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

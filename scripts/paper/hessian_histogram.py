@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from analysis.arguments import at_least
 from analysis.figures import argparser, figure, plain, print_table, save
 from analysis.load import MODEL_HELP, load, open_bins
 from data.loader import Mixture, TrainLoader
@@ -40,8 +41,8 @@ def main(argv=None):
     parser = argparser(__doc__, 'hessian_histogram.png', '.csv and .json')
     parser.add_argument('checkpoint', help=MODEL_HELP)
     parser.add_argument('--estimator', choices=['gnb', 'hutchinson'], default='gnb', help='default: gnb')
-    parser.add_argument('--samples', type=int, default=10, help='how many are averaged (default: 10)')
-    parser.add_argument('--batch_size', type=int, default=8, help='sequences per sample (default: 8)')
+    parser.add_argument('--samples', type=at_least(1), default=10, help='how many are averaged (default: 10)')
+    parser.add_argument('--batch_size', type=at_least(1), default=8, help='sequences per sample (default: 8)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     args = parser.parse_args(argv)
     loaded = load(args.checkpoint, args.device)

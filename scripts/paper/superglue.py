@@ -26,6 +26,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from analysis.arguments import at_least
 from analysis.figures import argparser, figure, legend, plain, print_table, save
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 from runtime.device import DTYPES
@@ -163,8 +164,8 @@ def main(argv=None):
     parser.add_argument('checkpoints', nargs='+', metavar='CHECKPOINT', help=MODEL_HELP)
     parser.add_argument('--tasks', nargs='+', choices=TASKS, default=list(TASKS), help='default: all')
     parser.add_argument('--data_dir', type=Path, help=f'folder of TASK/train.jsonl and TASK/val.jsonl (default: {HUB})')
-    parser.add_argument('--limit', type=int, help='validation examples of a task, drawn at random (default: all)')
-    parser.add_argument('--batch_size', type=int, default=8, help='prompts at once (default: 8)')
+    parser.add_argument('--limit', type=at_least(1), help='validation examples of a task, drawn at random')
+    parser.add_argument('--batch_size', type=at_least(1), default=8, help='prompts at once (default: 8)')
     add_model_flags(parser)
     args = parser.parse_args(argv)
 

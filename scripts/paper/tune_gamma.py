@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from analysis.arguments import at_least
 from analysis.trials import add_launcher, train_all, trials_of
 from optimizers import peak_learning_rate, row
 from train import resolve
@@ -62,7 +63,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
     parser.add_argument('--out_dir', required=True, type=Path, help='a directory per run is made in it')
-    parser.add_argument('--iters', type=int, default=1000, help='iterations of a run (default: 1000)')
+    parser.add_argument('--iters', type=at_least(1), default=1000, help='iterations of a run (default: 1000)')
     add_launcher(parser)
     args = parser.parse_args(argv)
     config = resolve(args.base)

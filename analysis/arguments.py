@@ -1,0 +1,13 @@
+"""Types of command-line flags."""
+
+import argparse
+
+
+def at_least(low, kind=int):
+    """An argparse type: numbers of `kind` from `low` on."""
+    def number(text):
+        value = kind(text)
+        if not value >= low:
+            raise argparse.ArgumentTypeError(f'{text}: must be at least {low}')
+        return value
+    return number
