@@ -9,7 +9,15 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.loader import Bin, data_dir, parts_of, read_meta
-from data.tokenizer import TOKENIZER_NAMES, FileTokenizer, Tokenizer, get_tokenizer, tokenizer_from_meta
+from data.tokenizer import (
+    TOKENIZER_NAMES,
+    Tokenizer,
+    folder_meta,
+    get_tokenizer,
+    identifying,
+    same_tokenizer,
+    tokenizer_from_meta,
+)
 from model import GPT, HUB_MODELS, GPTConfig
 from runtime import checkpoint
 from runtime.device import DTYPES, check_device
@@ -62,7 +70,8 @@ def load(path, device='cpu', tokenizer=None):
     named = named_tokenizer(tokenizer) if tokenizer else None
     if any(given.glob('*.safetensors')) or str(path) in HUB_MODELS and not given.exists():
         model = GPT.from_pretrained(path)
-        return Loaded(given.name, given, model.to(device).eval(), named or folder_tokenizer(given, model))
+        meta = None if named else folder_meta(given, model.config.vocab_size)
+        return Loaded(given.name, given, model.to(device).eval(), tokenizer_from_meta(meta) if meta else named)
     path, state = checkpoint.load(path)
     state.pop('optimizer', None)
     best = checkpoint.path_of(given, checkpoint.BEST)
@@ -105,11 +114,16 @@ def open_bins(loaded, dataset, split):
     if not dataset:
         raise SystemExit(f'{loaded.path}: does not name its data set; give --dataset')
     bins = [Bin(data_dir(name), split, share) for name, share in parts_of(dataset).items()]
-    ids = loaded.tokenizer.vocab_size if loaded.tokenizer else loaded.model.config.vocab_size
+    tokenizer = loaded.tokenizer
+    ids = tokenizer.vocab_size if tokenizer else loaded.model.config.vocab_size
     for data in bins:
-        if data.vocab_size > ids or loaded.tokenizer and data.vocab_size != ids:
-            raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, and {loaded.path} has '
-                             f'{ids}; prepare the text with the tokenizer of the model')
+        other = data.vocab_size > ids or tokenizer and (
+            data.vocab_size != ids or not same_tokenizer(data.tokenizer, identifying(tokenizer.meta)))
+        if other:
+            name = tokenizer.name if tokenizer else 'an unknown one'
+            raise SystemExit(f'{data.path}: made with another tokenizer ({data.tokenizer["tokenizer"]}, '
+                             f'{data.vocab_size} ids) than that of {loaded.path} ({name}, {ids}); prepare the text '
+                             'with the tokenizer of the model')
     return bins
 
 
@@ -132,10 +146,3 @@ def checkpoint_tokenizer(state):
         if meta is None and (folder / 'train.bin').is_file() and state['model_args'].get('vocab_size', 50304) >= 50257:
             meta = {'tokenizer': 'gpt2'}  # as data/loader.py assumes without a meta.json
     return tokenizer_from_meta(meta) if meta else None
-
-
-def folder_tokenizer(folder, model):
-    """The tokenizer of a Hugging Face folder; GPT-2's if it has none and the vocabulary has that size."""
-    if (folder / 'tokenizer.json').is_file():
-        return FileTokenizer.from_file(folder / 'tokenizer.json')
-    return get_tokenizer('gpt2') if model.config.vocab_size == 50257 else None

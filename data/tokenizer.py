@@ -182,6 +182,27 @@ def identifying(meta):
     return {key: meta[key] for key in ['tokenizer', *keys]}
 
 
+def same_tokenizer(one, other):
+    """Whether two tokenizers, dicts as of `identifying`, have the same text for every id: one may be GPT-2's as a
+    tokenizer.json."""
+    if one == other:
+        return True
+    if one['tokenizer'] == other['tokenizer'] != FileTokenizer.name:
+        return False
+    one, other = tokenizer_from_meta(one), tokenizer_from_meta(other)
+    return one.vocab_size == other.vocab_size and all(
+        one.decode([i]) == other.decode([i]) for i in range(one.vocab_size))
+
+
+def folder_meta(folder, vocab_size):
+    """The meta of the tokenizer of a Hugging Face folder; GPT-2's if it has none and the vocabulary has that size,
+    else None."""
+    path = Path(folder) / FileTokenizer.name
+    if path.is_file():
+        return FileTokenizer.from_file(path).meta
+    return {'tokenizer': GPT2.name} if vocab_size == GPT2.vocab_size else None
+
+
 def tokenizer_from_meta(meta):
     """The tokenizer that the bins of a meta.json (its dict) were made with."""
     if meta['tokenizer'] == FileTokenizer.name:

@@ -2,11 +2,12 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, metrics
+from conftest import TINY, metrics, rejection
 
 import train
 from data.tokenizer import Char, FileTokenizer, get_tokenizer
@@ -53,6 +54,15 @@ def test_bytes_per_id_of_a_tokenizer_file(gpt2_cache):
     tokenizer = get_tokenizer('gpt2')
     file = FileTokenizer(gpt2_tokenizer(tokenizer).to_str(), tokenizer.eot_id)
     assert torch.equal(eval_script.bytes_per_id(file), eval_script.bytes_per_id(tokenizer))
+
+
+def test_data_of_another_tokenizer_is_rejected(out_dir, corpus, tmp_path):
+    """Of as many ids, too."""
+    other = shutil.copytree(corpus, tmp_path / 'other')
+    meta = json.loads((other / 'meta.json').read_text())
+    (other / 'meta.json').write_text(json.dumps(dict(meta, tokenizer='char', chars=''.join(map(chr, range(256))))))
+    message = rejection(eval_script.main, [str(out_dir), f'--dataset={other}', '--device=cpu'])
+    assert 'made with another tokenizer (char, 256 ids) than that of' in message
 
 
 def test_a_mixture_is_evaluated_part_by_part(capsys, out_dir, corpus, tmp_path):

@@ -9,7 +9,7 @@ from conftest import metrics, rejection, write_bins
 import train
 from analysis.load import crop_vocab_size, load, with_tokenizer
 from analysis.runs import find_runs, read_run
-from data.tokenizer import Char, get_tokenizer
+from data.tokenizer import Char, folder_meta, get_tokenizer, identifying, same_tokenizer
 from model import GPT, GPTConfig
 from runtime import checkpoint
 from runtime.files import save_pt
@@ -122,6 +122,18 @@ def test_tokenizer_of_an_export(tmp_path, capsys, gpt2_cache, name):
             assert theirs.decode(theirs.encode(text)) == ours.decode(ours.encode(text)) == text
         assert theirs.encode('a<|endoftext|>b')[1] == 50256
         assert len(ours.encode('a<|endoftext|>b')) > 3  # ordinary text in this repository
+    model = again.model.config
+    file, bpe = identifying(folder_meta(tmp_path / 'hf', model.vocab_size)), dict(tokenizer='gpt2')
+    assert file['tokenizer'] == 'tokenizer.json' and same_tokenizer(file, bpe) and same_tokenizer(bpe, file)
+    other = json.loads(file['json'])
+    vocab = other['model']['vocab']
+    vocab['\u0120the'], vocab['\u0120t'] = vocab['\u0120t'], vocab['\u0120the']
+    assert not same_tokenizer(dict(file, json=json.dumps(other)), bpe)
+
+    data = write_bins(tmp_path / 'data', [1, 2] * 100, [1, 2] * 100, vocab_size=50257)
+    flags = [f'--init_from={tmp_path / "hf"}', '--learning_rate=0', f'--dataset={data}', '--block_size=24',
+             f'--out_dir={tmp_path / "tuned"}', '--device=cpu']
+    assert 'made with another tokenizer (byte) than the weights' in rejection(train.main, flags)
 
 
 def test_nothing_else_than_a_gpt2_is_exported(tmp_path):
