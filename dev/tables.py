@@ -157,6 +157,16 @@ def dissection_long():
     return dissection_search('C')
 
 
+def dissection_six():
+    """The six fresh seeds of the long horizon, once all of their runs are there."""
+    rows = dissection.long_horizon(dissection_runs())
+    cells = [[row['optimizer'], number(row['learning_rate']), mean_sd(row['val/loss'], row['sd']),
+              '' if row['optimizer'] == 'AdamW' else interval(row),
+              '–' if row['to AdamW'] is None else f'{row["to AdamW"]:,.0f}'] for row in rows]
+    head = ['six fresh seeds', 'learning rate', 'loss', 'minus AdamW, 95 %', "steps to AdamW's loss"]
+    return table(head, cells) if rows else 'Not all of their runs are finished.'
+
+
 def dissection_tests():
     """The planned tests of records/dissection whose runs are all there."""
     rows = dissection.tests(dissection_runs())
@@ -171,7 +181,7 @@ PAGES = {'README.md': [study_losses],
          'docs/settings.md': [settings],
          'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
          'records/study/README.md': [study],
-         'records/dissection/README.md': [dissection_search, dissection_tests, dissection_long]}
+         'records/dissection/README.md': [dissection_search, dissection_tests, dissection_long, dissection_six]}
 
 
 def current(page, text):

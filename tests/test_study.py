@@ -12,7 +12,7 @@ from scipy import stats
 
 import train
 from analysis.runs import find_runs
-from dev import dissection, study
+from dev import dissection, study, tables
 
 
 def make_all(monkeypatch, loss_of):
@@ -123,6 +123,9 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
     way = (short - mean(seeds['adamw'])) / (short - mean(seeds['sophiag']))
     assert long['Sophia-G']['to AdamW'] == pytest.approx(2400 * 4 ** way)
     assert long['AdamW']['to AdamW'] == pytest.approx(9600) and long['Sign momentum']['to AdamW'] is None
+    monkeypatch.setattr(tables, 'dissection_runs', lambda: find_runs([folder]))
+    six = tables.dissection_six().splitlines()
+    assert six[2].startswith('| Sophia-G | ') and six[3].endswith(' |  | 9,600 |') and six[4].endswith(' | – |')
     dissection.main(['--output', str(tmp_path / 'x.png')])
     said = capsys.readouterr().out
     assert 'C, primary' in said and (tmp_path / 'x.png').stat().st_size > 10_000
