@@ -290,14 +290,6 @@ def unlisted_row(path):
     return Row(library, settings, {}, 'our table', library=path, arguments=arguments, shards=path in SHARDABLE)
 
 
-class Settings(SimpleNamespace):
-    """The settings of a row, as attributes; SystemExit for one that it lacks."""
-
-    def __getattr__(self, key):
-        raise SystemExit(f'optimizers.py: {self.optimizer_name} is built with {key}, which its row does not set; add '
-                         'it there')
-
-
 def build_optimizer(name, params, *, lr, compile=False, **settings):
     """The optimizer called `name` in the table, on `params` (parameters, or param groups as of `parameter_groups`).
 
@@ -310,8 +302,15 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
     if not any(isinstance(group, dict) for group in groups):
         groups = [{'params': groups}]
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
-    optimizer = chosen.build(groups, Settings(**own, optimizer_args=settings.get('optimizer_args', ''),
-                                              optimizer_name=name, learning_rate=lr, compile=compile))
+    s = SimpleNamespace(**own, optimizer_args=settings.get('optimizer_args', ''), optimizer_name=name,
+                        learning_rate=lr, compile=compile)
+    try:
+        optimizer = chosen.build(groups, s)
+    except AttributeError as error:
+        if error.obj is not s:
+            raise
+        raise SystemExit(f'optimizers.py: {name} is built with {error.name}, which its row does not set; add it there'
+                         ) from None
     for group in optimizer.param_groups:  # a learning rate of a group's own follows the schedule, too
         if group['lr'] != lr and lr:
             group.setdefault('lr_scale', group['lr'] / lr)

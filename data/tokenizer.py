@@ -7,7 +7,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from runtime.files import first_line
+from runtime.files import first_line, warn
 
 END_OF_TEXT = '<|endoftext|>'
 END_OF_TEXT_NAMES = END_OF_TEXT, '<|end_of_text|>', '</s>', '<eos>'  # in the tokenizers of published models
@@ -183,24 +183,31 @@ def identifying(meta):
 
 
 def same_tokenizer(one, other):
-    """Whether two tokenizers, dicts as of `identifying`, have the same text for every id: one may be GPT-2's as a
-    tokenizer.json."""
+    """Whether two tokenizers, dicts as of `identifying`, have the same text for every id that both have: one may be
+    GPT-2's as a tokenizer.json. Where one of them cannot be loaded, a warning, and True."""
     if one == other:
         return True
     if one['tokenizer'] == other['tokenizer'] != FileTokenizer.name:
         return False
-    one, other = tokenizer_from_meta(one), tokenizer_from_meta(other)
-    return one.vocab_size == other.vocab_size and all(
-        one.decode([i]) == other.decode([i]) for i in range(one.vocab_size))
+    try:
+        one, other = tokenizer_from_meta(one), tokenizer_from_meta(other)
+    except SystemExit as error:
+        warn(f'{error}; whether data and weights have the same tokenizer is not checked')
+        return True
+    ids = range(min(one.vocab_size, other.vocab_size))
+    if one.name == other.name:  # its decoder may drop a space at the beginning
+        return all(one.bpe.id_to_token(i) == other.bpe.id_to_token(i) for i in ids)
+    return all(one.decode([i]) == other.decode([i]) for i in ids)
 
 
 def folder_meta(folder, vocab_size):
-    """The meta of the tokenizer of a Hugging Face folder; GPT-2's if it has none and the vocabulary has that size,
-    else None."""
+    """The meta of the tokenizer of a Hugging Face folder; GPT-2's if it has no file of one and the vocabulary has that
+    size, else None."""
     path = Path(folder) / FileTokenizer.name
     if path.is_file():
         return FileTokenizer.from_file(path).meta
-    return {'tokenizer': GPT2.name} if vocab_size == GPT2.vocab_size else None
+    has_another = path.with_name('vocab.json').is_file()
+    return {'tokenizer': GPT2.name} if vocab_size == GPT2.vocab_size and not has_another else None
 
 
 def tokenizer_from_meta(meta):

@@ -249,7 +249,7 @@ def start(tree, out_dir, trial):
     there = out_dir / trial.path
     there.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, 'train.py', *trial.command, f'--out_dir={there.relative_to(tree)}',
-               '--init_from=auto']  # --auto_resume=True in the study's commit
+               '--init_from=auto']  # the study's commit has this in place of --auto_resume
     print(time.strftime('%H:%M:%S'), trial.path, flush=True)
     with (there / 'log.txt').open('a') as log:
         return subprocess.Popen(command, cwd=tree, env=dict(os.environ, OMP_NUM_THREADS='1'), stdout=log, stderr=log)

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from runtime import optim, optimizer_state
-from runtime.distributed import launch, restarts
+from runtime.distributed import parent_start, restarts
 from runtime.files import first_line, load_pt, save_pt, warn
 from runtime.signals import NOT_FINITE
 
@@ -202,7 +202,7 @@ def clean_state_dict(weights):
 # Starting and resuming a run
 
 
-def open_run(world, out_dir, must_resume=False, may_resume=False, read_only=False):
+def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=False):
     """Makes `out_dir` this run's own, and loads the checkpoint from which the run resumes.
 
     Args:
@@ -248,14 +248,10 @@ def open_run(world, out_dir, must_resume=False, may_resume=False, read_only=Fals
 
 
 def was_restarted(out_dir):
-    """Whether torchrun has restarted the run in `out_dir`. A start that was refused before it became that run is none.
-    """
-    if not restarts():
-        return False
-    try:
-        return json.loads((out_dir / 'config.json').read_text(encoding='utf-8')).get('launch') == launch()
-    except (OSError, ValueError):
-        return False
+    """Whether torchrun has restarted the run in `out_dir`: it has described itself there since torchrun began. Where a
+    first attempt was refused, the directory is still another run's."""
+    about = out_dir / 'config.json'
+    return restarts() > 0 and about.is_file() and about.stat().st_mtime > parent_start()
 
 
 def lock_out_dir(out_dir):

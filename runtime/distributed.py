@@ -2,10 +2,13 @@
 
 import contextlib
 import functools
+import math
 import os
+import re
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -224,11 +227,15 @@ def restarts():
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
 
 
-def launch():
-    """A name of the start by torchrun that this process belongs to: restarts have the same one, another start has not.
-    None without torchrun."""
-    run_id = os.environ.get('TORCHELASTIC_RUN_ID')
-    return f'process {os.getppid()}' if run_id == 'none' else run_id  # 'none' is torchrun's default
+def parent_start():
+    """When this process's parent, torchrun, was started, in seconds since the epoch; infinity where no /proc says so.
+    """
+    try:
+        ticks = int(Path(f'/proc/{os.getppid()}/stat').read_text().rpartition(')')[2].split()[19])
+        booted = re.search(r'^btime (\d+)', Path('/proc/stat').read_text(), flags=re.M)[1]
+    except OSError:
+        return math.inf
+    return int(booted) + ticks / os.sysconf('SC_CLK_TCK')
 
 
 def ranks_from_environment():

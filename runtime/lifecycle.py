@@ -9,7 +9,7 @@ import torch
 
 from runtime import checkpoint, optim, runlog
 from runtime.device import device_name
-from runtime.distributed import launch, under_torchrun
+from runtime.distributed import under_torchrun
 from runtime.files import code_hash, write_text
 from runtime.signals import NOT_FINITE, STOPPED
 
@@ -70,7 +70,8 @@ def find_start(world, c, data, fingerprints, defaults):
         fingerprints: of the data, by split.
         defaults: the arguments of the model that a checkpoint leaves out.
     """
-    path, saved = checkpoint.open_run(world, c.out_dir, c.init_from == 'resume', c.auto_resume, c.eval_only)
+    path, saved = checkpoint.open_run(world, c.out_dir, must_resume=c.init_from == 'resume', may_resume=c.auto_resume,
+                                      read_only=c.eval_only)
     code = code_hash()
     if path is None:
         return Start(code)
@@ -78,14 +79,17 @@ def find_start(world, c, data, fingerprints, defaults):
         if saved['iter_num'] > c.max_iters:
             raise SystemExit(f'{c.shown("max_iters")}: {path} is at iteration {saved["iter_num"]} already; set at '
                              'least that, or choose another --out_dir')
-        began_with, model_args = saved['config'].get('init_from', 'scratch'), {**defaults, **saved['model_args']}
-        if 'init_from' in c.given and c.init_from not in ('resume', began_with):
-            raise SystemExit(f'{path}: is of a run that began with --init_from={began_with}; resume with it, or choose '
-                             'another --out_dir')
+        began_with, model_args = first_weights(saved), {**defaults, **saved['model_args']}
+        if 'init_from' in c.given and c.init_from != 'resume' and Path(c.init_from) != Path(began_with):
+            raise SystemExit(f'{path}: is of a run that began with init_from = {began_with}; continue it with '
+                             '--init_from=resume, or choose another --out_dir')
+        if began_with != 'scratch':
+            if 'learning_rate' not in c.given and not c.eval_only:
+                raise SystemExit(f'{path}: is of a run that began with {began_with}, for which Table 3 has no learning '
+                                 'rate; set --learning_rate')
+            adopt_model_args(c, model_args, data)
         if began_with != c.init_from:
             c.set('init_from', began_with, str(path))
-        if began_with != 'scratch':
-            adopt_model_args(c, model_args, data)
         differences, changes = checkpoint.compare(path, saved, c.values, fingerprints, c.ignore_data_change)
         if saved.get('code') not in (None, code):
             differences.append('the code is not the one that saved the checkpoint')
@@ -93,6 +97,14 @@ def find_start(world, c, data, fingerprints, defaults):
     comparable = saved['data']['val'] == fingerprints['val'] and (
         c.eval_iters * c.batch_size == before['eval_iters'] * before['batch_size'])
     return Start(code, path, saved, model_args, differences, changes, comparable)
+
+
+def first_weights(saved):
+    """The init_from of the run that saved a checkpoint, as it was at its first start."""
+    began_with = saved['config'].get('init_from', 'scratch')
+    if began_with in ('auto', 'resume'):  # an older checkpoint, which has how it was continued
+        return 'pretrained weights' if saved.get('finetuned') else 'scratch'
+    return began_with
 
 
 def adopt_model_args(c, args, data):
@@ -118,7 +130,7 @@ def open_log(c, world, start, state, model, train_data, fingerprints):
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
                             flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
-                            device=device_name(world.device), code=start.code, launch=launch())
+                            device=device_name(world.device), code=start.code)
     log = runlog.RunLog(c.out_dir if writes else None, c.values, world.is_master)
     if start.path:
         log.print(f'resuming from {start.path} at iteration {state.iter} of {c.max_iters}')

@@ -118,10 +118,10 @@ def plan(c, shape, args):
           f'TFLOPs a step, {hessian / (gradient + hessian):.1%} of them for the Hessian')
     print(f'  {args.gpus} × {args.tflops:g} TFLOP/s at an MFU of {args.mfu:g}: {seconds:.2f} s a step; {c.max_iters:,} '
           f'steps take {hours / 24:.1f} days, {hours * args.gpus:,.1f} GPU-hours')
-    print(f'  memory, computed, of {limit / 1e9:.0f} GB ({1 - HEADROOM:.0%} of {args.memory_gb:g}):')
     if optimizer.library and c.optimizer_name != 'muon':
         print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, and may be '
               'much larger: use --measure')
+    print(f'  memory, computed, of {limit / 1e9:.0f} GB ({1 - HEADROOM:.0%} of {args.memory_gb:g}):')
     first_order = not optimizer.hook.hessian_products
     for parallel in ['ddp'] + ['fsdp'] * (args.gpus > 1 and optimizer.shards and first_order):
         for checkpointing in [False] + [True] * first_order:

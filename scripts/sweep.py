@@ -45,7 +45,9 @@ def main(argv=None):
     else:
         path = args.spec or stored
         spec = read_json(path)
-        if not (isinstance(spec, dict) and spec.get('runs') and all(isinstance(entry, dict) for entry in spec['runs'])):
+        entries = spec.get('runs') if isinstance(spec, dict) else None
+        if not (entries and isinstance(entries, list) and all(
+                isinstance(entry, dict) and isinstance(entry.get('base', []), list) for entry in [spec, *entries])):
             raise SystemExit(f'{path}: a spec is an object with "runs", a list of objects; see sweep.py --help')
     trials = trials_of(spec, args.out_dir)
 

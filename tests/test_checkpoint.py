@@ -207,12 +207,13 @@ def test_damaged_and_foreign_files_are_rejected(good, tmp_path, monkeypatch):
 def test_the_newest_readable_checkpoint_is_loaded(good, capsys):
     out_dir = good.parent
     (out_dir / 'ckpt_00000009.pt').write_bytes(good.read_bytes()[:-1])
-    assert checkpoint.load(out_dir)[0] == checkpoint.open_run(WORLD, out_dir, 'auto', read_only=True)[0] == good
+    path, _ = checkpoint.open_run(WORLD, out_dir, may_resume=True, read_only=True)
+    assert checkpoint.load(out_dir)[0] == path == good
     assert 'ckpt_00000009.pt: not a checkpoint' in capsys.readouterr().err
     good.write_bytes(b'')
     words = 'none of its 2 checkpoints can be read'
     assert words in rejection(checkpoint.load, out_dir)
-    assert words in rejection(checkpoint.open_run, WORLD, out_dir, 'auto', True)
+    assert words in rejection(lambda: checkpoint.open_run(WORLD, out_dir, may_resume=True, read_only=True))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def test_the_best_is_linked_after_a_kill_before_its_link(tmp_path, monkeypatch):
         patch.setattr(checkpoint, 'link_best', lambda path: sys.exit('killed'))
         assert rejection(lambda: saved(tmp_path, model, optimizer, 2, best=True)) == 'killed'
     for read_only, best in (True, 1), (False, 2):
-        assert checkpoint.open_run(WORLD, tmp_path, 'auto', read_only)[1]['iter_num'] == 2
+        assert checkpoint.open_run(WORLD, tmp_path, may_resume=True, read_only=read_only)[1]['iter_num'] == 2
         assert checkpoint.load(tmp_path / 'best.pt')[1]['iter_num'] == best
     checkpoint.LOCKS.pop().close()
 

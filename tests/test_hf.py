@@ -9,6 +9,7 @@ from conftest import metrics, rejection, write_bins
 import train
 from analysis.load import crop_vocab_size, load, with_tokenizer
 from analysis.runs import find_runs, read_run
+from data import tokenizer as tokenizer_module
 from data.tokenizer import Char, folder_meta, get_tokenizer, identifying, same_tokenizer
 from model import GPT, GPTConfig
 from runtime import checkpoint
@@ -136,6 +137,19 @@ def test_tokenizer_of_an_export(tmp_path, capsys, gpt2_cache, name):
     assert 'made with another tokenizer (byte) than the weights' in rejection(train.main, flags)
 
 
+def test_a_tokenizer_that_is_not_known_is_not_compared(tmp_path, monkeypatch, capsys):
+    """vocab.json is a tokenizer's in an older format; without a network GPT-2's cannot be loaded."""
+    assert folder_meta(tmp_path, 50257) == dict(tokenizer='gpt2') and folder_meta(tmp_path, 300) is None
+    (tmp_path / 'vocab.json').write_text('{}')
+    assert folder_meta(tmp_path, 50257) is None
+
+    def offline(meta):
+        raise SystemExit('tokenizer gpt2: cannot be loaded')
+    monkeypatch.setattr(tokenizer_module, 'tokenizer_from_meta', offline)
+    assert same_tokenizer(dict(tokenizer='gpt2'), dict(tokenizer='tokenizer.json', json='', eot_id=0))
+    assert 'have the same tokenizer is not checked' in capsys.readouterr().err
+
+
 def test_nothing_else_than_a_gpt2_is_exported(tmp_path):
     save_checkpoint(tmp_path / 'run', get_tokenizer('byte'))
 
@@ -188,12 +202,25 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
     checkpoint.LOCKS.pop().close()
     train.main([*flags, '--init_from=resume', '--max_iters=4'])
     checkpoint.LOCKS.pop().close()
+    rateless = [flag for flag in flags if not flag.startswith('--learning_rate')]
+    assert 'set --learning_rate' in rejection(train.main, [*rateless, '--init_from=resume', '--max_iters=4'])
+    checkpoint.LOCKS.pop().close()
     train.main([*flags, start, '--auto_resume=True', '--max_iters=6'])
     losses = metrics(tmp_path / 'tuned', 'val/loss')
     assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4)
     resumed = read_run(tmp_path / 'tuned')
     assert resumed.config['init_from'] == str(tmp_path / 'hf')  # however it was resumed
     assert {change['key'] for change in resumed.about['changes']} == {'max_iters', 'lr_decay_iters'}
+    checkpoint.LOCKS.pop().close()
+
+    # Checkpoints of before auto_resume say how the run was continued, and apart from that whether it was fine-tuned.
+    path = checkpoint.path_of(tmp_path / 'tuned', 6)
+    saved = torch.load(path, weights_only=True)
+    save_pt(path, dict(saved, config=dict(saved['config'], init_from='auto'), finetuned=True))
+    train.main([*flags, '--init_from=resume', '--max_iters=8'])
+    checkpoint.LOCKS.pop().close()
+    save_pt(checkpoint.path_of(tmp_path / 'tuned', 8), dict(saved, config=dict(saved['config'], init_from='auto')))
+    assert 'a model with another n_layer' in rejection(train.main, [*flags, '--init_from=resume', '--max_iters=8'])
 
 
 def test_a_sweep_of_fine_tuning_starts_from_the_weights(tmp_path, corpus):

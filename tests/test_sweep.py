@@ -260,7 +260,8 @@ def test_flags_of_other_scripts_that_make_no_sense_are_rejected(script, argv, me
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('spec', [[], {'base': []}, {'runs': [1]}])
+@pytest.mark.parametrize('spec', [[], {'base': []}, {'runs': [1]}, {'runs': 5},
+                                  {'base': None, 'runs': [{'seed': 1}]}])
 def test_a_spec_without_runs_is_named(tmp_path, spec):
     (tmp_path / 'spec.json').write_text(json.dumps(spec))
     argv = ['--out_dir', str(tmp_path / 'out'), '--spec', str(tmp_path / 'spec.json')]

@@ -40,8 +40,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     groups = {}
     for run in sorted(find_runs(args.out_dirs), key=lambda run: run.learning_rate):
-        if run.unfinished and not run.diverged:
-            raise SystemExit(f'{run.out_dir}: {run.unfinished}; give the command of the sweep again')
+        if (problem := run.unfinished or run.off_schedule) and not run.diverged:
+            raise SystemExit(f'{run.out_dir}: {problem}; let the sweep finish, or leave the run out')
         groups.setdefault((run.optimizer_label, run.scale_attn_by_inverse_layer_idx), []).append(run)
 
     rows, (fig, (ax,)) = [], figure()
