@@ -119,7 +119,7 @@ def test_max_lr_finds_the_largest_stable_rate(tmp_path):
     assert [(row['attention_scaling'], float(row['largest_stable']), row['all_stable'])
             for row in rows_of(tmp_path / 'max_lr.csv')] == [('False', 1e-3, 'False'), ('True', 2e-3, 'False')]
     make(tmp_path, 'adamw', 100, 3.0, 5e-4, end=50)
-    assert 'give the command of the sweep again' in rejection(max_lr.main, [str(tmp_path)])
+    assert 'let the sweep finish' in rejection(max_lr.main, [str(tmp_path)])
 
 
 def test_final_losses_by_hessian_interval_against_flops(tmp_path):
