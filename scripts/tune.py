@@ -76,13 +76,11 @@ def main(argv=None):
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
     parser.add_argument('--out_dir', required=True, type=Path, help='a directory per run is made in it')
     parser.add_argument('--values', required=True, nargs='+', metavar='KEY=V1,V2', help='settings and their values')
-    parser.add_argument('--noise', required=True, type=float, metavar='LOSS',
+    parser.add_argument('--noise', required=True, type=at_least(0, float), metavar='LOSS',
                         help='how much lower a validation loss has to be, such as two standard deviations over seeds')
     parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
     add_launcher(parser)
     args = parser.parse_args(argv)
-    if not args.noise >= 0:
-        parser.error(f'--noise={args.noise}: at least 0')  # below 0 the search would not end
 
     record, trials = tune(args.base, split_values('--values', args.values), args.noise, args.out_dir,
                           lambda trials: train_all(trials, args.jobs, args.launcher))
