@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from analysis.figures import SETTING_NAMES, optimizer_label
 from hessian import Hook
 from optimizers import OPTIMIZERS
-from runtime.checkpoint import FAILED, HARMLESS
+from runtime.checkpoint import FAILED, HARMLESS, first_weights
 
 # Settings that say how a run was carried out, not what it computed; and the seed, over which results are averaged.
 INCIDENTAL = HARMLESS | {'eval_iters', 'skip_nonfinite', 'seed'}
@@ -168,10 +168,7 @@ def read_run(out_dir):
 
 def settings_of(about):
     """The settings of a config.json, key → value."""
-    settings = {**UNSET, **about['config']}
-    if settings.get('init_from') in ('auto', 'resume'):  # older: how the run was continued
-        settings['init_from'] = 'scratch'
-    return settings
+    return {**UNSET, **about['config'], 'init_from': first_weights(about)}
 
 
 def read_metrics(path):

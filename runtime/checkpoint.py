@@ -282,6 +282,14 @@ def lock_out_dir(out_dir):
     LOCKS.append(lock)
 
 
+def first_weights(saved):
+    """The init_from with which a run began, from its checkpoint or its config.json, dicts."""
+    began_with = saved['config'].get('init_from', 'scratch')
+    if began_with in ('auto', 'resume'):  # an older one, which has how the run was continued
+        return 'pretrained weights' if saved.get('finetuned') else 'scratch'
+    return began_with
+
+
 def compare(path, state, config, data, ignore_data_change=False):
     """Checks that the checkpoint `state` from `path` can be resumed by a run with these settings.
 

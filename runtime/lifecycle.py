@@ -79,7 +79,7 @@ def find_start(world, c, data, fingerprints, defaults):
         if saved['iter_num'] > c.max_iters:
             raise SystemExit(f'{c.shown("max_iters")}: {path} is at iteration {saved["iter_num"]} already; set at '
                              'least that, or choose another --out_dir')
-        began_with, model_args = first_weights(saved), {**defaults, **saved['model_args']}
+        began_with, model_args = checkpoint.first_weights(saved), {**defaults, **saved['model_args']}
         if 'init_from' in c.given and c.init_from != 'resume' and Path(c.init_from) != Path(began_with):
             raise SystemExit(f'{path}: is of a run that began with init_from = {began_with}; continue it with '
                              '--init_from=resume, or choose another --out_dir')
@@ -97,14 +97,6 @@ def find_start(world, c, data, fingerprints, defaults):
     comparable = saved['data']['val'] == fingerprints['val'] and (
         c.eval_iters * c.batch_size == before['eval_iters'] * before['batch_size'])
     return Start(code, path, saved, model_args, differences, changes, comparable)
-
-
-def first_weights(saved):
-    """The init_from of the run that saved a checkpoint, as it was at its first start."""
-    began_with = saved['config'].get('init_from', 'scratch')
-    if began_with in ('auto', 'resume'):  # an older checkpoint, which has how it was continued
-        return 'pretrained weights' if saved.get('finetuned') else 'scratch'
-    return began_with
 
 
 def adopt_model_args(c, args, data):
