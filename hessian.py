@@ -40,7 +40,7 @@ class Hook:
         return {}
 
     def add(self, loss_hat=None, predictions=None):
-        """Uses what the forward returned for these arguments, the loss summed over so many predictions; leaves its
+        """Uses what the forward returned for these arguments: the loss summed over `predictions` predictions. Leaves its
         graph for the training loss."""
 
     def finish(self):

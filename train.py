@@ -42,8 +42,8 @@ log_interval = setting(10, at_least=1)  # iterations between lines of metrics
 eval_iters = setting(0, at_least=0)  # micro-batches of validation sequences, over all devices; 0 = all sequences
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # save after every evaluation, not only after the best one
-keep_checkpoints = setting(2, at_least=2)  # newest checkpoints to keep, in case one gets damaged, and the best one
-init_from = 'scratch'  # or gpt2, …, or a Hugging Face folder; resume goes on from the checkpoint in out_dir
+keep_checkpoints = setting(2, at_least=2)  # number of newest checkpoints to keep, in addition to the best one
+init_from = 'scratch'  # or gpt2, …, or a Hugging Face folder, or resume, from the newest checkpoint in out_dir
 auto_resume = False  # resume if out_dir has a checkpoint; if not, start from init_from
 ignore_data_change = False  # resume although the data set is not the one trained on before
 max_hours = setting(0.0, at_least=0)  # save and stop after this many hours; 0 = no limit

@@ -122,7 +122,7 @@ def open_bins(loaded, dataset, split):
         if other:
             name = tokenizer.name if tokenizer else 'an unknown one'
             raise SystemExit(f'{data.path}: made with another tokenizer ({data.tokenizer["tokenizer"]}, '
-                             f'{data.vocab_size} ids) than that of {loaded.path} ({name}, {ids}); prepare the text '
+                             f'{data.vocab_size} ids) than {loaded.path} ({name}, {ids}); prepare the text '
                              'with the tokenizer of the model')
     return bins
 

@@ -1,5 +1,6 @@
-# Fine-tune OpenAI's GPT-2 small on your own text: python data/text/prepare.py my.txt, then this. A Hugging Face folder
-# (of scripts/export_hf.py, say) in init_from does as well. A small, constant learning rate: the model knows English.
+# Fine-tune OpenAI's GPT-2 small on your own text: pip install -r requirements-hf.txt, python data/text/prepare.py
+# my.txt, then this. init_from also takes a Hugging Face folder, such as one from scripts/export_hf.py. The learning
+# rate is small and constant because the model knows English.
 out_dir = 'out/finetune-text'
 init_from = 'gpt2'
 dataset = 'text'

@@ -137,7 +137,7 @@ def study_losses():
     sides, noise = study_sides()
     rows = [[f'{T:,}', *(loss(at_T[T]) if T in at_T else '–' for at_T in sides.values()),
              minus_adamw(sides['sophiag'].get(T), sides['adamw'].get(T), noise)[0]] for T in sorted(sides['adamw'])]
-    return table(['T', *map(optimizer_label, STUDY), 'Sophia-G minus AdamW, 95 %'], rows)
+    return table(['steps', *map(optimizer_label, STUDY), 'Sophia-G minus AdamW, 95 %'], rows)
 
 
 @cache

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 examples/fsdp2.py [--steps=60]
 
-Runs on GPUs with NCCL, and without them on CPU with gloo. Sophia-H's Hessian-vector products are not supported there.
+Runs on GPUs with NCCL, and without them on CPU with gloo. Sophia-H's Hessian-vector products do not work with FSDP.
 """
 
 import argparse

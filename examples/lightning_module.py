@@ -3,7 +3,7 @@
     python examples/lightning_module.py
 
 Lightning calls `on_before_optimizer_step` between the backward and the update, once per step also under gradient
-accumulation: the estimate is made there, of the forward whose graph `backward` has kept. Lightning's checkpoints hold
+accumulation, so the estimate is made there, from the graph that `backward` keeps. Lightning's checkpoints hold
 h, but no random state: a resumed run samples other labels.
 """
 

@@ -10,7 +10,7 @@ import torch
 from runtime.distributed import full_tensor, is_sharded
 from runtime.files import first_line
 
-# float16's loss scale starts at 2^16 and is halved at each overflow: so many in a row are normal.
+# float16's loss scale starts at 2^16 and is halved at each overflow, so 40 in a row are normal.
 OVERFLOWS = 40
 
 # ----------------------------------------------------------------------------------------------------------------------

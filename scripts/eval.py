@@ -3,8 +3,8 @@
   python scripts/eval.py out/gpt2-small-sophiag                          the validation set it was trained with
   python scripts/eval.py gpt2 --dataset=openwebtext
 
-The tokens are cut into sequences of block_size, as in train.py; an incomplete one at the end is left out. One line of
-JSON goes to standard output, of a mixture of data sets one for each part.
+The tokens are cut into sequences of block_size, as in train.py; an incomplete one at the end is left out. Prints one
+line of JSON; for a mixture of data sets, one for each part.
 """
 
 import argparse

@@ -6,11 +6,11 @@
 
 Settings are train.py's: config files, one plan each, and --key=value flags for all of them. GB are 1e9 bytes.
 
-FLOPs count the model's matmuls and the Hessian estimates (analysis/runs.py). A step takes them at --mfu of
-all GPUs' peak; activation checkpointing makes it up to a third longer. Communication is not counted.
+The time of a step assumes that the FLOPs of matmuls and Hessian estimates (analysis/runs.py) run at --mfu of the GPUs'
+peak. Activation checkpointing adds up to a third; communication is not counted.
 
-Memory is a formula for compiled steps of the GPT in model.py, see `memory`; eager ones keep more of the logits. For an
-edited model, loss or optimizer take two real steps on this machine: --measure.
+Memory is a formula (`memory`) for compiled steps of the GPT in model.py; uncompiled steps need more for the logits. For
+an edited model, loss or optimizer use --measure, which takes two real steps on this machine.
 """
 
 import argparse

@@ -8,7 +8,7 @@ Four questions, each answered at the best hyperparameters tried, runs that diffe
 - At the same horizon T, is the candidate's final loss lower, by more than the noise over seeds?
 - Would it be with as many trials for both sides? The expected best of n of the trials made.
 - The paper's criterion (section Evaluation): O2 is k times faster than O1 if Eval(O1, T) ≥ Eval(O2, T/k) at every T.
-- Data efficiency: the horizon at which the baseline reaches the candidate's loss, between the horizons that it has.
+- Data efficiency: the horizon at which the baseline reaches the candidate's loss, interpolated between its horizons.
 
 Only runs that reached the end of their schedule count. All must have the same data, validation sequences and protocol
 (model, mini-batch, warm-up, final learning rate; within an optimizer β1). docs/verdict.md explains each number.
@@ -39,7 +39,7 @@ SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, 
 
 def main(argv=None):
     parser = argparser(__doc__, 'speedup.png', '.csv and .json')
-    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs of all, or directories of runs')
+    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs of all optimizers, or directories of runs')
     parser.add_argument('--baseline', default='adamw', metavar='NAME', help='O1 (default: adamw)')
     parser.add_argument('--candidate', nargs='+', metavar='NAME', help='O2, one or several (default: all others)')
     parser.add_argument('--k', type=Fraction, default=Fraction(2), help='the factor claimed, such as 2, 1.1 or 4/3 '

@@ -27,7 +27,7 @@ from runtime.files import write_json
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run of --grid')
-    parser.add_argument('--out_dir', required=True, type=Path, help='a directory per run is made in it')
+    parser.add_argument('--out_dir', required=True, type=Path, help='each run gets a directory in it')
     parser.add_argument('--spec', help='JSON file (default: the one that this out_dir was started with)')
     parser.add_argument('--grid', nargs='+', action='append', metavar='KEY=V1,V2',
                         help='settings and their values; given several times, several grids')

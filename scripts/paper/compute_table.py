@@ -4,9 +4,9 @@
   python scripts/paper/compute_table.py out/large-adamw out/large-sophiag --output table2.csv
 
 TFLOPs per step follow Chowdhery et al. (2022), 6 per weight and token plus attention, and include the average share of
-the Hessian estimates (analysis/runs.py). They need no run; times and memory do. 60 iterations are enough for them:
-train.py CONFIG --max_iters=60 --eval_iters=1 --log_interval=5. T(step) is the mean over all steps after the first
-lines of metrics, in which kernels are compiled; T(Hessian) is the part of it that the estimates take.
+the Hessian estimates (analysis/runs.py). TFLOPs need no run. Times and memory do, of 60 iterations or more: train.py
+CONFIG --max_iters=60 --eval_iters=1 --log_interval=5. T(step) is the mean over all steps after the first lines of
+metrics, in which kernels are compiled; T(Hessian) is the part of it that the estimates take.
 """
 
 import argparse

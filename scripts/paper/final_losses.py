@@ -10,9 +10,8 @@
   An optimizer minus another over mini-batch and horizon:
                           final_losses.py out/map --grid total_batch_size max_iters --minus adamw
 
-Each is started as `python scripts/paper/final_losses.py`. Runs that differ in their seed are averaged; of runs that
-differ otherwise, at the same x and on the same line or in the same cell, the best is drawn: the learning rate is tuned
-for each point. Unfinished runs are left out.
+Each is started as `python scripts/paper/final_losses.py`. Runs that differ only in seed are averaged. Of several
+settings at one point or in one cell the best is drawn. Unfinished runs are left out.
 """
 
 import sys
@@ -129,7 +128,7 @@ def main(argv=None):
     parser.add_argument('--by', nargs='+', default=['optimizer_name'], metavar='KEY',
                         help='settings that make a line (default: optimizer_name)')
     parser.add_argument('--grid', nargs=2, metavar=('ROWS', 'COLUMNS'), help='a heat map over two settings instead')
-    parser.add_argument('--minus', metavar='OPTIMIZER', help='of --grid: subtract its best loss in the same cell')
+    parser.add_argument('--minus', metavar='OPTIMIZER', help="with --grid: subtract this optimizer's best loss in each cell")
     add_tuned(parser)
     args = parser.parse_args(argv)
     varying = args.grid or [*args.by, *(('n_layer', 'n_head', 'n_embd') if args.x == 'parameters' else ())]

@@ -1,11 +1,11 @@
 """The largest stable peak learning rate, with and without attention scaling (Figure "stability" (b)).
 
   python scripts/sweep.py --out_dir out/max_lr --grid optimizer_name=adamw,lion,sophiag learning_rate=1e-4,2e-4,4e-4 \\
-      scale_attn_by_inverse_layer_idx=True,False -- --model_size=355M --max_iters=2000
+      scale_attn_by_inverse_layer_idx=True,False -- --model_size=355M --max_iters=4000
   python scripts/paper/max_lr.py out/max_lr
 
-A learning rate is stable if it and all lower ones end finite, with a training loss of at most 0.5 above the lowest one
-of the run and of those at lower rates. Where all are stable, the largest is above those tried.
+A learning rate is stable if its run and all runs at lower rates end finite, each at most 0.5 above the lowest training
+loss seen up to its rate. Where all are stable, the largest is above those tried.
 """
 
 import statistics

@@ -1,7 +1,6 @@
 """γ and the peak learning rate of Sophia by the paper's procedure (section "Experimental Setup").
 
   python scripts/paper/tune_gamma.py --out_dir out/tune_gamma -- --optimizer_name=sophiag --dataset=openwebtext
-  python scripts/paper/tune_gamma.py --out_dir out/tune_gamma --iters 300 -- config/quickstart.py
 
 Short runs of a small model (30M unless the arguments say otherwise): γ is halved while more than 50 % of the
 coordinates are not clipped, and doubled while fewer than 10 % are. The learning rate is 0.8 × AdamW's. Standard output
@@ -62,7 +61,7 @@ def unclipped(gamma, base, out_dir, launcher):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
-    parser.add_argument('--out_dir', required=True, type=Path, help='a directory per run is made in it')
+    parser.add_argument('--out_dir', required=True, type=Path, help='each run gets a directory in it')
     parser.add_argument('--iters', type=at_least(1), default=1000, help='iterations of a run (default: 1000)')
     add_launcher(parser)
     args = parser.parse_args(argv)

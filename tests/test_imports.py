@@ -1,4 +1,4 @@
-"""The parts of the repository import each other as the README's architecture section says."""
+"""Each part of the repository imports only what MAY_IMPORT allows."""
 
 import ast
 from pathlib import Path
