@@ -40,8 +40,8 @@ class Hook:
         return {}
 
     def add(self, loss_hat=None, predictions=None):
-        """Uses what the forward returned for these arguments: the loss summed over `predictions` predictions. Leaves its
-        graph for the training loss."""
+        """Uses what the forward returned for these arguments: the sum of the losses of `predictions` predictions.
+        Leaves its graph for the training loss."""
 
     def finish(self):
         """Passes the estimate to the optimizer. FloatingPointError if it is not finite; then none of it is used."""

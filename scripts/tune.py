@@ -77,7 +77,7 @@ def main(argv=None):
     parser.add_argument('--out_dir', required=True, type=Path, help='each run gets a directory in it')
     parser.add_argument('--values', required=True, nargs='+', metavar='KEY=V1,V2', help='settings and their values')
     parser.add_argument('--noise', required=True, type=at_least(0, float), metavar='LOSS',
-                        help='keep a value only if it lowers the validation loss by more, e.g. two deviations over seeds')
+                        help='keep a value only if it lowers the loss by more, e.g. two standard deviations over seeds')
     parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
     add_launcher(parser)
     args = parser.parse_args(argv)

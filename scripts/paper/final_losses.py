@@ -128,7 +128,8 @@ def main(argv=None):
     parser.add_argument('--by', nargs='+', default=['optimizer_name'], metavar='KEY',
                         help='settings that make a line (default: optimizer_name)')
     parser.add_argument('--grid', nargs=2, metavar=('ROWS', 'COLUMNS'), help='a heat map over two settings instead')
-    parser.add_argument('--minus', metavar='OPTIMIZER', help="with --grid: subtract this optimizer's best loss in each cell")
+    parser.add_argument('--minus', metavar='OPTIMIZER',
+                        help="with --grid: subtract this optimizer's best loss in each cell")
     add_tuned(parser)
     args = parser.parse_args(argv)
     varying = args.grid or [*args.by, *(('n_layer', 'n_head', 'n_embd') if args.x == 'parameters' else ())]

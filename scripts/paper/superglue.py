@@ -164,7 +164,7 @@ def main(argv=None):
     parser.add_argument('checkpoints', nargs='+', metavar='CHECKPOINT', help=MODEL_HELP)
     parser.add_argument('--tasks', nargs='+', choices=TASKS, default=list(TASKS), help='default: all')
     parser.add_argument('--data_dir', type=Path, help=f'folder of TASK/train.jsonl and TASK/val.jsonl (default: {HUB})')
-    parser.add_argument('--limit', type=at_least(1), help='at most this many examples per task, drawn at random (default: all)')
+    parser.add_argument('--limit', type=at_least(1), help='at most this many random examples per task (default: all)')
     parser.add_argument('--batch_size', type=at_least(1), default=8, help='prompts at once (default: 8)')
     add_model_flags(parser)
     args = parser.parse_args(argv)
