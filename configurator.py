@@ -69,6 +69,11 @@ class Config:
         self.sources = dict.fromkeys(declared, 'default')
         self.given = set()
 
+    @property
+    def defaults(self):
+        """The settings that have a default, key → default."""
+        return {key: one.default for key, one in self.declared.items() if one.default is not None}
+
     def __getattr__(self, key):
         try:
             return self.__dict__['values'][key]

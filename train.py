@@ -441,9 +441,10 @@ def train(c):
 
         if state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1:
             measured = dict(optimizers.optimizer_metrics(run.optimizer), param_norm=optim.global_norm(run.params))
+            numbers = torch.stack([*measured.values()]).tolist()  # one wait for the device
             metrics = {'train/loss': step.loss, 'lr': lr, 'grad_norm': step.grad_norm,
-                       'grad_clipped': state.clipped / (state.iter + 1),
-                       **dict(zip(measured, torch.stack([*measured.values()]).tolist())), **speed.metrics()}
+                       'grad_clipped': state.clipped / (state.iter + 1), **dict(zip(measured, numbers)),
+                       **speed.metrics()}
             log.record(state, log.progress_line(state.iter, metrics), metrics)
         state.tokens += step.tokens
         state.iter += 1

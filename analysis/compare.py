@@ -1,17 +1,20 @@
 """Comparing runs: whether they are comparable, the best settings tried at each horizon, differences and their tests."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import SETTING_NAMES
-from analysis.runs import by_seed, find_runs, hyperparameters, mean_loss
+from analysis.runs import by_seed, find_runs, hyperparameters, mean_loss, measured_on
 from analysis.significance import difference, expected_best, pooled_sd
+from model import GPTConfig
 
-# Settings that have to agree in runs that are compared: the model, what it is trained with, and the schedule.
-PROTOCOL = ('block_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias', 'total_batch_size', 'grad_clip', 'decay_lr',
-            'schedule', 'dtype')
+# Settings that have to agree in runs that are compared: the model (with its values in runs that are older than a
+# setting), what it is trained with, and the schedule. Attention scaling belongs to the paper's AdamW and Lion.
+MODEL = {one.name: one.default for one in fields(GPTConfig)
+         if one.name not in ('vocab_size', 'gelu_approximate', 'scale_attn_by_inverse_layer_idx')}
+PROTOCOL = 'total_batch_size', 'grad_clip', 'decay_lr', 'schedule', 'dtype'
 
 
 def add_tuned(parser):
@@ -31,8 +34,8 @@ def check_comparable(runs, free=()):
                if not all(same_share(key, runs[0], run) for run in runs)]
 
     def protocol(run):
-        return {'the data (fingerprint)': run.about.get('data'),
-                'the number of validation sequences': run.eval_iters * run.batch_size or 'all',
+        return {**measured_on(run),
+                **{key: run.config.get(key, default) for key, default in MODEL.items()},
                 **{key: run.config.get(key) for key in (*PROTOCOL, *lengths)},
                 'min_lr_ratio': round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4),
                 'init_from': run.config.get('init_from')}
@@ -56,13 +59,18 @@ def same_share(key, one, two):
 def finished_runs(paths, free=()):
     """The runs in `paths` that trained with one schedule to its end; prints on stderr which were left out, and why.
 
-    SystemExit if there are none, or they fail `check_comparable`.
+    Settings of which one seed diverged are left out altogether. SystemExit if nothing is left, or it fails
+    `check_comparable`.
     """
-    runs = find_runs(paths)
+    runs, kept = find_runs(paths), []
+    ended = by_seed([run for run in runs if not run.rejected or run.diverged], repeats=True)
+    lost = [run.out_dir for group in ended if any(run.diverged for run in group) for run in group]
     for run in runs:
-        if run.rejected:
-            print(f'left out {run.out_dir}: {run.rejected}', file=sys.stderr)
-    kept = [run for run in runs if not run.rejected]
+        reason = run.rejected or ('the same settings diverged with another seed' if run.out_dir in lost else None)
+        if reason:
+            print(f'left out {run.out_dir}: {reason}', file=sys.stderr)
+        else:
+            kept.append(run)
     if not kept:
         raise SystemExit('no finished run among these; let train.py reach max_iters')
     check_comparable(kept, free)
@@ -74,7 +82,7 @@ class Tuned:
     """An optimizer at one horizon T.
 
     best: the runs of the best hyperparameters, one for each seed. tried: such a list for all hyperparameters tried.
-    trials: their losses; of hyperparameters that diverged, the loss at the start.
+    trials: their losses; of hyperparameters that diverged with a seed or more, the loss at the start.
     """
     T: int
     best: list
@@ -97,7 +105,7 @@ class Tuned:
         mean, sd = mean_loss(self.best)
         return {'optimizer': self.best[0].optimizer_label, 'T': self.T, 'val/loss': mean, 'sd': sd,
                 'seeds': len(self.best), 'trials': len(self.trials),
-                'diverged': sum(group[0].diverged for group in self.tried),
+                'diverged': sum(any(run.diverged for run in group) for group in self.tried),
                 'learning_rate': self.learning_rate, 'run': str(self.best[0].out_dir)}
 
 
@@ -105,14 +113,17 @@ def tuned_at_each_T(runs, optimizer_name):
     """{T: `Tuned`} of an optimizer, where it has a finished run.
 
     The best has the lowest mean of those with the most seeds. One with fewer takes its place only where it is lower on
-    the seeds that the two share, and also than that mean: a single lucky run does not.
+    the seeds that the two share, and also than that mean: a single lucky run does not. Hyperparameters that diverged
+    with a seed are never the best.
     """
-    runs = [run for run in runs if run.optimizer_name == optimizer_name]
-    finished = by_seed([run for run in runs if not run.rejected])
-    diverged = by_seed([run for run in runs if run.diverged])
-    found = {}
-    for T in sorted({group[0].max_iters for group in finished}):
-        groups, lost = ([group for group in kind if group[0].max_iters == T] for kind in (finished, diverged))
+    at_T, found = {}, {}
+    for group in by_seed([run for run in runs if run.optimizer_name == optimizer_name
+                          and (run.diverged or not run.rejected)]):
+        finished, lost = at_T.setdefault(group[0].max_iters, ([], []))
+        (lost if any(run.diverged for run in group) else finished).append(group)
+    for T, (groups, lost) in sorted(at_T.items()):
+        if not groups:
+            continue
         best, *others = sorted(groups, key=lambda group: (-len(group), mean_loss(group)[0]))
         for group in others:
             loss, loss_of_best = losses_of_shared_seeds([group, best])
@@ -172,14 +183,19 @@ def weaknesses(side):
     who, found = f'{side.best[0].optimizer_label}, T = {side.T}', []
     best, *tried = (dict(hyperparameters(group[0])) for group in (side.best, *side.tried))
     for key, name in SETTING_NAMES.items():
-        values = sorted({one[key] for one in tried if all(one.get(other) == best[other] for other in best
-                                                          if other not in (key, 'min_lr'))})
+        fixed = best.keys() - {key, 'min_lr'}
+        values = sorted({one[key] for one in tried if all(one.get(other) == best[other] for other in fixed)})
         if len(values) > 1 and best[key] in (values[0], values[-1]):
             found.append(f'{who}: the best {name}, {best[key]:g}, is at the edge of those tried ({values[0]:g} to '
                          f'{values[-1]:g})')
         elif len(values) == 1 and key == 'learning_rate':
             found.append(f'{who}: one learning rate only'
                          + (' with the other settings of the best' if len(tried) > 1 else ', so nothing was tuned'))
+    for group in side.tried:
+        seeds = [str(run.seed) for run in group if run.diverged]
+        if 0 < len(seeds) < len(group):
+            found.append(f'{who}: {group[0].out_dir} and its other seeds count as diverged, because seed '
+                         f'{", ".join(seeds)} did')
     most = max(map(len, side.tried))
     if len(side.best) < most:
         found.append(f'{who}: the best has fewer seeds ({len(side.best)}) than another setting ({most})')

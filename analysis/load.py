@@ -21,6 +21,9 @@ from data.tokenizer import (
 from model import GPT, HUB_MODELS, GPTConfig
 from runtime import checkpoint
 from runtime.device import DTYPES, check_device
+from runtime.files import code_hashes, differing_files
+
+MODEL_FILES = 'model.py', 'loss.py'
 
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(HUB_MODELS)
 
@@ -77,6 +80,9 @@ def load(path, device='cpu', tokenizer=None):
     best = checkpoint.path_of(given, checkpoint.BEST)
     if path.parent == given and best.exists() and not best.samefile(path):
         print(f'note: {path} is the newest; {best} had the lowest validation loss', file=sys.stderr)
+    if files := [name for name in differing_files(state.get('code'), code_hashes()) if name in MODEL_FILES]:
+        print(f'note: {", ".join(files)} changed since {path} was trained, so its outputs may have changed, too',
+              file=sys.stderr)
     args, weights = dict(state['model_args']), state.pop('model')
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
         args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU

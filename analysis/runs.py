@@ -3,6 +3,7 @@
 A run is the directory that train.py writes, with metrics.jsonl and config.json, or a line of a runs.jsonl in records/.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -18,6 +19,7 @@ from analysis.figures import SETTING_NAMES, optimizer_label
 from hessian import Hook
 from optimizers import OPTIMIZERS
 from runtime.checkpoint import FAILED, HARMLESS, first_weights
+from runtime.files import differing_files
 
 # Settings that say how a run was carried out, not what it computed; and the seed, over which results are averaged.
 INCIDENTAL = HARMLESS | {'eval_iters', 'skip_nonfinite', 'seed'}
@@ -27,6 +29,7 @@ UNSET = dict(schedule='cosine', cooldown_iters=0, optimizer_args='', hessian_seq
              hessian_bias_correction=False, branch_cooldown=0, trackio_log=False)
 
 HORIZON = {'max_iters', 'lr_decay_iters', 'cooldown_iters'}
+IGNORED_CHANGES = HARMLESS - {'dataset'} | {'code'}  # at a resume; `code_changes` has the last one
 
 
 @dataclass
@@ -56,8 +59,10 @@ class Run:
     def series(self, key, x='steps'):
         """The measured values of `key` as (xs, ys), two lists; x is a key of AXES."""
         found = [record for record in self.records if key in record]
-        column = dict(steps='iter', tokens='tokens', seconds='time', flops='iter')[x]
-        factor = self.flops_per_iteration() if x == 'flops' else 1
+        column = dict(steps='iter', tokens='tokens', seconds='time', flops='tokens')[x]
+        factor = 1
+        if x == 'flops':
+            factor = sum(flops_per_iteration(self.config, self.about)) / (self.total_batch_size * self.block_size)
         return [record[column] * factor for record in found], [record[key] for record in found]
 
     def last(self, key):
@@ -87,15 +92,22 @@ class Run:
         A horizon may change before the decay begins: up to there the learning rate does not depend on it.
         """
         after = self.config
-        for change in reversed(self.about.get('changes', [])):
-            key, iteration = change['key'], change['iter']
-            if key in HARMLESS - {'dataset'}:
-                continue
-            before = {**after, key: change['from']}
-            if key not in HORIZON or iteration > min(decay_start(before), decay_start(after)):
-                return f'{key} was changed from {change["from"]} to {change["to"]} at iteration {iteration}'
+        changes = [change for change in self.about.get('changes', []) if change['key'] not in IGNORED_CHANGES]
+        for iteration, group in itertools.groupby(reversed(changes), key=lambda change: change['iter']):
+            group = list(group)  # the changes of one resume, the last one first
+            before = {**after, **{change['key']: change['from'] for change in group}}
+            for change in group:
+                key = change['key']
+                if key not in HORIZON or iteration > min(decay_start(before), decay_start(after)):
+                    return f'{key} was changed from {change["from"]} to {change["to"]} at iteration {iteration}'
             after = before
         return None
+
+    @property
+    def code_changes(self):
+        """A sentence for each resume with other code."""
+        return [f'{self.out_dir}: its code was changed at iteration {change["iter"]} ({", ".join(change["files"])})'
+                for change in self.about.get('changes', []) if change['key'] == 'code']
 
     @property
     def diverged(self):
@@ -113,8 +125,12 @@ class Run:
         return self.unfinished or self.off_schedule or self.changed
 
     def flops_per_iteration(self):
-        """Mean FLOPs of an iteration, Hessian estimates included (see `flops_per_iteration`)."""
-        return sum(flops_per_iteration(self.config, self.about))
+        """Mean FLOPs of an iteration, Hessian estimates included (see `flops_per_iteration`). Iterations with fewer
+        tokens than the settings say, as in a warm-up of the batch size, count by their tokens."""
+        full = self.total_batch_size * self.block_size
+        last = self.records[-1] if self.records else dict(iter=0)
+        share = last['tokens'] / (last['iter'] * full) if last['iter'] else 1
+        return share * sum(flops_per_iteration(self.config, self.about))
 
 
 def decay_start(config):
@@ -244,11 +260,11 @@ def hyperparameters(run):
 
 
 def by_seed(runs, repeats=False):
-    """Lists of the runs that differ in their seed only and have the same data, in order of first appearance. Of runs
-    with the same settings and seed the first counts; with `repeats`, each further one begins another list."""
+    """Lists of the runs that differ in their seed only and are `measured_on` the same, in order of first appearance. Of
+    runs with the same settings and seed the first counts; with `repeats`, each further one begins another list."""
     groups, seen = {}, Counter()
     for run in runs:
-        key = hyperparameters(run), json.dumps(run.about.get('data'))
+        key = hyperparameters(run), json.dumps(measured_on(run))
         again = seen[key, run.config.get('seed')]
         seen[key, run.config.get('seed')] += 1
         if repeats or not again:
@@ -256,15 +272,27 @@ def by_seed(runs, repeats=False):
     return list(groups.values())
 
 
-def code_differences(runs):
-    """A sentence, in a list, if runs were trained with different code, by the hash in config.json; else []. A run
-    without a hash is of unknown code, which does not count as different."""
-    codes = Counter(run.about['code'] for run in runs if run.about.get('code'))
-    if len(codes) < 2:
-        return []
-    counts = ', '.join(f'{code} ({n})' for code, n in codes.items())
-    return [f'the runs are of different code, so they may differ in more than settings and seed; code hash (runs): '
-            f'{counts}']
+def validation_sequences(config):
+    """The number of validation sequences of a run with the settings `config`, a dict; 'all' without a limit."""
+    return config['eval_iters'] * config['batch_size'] or 'all'
+
+
+def measured_on(run):
+    """What a run's loss is measured on, {name: value}; losses on something else cannot be compared."""
+    return {'the data (fingerprint)': run.about.get('data'),
+            'the number of validation sequences': validation_sequences(run.config)}
+
+
+def notes_on(runs):
+    """Sentences on why the losses of `runs` may differ by more than their settings and seeds: they are measured on
+    different data, or the code changed. A run that does not name its code does not count as different."""
+    notes = [f'the runs differ in {what}, so their losses cannot be compared'
+             for what in ('the data (fingerprint)', 'the number of validation sequences')
+             if any(measured_on(run)[what] != measured_on(runs[0])[what] for run in runs)]
+    if files := differing_files(*(run.about.get('code') for run in runs)):
+        notes.append(f'the runs are of different code ({", ".join(files)}), so they may differ in more than settings '
+                     'and seed')
+    return notes + [sentence for run in runs for sentence in run.code_changes]
 
 
 def mean_loss(runs):

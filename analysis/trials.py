@@ -17,12 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import train
 from analysis.figures import print_table, write_csv
-from analysis.runs import code_differences, read_run
+from analysis.runs import notes_on, read_run, validation_sequences
 from model import GPTConfig
 from runtime.checkpoint import HARMLESS
+from runtime.files import code_hashes, differing_files
 from runtime.signals import restored_signals
 
-UNCHECKED = HARMLESS - {'dataset'} | {'dtype'}  # settings in which a run may differ from what is asked for
+UNCHECKED = HARMLESS - {'dataset'} | {'eval_iters'}  # settings in which a run may differ from what is asked for
 GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
 
 
@@ -84,12 +85,18 @@ class Trial:
         # The number of ranks is the launcher's affair. Where a run is there, it says how many had trained it.
         argv = [*self.argv, '--gradient_accumulation_steps=0']
         c = train.resolve(argv, run.about.get('world_size') if run else None)
-        unchecked = UNCHECKED
+        if not run:
+            return
+        unchecked = UNCHECKED | {'dtype'} - c.given  # whose default is this machine's
         if train.finetunes(c):  # these follow the pretrained weights
-            unchecked = UNCHECKED | asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
-        for key, there in run.config.items() if run else ():
-            if key in c.values and c.values[key] != there and key not in unchecked:
-                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {there!r}, asked for is {c.values[key]!r}; '
+            unchecked |= asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
+        theirs = {**c.defaults, **run.config}  # a run has the default of a setting that is younger than the run
+        asked = {key: value for key, value in c.values.items() if key in theirs and key not in unchecked}
+        sequences = 'eval_iters × batch_size'
+        theirs[sequences], asked[sequences] = validation_sequences(run.config), validation_sequences(c.values)
+        for key, value in asked.items():
+            if value != theirs[key]:
+                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {theirs[key]!r}, asked for is {value!r}; '
                                  'choose another --out_dir or remove it')
 
 
@@ -212,7 +219,7 @@ def gpu_of(slot, count):
 
 def show(trials, out_dir):
     """Prints a table of `trials`, the lowest validation loss first, writes it as results.csv in `out_dir`, and says
-    where different code trained them."""
+    where their losses cannot be compared, with each other or with those of the present code."""
     rows, runs = [], [trial.run for trial in trials]
     for trial, run in zip(trials, runs):
         row = dict(trial.settings, **{'val/loss': None if run is None or run.rejected else run.last('val/loss')})
@@ -222,5 +229,11 @@ def show(trials, out_dir):
     rows.sort(key=lambda row: math.inf if row['val/loss'] is None else row['val/loss'])
     print_table(rows)
     write_csv(Path(out_dir) / 'results.csv', rows)
-    for note in code_differences(filter(None, runs)):
+    runs = list(filter(None, runs))
+    present = code_hashes()
+    notes = notes_on(runs)
+    if files := {name: None for run in runs for name in differing_files(run.about.get('code'), present)}:
+        notes.append(f'{", ".join(files)} changed since runs were trained; choose another --out_dir to train them with '
+                     'the present code')
+    for note in notes:
         print(f'note: {note}')

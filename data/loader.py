@@ -264,15 +264,13 @@ class TrainLoader:
                                  self.block_size, [bin.weight for bin in self.data.bins])
         return starts[self.rank if rank is None else rank::self.world_size]
 
-    def describe(self, iteration, losses):
-        """The sequences with non-finite `losses` (ranks, micro-batches), in words; all sequences if every loss is
+    def describe(self, iteration, losses, batch_size):
+        """The sequences with non-finite `losses` (ranks, micro-batches of `batch_size`), in words; '' if every loss is
         finite."""
-        bad = ~losses.isfinite()
-        suspects = (bad if bad.any() else ~bad).nonzero()
         return '; '.join(
             f'rank {rank}, micro-batch {i}: sequences of '
-            + self.data.where(np.array_split(self.starts(iteration, rank), losses.size(1))[i])
-            for rank, i in suspects.tolist())
+            + self.data.where(self.starts(iteration, rank)[i * batch_size:(i + 1) * batch_size])
+            for rank, i in (~losses.isfinite()).nonzero().tolist())
 
     def __next__(self):
         batch = self.ahead.result()

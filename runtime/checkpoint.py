@@ -290,11 +290,12 @@ def first_weights(saved):
     return began_with
 
 
-def compare(path, state, config, data, ignore_data_change=False):
+def compare(path, state, config, data, defaults, ignore_data_change=False):
     """Checks that the checkpoint `state` from `path` can be resumed by a run with these settings.
 
     Args:
         config, data: dicts as in `state`; data: fingerprints by split.
+        defaults: the values of settings that did not exist when the checkpoint was saved.
 
     Returns (lines, changes): the settings that differ, as text; and a list for config.json and later checkpoints of all
     that changed at this resume and earlier ones, as dicts with iter, key, from and to, without harmless changes.
@@ -302,7 +303,7 @@ def compare(path, state, config, data, ignore_data_change=False):
     """
     if missing := [key for key in TO_RESUME if key not in state]:
         raise SystemExit(f'{path}: cannot be resumed (it has no {missing[0]})')
-    before = state['config']
+    before = {**defaults, **state['config']}
     for key in 'optimizer_name', 'optimizer_args':
         if before.get(key, '') != config[key]:
             raise SystemExit(f'{path}: was trained with --{key}={before.get(key, "")}; resume with it, or choose '

@@ -108,18 +108,29 @@ def git_commit():
         return None
 
 
-def code_hash():
-    """A hash of this repository's Python files that are loaded, whether git tracks them or not, and of all of runtime/,
-    some of which is loaded late: runs with different hashes were not computed by the same code."""
+def code_hashes():
+    """{name: hash} of this repository's Python files that are loaded, whether git tracks them or not, and of all of
+    runtime/, some of which is loaded late."""
     root = Path(__file__).resolve().parents[1]
     # Resolved, because the repository may have been reached by a symbolic link.
     loaded = [Path(getattr(module, '__file__', None) or '').resolve() for module in list(sys.modules.values())]
     names = {path.relative_to(root) for path in loaded if root in path.parents and path.is_file()}
     names = {name for name in names if not {'site-packages', 'tests'} & set(name.parts)}
-    digest = hashlib.sha256()
-    for name in sorted(names | {path.relative_to(root) for path in (root / 'runtime').glob('*.py')}):
-        digest.update(f'{name.as_posix()}\n'.encode() + (root / name).read_bytes())
-    return digest.hexdigest()[:16]
+    names |= {path.relative_to(root) for path in (root / 'runtime').glob('*.py')}
+    return {name.as_posix(): hashlib.sha256((root / name).read_bytes()).hexdigest()[:12] for name in sorted(names)}
+
+
+def differing_files(*codes):
+    """The names of the files of which several programs have loaded different versions, by their `code_hashes`.
+
+    A file that only one of them has loaded does not count, and neither does a program whose code is unknown (None).
+    Older runs have one hash for all files, in whose place this has the name 'code'.
+    """
+    versions = {}
+    for code in codes:
+        for name, digest in ({'code': code} if isinstance(code, str) else code or {}).items():
+            versions.setdefault(name, set()).add(digest)
+    return [name for name, found in versions.items() if len(found) > 1]
 
 
 def warn(text):

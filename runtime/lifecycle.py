@@ -10,7 +10,7 @@ import torch
 from runtime import checkpoint, optim, runlog
 from runtime.device import device_name
 from runtime.distributed import under_torchrun
-from runtime.files import code_hash, write_text
+from runtime.files import code_hashes, differing_files, write_text
 from runtime.signals import NOT_FINITE, STOPPED
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -21,12 +21,12 @@ from runtime.signals import NOT_FINITE, STOPPED
 class Start:
     """The start of a run, and the checkpoint from which it resumes; without one, `path` and `saved` are None.
 
-    code: the hash of the code that runs, see `files.code_hash`.
+    code: the `files.code_hashes` of the code that runs.
     model_args: the shape of its model.
     differences, changes: how the settings differ from the checkpoint's, see `checkpoint.compare`.
     comparable: whether validation losses before and after are of the same sequences.
     """
-    code: str
+    code: dict
     path: Path | None = None
     saved: dict | None = None
     model_args: dict | None = None
@@ -72,7 +72,7 @@ def find_start(world, c, data, fingerprints, defaults):
     """
     path, saved = checkpoint.open_run(world, c.out_dir, must_resume=c.init_from == 'resume', may_resume=c.auto_resume,
                                       read_only=c.eval_only)
-    code = code_hash()
+    code = code_hashes()
     if path is None:
         return Start(code)
     with world.exit_together():
@@ -90,9 +90,10 @@ def find_start(world, c, data, fingerprints, defaults):
             adopt_model_args(c, model_args, data)
         if began_with != c.init_from:
             c.set('init_from', began_with, str(path))
-        differences, changes = checkpoint.compare(path, saved, c.values, fingerprints, c.ignore_data_change)
-        if saved.get('code') not in (None, code):
-            differences.append('the code is not the one that saved the checkpoint')
+        differences, changes = checkpoint.compare(path, saved, c.values, fingerprints, c.defaults, c.ignore_data_change)
+        if files := differing_files(saved.get('code'), code):
+            differences.append(f'the code is not the one that saved the checkpoint ({", ".join(files)})')
+            changes.append(dict(iter=saved['iter_num'], key='code', files=files))
     before = saved['config']
     comparable = saved['data']['val'] == fingerprints['val'] and (
         c.eval_iters * c.batch_size == before['eval_iters'] * before['batch_size'])
@@ -154,9 +155,12 @@ def check_ranks(run, sequences):
     if world.size == 1 or world.sharded:
         return
     world.set_gradient_sync(run.model, False)
+    buffers = [buffer.clone() for buffer in run.raw_model.buffers()]  # which a forward pass may update
     with run.autocast:
         loss = run.model(sequences[:, :-1], sequences[:, 1:])[1]
     run.scaler.scale(loss).backward()
+    for buffer, before in zip(run.raw_model.buffers(), buffers):
+        buffer.copy_(before)
     has = world.gather(torch.tensor([float(p.grad is not None) for p in run.params], device=world.device)).bool()
     run.optimizer.zero_grad(set_to_none=True)
     differing = (has != has[0]).any(0).tolist()
@@ -186,13 +190,13 @@ def check_step(run, log, state, step, loader):
         state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
         return
     state.skipped_in_a_row += 1
-    where = loader.describe(state.iter, world.gather(step.losses))
+    where = loader.describe(state.iter, world.gather(step.losses), c.batch_size)
     overflow = run.scaler.is_enabled() and 'gradient' in step.problem  # of the scaled loss
     if state.skipped_in_a_row > (max(c.skip_nonfinite, optim.OVERFLOWS) if overflow else c.skip_nonfinite):
         abort(c, world, log, state.iter, step.problem,
               f', or skip it with --skip_nonfinite={state.skipped_in_a_row}', where)
     if not overflow:
-        log.print(f'iter {state.iter}: {step.problem}; skipped ({where})')
+        log.print(f'iter {state.iter}: {step.problem}; skipped' + f' ({where})' * bool(where))
 
 
 def abort(c, world, log, iteration, problem, otherwise='', where=''):

@@ -76,8 +76,8 @@ def constructor_arguments(optimizer):
 
 
 def as_saved(loaded, saved, p):
-    """The state `loaded` by load_state_dict for the parameter `p`, but with the `saved` dtypes, and in shards where `p`
-    is; and not in the memory-mapped file, which would take up the disk until the run ends."""
+    """The state `loaded` by load_state_dict for the parameter `p`, with the `saved` dtypes, sharded like `p`, and
+    copied out of the memory-mapped file, whose disk space stays taken while anything refers to it."""
     if isinstance(loaded, dict):
         return {key: as_saved(value, saved[key], p) if key in saved else value for key, value in loaded.items()}
     if isinstance(loaded, (list, tuple)):
@@ -100,10 +100,21 @@ def lost_in_round_trip(optimizer, fresh, saved):
     state_dict `saved`; '' when there is none. The learning rate, which the loop sets, does not count; a constructor
     argument does, because `restore` leaves it as it is built, and an optimizer may have changed it."""
     restore(fresh, saved)
-    both = optimizer.state_dict(), fresh.state_dict()
-    return difference(*(dict(state, param_groups=[
-        {key: value for key, value in group.items() if key in ours and key != 'lr'}
-        for group, ours in zip(state['param_groups'], both[0]['param_groups'])]) for state in both))
+    keys = [group.keys() - {'lr'} for group in optimizer.state_dict()['param_groups']]
+
+    def comparable(one):
+        state = one.state_dict()
+        groups = [{key: value for key, value in group.items() if key in compared}
+                  for group, compared in zip(state['param_groups'], keys)]
+        return dict(state, param_groups=groups, attributes=list(map(counters, getattr(one, 'optimizers', [one]))))
+
+    return difference(comparable(optimizer), comparable(fresh))
+
+
+def counters(optimizer):
+    """The optimizer's own attributes that are numbers or tensors, by name; a state_dict does not have them."""
+    return {name: value for name, value in vars(optimizer).items()
+            if isinstance(value, (int, float, torch.Tensor)) and not name.startswith('_')}
 
 
 def difference(a, b, name='state'):

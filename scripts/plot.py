@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import AXES, figure, legend, plain, png_path, save, styles
-from analysis.runs import averaged, by_seed, find_runs, labels_of
+from analysis.runs import averaged, by_seed, find_runs, labels_of, notes_on
 
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_norm': 'ℓ2 norm of h',
          'update_unclipped': 'unclipped share of the coordinates (grey: the paper\'s advice)',
@@ -34,6 +34,8 @@ def main(argv=None):
                                          'run, loss.png for several)')
     args = parser.parse_args(argv)
     runs = find_runs(args.out_dirs)
+    for note in notes_on(runs):
+        print(f'note: {note}', file=sys.stderr)
     output = png_path(args.output or (runs[0].out_dir / 'loss.png' if len(runs) == 1 else 'loss.png'))
     lines = by_seed(runs, repeats=True)
     fig, axes = figure(len(args.metrics), width=7.0 if len(args.metrics) == 1 else 4.6, height=3.8)

@@ -31,6 +31,7 @@ def problems(run):
         found.append('config.json has no fingerprint of the data')
     if run.rejected and not run.diverged:
         found.append(run.rejected)
+    found += run.code_changes
     places = [word for word in map(str, about.get('command') or []) if re.search(r'(^|=)(/|~|[A-Za-z]:\\)', word)]
     if places:
         found.append(f'the command names a place on the machine: {places[0]}')
@@ -54,8 +55,8 @@ def main(argv=None):
     parser.add_argument('--pack', metavar='DIR', type=Path,
                         help='write DIR/runs.jsonl, each run named by its path below the one OUT_DIR')
     args = parser.parse_args(argv)
-    if args.pack and len(args.out_dirs) > 1:
-        parser.error('--pack takes one OUT_DIR')
+    if args.pack and (len(args.out_dirs) > 1 or not Path(args.out_dirs[0]).is_dir()):
+        parser.error('--pack takes one OUT_DIR, a directory')
     runs = find_runs(args.out_dirs)
     rows = sorted(map(row, runs), key=lambda row: (row['parameters'], row['T'], row['optimizer'],
                                                    row['val/loss'] or math.inf))

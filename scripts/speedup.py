@@ -19,6 +19,7 @@ from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from analysis.arguments import at_least
 from analysis.compare import (
     add_tuned,
     check_comparable,
@@ -29,7 +30,7 @@ from analysis.compare import (
     weaknesses,
 )
 from analysis.figures import argparser, figure, legend, optimizer_label, print_table, save, styles
-from analysis.runs import by_seed, code_differences, find_runs, mean_loss
+from analysis.runs import by_seed, find_runs, mean_loss, notes_on
 from analysis.significance import holm
 
 # The columns printed of the table at the same T; the .json has all.
@@ -42,8 +43,8 @@ def main(argv=None):
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs of all optimizers, or directories of runs')
     parser.add_argument('--baseline', default='adamw', metavar='NAME', help='O1 (default: adamw)')
     parser.add_argument('--candidate', nargs='+', metavar='NAME', help='O2, one or several (default: all others)')
-    parser.add_argument('--k', type=Fraction, default=Fraction(2), help='the factor claimed, such as 2, 1.1 or 4/3 '
-                        '(default: 2)')
+    parser.add_argument('--k', type=at_least(1, Fraction), default=Fraction(2),
+                        help='the factor claimed, such as 2, 1.1 or 4/3 (default: 2)')
     add_tuned(parser)
     parser.add_argument('--panels', nargs='+', choices=PANELS, default=list(PANELS), help='default: all')
     args = parser.parse_args(argv)
@@ -78,7 +79,7 @@ def main(argv=None):
                 print_table(verdict[key], SAME_T if key == 'same_T' else None)
                 print()
         print('\n'.join(verdict['text']))
-    notes = code_differences(kept) + [note for sides in tuned.values() for side in sides.values()
+    notes = notes_on(kept) + [note for sides in tuned.values() for side in sides.values()
                                       for note in weaknesses(side)]
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
 

@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.arguments import at_least
+from analysis.runs import Run
 from analysis.trials import add_launcher, canonical, show, split_values, train_all, trials_of
 from runtime.files import write_json
 
@@ -32,6 +33,8 @@ def tune(base, values, noise, out_dir, train_trials):
     SystemExit when a run ends without a result.
     """
     start = train.resolve(base).values
+    if problem := Run(Path(out_dir), start, {}, []).off_schedule:
+        raise SystemExit(f'no run could be compared: {problem}; leave out --lr_decay_iters')
     for key in values:
         if key not in start:
             raise SystemExit(f'--values {key}=…: not a setting; see python train.py --help')

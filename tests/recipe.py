@@ -314,11 +314,11 @@ def average_of_the_weights():
 
 
 def batch_ramp():
-    """The first iteration is that of a run whose mini-batch is one micro-batch: loss, gradient, estimate."""
+    """The first iteration is that of a run whose mini-batch is a quarter as large: loss, gradient, estimate."""
     for name in NAMES:
         size = [] if name == 'adamw' else ['hessian_batch_size']
-        ramped, small = (run(*[f'--{key}={n}' for key in ('total_batch_size', *size)], '--warmup_iters=3', name=name)
-                         for n in (8, 2))
+        ramped, small = (run(*[f'--{key}={n}' for key in ('total_batch_size', *size)], f'--warmup_iters={warmup}',
+                             name=name) for n, warmup in ((8, 3), (2, 0)))
         for key in 'train/loss', 'grad_norm', 'momentum_norm', *['hessian_norm'] * len(size):
             assert ramped[key][0] == small[key][0] and ramped[key][-1] != small[key][-1], key
         assert list(dict.fromkeys(ramped['tokens'])) == [32 * n for n in (0, 2, 6, 12, 20, 28, 36)]

@@ -121,7 +121,20 @@ class Drifting(Toy):
         self.param_groups[0]['theta'] *= 1.1
 
 
+class Counting(Toy):
+    """Counts its steps in an attribute, which is not part of its state_dict."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.t = 0
+
+    def step(self):
+        super().step()
+        self.t += 1
+
+
 @pytest.mark.parametrize('build, lost', [(Forgetful, 'state.state.0.numpy is missing'),
+                                         (Counting, 'state.attributes.0.t differs'),
                                          (Drifting, 'state.param_groups.0.theta differs')])
 def test_a_state_that_would_not_come_back_is_found_after_the_first_step(build, lost):
     model, optimizer = made(build)
@@ -144,6 +157,14 @@ def test_what_the_command_line_or_the_code_sets_is_not_restored(tmp_path):
     groups = torch.optim.AdamW([dict(params=[p]) for p in model.parameters()])
     message = rejection(checkpoint.restore, path, state, model, groups, None)
     assert '1 param groups were saved' in message and 'was parameter_groups edited?' in message
+
+
+def test_a_setting_that_the_checkpoint_lacks_had_its_default():
+    config = dict(optimizer_name='adamw', optimizer_args='', max_iters=10)
+    state = dict(train_state={}, optimizer={}, scaler={}, data={}, config=config, iter_num=4)
+    defaults = dict(max_iters=100, z_weight=0.0)
+    for z_weight, changes in (0.0, []), (0.1, [{'iter': 4, 'key': 'z_weight', 'from': 0.0, 'to': 0.1}]):
+        assert checkpoint.compare('x', state, config | dict(z_weight=z_weight), {}, defaults)[1] == changes
 
 
 def test_what_no_checkpoint_can_hold_is_rejected_before_anything_is_written(tmp_path):
@@ -261,17 +282,17 @@ def test_changes_are_recorded_with_their_iteration(tmp_path):
     before = dict(dataset='here', optimizer_name='adamw', optimizer_args='', learning_rate=0.1)
     state = dict(config=before, data=data, iter_num=3, changes=[dict(iter=1)], train_state={}, optimizer={}, scaler={})
     config = dict(before, learning_rate=0.2, dataset='moved', log_interval=3)
-    lines, changes = checkpoint.compare(path, state, config, data)
+    lines, changes = checkpoint.compare(path, state, config, data, {})
     first = {'iter': 3, 'key': 'learning_rate', 'from': 0.1, 'to': 0.2}
     assert lines == ["dataset = 'moved', was 'here'", 'learning_rate = 0.2, was 0.1']
     assert changes == [{'iter': 1}, first]
     later = dict(state, config=config, iter_num=7, changes=changes)
-    assert checkpoint.compare(path, later, config, data) == ([], changes)
-    assert 'another data set' in rejection(checkpoint.compare, path, later, config, dict(data, val=[3]))
-    _, changes = checkpoint.compare(path, later, config, dict(data, val=[3]), True)
+    assert checkpoint.compare(path, later, config, data, {}) == ([], changes)
+    assert 'another data set' in rejection(checkpoint.compare, path, later, config, dict(data, val=[3]), {})
+    _, changes = checkpoint.compare(path, later, config, dict(data, val=[3]), {}, True)
     assert changes[1:] == [first, {'iter': 7, 'key': 'data val', 'from': [2], 'to': [3]}]
     del state['scaler']
-    assert 'cannot be resumed (it has no scaler)' in rejection(checkpoint.compare, path, state, config, data)
+    assert 'cannot be resumed (it has no scaler)' in rejection(checkpoint.compare, path, state, config, data, {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

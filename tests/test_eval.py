@@ -10,6 +10,7 @@ import torch
 from conftest import TINY, metrics, rejection
 
 import train
+from analysis import load
 from data.tokenizer import Char, FileTokenizer, get_tokenizer
 from scripts import eval as eval_script
 
@@ -39,6 +40,12 @@ def test_is_the_validation_loss_of_train(capsys, corpus, out_dir):
     assert evaluate(capsys, out_dir, '--eval_iters=2', '--batch_size=3')['tokens'] == 2 * 3 * 32
 
 
+def test_a_model_whose_code_has_changed_since_is_named(capsys, out_dir, monkeypatch):
+    monkeypatch.setattr(load, 'code_hashes', lambda: {'model.py': 'edited', 'train.py': 'edited'})
+    eval_script.main([str(out_dir), '--device=cpu', '--eval_iters=1'])
+    assert 'note: model.py changed since' in capsys.readouterr().err
+
+
 def test_bytes_per_id_adds_up(tmp_path, gpt2_cache):
     text = "It's 2,000 words\n\n\tand é ü 中文 😀 …"
     for tokenizer in (get_tokenizer('byte'), get_tokenizer('gpt2'), Char(sorted(set(text)))):
@@ -62,7 +69,7 @@ def test_data_of_another_tokenizer_is_rejected(out_dir, corpus, tmp_path):
     meta = json.loads((other / 'meta.json').read_text())
     (other / 'meta.json').write_text(json.dumps(dict(meta, tokenizer='char', chars=''.join(map(chr, range(256))))))
     message = rejection(eval_script.main, [str(out_dir), f'--dataset={other}', '--device=cpu'])
-    assert 'made with another tokenizer (char, 256 ids) than that of' in message
+    assert f'made with another tokenizer (char, 256 ids) than {out_dir}' in message
 
 
 def test_a_mixture_is_evaluated_part_by_part(capsys, out_dir, corpus, tmp_path):

@@ -99,6 +99,19 @@ def test_final_losses_draws_the_best_rate_of_finished_runs(tmp_path, capsys):
     assert 'left out' in capsys.readouterr().err
 
 
+def test_settings_of_which_a_seed_diverged_are_not_drawn(tmp_path, capsys):
+    for seed in (1, 2):
+        make(tmp_path, 'adamw', 100, 2.0, lr=4e-3, seed=seed)
+        make(tmp_path, 'adamw', 100, 3.0, seed=seed)
+    (make(tmp_path, 'adamw', 100, 2.0, lr=4e-3, seed=3, end=30) / 'failed.txt').write_text('iteration 30')
+    argv = [str(tmp_path), '--output', str(tmp_path / 'figure.png')]
+    final_losses.main(argv)
+    (row,) = rows_of(tmp_path / 'figure.csv')
+    assert float(row['val/loss']) == pytest.approx(3.0)
+    assert capsys.readouterr().err.count('the same settings diverged with another seed') == 2
+    assert rejection(final_losses.main, [*argv, '--by', 'gama']) == '--by gama: not a setting of all of these runs'
+
+
 def test_losses_of_another_protocol_are_not_drawn(tmp_path, capsys):
     make(tmp_path, 'adamw', 100, 3.0)
     make(tmp_path, 'adamw', 100, 3.1)  # the same run again

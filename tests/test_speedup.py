@@ -8,6 +8,7 @@ from conftest import rejection
 from fake_runs import make, rows_of
 
 from analysis import compare, runs
+from runtime import files
 from scripts import speedup
 
 
@@ -129,6 +130,19 @@ def test_a_run_that_diverged_is_a_trial(tmp_path):
     assert 'n_layer' in rejection(judge, tmp_path)  # a trial of another model
 
 
+def test_settings_that_diverged_with_one_seed_are_not_the_best(tmp_path):
+    for seed in (1, 2, 3):
+        make(tmp_path, 'adamw', 100, 3.0, seed=seed)
+        make(tmp_path, 'sophiag', 100, 2.5, seed=seed)
+        make(tmp_path, 'sophiag', 100, 2.9, lr=5e-4, seed=seed)
+    (make(tmp_path, 'sophiag', 100, 2.5, seed=4, end=30) / 'failed.txt').write_text('iteration 30: not finite')
+    result = judge(tmp_path)
+    (row,) = result['same_T']
+    assert row['candidate'] == pytest.approx(2.9) and row['trials'] == 2
+    assert row['at equal trials'] == pytest.approx((2.9 + 5.0) / 2)
+    assert any('and its other seeds count as diverged, because seed 4 did' in note for note in result['notes'])
+
+
 def test_data_efficiency_is_read_between_the_baselines_horizons(tmp_path):
     for T, loss in ((100, 4.0), (200, 3.5), (400, 3.0)):
         make(tmp_path, 'adamw', T, loss)
@@ -215,6 +229,41 @@ def test_the_warm_up_may_be_a_share_of_the_run_or_a_number_of_steps(tmp_path, ar
         assert 'cannot be compared' in rejection(compare.check_comparable, found)
 
 
+def test_a_setting_that_an_edit_gives_the_model_is_part_of_the_protocol(tmp_path, monkeypatch):
+    """A run that is older than the setting has its default."""
+    monkeypatch.setitem(compare.MODEL, 'rope', False)
+    paths = [make(tmp_path, name, 100, 3.0) for name in ('adamw', 'lion')]
+    about = json.loads((paths[1] / 'config.json').read_text())
+    for value in (False, True):
+        about['config']['rope'] = value
+        (paths[1] / 'config.json').write_text(json.dumps(about))
+        if value:
+            assert 'rope is False in one and True in the other' in rejection(judge, tmp_path)
+        else:
+            assert judge(tmp_path)['same_T']
+    assert {'n_layer', 'bias'} <= compare.MODEL.keys()
+
+
+def test_a_branch_of_a_long_run_may_be_cut_and_cooled_down_at_one_resume(tmp_path):
+    """docs/optimizers.md, "Schedules": both the horizon and the length of the cooldown change, before either begins."""
+    changes = [dict(zip(('iter', 'key', 'from', 'to'), (60, *change))) for change in (
+        ('max_iters', 2000, 100), ('lr_decay_iters', 2000, 100), ('cooldown_iters', 400, 30))]
+    argv = ['--schedule=wsd', '--cooldown_iters=30']
+    assert not runs.read_run(make(tmp_path, 'adamw', 100, 3.0, argv=argv, changes=changes)).rejected
+    changes[2]['from'] = 1980  # so the decay had begun
+    rejected = runs.read_run(make(tmp_path, 'adamw', 100, 3.0, argv=argv, changes=changes)).rejected
+    assert rejected == 'cooldown_iters was changed from 1980 to 30 at iteration 60'
+
+
+def test_iterations_with_fewer_tokens_cost_fewer_flops(tmp_path):
+    run = runs.read_run(make(tmp_path, 'adamw', 100, 3.0))
+    full = run.flops_per_iteration()
+    for record in run.records:
+        record['tokens'] //= 2
+    assert run.flops_per_iteration() == pytest.approx(full / 2)
+    assert run.series('val/loss', 'flops')[0][-1] == pytest.approx(100 * full / 2)
+
+
 def test_beta1_is_the_same_within_an_optimizer_unless_it_was_tuned(tmp_path):
     make(tmp_path, 'adamw', 100, 3.5)
     make(tmp_path, 'sophiag', 50, 3.4)  # 0.96 where AdamW has 0.9
@@ -225,17 +274,25 @@ def test_beta1_is_the_same_within_an_optimizer_unless_it_was_tuned(tmp_path):
 
 
 def test_runs_of_different_code_are_named(tmp_path):
-    make(tmp_path, 'adamw', 100, 3.0, seed=1, code='aaa')
+    make(tmp_path, 'adamw', 100, 3.0, seed=1, code={'loss.py': 'a', 'model.py': 'a'})
     make(tmp_path, 'adamw', 100, 3.0, seed=2)  # of an older train.py: unknown, not different
-    make(tmp_path, 'sophiag', 100, 2.9, seed=1, code='aaa')
+    make(tmp_path, 'sophiag', 100, 2.9, seed=1, code={'loss.py': 'a', 'model.py': 'a', 'my_optimizer.py': 'a'})
 
     def notes():
         return [note for note in judge(tmp_path)['notes'] if 'code' in note]
 
     assert notes() == []
-    make(tmp_path, 'sophiag', 100, 2.8, seed=2, code='bbb')
+    make(tmp_path, 'sophiag', 100, 2.8, seed=2, code={'loss.py': 'b', 'model.py': 'a'})
     (note,) = notes()
-    assert 'the runs are of different code' in note and 'code hash (runs): aaa (2), bbb (1)' in note
+    assert 'the runs are of different code (loss.py)' in note
+    changed = make(tmp_path, 'sophiag', 100, 2.8, seed=3, changes=[dict(iter=40, key='code', files=['train.py'])])
+    assert f'{changed}: its code was changed at iteration 40 (train.py)' in notes()
+    assert judge(tmp_path)['same_T'][0]['seeds'] == 3
+
+
+def test_hashes_of_all_files_in_one_are_compared_with_their_like():
+    assert files.differing_files('aaa', None, 'aaa', {'loss.py': 'a'}) == []
+    assert files.differing_files('aaa', 'bbb') == ['code']
 
 
 def test_older_config_files_lack_settings_and_have_removed_ones(tmp_path):

@@ -82,8 +82,10 @@ def test_recorded_runs_are_not_due(monkeypatch, tmp_path):
 def recorded(trial, loss, extra=None):
     """A line of runs.jsonl for a trial that ended with this loss."""
     config = train.resolve(trial.command).values
+    tokens = config['max_iters'] * config['total_batch_size'] * config['block_size']
     return dict(run=str(trial.path), config=dict(config=config, parameters=1), metrics={
-        'iter': [0, config['max_iters']], 'val/loss': [5.0, loss], 'update_unclipped': [None, extra]})
+        'iter': [0, config['max_iters']], 'tokens': [0, tokens], 'val/loss': [5.0, loss],
+        'update_unclipped': [None, extra]})
 
 
 def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):

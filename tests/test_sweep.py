@@ -14,7 +14,7 @@ from conftest import ROOT, TINY, rejection
 from fake_runs import SHAPE, fake_run, rows_of
 
 from analysis import runs, trials
-from runtime import checkpoint
+from runtime import checkpoint, files
 from scripts import eval as evaluation
 from scripts import plan, records, sweep, tune
 from scripts.paper import hessian_histogram
@@ -66,6 +66,42 @@ def test_a_run_is_checked_on_the_ranks_that_trained_it(tmp_path):
     trial.check()
 
 
+@pytest.mark.parametrize('flags, there, asked', [
+    (['--dtype=bfloat16'], "dtype = 'float32'", "'bfloat16'"),
+    (['--batch_size=1'], 'eval_iters × batch_size = 8', '4'),
+    (['--total_batch_size=8'], 'total_batch_size = 4', '8')])
+def test_a_run_that_is_there_is_not_the_answer_to_another_question(tmp_path, flags, there, asked):
+    argv = [*SHAPE, '--eval_iters=4', '--batch_size=2']
+    fake_run(tmp_path, 3.0, [*argv, '--dtype=float32'])
+    trials.Trial(tmp_path, {}, [*argv, '--log_interval=3']).check()
+    trials.Trial(tmp_path, {}, [*argv, '--batch_size=1', '--eval_iters=8']).check()  # on the same sequences
+    message = rejection(trials.Trial(tmp_path, {}, [*argv, *flags]).check)
+    assert f'holds a run with {there}, asked for is {asked}; choose' in message
+
+
+def test_a_run_has_the_default_of_a_setting_that_is_younger(tmp_path):
+    fake_run(tmp_path, 3.0, SHAPE)
+    about = json.loads((tmp_path / 'config.json').read_text())
+    del about['config']['skip_nonfinite']
+    (tmp_path / 'config.json').write_text(json.dumps(about))
+    trials.Trial(tmp_path, {}, SHAPE).check()
+    message = rejection(trials.Trial(tmp_path, {}, [*SHAPE, '--skip_nonfinite=2']).check)
+    assert 'holds a run with skip_nonfinite = 0, asked for is 2' in message
+
+
+def test_code_that_changed_since_the_runs_is_named(tmp_path, capsys):
+    present = files.code_hashes()
+    for seed, code in enumerate([present, present | {'loss.py': 'before'}]):
+        fake_run(tmp_path / str(seed), 3.0, SHAPE, code=code)
+    made = [trials.Trial(tmp_path / str(seed), {}, SHAPE) for seed in range(2)]
+    trials.show(made[:1], tmp_path)
+    assert 'note' not in capsys.readouterr().out
+    trials.show(made, tmp_path)
+    said = capsys.readouterr().out
+    assert 'note: the runs are of different code (loss.py)' in said
+    assert 'note: loss.py changed since runs were trained; choose another --out_dir' in said
+
+
 @pytest.mark.parametrize('flags, rejected', [
     (['--schedule=constant'], None), (['--decay_lr=False'], None),
     ([], 'its learning rate decays over 200 iterations, and it was run for 100')])
@@ -83,7 +119,7 @@ def test_gpus_are_taken_in_turns(monkeypatch):
     assert [trials.gpu_of(slot, 2) for slot in range(3)] == ['4', 'GPU-5a', '4']
 
 
-def test_the_table_has_no_loss_of_runs_that_cannot_be_compared(tmp_path, capsys):
+def test_the_table_has_no_loss_of_runs_that_cannot_be_compared(tmp_path):
     found = trials.trials_of(dict(base=SHAPE, runs=[dict(seed=[1, 2, 3, 4, 5], max_iters=100)]), tmp_path)
     for trial, loss, end in zip(found, (2.0, 3.2, 3.1), (50, 100, 100)):
         fake_run(trial.out_dir, loss, ['--max_iters=100'], end=end)
@@ -94,12 +130,6 @@ def test_the_table_has_no_loss_of_runs_that_cannot_be_compared(tmp_path, capsys)
         ('3', '3.1', 'finished'), ('2', '3.2', 'finished'),
         ('1', '', 'it has a validation loss at iteration 50 of 100 only'),
         ('4', '', 'learning_rate was changed from 1 to 2 at iteration 40'), ('5', '', 'not begun')]
-    assert 'of different code' not in capsys.readouterr().out
-    for trial, code in zip(found, ('abc', 'abc', 'xyz')):  # of the fourth it is not known
-        config = trial.out_dir / 'config.json'
-        config.write_text(json.dumps(dict(json.loads(config.read_text()), code=code)))
-        trials.show(found, tmp_path)
-        assert ('code hash (runs): abc (2), xyz (1)' in capsys.readouterr().out) is (code == 'xyz')
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ from conftest import ROOT, TINY, finish, metrics, rejection, start
 
 import loss
 import train as program
+from analysis.runs import read_run
 from data.loader import TrainLoader
 from runtime import checkpoint
 from runtime.device import can_compile
+from runtime.files import differing_files
 from runtime.signals import LISTENED
 
 FLAGS = {'adamw': ['--decay_lr=False', '--grad_clip=0.85'], 'sophiag': ['--hessian_interval=2', '--lr_decay_iters=8']}
@@ -142,29 +144,33 @@ def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(
     assert described['code'] == checkpoint.load(tmp_path)[1]['code']
     main(tmp_path, '--max_iters=2', '--init_from=resume')
     assert 'the code' not in capsys.readouterr().out
-    # One more file of the repository is executed, whether git knows it or not.
-    monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(ROOT / 'config/quickstart.py')))
-    main(tmp_path, '--max_iters=3', '--init_from=resume')
-    assert capsys.readouterr().out.count('changed: the code is not the one that saved the checkpoint\n') == 1
-    more = json.loads((tmp_path / 'config.json').read_text())['code']
-    assert more != described['code']
-    (tmp_path / 'link').symlink_to(ROOT)  # the same file, reached by a link
-    monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(tmp_path / 'link/config/quickstart.py')))
-    main(tmp_path, '--max_iters=4', '--init_from=resume')
-    assert json.loads((tmp_path / 'config.json').read_text())['code'] == more
+    monkeypatch.setattr(program.lifecycle, 'code_hashes', lambda: described['code'] | {'loss.py': 'edited'})
+    for T in (3, 4):
+        main(tmp_path, f'--max_iters={T}', '--init_from=resume')
+    said = 'changed: the code is not the one that saved the checkpoint (loss.py)\n'
+    assert capsys.readouterr().out.count(said) == 1
+    about = json.loads((tmp_path / 'config.json').read_text())
+    assert about['code']['loss.py'] == 'edited'
+    assert [change for change in about['changes'] if change['key'] == 'code'] == [
+        dict(iter=2, key='code', files=['loss.py'])]
+    run = read_run(tmp_path)
+    assert run.code_changes == [f'{tmp_path}: its code was changed at iteration 2 (loss.py)']
 
 
 def test_the_code_is_known_in_a_directory_of_any_name(tmp_path, monkeypatch):
+    """Also what git does not know, and where a link leads to it."""
     copy = tmp_path / 'tests/repository/runtime/files.py'
     copy.parent.mkdir(parents=True)
     shutil.copy(ROOT / 'runtime/files.py', copy)
     more = copy.parents[1] / 'more.py'
-    monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(more)))
-    code_hash, hashes = runpy.run_path(copy)['code_hash'], set()
-    for text in ('one = 1', 'one = 2'):
+    (tmp_path / 'link').symlink_to(copy.parents[1])
+    code_hashes, found = runpy.run_path(copy)['code_hashes'], []
+    for text, place in ('one = 1', more), ('one = 2', more), ('one = 2', tmp_path / 'link/more.py'):
         more.write_text(text)
-        hashes.add(code_hash())
-    assert len(hashes) == 2
+        monkeypatch.setitem(sys.modules, 'more', SimpleNamespace(__file__=str(place)))
+        found.append(code_hashes())
+    assert all(code.keys() == {'more.py', 'runtime/files.py'} for code in found)
+    assert differing_files(*found[:2]) == ['more.py'] and found[1] == found[2]
 
 
 def test_an_optimizer_that_draws_draws_alike_in_every_run(main, tmp_path, monkeypatch):

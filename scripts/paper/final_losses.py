@@ -134,6 +134,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     varying = args.grid or [*args.by, *(('n_layer', 'n_head', 'n_embd') if args.x == 'parameters' else ())]
     runs = finished_runs(args.out_dirs, (*args.tuned, *varying))
+    for key in varying:
+        if any(key not in run.config for run in runs):
+            raise SystemExit(f'{"--grid" if args.grid else "--by"} {key}: not a setting of all of these runs')
     fig, rows = draw_grid(runs, args.grid, args.minus) if args.grid else draw_lines(runs, args.x, args.by)
     print_table(rows, [key for key in rows[0] if key != 'run'])
     save(args.output, fig, rows)

@@ -32,9 +32,7 @@ def runs_arguments(base, iters, learning_rate):
     config = resolve(base)
     short = dict(max_iters=iters, eval_interval=iters, eval_iters=1, always_save_checkpoint=False,
                  warmup_iters=min(config.values['warmup_iters'], iters // 10),
-                 log_interval=min(config.values['log_interval'], max(1, iters // 50)))
-    if 'learning_rate' not in config.given:
-        short['learning_rate'] = learning_rate
+                 log_interval=min(config.values['log_interval'], max(1, iters // 50)), learning_rate=learning_rate)
     # h is not corrected for its start at 0: while it is below its level in a long run, γ would come out too large.
     estimates = row(config.optimizer_name).hook.estimates(config.hessian_interval, iters)
     beta2 = 0.05 ** (1 / estimates)
@@ -55,6 +53,9 @@ def unclipped(gamma, base, out_dir, launcher):
     for path in trial.out_dir.glob('*.pt'):
         path.unlink()  # only the metrics are of use
     fractions = trial.run.series('update_unclipped')[1]
+    if not fractions:
+        raise SystemExit(f'{trial.out_dir}: {trial.run.optimizer_name} does not clip; choose an optimizer that does, '
+                         'such as --optimizer_name=sophiag')
     return statistics.mean(fractions[-max(1, len(fractions) // 4):])
 
 
@@ -73,7 +74,9 @@ def main(argv=None):
     if 'gamma' not in row(name).settings:
         raise SystemExit(f'{name} has no γ; choose an optimizer that has, such as --optimizer_name=sophiag')
     adamw = peak_learning_rate('adamw', size)[0]
-    learning_rate = float(f'{0.8 * adamw:.3g}')
+    learning_rate, source = float(f'{0.8 * adamw:.3g}'), f"0.8 × AdamW's {adamw:g}"
+    if 'learning_rate' in config.given:
+        learning_rate, source = config.learning_rate, 'as given'
     base = runs_arguments(args.base, args.iters, learning_rate)
 
     tried = {}
@@ -83,7 +86,7 @@ def main(argv=None):
         if LOW <= tried[gamma] <= HIGH:
             print(f'optimizer_name = {name!r}')
             print(f'gamma = {gamma:g}  # {tried[gamma]:.0%} not clipped in the last quarter of {args.iters} iterations')
-            print(f"learning_rate = {learning_rate:g}  # 0.8 × AdamW's {adamw:g}")
+            print(f'learning_rate = {learning_rate:g}  # {source}')
             return
         gamma = gamma / 2 if tried[gamma] > HIGH else gamma * 2
     raise SystemExit(f'no γ among {", ".join(f"{g:g}" for g in sorted(tried))} leaves 10 to 50 % unclipped; start '
