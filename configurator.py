@@ -148,17 +148,25 @@ def configure(defaults, argv, script=None):
     return config
 
 
-def help_text(intro, defaults, source):
-    """The settings with their defaults, in sections, each with its comment in `source`, train.py's text."""
-    config, rows = Config(defaults), []
+def sections(defaults, source):
+    """The settings as train.py's text, `source`, declares them: {section: [(key, its `Setting`, its comment)]}."""
+    declared, found, section = Config(defaults).declared, {}, ''
     for line in source.splitlines():
-        if match := re.match(r'(\w+) = [^#]*# (.*)$', line):
-            if match[1] in config.declared:
-                one = config.declared[match[1]]
-                value = f'({one.type.__name__})' if one.default is None else repr(one.default)
-                rows.append(f'{f"  --{match[1]}={value}":<45} {match[2]}')
-        elif re.match('# [a-z]', line):
-            rows.append(f'\n{line[2:]}')
+        if match := re.match('# ([a-z].*)$', line):
+            section = match[1]
+        elif (match := re.match(r'(\w+) = [^#]*# (.*)$', line)) and match[1] in declared:
+            found.setdefault(section, []).append((match[1], declared[match[1]], match[2]))
+    return found
+
+
+def help_text(intro, defaults, source):
+    """The settings with their defaults, in `sections`."""
+    rows = []
+    for section, settings in sections(defaults, source).items():
+        rows.append(f'\n{section}')
+        for key, one, comment in settings:
+            value = f'({one.type.__name__})' if one.default is None else repr(one.default)
+            rows.append(f'{f"  --{key}={value}":<45} {comment}')
     return '\n'.join([intro.strip(), '', 'Settings (a config file sets them as key = value):', *rows])
 
 

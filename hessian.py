@@ -178,8 +178,8 @@ class EmpiricalFisherHook(GNBHook):
         return dict(labels_hat=Y)
 
 
-# Attention weights and logits in one Hessian-vector product, which keeps some ten bytes of each until its end: about as
-# much memory as a micro-batch of training.
+# The most attention weights and logits in one Hessian-vector product. At about ten bytes each that is as much memory as
+# a micro-batch of training.
 PRODUCT_SIZE = 2 ** 30
 
 

@@ -192,17 +192,17 @@ class GPT(nn.Module):
         """Number of parameters, a tied head counted once."""
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self, T=None):
-        """FLOPs to train on one token (forward + backward) at context length T, default block_size.
+    def flops_per_token(self):
+        """FLOPs to train on one token (forward + backward) in sequences of block_size.
 
         Counts every matmul: 6 per weight that multiplies (a tied head too; not the embedding look-ups) and
-        12·n_layer·n_embd·T for QKᵀ and AV, the causal half counted in full: the convention of Chowdhery et al.
+        12·n_layer·n_embd·block_size for QKᵀ and AV, the causal half counted in full: the convention of Chowdhery et al.
         (2022), which the paper's Table 2 follows.
         """
         c = self.config
         weights = sum(p.numel() for module in self.modules() if not isinstance(module, nn.Embedding)
                       for p in module.parameters(recurse=False) if p.dim() > 1)
-        return 6 * weights + 12 * c.n_layer * c.n_embd * (T or c.block_size)
+        return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None):

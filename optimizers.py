@@ -198,9 +198,12 @@ def library(groups, s):
 
 def muon(groups, s):
     """Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for all other parameters."""
-    def part(of_muon):
-        parts = [dict(group, params=[p for p in group['params'] if (
-            p.dim() == 2 and group.get('role') != 'embedding') == of_muon]) for group in groups]
+    def is_matrix(p, group):
+        return p.dim() == 2 and group.get('role') != 'embedding'
+
+    def part(matrices):
+        parts = [dict(group, params=[p for p in group['params'] if is_matrix(p, group) == matrices])
+                 for group in groups]
         return [group for group in parts if group['params']]
 
     rest = part(False)

@@ -21,7 +21,7 @@ import configurator
 import optimizers
 from configurator import setting
 from data.loader import TrainLoader, ValidationLoader, accumulation_steps, fingerprint, open_dataset
-from data.tokenizer import folder_meta, identifying, same_tokenizer
+from data.tokenizer import check_tokenizer
 from hessian import Hook
 from loss import cross_entropy
 from model import GPT, HUB_MODELS, SIZES, GPTConfig
@@ -214,10 +214,7 @@ def make_model(c, world, start, data):
         if finetunes(c) and not start.path:
             model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
             lifecycle.adopt_model_args(c, asdict(model.config), data)
-            theirs = folder_meta(c.init_from, model.config.vocab_size)
-            if theirs and not same_tokenizer(identifying(theirs), data.tokenizer):
-                raise SystemExit(f'{data.path}: made with another tokenizer ({data.tokenizer["tokenizer"]}) than the '
-                                 f'weights {c.init_from} ({theirs["tokenizer"]}); prepare the data with theirs')
+            check_tokenizer(data, c.init_from, model.config.vocab_size)
             return model
         args = asdict(GPTConfig.from_settings(c.values, data.vocab_size))
         if finetunes(c):  # what is no setting is as in the pretrained weights, too

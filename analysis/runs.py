@@ -322,7 +322,11 @@ def labels_of(groups):
 def averaged(group, key, x='steps'):
     """(xs, means, lows, highs) of the values of `key` over runs that differ in their seed, at the iterations at which
     all of them have one."""
-    points = [dict(zip(run.series(key)[0], zip(*run.series(key, x)))) for run in group]
-    rows = [[run[i] for run in points] for i in points[0] if all(i in run for run in points)]
-    return ([statistics.mean(x for x, _ in row) for row in rows], [statistics.mean(y for _, y in row) for row in rows],
-            [min(y for _, y in row) for row in rows], [max(y for _, y in row) for row in rows])
+    curves = []  # {iteration: (x, y)} of each run
+    for run in group:
+        iterations, ys = run.series(key)
+        curves.append(dict(zip(iterations, zip(run.series(key, x)[0], ys))))
+    shared = [[curve[i] for curve in curves] for i in curves[0] if all(i in curve for curve in curves)]
+    xs = [statistics.mean(x for x, _ in points) for points in shared]
+    ys = [[y for _, y in points] for points in shared]
+    return xs, list(map(statistics.mean, ys)), list(map(min, ys)), list(map(max, ys))

@@ -210,6 +210,14 @@ def folder_meta(folder, vocab_size):
     return {'tokenizer': GPT2.name} if vocab_size == GPT2.vocab_size and not has_another else None
 
 
+def check_tokenizer(data, folder, vocab_size):
+    """SystemExit if the data set `data` was made with another tokenizer than the weights in a Hugging Face folder."""
+    theirs = folder_meta(folder, vocab_size)
+    if theirs and not same_tokenizer(identifying(theirs), data.tokenizer):
+        raise SystemExit(f'{data.path}: made with another tokenizer ({data.tokenizer["tokenizer"]}) than the weights '
+                         f'{folder} ({theirs["tokenizer"]}); prepare the data with theirs')
+
+
 def tokenizer_from_meta(meta):
     """The tokenizer that the bins of a meta.json (its dict) were made with."""
     if meta['tokenizer'] == FileTokenizer.name:

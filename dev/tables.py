@@ -7,7 +7,6 @@ A table stands between the lines <!-- table: NAME --> and <!-- end -->; everythi
 """
 
 import argparse
-import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ import train
 from analysis.compare import noise_of, same_horizon, tuned_at_each_T
 from analysis.figures import mean_sd, optimizer_label
 from analysis.runs import by_seed, find_runs, read_json
-from configurator import Config
+from configurator import sections
 from dev import dissection
 
 
@@ -41,19 +40,12 @@ def table(head, rows):
 
 def settings():
     """Every setting of train.py with its default and the comment next to it, in its sections."""
-    parts, rows, section = [], [], ''
-    declared = Config(train.DEFAULTS).declared
-    for line in (ROOT / 'train.py').read_text(encoding='utf-8').split('\n'):
-        if match := re.match(r'(\w+) = [^#]*# (.*)$', line):
-            default = declared[match[1]].default
-            rows.append([f'`{match[1]}`', '*derived*' if default is None else f'`{default!r}`', match[2]])
-        elif match := re.match(r'# ([a-z].*)$', line):
-            parts += [(section, rows)] * bool(rows)
-            section, rows = match[1], []
-        elif line.startswith('DEFAULTS'):
-            break
-    return '\n\n'.join(f'**{section.capitalize()}**\n\n' + table(['setting', 'default', ''], rows)
-                       for section, rows in [*parts, (section, rows)])
+    parts = []
+    for section, found in sections(train.DEFAULTS, (ROOT / 'train.py').read_text(encoding='utf-8')).items():
+        rows = [[f'`{key}`', '*derived*' if one.default is None else f'`{one.default!r}`', comment]
+                for key, one, comment in found]
+        parts.append(f'**{section.capitalize()}**\n\n' + table(['setting', 'default', ''], rows))
+    return '\n\n'.join(parts)
 
 
 def optimizer_settings():

@@ -285,7 +285,7 @@ def lock_out_dir(out_dir):
 def first_weights(saved):
     """The init_from with which a run began, from its checkpoint or its config.json, dicts."""
     began_with = saved['config'].get('init_from', 'scratch')
-    if began_with in ('auto', 'resume'):  # an older one, which has how the run was continued
+    if began_with in ('auto', 'resume'):  # older ones have here how the run was continued
         return 'pretrained weights' if saved.get('finetuned') else 'scratch'
     return began_with
 

@@ -44,7 +44,7 @@ LOGIT = 4  # bytes per logit in the backward pass: the logits (2), their gradien
 STATES = dict(lion=1, clip=1, normalize=1)  # float32 numbers per parameter in the optimizer's state; others take 2
 
 
-def memory(c, shape, ranks=1, head=None):
+def memory(c, shape, ranks=1):
     """Peak memory of a training step on one of `ranks` GPUs, as {part: bytes}.
 
     The peak is in the backward pass of the head of a micro-batch after the first: all activations and all gradients.
@@ -52,7 +52,6 @@ def memory(c, shape, ranks=1, head=None):
     Args:
         c: settings, as train.resolve returns them.
         shape: the GPTConfig.
-        head: bytes of the logits and their gradients, if they are not computed by loss.py's cross-entropy.
     """
     half = devices.DTYPES[c.dtype].itemsize
     P, blocks, matrices = number_of_parameters(*astuple(shape))
@@ -71,7 +70,7 @@ def memory(c, shape, ranks=1, head=None):
     kept = saved + residual * shape.n_layer if c.activation_checkpointing else saved * shape.n_layer
     parts['activations'] = c.batch_size * c.block_size * shape.n_embd * (kept + OUTSIDE) * half / 2
     logits = c.batch_size * c.block_size * shape.vocab_size * half / 2
-    parts['logits'] = LOGIT * logits if head is None else head
+    parts['logits'] = LOGIT * logits
 
     hook, rows = row(c.optimizer_name).hook, c.hessian_batch_size // ranks
     if hook.hessian_products:  # after the backward pass; vector, product, sum and a tangent are as large as the model
@@ -82,7 +81,7 @@ def memory(c, shape, ranks=1, head=None):
         parts['estimate'] = 4 * P / sharded
         # Softmax and its cumulative sum of 4 sequences, in float32, at a time when only the logits are there.
         sampled = 8 * logits * min(4, rows, c.batch_size) / c.batch_size
-        parts['sampled labels'] = max(0, sampled - (LOGIT - 2) * logits) if head is None else 0
+        parts['sampled labels'] = max(0, sampled - (LOGIT - 2) * logits)
     return parts
 
 

@@ -313,6 +313,10 @@ def average_of_the_weights():
 # Data, and the loop
 
 
+def a_second_head_with_true_labels():
+    assert run('--max_iters=3', name='ef_clip')['train/loss']
+
+
 def batch_ramp():
     """The first iteration is that of a run whose mini-batch is a quarter as large: loss, gradient, estimate."""
     for name in NAMES:

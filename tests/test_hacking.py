@@ -16,7 +16,7 @@ from conftest import ROOT, write_bins
 # Functions of recipe.py by the recipes that they check, which are edits of one copy.
 CHECKS = {
     ('z-loss', 'Auxiliary loss'): 'z_loss_and_auxiliary_loss',
-    ('A second head',): 'a_second_head',
+    ('A second head',): 'a_second_head a_second_head_with_true_labels',
     ('RMSNorm', 'SwiGLU', 'QK-norm', 'Untied head'): 'architecture',
     ('Rotary positions',): 'rotary_positions a_buffer',
     ('A mixture of experts',): 'a_mixture_of_experts',
