@@ -399,7 +399,8 @@ def train(c):
     with world.exit_together():
         train_data, val_data = open_dataset(c.dataset, c.block_size)
     fingerprints = dict(train=fingerprint(train_data.bins), val=fingerprint(val_data.values()))
-    start = lifecycle.find_start(world, c, train_data, fingerprints, asdict(GPTConfig()))
+    start = lifecycle.find_start(world, c, train_data, fingerprints, {**optimizers.PLACEHOLDERS, **c.defaults},
+                                 asdict(GPTConfig()))
     run = set_up(c, world, make_model(c, world, start, train_data))
     run.about = dict(data=fingerprints, tokenizer=train_data.tokenizer, changes=start.changes, code=start.code)
     state = TrainState()

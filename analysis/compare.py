@@ -6,14 +6,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import SETTING_NAMES
-from analysis.runs import by_seed, find_runs, hyperparameters, mean_loss, measured_on
+from analysis.runs import all_but_seed, by_seed, find_runs, hyperparameters, mean_loss, measured_on, notes_on
 from analysis.significance import difference, expected_best, pooled_sd
 from model import GPTConfig
 
-# Settings that have to agree in runs that are compared: the model (with its values in runs that are older than a
-# setting), what it is trained with, and the schedule. Attention scaling belongs to the paper's AdamW and Lion.
-MODEL = {one.name: one.default for one in fields(GPTConfig)
-         if one.name not in ('vocab_size', 'gelu_approximate', 'scale_attn_by_inverse_layer_idx')}
+# Settings that have to agree in runs that are compared: the model, what it is trained with, and the schedule. Attention
+# scaling belongs to the paper's AdamW and Lion.
+MODEL = [one.name for one in fields(GPTConfig)
+         if one.name not in ('vocab_size', 'gelu_approximate', 'scale_attn_by_inverse_layer_idx')]
 PROTOCOL = 'total_batch_size', 'grad_clip', 'decay_lr', 'schedule', 'dtype'
 
 
@@ -34,9 +34,7 @@ def check_comparable(runs, free=()):
                if not all(same_share(key, runs[0], run) for run in runs)]
 
     def protocol(run):
-        return {**measured_on(run),
-                **{key: run.config.get(key, default) for key, default in MODEL.items()},
-                **{key: run.config.get(key) for key in (*PROTOCOL, *lengths)},
+        return {**measured_on(run), **{key: run.config.get(key) for key in (*MODEL, *PROTOCOL, *lengths)},
                 'min_lr_ratio': round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4),
                 'init_from': run.config.get('init_from')}
 
@@ -59,21 +57,22 @@ def same_share(key, one, two):
 def finished_runs(paths, free=()):
     """The runs in `paths` that trained with one schedule to its end; prints on stderr which were left out, and why.
 
-    Settings of which one seed diverged are left out altogether. SystemExit if nothing is left, or it fails
+    Settings with which another run diverged are left out altogether. SystemExit if nothing is left, or it fails
     `check_comparable`.
     """
     runs, kept = find_runs(paths), []
-    ended = by_seed([run for run in runs if not run.rejected or run.diverged], repeats=True)
-    lost = [run.out_dir for group in ended if any(run.diverged for run in group) for run in group]
+    lost = {all_but_seed(run) for run in runs if run.diverged}
     for run in runs:
-        reason = run.rejected or ('the same settings diverged with another seed' if run.out_dir in lost else None)
+        reason = run.rejected or ('another run of these settings diverged' if all_but_seed(run) in lost else None)
         if reason:
             print(f'left out {run.out_dir}: {reason}', file=sys.stderr)
         else:
             kept.append(run)
     if not kept:
-        raise SystemExit('no finished run among these; let train.py reach max_iters')
+        raise SystemExit('no finished run among these whose settings never diverged; let train.py reach max_iters')
     check_comparable(kept, free)
+    for note in notes_on(kept):
+        print(f'note: {note}', file=sys.stderr)
     return kept
 
 
@@ -117,8 +116,9 @@ def tuned_at_each_T(runs, optimizer_name):
     with a seed are never the best.
     """
     at_T, found = {}, {}
-    for group in by_seed([run for run in runs if run.optimizer_name == optimizer_name
-                          and (run.diverged or not run.rejected)]):
+    ended = [run for run in runs if run.optimizer_name == optimizer_name and (run.diverged or not run.rejected)]
+    # Diverged runs first, because of runs with the same settings and seed the first counts.
+    for group in by_seed(sorted(ended, key=lambda run: not run.diverged)):
         finished, lost = at_T.setdefault(group[0].max_iters, ([], []))
         (lost if any(run.diverged for run in group) else finished).append(group)
     for T, (groups, lost) in sorted(at_T.items()):
@@ -196,7 +196,7 @@ def weaknesses(side):
         if 0 < len(seeds) < len(group):
             found.append(f'{who}: {group[0].out_dir} and its other seeds count as diverged, because seed '
                          f'{", ".join(seeds)} did')
-    most = max(map(len, side.tried))
+    most = max(len(group) for group in side.tried if not any(run.diverged for run in group))
     if len(side.best) < most:
         found.append(f'{who}: the best has fewer seeds ({len(side.best)}) than another setting ({most})')
     return found

@@ -15,18 +15,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+import train
 from analysis.figures import SETTING_NAMES, optimizer_label
+from configurator import Config
 from hessian import Hook
-from optimizers import OPTIMIZERS
+from optimizers import OPTIMIZERS, PLACEHOLDERS
 from runtime.checkpoint import FAILED, HARMLESS, first_weights
 from runtime.files import differing_files
 
 # Settings that say how a run was carried out, not what it computed; and the seed, over which results are averaged.
 INCIDENTAL = HARMLESS | {'eval_iters', 'skip_nonfinite', 'seed'}
 
-# The meaning of a config.json without these settings: it is older than the first three, newer than the others.
-UNSET = dict(schedule='cosine', cooldown_iters=0, optimizer_args='', hessian_sequences='own',
-             hessian_bias_correction=False, branch_cooldown=0, trackio_log=False)
+# The meaning of a config.json without these settings: it is older than train.py's, newer than the removed ones.
+REMOVED = dict(hessian_sequences='own', hessian_bias_correction=False, branch_cooldown=0, trackio_log=False)
+UNSET = {**PLACEHOLDERS, **Config(train.DEFAULTS).defaults, 'cooldown_iters': 0, **REMOVED}
 
 HORIZON = {'max_iters', 'lr_decay_iters', 'cooldown_iters'}
 IGNORED_CHANGES = HARMLESS - {'dataset'} | {'code'}  # at a resume; `code_changes` has the last one
@@ -105,8 +107,8 @@ class Run:
 
     @property
     def code_changes(self):
-        """A sentence for each resume with other code."""
-        return [f'{self.out_dir}: its code was changed at iteration {change["iter"]} ({", ".join(change["files"])})'
+        """A clause for each resume with other code."""
+        return [f'its code was changed at iteration {change["iter"]} ({", ".join(change["files"])})'
                 for change in self.about.get('changes', []) if change['key'] == 'code']
 
     @property
@@ -259,12 +261,17 @@ def hyperparameters(run):
     return tuple(sorted((key, value) for key, value in run.config.items() if key not in INCIDENTAL))
 
 
+def all_but_seed(run):
+    """A hashable key of all that a run's final loss depends on, except the seed."""
+    return hyperparameters(run), json.dumps(measured_on(run))
+
+
 def by_seed(runs, repeats=False):
     """Lists of the runs that differ in their seed only and are `measured_on` the same, in order of first appearance. Of
     runs with the same settings and seed the first counts; with `repeats`, each further one begins another list."""
     groups, seen = {}, Counter()
     for run in runs:
-        key = hyperparameters(run), json.dumps(measured_on(run))
+        key = all_but_seed(run)
         again = seen[key, run.config.get('seed')]
         seen[key, run.config.get('seed')] += 1
         if repeats or not again:
@@ -292,7 +299,7 @@ def notes_on(runs):
     if files := differing_files(*(run.about.get('code') for run in runs)):
         notes.append(f'the runs are of different code ({", ".join(files)}), so they may differ in more than settings '
                      'and seed')
-    return notes + [sentence for run in runs for sentence in run.code_changes]
+    return notes + [f'{run.out_dir}: {clause}' for run in runs for clause in run.code_changes]
 
 
 def mean_loss(runs):

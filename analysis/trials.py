@@ -90,14 +90,14 @@ class Trial:
         unchecked = UNCHECKED | {'dtype'} - c.given  # whose default is this machine's
         if train.finetunes(c):  # these follow the pretrained weights
             unchecked |= asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
-        theirs = {**c.defaults, **run.config}  # a run has the default of a setting that is younger than the run
-        asked = {key: value for key, value in c.values.items() if key in theirs and key not in unchecked}
-        sequences = 'eval_iters × batch_size'
-        theirs[sequences], asked[sequences] = validation_sequences(run.config), validation_sequences(c.values)
-        for key, value in asked.items():
-            if value != theirs[key]:
-                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {theirs[key]!r}, asked for is {value!r}; '
-                                 'choose another --out_dir or remove it')
+        for key, value in c.values.items():
+            if key not in unchecked and value != run.config.get(key, value):
+                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {run.config[key]!r}, asked for is '
+                                 f'{value!r}; choose another --out_dir or remove it')
+        there, asked = validation_sequences(run.config), validation_sequences(c.values)
+        if there != asked:
+            raise SystemExit(f'{self.out_dir}: holds a run with eval_iters × batch_size = {there}, asked for is {asked}'
+                             '; set another --eval_iters, so that losses are of the same sequences')
 
 
 def trials_of(spec, out_dir):
@@ -233,7 +233,7 @@ def show(trials, out_dir):
     present = code_hashes()
     notes = notes_on(runs)
     if files := {name: None for run in runs for name in differing_files(run.about.get('code'), present)}:
-        notes.append(f'{", ".join(files)} changed since runs were trained; choose another --out_dir to train them with '
-                     'the present code')
+        notes.append(f'{", ".join(files)} changed since some of these runs were trained; choose another --out_dir to '
+                     'train them with the present code')
     for note in notes:
         print(f'note: {note}')

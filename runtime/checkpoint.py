@@ -99,7 +99,8 @@ def check_round_trip(world, optimizer, fresh):
             lost = first_line(error)
         if lost:
             raise SystemExit(f'{type(optimizer).__name__}: a checkpoint would not bring back its state ({lost}), so '
-                             'that the run could not be resumed; use another optimizer')
+                             'that the run could not be resumed; use another optimizer, or keep all state in '
+                             '`state` and `param_groups`')
 
 
 def link_best(path):
@@ -305,9 +306,9 @@ def compare(path, state, config, data, defaults, ignore_data_change=False):
         raise SystemExit(f'{path}: cannot be resumed (it has no {missing[0]})')
     before = {**defaults, **state['config']}
     for key in 'optimizer_name', 'optimizer_args':
-        if before.get(key, '') != config[key]:
-            raise SystemExit(f'{path}: was trained with --{key}={before.get(key, "")}; resume with it, or choose '
-                             'another --out_dir')
+        if before[key] != config[key]:
+            raise SystemExit(f'{path}: was trained with --{key}={before[key]}; resume with it, or choose another '
+                             '--out_dir')
     other = [split for split in data if state['data'].get(split) != data[split]]
     if other and not ignore_data_change:
         raise SystemExit(f'{path}: was trained on another data set than {config["dataset"]} ({", ".join(other)}.bin '

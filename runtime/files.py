@@ -124,11 +124,14 @@ def differing_files(*codes):
     """The names of the files of which several programs have loaded different versions, by their `code_hashes`.
 
     A file that only one of them has loaded does not count, and neither does a program whose code is unknown (None).
-    Older runs have one hash for all files, in whose place this has the name 'code'.
+    Older runs have one hash for all files: of these it returns ['files'] where they differ from any other.
     """
+    known = [code for code in codes if code]
+    if any(isinstance(code, str) for code in known):
+        return ['files'] if any(code != known[0] for code in known) else []
     versions = {}
-    for code in codes:
-        for name, digest in ({'code': code} if isinstance(code, str) else code or {}).items():
+    for code in known:
+        for name, digest in code.items():
             versions.setdefault(name, set()).add(digest)
     return [name for name, found in versions.items() if len(found) > 1]
 

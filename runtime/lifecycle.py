@@ -60,7 +60,7 @@ class Start:
         self.saved = None  # frees the memory
 
 
-def find_start(world, c, data, fingerprints, defaults):
+def find_start(world, c, data, fingerprints, defaults, model_defaults):
     """The `Start` of the run with the settings `c`, whose out_dir becomes its own; see `checkpoint.open_run`.
 
     Of a run that resumes, init_from is the checkpoint's: the weights that the run began with.
@@ -68,7 +68,8 @@ def find_start(world, c, data, fingerprints, defaults):
     Args:
         data: the training data set.
         fingerprints: of the data, by split.
-        defaults: the arguments of the model that a checkpoint leaves out.
+        defaults: the values of settings that a checkpoint does not have, because they are younger.
+        model_defaults: the arguments of the model that a checkpoint leaves out.
     """
     path, saved = checkpoint.open_run(world, c.out_dir, must_resume=c.init_from == 'resume', may_resume=c.auto_resume,
                                       read_only=c.eval_only)
@@ -79,7 +80,7 @@ def find_start(world, c, data, fingerprints, defaults):
         if saved['iter_num'] > c.max_iters:
             raise SystemExit(f'{c.shown("max_iters")}: {path} is at iteration {saved["iter_num"]} already; set at '
                              'least that, or choose another --out_dir')
-        began_with, model_args = checkpoint.first_weights(saved), {**defaults, **saved['model_args']}
+        began_with, model_args = checkpoint.first_weights(saved), {**model_defaults, **saved['model_args']}
         if 'init_from' in c.given and c.init_from != 'resume' and Path(c.init_from) != Path(began_with):
             raise SystemExit(f'{path}: is of a run that began with init_from = {began_with}; continue it with '
                              '--init_from=resume, or choose another --out_dir')
@@ -90,7 +91,7 @@ def find_start(world, c, data, fingerprints, defaults):
             adopt_model_args(c, model_args, data)
         if began_with != c.init_from:
             c.set('init_from', began_with, str(path))
-        differences, changes = checkpoint.compare(path, saved, c.values, fingerprints, c.defaults, c.ignore_data_change)
+        differences, changes = checkpoint.compare(path, saved, c.values, fingerprints, defaults, c.ignore_data_change)
         if files := differing_files(saved.get('code'), code):
             differences.append(f'the code is not the one that saved the checkpoint ({", ".join(files)})')
             changes.append(dict(iter=saved['iter_num'], key='code', files=files))

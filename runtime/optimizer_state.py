@@ -112,7 +112,8 @@ def lost_in_round_trip(optimizer, fresh, saved):
 
 
 def counters(optimizer):
-    """The optimizer's own attributes that are numbers or tensors, by name; a state_dict does not have them."""
+    """The optimizer's own attributes that are numbers or tensors, by name; a state_dict does not have them. Names with
+    an underscore, such as those of learning rate schedulers, are left out."""
     return {name: value for name, value in vars(optimizer).items()
             if isinstance(value, (int, float, torch.Tensor)) and not name.startswith('_')}
 

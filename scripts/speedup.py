@@ -79,8 +79,7 @@ def main(argv=None):
                 print_table(verdict[key], SAME_T if key == 'same_T' else None)
                 print()
         print('\n'.join(verdict['text']))
-    notes = notes_on(kept) + [note for sides in tuned.values() for side in sides.values()
-                                      for note in weaknesses(side)]
+    notes = notes_on(kept) + [note for sides in tuned.values() for side in sides.values() for note in weaknesses(side)]
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
 
     fig = draw(tuned, args.baseline, verdicts, args.k, args.panels)

@@ -108,7 +108,7 @@ def test_settings_of_which_a_seed_diverged_are_not_drawn(tmp_path, capsys):
     final_losses.main(argv)
     (row,) = rows_of(tmp_path / 'figure.csv')
     assert float(row['val/loss']) == pytest.approx(3.0)
-    assert capsys.readouterr().err.count('the same settings diverged with another seed') == 2
+    assert capsys.readouterr().err.count('another run of these settings diverged') == 2
     assert rejection(final_losses.main, [*argv, '--by', 'gama']) == '--by gama: not a setting of all of these runs'
 
 

@@ -62,7 +62,7 @@ def test_tune_gamma_doubles_halves_and_gives_up(monkeypatch, tmp_path, capsys):
     assert "learning_rate = 0.00096  # 0.8 × AdamW's 0.0012" in chosen(lambda gamma: 0.3)
     with pytest.raises(SystemExit, match='no γ among 0.01, 0.02 leaves'):
         chosen(lambda gamma: 0.05 if gamma < 0.015 else 0.6)
-    with pytest.raises(SystemExit, match='lion has no γ'):
+    with pytest.raises(SystemExit, match='lion does not clip by γ'):
         tune_gamma.main(['--out_dir', str(tmp_path), '--', '--optimizer_name=lion'])
 
 

@@ -141,6 +141,10 @@ def test_settings_that_diverged_with_one_seed_are_not_the_best(tmp_path):
     assert row['candidate'] == pytest.approx(2.9) and row['trials'] == 2
     assert row['at equal trials'] == pytest.approx((2.9 + 5.0) / 2)
     assert any('and its other seeds count as diverged, because seed 4 did' in note for note in result['notes'])
+    assert not any('fewer seeds' in note for note in result['notes'])
+    make(tmp_path, 'sophiag', 100, 2.5, seed=4)  # trained again, to its end
+    make(tmp_path / '0', 'sophiag', 100, 2.5, seed=4)
+    assert judge(tmp_path)['same_T'][0]['candidate'] == pytest.approx(2.9)
 
 
 def test_data_efficiency_is_read_between_the_baselines_horizons(tmp_path):
@@ -231,7 +235,8 @@ def test_the_warm_up_may_be_a_share_of_the_run_or_a_number_of_steps(tmp_path, ar
 
 def test_a_setting_that_an_edit_gives_the_model_is_part_of_the_protocol(tmp_path, monkeypatch):
     """A run that is older than the setting has its default."""
-    monkeypatch.setitem(compare.MODEL, 'rope', False)
+    monkeypatch.setattr(compare, 'MODEL', [*compare.MODEL, 'rope'])
+    monkeypatch.setitem(runs.UNSET, 'rope', False)
     paths = [make(tmp_path, name, 100, 3.0) for name in ('adamw', 'lion')]
     about = json.loads((paths[1] / 'config.json').read_text())
     for value in (False, True):
@@ -241,7 +246,7 @@ def test_a_setting_that_an_edit_gives_the_model_is_part_of_the_protocol(tmp_path
             assert 'rope is False in one and True in the other' in rejection(judge, tmp_path)
         else:
             assert judge(tmp_path)['same_T']
-    assert {'n_layer', 'bias'} <= compare.MODEL.keys()
+    assert {'n_layer', 'bias'} <= {*compare.MODEL}
 
 
 def test_a_branch_of_a_long_run_may_be_cut_and_cooled_down_at_one_resume(tmp_path):
@@ -290,9 +295,9 @@ def test_runs_of_different_code_are_named(tmp_path):
     assert judge(tmp_path)['same_T'][0]['seeds'] == 3
 
 
-def test_hashes_of_all_files_in_one_are_compared_with_their_like():
-    assert files.differing_files('aaa', None, 'aaa', {'loss.py': 'a'}) == []
-    assert files.differing_files('aaa', 'bbb') == ['code']
+def test_older_runs_have_one_hash_of_all_files():
+    assert files.differing_files('aaa', None, 'aaa') == []
+    assert files.differing_files('aaa', 'bbb') == files.differing_files('aaa', {'loss.py': 'a'}) == ['files']
 
 
 def test_older_config_files_lack_settings_and_have_removed_ones(tmp_path):

@@ -16,7 +16,7 @@ from fake_runs import SHAPE, fake_run, rows_of
 from analysis import runs, trials
 from runtime import checkpoint, files
 from scripts import eval as evaluation
-from scripts import plan, records, sweep, tune
+from scripts import plan, records, speedup, sweep, tune
 from scripts.paper import hessian_histogram
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_a_run_that_is_there_is_not_the_answer_to_another_question(tmp_path, fla
     trials.Trial(tmp_path, {}, [*argv, '--log_interval=3']).check()
     trials.Trial(tmp_path, {}, [*argv, '--batch_size=1', '--eval_iters=8']).check()  # on the same sequences
     message = rejection(trials.Trial(tmp_path, {}, [*argv, *flags]).check)
-    assert f'holds a run with {there}, asked for is {asked}; choose' in message
+    assert f'holds a run with {there}, asked for is {asked}; ' in message
 
 
 def test_a_run_has_the_default_of_a_setting_that_is_younger(tmp_path):
@@ -99,7 +99,7 @@ def test_code_that_changed_since_the_runs_is_named(tmp_path, capsys):
     trials.show(made, tmp_path)
     said = capsys.readouterr().out
     assert 'note: the runs are of different code (loss.py)' in said
-    assert 'note: loss.py changed since runs were trained; choose another --out_dir' in said
+    assert 'note: loss.py changed since some of these runs were trained; choose another --out_dir' in said
 
 
 @pytest.mark.parametrize('flags, rejected', [
@@ -272,6 +272,8 @@ def test_a_search_keeps_nothing_within_the_noise(tmp_path, landscape):
 
 @pytest.mark.parametrize(('script', 'argv', 'message'), [
     (tune, ['--values', 'seed=1', '--noise=nan'], 'at least 0'), (tune, ['--values', 'no=1', '--noise=0'], 'not a set'),
+    (tune, ['--values', 'seed=1', '--noise=0', '--', *SHAPE, '--max_iters=9', '--lr_decay_iters=20'],
+     'no run could be compared: its learning rate decays over 20 iterations, and it was run for 9'),
     (sweep, ['--grid', 'seed=1', '--jobs=0', '--', *SHAPE], 'at least 1'), (sweep, [], 'give --spec or --grid')])
 def test_flags_that_make_no_sense_are_rejected(tmp_path, script, argv, message, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -283,7 +285,9 @@ def test_flags_that_make_no_sense_are_rejected(tmp_path, script, argv, message, 
     (plan, ['--gpus=0'], '--gpus: 0: must be at least 1'), (plan, ['--mfu=nan'], '--mfu: nan: must be at least 0.01'),
     (evaluation, ['gpt2', '--eval_iters=-1'], '--eval_iters: -1: must be at least 0'),
     (evaluation, ['gpt2', '--batch_size=x'], "--batch_size: invalid number value: 'x'"),
-    (records, ['a', 'b', '--pack', 'c'], '--pack takes one OUT_DIR')])
+    (records, ['a', 'b', '--pack', 'c'], '--pack takes one OUT_DIR'),
+    (records, ['records/study/9600', '--pack', 'c'], '--pack takes one OUT_DIR'),
+    (speedup, ['a', '--k=0'], '--k: 0: must be at least 1')])
 def test_flags_of_other_scripts_that_make_no_sense_are_rejected(script, argv, message, capsys):
     with pytest.raises(SystemExit):
         script.main(argv)

@@ -1,5 +1,6 @@
 """train.py: it learns, its losses do not depend on how a mini-batch is split, and nothing fools a fork silently."""
 
+import contextlib
 import json
 import random
 import runpy
@@ -153,8 +154,7 @@ def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(
     assert about['code']['loss.py'] == 'edited'
     assert [change for change in about['changes'] if change['key'] == 'code'] == [
         dict(iter=2, key='code', files=['loss.py'])]
-    run = read_run(tmp_path)
-    assert run.code_changes == [f'{tmp_path}: its code was changed at iteration 2 (loss.py)']
+    assert read_run(tmp_path).code_changes == ['its code was changed at iteration 2 (loss.py)']
 
 
 def test_the_code_is_known_in_a_directory_of_any_name(tmp_path, monkeypatch):
@@ -184,6 +184,28 @@ def test_an_optimizer_that_draws_draws_alike_in_every_run(main, tmp_path, monkey
     main(tmp_path / 'a', '--max_iters=3')
     main(tmp_path / 'b', '--max_iters=3')
     assert drawn[:3] == drawn[3:] and len({number for numbers in drawn for number in numbers}) == 9
+
+
+def test_the_check_of_ranks_leaves_no_trace():
+    """A forward pass may count in a buffer, as batch normalization does."""
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+            self.register_buffer('seen', torch.zeros(()))
+
+        def forward(self, X, Y):
+            self.seen += 1
+            return None, (self.weight * X).sum()
+
+    model = Model()
+    world = SimpleNamespace(size=2, sharded=False, device='cpu', set_gradient_sync=lambda *_: None,
+                            gather=lambda t: torch.stack([t, t]))
+    run = SimpleNamespace(world=world, model=model, raw_model=model, params=[model.weight],
+                          autocast=contextlib.nullcontext(), scaler=torch.amp.GradScaler('cpu', enabled=False),
+                          optimizer=torch.optim.SGD(model.parameters()))
+    program.lifecycle.check_ranks(run, torch.ones(2, 4))
+    assert model.seen == 0 and model.weight.grad is None
 
 
 def test_a_mixture_of_experts_that_leaves_out_an_expert_on_one_rank_is_one_line(train, tmp_path):
