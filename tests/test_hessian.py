@@ -14,7 +14,7 @@ import hessian
 from hessian import rows_at_once
 from model import GPT, SIZES, GPTConfig
 from optimizers import build_hook, build_optimizer
-from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
+from runtime.rng import VECTORS, keyed_seed
 from sophia import Hutchinson, parameters
 
 
@@ -142,20 +142,6 @@ def test_the_micro_batch_does_not_change_the_estimate(gpt, name):
         torch.testing.assert_close(parts, whole)
 
 
-@pytest.mark.parametrize('name', ['sophiag', 'ef_clip'])
-def test_positions_that_do_not_count_are_not_predictions(gpt, name, monkeypatch):
-    """ĥ = B·ĝ⊙ĝ over B predictions: positions with the label −1 are left out."""
-    model, found = gpt[0], []
-    X, Y = torch.arange(8).view(2, 4), torch.tensor([[3, 1, -1, -1], [-1, -1, -1, -1]])
-    monkeypatch.setattr(hessian, 'keyed_uniforms', lambda seed, stream, i, shape: torch.full(shape, 0.5))
-    for x, y in ((X, Y), (X[:1, :2], Y[:1, :2])):  # attention is causal: the same two predictions
-        hook = make_hook(model, name, batch_size=len(x))
-        iteration(hook, x, y)
-        found.append([hook.optimizer.state[p]['hessian'] for p in model.parameters()])
-    torch.testing.assert_close(*found)
-    assert found[0][0].any()
-
-
 class Masked(GPT):
     """Leaves out the second half of each sequence."""
 
@@ -184,26 +170,6 @@ def test_a_forward_without_the_loss_on_labels_is_named(gpt):
     model = copy.deepcopy(gpt[0])
     model.__class__ = Forgetful
     assert 'returned no loss on them' in rejection(estimates, model, gpt[1], 'sophiag')
-
-
-def test_estimates_are_made_at_0_k_2k_on_this_ranks_share_of_the_sequences(gpt):
-    hook = make_hook(gpt[0], 'sophiah', interval=3, batch_size=10, world_size=2)
-    assert [i for i in range(10) if hook.start(i)] == list(range(10))  # as long as iteration 0 is always skipped
-    hook.optimizer.update_hessian([torch.ones_like(p) for p in parameters(hook.optimizer)])
-    assert [i for i in range(10) if hook.start(i)] == [0, 3, 6, 9]
-    for _ in range(3):
-        hook.labels(torch.zeros(3, 2), torch.zeros(3, 2))
-    assert [len(X) for X, _ in hook.rows] == [3, 2]
-
-
-def test_labels_are_functions_of_seed_iteration_and_sequence_alone(gpt):
-    """Rank 1 of two has the sequences 1 and 3, here in a micro-batch each."""
-    hook = make_hook(gpt[0], 'sophiag', seed=5, rank=1, world_size=2, interval=3)
-    hook.start(3)
-    X = torch.zeros(1, 7)
-    uniforms = keyed_uniforms(5, LABELS, 3, (4, 7))
-    for sequence in (1, 3):
-        assert torch.equal(hook.labels(X, X)['uniforms'], uniforms[[sequence]])
 
 
 def test_estimates_have_the_order_of_the_param_groups(gpt):

@@ -72,7 +72,7 @@ def test_the_slurm_script_does_not_try_failures_again(tmp_path, corpus):
 
 
 @pytest.mark.skipif(importlib.util.find_spec('yaml') is None, reason='PyYAML is not installed')
-def test_the_skypilot_task_is_one():
+def test_the_skypilot_task_is_valid_yaml_and_shell():
     import yaml
     task = yaml.safe_load((ROOT / 'scripts/skypilot.yaml').read_text())
     assert task['num_nodes'] > 1 and (ROOT / task['envs']['CONFIG']).is_file()
@@ -100,7 +100,8 @@ def test_a_cuda_device_has_an_index(monkeypatch, environment, index):
 
 @pytest.mark.parametrize('name', ['meta', 'cuda:x'])
 def test_a_device_that_cannot_train_is_one_line(name):
-    assert rejection(device.check_device, name).startswith(f'--device={name}: ')
+    message = rejection(device.check_device, name)
+    assert message.startswith(f'--device={name}: ') and message.endswith('; use cuda, cuda:N, mps or cpu')
 
 
 def test_a_stream_that_fails_or_lacks_a_character_ends_no_run():

@@ -141,20 +141,12 @@ def train(optimizer, params, steps, first=0):
 
 
 @OPTIMIZERS
-@pytest.mark.parametrize('way', ['state_dict', 'deepcopy'])
-def test_a_copy_continues_identically(cls, way, tmp_path):
+def test_a_deep_copy_continues_identically(cls):
     params = make_params()
     optimizer = cls(params, lr=1e-2, nonfinite='skip')
     train(optimizer, params, 3)
-    if way == 'deepcopy':
-        copied, twins = copy.deepcopy((optimizer, params))
-        assert copied.nonfinite == 'skip'
-    else:
-        torch.save([optimizer.state_dict(), [p.detach() for p in params]], tmp_path / 'state.pt')
-        state, values = torch.load(tmp_path / 'state.pt', weights_only=True)
-        twins = [torch.nn.Parameter(v) for v in values]
-        copied = cls(twins, lr=1.0, weight_decay=0.0)
-        copied.load_state_dict(state)
+    copied, twins = copy.deepcopy((optimizer, params))
+    assert copied.nonfinite == 'skip'
     train(optimizer, params, 3, first=3)
     train(copied, twins, 3, first=3)
     assert all(torch.equal(p, q) for p, q in zip(params, twins))
@@ -217,27 +209,6 @@ def test_parameters_without_gradient(cls):
     optimizer.step()
     assert torch.equal(params[1], before[1]) and not optimizer.state[params[1]]
     torch.testing.assert_close(params[0].detach(), 0.95 * before[0])
-
-
-@OPTIMIZERS
-def test_param_groups_schedulers_and_hooks(cls):
-    params = make_params()
-    optimizer = cls(params[:1], lr=0.1)
-    optimizer.add_param_group({'params': params[1:], 'lr': 0.01, 'weight_decay': 0.0})
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.5 ** t)
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append('pre'))
-    optimizer.register_step_post_hook(lambda *_: calls.append('post'))
-    train(optimizer, params, 1)
-    scheduler.step()
-    assert scheduler.get_last_lr() == [0.05, 0.005] and calls == ['pre', 'post']
-    before = params[1].detach().clone()
-    for group in optimizer.param_groups:
-        group['lr'] = 0.0
-    train(optimizer, params, 1, first=1)
-    assert torch.equal(params[1], before)
-    with pytest.raises(ValueError, match='more than one parameter group'):
-        optimizer.add_param_group({'params': params[:1]})
 
 
 @OPTIMIZERS
@@ -357,13 +328,6 @@ def test_adahessian_needs_an_estimate_before_its_first_step():
 def test_unknown_settings_are_rejected():
     with pytest.raises(ValueError, match='unknown settings rho'):
         build_optimizer('sophiag', make_params(), lr=1e-3, rho=0.05)
-
-
-def test_every_optimizer_of_the_paper_has_learning_rates():
-    for name in PAPER:
-        for size in ('tiny', '30M', '125M', '355M'):
-            lr, where = optimizers.peak_learning_rate(name, size)
-            assert (lr == 0.3 and 'our table' in where) if name == 'adahessian' else (lr < 0.02 and size in where)
 
 
 def settings(name, total_batch_size):

@@ -79,6 +79,7 @@ def test_a_signal_stops_all_ranks_and_the_resumed_run_is_the_same(train, referen
     done = train(tmp_path, '--init_from=resume', name=name, ranks=ranks)
     assert done.code == 0 and f'at iteration {iteration} of 10' in done.out, done.err
     assert not soak.compare(tmp_path, reference(name, ranks))
+    assert metrics(tmp_path, 'time') == sorted(metrics(tmp_path, 'time'))
 
 
 def test_a_shorter_horizon_from_a_copied_checkpoint_is_the_uninterrupted_run(train, tmp_path):
@@ -108,24 +109,6 @@ for name in ('normal_', 'uniform_', 'zero_', 'fill_'):
     setattr(torch.Tensor, name, drawn)
 """)
     assert done.code == 0 and iterations(copy)[0] == 11, done.err
-
-
-def test_a_resumed_run_has_its_own_settings_and_says_so(train, tmp_path):
-    """It counts tokens and seconds on, the optimizer gets the new β1, and config.json keeps all changes."""
-    def changes():
-        found = json.loads((tmp_path / 'config.json').read_text())['changes']
-        return [(change['iter'], change['key'], change['from'], change['to']) for change in found]
-
-    assert train(tmp_path, '--max_iters=4').code == 0 and changes() == []
-    flags = ['--auto_resume=True', '--max_iters=6', '--lr_decay_iters=4', '--min_lr=5e-4']
-    assert train(tmp_path, *flags, '--total_batch_size=8', '--beta1=0.5').code == 0
-    first = {(4, 'beta1', 0.9, 0.5), (4, 'max_iters', 4, 6), (4, 'total_batch_size', 4, 8)}
-    assert set(changes()) == first
-    assert metrics(tmp_path, 'tokens')[-1] == (4 * 4 + 2 * 8) * 32
-    assert metrics(tmp_path, 'time') == sorted(metrics(tmp_path, 'time'))
-    assert all(group['betas'][0] == 0.5 for group in state(tmp_path, 6)['optimizer']['param_groups'])
-    assert train(tmp_path, *flags, '--total_batch_size=8', '--beta1=0.5', '--grad_clip=0').code == 0
-    assert set(changes()) == first | {(6, 'grad_clip', 1.0, 0.0)}
 
 
 def test_sigusr1_saves_and_continues(train, reference, tmp_path):
@@ -217,6 +200,7 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
          'is of a run that began with init_from = scratch; continue it with --init_from=resume'),
         (['--init_from=resume', '--n_embd=64'], copy, 'is a model with another n_embd (32 there, 64 asked for); '),
         (['--init_from=resume', '--optimizer_name=lion'], copy, 'was trained with --optimizer_name=adamw'),
+        (['--init_from=resume', '--max_iters=5'], copy, 'is at iteration 10 already; set at least that'),
         (['--auto_resume=True', f'--dataset={other}'], copy, '(train, val.bin differs)'),
         (['--auto_resume=True'], older, 'is of another version of train.py (its TrainState has latest_losses)'),
         (['--init_from=resume'], tmp_path / 'nowhere', 'nothing to resume; check --out_dir'),

@@ -169,6 +169,7 @@ def test_an_optimizer_lowers_the_loss_and_resumes_bit_for_bit(corpus, tmp_path, 
 
 
 @pytest.mark.parametrize('name, parallel', [('adahessian', 'ddp'), ('ef_clip', 'ddp'), ('gnb_noclip', 'fsdp'),
+                                            ('lion', 'fsdp'), ('normalize', 'fsdp'),
                                             ('schedulefree:AdamWScheduleFree', 'fsdp')])
 def test_two_ranks_compute_what_one_does(corpus, fork, tmp_path, name, parallel):
     """tests/test_sharding.py has more of the table's optimizers."""

@@ -32,7 +32,7 @@ def surface(trial):
     return 1.3 + 0.01 * lr ** 2 + 0.001 * abs(math.log(s.get('gamma', 0.15) / 0.15)) + s['seed'] % 7 * 1e-6
 
 
-def test_protocol(monkeypatch):
+def test_the_plan_follows_the_stated_protocol(monkeypatch):
     made = make_all(monkeypatch, surface)
     assert len(set(made)) == len(made)
     tests = [dict(trial.settings) for trial in made if trial.part == 'A' and dict(trial.settings)['seed'] > 1340]

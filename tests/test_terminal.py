@@ -115,4 +115,4 @@ wandb.init = init
 ])
 def test_of_several_ranks_one_prints_the_error(train, tmp_path, flags, message):
     done = train(tmp_path / 'out', *flags, ranks=2)
-    assert (done.code, done.out, done.err) == (1, '', message + '\n')
+    assert (done.code, done.out, done.err) == (1, '', message + '\n') and not (tmp_path / 'out').exists()
