@@ -117,7 +117,7 @@ def tuned_at_each_T(runs, optimizer_name):
     """
     at_T, found = {}, {}
     ended = [run for run in runs if run.optimizer_name == optimizer_name and (run.diverged or not run.rejected)]
-    # Diverged runs first, because of runs with the same settings and seed the first counts.
+    # Diverged runs come first, because by_seed keeps the first of several runs with the same settings and seed.
     for group in by_seed(sorted(ended, key=lambda run: not run.diverged)):
         finished, lost = at_T.setdefault(group[0].max_iters, ([], []))
         (lost if any(run.diverged for run in group) else finished).append(group)
@@ -179,7 +179,8 @@ def efficiency_at(candidate, baseline):
 
 def weaknesses(side):
     """Sentences on what makes the best of a `Tuned` doubtful: a value at the edge of those that were tried with all
-    other settings as in the best, only one such learning rate, or fewer seeds than other settings have."""
+    other settings as in the best, only one such learning rate, fewer seeds than other settings have, or settings left
+    out because one of their seeds diverged."""
     who, found = f'{side.best[0].optimizer_label}, T = {side.T}', []
     best, *tried = (dict(hyperparameters(group[0])) for group in (side.best, *side.tried))
     for key, name in SETTING_NAMES.items():

@@ -62,9 +62,7 @@ class Run:
         """The measured values of `key` as (xs, ys), two lists; x is a key of AXES."""
         found = [record for record in self.records if key in record]
         column = dict(steps='iter', tokens='tokens', seconds='time', flops='tokens')[x]
-        factor = 1
-        if x == 'flops':
-            factor = sum(flops_per_iteration(self.config, self.about)) / (self.total_batch_size * self.block_size)
+        factor = self.flops_per_token() if x == 'flops' else 1
         return [record[column] * factor for record in found], [record[key] for record in found]
 
     def last(self, key):
@@ -126,13 +124,15 @@ class Run:
         """Why the run cannot be compared with others, one clause, or None."""
         return self.unfinished or self.off_schedule or self.changed
 
+    def flops_per_token(self):
+        """Mean FLOPs of a training token, Hessian estimates included (see `flops_per_iteration`)."""
+        return sum(flops_per_iteration(self.config, self.about)) / (self.total_batch_size * self.block_size)
+
     def flops_per_iteration(self):
-        """Mean FLOPs of an iteration, Hessian estimates included (see `flops_per_iteration`). Iterations with fewer
-        tokens than the settings say, as in a warm-up of the batch size, count by their tokens."""
-        full = self.total_batch_size * self.block_size
+        """Mean FLOPs of the iterations made, by their tokens, which are fewer in a warm-up of the batch size."""
         last = self.records[-1] if self.records else dict(iter=0)
-        share = last['tokens'] / (last['iter'] * full) if last['iter'] else 1
-        return share * sum(flops_per_iteration(self.config, self.about))
+        tokens = last['tokens'] / last['iter'] if last['iter'] else self.total_batch_size * self.block_size
+        return tokens * self.flops_per_token()
 
 
 def decay_start(config):
@@ -293,9 +293,9 @@ def measured_on(run):
 def notes_on(runs):
     """Sentences on why the losses of `runs` may differ by more than their settings and seeds: they are measured on
     different data, or the code changed. A run that does not name its code does not count as different."""
-    notes = [f'the runs differ in {what}, so their losses cannot be compared'
-             for what in ('the data (fingerprint)', 'the number of validation sequences')
-             if any(measured_on(run)[what] != measured_on(runs[0])[what] for run in runs)]
+    first, *others = map(measured_on, runs) if runs else [{}]
+    notes = [f'the runs differ in {what}, so their losses cannot be compared' for what, value in first.items()
+             if any(other[what] != value for other in others)]
     if files := differing_files(*(run.about.get('code') for run in runs)):
         notes.append(f'the runs are of different code ({", ".join(files)}), so they may differ in more than settings '
                      'and seed')
