@@ -35,12 +35,17 @@ def settings_of(run):
     return run.learning_rate, run.beta1, run.warmup_iters, run.weight_decay
 
 
+def part_of(run):
+    """The part of the study that a run belongs to, a letter."""
+    return run.out_dir.relative_to(RECORDS.parent).parts[0]
+
+
 def arms_of(runs, part):
     """{(optimizer, γ): arm} of a part; an arm is a dict with search, {settings: run with the search's seed}, best, the
     settings with the lowest loss among these, and runs, {seed: run} with the best settings."""
     arms = {}
     for run in runs:
-        if run.out_dir.relative_to(RECORDS.parent).parts[0] == part:
+        if part_of(run) == part:
             arms.setdefault((run.optimizer_name, run.gamma), []).append(run)
     for key, mine in arms.items():
         search = {settings_of(run): run for run in mine if run.seed == SEARCH_SEED}
@@ -97,8 +102,8 @@ def fresh_losses(arms, name, seeds):
 
 
 def tests(runs):
-    """Rows of the planned tests whose runs are all there: part A's four against Sophia-G, corrected by Holm; part C's
-    primary and secondary test, as they are."""
+    """Rows of the tests whose runs are all there: part A's four against Sophia-G, corrected by Holm; part C's primary
+    and secondary test, as they are; the secondary one with sign momentum of part F."""
     A, C, rows = arms_of(runs, 'A'), arms_of(runs, 'C'), []
     gamma = best_gamma(A)
     reference = losses(A['sophiag', gamma], OF_BEST_GAMMA) if gamma else []
@@ -115,6 +120,10 @@ def tests(runs):
         if sides['sophiag'] and sides[name]:
             rows.append({'comparison': f'C, {what}: Sophia-G minus {optimizer_label(name)}', 'n': '6, 6',
                          **difference(sides['sophiag'], sides[name])})
+    same_warmup = {run.seed: run.final_loss for run in runs if part_of(run) == 'F'}
+    if sides['sophiag'] and len(same_warmup) == len(SIX):
+        rows.append({'comparison': 'F, added: Sophia-G minus Sign momentum, same warm-up', 'n': '6, 6',
+                     **difference(sides['sophiag'], [same_warmup[seed] for seed in SIX])})
     return rows
 
 

@@ -152,24 +152,24 @@ def dissection_long():
 def dissection_six():
     """The six fresh seeds of the long horizon, once all of their runs are there."""
     rows = dissection.long_horizon(dissection_runs())
-    cells = [[row['optimizer'], number(row['learning_rate']), mean_sd(row['val/loss'], row['sd']),
+    cells = [[row['optimizer'], mean_sd(row['val/loss'], row['sd']),
               '' if row['optimizer'] == 'AdamW' else interval(row),
               '–' if row['to AdamW'] is None else f'{row["to AdamW"]:,.0f}'] for row in rows]
-    head = ['six fresh seeds', 'learning rate', 'loss', 'minus AdamW, 95 %', "steps to AdamW's loss"]
+    head = ['six fresh seeds', 'loss', 'minus AdamW, 95 %', "steps to AdamW's loss"]
     return table(head, cells) if rows else 'Not all of their runs are finished.'
 
 
 def dissection_tests():
-    """The planned tests of records/dissection whose runs are all there."""
+    """The tests of records/dissection whose runs are all there."""
     rows = dissection.tests(dissection_runs())
     cells = []
     for row in rows:
         ps = ['–' if row.get(key) is None else f'{row[key]:.2g}' for key in ('p', 'p, Holm')]
         cells.append([row['comparison'], row['n'], interval(row), *ps])
-    return table(['planned test', 'seeds', 'difference, 95 %', 'p', 'p, Holm'], cells)
+    return table(['test', 'seeds', 'difference, 95 %', 'p', 'p, Holm'], cells)
 
 
-PAGES = {'README.md': [study_losses],
+PAGES = {'README.md': [dissection_six, study_losses],
          'docs/settings.md': [settings],
          'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
          'records/study/README.md': [study],

@@ -97,7 +97,8 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
         s = dict(trial.settings)
         loss = surface(trial) + dict(clip=0.02, ef_clip=0.01, adamw=0.005).get(trial.optimizer, 0)
         loss += 0.1 * (s['max_iters'] == 2400)
-        loss += 0.002 * (s['beta1'] == 0.9) + 0.002 * (s['warmup_iters'] == 2400) + 0.002 * ('weight_decay' in s)
+        loss += 0.002 * (s['beta1'] == 0.9) + 0.002 * ('weight_decay' in s)
+        loss += (-0.001 if trial.optimizer == 'sophiag' else 0.002) * (s['warmup_iters'] == 2400)
         noise[trial.path] = loss + (rng.gauss(0, 0.003) if dict(trial.settings)['seed'] != study.SEARCH_SEED else 0)
         return noise[trial.path]
 
@@ -105,12 +106,15 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
     folder = tmp_path / 'dissection'
     folder.mkdir()
     monkeypatch.setattr(dissection, 'RECORDS', folder / 'runs.jsonl')
-    lines = [json.dumps(recorded(trial, noise[trial.path], 0.3)) for trial in made if trial.part in 'AC']
+    lines = [json.dumps(recorded(trial, noise[trial.path], 0.3)) for trial in made if trial.part in 'ACF']
     (folder / 'runs.jsonl').write_text('\n'.join(lines) + '\n')
     rows = dissection.tests(find_runs([folder]))
     assert [row['comparison'] for row in rows] == [
         'A: Sign momentum minus Sophia-G', 'A: GNB, mean of h minus Sophia-G', 'A: E-F+clip minus Sophia-G',
-        'A: Sophia-H minus Sophia-G', 'C, primary: Sophia-G minus AdamW', 'C, secondary: Sophia-G minus Sign momentum']
+        'A: Sophia-H minus Sophia-G', 'C, primary: Sophia-G minus AdamW', 'C, secondary: Sophia-G minus Sign momentum',
+        'F, added: Sophia-G minus Sign momentum, same warm-up']
+    added = [dict(trial.settings) for trial in made if trial.part == 'F']
+    assert [s['warmup_iters'] for s in added] == [2400] * 6 and {s['learning_rate'] for s in added} == {0.004}
     seeds = {name: [noise[trial.path] for trial in made if trial.part == 'C' and trial.optimizer == name
                     and dict(trial.settings)['seed'] != study.SEARCH_SEED] for name in ('sophiag', 'adamw')}
     expected = stats.ttest_ind(seeds['sophiag'], seeds['adamw'], equal_var=False)
@@ -144,7 +148,7 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
     found = find_runs([folder])
     last = dissection.long_horizon(found)[-1]
     assert last['optimizer'] == 'Sophia-G' and last['val/loss'] == math.inf and last['sd'] is last['p'] is None
-    assert [row['p'] for row in dissection.tests(found)[4:]] == [None, None]
+    assert [row['p'] for row in dissection.tests(found)[4:]] == [None, None, None]
     dissection.main([])
     assert 'inf' in capsys.readouterr().out
 
