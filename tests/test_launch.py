@@ -1,7 +1,6 @@
 """Starts of runs: the Slurm script (with agents of torchrun that meet on loopback as its machines), the environment,
 the device, output streams."""
 
-import importlib.util
 import io
 import os
 import socket
@@ -69,15 +68,6 @@ def test_the_slurm_script_does_not_try_failures_again(tmp_path, corpus):
     command.corpus = corpus
     _, done = sbatch(tmp_path, tmp_path / 'out', nodes=1, script="raise SystemExit('--n_head=5: it says why')")
     assert done.code not in (0, STOPPED) and '--n_head=5: it says why' in done.err and 'asked for' not in done.out
-
-
-@pytest.mark.skipif(importlib.util.find_spec('yaml') is None, reason='PyYAML is not installed')
-def test_the_skypilot_task_is_valid_yaml_and_shell():
-    import yaml
-    task = yaml.safe_load((ROOT / 'scripts/skypilot.yaml').read_text())
-    assert task['num_nodes'] > 1 and (ROOT / task['envs']['CONFIG']).is_file()
-    for script in (task['setup'], task['run']):
-        assert subprocess.run(['bash', '-n'], input=script, text=True).returncode == 0
 
 
 def test_what_suits_a_device(monkeypatch):
