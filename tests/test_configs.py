@@ -98,3 +98,20 @@ def test_an_evaluation_of_a_neox_model_is_shorter_than_two_steps():
     for name in NEOX_RUNS:
         values = resolve(CONFIG / name)
         assert 0 < values['eval_iters'] * values['batch_size'] < 2 * 3 * values['total_batch_size']
+
+
+@pytest.mark.parametrize('name, expected', [
+    ('ef_clip', dict(optimizer_name='ef_clip', hessian_interval=10, hessian_batch_size=240)),
+    ('ah_clip', dict(optimizer_name='ah_clip', hessian_interval=10, hessian_batch_size=32)),
+    ('adahessian', dict(optimizer_name='adahessian', hessian_interval=1, beta1=0.92, beta2=0.99)),
+    ('clip', dict(optimizer_name='clip', hessian_interval=0)),
+    ('normalize', dict(optimizer_name='normalize', hessian_interval=0)),
+    ('gnb_noclip', dict(optimizer_name='gnb_noclip', hessian_interval=2, hessian_batch_size=240)),
+    ('hessian_interval_1', dict(optimizer_name='sophiag', hessian_interval=1, beta2=0.99)),
+    ('hessian_interval_10', dict(optimizer_name='sophiag', hessian_interval=10, beta2=0.99)),
+    ('hessian_interval_100', dict(optimizer_name='sophiag', hessian_interval=100, beta2=0.99)),
+])
+def test_ablation_configs(name, expected):
+    values = resolve(CONFIG / 'ablation' / f'{name}.py')
+    expected = dict(expected, model_size='30M', n_layer=6, total_batch_size=480, max_iters=100000)
+    assert {key: values[key] for key in expected} == expected
