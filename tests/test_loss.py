@@ -6,7 +6,7 @@ import torch._functorch.config
 from conftest import needs_compiler
 from torch.nn import functional as F
 
-from loss import cross_entropy, mean_loss, sample_labels
+from loss import mean_loss, sample_labels
 from model import GPT, GPTConfig
 
 SECOND = 'none', 'drawn for all', 'drawn for some', 'given for some'
@@ -89,15 +89,6 @@ def test_losses_in_sixteen_bits_are_float32():
 def test_a_mean_over_no_targets_is_nan():
     """As F.cross_entropy's."""
     assert mean_loss(torch.zeros(2, 3, 5), torch.full((2, 3), -1)).isnan()
-
-
-@pytest.mark.parametrize('logit', [20.0, 300.0])
-def test_improbable_labels_have_finite_losses_and_right_gradients(logit):
-    logits = torch.tensor([[logit, logit / 2, 0.0], [0.0, 0.0, logit]], requires_grad=True)
-    labels = torch.tensor([2, 0])
-    ours, expected = cross_entropy(logits, labels).sum(), F.cross_entropy(logits, labels, reduction='sum')
-    torch.testing.assert_close(ours, expected)
-    torch.testing.assert_close(torch.autograd.grad(ours, logits), torch.autograd.grad(expected, logits))
 
 
 def test_sampled_labels_follow_the_softmax():
