@@ -336,8 +336,14 @@ def parameter_groups(model, weight_decay):
     hidden, others, vectors = [], [], []
     in_blocks = {id(p) for p in model.transformer.h.parameters()}
     for p in model.parameters():
-        if p.requires_grad:
-            (vectors if p.dim() < 2 else hidden if id(p) in in_blocks else others).append(p)
+        if not p.requires_grad:
+            continue
+        if p.dim() < 2:
+            vectors.append(p)
+        elif id(p) in in_blocks:
+            hidden.append(p)
+        else:
+            others.append(p)
     groups = [dict(params=others, weight_decay=weight_decay, role='embedding'),
               dict(params=hidden, weight_decay=weight_decay),
               dict(params=vectors, weight_decay=0.0)]
@@ -380,9 +386,11 @@ def check_settings(config):
     name, chosen = config.optimizer_name, row(config.optimizer_name)
     config.require('parallel', chosen.shards or config.parallel == 'ddp',
                    f'ddp for {name}, which is not known to work on parts of a parameter')
-    estimates = ('hessian_interval', 'hessian_batch_size') if issubclass(chosen.hook, HessianHook) else ()
+    positive = {'eps', 'gamma'} & chosen.settings.keys()
+    if issubclass(chosen.hook, HessianHook):
+        positive |= {'hessian_interval', 'hessian_batch_size'}
     for key in PLACEHOLDERS:
-        if key in estimates or key in ('eps', 'gamma') and key in chosen.settings:
+        if key in positive:
             config.require(key, config.values[key] > 0, f'above 0 for {name}')
         used = key in chosen.settings or key == 'optimizer_args' and chosen.library
         if config.sources[key] == 'flag' and not used and config.values[key]:

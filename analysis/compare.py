@@ -38,15 +38,18 @@ def check_comparable(runs, free=()):
                 'min_lr_ratio': round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4),
                 'init_from': run.config.get('init_from')}
 
+    def require_equal(key, other, theirs, run, value):
+        if theirs != value and key not in free:
+            hint = '' if ' ' in key else f'; leave one out, or give --tuned {key} if it was tuned'
+            raise SystemExit(f'{other.out_dir} and {run.out_dir} cannot be compared: {key} is {theirs} in one and '
+                             f'{value} in the other{hint}')
+
     first_of = {}  # of each optimizer
     for run in runs:
+        for key, value in protocol(run).items():
+            require_equal(key, runs[0], protocol(runs[0])[key], run, value)
         first = first_of.setdefault(run.optimizer_name, run)
-        pairs = [(runs[0], key, protocol(runs[0])[key], value) for key, value in protocol(run).items()]
-        for other, key, one, two in [*pairs, (first, 'beta1', first.config.get('beta1'), run.config.get('beta1'))]:
-            if one != two and key not in free:
-                hint = '' if ' ' in key else f'; leave one out, or give --tuned {key} if it was tuned'
-                raise SystemExit(f'{other.out_dir} and {run.out_dir} cannot be compared: {key} is {one} in one and '
-                                 f'{two} in the other{hint}')
+        require_equal('beta1', first, first.config.get('beta1'), run, run.config.get('beta1'))
 
 
 def same_share(key, one, two):
@@ -115,13 +118,13 @@ def tuned_at_each_T(runs, optimizer_name):
     the seeds that the two share, and also than that mean: a single lucky run does not. Hyperparameters that diverged
     with a seed are never the best.
     """
-    at_T, found = {}, {}
+    found = {}
     ended = [run for run in runs if run.optimizer_name == optimizer_name and (run.diverged or not run.rejected)]
     # Diverged runs come first, because by_seed keeps the first of several runs with the same settings and seed.
-    for group in by_seed(sorted(ended, key=lambda run: not run.diverged)):
-        finished, lost = at_T.setdefault(group[0].max_iters, ([], []))
-        (lost if any(run.diverged for run in group) else finished).append(group)
-    for T, (groups, lost) in sorted(at_T.items()):
+    tried = by_seed(sorted(ended, key=lambda run: not run.diverged))
+    for T in sorted({run.max_iters for run in ended}):
+        lost = [group for group in tried if group[0].max_iters == T and any(run.diverged for run in group)]
+        groups = [group for group in tried if group[0].max_iters == T and group not in lost]
         if not groups:
             continue
         best, *others = sorted(groups, key=lambda group: (-len(group), mean_loss(group)[0]))

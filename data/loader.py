@@ -47,9 +47,10 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     share, rest = divmod(total_batch_size, world_size)
     if rest:
         step = batch_size * world_size
-        fits = total_batch_size // step * step
+        below = total_batch_size // step * step
+        nearest = f'{below} or {below + step}' if below else step
         raise SystemExit(f'--total_batch_size={total_batch_size}: must be a multiple of the {world_size} devices; '
-                         f'set --total_batch_size={f"{fits} or " * (fits > 0)}{fits + step}')
+                         f'set --total_batch_size={nearest}')
     if share % batch_size:
         divisors = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - batch_size))
         raise SystemExit(f'--batch_size={batch_size}: must divide {share}, the sequences of each device; '

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES, get_tokenizer
@@ -69,8 +69,8 @@ def load(files, text_key, **kwargs):
         import datasets
         dataset = datasets.load_dataset(kind, data_files=files, split='train', **kwargs)
     except Exception as error:  # of the import, the network, the Hub, the file system and parsers: no common class
-        raise SystemExit(f'{files[0]}: cannot be read ({type(error).__name__}: {first_line(error)})'
-                         + '; --data_files FILE... reads local copies' * files[0].startswith('hf:')) from None
+        hint = '; --data_files FILE... reads local copies' if files[0].startswith('hf:') else ''
+        raise SystemExit(f'{files[0]}: cannot be read ({type(error).__name__}: {first_line(error)}){hint}') from None
     if dataset.column_names and text_key not in dataset.column_names:
         raise SystemExit(f'{files[0]}: no column {text_key!r}, only {", ".join(dataset.column_names)}')
     return dataset
@@ -141,8 +141,8 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
         source += f', key {text_key!r}'  # another key is other text, so these are other bins
     if val_files:
         rule = 'val: ' + names_of(val_files)
-        documents = ((split, text) for split, of in (('train', files), ('val', val_files))
-                     for text in read_files(of, text_key))
+        documents = chain((('train', text) for text in read_files(files, text_key)),
+                          (('val', text) for text in read_files(val_files, text_key)))
     else:
         enough = int(1 / val_fraction) + 1
         try:

@@ -103,9 +103,12 @@ def git_commit():
         return subprocess.run(['git', *words], cwd=Path(__file__).parents[1], capture_output=True, text=True)
     try:
         commit = git('rev-parse', '--verify', 'HEAD').stdout.strip()
-        return commit + '+' * bool(git('status', '--porcelain', '-uno', '--', '*.py').stdout) if commit else None
+        changed = git('status', '--porcelain', '-uno', '--', '*.py').stdout
     except OSError:
         return None
+    if not commit:
+        return None
+    return f'{commit}+' if changed else commit
 
 
 def code_hashes():
@@ -123,16 +126,14 @@ def code_hashes():
 def differing_files(*codes):
     """The names of the files of which several programs have loaded different versions, by their `code_hashes`.
 
-    A file that only one of them has loaded does not count, and neither does a program whose code is unknown (None).
-    Older runs have one hash for all files: of these it returns ['files'] where they differ from any other.
+    A file that only one of them has loaded does not count, and neither does a program whose code is not known (None, or
+    one hash of all files, which older runs have).
     """
-    known = [code for code in codes if code]
-    if any(isinstance(code, str) for code in known):
-        return ['files'] if any(code != known[0] for code in known) else []
     versions = {}
-    for code in known:
-        for name, digest in code.items():
-            versions.setdefault(name, set()).add(digest)
+    for code in codes:
+        if isinstance(code, dict):
+            for name, digest in code.items():
+                versions.setdefault(name, set()).add(digest)
     return [name for name, found in versions.items() if len(found) > 1]
 
 

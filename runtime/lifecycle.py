@@ -191,23 +191,27 @@ def check_step(run, log, state, step, loader):
         state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
         return
     state.skipped_in_a_row += 1
-    where = loader.describe(state.iter, world.gather(step.losses), c.batch_size)
+    sequences = loader.describe(state.iter, world.gather(step.losses), c.batch_size)
+    where = f' ({sequences})' if sequences else ''
     overflow = run.scaler.is_enabled() and 'gradient' in step.problem  # of the scaled loss
     if state.skipped_in_a_row > (max(c.skip_nonfinite, optim.OVERFLOWS) if overflow else c.skip_nonfinite):
         abort(c, world, log, state.iter, step.problem,
               f', or skip it with --skip_nonfinite={state.skipped_in_a_row}', where)
     if not overflow:
-        log.print(f'iter {state.iter}: {step.problem}; skipped' + f' ({where})' * bool(where))
+        log.print(f'iter {state.iter}: {step.problem}; skipped{where}')
 
 
 def abort(c, world, log, iteration, problem, otherwise='', where=''):
-    """Ends a run that cannot continue, with one line on stderr and in failed.txt: the problem, what might help (a lower
-    learning rate or `otherwise`), and `where` it happened. Collective: every rank must call it."""
+    """Ends a run that cannot continue, with one line on stderr and in failed.txt. Collective: every rank must call it.
+
+    The line holds the problem, what might help (a lower learning rate or `otherwise`), and `where` it happened, which
+    is appended as it is.
+    """
     log.close()
     if world.is_master:
         advice = 'resume' if checkpoint.checkpoints(c.out_dir) else 'start again'
         line = (f'iteration {iteration}: {problem}; {advice} with a lower --learning_rate{otherwise}. Nothing of the '
-                'iteration was saved' + f' ({where})' * bool(where))
+                f'iteration was saved{where}')
         print(line, file=sys.stderr)
         write_text(Path(c.out_dir) / checkpoint.FAILED, line + '\n')
     raise SystemExit(NOT_FINITE)

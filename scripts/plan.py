@@ -121,15 +121,20 @@ def plan(c, shape, args):
         print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, and may be '
               'much larger: use --measure')
     print(f'  memory, computed, of {limit / 1e9:.0f} GB ({1 - HEADROOM:.0%} of {args.memory_gb:g}):')
-    first_order = not optimizer.hook.hessian_products
-    for parallel in ['ddp'] + ['fsdp'] * (args.gpus > 1 and optimizer.shards and first_order):
-        for checkpointing in [False] + [True] * first_order:
+    modes, switches = ['ddp'], [False]
+    if not optimizer.hook.hessian_products:
+        switches.append(True)
+        if args.gpus > 1 and optimizer.shards:
+            modes.append('fsdp')
+    for parallel in modes:
+        for checkpointing in switches:
             here = changed(c, parallel=parallel, activation_checkpointing=checkpointing)
             parts = memory(here, shape, args.gpus)
             peak, largest = sum(parts.values()), largest_micro_batch(here, shape, args.gpus, limit)
             chosen = (parallel, checkpointing) == (c.parallel, c.activation_checkpointing)
-            print(f'  {"*" if chosen else " "} {parallel:4} {"checkpointing" * checkpointing:13}  batch_size='
-                  f'{c.batch_size}: {peak / 1e9:6.1f} GB{" (too much)" * (peak > limit)}; largest: {largest or "none"}')
+            too_much = ' (too much)' if peak > limit else ''
+            print(f'  {"*" if chosen else " "} {parallel:4} {"checkpointing" if checkpointing else "":13}  batch_size='
+                  f'{c.batch_size}: {peak / 1e9:6.1f} GB{too_much}; largest: {largest or "none"}')
             if chosen:
                 print('      ' + ', '.join(f'{part} {size / 1e9:.1f}' for part, size in parts.items() if size))
 

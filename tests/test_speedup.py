@@ -8,7 +8,6 @@ from conftest import rejection
 from fake_runs import make, rows_of
 
 from analysis import compare, runs
-from runtime import files
 from scripts import speedup
 
 
@@ -293,11 +292,6 @@ def test_runs_of_different_code_are_named(tmp_path):
     changed = make(tmp_path, 'sophiag', 100, 2.8, seed=3, changes=[dict(iter=40, key='code', files=['train.py'])])
     assert f'{changed}: its code was changed at iteration 40 (train.py)' in notes()
     assert judge(tmp_path)['same_T'][0]['seeds'] == 3
-
-
-def test_older_runs_have_one_hash_of_all_files():
-    assert files.differing_files('aaa', None, 'aaa') == []
-    assert files.differing_files('aaa', 'bbb') == files.differing_files('aaa', {'loss.py': 'a'}) == ['files']
 
 
 def test_older_config_files_lack_settings_and_have_removed_ones(tmp_path):
