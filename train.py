@@ -93,7 +93,7 @@ parallel = setting('ddp', choices=('ddp', 'fsdp', 'hsdp'))  # fsdp: shards; hsdp
 activation_checkpointing = False  # keep each block's input only, compute the rest again in the backward pass
 backend = setting(str, choices=('nccl', 'gloo'))  # backend of torch.distributed: nccl or gloo
 device = setting(str)  # cuda, cuda:1, cpu or mps
-dtype = setting(str, choices=tuple(devices.DTYPES))  # of matrix products: float32, bfloat16, float16 (scales the loss)
+dtype = setting(str, choices=tuple(devices.DTYPES))  # of matmuls: float32 (never TF32), bfloat16, float16 (scales the loss)
 compile = setting(bool)  # torch.compile the model
 seed = setting(1337, at_least=-2 ** 63, below=2 ** 64)  # for initial weights, data order, sampled labels and dropout
 
@@ -394,7 +394,7 @@ def main(argv):
 def train(c):
     """Trains as the `Config` says: makes everything, then the loop."""
     world = World(c.device, c.backend, c.parallel)
-    torch.set_float32_matmul_precision('high')  # TF32 where the hardware has it
+    devices.set_matmul_precision(c.dtype)
     torch.set_flush_denormal(True)  # sharp attention produces many, and they halve the speed of a CPU
     with world.exit_together():
         train_data, val_data = open_dataset(c.dataset, c.block_size)
@@ -433,11 +433,14 @@ def train(c):
         if first and not step.problem:  # a state that no checkpoint can hold is found here, not at the first save
             checkpoint.check_round_trip(world, run.optimizer, make_optimizer(c, run.raw_model))
             first = False
+        logs = state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1
+        if logs or world.size > 1:
+            devices.synchronize(world.device)  # what follows would wait for the update, and is not timed
         seconds = time.perf_counter() - started
         speed.add(seconds, step.tokens, step.estimated)
         state.seconds += seconds
 
-        if state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1:
+        if logs:
             measured = dict(optimizers.optimizer_metrics(run.optimizer), param_norm=optim.global_norm(run.params))
             numbers = torch.stack([*measured.values()]).tolist()  # one wait for the device
             metrics = {'train/loss': step.loss, 'lr': lr, 'grad_norm': step.grad_norm,

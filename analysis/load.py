@@ -20,7 +20,7 @@ from data.tokenizer import (
 )
 from model import GPT, HUB_MODELS, GPTConfig
 from runtime import checkpoint
-from runtime.device import DTYPES, check_device
+from runtime.device import DTYPES, check_device, device_defaults
 from runtime.files import code_hashes, differing_files
 
 MODEL_FILES = 'model.py', 'loss.py'
@@ -58,7 +58,7 @@ def add_tokenizer_flag(parser):
 
 def dtype_name(args):
     """The key of DTYPES for the flags of `add_model_flags`."""
-    return args.dtype or ('bfloat16' if args.device.startswith('cuda') else 'float32')
+    return args.dtype or device_defaults(args.device)[0]['dtype']
 
 
 def load(path, device='cpu', tokenizer=None):

@@ -50,10 +50,7 @@ ATTENTION = dict(flash=SDPBackend.FLASH_ATTENTION, cudnn=SDPBackend.CUDNN_ATTENT
                  efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)
 
 
-def synchronize(device):
-    """Waits until the device has done its work."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
+
 
 
 class Case:
@@ -93,10 +90,10 @@ class Case:
     def measure(self, iteration):
         """Measures one step: of iteration 0, which estimates the Hessian where the optimizer has one, or 1."""
         sequences = self.batch()
-        synchronize(self.device)
+        devices.synchronize(self.device)
         started = time.perf_counter()
         step = train.train_step(self.run, sequences, iteration)
-        synchronize(self.device)
+        devices.synchronize(self.device)
         self.seconds[step.estimated].append(time.perf_counter() - started)
         self.losses.append(step.loss)
 
@@ -126,10 +123,10 @@ class Case:
         both, seconds = (optimizer, torch.optim.AdamW(params, lr=0.0, fused=True)), ([], [])
         for turn in range(turns + 1):
             for one, measured in zip(both, seconds):
-                synchronize(self.device)
+                devices.synchronize(self.device)
                 started = time.perf_counter()
                 one.step()
-                synchronize(self.device)
+                devices.synchronize(self.device)
                 if turn:  # the first one allocates the state
                     measured.append(time.perf_counter() - started)
         optimizer.zero_grad(set_to_none=True)
@@ -170,7 +167,7 @@ def start(argv, folder, attention):
     config = train.resolve(argv)
     if attention:
         sdpa_kernel(ATTENTION[attention]).__enter__()  # until the process ends
-    torch.set_float32_matmul_precision('high')  # as train.py
+    devices.set_matmul_precision(config.dtype)
     world = World(config.device, config.backend, 'ddp')
     case = Baseline(config, world, folder) if folder else Case(config, world)
 

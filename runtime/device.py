@@ -15,8 +15,10 @@ from runtime.files import first_line
 # The values of --dtype
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
-# Dense bf16/fp16 peak of one device in FLOP/s, from the makers' data sheets (no sparsity).
-PEAK_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'A5000': 111e12, 'L40S': 362e12, 'RTX 4090': 165e12}
+# Dense bf16/fp16 peak of one device in FLOP/s, from the makers' data sheets (no sparsity). The first one whose words
+# are in the device's name counts; parts of a device (MIG) and slower chips of the same name have no known peak.
+PEAK_FLOPS = {'MIG': None, 'Laptop': None, 'H200 NVL': 835e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12,
+              'H100': 989e12, 'A100': 312e12, 'A5000': 111e12, 'L40S': 362e12, 'RTX 4090': 165e12}
 
 
 def check_device(device):
@@ -32,8 +34,12 @@ def device_defaults(device):
     """(values of backend, dtype and compile for `device`, as a dict; where they come from, as text)."""
     if not device.startswith('cuda'):
         return dict(backend='gloo', dtype='float32', compile=False), f'device {device}'
-    reason = f'device {device}' if can_compile() else f'device {device}; no C compiler or no Python.h'
-    return dict(backend='nccl', dtype='bfloat16', compile=can_compile()), reason
+    dtype, reason = 'bfloat16', f'device {device}'
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        dtype, reason = 'float16', f'{reason}; it has no bfloat16'
+    if not can_compile():
+        reason += '; no C compiler or no Python.h'
+    return dict(backend='nccl', dtype=dtype, compile=can_compile()), reason
 
 
 def can_compile():
@@ -47,6 +53,17 @@ def autocast(device, dtype_name):
     if dtype_name == 'float32':
         return contextlib.nullcontext()
     return torch.autocast(torch.device(device).type, DTYPES[dtype_name])
+
+
+def set_matmul_precision(dtype_name):
+    """Lets float32 matmuls be TF32 where a GPU has it, but not in runs that are float32 throughout."""
+    torch.set_float32_matmul_precision('highest' if dtype_name == 'float32' else 'high')
+
+
+def synchronize(device):
+    """Waits until the device has done its work."""
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
 
 
 def device_name(device):

@@ -23,7 +23,7 @@ from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bi
 from data.loader import ValidationLoader
 from data.tokenizer import Byte, Char
 from loss import cross_entropy
-from runtime.device import autocast
+from runtime.device import autocast, set_matmul_precision
 
 
 def bytes_per_id(tokenizer):
@@ -86,7 +86,7 @@ def main(argv=None):
     add_model_flags(parser)
     args = parser.parse_args(argv)
     loaded = load(args.checkpoint, args.device, args.tokenizer)
-    torch.set_float32_matmul_precision('high')  # as in train.py
+    set_matmul_precision(dtype_name(args))
     for data in open_bins(loaded, args.dataset, 'val'):
         print(json.dumps(measure(loaded, data, args)))
 

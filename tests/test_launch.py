@@ -75,6 +75,17 @@ def test_what_suits_a_device(monkeypatch):
         monkeypatch.setattr(device, 'can_compile', lambda found=compiler: found)
         assert device_defaults('cuda:1')[0] == dict(backend='nccl', dtype='bfloat16', compile=compiler)
         assert device_defaults('cpu')[0] == dict(backend='gloo', dtype='float32', compile=False)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: including_emulation)
+    assert device_defaults('cuda')[0]['dtype'] == 'float16'
+
+
+@pytest.mark.parametrize('name, peak', [
+    ('NVIDIA H100 80GB HBM3', 989e12), ('NVIDIA H100 PCIe', 756e12), ('NVIDIA H200 NVL', 835e12), ('Tesla T4', None),
+    ('NVIDIA H100 80GB HBM3 MIG 1g.10gb', None), ('NVIDIA GeForce RTX 4090 Laptop GPU', None)])
+def test_the_peak_is_that_of_the_very_card(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda _: name)
+    assert device.peak_flops(torch.device('cuda')) == peak
 
 
 @pytest.mark.parametrize('environment, index', [({}, 0), (dict(LOCAL_RANK='3'), 3)])

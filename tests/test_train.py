@@ -101,6 +101,30 @@ def test_logged_clipping_and_speed_add_up(reference):
     assert tokens == pytest.approx([4 * 32] * 10)
 
 
+@pytest.mark.parametrize('log_interval', [1, 2])
+def test_the_time_of_an_iteration_holds_the_update_that_a_gpu_is_still_busy_with(main, tmp_path, monkeypatch,
+                                                                                log_interval):
+    """Updates take 10 s of a made-up clock, which passes once somebody waits for the device."""
+    clock = dict(now=0.0, owed=0.0)
+
+    def wait(device=None):
+        clock.update(now=clock['now'] + clock['owed'], owed=0.0)
+
+    def owe(*args, step=program.optim.step):
+        clock['owed'] += 10
+        step(*args)
+
+    clip = program.optim.clip_gradients
+    monkeypatch.setattr(program.optim, 'step', owe)
+    monkeypatch.setattr(program.optim, 'clip_gradients', lambda *args: (wait(), clip(*args))[1])
+    monkeypatch.setattr(program.optimizers, 'optimizer_metrics', lambda _: wait() or {})
+    monkeypatch.setattr(program.devices, 'synchronize', wait)
+    monkeypatch.setattr(program.time, 'perf_counter', lambda: clock['now'])
+    main(tmp_path, '--max_iters=4', '--eval_interval=4', f'--log_interval={log_interval}')
+    assert metrics(tmp_path, 'tokens_per_sec')[-1] == pytest.approx(4 * 32 / 10)
+    assert [json.loads(line)['time'] for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()][-1] == 40
+
+
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
 def test_a_batch_ramp_weights_every_sequence_alike_and_counts_its_tokens(main, tmp_path, monkeypatch, name):
     """3 of 4 sequences, in micro-batches of 2 and 1 or of 3; the first ones are of the estimate, too."""
