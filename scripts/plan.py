@@ -79,9 +79,11 @@ def memory(c, shape, ranks=1):
         parts['Hessian-vector product'] = max(0, 10 * kept + 16 * P - parts['activations'] - parts['logits'])
     elif hook.cost:
         parts['estimate'] = 4 * P / sharded
-        # Softmax and its cumulative sum of 4 sequences, in float32, at a time when only the logits are there.
+        # Two moments of the estimate have no gradient of the logits. Sampling labels: softmax and its cumulative sum of
+        # 4 sequences, in float32. The end of its backward pass: all of its gradients, unless they are sharded.
         sampled = 8 * logits * min(4, rows, c.batch_size) / c.batch_size
-        parts['sampled labels'] = max(0, sampled - (LOGIT - 2) * logits)
+        returned = 4 * P if c.parallel == 'ddp' else 0
+        parts['while estimating'] = max(0, max(sampled, returned) - (LOGIT - 2) * logits)
     return parts
 
 
