@@ -93,7 +93,7 @@ parallel = setting('ddp', choices=('ddp', 'fsdp', 'hsdp'))  # fsdp: shards; hsdp
 activation_checkpointing = False  # keep each block's input only, compute the rest again in the backward pass
 backend = setting(str, choices=('nccl', 'gloo'))  # backend of torch.distributed: nccl or gloo
 device = setting(str)  # cuda, cuda:1, cpu or mps
-dtype = setting(str, choices=tuple(devices.DTYPES))  # of matmuls: float32 (never TF32), bfloat16, float16 (scales the loss)
+dtype = setting(str, choices=tuple(devices.DTYPES))  # of matmuls: float32 (never TF32), bfloat16, float16 (scaled loss)
 compile = setting(bool)  # torch.compile the model
 seed = setting(1337, at_least=-2 ** 63, below=2 ** 64)  # for initial weights, data order, sampled labels and dropout
 
