@@ -103,7 +103,7 @@ def fresh_losses(arms, name, seeds):
 
 def tests(runs):
     """Rows of the tests whose runs are all there: part A's four against Sophia-G, corrected by Holm; part C's primary
-    and secondary test, as they are; the secondary one with sign momentum of part F."""
+    and secondary test, as they are; the secondary one with the runs of parts F and G."""
     A, C, rows = arms_of(runs, 'A'), arms_of(runs, 'C'), []
     gamma = best_gamma(A)
     reference = losses(A['sophiag', gamma], OF_BEST_GAMMA) if gamma else []
@@ -120,10 +120,11 @@ def tests(runs):
         if sides['sophiag'] and sides[name]:
             rows.append({'comparison': f'C, {what}: Sophia-G minus {optimizer_label(name)}', 'n': '6, 6',
                          **difference(sides['sophiag'], sides[name])})
-    same_warmup = {run.seed: run.final_loss for run in runs if part_of(run) == 'F'}
-    if sides['sophiag'] and len(same_warmup) == len(SIX):
-        rows.append({'comparison': 'F, added: Sophia-G minus Sign momentum, same warm-up', 'n': '6, 6',
-                     **difference(sides['sophiag'], [same_warmup[seed] for seed in SIX])})
+    for part, what in ('F', 'Sign momentum, same warm-up'), ('G', 'GNB, mean of h'):
+        added = {run.seed: run.final_loss for run in runs if part_of(run) == part}
+        if sides['sophiag'] and len(added) == len(SIX):
+            rows.append({'comparison': f'{part}, added: Sophia-G minus {what}', 'n': '6, 6',
+                         **difference(sides['sophiag'], [added[seed] for seed in SIX])})
     return rows
 
 

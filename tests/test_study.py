@@ -106,15 +106,16 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
     folder = tmp_path / 'dissection'
     folder.mkdir()
     monkeypatch.setattr(dissection, 'RECORDS', folder / 'runs.jsonl')
-    lines = [json.dumps(recorded(trial, noise[trial.path], 0.3)) for trial in made if trial.part in 'ACF']
+    lines = [json.dumps(recorded(trial, noise[trial.path], 0.3)) for trial in made if trial.part in 'ACFG']
     (folder / 'runs.jsonl').write_text('\n'.join(lines) + '\n')
     rows = dissection.tests(find_runs([folder]))
     assert [row['comparison'] for row in rows] == [
         'A: Sign momentum minus Sophia-G', 'A: GNB, mean of h minus Sophia-G', 'A: E-F+clip minus Sophia-G',
         'A: Sophia-H minus Sophia-G', 'C, primary: Sophia-G minus AdamW', 'C, secondary: Sophia-G minus Sign momentum',
-        'F, added: Sophia-G minus Sign momentum, same warm-up']
+        'F, added: Sophia-G minus Sign momentum, same warm-up', 'G, added: Sophia-G minus GNB, mean of h']
     added = [dict(trial.settings) for trial in made if trial.part == 'F']
     assert [s['warmup_iters'] for s in added] == [2400] * 6 and {s['learning_rate'] for s in added} == {0.004}
+    assert {dict(trial.settings)['gamma'] for trial in made if trial.part == 'G'} == {0.075}
     seeds = {name: [noise[trial.path] for trial in made if trial.part == 'C' and trial.optimizer == name
                     and dict(trial.settings)['seed'] != study.SEARCH_SEED] for name in ('sophiag', 'adamw')}
     expected = stats.ttest_ind(seeds['sophiag'], seeds['adamw'], equal_var=False)
@@ -148,7 +149,7 @@ def test_results_are_the_planned_tests(monkeypatch, tmp_path, capsys):
     found = find_runs([folder])
     last = dissection.long_horizon(found)[-1]
     assert last['optimizer'] == 'Sophia-G' and last['val/loss'] == math.inf and last['sd'] is last['p'] is None
-    assert [row['p'] for row in dissection.tests(found)[4:]] == [None, None, None]
+    assert [row['p'] for row in dissection.tests(found)[4:]] == [None] * 4
     dissection.main([])
     assert 'inf' in capsys.readouterr().out
 
