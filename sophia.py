@@ -98,6 +98,8 @@ class GuardedOptimizer(Optimizer):
                 loss = closure()
         groups = [(group, [p for p in group['params'] if p.grad is not None]) for group in self.param_groups]
         gradients = [p.grad for _, params in groups for p in params]
+        if any(grad.is_sparse for grad in gradients):
+            raise RuntimeError(f'{type(self).__name__}: sparse gradients are not supported; leave out sparse=True')
         if check_finite(self.nonfinite, 'gradient', gradients):
             for group, params in groups:
                 if params:
@@ -119,6 +121,11 @@ class GuardedOptimizer(Optimizer):
 
 class HessianOptimizer(GuardedOptimizer):
     """Base class with an EMA of Hessian estimates, or of a function of them, `averaged`, in the state `hessian`."""
+    _warns = True  # of a step without any estimate
+
+    def __setstate__(self, state):  # the end of load_state_dict, too
+        super().__setstate__(state)
+        self._warns = not any('hessian' in own for own in self.state.values())
 
     def averaged(self, h_hat):
         """The quantity that the EMA averages: the estimate ĥ itself."""
@@ -145,6 +152,7 @@ class HessianOptimizer(GuardedOptimizer):
                                  f'{tuple(p.shape)}; pass the optimizer to the estimator, which keeps their order')
         targets = {p: self.averaged(h_hat.to(p.dtype)) for p, h_hat in zip(params, estimates) if h_hat is not None}
         if check_finite(self.nonfinite, 'Hessian estimate', targets.values()):
+            self._warns = False
             for group in self.param_groups:
                 if params := [p for p in group['params'] if p in targets]:
                     self.update_ema(group, params, [targets[p] for p in params])
@@ -196,7 +204,8 @@ class Sophia(HessianOptimizer):
 
     def update(self, group, params, grads):
         lr = scalar(group['lr'])
-        if not any('hessian' in self.state[p] for p in params) and lr:
+        if self._warns and lr:  # warm-ups of other libraries begin at 0
+            self._warns = False
             warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=4)
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
@@ -228,6 +237,7 @@ class Sophia(HessianOptimizer):
                 hs.append(state['hessian'])
         if not inside:
             return None
+        inside = [count.to(inside[0].device) for count in inside]  # the layers may be on several devices
         total = sum(h.numel() for h in local(hs))
         unclipped, total = add_shards(torch.stack([torch.stack(inside).sum(), inside[0].new_tensor(total)]), hs)
         return unclipped / total
@@ -248,8 +258,8 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
         distribution: maps outputs to the `torch.distributions.Distribution`, an exponential family in its natural
             parameter, whose mean negative log-likelihood is the loss. Default Categorical(logits=…), i.e.
             cross-entropy; for the squared loss ½(f − y)²: `lambda f: torch.distributions.Normal(f, 1.0)`.
-        group: process group over which the mini-batch is spread; default all ranks. Each rank must draw labels of its
-            own: seed torch differently on each.
+        group: process group over which the mini-batch is spread; default all ranks. If the parameters are sharded over
+            some of the ranks, these. Each rank must draw labels of its own: seed torch differently on each.
         retain_graph: keep the graph of `outputs` for the gradient of the true loss.
 
     Returns:
@@ -329,6 +339,8 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
             if not used:
                 raise RuntimeError('its gradient has no graph')
             product = gradients([g for g, _ in used], estimator.params, grad_outputs=[u for _, u in used])
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise RuntimeError('hutchinson: the loss cannot be differentiated twice; take it from an eager forward '
                                f'(no torch.compile, attention under sdpa_kernel(SDPBackend.MATH)): {error}') from error
@@ -428,25 +440,26 @@ def gradients(outputs, params, **options):
 
 
 def add_gradients(totals, loss, params, retain_graph=False):
-    """Adds d loss / d params to the list `totals`; of sharded parameters the sum over the ranks."""
-    if not any(map(is_sharded, params)):
+    """Adds d loss / d params to the list `totals`; of sharded parameters the sum over the ranks that share them."""
+    if mesh := mesh_of(params):
+        # FSDP gathers parameters for the computation, and only its own backward turns their gradients into shards: it
+        # leaves the mean over the ranks in .grad, so the loss is multiplied by their number.
+        before = [p.grad for p in params]
+        for p in params:
+            p.grad = None
+        (loss * mesh.size()).backward(retain_graph=retain_graph)
+        found = [p.grad for p in params]
+        for p, grad in zip(params, before):
+            p.grad = grad
+        reason = 'set_requires_gradient_sync(False)'
+    else:
         found = gradients(loss, params, retain_graph=retain_graph)
-        if all(g is None for g in found):
-            raise RuntimeError('the outputs depend on none of the params: another model, or made under '
-                               'checkpoint(…, use_reentrant=True)?')
-        for total, g in zip(totals, found):
-            if g is not None:
-                total.add_(g)
-        return
-    # FSDP gathers parameters for the computation, and only its own backward turns their gradients into shards: it adds
-    # the mean over the ranks to .grad, so the loss is multiplied by their number.
-    before = [p.grad for p in params]
-    for p, total in zip(params, totals):
-        p.grad = total
-    (loss * ranks()).backward(retain_graph=retain_graph)
-    totals[:] = [p.grad for p in params]
-    for p, grad in zip(params, before):
-        p.grad = grad
+        reason = 'made under checkpoint(…, use_reentrant=True)'
+    if all(g is None for g in found):
+        raise RuntimeError(f'the outputs depend on none of the params: another model, or {reason}?')
+    for total, g in zip(totals, found):
+        if g is not None:
+            total.add_(g)
 
 
 def is_sharded(tensor):
@@ -459,10 +472,16 @@ def local(tensors):
     return [t.to_local() if is_sharded(t) else t for t in tensors]
 
 
+def mesh_of(tensors):
+    """The DeviceMesh over which `tensors` are sharded; None if they are not."""
+    return next((t.device_mesh for t in tensors if is_sharded(t)), None)
+
+
 def add_shards(count, tensors):
-    """`count`, computed from the `local` shards of `tensors`, summed over the ranks in place if they are sharded."""
-    if any(map(is_sharded, tensors)):
-        dist.all_reduce(count)
+    """`count`, computed from the `local` shards of `tensors`, summed in place over the ranks that share them."""
+    if mesh := mesh_of(tensors):
+        for group in mesh.get_all_groups():
+            dist.all_reduce(count, group=group)
     return count
 
 
@@ -474,7 +493,7 @@ def ranks(group=None):
 def sum_over_ranks(tensors, count, group=None):
     """Adds up `tensors` (in place) and the number `count` over the ranks of `group`; returns the summed count.
 
-    Sharded tensors are sums over all ranks already.
+    Sharded tensors are sums over the ranks already.
     """
     if ranks(group) < 2:
         return count

@@ -4,6 +4,7 @@
 """
 
 import shutil
+import warnings
 
 import pytest
 import reference
@@ -107,6 +108,24 @@ def test_a_warning_of_steps_without_an_estimate():
         for _ in range(3):
             optimizer.step()
     assert len(caught) == 1
+
+
+def test_the_warning_waits_for_a_step_that_moves():
+    """Warm-ups of other libraries begin at a learning rate of 0."""
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = Sophia([p], lr=0.0)
+    p.grad = torch.ones(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        optimizer.step()
+        optimizer.param_groups[0]['lr'] = 0.1
+        with pytest.raises(UserWarning, match='sign momentum'):
+            optimizer.step()
+        optimizer.step()
+        resumed = Sophia([p], lr=0.1)
+        optimizer.update_hessian([torch.ones(2)])
+        resumed.load_state_dict(optimizer.state_dict())
+        resumed.step()
 
 
 @needs_compiler
@@ -312,6 +331,18 @@ def test_misuse_is_named():
         gauss_newton_bartlett(dict(loss=None, logits=f(params, x)), params)
     with pytest.raises(TypeError, match='that an estimator returns, not None'):
         Sophia(params, lr=0.1).update_hessian(None)
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match='Sophia: sparse gradients are not supported'):
+        Sophia(embedding.parameters(), lr=0.1).step()
+
+
+def test_out_of_memory_is_not_called_something_else(monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError('full')
+    monkeypatch.setattr('sophia.gradients', full)
+    with pytest.raises(torch.OutOfMemoryError, match='full'):
+        hutchinson(torch.ones(()), [torch.nn.Parameter(torch.ones(2))])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -340,7 +371,28 @@ def on_each_of_two_ranks(rank, path):
     estimates = {name: flat(hutchinson(F.cross_entropy(f(params, x[half]), LABELS[half]), params,
                                        torch.Generator().manual_seed(2), group=group))
                  for name, group in (('both', None), ('alone', alone))}
-    torch.save(dict(samples=samples, rejections=rejections, **estimates), f'{path}/{rank}.pt')
+    # Sharded over a part of the ranks: over this one alone.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    by_shards = []
+    for shards in False, True:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 5))
+        if shards:
+            fully_shard(model, mesh=init_device_mesh('cpu', (2, 1), mesh_dim_names=('each', 'own'))['own'])
+        optimizer = Sophia(model.parameters(), lr=0.1)
+        torch.manual_seed(rank)
+        optimizer.update_hessian(gauss_newton_bartlett(model(x), optimizer, group=alone))
+        F.cross_entropy(model(x), LABELS).backward()
+        optimizer.step()
+        hs = [state['hessian'].full_tensor() if shards else state['hessian'] for state in optimizer.state.values()]
+        by_shards.append((flat(hs), optimizer.unclipped_fraction()))
+    model.set_requires_gradient_sync(False)
+    try:
+        gauss_newton_bartlett(model(x), optimizer, group=alone)
+    except RuntimeError as error:
+        rejections.append(str(error))
+    torch.save(dict(samples=samples, rejections=rejections, by_shards=by_shards, **estimates), f'{path}/{rank}.pt')
     dist.destroy_process_group()
 
 
@@ -367,5 +419,11 @@ def test_estimates_over_two_ranks_are_those_of_the_whole_mini_batch(two_ranks):
 
 def test_ranks_must_draw_different_labels_but_the_same_u(two_ranks):
     for rank in two_ranks:
-        assert len(rank['rejections']) == 2
         assert 'torch.manual_seed(seed + rank)' in rank['rejections'][0] and 'same u' in rank['rejections'][1]
+
+
+def test_parameters_sharded_over_a_part_of_the_ranks_have_the_estimate_of_that_part(two_ranks):
+    for rank in two_ranks:
+        torch.testing.assert_close(*rank['by_shards'])
+        assert 'set_requires_gradient_sync(False)' in rank['rejections'][2] and len(rank['rejections']) == 3
+    assert not torch.equal(two_ranks[0]['by_shards'][0][0], two_ranks[1]['by_shards'][0][0])
