@@ -23,11 +23,13 @@ class SophiaTrainer(Trainer):
     hessian_interval = 10  # k
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        labels = inputs['labels']  # which label smoothing takes out of `inputs`
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        # With gradient accumulation the last micro-batch of the step is the Hessian's batch.
+        # With gradient accumulation the last micro-batch of the step is the Hessian's batch. (Not under FSDP: gradients
+        # that wait for their reduction would be lost to the estimate's backward pass.)
         last = self.accelerator.sync_gradients
         if model.training and last and self.state.global_step % self.hessian_interval == 0:
-            counted = inputs['labels'][:, 1:] != -100  # the positions that the loss counts, of the logits before them
+            counted = labels[:, 1:] != -100  # the positions that the loss counts, of the logits before them
             sophia = self.optimizer.optimizer  # inside of Accelerate's wrapper
             sophia.update_hessian(gauss_newton_bartlett(outputs.logits[:, :-1][counted], sophia, retain_graph=True))
         return (loss, outputs) if return_outputs else loss
