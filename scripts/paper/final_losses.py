@@ -99,6 +99,8 @@ def draw_grid(runs, keys, minus):
     for row in rows if minus else ():
         row['difference'] = row['val/loss'] - base[row[keys[0]], row[keys[1]]]['val/loss']
 
+    if not rows:
+        raise SystemExit(f'--minus={minus}: no runs of it with the same {keys[0]} and {keys[1]} as of {names[0]}')
     shown = 'difference' if minus else 'val/loss'
     ys, xs = (sorted({row[key] for row in rows}) for key in keys)
     grid = np.full((len(ys), len(xs)), np.nan)
@@ -112,8 +114,8 @@ def draw_grid(runs, keys, minus):
     limit = np.nanmax(np.abs(grid))  # a difference is blue where the optimizer is ahead and red where behind
     image = ax.imshow(grid, aspect='auto', origin='lower', **(
         dict(cmap='RdBu_r', vmin=-limit, vmax=limit) if minus else dict(cmap='viridis_r')))
-    ax.set_xticks(range(len(xs)), [f'{x:g}' for x in xs])
-    ax.set_yticks(range(len(ys)), [f'{y:g}' for y in ys])
+    for set_ticks, values in (ax.set_xticks, xs), (ax.set_yticks, ys):
+        set_ticks(range(len(values)), [value if isinstance(value, str) else f'{value:g}' for value in values])
     label = optimizer_label(names[0])
     ax.set(xlabel=SETTING_NAMES.get(keys[1], keys[1]), ylabel=SETTING_NAMES.get(keys[0], keys[0]),
            title=f'{label} minus {optimizer_label(minus)} (blue: ahead)' if minus else label)
