@@ -80,10 +80,9 @@ def memory(c, shape, ranks=1):
     elif hook.cost:
         parts['estimate'] = 4 * P / sharded
         # Two moments of the estimate have no gradient of the logits. Sampling labels: softmax and its cumulative sum of
-        # 4 sequences, in float32. The end of its backward pass: all of its gradients, unless they are sharded.
+        # 4 sequences, in float32. The end of its backward pass: its gradients, before they are added up.
         sampled = 8 * logits * min(4, rows, c.batch_size) / c.batch_size
-        returned = 4 * P if c.parallel == 'ddp' else 0
-        parts['while estimating'] = max(0, max(sampled, returned) - (LOGIT - 2) * logits)
+        parts['while estimating'] = max(0, max(sampled, 4 * P / sharded) - (LOGIT - 2) * logits)
     return parts
 
 
