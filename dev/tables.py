@@ -149,6 +149,11 @@ def dissection_long():
     return dissection_search('C')
 
 
+def dissection_batch():
+    """The same of the larger mini-batches."""
+    return dissection_search('B')
+
+
 def dissection_six():
     """The six fresh seeds of the long horizon, once all of their runs are there."""
     rows = dissection.long_horizon(dissection_runs())
@@ -173,7 +178,8 @@ PAGES = {'README.md': [dissection_six, study_losses],
          'docs/settings.md': [settings],
          'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
          'records/study/README.md': [study],
-         'records/dissection/README.md': [dissection_search, dissection_tests, dissection_long, dissection_six]}
+         'records/dissection/README.md': [dissection_search, dissection_tests, dissection_long, dissection_six,
+                                        dissection_batch]}
 
 
 def current(page, text):
