@@ -44,10 +44,10 @@ def check_comparable(runs, free=()):
             raise SystemExit(f'{other.out_dir} and {run.out_dir} cannot be compared: {key} is {theirs} in one and '
                              f'{value} in the other{hint}')
 
-    first_of = {}  # of each optimizer
+    expected, first_of = protocol(runs[0]), {}  # first_of: of each optimizer
     for run in runs:
         for key, value in protocol(run).items():
-            require_equal(key, runs[0], protocol(runs[0])[key], run, value)
+            require_equal(key, runs[0], expected[key], run, value)
         first = first_of.setdefault(run.optimizer_name, run)
         require_equal('beta1', first, first.config.get('beta1'), run, run.config.get('beta1'))
 
@@ -107,8 +107,13 @@ class Tuned:
         mean, sd = mean_loss(self.best)
         return {'optimizer': self.best[0].optimizer_label, 'T': self.T, 'val/loss': mean, 'sd': sd,
                 'seeds': len(self.best), 'trials': len(self.trials),
-                'diverged': sum(any(run.diverged for run in group) for group in self.tried),
+                'diverged': sum(map(any_diverged, self.tried)),
                 'learning_rate': self.learning_rate, 'run': str(self.best[0].out_dir)}
+
+
+def any_diverged(group):
+    """Whether one of the runs diverged."""
+    return any(run.diverged for run in group)
 
 
 def tuned_at_each_T(runs, optimizer_name):
@@ -123,8 +128,9 @@ def tuned_at_each_T(runs, optimizer_name):
     # Diverged runs come first, because by_seed keeps the first of several runs with the same settings and seed.
     tried = by_seed(sorted(ended, key=lambda run: not run.diverged))
     for T in sorted({run.max_iters for run in ended}):
-        lost = [group for group in tried if group[0].max_iters == T and any(run.diverged for run in group)]
-        groups = [group for group in tried if group[0].max_iters == T and group not in lost]
+        at_T = [group for group in tried if group[0].max_iters == T]
+        lost = [group for group in at_T if any_diverged(group)]
+        groups = [group for group in at_T if not any_diverged(group)]
         if not groups:
             continue
         best, *others = sorted(groups, key=lambda group: (-len(group), mean_loss(group)[0]))
@@ -200,7 +206,7 @@ def weaknesses(side):
         if 0 < len(seeds) < len(group):
             found.append(f'{who}: {group[0].out_dir} and its other seeds count as diverged, because seed '
                          f'{", ".join(seeds)} did')
-    most = max(len(group) for group in side.tried if not any(run.diverged for run in group))
+    most = max(len(group) for group in side.tried if not any_diverged(group))
     if len(side.best) < most:
         found.append(f'{who}: the best has fewer seeds ({len(side.best)}) than another setting ({most})')
     return found
