@@ -285,7 +285,7 @@ def validation_sequences(config):
 
 
 def measured_on(run):
-    """What a run's loss is measured on, {name: value}; losses on something else cannot be compared."""
+    """The data that a run's loss is measured on, {name: value}; losses on other data cannot be compared."""
     return {'the data (fingerprint)': run.about.get('data'),
             'the number of validation sequences': validation_sequences(run.config)}
 

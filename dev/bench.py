@@ -50,9 +50,6 @@ ATTENTION = dict(flash=SDPBackend.FLASH_ATTENTION, cudnn=SDPBackend.CUDNN_ATTENT
                  efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)
 
 
-
-
-
 class Case:
     """One configuration on one device, set up as train.py does."""
 
