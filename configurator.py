@@ -35,8 +35,12 @@ class Setting:
         if self.type is float and not math.isfinite(value):
             return 'finite'
         if self.type in (int, float) and not self.at_least <= value < self.below:
-            rules = f'at least {self.at_least}', f'below {self.below}'
-            return ' and '.join(rule for rule in rules if not rule.endswith('inf'))
+            rules = []
+            if self.at_least > -math.inf:
+                rules.append(f'at least {self.at_least}')
+            if self.below < math.inf:
+                rules.append(f'below {self.below}')
+            return ' and '.join(rules)
         return ''
 
 

@@ -1,4 +1,4 @@
-"""When, and on what, the Hessian is estimated: the per-step callbacks that train_step makes.
+"""When, and on what, the Hessian is estimated: the callbacks that train_step calls.
 
 In each iteration train_step calls `start`; for each micro-batch `labels` before the forward and `add` after it; then,
 before the update, `finish`. Estimates are made at iterations 0, k, 2k, … on the first sequences of that iteration's own
@@ -53,7 +53,9 @@ class HessianHook(Hook):
     Args:
         model: the plain GPT, neither compiled nor wrapped.
         optimizer: anything with `update_hessian(estimates)`, see sophia.py.
-        seed, interval (k), batch_size (sequences over all ranks, a multiple of world_size).
+        seed: of labels and vectors.
+        interval: k.
+        batch_size: sequences over all ranks, a multiple of world_size.
         rank, world_size: the share of the mini-batch that passes here, [rank::world_size].
         autocast: context manager for a forward outside of train_step's own.
         compile: whether the model's forward is compiled, and Hessian-vector products are to be.
@@ -125,7 +127,7 @@ class GNBHook(HessianHook):
     def start(self, iter_num, loss_scale=1.0):
         super().start(iter_num, loss_scale)
         self.uniforms, self.estimator = None, GaussNewtonBartlett(self.optimizer) if self.due else None
-        self.waits = False  # for the loss on a micro-batch's labels
+        self.waits = False  # whether `add` must bring the loss on labels that `labels` has asked for
         return self.due
 
     def labels(self, X, Y):
@@ -195,7 +197,9 @@ class HutchinsonHook(HessianHook):
     """Hutchinson's estimator (Algorithm 1): Hessian-vector products of the model's own forward."""
 
     hessian_products = True
-    cost = 8 / 3  # forward over reverse: three matmuls with two tangents each, without the weight's gradient: 3 + 6 − 1
+    # Forward and backward are three matmuls. Forward over reverse makes these and two tangents of each, but not the
+    # weight's gradient itself, which nothing uses: 3 + 6 − 1 = 8.
+    cost = 8 / 3
     rademacher = False
 
     def __init__(self, *args, **kwargs):

@@ -34,7 +34,7 @@ def sample_labels(logits, uniforms):
 
     Args:
         logits: (n, ..., V).
-        uniforms: (n, ...), one uniform number in [0, 1) per label, so that the caller decides on what labels depend.
+        uniforms: (n, ...), one uniform number in [0, 1) per label, so that the caller decides what labels depend on.
 
     Returns:
         (n, ...) int64.

@@ -238,7 +238,8 @@ class GPT(nn.Module):
         checkpoint may not hold them."""
         with torch.device('meta'):
             model = cls(config)
-        return cls(config) if any(True for _ in model.buffers()) else model
+        has_buffers = next(model.buffers(), None) is not None
+        return cls(config) if has_buffers else model
 
     @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):

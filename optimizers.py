@@ -83,6 +83,7 @@ class AdaHessian(HessianOptimizer):
             count[1] += 1
 
     def counts(self, params):
+        """The state `step` of each of `params`: float32 (2,), its numbers of steps and of estimates."""
         # PyTorch loads a state of this name as it is, and all others in the dtype of the parameter.
         return [self.state[p].setdefault('step', torch.zeros(2, dtype=torch.float32)) for p in params]
 
@@ -141,22 +142,22 @@ class Normalize(GuardedOptimizer):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The table: section "Hyperparamter Tuning" of the paper for the optimizers that it trains; a comment says where it is
-# silent.
+# The table. Values are from the paper's section on hyperparameter tuning for the optimizers that it trains; a comment
+# says where it is silent.
 
 
 @dataclass(frozen=True)
 class Row:
     """An optimizer of the table."""
     build: Callable  # (param groups, train.py's settings as attributes) → Optimizer; gradients come finite and clipped
-    settings: dict  # values of these settings; hessian_batch_size is for a mini-batch of 480 sequences
+    settings: dict  # this optimizer's value of each; hessian_batch_size is for a mini-batch of 480 sequences
     learning_rates: dict | float  # peak learning rate by model size, or one for all sizes
     source: str = 'Table 3'  # where the learning rates come from
     hook: type[Hook] = Hook  # the class of its per-step callbacks, see hessian.py
-    scale_hessian_batch: bool = True  # whether hessian_batch_size keeps its share of other mini-batches
+    scale_hessian_batch: bool = True  # whether hessian_batch_size grows and shrinks with the mini-batch
     scales_attention: bool = False  # whether the paper divides its attention logits by the layer index
     library: str = ''  # 'LIBRARY:CLASS' of a library's optimizer, which takes optimizer_args
-    arguments: Callable | None = None  # for these: settings → arguments of the class, a dict
+    arguments: Callable | None = None  # of the library's class: train.py's settings → a dict of arguments
     shards: bool = True  # whether it can update sharded parameters, each rank its part
 
 
@@ -191,7 +192,8 @@ def sophia(groups, s, cls=Sophia):
                compile=s.compile)
 
 
-def library(groups, s):
+def from_library(groups, s):
+    """The optimizer of the library that its row names."""
     chosen = row(s.optimizer_name)
     return optim.build_from_library(chosen.library, groups, s.learning_rate, chosen.arguments(s), s.optimizer_args)
 
@@ -209,7 +211,7 @@ def muon(groups, s):
     rest = part(False)
     others = [AdamW(rest, lr=s.learning_rate, betas=(0.9, s.beta2), eps=s.eps, weight_decay=s.weight_decay,
                     fused=True)] if rest else []
-    return optim.Together(library(part(True), s), *others)
+    return optim.Together(from_library(part(True), s), *others)
 
 
 # Peak learning rates, Table 3. 'tiny' is ours (docs/small-runs.md).
@@ -255,7 +257,7 @@ OPTIMIZERS = {
     'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR | {'tiny': 4.8e-2},
                 'Table 3, adamw', library='torch:Muon', arguments=lambda s: dict(
                     momentum=s.beta1, weight_decay=s.weight_decay, adjust_lr_fn='match_rms_adamw')),
-    'soap': Row(library, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), {'tiny': 2.4e-2}, 'our table',
+    'soap': Row(from_library, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), {'tiny': 2.4e-2}, 'our table',
                 library='pytorch_optimizer:SOAP', shards=False, arguments=lambda s: dict(
                     betas=betas(s), eps=s.eps, weight_decay=s.weight_decay)),
 }
@@ -278,8 +280,8 @@ def row(optimizer_name):
 
 
 def unlisted_row(path):
-    """A row for the optimizer 'LIBRARY:CLASS'. The defaults of its arguments betas (a pair), eps and weight_decay are
-    settings; weight_decay is then always passed on, because the param groups have their own."""
+    """A row for the optimizer 'LIBRARY:CLASS'. Its settings are betas (if a pair), eps and weight_decay, where the
+    class has these arguments; their values are the class's defaults."""
     defaults = {name: p.default for name, p in inspect.signature(optim.library_class(path)).parameters.items()}
     settings = {key: float(defaults[key]) for key in ('weight_decay', 'eps') if type(defaults.get(key)) in (int, float)}
     pair = defaults.get('betas')
@@ -290,11 +292,11 @@ def unlisted_row(path):
         found = {name: getattr(s, name) for name in ('eps', 'weight_decay') if name in settings}
         return {**found, 'betas': betas(s)} if 'beta1' in settings else found
 
-    return Row(library, settings, {}, 'our table', library=path, arguments=arguments, shards=path in SHARDABLE)
+    return Row(from_library, settings, {}, 'our table', library=path, arguments=arguments, shards=path in SHARDABLE)
 
 
 def build_optimizer(name, params, *, lr, compile=False, **settings):
-    """The optimizer called `name` in the table, on `params` (parameters, or param groups as of `parameter_groups`).
+    """The optimizer called `name` in the table, on `params` (parameters, or param groups from `parameter_groups`).
 
     Settings (the keys of PLACEHOLDERS) that are not given are the table's; those that its row lacks have no effect.
     `compile` fuses Sophia's update by torch.compile. Gradients must be finite when it steps.
@@ -360,7 +362,9 @@ def optimizer_settings(config):
     settings = dict(chosen.settings)
     if 'hessian_batch_size' in settings:
         size, total = settings['hessian_batch_size'], config.total_batch_size
-        settings['hessian_batch_size'] = min(max(1, size * total // 480) if chosen.scale_hessian_batch else size, total)
+        if chosen.scale_hessian_batch:
+            size = max(1, size * total // 480)
+        settings['hessian_batch_size'] = min(size, total)
     return settings, f'optimizer {config.optimizer_name}'
 
 
@@ -410,7 +414,9 @@ def check_settings(config):
 def optimizer_metrics(optimizer):
     """The optimizer's metrics as 0-d tensors: `momentum_norm`, the ℓ2 norm of m, and what its method `metrics()`
     returns, if it has one (Sophia: hessian_norm, update_unclipped)."""
-    momenta = [state[key] for state in (optimizer.state.get(p, {}) for p in parameters(optimizer))
-               for key in ('exp_avg', 'momentum_buffer') if isinstance(state.get(key), torch.Tensor)]
+    momenta = []
+    for p in parameters(optimizer):
+        state = optimizer.state.get(p, {})
+        momenta += [state[key] for key in ('exp_avg', 'momentum_buffer') if isinstance(state.get(key), torch.Tensor)]
     found = dict(momentum_norm=optim.global_norm(momenta)) if momenta else {}
     return found | (optimizer.metrics() if hasattr(optimizer, 'metrics') else {})

@@ -259,7 +259,8 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
             parameter, whose mean negative log-likelihood is the loss. Default Categorical(logits=…), i.e.
             cross-entropy; for the squared loss ½(f − y)²: `lambda f: torch.distributions.Normal(f, 1.0)`.
         group: process group over which the mini-batch is spread; default all ranks. If the parameters are sharded over
-            some of the ranks, these. Each rank must draw labels of its own: seed torch differently on each.
+            only some of the ranks, the group of those. Each rank must draw labels of its own: seed torch differently
+            on each.
         retain_graph: keep the graph of `outputs` for the gradient of the true loss.
 
     Returns:

@@ -101,8 +101,7 @@ DEFAULTS = {key: value for key, value in globals().items() if not key.startswith
 
 
 def resolve(argv, world_size=None):
-    """The settings of `python train.py ARGV…`, a configurator.Config, on `world_size` ranks; default: those there are.
-    """
+    """The `Config` of `python train.py ARGV…` on `world_size` ranks; by default those that torchrun has started."""
     c = configurator.configure(DEFAULTS, argv, script=__file__)
     c.require('init_from', not finetunes(c) or c.init_from in HUB_MODELS or Path(c.init_from).is_dir(),
               f'scratch, resume, {", ".join(HUB_MODELS)} or a Hugging Face folder; --auto_resume=True resumes if there '
@@ -110,8 +109,8 @@ def resolve(argv, world_size=None):
 
     # Values that neither a config file nor a flag has set
     c.fill(SIZES[c.model_size], f'model size {c.model_size}')
-    unused = {key: value for key, value in optimizers.PLACEHOLDERS.items() if key != 'optimizer_args'}
-    c.fill(unused, f'not a setting of {c.optimizer_name}')
+    placeholders = {key: value for key, value in optimizers.PLACEHOLDERS.items() if key != 'optimizer_args'}
+    c.fill(placeholders, f'not a setting of {c.optimizer_name}')  # the next line replaces those that it has
     c.fill(*optimizers.optimizer_settings(c))
     c.fill(*optimizers.attention_settings(c))
     lr, source = optimizers.peak_learning_rate(c.optimizer_name, c.model_size)
@@ -126,6 +125,8 @@ def resolve(argv, world_size=None):
     c.fill(dict(min_lr=c.min_lr_ratio * c.learning_rate), 'min_lr_ratio × learning_rate')
     c.fill(dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'this machine')
     c.fill(*devices.device_defaults(c.device))
+
+    optimizers.check_settings(c)
 
     # Batch sizes that fit the number of ranks
     world_size = world_size or ranks_from_environment()[2]
@@ -144,7 +145,6 @@ def resolve(argv, world_size=None):
     most = max(0, c.lr_decay_iters - c.warmup_iters)
     c.require('cooldown_iters', c.cooldown_iters <= most or not c.decay_lr,
               f'at most {most}, because the decay ends at {c.lr_decay_iters} and the warm-up at {c.warmup_iters}')
-    optimizers.check_settings(c)
     return c
 
 
@@ -164,10 +164,10 @@ def learning_rate_at(c, iteration):
         return c.learning_rate
     if iteration < c.warmup_iters:
         return c.learning_rate * (iteration + 1) / (c.warmup_iters + 1)
-    first = c.lr_decay_iters - c.cooldown_iters if c.cooldown_iters else c.warmup_iters
-    if c.schedule == 'constant' or iteration <= first < c.lr_decay_iters:
+    start = c.lr_decay_iters - c.cooldown_iters if c.cooldown_iters else c.warmup_iters  # of the decay
+    if c.schedule == 'constant' or iteration <= start:
         return c.learning_rate
-    share = min(1.0, (iteration - first) / max(1, c.lr_decay_iters - first))  # of the decay
+    share = min(1.0, (iteration - start) / max(1, c.lr_decay_iters - start))  # of the decay that is over
     left = 0.5 * (1 + math.cos(math.pi * share)) if c.schedule == 'cosine' else 1 - share
     return c.min_lr + left * (c.learning_rate - c.min_lr)
 
@@ -195,7 +195,7 @@ class Run:
 
 @dataclass
 class TrainState:
-    """The progress of a run; saved and restored as a whole. Plain numbers and lists only: tensors belong into the
+    """The progress of a run; saved and restored as a whole. Plain numbers and lists only: tensors belong in the
     model's buffers or the optimizer's state."""
     iter: int = 0  # iterations made, including skipped ones
     tokens: int = 0
@@ -217,7 +217,7 @@ def make_model(c, world, start, data):
             check_tokenizer(data, c.init_from, model.config.vocab_size)
             return model
         args = asdict(GPTConfig.from_settings(c.values, data.vocab_size))
-        if finetunes(c):  # what is no setting is as in the pretrained weights, too
+        if finetunes(c):  # arguments without a setting also follow the pretrained weights
             args |= {key: start.model_args[key] for key in args.keys() - c.values.keys()}
         start.check_model_args(args)
         return GPT.without_values(GPTConfig(**args)) if start.path else GPT(GPTConfig(**args))
@@ -277,7 +277,7 @@ def train_step(run, sequences, iter_num):
         X, Y = tokens[:, :-1], tokens[:, 1:]
         world.set_gradient_sync(run.model, micro_step == len(micro_batches) - 1, estimating)
         with run.autocast:
-            # Only Sophia-G has labels of its own: for AdamW this is model(X, Y). Another term of the loss belongs into
+            # Only Sophia-G has labels of its own: for AdamW this is model(X, Y). Another term of the loss belongs in
             # loss.py or GPT.forward, so that evaluation and Sophia-H see it, too.
             loss, *second = run.model(X, Y, **hessian.labels(X, Y))[1:]  # without the logits, to free them
         hessian.add(*second)  # every k iterations a second backward pass, through the same forward
@@ -298,7 +298,7 @@ def train_step(run, sequences, iter_num):
     except FloatingPointError as error:
         problem = str(error)
     else:
-        seed_all(keyed_seed(c.seed, DROPOUT, iter_num))  # for an optimizer that draws: alike on every rank
+        seed_all(keyed_seed(c.seed, DROPOUT, iter_num))  # an optimizer may draw: the same on every rank
         optim.step(run.optimizer, scaler)
     scaler.update()
     world.zero_grad(run.optimizer)
@@ -327,6 +327,7 @@ def evaluate(run, val_data, stops):
             logits, training_loss = run.model(X, Y)
             val_loss = run.cross_entropy(logits, Y).sum()
         count = (Y >= 0).sum()
+        # A rank's last batches may be padding only; their mean training loss is 0 / 0.
         total += torch.stack([val_loss, torch.where(count > 0, training_loss * count, 0), count]).to(total)
     run.raw_model.train()
     world.reshard(run.raw_model)

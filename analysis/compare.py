@@ -27,9 +27,12 @@ def add_tuned(parser):
 def check_comparable(runs, free=()):
     """SystemExit unless all runs have the same data, validation sequences and protocol.
 
-    The protocol is every setting in PROTOCOL, warm-up and cooldown (the same iterations, or the same share of the run),
-    and β1 among the runs of one optimizer. A setting in `free` may differ.
+    The protocol is the shape of the model, init_from, every setting in PROTOCOL, the ratio of final to peak learning
+    rate, warm-up and cooldown (the same iterations, or the same share of the run), and β1 among the runs of one
+    optimizer. A setting in `free` may differ.
     """
+    if not runs:
+        return
     lengths = [key for key in ('warmup_iters', 'cooldown_iters')
                if not all(same_share(key, runs[0], run) for run in runs)]
 
@@ -40,6 +43,7 @@ def check_comparable(runs, free=()):
 
     def require_equal(key, other, theirs, run, value):
         if theirs != value and key not in free:
+            # A key with a space is not a setting, but about the data.
             hint = '' if ' ' in key else f'; leave one out, or give --tuned {key} if it was tuned'
             raise SystemExit(f'{other.out_dir} and {run.out_dir} cannot be compared: {key} is {theirs} in one and '
                              f'{value} in the other{hint}')
@@ -119,9 +123,9 @@ def any_diverged(group):
 def tuned_at_each_T(runs, optimizer_name):
     """{T: `Tuned`} of an optimizer, where it has a finished run.
 
-    The best has the lowest mean of those with the most seeds. One with fewer takes its place only where it is lower on
-    the seeds that the two share, and also than that mean: a single lucky run does not. Hyperparameters that diverged
-    with a seed are never the best.
+    The best hyperparameters have the lowest mean loss among those with the most seeds. Others with fewer seeds replace
+    them only if they are lower twice: in the mean over their own seeds, and over the seeds that both have. So a single
+    lucky run is not enough. Hyperparameters that diverged with a seed are never the best.
     """
     found = {}
     ended = [run for run in runs if run.optimizer_name == optimizer_name and (run.diverged or not run.rejected)]

@@ -136,13 +136,15 @@ def _cell(value):
     if value is None:
         return '–'
     if isinstance(value, float):
-        return 'nan' if math.isnan(value) else f'{value:.4f}' if 0.01 <= abs(value) < 1e4 else f'{value:.3g}'
+        return f'{value:.4f}' if 0.01 <= abs(value) < 1e4 else f'{value:.3g}'
     return str(value)
 
 
 def mean_sd(mean, sd):
-    """A mean loss with its standard deviation, None if there is none, as text."""
-    return f'{mean:.3f}' + ('' if sd is None else f' ± {sd:.3f}' if sd >= 0.0005 else ' ± <0.001')
+    """The text of a mean loss, with its standard deviation unless `sd` is None."""
+    if sd is None:
+        return f'{mean:.3f}'
+    return f'{mean:.3f} ± {sd:.3f}' if sd >= 0.0005 else f'{mean:.3f} ± <0.001'
 
 
 def write_csv(path, rows):

@@ -26,7 +26,7 @@ from runtime.files import differing_files
 # Settings that say how a run was carried out, not what it computed; and the seed, over which results are averaged.
 INCIDENTAL = HARMLESS | {'eval_iters', 'skip_nonfinite', 'seed'}
 
-# The meaning of a config.json without these settings: it is older than train.py's, newer than the removed ones.
+# What a config.json means that lacks one of these: the setting did not exist yet or, if in REMOVED, no longer.
 REMOVED = dict(hessian_sequences='own', hessian_bias_correction=False, branch_cooldown=0, trackio_log=False)
 UNSET = {**PLACEHOLDERS, **Config(train.DEFAULTS).defaults, 'cooldown_iters': 0, **REMOVED}
 
@@ -125,11 +125,12 @@ class Run:
         return self.unfinished or self.off_schedule or self.changed
 
     def flops_per_token(self):
-        """Mean FLOPs of a training token, Hessian estimates included (see `flops_per_iteration`)."""
-        return sum(flops_per_iteration(self.config, self.about)) / (self.total_batch_size * self.block_size)
+        """Mean FLOPs of a training token, Hessian estimates included."""
+        flops = sum(training_and_hessian_flops(self.config, self.about))
+        return flops / (self.total_batch_size * self.block_size)
 
     def flops_per_iteration(self):
-        """Mean FLOPs of the iterations made, by their tokens, which are fewer in a warm-up of the batch size."""
+        """Mean FLOPs of the iterations made, by their tokens: fewer under the batch ramp of docs/hacking.md."""
         last = self.records[-1] if self.records else dict(iter=0)
         tokens = last['tokens'] / last['iter'] if last['iter'] else self.total_batch_size * self.block_size
         return tokens * self.flops_per_token()
@@ -142,7 +143,7 @@ def decay_start(config):
     return config['lr_decay_iters'] - config['cooldown_iters'] if config['cooldown_iters'] else config['warmup_iters']
 
 
-def flops_per_iteration(config, about):
+def training_and_hessian_flops(config, about):
     """(FLOPs of forward and backward of an iteration, FLOPs per iteration spent on Hessian estimates).
 
     Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration. An estimate costs the hook's

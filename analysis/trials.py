@@ -174,7 +174,8 @@ def train_all(trials, jobs=1, launcher=(sys.executable,)):
         while waiting or running:
             for slot in range(jobs):
                 if waiting and slot not in running:
-                    running[slot] = waiting[0], start(waiting.pop(0), launcher, slot, jobs)
+                    trial = waiting.pop(0)
+                    running[slot] = trial, start(trial, launcher, slot, jobs)
             time.sleep(0.1)
             for slot, (trial, process) in list(running.items()):
                 if process.poll() is not None:

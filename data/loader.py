@@ -49,8 +49,8 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
         step = batch_size * world_size
         below = total_batch_size // step * step
         nearest = f'{below} or {below + step}' if below else step
-        raise SystemExit(f'--total_batch_size={total_batch_size}: must be a multiple of the {world_size} devices; '
-                         f'set --total_batch_size={nearest}')
+        raise SystemExit(f'--total_batch_size={total_batch_size}: must be a multiple of {world_size}, the number of '
+                         f'devices; set --total_batch_size={nearest}')
     if share % batch_size:
         divisors = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - batch_size))
         raise SystemExit(f'--batch_size={batch_size}: must divide {share}, the sequences of each device; '
@@ -58,9 +58,10 @@ def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
     steps = share // batch_size
     if given not in (0, steps):
         made = given * batch_size * world_size
-        raise SystemExit(f'--gradient_accumulation_steps={given}: × --batch_size={batch_size} × {world_size} device(s) '
-                         f'= {made}, not --total_batch_size={total_batch_size}; set --gradient_accumulation_steps=0, '
-                         f'which makes it {steps} per device, or --total_batch_size={made}')
+        raise SystemExit(f'--gradient_accumulation_steps={given}: with --batch_size={batch_size} on {world_size} '
+                         f'device(s) this makes {made}, not --total_batch_size={total_batch_size}; set '
+                         f'--gradient_accumulation_steps=0, which makes it {steps} per device, or '
+                         f'--total_batch_size={made}')
     return steps
 
 
@@ -71,8 +72,8 @@ def data_dir(dataset):
 
 
 def vocab_size_of(dataset):
-    """The vocabulary of --dataset; GPT-2's where the data set, or its meta.json, is not there."""
-    meta = read_meta(data_dir(dataset))
+    """The vocabulary of --dataset, a mixture's from its first part; GPT-2's where its meta.json is not there."""
+    meta = read_meta(data_dir(next(iter(parts_of(dataset)))))  # all parts of a mixture have one tokenizer
     return meta['vocab_size'] if meta else 50257
 
 
@@ -147,7 +148,8 @@ def missing(path):
 def read_meta(data_dir):
     """The dict of data_dir/meta.json, None where there is none; with the text of a tokenizer.json next to it as 'json'.
 
-    SystemExit when there is nanoGPT's meta.pkl instead, because its bins are not in GPT-2's tokens.
+    SystemExit when meta.json is not valid, or when there is nanoGPT's meta.pkl instead, because its bins are not in
+    GPT-2's tokens.
     """
     path = Path(data_dir) / 'meta.json'
     if not path.is_file():
@@ -162,8 +164,9 @@ def read_meta(data_dir):
         if meta['tokenizer'] == FileTokenizer.name:
             text = path.with_name(FileTokenizer.name).read_bytes()
             if hashlib.sha256(text).hexdigest() != meta['tokenizer_sha256']:
-                raise ValueError(f'{FileTokenizer.name} is another')
+                raise ValueError(f'{FileTokenizer.name} is not the one that the bins were made with')
             meta['json'] = text.decode()
+        # Looks up all that a reader needs: a missing key is reported below.
         identifying(meta), meta['train']['tokens'], meta['val']['tokens']
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f'{path}: not a valid meta.json ({error!r}); prepare the data again') from None

@@ -183,7 +183,7 @@ def identifying(meta):
 
 
 def same_tokenizer(one, other):
-    """Whether two tokenizers, dicts as of `identifying`, have the same text for every id that both have: one may be
+    """Whether two tokenizers, dicts from `identifying`, have the same text for every id that both have: one may be
     GPT-2's as a tokenizer.json. Where one of them cannot be loaded, a warning, and True."""
     if one == other:
         return True

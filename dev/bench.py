@@ -67,6 +67,7 @@ class Case:
         for measured in self.seconds.values():
             measured.clear()
         if self.device.type == 'cuda':
+            torch.cuda.empty_cache()  # leaves the memory to the next process
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def make_model(self):

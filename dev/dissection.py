@@ -18,8 +18,9 @@ from analysis.runs import find_runs, mean_loss
 from analysis.significance import difference, holm
 from dev.study import RECORDS, SEARCH_SEED
 
-TESTED = range(1338, 1341)  # seeds of the arms in the tests of part A; Sophia-G's best γ was chosen with them, so
-OF_BEST_GAMMA = range(1341, 1344)  # it has seeds of its own
+# The seeds of part A's tests. Sophia-G's best γ was chosen with TESTED, so Sophia-G is tested with seeds of its own.
+TESTED = range(1338, 1341)
+OF_BEST_GAMMA = range(1341, 1344)
 ARMS = ['clip', 'sophiag', 'gnb_mean', 'ef_clip', 'sophiah', 'adamw']  # in the order of the protocol
 IN_TESTS = 'clip', 'gnb_mean', 'ef_clip', 'sophiah'
 SIX = range(1338, 1344)  # seeds of part C

@@ -34,12 +34,13 @@ def surface(n):
 
 
 def normal(f):
-    """mean (f − y)², up to a constant, is the negative log-likelihood of this distribution of variance ½."""
+    """The normal distribution of variance ½ around f: its negative log-likelihood is (f − y)², up to a constant."""
     return torch.distributions.Normal(f, 0.5 ** 0.5)
 
 
 def train(model, batch, loss_fn, distribution, steps, estimator):
-    """Returns the loss on 1,000 new examples. `distribution` is the one whose negative log-likelihood is `loss_fn`."""
+    """Trains `model` with Sophia; returns its loss on 1,000 new examples. `loss_fn` is the negative log-likelihood of
+    `distribution`, up to a constant."""
     gamma = 0.05 if estimator == 'gnb' else 0.01
     # β2 = 0.9: h reaches its level within 20 estimates; the paper's 0.99 is meant for 100,000 steps.
     optimizer = Sophia(model.parameters(), lr=3e-3, betas=(0.96, 0.9), gamma=gamma, weight_decay=0.01)

@@ -113,7 +113,7 @@ def link_best(path):
 
 
 def prune(out_dir, iteration, keep):
-    """Removes all but the `keep` newest checkpoints up to `iteration`, and the best one."""
+    """Removes the checkpoints up to `iteration`, except for the `keep` newest of them and the best one."""
     best = path_of(out_dir, BEST).resolve()
     for old in [path for path in checkpoints(out_dir) if number(path) <= iteration][keep:]:
         if old.resolve() == best:
@@ -161,6 +161,8 @@ def load(path, weights=True, check=True):
     path = Path(path)
     if path.is_dir() and not is_shards(path):
         return newest(path, weights)
+    if not path.exists():
+        raise SystemExit(f'{path}: no such file or directory; give an out_dir, a checkpoint or a Hugging Face folder')
     try:
         if path.is_dir():
             from runtime import sharded
@@ -223,7 +225,7 @@ def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=F
             resumes = must_resume or may_resume or restarted
             if must_resume and not exist:
                 raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it, nothing to resume; check --out_dir, use '
-                                 "--auto_resume=True, or go on from nanoGPT's ckpt.pt by scripts/export_hf.py and "
+                                 "--auto_resume=True, or export nanoGPT's ckpt.pt with scripts/export_hf.py and set "
                                  '--init_from=FOLDER')
             if restarted and (out_dir / FAILED).is_file():
                 print(f'{out_dir / FAILED}: the run has diverged and would diverge again; it is not trained again',
@@ -249,8 +251,8 @@ def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=F
 
 
 def was_restarted(out_dir):
-    """Whether torchrun has restarted the run in `out_dir`: it has described itself there since torchrun began. Where a
-    first attempt was refused, the directory is still another run's."""
+    """Whether torchrun has restarted the run in `out_dir`, that is, config.json was written after torchrun began. If it
+    is older, the directory belongs to another run, and the first attempt was refused."""
     about = out_dir / 'config.json'
     return restarts() > 0 and about.is_file() and about.stat().st_mtime > parent_start()
 
@@ -278,15 +280,15 @@ def lock_out_dir(out_dir):
             else:
                 partial.unlink()
     except OSError as error:
-        raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); set --out_dir to a directory that '
-                         'can') from None
+        raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); set --out_dir to a writable '
+                         'directory') from None
     LOCKS.append(lock)
 
 
 def first_weights(saved):
     """The init_from with which a run began, from its checkpoint or its config.json, dicts."""
     began_with = saved['config'].get('init_from', 'scratch')
-    if began_with in ('auto', 'resume'):  # older ones have here how the run was continued
+    if began_with in ('auto', 'resume'):  # an old checkpoint says here how the run was continued
         return 'pretrained weights' if saved.get('finetuned') else 'scratch'
     return began_with
 
@@ -318,8 +320,8 @@ def compare(path, state, config, data, defaults, ignore_data_change=False):
              if key not in ('auto_resume', 'out_dir')]
     kept = {key: both for key, both in changed.items() if key not in HARMLESS}
     kept |= {f'data {split}': (state['data'].get(split), data[split]) for split in other}
-    return lines, state.get('changes', []) + [dict(iter=state['iter_num'], key=key, **{'from': was, 'to': now})
-                                              for key, (was, now) in kept.items()]
+    changes = [{'iter': state['iter_num'], 'key': key, 'from': was, 'to': now} for key, (was, now) in kept.items()]
+    return lines, state.get('changes', []) + changes
 
 
 def restore(path, state, model, optimizer, scaler):

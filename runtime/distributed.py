@@ -89,7 +89,7 @@ class World:
         return replica
 
     def _materialize(self, model):
-        """Gives parameters on the device 'meta' memory on this rank's device. In place, because some have two names."""
+        """Allocates on this rank's device the parameters that are on 'meta'. In place, because some have two names."""
         for p in model.parameters():
             if p.is_meta:
                 torch.utils.swap_tensors(p, torch.nn.Parameter(torch.empty_like(p, device=self.device),

@@ -50,7 +50,7 @@ def write_text(path, text):
 
 
 def write_json(path, value):
-    """Replaces the file `path` by indented JSON, as `write_text` does."""
+    """Replaces the file `path` with indented JSON, as `write_text` does."""
     write_text(path, json.dumps(value, indent=1) + '\n')
 
 

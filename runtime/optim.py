@@ -69,7 +69,7 @@ def total_norm(tensors):
 def clip_gradients(params, max_norm):
     """Clips the gradients of `params` at the norm `max_norm` (0: no clipping). Returns their norm before that, a 0-d
     tensor, over all ranks."""
-    params = [p for p in params if p.grad is not None]  # of a module that this forward did not use
+    params = [p for p in params if p.grad is not None]  # it is None in modules that this forward did not use
     norm = total_norm([p.grad for p in params])
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
@@ -104,7 +104,8 @@ class Together(torch.optim.Optimizer):
         super().__setstate__(state)
         self.share()
 
-    def step(self, closure=None):
+    def step(self):
+        """One update by each optimizer in turn."""
         for optimizer in self.optimizers:
             optimizer.step()
 

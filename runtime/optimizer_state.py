@@ -140,5 +140,7 @@ def equal(a, b):
     """Whether two leaves are equal; NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         a, b = (t.to_local() if is_sharded(t) else t for t in (a, b))
-        return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a != a)).all())
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return bool(((a == b) | ((a != a) & (b != b))).all())
     return a is b or a == b or (a != a and b != b)

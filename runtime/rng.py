@@ -20,7 +20,7 @@ def keyed_bits(seed, stream, iteration, n=1):
 
 
 def keyed_seed(seed, stream, iteration, rank=0):
-    """A seed for a generator of PyTorch, which takes 63 bits, another one for each rank."""
+    """A 63-bit seed for a generator of PyTorch; each rank has its own."""
     return int(keyed_bits(seed, stream, iteration, rank + 1)[rank] >> 1)
 
 

@@ -151,7 +151,8 @@ def rewind_log(path, iteration, last_eval_iter):
     `last_eval_iter` is the iteration of its last evaluation, which precedes the update of that iteration.
     """
     kept = []
-    for line in path.read_text(encoding='utf-8', errors='replace').split('\n') if path.is_file() else ():
+    text = path.read_text(encoding='utf-8', errors='replace') if path.is_file() else ''
+    for line in text.split('\n'):
         try:
             entry = json.loads(line)
             if entry['iter'] < iteration or ('val/loss' in entry and entry['iter'] == iteration == last_eval_iter):

@@ -23,7 +23,8 @@ from runtime.optimizer_state import map_tensors
 
 def model_tensors(model):
     """The weights and buffers of a model as model.NAME, each once."""
-    return {f'model.{name}': tensor for name, tensor in model.state_dict().items() if name not in tied(model)}
+    further_names = tied(model)
+    return {f'model.{name}': tensor for name, tensor in model.state_dict().items() if name not in further_names}
 
 
 def tied(model):

@@ -47,7 +47,7 @@ def restored_signals():
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # which Python did not install and cannot put back
+            if handler is not None:  # None: not installed by Python, which cannot put it back
                 signal.signal(number, handler)
 
 

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 from data.tokenizer import END_OF_TEXT, GPT2, FileTokenizer
 from model import ACTIVATIONS, TRANSPOSED
+from runtime.files import first_line
 
 TOLERANCE = 1e-4  # on logits, in float32
 
@@ -56,7 +57,7 @@ def gpt2_tokenizer(tokenizer):
 
 
 def write_tokenizer(tokenizer, folder, block_size):
-    """Writes tokenizer.json and its config, except for bytes and characters."""
+    """Writes tokenizer.json and its config; neither for byte and character tokenizers, with a note."""
     if not isinstance(tokenizer, (GPT2, FileTokenizer)):
         print(f'note: the tokenizer {tokenizer.name} is not exported', file=sys.stderr)
         return
@@ -83,7 +84,11 @@ def export(loaded, dest):
     partial = dest.with_name(f'{dest.name}.{os.getpid()}.partial')
     partial.mkdir(parents=True)
     try:
-        to_hf(model, loaded.tokenizer.eot_id).save_pretrained(partial)
+        try:
+            exported = to_hf(model, loaded.tokenizer.eot_id)
+        except RuntimeError as error:  # weights of another shape or name
+            raise SystemExit(f'{dest}: not written; the model is not a GPT-2 ({first_line(error)})') from None
+        exported.save_pretrained(partial)
         if model.config.scale_attn_by_inverse_layer_idx:
             print('note: transformers before 5.4 scales attention by layer only with attn_implementation="eager", '
                   'which config.json asks for; do not override it there', file=sys.stderr)

@@ -16,18 +16,16 @@ an edited model, loss or optimizer use --measure, which takes two real steps on 
 import argparse
 import copy
 import functools
-import os
 import sys
 from dataclasses import astuple
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.arguments import at_least
-from analysis.runs import flops_per_iteration
+from analysis.runs import training_and_hessian_flops
 from data.loader import vocab_size_of
 from hessian import rows_at_once
 from model import GPT, GPTConfig
@@ -111,7 +109,7 @@ def changed(c, **values):
 def plan(c, shape, args):
     """Prints the plan of the settings `c`."""
     model, optimizer = GPT.without_values(shape), row(c.optimizer_name)
-    gradient, hessian = flops_per_iteration(c.values, dict(flops_per_token=model.flops_per_token()))
+    gradient, hessian = training_and_hessian_flops(c.values, dict(flops_per_token=model.flops_per_token()))
     seconds = (gradient + hessian) / (args.gpus * args.tflops * 1e12 * args.mfu)
     hours, limit = seconds * c.max_iters / 3600, (1 - HEADROOM) * args.memory_gb * 1e9
     print(f'{c.out_dir}: {c.optimizer_name}, {model.num_params():,} parameters, {(gradient + hessian) / 1e12:,.0f} '
@@ -176,8 +174,7 @@ def main(argv=None):
     else:
         flags = ['--device=cuda', *flags]  # the plan is for GPUs, whatever this machine has
     for source in [[name] for name in args.configs] or [[]]:
-        with mock.patch.dict(os.environ, WORLD_SIZE=str(args.gpus)):
-            c = train.resolve([*source, *flags])
+        c = train.resolve([*source, *flags], world_size=args.gpus)
         shape = GPTConfig.from_settings(c.values, vocab_size_of(c.dataset))
         if rank == 0:
             plan(c, shape, args)

@@ -107,15 +107,15 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
         text.append(f'{two} is {"" if holds else "not "}{k} times faster than {one} by the criterion (it holds at '
                     f'{sum(row["holds"] for row in criterion)} of {len(criterion)} T)')
     for row in same:
-        sign, spread = 'the noise is not known', ''
+        significance, spread = 'the noise is not known', ''
         if row['p'] is not None:
-            sign = 'within the noise' if row['p'] > 0.05 else f'p = {row["p"]:.2g}, {row["test"]}'
+            significance = 'within the noise' if row['p'] > 0.05 else f'p = {row["p"]:.2g}, {row["test"]}'
             if len(tested) > 1 and row['p'] <= 0.05:
-                sign += f'; {row["p, Holm"]:.2g} after Holm\'s correction for {len(tested)} horizons'
+                significance += f'; {row["p, Holm"]:.2g} after Holm\'s correction for {len(tested)} horizons'
             spread = f' ± {row["plus_or_minus"]:.4f}'
         text.append(f'T = {row["T"]}: {two} ends {abs(row["difference"]):.4f}{spread} '
-                    f'{"above" if row["difference"] > 0 else "below"} {one} ({sign}; trials: {two} {row["trials"]}, '
-                    f'{one} {row["trials of baseline"]})')
+                    f'{"above" if row["difference"] > 0 else "below"} {one} ({significance}; '
+                    f'trials: {two} {row["trials"]}, {one} {row["trials of baseline"]})')
     text += [f'T = {row["T"]}: {one} reaches that loss at {row["baseline steps"]:.0f} steps: {two} is '
              f'{row["ratio steps"]:.2f} times as efficient in steps, {row["ratio FLOPs"]:.2f} in FLOPs'
              for row in efficiency]

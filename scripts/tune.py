@@ -5,7 +5,7 @@
 
 The search starts from the values that the arguments after -- resolve to (for --optimizer_name=X alone, its row of the
 table). It tries one setting after the other over its values, with the others as they are, and keeps the best value if
-the validation loss is lower by more than --noise. It ends after a round in which nothing was. OUT_DIR/tuning.json
+the validation loss is lower by more than --noise. It ends after a round that changed nothing. OUT_DIR/tuning.json
 records the trials and what was kept.
 """
 

@@ -1,5 +1,6 @@
 """Helpers of several test files: tiny data sets, train.py as a process, GPT-2's tokenizer files."""
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -15,7 +16,6 @@ os.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'  # a pool of processes would c
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -23,9 +23,6 @@ import faults as harness  # noqa: E402
 from faults import Done  # noqa: E402
 
 from runtime import checkpoint  # noqa: E402
-
-settings.register_profile('repeatable', deadline=None, derandomize=True, database=None)
-settings.load_profile('repeatable')
 
 # Flags for a run of seconds on CPU.
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--block_size=32', '--total_batch_size=4',
@@ -88,7 +85,8 @@ def corpus(tmp_path_factory):
     """A data set with something to learn: 60,000 bytes, each of which mostly follows from the one before."""
     rng = np.random.default_rng(0)
     tokens = np.cumsum(rng.choice([1, 2, 7], p=[0.8, 0.1, 0.1], size=60_000)) % 251
-    return write_bins(tmp_path_factory.mktemp('corpus'), tokens[:50_000], tokens[50_000:])
+    command.corpus = write_bins(tmp_path_factory.mktemp('corpus'), tokens[:50_000], tokens[50_000:])
+    return command.corpus
 
 
 def metrics(out_dir, key='train/loss'):
@@ -99,7 +97,7 @@ def metrics(out_dir, key='train/loss'):
 
 def iterations(out):
     """The iterations of the checkpoints in `out`, newest first."""
-    return [checkpoint.number(p) for p in checkpoint.checkpoints(out) if checkpoint.number(p) != checkpoint.BEST]
+    return [checkpoint.number(p) for p in checkpoint.checkpoints(out)]
 
 
 def rejection(function, *args):
@@ -152,8 +150,17 @@ def fork(tmp_path_factory):
 @pytest.fixture(scope='session')
 def train(fork, corpus):
     """train(out, *flags, faults=, name=, ranks=, machines=): train.py by `fork`, with the flags of `command`."""
-    command.corpus = corpus
-
     def run(*args, name='adamw', faults='', **kwargs):
         return fork('train.py', *command(*args, name=name)[1:], faults=faults, **kwargs)
     return run
+
+
+@pytest.fixture(scope='session')
+def finished(train, tmp_path_factory):
+    """finished(*flags, name=, ranks=, machines=): the out_dir of a run by `train`, made once; not to be changed."""
+    @functools.cache
+    def get(*flags, **kwargs):
+        out = tmp_path_factory.mktemp('finished')
+        train(out, *flags, check=True, **kwargs)
+        return out
+    return get

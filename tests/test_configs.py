@@ -1,12 +1,11 @@
 """Every shipped config resolves; the published runs agree with the paper, whose numbers stand here once more."""
 
-from pathlib import Path
-
 import pytest
+from conftest import ROOT
 
 import train
 
-CONFIG = Path(__file__).resolve().parents[1] / 'config'
+CONFIG = ROOT / 'config'
 
 # Table 3: file name, parameters, d_model, n_head, depth, peak learning rates of AdamW, Lion, Sophia-H, Sophia-G.
 TABLE_3 = [
@@ -44,6 +43,7 @@ NEOX_RUNS = {f'train_neox_{name}_{optimizer}.py': dict(
                  COMMON, **OPTIMIZERS[optimizer], model_size=size, optimizer_name=optimizer, n_embd=width,
                  n_head=heads, n_layer=depth, learning_rate=rate, min_lr=pytest.approx(0.05 * rate), max_iters=100_000,
                  dataset='pile', block_size=2048, total_batch_size=sequences, parallel='fsdp',
+                 batch_size=2 if size == '6.6B' else 4,
                  eval_iters=1000 if size == '6.6B' else 500,  # 2,000 sequences both
                  scale_attn_by_inverse_layer_idx=optimizer == 'adamw')
              for name, size, width, heads, depth, *rates, sequences in NEOX
@@ -91,13 +91,6 @@ def test_gradient_and_estimate_are_of_whole_micro_batches(monkeypatch, name, ran
     assert values['total_batch_size'] // ranks % micro_batch == 0
     if values['optimizer_name'] == 'sophiag':  # Sophia-H chooses the size of its products itself
         assert of_estimate > 0 and of_estimate % micro_batch == 0
-
-
-def test_an_evaluation_of_a_neox_model_is_shorter_than_two_steps():
-    """A step is a forward and a backward pass, about three forward passes."""
-    for name in NEOX_RUNS:
-        values = resolve(CONFIG / name)
-        assert 0 < values['eval_iters'] * values['batch_size'] < 2 * 3 * values['total_batch_size']
 
 
 @pytest.mark.parametrize('name, expected', [

@@ -4,11 +4,14 @@ import itertools
 import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT
 
 import train
 from dev import tables
@@ -58,11 +61,10 @@ def test_the_tables_of_the_code_are_current():
     assert stale != text and tables.current('docs/settings.md', stale) == text
 
 
-def test_every_metric_of_a_run_is_explained(fork, corpus, tmp_path):
-    fork('train.py', *TINY, f'--dataset={corpus}', f'--out_dir={tmp_path}', '--optimizer_name=sophiag',
-         '--hessian_interval=2', check=True)
+def test_every_metric_of_a_run_is_explained(finished):
+    out = finished(name='sophiag')
     explained = set(re.findall(r'^\| `([\w/]+)` \|', read('docs/settings.md').partition('## Metrics')[2], flags=re.M))
-    logged = set(re.findall(r'"([\w/]+)": ', (tmp_path / 'metrics.jsonl').read_text(encoding='utf-8')))
+    logged = set(re.findall(r'"([\w/]+)": ', (out / 'metrics.jsonl').read_text(encoding='utf-8')))
     assert logged <= explained and explained - logged == {'val/loss/NAME', 'val/training_loss', 'mfu'}
 
 
@@ -126,3 +128,48 @@ def test_the_recipe_of_the_readme():
 
 def test_the_readme_is_short():
     assert len(read('README.md').split()) <= 1300
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The Python blocks of docs/sophia.md run as one script, and compute what the page says
+
+# The page leaves the Hugging Face model to the reader: a stand-in with its interface.
+BEFORE = """
+import types, torch
+torch.manual_seed(0)
+
+class CausalLM(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.embedding(input_ids))
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return types.SimpleNamespace(logits=logits, loss=loss)
+
+causal_lm, ids = CausalLM(), torch.randint(8, (4, 12))
+"""
+
+AFTER = """
+assert abs(found - expected) < 0.1 * expected
+assert all((lm_optimizer.state[p]['hessian'] > 0).any() for p in causal_lm.parameters())
+dist.destroy_process_group()
+"""
+
+
+def test_the_blocks_of_the_page_run(tmp_path):
+    """As one script on CPU, in a process group of one rank. Without a C++ compiler torch.compile does nothing."""
+    text = read('docs/sophia.md')
+    blocks = re.findall(r'^```python\n(.*?)^```', text, flags=re.M | re.S)
+    assert len(blocks) > 7
+    (tmp_path / 'page.py').write_text('\n'.join([BEFORE, *blocks, AFTER]), encoding='utf-8')
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES='', OMP_NUM_THREADS='1', RANK='0',
+                       LOCAL_RANK='0', WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='0',
+                       TORCHINDUCTOR_CACHE_DIR=str(tmp_path / 'inductor'), TORCHINDUCTOR_COMPILE_THREADS='1')
+    if not (shutil.which('g++') or shutil.which('clang++')):
+        environment['TORCHDYNAMO_DISABLE'] = '1'
+    done = subprocess.run([sys.executable, 'page.py'], cwd=tmp_path, env=environment, capture_output=True, text=True,
+                          timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r'% of the coordinates are not clipped\n.*, expected 0.109', done.stdout)

@@ -78,16 +78,6 @@ def estimates(model, idx, name, iterations=1, micro_batch=4, **options):
 # Against the exact diagonals
 
 
-def test_hutchinson_is_unbiased(gpt):
-    """Two micro-batches of two sequences. Entries range over orders of magnitude, so they are judged by their own
-    standard errors; the trace says that the scale is right."""
-    model, idx, _, H = gpt
-    samples = estimates(model, idx, 'sophiah', 120, micro_batch=2)
-    z = (samples.mean(0) - H.diagonal()) / (samples.std(0) / 120 ** 0.5)
-    assert (samples < 0).any() and z.abs().max() < 6 and z.square().mean() < 1.5
-    assert samples.sum(1).mean() == pytest.approx(H.trace().item(), rel=0.15)
-
-
 def test_gauss_newton_bartlett_is_unbiased(gpt):
     """Sampled labels, two micro-batches."""
     model, idx, _, _ = gpt
@@ -140,6 +130,7 @@ def test_the_micro_batch_does_not_change_the_estimate(gpt, name):
     for size, micro_batch in ((4, 3), (3, 2)):
         whole, parts = (estimates(model, idx, name, 2, n, batch_size=size) for n in (4, micro_batch))
         torch.testing.assert_close(parts, whole)
+        assert name == 'ef_clip' or not torch.equal(*whole)  # drawn anew in each iteration
 
 
 class Masked(GPT):

@@ -3,7 +3,6 @@ the device, output streams."""
 
 import io
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -44,8 +43,7 @@ def sbatch(directory, *args, faults='', nodes=2, script=TRAIN, **kwargs):
         (directory / name).write_text(text)
         (directory / name).chmod(0o755)
     (directory / 'train.py').write_text(script)
-    with socket.create_server(('127.0.0.1', 0)) as free:
-        job = free.getsockname()[1]
+    job = os.getpid()  # from which the script derives its port
     environment = dict(os.environ, OMP_NUM_THREADS='1', FAULTS=faults, NPROC_PER_NODE='1', SLURM_JOB_ID=str(job),
                        SLURM_JOB_NODELIST='node[1-2]', SLURM_JOB_NUM_NODES=str(nodes),
                        PATH=os.pathsep.join([str(directory), str(Path(sys.executable).parent), os.environ['PATH']]))
@@ -56,7 +54,6 @@ def sbatch(directory, *args, faults='', nodes=2, script=TRAIN, **kwargs):
 
 def test_the_slurm_script_saves_before_the_time_limit_and_asks_to_go_on(tmp_path, corpus):
     """SIGTERM reaches every process of both nodes, as Slurm's does."""
-    command.corpus = corpus
     to_all = 'lambda: (os.killpg(os.getpgid(os.getppid()), signal.SIGTERM), time.sleep(1))'
     job, done = sbatch(tmp_path, tmp_path / 'out', name='sophiag',
                        faults=f'at(6, {to_all}, rank=0)\nat(6, {to_all}, rank=1)')
@@ -65,7 +62,6 @@ def test_the_slurm_script_saves_before_the_time_limit_and_asks_to_go_on(tmp_path
 
 
 def test_the_slurm_script_does_not_try_failures_again(tmp_path, corpus):
-    command.corpus = corpus
     _, done = sbatch(tmp_path, tmp_path / 'out', nodes=1, script="raise SystemExit('--n_head=5: it says why')")
     assert done.code not in (0, STOPPED) and '--n_head=5: it says why' in done.err and 'asked for' not in done.out
 

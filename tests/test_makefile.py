@@ -2,11 +2,10 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 # Training leaves a checkpoint, and fails where a file `interrupt` is; plotting leaves its picture.
 STUB = """#!/bin/sh
 echo "$*" >> calls

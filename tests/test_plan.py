@@ -153,6 +153,6 @@ def test_measure_takes_steps_on_this_machine(capsys):
 
 
 def test_errors_are_those_of_train():
-    assert 'must be a multiple of the 24 devices' in rejection(plan.main, ['--model_size=1.5B', '--gpus=24',
+    assert 'must be a multiple of 24, the number of devices' in rejection(plan.main, ['--model_size=1.5B', '--gpus=24',
                                                                            '--total_batch_size=512'])
     assert '--batch_size: write --batch_size=VALUE' in rejection(plan.main, ['--batch_size', '4'])

@@ -34,24 +34,10 @@ loader.ValidationLoader.__iter__ = interrupted
 """
 
 
-@pytest.fixture(scope='module')
-def reference(train, tmp_path_factory):
-    """reference(name, ranks): the out_dir of an undisturbed run."""
-    made = {}
-
-    def get(name='adamw', ranks=1):
-        if (name, ranks) not in made:
-            made[name, ranks] = tmp_path_factory.mktemp(f'{name}{ranks}')
-            done = train(made[name, ranks], name=name, ranks=ranks)
-            assert done.code == 0, done.err
-        return made[name, ranks]
-    return get
-
-
 @pytest.fixture
-def copy(reference, tmp_path):
+def copy(finished, tmp_path):
     """A copy of the undisturbed run of AdamW."""
-    return shutil.copytree(reference(), tmp_path / 'copy', symlinks=True)
+    return shutil.copytree(finished(), tmp_path / 'copy', symlinks=True)
 
 
 def state(out, iteration=10):
@@ -70,7 +56,7 @@ def content(out):
     ('schedulefree:AdamWScheduleFree', 1, 'at(7, kill(signal.SIGTERM))'), ('sophiah', 1, 'at(4, kill(signal.SIGHUP))'),
     ('sophiag', 2, 'at(4, kill(signal.SIGINT), rank=1)'), ('sophiag', 2, STOP_IN_EVALUATION)],
     ids=['schedulefree', 'sophiah', 'sophiag on two ranks', 'in an evaluation'])
-def test_a_signal_stops_all_ranks_and_the_resumed_run_is_the_same(train, reference, tmp_path, name, ranks, fault):
+def test_a_signal_stops_all_ranks_and_the_resumed_run_is_the_same(train, finished, tmp_path, name, ranks, fault):
     """Between Hessian estimates, or in an evaluation, which the resumed run makes again. Schedule-free optimizers save
     other weights than they train."""
     done = train(tmp_path, name=name, ranks=ranks, faults=fault)
@@ -78,7 +64,7 @@ def test_a_signal_stops_all_ranks_and_the_resumed_run_is_the_same(train, referen
     assert done.code == STOPPED and iterations(tmp_path)[0] == int(iteration), done.err
     done = train(tmp_path, '--init_from=resume', name=name, ranks=ranks)
     assert done.code == 0 and f'at iteration {iteration} of 10' in done.out, done.err
-    assert not soak.compare(tmp_path, reference(name, ranks))
+    assert not soak.compare(tmp_path, finished(name=name, ranks=ranks))
     assert metrics(tmp_path, 'time') == sorted(metrics(tmp_path, 'time'))
 
 
@@ -111,10 +97,10 @@ for name in ('normal_', 'uniform_', 'zero_', 'fill_'):
     assert done.code == 0 and iterations(copy)[0] == 11, done.err
 
 
-def test_sigusr1_saves_and_continues(train, reference, tmp_path):
+def test_sigusr1_saves_and_continues(train, finished, tmp_path):
     done = train(tmp_path, '--keep_checkpoints=5', faults='at(2, kill(signal.SIGUSR1))')
     assert done.code == 0 and iterations(tmp_path) == [10, 5, 3]
-    assert not soak.compare(tmp_path, reference())
+    assert not soak.compare(tmp_path, finished())
 
 
 def test_eval_only_writes_nothing(train, copy, tmp_path):
@@ -129,7 +115,7 @@ def test_eval_only_writes_nothing(train, copy, tmp_path):
 # Saving
 
 
-def test_killed_while_saving(train, reference, tmp_path):
+def test_killed_while_saving(train, finished, tmp_path):
     """kill -9 with half of the second checkpoint written: the run resumes from the first, as if undisturbed."""
     done = train(tmp_path, faults="""
 save, calls = torch.save, []
@@ -145,10 +131,10 @@ torch.save = interrupted
     assert iterations(tmp_path) == [5] and list(tmp_path.glob('*.partial'))
     assert train(tmp_path, '--auto_resume=True').code == 0
     assert not list(tmp_path.glob('*.partial'))
-    assert not soak.compare(tmp_path, reference())
+    assert not soak.compare(tmp_path, finished())
 
 
-def test_full_disk(train, reference, tmp_path):
+def test_full_disk(train, finished, tmp_path):
     """No file may grow beyond 20 kB while the run wants to save: it says so, continues, and saves later if it can. A
     first save that fails does not speak of older checkpoints."""
     stays, passes = (train(tmp_path / out, faults=f'{FULL_DISK}at(4, lambda: limit(20_000))\nat({until}, lambda: '
@@ -159,7 +145,7 @@ def test_full_disk(train, reference, tmp_path):
     assert passes.code == 0 and iterations(tmp_path / 'passes') == [10]
     for out, done in (tmp_path / 'stays', stays), (tmp_path / 'passes', passes):
         assert f'{out}/ckpt_00000005.pt: could not be saved (File too large); training continues' in done.err
-        assert not list(out.glob('*.partial')) and metrics(out) == metrics(reference())
+        assert not list(out.glob('*.partial')) and metrics(out) == metrics(finished())
     shards = train(tmp_path / 'shards', '--parallel=fsdp', ranks=2, faults=FULL_DISK + ''.join(
         f'at({i}, lambda: limit({size}), {rank})\n' for i, size in ((4, 20_000), (7, -1)) for rank in range(2)))
     assert shards.code == 0 and 'ckpt_00000005: could not be saved (rank' in shards.err, shards.err
@@ -267,14 +253,12 @@ def test_the_estimate_of_a_skipped_first_iteration_follows(train, tmp_path, name
     assert 0 < norms[1] == norms[4] != norms[5]
 
 
-@pytest.mark.parametrize('name, estimator, dtype', [
-    ('sophiag', 'GaussNewtonBartlett', 'float32'), ('sophiah', 'Hutchinson', 'float16')])
-def test_a_hessian_estimate_that_is_not_finite_stops_the_run(train, tmp_path, name, estimator, dtype):
-    """Hessian-vector products have no loss scale that could be to blame."""
-    done = train(tmp_path, f'--dtype={dtype}', name=name, faults=f"""
+def test_an_estimate_of_hutchinson_that_is_not_finite_stops_the_run(train, tmp_path):
+    """Under float16, too: Hessian-vector products have no loss scale that could be to blame."""
+    done = train(tmp_path, '--dtype=float16', name='sophiah', faults="""
 import sophia
-estimate = sophia.{estimator}.estimate
-at(4, lambda: setattr(sophia.{estimator}, 'estimate',
+estimate = sophia.Hutchinson.estimate
+at(4, lambda: setattr(sophia.Hutchinson, 'estimate',
                       lambda self, *args: [h * float('inf') for h in estimate(self, *args)]))
 """)
     assert done.code == NOT_FINITE and len(done.err.splitlines()) == 1
@@ -310,14 +294,14 @@ at(3, fail, rank=1)
     assert 'rank 1:\nTraceback' in done.err and 'ValueError: of its own' in done.err
 
 
-def test_torchrun_restarts_resume(train, reference, tmp_path):
+def test_torchrun_restarts_resume(train, finished, tmp_path):
     """A rank is killed from outside; torchrun starts both again, and the run ends as if undisturbed."""
     done = finish(start(tmp_path, name='sophiag', torchrun=['--nproc_per_node=2', '--max-restarts=1'], faults="""
 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
     at(7, kill(signal.SIGKILL), rank=1)
 """))
     assert done.code == 0 and 'ckpt_00000005.pt at iteration 5 of 10' in done.out, done.err
-    assert not soak.compare(tmp_path, reference('sophiag', 2))
+    assert not soak.compare(tmp_path, finished(name='sophiag', ranks=2))
 
 
 def test_a_restart_continues_the_run_of_its_own_start_only(train, copy, tmp_path):
@@ -329,15 +313,11 @@ def test_a_restart_continues_the_run_of_its_own_start_only(train, copy, tmp_path
         os.utime(out / 'config.json', (0, 0))
 
     age(copy)
-    before, own, diverged = content(copy), tmp_path / 'own', tmp_path / 'diverged'
+    before, diverged = content(copy), tmp_path / 'diverged'
     for restart in 0, 1:
         done = train(copy, '--max_iters=12', faults=by_torchrun(restart))
         assert done.code == 1 and 'holds checkpoints, which a new run would overwrite' in done.err
     assert content(copy) == before
-
-    assert train(own, faults=by_torchrun(0) + 'at(7, kill(signal.SIGKILL))').code == -signal.SIGKILL
-    done = train(own, faults=by_torchrun(1))
-    assert done.code == 0 and 'at iteration 5 of 10' in done.out
 
     assert train(diverged, faults=by_torchrun(0) + "at(7, spoil(float('nan')))").code == NOT_FINITE
     before = content(diverged)

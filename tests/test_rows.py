@@ -273,16 +273,6 @@ def test_a_run_announces_the_settings_of_its_optimizer_only():
     (['muon', '--optimizer_args=adjust_lr_fn=None'], 'adjust_lr_fn is fixed for torch:Muon'),
     (['sophiag', '--optimizer_args=foreach=True'], '--optimizer_args has no effect with sophiag'),
     (['torch:Rprop', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for torch:Rprop'),
-    (['pytorch_optimizer:SOAP', '--parallel=fsdp'], '--parallel=fsdp: must be ddp for pytorch_optimizer:SOAP'),
 ])
 def test_settings_that_cannot_be_are_rejected_in_one_line(flags, message):
-    if flags[0].startswith('pytorch_optimizer'):
-        needs(flags[0])
     assert message in rejection(settings, f'--optimizer_name={flags[0]}', '--learning_rate=1e-3', *flags[1:])
-
-
-def test_a_learning_rate_that_the_table_does_not_have_must_be_given():
-    message = rejection(settings, '--optimizer_name=torch:NAdam')
-    assert 'has no learning rate for torch:NAdam at tiny; set --learning_rate' in message
-    muon, adamw = (settings(f'--optimizer_name={name}', '--model_size=125M') for name in ('muon', 'adamw'))
-    assert muon.learning_rate == adamw.learning_rate == 6e-4

@@ -192,16 +192,21 @@ def test_without_finished_runs_of_both_there_is_nothing_to_compare(tmp_path):
     make(tmp_path, 'adamw', 100, 3.5)
     make(tmp_path, 'sophiag', 50, 3.0, end=40)
     assert "nothing to compare: adamw has finished runs at T = [100]; sophiag at T = none" in rejection(judge, tmp_path)
+    assert 'nothing to compare' in rejection(judge, tmp_path, '--candidate', 'lion', '--baseline', 'muon')
 
 
-@pytest.mark.parametrize(('argv', 'before', 'iteration', 'kept'), [
-    (['--warmup_iters=20'], 1000, 20, True), (['--warmup_iters=20'], 1000, 21, False),  # the cosine begins
-    (['--schedule=wsd', '--cooldown_iters=30'], 1000, 70, True),  # as of a run that is branched off to decay
-    (['--schedule=wsd', '--cooldown_iters=30'], 1000, 71, False),
-    (['--schedule=wsd', '--cooldown_iters=30'], 60, 70, False),  # under the former horizon the decay had begun
-    (['--schedule=constant'], 1000, 90, True)])
-def test_a_horizon_may_change_before_the_decay_begins(tmp_path, argv, before, iteration, kept):
-    changes = [{'iter': iteration, 'key': key, 'from': before, 'to': 100} for key in ('max_iters', 'lr_decay_iters')]
+WSD = ['--schedule=wsd', '--cooldown_iters=30']
+
+
+@pytest.mark.parametrize(('argv', 'before', 'cooldown', 'iteration', 'kept'), [
+    (['--warmup_iters=20'], 1000, 0, 20, True), (['--warmup_iters=20'], 1000, 0, 21, False),  # the cosine begins
+    (WSD, 1000, 30, 70, True), (WSD, 1000, 30, 71, False),
+    (WSD, 60, 30, 70, False), (WSD, 2000, 1980, 60, False),  # under the former settings the decay had begun
+    (WSD, 2000, 400, 60, True),  # docs/optimizers.md, "Schedules": a run that is branched off to decay
+    (['--schedule=constant'], 1000, 0, 90, True)])
+def test_a_horizon_may_change_before_the_decay_begins(tmp_path, argv, before, cooldown, iteration, kept):
+    changes = [{'iter': iteration, 'key': key, 'from': value, 'to': 100} for key, value in (
+        ('max_iters', before), ('lr_decay_iters', before), ('cooldown_iters', cooldown))]
     run = runs.read_run(make(tmp_path, 'adamw', 100, 3.0, argv=argv, changes=changes))
     assert (run.rejected is None) == kept
 
@@ -245,18 +250,6 @@ def test_a_setting_that_an_edit_gives_the_model_is_part_of_the_protocol(tmp_path
             assert 'rope is False in one and True in the other' in rejection(judge, tmp_path)
         else:
             assert judge(tmp_path)['same_T']
-    assert {'n_layer', 'bias'} <= {*compare.MODEL}
-
-
-def test_a_branch_of_a_long_run_may_be_cut_and_cooled_down_at_one_resume(tmp_path):
-    """docs/optimizers.md, "Schedules": both the horizon and the length of the cooldown change, before either begins."""
-    changes = [dict(zip(('iter', 'key', 'from', 'to'), (60, *change))) for change in (
-        ('max_iters', 2000, 100), ('lr_decay_iters', 2000, 100), ('cooldown_iters', 400, 30))]
-    argv = ['--schedule=wsd', '--cooldown_iters=30']
-    assert not runs.read_run(make(tmp_path, 'adamw', 100, 3.0, argv=argv, changes=changes)).rejected
-    changes[2]['from'] = 1980  # so the decay had begun
-    rejected = runs.read_run(make(tmp_path, 'adamw', 100, 3.0, argv=argv, changes=changes)).rejected
-    assert rejected == 'cooldown_iters was changed from 1980 to 30 at iteration 60'
 
 
 def test_iterations_with_fewer_tokens_cost_fewer_flops(tmp_path):

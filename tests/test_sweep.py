@@ -15,6 +15,7 @@ from fake_runs import SHAPE, fake_run, rows_of
 
 from analysis import runs, trials
 from runtime import checkpoint, files
+from runtime.signals import restored_signals
 from scripts import eval as evaluation
 from scripts import plan, records, speedup, sweep, tune
 from scripts.paper import hessian_histogram
@@ -177,10 +178,12 @@ def test_a_table_of_a_received_directory_executes_nothing(tmp_path, capsys):
     assert 'finished' in capsys.readouterr().out and not mark.exists()
 
 
+@restored_signals()
 def test_a_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
-    argv = ['--out_dir', str(tmp_path), '--grid', 'seed=1', '--', *TINY, f'--dataset={corpus}', '--max_iters=60',
+    argv = ['--out_dir', str(tmp_path), '--grid', 'seed=1', '--', *TINY, f'--dataset={corpus}', '--max_iters=300',
             '--eval_interval=10000', '--eval_iters=1']
     metrics = tmp_path / 'seed=1' / 'metrics.jsonl'
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # outside of the sweep it must not end pytest
 
     def stop():
         while not (metrics.is_file() and metrics.read_text().count('\n') > 3):

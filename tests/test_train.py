@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import random
 import runpy
 import shutil
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, finish, metrics, start
+from conftest import ROOT, TINY, finish, metrics, rejection, start
 
 import train as program
 from analysis.runs import read_run
@@ -23,16 +24,8 @@ from runtime.device import can_compile
 from runtime.files import differing_files
 from runtime.signals import LISTENED
 
-FLAGS = {'adamw': ['--decay_lr=False', '--grad_clip=0.85'], 'sophiag': ['--hessian_interval=2', '--lr_decay_iters=8']}
-
-
-@pytest.fixture(scope='module')
-def run(fork, corpus):
-    """run(out_dir, *flags, ranks=): what a run that succeeds has printed."""
-    def call(out, *flags, **kwargs):
-        return fork('train.py', *TINY, f'--dataset={corpus}', f'--out_dir={out}', '--learning_rate=1e-2', *flags,
-                    check=True, **kwargs).out
-    return call
+FLAGS = {'adamw': ['--decay_lr=False', '--grad_clip=0.85'],
+         'sophiag': ['--hessian_interval=2', '--lr_decay_iters=8', '--dropout=0']}
 
 
 @pytest.fixture
@@ -45,30 +38,15 @@ def main(corpus):
     return call
 
 
-@pytest.fixture(scope='module')
-def reference(run, tmp_path_factory):
-    """out_dirs of one-process runs, by optimizer."""
-    runs = {}
-    for name in ('adamw', 'sophiag'):
-        runs[name] = tmp_path_factory.mktemp(name)
-        run(runs[name], f'--optimizer_name={name}', *FLAGS[name])
-    return runs
-
-
 @pytest.mark.parametrize('name', ['adamw', 'sophiag'])
-def test_it_learns_and_leaves_its_records(reference, name):
-    out = reference[name]
+def test_it_learns_and_leaves_its_records(finished, name):
+    out = finished(*FLAGS[name], name=name)
     losses = metrics(out)
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.25
     lines = [json.loads(line) for line in (out / 'metrics.jsonl').read_text().splitlines()]
     assert all({'iter', 'tokens', 'time'} <= line.keys() for line in lines)
     assert [line['iter'] for line in lines if 'val/loss' in line] == [0, 5, 10]
     assert all(line['tokens'] == line['iter'] * 4 * 32 for line in lines)
-    step = next(line for line in lines if line['iter'] == 9 and 'lr' in line)
-    expected = {'train/loss', 'lr', 'grad_norm', 'grad_clipped', 'momentum_norm', 'param_norm', 'step_ms',
-                'tokens_per_sec', 'memory_gb'}
-    assert expected <= step.keys()
-    assert ({'hessian_norm', 'update_unclipped', 'hessian_ms'} <= step.keys()) == (name == 'sophiag')
     described = json.loads((out / 'config.json').read_text())
     assert described['config']['learning_rate'] == 0.01 and described['provenance']['learning_rate'] == 'flag'
     assert described['provenance']['weight_decay'] == f'optimizer {name}'
@@ -92,12 +70,13 @@ def test_a_run_leaves_the_signals_as_they_were(main, tmp_path):
     assert [signal.getsignal(number) for number in LISTENED] == before
 
 
-def test_logged_clipping_and_speed_add_up(reference):
-    norms = np.array(metrics(reference['adamw'], 'grad_norm'))
+def test_logged_clipping_and_speed_add_up(finished):
+    adamw = finished(*FLAGS['adamw'], name='adamw')
+    norms = np.array(metrics(adamw, 'grad_norm'))
     assert norms.min() < 0.85 < norms.max()
-    assert metrics(reference['adamw'], 'grad_clipped') == pytest.approx(np.cumsum(norms > 0.85) / np.arange(1, 11))
-    tokens = [per_second * ms / 1e3 for per_second, ms in zip(metrics(reference['adamw'], 'tokens_per_sec'),
-                                                              metrics(reference['adamw'], 'step_ms'))]
+    assert metrics(adamw, 'grad_clipped') == pytest.approx(np.cumsum(norms > 0.85) / np.arange(1, 11))
+    tokens = [per_second * ms / 1e3
+              for per_second, ms in zip(metrics(adamw, 'tokens_per_sec'), metrics(adamw, 'step_ms'))]
     assert tokens == pytest.approx([4 * 32] * 10)
 
 
@@ -232,3 +211,51 @@ def test_gpu_agrees_with_cpu(train, tmp_path):
                             f'--compile={compile and can_compile()}', name='sophiag'))
         assert done.code == 0, done.err
         assert metrics(out) == pytest.approx(metrics(tmp_path / 'cpu'), abs=slack)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Learning rate schedules
+
+
+def schedule(name, **settings):
+    """The learning rates of 101 iterations: peak 1, warm-up 10, final 0.1."""
+    c = SimpleNamespace(**{**dict(schedule=name, decay_lr=True, learning_rate=1.0, min_lr=0.1, warmup_iters=10,
+                                  lr_decay_iters=100, cooldown_iters=20 * (name == 'wsd')), **settings})
+    return [program.learning_rate_at(c, i) for i in range(101)]
+
+
+def test_shapes_of_schedules():
+    found = {name: schedule(name) for name in ('cosine', 'linear', 'wsd', 'constant')}
+    for lrs in found.values():
+        assert lrs[:10] == [(i + 1) / 11 for i in range(10)] and lrs[10] == 1
+    assert found['cosine'][10:] == [0.1 + 0.5 * (1 + math.cos(math.pi * (i / 90))) * (1.0 - 0.1) for i in range(91)]
+    assert found['linear'][55] == pytest.approx(0.55) and found['linear'][100] == pytest.approx(0.1)
+    assert set(found['wsd'][10:81]) == {1.0} and found['wsd'][81] < 1
+    assert found['wsd'][90] == pytest.approx(0.55) and found['wsd'][100] == pytest.approx(0.1)
+    assert set(found['constant'][10:]) == {1.0}
+    # Any schedule decays in the last cooldown_iters.
+    cooled = schedule('cosine', cooldown_iters=20)
+    assert set(cooled[10:81]) == {1.0} and cooled[90] == pytest.approx(0.55)
+    assert cooled[85] - 0.1 == pytest.approx(0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+    # Longer than planned: the final learning rate.
+    assert schedule('linear', lr_decay_iters=50)[70] == schedule('wsd', lr_decay_iters=50)[70] == pytest.approx(0.1)
+    assert schedule('wsd', decay_lr=False) == [1.0] * 101
+
+
+def test_settings_of_schedules():
+    def resolve(*flags):
+        return program.resolve([*TINY, *flags])
+
+    assert resolve('--schedule=wsd', '--max_iters=50').cooldown_iters == 10
+    assert resolve().cooldown_iters == 0
+    assert resolve('--schedule=constant', '--warmup_iters=20').cooldown_iters == 0
+    at_most = 'because the decay ends at 10 and the warm-up at'
+    for flags, message in [
+            (['--schedule=cosin'], '--schedule=cosin: must be one of cosine, linear, constant, wsd'),
+            (['--schedule=constant', '--cooldown_iters=9'], '--cooldown_iters=9: must be 0 for --schedule=constant'),
+            (['--schedule=wsd', '--cooldown_iters=9'], f'--cooldown_iters=9: must be at most 8, {at_most} 2'),
+            (['--schedule=wsd', '--warmup_iters=9'],
+             f'schedule wsd: cooldown_iters = 2: must be at most 1, {at_most} 9'),
+            (['--schedule=wsd', '--warmup_iters=99'],
+             f'schedule wsd: cooldown_iters = 2: must be at most 0, {at_most} 99')]:
+        assert rejection(resolve, *flags) == message

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train
 from analysis.figures import optimizer_label, print_table, write_csv
-from analysis.runs import estimates_per_iteration, flops_per_iteration, read_run
+from analysis.runs import estimates_per_iteration, read_run, training_and_hessian_flops
 from model import GPT, GPTConfig
 
 # TFLOPs per step in the paper's Table 2. Its Sophia-G estimates with a forward pass of its own.
@@ -54,7 +54,7 @@ def main(argv=None):
     for source in args.sources:
         run = read_run(source) if Path(source).is_dir() else None
         config, about = (run.config, run.about) if run else planned(source)
-        gradient, hessian = flops_per_iteration(config, about)
+        gradient, hessian = training_and_hessian_flops(config, about)
         rows.append({
             'algorithm': optimizer_label(config['optimizer_name']), 'model size': config['model_size'],
             'parameters': about['parameters'], 'TFLOPs per step': (gradient + hessian) / 1e12,

@@ -96,8 +96,9 @@ def draw_grid(runs, keys, minus):
     base = cells(minus) if minus else {}
     rows = [{keys[0]: cell[0], keys[1]: cell[1], **row} for cell, row in cells(names[0]).items()
             if not minus or cell in base]
-    for row in rows if minus else ():
-        row['difference'] = row['val/loss'] - base[row[keys[0]], row[keys[1]]]['val/loss']
+    if minus:
+        for row in rows:
+            row['difference'] = row['val/loss'] - base[row[keys[0]], row[keys[1]]]['val/loss']
 
     if not rows:
         raise SystemExit(f'--minus={minus}: no runs of it with the same {keys[0]} and {keys[1]} as of {names[0]}')
