@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 from data.tokenizer import END_OF_TEXT, GPT2, FileTokenizer
 from model import ACTIVATIONS, TRANSPOSED
-from runtime.files import first_line
 
 TOLERANCE = 1e-4  # on logits, in float32
 
@@ -87,7 +86,8 @@ def export(loaded, dest):
         try:
             exported = to_hf(model, loaded.tokenizer.eot_id)
         except RuntimeError as error:  # weights of another shape or name
-            raise SystemExit(f'{dest}: not written; the model is not a GPT-2 ({first_line(error)})') from None
+            found = ' '.join(str(error).split())
+            raise SystemExit(f'{dest}: not written; the model is not a GPT-2 ({found})') from None
         exported.save_pretrained(partial)
         if model.config.scale_attn_by_inverse_layer_idx:
             print('note: transformers before 5.4 scales attention by layer only with attn_implementation="eager", '
