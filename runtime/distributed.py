@@ -19,6 +19,19 @@ from runtime.device import check_device
 _REPLICAS = []
 
 
+class Losses(torch.nn.Module):
+    """`model`, but where a backward pass follows without its first output, the logits: compiled code would write a
+    gradient of zeros for them, an array of their size, and read it again."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args, **kwargs):
+        logits, *losses = self.model(*args, **kwargs)
+        return (None if torch.is_grad_enabled() else logits, *losses)
+
+
 class World:
     """The ranks of this run, as torchrun's environment describes them, and their collectives.
 
@@ -64,7 +77,8 @@ class World:
         Args:
             blocks: the modules that most of the model consists of, which FSDP gathers one after another and which
                 activation checkpointing computes again.
-            compile: torch.compile the model as a whole, or each block where the model is sharded.
+            compile: torch.compile the model as a whole, or each block where the model is sharded. As a whole, its first
+                output, the logits, is None unless gradients are off.
             activation_checkpointing: keep only the inputs of a block, and compute the rest again in the backward pass.
             compute_dtype: dtype in which sharded parameters are gathered; default their own. Shards, gradients and
                 their sums stay float32.
@@ -79,7 +93,7 @@ class World:
         self._materialize(model)
         model.to(self.device)
         if compile:
-            model = torch.compile(model)
+            model = torch.compile(Losses(model))
         if self.size == 1:
             return model
         from torch.nn.parallel import DistributedDataParallel

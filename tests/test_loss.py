@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from loss import mean_loss, sample_labels
 from model import GPT, GPTConfig
+from runtime.distributed import Losses
 
 SECOND = 'none', 'drawn for all', 'drawn for some', 'given for some'
 
@@ -72,9 +73,18 @@ def gradients(model, losses):
 def test_losses_and_gradients_equal_pytorchs(two_backwards, kind, compile):
     model, (idx, targets), second = tiny(), batch(), second_labels(kind)
     expected = gradients(model, plain_losses(model, idx, targets, **second))
-    forward = torch.compile(model, fullgraph=True) if compile else model
+    forward = torch.compile(Losses(model), fullgraph=True) if compile else model
     found = gradients(model, forward(idx, targets, **second)[1:])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_only_the_losses_are_to_be_differentiated():
+    model, tokens = tiny(), batch()
+    logits, loss = Losses(model)(*tokens)
+    assert logits is None
+    with torch.no_grad():
+        torch.testing.assert_close(Losses(model)(*tokens), model(*tokens))
+    torch.testing.assert_close(loss, model(*tokens)[1])
 
 
 def test_losses_in_sixteen_bits_are_float32():
