@@ -4,7 +4,7 @@
 # checkpoints are in WORK. SMOKE=1: a trial on CPU.
 set -u && cd "$(dirname "$0")/.." || exit
 PATH=$PWD/.venv/bin:$PATH WORK=${WORK:-out/h100} DATASET=${DATASET:-data/books} ROUNDS=4 DEVICE=cuda LARGE=4000
-SIZES='30M:30 125M:30 355M:15 770M:6' MICRO='15 30 60' T='1000 2000'; mkdir -p "$WORK"
+SIZES=${SIZES:-30M:30 125M:30 355M:15 770M:6} MICRO='15 30 60' T='1000 2000'; mkdir -p "$WORK"
 TWO='--batch_size=4 --device=cuda:0' BENCH=--total_batch_size=480 TRAIN='--total_batch_size=128 --batch_size=32'
 if [ -n "${SMOKE:-}" ]; then
     SHAPE='--n_layer=1 --n_head=2 --n_embd=32 --block_size=32' SIZES=30M:2 MICRO=4 T=10 ROUNDS=1 DEVICE=cpu
