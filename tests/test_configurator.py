@@ -125,6 +125,7 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
 
 @pytest.mark.parametrize('argv, message', [
     (['--optimizer_name=adamw', '--gamma=0.1'], '--gamma has no effect with adamw; leave it out'),
+    (['--hessian_batch_size=1000'], '--hessian_batch_size has no effect with adamw; leave it out'),
     (['--optimizer_name=sophiag', '--hessian_interval=0'], '--hessian_interval=0: must be above 0 for sophiag'),
     (['--optimizer_name=sophiah', '--parallel=fsdp'],
      '--parallel=fsdp: must be ddp for sophiah (Hessian-vector products), or use sophiag'),

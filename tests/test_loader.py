@@ -19,6 +19,7 @@ from data.loader import (
     on_device,
     open_dataset,
     sequence_starts,
+    vocab_size_of,
 )
 from runtime.rng import keyed_bits
 
@@ -181,6 +182,11 @@ def two(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_bins(tmp_path / 'data/a', np.arange(5000) % 100, np.arange(500) % 100)
     write_bins(tmp_path / 'data/b', np.arange(700) % 100 + 100, np.arange(300) % 100 + 100)
+
+
+def test_a_mixture_has_the_vocabulary_of_its_parts(two):
+    assert vocab_size_of('a:0.7,b:0.3') == vocab_size_of('a') == Bin(Path('data/a'), 'train').vocab_size
+    assert vocab_size_of('elsewhere') == 50257
 
 
 def test_a_mixture_draws_its_parts_by_their_weights(two):
