@@ -3,13 +3,14 @@
 # training. NANOGPT: a checkout of it. DATASET: bins of GPT-2's tokens (data/text/prepare.py). Logs, records and
 # checkpoints are in WORK. SMOKE=1: a trial on CPU.
 set -u && cd "$(dirname "$0")/.." || exit
-PATH=$PWD/.venv/bin:$PATH WORK=${WORK:-out/h100} DATASET=${DATASET:-data/books} ROUNDS=4 DEVICE=cuda LARGE=4000
+PATH=$PWD/.venv/bin:$PATH WORK=$(realpath -m "${WORK:-out/h100}") DATASET=${DATASET:-data/books}
+ROUNDS=4 DEVICE=cuda LARGE=4000
 SIZES=${SIZES:-30M:30 125M:30 355M:15 770M:6} MICRO='15 30 60' T='1000 2000'; mkdir -p "$WORK"
 TWO='--batch_size=4 --device=cuda:0' BENCH=--total_batch_size=480 TRAIN='--total_batch_size=128 --batch_size=32'
 if [ -n "${SMOKE:-}" ]; then
     SHAPE='--n_layer=1 --n_head=2 --n_embd=32 --block_size=32' SIZES=30M:2 MICRO=4 T=10 ROUNDS=1 DEVICE=cpu
     TWO="$SHAPE --batch_size=4 --device=cpu" BENCH="$SHAPE --total_batch_size=4" LARGE=20
-    TRAIN="$SHAPE --device=cpu --total_batch_size=4 --batch_size=2 --eval_iters=2" DATASET=$PWD/$WORK/pysource
+    TRAIN="$SHAPE --device=cpu --total_batch_size=4 --batch_size=2 --eval_iters=2" DATASET=$WORK/pysource
     [ -e "$DATASET/meta.json" ] || python data/pysource/prepare.py --out_dir="$DATASET" || exit
 fi
 step() {  # NAME COMMAND…
@@ -19,7 +20,7 @@ step() {  # NAME COMMAND…
     ("$@" && touch "$WORK/$name.done") > "$WORK/$name.log" 2>&1 || echo "  failed: $(tail -n 1 "$WORK/$name.log")"
 }
 two() {  # NAME CACHE FLAGS…: twelve steps of two ranks on one device, with the compile cache of this name
-    step "two_$1" env TORCHINDUCTOR_CACHE_DIR="$PWD/$WORK/cache_$2" python -m torch.distributed.run --standalone \
+    step "two_$1" env TORCHINDUCTOR_CACHE_DIR="$WORK/cache_$2" python -m torch.distributed.run --standalone \
         --nproc_per_node=2 train.py $TWO --backend=gloo --total_batch_size=16 --dataset="$DATASET" --max_iters=12 \
         --warmup_iters=2 --eval_iters=1 --log_interval=1 --auto_resume=True --out_dir="$WORK/two_$1" "${@:3}"
 }
