@@ -135,7 +135,7 @@ def study_losses():
 @cache
 def dissection_runs():
     """The runs of records/dissection."""
-    return find_runs([dissection.RECORDS.parent])
+    return find_runs([dissection.RECORDS])
 
 
 def dissection_search(part='A'):
@@ -165,7 +165,7 @@ def dissection_six():
 
 
 def dissection_tests():
-    """The tests of records/dissection whose runs are all there."""
+    """The tests of records/dissection."""
     rows = dissection.tests(dissection_runs())
     cells = []
     for row in rows:
