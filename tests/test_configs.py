@@ -100,9 +100,6 @@ def test_gradient_and_estimate_are_of_whole_micro_batches(monkeypatch, name, ran
     ('clip', dict(optimizer_name='clip', hessian_interval=0)),
     ('normalize', dict(optimizer_name='normalize', hessian_interval=0)),
     ('gnb_noclip', dict(optimizer_name='gnb_noclip', hessian_interval=2, hessian_batch_size=240)),
-    ('hessian_interval_1', dict(optimizer_name='sophiag', hessian_interval=1, beta2=0.99)),
-    ('hessian_interval_10', dict(optimizer_name='sophiag', hessian_interval=10, beta2=0.99)),
-    ('hessian_interval_100', dict(optimizer_name='sophiag', hessian_interval=100, beta2=0.99)),
 ])
 def test_ablation_configs(name, expected):
     values = resolve(CONFIG / 'ablation' / f'{name}.py')
