@@ -2,9 +2,7 @@
 
 import sys
 from dataclasses import dataclass, fields
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import SETTING_NAMES
 from analysis.runs import all_but_seed, by_seed, find_runs, hyperparameters, mean_loss, measured_on, notes_on
 from analysis.significance import difference, expected_best, pooled_sd

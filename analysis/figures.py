@@ -8,7 +8,6 @@ import shlex
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime import files
 
 # Names on the command line of what an x-axis can show, and their labels under a figure.
@@ -43,6 +42,7 @@ def figure(columns=1, width=5.0, height=3.7):
     import matplotlib
     matplotlib.use('Agg')
     from matplotlib import pyplot as plt
+    plt.rcParams['text.parse_math'] = False  # a name with two dollar signs is not a formula
     fig, axes = plt.subplots(1, columns, figsize=(width * columns, height), squeeze=False, layout='constrained')
     for ax in axes[0]:
         ax.grid(alpha=0.3)
@@ -68,11 +68,6 @@ def legend(fig, ax):
         rows = max(1, int(fig.get_figheight() * 5))
         fig.legend(handles, labels, loc='outside right upper', fontsize=8, frameon=False,
                    ncols=math.ceil(len(labels) / rows))
-
-
-def plain(text):
-    """`text` for a figure with its dollar signs shown: matplotlib sets text between two of them as a formula."""
-    return str(text).replace('$', r'\$')
 
 
 def save(output, fig, rows=None, **data):

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.loader import Bin, data_dir, parts_of, read_meta
 from data.tokenizer import (
     TOKENIZER_NAMES,

@@ -7,14 +7,11 @@ import itertools
 import json
 import math
 import statistics
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 import train
 from analysis.figures import SETTING_NAMES, optimizer_label
 from configurator import Config

@@ -13,8 +13,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 import train
 from analysis.figures import print_table, write_csv
 from analysis.runs import notes_on, read_run, validation_sequences
@@ -24,6 +22,7 @@ from runtime.files import code_hashes, differing_files
 from runtime.signals import restored_signals
 
 UNCHECKED = HARMLESS - {'dataset'} | {'eval_iters'}  # settings in which a run may differ from what is asked for
+ROOT = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
 
 

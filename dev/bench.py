@@ -29,7 +29,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
@@ -46,8 +45,6 @@ from runtime.runlog import machine
 
 CPU_MODEL = '--model_size=30M --block_size=256 --total_batch_size=4 --batch_size=4'
 CUDA_MODEL = '--model_size=125M --batch_size=30 --total_batch_size=120'
-ATTENTION = dict(flash=SDPBackend.FLASH_ATTENTION, cudnn=SDPBackend.CUDNN_ATTENTION,
-                 efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)
 
 
 class Case:
@@ -158,13 +155,11 @@ class Baseline(Case):
             devices.autocast(self.device, c.dtype), list(model.parameters()), cross_entropy)
 
 
-def start(argv, folder, attention):
+def start(argv, folder):
     """Sets up the configuration of this process, the global `case`: train.py's with the arguments `argv`, or the
     baseline in `folder`."""
     global case
     config = train.resolve(argv)
-    if attention:
-        sdpa_kernel(ATTENTION[attention]).__enter__()  # until the process ends
     devices.set_matmul_precision(config.dtype)
     world = World(config.device, config.backend, 'ddp')
     case = Baseline(config, world, folder) if folder else Case(config, world)
@@ -200,7 +195,6 @@ def main(argv=None):
     parser.add_argument('--baseline', metavar='PATH', help='a checkout to compare with')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--rounds', type=int, default=15, help='steps of each kind and configuration (default: 15)')
-    parser.add_argument('--attention', choices=ATTENTION, help="use only this one of PyTorch's attention kernels")
     parser.add_argument('--profile', type=Path, metavar='FILE', help='also write a profile of the first CONFIG')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
     # A CONFIG may begin with --, which argparse takes for a flag: what it leaves over, in order, are the CONFIGs.
@@ -220,7 +214,7 @@ def main(argv=None):
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))) for _ in cases]
         for process, arguments in zip(processes, cases):
-            process.submit(start, *arguments, args.attention).result()
+            process.submit(start, *arguments).result()
         for round_ in range(args.rounds):
             print(f'round {round_ + 1} of {args.rounds}', file=sys.stderr)
             for process in processes:

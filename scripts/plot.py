@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.figures import AXES, figure, legend, plain, png_path, save, styles
+from analysis.figures import AXES, figure, legend, png_path, save, styles
 from analysis.runs import averaged, by_seed, find_runs, labels_of, notes_on
 
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_norm': 'ℓ2 norm of h',
@@ -45,7 +45,7 @@ def main(argv=None):
             xs, ys, lows, highs = averaged(line, metric, args.x)
             if not xs:
                 continue
-            ax.plot(xs, ys, label=plain(label), **style)
+            ax.plot(xs, ys, label=label, **style)
             if len(line) > 1:
                 ax.fill_between(xs, lows, highs, alpha=0.2, linewidth=0, **style)
             rows += [{'run': label, 'metric': metric, args.x: x, 'value': y, 'lowest': low, 'highest': high,
@@ -57,7 +57,7 @@ def main(argv=None):
         ax.set_title(NAMES.get(metric, metric), fontsize=9)
         if metric == 'update_unclipped':
             ax.axhspan(0.1, 0.5, color='0.5', alpha=0.15)
-    fig.suptitle(plain(args.title), fontsize=9)
+    fig.suptitle(args.title, fontsize=9)
     legend(fig, max(axes, key=lambda ax: len(ax.lines)))
     save(output, fig, rows)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, finished_runs
-from analysis.figures import SETTING_NAMES, argparser, figure, legend, optimizer_label, plain, print_table, save, styles
+from analysis.figures import SETTING_NAMES, argparser, figure, legend, optimizer_label, print_table, save, styles
 from analysis.runs import by_seed, mean_loss
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
@@ -64,10 +64,10 @@ def draw_lines(runs, x, by):
     if len(lines) == len(rows) > 2:  # a point each: the names on an axis say more than colors
         fig, (ax,) = figure(width=6.5, height=1.2 + 0.28 * len(rows))
         ordered = sorted(rows, key=lambda row: -row['val/loss'])
-        ax.errorbar([row['val/loss'] for row in ordered], [plain(row['line']) for row in ordered],
+        ax.errorbar([row['val/loss'] for row in ordered], [row['line'] for row in ordered],
                     xerr=[row['sd'] or 0 for row in ordered], fmt='o', capsize=3)
         for row in ordered:
-            ax.annotate(f'{row["val/loss"]:.3f}', (row['val/loss'], plain(row['line'])), (8, 0),
+            ax.annotate(f'{row["val/loss"]:.3f}', (row['val/loss'], row['line']), (8, 0),
                         textcoords='offset points', va='center', fontsize=8)
         ax.margins(x=0.12)
         ax.set(xlabel='final validation loss')
@@ -77,7 +77,7 @@ def draw_lines(runs, x, by):
     for line, style in zip(lines, styles(optimizers)):
         mine = [row for row in rows if row['line'] == line]
         ax.errorbar([row[x] for row in mine], [row['val/loss'] for row in mine], [row['sd'] or 0 for row in mine],
-                    label=plain(line), marker='o', capsize=3, markersize=4, **style)
+                    label=line, marker='o', capsize=3, markersize=4, **style)
     ax.set(xscale='log', xlabel=X[x], ylabel='final validation loss')
     legend(fig, ax)
     return fig, rows

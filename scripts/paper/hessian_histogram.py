@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.arguments import at_least
-from analysis.figures import argparser, figure, plain, print_table, save
+from analysis.figures import argparser, figure, print_table, save
 from analysis.load import MODEL_HELP, load, open_bins
 from data.loader import Mixture, TrainLoader
 from sophia import gauss_newton_bartlett, hutchinson
@@ -66,7 +66,7 @@ def main(argv=None):
     fig, (ax,) = figure()
     ax.stairs(counts, edges, fill=True)
     ax.set(xscale='log', xlabel="positive entries of the Hessian's diagonal", ylabel='parameters',
-           title=plain(f'{loaded.name}, {args.estimator}, mean of {args.samples}'))
+           title=f'{loaded.name}, {args.estimator}, mean of {args.samples}')
     save(args.output, fig, [dict(low=low, high=high, parameters=int(n))
                             for low, high, n in zip(edges, edges[1:], counts)], **summary)
 

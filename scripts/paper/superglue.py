@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.arguments import at_least
-from analysis.figures import argparser, figure, legend, plain, print_table, save
+from analysis.figures import argparser, figure, legend, print_table, save
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 from runtime.device import DTYPES
 from runtime.files import first_line
@@ -149,7 +149,7 @@ def draw_figure(table, names):
     for j, name in enumerate(names):
         mine = [row for row in table if row['checkpoint'] == name]
         ax.bar(np.arange(len(tasks)) + (j + 0.5) * width - 0.4, [row['accuracy'] for row in mine], width,
-               yerr=[row['stdev'] for row in mine], capsize=2, label=plain(name))
+               yerr=[row['stdev'] for row in mine], capsize=2, label=name)
     for key, text, style in (('majority', 'most frequent answer', '--'), ('random', 'guessing', ':')):
         ax.hlines([row[key] for row in table[:len(tasks)]], np.arange(len(tasks)) - 0.45, np.arange(len(tasks)) + 0.45,
                   colors='black', linestyles=style, label=text)

@@ -92,7 +92,7 @@ def main(argv=None):
     for t, (x, y) in enumerate(paths['Sophia'][:(arrival['Sophia'] or 0) + 1]):
         ax.annotate(str(t), (x, y), (5, -3), textcoords='offset points', fontsize=8)
     ax.plot(*MINIMUM, '*', color='tab:green', markersize=14, label='minimum')
-    ax.set(xlabel=r'$\theta_{[1]}$ (sharp)', ylabel=r'$\theta_{[2]}$ (flat)', xlim=(-1.1, 1.5), ylim=(-0.6, top))
+    ax.set(xlabel='θ₁ (sharp)', ylabel='θ₂ (flat)', xlim=(-1.1, 1.5), ylim=(-0.6, top))
     legend(fig, ax)
     save(args.output, fig, rows, summary=summary, start=START, rho=RHO)
 
