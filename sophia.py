@@ -62,7 +62,7 @@ class GuardedOptimizer(Optimizer):
     """Base class with checked settings, closures and a guard before the state. A subclass defines `update`.
 
     nonfinite says what happens when a gradient holds inf or NaN, before anything enters the state: 'raise'
-    FloatingPointError, 'skip' that step, or 'ignore' (the caller has checked; saves a synchronization with the device).
+    FloatingPointError, 'skip' that step, or 'ignore' (no check, so no wait for the device).
     """
 
     def __init__(self, params, defaults, nonfinite):
@@ -74,7 +74,7 @@ class GuardedOptimizer(Optimizer):
     def add_param_group(self, param_group):
         """Adds a group of parameters; ValueError when one of its settings is out of range."""
         name = type(self).__name__
-        in_range = dict(lr=lambda v: v >= 0, betas=lambda v: all(0 <= beta < 1 for beta in v),
+        in_range = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
                         momentum=lambda v: 0 <= v < 1, gamma=lambda v: v >= 0, eps=lambda v: v > 0,
                         weight_decay=lambda v: v >= 0)
         for key, value in {**self.defaults, **param_group}.items():
@@ -82,6 +82,7 @@ class GuardedOptimizer(Optimizer):
                 raise ValueError(f'{name}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
         if 'eps' in self.defaults and any(p.dtype == torch.float16 for p in self.param_groups[-1]['params']):
+            self.param_groups.pop()
             raise ValueError(f'{name}: float16 parameters are not supported, because the usual ε are 0 in float16; '
                              'keep them in float32, and compute in float16 by autocast')
 
@@ -121,7 +122,7 @@ class GuardedOptimizer(Optimizer):
 
 class HessianOptimizer(GuardedOptimizer):
     """Base class with an EMA of Hessian estimates, or of a function of them, `averaged`, in the state `hessian`."""
-    _warns = True  # of a step without any estimate
+    _warns = True  # whether a step has to warn, because there was no estimate yet
 
     def __setstate__(self, state):  # the end of load_state_dict, too
         super().__setstate__(state)
@@ -152,7 +153,7 @@ class HessianOptimizer(GuardedOptimizer):
                                  f'{tuple(p.shape)}; pass the optimizer to the estimator, which keeps their order')
         targets = {p: self.averaged(h_hat.to(p.dtype)) for p, h_hat in zip(params, estimates) if h_hat is not None}
         if check_finite(self.nonfinite, 'Hessian estimate', targets.values()):
-            self._warns = False
+            self._warns = self._warns and not targets
             for group in self.param_groups:
                 if params := [p for p in group['params'] if p in targets]:
                     self.update_ema(group, params, [targets[p] for p in params])
@@ -187,7 +188,8 @@ class Sophia(HessianOptimizer):
         weight_decay: λ, decoupled.
         maximize: step uphill instead; the estimates must then be of the negated objective.
         nonfinite: 'raise', 'skip' or 'ignore', see `GuardedOptimizer`.
-        compile: fuse the update to one pass over memory by torch.compile.
+        compile: fuse the update to one pass over memory by torch.compile. Each new β1 or γ compiles it again, so that
+            OneCycleLR needs cycle_momentum=False.
 
     State per parameter: `exp_avg` (m) and `hessian` (h), in the parameter's dtype and shape.
     """
@@ -206,7 +208,7 @@ class Sophia(HessianOptimizer):
         lr = scalar(group['lr'])
         if self._warns and lr:  # warm-ups of other libraries begin at 0
             self._warns = False
-            warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=4)
+            warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=5)
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
         ms, hs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
@@ -224,22 +226,23 @@ class Sophia(HessianOptimizer):
         return super().metrics() | ({} if unclipped is None else dict(update_unclipped=unclipped))
 
     def unclipped_fraction(self):
-        """Fraction of the coordinates of m / max(γ·h, ε) that the latest update did not clip, a 0-d tensor; None before
-        the first step. The paper chooses γ so that it lies between 0.1 and 0.5."""
-        inside, hs = [], []
+        """Fraction of the coordinates of m / max(γ·h, ε) that the clip leaves as they are, a 0-d tensor; None before
+        the first step. Call it after `step`, before h changes. The paper chooses γ so that it lies between 0.1 and 0.5.
+        """
+        counts, hs = [], []
         for group in self.param_groups:
             for state in [self.state[p] for p in group['params'] if 'exp_avg' in self.state.get(p, {})]:
                 m, h = local([state['exp_avg'], state['hessian']])
                 update, = precondition([m], self.curvature([h]), group['gamma'], group['eps'])
                 clipped = update.clone()
                 clip_([clipped], self.rho)
-                inside.append((clipped == update).sum())
+                counts.append((clipped == update).sum())
                 hs.append(state['hessian'])
-        if not inside:
+        if not counts:
             return None
-        inside = [count.to(inside[0].device) for count in inside]  # the layers may be on several devices
-        total = sum(h.numel() for h in local(hs))
-        unclipped, total = add_shards(torch.stack([torch.stack(inside).sum(), inside[0].new_tensor(total)]), hs)
+        counts = torch.stack([count.to(counts[0].device) for count in counts])  # layers may be on several devices
+        total = counts.new_tensor(sum(h.numel() for h in local(hs)))
+        unclipped, total = add_shards(torch.stack([counts.sum(), total]), hs)
         return unclipped / total
 
 
@@ -253,11 +256,13 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
     Args:
         outputs: outputs of the model with a graph, (…, V) logits of B predictions; or an iterable, one for each
             micro-batch (a generator runs the forwards one at a time). Leave out the positions that the loss ignores.
-        optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order. Sharded
-            ones must be all that the model trains, because FSDP's backward adds to the gradients of others.
+        optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order. If they
+            are sharded (by FSDP2, not tensor parallelism), they must be all that the model trains, because FSDP's
+            backward adds to the gradients of others.
         distribution: maps outputs to the `torch.distributions.Distribution`, an exponential family in its natural
             parameter, whose mean negative log-likelihood is the loss. Default Categorical(logits=…), i.e.
-            cross-entropy; for the squared loss ½(f − y)²: `lambda f: torch.distributions.Normal(f, 1.0)`.
+            cross-entropy; for the squared loss ½(f − y)²: `lambda f: torch.distributions.Normal(f, 1.0)`. It cannot
+            sample from outputs that are not finite, so that these are an error whatever the optimizer's `nonfinite`.
         group: process group over which the mini-batch is spread; default all ranks. If the parameters are sharded over
             only some of the ranks, the group of those. Each rank must draw labels of its own: seed torch differently
             on each.
@@ -266,8 +271,7 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
     Returns:
         list of tensors ĥ = B·ĝ⊙ĝ for `Sophia.update_hessian`.
     """
-    distribution = distribution or (lambda logits: torch.distributions.Categorical(logits=logits))
-    estimator = GaussNewtonBartlett(optimizer)
+    distribution, estimator = distribution or categorical, GaussNewtonBartlett(optimizer)
     if ranks(group) > 1:
         seed = torch.tensor([torch.initial_seed() % 2 ** 63], device=estimator.params[0].device)
         seeds = [torch.empty_like(seed) for _ in range(ranks(group))]
@@ -283,6 +287,11 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
         nll = -likelihood.log_prob(likelihood.sample())
         estimator.add(nll.sum(), nll.numel(), retain_graph)
     return estimator.estimate(group=group)
+
+
+def categorical(logits):
+    """The distribution Categorical(logits=…), of no predictions, too, which PyTorch's check of arguments rejects."""
+    return torch.distributions.Categorical(logits=logits, validate_args=None if logits.numel() else False)
 
 
 class GaussNewtonBartlett:
@@ -322,7 +331,8 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
 
     Args:
         losses: the mean loss of a mini-batch, a 0-d tensor with a graph that can be differentiated twice (without
-            flash attention or a compiled module); or an iterable, one for each micro-batch, which have equal sizes.
+            flash attention or a compiled module); or an iterable, one for each micro-batch, which have equal sizes. A
+            torch.autograd.Function that can be differentiated only once counts as linear, without an error.
         optimizer: the optimizer that takes the estimate, or the list of its parameters.
         generator, rademacher: see `Hutchinson`. Over several ranks the generator is required.
         group: process group over which the mini-batch is spread; default all ranks.
@@ -430,8 +440,23 @@ def check_finite(nonfinite, what, tensors):
 
 def gradients(outputs, params, **options):
     """torch.autograd.grad, with None for a parameter that is frozen or that `outputs` do not depend on."""
+    reject_reentrant(outputs)
     found = iter(torch.autograd.grad(outputs, [p for p in params if p.requires_grad], allow_unused=True, **options))
     return [next(found) if p.requires_grad else None for p in params]
+
+
+def reject_reentrant(outputs):
+    """RuntimeError when a part of the graph of `outputs` was made under checkpoint(…, use_reentrant=True): the
+    gradients of its parameters would be missing."""
+    nodes, seen = [output.grad_fn for output in ([outputs] if isinstance(outputs, torch.Tensor) else outputs)], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            if node.name() == 'CheckpointFunctionBackward':
+                raise RuntimeError('the outputs were made under checkpoint(…, use_reentrant=True), which hides its '
+                                   'parameters; set use_reentrant=False')
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -452,12 +477,12 @@ def add_gradients(totals, loss, params, retain_graph=False):
         found = [p.grad for p in params]
         for p, grad in zip(params, before):
             p.grad = grad
-        reason = 'set_requires_gradient_sync(False)'
+        reason = ', or set_requires_gradient_sync(False)'
     else:
         found = gradients(loss, params, retain_graph=retain_graph)
-        reason = 'made under checkpoint(…, use_reentrant=True)'
+        reason = ''
     if all(g is None for g in found):
-        raise RuntimeError(f'the outputs depend on none of the params: another model, or {reason}?')
+        raise RuntimeError(f'the outputs depend on none of the params: another model{reason}?')
     for total, g in zip(totals, found):
         if g is not None:
             total.add_(g)
@@ -494,7 +519,7 @@ def ranks(group=None):
 def sum_over_ranks(tensors, count, group=None):
     """Adds up `tensors` (in place) and the number `count` over the ranks of `group`; returns the summed count.
 
-    Sharded tensors are sums over the ranks already.
+    DTensors stay as they are, because FSDP's backward has summed them.
     """
     if ranks(group) < 2:
         return count
