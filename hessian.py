@@ -40,8 +40,8 @@ class Hook:
         return {}
 
     def add(self, loss_hat=None, predictions=None):
-        """Uses what the forward returned for these arguments: the sum of the losses of `predictions` predictions.
-        Leaves its graph for the training loss."""
+        """Takes the forward's loss on these labels, summed over `predictions` predictions. Keeps its graph for the
+        training loss."""
 
     def finish(self):
         """Passes the estimate to the optimizer. FloatingPointError if it is not finite; then none of it is used."""
@@ -49,6 +49,8 @@ class Hook:
 
 class HessianHook(Hook):
     """Estimates at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch.
+
+    Checkpoints hold nothing of a hook: let nothing that it computes depend on earlier iterations.
 
     Args:
         model: the plain GPT, neither compiled nor wrapped.
@@ -127,7 +129,7 @@ class GNBHook(HessianHook):
     def start(self, iter_num, loss_scale=1.0):
         super().start(iter_num, loss_scale)
         self.uniforms, self.estimator = None, GaussNewtonBartlett(self.optimizer) if self.due else None
-        self.waits = False  # whether `add` must bring the loss on labels that `labels` has asked for
+        self.waits = False  # whether `labels` has asked for a second loss, which `add` must bring
         return self.due
 
     def labels(self, X, Y):
@@ -224,7 +226,7 @@ class HutchinsonHook(HessianHook):
 
     def start(self, iter_num, loss_scale=1.0):
         self.rows = []
-        return super().start(iter_num)  # no loss scale enters the products, so none excuses an overflow
+        return super().start(iter_num)  # the products are not loss-scaled, so an overflow is an error
 
     def labels(self, X, Y):
         if n := self.take_rows(X):

@@ -158,7 +158,7 @@ class Row:
     scales_attention: bool = False  # whether the paper divides its attention logits by the layer index
     library: str = ''  # 'LIBRARY:CLASS' of a library's optimizer, which takes optimizer_args
     arguments: Callable | None = None  # of the library's class: train.py's settings → a dict of arguments
-    shards: bool = True  # whether it can update sharded parameters, each rank its part
+    shards: bool = False  # whether it can update sharded parameters, each rank its part
 
 
 def betas(s):
@@ -229,36 +229,36 @@ SOPHIA_G = dict(SOPHIA, gamma=0.05, hessian_batch_size=240)
 SOPHIA_H = dict(SOPHIA, gamma=0.01, hessian_batch_size=32)
 
 OPTIMIZERS = {
-    'adamw': Row(adamw, dict(beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR, scales_attention=True),
-    'lion': Row(lion, dict(beta1=0.95, beta2=0.98, weight_decay=0.2), LION_LR, scales_attention=True),
+    'adamw': Row(adamw, dict(beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR, scales_attention=True,
+                 shards=True),
+    'lion': Row(lion, dict(beta1=0.95, beta2=0.98, weight_decay=0.2), LION_LR, scales_attention=True, shards=True),
     # The paper does not state weight decay, ε and the size of the estimate's batch. The decay per step is learning
     # rate × λ, and the learning rate is hundreds of times AdamW's.
     'adahessian': Row(adahessian, dict(beta1=0.92, beta2=0.99, weight_decay=1e-3, eps=1e-8, hessian_interval=1,
                                        hessian_batch_size=480), ADAHESSIAN_LR, 'our table', AdaHessianHook),
-    'sophiag': Row(sophia, SOPHIA_G, SOPHIA_G_LR, hook=GNBHook),
+    'sophiag': Row(sophia, SOPHIA_G, SOPHIA_G_LR, hook=GNBHook, shards=True),
     'sophiah': Row(sophia, SOPHIA_H, SOPHIA_H_LR, hook=HutchinsonHook, scale_hessian_batch=False),
     # Ablations. The paper does not state their learning rates: ours are the closest optimizer's. Empirical Fisher
     # and AH+clip: k = 10, γ "found by grid search" but not stated, so Sophia's own here.
-    'ef_clip': Row(sophia, SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', EmpiricalFisherHook),
+    'ef_clip': Row(sophia, SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', EmpiricalFisherHook, shards=True),
     'ah_clip': Row(partial(sophia, cls=SophiaSquared), SOPHIA_H, SOPHIA_H_LR, 'Table 3, sophiah', HutchinsonHook,
                    scale_hessian_batch=False),
     # Clip and Normalize have no preconditioner; the paper does not state β1. ε only bounds Normalize's denominator.
-    'clip': Row(sign_momentum, dict(beta1=0.96, weight_decay=0.2), LION_LR, 'Table 3, lion'),
-    'normalize': Row(normalize, dict(beta1=0.96, weight_decay=0.2, eps=1e-12), LION_LR, 'Table 3, lion'),
+    'clip': Row(sign_momentum, dict(beta1=0.96, weight_decay=0.2), LION_LR, 'Table 3, lion', shards=True),
+    'normalize': Row(normalize, dict(beta1=0.96, weight_decay=0.2, eps=1e-12), LION_LR, 'Table 3, lion', shards=True),
     # k = 2 is the paper's. Without the clip ε has to bound the step where h is tiny; the paper does not state it.
     'gnb_noclip': Row(partial(sophia, cls=SophiaUnclipped), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
-                      'Table 3, sophiag', GNBHook),
+                      'Table 3, sophiag', GNBHook, shards=True),
     # Not in the paper: does h matter coordinate by coordinate? A shard's mean is not its tensor's.
-    'gnb_mean': Row(partial(sophia, cls=SophiaTensorMean), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', GNBHook,
-                    shards=False),
+    'gnb_mean': Row(partial(sophia, cls=SophiaTensorMean), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', GNBHook),
     # Baselines that the paper does not have, with their libraries' defaults but for AdamW's weight decay. Muon's
     # updates are scaled to the size of AdamW's, so it takes AdamW's learning rates; for its matrix products of
     # shards DTensor gathers the whole matrix.
     'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR | {'tiny': 4.8e-2},
-                'Table 3, adamw', library='torch:Muon', arguments=lambda s: dict(
+                'Table 3, adamw', shards=True, library='torch:Muon', arguments=lambda s: dict(
                     momentum=s.beta1, weight_decay=s.weight_decay, adjust_lr_fn='match_rms_adamw')),
     'soap': Row(from_library, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), {'tiny': 2.4e-2}, 'our table',
-                library='pytorch_optimizer:SOAP', shards=False, arguments=lambda s: dict(
+                library='pytorch_optimizer:SOAP', arguments=lambda s: dict(
                     betas=betas(s), eps=s.eps, weight_decay=s.weight_decay)),
 }
 # Placeholders for the optimizer settings that an optimizer lacks.
@@ -306,10 +306,12 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
     chosen, groups = row(name), list(params)
     if not any(isinstance(group, dict) for group in groups):
         groups = [{'params': groups}]
+    given = {key for group in groups for key in group}  # of which the optimizer's constructor makes more
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
     s = SimpleNamespace(**own, optimizer_args=settings.get('optimizer_args', ''), optimizer_name=name,
                         learning_rate=lr, compile=compile)
     optimizer = chosen.build(groups, s)
+    optimizer.given_keys = given
     for group in optimizer.param_groups:  # a learning rate of a group's own follows the schedule, too
         if group['lr'] != lr and lr:
             group.setdefault('lr_scale', group['lr'] / lr)
@@ -382,8 +384,8 @@ def attention_settings(config):
 def check_settings(config):
     """SystemExit where a setting does not go with the optimizer. Hessian-vector products need the plain model."""
     name, chosen = config.optimizer_name, row(config.optimizer_name)
-    config.require('parallel', chosen.shards or config.parallel == 'ddp',
-                   f'ddp for {name}, which is not known to work on parts of a parameter')
+    config.require('parallel', chosen.shards or chosen.hook.hessian_products or config.parallel == 'ddp',
+                   f'ddp for {name}, whose row in optimizers.py does not say shards=True')
     positive = {'eps', 'gamma'} & chosen.settings.keys()
     if issubclass(chosen.hook, HessianHook):
         positive |= {'hessian_interval', 'hessian_batch_size'}

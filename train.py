@@ -209,7 +209,7 @@ class TrainState:
 def make_model(c, world, start, data):
     """The GPT with random or pretrained weights; without values where a checkpoint, `start`, brings them. Stops the run
     when the settings do not fit the weights, or the weights do not fit the `data`."""
-    torch.manual_seed(c.seed)
+    seed_all(c.seed)
     with world.exit_together():
         if finetunes(c) and not start.path:
             model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
@@ -230,7 +230,7 @@ def set_up(c, world, model):
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
     optimizer = make_optimizer(c, model)
     params = [p for p in model.parameters() if p.requires_grad]
-    assert {id(p) for p in optim.parameters(optimizer)} == {id(p) for p in params}
+    optim.check_parameters(optimizer, model)
     hessian = optimizers.build_hook(
         c.optimizer_name, model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
         rank=world.rank, world_size=world.size, autocast=autocast, compile=c.compile)
@@ -269,12 +269,12 @@ def train_step(run, sequences, iter_num):
         sequences: (B, T + 1) token ids, this rank's share of the mini-batch; all ranks have the same B and T.
     """
     c, world, hessian, scaler = run.config, run.world, run.hessian, run.scaler
-    torch.manual_seed(keyed_seed(c.seed, DROPOUT, iter_num, world.rank))
+    seed_all(keyed_seed(c.seed, DROPOUT, iter_num, world.rank))
     estimating = hessian.start(iter_num, scaler.get_scale())  # the scale is 1 unless float16
 
     micro_batches, losses = sequences.split(c.batch_size), []
     for micro_step, tokens in enumerate(micro_batches):
-        X, Y = tokens[:, :-1], tokens[:, 1:]
+        X, Y = tokens[:, :-1], tokens[:, 1:].clone()  # apart, because GPT.forward may mask targets in place
         world.set_gradient_sync(run.model, micro_step == len(micro_batches) - 1, estimating)
         with run.autocast:
             # Only Sophia-G has labels of its own: for AdamW this is model(X, Y). Another term of the loss belongs in
@@ -285,6 +285,7 @@ def train_step(run, sequences, iter_num):
         scaler.scale(loss).backward()
         losses.append(loss.detach())
 
+    seed_all(keyed_seed(c.seed, DROPOUT, iter_num))  # whatever draws from here on does so alike on every rank
     scaler.unscale_(run.optimizer)
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
     losses = torch.stack(losses)
@@ -298,7 +299,6 @@ def train_step(run, sequences, iter_num):
     except FloatingPointError as error:
         problem = str(error)
     else:
-        seed_all(keyed_seed(c.seed, DROPOUT, iter_num))  # an optimizer may draw: the same on every rank
         optim.step(run.optimizer, scaler)
     scaler.update()
     world.zero_grad(run.optimizer)
@@ -365,8 +365,10 @@ def evaluate_and_save(run, state, val_data, log, stops):
 def save(run, state, log, best=False):
     """Saves a checkpoint; run.saved says whether that succeeded. Collective: every rank must call it."""
     c = run.config
-    if not optim.global_norm(run.params).isfinite():
+    norm = optim.global_norm(run.params)
+    if not norm.isfinite():
         lifecycle.abort(c, run.world, log, state.iter, 'the parameters are not finite')
+    lifecycle.check_replicas(run.world, norm)
     with optim.evaluating(run.optimizer):
         path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
             model_args=run.raw_model.config.model_args(), iter_num=state.iter, best_val_loss=state.best_val_loss,
@@ -429,10 +431,12 @@ def train(c):
         sequences = next(loader)
         if first:
             lifecycle.check_ranks(run, sequences[:c.batch_size])
+            fresh = make_optimizer(c, run.raw_model)
+            optim.copy_settings(run.optimizer, fresh)
         step = train_step(run, sequences, state.iter)
         lifecycle.check_step(run, log, state, step, loader)
-        if first and not step.problem:  # a state that no checkpoint can hold is found here, not at the first save
-            checkpoint.check_round_trip(world, run.optimizer, make_optimizer(c, run.raw_model))
+        if first and not step.problem:  # a state that no checkpoint can hold ends the run here, not at the first save
+            checkpoint.check_round_trip(world, run.optimizer, fresh)
             first = False
         logs = state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1
         if logs or world.size > 1:

@@ -22,8 +22,8 @@ from runtime import checkpoint
 from runtime.device import DTYPES, check_device, device_defaults
 from runtime.files import code_hashes, differing_files
 
-MODEL_FILES = 'model.py', 'loss.py'
-
+# The files of the repository's root on which a model's outputs do not depend.
+NOT_OF_THE_MODEL = 'train.py', 'optimizers.py', 'sophia.py', 'hessian.py', 'configurator.py'
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(HUB_MODELS)
 
 
@@ -79,7 +79,8 @@ def load(path, device='cpu', tokenizer=None):
     best = checkpoint.path_of(given, checkpoint.BEST)
     if path.parent == given and best.exists() and not best.samefile(path):
         print(f'note: {path} is the newest; {best} had the lowest validation loss', file=sys.stderr)
-    if files := [name for name in differing_files(state.get('code'), code_hashes()) if name in MODEL_FILES]:
+    if files := [name for name in differing_files(state.get('code'), code_hashes())
+                 if '/' not in name and name not in NOT_OF_THE_MODEL]:
         print(f'note: {", ".join(files)} changed since {path} was trained, so its outputs may differ', file=sys.stderr)
     args, weights = dict(state['model_args']), state.pop('model')
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:

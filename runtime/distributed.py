@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.device import check_device
+from runtime.files import first_line
 
 # Kept until the process ends: a replica's destructor waits for gloo's threads, which may wait for the interpreter.
 _REPLICAS = []
@@ -121,13 +122,24 @@ class World:
         # Inputs keep their dtype: bfloat16 would round the uniform numbers that labels are sampled with.
         options = dict(mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),
                        mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False))
-        for block in blocks:
-            if compile:  # inside FSDP's hooks
-                block.forward = torch.compile(block.forward)
-            fully_shard(block, **options)
-        model = fully_shard(model, **options)
+        try:
+            for block in blocks:
+                if compile:  # inside FSDP's hooks
+                    block.forward = torch.compile(block.forward)
+                fully_shard(block, **options)
+            model = fully_shard(model, **options)
+        except Exception as error:  # shared parameters, blocks that are used twice, scalar parameters, …
+            raise SystemExit(f'--parallel={self.parallel}: FSDP cannot shard this model ({first_line(error)}); use '
+                             '--parallel=ddp' if self.is_master else 1) from None
         self._materialize(model)
+        if any(True for _ in model.buffers()):  # a forward may change them, by this rank's sequences
+            model.register_forward_pre_hook(self._share_buffers)
         return model
+
+    def _share_buffers(self, model, args):
+        """Gives every rank the buffers of rank 0, as DDP does."""
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
 
     def reshard(self, model):
         """Frees what a forward without a backward pass has left gathered: its copy of the weights would be stale once

@@ -112,14 +112,14 @@ def git_commit():
 
 
 def code_hashes():
-    """{name: hash} of this repository's Python files that are loaded, whether git tracks them or not, and of all of
-    runtime/, some of which is loaded late."""
+    """{name: hash} of this repository's Python files that are loaded, whether git tracks them or not, and of all in the
+    root and in runtime/, some of which are loaded late."""
     root = Path(__file__).resolve().parents[1]
     # Resolved, because the repository may have been reached by a symbolic link.
     loaded = [Path(getattr(module, '__file__', None) or '').resolve() for module in list(sys.modules.values())]
     names = {path.relative_to(root) for path in loaded if root in path.parents and path.is_file()}
     names = {name for name in names if not {'site-packages', 'tests'} & set(name.parts)}
-    names |= {path.relative_to(root) for path in (root / 'runtime').glob('*.py')}
+    names |= {path.relative_to(root) for folder in (root, root / 'runtime') for path in folder.glob('*.py')}
     return {name.as_posix(): hashlib.sha256((root / name).read_bytes()).hexdigest()[:12] for name in sorted(names)}
 
 

@@ -10,7 +10,7 @@ import torch
 from runtime import checkpoint, optim, runlog
 from runtime.device import device_name
 from runtime.distributed import under_torchrun
-from runtime.files import code_hashes, differing_files, write_text
+from runtime.files import code_hashes, differing_files, warn, write_text
 from runtime.signals import NOT_FINITE, STOPPED
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def notes(c):
 
 
 def check_ranks(run, sequences):
-    """Before the first step: stops the run unless the same parameters get gradients on all ranks.
+    """Before the first step: stops the run unless all parameters get gradients on all ranks.
 
     Replicas wait for each other's gradients. A mixture of experts whose tokens miss an expert on one rank would hang
     without saying why. `sequences`: a micro-batch of this rank.
@@ -158,18 +158,29 @@ def check_ranks(run, sequences):
     world.set_gradient_sync(run.model, False)
     buffers = [buffer.clone() for buffer in run.raw_model.buffers()]  # which a forward pass may update
     with run.autocast:
-        loss = run.model(sequences[:, :-1], sequences[:, 1:])[1]
+        loss = run.model(sequences[:, :-1], sequences[:, 1:].clone())[1]
     run.scaler.scale(loss).backward()
     for buffer, before in zip(run.raw_model.buffers(), buffers):
         buffer.copy_(before)
     has = world.gather(torch.tensor([float(p.grad is not None) for p in run.params], device=world.device)).bool()
     run.optimizer.zero_grad(set_to_none=True)
-    differing = (has != has[0]).any(0).tolist()
-    if any(differing):
-        name_of = {p: name for name, p in run.raw_model.named_parameters()}
-        first = name_of[run.params[differing.index(True)]]
-        raise SystemExit(f'{first}: has a gradient on some ranks only; let every rank use it, see docs/hacking.md, "A '
-                         'mixture of experts"' if world.is_master else 1)
+    missing = (~has).any(0).tolist()
+    if any(missing):
+        first = missing.index(True)
+        name = {p: name for name, p in run.raw_model.named_parameters()}[run.params[first]]
+        problem = ('has a gradient on some ranks only; let every rank use it, see docs/hacking.md, "A mixture of '
+                   'experts"' if has[:, first].any() else 'has no gradient, for which the ranks would wait; remove it '
+                   'from the model, or freeze it with requires_grad_(False)')
+        raise SystemExit(f'{name}: {problem}' if world.is_master else 1)
+
+
+def check_replicas(world, norm):
+    """Warns where the ranks' replicas of the model have different `norm`s (0-d), because only rank 0's is saved."""
+    if world.size > 1 and not world.sharded:
+        norms = world.gather(norm.reshape(1)).flatten()
+        if world.is_master and (norms / norms[0] - 1).abs().max() > 1e-6:
+            warn(f"the ranks' weights have drifted apart (norms {norms.min():.7g} to {norms.max():.7g}), and rank 0's "
+                 'are saved; let nothing that changes weights or gradients differ between ranks')
 
 
 # ----------------------------------------------------------------------------------------------------------------------

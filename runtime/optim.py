@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import copy
 import importlib
 import inspect
 
@@ -21,6 +22,12 @@ def set_learning_rate(optimizer, lr):
     """Sets the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
     for group in optimizer.param_groups:
         group['lr'] = lr * group.get('lr_scale', 1.0)
+
+
+def copy_settings(source, target):
+    """Gives the param groups of the optimizer `target` the settings of `source`, which has the same groups."""
+    for theirs, ours in zip(source.param_groups, target.param_groups):
+        ours.update(copy.deepcopy({key: value for key, value in theirs.items() if key != 'params'}))
 
 
 def parameters(optimizer):
@@ -79,6 +86,16 @@ def clip_gradients(params, max_norm):
 def global_norm(tensors):
     """ℓ2 norm of all entries of `tensors` together, a 0-d tensor, over all ranks for sharded ones."""
     return full_tensor(total_norm([t.detach() for t in tensors]))
+
+
+def check_parameters(optimizer, model):
+    """SystemExit unless the optimizer has exactly the trained parameters of `model`."""
+    mine, trained = set(parameters(optimizer)), {p: name for name, p in model.named_parameters() if p.requires_grad}
+    if missing := [name for p, name in trained.items() if p not in mine]:
+        raise SystemExit(f'{missing[0]}: is in no group of parameter_groups, so that it would not be trained; add it, '
+                         'or freeze it with requires_grad_(False)')
+    if len(mine) > len(trained):
+        raise SystemExit('parameter_groups: holds parameters that are frozen or not of the model; leave them out')
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -67,11 +67,13 @@ def restore(optimizer, saved):
 
 
 def constructor_arguments(optimizer):
-    """The keys of a param group that the command line or the code sets, so that a checkpoint does not: the arguments of
-    the optimizer's constructor, and what `parameter_groups` and learning rate schedulers set."""
-    names = {'params', 'initial_lr', 'lr_scale', 'role'}
+    """The keys of a param group that a checkpoint does not restore, because the command line or the code sets them: the
+    arguments of the optimizer's constructor, and what `parameter_groups` and learning rate schedulers set."""
+    names = {'params', 'initial_lr', 'lr_scale'} | getattr(optimizer, 'given_keys', set())
     for part in getattr(optimizer, 'optimizers', [optimizer]):
-        names |= inspect.signature(type(part)).parameters.keys()
+        for cls in type(part).__mro__:  # a subclass may take *args, **kwargs
+            if '__init__' in vars(cls):
+                names |= inspect.signature(cls.__init__).parameters.keys()
     return names
 
 
@@ -112,10 +114,11 @@ def lost_in_round_trip(optimizer, fresh, saved):
 
 
 def counters(optimizer):
-    """The optimizer's own attributes that are numbers or tensors, by name; a state_dict does not have them. Names with
-    an underscore, such as those of learning rate schedulers, are left out."""
+    """The optimizer's own attributes that are, or hold, numbers or tensors, by name; a state_dict does not have them.
+    Names with an underscore, such as those of learning rate schedulers, are left out."""
     return {name: value for name, value in vars(optimizer).items()
-            if isinstance(value, (int, float, torch.Tensor)) and not name.startswith('_')}
+            if isinstance(value, (int, float, torch.Tensor, list, tuple, dict)) and not name.startswith('_')
+            and name not in ('state', 'param_groups', 'defaults', 'optimizers')}
 
 
 def difference(a, b, name='state'):
