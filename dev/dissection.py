@@ -85,7 +85,7 @@ def table(arms, seeds):
 
 def tests(runs):
     """Rows of the tests: part A's four against Sophia-G, corrected by Holm; part C's primary and secondary test, as
-    they are; the secondary one with the runs of parts F and G."""
+    they are; the secondary one with the runs of parts F and G, the primary one with those of part H."""
     A, C = arms_of(runs, 'A'), arms_of(runs, 'C')
     reference = losses(fresh_runs(A, 'sophiag', OF_BEST_GAMMA))
     rows = [{'comparison': f'A: {optimizer_label(name)} minus Sophia-G', 'n': '3, 3',
@@ -98,7 +98,9 @@ def tests(runs):
               for name, what in (('adamw', 'primary'), ('clip', 'secondary'))}
     for part, what in ('F', 'Sign momentum, same warm-up'), ('G', 'GNB, mean of h'):
         others[f'{part}, added: Sophia-G minus {what}'] = losses(run for run in runs if part_of(run) == part)
-    return rows + [{'comparison': what, 'n': '6, 6', **difference(sophia, other)} for what, other in others.items()]
+    rows += [{'comparison': what, 'n': '6, 6', **difference(sophia, other)} for what, other in others.items()]
+    shorter = [losses(fresh_runs(arms_of(runs, 'H'), name, TESTED)) for name in ('sophiag', 'adamw')]
+    return [*rows, {'comparison': 'H, added: Sophia-G minus AdamW, warm-up 1,200', 'n': '3, 3', **difference(*shorter)}]
 
 
 def long_horizon(runs):
