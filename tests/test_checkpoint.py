@@ -14,7 +14,7 @@ from conftest import iterations, rejection
 
 from runtime import checkpoint, files, optimizer_state, runlog
 from runtime.distributed import World
-from runtime.optimizer_state import difference
+from runtime.optimizer_state import difference, restore
 from runtime.rng import seed_all
 from sophia import Sophia
 
@@ -126,7 +126,20 @@ class Counting(Toy):
         self.t += 1
 
 
+class Looking(Toy):
+    """Keeps tensors in a list of its own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.slow = []
+
+    def step(self):
+        super().step()
+        self.slow = [p.detach().clone() for p in self.param_groups[0]['params']]
+
+
 @pytest.mark.parametrize('build, lost', [(Counting, 'state.attributes.0.t differs'),
+                                         (Looking, 'state.attributes.0.slow.0 is missing'),
                                          (Drifting, 'state.param_groups.0.theta differs')])
 def test_a_state_that_would_not_come_back_is_found_after_the_first_step(build, lost):
     model, optimizer = made(build)
@@ -149,6 +162,23 @@ def test_what_the_command_line_or_the_code_sets_is_not_restored(tmp_path):
     groups = torch.optim.AdamW([dict(params=[p]) for p in model.parameters()])
     message = rejection(checkpoint.restore, path, state, model, groups, None)
     assert '1 param groups were saved' in message and 'was parameter_groups edited?' in message
+
+
+class Noisy(Sophia):
+    """Passes its base class's arguments on."""
+
+    def __init__(self, *args, sigma=0.0, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def test_arguments_of_base_classes_and_keys_of_groups_are_not_restored_either():
+    model, optimizer = made(Noisy)
+    trained(model, optimizer, range(2))
+    optimizer.param_groups[0]['rho'] = 0.5
+    again = Noisy([dict(params=model.parameters(), rho=0.01)], lr=0.1, gamma=5.0)
+    again.given_keys = {'params', 'rho'}  # as build_optimizer says
+    restore(again, optimizer.state_dict())
+    assert again.param_groups[0]['gamma'] == 5.0 and again.param_groups[0]['rho'] == 0.01
 
 
 def test_a_setting_that_the_checkpoint_lacks_had_its_default():

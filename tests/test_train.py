@@ -168,6 +168,62 @@ def test_an_optimizer_that_draws_draws_alike_in_every_run(main, tmp_path, monkey
     assert drawn[:3] == drawn[3:] and len({number for numbers in drawn for number in numbers}) == 9
 
 
+def test_a_forward_that_draws_from_python_draws_alike_in_every_run(main, tmp_path, monkeypatch):
+    forward = program.GPT.forward
+    drawn = []
+
+    def drawing_forward(self, *args, **kwargs):
+        if self.training:
+            drawn.append((random.random(), np.random.random()))
+        return forward(self, *args, **kwargs)
+    monkeypatch.setattr(program.GPT, 'forward', drawing_forward)
+    main(tmp_path / 'a', '--max_iters=3')
+    main(tmp_path / 'b', '--max_iters=2', '--lr_decay_iters=3')
+    main(tmp_path / 'b', '--max_iters=3', '--init_from=resume')
+    assert drawn[:len(drawn) // 2] == drawn[len(drawn) // 2:] and len(set(drawn)) == len(drawn) // 2
+
+
+def test_a_schedule_of_another_setting_resumes(main, tmp_path, monkeypatch):
+    """The loop may set other keys of the param groups than the learning rate."""
+    set_learning_rate = program.optim.set_learning_rate
+
+    def scheduled(optimizer, lr):
+        set_learning_rate(optimizer, lr)
+        for group in optimizer.param_groups:
+            group['weight_decay'] = 10 * lr
+    monkeypatch.setattr(program.optim, 'set_learning_rate', scheduled)
+    main(tmp_path / 'whole', '--max_iters=4')
+    main(tmp_path / 'half', '--max_iters=2', '--lr_decay_iters=4')
+    main(tmp_path / 'half', '--max_iters=4', '--init_from=resume')
+    assert metrics(tmp_path / 'half') == metrics(tmp_path / 'whole')
+
+
+def test_a_parameter_without_a_gradient_stops_replicas_in_one_line(train, tmp_path):
+    done = train(tmp_path, ranks=2, faults='model.MLP.forward = lambda self, x: x')
+    assert done.code == 1 and len(done.err.splitlines()) == 1
+    assert done.err.startswith('transformer.h.0.mlp.c_fc.weight: has no gradient')
+
+
+def test_replicas_that_drift_apart_are_noticed(train, tmp_path):
+    done = train(tmp_path, '--max_iters=2', ranks=2, faults="""
+import runtime.optim
+step = runtime.optim.step
+def drifting(optimizer, scaler):
+    step(optimizer, scaler)
+    with torch.no_grad():
+        next(iter(optimizer.param_groups[0]['params'])).add_(float(os.environ['RANK']))
+runtime.optim.step = drifting
+""")
+    assert done.code == 0 and "warning: the ranks' weights have drifted apart" in done.err
+
+
+def test_a_group_that_is_left_out_is_one_line(main, tmp_path, monkeypatch):
+    groups = program.optimizers.parameter_groups
+    monkeypatch.setattr(program.optimizers, 'parameter_groups', lambda *args: groups(*args)[:-1])
+    with pytest.raises(SystemExit, match='transformer.h.0.ln_1.weight: is in no group of parameter_groups'):
+        main(tmp_path)
+
+
 def test_the_check_of_ranks_leaves_no_trace():
     """A forward pass may count in a buffer, as batch normalization does."""
     class Model(torch.nn.Module):
