@@ -139,7 +139,7 @@ def configure(defaults, argv, script=None):
             files.append(arg)
         elif not arg.startswith('--'):
             raise SystemExit(f'{arg}: flags begin with two dashes; write -{arg}')
-        elif '=' not in arg:
+        elif '=' not in arg and arg[2:] in config.declared:
             raise SystemExit(f'{arg}: write {arg}=VALUE')
         else:
             flags.append(arg)

@@ -344,6 +344,8 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
         raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
     estimator = Hutchinson(optimizer, generator, rademacher)
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
+        if loss.dim():
+            raise ValueError(f'hutchinson: a loss of shape {tuple(loss.shape)}; pass the mean, a 0-d tensor')
         try:
             gradient = gradients(loss, estimator.params, create_graph=True)
             used = [(g, u) for g, u in zip(gradient, estimator.u) if g is not None and g.requires_grad]

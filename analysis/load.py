@@ -69,11 +69,11 @@ def load(path, device='cpu', tokenizer=None):
             checkpoint nor its data set says it.
     """
     device, given = check_device(device), Path(path)
-    named = named_tokenizer(tokenizer) if tokenizer else None
     if any(given.glob('*.safetensors')) or str(path) in HUB_MODELS and not given.exists():
         model = GPT.from_pretrained(path)
-        meta = None if named else folder_meta(given, model.config.vocab_size)
-        return Loaded(given.name, given, model.to(device).eval(), tokenizer_from_meta(meta) if meta else named)
+        meta = folder_meta(given, model.config.vocab_size)
+        known = tokenizer_from_meta(meta) if meta else None
+        return Loaded(given.name, given, model.to(device).eval(), chosen_tokenizer(tokenizer, known, path))
     path, state = checkpoint.load(path)
     state.pop('optimizer', None)
     best = checkpoint.path_of(given, checkpoint.BEST)
@@ -86,7 +86,8 @@ def load(path, device='cpu', tokenizer=None):
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
         args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
     model = GPT.from_state_dict(GPTConfig(**args), weights).to(device).eval()
-    return Loaded(given.resolve().name, path, model, named or checkpoint_tokenizer(state), state)
+    known = checkpoint_tokenizer(state)
+    return Loaded(given.resolve().name, path, model, chosen_tokenizer(tokenizer, known, path), state)
 
 
 def with_tokenizer(loaded):
@@ -130,6 +131,15 @@ def open_bins(loaded, dataset, split):
                              f'{data.vocab_size} ids) than {loaded.path} ({name}, {ids}); prepare the text '
                              'with the tokenizer of the model')
     return bins
+
+
+def chosen_tokenizer(name, known, path):
+    """The tokenizer of --tokenizer=`name`, or the one that `path` is known to have been trained with. SystemExit where
+    these are two."""
+    named = named_tokenizer(name) if name else None
+    if named and known and not same_tokenizer(identifying(named.meta), identifying(known.meta)):
+        raise SystemExit(f'--tokenizer={name}: {path} was trained with {known.name}; leave the flag out')
+    return known or named
 
 
 def named_tokenizer(name):

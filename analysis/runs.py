@@ -78,6 +78,8 @@ class Run:
     @property
     def off_schedule(self):
         """Why its end is not the end of its decay, one clause; None if it is, or nothing decays."""
+        if self.decay_lr and self.warmup_iters >= self.max_iters:
+            return f'it ends within its warm-up of {self.warmup_iters} iterations'
         if not self.decay_lr or self.schedule == 'constant' or self.lr_decay_iters == self.max_iters:
             return None
         return f'its learning rate decays over {self.lr_decay_iters} iterations, and it was run for {self.max_iters}'

@@ -39,8 +39,8 @@ def argument_parser(doc, script, tokenizer=None):
 
 def at_least_one(text):
     """An int >= 1, for argparse."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError('must be at least 1')
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError('must be a whole number, at least 1')
     return int(text)
 
 

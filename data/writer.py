@@ -102,12 +102,13 @@ def lock(out_dir):
 
 
 def find_existing(out_dir, identity):
-    """meta.json of the finished bins in `out_dir`; None if there are none, or an unfinished run of this identity.
+    """meta.json of the finished bins in `out_dir`; None if there are none, or an unfinished run of this identity, which
+    may be about to replace them.
 
     SystemExit if something else is there.
     """
     bins = [out_dir / f'{split}.bin' for split in SPLITS]
-    for name in ('meta.json', 'progress.json'):
+    for name in ('progress.json', 'meta.json'):
         if (path := out_dir / name).exists():
             meta = json.loads(path.read_text(encoding='utf-8'))
             if wrong := [key for key in identity if meta.get(key) != identity[key]]:
@@ -129,9 +130,8 @@ def find_existing(out_dir, identity):
 def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):
     """The work of `write_bins`, under the lock."""
     batches = corpus.open()
-    if overwrite:  # only after the input was opened; meta.json first, so that it never describes other bins
-        for name in ('meta.json', 'progress.json', *(f'{split}.bin' for split in SPLITS)):
-            (out_dir / name).unlink(missing_ok=True)
+    if overwrite:  # finished bins stay until the new ones are complete
+        (out_dir / 'progress.json').unlink(missing_ok=True)
     parts = Parts(out_dir, identity)
     try:
         with (closing(encode_in_order(batches, tokenizer, parts.progress['position'], num_proc)) as results,
@@ -155,7 +155,7 @@ class Parts:
     """train.bin.part, val.bin.part and progress.json of a directory, opened where the last run left them."""
 
     def __init__(self, out_dir, identity):
-        self.progress_path, self.saved = out_dir / 'progress.json', float('-inf')
+        self.progress_path = out_dir / 'progress.json'
         self.paths = {split: out_dir / f'{split}.bin.part' for split in SPLITS}
         self.dtype = np.dtype(identity['dtype']).newbyteorder('<')
         self.progress = {**identity, 'position': [0, 0], **{s: {'tokens': 0, 'documents': 0} for s in SPLITS}}
@@ -164,7 +164,7 @@ class Parts:
             print(f'{out_dir}: resuming after {self.count("documents"):,} documents, '
                   f'{self.count("tokens"):,} tokens')
             for path in self.paths.values():
-                if (bin := path.with_suffix('')).exists():  # the run ended between the renaming and meta.json
+                if not path.exists() and (bin := path.with_suffix('')).exists():  # it ended before meta.json
                     bin.replace(path)
         self.files = {split: path.open('ab') for split, path in self.paths.items()}
         for split, file in self.files.items():
@@ -172,6 +172,8 @@ class Parts:
             if file.tell() < size:
                 raise SystemExit(f'{file.name}: not the {size} bytes that progress.json says; pass --overwrite')
             file.truncate(size)
+        self.save(self.progress['position'])  # from here on the same command resumes
+        self.saved = float('-inf')  # the first batch is saved at once
 
     def count(self, what):
         """The 'tokens' or 'documents' of both splits so far."""
@@ -204,6 +206,7 @@ class Parts:
         meta = {key: value for key, value in self.progress.items() if key != 'position'}
         for split, path in self.paths.items():
             meta[split] = {**meta[split], 'sha256': sha256(path)}
+        self.progress_path.with_name('meta.json').unlink(missing_ok=True)  # of bins that these replace
         for split, path in self.paths.items():
             self.files[split].close()
             path.replace(path.with_suffix(''))

@@ -81,7 +81,10 @@ def export(loaded, dest):
     if dest.exists():
         raise SystemExit(f'{dest}: exists; give another folder, or remove it')
     partial = dest.with_name(f'{dest.name}.{os.getpid()}.partial')
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise SystemExit(f'{dest}: cannot be written ({error.strerror}); give another folder') from None
     try:
         try:
             exported = to_hf(model, loaded.tokenizer.eot_id)

@@ -66,7 +66,7 @@ def main(argv=None):
     idx = torch.tensor([ids], device=args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     tokens, started = 0, time.perf_counter()
-    for _ in range(args.num_samples):
+    for _ in range(args.num_samples if args.temperature else 1):  # greedy samples are all the same
         row = model.generate(idx, args.max_new_tokens, args.temperature, args.top_k or None,
                              args.top_p if args.top_p < 1 else None,
                              stop=lambda row: row[0, -1] == tokenizer.eot_id, generator=generator)[0].tolist()

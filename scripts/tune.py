@@ -38,6 +38,8 @@ def tune(base, values, noise, out_dir, train_trials):
     for key in values:
         if key not in start:
             raise SystemExit(f'--values {key}=…: not a setting; see python train.py --help')
+        for value in values[key]:
+            train.resolve([*base, f'--{key}={value}'])  # which rejects what is no value of it
     best, trials = {key: canonical(start[key]) for key in values}, {}
     record = dict(base=base, values=values, noise=noise, start=best, trials=[], kept=[])
 

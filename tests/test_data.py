@@ -463,14 +463,31 @@ def test_other_bins_in_the_way(tmp_path, capsys):
     assert "tokenizer 'byte', not 'gpt2'" in rejection(write, small_corpus(), get_tokenizer('gpt2'))
     (tmp_path / 'train.bin').write_bytes(b'\1')
     assert 'not the 8 bytes' in rejection(write, small_corpus())
+    write(small_corpus(), overwrite=True)
+
+
+def test_finished_bins_stay_until_others_are_complete(tmp_path):
+    """Whether their input cannot be opened, cannot be read to its end, or the writing is interrupted."""
+    before = write_bins(small_corpus(), BYTE, tmp_path, 1)
 
     def unreadable():
         raise SystemExit('a.txt: cannot be read')
 
-    assert 'cannot be read' in rejection(write, Corpus('small', 'r2', 'by hand', unreadable), BYTE, True)
-    assert (tmp_path / 'meta.json').exists()  # the old bins go only after the input was opened
-    assert write(small_corpus('r2', val='e'), overwrite=True)['revision'] == 'r2'
-    bins(tmp_path)
+    def unreadable_later():
+        yield [('train', 'x')]
+        unreadable()
+
+    for opened in unreadable, lambda: Batches([unreadable_later()]):
+        message = rejection(write_bins, Corpus('small', 'r2', 'by hand', opened), BYTE, tmp_path, 1, True)
+        assert 'cannot be read' in message and bins(tmp_path)[2] == before
+        assert left(tmp_path) == ['meta.json', 'train.bin', 'val.bin']
+    after = small_corpus('r2', val='e')
+    assert 'resumes where it stopped' in rejection(write_bins, interrupted(after, 1), BYTE, tmp_path, 1, True)
+    assert json.loads((tmp_path / 'meta.json').read_text()) == before
+    assert bytes(np.fromfile(tmp_path / 'val.bin', 'uint16').tolist()) == b'd\0'
+    assert write_bins(after, BYTE, tmp_path, 1)['revision'] == 'r2'
+    assert [bytes(ids.tolist()) for ids in bins(tmp_path)[:2]] == [b'a\0b\0', b'e\0']
+    assert left(tmp_path) == ['meta.json', 'train.bin', 'val.bin']
 
 
 def test_unfinished_bins_in_the_way(tmp_path, monkeypatch):

@@ -176,6 +176,7 @@ def test_a_better_checkpoint_than_the_newest_is_named(tmp_path, capsys):
     assert f'{out / "best.pt"} had the lowest validation loss' in capsys.readouterr().err
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_rejected(tmp_path, capsys, gpt2_cache):
-    out = save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)
-    assert 'check --tokenizer' in rejection(run, capsys, out, '--tokenizer=gpt2')
+def test_another_tokenizer_than_the_models_is_rejected(tmp_path, capsys, gpt2_cache):
+    assert 'check --tokenizer' in rejection(run, capsys, save_run(tmp_path / 'unknown'), '--tokenizer=gpt2')
+    known = save_run(tmp_path / 'known', tokenizer=get_tokenizer('byte').meta)
+    assert 'was trained with byte; leave the flag out' in rejection(run, capsys, known, '--tokenizer=gpt2')

@@ -174,6 +174,7 @@ def test_weak_tuning_is_noted(tmp_path):
     (dict(), 'another run has the same settings and seed'),
     (dict(end=40), 'it has a validation loss at iteration 40 of 100 only'),
     (dict(argv=['--lr_decay_iters=200']), 'its learning rate decays over 200 iterations, and it was run for 100'),
+    (dict(argv=['--warmup_iters=100']), 'it ends within its warm-up of 100 iterations'),
     (dict(changes=[{'iter': 60, 'key': 'learning_rate', 'from': 'a', 'to': 'b'},
                    {'iter': 70, 'key': 'log_interval', 'from': 1, 'to': 2}]),
      'learning_rate was changed from a to b at iteration 60'),
