@@ -72,8 +72,7 @@ def load(path, device='cpu', tokenizer=None):
     if any(given.glob('*.safetensors')) or str(path) in HUB_MODELS and not given.exists():
         model = GPT.from_pretrained(path)
         meta = folder_meta(given, model.config.vocab_size)
-        known = tokenizer_from_meta(meta) if meta else None
-        return Loaded(given.name, given, model.to(device).eval(), chosen_tokenizer(tokenizer, known, path))
+        return Loaded(given.name, given, model.to(device).eval(), chosen_tokenizer(tokenizer, meta, path))
     path, state = checkpoint.load(path)
     state.pop('optimizer', None)
     best = checkpoint.path_of(given, checkpoint.BEST)
@@ -86,8 +85,8 @@ def load(path, device='cpu', tokenizer=None):
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
         args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
     model = GPT.from_state_dict(GPTConfig(**args), weights).to(device).eval()
-    known = checkpoint_tokenizer(state)
-    return Loaded(given.resolve().name, path, model, chosen_tokenizer(tokenizer, known, path), state)
+    chosen = chosen_tokenizer(tokenizer, checkpoint_meta(state), path)
+    return Loaded(given.resolve().name, path, model, chosen, state)
 
 
 def with_tokenizer(loaded):
@@ -133,13 +132,15 @@ def open_bins(loaded, dataset, split):
     return bins
 
 
-def chosen_tokenizer(name, known, path):
-    """The tokenizer of --tokenizer=`name`, or the one that `path` is known to have been trained with. SystemExit where
-    these are two."""
-    named = named_tokenizer(name) if name else None
-    if named and known and not same_tokenizer(identifying(named.meta), identifying(known.meta)):
-        raise SystemExit(f'--tokenizer={name}: {path} was trained with {known.name}; leave the flag out')
-    return known or named
+def chosen_tokenizer(name, meta, path):
+    """The tokenizer of --tokenizer=`name`; without the flag, the one of `meta`, with which the model at `path` was
+    trained, or None if that is not known either. SystemExit where the two differ."""
+    if not name:
+        return tokenizer_from_meta(meta) if meta else None
+    named = named_tokenizer(name)
+    if meta and not same_tokenizer(identifying(named.meta), identifying(meta)):
+        raise SystemExit(f'--tokenizer={name}: {path} was trained with {meta["tokenizer"]}; leave the flag out')
+    return named
 
 
 def named_tokenizer(name):
@@ -152,12 +153,12 @@ def named_tokenizer(name):
     return tokenizer_from_meta(meta)
 
 
-def checkpoint_tokenizer(state):
-    """The tokenizer that a checkpoint names, else its data set's; None if the data set is gone."""
+def checkpoint_meta(state):
+    """The meta of the tokenizer that a checkpoint names, else its data set's; None if the data set is gone."""
     meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
     if meta is None and dataset:
         folder = data_dir(next(iter(parts_of(dataset))))  # all parts of a mixture have one tokenizer
         meta = read_meta(folder)
         if meta is None and (folder / 'train.bin').is_file() and state['model_args'].get('vocab_size', 50304) >= 50257:
             meta = {'tokenizer': 'gpt2'}  # as data/loader.py assumes without a meta.json
-    return tokenizer_from_meta(meta) if meta else None
+    return meta
