@@ -346,6 +346,7 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
         if loss.dim():
             raise ValueError(f'hutchinson: a loss of shape {tuple(loss.shape)}; pass the mean, a 0-d tensor')
+        reject_reentrant(loss)
         try:
             gradient = gradients(loss, estimator.params, create_graph=True)
             used = [(g, u) for g, u in zip(gradient, estimator.u) if g is not None and g.requires_grad]
@@ -442,15 +443,14 @@ def check_finite(nonfinite, what, tensors):
 
 def gradients(outputs, params, **options):
     """torch.autograd.grad, with None for a parameter that is frozen or that `outputs` do not depend on."""
-    reject_reentrant(outputs)
     found = iter(torch.autograd.grad(outputs, [p for p in params if p.requires_grad], allow_unused=True, **options))
     return [next(found) if p.requires_grad else None for p in params]
 
 
-def reject_reentrant(outputs):
-    """RuntimeError when a part of the graph of `outputs` was made under checkpoint(…, use_reentrant=True): the
-    gradients of its parameters would be missing."""
-    nodes, seen = [output.grad_fn for output in ([outputs] if isinstance(outputs, torch.Tensor) else outputs)], set()
+def reject_reentrant(loss):
+    """RuntimeError when a part of the graph of `loss` was made under checkpoint(…, use_reentrant=True): the gradients
+    of its parameters would be missing."""
+    nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
@@ -481,6 +481,7 @@ def add_gradients(totals, loss, params, retain_graph=False):
             p.grad = grad
         reason = ', or set_requires_gradient_sync(False)'
     else:
+        reject_reentrant(loss)
         found = gradients(loss, params, retain_graph=retain_graph)
         reason = ''
     if all(g is None for g in found):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from reference import double_precision, flat, uniform  # noqa: F401 - for every test here
 from torch.distributions import Bernoulli, Categorical, Normal, Poisson
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from sophia import GaussNewtonBartlett, Hutchinson, Sophia, gauss_newton_bartlett, hessian_vector_product, hutchinson
 
@@ -109,6 +110,7 @@ def test_the_first_step_that_moves_without_an_estimate_warns():
         warnings.simplefilter('error')
         optimizer.step()
         optimizer.param_groups[0]['lr'] = 0.1
+        optimizer.update_hessian([None])
         with pytest.raises(UserWarning, match='sign momentum'):
             optimizer.step()
         optimizer.step()
@@ -325,6 +327,37 @@ def test_misuse_is_named():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match='Sophia: sparse gradients are not supported'):
         Sophia(embedding.parameters(), lr=0.1).step()
+    with pytest.raises(ValueError, match=r'betas = \(0.9,\) is out of range'):
+        Sophia(params, lr=0.1, betas=(0.9,))
+    optimizer = Sophia(params, lr=0.1)
+    with pytest.raises(ValueError, match='float16 parameters are not supported'):
+        optimizer.add_param_group(dict(params=[torch.nn.Parameter(torch.ones(2).half())]))
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match=r'a loss of shape \(7,\); pass the mean'):
+        hutchinson(torch.ones(7, requires_grad=True), params)
+
+
+@pytest.mark.parametrize('estimator', [gauss_newton_bartlett, hutchinson])
+def test_parameters_that_reentrant_checkpointing_hides_are_not_taken_for_flat(estimator):
+    """A part of the parameters only, so that the others have an estimate."""
+    hidden, head, x = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3), torch.randn(8, 4, requires_grad=True)
+    params = [*hidden.parameters(), *head.parameters()]
+
+    def estimate(use_reentrant):
+        outputs = head(checkpoint(hidden, x, use_reentrant=use_reentrant).tanh())
+        return estimator(outputs if estimator is gauss_newton_bartlett else outputs.square().mean(), params)
+
+    assert all(h.any() for h in estimate(False))
+    with pytest.raises(RuntimeError, match='^the outputs were made under checkpoint.*set use_reentrant=False'):
+        estimate(True)
+
+
+def test_a_micro_batch_without_predictions_adds_nothing():
+    model, x, keep = torch.nn.Linear(4, 3), torch.randn(2, 8, 4), torch.tensor([[True] * 8, [False] * 8])
+    torch.manual_seed(0)
+    both = gauss_newton_bartlett((model(part)[kept] for part, kept in zip(x, keep)), model.parameters())
+    torch.manual_seed(0)
+    torch.testing.assert_close(both, gauss_newton_bartlett(model(x[0]), model.parameters()))
 
 
 def test_out_of_memory_is_not_called_something_else(monkeypatch):
