@@ -310,7 +310,13 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
     s = SimpleNamespace(**own, optimizer_args=settings.get('optimizer_args', ''), optimizer_name=name,
                         learning_rate=lr, compile=compile)
-    optimizer = chosen.build(groups, s)
+    try:
+        optimizer = chosen.build(groups, s)
+    except AttributeError as error:
+        if error.obj is not s:
+            raise
+        raise SystemExit(f'optimizers.py: {name} is built with {error.name}, which its row does not set; add it there'
+                         ) from None
     optimizer.given_keys = given
     for group in optimizer.param_groups:  # a learning rate of a group's own follows the schedule, too
         if group['lr'] != lr and lr:
