@@ -365,10 +365,7 @@ def evaluate_and_save(run, state, val_data, log, stops):
 def save(run, state, log, best=False):
     """Saves a checkpoint; run.saved says whether that succeeded. Collective: every rank must call it."""
     c = run.config
-    norm = optim.global_norm(run.params)
-    if not norm.isfinite():
-        lifecycle.abort(c, run.world, log, state.iter, 'the parameters are not finite')
-    lifecycle.check_replicas(run.world, norm)
+    lifecycle.check_weights(run, log, state.iter)
     with optim.evaluating(run.optimizer):
         path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
             model_args=run.raw_model.config.model_args(), iter_num=state.iter, best_val_loss=state.best_val_loss,
@@ -431,8 +428,7 @@ def train(c):
         sequences = next(loader)
         if first:
             lifecycle.check_ranks(run, sequences[:c.batch_size])
-            fresh = make_optimizer(c, run.raw_model)
-            optim.copy_settings(run.optimizer, fresh)
+            fresh = optim.with_settings_of(run.optimizer, make_optimizer(c, run.raw_model))
         step = train_step(run, sequences, state.iter)
         lifecycle.check_step(run, log, state, step, loader)
         if first and not step.problem:  # a state that no checkpoint can hold ends the run here, not at the first save

@@ -132,14 +132,8 @@ class World:
             raise SystemExit(f'--parallel={self.parallel}: FSDP cannot shard this model ({first_line(error)}); use '
                              '--parallel=ddp' if self.is_master else 1) from None
         self._materialize(model)
-        if any(True for _ in model.buffers()):  # a forward may change them, by this rank's sequences
-            model.register_forward_pre_hook(self._share_buffers)
+        model.register_forward_pre_hook(share_buffers)
         return model
-
-    def _share_buffers(self, model, args):
-        """Gives every rank the buffers of rank 0, as DDP does."""
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
 
     def reshard(self, model):
         """Frees what a forward without a backward pass has left gathered: its copy of the weights would be stale once
@@ -230,6 +224,13 @@ def one_message():
         if isinstance(error.code, str) and ranks_from_environment()[0]:
             raise SystemExit(1) from None
         raise
+
+
+def share_buffers(model, args):
+    """A hook before each forward of a sharded model: gives every rank the buffers of rank 0, as DDP does, because a
+    forward may change them by its rank's sequences."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
 
 
 def is_sharded(tensor):

@@ -168,19 +168,12 @@ def check_ranks(run, sequences):
     if any(missing):
         first = missing.index(True)
         name = {p: name for name, p in run.raw_model.named_parameters()}[run.params[first]]
-        problem = ('has a gradient on some ranks only; let every rank use it, see docs/hacking.md, "A mixture of '
-                   'experts"' if has[:, first].any() else 'has no gradient, for which the ranks would wait; remove it '
-                   'from the model, or freeze it with requires_grad_(False)')
+        problem = ('has no gradient, for which the ranks would wait; remove it from the model, or freeze it with '
+                   'requires_grad_(False)')
+        if has[:, first].any():
+            problem = ('has a gradient on some ranks only; let every rank use it, see docs/hacking.md, "A mixture of '
+                       'experts"')
         raise SystemExit(f'{name}: {problem}' if world.is_master else 1)
-
-
-def check_replicas(world, norm):
-    """Warns where the ranks' replicas of the model have different `norm`s (0-d), because only rank 0's is saved."""
-    if world.size > 1 and not world.sharded:
-        norms = world.gather(norm.reshape(1)).flatten()
-        if world.is_master and (norms / norms[0] - 1).abs().max() > 1e-6:
-            warn(f"the ranks' weights have drifted apart (norms {norms.min():.7g} to {norms.max():.7g}), and rank 0's "
-                 'are saved; let nothing that changes weights or gradients differ between ranks')
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -226,6 +219,19 @@ def abort(c, world, log, iteration, problem, otherwise='', where=''):
         print(line, file=sys.stderr)
         write_text(Path(c.out_dir) / checkpoint.FAILED, line + '\n')
     raise SystemExit(NOT_FINITE)
+
+
+def check_weights(run, log, iteration):
+    """Before a checkpoint: ends a run whose parameters are not finite, and warns where the ranks' replicas of the model
+    differ, because only rank 0's is saved. Collective: every rank must call it."""
+    world, norm = run.world, optim.global_norm(run.params)
+    if not norm.isfinite():
+        abort(run.config, world, log, iteration, 'the parameters are not finite')
+    if world.size > 1 and not world.sharded:
+        norms = world.gather(norm.reshape(1)).flatten()
+        if world.is_master and (norms / norms[0] - 1).abs().max() > 1e-6:
+            warn(f"the ranks' weights have drifted apart (norms {norms.min():.7g} to {norms.max():.7g}), and rank 0's "
+                 'are saved; let nothing that changes weights or gradients differ between ranks')
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -24,10 +24,11 @@ def set_learning_rate(optimizer, lr):
         group['lr'] = lr * group.get('lr_scale', 1.0)
 
 
-def copy_settings(source, target):
-    """Gives the param groups of the optimizer `target` the settings of `source`, which has the same groups."""
-    for theirs, ours in zip(source.param_groups, target.param_groups):
+def with_settings_of(other, optimizer):
+    """`optimizer`, whose param groups get the settings of the same groups of the `other`."""
+    for theirs, ours in zip(other.param_groups, optimizer.param_groups):
         ours.update(copy.deepcopy({key: value for key, value in theirs.items() if key != 'params'}))
+    return optimizer
 
 
 def parameters(optimizer):

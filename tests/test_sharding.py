@@ -52,6 +52,34 @@ def test_an_averaging_optimizer_trains_as_replicas_do(train, tmp_path):
     assert_same_metrics(tmp_path / 'fsdp', tmp_path / 'ddp')
 
 
+def test_buffers_that_a_forward_changes_are_those_of_rank_0(train, tmp_path):
+    done = train(tmp_path, *RUN, '--parallel=fsdp', '--max_iters=2', ranks=2, check=True, faults="""
+init, forward = model.GPT.__init__, model.GPT.forward
+def with_buffer(self, config):
+    init(self, config)
+    self.register_buffer('seen', torch.zeros(()))
+def counting(self, *args, **kwargs):
+    print('seen', self.seen.item(), flush=True)
+    self.seen += 1 + int(os.environ['RANK'])
+    return forward(self, *args, **kwargs)
+model.GPT.__init__, model.GPT.forward = with_buffer, counting
+""")
+    seen = [float(line.split()[1]) for line in done.out.splitlines() if line.startswith('seen ')]
+    assert len(seen) > 4 and sorted(seen) == [n // 2 for n in range(len(seen))]
+
+
+def test_a_model_that_fsdp_cannot_shard_is_one_line(train, tmp_path):
+    done = train(tmp_path, *RUN, '--parallel=fsdp', faults="""
+init = model.GPT.__init__
+def with_scalar(self, config):
+    init(self, config)
+    self.scale = torch.nn.Parameter(torch.ones(()))
+model.GPT.__init__ = with_scalar
+""")
+    assert done.code == 1 and done.err.startswith('--parallel=fsdp: FSDP cannot shard this model (')
+    assert len(done.err.splitlines()) == 1
+
+
 def test_replicas_of_a_model_compiled_in_parts_train_as_eager_ones_do(run, train, tmp_path):
     """DDP has torch.compile cut a model at its buckets of gradients, of 1 MB and more. Gauss-Newton-Bartlett goes back
     through the parts twice."""
