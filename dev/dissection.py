@@ -58,7 +58,7 @@ def fresh_runs(arms, name, seeds, gamma=None):
 
 
 def losses(runs):
-    """Their final losses."""
+    """The final losses of `runs`."""
     return [run.final_loss for run in runs]
 
 
