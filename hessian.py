@@ -1,8 +1,8 @@
 """When, and on what, the Hessian is estimated: the callbacks that train_step calls.
 
-In each iteration train_step calls `start`; for each micro-batch `labels` before the forward and `add` after it; then,
-before the update, `finish`. Estimates are made at iterations 0, k, 2k, … on the first sequences of that iteration's own
-mini-batch (Algorithm 3, lines 7 to 9). Everything random is a function of (seed, iteration).
+In each iteration train_step calls `start` and `split`; for each micro-batch `labels` before the forward and `add` after
+it; then, before the update, `finish`. Estimates are made at iterations 0, k, 2k, … on the first sequences of that
+iteration's own mini-batch (Algorithm 3, lines 7 to 9). Everything random is a function of (seed, iteration).
 """
 
 import contextlib
@@ -14,7 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from runtime.files import warn
 from runtime.optim import OVERFLOWS
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
-from sophia import GaussNewtonBartlett, Hutchinson, add_shards, check_finite, hessian_vector_product, local, parameters
+from sophia import (
+    GaussNewtonBartlett,
+    Hutchinson,
+    add_shards,
+    check_finite,
+    hessian_vector_product,
+    local,
+    mesh_of,
+    parameters,
+)
 
 
 class Hook:
@@ -34,6 +43,10 @@ class Hook:
     def start(self, iter_num, loss_scale=1.0):
         """Begins iteration `iter_num`; True when it estimates the Hessian. `loss_scale` is float16's."""
         return False
+
+    def split(self, rows, size):
+        """Return the micro-batches, each of at most `size` of this rank's `rows` sequences, as slices of them."""
+        return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
     def labels(self, X, Y):
         """Further arguments for the model's forward on a micro-batch, X and Y (B, T) int64, as a dict."""
@@ -58,15 +71,17 @@ class HessianHook(Hook):
         seed: of labels and vectors.
         interval: k.
         batch_size: sequences over all ranks, a multiple of world_size.
+        parts: number of parts of the estimate's sequences over all ranks, see `fitting_parts`; only
+            Gauss-Newton-Bartlett squares them one by one.
         rank, world_size: the share of the mini-batch that passes here, [rank::world_size].
         autocast: context manager for a forward outside of train_step's own.
         compile: whether the model's forward is compiled, and Hessian-vector products are to be.
     """
 
-    def __init__(self, model, optimizer, *, seed, interval, batch_size, rank=0, world_size=1, autocast=None,
+    def __init__(self, model, optimizer, *, seed, interval, batch_size, parts=1, rank=0, world_size=1, autocast=None,
                  compile=False):
         self.model, self.optimizer, self.seed = model, optimizer, seed
-        self.interval, self.batch_size = interval, batch_size
+        self.interval, self.batch_size, self.parts = interval, batch_size, parts
         self.rank, self.world_size, self.compile = rank, world_size, compile
         self.autocast = autocast or contextlib.nullcontext()
         self.name_of = {p: name for name, p in model.named_parameters()}
@@ -116,6 +131,19 @@ class HessianHook(Hook):
                  'them, so they are updated by sign momentum; see docs/hacking.md, "A second head"')
 
 
+def fitting_parts(parts, batch_size, micro_batch, ranks, sharded):
+    """Return the number of parts, `parts` or the next one possible, in which an estimate on `batch_size` sequences over
+    `ranks` ranks squares its gradient; 1 is Algorithm 2.
+
+    A part is within a micro-batch of at most `micro_batch` sequences, and all parts have equal sizes. A part is on one
+    rank; with `sharded` parameters it is on all of them.
+    """
+    here = batch_size // ranks  # sequences
+    fit = [n for n in range(1, here + 1) if here % n == 0 and here // n <= micro_batch]
+    fit = [n if sharded else n * ranks for n in fit]
+    return parts if parts < 2 else next((n for n in fit if n >= parts), fit[-1])
+
+
 class GNBHook(HessianHook):
     """Gauss-Newton-Bartlett (Algorithm 2), sharing its forward with the gradient: one forward, two backwards."""
 
@@ -128,9 +156,20 @@ class GNBHook(HessianHook):
 
     def start(self, iter_num, loss_scale=1.0):
         super().start(iter_num, loss_scale)
-        self.uniforms, self.estimator = None, GaussNewtonBartlett(self.optimizer) if self.due else None
+        self.uniforms = None
+        self.estimator = GaussNewtonBartlett(self.optimizer, by_parts=self.parts > 1) if self.due else None
         self.waits = False  # whether `labels` has asked for a second loss, which `add` must bring
         return self.due
+
+    def split(self, rows, size):
+        if not self.due or self.parts < 2:
+            return super().split(rows, size)
+        # Part p has the sequences p, p + parts, … of the whole mini-batch, however many ranks share it.
+        here = min(self.rows_left, rows)
+        n = self.parts if mesh_of(self.estimator.params) else self.parts // self.world_size
+        self.part_slices = [slice(i, here, n) for i in range(min(n, here))]
+        rest = super().split(rows - here, size)
+        return self.part_slices + [slice(here + one.start, here + one.stop) for one in rest]
 
     def labels(self, X, Y):
         taken = self.batch_size // self.world_size - self.rows_left
@@ -148,6 +187,8 @@ class GNBHook(HessianHook):
         if self.uniforms is None:
             shape = (self.batch_size, Y.size(1))
             uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]
+            if self.parts > 1:  # in the order in which their sequences pass
+                uniforms = torch.cat([uniforms[part] for part in self.part_slices])
             self.uniforms = uniforms.to(Y.device)
         return dict(uniforms=self.uniforms[first:first + len(Y)])
 

@@ -250,8 +250,8 @@ class Sophia(HessianOptimizer):
 # Algorithm 2
 
 
-def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, retain_graph=False):
-    """Algorithm 2: an estimate of the Gauss-Newton diagonal from labels that the model itself draws.
+def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, retain_graph=False, by_parts=False):
+    """Estimate the Gauss-Newton diagonal from labels that the model itself draws (Algorithm 2).
 
     Args:
         outputs: outputs of the model with a graph, (…, V) logits of B predictions; or an iterable, one for each
@@ -267,11 +267,13 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
             only some of the ranks, the group of those. Each rank must draw labels of its own: seed torch differently
             on each.
         retain_graph: keep the graph of `outputs` for the gradient of the true loss.
+        by_parts: square the gradient of each micro-batch, and of each rank, by itself: less noise, see
+            `GaussNewtonBartlett`. Parts of one forward, `logits.split(1)`, also need retain_graph=True.
 
     Returns:
         list of tensors ĥ = B·ĝ⊙ĝ for `Sophia.update_hessian`.
     """
-    distribution, estimator = distribution or categorical, GaussNewtonBartlett(optimizer)
+    distribution, estimator = distribution or categorical, GaussNewtonBartlett(optimizer, by_parts)
     if ranks(group) > 1:
         seed = torch.tensor([torch.initial_seed() % 2 ** 63], device=estimator.params[0].device)
         seeds = [torch.empty_like(seed) for _ in range(ranks(group))]
@@ -295,31 +297,43 @@ def categorical(logits):
 
 
 class GaussNewtonBartlett:
-    """Algorithm 2 over any number of micro-batches and ranks: ĥ = B·ĝ⊙ĝ, ĝ the gradient of the mean over B predictions.
+    """Algorithm 2 over any number of micro-batches and ranks.
 
-    `add` the loss on sampled labels of each micro-batch, then `estimate` once: squaring per micro-batch would estimate
-    something else. `optimizer` as for `gauss_newton_bartlett`.
+    `add` the loss on sampled labels of each micro-batch, then `estimate` once.
+
+    ĥ = G⊙G / B, where G is the gradient of the loss summed over all B predictions; this is the paper's B·ĝ⊙ĝ. Each
+    coordinate of G is close to normal, so ĥ is noisy whatever B is: its standard deviation is √2 of its mean.
+
+    by_parts: ĥ = Σₚ Gₚ⊙Gₚ / B, where Gₚ belongs to part p, one `add` on one rank. Labels are drawn independently, so
+    products of different parts are 0 in expectation: the mean is the same, and n equal parts have 1/n of the variance.
+    With sharded parameters a part is one `add` on all ranks, because FSDP's backward sums over them.
+
+    `optimizer` as for `gauss_newton_bartlett`.
     """
 
-    def __init__(self, optimizer):
-        self.params = parameters(optimizer)
-        self.gradient = [torch.zeros_like(p) for p in self.params]
+    def __init__(self, optimizer, by_parts=False):
+        self.params, self.by_parts = parameters(optimizer), by_parts
+        self.total = [torch.zeros_like(p) for p in self.params]  # G, or Σₚ Gₚ⊙Gₚ
         self.predictions = 0
 
     def add(self, loss_hat, predictions, retain_graph=False):
-        """Adds the gradient of `loss_hat`, the loss on sampled labels *summed* over `predictions` predictions, a number
+        """Add the gradient of `loss_hat`, the loss on sampled labels *summed* over `predictions` predictions, a number
         or a 0-d tensor."""
-        add_gradients(self.gradient, loss_hat, self.params, retain_graph)
+        found = loss_gradients(loss_hat, self.params, retain_graph)
+        for total, g in zip(local(self.total), local(found)):
+            if g is not None:
+                total.addcmul_(g, g) if self.by_parts else total.add_(g)
         self.predictions += predictions
 
     def estimate(self, loss_scale=1.0, group=None):
-        """ĥ as a list of tensors, the same on every rank of `group`; NaN when no predictions were added.
+        """Return ĥ as a list of tensors, the same on every rank of `group`; NaN when no predictions were added.
 
         `loss_scale` is the factor by which the added losses were multiplied (float16's loss scaling).
         """
-        B = sum_over_ranks(self.gradient, int(self.predictions), group)
-        # g is loss_scale·B·ĝ, so B·ĝ⊙ĝ = (g / (loss_scale·√B))².
-        return [g.div_(loss_scale * B ** 0.5).square_() for g in self.gradient]
+        B = sum_over_ranks(self.total, int(self.predictions), group)
+        if self.by_parts:
+            return [total.div_(loss_scale ** 2 * B) for total in self.total]
+        return [total.div_(loss_scale * B ** 0.5).square_() for total in self.total]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -467,8 +481,9 @@ def reject_reentrant(loss):
 # gather a block's parameters outside of autograd, so there is no derivative of the gradient.
 
 
-def add_gradients(totals, loss, params, retain_graph=False):
-    """Adds d loss / d params to the list `totals`; of sharded parameters the sum over the ranks that share them."""
+def loss_gradients(loss, params, retain_graph=False):
+    """Return d loss / d params, None where there is none; for sharded parameters the sum over the ranks that share
+    them. RuntimeError if there is none at all."""
     if mesh := mesh_of(params):
         # FSDP gathers parameters for the computation, and only its own backward turns their gradients into shards: it
         # leaves the mean over the ranks in .grad, so the loss is multiplied by their number.
@@ -486,9 +501,7 @@ def add_gradients(totals, loss, params, retain_graph=False):
         reason = ''
     if all(g is None for g in found):
         raise RuntimeError(f'the outputs depend on none of the params: another model{reason}?')
-    for total, g in zip(totals, found):
-        if g is not None:
-            total.add_(g)
+    return found
 
 
 def is_sharded(tensor):

@@ -22,7 +22,7 @@ import optimizers
 from configurator import setting
 from data.loader import TrainLoader, ValidationLoader, accumulation_steps, fingerprint, open_dataset
 from data.tokenizer import check_tokenizer
-from hessian import Hook
+from hessian import Hook, fitting_parts
 from loss import cross_entropy
 from model import GPT, HUB_MODELS, SIZES, GPTConfig
 from runtime import checkpoint, lifecycle, optim
@@ -78,6 +78,7 @@ eps = setting(float, at_least=0)  # lower bound of the denominator (Sophia), or 
 gamma = setting(float, at_least=0)  # Sophia's γ in clip(m / max(γ·h, ε), 1)
 hessian_interval = setting(int, at_least=0)  # k, iterations between Hessian estimates
 hessian_batch_size = setting(int, at_least=0)  # sequences of the mini-batch, over all devices, in an estimate
+hessian_parts = setting(int, at_least=0)  # parts of these, each squared by itself: less noise; 1 = Algorithm 2
 grad_clip = setting(1.0, at_least=0)  # clip gradients at this norm; 0 = off
 # schedule
 max_iters = setting(100000, at_least=1)  # T, number of iterations
@@ -137,6 +138,10 @@ def resolve(argv, world_size=None):
     if rounded != c.hessian_batch_size:
         c.set('hessian_batch_size', rounded, f'{c.hessian_batch_size} made to fit {c.total_batch_size} sequences on '
               f'{world_size} device(s)')
+    parts = fitting_parts(c.hessian_parts, c.hessian_batch_size, c.batch_size, world_size, c.parallel != 'ddp')
+    if parts != c.hessian_parts:
+        c.set('hessian_parts', parts, f'{c.hessian_parts} made to fit {c.hessian_batch_size} sequences on {world_size} '
+              f'device(s), at most {c.batch_size} sequences a part')
 
     # Settings that do not go together
     c.require('n_head', c.n_embd % c.n_head == 0, f'a divisor of n_embd = {c.n_embd}')
@@ -233,7 +238,7 @@ def set_up(c, world, model):
     optim.check_parameters(optimizer, model)
     hessian = optimizers.build_hook(
         c.optimizer_name, model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
-        rank=world.rank, world_size=world.size, autocast=autocast, compile=c.compile)
+        parts=c.hessian_parts, rank=world.rank, world_size=world.size, autocast=autocast, compile=c.compile)
     scaler = torch.amp.GradScaler(world.device.type, enabled=c.dtype == 'float16')
     model.train()
     return Run(c, world, model, wrapped, optimizer, hessian, scaler, autocast, params,
@@ -258,7 +263,7 @@ class Step(NamedTuple):
     grad_norm: float  # before clipping
     estimated: bool  # whether it estimated the Hessian
     problem: str  # why the update was skipped, or ''
-    losses: torch.Tensor  # this rank's shares of `loss`, by micro-batch
+    losses: torch.Tensor  # for each of this rank's sequences, the mean loss of its micro-batch
 
 
 def train_step(run, sequences, iter_num):
@@ -272,24 +277,23 @@ def train_step(run, sequences, iter_num):
     seed_all(keyed_seed(c.seed, DROPOUT, iter_num, world.rank))
     estimating = hessian.start(iter_num, scaler.get_scale())  # the scale is 1 unless float16
 
-    micro_batches, losses = sequences.split(c.batch_size), []
-    for micro_step, tokens in enumerate(micro_batches):
-        X, Y = tokens[:, :-1], tokens[:, 1:].clone()  # apart, because GPT.forward may mask targets in place
+    micro_batches = hessian.split(len(sequences), c.batch_size)
+    losses = torch.empty(len(sequences), device=sequences.device)
+    for micro_step, rows in enumerate(micro_batches):
+        X, Y = sequences[rows, :-1], sequences[rows, 1:].clone()  # apart, because GPT.forward may mask targets in place
         world.set_gradient_sync(run.model, micro_step == len(micro_batches) - 1, estimating)
         with run.autocast:
             # Only Sophia-G has labels of its own: for AdamW this is model(X, Y). Another term of the loss belongs in
             # loss.py or GPT.forward, so that evaluation and Sophia-H see it, too.
             loss, *second = run.model(X, Y, **hessian.labels(X, Y))[1:]  # without the logits, to free them
         hessian.add(*second)  # every k iterations a second backward pass, through the same forward
-        loss = loss * (len(X) / len(sequences))
-        scaler.scale(loss).backward()
-        losses.append(loss.detach())
+        losses[rows] = loss.detach()
+        scaler.scale(loss * (len(X) / len(sequences))).backward()
 
     seed_all(keyed_seed(c.seed, DROPOUT, iter_num))  # whatever draws from here on does so alike on every rank
     scaler.unscale_(run.optimizer)
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
-    losses = torch.stack(losses)
-    mean_loss = world.sum(losses.sum()) / world.size
+    mean_loss = world.sum(losses.mean()) / world.size
     mean_loss, grad_norm = torch.stack([mean_loss, grad_norm]).tolist()  # the one wait for the device
 
     problem = ''

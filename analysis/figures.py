@@ -16,7 +16,8 @@ AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds 
 OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian', 'sophiag': 'Sophia-G',
                     'sophiah': 'Sophia-H', 'ef_clip': 'E-F+clip', 'ah_clip': 'AH+clip', 'clip': 'Sign momentum',
                     'normalize': 'Normalize', 'gnb_noclip': 'GNB without clipping', 'gnb_mean': 'GNB, mean of h',
-                    'muon': 'Muon', 'soap': 'SOAP'}
+                    'gnb_permuted': 'GNB, h permuted', 'sophiag_fresh': 'Sophia-G, fresh h', 'muon': 'Muon',
+                    'soap': 'SOAP'}
 
 # Names of settings on an axis and in the label of a line.
 SETTING_NAMES = {'max_iters': 'steps T', 'total_batch_size': 'sequences per step', 'block_size': 'tokens per sequence',
@@ -25,7 +26,8 @@ SETTING_NAMES = {'max_iters': 'steps T', 'total_batch_size': 'sequences per step
                  'n_layer': 'layers'}
 
 # The optimizers that have the same color in all pictures: C0, C1, ….
-COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'clip', 'gnb_mean', 'ef_clip']
+COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'clip', 'gnb_mean', 'ef_clip', 'sophiag_fresh',
+           'gnb_permuted']
 
 
 def optimizer_label(name):

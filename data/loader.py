@@ -268,13 +268,14 @@ class TrainLoader:
                                  self.block_size, [bin.weight for bin in self.data.bins])
         return starts[self.rank if rank is None else rank::self.world_size]
 
-    def describe(self, iteration, losses, batch_size):
-        """The sequences with non-finite `losses` (ranks, micro-batches of `batch_size`), in words; '' if every loss is
-        finite."""
-        return '; '.join(
-            f'rank {rank}, micro-batch {i}: sequences of '
-            + self.data.where(self.starts(iteration, rank)[i * batch_size:(i + 1) * batch_size])
-            for rank, i in (~losses.isfinite()).nonzero().tolist())
+    def describe(self, iteration, losses):
+        """Return the sequences with non-finite `losses` (ranks, sequences), in words; '' if every loss is finite."""
+        named = []
+        for rank, bad in enumerate((~losses.isfinite()).cpu().numpy()):
+            if bad.any():  # by index, because a mini-batch that a fork has shortened has fewer losses than `starts`
+                starts = self.starts(iteration, rank)[np.flatnonzero(bad)]
+                named.append(f'rank {rank}: sequences of {self.data.where(starts)}')
+        return '; '.join(named)
 
     def __next__(self):
         batch = self.ahead.result()

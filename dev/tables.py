@@ -50,13 +50,14 @@ def settings():
 
 def optimizer_settings():
     """The settings of every optimizer of the table."""
-    keys = ['beta1', 'beta2', 'eps', 'weight_decay', 'gamma', 'hessian_interval', 'hessian_batch_size']
+    keys = ['beta1', 'beta2', 'eps', 'weight_decay', 'gamma', 'hessian_interval', 'hessian_batch_size',
+            'hessian_parts']
     rows = [[optimizer_label(name), f'`{name}`',
              *(number(row.settings[key]) if key in row.settings else '–' for key in keys),
              row.hook.__name__.removesuffix('Hook') if 'hessian_interval' in row.settings else '–']
             for name, row in optimizers.OPTIMIZERS.items()]
     return table(['optimizer', '`--optimizer_name`', 'β1', 'β2', 'ε', 'weight decay', 'γ', 'k', 'sequences of 480',
-                  'estimate'], rows)
+                  'parts', 'estimate'], rows)
 
 
 def learning_rates():

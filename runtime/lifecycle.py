@@ -195,7 +195,7 @@ def check_step(run, log, state, step, loader):
         state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
         return
     state.skipped_in_a_row += 1
-    sequences = loader.describe(state.iter, world.gather(step.losses), c.batch_size)
+    sequences = loader.describe(state.iter, world.gather(step.losses))
     where = f' ({sequences})' if sequences else ''
     overflow = run.scaler.is_enabled() and 'gradient' in step.problem  # of the scaled loss
     if state.skipped_in_a_row > (max(c.skip_nonfinite, optim.OVERFLOWS) if overflow else c.skip_nonfinite):

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hessian
-from hessian import rows_at_once
+from hessian import fitting_parts, rows_at_once
 from model import GPT, SIZES, GPTConfig
 from optimizers import build_hook, build_optimizer
 from runtime.rng import VECTORS, keyed_seed
@@ -57,7 +57,8 @@ def make_hook(model, name, params=None, **options):
 def iteration(hook, X, Y, micro_batch=4, number=0, loss_scale=1.0):
     """The calls of an iteration of train_step: one forward, two backward passes."""
     hook.start(number, loss_scale)
-    for x, y in zip(X.split(micro_batch), Y.split(micro_batch)):
+    for rows in hook.split(len(X), micro_batch):
+        x, y = X[rows], Y[rows]
         loss, *second = hook.model(x, y, **hook.labels(x, y))[1:]
         hook.add(*second)
         loss.backward()
@@ -131,6 +132,26 @@ def test_the_micro_batch_does_not_change_the_estimate(gpt, name):
         whole, parts = (estimates(model, idx, name, 2, n, batch_size=size) for n in (4, micro_batch))
         torch.testing.assert_close(parts, whole)
         assert name == 'ef_clip' or not torch.equal(*whole)  # drawn anew in each iteration
+
+
+@pytest.mark.parametrize('parts', [2, 4])
+def test_the_number_of_ranks_does_not_change_an_estimate_by_parts(gpt, parts):
+    """Four of six sequences; two ranks that do not know of each other each estimate from their own predictions."""
+    model, idx, _, _ = gpt
+    idx = torch.cat([idx, idx.flip(0)[:2]])
+    whole, rank_0, rank_1 = (
+        estimates(model, idx[rank::ranks], 'sophiag', parts=parts, rank=rank, world_size=ranks)[0]
+        for rank, ranks in ((0, 1), (0, 2), (1, 2)))
+    torch.testing.assert_close((rank_0 + rank_1) / 2, whole)
+    assert not torch.equal(whole, estimates(model, idx, 'sophiag')[0])
+
+
+@pytest.mark.parametrize('parts, batch_size, micro_batch, ranks, sharded, expected', [
+    (1, 240, 15, 8, False, 1), (16, 240, 15, 1, False, 16), (16, 240, 15, 8, False, 16), (16, 240, 5, 8, False, 48),
+    (16, 240, 15, 8, True, 30), (16, 16, 16, 1, False, 16), (3, 8, 8, 2, False, 4), (99, 8, 8, 2, False, 8),
+    (0, 0, 8, 1, False, 0)])
+def test_parts_fit_ranks_and_micro_batches(parts, batch_size, micro_batch, ranks, sharded, expected):
+    assert fitting_parts(parts, batch_size, micro_batch, ranks, sharded) == expected
 
 
 class Masked(GPT):

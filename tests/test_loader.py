@@ -59,13 +59,13 @@ def test_shares_of_all_ranks_make_up_the_mini_batch(corpus, world_size):
         assert share.dtype == torch.int64 and np.array_equal(share, whole[rank::world_size])
 
 
-def test_the_sequences_of_a_micro_batch_that_is_not_finite_are_named(corpus):
-    """Also of a mini-batch that a batch ramp has made shorter: two micro-batches of the six that it would have."""
+def test_the_sequences_whose_loss_is_not_finite_are_named(corpus):
+    """Also of a mini-batch that a batch ramp has made shorter: two sequences of the twelve that it would have."""
     data = Mixture([Bin(corpus, 'train')])
     loader = TrainLoader(data, 7, 24, 16, 1, 2, 'cpu')
-    words = loader.describe(0, torch.tensor([[1.0, 1.0], [1.0, float('nan')]]), 2)
-    assert words == f'rank 1, micro-batch 1: sequences of {data.where(loader.starts(0)[2:4])}'
-    assert loader.describe(0, torch.ones(2, 2), 2) == ''
+    words = loader.describe(0, torch.tensor([[1.0, 1.0], [1.0, float('nan')]]))
+    assert words == f'rank 1: sequences of {data.where(loader.starts(0)[1:2])}'
+    assert loader.describe(0, torch.ones(2, 2)) == ''
     loader.close()
 
 

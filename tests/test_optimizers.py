@@ -13,7 +13,17 @@ from reference import uniform
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import optimizers
-from optimizers import AdaHessian, Lion, Normalize, SophiaSquared, SophiaTensorMean, SophiaUnclipped, build_optimizer
+from optimizers import (
+    AdaHessian,
+    Lion,
+    Normalize,
+    SophiaPermuted,
+    SophiaSquared,
+    SophiaTensorMean,
+    SophiaUnclipped,
+    build_optimizer,
+    permutation,
+)
 from runtime import optim
 from sophia import HessianOptimizer, Sophia
 from train import resolve
@@ -67,18 +77,27 @@ def test_variants_of_sophia(cls, options):
     torch.testing.assert_close(p.detach(), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_the_mean_of_h_over_a_tensor():
-    """SophiaTensorMean is Sophia with estimates that are alike in all coordinates."""
+@pytest.mark.parametrize('cls, change', [
+    (SophiaTensorMean, lambda h: h.mean().expand_as(h)),
+    (SophiaPermuted, lambda h: h.flatten()[permutation(h.numel(), h.device)].view_as(h))])
+def test_the_controls_without_coordinates_are_sophia_with_changed_estimates(cls, change):
     params, twins = make_params(), make_params()
-    ours, other = SophiaTensorMean(params, lr=0.1, gamma=0.5), Sophia(twins, lr=0.1, gamma=0.5)
+    ours, other = cls(params, lr=0.1, gamma=0.5), Sophia(twins, lr=0.1, gamma=0.5)
     for p, q in zip(params, twins):
         p.grad = q.grad = torch.randn_like(p)
     estimates = [torch.rand_like(p) for p in params]
     ours.update_hessian(estimates)
-    other.update_hessian(h.mean().expand_as(h) for h in estimates)
+    other.update_hessian(change(h) for h in estimates)
     ours.step()
     other.step()
     torch.testing.assert_close(params, twins)
+
+
+def test_a_permutation_moves_nearly_all_coordinates_and_stays():
+    order = permutation(1000, torch.device('cpu'))
+    assert torch.equal(order.sort().values, torch.arange(1000)) and (order == torch.arange(1000)).sum() < 10
+    permutation.cache_clear()
+    assert torch.equal(order, permutation(1000, torch.device('cpu')))
 
 
 def test_unclipped_fraction_with_squared_estimates():

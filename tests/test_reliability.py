@@ -221,7 +221,7 @@ def test_nan_on_one_rank_stops_all_and_names_the_sequences(train, corpus, tmp_pa
     starts = sequence_starts(1337, 6, 4, 50_000, 32)[1::2].tolist()
     assert done.code == NOT_FINITE
     line = ('iteration 6: the loss is not finite; resume with a lower --learning_rate, or skip it with '
-            '--skip_nonfinite=1. Nothing of the iteration was saved (rank 1, micro-batch 0: sequences of '
+            '--skip_nonfinite=1. Nothing of the iteration was saved (rank 1: sequences of '
             f'{corpus}/train.bin at {starts})')
     assert done.err.splitlines() == [line] and (tmp_path / 'failed.txt').read_text().strip() == line
     assert iterations(tmp_path) == [5] and len(metrics(tmp_path)) == 6
@@ -234,7 +234,7 @@ def test_skip_nonfinite_skips_and_lets_nothing_in(train, tmp_path):
         train(tmp_path / out, '--skip_nonfinite=1', name='sophiag',
               faults=f'at({first}, spoil(float("inf")))\nat(7, spoil(float("nan")))')
         for out, first in (('one', 4), ('two', 6)))
-    assert tolerant.code == 0 and 'iter 4: the loss is not finite; skipped (rank 0, micro-batch 0' in tolerant.out
+    assert tolerant.code == 0 and 'iter 4: the loss is not finite; skipped (rank 0: sequences of' in tolerant.out
     lines = {line['iter']: line for line in map(json.loads, (tmp_path / 'one/metrics.jsonl').open()) if 'lr' in line}
     for key in ('momentum_norm', 'hessian_norm', 'param_norm'):
         assert lines[4][key] == lines[3][key]

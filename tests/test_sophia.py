@@ -3,6 +3,7 @@
     pytest --noconftest tests/test_sophia.py
 """
 
+import itertools
 import shutil
 import warnings
 
@@ -184,6 +185,32 @@ def test_gauss_newton_bartlett_is_unbiased(micro_batches):
                            for _ in range(800)])
     assert (samples >= 0).all()
     assert_mean_is(samples, flat(total) / B)
+
+
+@pytest.mark.parametrize('by_parts', [False, True])
+def test_the_expectation_over_all_labels_is_the_gauss_newton_diagonal(monkeypatch, by_parts):
+    """Exactly, by summing over the labels of four predictions with their probabilities; parts of 1 and 3."""
+    params, x, f = make_mlp(outputs=3)
+    x, mean = x[:4], 0
+    total, B = exact_gauss_newton(f, params, x, lambda out: Categorical(logits=out))
+    probabilities = f(params, x).detach().softmax(-1)
+    for labels in itertools.product(range(3), repeat=4):
+        labels = torch.tensor(labels)
+        parts = iter(labels.split([1, 3]))
+        monkeypatch.setattr(Categorical, 'sample', lambda self, parts=parts: next(parts))
+        h_hat = gauss_newton_bartlett((f(params, part) for part in x.split([1, 3])), params, by_parts=by_parts)
+        mean = mean + probabilities[range(4), labels].prod() * flat(h_hat)
+    torch.testing.assert_close(mean, flat(total) / B, rtol=1e-12, atol=1e-14)
+
+
+def test_squares_of_n_parts_have_an_nth_of_the_variance():
+    """Of 128 predictions, so that gradients are nearly normal; the square of their sum has 2·h²."""
+    params, x, f = make_mlp(outputs=5)
+    out = f(params, x.repeat(16, 1))
+    h_hats = [torch.stack([flat(gauss_newton_bartlett(out.split(size), params, retain_graph=True, by_parts=True))
+                           for _ in range(1000)]) for size in (128, 16)]
+    whole, parts = (samples.var(0) / samples.mean(0) ** 2 for samples in h_hats)
+    assert whole.mean() == pytest.approx(2, rel=0.1) and (whole / parts).mean() == pytest.approx(8, rel=0.1)
 
 
 @pytest.mark.parametrize('distribution', [
@@ -390,17 +417,34 @@ def on_each_of_two_ranks(rank, path):
     torch.manual_seed(100 + rank)
     samples = torch.stack([flat(gauss_newton_bartlett((f(params, part) for part in mine.split(2)), params))
                            for _ in range(300)])
+    parts = GaussNewtonBartlett(params, by_parts=True)
+    for i in torch.arange(8)[:3].split(2) if rank == 0 else torch.arange(8)[3:].split(3):
+        parts.add(F.cross_entropy(f(params, x[i]), LABELS[i], reduction='sum'), len(i))
     alone = [dist.new_group([r]) for r in range(2)][rank]
     estimates = {name: flat(hutchinson(F.cross_entropy(f(params, x[half]), LABELS[half]), params,
                                        torch.Generator().manual_seed(2), group=group))
                  for name, group in (('both', None), ('alone', alone))}
+    estimates['parts'] = flat(parts.estimate())
     # Sharded over a part of the ranks: over this one alone.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    def network():
+        torch.manual_seed(3)
+        return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 5))
+
+    model = fully_shard(network())
+    parts = GaussNewtonBartlett(model.parameters(), by_parts=True)
+    for i in torch.arange(8)[half].split(2):
+        parts.add(F.cross_entropy(model(x[i]), LABELS[i], reduction='sum'), len(i))
+    estimates['sharded parts'] = flat(h_hat.full_tensor() for h_hat in parts.estimate())
+    model = network()
+    parts = GaussNewtonBartlett(model.parameters(), by_parts=True)
+    for i in [0, 1, 4, 5], [2, 3, 6, 7]:  # both ranks' first and second part
+        parts.add(F.cross_entropy(model(x[i]), LABELS[i], reduction='sum'), len(i))
+    estimates['its parts'] = flat(parts.estimate(group=alone))
     by_shards = []
     for shards in False, True:
-        torch.manual_seed(3)
-        model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 5))
+        model = network()
         if shards:
             fully_shard(model, mesh=init_device_mesh('cpu', (2, 1), mesh_dim_names=('each', 'own'))['own'])
         optimizer = Sophia(model.parameters(), lr=0.1)
@@ -438,6 +482,17 @@ def test_estimates_over_two_ranks_are_those_of_the_whole_mini_batch(two_ranks):
     # Without the all-reduce each rank would have kept the estimate of its own half.
     assert (two_ranks[0]['alone'] - two_ranks[1]['alone']).norm() > 0.1 * whole.norm()
     torch.testing.assert_close((two_ranks[0]['alone'] + two_ranks[1]['alone']) / 2, whole)
+
+
+def test_parts_are_squared_before_they_are_added_up_over_ranks(two_ranks):
+    """Sharded parameters have parts that are spread over all ranks."""
+    params, x, f = make_mlp(outputs=5)
+    parts = [torch.autograd.grad(F.cross_entropy(f(params, x[i]), LABELS[i], reduction='sum'), params)
+             for i in ([0, 1], [2], [3, 4, 5], [6, 7])]
+    expected = sum(flat(part) ** 2 for part in parts) / 8
+    for rank in two_ranks:
+        torch.testing.assert_close(rank['parts'], expected)
+        torch.testing.assert_close(rank['sharded parts'], rank['its parts'])
 
 
 def test_ranks_must_draw_different_labels_but_the_same_u(two_ranks):
