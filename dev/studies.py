@@ -1,0 +1,182 @@
+"""Studies as programs: a protocol says which runs are due, given the results so far; this trains and records them.
+
+A study's protocol is in records/NAME/study.py, which calls `main`. Runs are trained with the code of pinned checkouts
+(git worktree add TREE COMMIT), one thread each. A run is finished once it is in records/NAME/runs.jsonl or in its
+tree's out/NAME. An interrupted study continues when started again: runs resume from their newest checkpoint.
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from analysis.runs import packed, read_run
+from runtime.files import write_text
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run: its part of the study, its optimizer, and its other settings as (key, value) pairs."""
+    part: str
+    optimizer: str
+    settings: tuple
+
+    @property
+    def path(self):
+        """The run's directory, below the study's."""
+        return Path(self.part, ','.join([self.optimizer, *(f'{key}={value:g}' for key, value in self.settings)]))
+
+
+@dataclass
+class Result:
+    """How a run ended. A run that diverged has infinite losses and no share."""
+    loss: float = math.inf  # validation loss
+    train_loss: float = math.inf  # of the last mini-batch
+    unclipped: float | None = None  # share of the coordinates at the end
+
+
+@dataclass
+class Study:
+    """Looks up results, and collects the trials that are due.
+
+    find: Trial → Result, None while the run is not finished.
+    """
+    find: object
+    done: dict = field(default_factory=dict)  # finished trials → their results
+    due: dict = field(default_factory=dict)  # trials → their place in the order
+
+    def result(self, place, part, optimizer, **settings):
+        """Return the result of a run; if it is not finished, return None and note it as due at `place`, a tuple."""
+        trial = Trial(part, optimizer, tuple(settings.items()))
+        found = self.done[trial] if trial in self.done else self.find(trial)
+        if found is None:
+            self.due.setdefault(trial, place)
+        else:
+            self.done[trial] = found
+        return found
+
+
+def read_result(records):
+    """Return the `Result` of a run's metrics, the lines of a metrics.jsonl as dicts."""
+    last = {}
+    for record in records:
+        last.update({key: value for key, value in record.items() if value is not None})
+    return Result(last['val/loss'], last['train/loss'], last.get('update_unclipped'))
+
+
+def finished(out_dir):
+    """Return the `Result` of a run in a directory, None if it is not finished."""
+    if not (out_dir / 'metrics.jsonl').is_file():
+        return None
+    run = read_run(out_dir)
+    if run.diverged:
+        return Result()
+    return None if run.unfinished else read_result(run.records)
+
+
+def read_records(path):
+    """Return the lines of a runs.jsonl as dicts by their run; {} if there is no file."""
+    lines = path.read_text(encoding='utf-8').splitlines() if path.is_file() else []
+    return {record['run']: record for record in map(json.loads, lines)}
+
+
+def recorded(record):
+    """Return the `Result` of a line of runs.jsonl."""
+    if 'failed' in record:
+        return Result()
+    columns = record['metrics']
+    return read_result(dict(zip(columns, row)) for row in zip(*columns.values()))
+
+
+def next_trials(protocol, find):
+    """Return the `Study` so far, and its due trials in order."""
+    study = Study(find)
+    protocol(study)
+    return study, sorted(study.due, key=study.due.get)
+
+
+def train_due(protocol, find, launch, jobs):
+    """Train until nothing is due, `jobs` runs at a time; launch(trial) starts one and returns its process."""
+    running = {}
+    try:
+        while True:
+            for trial in [trial for trial, process in running.items() if process.poll() is not None]:
+                running.pop(trial)
+                if find(trial) is None:
+                    raise SystemExit(f'{trial.path}: the run failed; its last lines are in log.txt there')
+            due = [trial for trial in next_trials(protocol, find)[1] if trial not in running]
+            for trial in due[:jobs - len(running)]:
+                running[trial] = launch(trial)
+            if not running:
+                return
+            time.sleep(5)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+
+
+def collect(out_dirs, path):
+    """Add the finished runs below `out_dirs` to the runs.jsonl `path`."""
+    records = read_records(path)
+    for out_dir in out_dirs:
+        for config in out_dir.rglob('config.json'):
+            if finished(config.parent) is not None:
+                name = str(config.parent.relative_to(out_dir))
+                records[name] = json.loads(packed(read_run(config.parent), name))
+    write_text(path, ''.join(json.dumps(records[name]) + '\n' for name in sorted(records)))
+    print(f'{path}: {len(records)} runs')
+
+
+def main(protocol, here, description, trees, tree_of, command):
+    """Run a study from the command line.
+
+    Args:
+        protocol: function that asks a `Study` for results.
+        here: the record's folder.
+        trees: the names of the checkouts, each an option.
+        tree_of: Trial → the name of its checkout.
+        command: Trial → the arguments of Python, without --out_dir.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in trees:
+        parser.add_argument(f'--{name}', type=Path, required=True, help='a checkout of a commit, see README.md')
+    parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
+    parser.add_argument('--list', action='store_true', help='print the runs that are due; train nothing')
+    parser.add_argument('--collect', action='store_true', help='add finished runs to runs.jsonl')
+    args = parser.parse_args()
+    out_dirs = {name: getattr(args, name).resolve() / 'out' / here.name for name in trees}
+    records = {name: recorded(record) for name, record in read_records(here / 'runs.jsonl').items()}
+
+    def find(trial):
+        name = str(trial.path)
+        if name not in records and (found := finished(out_dirs[tree_of(trial)] / trial.path)):
+            records[name] = found
+        return records.get(name)
+
+    def launch(trial):
+        out_dir = out_dirs[tree_of(trial)]
+        tree = out_dir.parents[1]
+        there = out_dir / trial.path
+        there.mkdir(parents=True, exist_ok=True)
+        print(time.strftime('%H:%M:%S'), trial.path, flush=True)
+        with (there / 'log.txt').open('a') as log:
+            return subprocess.Popen([sys.executable, *command(trial), f'--out_dir={there.relative_to(tree)}'], cwd=tree,
+                                    env=dict(os.environ, OMP_NUM_THREADS='1'), stdout=log, stderr=log)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if args.collect:
+        collect(out_dirs.values(), here / 'runs.jsonl')
+    elif args.list:
+        study, due = next_trials(protocol, find)
+        print('\n'.join(str(trial.path) for trial in due))
+        print(f'{len(study.done)} runs finished, {len(due)} due')
+    else:
+        train_due(protocol, find, launch, args.jobs)

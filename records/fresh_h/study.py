@@ -1,0 +1,160 @@
+"""The protocol of this study (README.md states it in words) as a program: it alone decides which runs are due.
+
+  git worktree add ../study COMMIT                      the commits are in README.md
+  git worktree add ../study_h b5d4103
+  python data/text/prepare.py BOOKS.txt --val_file OTHER_AUTHORS.txt --tokenizer=byte --out_dir data/books
+                                                        in each of the two
+  python records/fresh_h/study.py --tree ../study --tree_h ../study_h --jobs 2        what is missing
+  python records/fresh_h/study.py --tree ../study --tree_h ../study_h --list          the runs that are due
+  python records/fresh_h/study.py --tree ../study --tree_h ../study_h --collect       adds finished runs to runs.jsonl
+"""
+
+import math
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+from dev import studies  # noqa: E402
+
+SEARCH_SEED = 1337  # chooses settings, and takes part in no test
+COMMON = dict(beta1=0.8)
+FRESH = dict(beta2=0.9, hessian_parts=16)
+# Arm → (optimizer, its settings, the first γ tried for each share of unclipped coordinates).
+ARMS = {
+    'sign momentum': ('clip', {}, {}),
+    'fresh': ('sophiag', FRESH, {0.10: 0.05, 0.25: 0.2, 0.50: 0.6}),
+    'permuted': ('gnb_permuted', FRESH, {0.10: 0.05, 0.25: 0.2, 0.50: 0.6}),
+    'paper': ('sophiag', {}, {0.10: 0.05, 0.25: 0.15, 0.50: 0.5}),
+    'mean': ('gnb_mean', FRESH, {0.10: 0.02, 0.25: 0.1, 0.50: 0.4}),
+    'AdamW': ('adamw', {}, {}),
+    'short memory': ('sophiag', dict(beta2=0.9), {0.10: 0.05, 0.25: 0.15, 0.50: 0.5}),
+    'parts': ('sophiag', dict(hessian_parts=16), {0.10: 0.05, 0.25: 0.15, 0.50: 0.5}),
+}
+# Arms of a later tier wait for the earlier ones: the planned tests need the first tier only.
+TIERS = [('sign momentum', 'fresh', 'permuted', 'paper'), ('mean', 'AdamW'), ('short memory', 'parts')]
+A = dict(max_iters=2400, warmup_iters=1200)
+B = dict(max_iters=1200, warmup_iters=600, total_batch_size=128)
+C = dict(max_iters=9600, warmup_iters=2400, gamma=0.05)
+
+
+def rate_at(k):
+    """Return the k-th learning rate of a grid a factor of √2 apart, 0.004 at k = 0."""
+    return float(f'{4e-3 * 2 ** (k / 2):.2g}')
+
+
+class Search:
+    """Looks for the best settings of an arm with the seed 1337.
+
+    place: of its runs in the order. score: Result → the number that is to be low.
+    """
+
+    def __init__(self, study, place, part, optimizer, settings, score=lambda result: result.loss):
+        self.study, self.place, self.part, self.optimizer = study, place, part, optimizer
+        self.settings, self.score, self.runs = COMMON | settings, score, 0
+
+    def result(self, seed=SEARCH_SEED, **settings):
+        """Return a run's `Result`, or None. The arms of a tier take turns, by the number of runs that each asks for."""
+        self.runs += 1
+        place = (*self.place[:2], seed != SEARCH_SEED, self.runs, *self.place[2:])
+        return self.study.result(place, self.part, self.optimizer, **self.settings, **settings, seed=seed)
+
+    def share(self, target, gamma, middle):
+        """Return a γ with about `target` unclipped coordinates at the learning rate rate_at(middle), or None: within a
+        factor of 1.4, or the second correction."""
+        for _ in range(2):
+            found = self.result(gamma=gamma, learning_rate=rate_at(middle))
+            if found is None:
+                return None
+            if not found.unclipped or target / 1.4 <= found.unclipped <= target * 1.4:
+                return gamma
+            # At T = 2,400 the dissection's share grows like γ to the power of 0.6.
+            factor = (target / found.unclipped) ** (1 / 0.6)
+            gamma = float(f'{gamma * min(max(factor, 0.2), 5):.2g}')
+        return gamma
+
+    def rates(self, middle, **settings):
+        """Try three learning rates, and more while the best is at the edge.
+
+        Return {settings, as pairs: score}; None while runs are missing.
+        """
+        ks = [middle, middle - 1, middle + 1]
+        while True:
+            found = {k: self.result(**settings, learning_rate=rate_at(k)) for k in ks}
+            if None in found.values():
+                return None
+            scores = {k: self.score(result) for k, result in found.items()}
+            best = min(scores, key=scores.get)
+            if best == min(ks):
+                ks.append(best - 1)
+            elif best == max(ks):
+                ks.append(best + 1)
+            else:
+                return {(*settings.items(), ('learning_rate', rate_at(k))): score for k, score in scores.items()}
+
+    def seeds(self, best, seeds):
+        """Ask for fresh seeds of the settings `best`, as pairs."""
+        for seed in seeds:
+            self.result(seed=seed, **dict(best))
+
+
+def lowest(searches):
+    """Return the settings with the lowest score in all `searches`, or None while one is missing."""
+    if None in searches:
+        return None
+    scores = {settings: score for search in searches for settings, score in search.items()}
+    return min(scores, key=scores.get)
+
+
+def fresh_h(study, arm, place):
+    """Part A for one arm; returns its best settings, as pairs, or None."""
+    optimizer, settings, gammas = ARMS[arm]
+    search = Search(study, place, 'A', optimizer, settings | A)
+    middle = 3 if arm == 'AdamW' else 0
+    found = [] if gammas else [search.rates(middle)]
+    for target, gamma in gammas.items():
+        gamma = search.share(target, gamma, middle)
+        found.append(gamma and search.rates(middle, gamma=gamma))
+    best = lowest(found)
+    if best:
+        search.seeds(best, range(1338, 1342))
+    return best
+
+
+def no_noise(study, arm, best, place):
+    """Part B for one arm: the training loss on a fixed mini-batch, with part A's γ."""
+    optimizer, settings, _ = ARMS[arm]
+    search = Search(study, place, 'B', optimizer, settings | B, score=lambda result: result.train_loss)
+    best = dict(best)
+    middle = round(2 * math.log2(best.pop('learning_rate') / 4e-3))
+    found = lowest([search.rates(middle, **best)])
+    if found:
+        search.seeds(found, range(1338, 1341))
+
+
+def protocol(study):
+    """Ask for all runs of the study, as far as the results are there."""
+    best = {}
+    for tier, arms in enumerate(TIERS):
+        for i, arm in enumerate(arms):
+            best[arm] = fresh_h(study, arm, ('A', tier, i))
+    for i, arm in enumerate(('sign momentum', 'paper', 'fresh', 'mean', 'AdamW')):
+        if best[arm]:
+            no_noise(study, arm, best[arm], ('B', 0, i))
+    hutchinson = Search(study, ('C', 0, 0), 'C', 'sophiah', C)
+    found = lowest([hutchinson.rates(-2)])
+    if found:
+        hutchinson.seeds(found, range(1338, 1344))
+
+
+def command(trial):
+    """Return the arguments of Python for a trial."""
+    program = 'records/fresh_h/fixed_batch.py' if trial.part == 'B' else 'train.py'
+    resume = '--init_from=auto' if trial.part == 'C' else '--auto_resume=True'  # b5d4103 has the former
+    return [program, 'config/study.py', f'--optimizer_name={trial.optimizer}',
+            *(f'--{key}={value:g}' for key, value in trial.settings), resume]
+
+
+if __name__ == '__main__':
+    studies.main(protocol, HERE, __doc__, ('tree', 'tree_h'), lambda trial: 'tree_h' if trial.part == 'C' else 'tree',
+                 command)
