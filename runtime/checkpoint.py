@@ -1,7 +1,8 @@
 """Checkpoints in a run's out_dir: saving, retention, loading and resuming; the lock of the directory.
 
 `ckpt_ITERATION.pt` has nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and what else a
-run needs to resume. It has no state of random generators, because everything random is a function of (seed, iteration).
+run needs to resume. The optimizer's state is by the names of the parameters. There is no state of random generators,
+because everything random is a function of (seed, iteration).
 `best.pt` is a link to the checkpoint with the lowest validation loss.
 
 Where the model is sharded, a checkpoint is a directory `ckpt_ITERATION` (and `best` the link), see sharded.py. Either
@@ -56,7 +57,7 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
     world.reshard(model)
     with world.exit_together():
         check_plain(state['train_state'], 'TrainState')
-        optimizer, shards = optimizer_state.to_save(optimizer, world.sharded)
+        optimizer, shards = optimizer_state.to_save(optimizer, world.sharded, parameter_names(model))
     path, saved = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}{"" if world.sharded else ".pt"}', True
     state = dict(state, best=best, optimizer=optimizer)
     try:
@@ -74,6 +75,11 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
         if world.is_master:
             warn(f'{path}: could not be saved ({error.strerror or error}); training continues')
     return path if world.from_master(int(saved)) else None
+
+
+def parameter_names(model):
+    """Return {parameter: name}, of several names the first."""
+    return {p: name for name, p in model.named_parameters()}
 
 
 def check_plain(values, name):
@@ -328,16 +334,17 @@ def restore(path, state, model, optimizer, scaler):
     """Puts the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler. No communication.
     SystemExit when something does not fit."""
     try:
-        saved = state['optimizer']
+        saved, names = state['optimizer'], parameter_names(model)
         if path.is_dir():
             from runtime import sharded
             sharded.read_model(path, model)
-            saved = sharded.read_optimizer(path, saved, optim.parameters(optimizer))
+            keys = optimizer_state.keys_of(optimizer, saved, names)
+            saved = sharded.read_optimizer(path, saved, dict(zip(keys, optim.parameters(optimizer))))
         else:
             targets = model.state_dict()
             model.load_state_dict({name: optimizer_state.spread(value, targets.get(name))
                                    for name, value in state['model'].items()})
-        optimizer_state.restore(optimizer, saved)
+        optimizer_state.restore(optimizer, saved, names)
         if state['scaler']:
             scaler.load_state_dict(state['scaler'])
     except Exception as error:

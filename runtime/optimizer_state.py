@@ -27,14 +27,23 @@ def map_tensors(value, function, name=''):
     raise TypeError(f'{name} is of type {type(value).__name__}')
 
 
-def to_save(optimizer, sharded):
-    """The state_dict of `optimizer` in plain containers, and the dict of its DTensors by name, in whose place the
-    former has tensors on the device 'meta'.
+def to_save(optimizer, sharded, names=None):
+    """Return the state_dict of `optimizer` in plain containers, and the dict of its DTensors by name, in whose place
+    the former has tensors on the device 'meta'.
+
+    Args:
+        sharded: whether each rank has its part of the parameters.
+        names: {parameter: name}, for a checkpoint. The names take the place of the parameters' numbers, and their
+            `shapes` are added.
 
     SystemExit when a checkpoint cannot hold it: objects other than tensors and plain values, or, `sharded`, a tensor
     that differs between ranks but is not a DTensor.
     """
-    shards = {}
+    shards, state = {}, optimizer.state_dict()
+    if names:
+        keys = [names[p] for p in parameters(optimizer)]
+        state = dict(renamed(state, dict(enumerate(keys))),
+                     shapes={key: tuple(p.shape) for key, p in zip(keys, parameters(optimizer))})
 
     def placeholder(name, tensor):
         if is_sharded(tensor):
@@ -45,25 +54,90 @@ def to_save(optimizer, sharded):
         return tensor
 
     try:
-        return map_tensors(optimizer.state_dict(), placeholder, 'optimizer'), shards
+        return map_tensors(state, placeholder, 'optimizer'), shards
     except TypeError as error:
         raise SystemExit(f'{type(optimizer).__name__}: its state cannot be saved ({error}); keep plain numbers and '
                          f'tensors there{", or use --parallel=ddp" if sharded else ""}') from None
 
 
-def restore(optimizer, saved):
-    """Loads the state_dict `saved`, counters in the param groups included; constructor arguments stay as they are."""
-    built = optimizer.state_dict()['param_groups']
-    if len(saved['param_groups']) != len(built):
-        raise ValueError(f'{len(saved["param_groups"])} param groups were saved, and there are {len(built)} here: was '
-                         'parameter_groups edited?')
+def renamed(state, keys):
+    """Return a state_dict with the keys of its parameters replaced as the dict `keys` says."""
+    return dict(state, state={keys.get(key, key): value for key, value in state['state'].items()},
+                param_groups=[dict(group, params=[keys[key] for key in group['params']])
+                              for group in state['param_groups']])
+
+
+def keys_of(optimizer, saved, names):
+    """Return the key that each parameter of `optimizer` has in the state_dict `saved`: its name in the dict `names`,
+    {parameter: name}; in older checkpoints, which have none, its number in param-group order.
+
+    ValueError that says what differs, unless all parameters and shapes are the same here and there.
+    """
+    params, groups = parameters(optimizer), saved['param_groups']
+    if 'shapes' in saved:
+        ours, theirs = {names[p]: tuple(p.shape) for p in params}, saved['shapes']
+        if missing := min(theirs.keys() ^ ours.keys(), default=''):
+            raise ValueError(f'the optimizer {"had" if missing in theirs else "has"} a parameter {missing}, and '
+                             f'{"has" if missing in theirs else "had"} none')
+        pairs = [(name, theirs[name], shape) for name, shape in ours.items()]
+        keys = list(ours)
+    else:
+        if [len(group['params']) for group in groups] != [len(group['params']) for group in optimizer.param_groups]:
+            raise ValueError(f'{len(groups)} param groups were saved, and there are {len(optimizer.param_groups)} of '
+                             'other sizes here: was parameter_groups edited?')
+        keys = [key for group in groups for key in group['params']]
+        pairs = list(shapes_by_position(saved['state'], keys, params, names))
+    for name, theirs, ours in pairs:
+        if theirs != ours:
+            raise ValueError(f'the optimizer state of {name} is of shape {theirs}, not {ours}')
+    return keys
+
+
+def shapes_by_position(state, keys, params, names):
+    """Yield (name, shape of a tensor in its state, shape) of parameters whose keys are numbers.
+
+    An entry that has the shape of any parameter is taken to have its parameter's shape; others, such as the factors of
+    Adafactor, are left out.
+    """
+    for entry in {entry for values in state.values() for entry in values}:
+        tensors = [(state.get(key, {}).get(entry), names.get(p, key), tuple(p.shape)) for key, p in zip(keys, params)]
+        found = [(name, tuple(tensor.shape), shape) for tensor, name, shape in tensors
+                 if isinstance(tensor, torch.Tensor) and tensor.dim()]
+        if {theirs for _, theirs, _ in found} & {ours for *_, ours in found}:
+            yield from found
+
+
+def restore(optimizer, saved, names=None):
+    """Load the state_dict `saved` into `optimizer`, which was just built: to each parameter the state that was saved
+    under its name, see `keys_of`; constructor arguments stay as they are.
+
+    A group gets the values of the group in which its parameters were; ValueError when there were several.
+    """
+    params, names = parameters(optimizer), names or {}
+    keys, built = keys_of(optimizer, saved, names), optimizer.state_dict()['param_groups']
     stays = constructor_arguments(optimizer)
     groups = [{**ours, **{key: value for key, value in theirs.items() if key not in stays}}
-              for ours, theirs in zip(built, saved['param_groups'])]
-    optimizer.load_state_dict(dict(saved, param_groups=groups))
-    for i, p in enumerate(parameters(optimizer)):
-        if i in saved['state']:
-            optimizer.state[p] = as_saved(optimizer.state[p], saved['state'][i], p)
+              for ours, theirs in zip(built, groups_before(built, saved, keys))]
+    state = renamed(saved, {key: i for i, key in enumerate(keys)})['state']
+    optimizer.load_state_dict(dict(saved, state=state, param_groups=groups))
+    for i, p in enumerate(params):
+        if i in state:
+            optimizer.state[p] = as_saved(optimizer.state[p], state[i], p)
+
+
+def groups_before(groups, saved, keys):
+    """Return for each of `groups` the param group in the state_dict `saved` that its parameters, with these `keys`
+    there, were in."""
+    group_of = {key: i for i, group in enumerate(saved['param_groups']) for key in group['params']}
+    found = []
+    for group in groups:
+        before = {group_of[keys[i]]: keys[i] for i in group['params']}
+        if len(before) > 1:
+            first, second, *_ = before.values()
+            raise ValueError(f'{first} and {second} are in one param group, and were in two: was parameter_groups '
+                             'edited?')
+        found += [saved['param_groups'][i] for i in before] or [group]
+    return found
 
 
 def constructor_arguments(optimizer):

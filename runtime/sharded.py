@@ -115,7 +115,7 @@ def read_optimizer(path, saved, params):
 
     Args:
         saved: its state from `optimizer_state.to_save`, with tensors on the device 'meta' where shards were saved.
-        params: the optimizer's parameters, in order. Shards are read as DTensors where these are, else whole.
+        params: {key: parameter} of `saved`'s parameters. Shards are read as DTensors where these are, else whole.
     """
     targets = {}
 
@@ -127,8 +127,8 @@ def read_optimizer(path, saved, params):
             targets[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
         return targets.get(name, tensor)
 
-    state = {i: map_tensors(entries, functools.partial(target, params[i]), f'optimizer.state.{i}')
-             for i, entries in saved['state'].items()}
+    state = {key: map_tensors(entries, functools.partial(target, params.get(key)), f'optimizer.state.{key}')
+             for key, entries in saved['state'].items()}
     load_into(targets, path)
     return dict(saved, state=state)
 

@@ -296,8 +296,8 @@ def average_of_the_weights():
     average = weights[0]
     for latest in weights[1:]:
         average = [0.5 * a + 0.5 * p for a, p in zip(average, latest)]
-    state = train.checkpoint.load(found['out'])[1]['optimizer']['state']
-    close([state[i]['ema'] for i in sorted(state)], average)
+    optimizer = train.checkpoint.load(found['out'])[1]['optimizer']
+    close([optimizer['state'][name]['ema'] for name in optimizer['shapes']], average)
     for name in 'adamw', 'muon':
         resumes(name=name)
     close(losses(run('--parallel=fsdp')), losses(found), rtol=1e-5, atol=0)
