@@ -16,7 +16,7 @@ import torch
 from torch.optim import AdamW
 
 from hessian import AdaHessianHook, EmpiricalFisherHook, GNBHook, HessianHook, Hook, HutchinsonHook
-from runtime import optim
+from runtime import optim, optimizer_state
 from runtime.distributed import full_tensor
 from sophia import GuardedOptimizer, HessianOptimizer, Sophia, local, parameters, scalar
 
@@ -325,7 +325,7 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
     chosen, groups = row(name), list(params)
     if not any(isinstance(group, dict) for group in groups):
         groups = [{'params': groups}]
-    given = {key for group in groups for key in group}  # of which the optimizer's constructor makes more
+    groups = [dict(group) for group in groups]  # an optimizer adds its settings to them
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
     s = SimpleNamespace(**own, optimizer_args=settings.get('optimizer_args', ''), optimizer_name=name,
                         learning_rate=lr, compile=compile)
@@ -336,11 +336,11 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
             raise
         raise SystemExit(f'optimizers.py: {name} is built with {error.name}, which its row does not set; add it there'
                          ) from None
-    optimizer.given_keys = given
     for group in optimizer.param_groups:  # a learning rate of a group's own follows the schedule, too
         if group['lr'] != lr and lr:
             group.setdefault('lr_scale', group['lr'] / lr)
     optim.back_to_training(optimizer)  # schedule-free ones start in evaluation mode
+    optimizer_state.record_construction(optimizer)
     return optimizer
 
 

@@ -432,7 +432,7 @@ def train(c):
         sequences = next(loader)
         if first:
             lifecycle.check_ranks(run, sequences[:c.batch_size])
-            fresh = optim.with_settings_of(run.optimizer, make_optimizer(c, run.raw_model))
+            fresh = make_optimizer(c, run.raw_model)
         step = train_step(run, sequences, state.iter)
         lifecycle.check_step(run, log, state, step, loader)
         if first and not step.problem:  # a state that no checkpoint can hold ends the run here, not at the first save

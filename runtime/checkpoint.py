@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from runtime import optim, optimizer_state
-from runtime.distributed import parent_start, restarts
+from runtime.distributed import parent_start, ranks_from_environment, restarts
 from runtime.files import first_line, load_pt, save_pt, warn
 from runtime.signals import NOT_FINITE
 
@@ -344,7 +344,10 @@ def restore(path, state, model, optimizer, scaler):
             targets = model.state_dict()
             model.load_state_dict({name: optimizer_state.spread(value, targets.get(name))
                                    for name, value in state['model'].items()})
-        optimizer_state.restore(optimizer, saved, names)
+        unknown = optimizer_state.restore(optimizer, saved, names)
+        if unknown and not ranks_from_environment()[0]:
+            warn(f'{path}: does not say what its param groups were built with; restored as saved, whatever the '
+                 f'settings are: {", ".join(sorted(unknown))}')
         if state['scaler']:
             scaler.load_state_dict(state['scaler'])
     except Exception as error:

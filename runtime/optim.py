@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import copy
 import importlib
 import inspect
 
@@ -22,13 +21,6 @@ def set_learning_rate(optimizer, lr):
     """Sets the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
     for group in optimizer.param_groups:
         group['lr'] = lr * group.get('lr_scale', 1.0)
-
-
-def with_settings_of(other, optimizer):
-    """`optimizer`, whose param groups get the settings of the same groups of the `other`."""
-    for theirs, ours in zip(other.param_groups, optimizer.param_groups):
-        ours.update(copy.deepcopy({key: value for key, value in theirs.items() if key != 'params'}))
-    return optimizer
 
 
 def parameters(optimizer):

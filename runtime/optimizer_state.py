@@ -1,6 +1,7 @@
 """The state of any optimizer as a checkpoint holds it: plain containers, and its way back into an optimizer."""
 
-import inspect
+import copy
+from types import SimpleNamespace
 
 import torch
 
@@ -27,23 +28,34 @@ def map_tensors(value, function, name=''):
     raise TypeError(f'{name} is of type {type(value).__name__}')
 
 
+def record_construction(optimizer):
+    """Keep with `optimizer`, which was just built, the values of its param groups, as checkpoints hold them, too."""
+    optimizer.construction = SimpleNamespace(groups=copy.deepcopy(settings(optimizer)))
+
+
+def settings(optimizer):
+    """Return the values of each param group as a dict."""
+    return [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
+
+
 def to_save(optimizer, sharded, names=None):
     """Return the state_dict of `optimizer` in plain containers, and the dict of its DTensors by name, in whose place
     the former has tensors on the device 'meta'.
 
     Args:
         sharded: whether each rank has its part of the parameters.
-        names: {parameter: name}, for a checkpoint. The names take the place of the parameters' numbers, and their
-            `shapes` are added.
+        names: {parameter: key} of the state, by default the numbers that state_dicts have.
+
+    To a state_dict are added the `shapes` of the parameters, and what the groups were `built` with.
 
     SystemExit when a checkpoint cannot hold it: objects other than tensors and plain values, or, `sharded`, a tensor
     that differs between ranks but is not a DTensor.
     """
-    shards, state = {}, optimizer.state_dict()
-    if names:
-        keys = [names[p] for p in parameters(optimizer)]
-        state = dict(renamed(state, dict(enumerate(keys))),
-                     shapes={key: tuple(p.shape) for key, p in zip(keys, parameters(optimizer))})
+    shards, names = {}, names or numbers(optimizer)
+    state = dict(renamed(optimizer.state_dict(), {i: names[p] for p, i in numbers(optimizer).items()}),
+                 shapes={names[p]: tuple(p.shape) for p in parameters(optimizer)})
+    if hasattr(optimizer, 'construction'):
+        state['built'] = optimizer.construction.groups
 
     def placeholder(name, tensor):
         if is_sharded(tensor):
@@ -58,6 +70,11 @@ def to_save(optimizer, sharded, names=None):
     except TypeError as error:
         raise SystemExit(f'{type(optimizer).__name__}: its state cannot be saved ({error}); keep plain numbers and '
                          f'tensors there{", or use --parallel=ddp" if sharded else ""}') from None
+
+
+def numbers(optimizer):
+    """Return {parameter: its number in a state_dict}."""
+    return {p: i for i, p in enumerate(parameters(optimizer))}
 
 
 def renamed(state, keys):
@@ -99,8 +116,8 @@ def shapes_by_position(state, keys, params, names):
     An entry that has the shape of any parameter is taken to have its parameter's shape; others, such as the factors of
     Adafactor, are left out.
     """
-    for entry in {entry for values in state.values() for entry in values}:
-        tensors = [(state.get(key, {}).get(entry), names.get(p, key), tuple(p.shape)) for key, p in zip(keys, params)]
+    for entry in {entry for key in keys for entry in state.get(key, {})}:
+        tensors = [(state.get(key, {}).get(entry), names[p], tuple(p.shape)) for key, p in zip(keys, params)]
         found = [(name, tuple(tensor.shape), shape) for tensor, name, shape in tensors
                  if isinstance(tensor, torch.Tensor) and tensor.dim()]
         if {theirs for _, theirs, _ in found} & {ours for *_, ours in found}:
@@ -108,26 +125,43 @@ def shapes_by_position(state, keys, params, names):
 
 
 def restore(optimizer, saved, names=None):
-    """Load the state_dict `saved` into `optimizer`, which was just built: to each parameter the state that was saved
-    under its name, see `keys_of`; constructor arguments stay as they are.
+    """Load the state_dict `saved` into `optimizer`, which was just built.
 
-    A group gets the values of the group in which its parameters were; ValueError when there were several.
+    Each parameter gets the state that was saved under its name, see `keys_of`. A group gets the values of the group
+    that its parameters were in; but where it was built with another value than that group, it keeps its own. Older
+    checkpoints do not say what their groups were built with, so that all values are restored.
+
+    Returns the keys of the values that an older checkpoint has restored, and that differ from what was built here.
     """
-    params, names = parameters(optimizer), names or {}
-    keys, built = keys_of(optimizer, saved, names), optimizer.state_dict()['param_groups']
-    stays = constructor_arguments(optimizer)
-    groups = [{**ours, **{key: value for key, value in theirs.items() if key not in stays}}
-              for ours, theirs in zip(built, groups_before(built, saved, keys))]
+    params, names = parameters(optimizer), names or numbers(optimizer)
+    keys, groups = keys_of(optimizer, saved, names), optimizer.state_dict()['param_groups']
+    construction = getattr(optimizer, 'construction', None)
+    built = map_tensors(construction.groups if construction else settings(optimizer), lambda name, tensor: tensor)
+    unknown = set()
+    for group, now, i in zip(groups, built, groups_before(groups, saved, keys)):
+        if i is None:
+            continue
+        before = saved['param_groups'][i]
+        then = saved['built'][i] if 'built' in saved else now
+        group |= {key: value for key, value in before.items() if key != 'params' and same(key, now, then)}
+        if then is now:
+            unknown |= {key for key in before.keys() - {'params', 'lr'} if not same(key, now, before)}
     state = renamed(saved, {key: i for i, key in enumerate(keys)})['state']
     optimizer.load_state_dict(dict(saved, state=state, param_groups=groups))
     for i, p in enumerate(params):
         if i in state:
             optimizer.state[p] = as_saved(optimizer.state[p], state[i], p)
+    return unknown
+
+
+def same(key, a, b):
+    """Return whether two dicts have the same value of `key`, or both none."""
+    return (key in a) == (key in b) and not difference(a.get(key), b.get(key))
 
 
 def groups_before(groups, saved, keys):
-    """Return for each of `groups` the param group in the state_dict `saved` that its parameters, with these `keys`
-    there, were in."""
+    """Return for each of `groups` the number of the param group in the state_dict `saved` that its parameters, with
+    these `keys` there, were in; None for a group without parameters. ValueError when there were several."""
     group_of = {key: i for i, group in enumerate(saved['param_groups']) for key in group['params']}
     found = []
     for group in groups:
@@ -136,19 +170,8 @@ def groups_before(groups, saved, keys):
             first, second, *_ = before.values()
             raise ValueError(f'{first} and {second} are in one param group, and were in two: was parameter_groups '
                              'edited?')
-        found += [saved['param_groups'][i] for i in before] or [group]
+        found.append(next(iter(before), None))
     return found
-
-
-def constructor_arguments(optimizer):
-    """The keys of a param group that a checkpoint does not restore, because the command line or the code sets them: the
-    arguments of the optimizer's constructor, and what `parameter_groups` and learning rate schedulers set."""
-    names = {'params', 'initial_lr', 'lr_scale'} | getattr(optimizer, 'given_keys', set())
-    for part in getattr(optimizer, 'optimizers', [optimizer]):
-        for cls in type(part).__mro__:  # a subclass may take *args, **kwargs
-            if '__init__' in vars(cls):
-                names |= inspect.signature(cls.__init__).parameters.keys()
-    return names
 
 
 def as_saved(loaded, saved, p):
@@ -172,9 +195,8 @@ def spread(value, like):
 
 
 def lost_in_round_trip(optimizer, fresh, saved):
-    """The first difference between `optimizer` and `fresh`, the same optimizer without a state, after it has loaded the
-    state_dict `saved`; '' when there is none. The learning rate, which the loop sets, does not count; a constructor
-    argument does, because `restore` leaves it as it is built, and an optimizer may have changed it."""
+    """Return the first difference between `optimizer` and `fresh`, built alike but without a state, after `fresh` has
+    loaded the state_dict `saved`; '' when there is none. The learning rate, which the loop sets, does not count."""
     restore(fresh, saved)
     keys = [group.keys() - {'lr'} for group in optimizer.state_dict()['param_groups']]
 

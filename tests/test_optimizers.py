@@ -346,6 +346,15 @@ def test_unknown_settings_are_rejected():
         build_optimizer('sophiag', make_params(), lr=1e-3, rho=0.05)
 
 
+def test_param_groups_serve_several_optimizers():
+    """The first one does not leave its settings in them."""
+    groups = [dict(params=make_params(), lr=0.5)]
+    build_optimizer('sophiag', groups, lr=0.1)
+    assert groups[0].keys() == {'params', 'lr'}
+    group, = build_optimizer('lion', groups, lr=0.1).param_groups
+    assert group['betas'] == (0.95, 0.98) and group['lr_scale'] == 5
+
+
 def settings(name, total_batch_size):
     return optimizers.optimizer_settings(SimpleNamespace(optimizer_name=name, total_batch_size=total_batch_size))[0]
 
