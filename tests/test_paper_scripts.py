@@ -8,11 +8,11 @@ from conftest import ROOT, rejection
 from fake_runs import make, rows_of
 
 from analysis import figures
-from scripts import plot, records, speedup, sweep, tune
-from scripts.paper import clipped_newton, compute_table, final_losses, hessian_histogram, max_lr, toy_landscape
+from scripts import curvature, plot, records, speedup, sweep, tune
+from scripts.paper import clipped_newton, compute_table, final_losses, max_lr, toy_landscape
 
 
-@pytest.mark.parametrize('script', [clipped_newton, compute_table, final_losses, hessian_histogram, max_lr, plot,
+@pytest.mark.parametrize('script', [clipped_newton, compute_table, curvature, final_losses, max_lr, plot,
                                     records, speedup, sweep, toy_landscape, tune], ids=lambda script: script.__name__)
 def test_help(script, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -16,9 +16,8 @@ from fake_runs import SHAPE, fake_run, rows_of
 from analysis import runs, trials
 from runtime import checkpoint, files
 from runtime.signals import restored_signals
+from scripts import curvature, plan, records, speedup, sweep, tune
 from scripts import eval as evaluation
-from scripts import plan, records, speedup, sweep, tune
-from scripts.paper import hessian_histogram
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Trials: their directories, their arguments, how far they are
@@ -298,17 +297,22 @@ def test_a_spec_without_runs_is_named(tmp_path, spec):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A script of the paper that reads a checkpoint
+# A script that reads a checkpoint
 
 
 @pytest.mark.parametrize('estimator', ['gnb', 'hutchinson'])
-def test_hessian_histogram_of_a_checkpoint(swept, tmp_path, estimator):
+def test_the_curvature_at_a_checkpoint(swept, tmp_path, capsys, estimator):
     out_dir, _ = swept
-    hessian_histogram.main([str(out_dir / 'optimizer_name=sophiag'), '--estimator', estimator, '--samples', '2',
-                            '--batch_size', '4', '--device', 'cpu', '--output', str(tmp_path / 'histogram.png')])
-    summary = json.loads((tmp_path / 'histogram.json').read_text())
+    curvature.main([str(out_dir / 'optimizer_name=sophiag'), '--estimator', estimator, '--sequences', '32',
+                    '--device', 'cpu', '--output', str(tmp_path / 'curvature.png')])
+    summary = json.loads((tmp_path / 'curvature.json').read_text())
+    total, tensors = summary['table'][-1], rows_of(tmp_path / 'curvature.csv')
     assert summary['iteration'] == 10 and summary['estimator'] == estimator
-    counted = sum(int(row['parameters']) for row in rows_of(tmp_path / 'histogram.csv'))
-    assert 0.98 * summary['positive'] * summary['parameters'] < counted <= summary['parameters']
-    # Gauss-Newton is positive semidefinite; the Hessian's own diagonal is not.
-    assert (summary['negative'] == 0) is (estimator == 'gnb')
+    assert sum(int(row['parameters']) for row in tensors) == summary['parameters'] == total['parameters']
+    if estimator == 'hutchinson':  # the Hessian's own diagonal, unlike Gauss-Newton's, is not positive
+        assert 0.3 < total['positive'] < 0.9 and 0.3 < total['same_sign'] < 0.9
+        return
+    assert total['positive'] > 0.95 and total['agreement'] > 0.5
+    assert 0 < summary['cosine']['sign'] <= 1 and summary['curvature']['sign'] > 0 and 0 <= total['unclipped'] <= 1
+    out = capsys.readouterr().out
+    assert all(question in out for question in ('A larger batch', 'More draws', 'A fresher h', 'The update'))

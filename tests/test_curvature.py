@@ -1,0 +1,83 @@
+"""scripts/curvature.py: its measures, each against its definition."""
+
+import pytest
+import torch
+from reference import double_precision, flat  # noqa: F401 - for every test here
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from model import GPT, GPTConfig
+from scripts.curvature import Diagonal, Estimates, curvature_along, draw_gradients, log_correlation, with_noise
+
+
+@pytest.fixture(scope='module')
+def gpt():
+    """A GPT of some hundred parameters, and 32 sequences."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=4))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return model, torch.randint(8, (32, 5))
+
+
+def test_estimates_have_the_moments_of_squares_of_parts():
+    """Two estimates on four sequences, in parts of two."""
+    gs = torch.randn(8, 5)
+    estimates = Estimates(4, 2, predictions=3)
+    for g in gs:
+        estimates.add(g)
+    each = (gs.view(2, 2, 2, 5).sum(2) ** 2).sum(1) / 12
+    torch.testing.assert_close(estimates.sum / 2, each.mean(0))
+    mean, variance = (each.mean(0) ** 2).mean(), each.var(0).mean()
+    assert estimates.cv() == pytest.approx((variance / (mean - variance / 2).clamp(min=mean / 2)).sqrt().item())
+
+
+def test_the_noise_of_one_square_is_the_root_of_two_and_parts_divide_it():
+    one, four = Estimates(4, 1, 1), Estimates(4, 4, 1)
+    for g in torch.randn(8000, 20):
+        one.add(g)
+        four.add(g)
+    assert one.cv() == pytest.approx(2 ** 0.5, rel=0.05) and four.cv() == pytest.approx(0.5 ** 0.5, rel=0.05)
+
+
+def test_the_curvature_along_an_update_is_the_gauss_newton_form(gpt):
+    model, sequences = gpt
+    model = model.double()
+    names, params = zip(*model.named_parameters())
+    u, X = torch.randn(sum(p.numel() for p in params)), sequences[:2, :-1]
+
+    def logits(values):
+        with sdpa_kernel(SDPBackend.MATH):
+            return functional_call(model, dict(zip(names, values)), (X,))[0].flatten(0, 1)
+
+    p = logits(params).softmax(-1)
+    S = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    J = torch.cat([j.flatten(2) for j in torch.func.jacrev(logits)(tuple(q.detach() for q in params))], -1)
+    exact = torch.einsum('bvi,i,bvw,bwj,j->', J, u, S, J, u) / len(p) / (u @ u)
+    found, = curvature_along(model, sequences[:2], [u])
+    assert found == pytest.approx(exact.item(), rel=1e-6)
+
+
+def test_signal_and_noise_are_those_of_the_gradients(gpt):
+    model, sequences = gpt
+    model = model.double()
+    params = list(model.parameters())
+    torch.manual_seed(1)
+    true = torch.stack([t for _, t in draw_gradients(model, params, sequences)])
+    torch.testing.assert_close(true.sum(0), flat(torch.autograd.grad(
+        model(sequences[:, :-1], sequences[:, 1:])[1] * 4 * len(sequences), params)).float(), rtol=1e-4, atol=1e-4)
+    diagonal = Diagonal(model, params, sequences, dict(hessian_batch_size=4, hessian_parts=2))
+    noise = true.var(0).sum().item()
+    assert diagonal.noise == pytest.approx(noise, rel=1e-3)
+    assert diagonal.signal == pytest.approx(true.mean(0).square().sum().item() - noise / len(true), rel=1e-3, abs=1e-6)
+    assert list(diagonal.by_parts) == [1, 2, 4] and diagonal.by_parts[2].count == 8
+    torch.testing.assert_close(diagonal.low, diagonal.by_parts[4].sum / 8)
+
+
+def test_noise_lowers_the_log_correlation():
+    h = torch.rand(20_000).exp()
+    assert log_correlation(h, 3 * h) == pytest.approx(1) and abs(log_correlation(h, h[torch.randperm(len(h))])) < 0.05
+    noisy = with_noise(h, 0.5)
+    assert (noisy / h).std().item() == pytest.approx(0.5, rel=0.05)
+    assert log_correlation(h, noisy) < log_correlation(h, with_noise(h, 0.1)) < 1
