@@ -57,9 +57,13 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
     world.reshard(model)
     with world.exit_together():
         check_plain(state['train_state'], 'TrainState')
-        optimizer, shards = optimizer_state.to_save(optimizer, world.sharded, parameter_names(model))
+        saved_optimizer, shards = optimizer_state.to_save(optimizer, world.sharded, parameter_names(model))
+    lost = optimizer_state.left_out(optimizer, saved_optimizer)
+    if lost and world.is_master:
+        warn(f'{type(optimizer).__name__}: no checkpoint holds {lost}, so that a resumed run would differ; keep all '
+             'state in `state` and `param_groups`')
     path, saved = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}{"" if world.sharded else ".pt"}', True
-    state = dict(state, best=best, optimizer=optimizer)
+    state = dict(state, best=best, optimizer=saved_optimizer)
     try:
         if world.sharded:
             from runtime import sharded

@@ -29,8 +29,12 @@ def map_tensors(value, function, name=''):
 
 
 def record_construction(optimizer):
-    """Keep with `optimizer`, which was just built, the values of its param groups, as checkpoints hold them, too."""
-    optimizer.construction = SimpleNamespace(groups=copy.deepcopy(settings(optimizer)))
+    """Keep with `optimizer`, which was just built, the values of its param groups, which checkpoints hold, too, and its
+    attributes."""
+    attributes = {name: value.clone() if isinstance(value, torch.Tensor) else value
+                  for name, value in attribute_leaves(optimizer).items()}
+    optimizer.construction = SimpleNamespace(groups=copy.deepcopy(settings(optimizer)), attributes=attributes,
+                                             restored=set())
 
 
 def settings(optimizer):
@@ -197,6 +201,9 @@ def spread(value, like):
 def lost_in_round_trip(optimizer, fresh, saved):
     """Return the first difference between `optimizer` and `fresh`, built alike but without a state, after `fresh` has
     loaded the state_dict `saved`; '' when there is none. The learning rate, which the loop sets, does not count."""
+    if nested := nested_optimizers(optimizer):
+        return f'{nested[0]} is an optimizer, whose state no checkpoint holds; derive {type(optimizer).__name__} from '\
+               'Together in runtime/optim.py'
     restore(fresh, saved)
     keys = [group.keys() - {'lr'} for group in optimizer.state_dict()['param_groups']]
 
@@ -204,17 +211,64 @@ def lost_in_round_trip(optimizer, fresh, saved):
         state = one.state_dict()
         groups = [{key: value for key, value in group.items() if key in compared}
                   for group, compared in zip(state['param_groups'], keys)]
-        return dict(state, param_groups=groups, attributes=list(map(counters, getattr(one, 'optimizers', [one]))))
+        return dict(state, param_groups=groups, attributes=list(map(attributes, parts(one))))
 
-    return difference(comparable(optimizer), comparable(fresh))
+    lost = difference(comparable(optimizer), comparable(fresh))
+    if not lost and hasattr(optimizer, 'construction'):
+        optimizer.construction.restored = changed_attributes(optimizer)  # by load_state_dict
+    return lost
 
 
-def counters(optimizer):
-    """The optimizer's own attributes that are, or hold, numbers or tensors, by name; a state_dict does not have them.
-    Names with an underscore, such as those of learning rate schedulers, are left out."""
+def left_out(optimizer, state):
+    """Return what `state`, which `to_save` has made of `optimizer`, lacks, as text; '' if nothing: an attribute that
+    has changed since the construction, or an entry of the state of a parameter."""
+    if hasattr(optimizer, 'construction'):
+        for name in sorted(changed_attributes(optimizer) - optimizer.construction.restored):
+            return f'the attribute {name.partition(".")[2]}'
+    for p, key in zip(parameters(optimizer), state['shapes']):
+        for entry in optimizer.state.get(p, {}).keys() - state['state'].get(key, {}).keys():
+            return f'the state {entry} of {key}'
+    return ''
+
+
+# What PyTorch keeps in the attributes of any optimizer, what checkpoints hold, and what this module keeps.
+NO_STATE = {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction'}
+
+
+def parts(optimizer):
+    """Return the optimizer and all that it consists of, see `optim.Together`."""
+    return [optimizer, *(part for one in getattr(optimizer, 'optimizers', []) for part in parts(one))]
+
+
+def attributes(optimizer):
+    """Return the attributes that are, or hold, numbers or tensors, by name; a state_dict does not have them.
+
+    Flags with an underscore are left out: schedulers and optimizers note there what they have checked or warned of.
+    """
     return {name: value for name, value in vars(optimizer).items()
-            if isinstance(value, (int, float, torch.Tensor, list, tuple, dict)) and not name.startswith('_')
-            and name not in ('state', 'param_groups', 'defaults', 'optimizers')}
+            if isinstance(value, (int, float, torch.Tensor, list, tuple, dict)) and name not in NO_STATE
+            and not (name.startswith('_') and isinstance(value, bool))}
+
+
+def attribute_leaves(optimizer):
+    """Return {PART.NAME…: value} of everything in the `attributes` of an optimizer and its parts, but for parameters of
+    the model."""
+    return {name.removeprefix('.'): value for name, value in leaves(list(map(attributes, parts(optimizer))), '')
+            if not isinstance(value, torch.nn.Parameter)}
+
+
+def changed_attributes(optimizer):
+    """Return the names, 'PART.NAME', of the attributes that have changed since the construction."""
+    now, then = attribute_leaves(optimizer), optimizer.construction.attributes
+    return {'.'.join(name.split('.')[:2]) for name in now.keys() | then.keys()
+            if name not in now or name not in then or not equal(now[name], then[name])}
+
+
+def nested_optimizers(optimizer):
+    """Return the names of the attributes that hold an optimizer that `parts` does not know."""
+    known = set(map(id, parts(optimizer)))
+    return [name for one in parts(optimizer) for attribute, content in vars(one).items() if attribute not in NO_STATE
+            for name, value in leaves(content, attribute) if hasattr(value, 'param_groups') and id(value) not in known]
 
 
 def difference(a, b, name='state'):
@@ -231,8 +285,8 @@ def leaves(value, name):
     if not isinstance(value, (dict, list, tuple)):
         yield name, value
         return
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from leaves(item, f'{name}.{key}')
+    for i, (key, item) in enumerate(value.items() if isinstance(value, dict) else enumerate(value)):
+        yield from leaves(item, f'{name}.{i if isinstance(key, torch.Tensor) else key}')
 
 
 def equal(a, b):

@@ -106,14 +106,19 @@ def test_a_resumed_optimizer_is_the_same_bit_for_bit(tmp_path, name):
 
 class Counting(Toy):
     """Counts its steps in an attribute, which is not part of its state_dict."""
+    first = 0  # the step from which it counts
 
     def __init__(self, params, lr):
         super().__init__(params, lr)
-        self.t = 0
+        self._t = 0
 
     def step(self):
         super().step()
-        self.t += 1
+        self._t += self.param_groups[0]['k'] > self.first
+
+
+class CountingLater(Counting):
+    first = 3
 
 
 class Looking(Toy):
@@ -128,13 +133,52 @@ class Looking(Toy):
         self.slow = [p.detach().clone() for p in self.param_groups[0]['params']]
 
 
-@pytest.mark.parametrize('build, lost', [(Counting, 'state.attributes.0.t differs'),
-                                         (Looking, 'state.attributes.0.slow.0 is missing')])
+class Wrapping(torch.optim.Optimizer):
+    """Leaves the updates to an optimizer in an attribute."""
+
+    def __init__(self, params, lr):
+        params = list(params)
+        self.inner = dict(base=torch.optim.AdamW(params, lr=lr))
+        super().__init__(params, dict(lr=lr))
+
+    def step(self):
+        self.inner['base'].step()
+
+
+@pytest.mark.parametrize('build, lost', [(Counting, '(state.attributes.0._t differs)'),
+                                         (Looking, '(state.attributes.0.slow.0 is missing)'),
+                                         (Wrapping, '(inner.base is an optimizer, whose state no checkpoint holds; ')])
 def test_a_state_that_would_not_come_back_is_found_after_the_first_step(build, lost):
     model, optimizer = made(build)
     trained(model, optimizer, range(1))
-    words = f'{build.__name__}: a checkpoint would not bring back its state ({lost})'
+    words = f'{build.__name__}: a checkpoint would not bring back its state {lost}'
     assert words in rejection(checkpoint.check_round_trip, WORLD, optimizer, made(build)[1])
+
+
+class Dropping(Toy):
+    """Leaves a state out of its state_dict."""
+
+    def state_dict(self):
+        found = super().state_dict()
+        return dict(found, state={i: {key: value for key, value in state.items() if key != 'late'}
+                                  for i, state in found['state'].items()})
+
+
+def test_a_state_that_first_changes_later_is_found_at_a_save(tmp_path, capsys):
+    """Values that a scheduler keeps with the optimizer do not count."""
+    for build, lost in (CountingLater, 'the attribute _t'), (Dropping, 'the state late of 0.bias'):
+        model, optimizer = made(build)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0)
+        for i in range(5):
+            trained(model, optimizer, range(i, i + 1))
+            scheduler.step()
+            if i == 0:
+                checkpoint.check_round_trip(WORLD, optimizer, made(build)[1])
+                saved(tmp_path, model, optimizer, i)
+                assert not capsys.readouterr().err
+        optimizer.state[model[0].bias]['late'] = 1.0
+        assert saved(tmp_path, model, optimizer, 5)
+        assert capsys.readouterr().err.startswith(f'warning: {build.__name__}: no checkpoint holds {lost}, so that')
 
 
 def test_values_of_groups_are_restored_as_saved_unless_they_are_built_otherwise(tmp_path, capsys):
