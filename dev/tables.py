@@ -21,7 +21,7 @@ from analysis.compare import noise_of, same_horizon, tuned_at_each_T
 from analysis.figures import mean_sd, optimizer_label
 from analysis.runs import by_seed, find_runs, read_json
 from configurator import sections
-from dev import dissection
+from records.dissection import results as dissection
 
 
 def number(value):
@@ -156,13 +156,11 @@ def dissection_batch():
 
 
 def dissection_six():
-    """The six fresh seeds of the long horizon, once all of their runs are there."""
+    """The six fresh seeds of the long horizon."""
     rows = dissection.long_horizon(dissection_runs())
-    cells = [[row['optimizer'], mean_sd(row['val/loss'], row['sd']),
-              '' if row['optimizer'] == 'AdamW' else interval(row),
-              '–' if row['to AdamW'] is None else f'{row["to AdamW"]:,.0f}'] for row in rows]
-    head = ['six fresh seeds', 'loss', 'minus AdamW, 95 %', "steps to AdamW's loss"]
-    return table(head, cells) if rows else 'Not all of their runs are finished.'
+    cells = [[row['optimizer'], mean_sd(row['mean'], row['sd']), '' if row['optimizer'] == 'AdamW' else interval(row)]
+             for row in rows]
+    return table(['six fresh seeds', 'loss', 'minus AdamW, 95 %'], cells)
 
 
 def dissection_tests():

@@ -33,7 +33,8 @@ $PY scripts/paper/final_losses.py "$study/1200/adamw/*,$W,beta1=0.9,beta2=0.95,w
     "records/study_others/1200/lion/*weight_decay=0.2" --x learning_rate --output $study/study_rates.png
 
 # The dissection.
-$PY dev/dissection.py --output records/dissection/dissection.png
+$PY records/dissection/results.py gamma --output records/dissection/dissection.png
+$PY records/dissection/results.py curves --output records/dissection/curves.png
 
 # What needs no run.
 $PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.csv

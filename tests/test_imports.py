@@ -19,7 +19,7 @@ MAY_IMPORT = {
     'data': {'runtime'},
     'examples': {'sophia'},
 }
-PARTS = {Path(part).stem for part in MAY_IMPORT} | {'analysis', 'scripts', 'dev', 'tests'}
+PARTS = {Path(part).stem for part in MAY_IMPORT} | {'analysis', 'scripts', 'dev', 'records', 'tests'}
 
 
 def files(part):

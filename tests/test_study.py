@@ -1,5 +1,6 @@
-"""dev/study.py: which runs the protocol asks for, given the results so far."""
+"""records/dissection: which runs the protocol asks for, given the results so far; the results are its records'."""
 
+import csv
 import json
 import math
 import random
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dev import study
+from analysis.runs import find_runs
+from records.dissection import results, study
 
 
 def make_all(monkeypatch, loss_of):
@@ -80,3 +82,10 @@ def test_recorded_runs_are_not_due(monkeypatch, tmp_path):
     assert first not in due and second not in due and third in due
     study.collect(tmp_path / 'out', path)
     assert [*map(json.loads, path.read_text().splitlines())] == sorted(lines, key=lambda line: line['run'])
+
+
+@pytest.mark.parametrize(('drawing', 'file'), [('curves', 'curves.csv'), ('gamma', 'dissection.csv')])
+def test_the_pictures_are_of_the_records(drawing, file):
+    rows = results.DRAWINGS[drawing](find_runs([results.RECORDS]))[1]
+    written = list(csv.DictReader((results.RECORDS / file).open(encoding='utf-8')))
+    assert written == [{key: '' if value is None else str(value) for key, value in row.items()} for row in rows]

@@ -1,10 +1,10 @@
-"""Trains every run of the study in records/dissection/README.md, which states its protocol. Skips finished runs.
+"""Train every run of the study whose protocol is in the README beside this file. Finished runs are skipped.
 
   python data/text/prepare.py BOOKS.txt --val_file OTHER_AUTHORS.txt --tokenizer=byte --out_dir data/books
-  git worktree add ../study COMMIT                      the training code of all runs; COMMIT is in the README
-  python dev/study.py --tree ../study --jobs 2          what is missing; some 30 hours on two CPU cores
-  python dev/study.py --tree ../study --list            the runs that are due, and how many are done
-  python dev/study.py --tree ../study --collect         adds finished runs to records/dissection/runs.jsonl
+  git worktree add ../study b5d4103                                 the training code of all runs
+  python records/dissection/study.py --tree ../study --jobs 2       what is missing; some 30 hours on two CPU cores
+  python records/dissection/study.py --tree ../study --list         the runs that are due, and how many are done
+  python records/dissection/study.py --tree ../study --collect      adds finished runs to runs.jsonl beside this file
 
 A run is finished once it is in runs.jsonl or in the tree's out/dissection. An interrupted study continues when started
 again; runs resume from their newest checkpoint.
@@ -23,13 +23,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
 
-from analysis.runs import packed, read_run  # noqa: E402
-from runtime.files import write_text  # noqa: E402
+from analysis.runs import packed, read_run
+from runtime.files import write_text
 
-RECORDS = ROOT / 'records/dissection/runs.jsonl'
+RECORDS = HERE / 'runs.jsonl'
 ORDER = 'ACBFGHDE'  # of the parts; runs of a later one fill the cores while an earlier one waits for a result
 SEARCH_SEED = 1337  # chooses settings, and takes part in no test
 # Settings that no part of the study tunes; all else is the optimizer's row in optimizers.py.
@@ -39,26 +39,26 @@ GAMMAS = 0.0125, 0.05, 0.15, 0.5, 1.5
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: the part of the study it belongs to, its optimizer, and its other settings as (key, value) pairs."""
+    """A run: the part of the study it belongs to, its optimizer, and its other settings as (key, value) pairs."""
     part: str
     optimizer: str
     settings: tuple
 
     @property
     def path(self):
-        """Its directory, below the study's."""
+        """Return its directory, relative to the study's."""
         return Path(self.part, ','.join([self.optimizer, *(f'{key}={value:g}' for key, value in self.settings)]))
 
     @property
     def command(self):
-        """The arguments of train.py, without --out_dir."""
+        """Return the arguments of train.py, without --out_dir."""
         return ['config/study.py', f'--optimizer_name={self.optimizer}',
                 *(f'--{key}={value:g}' for key, value in self.settings)]
 
 
 @dataclass
 class Study:
-    """Looks up the losses of trials, and collects the trials that are missing.
+    """A reader of the losses of trials, which collects the trials that are missing.
 
     out_dir: where runs are. recorded: the losses of runs that need not be there, path → loss.
     """
@@ -69,7 +69,7 @@ class Study:
     arms: Counter = field(default_factory=Counter)
 
     def loss(self, part, optimizer, seed=SEARCH_SEED, **settings):
-        """The final validation loss of a run, inf if it diverged; None, and the run is due, if it is not finished."""
+        """Return a run's final validation loss, inf if it diverged; None, and note it as due, if it is not finished."""
         trial = Trial(part, optimizer, (*settings.items(), ('seed', seed)))
         fresh = seed != SEARCH_SEED
         arm = part, optimizer, settings.get('gamma'), fresh
@@ -84,9 +84,9 @@ class Study:
         return loss
 
     def search(self, part, optimizer, rates, widen=True, **settings):
-        """Trains each learning rate, and more by factors of 2 while the best is at the edge.
+        """Ask for each learning rate, and for more by factors of 2 while the best is at the edge.
 
-        Returns {settings, as pairs: loss} of all trials; None while some are missing.
+        Return {settings, as pairs: loss} of all trials; None while some are missing.
         """
         settings = dict(START[optimizer], **settings)
         rates = [float(f'{rate:g}') for rate in rates]
@@ -103,13 +103,13 @@ class Study:
                 return {(('learning_rate', rate), *settings.items()): loss for rate, loss in losses.items()}
 
     def seeds(self, part, optimizer, settings, seeds):
-        """The losses of `settings` (pairs) with other seeds; None while some are missing."""
+        """Return the losses of `settings` (pairs) with other seeds; None while some are missing."""
         losses = [self.loss(part, optimizer, seed, **dict(settings)) for seed in seeds]
         return None if None in losses else losses
 
 
 def final_loss(out_dir):
-    """The validation loss at the end of a run, inf if it diverged, None if it is not finished."""
+    """Return the validation loss at the end of a run, inf if it diverged, None if it is not finished."""
     if not (out_dir / 'metrics.jsonl').is_file():
         return None
     run = read_run(out_dir)
@@ -117,7 +117,7 @@ def final_loss(out_dir):
 
 
 def around(rate):
-    """Half, once and twice a learning rate."""
+    """Return half, once and twice a learning rate."""
     return rate / 2, rate, rate * 2
 
 
@@ -126,9 +126,9 @@ def around(rate):
 
 
 def dissection(study):
-    """Part A, T = 2,400: what is lost when one piece of Sophia-G is left out.
+    """Ask for part A, T = 2,400: Sophia-G with one piece left out at a time.
 
-    Returns (best learning rate of AdamW, of sign momentum; [(γ, its best learning rate)] of Sophia-G, the best γ
+    Return (best learning rate of AdamW, of sign momentum; [(γ, its best learning rate)] of Sophia-G, the best γ
     first), or None.
     """
     T = dict(max_iters=2400, warmup_iters=1200)
@@ -152,7 +152,7 @@ def dissection(study):
 
 
 def lowest(study, part, name, searches, seeds):
-    """The settings with the lowest loss in all `searches`, and their mean loss with the other `seeds` too; or None."""
+    """Return the settings with the lowest loss in `searches`, and their mean loss with the `seeds`, too; or None."""
     if None in searches:
         return None
     losses = {settings: loss for search in searches for settings, loss in search.items()}
@@ -162,8 +162,9 @@ def lowest(study, part, name, searches, seeds):
 
 
 def long_horizon(study, adamw, clip, gammas):
-    """Part C, T = 9,600: each side tuned there, then six fresh seeds of its best settings. Parts F and G: the same
-    seeds of sign momentum with Sophia-G's warm-up, and of Sophia-G with the mean of h. Part H: a shorter warm-up."""
+    """Ask for part C, T = 9,600: each side tuned there, then six fresh seeds of its best settings. Parts F and G: the
+    same seeds of sign momentum with Sophia-G's warm-up, and of Sophia-G with the mean of h. Part H: a shorter warm-up.
+    """
     T = dict(max_iters=9600, warmup_iters=4800)
     second = next(pair for pair in gammas[1:] if pair[0] == 0.05 or gammas[0][0] == 0.05)  # the paper's γ, or the next
     searches = {
@@ -196,7 +197,7 @@ def long_horizon(study, adamw, clip, gammas):
 
 
 def mini_batch(study, adamw, clip, gammas):
-    """Part B, T = 1,200: mini-batches 4 times as large; with one seed also 16 times."""
+    """Ask for part B, T = 1,200: mini-batches 4 times as large. Part D: 16 times, with one seed."""
     T, losses = dict(max_iters=1200, warmup_iters=600), {}
     arms = [('adamw', adamw, {}), ('clip', clip, {}),
             *(('sophiag', rate, dict(gamma=gamma)) for gamma, rate in gammas[:2])]
@@ -211,14 +212,14 @@ def mini_batch(study, adamw, clip, gammas):
 
 
 def edges(study):
-    """The warm-up of 900 at T = 1,200, beyond the longest that the earlier study (records/study) tried."""
+    """Ask for part E: the warm-up of 900 at T = 1,200, beyond the longest that the earlier study tried."""
     for name, rate in ('adamw', 6e-3), ('sophiag', 2e-3):
         for warmup in 600, 900:
             study.search('E', name, (rate,), widen=False, max_iters=1200, warmup_iters=warmup)
 
 
 def plan(out_dir, recorded=()):
-    """The `Study` so far, its due trials in order: within a part the arms take turns."""
+    """Return the `Study` so far, its due trials in order: within a part the arms take turns."""
     study = Study(out_dir, dict(recorded))
     found = dissection(study)
     if found:
@@ -234,7 +235,7 @@ def plan(out_dir, recorded=()):
 
 
 def train_all(tree, out_dir, recorded, jobs):
-    """Trains until nothing is due, `jobs` runs at a time, one thread each, with the code of the checkout `tree`."""
+    """Train until nothing is due, `jobs` runs at a time, one thread each, with the code of the checkout `tree`."""
     running = {}
     try:
         while True:
@@ -257,7 +258,7 @@ def train_all(tree, out_dir, recorded, jobs):
 
 
 def start(tree, out_dir, trial):
-    """Starts the training of a trial; returns its process."""
+    """Start the training of a trial; return its process."""
     there = out_dir / trial.path
     there.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, 'train.py', *trial.command, f'--out_dir={there.relative_to(tree)}',
@@ -268,20 +269,20 @@ def start(tree, out_dir, trial):
 
 
 def read_records(path=RECORDS):
-    """The lines of a runs.jsonl as dicts by their run; {} where there is no file."""
+    """Return the lines of a runs.jsonl as dicts by their run; {} where there is no file."""
     lines = path.read_text(encoding='utf-8').splitlines() if path.is_file() else []
     return {record['run']: record for record in map(json.loads, lines)}
 
 
 def recorded_loss(record):
-    """The final validation loss of a line of runs.jsonl, inf if the run diverged."""
+    """Return the final validation loss of a line of runs.jsonl, inf if the run diverged."""
     if 'failed' in record:
         return math.inf
     return [loss for loss in record['metrics']['val/loss'] if loss is not None][-1]
 
 
 def collect(out_dir, path=RECORDS):
-    """Adds finished runs to a runs.jsonl."""
+    """Add finished runs to a runs.jsonl."""
     records = read_records(path)
     for config in out_dir.rglob('config.json'):
         if final_loss(config.parent) is not None:
@@ -296,7 +297,7 @@ def main():
     parser.add_argument('--tree', type=Path, required=True, help="a checkout of the study's commit, which runs")
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
     parser.add_argument('--list', action='store_true', help='print the runs that are due; train nothing')
-    parser.add_argument('--collect', action='store_true', help='add finished runs to records/dissection/runs.jsonl')
+    parser.add_argument('--collect', action='store_true', help='add finished runs to runs.jsonl beside this file')
     args = parser.parse_args()
     tree = args.tree.resolve()
     out_dir = tree / 'out/dissection'

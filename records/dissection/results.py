@@ -1,21 +1,20 @@
-"""Results of the study in records/dissection, from its runs.jsonl: the tables of dev/tables.py, and the picture.
+"""Results of this study, from runs.jsonl beside this file: the pictures, and the tables that dev/tables.py writes.
 
-  python dev/dissection.py --output records/dissection/dissection.png
+  python records/dissection/results.py curves --output records/dissection/curves.png    loss over 9,600 steps
+  python records/dissection/results.py gamma --output records/dissection/dissection.png  final loss against γ
 """
 
 import statistics
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from analysis.compare import Tuned, efficiency_at
+RECORDS = Path(__file__).resolve().parent
+sys.path.insert(0, str(RECORDS.parents[1]))
 from analysis.figures import argparser, figure, legend, mean_sd, optimizer_label, save, styles
-from analysis.runs import find_runs, mean_loss
+from analysis.runs import averaged, find_runs, mean_loss
 from analysis.significance import difference, holm
-from dev.study import SEARCH_SEED
+from records.dissection.study import SEARCH_SEED
 
-RECORDS = ROOT / 'records/dissection'
 # The seeds of part A's tests. Sophia-G's best γ was chosen with TESTED, so Sophia-G is tested with seeds of its own.
 TESTED = range(1338, 1341)
 OF_BEST_GAMMA = range(1341, 1344)
@@ -27,18 +26,18 @@ SETTINGS = 'β1', 'warm-up', 'weight decay'  # `settings_of` but the learning ra
 
 
 def settings_of(run):
-    """The settings that tell the trials of an arm apart."""
+    """Return the settings that tell the trials of an arm apart."""
     return run.learning_rate, run.beta1, run.warmup_iters, run.weight_decay
 
 
 def part_of(run):
-    """The part of the study that a run belongs to, a letter."""
+    """Return the letter of the part that a run belongs to."""
     return run.out_dir.relative_to(RECORDS).parts[0]
 
 
 def arms_of(runs, part):
-    """{(optimizer, γ): arm} of a part; an arm is a dict with search, {settings: run with the search's seed}, best, the
-    settings with the lowest loss among these, and runs, {seed: run} with the best settings."""
+    """Return {(optimizer, γ): arm} of a part. An arm is a dict: search, {settings: run with the search's seed}; best,
+    the settings with the lowest loss among these; runs, {seed: run} with the best settings."""
     arms = {}
     for run in runs:
         if part_of(run) == part:
@@ -50,20 +49,20 @@ def arms_of(runs, part):
     return arms
 
 
-def fresh_runs(arms, name, seeds, gamma=None):
-    """The runs with these seeds of the arm of an optimizer that has them; of Sophia-G with a `gamma`, if given."""
-    found = [arm['runs'] for (optimizer, value), arm in arms.items()
-             if optimizer == name and gamma in (None, value) and set(seeds) <= arm['runs'].keys()]
+def fresh_runs(arms, name, seeds):
+    """Return the runs with these seeds of the arm of an optimizer that has them."""
+    found = [arm['runs'] for (optimizer, _), arm in arms.items()
+             if optimizer == name and set(seeds) <= arm['runs'].keys()]
     return [found[0][seed] for seed in seeds]
 
 
 def losses(runs):
-    """The final losses of `runs`."""
+    """Return the final losses of `runs`."""
     return [run.final_loss for run in runs]
 
 
 def table(arms, seeds):
-    """A row of texts for each arm: its loss with the search's seed at each learning rate and with each change of
+    """Return a row of texts for each arm: its loss with the search's seed at each learning rate and with each change of
     another setting; mean and standard deviation of the best one over the other `seeds`; its unclipped share."""
     rows, order = [], {}
     for (name, gamma), arm in sorted(arms.items(), key=lambda item: (ARMS.index(item[0][0]), item[0][1])):
@@ -84,8 +83,8 @@ def table(arms, seeds):
 
 
 def tests(runs):
-    """Rows of the tests: part A's four against Sophia-G, corrected by Holm; part C's primary and secondary test, as
-    they are; the secondary one with the runs of parts F and G, the primary one with those of part H."""
+    """Return a row for each test: part A's four against Sophia-G, corrected by Holm; part C's primary and secondary
+    test; and what was added, the secondary test with the runs of parts F and G, the primary one with part H's."""
     A, C = arms_of(runs, 'A'), arms_of(runs, 'C')
     reference = losses(fresh_runs(A, 'sophiag', OF_BEST_GAMMA))
     rows = [{'comparison': f'A: {optimizer_label(name)} minus Sophia-G', 'n': '3, 3',
@@ -104,29 +103,22 @@ def tests(runs):
 
 
 def long_horizon(runs):
-    """A row for each side of part C, the lowest loss first.
-
-    Differences are to AdamW. 'to AdamW': the iterations after which a run of this side would end at AdamW's loss of
-    part C, interpolated between its own losses in the parts A and C; None if it would take more than part C has.
-    """
-    A, C = arms_of(runs, 'A'), arms_of(runs, 'C')
-    best_gamma = fresh_runs(A, 'sophiag', OF_BEST_GAMMA)[0].gamma
-    sides = {}
-    for name in 'sophiag', 'adamw', 'clip':
-        groups = (fresh_runs(A, name, TESTED, best_gamma if name == 'sophiag' else None), fresh_runs(C, name, SIX))
-        sides[name] = {group[0].max_iters: Tuned(group[0].max_iters, group, [group], []) for group in groups}
-    T = max(sides['adamw'])
-    adamw, rows = sides['adamw'][T], []
-    for side in sorted(sides.values(), key=lambda side: side[T].mean):
-        reached = efficiency_at(adamw, side)
-        rows.append(side[T].row() | difference(side[T].losses, adamw.losses)
-                    | {'to AdamW': reached['baseline steps'] if reached else None})
-    return rows
+    """Return a row for each side of part C, with its difference to AdamW, the lowest loss first."""
+    C = arms_of(runs, 'C')
+    sides = {name: losses(fresh_runs(C, name, SIX)) for name in ('sophiag', 'adamw', 'clip')}
+    return [dict(optimizer=optimizer_label(name), mean=statistics.mean(side), sd=statistics.stdev(side),
+                 **difference(side, sides['adamw']))
+            for name, side in sorted(sides.items(), key=lambda item: statistics.mean(item[1]))]
 
 
-def draw(arms):
-    """(figure, rows) of part A: final loss and unclipped share against γ, a line for each learning rate; sign momentum
-    as the left end, AdamW as a band."""
+# ----------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def draw_gamma(runs):
+    """Draw part A: final loss and unclipped share against γ, a line for each learning rate; sign momentum as the left
+    end, AdamW as a band. Return (figure, rows)."""
+    arms = arms_of(runs, 'A')
     points = [(gamma, lr, run) for (name, gamma), arm in arms.items() if name in ('sophiag', 'clip')
               for (lr, *_), run in arm['search'].items()]
     left_end = min(gamma for gamma, *_ in points if gamma) / 4  # the place of γ = 0 on the logarithmic axis
@@ -151,9 +143,40 @@ def draw(arms):
                  for gamma, lr, run in points]
 
 
+def draw_curves(runs):
+    """Draw the runs of 9,600 steps with a warm-up of 2,400, six fresh seeds each: mean losses; and their differences
+    to AdamW's, with the 95 % interval at the end. Return (figure, rows)."""
+    C = arms_of(runs, 'C')
+    sides = {'adamw': fresh_runs(C, 'adamw', SIX), 'clip': [run for run in runs if part_of(run) == 'F'],
+             'sophiag': fresh_runs(C, 'sophiag', SIX)}
+    fig, (loss, lead) = figure(2, width=4.8, height=3.5)
+    rows = []
+    for place, ((name, side), style) in enumerate(zip(sides.items(), styles(sides))):
+        steps, means, *_ = averaged(side, 'val/loss')
+        rows += [dict(optimizer=name, steps=step, loss=mean) for step, mean in zip(steps, means)]
+        loss.plot(steps[1:], means[1:], label=optimizer_label(name), **style)
+        lead.plot(steps[1:], [mean - row['loss'] for mean, row in zip(means[1:], rows[1:])], **style)
+        if name != 'adamw':
+            final = difference(losses(side), losses(sides['adamw']))
+            lead.errorbar(steps[-1] + 200 * place, final['difference'], final['plus_or_minus'], fmt='o', capsize=4,
+                          **style)
+    loss.set(ylim=(1.25, 1.8), title='Validation loss, mean of six seeds')
+    loss.legend(frameon=False)
+    lead.set(ylim=(-0.02, 0.01), title="Loss minus AdamW's, 95 % intervals at the end")
+    for ax in (loss, lead):
+        ax.set(xlim=(0, 10_300), xlabel='steps')
+        ax.xaxis.set_major_formatter('{x:,.0f}')
+    return fig, rows
+
+
+DRAWINGS = dict(curves=draw_curves, gamma=draw_gamma)
+
+
 def main(argv=None):
-    args = argparser(__doc__, 'dissection.png').parse_args(argv)
-    save(args.output, *draw(arms_of(find_runs([RECORDS]), 'A')))
+    parser = argparser(__doc__, 'dissection.png')
+    parser.add_argument('drawing', choices=DRAWINGS)
+    args = parser.parse_args(argv)
+    save(args.output, *DRAWINGS[args.drawing](find_runs([RECORDS])))
 
 
 if __name__ == '__main__':
