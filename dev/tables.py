@@ -94,9 +94,9 @@ def study_sides():
 
 
 def loss(side):
-    """The mean of a `Tuned` and the standard deviation over its seeds."""
+    """The mean of a `Tuned` and the standard deviation over its seeds, if there are three or more."""
     row = side.row()
-    return mean_sd(row['val/loss'], row['sd'])
+    return mean_sd(row['val/loss'], row['sd'] if len(side.best) > 2 else None)
 
 
 def interval(row):
