@@ -1,4 +1,4 @@
-# GPT-2 large, 770M parameters, on OpenWebText (the paper's Figure "gpt2", c).
+# GPT-2 large, 770M parameters, on OpenWebText (the paper's Figure 5, c).
 out_dir = 'out/gpt2-large-sophiah'
 model_size = '770M'
 optimizer_name = 'sophiah'

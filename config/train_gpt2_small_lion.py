@@ -1,4 +1,4 @@
-# GPT-2 small, 125M parameters, on OpenWebText (the paper's Figure "gpt2", a).
+# GPT-2 small, 125M parameters, on OpenWebText (the paper's Figure 5, a).
 out_dir = 'out/gpt2-small-lion'
 model_size = '125M'
 optimizer_name = 'lion'

@@ -1,4 +1,4 @@
-# GPT-NeoX, 1.5B parameters, on the Pile, fully sharded (the paper's Figure "gpt2", d).
+# GPT-NeoX, 1.5B parameters, on the Pile, fully sharded (the paper's Figure 5, d).
 out_dir = 'out/neox-1.5b-sophiag'
 dataset = 'pile'
 model_size = '1.5B'

@@ -1,4 +1,4 @@
-# GPT-NeoX, 6.6B parameters, on the Pile, fully sharded (the paper's Figure "gpt2", e).
+# GPT-NeoX, 6.6B parameters, on the Pile, fully sharded (the paper's Figure 5, e).
 out_dir = 'out/neox-6.6b-sophiag'
 dataset = 'pile'
 model_size = '6.6B'

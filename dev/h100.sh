@@ -51,8 +51,8 @@ step_4() {
     for n in $MICRO; do bench micro_$n "$BENCH --batch_size=$n"; done
     TORCHINDUCTOR_MAX_AUTOTUNE=1 bench autotune "$BENCH --batch_size=${MICRO%% *}"
 }
-step_5() {  # warm-up: half of the run for short ones
-    for x in 1 2 0.5; do for steps in $T; do for peak in adamw:1.2e-3 sophiag:1e-3 muon:1.2e-3 clip:4e-4; do
+step_5() {  # warm-up: half of the run for short ones; Sophia-G and its control have one grid of learning rates
+    for x in 1 2 0.5; do for steps in $T; do for peak in adamw:1.2e-3 sophiag:8e-4 clip:8e-4 muon:1.2e-3; do
         train 30M_${peak%:*}_T${steps}_x$x --model_size=30M --optimizer_name=${peak%:*} --max_iters=$steps \
             --warmup_iters=$((steps / 2)) --learning_rate="$(awk "BEGIN { print ${peak#*:} * $x }")"
     done; done; done
