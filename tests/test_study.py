@@ -5,22 +5,20 @@ import json
 import math
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from analysis.runs import find_runs
+from dev import studies
 from records.dissection import results, study
 
 
-def make_all(monkeypatch, loss_of):
-    """Finishes every due trial, one at a time, with the loss that `loss_of(trial)` gives; returns them in order."""
-    losses, made = {}, []
-    monkeypatch.setattr(study, 'final_loss', lambda path: losses.get(path))
-    while due := study.plan(Path('out')).due:
-        made.append(due[0])
-        losses[Path('out') / due[0].path] = loss_of(due[0])
-    return made
+def make_all(loss_of):
+    """Finish every due trial, one at a time, with the loss that `loss_of(trial)` gives; return them in order."""
+    made = {}
+    while due := studies.next_trials(study.protocol, made.get)[1]:
+        made[due[0]] = studies.Result(loss_of(due[0]))
+    return list(made)
 
 
 def surface(trial):
@@ -30,8 +28,8 @@ def surface(trial):
     return 1.3 + 0.01 * lr ** 2 + 0.001 * abs(math.log(s.get('gamma', 0.15) / 0.15)) + s['seed'] % 7 * 1e-6
 
 
-def test_the_plan_follows_the_stated_protocol(monkeypatch):
-    made = make_all(monkeypatch, surface)
+def test_the_plan_follows_the_stated_protocol():
+    made = make_all(surface)
     assert len(set(made)) == len(made)
     tests = [dict(trial.settings) for trial in made if trial.part == 'A' and dict(trial.settings)['seed'] > 1340]
     assert [(s['gamma'], s['learning_rate']) for s in tests] == [(0.15, 0.004)] * 3
@@ -49,39 +47,46 @@ def test_the_plan_follows_the_stated_protocol(monkeypatch):
     assert {dict(trial.settings)['gamma'] for trial in made if trial.part == 'G'} == {0.075}
 
 
-def test_parts_that_depend_on_the_best_warm_up(monkeypatch):
+def test_parts_that_depend_on_the_best_warm_up():
     """F: sign momentum with Sophia-G's warm-up where it has another. H: fresh seeds where 1,200 steps are better."""
     def loss_of(trial):
         s = dict(trial.settings)
         gain = {2400: 0.01 if trial.optimizer == 'sophiag' else -0.01, 1200: 0.005}.get(s['warmup_iters'], 0)
         return surface(trial) - gain
 
-    made = make_all(monkeypatch, loss_of)
+    made = make_all(loss_of)
     assert [dict(trial.settings)['warmup_iters'] for trial in made if trial.part == 'F'] == [2400] * 6
     assert Counter(trial.optimizer for trial in made if trial.part == 'H') == dict(adamw=4, sophiag=1)
     assert {dict(trial.settings)['warmup_iters'] for trial in made if trial.part == 'H'} == {1200}
 
 
 @pytest.mark.parametrize('seed', range(2))
-def test_any_losses_come_to_an_end(monkeypatch, seed):
+def test_any_losses_come_to_an_end(seed):
     rng = random.Random(seed)
-    make_all(monkeypatch, lambda trial: math.inf if rng.random() < 0.1 else surface(trial) + rng.gauss(0, 0.02))
+    make_all(lambda trial: math.inf if rng.random() < 0.1 else surface(trial) + rng.gauss(0, 0.02))
 
 
-def test_recorded_runs_are_not_due(monkeypatch, tmp_path):
-    """A run that only runs.jsonl has counts as finished, and `collect` keeps it."""
-    first, second, third = study.plan(tmp_path).due[:3]
-    lines = [dict(run=str(first.path), config={}, metrics={'val/loss': [5.0, None, 1.5]}),
-             dict(run=str(second.path), failed='iteration 7: the loss is not finite', config={},
-                  metrics={'val/loss': [5.0]})]
+def test_recorded_runs_are_kept(tmp_path):
+    """`collect` keeps the runs that only runs.jsonl has; their results are read from there."""
+    lines = [dict(run='A/one', config={}, metrics={'val/loss': [5.0, None, 1.5], 'train/loss': [None, 2.0, None]}),
+             dict(run='A/two', failed='iteration 7: the loss is not finite', config={}, metrics={'val/loss': [5.0]})]
     path = tmp_path / 'runs.jsonl'
     path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    found = {name: study.recorded_loss(record) for name, record in study.read_records(path).items()}
-    assert found == {str(first.path): 1.5, str(second.path): math.inf}
-    due = study.plan(tmp_path, found).due
-    assert first not in due and second not in due and third in due
-    study.collect(tmp_path / 'out', path)
-    assert [*map(json.loads, path.read_text().splitlines())] == sorted(lines, key=lambda line: line['run'])
+    studies.collect([tmp_path / 'out'], path)
+    assert [*map(json.loads, path.read_text().splitlines())] == lines
+    found = {name: studies.recorded(record) for name, record in studies.read_records(path).items()}
+    assert found == {'A/one': studies.Result(1.5, 2.0), 'A/two': studies.Result()}
+
+
+def test_the_plan_is_done_by_the_records():
+    """But for part D, which was dropped."""
+    records = studies.read_records(results.RECORDS / 'runs.jsonl')
+
+    def find(trial):
+        return str(trial.path) in records and studies.recorded(records[str(trial.path)]) or None
+
+    plan, due = studies.next_trials(study.protocol, find)
+    assert len(plan.done) == len(records) and {trial.part for trial in due} == {'D'}
 
 
 @pytest.mark.parametrize(('drawing', 'file'), [('curves', 'curves.csv'), ('gamma', 'dissection.csv')])

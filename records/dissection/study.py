@@ -10,26 +10,15 @@ A run is finished once it is in runs.jsonl or in the tree's out/dissection. An i
 again; runs resume from their newest checkpoint.
 """
 
-import argparse
-import json
-import math
-import os
-import signal
 import statistics
-import subprocess
 import sys
-import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
+from dev import studies
 
-from analysis.runs import packed, read_run
-from runtime.files import write_text
-
-RECORDS = HERE / 'runs.jsonl'
 ORDER = 'ACBFGHDE'  # of the parts; runs of a later one fill the cores while an earlier one waits for a result
 SEARCH_SEED = 1337  # chooses settings, and takes part in no test
 # Settings that no part of the study tunes; all else is the optimizer's row in optimizers.py.
@@ -37,51 +26,20 @@ START = {name: dict(beta1=0.8) for name in ('adamw', 'clip', 'sophiag', 'gnb_mea
 GAMMAS = 0.0125, 0.05, 0.15, 0.5, 1.5
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A run: the part of the study it belongs to, its optimizer, and its other settings as (key, value) pairs."""
-    part: str
-    optimizer: str
-    settings: tuple
+class Losses:
+    """The losses of a `studies.Study`; what is missing becomes due, so that the arms of a part take turns."""
 
-    @property
-    def path(self):
-        """Return its directory, relative to the study's."""
-        return Path(self.part, ','.join([self.optimizer, *(f'{key}={value:g}' for key, value in self.settings)]))
-
-    @property
-    def command(self):
-        """Return the arguments of train.py, without --out_dir."""
-        return ['config/study.py', f'--optimizer_name={self.optimizer}',
-                *(f'--{key}={value:g}' for key, value in self.settings)]
-
-
-@dataclass
-class Study:
-    """A reader of the losses of trials, which collects the trials that are missing.
-
-    out_dir: where runs are. recorded: the losses of runs that need not be there, path → loss.
-    """
-    out_dir: Path
-    recorded: dict = field(default_factory=dict)
-    done: set = field(default_factory=set)  # paths of finished trials
-    due: list = field(default_factory=list)  # of (what sorts trials, so that the arms of a part take turns; the trial)
-    arms: Counter = field(default_factory=Counter)
+    def __init__(self, study):
+        self.study, self.arms = study, Counter()
 
     def loss(self, part, optimizer, seed=SEARCH_SEED, **settings):
         """Return a run's final validation loss, inf if it diverged; None, and note it as due, if it is not finished."""
-        trial = Trial(part, optimizer, (*settings.items(), ('seed', seed)))
         fresh = seed != SEARCH_SEED
         arm = part, optimizer, settings.get('gamma'), fresh
         self.arms[arm] += 1
-        loss = self.recorded.get(str(trial.path))
-        if loss is None:
-            loss = final_loss(self.out_dir / trial.path)
-        if loss is None:
-            self.due.append((ORDER.index(part), fresh, self.arms[arm], trial))
-        else:
-            self.done.add(trial.path)
-        return loss
+        place = ORDER.index(part), fresh, self.arms[arm]
+        result = self.study.result(place, part, optimizer, **settings, seed=seed)
+        return result and result.loss
 
     def search(self, part, optimizer, rates, widen=True, **settings):
         """Ask for each learning rate, and for more by factors of 2 while the best is at the edge.
@@ -106,14 +64,6 @@ class Study:
         """Return the losses of `settings` (pairs) with other seeds; None while some are missing."""
         losses = [self.loss(part, optimizer, seed, **dict(settings)) for seed in seeds]
         return None if None in losses else losses
-
-
-def final_loss(out_dir):
-    """Return the validation loss at the end of a run, inf if it diverged, None if it is not finished."""
-    if not (out_dir / 'metrics.jsonl').is_file():
-        return None
-    run = read_run(out_dir)
-    return run.final_loss if run.diverged or not run.unfinished else None
 
 
 def around(rate):
@@ -218,100 +168,21 @@ def edges(study):
             study.search('E', name, (rate,), widen=False, max_iters=1200, warmup_iters=warmup)
 
 
-def plan(out_dir, recorded=()):
-    """Return the `Study` so far, its due trials in order: within a part the arms take turns."""
-    study = Study(out_dir, dict(recorded))
-    found = dissection(study)
+def protocol(study):
+    """Ask for all runs of the study, as far as the results are there."""
+    losses = Losses(study)
+    found = dissection(losses)
     if found:
-        long_horizon(study, *found)
-        mini_batch(study, *found)
-    edges(study)
-    study.due = list(dict.fromkeys(trial for *_, trial in sorted(study.due, key=lambda due: due[:-1])))
-    return study
+        long_horizon(losses, *found)
+        mini_batch(losses, *found)
+    edges(losses)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Running it
-
-
-def train_all(tree, out_dir, recorded, jobs):
-    """Train until nothing is due, `jobs` runs at a time, one thread each, with the code of the checkout `tree`."""
-    running = {}
-    try:
-        while True:
-            for trial in [trial for trial, process in running.items() if process.poll() is not None]:
-                running.pop(trial)
-                if final_loss(out_dir / trial.path) is None:
-                    raise SystemExit(f'{out_dir / trial.path}: the run failed; its last lines are in log.txt there')
-            if len(running) < jobs:
-                due = [trial for trial in plan(out_dir, recorded).due if trial not in running]
-                for trial in due[:jobs - len(running)]:
-                    running[trial] = start(tree, out_dir, trial)
-            if not running:
-                return
-            time.sleep(2)
-    finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
-
-
-def start(tree, out_dir, trial):
-    """Start the training of a trial; return its process."""
-    there = out_dir / trial.path
-    there.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, 'train.py', *trial.command, f'--out_dir={there.relative_to(tree)}',
-               '--init_from=auto']  # the study's commit has this in place of --auto_resume
-    print(time.strftime('%H:%M:%S'), trial.path, flush=True)
-    with (there / 'log.txt').open('a') as log:
-        return subprocess.Popen(command, cwd=tree, env=dict(os.environ, OMP_NUM_THREADS='1'), stdout=log, stderr=log)
-
-
-def read_records(path=RECORDS):
-    """Return the lines of a runs.jsonl as dicts by their run; {} where there is no file."""
-    lines = path.read_text(encoding='utf-8').splitlines() if path.is_file() else []
-    return {record['run']: record for record in map(json.loads, lines)}
-
-
-def recorded_loss(record):
-    """Return the final validation loss of a line of runs.jsonl, inf if the run diverged."""
-    if 'failed' in record:
-        return math.inf
-    return [loss for loss in record['metrics']['val/loss'] if loss is not None][-1]
-
-
-def collect(out_dir, path=RECORDS):
-    """Add finished runs to a runs.jsonl."""
-    records = read_records(path)
-    for config in out_dir.rglob('config.json'):
-        if final_loss(config.parent) is not None:
-            name = str(config.parent.relative_to(out_dir))
-            records[name] = json.loads(packed(read_run(config.parent), name))
-    write_text(path, ''.join(json.dumps(records[name]) + '\n' for name in sorted(records)))
-    print(f'{path}: {len(records)} runs')
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--tree', type=Path, required=True, help="a checkout of the study's commit, which runs")
-    parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
-    parser.add_argument('--list', action='store_true', help='print the runs that are due; train nothing')
-    parser.add_argument('--collect', action='store_true', help='add finished runs to runs.jsonl beside this file')
-    args = parser.parse_args()
-    tree = args.tree.resolve()
-    out_dir = tree / 'out/dissection'
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    recorded = {name: recorded_loss(record) for name, record in read_records().items()}
-    if args.collect:
-        collect(out_dir)
-    elif args.list:
-        study = plan(out_dir, recorded)
-        print('\n'.join(str(trial.path) for trial in study.due))
-        print(f'{len(study.done)} runs finished, {len(study.due)} due')
-    else:
-        train_all(tree, out_dir, recorded, args.jobs)
+def command(trial):
+    """Return the arguments of Python for a trial. The study's commit has --init_from=auto for --auto_resume."""
+    return ['train.py', 'config/study.py', f'--optimizer_name={trial.optimizer}',
+            *(f'--{key}={value:g}' for key, value in trial.settings), '--init_from=auto']
 
 
 if __name__ == '__main__':
-    main()
+    studies.main(protocol, HERE, __doc__, ['tree'], lambda trial: 'tree', command)
