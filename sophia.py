@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+__version__ = '0.2.0'
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Algorithm 3
 

@@ -2,6 +2,7 @@
 
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import zipfile
 
 import pytest
 from conftest import HANG, ROOT
+
+import sophia
 
 
 def test_distributions(tmp_path):
@@ -47,6 +50,10 @@ def test_distributions(tmp_path):
     assert extras.keys() == {'train', 'examples', 'dev'}
     assert {'torch<=2.13.0,>=2.11', 'tiktoken>=0.7'} <= extras['train'] and extras['train'] < extras['dev']
     assert extras['examples'] < extras['dev']
+    citation = dict(re.findall(r'^(title|version): "?([^"\n]+)', (ROOT / 'CITATION.cff').read_text(), flags=re.M))
+    release = re.search(r'^## (.*)$', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'), flags=re.M)[1]
+    assert metadata['Version'] == sophia.__version__ == citation['version'] == release
+    assert (ROOT / 'README.md').read_text(encoding='utf-8').startswith(f'# {citation["title"]}\n')
     # twine check --strict asks for these two.
     assert metadata['Description-Content-Type'] == 'text/markdown'
     assert metadata.get_payload(decode=True).decode().startswith('# Sophia in PyTorch')
