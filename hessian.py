@@ -99,7 +99,8 @@ class HessianHook(Hook):
     def start(self, iter_num, loss_scale=1.0):
         self.iter_num, self.loss_scale = iter_num, loss_scale
         # If iteration 0 was skipped, the first one that is not skipped estimates: steps without any h are sign steps.
-        self.due = self.is_due(iter_num, self.interval) or not any(self.optimizer.state.values())
+        takes = getattr(self.optimizer.update_hessian, '__self__', self.optimizer)  # inside of a wrapper
+        self.due = self.is_due(iter_num, self.interval) or not any(takes.state.values())
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         return self.due
 

@@ -216,6 +216,7 @@ def from_library(groups, s):
 def muon(groups, s):
     """Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for all other parameters."""
     def is_matrix(p, group):
+        p = p[1] if isinstance(p, tuple) else p  # with its name
         return p.dim() == 2 and group.get('role') != 'embedding'
 
     def part(matrices):
@@ -315,17 +316,17 @@ def unlisted_row(path):
 
 
 def build_optimizer(name, params, *, lr, compile=False, **settings):
-    """The optimizer called `name` in the table, on `params` (parameters, or param groups from `parameter_groups`).
+    """Build the optimizer called `name` in the table on `params`: parameters, with or without names, or param groups.
 
     Settings (the keys of PLACEHOLDERS) that are not given are the table's; those that its row lacks have no effect.
     `compile` fuses Sophia's update by torch.compile. Gradients must be finite when it steps.
     """
     if unknown := settings.keys() - PLACEHOLDERS.keys():
         raise ValueError(f'build_optimizer: unknown settings {", ".join(sorted(unknown))}')
-    chosen, groups = row(name), list(params)
+    chosen, groups = row(name), listed(params)
     if not any(isinstance(group, dict) for group in groups):
         groups = [{'params': groups}]
-    groups = [dict(group) for group in groups]  # an optimizer adds its settings to them
+    groups = [dict(group, params=listed(group['params'])) for group in groups]  # copies, to which settings are added
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
     s = SimpleNamespace(**own, optimizer_args=settings.get('optimizer_args', ''), optimizer_name=name,
                         learning_rate=lr, compile=compile)
@@ -342,6 +343,11 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
     optim.back_to_training(optimizer)  # schedule-free ones start in evaluation mode
     optimizer_state.record_construction(optimizer)
     return optimizer
+
+
+def listed(params):
+    """Return a list of `params`, an iterable or one tensor."""
+    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def build_hook(name, model, optimizer, **options):

@@ -429,7 +429,7 @@ def parameters(optimizer):
     """The parameters of an optimizer in param-group order; a list of parameters is returned as it is."""
     if isinstance(optimizer, torch.nn.Module):
         raise TypeError('pass the optimizer, whose order of parameters the estimates must have, not the model')
-    if isinstance(optimizer, Optimizer):
+    if hasattr(optimizer, 'param_groups'):  # wrappers, too
         return [p for group in optimizer.param_groups for p in group['params']]
     return list(optimizer)
 

@@ -28,20 +28,27 @@ def parameters(optimizer):
     return [p for group in optimizer.param_groups for p in group['params']]
 
 
-def averages_weights(optimizer):
-    """Whether the weights to evaluate are not those that training continues with: a schedule-free optimizer's."""
-    return hasattr(optimizer, 'eval') and hasattr(optimizer, 'train')
+def parts(optimizer):
+    """Return a list of the optimizer and the optimizers that it consists of, see `Together`."""
+    return [optimizer, *(part for one in getattr(optimizer, 'optimizers', []) for part in parts(one))]
+
+
+def averaging(optimizer):
+    """Return the parts whose weights to evaluate are not those that training continues with: schedule-free ones."""
+    return [part for part in parts(optimizer) if hasattr(part, 'eval') and hasattr(part, 'train')]
 
 
 @contextlib.contextmanager
 def evaluating(optimizer):
-    """Around evaluation and saving: gives the model the weights that the optimizer means to be evaluated. Training
-    continues with exactly the weights from before, which a checkpoint saved meanwhile holds in the optimizer's state.
+    """Give the model, for evaluation and saving, the weights that the optimizer means to be evaluated.
+
+    At the end it restores the training weights; a checkpoint saved inside keeps them in the optimizer's state.
     """
-    if averages_weights(optimizer) and any(optimizer.state.values()):  # before its first step there is no average
-        for p in parameters(optimizer):
-            optimizer.state[p]['training_weights'] = p.detach().clone()
-        optimizer.eval()
+    for part in averaging(optimizer):
+        if any(optimizer.state.values()):  # before its first step there is no average
+            for p in parameters(part):
+                optimizer.state[p]['training_weights'] = p.detach().clone()
+            part.eval()
     try:
         yield
     finally:
@@ -50,10 +57,10 @@ def evaluating(optimizer):
 
 @torch.no_grad()
 def back_to_training(optimizer):
-    """Ends `evaluating`, also for the state of a checkpoint that was saved during it."""
-    if averages_weights(optimizer):
-        optimizer.train()
-        for p in parameters(optimizer):
+    """End `evaluating`, also for the state of a checkpoint that was saved during it."""
+    for part in averaging(optimizer):
+        part.train()
+        for p in parameters(part):
             if 'training_weights' in optimizer.state[p]:
                 p.copy_(optimizer.state[p].pop('training_weights'))
 
@@ -96,28 +103,69 @@ def check_parameters(optimizer, model):
 
 
 class Together(torch.optim.Optimizer):
-    """Several optimizers as one: its param groups are theirs, in order, and they all keep their state in its state."""
+    """Several optimizers as one, and the base class of optimizers that wrap others.
+
+    Its param groups are theirs, in order, and they keep their state in its `state`: checkpoints, schedulers and
+    training loops see one optimizer. A wrapper, such as Lookahead, is a subclass that overrides `step`. It keeps all
+    that a resume needs in `state` and `param_groups`, and adds to a parameter's state only after the parts' first step,
+    because many optimizers take a parameter that has any state for one that has theirs.
+
+    Attributes: optimizers, the parts; owners, the number of the part that each param group belongs to. `defaults` are
+    the settings that all parts have.
+    """
 
     def __init__(self, *optimizers):
         self.optimizers = optimizers
-        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self.owners = [i for i, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
+        common = set.intersection(*(set(optimizer.defaults) for optimizer in optimizers))
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups],
+                         {key: value for key, value in optimizers[0].defaults.items() if key in common})
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
         self.share()
 
     def share(self):
-        """Lets the optimizers work on the groups and the state of this one."""
-        groups = iter(self.param_groups)
-        for optimizer in self.optimizers:
-            optimizer.param_groups = [next(groups) for _ in optimizer.param_groups]
+        """Let the parts work on the groups and the state of this optimizer."""
+        for i, optimizer in enumerate(self.optimizers):
+            optimizer.param_groups = [group for group, owner in zip(self.param_groups, self.owners) if owner == i]
             optimizer.state = self.state
 
-    def __setstate__(self, state):  # the end of load_state_dict
+    def __getstate__(self):
+        # Optimizer's copies carry over only the attributes that it names.
+        return dict(super().__getstate__(), optimizers=self.optimizers, owners=self.owners)
+
+    def __setstate__(self, state):  # of a copy, and the end of load_state_dict
         super().__setstate__(state)
         self.share()
 
-    def step(self):
-        """One update by each optimizer in turn."""
+    def add_param_group(self, param_group):
+        """Add a param group to the part whose number is its entry 'optimizer'; with one part it needs none."""
+        if len(self.param_groups) < len(self.owners):  # the constructor adds the groups of the parts
+            super().add_param_group(param_group)
+            return
+        param_group = dict(param_group)
+        number = param_group.pop('optimizer', 0 if len(self.optimizers) == 1 else None)
+        if number not in range(len(self.optimizers)):
+            raise ValueError(f"{type(self).__name__}: {{'params': …, 'optimizer': {number}}} must name a part, 0 to "
+                             f'{len(self.optimizers) - 1}, to which the param group is added')
+        part = self.optimizers[number]
+        part.add_param_group(param_group)
+        try:
+            super().add_param_group(part.param_groups[-1])
+        except ValueError:  # parameters of another part
+            part.param_groups.pop()
+            raise
+        self.owners.append(number)
+
+    def step(self, closure=None):
+        """Make an update by each part in turn. Returns the loss of the closure, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for optimizer in self.optimizers:
             optimizer.step()
+        return loss
 
 
 # ----------------------------------------------------------------------------------------------------------------------

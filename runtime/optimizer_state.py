@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from runtime.distributed import is_sharded
-from runtime.optim import parameters
+from runtime.optim import parameters, parts
 
 
 def map_tensors(value, function, name=''):
@@ -203,7 +203,7 @@ def lost_in_round_trip(optimizer, fresh, saved):
     loaded the state_dict `saved`; '' when there is none. The learning rate, which the loop sets, does not count."""
     if nested := nested_optimizers(optimizer):
         return f'{nested[0]} is an optimizer, whose state no checkpoint holds; derive {type(optimizer).__name__} from '\
-               'Together in runtime/optim.py'
+               'runtime.optim.Together'
     restore(fresh, saved)
     keys = [group.keys() - {'lr'} for group in optimizer.state_dict()['param_groups']]
 
@@ -233,11 +233,6 @@ def left_out(optimizer, state):
 
 # What PyTorch keeps in the attributes of any optimizer, what checkpoints hold, and what this module keeps.
 NO_STATE = {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction'}
-
-
-def parts(optimizer):
-    """Return the optimizer and all that it consists of, see `optim.Together`."""
-    return [optimizer, *(part for one in getattr(optimizer, 'optimizers', []) for part in parts(one))]
 
 
 def attributes(optimizer):

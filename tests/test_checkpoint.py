@@ -12,7 +12,8 @@ import pytest
 import torch
 from conftest import iterations, rejection
 
-from runtime import checkpoint, files, optimizer_state, runlog
+from optimizers import Lion
+from runtime import checkpoint, files, optim, optimizer_state, runlog
 from runtime.distributed import World
 from runtime.optimizer_state import difference
 from runtime.rng import seed_all
@@ -43,6 +44,26 @@ class Toy(torch.optim.Optimizer):
                 p.sub_(p.grad + state['pair'][1][0], alpha=group['lr'] / count)
 
 
+class Lookahead(optim.Together):
+    """AdamW for matrices and Lion for vectors, and every second step half of the way back."""
+
+    def __init__(self, params, lr):
+        params = list(params)
+        super().__init__(torch.optim.AdamW([p for p in params if p.dim() > 1], lr=lr),
+                         Lion([p for p in params if p.dim() < 2], lr=lr))
+        self.param_groups[0]['steps'] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.param_groups[0]['steps'] += 1
+        for p in optim.parameters(self):
+            slow = self.state[p].setdefault('slow', p.clone())
+            if self.param_groups[0]['steps'] % 2 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+
 def pytorch_optimizer(name, **kwargs):
     def build(params, lr):
         library = pytest.importorskip('pytorch_optimizer')
@@ -52,7 +73,7 @@ def pytorch_optimizer(name, **kwargs):
 
 # Of the library: state in keys of its own (StableSPAM), of other shapes and types than the parameter (AdaFactor, SOAP),
 # a group entry named like a setting (AvaGrad), a dict (AggMo), lists and a dtype (Kron), an enum (SCION).
-OPTIMIZERS = dict(adamw=torch.optim.AdamW, sophia=Sophia, toy=Toy) | {
+OPTIMIZERS = dict(adamw=torch.optim.AdamW, sophia=Sophia, toy=Toy, lookahead=Lookahead) | {
     name: pytorch_optimizer(name) for name in ('StableSPAM', 'AdaFactor', 'AvaGrad', 'AggMo', 'Kron', 'SCION')} | {
     'SOAP': pytorch_optimizer('SOAP', precondition_frequency=2)}
 WORLD = World('cpu', 'gloo')

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from functools import partial
 from types import SimpleNamespace
 
@@ -324,6 +325,65 @@ def test_schedulers_that_also_set_the_momentum(cls, scheduler):
         scheduler.step()
     train(optimizer, params, 1, first=1)
     assert before != group[momentum] and all(p.isfinite().all() for p in params)
+
+
+def muon(params, **settings):
+    return build_optimizer('muon', params, lr=0.02, **settings)
+
+
+@pytest.mark.parametrize('copied', [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_of_several_optimizers_continues_identically(copied):
+    params = make_params()
+    optimizer = muon(params)
+    train(optimizer, params, 3)
+    other, twins = copied((optimizer, params))
+    train(optimizer, params, 3, first=3)
+    train(other, twins, 3, first=3)
+    assert all(torch.equal(p, q) for p, q in zip(params, twins))
+    assert all(part.state is other.state for part in other.optimizers)
+
+
+def test_several_optimizers_take_what_torchs_do():
+    """Parameters with names, a generator, one tensor, groups of these; parts that have a state; a closure."""
+    params, results = make_params(), []
+    before = copy.deepcopy(params)
+    for make in (lambda: params, lambda: (p for p in params), lambda: torch.nn.ParameterList(params).named_parameters(),
+                 lambda: [dict(params=params[0]), dict(params=(p for p in params[1:]))]):
+        for p, value in zip(params, before):
+            p.data.copy_(value)
+        optimizer = muon(make())
+        train(optimizer, params, 2)
+        results.append(copy.deepcopy(params))
+    torch.testing.assert_close(results[1:], results[:1] * 3, rtol=0, atol=0)
+    assert [group.get('param_names') for group in muon(torch.nn.ParameterList(params).named_parameters()).param_groups
+            ] == [['0'], ['1']]
+    assert len(muon(params[0]).param_groups) == 1
+    assert optim.Together(*optimizer.optimizers).state == optimizer.state
+    assert optimizer.step(lambda: params[0].sum().square().backward() or 3.0) == 3.0
+
+
+def test_several_optimizers_under_schedulers_and_with_further_groups():
+    params, more = make_params(), make_params()
+    with pytest.raises(ValueError, match='must support momentum'):  # Muon's is called momentum, AdamW's β1
+        torch.optim.lr_scheduler.OneCycleLR(muon(params), max_lr=0.1, total_steps=20)
+    both = optim.Together(Lion(params[:1], lr=0.1), torch.optim.AdamW(params[1:], lr=0.1))
+    for optimizer, cycles in (muon(params), False), (both, True):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20, cycle_momentum=cycles)
+        for _ in range(3):
+            train(optimizer, params, 1)
+            scheduler.step()
+        assert {group['lr'] for part in optimizer.optimizers for group in part.param_groups} == set(
+            scheduler.get_last_lr()) != {0.1}
+    with pytest.raises(ValueError, match="'optimizer': None} must name a part, 0 to 1"):
+        both.add_param_group(dict(params=more))
+    with pytest.raises(ValueError, match='more than one parameter group'):
+        both.add_param_group(dict(params=params[:1], optimizer=1))
+    both.add_param_group(dict(params=more, optimizer=0))
+    assert [len(part.param_groups) for part in both.optimizers] == [2, 1]
+    assert both.param_groups[2]['betas'] == (0.95, 0.98)
+    both.load_state_dict(both.state_dict())
+    train(both, params + more, 1)
+    assert all('exp_avg' in both.state[p] for p in more) and both.optimizers[0].param_groups[1] is both.param_groups[2]
 
 
 def test_adahessian_needs_an_estimate_before_its_first_step():
