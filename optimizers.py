@@ -30,8 +30,8 @@ class Lion(GuardedOptimizer):
     Arguments as for `Sophia`. State per parameter: `exp_avg` (m).
     """
 
-    def __init__(self, params, lr, betas=(0.95, 0.98), weight_decay=0.2, *, maximize=False, nonfinite='raise'):
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize), nonfinite)
+    def __init__(self, params, lr, betas=(0.95, 0.98), weight_decay=0.2, *, nonfinite='raise'):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), nonfinite)
 
     def update(self, group, params, grads):
         lr, (beta1, beta2) = scalar(group['lr']), group['betas']
@@ -50,25 +50,26 @@ class AdaHessian(HessianOptimizer):
     gradient in the second moment, θ ← θ − lr·m̂ / (√v̂ + ε), v the EMA of ĥ², both bias-corrected, decoupled weight
     decay, no clipping.
 
-    Arguments and `update_hessian` as for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and `step`, how
-    often each of the two was updated. RuntimeError in a step before the first estimate, when v is 0.
-    """
+    A coordinate whose v is 0, because all its estimates were, does not move: m̂ / ε would throw it far away. A step
+    before the first estimate of all is a RuntimeError.
 
-    def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, maximize=False,
-                 nonfinite='raise'):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize),
-                         nonfinite)
+    Arguments and `update_hessian` as for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and `step`, how
+    often each of the two was updated.
+    """
+    state_keys = {'exp_avg', 'hessian', 'step'}
+
+    def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, nonfinite='raise'):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), nonfinite)
 
     def averaged(self, h_hat):
         return h_hat.square()
 
     def update(self, group, params, grads):
         lr, (beta1, beta2) = scalar(group['lr']), group['betas']
-        ms, vs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
-        counts = self.counts(params)
-        if not all(estimates for _, estimates in counts):
+        ms, vs, counts = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian'), self.counts(params)
+        if not any(self.state[p]['step'][1] for p in parameters(self) if self.state.get(p)):
             if lr:
-                raise RuntimeError('AdaHessian.step() before an estimate of every Hessian: call update_hessian() first')
+                raise RuntimeError('AdaHessian.step() before any estimate of the Hessian: call update_hessian() first')
             return  # torch.distributed.checkpoint makes such a step, to get the state that it loads into
         torch._foreach_lerp_(ms, grads, 1 - beta1)
         for p, m, v, count in zip(params, ms, vs, counts):
@@ -76,7 +77,7 @@ class AdaHessian(HessianOptimizer):
             steps, estimates = count.tolist()
             denominator = (v / (1 - beta2 ** estimates)).sqrt_().add_(group['eps'])
             p.mul_(1 - lr * group['weight_decay'])
-            p.sub_(m / denominator * (lr / (1 - beta1 ** steps)))
+            p.sub_(torch.where(v > 0, m / denominator, 0) * (lr / (1 - beta1 ** steps)))
 
     def update_ema(self, group, params, targets):
         super().update_ema(group, params, targets)
@@ -139,9 +140,8 @@ class Normalize(GuardedOptimizer):
     parameter: `exp_avg` (m).
     """
 
-    def __init__(self, params, lr, momentum=0.96, eps=1e-12, weight_decay=0.2, *, maximize=False, nonfinite='raise'):
-        super().__init__(params, dict(lr=lr, momentum=momentum, eps=eps, weight_decay=weight_decay, maximize=maximize),
-                         nonfinite)
+    def __init__(self, params, lr, momentum=0.96, eps=1e-12, weight_decay=0.2, *, nonfinite='raise'):
+        super().__init__(params, dict(lr=lr, momentum=momentum, eps=eps, weight_decay=weight_decay), nonfinite)
 
     def update(self, group, params, grads):
         lr, ms = scalar(group['lr']), self.buffers(params, 'exp_avg')

@@ -61,11 +61,12 @@ def compiled_update():
 
 
 class GuardedOptimizer(Optimizer):
-    """Base class with checked settings, closures and a guard before the state. A subclass defines `update`.
+    """Base class with checked settings, closures and guards before anything moves. A subclass defines `update`.
 
     nonfinite says what happens when a gradient holds inf or NaN, before anything enters the state: 'raise'
     FloatingPointError, 'skip' that step, or 'ignore' (no check, so no wait for the device).
     """
+    state_keys = {'exp_avg'}  # of the state of a parameter
 
     def __init__(self, params, defaults, nonfinite):
         if nonfinite not in ('raise', 'skip', 'ignore'):
@@ -83,14 +84,41 @@ class GuardedOptimizer(Optimizer):
             if key in in_range and not in_range[key](value):
                 raise ValueError(f'{name}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
-        if 'eps' in self.defaults and any(p.dtype == torch.float16 for p in self.param_groups[-1]['params']):
+        try:
+            self.check(p for p in self.param_groups[-1]['params'] if p.requires_grad)
+        except Exception:
             self.param_groups.pop()
-            raise ValueError(f'{name}: float16 parameters are not supported, because the usual ε are 0 in float16; '
-                             'keep them in float32, and compute in float16 by autocast')
+            raise
+
+    def check(self, params):
+        """Raise, before anything moves, where `update` would fail or be wrong for one of `params`."""
+        name, dtypes = type(self).__name__, (torch.float32, torch.float64, torch.bfloat16)  # not float16: ε is 0
+        for p in params:
+            dtype, shape, grad, own = p.dtype, p.shape, p.grad, self.state.get(p, {})
+            if dtype not in dtypes:
+                raise ValueError(f'{name}: {dtype} parameters are not supported; keep them in float32, and compute in '
+                                 'float16 by autocast')
+            for t in grad, own.get('exp_avg'), own.get('hessian'):
+                if t is not None and (t.dtype != dtype or t.shape != shape):
+                    raise ValueError(f'{name}: a gradient or state has not the dtype and shape of its parameter, '
+                                     f'{dtype} {tuple(shape)}; make the optimizer after the last change of the model')
+            if grad is not None and grad.is_sparse:
+                raise RuntimeError(f'{name}: sparse gradients are not supported; leave out sparse=True')
 
     def __getstate__(self):
         # Optimizer's copies carry over only the attributes that it names.
         return dict(super().__getstate__(), nonfinite=self.nonfinite)
+
+    def __setstate__(self, state):
+        """Take a state, in load_state_dict or for a copy; ValueError if it is not of such an optimizer."""
+        for group in state['param_groups']:
+            odd = getattr(self, 'defaults', {}).keys() - group.keys()
+            for own in [state['state'][p] for p in group['params'] if state['state'].get(p)]:
+                odd |= (own.keys() ^ self.state_keys) - {'exp_avg'}  # which an estimate before the first step lacks
+            if odd:
+                raise ValueError(f'{type(self).__name__}: the state to load is of another optimizer; they differ in '
+                                 + ', '.join(sorted(odd)))
+        super().__setstate__(state)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -100,14 +128,12 @@ class GuardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = [(group, [p for p in group['params'] if p.grad is not None]) for group in self.param_groups]
-        gradients = [p.grad for _, params in groups for p in params]
-        if any(grad.is_sparse for grad in gradients):
-            raise RuntimeError(f'{type(self).__name__}: sparse gradients are not supported; leave out sparse=True')
-        if check_finite(self.nonfinite, 'gradient', gradients):
+        moved = [p for _, params in groups for p in params]
+        self.check(moved)
+        if check_finite(self.nonfinite, 'gradient', [p.grad for p in moved]):
             for group, params in groups:
                 if params:
-                    grads = [p.grad for p in params]
-                    self.update(group, params, torch._foreach_neg(grads) if group['maximize'] else grads)
+                    self.update(group, params, [p.grad for p in params])
         return loss
 
     def update(self, group, params, grads):
@@ -124,11 +150,7 @@ class GuardedOptimizer(Optimizer):
 
 class HessianOptimizer(GuardedOptimizer):
     """Base class with an EMA of Hessian estimates, or of a function of them, `averaged`, in the state `hessian`."""
-    _warns = True  # whether a step has to warn, because there was no estimate yet
-
-    def __setstate__(self, state):  # the end of load_state_dict, too
-        super().__setstate__(state)
-        self._warns = not any('hessian' in own for own in self.state.values())
+    state_keys = {'exp_avg', 'hessian'}
 
     def averaged(self, h_hat):
         """The quantity that the EMA averages: the estimate ĥ itself."""
@@ -153,9 +175,9 @@ class HessianOptimizer(GuardedOptimizer):
             if h_hat is not None and h_hat.shape != p.shape:
                 raise ValueError(f'update_hessian got an estimate of shape {tuple(h_hat.shape)} for a parameter of '
                                  f'{tuple(p.shape)}; pass the optimizer to the estimator, which keeps their order')
+        self.check(p for p, h_hat in zip(params, estimates) if h_hat is not None)
         targets = {p: self.averaged(h_hat.to(p.dtype)) for p, h_hat in zip(params, estimates) if h_hat is not None}
         if check_finite(self.nonfinite, 'Hessian estimate', targets.values()):
-            self._warns = self._warns and not targets
             for group in self.param_groups:
                 if params := [p for p in group['params'] if p in targets]:
                     self.update_ema(group, params, [targets[p] for p in params])
@@ -182,13 +204,12 @@ class Sophia(HessianOptimizer):
 
     Args:
         params: parameters or param groups, best in float32: bfloat16 drops updates below 1/256 of a value, which most
-            of the weight decay is. float16, where ε is 0, is rejected.
+            of the weight decay is. float16, where ε is 0, and complex ones are rejected.
         lr: learning rate η, a float or a tensor of one element.
         betas: (β1, β2).
         gamma: γ, scales h. The paper: 0.05 with Gauss-Newton-Bartlett, 0.01 with Hutchinson.
         eps: ε.
         weight_decay: λ, decoupled.
-        maximize: step uphill instead; the estimates must then be of the negated objective.
         nonfinite: 'raise', 'skip' or 'ignore', see `GuardedOptimizer`.
         compile: fuse the update to one pass over memory by torch.compile. Each new β1 or γ compiles it again, so that
             OneCycleLR needs cycle_momentum=False.
@@ -196,11 +217,11 @@ class Sophia(HessianOptimizer):
     State per parameter: `exp_avg` (m) and `hessian` (h), in the parameter's dtype and shape.
     """
     rho = 1.0  # where the update is clipped; the official code's rho is γ
+    _first = True  # whether no step has moved anything yet
 
-    def __init__(self, params, lr, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.2, *, maximize=False,
-                 nonfinite='raise', compile=False):
-        super().__init__(params, dict(lr=lr, betas=betas, gamma=gamma, eps=eps, weight_decay=weight_decay,
-                                      maximize=maximize), nonfinite)
+    def __init__(self, params, lr, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.2, *, nonfinite='raise',
+                 compile=False):
+        super().__init__(params, dict(lr=lr, betas=betas, gamma=gamma, eps=eps, weight_decay=weight_decay), nonfinite)
         self.compile = compile
 
     def __getstate__(self):
@@ -208,9 +229,11 @@ class Sophia(HessianOptimizer):
 
     def update(self, group, params, grads):
         lr = scalar(group['lr'])
-        if self._warns and lr:  # warm-ups of other libraries begin at 0
-            self._warns = False
-            warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=5)
+        if self._first and lr:  # warm-ups of other libraries begin at 0
+            self._first = False
+            # The state decides, because wrappers of an optimizer share nothing else with it.
+            if not HessianOptimizer.metrics(self).get('hessian_norm'):
+                warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=5)
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
         ms, hs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')

@@ -213,14 +213,14 @@ def test_values_of_groups_are_restored_as_saved_unless_they_are_built_otherwise(
         again = Sophia(model.parameters(), lr=0.05, **settings)
         again.param_groups[0]['lr_scale'] = 0.5
         optimizer_state.record_construction(again)
-        again.param_groups[0]['maximize'] = True  # not what it was built with
+        again.param_groups[0]['betas'] = 0.1, 0.1  # not what it was built with
         checkpoint.restore(path, state, model, again, None)
         group, = again.param_groups
-        return [group[key] for key in ('gamma', 'eps', 'weight_decay', 'lr_scale', 'counter', 'maximize')]
+        return [group[key] for key in ('gamma', 'eps', 'weight_decay', 'lr_scale', 'counter', 'betas')]
 
-    assert restored(state, eps=1e-5, weight_decay=0.7) == [0.3, 1e-5, 0.7, 0.5, 3, False]
+    assert restored(state, eps=1e-5, weight_decay=0.7) == [0.3, 1e-5, 0.7, 0.5, 3, (0.96, 0.99)]
     assert not capsys.readouterr().err
-    assert restored(older(state), eps=1e-5, weight_decay=0.7) == [0.3, 1e-3, 0.2, 0.5, 3, False]
+    assert restored(older(state), eps=1e-5, weight_decay=0.7) == [0.3, 1e-3, 0.2, 0.5, 3, (0.96, 0.99)]
     assert 'restored as saved, whatever the settings are: counter, eps, gamma, weight_decay' in capsys.readouterr().err
 
 

@@ -182,21 +182,6 @@ def test_tensor_learning_rate(cls, shape):
 
 
 @OPTIMIZERS
-def test_maximize_is_minimizing_the_negative(cls):
-    params, twins = make_params(), make_params()
-    up, down = cls(params, lr=0.01, maximize=True), cls(twins, lr=0.01)
-    for p, q in zip(params, twins):
-        p.grad, q.grad = torch.cos(p.detach()), -torch.cos(q.detach())
-    given = [p.grad.clone() for p in params]
-    for optimizer, estimated in ((up, params), (down, twins)):
-        if issubclass(cls, HessianOptimizer):
-            optimizer.update_hessian([torch.ones_like(p) for p in estimated])
-        optimizer.step()
-    torch.testing.assert_close(params, twins, rtol=0, atol=0)
-    torch.testing.assert_close([p.grad for p in params], given)
-
-
-@OPTIMIZERS
 @pytest.mark.filterwarnings('ignore:Sophia.step')
 def test_closure_is_evaluated_with_gradients(cls):
     p = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
@@ -238,10 +223,62 @@ def test_settings_out_of_range_are_rejected(cls):
         cls(make_params()[:1], lr=0.1).add_param_group({'params': make_params()[1:], 'lr': -1})
 
 
-def test_float16_parameters_are_rejected():
-    """float16 has no such number as ε, and 0 / 0 would pass for a step."""
-    with pytest.raises(ValueError, match='float16 parameters are not supported'):
-        Sophia([torch.zeros(2, dtype=torch.float16)], lr=0.1)
+@OPTIMIZERS
+@pytest.mark.parametrize('change, words', [
+    (lambda p: p.data.half(), 'float16 parameters are not supported'),
+    (lambda p: p.data.to(torch.complex64), 'complex64 parameters are not supported'),
+    (lambda p: p.data.double(), r'not the dtype and shape of its parameter, torch.float64 \(3,\); make the optimizer '
+                                'after'),
+    (lambda p: p.data[:2], r'not the dtype and shape .* \(2,\)')])
+def test_what_an_update_would_get_wrong_moves_nothing(cls, change, words):
+    """A model that is changed after its optimizer was made; in float16 ε is 0, and 0 / 0 would pass for a step. The
+    group before it stays as it is."""
+    first, second = make_params()
+    optimizer = cls([dict(params=[first]), dict(params=[second])], lr=0.1)
+    train(optimizer, [first, second], 1)
+    before = copy.deepcopy((first, optimizer.state_dict()))
+    second.grad = None
+    second.data = change(second)
+    second.grad = torch.ones_like(second)
+    uses = [optimizer.step]
+    if isinstance(optimizer, HessianOptimizer):
+        uses.append(lambda: optimizer.update_hessian([torch.ones_like(first), torch.ones_like(second)]))
+    for use in uses:
+        with pytest.raises(ValueError, match=words):
+            use()
+    torch.testing.assert_close((first, optimizer.state_dict()), before, rtol=0, atol=0)
+    if 'supported' in words:
+        with pytest.raises(ValueError, match=words):
+            cls([second], lr=0.1)
+
+
+class OfficialSophiaG(torch.optim.SGD):
+    """Only the layout of its state: an entry for each setting, and a counter."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(betas=(0.9, 0.9), rho=0.04)
+        for p in self.param_groups[0]['params']:
+            self.state[p] = dict(step=torch.ones(()), exp_avg=torch.ones_like(p), hessian=torch.ones_like(p))
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize('other', [torch.optim.AdamW, torch.optim.SGD, OfficialSophiaG, Sophia, Lion, AdaHessian,
+                                   Normalize])
+def test_the_state_of_another_optimizer_is_not_loaded(cls, other):
+    """Unless it has the same layout: then it is the same state."""
+    theirs = other(make_params(), lr=0.1)
+    train(theirs, theirs.param_groups[0]['params'], 1)
+    ours = cls(make_params(), lr=0.1)
+    train(ours, ours.param_groups[0]['params'], 1)
+    before = copy.deepcopy(ours.state_dict())
+    if other is cls:
+        ours.load_state_dict(theirs.state_dict())
+        return
+    with pytest.raises(ValueError, match='the state to load is of another optimizer; they differ in .*'):
+        ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ours.state_dict(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize('cls, where', [*((cls, 'gradient') for cls in (Sophia, Lion, AdaHessian, Normalize)),
@@ -389,12 +426,27 @@ def test_several_optimizers_under_schedulers_and_with_further_groups():
 def test_adahessian_needs_an_estimate_before_its_first_step():
     params = make_params()
     before = [p.detach().clone() for p in params]
-    optimizer = AdaHessian(params, lr=0.1)
+    optimizer = AdaHessian([dict(params=[p]) for p in params], lr=0.1)
     for p in params:
         p.grad = torch.ones_like(p)
     with pytest.raises(RuntimeError, match='call update_hessian'):
         optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(params, before))
+
+
+@pytest.mark.parametrize('estimates', [[torch.ones(4, 3), None], [torch.ones(4, 3), torch.zeros(3)]])
+def test_adahessian_does_not_move_what_has_no_curvature_yet(estimates):
+    """A layer that was frozen, or a row of an embedding that no estimate has seen, until it has an estimate."""
+    params = make_params()
+    before = params[1].detach().clone()
+    optimizer = AdaHessian(params, lr=0.1, weight_decay=0)
+    for own in (estimates, [torch.ones_like(p) for p in params]):
+        optimizer.update_hessian(own)
+        assert torch.equal(params[1], before)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert 0.01 < (params[1] - before).abs().max() < 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------

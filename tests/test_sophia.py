@@ -103,7 +103,8 @@ def test_the_norm_of_many_entries_is_right():
 
 
 def test_the_first_step_that_moves_without_an_estimate_warns():
-    """Only that one. Warm-ups of other libraries begin at a learning rate of 0."""
+    """Only that one, and not where a wrapper holds the same state. Warm-ups of other libraries begin at a learning rate
+    of 0."""
     p = torch.nn.Parameter(torch.zeros(2))
     optimizer = Sophia([p], lr=0.0)
     p.grad = torch.ones(2)
@@ -119,6 +120,10 @@ def test_the_first_step_that_moves_without_an_estimate_warns():
         optimizer.update_hessian([torch.ones(2)])
         resumed.load_state_dict(optimizer.state_dict())
         resumed.step()
+        wrapped, wrapper = Sophia([p], lr=0.1), Sophia([p], lr=0.1)
+        wrapper.__dict__.update(wrapped.__dict__)  # as Lightning's
+        wrapper.update_hessian([torch.ones(2)])
+        wrapped.step()
 
 
 @needs_compiler
