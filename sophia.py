@@ -12,7 +12,7 @@ A training step with any model; the first line only in every k-th iteration:
     optimizer.step()
 
 Symbols are the paper's: m (EMA of the gradient), h (EMA of the diagonal Hessian estimate ĥ), γ, β1, β2, ε, k. Frozen
-parameters may be in the optimizer: their estimate is 0. Parameters may be sharded by FSDP2; see "Shards" below.
+parameters may be in the optimizer: their estimate is None. Parameters may be sharded by FSDP2; see "Shards" below.
 """
 
 import functools
@@ -29,7 +29,7 @@ __version__ = '0.2.0'
 
 
 def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, rho=1.0):
-    """The lines of Algorithm 3 that change m and θ, in place, on lists of tensors; Algorithm 3 has ρ = 1.
+    """Change m and θ as in Algorithm 3, which has ρ = 1, in place, on lists of tensors.
 
         m ← β1·m + (1−β1)·g;   θ ← θ − lr·λ·θ;   θ ← θ − lr·clip(m / max(γ·h, ε), ρ)
     """
@@ -42,21 +42,21 @@ def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, rh
 
 
 def precondition(ms, hs, gamma, eps):
-    """m / max(γ·h, ε), new tensors."""
+    """Return m / max(γ·h, ε), new tensors."""
     denominator = torch._foreach_mul(hs, gamma)
     torch._foreach_clamp_min_(denominator, eps)
     return torch._foreach_div(ms, denominator)
 
 
 def clip_(update, rho):
-    """clip(·, ρ) of each coordinate, in place."""
+    """Clip each coordinate at ρ, in place."""
     torch._foreach_clamp_min_(update, -rho)
     torch._foreach_clamp_max_(update, rho)
 
 
 @functools.cache
 def compiled_update():
-    """`sophia_update` as one kernel for many tensors."""
+    """Compile `sophia_update` to one kernel for many tensors."""
     return torch.compile(sophia_update)
 
 
@@ -75,7 +75,7 @@ class GuardedOptimizer(Optimizer):
         self.nonfinite = nonfinite
 
     def add_param_group(self, param_group):
-        """Adds a group of parameters; ValueError when one of its settings is out of range."""
+        """Add a group of parameters; ValueError when one of its settings is out of range."""
         name = type(self).__name__
         in_range = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
                         momentum=lambda v: 0 <= v < 1, gamma=lambda v: v >= 0, eps=lambda v: v > 0,
@@ -122,7 +122,7 @@ class GuardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of every parameter that has a gradient. Returns the closure's loss, if one is given."""
+        """Update every parameter that has a gradient, and return the loss of the closure, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -137,11 +137,11 @@ class GuardedOptimizer(Optimizer):
         return loss
 
     def update(self, group, params, grads):
-        """Updates `params`, which belong to the param group `group`, and their state by the gradients `grads`."""
+        """Update `params`, which belong to the param group `group`, and their state by the gradients `grads`."""
         raise NotImplementedError
 
     def buffers(self, params, key):
-        """The state `key` of each of `params`, zeros where there is none yet."""
+        """Return the state `key` of each of `params`, zeros where there is none yet."""
         for p in params:
             if key not in self.state[p]:
                 self.state[p][key] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -153,12 +153,12 @@ class HessianOptimizer(GuardedOptimizer):
     state_keys = {'exp_avg', 'hessian'}
 
     def averaged(self, h_hat):
-        """The quantity that the EMA averages: the estimate ĥ itself."""
+        """Return the quantity that the EMA averages: the estimate ĥ itself."""
         return h_hat
 
     @torch.no_grad()
     def update_hessian(self, estimates):
-        """Updates the EMA, h ← β2·h + (1−β2)·ĥ (Algorithm 3, line 9).
+        """Update the EMA, h ← β2·h + (1−β2)·ĥ (Algorithm 3, line 9).
 
         Args:
             estimates: iterable of tensors, one per parameter in param-group order; None leaves that state as it is.
@@ -183,11 +183,12 @@ class HessianOptimizer(GuardedOptimizer):
                     self.update_ema(group, params, [targets[p] for p in params])
 
     def update_ema(self, group, params, targets):
-        """Moves the EMAs of `params`, which belong to the param group `group`, towards `targets`."""
+        """Move the EMAs of `params`, which belong to the param group `group`, towards `targets`."""
         torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(targets), 1 - group['betas'][1])
 
     def metrics(self):
-        """0-d tensors by name, for a log: `hessian_norm`, the ℓ2 norm of the state `hessian`, if there is one."""
+        """Return a dict of 0-d tensors for a log: `hessian_norm`, the ℓ2 norm of the state `hessian`, if there is one.
+        """
         hs = [state['hessian'] for state in self.state.values() if 'hessian' in state]
         if not hs:
             return {}
@@ -242,17 +243,17 @@ class Sophia(HessianOptimizer):
                group['gamma'], group['eps'], group['weight_decay'], self.rho)
 
     def curvature(self, hs):
-        """The h of the update, from the state: the same."""
+        """Return the h of the update, from the state: the same."""
         return hs
 
     def metrics(self):
-        """See `HessianOptimizer.metrics`; also `update_unclipped`, the `unclipped_fraction`."""
+        """Return `hessian_norm`, and `update_unclipped`, which is the `unclipped_fraction`."""
         unclipped = self.unclipped_fraction()
         return super().metrics() | ({} if unclipped is None else dict(update_unclipped=unclipped))
 
     def unclipped_fraction(self):
-        """Fraction of the coordinates of m / max(γ·h, ε) that the clip leaves as they are, a 0-d tensor; None before
-        the first step. Call it after `step`, before h changes. The paper chooses γ so that it lies between 0.1 and 0.5.
+        """Return the fraction of the coordinates of m / max(γ·h, ε) that the clip leaves as they are, a 0-d tensor;
+        None before the first step. Call it after `step`, before h changes. The paper keeps it between 0.1 and 0.5.
         """
         counts, hs = [], []
         for group in self.param_groups:
@@ -310,6 +311,8 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
     for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
         if isinstance(f, str):  # a key of a dict, such as Hugging Face's outputs
             raise TypeError('gauss_newton_bartlett needs logits: pass output.logits, not the whole output')
+        if isinstance(f, torch.Tensor):  # in float16 labels of probability 0 are drawn, and sums overflow
+            f = f.to(torch.promote_types(f.dtype, torch.float32))
         likelihood = distribution(f)
         nll = -likelihood.log_prob(likelihood.sample())
         estimator.add(nll.sum(), nll.numel(), retain_graph)
@@ -317,7 +320,11 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
 
 
 def categorical(logits):
-    """The distribution Categorical(logits=…), of no predictions, too, which PyTorch's check of arguments rejects."""
+    """Return Categorical(logits=…), of no predictions, too, which PyTorch's check of arguments rejects."""
+    if logits.dim() < 2 or logits.size(-1) < 2:
+        raise ValueError(f'gauss_newton_bartlett: outputs of shape {tuple(logits.shape)} are not logits (B, …, V) of '
+                         'V > 1 classes; for another loss than cross-entropy pass its distribution, such as Bernoulli '
+                         'or Normal')
     return torch.distributions.Categorical(logits=logits, validate_args=None if logits.numel() else False)
 
 
@@ -351,14 +358,15 @@ class GaussNewtonBartlett:
         self.predictions += predictions
 
     def estimate(self, loss_scale=1.0, group=None):
-        """Return ĥ as a list of tensors, the same on every rank of `group`; NaN when no predictions were added.
+        """Return ĥ as a list of tensors, None for frozen parameters, the same on every rank of `group`; NaN when no
+        predictions were added.
 
         `loss_scale` is the factor by which the added losses were multiplied (float16's loss scaling).
         """
         B = sum_over_ranks(self.total, int(self.predictions), group)
-        if self.by_parts:
-            return [total.div_(loss_scale ** 2 * B) for total in self.total]
-        return [total.div_(loss_scale * B ** 0.5).square_() for total in self.total]
+        for total in self.total:
+            total.div_(loss_scale ** 2 * B) if self.by_parts else total.div_(loss_scale * B ** 0.5).square_()
+        return [total if p.requires_grad else None for p, total in zip(self.params, self.total)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -366,12 +374,13 @@ class GaussNewtonBartlett:
 
 
 def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
-    """Algorithm 1: an unbiased estimate of the Hessian's diagonal, of any sign.
+    """Estimate the Hessian's diagonal without bias, of any sign (Algorithm 1).
 
     Args:
         losses: the mean loss of a mini-batch, a 0-d tensor with a graph that can be differentiated twice (without
             flash attention or a compiled module); or an iterable, one for each micro-batch, which have equal sizes. A
-            torch.autograd.Function that can be differentiated only once counts as linear, without an error.
+            torch.autograd.Function whose backward autograd cannot follow counts as linear, which is an error only
+            where a parameter's whole gradient has no graph.
         optimizer: the optimizer that takes the estimate, or the list of its parameters.
         generator, rademacher: see `Hutchinson`. Over several ranks the generator is required.
         group: process group over which the mini-batch is spread; default all ranks.
@@ -385,12 +394,14 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
         if loss.dim():
             raise ValueError(f'hutchinson: a loss of shape {tuple(loss.shape)}; pass the mean, a 0-d tensor')
-        reject_reentrant(loss)
+        check_graph(loss, TWICE)
         try:
             gradient = gradients(loss, estimator.params, create_graph=True)
-            used = [(g, u) for g, u in zip(gradient, estimator.u) if g is not None and g.requires_grad]
-            if not used:
-                raise RuntimeError('its gradient has no graph')
+            used = [(g, u) for g, u in zip(gradient, estimator.u) if g is not None]
+            linear = [i for i, g in enumerate(gradient) if g is not None and not g.requires_grad]
+            if linear or not used:
+                raise RuntimeError(f'the gradient of params {linear} has no graph; if the loss is linear in p, add '
+                                   '0 * p.square().sum() to it' if linear else 'it depends on none of the params')
             product = gradients([g for g, _ in used], estimator.params, grad_outputs=[u for _, u in used])
         except torch.OutOfMemoryError:
             raise
@@ -419,20 +430,21 @@ class Hutchinson:
         self.examples = 0
 
     def add(self, product, examples):
-        """Adds a micro-batch: `product` = ∇²L u with L its mean loss, `examples` its size."""
+        """Add a micro-batch: `product` = ∇²L u with L its mean loss, `examples` its size."""
         for total, hvp in zip(self.product, product):
             if hvp is not None:
                 total.add_(hvp, alpha=examples)
         self.examples += examples
 
     def estimate(self, group=None):
-        """ĥ as a list of tensors, the mean over the examples of all ranks of `group`."""
+        """Return ĥ as a list of tensors, None for frozen parameters, the mean over the examples of `group`."""
         n = sum_over_ranks(self.product, self.examples, group)
-        return [hvp.div_(n).mul_(u) for hvp, u in zip(self.product, self.u)]
+        return [hvp.div_(n).mul_(u) if p.requires_grad else None
+                for p, hvp, u in zip(self.params, self.product, self.u)]
 
 
 def hessian_vector_product(loss_fn, params, u):
-    """∇²L u by forward-over-reverse differentiation, which torch.compile can trace where double backward cannot.
+    """Return ∇²L u by forward-over-reverse differentiation, which torch.compile can trace, unlike double backward.
 
     Args:
         loss_fn: maps a tuple of tensors like `params` to the 0-d mean loss; without flash attention.
@@ -449,7 +461,7 @@ def hessian_vector_product(loss_fn, params, u):
 
 
 def parameters(optimizer):
-    """The parameters of an optimizer in param-group order; a list of parameters is returned as it is."""
+    """Return the parameters of an optimizer in param-group order; a list of parameters stays the same."""
     if isinstance(optimizer, torch.nn.Module):
         raise TypeError('pass the optimizer, whose order of parameters the estimates must have, not the model')
     if hasattr(optimizer, 'param_groups'):  # wrappers, too
@@ -458,12 +470,12 @@ def parameters(optimizer):
 
 
 def scalar(lr):
-    """A learning rate, a float or a tensor of one element, as a float or a 0-d tensor."""
+    """Return a learning rate, a float or a tensor of one element, as a float or a 0-d tensor."""
     return lr.reshape(()) if isinstance(lr, torch.Tensor) else lr
 
 
 def check_finite(nonfinite, what, tensors):
-    """Whether `tensors` may enter an optimizer's state: True when all their entries are finite.
+    """Return whether `tensors` may enter an optimizer's state: True when all their entries are finite.
 
     Otherwise FloatingPointError under nonfinite = 'raise', False under 'skip'. 'ignore' does not look.
     """
@@ -481,21 +493,29 @@ def check_finite(nonfinite, what, tensors):
 
 
 def gradients(outputs, params, **options):
-    """torch.autograd.grad, with None for a parameter that is frozen or that `outputs` do not depend on."""
+    """Call torch.autograd.grad, with None for a parameter that is frozen or that `outputs` do not depend on."""
     found = iter(torch.autograd.grad(outputs, [p for p in params if p.requires_grad], allow_unused=True, **options))
     return [next(found) if p.requires_grad else None for p in params]
 
 
-def reject_reentrant(loss):
-    """RuntimeError when a part of the graph of `loss` was made under checkpoint(…, use_reentrant=True): the gradients
-    of its parameters would be missing."""
+# Words in the names of autograd's nodes → what is wrong with their first, or with their second derivatives.
+ONCE = {'CheckpointFunctionBackward': 'the outputs were made under checkpoint(…, use_reentrant=True), which hides its '
+                                      'parameters; set use_reentrant=False'}
+TWICE = ONCE | {
+    'WeightNormInterface': 'the second derivative of weight_norm is wrong in PyTorch; use gauss_newton_bartlett, or '
+                           'compute g * v / v.norm(…) yourself',
+    'linear_cross_entropy': 'F.linear_cross_entropy with options has no second derivative; leave out options'}
+
+
+def check_graph(loss, forbidden):
+    """Raise RuntimeError where the graph of `loss` has a node with a wrong derivative, one of `forbidden`."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
-            if node.name() == 'CheckpointFunctionBackward':
-                raise RuntimeError('the outputs were made under checkpoint(…, use_reentrant=True), which hides its '
-                                   'parameters; set use_reentrant=False')
+            for word, problem in forbidden.items():
+                if word in node.name():
+                    raise RuntimeError(problem)
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
 
@@ -521,7 +541,7 @@ def loss_gradients(loss, params, retain_graph=False):
             p.grad = grad
         reason = ', or set_requires_gradient_sync(False)'
     else:
-        reject_reentrant(loss)
+        check_graph(loss, ONCE)
         found = gradients(loss, params, retain_graph=retain_graph)
         reason = ''
     if all(g is None for g in found):
@@ -530,22 +550,22 @@ def loss_gradients(loss, params, retain_graph=False):
 
 
 def is_sharded(tensor):
-    """Whether a tensor is a DTensor; without importing that class, which costs half a second."""
+    """Return whether a tensor is a DTensor; without importing that class, which costs half a second."""
     return hasattr(tensor, 'placements')
 
 
 def local(tensors):
-    """`tensors`, each DTensor replaced by its local shard."""
+    """Return `tensors`, each DTensor replaced by its local shard."""
     return [t.to_local() if is_sharded(t) else t for t in tensors]
 
 
 def mesh_of(tensors):
-    """The DeviceMesh over which `tensors` are sharded; None if they are not."""
+    """Return the DeviceMesh over which `tensors` are sharded; None if they are not."""
     return next((t.device_mesh for t in tensors if is_sharded(t)), None)
 
 
 def add_shards(count, tensors):
-    """`count`, computed from the `local` shards of `tensors`, summed in place over the ranks that share them."""
+    """Sum `count`, computed from the `local` shards of `tensors`, in place over the ranks that share them."""
     if mesh := mesh_of(tensors):
         for group in mesh.get_all_groups():
             dist.all_reduce(count, group=group)
@@ -553,12 +573,12 @@ def add_shards(count, tensors):
 
 
 def ranks(group=None):
-    """Number of ranks in `group`; 1 without torch.distributed."""
+    """Return the number of ranks in `group`; 1 without torch.distributed."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def sum_over_ranks(tensors, count, group=None):
-    """Adds up `tensors` (in place) and the number `count` over the ranks of `group`; returns the summed count.
+    """Add up `tensors` (in place) and the number `count` over the ranks of `group`, and return the summed count.
 
     DTensors stay as they are, because FSDP's backward has summed them.
     """
