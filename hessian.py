@@ -98,6 +98,9 @@ class HessianHook(Hook):
 
     def start(self, iter_num, loss_scale=1.0):
         self.iter_num, self.loss_scale = iter_num, loss_scale
+        # The training gradient overflows at another scale than the estimate, and GradScaler knows only of the former.
+        # A checkpoint holds the param groups.
+        self.scale = min(loss_scale, self.optimizer.param_groups[0].get('hessian_scale', loss_scale))
         # If iteration 0 was skipped, the first one that is not skipped estimates: steps without any h are sign steps.
         takes = getattr(self.optimizer.update_hessian, '__self__', self.optimizer)  # inside of a wrapper
         self.due = self.is_due(iter_num, self.interval) or not any(takes.state.values())
@@ -116,6 +119,10 @@ class HessianHook(Hook):
         overflow = self.loss_scale != 1 and self.overflows < OVERFLOWS
         if not check_finite('skip' if overflow else 'raise', 'Hessian estimate', found):
             self.overflows += 1
+            self.optimizer.param_groups[0]['hessian_scale'] = self.scale / 2
+            if self.rank == 0:
+                warn(f'iteration {self.iter_num}: the Hessian estimate overflowed in float16 and was left out; its '
+                     f'loss scale falls to {self.scale / 2:g}')
             return
         self.overflows = 0
         if not self.estimated:
@@ -178,9 +185,8 @@ class GNBHook(HessianHook):
         self.waits = n > 0
         if n == 0:
             return {}
-        # loss_hat is a sum. Weighted like a mean, its gradient fits float16 where the training loss does; `finish`
-        # divides by the weight again.
-        self.weight = self.loss_scale * self.world_size / (self.batch_size * Y.size(1))
+        # loss_hat is a sum. Weighted like a mean and scaled, its gradient fits float16; `finish` divides by the weight.
+        self.weight = self.scale * self.world_size / (self.batch_size * Y.size(1))
         return self.second_labels(Y[:n], taken)
 
     def second_labels(self, Y, first):

@@ -253,6 +253,28 @@ def test_an_estimate_that_is_not_finite_is_not_used(gpt, name, loss_scale):
     assert not any(hook.optimizer.state.values())
 
 
+@pytest.mark.parametrize('parts', [1, 2])
+def test_an_estimate_that_overflows_float16_lowers_its_own_scale(gpt, capsys, parts):
+    """From a scale at which the training gradient fits, as of a model that predicts well, h becomes float32's."""
+    model, idx = copy.deepcopy(gpt[0]).float(), gpt[1]
+    exact, = estimates(model, idx, 'sophiag', parts=parts)
+    hook = make_hook(model, 'sophiag', parts=parts)
+    scales = []
+    while not any(hook.optimizer.state.values()):
+        with torch.autocast('cpu', torch.float16):
+            iteration(hook, idx[:, :-1], idx[:, 1:], loss_scale=2.0 ** 30)
+        scales.append(hook.scale)
+    assert scales == [2.0 ** (30 - i) for i in range(len(scales))] and 5 < len(scales) < 25
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(scales) - 1 and 'overflowed in float16 and was left out' in lines[0]
+    h = flat(hook.optimizer.state[p]['hessian'] for p in model.parameters())
+    assert (h - exact).norm() < 0.02 * exact.norm()
+    resumed = make_hook(model, 'sophiag', parts=parts)
+    resumed.optimizer.load_state_dict(hook.optimizer.state_dict())
+    resumed.start(1, 2.0 ** 30)
+    assert resumed.scale == scales[-1]
+
+
 class TwoHeads(GPT):
     """A GPT with a second head, which the training loss reaches and the loss on sampled labels does not."""
 
