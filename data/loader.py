@@ -22,16 +22,17 @@ from runtime.rng import SEQUENCES, keyed_bits
 def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
     """Starts of the `n` sequences of an iteration's mini-batch: int64 (n,), uniform over all sequences of the split.
 
-    A sequence is block_size + 1 tokens. Rank r of w takes every w-th sequence, [r::w], so the first N sequences of the
-    mini-batch are spread evenly over the ranks.
+    A sequence is block_size + 1 tokens.
 
     Args:
         num_tokens: of the split, or a list with one number for each part of a mixture. Starts then count through the
             parts as if they were concatenated; no sequence crosses from one part to the next.
-        weights: the share that each part has in the mixture; their sum is 1.
+        weights: the share that each part has in the mixture. ValueError unless each part has one and their sum is 1.
     """
     fraction = (keyed_bits(seed, SEQUENCES, iteration, n) >> np.uint64(11)) * 2.0 ** -53
     sizes, edges = np.atleast_1d(num_tokens), np.cumsum([0.0, *weights])
+    if len(weights) != len(sizes) or min(weights) < 0 or abs(edges[-1] - 1) > 1e-9:
+        raise ValueError(f'weights {weights}: must be {len(sizes)} numbers, 0 or more, with the sum 1')
     part = np.minimum(np.searchsorted(edges, fraction, side='right'), len(sizes)) - 1
     inside = (fraction - edges[part]) / np.diff(edges)[part]
     choices = sizes[part] - block_size
@@ -262,18 +263,28 @@ class TrainLoader:
         self.iteration, self.thread = first_iteration, ThreadPoolExecutor(1, 'loader')
         self.ahead = self.thread.submit(self._load, first_iteration)
 
-    def starts(self, iteration, rank=None):
-        """Sequence starts of a rank's share (default: this one's) of the mini-batch of `iteration`, int64 (B,)."""
-        starts = sequence_starts(self.seed, iteration, self.total_batch_size, [len(bin) for bin in self.data.bins],
-                                 self.block_size, [bin.weight for bin in self.data.bins])
-        return starts[self.rank if rank is None else rank::self.world_size]
+    def starts(self, iteration):
+        """Return where the sequences of the mini-batch of `iteration` start, for all ranks together: (B,) int64.
+
+        This is the order of the data. It must depend on nothing but the seed and the iteration.
+        """
+        return sequence_starts(self.seed, iteration, self.total_batch_size, [len(bin) for bin in self.data.bins],
+                               self.block_size, [bin.weight for bin in self.data.bins])
+
+    def share(self, iteration, rank):
+        """Return a rank's share of `starts`: every w-th for w ranks, so that the first N sequences of the mini-batch
+        are spread evenly over the ranks. ValueError unless there are total_batch_size starts."""
+        starts = self.starts(iteration)
+        if len(starts) != self.total_batch_size:
+            raise ValueError(f'{len(starts)} sequence starts for a mini-batch of {self.total_batch_size} sequences')
+        return starts[rank::self.world_size]
 
     def describe(self, iteration, losses):
         """Return the sequences with non-finite `losses` (ranks, sequences), in words; '' if every loss is finite."""
         named = []
         for rank, bad in enumerate((~losses.isfinite()).cpu().numpy()):
             if bad.any():  # by index, because a mini-batch that a fork has shortened has fewer losses than `starts`
-                starts = self.starts(iteration, rank)[np.flatnonzero(bad)]
+                starts = self.share(iteration, rank)[np.flatnonzero(bad)]
                 named.append(f'rank {rank}: sequences of {self.data.where(starts)}')
         return '; '.join(named)
 
@@ -288,7 +299,7 @@ class TrainLoader:
         self.thread.shutdown(cancel_futures=True)
 
     def _load(self, iteration):
-        batch = as_tensor(self.data.sequences(self.starts(iteration), self.block_size + 1))
+        batch = as_tensor(self.data.sequences(self.share(iteration, self.rank), self.block_size + 1))
         return batch.pin_memory() if self.device.type == 'cuda' else batch
 
 

@@ -59,12 +59,29 @@ def test_shares_of_all_ranks_make_up_the_mini_batch(corpus, world_size):
         assert share.dtype == torch.int64 and np.array_equal(share, whole[rank::world_size])
 
 
+@pytest.mark.parametrize('weights', [[0.5, 0.3], [1.0], [1.5, -0.5], [0.5, 0.25, 0.25]])
+def test_weights_that_are_not_shares_of_the_parts_are_rejected(weights):
+    with pytest.raises(ValueError, match='must be 2 numbers, 0 or more, with the sum 1'):
+        sequence_starts(0, 0, 10, [100, 100], 16, weights)
+
+
+def test_an_edited_order_is_shared_over_the_ranks(corpus, monkeypatch):
+    """The ranks split the order of a fork that never heard of them; one of another length is an error."""
+    data = Mixture([Bin(corpus, 'train')])
+    monkeypatch.setattr(TrainLoader, 'starts', lambda self, iteration: np.arange(24) + iteration)
+    shares = [batches(data, 2, 1, rank, 3)[0] for rank in range(3)]
+    assert np.array_equal(torch.stack(shares, 1).flatten(0, 1), data.sequences(np.arange(24) + 2, 17))
+    monkeypatch.setattr(TrainLoader, 'starts', lambda self, iteration: np.arange(23))
+    with pytest.raises(ValueError, match='23 sequence starts for a mini-batch of 24 sequences'):
+        batches(data, 0, 1)
+
+
 def test_the_sequences_whose_loss_is_not_finite_are_named(corpus):
     """Also of a mini-batch that a batch ramp has made shorter: two sequences of the twelve that it would have."""
     data = Mixture([Bin(corpus, 'train')])
     loader = TrainLoader(data, 7, 24, 16, 1, 2, 'cpu')
     words = loader.describe(0, torch.tensor([[1.0, 1.0], [1.0, float('nan')]]))
-    assert words == f'rank 1: sequences of {data.where(loader.starts(0)[1:2])}'
+    assert words == f'rank 1: sequences of {data.where(loader.starts(0)[3:4])}'
     assert loader.describe(0, torch.ones(2, 2)) == ''
     loader.close()
 
