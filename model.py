@@ -136,15 +136,15 @@ class GPT(nn.Module):
             ln_f=nn.LayerNorm(config.n_embd, bias=config.bias)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
-        self.apply(self._init_weights)  # replaces the weights that the submodules' constructors have drawn
+        self.apply(self._init_weights)  # replaces the weights of the submodules' constructors, but no frozen ones
         # GPT-2's depth scaling: each block adds to the residual stream twice.
         for name, p in self.named_parameters():
-            if name.endswith('c_proj.weight'):
+            if name.endswith('c_proj.weight') and p.requires_grad:
                 nn.init.normal_(p, mean=0.0, std=INIT_STD / math.sqrt(2 * config.n_layer))
 
     @staticmethod
     def _init_weights(module):
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, (nn.Linear, nn.Embedding)) and module.weight.requires_grad:
             nn.init.normal_(module.weight, mean=0.0, std=INIT_STD)
             if getattr(module, 'bias', None) is not None:
                 nn.init.zeros_(module.bias)
@@ -189,19 +189,19 @@ class GPT(nn.Module):
         return logits, loss, cross_entropy(logits[:n], torch.where(counts, labels_hat, -1)).sum(), counts.sum()
 
     def num_params(self):
-        """Number of parameters, a tied head counted once."""
-        return sum(p.numel() for p in self.parameters())
+        """Return the number of parameters that are trained, a tied head counted once."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def flops_per_token(self):
-        """FLOPs to train on one token (forward + backward) in sequences of block_size.
+        """Return the FLOPs to train on one token (forward + backward) in sequences of block_size.
 
-        Counts every matmul: 6 per weight that multiplies (a tied head too; not the embedding look-ups) and
-        12·n_layer·n_embd·block_size for QKᵀ and AV, the causal half counted in full: the convention of Chowdhery et al.
-        (2022), which the paper's Table 2 follows.
+        Counts the matmuls of what is trained: 6 per weight that multiplies (a tied head too; not the embedding
+        look-ups, not frozen weights) and 12·n_layer·n_embd·block_size for QKᵀ and AV, the causal half counted in full:
+        the convention of Chowdhery et al. (2022), which the paper's Table 2 follows.
         """
         c = self.config
         weights = sum(p.numel() for module in self.modules() if not isinstance(module, nn.Embedding)
-                      for p in module.parameters(recurse=False) if p.dim() > 1)
+                      for p in module.parameters(recurse=False) if p.dim() > 1 and p.requires_grad)
         return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
 
     @torch.no_grad()

@@ -86,6 +86,24 @@ def test_flops_per_token_counts_the_matrix_products():
     assert counter.get_total_flops() == model.flops_per_token() * idx.numel()
 
 
+def test_a_frozen_part_keeps_its_weights_and_is_not_counted(monkeypatch):
+    """A teacher that is in the model before its weights are drawn, as an edit of the constructor puts it there."""
+    teacher, plain = tiny(n_layer=3).requires_grad_(False), tiny()
+    expected = {name: p.clone() for name, p in teacher.named_parameters()}
+    init = GPT.apply
+
+    def with_teacher(self, function):
+        if self is not teacher:  # which is applied to, too, as a part
+            self.teacher = teacher
+        return init(self, function)
+
+    monkeypatch.setattr(GPT, 'apply', with_teacher)
+    model = tiny()
+    assert all(torch.equal(p, expected[name]) for name, p in teacher.named_parameters())
+    assert len(list(model.parameters())) == len(list(plain.parameters())) + len(expected)
+    assert (model.num_params(), model.flops_per_token()) == (plain.num_params(), plain.flops_per_token())
+
+
 def test_flops_per_token_counts_added_modules():
     model, wider = tiny(), tiny()
     wider.transformer.mtp = torch.nn.Linear(8, 5)
