@@ -19,6 +19,7 @@ class Tokenizer:
     name = ''
     vocab_size = 0  # ids are 0 … vocab_size - 1
     eot_id = None  # ends a document; None where nothing divides documents
+    default_prompt = '\n'
 
     @property
     def dtype(self):
@@ -71,6 +72,7 @@ class Char(Tokenizer):
     def __init__(self, chars):
         self.chars, self.vocab_size = chars, len(chars)
         self.ids = {char: i for i, char in enumerate(chars)}
+        self.default_prompt = '\n' if '\n' in chars else chars[0]
 
     @property
     def meta(self):

@@ -19,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.arguments import at_least
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
+from data.sources import lines
 from runtime.device import DTYPES
 
 
@@ -27,8 +28,8 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', nargs='?', help=f'{MODEL_HELP} (default: out)')
     parser.add_argument('--out_dir', help='the same, as a flag')
-    parser.add_argument('--start', default='\n', help="the prompt; FILE:NAME reads the whole file NAME; '' starts a "
-                                                      'document (default: a newline)')
+    parser.add_argument('--start', help="the prompt; FILE:NAME reads the whole file NAME; '' starts a document "
+                                        '(default: a newline)')
     parser.add_argument('--num_samples', type=at_least(1), default=10, help='(default: 10)')
     parser.add_argument('--max_new_tokens', type=at_least(1), default=500, help='(default: 500)')
     parser.add_argument('--temperature', type=float, default=0.8, help='0: always the likeliest token (default: 0.8)')
@@ -51,13 +52,15 @@ def main(argv=None):
     if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write characters that the terminal's encoding lacks
         sys.stdout.reconfigure(errors='replace')
     prompt = args.start
-    if prompt.startswith('FILE:'):
+    if prompt and prompt.startswith('FILE:'):
         try:
-            prompt = Path(prompt.removeprefix('FILE:')).read_text(encoding='utf-8')
-        except (OSError, UnicodeDecodeError) as error:
-            raise SystemExit(f'--start={prompt}: cannot be read as UTF-8 text ({error})') from None
+            prompt = ''.join(lines(Path(prompt.removeprefix('FILE:'))))
+        except OSError as error:
+            raise SystemExit(f'--start={prompt}: cannot be read ({error.strerror})') from None
     loaded = with_tokenizer(load(args.checkpoint, args.device, args.tokenizer))
     model, tokenizer = loaded.model.to(DTYPES[dtype_name(args)]), loaded.tokenizer
+    if prompt is None:
+        prompt = tokenizer.default_prompt
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # after which a document begins
     if ids == [None]:
         raise SystemExit(f"--start='': the tokenizer {tokenizer.name} has no end-of-text id; set a prompt")

@@ -94,10 +94,16 @@ def test_script(tmp_path, capsys):
     assert run(capsys, out, '--start=abc') == run(capsys, out / 'ckpt_00000005.pt', '--start=abc') == first
     assert run(capsys, out, '--start=abc', '--seed=2') != first
     assert len(set(run(capsys, out, '--start=abc', '--temperature=0').split('\n---------------\n'))) == 2
-    (tmp_path / 'prompt.txt').write_text('one\ntwo\n')
-    assert run(capsys, out, f'--start=FILE:{tmp_path / "prompt.txt"}').startswith('one\ntwo\n')
+    (tmp_path / 'prompt.txt').write_bytes('\ufeffone\r\ntwo\n'.encode())
+    assert run(capsys, out, f'--start=FILE:{tmp_path / "prompt.txt"}').startswith('one\r\ntwo\n')  # as prepare reads
     assert str(tmp_path / 'nothing') in rejection(run, capsys, out, f'--start=FILE:{tmp_path / "nothing"}')
     assert run(capsys, out).startswith('\n') and run(capsys, out, '--start=').count('-----')  # a document's beginning
+
+
+def test_a_vocabulary_without_newlines_has_another_first_prompt(tmp_path, capsys):
+    out = save_run(tmp_path / 'run', tokenizer=Char('ACGT').meta)
+    assert set(run(capsys, out)) - set('-\n') <= set('ACGT')
+    assert "character '\\n' is not among the 4" in rejection(run, capsys, out, '--start=\n')
 
 
 def test_a_sample_ends_with_its_document(tmp_path, capsys, monkeypatch):
