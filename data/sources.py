@@ -1,12 +1,14 @@
-"""Documents from tables (parquet, jsonl) through `datasets`, on the Hub or on disk, and from a user's own files.
+"""Documents from tables on the Hub, through `datasets`, and from .txt, .jsonl and .parquet files on disk.
 
 Also the flags that every prepare.py has.
 """
 
 import argparse
 import hashlib
+import io
 import json
 import os
+import sys
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -17,6 +19,7 @@ from runtime.files import first_line
 
 ROWS = 1000  # rows of a table in one batch
 CHARS = 2 ** 20  # characters of text in one batch
+KEY_HINT = '--text_key of data/text/prepare.py names another'
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
 
 
@@ -61,42 +64,63 @@ def names_of(paths):
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def load(files, text_key, **kwargs):
-    """`datasets.load_dataset` of parquet or jsonl files (paths or hf:// addresses), as one split."""
-    files = [str(file) for file in files]
-    kind = 'parquet' if files[0].endswith('.parquet') else 'json'
+def load(name, build):
+    """Return `build(datasets)`, a table called `name`. SystemExit when the package fails."""
     try:
         import datasets
-        dataset = datasets.load_dataset(kind, data_files=files, split='train', **kwargs)
+        return build(datasets)
     except Exception as error:  # of the import, the network, the Hub, the file system and parsers: no common class
-        hint = '; --data_files FILE... reads local copies' if files[0].startswith('hf:') else ''
-        raise SystemExit(f'{files[0]}: cannot be read ({type(error).__name__}: {first_line(error)}){hint}') from None
-    if dataset.column_names and text_key not in dataset.column_names:
-        raise SystemExit(f'{files[0]}: no column {text_key!r}, only {", ".join(dataset.column_names)}')
-    return dataset
+        hint = '; --data_files FILE... reads local copies' if str(name).startswith('hf:') else ''
+        error = error.__cause__ or error
+        raise SystemExit(f'{name}: cannot be read ({type(error).__name__}: {first_line(error)}){hint}') from None
 
 
-def prepare_split_table(doc, script, repository, revision, names):
-    """A whole prepare.py, for a table on the Hub in GPT-2's tokens and with nanoGPT's split."""
+def table_parser(doc, script):
+    """Return the parser of a prepare.py for `prepare_split_table`."""
     parser = argument_parser(doc, script, tokenizer='gpt2')
     parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE', help='instead of those on the Hub')
-    args = parser.parse_args()
+    return parser
+
+
+def prepare_split_table(args, repository, revision, names):
+    """Write the bins of --data_files, or of parquet files on the Hub, with nanoGPT's split."""
     if args.data_files:
-        files, (source, revision) = args.data_files, local_files(args.data_files)
+        files = expand(args.data_files)
+        source, revision = local_files(files)
+        table = partial(local_table, files, revision)
     else:
         files, source = [f'hf://datasets/{repository}@{revision}/{name}' for name in names], repository
-    corpus = Corpus(source, revision, split=f'train_test_split: {SPLIT}',
-                    open=partial(split_table, files, min(args.num_proc, len(files))))
+        table = partial(hub_table, files, min(args.num_proc, len(files)))
+    corpus = Corpus(source, revision, split=f'train_test_split: {SPLIT}', open=lambda: split_table(table()))
     write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
-def split_table(files, num_proc):
+def hub_table(files, num_proc):
+    """Return the texts of parquet files on the Hub as a `datasets.Dataset`, stored in its cache."""
+    return load(files[0], lambda datasets: datasets.load_dataset(
+        'parquet', data_files=files, columns=['text'], split='train', num_proc=num_proc))
+
+
+def local_table(files, revision):
+    """Return the texts of files on disk as a `datasets.Dataset`, stored in its cache by their `revision`."""
+    return load(files[0], lambda datasets: datasets.Dataset.from_generator(
+        rows, datasets.Features({'text': datasets.Value('large_string')}),
+        gen_kwargs={'files': files, 'revision': revision}))
+
+
+def rows(files, revision):
+    """Yield the texts of files as rows of a table."""
+    for file in files:
+        for text in read(file, 'text'):
+            yield {'text': text}
+
+
+def split_table(dataset):
     """Batches of a table split as nanoGPT splits it: the parts of `datasets`' train_test_split, each in its order."""
-    dataset = load(files, 'text', num_proc=num_proc)
     try:
         parts = dataset.train_test_split(**SPLIT)
     except ValueError:
-        raise SystemExit(f'{files[0]}: {len(dataset)} documents are too few to split') from None
+        raise SystemExit(f'--data_files: {len(dataset)} documents are too few to split') from None
     parts = {'train': parts['train'], 'val': parts['test']}
     segments = [[(split, slice(start, start + ROWS))] for split in parts for start in range(0, len(parts[split]), ROWS)]
     return Batches(segments, partial(read_rows, parts), documents=len(dataset))
@@ -108,55 +132,61 @@ def read_rows(parts, batch):
     return [(split, text) for text in parts[split][rows]['text']]
 
 
-def stream_tables(files):
-    """Batches of tables that are too large to store: {split: files}, read one after another as streams."""
-    return Batches([map(partial(tagged, split), stream(file, load([file], 'text', streaming=True), 'text'))
-                    for split in files for file in files[split]])
+def file_by_file(files, read):
+    """Batches of files that are too large to store: {split: files}, whose texts `read(file)` yields."""
+    return Batches([in_rows(split, read(file)) for split in files for file in files[split]])
 
 
-def tagged(split, texts):
-    """The texts as documents of `split`."""
-    return [(split, text) for text in texts]
+def in_rows(split, texts):
+    """Yield the texts as documents of `split`, in lists of ROWS."""
+    while batch := [(split, text) for text in islice(texts, ROWS)]:
+        yield batch
 
 
-def stream(file, dataset, text_key):
-    """Yield the texts of one streamed file in lists of ROWS. After an OSError the writer keeps what it has."""
+def stream(file):
+    """Yield the texts of a .jsonl file on the Hub. OSError when it cannot be read, which may be the network's fault."""
     try:
-        for table in dataset.with_format('arrow').iter(ROWS):
-            if text_key not in table.column_names:
-                raise SystemExit(f'{file}: no column {text_key!r}, only {", ".join(table.column_names)}')
-            yield table[text_key].to_pylist()
+        table = load(file, lambda datasets: datasets.load_dataset('json', data_files=file, split='train',
+                                                                  streaming=True))
+        for part in table.with_format('arrow').iter(ROWS):
+            yield from part['text'].to_pylist()
     except Exception as error:  # as in `load`
         raise OSError(f'{file}: {type(error).__name__}: {first_line(error)}') from None
 
 
-# ---- a user's own files ----------------------------------------------------------------------------------------------
+# ---- files on disk ---------------------------------------------------------------------------------------------------
 
 
 def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
-    """.txt, .jsonl and .parquet files, and directories of them. Without `val_files`, some of the text is for val."""
+    """.txt, .jsonl and .parquet files, and directories of them. Without `val_files`, some of the text is for val.
+
+    Blank documents are left out.
+    """
     files, val_files = expand(files), expand(val_files)
     source, revision = local_files([*files, *val_files])
-    if {path.suffix for path in [*files, *val_files]} != {'.txt'}:
+    if any(reader_of(path) is not txt for path in [*files, *val_files]):
         source += f', key {text_key!r}'  # another key is other text, so these are other bins
+
+    def documents(paths):
+        return (text for path in paths for text in read(path, text_key) if text.strip())
+
     if val_files:
         rule = 'val: ' + names_of(val_files)
-        documents = chain((('train', text) for text in read_files(files, text_key)),
-                          (('val', text) for text in read_files(val_files, text_key)))
+        split = chain((('train', text) for text in documents(files)), (('val', text) for text in documents(val_files)))
     else:
         enough = int(1 / val_fraction) + 1
         try:
-            first = list(islice(read_files(files, text_key), enough))
+            lengths = [len(text) for text in islice(documents(files), enough)]
         except OSError as error:
             raise SystemExit(str(error)) from None
-        if len(first) == enough:
+        if len(lengths) == enough:
             rule = f'val: {val_fraction:g} of the documents'
-            documents = by_document(read_files(files, text_key), val_fraction)
+            split = by_document(documents(files), val_fraction)
         else:
-            rule = f'val: the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
-            documents = by_position(first, val_fraction)
+            rule = f'val: about the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
+            split = by_position(documents(files), sum(lengths), val_fraction)
         print(f'{source}: {rule}')
-    return Corpus(source, revision, rule, open=lambda: Batches([batched(documents)]))
+    return Corpus(source, revision, rule, open=lambda: Batches([batched(split)]))
 
 
 def by_document(texts, fraction):
@@ -168,12 +198,14 @@ def by_document(texts, fraction):
         yield 'val' if int(fraction * (i + 1)) > int(fraction * i) else 'train', text
 
 
-def by_position(texts, fraction):
-    """(split, text): val begins after the last line end before the last `fraction` of the characters."""
-    left = max(1, int(sum(map(len, texts)) * (1 - fraction)))  # characters for train
+def by_position(texts, size, fraction):
+    """(split, text): val is the last `fraction` of the `size` characters, and up to as much before it, from a line end.
+    """
+    left = max(1, int(size * (1 - fraction)))  # characters for train
+    near = size - left
     for text in texts:
         if 0 < left <= len(text):  # the document in which val begins
-            end = text.rfind('\n', 0, left) + 1 or left
+            end = text.rfind('\n', max(0, left - near), left) + 1 or left
             parts = [('train', text[:end]), ('val', text[end:])]
         else:
             parts = [('train' if left > 0 else 'val', text)]
@@ -195,37 +227,63 @@ def batched(documents):
 
 
 def expand(paths):
-    """The paths, where a directory stands for the readable files anywhere below it, in the order of their names.
+    """Return the paths, where a directory stands for the readable files anywhere below it, in the order of their names.
 
-    Hidden files are left out.
+    Hidden files are left out; of a directory's other files, a note names the first that are not read. Links to
+    directories are not followed.
     """
     files = []
     for path in paths:
         found = sorted(path.rglob('*')) if path.is_dir() else [path]
-        found = [p for p in found if p.suffix in READERS and not any(n[0] == '.' for n in p.relative_to(path).parts)]
-        if not found:
+        found = [p for p in found if not any(n[0] == '.' for n in p.relative_to(path).parts)]
+        readable = [p for p in found if reader_of(p) and not p.is_dir()]
+        if not readable:
             raise SystemExit(f'{path}: no .txt, .jsonl or .parquet file')
-        files += found
+        others = [p for p in found if p not in readable and (not p.is_dir() or p.is_symlink())]
+        if others:
+            print(f'note: {path}: not read: {names_of(others)}', file=sys.stderr)
+        files += readable
     return files
 
 
-def read_files(paths, text_key):
-    """Yield the documents of the files; blank ones are left out."""
-    for path in paths:
-        for document in READERS[path.suffix](path, text_key):
-            if not isinstance(document, str):
-                raise SystemExit(f'{path}: {text_key!r} is {document!r} in one document, not text')
-            if document.strip():
-                yield document
+def read(path, text_key):
+    """Yield the texts of a file.
+
+    SystemExit when its content is bad. OSError when the file system fails: then the same command may get further.
+    """
+    try:
+        for number, text in enumerate(reader_of(path)(path, text_key), 1):
+            if not isinstance(text, str):
+                raise SystemExit(f'{path}: {text_key!r} of document {number} is {text!r:.60}, not text')
+            yield text
+    except Exception as error:  # parsers and decompressors have no common class
+        if getattr(error, 'errno', None):
+            raise
+        raise SystemExit(f'{path}: cannot be read ({type(error).__name__}: {first_line(error)})') from None
 
 
 def lines(path):
-    """Yield the lines of a UTF-8 file without its byte order mark; only a newline ends one. SystemExit if not UTF-8."""
-    try:
-        with path.open(encoding='utf-8-sig', newline='\n') as file:
-            yield from file
-    except UnicodeDecodeError as error:
-        raise SystemExit(f'{path}: cannot be read as UTF-8 text ({error})') from None
+    """Yield the lines of a UTF-8 file without its byte order mark; only a newline ends one. SystemExit if not UTF-8.
+
+    A .gz or .zst file is decompressed.
+    """
+    with decompressed(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                text = line.decode('utf-8-sig' if number == 1 else 'utf-8')
+            except UnicodeDecodeError as error:
+                raise SystemExit(f'{path}, line {number}: not UTF-8 text (byte {line[error.start]:#04x}, '
+                                 f'{error.reason})') from None
+            yield text
+
+
+def decompressed(path):
+    """Return the open binary file of the content. pyarrow tells when a compressed file is truncated."""
+    file, kind = path.open('rb'), COMPRESSED.get(path.suffix.lower())
+    if kind:
+        import pyarrow
+        return io.BufferedReader(pyarrow.input_stream(file, compression=kind))
+    return file
 
 
 def txt(path, text_key):
@@ -248,13 +306,26 @@ def jsonl(path, text_key):
                 yield json.loads(line)[text_key]
             except (ValueError, KeyError, TypeError):
                 raise SystemExit(f'{path}, line {number}: not a JSON object with the key {text_key!r} '
-                                 '(--text_key names another)') from None
+                                 f'({KEY_HINT})') from None
 
 
 def parquet(path, text_key):
-    """Yield the text of each row of a .parquet file."""
-    for texts in stream(path, load([path], text_key, streaming=True), text_key):
-        yield from texts
+    """Yield the text of each row of a .parquet file; only the column `text_key` is read."""
+    from pyarrow.parquet import ParquetFile
+    with path.open('rb') as opened:
+        file = ParquetFile(opened)
+        names = file.schema_arrow.names
+        if text_key not in names and file.metadata.num_rows:
+            raise SystemExit(f'{path}: no column {text_key!r}, only {", ".join(names)} ({KEY_HINT})')
+        for rows in file.iter_batches(16, columns=[text_key]):  # few, because documents may be large
+            yield from rows[text_key].to_pylist()
 
 
 READERS = {'.txt': txt, '.jsonl': jsonl, '.parquet': parquet}
+COMPRESSED = {'.gz': 'gzip', '.zst': 'zstd'}
+READERS |= {f'{kind}{packed}': READERS[kind] for kind in ('.txt', '.jsonl') for packed in COMPRESSED}
+
+
+def reader_of(path):
+    """Return the reader for a file of this name, None for other files."""
+    return next((reader for ending, reader in READERS.items() if path.name.lower().endswith(ending)), None)

@@ -267,6 +267,6 @@ def sha256(path):
     """Hex SHA-256 of the bytes of a file."""
     digest = hashlib.sha256()
     with path.open('rb') as file:
-        while block := file.read(2 ** 24):
+        while block := file.read(2 ** 20):
             digest.update(block)
     return digest.hexdigest()

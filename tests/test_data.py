@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import gzip
 import hashlib
 import importlib
 import io
@@ -14,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -61,7 +61,9 @@ def prepare(name, *args, ok=True):
         except SystemExit as error:
             problem = error.code
     assert (not problem) == ok, (problem, err.getvalue())
-    return out.getvalue() if ok else problem if isinstance(problem, str) else err.getvalue().strip().splitlines()[-1]
+    if ok:
+        return out.getvalue() + err.getvalue()
+    return problem if isinstance(problem, str) else err.getvalue().strip().splitlines()[-1]
 
 
 def start_prepare(name, *args, ok=True, **env):
@@ -120,9 +122,22 @@ def write_parquet(path, rows, key='text'):
     return path
 
 
+def compressed(suffix, data):
+    """The content of a file with this suffix, in two frames."""
+    import pyarrow
+    kind = {'.gz': 'gzip', '.zst': 'zstd'}.get(suffix)
+    if not kind:
+        return data
+    sink = pyarrow.BufferOutputStream(), pyarrow.BufferOutputStream()
+    for stream, half in zip(sink, (data[:len(data) // 2], data[len(data) // 2:])):
+        with pyarrow.CompressedOutputStream(stream, kind) as packed:
+            packed.write(half)
+    return b''.join(stream.getvalue().to_pybytes() for stream in sink)
+
+
 def write_jsonl(path, rows, key='text'):
     lines = ''.join(json.dumps({'meta': {'set': 'x'}, key: row}) + '\n' for row in rows).encode()
-    path.write_bytes(gzip.compress(lines, mtime=0) if path.suffix == '.gz' else lines)
+    path.write_bytes(compressed(path.suffix, lines))
     return path
 
 
@@ -137,7 +152,7 @@ def pinned_corpus(kind, folder):
     rows = documents(300)
     if kind == 'table':
         path = write_parquet(folder / 'table.parquet', documents(2500))
-        return Corpus('table', 'r1', 'nanoGPT', open=lambda: sources.split_table([path], num_proc=1))
+        return Corpus('table', 'r1', 'nanoGPT', open=lambda: sources.split_table(sources.local_table([path], 'r1')))
     (folder / 'a.txt').write_bytes(EOT.join(rows[:100]).encode())
     if kind == 'few':
         return sources.files_corpus([folder / 'a.txt'], val_fraction=0.005)
@@ -521,20 +536,53 @@ def test_bad_input_leaves_no_parts_behind(tmp_path):
 def test_pile_streams_its_files_in_order(tmp_path):
     rows = texts(2600, words=5)
     files = [write_jsonl(tmp_path / '0.jsonl', rows[:1100]), write_jsonl(tmp_path / '1.jsonl.gz', rows[1100:2500])]
-    val = write_parquet(tmp_path / 'val.parquet', rows[2500:])
+    val = write_jsonl(tmp_path / 'val.jsonl.zst', rows[2500:])
     prepare('pile', '--data_files', *files, '--val_files', val, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out')
     train, val, meta = bins(tmp_path / 'out')
     assert (documents_of(train, BYTE), documents_of(val, BYTE)) == (rows[:2500], rows[2500:])
-    assert meta['source'] == '0.jsonl 1.jsonl.gz val.parquet'
+    assert meta['source'] == '0.jsonl 1.jsonl.gz val.jsonl.zst'
 
 
-def test_a_table_that_turns_bad_half_way_keeps_what_was_done(tmp_path):
+def test_only_the_text_of_a_table_is_read(tmp_path):
+    """From the file of that very name: its other columns may change their type, and a file may have no rows."""
+    import pyarrow
+    rows, out = texts(4000, words=3), tmp_path / 'out'
+    write_parquet(tmp_path / 'dump1.parquet', ['the neighbour that the name matches as a pattern'])
+    brackets = write_parquet(tmp_path / 'dump[1].parquet', rows[:1000])
+    late = tmp_path / 'late.jsonl'
+    late.write_text(''.join(json.dumps({'text': text, 'n': None if i < 1900 else [i]}) + '\n'
+                            for i, text in enumerate(rows[1000:3000])))
+    empty = tmp_path / 'empty.parquet'
+    pyarrow.parquet.write_table(pyarrow.table({}), empty)
+    (tmp_path / 'empty.jsonl').touch()
+    files = [brackets, empty, late, tmp_path / 'empty.jsonl', write_jsonl(tmp_path / 'b.JSONL', rows[3000:])]
+    prepare('openwebtext', '--data_files', *files, '--tokenizer', 'byte', '--out_dir', out / 'table')
+    prepare('text', *files, '--tokenizer', 'byte', '--out_dir', out / 'text')
+    prepare('pile', '--data_files', *files, '--val_files', empty, brackets, '--tokenizer', 'byte',
+            '--out_dir', out / 'stream')
+    found = {name: [documents_of(ids, BYTE) for ids in bins(out / name)[:2]] for name in ('table', 'text', 'stream')}
+    assert found['stream'] == [rows, rows[:1000]]
+    for name in ('table', 'text'):
+        assert sorted(sum(found[name], [])) == sorted(rows)
+
+
+def test_what_is_done_is_kept_where_the_same_command_can_get_further(tmp_path, monkeypatch):
+    """After an error of the disk it is. A bad file needs another file, which is other data."""
     good, bad, out_dir = write_jsonl(tmp_path / 'a.jsonl', texts(5000, words=3)), tmp_path / 'b.jsonl', tmp_path / 'out'
     bad.write_text('{"text": \n')
     val = write_jsonl(tmp_path / 'val.jsonl', texts(5, seed=1))
-    message = prepare('pile', '--data_files', good, bad, '--val_files', val, '--tokenizer', 'byte',
-                      '--out_dir', out_dir, '--num_proc', 1, ok=False)
-    assert 'b.jsonl' in message and 'the same command, without --overwrite, resumes' in message
+    command = ['--data_files', good, bad, '--val_files', val, '--tokenizer', 'byte', '--out_dir', out_dir,
+               '--num_proc', 1]
+    assert prepare('pile', *command, ok=False).startswith(f'{bad}, line 1: not a JSON object') and not left(out_dir)
+    real = sources.decompressed
+
+    def failing(path):
+        if path == bad:
+            raise OSError(errno.EIO, 'Input/output error')
+        return real(path)
+
+    monkeypatch.setattr(sources, 'decompressed', failing)
+    assert 'the same command, without --overwrite, resumes' in prepare('pile', *command, ok=False)
     assert left(out_dir) == ['progress.json', 'train.bin.part', 'val.bin.part'] and saved_documents(out_dir) >= 1000
 
 
@@ -543,10 +591,12 @@ def test_bad_tables_are_one_line(tmp_path):
     bad = tmp_path / 'bad.parquet'
     bad.write_text('not parquet')
     other = write_jsonl(tmp_path / 'other.jsonl', texts(5), key='content')
+    table = write_parquet(tmp_path / 'other.parquet', texts(5), key='content')
     assert 'bad.parquet: cannot be read' in prepare('openwebtext', '--data_files', bad, *out, ok=False)
-    assert "no column 'text'" in prepare('openwebtext', '--data_files', other, *out, ok=False)
+    assert "with the key 'text'" in prepare('openwebtext', '--data_files', other, *out, ok=False)
     assert 'go together' in prepare('pile', '--data_files', good, *out, ok=False)
-    assert "no column 'text'" in prepare('pile', '--data_files', other, '--val_files', good, *out, ok=False)
+    message = prepare('pile', '--data_files', table, '--val_files', good, *out, ok=False)
+    assert "other.parquet: no column 'text', only url, content (" in message
     assert 'cannot be read' in start_prepare('openwebtext', *out, ok=False)  # from the Hub
     assert not left(tmp_path / 'out')
 
@@ -565,13 +615,31 @@ def test_val_has_the_fraction_of_the_documents(fraction, share, first, tmp_path)
 
 @pytest.mark.parametrize('documents, val', [
     (['one document\nof few\nlines'], 'of few\nlines'), (['no line end'], ' end'), (['ab', 'c\nd', 'e f'], 'de f'),
-    (['xy'], 'y')])
+    (['xy'], 'y'), (['title\n' + 'ACGT' * 25], 'ACGT' * 8)])
 def test_few_documents_are_split_by_position(documents, val, tmp_path):
     (tmp_path / 'a.txt').write_text(EOT.join(documents))
     found = by_split(sources.files_corpus([tmp_path / 'a.txt'], val_fraction=0.3))
     assert all(found['train']) and all(found['val'])
     assert ''.join(found['train'] + found['val']) == ''.join(documents)
     assert ''.join(found['val']) == val
+
+
+def test_few_large_documents_are_not_in_memory_together(tmp_path):
+    (tmp_path / 'a.txt').write_text(f'{"x" * 99}\n{EOT}'.join('x' * 10 ** 6 for _ in range(20)))
+    tracemalloc.start()
+    try:
+        corpus = sources.files_corpus([tmp_path / 'a.txt'])
+        assert sum(len(text) for batch in corpus.open().segments[0] for _, text in batch) > 2 * 10 ** 7
+        assert tracemalloc.get_traced_memory()[1] < 10 ** 7
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_small_val_split_gets_a_note(tmp_path, capsys):
+    (tmp_path / 'a.txt').write_text('title\n' + 'ACGT' * 5000)
+    command = ['text', tmp_path / 'a.txt', '--tokenizer', 'byte', '--out_dir', tmp_path / 'out', '--overwrite']
+    for fraction, noted in ((0.01, True), (0.4, False)):
+        assert ('larger --val_fraction' in prepare(*command, '--val_fraction', fraction)) == noted
 
 
 def test_val_file_and_text_key(tmp_path):
@@ -585,15 +653,20 @@ def test_val_file_and_text_key(tmp_path):
     assert "key 'content'', not" in prepare('text', *command, '--text_key', 'url', ok=False).replace('"', "'")
 
 
-def test_the_files_of_a_directory(tmp_path):
-    """The readable ones, in the order of their names, hidden ones left out."""
-    folder = tmp_path / 'corpus'
-    for name in ('b/2.txt', 'a.jsonl', 'b/1.txt', 'c.txt', '.hidden/x.txt', 'b/.x.txt', 'README.md', 'x.gz'):
+def test_the_files_of_a_directory(tmp_path, capsys):
+    """The readable ones, in the order of their names, hidden ones left out; a note names the others."""
+    folder, linked = tmp_path / 'corpus', tmp_path / 'elsewhere'
+    for name in ('b/2.txt', 'a.jsonl.gz', 'b/1.TXT', 'c.txt', 'd.parquet/part.txt', '.hidden/x.txt', 'b/.x.txt',
+                 'README.md', 'x.gz'):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
     (tmp_path / 'one.txt').write_text('one')
-    assert sources.expand([tmp_path / 'one.txt', folder]) == [
-        tmp_path / 'one.txt', *(folder / name for name in ('a.jsonl', 'b/1.txt', 'b/2.txt', 'c.txt'))]
+    linked.mkdir()
+    (linked / 'x.txt').write_text('linked')
+    (folder / 'linked').symlink_to(linked)
+    assert sources.expand([tmp_path / 'one.txt', folder]) == [tmp_path / 'one.txt', *(
+        folder / name for name in ('a.jsonl.gz', 'b/1.TXT', 'b/2.txt', 'c.txt', 'd.parquet/part.txt'))]
+    assert capsys.readouterr().err == f'note: {folder}: not read: README.md linked x.gz\n'
     (tmp_path / 'empty').mkdir()
     assert rejection(sources.expand, [tmp_path / 'empty']).endswith('empty: no .txt, .jsonl or .parquet file')
 
@@ -606,16 +679,20 @@ def test_only_a_byte_order_mark_and_blank_documents_are_left_out(name, mark, tmp
     content = EOT.join(documents) if name == 'a.txt' else '\n \r\n\n'.join(
         json.dumps({'text': text}, ensure_ascii=False) for text in documents)
     (tmp_path / name).write_bytes((mark + content).encode())
-    assert list(sources.read_files([tmp_path / name], 'text')) == [documents[0], 'seven']
+    assert by_split(sources.files_corpus([tmp_path / name], [tmp_path / name]))['train'] == [documents[0], 'seven']
 
 
 @pytest.mark.parametrize('name, content, message', [
     ('a.jsonl', b'{"text": "good"}\n{"text": \n', 'a.jsonl, line 2: not a JSON object'),
     ('a.jsonl', b'{"content": "good"}\n', "with the key 'text'"),
-    ('a.jsonl', b'{"text": 3}\n', "'text' is 3 in one document"),
-    ('a.txt', b'good\xff\xfe', 'a.txt: cannot be read'),
+    ('a.jsonl', b'{"text": 3}\n', "a.jsonl: 'text' of document 1 is 3, not text"),
+    ('a.jsonl', json.dumps({'text': ['long'] * 10 ** 5}).encode(), "['long', 'long', 'long', 'long', 'long', 'long', "
+     "'long', 'lo, not text"),
+    ('a.txt', b'good\n' * 9999 + b'\xff\xfe', 'a.txt, line 10000: not UTF-8 text (byte 0xff, invalid start byte)'),
     ('a.parquet', b'not parquet', 'a.parquet: cannot be read'),
-    ('a.txt.gz', b'text\n', 'a.txt.gz: no .txt'),
+    ('a.txt.gz', b'text\n', 'a.txt.gz: cannot be read (OSError: '),
+    ('a.txt.zst', b'(\xb5/\xfd', 'a.txt.zst: cannot be read (OSError: Truncated'),
+    ('a.csv', b'text\n', 'a.csv: no .txt'),
     ('a.txt', b' \n ', 'no text for train.bin'),
 ])
 def test_bad_text_is_one_line(name, content, message, tmp_path):
@@ -624,7 +701,7 @@ def test_bad_text_is_one_line(name, content, message, tmp_path):
         sources.files_corpus([tmp_path / name]), BYTE, tmp_path / 'out', num_proc=1))
     assert not left(tmp_path / 'out')
     if b'\xff\xfe' in content:
-        assert f'{name}: cannot be read' in prepare('shakespeare_char', '--input', tmp_path / name, ok=False)
+        assert f'{name}, line 10000: not UTF-8' in prepare('shakespeare_char', '--input', tmp_path / name, ok=False)
 
 
 # ---- every prepare.py ------------------------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import prepare_split_table
+from data.sources import prepare_split_table, table_parser
 
 REPOSITORY, REVISION = 'Skylion007/openwebtext', '79d93d786212f7344586290adb811d4ae6a1762c'
 FILES = [f'plain_text/train-{i:05d}-of-00080.parquet' for i in range(80)]
 
 
 def main():
-    prepare_split_table(__doc__, __file__, REPOSITORY, REVISION, FILES)
+    prepare_split_table(table_parser(__doc__, __file__).parse_args(), REPOSITORY, REVISION, FILES)
 
 
 if __name__ == '__main__':

@@ -3,14 +3,15 @@
 The Pile itself is no longer distributed. This reads the mirror monology/pile-uncopyrighted on the Hub, which lacks
 Books3, BookCorpus2, OpenSubtitles, YTSubtitles and OWT2; so losses compare among runs on this corpus, not with the
 paper's. About 340 GB are read as a stream and not stored (or from --data_files); --num_files takes only the first of
-the 30 training files, some 11 GB each. Reading .zst needs the package zstandard.
+the 30 training files, some 11 GB each. Reading them from the Hub needs the package zstandard.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, at_least_one, local_files, stream_tables
+from data.sources import argument_parser, at_least_one, expand, file_by_file, local_files, read, stream
 from data.writer import Corpus, write_bins
 
 REPOSITORY, REVISION = 'monology/pile-uncopyrighted', '3be90335b66f24456a5d6659d9c8d208c0357119'
@@ -26,13 +27,14 @@ def main():
     if bool(args.data_files) != bool(args.val_files):
         parser.error('--data_files and --val_files go together')
     if args.data_files:
-        train, val = args.data_files, args.val_files
+        train, val = expand(args.data_files), expand(args.val_files)
         source, revision = local_files([*train, *val])
+        texts = partial(read, text_key='text')
     else:
         train, val = [f'{HUB}/train/{i:02d}.jsonl.zst' for i in range(args.num_files)], [f'{HUB}/val.jsonl.zst']
-        source, revision = REPOSITORY, REVISION
+        source, revision, texts = REPOSITORY, REVISION, stream
     corpus = Corpus(source, revision, split=f'{len(train)} files for train, {len(val)} for val',
-                    open=lambda: stream_tables({'train': train, 'val': val}))
+                    open=lambda: file_by_file({'train': train, 'val': val}, texts))
     write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 

@@ -1,8 +1,10 @@
 """Your own text: .txt (documents divided by <|endoftext|>), .jsonl and .parquet files.
 
-A directory stands for all such files anywhere below it, in the order of their names.
+The first two may be compressed (.gz, .zst). A directory stands for all such files anywhere below it, in the order of
+their names; links to directories are not followed.
+
 Without --val_file, val_fraction of the documents go to val.bin: every 100th at 0.01, the 3rd and 5th of every 5 at 0.4.
-Where there are too few documents, val.bin gets the last val_fraction of the text, cut at a line end.
+Where there are too few documents, val.bin gets the last val_fraction of the text, from a line end if one is near.
 """
 
 import sys
@@ -11,6 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, files_corpus
 from data.writer import write_bins
+
+SHORT = 4 * 1024  # tokens: a few sequences of the default block_size
 
 
 def main():
@@ -23,7 +27,10 @@ def main():
     if not 0 < args.val_fraction <= 0.5:
         parser.error(f'--val_fraction={args.val_fraction}: must be above 0 and at most 0.5')
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
-    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    meta = write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    if meta['val']['tokens'] < SHORT:
+        print(f'note: val.bin has fewer than {SHORT:,} tokens, so its loss is a rough estimate; set a larger '
+              '--val_fraction or --val_file', file=sys.stderr)
 
 
 if __name__ == '__main__':
