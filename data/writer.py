@@ -257,8 +257,15 @@ def encode(batch):
     end = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
     for split, text in encode.read(batch) if encode.read else batch:
         if not isinstance(text, str):
-            raise SystemExit(f'a document for {split}.bin is {text!r}, not text')
-        arrays[split] += [np.asarray(ids, tokenizer.dtype) for ids in (tokenizer.encode(text), end)]
+            raise SystemExit(f'a document for {split}.bin is {text!r:.60}, not text')
+        try:
+            ids = tokenizer.encode(text)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception, and no other process can read it
+            raise SystemExit(f'the tokenizer {tokenizer.name} cannot encode the document of {len(text):,} characters '
+                             f'for {split}.bin that begins with {text[:60]!r} ({first_line(error)})') from None
+        arrays[split] += [np.asarray(part, tokenizer.dtype) for part in (ids, end)]
         counts[split] += 1
     return {split: (np.concatenate(parts), counts[split]) for split, parts in arrays.items()}
 

@@ -249,6 +249,30 @@ def test_tokenizer(name, vocab_size, eot_id):
     assert again.encode('the same') == tokenizer.encode('the same')
 
 
+def test_long_runs_of_blanks_are_encoded_in_pieces(monkeypatch):
+    tokenizer = get_tokenizer('gpt2')
+    text = f'one {" " * 1_100_000}two\n\n{chr(10) * 30}\tthree'
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    monkeypatch.setattr(tokenizer, 'most_blanks', 10)
+    assert tokenizer.encode(short := f'one{" " * 10}two{" " * 9} three') == tokenizer.bpe.encode_ordinary(short)
+    assert tokenizer.encode(f'a{" " * 25}b') == [i for part in (f'a{" " * 10}', ' ' * 10, f'{" " * 5}b')
+                                               for i in tokenizer.bpe.encode_ordinary(part)]
+
+
+class Panicking(Char):
+    """A tokenizer that fails as one in Rust does."""
+
+    def encode(self, text):
+        raise BaseException('called `Result::unwrap()` on an `Err` value\nstack backtrace')
+
+
+def test_a_document_that_the_tokenizer_fails_on_is_named(tmp_path):
+    assert rejection(write_bins, small_corpus(), Panicking('ab'), tmp_path, 1) == (
+        "the tokenizer char cannot encode the document of 1 characters for train.bin that begins with 'a' (called "
+        '`Result::unwrap()` on an `Err` value)')
+    assert not left(tmp_path)
+
+
 @pytest.fixture
 def tokenizer_file(tmp_path):
     """A small byte-level tokenizer.json, with the truncation and padding that published files may have."""
