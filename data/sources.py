@@ -35,8 +35,7 @@ def argument_parser(doc, script, tokenizer=None):
                         default=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
     parser.add_argument('--overwrite', action='store_true', help='replace other bins that are in the way')
     if tokenizer:
-        parser.add_argument('--tokenizer', type=get_tokenizer, metavar=TOKENIZER_NAMES, default=tokenizer,
-                            help=f'default: {tokenizer}')
+        parser.add_argument('--tokenizer', metavar=TOKENIZER_NAMES, default=tokenizer, help=f'default: {tokenizer}')
     return parser
 
 
@@ -84,6 +83,7 @@ def table_parser(doc, script):
 
 def prepare_split_table(args, repository, revision, names):
     """Write the bins of --data_files, or of parquet files on the Hub, with nanoGPT's split."""
+    tokenizer = get_tokenizer(args.tokenizer)
     if args.data_files:
         files = expand(args.data_files)
         source, revision = local_files(files)
@@ -92,7 +92,7 @@ def prepare_split_table(args, repository, revision, names):
         files, source = [f'hf://datasets/{repository}@{revision}/{name}' for name in names], repository
         table = partial(hub_table, files, min(args.num_proc, len(files)))
     corpus = Corpus(source, revision, split=f'train_test_split: {SPLIT}', open=lambda: split_table(table()))
-    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 def hub_table(files, num_proc):

@@ -618,7 +618,6 @@ def test_bad_tables_are_one_line(tmp_path):
     table = write_parquet(tmp_path / 'other.parquet', texts(5), key='content')
     assert 'bad.parquet: cannot be read' in prepare('openwebtext', '--data_files', bad, *out, ok=False)
     assert "with the key 'text'" in prepare('openwebtext', '--data_files', other, *out, ok=False)
-    assert 'go together' in prepare('pile', '--data_files', good, *out, ok=False)
     message = prepare('pile', '--data_files', table, '--val_files', good, *out, ok=False)
     assert "other.parquet: no column 'text', only url, content (" in message
     assert 'cannot be read' in start_prepare('openwebtext', *out, ok=False)  # from the Hub
@@ -742,10 +741,17 @@ def test_flags(name, tmp_path):
         args = [*flag, 'none.txt', *['--val_files', 'none.txt'] * (name == 'pile'), *tokenizer]
         message = prepare(name, *args, '--out_dir', tmp_path / 'out', ok=False)
         assert message == 'none.txt: cannot be read (No such file or directory)'
-    if name == 'text':
-        for fraction in (0.9, 0):
-            message = prepare('text', __file__, '--val_fraction', fraction, ok=False)
-            assert message.endswith('must be above 0 and at most 0.5')
+
+
+def test_usage_comes_before_the_tokenizer(monkeypatch):
+    """Which may be a download."""
+    monkeypatch.setattr('data.tokenizer.GPT2.__init__', lambda self: pytest.fail('the tokenizer is loaded'))
+    assert prepare('text', ok=False).endswith('the following arguments are required: PATH')
+    for fraction in (0.9, 0):
+        message = prepare('text', __file__, '--val_fraction', fraction, ok=False)
+        assert message.endswith('must be above 0 and at most 0.5')
+    message = prepare('pile', '--tokenizer', 'gpt2', '--data_files', __file__, ok=False)
+    assert message.endswith('--data_files and --val_files go together')
 
 
 def test_pysource_needs_no_download_and_no_further_package(tmp_path):

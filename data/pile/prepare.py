@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, at_least_one, expand, file_by_file, local_files, read, stream
+from data.tokenizer import get_tokenizer
 from data.writer import Corpus, write_bins
 
 REPOSITORY, REVISION = 'monology/pile-uncopyrighted', '3be90335b66f24456a5d6659d9c8d208c0357119'
@@ -26,6 +27,7 @@ def main():
     args = parser.parse_args()
     if bool(args.data_files) != bool(args.val_files):
         parser.error('--data_files and --val_files go together')
+    tokenizer = get_tokenizer(args.tokenizer)
     if args.data_files:
         train, val = expand(args.data_files), expand(args.val_files)
         source, revision = local_files([*train, *val])
@@ -35,7 +37,7 @@ def main():
         source, revision, texts = REPOSITORY, REVISION, stream
     corpus = Corpus(source, revision, split=f'{len(train)} files for train, {len(val)} for val',
                     open=lambda: file_by_file({'train': train, 'val': val}, texts))
-    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':

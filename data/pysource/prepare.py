@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser
+from data.tokenizer import get_tokenizer
 from data.writer import Batches, Corpus, write_bins
 
 LEFT_OUT = {'test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages'}
@@ -22,6 +23,7 @@ LEFT_OUT = {'test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-
 
 def main():
     args = argument_parser(__doc__, __file__, tokenizer='byte').parse_args()
+    tokenizer = get_tokenizer(args.tokenizer)
     root = Path(sysconfig.get_path('stdlib'))
     documents, seen, digest = [], set(), hashlib.sha256()
     for path in sorted(root.rglob('*.py')):
@@ -43,7 +45,7 @@ def main():
     corpus = Corpus(f'Python {platform.python_version()} standard library', f'sha256:{digest.hexdigest()}',
                     'val: one file in ten, by the hash of its path',
                     open=lambda: Batches(segments, documents=len(documents)))
-    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':

@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, files_corpus
+from data.tokenizer import get_tokenizer
 from data.writer import write_bins
 
 SHORT = 4 * 1024  # tokens: a few sequences of the default block_size
@@ -26,8 +27,9 @@ def main():
     args = parser.parse_args()
     if not 0 < args.val_fraction <= 0.5:
         parser.error(f'--val_fraction={args.val_fraction}: must be above 0 and at most 0.5')
+    tokenizer = get_tokenizer(args.tokenizer)
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
-    meta = write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    meta = write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
     if meta['val']['tokens'] < SHORT:
         print(f'note: val.bin has fewer than {SHORT:,} tokens, so its loss is a rough estimate; set a larger '
               '--val_fraction or --val_file', file=sys.stderr)
