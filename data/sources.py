@@ -1,6 +1,6 @@
 """Documents from tables on the Hub, through `datasets`, and from .txt, .jsonl and .parquet files on disk.
 
-Also the flags that every prepare.py has.
+Also shards of tokens, and the flags that every prepare.py has.
 """
 
 import argparse
@@ -13,7 +13,9 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
-from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES, get_tokenizer
+import numpy as np
+
+from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES, GPT2Tokens, get_tokenizer
 from data.writer import Batches, Corpus, sha256, write_bins
 from runtime.files import first_line
 
@@ -152,6 +154,56 @@ def stream(file):
             yield from part['text'].to_pylist()
     except Exception as error:  # as in `load`
         raise OSError(f'{file}: {type(error).__name__}: {first_line(error)}') from None
+
+
+# ---- shards of tokens ------------------------------------------------------------------------------------------------
+
+SHARD_HEADER = 256  # int32s: magic number, version, number of tokens, zeros
+SHARD_MAGIC, SHARD_VERSION = 20240520, 1
+SHARD_PIECE = 2 ** 20  # tokens in one batch
+
+
+def shards_corpus(train, val, source=''):
+    """Return the Corpus of shards of GPT-2's tokens in the format of llm.c and modded-nanogpt: a header, then uint16.
+
+    Args:
+        train, val: their paths. SystemExit when one is not such a file, or not complete.
+        source: where they are from, for meta.json.
+    """
+    shards = [(split, path, shard_tokens(path)) for split, paths in (('train', train), ('val', val)) for path in paths]
+    names, revision = local_files([*train, *val])
+    source, rule = f'{source} {names}'.strip(), 'val: ' + names_of(val)
+    print(f'{source}: {rule}')
+    segments = [[(split, path, start, min(start + SHARD_PIECE, tokens)) for start in range(0, tokens, SHARD_PIECE)]
+                for split, path, tokens in shards]
+    return Corpus(source, revision, rule, open=lambda: Batches(segments, read_shard))
+
+
+def shard_tokens(path):
+    """Return the number of tokens in a shard. SystemExit when it is another file, or not complete."""
+    try:
+        header, size = np.fromfile(path, '<i4', SHARD_HEADER), path.stat().st_size
+    except OSError as error:
+        raise SystemExit(f'{path}: cannot be read ({error.strerror})') from None
+    if len(header) < SHARD_HEADER or header[:2].tolist() != [SHARD_MAGIC, SHARD_VERSION]:
+        raise SystemExit(f'{path}: not a shard of GPT-2 tokens, whose header begins with {SHARD_MAGIC} and version '
+                         f'{SHARD_VERSION}')
+    tokens = int(header[2])
+    if size != (expected := 4 * SHARD_HEADER + 2 * tokens):
+        raise SystemExit(f'{path}: not complete: {size:,} bytes, not {expected:,} for the {tokens:,} tokens that its '
+                         'header says')
+    return tokens
+
+
+def read_shard(batch):
+    """Worker: the tokens start … end - 1 of a shard. SystemExit when an id is not GPT-2's."""
+    split, path, start, end = batch
+    ids = np.fromfile(path, '<u2', end - start, offset=4 * SHARD_HEADER + 2 * start)
+    if len(ids) < end - start:
+        raise SystemExit(f'{path}: became shorter while it was read')
+    if (top := ids.max()) >= GPT2Tokens.vocab_size:
+        raise SystemExit(f'{path}: token id {top} is not one of GPT-2\'s {GPT2Tokens.vocab_size:,}')
+    return [(split, ids)]
 
 
 # ---- files on disk ---------------------------------------------------------------------------------------------------

@@ -33,10 +33,15 @@ class Tokenizer:
         return {'tokenizer': self.name, 'vocab_size': self.vocab_size, 'dtype': self.dtype, 'eot_id': self.eot_id}
 
 
-class GPT2(Tokenizer):
-    """GPT-2's byte-pair encoding, through tiktoken."""
+class GPT2Tokens(Tokenizer):
+    """The ids of GPT-2, for text that is tokenized already: cannot encode, and needs no tiktoken."""
 
     name, vocab_size, eot_id = 'gpt2', 50257, 50256
+
+
+class GPT2(GPT2Tokens):
+    """GPT-2's byte-pair encoding, through tiktoken."""
+
     most_blanks = 900_000  # tiktoken's regular expressions fail on a million blanks in a row
 
     def __init__(self):

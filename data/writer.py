@@ -42,7 +42,7 @@ class Batches:
         skips finished segments unread; of the segment it stopped in, it reads the written batches, but does not
         tokenize them.
     read: function that a worker calls with a batch (hence picklable) for its documents, a list of (split, text).
-        Without it, a batch is such a list itself.
+        Without it, a batch is such a list itself. An array of ids stands for a text that is tokenized already.
     documents: how many there are, for the progress bar; None if unknown.
     """
 
@@ -256,6 +256,10 @@ def encode(batch):
     tokenizer, arrays, counts = encode.tokenizer, defaultdict(list), Counter()
     end = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
     for split, text in encode.read(batch) if encode.read else batch:
+        if isinstance(text, np.ndarray):  # of any part of the corpus, with the end-of-text ids
+            arrays[split].append(text)
+            counts[split] += int(np.count_nonzero(text == tokenizer.eot_id))
+            continue
         if not isinstance(text, str):
             raise SystemExit(f'a document for {split}.bin is {text!r:.60}, not text')
         try:

@@ -26,7 +26,7 @@ import train
 from analysis.load import load
 from data import sources, writer
 from data.loader import Bin, read_meta
-from data.tokenizer import Char, get_tokenizer, tokenizer_from_meta
+from data.tokenizer import Char, GPT2Tokens, get_tokenizer, tokenizer_from_meta
 from data.writer import Batches, Corpus, write_bins
 
 EOT = '<|endoftext|>'
@@ -622,6 +622,110 @@ def test_bad_tables_are_one_line(tmp_path):
     assert "other.parquet: no column 'text', only url, content (" in message
     assert 'cannot be read' in start_prepare('openwebtext', *out, ok=False)  # from the Hub
     assert not left(tmp_path / 'out')
+
+
+# ---- shards of tokens ------------------------------------------------------------------------------------------------
+
+
+def write_shard(path, ids, magic=20240520, version=1, tokens=None):
+    header = np.zeros(256, '<i4')
+    header[:3] = magic, version, len(ids) if tokens is None else tokens
+    path.write_bytes(header.tobytes() + np.asarray(ids, '<u2').tobytes())
+    return path
+
+
+def shard_ids(seed, n=300):
+    """Random ids, every tenth the beginning of a document."""
+    ids = np.random.default_rng(seed).integers(50256, size=n)
+    ids[::10] = 50256
+    return ids
+
+
+def test_shards_are_joined_without_a_tokenizer(tmp_path):
+    """In their order, the last one for val; with no package but those that copying needs."""
+    for name in ('tiktoken', 'datasets', 'pyarrow', 'tokenizers', 'huggingface_hub', 'torch', 'requests'):
+        (tmp_path / f'{name}.py').write_text(f'raise ImportError({name!r})')
+    files = [write_shard(tmp_path / f'{seed}.bin', shard_ids(seed)) for seed in (3, 1, 2)]
+    start_prepare('fineweb', '--tokens', *files, '--out_dir', tmp_path / 'out', PYTHONPATH=str(tmp_path))
+    train, val, meta = bins(tmp_path / 'out')
+    assert train.tolist() == [*shard_ids(3), *shard_ids(1)] and val.tolist() == shard_ids(2).tolist()
+    assert {key: meta[key] for key in get_tokenizer('gpt2').meta} == get_tokenizer('gpt2').meta
+    assert (meta['train']['documents'], meta['val']['documents']) == (60, 30)
+    assert (meta['source'], meta['split']) == ('3.bin 1.bin 2.bin', 'val: 2.bin')
+    assert Bin(tmp_path / 'out', 'train').sequences([0], 3).tolist() == [shard_ids(3)[:3].tolist()]
+
+
+def test_shards_are_read_in_pieces_and_resume(tmp_path, monkeypatch):
+    """A shard is never whole in memory; a run that was interrupted gives the same bins."""
+    monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
+    monkeypatch.setattr(sources, 'SHARD_PIECE', 70)
+    files = [write_shard(tmp_path / f'{seed}.bin', shard_ids(seed)) for seed in range(3)]
+
+    def corpus():
+        return sources.shards_corpus(files[1:], files[:1])
+
+    assert [len(segment) for segment in corpus().open().segments] == [5, 5, 5]
+    assert all(len(ids) <= 70 for segment in corpus().open().segments for batch in segment
+               for _, ids in sources.read_shard(batch))
+    assert 'resumes' in rejection(write_bins, interrupted(corpus(), 9), GPT2Tokens(), tmp_path / 'out', 1)
+    assert saved_documents(tmp_path / 'out')
+    write_bins(corpus(), GPT2Tokens(), tmp_path / 'out', 2)
+    train, val, _ = bins(tmp_path / 'out')
+    assert train.tolist() == [*shard_ids(1), *shard_ids(2)] and val.tolist() == shard_ids(0).tolist()
+
+
+def test_shards_are_downloaded_when_asked(tmp_path, monkeypatch):
+    """One after another, so that the same command goes on where the network failed."""
+    huggingface_hub = pytest.importorskip('huggingface_hub')
+    names = ['fineweb_train_000001.bin', 'fineweb_train_000002.bin', 'fineweb_val_000000.bin']
+    asked, network = [], ['fineweb_train_000001.bin']
+
+    def hf_hub_download(repository, name, repo_type):
+        assert (repository, repo_type) == ('kjj0/fineweb10B-gpt2', 'dataset')
+        asked.append(name)
+        if name not in network:
+            raise ConnectionError('no route to host')
+        return str(write_shard(tmp_path / name, shard_ids(names.index(name))))
+
+    monkeypatch.setattr(huggingface_hub, 'hf_hub_download', hf_hub_download)
+    command = ['fineweb', '--download', 2, '--out_dir', tmp_path / 'out']
+    assert prepare(*command, ok=False) == (
+        'kjj0/fineweb10B-gpt2: fineweb_train_000002.bin cannot be downloaded (no route to host); the same command '
+        'resumes, and --tokens FILE... takes local copies')
+    network += names[1:]
+    prepare(*command)
+    assert asked == [*names[:2], *names]
+    train, val, meta = bins(tmp_path / 'out')
+    assert train.tolist() == [*shard_ids(0), *shard_ids(1)] and val.tolist() == shard_ids(2).tolist()
+    assert meta['source'] == 'kjj0/fineweb10B-gpt2 ' + ' '.join(names)
+
+
+@pytest.mark.parametrize('shard, message', [
+    (dict(magic=20240801, version=7), 'a.bin: not a shard of GPT-2 tokens, whose header begins with 20240520 and'),
+    (dict(version=2), 'a.bin: not a shard'),
+    (dict(tokens=301), 'a.bin: not complete: 1,624 bytes, not 1,626 for the 301 tokens that its header says'),
+    (dict(tokens=299), 'a.bin: not complete'),
+    (dict(ids=[50257]), "a.bin: token id 50257 is not one of GPT-2's 50,257")])
+def test_a_file_that_is_not_a_whole_shard_is_one_line(shard, message, tmp_path):
+    bad = write_shard(tmp_path / 'a.bin', **{'ids': shard_ids(0), **shard})
+    good = write_shard(tmp_path / 'b.bin', shard_ids(1))
+    assert message in prepare('fineweb', '--tokens', bad, good, '--out_dir', tmp_path / 'out', ok=False)
+    assert not left(tmp_path / 'out')
+
+
+def test_flags_of_shards(tmp_path):
+    a, b = (write_shard(tmp_path / f'{seed}.bin', shard_ids(seed)) for seed in range(2))
+    (tmp_path / 'empty.bin').touch()
+    for flags, message in [
+            (['--tokens', a], '--tokens: needs one more shard, for train.bin'),
+            (['--tokens', a, '--val_file', a], '--tokens: needs one more shard, for train.bin'),
+            (['--tokens', tmp_path / 'none.bin', a], 'none.bin: cannot be read (No such file or directory)'),
+            (['--tokens', tmp_path / 'empty.bin', a], 'empty.bin: not a shard of GPT-2 tokens'),
+            (['--tokens', a, b, '--download', 1], 'pass only one'), (['--val_file', a], 'needs --tokens'),
+            (['--tokens', a, b, '--tokenizer', 'byte'], 'leave it out'), (['--download', 104], 'there are 103 shards')]:
+        assert message in prepare('fineweb', *flags, '--out_dir', tmp_path / 'out', ok=False)
+    prepare('fineweb', '--tokens', a, b, '--val_file', a, '--out_dir', tmp_path / 'out')
+    assert bins(tmp_path / 'out')[1].tolist() == shard_ids(0).tolist()
 
 
 # ---- a user's own files ----------------------------------------------------------------------------------------------
