@@ -355,6 +355,8 @@ def evaluate_and_save(run, state, val_data, log, stops):
     if abs(training_loss - val_loss) > 1e-4 * val_loss:  # the training loss is not the plain cross-entropy
         metrics['val/training_loss'] = training_loss
     log.record(state, f'iter {state.iter}: val loss {val_loss:.4f}', metrics)
+    if state.iter >= c.max_iters and not math.isfinite(val_loss) and not c.eval_only:
+        lifecycle.abort(c, run.world, log, state.iter, 'the validation loss is not finite')
 
     best = val_loss < state.best_val_loss
     due = best or c.always_save_checkpoint or state.iter >= c.max_iters

@@ -22,7 +22,7 @@ from data.loader import TrainLoader
 from runtime import checkpoint
 from runtime.device import can_compile
 from runtime.files import differing_files
-from runtime.signals import LISTENED
+from runtime.signals import LISTENED, NOT_FINITE
 
 FLAGS = {'adamw': ['--decay_lr=False', '--grad_clip=0.85'],
          'sophiag': ['--hessian_interval=2', '--lr_decay_iters=8', '--dropout=0']}
@@ -36,6 +36,16 @@ def main(corpus):
             checkpoint.LOCKS.pop().close()
         program.main([*TINY, f'--dataset={corpus}', f'--out_dir={out}', '--learning_rate=1e-2', *flags])
     return call
+
+
+def test_a_last_evaluation_that_is_not_finite_is_a_divergence(main, tmp_path, monkeypatch, capsys):
+    """Evaluations before the last one may be."""
+    monkeypatch.setattr(program, 'evaluate', lambda *args: (math.nan, math.nan))
+    with pytest.raises(SystemExit) as stopped:
+        main(tmp_path)
+    assert stopped.value.code == NOT_FINITE
+    line = 'iteration 10: the validation loss is not finite; resume with a lower --learning_rate'
+    assert capsys.readouterr().err.startswith(line) and read_run(tmp_path).failed.startswith(line)
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag'])
