@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import sys
 from datetime import timedelta
 from importlib import metadata
@@ -67,7 +68,8 @@ class RunLog:
         out_dir = self.values['out_dir']
         if not stopped:
             self.print(f'done: lowest val loss {best_val_loss:.4f}; checkpoints and metrics.jsonl are in {out_dir}')
-            self.print(f'next: python scripts/sample.py {out_dir}, python scripts/plot.py {out_dir}')
+            quoted = shlex.quote(out_dir)
+            self.print(f'next: python scripts/sample.py {quoted}, python scripts/plot.py {quoted}')
         elif iteration > 0:  # it has saved
             flag = '' if self.values['auto_resume'] else ' with --auto_resume=True'
             self.print(f'the same command{flag} resumes it')
@@ -90,8 +92,10 @@ def start_wandb(path, values):
     """A run in Weights & Biases, which continues the one that wandb_id.txt in the directory of metrics.jsonl, `path`,
     names.
 
-    A killed process loses lines that it had not sent yet: they are sent again. The iteration is the x-axis, and not
-    wandb's own step. That must never fall, and a run that resumes from an earlier checkpoint repeats some iterations.
+    A killed process loses lines that it had not sent yet: they are sent again. Offline nothing is known to be received,
+    and every line is written again, because `wandb sync` of a folder replaces the run of the same id. The iteration is
+    the x-axis, and not wandb's own step. That must never fall, and a run that resumes from an earlier checkpoint
+    repeats some iterations.
     """
     import wandb
     id_path = path.with_name('wandb_id.txt')
@@ -101,7 +105,7 @@ def start_wandb(path, values):
     write_text(id_path, f'{run.id}\n')
     run.define_metric('iter')
     run.define_metric('*', step_metric='iter')
-    if run.resumed and path.is_file():
+    if run_id and path.is_file():
         received = run.summary.get('iter', -1)
         for entry in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
             if entry['iter'] >= received:  # an iteration may have two lines, of which one was received

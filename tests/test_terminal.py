@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +108,24 @@ def init(**_):
 wandb.init = init
 """)
     assert done.code == 1 and done.err == '--wandb_log=True: RuntimeError: no API key\n'
+
+
+def test_a_run_that_resumes_offline_writes_all_its_lines_again(tmp_path, monkeypatch):
+    """wandb then knows of no earlier run."""
+    logged = []
+    run = SimpleNamespace(id='abc', resumed=False, summary={}, define_metric=lambda *_, **__: None, log=logged.append)
+    monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace(init=lambda **_: run))
+    path, values = tmp_path / 'metrics.jsonl', dict(wandb_project='p', wandb_run_name='', out_dir='x')
+    path.write_text('{"iter": 0}\n{"iter": 1}\n')
+    runlog.start_wandb(path, values)
+    assert logged == []  # of another run, which logged nothing to wandb
+    runlog.start_wandb(path, values)
+    assert logged == [{'iter': 0}, {'iter': 1}]
+
+
+def test_a_directory_with_spaces_is_quoted_in_what_comes_next(capsys):
+    runlog.RunLog(None, dict(out_dir='my run'), True).print_what_next(10, 3.0, False)
+    assert "next: python scripts/sample.py 'my run', python scripts/plot.py 'my run'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('flags, message', [
