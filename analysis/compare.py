@@ -86,7 +86,8 @@ class Tuned:
     """An optimizer at one horizon T.
 
     best: the runs of the best hyperparameters, one for each seed. tried: such a list for all hyperparameters tried.
-    trials: their losses; of hyperparameters that diverged with a seed or more, the loss at the start.
+    trials: their losses; of hyperparameters that diverged with a seed or more, the loss at the start, or where it is
+    not known the highest loss of the others.
     """
     T: int
     best: list
@@ -122,8 +123,8 @@ def tuned_at_each_T(runs, optimizer_name):
     """{T: `Tuned`} of an optimizer, where it has a finished run.
 
     The best hyperparameters have the lowest mean loss among those with the most seeds. Others with fewer seeds replace
-    them only if they are lower twice: in the mean over their own seeds, and over the seeds that both have. So a single
-    lucky run is not enough. Hyperparameters that diverged with a seed are never the best.
+    them only if they share a seed and are lower twice: in the mean over their own seeds, and over the shared ones. So a
+    single lucky run is not enough. Hyperparameters that diverged with a seed are never the best.
     """
     found = {}
     ended = [run for run in runs if run.optimizer_name == optimizer_name and (run.diverged or not run.rejected)]
@@ -137,17 +138,25 @@ def tuned_at_each_T(runs, optimizer_name):
             continue
         best, *others = sorted(groups, key=lambda group: (-len(group), mean_loss(group)[0]))
         for group in others:
-            loss, loss_of_best = losses_of_shared_seeds([group, best])
-            if len(group) < len(best) and loss < loss_of_best and mean_loss(group)[0] < mean_loss(best)[0]:
-                best = group
-        trials = losses_of_shared_seeds(groups) + [group[0].series('val/loss')[1][0] for group in lost]
+            if len(group) < len(best) and shared_seeds([group, best]):
+                loss, loss_of_best = losses_of_shared_seeds([group, best])
+                if loss < loss_of_best and mean_loss(group)[0] < mean_loss(best)[0]:
+                    best = group
+        highest = max(loss for group in groups for run in group for loss in run.series('val/loss')[1])
+        trials = losses_of_shared_seeds(groups) + [
+            next((loss for run in group for loss in run.series('val/loss')[1]), highest) for group in lost]
         found[T] = Tuned(T, best, groups + lost, trials)
     return found
 
 
+def shared_seeds(groups):
+    """Return the set of seeds that all groups of runs have."""
+    return set.intersection(*({run.seed for run in group} for group in groups))
+
+
 def losses_of_shared_seeds(groups):
     """The mean loss of each group over the seeds that all groups have; over its own where there are none."""
-    shared = set.intersection(*({run.seed for run in group} for group in groups))
+    shared = shared_seeds(groups)
     return [mean_loss([run for run in group if run.seed in shared] or group)[0] for group in groups]
 
 

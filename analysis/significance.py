@@ -26,24 +26,26 @@ def difference(one, two, pooled=(None, 0)):
     """Tests whether mean(one) − mean(two) is more than noise.
 
     Welch's test if both lists have at least three losses; else Student's against the `pooled` σ, (σ, degrees of
-    freedom), which takes the noise of all settings to be the same. Without either, or with an infinite loss, there is
-    no test.
+    freedom), which takes the noise of all settings to be the same. There is no test where the noise is not known or 0,
+    as for equal losses, or where a loss is infinite.
 
     Returns a dict: difference, standard_error, df, p (two-sided), plus_or_minus (half of the 95 % interval) and test,
     its name; None where there is no test.
     """
-    found = dict(difference=mean(one) - mean(two))
-    finite = math.isfinite(found['difference'])
-    if finite and min(len(one), len(two)) >= 3:
+    found = dict(difference=mean(one) - mean(two), standard_error=None, df=None, p=None, plus_or_minus=None, test=None)
+    if not math.isfinite(found['difference']):
+        return found
+    welch = min(len(one), len(two)) >= 3
+    error = (math.sqrt(variance(one) / len(one) + variance(two) / len(two)) if welch
+             else (pooled[0] or 0) * math.sqrt(1 / len(one) + 1 / len(two)))
+    if not error:
+        return found
+    if welch:
         result = stats.ttest_ind(one, two, equal_var=False)
         interval = result.confidence_interval(0.95)
-        return dict(found, standard_error=math.sqrt(sum(variance(losses) / len(losses) for losses in (one, two))),
-                    df=float(result.df), p=float(result.pvalue), test='Welch',
+        return dict(found, standard_error=error, df=float(result.df), p=float(result.pvalue), test='Welch',
                     plus_or_minus=float(interval.high - interval.low) / 2)
-    if not finite or not pooled[0]:
-        return dict(found, standard_error=None, df=None, p=None, plus_or_minus=None, test=None)
-    sd, df = pooled
-    error = sd * math.sqrt(1 / len(one) + 1 / len(two))
+    df = pooled[1]
     return dict(found, standard_error=error, df=df, p=2 * float(stats.t.sf(abs(found['difference']) / error, df)),
                 plus_or_minus=float(stats.t.ppf(0.975, df)) * error, test='pooled σ')
 

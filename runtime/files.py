@@ -4,6 +4,7 @@ that only plot stay light."""
 import contextlib
 import hashlib
 import json
+import math
 import os
 import socket
 import subprocess
@@ -50,8 +51,15 @@ def write_text(path, text):
 
 
 def write_json(path, value):
-    """Replaces the file `path` with indented JSON, as `write_text` does."""
-    write_text(path, json.dumps(value, indent=1) + '\n')
+    """Replaces the file `path` with indented JSON, as `write_text` does. Numbers that are not finite, which JSON does
+    not have, become null."""
+    def finite(value):
+        if isinstance(value, dict):
+            return {key: finite(entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [finite(entry) for entry in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+    write_text(path, json.dumps(finite(value), indent=1) + '\n')
 
 
 def save_pt(path, state):

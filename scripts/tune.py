@@ -10,7 +10,6 @@ records the trials and what was kept.
 """
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
@@ -53,8 +52,7 @@ def tune(base, values, noise, out_dir, train_trials):
                 raise SystemExit(f'{trial.out_dir}: {trial.state}; {trial.last_line}. Then give the same command')
             if trial.name not in trials:
                 trials[trial.name] = trial
-                record['trials'].append({**trial.settings, 'run': trial.name,
-                                         'val/loss': trial.loss if trial.loss < math.inf else None})
+                record['trials'].append({**trial.settings, 'run': trial.name, 'val/loss': trial.loss})
         return [trial.loss for trial in found]
 
     lowest, = losses_of([best])

@@ -27,6 +27,13 @@ def test_fewer_are_tested_against_the_pooled_noise_or_not_at_all():
     assert difference([3.0], [3.1])['p'] is None
 
 
+@pytest.mark.parametrize(('one', 'two', 'pooled'), [
+    ([3.0] * 3, [3.0] * 3, (None, 0)), ([3.0] * 3, [2.5] * 3, (0.1, 9)), ([3.0], [3.1], (0.0, 4)),
+    ([math.inf, 3.0, 3.1], [3.0, 3.1, 3.2], (0.1, 9))])
+def test_without_noise_there_is_no_test(one, two, pooled):
+    assert difference(one, two, pooled)['p'] is None
+
+
 def test_pooled_sd_weighs_by_degrees_of_freedom():
     assert pooled_sd([[1.0], [1.0, 3.0], [0.0, 1.0, 2.0]]) == (pytest.approx(math.sqrt((2 + 2) / 3)), 3)
     assert pooled_sd([[1.0], [2.0]]) == (None, 0)

@@ -48,9 +48,10 @@ def test_one_lucky_seed_does_not_displace_settings_with_several(tmp_path):
         make(tmp_path, 'adamw', 100, loss, lr=2e-3, seed=seed)
         make(tmp_path, 'adamw', 100, 3.17, lr=1e-3, seed=seed)  # the mean decides between settings with as many seeds
     make(tmp_path, 'adamw', 100, 3.05, lr=4e-3, seed=1)  # below the mean of the three, not below the same seed
+    make(tmp_path, 'adamw', 100, 2.0, lr=5e-4, seed=9)  # lucky on a seed that no other setting has
     make(tmp_path, 'sophiag', 100, 3.2)
     (row,) = judge(tmp_path)['same_T']
-    assert (row['seeds of baseline'], row['trials of baseline'], row['baseline']) == (3, 3, pytest.approx(9.4 / 3))
+    assert (row['seeds of baseline'], row['trials of baseline'], row['baseline']) == (3, 4, pytest.approx(9.4 / 3))
     make(tmp_path, 'adamw', 100, 2.9, lr=6e-3, seed=1)
     result = judge(tmp_path)
     assert result['same_T'][0]['baseline'] == pytest.approx(2.9)
@@ -125,6 +126,10 @@ def test_a_run_that_diverged_is_a_trial(tmp_path):
     result = judge(tmp_path)
     assert result['same_T'][0]['trials'] == 3 and list(result['rejected'].values()) == ['it diverged'] * 2
     assert [row['diverged'] for row in rows_of(tmp_path / 'speedup.csv')] == ['0', '2']
+    unmeasured = make(tmp_path, 'sophiag', 100, 3.0, lr=3.0)
+    (unmeasured / 'failed.txt').write_text('iteration 0: the loss is not finite')
+    (unmeasured / 'metrics.jsonl').write_text('')
+    assert judge(tmp_path)['same_T'][0]['trials'] == 4
     (make(tmp_path, 'sophiag', 100, 3.0, argv=['--n_layer=3'], end=30) / 'failed.txt').write_text('not finite')
     assert 'n_layer' in rejection(judge, tmp_path)  # a trial of another model
 
