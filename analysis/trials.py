@@ -112,6 +112,8 @@ def trials_of(spec, out_dir):
         grid = {key: value if isinstance(value, list) else [value] for key, value in entry.items() if key != 'base'}
         for values in itertools.product(*grid.values()):
             settings = {key: canonical(value) for key, value in zip(grid, values)}
+            if 'out_dir' in settings:
+                raise SystemExit('out_dir is not a setting to try: each run gets a directory in --out_dir; leave it out')
             argv = [*spec.get('base', []), *entry.get('base', [])]
             argv += [value if key == 'config' else f'--{key}={value}' for key, value in settings.items()]
             name = ','.join(f'{key}={in_name(value)}' for key, value in settings.items())
@@ -123,10 +125,12 @@ def trials_of(spec, out_dir):
 
 
 def canonical(value):
-    """A setting's value as text, numbers in one way: 1e-3 as 0.001."""
-    for kind in int, float:
-        with contextlib.suppress(ValueError):
-            return str(kind(str(value)))
+    """A setting's value as text, numbers in one way: 1e-3 as 0.001, and 1e3 as 1000, which is an integer's, too."""
+    with contextlib.suppress(ValueError):
+        return str(int(str(value)))
+    with contextlib.suppress(ValueError):
+        number = float(str(value))  # of a JSON true, not 1
+        return str(int(number) if number.is_integer() else number)
     return str(value)
 
 
@@ -138,14 +142,15 @@ def in_name(value):
 def split_values(flag, pairs):
     """{setting: list of values} of what was typed as KEY=V1,V2. SystemExit where it is not that.
 
-    A mixture of data sets, dataset=A:0.7,B:0.3, is one value.
+    A mixture of data sets, dataset=A:0.7,B:0.3, is one value, and so is optimizer_args='a=1, b=2'.
     """
     found = {}
     for pair in pairs:
         key, _, values = pair.partition('=')
         if not values:
             raise SystemExit(f'{flag} {pair}: write KEY=V1,V2')
-        found[key] = [values] if key == 'dataset' and ':' in values else values.split(',')
+        one = key == 'optimizer_args' or key == 'dataset' and ':' in values
+        found[key] = [values] if one else values.split(',')
     return found
 
 

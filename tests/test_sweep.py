@@ -24,7 +24,7 @@ from scripts import eval as evaluation
 
 
 def test_a_spec_becomes_trials_in_order_with_stable_names(tmp_path):
-    spec = dict(base=['--seed=3'], runs=[dict(learning_rate=[1e-3, '2e-3', '0.001'], gamma=0.1),
+    spec = dict(base=['--seed=3'], runs=[dict(learning_rate=[1e-3, '2e-3', '0.001'], gamma='1e-1'),
                                          dict(config='config/quickstart.py'), dict(base=['--bias=True'], gamma=0.2)])
     found = trials.trials_of(spec, tmp_path)
     assert [trial.out_dir.name for trial in found] == [
@@ -39,9 +39,19 @@ def test_two_runs_of_one_directory_are_rejected(tmp_path):
     assert 'two runs of this sweep would be in this directory' in rejection(trials.trials_of, spec, tmp_path)
 
 
+def test_equal_numbers_are_one_trial(tmp_path):
+    trial, = trials.trials_of(dict(base=SHAPE, runs=[dict(max_iters=['1e3', 1000, '1000.0'])]), tmp_path)
+    assert trial.name == 'max_iters=1000'
+    trial.check()  # train.py takes no fraction there
+    assert 'out_dir is not a setting to try' in rejection(trials.trials_of, dict(runs=[dict(out_dir='a')]), tmp_path)
+
+
 def test_values_of_a_grid():
+    assert trials.canonical(True) == 'True'
     assert trials.split_values('--grid', ['seed=1,2', 'dataset=a,b']) == dict(seed=['1', '2'], dataset=['a', 'b'])
-    assert trials.split_values('--grid', ['dataset=a:0.7,b:0.3']) == dict(dataset=['a:0.7,b:0.3'])
+    for one in ('dataset=a:0.7,b:0.3', 'optimizer_args=a=1, b=2'):
+        key, _, value = one.partition('=')
+        assert trials.split_values('--grid', [one]) == {key: [value]}
     assert 'write KEY=V1,V2' in rejection(trials.split_values, '--grid', ['seed'])
 
 
@@ -238,6 +248,12 @@ def test_a_search_finds_the_best_settings_and_records_every_trial(tmp_path, land
     assert '--learning_rate=0.004 --gamma=0.2, val loss 3.0000' in capsys.readouterr().out
     tune.main(argv)
     assert len(record['trials']) == len(landscape)
+
+
+def test_a_search_that_starts_where_runs_diverge_is_recorded_as_json(tmp_path, landscape):
+    tune.main(['--out_dir', str(tmp_path), *VALUES, '--noise=0', *BASE, '--learning_rate=1'])
+    text = (tmp_path / 'tuning.json').read_text()
+    assert json.loads(text)['kept'][0]['before'] is None and 'Infinity' not in text
 
 
 def test_an_interrupted_search_continues(tmp_path, landscape, monkeypatch):
