@@ -19,10 +19,14 @@ $(VENV)/.installed-dev: $(DEV) $(VENV)/.installed
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt $(DEV:%=-r %)
 	@touch $@
 
-# An interrupted run resumes; loss.png is made last, and the next run starts over.
+# $(call ask,QUESTION) fails unless the answer is y.
+ask = printf '%s [y/N] ' '$(1)'; read answer; test "$$answer" = y
+
+# An interrupted run resumes; loss.png is made last, and after it the next run starts over.
 quickstart: install  ## prepare an embedded corpus, train a small GPT with Sophia-G, sample from it, draw its loss
-	$(PY) data/pysource/prepare.py
+	@test ! -e out/quickstart/loss.png || { $(call ask,remove the finished run in out/quickstart?); }
 	test ! -e out/quickstart/loss.png || rm -rf out/quickstart
+	$(PY) data/pysource/prepare.py
 	$(PY) train.py config/quickstart.py --auto_resume=True
 	$(PY) scripts/sample.py --out_dir=out/quickstart --num_samples=1 --max_new_tokens=400
 	$(PY) scripts/plot.py out/quickstart --output out/quickstart/loss.png
@@ -33,15 +37,17 @@ test: $(VENV)/.installed-dev  ## run the tests (no GPU, no download of data)
 lint: $(VENV)/.installed-dev  ## ruff
 	$(PY) -m ruff check .
 
-clean:  ## remove runs (out/) and build files; keeps .venv and data
-	rm -rf out build *.egg-info
+clean:  ## remove build files and, after a y, the runs in out/; keeps .venv and data
+	rm -rf build *.egg-info
+	@test ! -e out || { du -sh out/*; $(call ask,remove these runs?); }
+	rm -rf out
 
 PREPARED = $(wildcard data/*/*.bin data/*/*.bin.part data/*/*.partial data/*/meta.json data/*/progress.json)
 
 clean-data:  ## list the prepared data, some of it hours of work, and remove it after a y
 	@test -n "$(PREPARED)" || { echo "no prepared data in data/"; exit 1; }
 	@du -ch $(PREPARED)
-	@printf 'remove these files? [y/N] '; read answer; test "$$answer" = y
+	@$(call ask,remove these files?)
 	rm -f $(PREPARED)
 
 .PHONY: help install quickstart test lint clean clean-data

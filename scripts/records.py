@@ -3,7 +3,7 @@
   python scripts/records.py records/study
   python scripts/records.py out/sweep --pack records/sweep     writes records/sweep/runs.jsonl, a line per run
 
-records/README.md says what a record must hold. The exit code is 1 when one is incomplete.
+records/README.md says what a record must hold. When one is incomplete, nothing is packed, and the exit code is 1.
 """
 
 import argparse
@@ -57,19 +57,22 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.pack and (len(args.out_dirs) > 1 or not Path(args.out_dirs[0]).is_dir()):
         parser.error('--pack takes one OUT_DIR, a directory')
+    if args.pack and (args.pack / 'runs.jsonl').exists():
+        raise SystemExit(f'--pack {args.pack}: holds a record, runs.jsonl, already; give another DIR, or remove it')
     runs = find_runs(args.out_dirs)
     rows = sorted(map(row, runs), key=lambda row: (row['parameters'], row['T'], row['optimizer'],
                                                    row['val/loss'] or math.inf))
     print_table(rows)
-    if args.pack:
-        args.pack.mkdir(parents=True, exist_ok=True)
-        write_text(args.pack / 'runs.jsonl', ''.join(packed(run, run.out_dir.relative_to(args.out_dirs[0])) + '\n'
-                                                     for run in runs))
     incomplete = {run.out_dir: found for run in runs if (found := problems(run))}
     for out_dir, found in incomplete.items():
         print(f'{out_dir}: {"; ".join(found)}', file=sys.stderr)
     if incomplete:
-        raise SystemExit(f'{len(incomplete)} of {len(runs)} records are incomplete')
+        raise SystemExit(f'{len(incomplete)} of {len(runs)} records are incomplete'
+                         + ('; nothing is packed' if args.pack else ''))
+    if args.pack:
+        args.pack.mkdir(parents=True, exist_ok=True)
+        write_text(args.pack / 'runs.jsonl', ''.join(packed(run, run.out_dir.relative_to(args.out_dirs[0])) + '\n'
+                                                     for run in runs))
     print(f'{len(runs)} records, all complete')
 
 

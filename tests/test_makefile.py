@@ -32,7 +32,7 @@ def make(tmp_path):
     return run
 
 
-def test_an_interrupted_quickstart_resumes_and_a_finished_one_starts_over(make, tmp_path):
+def test_an_interrupted_quickstart_resumes_and_a_finished_one_starts_over_after_a_yes(make, tmp_path):
     out, calls = tmp_path / 'out/quickstart', tmp_path / 'calls'
     (tmp_path / 'interrupt').touch()
     assert make('quickstart').returncode
@@ -44,18 +44,24 @@ def test_an_interrupted_quickstart_resumes_and_a_finished_one_starts_over(make, 
     assert [call.split()[0] for call in calls.read_text().splitlines()] == [
         'data/pysource/prepare.py', 'train.py', 'scripts/sample.py', 'scripts/plot.py']
     assert 'train.py config/quickstart.py --auto_resume=True\n' in calls.read_text()
-    assert make('quickstart').returncode == 0
+    assert make('quickstart', 'n\n').returncode and make('quickstart').returncode
+    assert (out / 'of the first run').exists()
+    assert make('quickstart', 'y\n').returncode == 0
     assert (out / 'ckpt').exists() and not (out / 'of the first run').exists()
 
 
-def test_clean_keeps_data_and_clean_data_asks(make, tmp_path):
+def test_clean_keeps_data_and_asks(make, tmp_path):
     kept = [tmp_path / 'data/mine' / name for name in ('prepare.py', 'input.txt', 'tokenizer.json')]
     prepared = [tmp_path / 'data/mine' / name for name in ('train.bin', 'val.bin.part', 'meta.json', 'progress.json')]
     kept[0].parent.mkdir(parents=True)
     (tmp_path / 'out').mkdir()
     for path in (*kept, *prepared):
         path.write_text('content')
-    assert make('clean').returncode == 0
+    (tmp_path / 'out/run').mkdir()
+    assert make('clean').returncode and (tmp_path / 'out/run').exists()
+    for again in range(2):  # the second time there is nothing to ask
+        done = make('clean', 'y\n')
+        assert done.returncode == 0 and ('out/run' in done.stdout) is (again == 0)
     assert not (tmp_path / 'out').exists() and all(path.exists() for path in (*kept, *prepared))
     for answer in ('', 'n\n'):
         done = make('clean-data', answer)

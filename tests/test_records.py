@@ -53,12 +53,12 @@ def test_an_unfinished_record_is_named(record, tmp_path, capsys):
 @pytest.fixture
 def pair(tmp_path):
     """(a directory of five runs, the folder with its runs.jsonl)."""
-    for name in ('adamw', 'sophiag'):
-        for seed in (1, 2):
-            make(tmp_path / 'out' / name, name, 100, 3.0 + 0.1 * seed, seed=seed, gpu_memory=lambda i: 1.0 + i)
     diverged = fake_run(tmp_path / 'out/adamw/diverged', 3.0, ['--max_iters=100'], end=30)
     (diverged / 'failed.txt').write_text('iteration 30: the loss is not finite\n')
-    rejection(records.main, [str(tmp_path / 'out'), '--pack', str(tmp_path / 'records')])  # of no commit: incomplete
+    for run in diverged, *(make(tmp_path / 'out' / name, name, 100, 3.0 + 0.1 * seed, seed=seed,
+                                gpu_memory=lambda i: 1.0 + i) for name in ('adamw', 'sophiag') for seed in (1, 2)):
+        change(run, machine=dict(cpu='x'))
+    records.main([str(tmp_path / 'out'), '--pack', str(tmp_path / 'records')])
     return tmp_path / 'out', tmp_path / 'records'
 
 
@@ -71,6 +71,17 @@ def test_packed_runs_are_the_runs(pair):
         assert (one.config, one.about, one.records, one.failed) == (two.config, two.about, two.records, two.failed)
         assert one.rejected == two.rejected
     assert [run.failed for run in after if run.diverged] == ['iteration 30: the loss is not finite']
+
+
+def test_packing_replaces_nothing_and_waits_for_complete_records(pair, tmp_path):
+    out, folder = pair
+    before = (folder / 'runs.jsonl').read_bytes()
+    change(out / 'adamw/diverged', git_commit=None)
+    assert 'holds a record' in rejection(records.main, [str(out / 'adamw'), '--pack', str(folder)])
+    assert (folder / 'runs.jsonl').read_bytes() == before
+    assert '1 of 5 records are incomplete; nothing is packed' == rejection(
+        records.main, [str(out), '--pack', str(tmp_path / 'new')])
+    assert not (tmp_path / 'new').exists()
 
 
 @pytest.mark.parametrize(('selection', 'count'), [
