@@ -22,6 +22,13 @@ NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_
          'grad_clipped': 'share of the steps whose gradient was clipped'}
 
 
+def ends_before_others(runs, metric):
+    """Return the run whose values of `metric` end at the earliest iteration, None if they all end at the same."""
+    ends = {run.out_dir: max(run.series(metric)[0], default=0) for run in runs}
+    first = min(ends, key=ends.get)
+    return first if ends[first] < max(ends.values()) else None
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='a run, or a directory of runs')
@@ -45,6 +52,9 @@ def main(argv=None):
             xs, ys, lows, highs = averaged(line, metric, args.x)
             if not xs:
                 continue
+            if cut := ends_before_others(line, metric):
+                print(f'note: {metric} of {label} is drawn up to where {cut} ends, because a mean is over all seeds',
+                      file=sys.stderr)
             ax.plot(xs, ys, label=label, **style)
             if len(line) > 1:
                 ax.fill_between(xs, lows, highs, alpha=0.2, linewidth=0, **style)

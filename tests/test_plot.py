@@ -43,7 +43,7 @@ def test_axes(tmp_path, optimizer, x, last):
     assert float(rows_of(tmp_path / 'figure.csv')[10][x]) == pytest.approx(last)
 
 
-def test_seeds_are_averaged_where_all_of_them_were_measured(tmp_path):
+def test_seeds_are_averaged_where_all_of_them_were_measured(tmp_path, capsys):
     fake_run(tmp_path / 'a', 3.0, ['--max_iters=100', '--seed=1'])  # measured every 10 iterations
     fake_run(tmp_path / 'b', 2.0, ['--max_iters=100', '--seed=2'])
     path = tmp_path / 'b/metrics.jsonl'  # but this one every 20
@@ -54,6 +54,11 @@ def test_seeds_are_averaged_where_all_of_them_were_measured(tmp_path):
     assert [int(row['steps']) for row in rows] == [0, 20, 40, 60, 80, 100]
     last = {key: float(rows[-1][key]) for key in ('value', 'lowest', 'highest', 'seeds')}
     assert last == pytest.approx(dict(value=2.5, lowest=2.0, highest=3.0, seeds=2))
+    assert 'note' not in capsys.readouterr().err
+    fake_run(tmp_path / 'c', 3.0, ['--max_iters=100', '--seed=3'], end=20)
+    plot.main([str(tmp_path), '--metrics', 'val/loss', '--output', str(tmp_path / 'x.png')])
+    assert [int(row['steps']) for row in rows_of(tmp_path / 'x.csv')] == [0, 20]
+    assert f'is drawn up to where {tmp_path / "c"} ends' in capsys.readouterr().err
 
 
 def test_losses_that_cannot_be_compared_are_named(tmp_path, capsys):
