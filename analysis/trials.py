@@ -113,7 +113,7 @@ def trials_of(spec, out_dir):
         for values in itertools.product(*grid.values()):
             settings = {key: canonical(value) for key, value in zip(grid, values)}
             if 'out_dir' in settings:
-                raise SystemExit('out_dir is not a setting to try: each run gets a directory in --out_dir; leave it out')
+                raise SystemExit('out_dir is not a setting to try; each run gets a directory in --out_dir')
             argv = [*spec.get('base', []), *entry.get('base', [])]
             argv += [value if key == 'config' else f'--{key}={value}' for key, value in settings.items()]
             name = ','.join(f'{key}={in_name(value)}' for key, value in settings.items())

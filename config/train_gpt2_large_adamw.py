@@ -2,3 +2,4 @@
 out_dir = 'out/gpt2-large-adamw'
 model_size = '770M'
 optimizer_name = 'adamw'
+batch_size = 6

@@ -2,3 +2,4 @@
 out_dir = 'out/gpt2-large-sophiag'
 model_size = '770M'
 optimizer_name = 'sophiag'
+batch_size = 6

@@ -2,3 +2,4 @@
 out_dir = 'out/gpt2-large-sophiah'
 model_size = '770M'
 optimizer_name = 'sophiah'
+batch_size = 6

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import shutil
 import sys
@@ -15,10 +16,14 @@ from runtime.files import first_line
 # The values of --dtype
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
-# Dense bf16/fp16 peak of one device in FLOP/s, from the makers' data sheets (no sparsity). The first one whose words
-# are in the device's name counts; parts of a device (MIG) and slower chips of the same name have no known peak.
-PEAK_FLOPS = {'MIG': None, 'Laptop': None, 'H200 NVL': 835e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12,
-              'H100': 989e12, 'A100': 312e12, 'A5000': 111e12, 'L40S': 362e12, 'RTX 4090': 165e12}
+# (FLOP/s, GB of memory) of one GPU: the dense bf16 or fp16 peak with float32 sums, from data sheets, and the
+# smaller memory of a card sold with two. The first key whose words are in a device's name counts; parts of a device
+# (MIG) and slower chips of the same name are not known.
+GPUS = {'MIG': None, 'Laptop': None, 'B200': (2250e12, 180), 'H200 NVL': (835e12, 141), 'H200': (989e12, 141),
+        'H100 PCIe': (756e12, 80), 'H100 NVL': (835e12, 94), 'H100': (989e12, 80), 'A100': (312e12, 40),
+        'L40S': (362e12, 48), 'L4': (121e12, 24), 'A10G': (70e12, 24), 'A5000': (111e12, 24), 'A6000': (155e12, 48),
+        'V100': (125e12, 16), 'T4': (65e12, 16), 'RTX 5090': (209e12, 32), 'RTX 4090 D': None,
+        'RTX 4090': (165e12, 24), 'RTX 3090 Ti': None, 'RTX 3090': (71e12, 24)}
 
 
 def check_device(device):
@@ -82,4 +87,12 @@ def peak_flops(device):
     """Peak FLOP/s of `device` in 16-bit matmuls; None where it is unknown."""
     if device.type != 'cuda':
         return None
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in device_name(device)), None)
+    return (GPUS.get(gpu_named(device_name(device))) or [None])[0]
+
+
+def gpu_named(name):
+    """Return the key of GPUS for a device's name, or for some words of the key, such as '4090'; None if unknown."""
+    def contains(text, words):
+        return re.search(rf'\b{re.escape(words)}\b', text, re.IGNORECASE)
+    return (next((key for key in GPUS if contains(name, key)), None)
+            or min((key for key in GPUS if GPUS[key] and contains(key, name)), key=len, default=None))

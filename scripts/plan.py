@@ -1,10 +1,12 @@
 """Memory, FLOPs, days and GPU-hours of a run, computed before anything is trained.
 
-  python scripts/plan.py config/train_gpt2_small_sophiag.py --gpus 8
-  python scripts/plan.py config/train_neox_{1.5b,6.6b}_sophiag.py --gpus 64 --memory_gb 40 --tflops 312 --mfu 0.3
-  python scripts/plan.py --model_size=125M --batch_size=30 --gpus 1 --measure
+  python scripts/plan.py --gpu 4090                                      every size, and which fits one RTX 4090
+  python scripts/plan.py config/train_gpt2_small_sophiag.py --gpus 8     on eight H100
+  python scripts/plan.py config/train_neox_{1.5b,6.6b}_sophiag.py --gpu A100 --gpus 64 --mfu 0.3
+  python scripts/plan.py --model_size=125M --batch_size=30 --measure
 
-Settings are train.py's: config files, one plan each, and --key=value flags for all of them. GB are 1e9 bytes.
+Settings are train.py's: config files, one plan each, and --key=value flags for all of them; without any, a table of the
+published configs for Sophia-G. GB are 1e9 bytes.
 
 The time of a step assumes that the FLOPs of matmuls and Hessian estimates (analysis/runs.py) run at --mfu of the GPUs'
 peak. Activation checkpointing adds up to a third; communication is not counted.
@@ -25,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.arguments import at_least
+from analysis.figures import print_table
 from analysis.runs import training_and_hessian_flops
 from data.loader import vocab_size_of
 from hessian import rows_at_once
@@ -106,36 +109,63 @@ def changed(c, **values):
     return c
 
 
+def step_seconds(c, model, args):
+    """Return (seconds of a step, its FLOPs, the FLOPs of Hessian estimates among them) of the settings `c`."""
+    gradient, hessian = training_and_hessian_flops(c.values, dict(flops_per_token=model.flops_per_token()))
+    return (gradient + hessian) / (args.gpus * args.tflops * 1e12 * args.mfu), gradient + hessian, hessian
+
+
+def modes(c, gpus):
+    """Return the (parallel, activation_checkpointing) that the optimizer of `c` can have, the fastest first."""
+    optimizer = row(c.optimizer_name)
+    shards = ['fsdp'] if gpus > 1 and optimizer.shards else []
+    return [('ddp', False)] if optimizer.hook.hessian_products else [
+        (parallel, checkpointing) for parallel in ('ddp', *shards) for checkpointing in (False, True)]
+
+
+def ladder(settings, args):
+    """Print a line for each of `settings`, a list of (c, shape): the fastest mode that fits, and how long it takes."""
+    rows = []
+    for c, shape in settings:
+        model = GPT.without_values(shape)
+        parameters, seconds = model.num_params(), step_seconds(c, model, args)[0]
+        for parallel, checkpointing in modes(c, args.gpus):
+            here = changed(c, parallel=parallel, activation_checkpointing=checkpointing)
+            if largest := largest_micro_batch(here, shape, args.gpus, args.limit):
+                break
+        needed = ' and '.join(['fsdp'] * (parallel == 'fsdp') + ['checkpointing'] * checkpointing)
+        steps = {'20 tokens a parameter': 20 * parameters / c.total_batch_size / c.block_size,
+                 f'{c.max_iters:,} steps': c.max_iters}
+        rows.append({
+            'size': c.model_size, 'parameters': parameters, 'fits': (needed and f'with {needed}' or 'yes') if largest
+            else 'no', 'largest batch_size': largest or None, 's a step': f'{seconds:.2f}' if largest else None,
+            **{f'hours, {name}': f'{seconds * n / 3600:,.1f}' if largest else None for name, n in steps.items()}})
+    print_table(sorted(rows, key=lambda row: row['parameters']))
+
+
 def plan(c, shape, args):
     """Prints the plan of the settings `c`."""
     model, optimizer = GPT.without_values(shape), row(c.optimizer_name)
-    gradient, hessian = training_and_hessian_flops(c.values, dict(flops_per_token=model.flops_per_token()))
-    seconds = (gradient + hessian) / (args.gpus * args.tflops * 1e12 * args.mfu)
-    hours, limit = seconds * c.max_iters / 3600, (1 - HEADROOM) * args.memory_gb * 1e9
-    print(f'{c.out_dir}: {c.optimizer_name}, {model.num_params():,} parameters, {(gradient + hessian) / 1e12:,.0f} '
-          f'TFLOPs a step, {hessian / (gradient + hessian):.1%} of them for the Hessian')
-    print(f'  {args.gpus} × {args.tflops:g} TFLOP/s at an MFU of {args.mfu:g}: {seconds:.2f} s a step; {c.max_iters:,} '
-          f'steps take {hours / 24:.1f} days, {hours * args.gpus:,.1f} GPU-hours')
+    seconds, flops, hessian = step_seconds(c, model, args)
+    hours, limit = seconds * c.max_iters / 3600, args.limit
+    print(f'{c.out_dir}: {c.optimizer_name}, {model.num_params():,} parameters, {flops / 1e12:,.0f} TFLOPs a step, '
+          f'{hessian / flops:.1%} of them for the Hessian')
+    print(f'  {seconds:.2f} s a step; {c.max_iters:,} steps take {hours / 24:.1f} days, {hours * args.gpus:,.1f} '
+          'GPU-hours')
     if optimizer.library and c.optimizer_name != 'muon':
         print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, and may be '
               'much larger: use --measure')
     print(f'  memory, computed, of {limit / 1e9:.0f} GB ({1 - HEADROOM:.0%} of {args.memory_gb:g}):')
-    modes, switches = ['ddp'], [False]
-    if not optimizer.hook.hessian_products:
-        switches.append(True)
-        if args.gpus > 1 and optimizer.shards:
-            modes.append('fsdp')
-    for parallel in modes:
-        for checkpointing in switches:
-            here = changed(c, parallel=parallel, activation_checkpointing=checkpointing)
-            parts = memory(here, shape, args.gpus)
-            peak, largest = sum(parts.values()), largest_micro_batch(here, shape, args.gpus, limit)
-            chosen = (parallel, checkpointing) == (c.parallel, c.activation_checkpointing)
-            too_much = ' (too much)' if peak > limit else ''
-            print(f'  {"*" if chosen else " "} {parallel:4} {"checkpointing" if checkpointing else "":13}  batch_size='
-                  f'{c.batch_size}: {peak / 1e9:6.1f} GB{too_much}; largest: {largest or "none"}')
-            if chosen:
-                print('      ' + ', '.join(f'{part} {size / 1e9:.1f}' for part, size in parts.items() if size))
+    for parallel, checkpointing in modes(c, args.gpus):
+        here = changed(c, parallel=parallel, activation_checkpointing=checkpointing)
+        parts = memory(here, shape, args.gpus)
+        peak, largest = sum(parts.values()), largest_micro_batch(here, shape, args.gpus, limit)
+        chosen = (parallel, checkpointing) == (c.parallel, c.activation_checkpointing)
+        too_much = ' (too much)' if peak > limit else ''
+        print(f'  {"*" if chosen else " "} {parallel:4} {"checkpointing" if checkpointing else "":13}  batch_size='
+              f'{c.batch_size}: {peak / 1e9:6.1f} GB{too_much}; largest: {largest or "none"}')
+        if chosen:
+            print('      ' + ', '.join(f'{part} {size / 1e9:.1f}' for part, size in parts.items() if size))
 
 
 def measure(c, shape):
@@ -158,24 +188,40 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument('configs', nargs='*', metavar='CONFIG', help='config files, one plan each')
-    parser.add_argument('--gpus', type=at_least(1), default=8, help='GPUs in all (default: 8)')
-    parser.add_argument('--memory_gb', type=at_least(1, float), default=80,
-                        help='memory of each (default: 80, an H100)')
-    parser.add_argument('--tflops', type=at_least(1, float), default=devices.PEAK_FLOPS['H100'] / 1e12,
-                        help='dense 16-bit peak of each (default: 989, an H100; an A100 has 312)')
+    parser.add_argument('--gpu', metavar='NAME', help='the card: ' + ', '.join(filter(devices.GPUS.get, devices.GPUS))
+                        + ', or its last word (default: H100)')
+    parser.add_argument('--gpus', type=at_least(1), help='number of them (default: 1 with --gpu, else 8)')
+    parser.add_argument('--memory_gb', type=at_least(1, float), help="memory of each (default: the card's)")
+    parser.add_argument('--tflops', type=at_least(1, float), help="dense 16-bit peak of each (default: the card's)")
     parser.add_argument('--mfu', type=at_least(0.01, float), default=0.4,
                         help='share of the peak that the FLOPs reach (default: 0.4)')
     parser.add_argument('--measure', action='store_true', help='also take two real steps on this device; under '
                         'torchrun, on its devices')
     args, flags = parser.parse_known_args(argv)
-    rank = 0
+    card = devices.gpu_named(args.gpu or 'H100')
+    if not devices.GPUS.get(card):
+        raise SystemExit(f'--gpu={args.gpu}: not in the table; give --memory_gb and --tflops instead, or one of '
+                         + ', '.join(filter(devices.GPUS.get, devices.GPUS)))
+    peak, memory_gb = devices.GPUS[card]
+    args.tflops, args.memory_gb = args.tflops or peak / 1e12, args.memory_gb or memory_gb
+    args.gpus = args.gpus or (1 if args.gpu else 8)
+    args.limit = (1 - HEADROOM) * args.memory_gb * 1e9
+    asked, rank = [*args.configs, *flags], 0
     if args.measure:
         rank, _, args.gpus = ranks_from_environment()
     else:
         flags = ['--device=cuda', *flags]  # the plan is for GPUs, whatever this machine has
-    for source in [[name] for name in args.configs] or [[]]:
-        c = train.resolve([*source, *flags], world_size=args.gpus)
-        shape = GPTConfig.from_settings(c.values, vocab_size_of(c.dataset))
+    if rank == 0:
+        print(f'{args.gpus} × {card}, {args.memory_gb:g} GB and {args.tflops:g} TFLOP/s each, at an MFU of {args.mfu:g}'
+              + ('' if args.gpu else '; assumed, name another card with --gpu'))
+    configs = args.configs if asked else map(str, (Path(__file__).parents[1] / 'config').glob('train_*_sophiag.py'))
+    sources = [[name] for name in configs] or [[]]
+    settings = [train.resolve([*source, *flags], world_size=args.gpus) for source in sources]
+    settings = [(c, GPTConfig.from_settings(c.values, vocab_size_of(c.dataset))) for c in settings]
+    if not asked and not args.measure:
+        ladder(settings, args)
+        return
+    for c, shape in settings:
         if rank == 0:
             plan(c, shape, args)
         if args.measure:

@@ -119,17 +119,32 @@ def test_the_table_of_the_troubleshooting_page():
         both = [settings(f'--model_size={size}', f'--optimizer_name={name}', '--dtype=bfloat16',
                          f'--block_size={2048 if size == "1.5B" else 1024}') for name in ('adamw', 'sophiag')]
         cells = [', '.join(str(plan.largest_micro_batch(c, shape, 1, 0.9e9 * memory_gb) or '–') for c, shape in both)
-                 for memory_gb in (24, 40, 80, 141)]
+                 for memory_gb in (16, 24, 40, 80, 141)]
         assert re.search(fr'\| {size}(, 2,048 tokens)? \| {re.escape(" | ".join(cells))} \|', page), (size, cells)
 
 
 def test_what_is_printed(capsys):
     plan.main(['--model_size=125M', '--optimizer_name=sophiag', '--gpus=16', '--memory_gb=10', '--batch_size=30'])
     out = capsys.readouterr().out
-    assert '124,373,760 parameters' in out and '16 × 989 TFLOP/s' in out and 'of 9 GB (90% of 10)' in out
+    assert out.startswith('16 × H100, 10 GB and 989 TFLOP/s each, at an MFU of 0.4; assumed, name another card')
+    assert '124,373,760 parameters' in out and 'of 9 GB (90% of 10)' in out
     assert re.search(r'\* ddp .*batch_size=30: .* GB \(too much\); largest: \d+\n +parameters 0.5', out)
     plan.main(['--optimizer_name=sophiah', '--gpus=8'])
     assert 'fsdp' not in capsys.readouterr().out
+
+
+def test_a_card_is_named_by_its_last_word(capsys):
+    """Its memory and its peak, and the sizes that fit it."""
+    plan.main(['--gpu', '4090', '--mfu=0.5'])
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert first == '1 × RTX 4090, 24 GB and 165 TFLOP/s each, at an MFU of 0.5'
+    assert [line.split()[0] for line in lines] == ['30M', '125M', '355M', '540M', '770M', '1.5B', '6.6B']
+    fits = {line.split()[0]: ' '.join(line.split()[2:4]) for line in lines}
+    assert fits['355M'] == 'yes 10' and fits['770M'] == 'with checkpointing' and fits['1.5B'] == 'no –'
+    plan.main(['--gpu=a100', '--gpus=8', '--memory_gb=80'])
+    out = capsys.readouterr().out
+    assert out.startswith('8 × A100, 80 GB and 312 TFLOP/s') and re.search('6.6B .* with fsdp ', out)
+    assert '--gpu=1080: not in the table; give --memory_gb' in rejection(plan.main, ['--gpu=1080'])
 
 
 def test_a_state_that_is_not_known_is_said_to_be(capsys):
