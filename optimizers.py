@@ -355,6 +355,26 @@ def build_hook(name, model, optimizer, **options):
     return row(name).hook(model, optimizer, **options)
 
 
+def estimates_per_iteration(name, interval, iterations):
+    """Return the mean number of Hessian estimates of an iteration, over a run of `iterations`, with the optimizer
+    called `name`; optimizers outside the table have none."""
+    return OPTIMIZERS[name].hook.estimates(interval, iterations) / max(1, iterations) if name in OPTIMIZERS else 0.0
+
+
+def hessian_flops_per_token(settings, flops_per_token):
+    """Return the FLOPs of Hessian estimates, as a mean over a run's training tokens.
+
+    An estimate costs the hook's `cost` × the FLOPs of hessian_batch_size sequences.
+
+    Args:
+        settings: of the run, key → value.
+        flops_per_token: FLOPs of forward and backward.
+    """
+    name, share = settings['optimizer_name'], settings['hessian_batch_size'] / settings['total_batch_size']
+    estimates = estimates_per_iteration(name, settings['hessian_interval'], settings['max_iters'])
+    return OPTIMIZERS[name].hook.cost * share * estimates * flops_per_token if estimates else 0.0
+
+
 def parameter_groups(model, weight_decay):
     """Param groups: embeddings (and a head of its own) and the matrices of the blocks, with weight decay; norms and
     biases, without.

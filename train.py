@@ -412,7 +412,9 @@ def train(c):
     state = TrainState()
     start.restore(world, run.raw_model, run.optimizer, run.scaler, state)
     with world.exit_together():
-        log = lifecycle.open_log(c, world, start, state, run.raw_model, train_data, fingerprints)
+        log = lifecycle.open_log(
+            c, world, start, state, run.raw_model, train_data, fingerprints,
+            hessian_flops_per_token=optimizers.hessian_flops_per_token(c.values, run.raw_model.flops_per_token()))
     loader = TrainLoader(train_data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          state.iter)
     speed = Speed(run.raw_model.flops_per_token(), world)

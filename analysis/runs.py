@@ -3,6 +3,7 @@
 A run is the directory that train.py writes, with metrics.jsonl and config.json, or a line of a runs.jsonl in records/.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -12,23 +13,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-import train
 from analysis.figures import SETTING_NAMES, optimizer_label
-from configurator import Config
-from hessian import Hook
-from optimizers import OPTIMIZERS, PLACEHOLDERS
-from runtime.checkpoint import FAILED, HARMLESS, first_weights
-from runtime.files import differing_files
+from runtime.files import FAILED, differing_files
 
-# Settings that say how a run was carried out, not what it computed; and the seed, over which results are averaged.
-INCIDENTAL = HARMLESS | {'eval_iters', 'skip_nonfinite', 'seed'}
+# Like HARMLESS settings, these say how a run was carried out, not what it computed; over the seed results are averaged.
+INCIDENTAL = {'eval_iters', 'skip_nonfinite', 'seed'}
 
-# What a config.json means that lacks one of these: the setting did not exist yet or, if in REMOVED, no longer.
+# What a config.json means that has one of these settings, which no longer exist, or lacks it.
 REMOVED = dict(hessian_sequences='own', hessian_bias_correction=False, branch_cooldown=0, trackio_log=False)
-UNSET = {**PLACEHOLDERS, **Config(train.DEFAULTS).defaults, 'cooldown_iters': 0, **REMOVED}
 
 HORIZON = {'max_iters', 'lr_decay_iters', 'cooldown_iters'}
-IGNORED_CHANGES = HARMLESS - {'dataset'} | {'code'}  # at a resume; `code_changes` has the last one
 
 
 @dataclass
@@ -37,12 +31,14 @@ class Run:
 
     out_dir: its directory; of a run in a runs.jsonl, the folder of that file and the run's name. config: its settings,
     key → value. about: the whole config.json. records: the lines of metrics.jsonl. failed: why it diverged, or None.
+    harmless: the settings that alter nothing that it computed, except for rounding.
     """
     out_dir: Path
     config: dict
     about: dict
     records: list
     failed: str | None = None
+    harmless: frozenset = frozenset()
 
     def __getattr__(self, key):
         """A setting of the run: run.max_iters."""
@@ -91,7 +87,8 @@ class Run:
         A horizon may change before the decay begins: up to there the learning rate does not depend on it.
         """
         after = self.config
-        changes = [change for change in self.about.get('changes', []) if change['key'] not in IGNORED_CHANGES]
+        ignored = self.harmless - {'dataset'} | {'code'}  # `code_changes` has the last one
+        changes = [change for change in self.about.get('changes', []) if change['key'] not in ignored]
         for iteration, group in itertools.groupby(reversed(changes), key=lambda change: change['iter']):
             group = list(group)  # the changes of one resume, the last one first
             before = {**after, **{change['key']: change['from'] for change in group}}
@@ -145,31 +142,22 @@ def decay_start(config):
 def training_and_hessian_flops(config, about):
     """(FLOPs of forward and backward of an iteration, FLOPs per iteration spent on Hessian estimates).
 
-    Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration. An estimate costs the hook's
-    `cost` × the FLOPs of hessian_batch_size sequences. An optimizer's own arithmetic does not count.
+    Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration, and for estimates
+    `optimizers.hessian_flops_per_token`. An optimizer's own arithmetic does not count.
 
     Args:
         config: the settings, key → value.
         about: the rest of config.json.
     """
-    per_token = about.get('flops_per_token')
+    per_token, hessian = about.get('flops_per_token'), about.get('hessian_flops_per_token')
     if per_token is None:  # of an older run: GPT-2 without biases, whose norms and positions multiply nothing
         L, d, T = config['n_layer'], config['n_embd'], config['block_size']
         per_token = 6 * (about['parameters'] - (2 * L + 1) * d - T * d) + 12 * L * d * T
-    per_sequence = per_token * config['block_size']
-    estimate = hook_of(config['optimizer_name']).cost * config['hessian_batch_size'] * per_sequence
-    return per_sequence * config['total_batch_size'], estimate * estimates_per_iteration(
-        config['optimizer_name'], config['hessian_interval'], config['max_iters'])
-
-
-def estimates_per_iteration(optimizer_name, interval, iterations):
-    """Mean number of Hessian estimates of an iteration, over a run of `iterations`."""
-    return hook_of(optimizer_name).estimates(interval, iterations) / max(1, iterations)
-
-
-def hook_of(optimizer_name):
-    """The class of an optimizer's Hessian hook; optimizers outside the table have the first-order one."""
-    return OPTIMIZERS[optimizer_name].hook if optimizer_name in OPTIMIZERS else Hook
+    if hessian is None:  # of an older run, or of a plan
+        from optimizers import hessian_flops_per_token  # which imports PyTorch
+        hessian = hessian_flops_per_token(config, per_token)
+    tokens = config['total_batch_size'] * config['block_size']
+    return per_token * tokens, hessian * tokens
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -178,15 +166,39 @@ def hook_of(optimizer_name):
 
 def read_run(out_dir):
     """The `Run` in the directory `out_dir`."""
+    return of_one_version([read_directory(out_dir)])[0]
+
+
+def read_directory(out_dir):
+    """The `Run` in the directory `out_dir`, with the settings that its config.json has."""
     out_dir = Path(out_dir)
     about, metrics, failed = read_json(out_dir / 'config.json'), out_dir / 'metrics.jsonl', out_dir / FAILED
-    return Run(out_dir, settings_of(about), about, read_metrics(metrics) if metrics.is_file() else [],
+    return Run(out_dir, about['config'], about, read_metrics(metrics) if metrics.is_file() else [],
                failed.read_text(encoding='utf-8').strip() if failed.is_file() else None)
 
 
-def settings_of(about):
-    """The settings of a config.json, key → value."""
-    return {**UNSET, **about['config'], 'init_from': first_weights(about)}
+def of_one_version(runs):
+    """Give `runs` the same settings, and return them. A setting that a run lacks, because its train.py was older, has
+    the default. Only runs that differ in this, or do not say what is harmless, need an import of train.py."""
+    versions = {(frozenset(run.config), frozenset(run.about.get('harmless', ()))) for run in runs}
+    older = len(versions) > 1 or not all(harmless for _, harmless in versions)
+    for run in runs:
+        run.harmless = frozenset(run.about.get('harmless', ()))
+        if older:
+            defaults, run.harmless, first_weights = of_this_version()
+            run.config = {**defaults, **run.config, 'init_from': first_weights(run.about)}
+    return runs
+
+
+@functools.cache
+def of_this_version():
+    """(The default of every setting, the harmless ones, `checkpoint.first_weights`), from code that takes PyTorch."""
+    import train
+    from configurator import Config
+    from optimizers import PLACEHOLDERS
+    from runtime.checkpoint import HARMLESS, first_weights
+    return ({**PLACEHOLDERS, **Config(train.DEFAULTS).defaults, 'cooldown_iters': 0, **REMOVED}, frozenset(HARMLESS),
+            first_weights)
 
 
 def read_metrics(path):
@@ -208,7 +220,7 @@ def read_packed(path):
         about, columns = entry['config'], entry['metrics']
         records = [{key: value for key, value in zip(columns, values) if value is not None}
                    for values in zip(*columns.values())]
-        runs.append(Run(path.parent / entry['run'], settings_of(about), about, records, entry.get('failed')))
+        runs.append(Run(path.parent / entry['run'], about['config'], about, records, entry.get('failed')))
     return runs
 
 
@@ -229,7 +241,7 @@ def find_runs(paths):
     """
     found = {}
     for path in map(Path, paths):
-        runs = [read_run(metrics.parent) for metrics in path.rglob('metrics.jsonl')]
+        runs = [read_directory(metrics.parent) for metrics in path.rglob('metrics.jsonl')]
         runs += [run for file in path.rglob('runs.jsonl') for run in read_packed(file)]
         folder = next((parent for parent in path.parents if (parent / 'runs.jsonl').is_file()), None)
         if folder and not runs:
@@ -239,7 +251,7 @@ def find_runs(paths):
             raise SystemExit(f'{path}: no run there; give the out_dir of a run, or a directory of runs')
         for run in sorted(runs, key=lambda run: run.out_dir):
             found.setdefault(run.out_dir, run)
-    return list(found.values())
+    return of_one_version(list(found.values()))
 
 
 def read_json(path):
@@ -258,7 +270,8 @@ def read_json(path):
 
 def hyperparameters(run):
     """A hashable key of all that a run's result depends on, except data and seed."""
-    return tuple(sorted((key, value) for key, value in run.config.items() if key not in INCIDENTAL))
+    return tuple(sorted((key, value) for key, value in run.config.items()
+                        if key not in run.harmless | INCIDENTAL))
 
 
 def all_but_seed(run):
@@ -317,7 +330,7 @@ def labels_of(groups):
     labels = []
     for group in groups:
         run, same = group[0], [other[0] for other in groups if other[0].optimizer_name == group[0].optimizer_name]
-        keys = [key for key in run.config if key not in INCIDENTAL | derived
+        keys = [key for key in run.config if key not in run.harmless | INCIDENTAL | derived
                 and len({other.config.get(key) for other in same}) > 1]
         labels.append(', '.join([run.optimizer_label,
                                  *(f'{SETTING_NAMES.get(key, key)} {run.config[key]}' for key in keys)]))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import train
 from analysis.figures import print_table, write_csv
-from analysis.runs import notes_on, read_run, validation_sequences
+from analysis.runs import notes_on, of_this_version, read_run, validation_sequences
 from model import GPTConfig
 from runtime.checkpoint import HARMLESS
 from runtime.files import code_hashes, differing_files
@@ -86,14 +86,15 @@ class Trial:
         c = train.resolve(argv, run.about.get('world_size') if run else None)
         if not run:
             return
+        there = {**of_this_version()[0], **run.config}
         unchecked = UNCHECKED | {'dtype'} - c.given  # whose default is this machine's
         if train.finetunes(c):  # these follow the pretrained weights
             unchecked |= asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
         for key, value in c.values.items():
-            if key not in unchecked and value != run.config.get(key, value):
-                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {run.config[key]!r}, asked for is '
+            if key not in unchecked and value != there.get(key, value):
+                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {there[key]!r}, asked for is '
                                  f'{value!r}; choose another --out_dir or remove it')
-        there, asked = validation_sequences(run.config), validation_sequences(c.values)
+        there, asked = validation_sequences(there), validation_sequences(c.values)
         if there != asked:
             raise SystemExit(f'{self.out_dir}: holds a run with eval_iters × batch_size = {there}, asked for is {asked}'
                              '; set another --eval_iters, so that losses are of the same sequences')

@@ -21,11 +21,10 @@ from pathlib import Path
 
 from runtime import optim, optimizer_state
 from runtime.distributed import parent_start, ranks_from_environment, restarts
-from runtime.files import first_line, load_pt, save_pt, warn
+from runtime.files import FAILED, first_line, load_pt, save_pt, warn
 from runtime.signals import NOT_FINITE
 
 BEST = -1  # stands for the best checkpoint where others have their iteration
-FAILED = 'failed.txt'  # the last message of a run that diverged
 LOCKS = []  # open files of this process that hold a lock
 
 REQUIRED = 'model', 'model_args', 'iter_num', 'config'

@@ -14,6 +14,8 @@ import zipfile
 import zlib
 from pathlib import Path
 
+FAILED = 'failed.txt'  # in a run's out_dir: the last message of a run that diverged
+
 
 @contextlib.contextmanager
 def atomic_write(path, mode='wb', sync=False):

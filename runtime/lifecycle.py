@@ -115,16 +115,17 @@ def adopt_model_args(c, args, data):
             c.set(key, value, 'pretrained weights')
 
 
-def open_log(c, world, start, state, model, train_data, fingerprints):
-    """The `RunLog` of a run that starts at the TrainState `state`. Describes the run in config.json and on the
-    terminal."""
+def open_log(c, world, start, state, model, train_data, fingerprints, **more):
+    """The `RunLog` of a run that starts at the TrainState `state`. Describes the run in config.json, with `more`
+    entries, and on the terminal."""
     writes = world.is_master and not c.eval_only
     if writes:
         (Path(c.out_dir) / checkpoint.FAILED).unlink(missing_ok=True)
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=model.num_params(),
                             flops_per_token=model.flops_per_token(), data=fingerprints, changes=start.changes,
-                            device=device_name(world.device), code=start.code)
+                            device=device_name(world.device), code=start.code, harmless=sorted(checkpoint.HARMLESS),
+                            **more)
     log = runlog.RunLog(c.out_dir if writes else None, c.values, world.is_master)
     if start.path:
         log.print(f'resuming from {start.path} at iteration {state.iter} of {c.max_iters}')

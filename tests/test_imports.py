@@ -70,3 +70,24 @@ def test_no_import_circle():
         leaves = {name for name, imported in modules.items() if not imported & modules.keys()}
         assert leaves, f'a circle of imports among {sorted(modules)}'
         modules = {name: imported for name, imported in modules.items() if name not in leaves}
+
+
+def at_import(path):
+    """The names of modules that importing a file imports: its imports outside of functions."""
+    nodes = [node for node in ast.parse(path.read_text(encoding='utf-8')).body
+             if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names} | {
+        name for node in nodes if isinstance(node, ast.ImportFrom)
+        for name in (node.module, *(f'{node.module}.{alias.name}' for alias in node.names))}
+
+
+@pytest.mark.parametrize('script', ['scripts/plot.py', 'scripts/records.py'])
+def test_reading_runs_does_not_take_pytorch(script):
+    """It takes longer to import than to read them."""
+    waiting, seen = [ROOT / script], set()
+    while waiting:
+        for name in at_import(waiting.pop()) - seen:
+            seen.add(name)
+            path = (ROOT / name.replace('.', '/')).with_suffix('.py')
+            waiting += [path] if path.is_file() else []
+    assert 'runtime.files' in seen and not seen & {'torch', 'train'}

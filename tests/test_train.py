@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT, TINY, finish, metrics, rejection, start
 
 import train as program
+from analysis import runs
 from analysis.runs import read_run
 from data.loader import TrainLoader
 from runtime import checkpoint
@@ -49,7 +50,7 @@ def test_a_last_evaluation_that_is_not_finite_is_a_divergence(main, tmp_path, mo
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag'])
-def test_it_learns_and_leaves_its_records(finished, name):
+def test_it_learns_and_leaves_its_records(finished, name, monkeypatch):
     out = finished(*FLAGS[name], name=name)
     losses = metrics(out)
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.25
@@ -61,6 +62,11 @@ def test_it_learns_and_leaves_its_records(finished, name):
     assert described['config']['learning_rate'] == 0.01 and described['provenance']['learning_rate'] == 'flag'
     assert described['provenance']['weight_decay'] == f'optimizer {name}'
     assert (described['provenance']['gamma'] == f'not a setting of {name}') == (name == 'adamw')
+    monkeypatch.setattr(runs, 'of_this_version', None)  # nothing more is needed to read it
+    run, = runs.find_runs([out])
+    about = {key: value for key, value in run.about.items() if key != 'hessian_flops_per_token'}
+    assert sum(runs.training_and_hessian_flops(run.config, about)) == pytest.approx(
+        run.flops_per_token() * run.total_batch_size * run.block_size)
     assert {'command', 'versions', 'git_commit', 'data'} <= described.keys()
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train
 from analysis.figures import optimizer_label, print_table, write_csv
-from analysis.runs import estimates_per_iteration, read_run, training_and_hessian_flops
+from analysis.runs import read_run, training_and_hessian_flops
 from model import GPT, GPTConfig
+from optimizers import estimates_per_iteration
 
 # TFLOPs per step in the paper's Table 2. Its Sophia-G estimates with a forward pass of its own.
 PAPER = {('adamw', '355M'): 1195, ('sophiah', '355M'): 1249, ('sophiag', '355M'): 1255,
