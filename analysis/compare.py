@@ -1,5 +1,6 @@
 """Comparing runs: whether they are comparable, the best settings tried at each horizon, differences and their tests."""
 
+import math
 import sys
 from dataclasses import dataclass, fields
 
@@ -142,11 +143,15 @@ def tuned_at_each_T(runs, optimizer_name):
                 loss, loss_of_best = losses_of_shared_seeds([group, best])
                 if loss < loss_of_best and mean_loss(group)[0] < mean_loss(best)[0]:
                     best = group
-        highest = max(loss for group in groups for run in group for loss in run.series('val/loss')[1])
-        trials = losses_of_shared_seeds(groups) + [
-            next((loss for run in group for loss in run.series('val/loss')[1]), highest) for group in lost]
+        highest = max(loss for group in groups for loss in finite_losses(group))
+        trials = losses_of_shared_seeds(groups) + [next(iter(finite_losses(group)), highest) for group in lost]
         found[T] = Tuned(T, best, groups + lost, trials)
     return found
+
+
+def finite_losses(runs):
+    """Return all validation losses of `runs` that are finite, in order."""
+    return [loss for run in runs for loss in run.series('val/loss')[1] if math.isfinite(loss)]
 
 
 def shared_seeds(groups):
@@ -191,9 +196,10 @@ def efficiency_at(candidate, baseline):
         above, below = baseline[shorter].mean, baseline[longer].mean
         if above >= candidate.mean >= below and above > below:
             steps = shorter * (longer / shorter) ** ((above - candidate.mean) / (above - below))
-            cost = baseline[shorter].best[0].flops_per_iteration() / candidate.best[0].flops_per_iteration()
+            one, two = (side.best[0].flops_per_iteration() for side in (baseline[shorter], candidate))
             return {'T': candidate.T, 'val/loss': candidate.mean, 'baseline steps': steps,
-                    'ratio steps': steps / candidate.T, 'ratio FLOPs': steps / candidate.T * cost}
+                    'ratio steps': steps / candidate.T,
+                    'ratio FLOPs': steps / candidate.T * one / two if one and two else None}
     return None
 
 
@@ -203,9 +209,10 @@ def weaknesses(side):
     out because one of their seeds diverged."""
     who, found = f'{side.best[0].optimizer_label}, T = {side.T}', []
     best, *tried = (dict(hyperparameters(group[0])) for group in (side.best, *side.tried))
-    for key, name in SETTING_NAMES.items():
-        fixed = best.keys() - {key, 'min_lr'}
-        values = sorted({one[key] for one in tried if all(one.get(other) == best[other] for other in fixed)})
+    for key in [key for key in {**SETTING_NAMES, **best} if type(best.get(key)) in (int, float)]:
+        name, fixed = SETTING_NAMES.get(key, key), best.keys() - {key, 'min_lr'}
+        values = sorted({one[key] for one in tried if type(one[key]) in (int, float)
+                         and all(one.get(other) == best[other] for other in fixed)})
         if len(values) > 1 and best[key] in (values[0], values[-1]):
             found.append(f'{who}: the best {name}, {best[key]:g}, is at the edge of those tried ({values[0]:g} to '
                          f'{values[-1]:g})')

@@ -100,11 +100,34 @@ def save(output, fig, rows=None, **data):
 
 
 def argparser(doc, output, numbers='.csv'):
-    """An ArgumentParser for a script that draws: its text is `doc`, and --output has the default `output`."""
+    """An ArgumentParser for a script that draws: its text is `doc`, and --output has the default out/`output`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--output', default=output, type=png_path, metavar='FILE.png',
-                        help=f'the picture; its numbers go next to it as {numbers} (default: {output})')
+    parser.add_argument('--output', default=f'out/{output}', type=png_path, metavar='FILE.png',
+                        help=f'the picture; its numbers go next to it as {numbers} (default: %(default)s)')
     return parser
+
+
+def runs_argparser(doc, output, numbers='.csv'):
+    """An ArgumentParser for a script that draws runs, its arguments OUT_DIR; see `parse`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR',
+                        help='a run, a directory of runs, or a CSV file (docs/verdict.md)')
+    parser.add_argument('--output', type=png_path, metavar='FILE.png',
+                        help=f'the picture; its numbers go next to it as {numbers} (default: {output}, beside the runs)')
+    parser.set_defaults(name=output)
+    return parser
+
+
+def parse(parser, argv):
+    """Parse `argv` by a `runs_argparser`, and return its arguments with an output."""
+    args = parser.parse_args(argv)
+    folder = Path(args.out_dirs[0])
+    if (folder / 'config.json').is_file() and len(args.out_dirs) > 1:  # one run of several
+        folder = folder.parent
+    while not folder.is_dir():  # a file, or the name of a run in a runs.jsonl
+        folder = folder.parent
+    args.output = args.output or png_path(folder / args.name)
+    return args
 
 
 def png_path(output):

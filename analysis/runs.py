@@ -1,8 +1,11 @@
-"""Training runs: read from their out_dirs or from records, and grouped over seeds.
+"""Training runs: read from their out_dirs, from records or from a CSV file, and grouped over seeds.
 
-A run is the directory that train.py writes, with metrics.jsonl and config.json, or a line of a runs.jsonl in records/.
+A run is the directory that train.py writes, with metrics.jsonl and config.json; or a line of a runs.jsonl in records/;
+or rows of a CSV file, which any program may have written.
 """
 
+import contextlib
+import csv
 import functools
 import itertools
 import json
@@ -48,14 +51,22 @@ class Run:
             raise AttributeError(f'{self.__dict__.get("out_dir")}: config.json has no {key!r}') from None
 
     @property
+    def from_csv(self):
+        """Whether a CSV file is all that is known of the run."""
+        return 'unsaid' in self.about
+
+    @property
     def optimizer_label(self):
         return optimizer_label(self.optimizer_name)
 
     def series(self, key, x='steps'):
         """The measured values of `key` as (xs, ys), two lists; x is a key of AXES."""
         found = [record for record in self.records if key in record]
-        column = dict(steps='iter', tokens='tokens', seconds='time', flops='tokens')[x]
-        factor = self.flops_per_token() if x == 'flops' else 1
+        column, factor = dict(steps='iter', tokens='tokens', seconds='time', flops='flops')[x], 1
+        if x == 'flops' and not self.from_csv:
+            column, factor = 'tokens', self.flops_per_token()
+        if missing := [record for record in found if column not in record]:
+            raise SystemExit(f'{self.out_dir}: no {x} at iteration {missing[0]["iter"]}; add a column {x}')
         return [record[column] * factor for record in found], [record[key] for record in found]
 
     def last(self, key):
@@ -126,8 +137,11 @@ class Run:
         return flops / (self.total_batch_size * self.block_size)
 
     def flops_per_iteration(self):
-        """Mean FLOPs of the iterations made, by their tokens: fewer under the batch ramp of docs/hacking.md."""
+        """Mean FLOPs of the iterations made, by their tokens: fewer under the batch ramp of docs/hacking.md. None where
+        a CSV file does not say them."""
         last = self.records[-1] if self.records else dict(iter=0)
+        if self.from_csv:
+            return last['flops'] / last['iter'] if last['iter'] and 'flops' in last else None
         tokens = last['tokens'] / last['iter'] if last['iter'] else self.total_batch_size * self.block_size
         return tokens * self.flops_per_token()
 
@@ -181,7 +195,7 @@ def of_one_version(runs):
     """Give `runs` the same settings, and return them. A setting that a run lacks, because its train.py was older, has
     the default. Only runs that differ in this, or do not say what is harmless, need an import of train.py."""
     versions = {(frozenset(run.config), frozenset(run.about.get('harmless', ()))) for run in runs}
-    older = len(versions) > 1 or not all(harmless for _, harmless in versions)
+    older = len(versions) > 1 or not all('harmless' in run.about for run in runs)
     for run in runs:
         run.harmless = frozenset(run.about.get('harmless', ()))
         if older:
@@ -232,9 +246,65 @@ def packed(run, name):
                            metrics={key: [record.get(key) for record in run.records] for key in columns}))
 
 
+# Columns of a CSV file that are measured, and their names in metrics.jsonl; all others say which run a row is of.
+MEASURED = {'steps': 'iter', 'loss': 'val/loss', 'tokens': 'tokens', 'flops': 'flops', 'seconds': 'time'}
+# What a run of a CSV file has where the file has no such column; nothing is known of its schedule.
+NOT_SAID = dict(learning_rate=None, decay_lr=False, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
+                eval_iters=0, batch_size=0)
+
+
+def read_csv(path):
+    """The runs in a CSV file, which has a row for each loss that was measured.
+
+    Columns: optimizer, seed, steps (made so far) and loss (a validation loss; nan or empty where it diverged).
+    Optional: horizon, the steps of the whole schedule; without it a run's last row counts as its end. tokens, flops and
+    seconds, from the run's start to this row. All others are hyperparameters. SystemExit where the file is not so.
+    """
+    with path.open(encoding='utf-8-sig', newline='') as f:
+        rows = list(csv.DictReader(f, skipinitialspace=True))
+    columns = list(rows[0]) if rows else []
+    if missing := [column for column in ('optimizer', 'seed', 'steps', 'loss') if column not in columns]:
+        raise SystemExit(f'{path}: no column {missing[0]}; it needs a header with optimizer, seed, steps and loss')
+    settings, found = [column for column in columns if column not in MEASURED], {}
+    for line, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            raise SystemExit(f'{path}:{line}: not as many columns as in the header')
+        record = {name: number(row[column] or 'nan') for column, name in MEASURED.items() if column in columns
+                  and (row[column] or column in ('steps', 'loss'))}
+        if any(isinstance(value, str) for value in record.values()) or not math.isfinite(record['iter']):
+            raise SystemExit(f'{path}:{line}: steps, loss, tokens, flops and seconds must be numbers')
+        of_run = found.setdefault(tuple(row[column] for column in settings), {})
+        if of_run.setdefault(record['iter'], record) is not record:
+            raise SystemExit(f'{path}:{line}: the second row of a run for step {row["steps"]}; add a column for the '
+                             'setting that tells the two runs apart')
+    tuned = set(settings) - {'optimizer', 'seed', 'horizon'}
+    unsaid = ['whether model, data and validation set are the same',
+              *(['whether the schedules ended at the last step (horizon)'] if 'horizon' not in columns else []),
+              *(['which hyperparameters differ (a column each)'] if not tuned else []),
+              *(['the FLOPs of a step (flops)'] if 'flops' not in columns else [])]
+    about, runs = dict(harmless=[], unsaid=f'{path} does not say {"; ".join(unsaid)}'), []
+    for values, records in found.items():
+        cells, records = dict(zip(settings, values)), [records[step] for step in sorted(records)]
+        config = {column: number(cell) if cell else NOT_SAID.get(column) for column, cell in cells.items()}
+        config.update(optimizer_name=cells['optimizer'], max_iters=config.pop('horizon', None) or records[-1]['iter'])
+        del config['optimizer']
+        name = ','.join(f'{column}={cell}' for column, cell in cells.items()).replace('/', '_')
+        runs.append(Run(path / name, {**NOT_SAID, **config}, about, records))
+    return runs
+
+
+def number(text):
+    """A cell as a number, as text where it is not one."""
+    for kind in int, float:
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
 def find_runs(paths):
     """The runs in `paths`, each in order of names. A path is
 
+    - a CSV file, see `read_csv`;
     - a directory of runs and of runs.jsonl, at any depth; or
     - names in a runs.jsonl, where * matches anything: records/study/1200/adamw for the runs 1200/adamw/… in
       records/study/runs.jsonl, or records/study/1200/*/learning_rate=0.002*.
@@ -243,6 +313,7 @@ def find_runs(paths):
     for path in map(Path, paths):
         runs = [read_directory(metrics.parent) for metrics in path.rglob('metrics.jsonl')]
         runs += [run for file in path.rglob('runs.jsonl') for run in read_packed(file)]
+        runs += read_csv(path) if path.suffix == '.csv' else []
         folder = next((parent for parent in path.parents if (parent / 'runs.jsonl').is_file()), None)
         if folder and not runs:
             runs = [run for run in read_packed(folder / 'runs.jsonl')
@@ -251,7 +322,10 @@ def find_runs(paths):
             raise SystemExit(f'{path}: no run there; give the out_dir of a run, or a directory of runs')
         for run in sorted(runs, key=lambda run: run.out_dir):
             found.setdefault(run.out_dir, run)
-    return of_one_version(list(found.values()))
+    runs = list(found.values())
+    if len({run.from_csv for run in runs}) > 1:
+        raise SystemExit('runs of a CSV file and of train.py: their settings have different names; compare them apart')
+    return of_one_version(runs)
 
 
 def read_json(path):
@@ -312,6 +386,7 @@ def notes_on(runs):
     if files := differing_files(*(run.about.get('code') for run in runs)):
         notes.append(f'the runs are of different code ({", ".join(files)}), so they may differ in more than settings '
                      'and seed')
+    notes += dict.fromkeys(run.about['unsaid'] for run in runs if run.from_csv)
     return notes + [f'{run.out_dir}: {clause}' for run in runs for clause in run.code_changes]
 
 

@@ -9,12 +9,11 @@
 Runs that differ in their seed only are one line, their mean, with a band from the lowest to the highest.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.figures import AXES, figure, legend, png_path, save, styles
+from analysis.figures import AXES, figure, legend, parse, runs_argparser, save, styles
 from analysis.runs import averaged, by_seed, find_runs, labels_of, notes_on
 
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_norm': 'ℓ2 norm of h',
@@ -30,21 +29,18 @@ def ends_before_others(runs, metric):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='a run, or a directory of runs')
+    parser = runs_argparser(__doc__, 'loss.png')
     parser.add_argument('--x', choices=AXES, default='steps', help='x-axis (default: steps)')
     parser.add_argument('--metrics', nargs='+', metavar='KEY', default=['val/loss', 'train/loss'],
                         help='keys of metrics.jsonl (default: val/loss train/loss)')
     parser.add_argument('--title', default='')
     parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'))
-    parser.add_argument('--output', help='PNG; the numbers go next to it as CSV (default: OUT_DIR/loss.png for one '
-                                         'run, loss.png for several)')
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     runs = find_runs(args.out_dirs)
     for note in notes_on(runs):
         print(f'note: {note}', file=sys.stderr)
-    output = png_path(args.output or (runs[0].out_dir / 'loss.png' if len(runs) == 1 else 'loss.png'))
     lines = by_seed(runs, repeats=True)
+    args.metrics = [key for key in args.metrics if any(run.last(key) is not None for run in runs)] or args.metrics
     fig, axes = figure(len(args.metrics), width=7.0 if len(args.metrics) == 1 else 4.6, height=3.8)
     rows = []
     for line, label, style in zip(lines, labels_of(lines), styles([line[0].optimizer_name for line in lines])):
@@ -69,7 +65,7 @@ def main(argv=None):
             ax.axhspan(0.1, 0.5, color='0.5', alpha=0.15)
     fig.suptitle(args.title, fontsize=9)
     legend(fig, max(axes, key=lambda ax: len(ax.lines)))
-    save(output, fig, rows)
+    save(args.output, fig, rows)
 
 
 if __name__ == '__main__':

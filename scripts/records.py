@@ -60,6 +60,8 @@ def main(argv=None):
     if args.pack and (args.pack / 'runs.jsonl').exists():
         raise SystemExit(f'--pack {args.pack}: holds a record, runs.jsonl, already; give another DIR, or remove it')
     runs = find_runs(args.out_dirs)
+    if any(run.from_csv for run in runs):
+        raise SystemExit(f'{args.out_dirs[0]}: a CSV file is no record of its runs; give the out_dirs of train.py')
     rows = sorted(map(row, runs), key=lambda row: (row['parameters'], row['T'], row['optimizer'],
                                                    row['val/loss'] or math.inf))
     print_table(rows)

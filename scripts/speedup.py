@@ -2,6 +2,7 @@
 
   python scripts/speedup.py out/sweep                                       every other optimizer against AdamW
   python scripts/speedup.py out/sweep --baseline adamw --candidate sophiag --k 2
+  python scripts/speedup.py losses.csv --baseline AdamW                     of runs that any program has made
 
 Four questions, each answered at the best hyperparameters tried, runs that differ in the seed only averaged:
 
@@ -29,7 +30,7 @@ from analysis.compare import (
     tuned_at_each_T,
     weaknesses,
 )
-from analysis.figures import argparser, figure, legend, optimizer_label, print_table, save, styles
+from analysis.figures import figure, legend, optimizer_label, parse, print_table, runs_argparser, save, styles
 from analysis.runs import by_seed, find_runs, mean_loss, notes_on
 from analysis.significance import holm
 
@@ -39,16 +40,17 @@ SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, 
 
 
 def main(argv=None):
-    parser = argparser(__doc__, 'speedup.png', '.csv and .json')
-    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs of all optimizers, or directories of runs')
+    parser = runs_argparser(__doc__, 'speedup.png', '.csv and .json')
     parser.add_argument('--baseline', default='adamw', metavar='NAME', help='O1 (default: adamw)')
     parser.add_argument('--candidate', nargs='+', metavar='NAME', help='O2, one or several (default: all others)')
     parser.add_argument('--k', type=at_least(1, Fraction), default=Fraction(2),
                         help='the factor claimed, such as 2, 1.1 or 4/3 (default: 2)')
     add_tuned(parser)
     parser.add_argument('--panels', nargs='+', choices=PANELS, default=list(PANELS), help='default: all')
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     runs = find_runs(args.out_dirs)
+    args.baseline = next((run.optimizer_name for run in runs  # a CSV file may have AdamW
+                          if run.optimizer_name.lower() == args.baseline.lower()), args.baseline)
     noise = noise_of(by_seed([run for run in runs if not run.rejected]))  # of all optimizers, compared or not
     candidates = args.candidate or sorted({run.optimizer_name for run in runs} - {args.baseline})
     runs = [run for run in runs if run.optimizer_name in (args.baseline, *candidates)]
@@ -117,8 +119,8 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
                     f'{"above" if row["difference"] > 0 else "below"} {one} ({significance}; '
                     f'trials: {two} {row["trials"]}, {one} {row["trials of baseline"]})')
     text += [f'T = {row["T"]}: {one} reaches that loss at {row["baseline steps"]:.0f} steps: {two} is '
-             f'{row["ratio steps"]:.2f} times as efficient in steps, {row["ratio FLOPs"]:.2f} in FLOPs'
-             for row in efficiency]
+             f'{row["ratio steps"]:.2f} times as efficient in steps'
+             + (f', {row["ratio FLOPs"]:.2f} in FLOPs' if row['ratio FLOPs'] else '') for row in efficiency]
     return dict(candidate=name, holds=holds, text=text, same_T=same, criterion=criterion, efficiency=efficiency)
 
 

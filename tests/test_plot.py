@@ -61,6 +61,16 @@ def test_seeds_are_averaged_where_all_of_them_were_measured(tmp_path, capsys):
     assert f'is drawn up to where {tmp_path / "c"} ends' in capsys.readouterr().err
 
 
+def test_the_picture_of_several_runs_goes_beside_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('a', 'b'):
+        fake_run(tmp_path / 'out' / name, 3.0, ['--max_iters=100'])
+    for paths in (['out'], ['out/a', 'out/b']):
+        plot.main([*paths, '--metrics', 'val/loss'])
+        (tmp_path / 'out/loss.png').unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ['out']
+
+
 def test_losses_that_cannot_be_compared_are_named(tmp_path, capsys):
     for seed, options in enumerate([{}, dict(data='another'), dict(argv=['--eval_iters=3'])]):
         argv = ['--max_iters=100', f'--seed={seed}', *options.pop('argv', [])]

@@ -2,13 +2,16 @@
 
 import json
 import math
+import re
+import shlex
+from pathlib import Path
 
 import pytest
-from conftest import rejection
+from conftest import ROOT, rejection
 from fake_runs import make, rows_of
 
 from analysis import compare, runs
-from scripts import speedup
+from scripts import plot, speedup
 
 
 def judge(tmp_path, *flags):
@@ -303,3 +306,75 @@ def test_older_config_files_lack_settings_and_have_removed_ones(tmp_path):
         about['config'] = {key: value for key, value in about['config'].items() if key not in remove} | more
         path.write_text(json.dumps(about))
     assert judge(tmp_path)['same_T'][0]['seeds'] == 3
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Losses of any program, in a CSV file
+
+
+def test_the_example_of_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / 'docs/verdict.md').read_text(encoding='utf-8')
+    command, = re.findall(r'^python scripts/speedup.py (examples/.*) --output', page, flags=re.M)
+    speedup.main([*shlex.split(command), '--output', str(tmp_path / 'x.png'), '--panels', 'difference'])
+    told, = re.findall(r'says:\n\n```\n(.*?)```', page, flags=re.S)
+    assert told in capsys.readouterr().out
+    assert re.search(r'^```\n(optimizer,.*?)```', page, flags=re.M | re.S)[1] in Path('examples/losses.csv').read_text()
+
+
+def as_csv(found, path, **columns):
+    """Writes runs as a CSV file, with these columns: a function of the run and its record."""
+    columns = dict(optimizer=lambda run, _: run.optimizer_label, seed=lambda run, _: run.seed,
+                   steps=lambda _, record: record['iter'], loss=lambda _, record: record['val/loss'], **columns)
+    rows = [[str(value(run, record)) for value in columns.values()]
+            for run in found for record in run.records if 'val/loss' in record]
+    path.write_text('\n'.join(','.join(row) for row in [list(columns), *rows]) + '\n', encoding='utf-8')
+    return path
+
+
+def test_a_csv_file_has_the_verdict_of_its_runs(tmp_path):
+    for T in (100, 200):
+        for seed, noise in enumerate([0.0, 0.01, 0.02]):
+            make(tmp_path / 'runs', 'adamw', T, 3.1 - T / 1000 + noise, seed=seed)
+            make(tmp_path / 'runs', 'sophiag', T, 3.05 - T / 1000 + noise / 2, seed=seed)
+        make(tmp_path / 'runs', 'adamw', T, math.nan, lr=1.0)
+    make(tmp_path / 'runs', 'adamw', 200, 2.0, lr=2e-3, end=100)
+    path = as_csv(runs.find_runs([tmp_path / 'runs']), tmp_path / 'losses.csv', horizon=lambda run, _: run.max_iters,
+                  learning_rate=lambda run, _: run.learning_rate,
+                  flops=lambda run, record: record['iter'] * run.flops_per_iteration())
+    ours = judge(tmp_path / 'runs')
+    speedup.main([str(path), '--panels', 'difference'])  # the picture goes next to the file
+    theirs = json.loads((tmp_path / 'speedup.json').read_text())
+    verdict, = theirs['verdicts']
+    assert verdict['text'] == ours['text']
+    for key in ('same_T', 'criterion', 'efficiency'):
+        assert len(ours[key]) > 0 and verdict[key] == [pytest.approx(row) for row in ours[key]]
+    assert sorted(theirs['rejected'].values()) == sorted(ours['rejected'].values()) and len(theirs['rejected']) == 3
+    assert theirs['notes'][0] == f'{path} does not say whether model, data and validation set are the same'
+    plot.main([str(path), '--x', 'flops'])
+    assert {row['metric'] for row in rows_of(tmp_path / 'loss.csv')} == {'val/loss'}
+    assert 'compare them apart' in rejection(runs.find_runs, [path, tmp_path / 'runs'])
+
+
+def test_what_a_csv_file_does_not_say_is_said(tmp_path):
+    for seed in range(3):
+        make(tmp_path / 'runs', 'adamw', 100, 3.1, seed=seed)
+        make(tmp_path / 'runs', 'sophiag', 100, 3.0, seed=seed)
+    path = as_csv(runs.find_runs([tmp_path / 'runs']), tmp_path / 'losses.csv')
+    speedup.main([str(path), '--panels', 'difference'])
+    notes = json.loads((tmp_path / 'speedup.json').read_text())['notes']
+    assert notes == [f'{path} does not say whether model, data and validation set are the same; whether the schedules '
+                     'ended at the last step (horizon); which hyperparameters differ (a column each); the FLOPs of a '
+                     'step (flops)']
+    assert 'losses.csv/optimizer=AdamW,seed=0: no tokens at iteration 0' in rejection(
+        plot.main, [str(path), '--x', 'tokens'])
+
+
+@pytest.mark.parametrize(('text', 'message'), [
+    ('', ': no column optimizer'), ('optimizer,seed,step,loss\na,1,2,3\n', ': no column steps'),
+    ('optimizer,seed,steps,loss\na,1,2\n', ':2: not as many columns'),
+    ('optimizer,seed,steps,loss\na,1,2,low\n', ':2: steps, loss'), ('optimizer,seed,steps,loss\na,1,,3\n', ':2: steps'),
+    ('optimizer,seed,steps,loss\na,1,2,3\na,1,2,4\n', ':3: the second row of a run for step 2')])
+def test_a_csv_file_that_cannot_be_read_is_named(tmp_path, text, message):
+    (tmp_path / 'x.csv').write_text(text)
+    assert f'{tmp_path}/x.csv{message}' in rejection(runs.find_runs, [tmp_path / 'x.csv'])

@@ -21,7 +21,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, finished_runs
-from analysis.figures import SETTING_NAMES, argparser, figure, legend, optimizer_label, print_table, save, styles
+from analysis.figures import (
+    SETTING_NAMES,
+    figure,
+    legend,
+    optimizer_label,
+    parse,
+    print_table,
+    runs_argparser,
+    save,
+    styles,
+)
 from analysis.runs import by_seed, mean_loss
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
@@ -30,9 +40,11 @@ X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'p
 
 def x_value(run, x):
     """The run's place on the x-axis."""
-    if x == 'flops':
-        return run.max_iters * run.flops_per_iteration()
-    return run.about['parameters'] if x == 'parameters' else run.config[x]
+    cost = run.flops_per_iteration() if x == 'flops' else None
+    value = cost and cost * run.max_iters if x == 'flops' else run.about.get(x, run.config.get(x))
+    if value is None:
+        raise SystemExit(f'{run.out_dir}: --x {x}: a CSV file needs a column {x}')
+    return value
 
 
 def line_of(run, by):
@@ -125,8 +137,7 @@ def draw_grid(runs, keys, minus):
 
 
 def main(argv=None):
-    parser = argparser(__doc__, 'final_losses.png')
-    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs, or directories of runs')
+    parser = runs_argparser(__doc__, 'final_losses.png')
     parser.add_argument('--x', choices=X, default='max_iters')
     parser.add_argument('--by', nargs='+', default=['optimizer_name'], metavar='KEY',
                         help='settings that make a line (default: optimizer_name)')
@@ -134,7 +145,7 @@ def main(argv=None):
     parser.add_argument('--minus', metavar='OPTIMIZER',
                         help="with --grid: subtract this optimizer's best loss in each cell")
     add_tuned(parser)
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     varying = args.grid or [*args.by, *(('n_layer', 'n_head', 'n_embd') if args.x == 'parameters' else ())]
     runs = finished_runs(args.out_dirs, (*args.tuned, *varying))
     for key in varying:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.figures import argparser, figure, legend, print_table, save
+from analysis.figures import figure, legend, parse, print_table, runs_argparser, save
 from analysis.runs import find_runs
 
 MARGIN = 0.5  # nats of training loss
@@ -35,9 +35,8 @@ def stable_runs(runs):
 
 
 def main(argv=None):
-    parser = argparser(__doc__, 'max_lr.png')
-    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='runs, or directories of runs')
-    args = parser.parse_args(argv)
+    parser = runs_argparser(__doc__, 'max_lr.png')
+    args = parse(parser, argv)
     groups = {}
     for run in sorted(find_runs(args.out_dirs), key=lambda run: run.learning_rate):
         if (problem := run.unfinished or run.off_schedule) and not run.diverged:
