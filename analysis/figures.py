@@ -113,7 +113,7 @@ def runs_argparser(doc, output, numbers='.csv'):
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR',
                         help='a run, a directory of runs, or a CSV file (docs/verdict.md)')
     parser.add_argument('--output', type=png_path, metavar='FILE.png',
-                        help=f'the picture; its numbers go next to it as {numbers} (default: {output}, beside the runs)')
+                        help=f'the picture; its numbers go next to it as {numbers} (default: {output} beside the runs)')
     parser.set_defaults(name=output)
     return parser
 
