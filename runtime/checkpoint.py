@@ -3,7 +3,7 @@
 `ckpt_ITERATION.pt` has nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and what else a
 run needs to resume. The optimizer's state is by the names of the parameters. There is no state of random generators,
 because everything random is a function of (seed, iteration).
-`best.pt` is a link to the checkpoint with the lowest validation loss.
+`best.pt` is a link to the checkpoint with the lowest validation loss, or `best.txt` holds its name.
 
 Where the model is sharded, a checkpoint is a directory `ckpt_ITERATION` (and `best` the link), see sharded.py. Either
 kind can be resumed by any number of ranks, sharded or not.
@@ -21,10 +21,11 @@ from pathlib import Path
 
 from runtime import optim, optimizer_state
 from runtime.distributed import parent_start, ranks_from_environment, restarts
-from runtime.files import FAILED, first_line, load_pt, save_pt, warn
+from runtime.files import FAILED, atomic_write, first_line, load_pt, save_pt, warn
 from runtime.signals import NOT_FINITE
 
 BEST = -1  # stands for the best checkpoint where others have their iteration
+BEST_NAME = 'best.txt'  # holds the name of the best checkpoint where the file system has no links
 LOCKS = []  # open files of this process that hold a lock
 
 REQUIRED = 'model', 'model_args', 'iter_num', 'config'
@@ -113,12 +114,20 @@ def check_round_trip(world, optimizer, fresh):
 
 
 def link_best(path):
-    """Makes best.pt, or `best` for a directory, a link to the checkpoint `path`."""
+    """Make best.pt, or `best` for a directory, a link to the checkpoint `path`; on a file system without links its name
+    is in best.txt."""
     partial, best = path.with_name('best.partial'), path.with_name('best' + path.suffix)
     partial.unlink(missing_ok=True)
-    partial.symlink_to(path.name)
-    partial.replace(best)
-    (path.with_name('best') if path.suffix else path.with_name('best.pt')).unlink(missing_ok=True)  # of the other kind
+    try:
+        partial.symlink_to(path.name)
+        partial.replace(best)
+    except OSError:
+        best = path.with_name(BEST_NAME)
+        with atomic_write(best, 'w') as f:
+            f.write(f'{path.name}\n')
+    for other in map(path.with_name, ('best', 'best.pt', BEST_NAME)):
+        if other != best and (other.is_symlink() or other.is_file()):
+            other.unlink()
 
 
 def prune(out_dir, iteration, keep):
@@ -143,7 +152,10 @@ def is_shards(path):
 
 
 def path_of(out_dir, iteration):
-    """Path of the checkpoint of `iteration`, a directory if there is one, or of the best one for BEST."""
+    """Return the path of the checkpoint of `iteration`, a directory if there is one, or of the best one for BEST."""
+    name = Path(out_dir) / BEST_NAME
+    if iteration == BEST and name.is_file():
+        return name.with_name(name.read_text(encoding='utf-8').strip())
     directory = Path(out_dir) / ('best' if iteration == BEST else f'ckpt_{iteration:08d}')
     return directory if is_shards(directory) else directory.with_suffix('.pt')
 
@@ -168,6 +180,8 @@ def load(path, weights=True, check=True):
     SystemExit when there is none or it cannot be read.
     """
     path = Path(path)
+    if path.name in ('best', 'best.pt') and not path.exists():
+        path = path_of(path.parent, BEST)
     if path.is_dir() and not is_shards(path):
         return newest(path, weights)
     if not path.exists():

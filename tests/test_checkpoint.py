@@ -1,11 +1,13 @@
 """Checkpoints without a run: any optimizer's state, other programs' files, damage, retention; config.json."""
 
+import errno
 import json
 import os
 import pickle
 import stat
 import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -354,6 +356,28 @@ def test_retention(tmp_path):
     saved(tmp_path, model, optimizer, 4, best=True)
     assert iterations(tmp_path) == [12, 4, 3]
     assert checkpoint.load(tmp_path / 'best.pt')[1]['iter_num'] == 4
+
+
+def test_a_file_system_without_links(tmp_path, monkeypatch):
+    """Saving, pruning, resuming and loading of the best are the same, with a name in a file."""
+    def refused(self, target, target_is_directory=False):
+        raise PermissionError(errno.EPERM, 'Operation not permitted')
+
+    model, optimizer = made('adamw')
+    saved(tmp_path, model, optimizer, 1, best=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, 'symlink_to', refused)
+        for i in 2, 3, 4, 5:
+            assert saved(tmp_path, model, optimizer, i, best=i == 2)
+        assert iterations(tmp_path) == [5, 4, 2]
+        for path in checkpoint.path_of(tmp_path, checkpoint.BEST), tmp_path / 'best.pt':
+            assert checkpoint.load(path)[1]['iter_num'] == 2
+        saved(tmp_path, model, optimizer, 6, best=True)
+        assert checkpoint.open_run(WORLD, tmp_path, may_resume=True)[1]['iter_num'] == 6
+        checkpoint.LOCKS.pop().close()
+        assert checkpoint.load(tmp_path / 'best.pt')[1]['iter_num'] == 6
+    saved(tmp_path, model, optimizer, 7, best=True)
+    assert checkpoint.load(tmp_path / 'best.pt')[1]['iter_num'] == 7 and not (tmp_path / 'best.txt').exists()
 
 
 def test_the_best_is_linked_after_a_kill_before_its_link(tmp_path, monkeypatch):
