@@ -60,13 +60,17 @@ def compiled_update():
     return torch.compile(sophia_update)
 
 
+# Names under which optimizers keep their state of a parameter, by which a foreign state is recognised.
+STATES = {'exp_avg', 'exp_avg_sq', 'hessian', 'momentum_buffer', 'step'}
+
+
 class GuardedOptimizer(Optimizer):
     """Base class with checked settings, closures and guards before anything moves. A subclass defines `update`.
 
     nonfinite says what happens when a gradient holds inf or NaN, before anything enters the state: 'raise'
     FloatingPointError, 'skip' that step, or 'ignore' (no check, so no wait for the device).
     """
-    state_keys = {'exp_avg'}  # of the state of a parameter
+    state_keys = {'exp_avg'}  # the names in `STATES` that it uses
 
     def __init__(self, params, defaults, nonfinite):
         if nonfinite not in ('raise', 'skip', 'ignore'):
@@ -114,7 +118,7 @@ class GuardedOptimizer(Optimizer):
         for group in state['param_groups']:
             odd = getattr(self, 'defaults', {}).keys() - group.keys()
             for own in [state['state'][p] for p in group['params'] if state['state'].get(p)]:
-                odd |= (own.keys() ^ self.state_keys) - {'exp_avg'}  # which an estimate before the first step lacks
+                odd |= (own.keys() & STATES ^ self.state_keys) - {'exp_avg'}  # which may come later than `hessian`
             if odd:
                 raise ValueError(f'{type(self).__name__}: the state to load is of another optimizer; they differ in '
                                  + ', '.join(sorted(odd)))
