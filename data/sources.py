@@ -146,10 +146,11 @@ def in_rows(split, texts):
 
 
 def stream(file):
-    """Yield the texts of a .jsonl file on the Hub. OSError when it cannot be read, which may be the network's fault."""
+    """Yield the texts of a .jsonl file on the Hub. OSError when it cannot be read, which may be the network's fault, so
+    that what is done is kept."""
     try:
-        table = load(file, lambda datasets: datasets.load_dataset('json', data_files=file, split='train',
-                                                                  streaming=True))
+        from datasets import load_dataset
+        table = load_dataset('json', data_files=file, split='train', streaming=True)
         for part in table.with_format('arrow').iter(ROWS):
             yield from part['text'].to_pylist()
     except Exception as error:  # as in `load`

@@ -610,6 +610,29 @@ def test_what_is_done_is_kept_where_the_same_command_can_get_further(tmp_path, m
     assert left(out_dir) == ['progress.json', 'train.bin.part', 'val.bin.part'] and saved_documents(out_dir) >= 1000
 
 
+def test_a_network_that_fails_between_two_files_of_the_hub_leaves_what_is_done(tmp_path, monkeypatch):
+    import datasets
+    real, calls = datasets.load_dataset, []
+
+    def load_dataset(kind, data_files, **kwargs):
+        calls.append(data_files)
+        if len(calls) == 2:
+            raise ConnectionError('no route to host')
+        name = Path(data_files.removesuffix('.zst')).name
+        return real(kind, data_files=str(tmp_path / name), **kwargs)
+
+    monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
+    files = {name: texts(5, seed) for seed, name in enumerate(('00.jsonl', '01.jsonl', 'val.jsonl'))}
+    for name, documents in files.items():
+        write_jsonl(tmp_path / name, documents)
+    command = ['pile', '--num_files', 2, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out']
+    message = prepare(*command, ok=False)
+    assert 'train/01.jsonl.zst: ConnectionError: no route to host); the same command, without --overwrite' in message
+    assert left(tmp_path / 'out') == ['progress.json', 'train.bin.part', 'val.bin.part']
+    prepare(*command)
+    assert documents_of(bins(tmp_path / 'out')[0], BYTE) == files['00.jsonl'] + files['01.jsonl']
+
+
 def test_bad_tables_are_one_line(tmp_path):
     good, out = write_jsonl(tmp_path / 'a.jsonl', texts(5)), ('--out_dir', tmp_path / 'out', '--tokenizer', 'byte')
     bad = tmp_path / 'bad.parquet'
