@@ -65,9 +65,7 @@ class Config:
     """
 
     def __init__(self, defaults):
-        declared = {key: value if isinstance(value, Setting) else setting(value) for key, value in defaults.items()
-                    if isinstance(value, (bool, int, float, str, Setting)) and key.islower()
-                    and not key.startswith('_')}
+        declared = {key: value if isinstance(value, Setting) else setting(value) for key, value in defaults.items()}
         self.declared = declared
         self.values = {key: one.default for key, one in declared.items()}
         self.sources = dict.fromkeys(declared, 'default')

@@ -30,6 +30,7 @@ class Hook:
     """The callbacks of first-order optimizers: nothing is estimated."""
 
     hessian_products = False  # whether estimates are Hessian-vector products, which need an unsharded eager model
+    samples_labels = False  # whether estimates take labels for the model's logits
     cost = 0.0  # FLOPs of an estimate, in forward and backward passes over its sequences
 
     def __init__(self, model, optimizer, **options):
@@ -49,15 +50,16 @@ class Hook:
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
     def labels(self, X, Y):
-        """Further arguments for the model's forward on a micro-batch, X and Y (B, T) int64, as a dict."""
+        """Return further arguments of `loss.Losses` for a micro-batch, X and Y (B, T) int64, as a dict."""
         return {}
 
     def add(self, loss_hat=None, predictions=None):
-        """Takes the forward's loss on these labels, summed over `predictions` predictions. Keeps its graph for the
-        training loss."""
+        """Take the loss on these labels, summed over `predictions` predictions. Keeps its graph for the training loss.
+        """
 
     def finish(self):
-        """Passes the estimate to the optimizer. FloatingPointError if it is not finite; then none of it is used."""
+        """Pass the estimate to the optimizer. Return why the iteration must be skipped, '' if it need not be."""
+        return ''
 
 
 class HessianHook(Hook):
@@ -114,21 +116,23 @@ class HessianHook(Hook):
         return n
 
     def update(self, estimates):
-        """Passes `estimates`, in param-group order, to the optimizer."""
-        found = [h_hat for h_hat in estimates if h_hat is not None]
-        overflow = self.loss_scale != 1 and self.overflows < OVERFLOWS
-        if not check_finite('skip' if overflow else 'raise', 'Hessian estimate', found):
+        """Pass `estimates`, in param-group order, to the optimizer, all of them or none; returns as `finish`."""
+        if not check_finite('skip', 'Hessian estimate', [h_hat for h_hat in estimates if h_hat is not None]):
+            expected = self.loss_scale != 1 and self.overflows < OVERFLOWS  # float16 overflows now and then
             self.overflows += 1
+            if not expected:
+                return 'a Hessian estimate is not finite'
             self.optimizer.param_groups[0]['hessian_scale'] = self.scale / 2
             if self.rank == 0:
                 warn(f'iteration {self.iter_num}: the Hessian estimate overflowed in float16 and was left out; its '
                      f'loss scale falls to {self.scale / 2:g}')
-            return
+            return ''
         self.overflows = 0
         if not self.estimated:
             self.estimated = True
             self.warn_of_unreached(estimates)
         self.optimizer.update_hessian(estimates)
+        return ''
 
     def warn_of_unreached(self, estimates):
         """Names the trained parameters whose estimate is 0 throughout: their updates would be sign momentum."""
@@ -155,6 +159,7 @@ def fitting_parts(parts, batch_size, micro_batch, ranks, sharded):
 class GNBHook(HessianHook):
     """Gauss-Newton-Bartlett (Algorithm 2), sharing its forward with the gradient: one forward, two backwards."""
 
+    samples_labels = True
     cost = 2 / 3
 
     def __init__(self, *args, **kwargs):
@@ -166,7 +171,6 @@ class GNBHook(HessianHook):
         super().start(iter_num, loss_scale)
         self.uniforms = None
         self.estimator = GaussNewtonBartlett(self.optimizer, by_parts=self.parts > 1) if self.due else None
-        self.waits = False  # whether `labels` has asked for a second loss, which `add` must bring
         return self.due
 
     def split(self, rows, size):
@@ -182,7 +186,6 @@ class GNBHook(HessianHook):
     def labels(self, X, Y):
         taken = self.batch_size // self.world_size - self.rows_left
         n = self.take_rows(X)
-        self.waits = n > 0
         if n == 0:
             return {}
         # loss_hat is a sum. Weighted like a mean and scaled, its gradient fits float16; `finish` divides by the weight.
@@ -190,7 +193,7 @@ class GNBHook(HessianHook):
         return self.second_labels(Y[:n], taken)
 
     def second_labels(self, Y, first):
-        """The forward's arguments for the second loss on the rows `Y`, of which the first is row `first`."""
+        """Return the arguments for the second loss on the rows `Y`, of which the first is row `first`."""
         if self.uniforms is None:
             shape = (self.batch_size, Y.size(1))
             uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]
@@ -200,16 +203,14 @@ class GNBHook(HessianHook):
         return dict(uniforms=self.uniforms[first:first + len(Y)])
 
     def add(self, loss_hat=None, predictions=None):
-        if self.waits:
-            if predictions is None:
-                raise SystemExit('model.py: GPT.forward got labels for the Hessian and returned no loss on them; let '
-                                 'it return (logits, loss, loss_hat, predictions) then' if self.rank == 0 else 1)
+        if loss_hat is not None:
             self.estimator.add(loss_hat * self.weight, predictions, retain_graph=True)
 
     def finish(self):
-        if self.due:
-            estimator, self.estimator = self.estimator, None
-            self.update(estimator.estimate(self.weight))
+        if not self.due:
+            return ''
+        estimator, self.estimator = self.estimator, None
+        return self.update(estimator.estimate(self.weight))
 
 
 def keep_buffers():
@@ -267,7 +268,8 @@ class HutchinsonHook(HessianHook):
     def curvature_product(self, X, Y, u):
         """∇²L·u of the mean loss L of some sequences, X and Y (B, T); u: tensors like `params`."""
         def loss(values):
-            return functional_call(self.model, dict(zip(self.names, values)), (X, Y))[1]
+            # A copy of Y, because a forward may mask it in place, which torch.func allows on new tensors only.
+            return functional_call(self.model, dict(zip(self.names, values)), (X, Y.clone()))[1]
 
         with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
             return hessian_vector_product(loss, [p.detach() for p in self.params], u)
@@ -283,7 +285,7 @@ class HutchinsonHook(HessianHook):
 
     def finish(self):
         if not self.due:
-            return
+            return ''
         generator = torch.Generator(self.params[0].device)
         generator.manual_seed(keyed_seed(self.seed, VECTORS, self.iter_num))
         estimator = Hutchinson(self.params, generator, self.rademacher)
@@ -296,7 +298,7 @@ class HutchinsonHook(HessianHook):
             del product  # frees the memory for the next one
         self.rows = []
         estimates = dict(zip(self.params, estimator.estimate()))
-        self.update([estimates.get(p) for p in parameters(self.optimizer)])
+        return self.update([estimates.get(p) for p in parameters(self.optimizer)])
 
 
 class AdaHessianHook(HutchinsonHook):

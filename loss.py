@@ -5,6 +5,7 @@ the plain cross-entropy, so that runs with different training losses can be comp
 """
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 
@@ -16,6 +17,41 @@ def token_loss(logits, targets):
 def mean_loss(logits, targets):
     """The mean of `token_loss` over the targets that count: logits (B, T, V), targets (B, T) → 0-d."""
     return token_loss(logits, targets).sum() / (targets >= 0).sum()
+
+
+class Losses(nn.Module):
+    """The module that training calls: a model's loss and, where labels for it are given, the loss on a second set of
+    labels for the first n sequences, which Gauss-Newton-Bartlett needs.
+
+    `model` has nanoGPT's forward: (idx, targets) → (logits, mean loss).
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, idx, targets, uniforms=None, labels_hat=None):
+        """Return (logits, loss) or, with a second set of labels, (logits, loss, loss_hat, predictions).
+
+        Args:
+            idx: (B, T) token ids.
+            targets: (B, T) token ids, -1 where a position does not count.
+            uniforms: (n, T) uniform numbers in [0, 1), n ≤ B, with which labels are drawn from softmax(logits).
+            labels_hat: (n, T) token ids, labels instead of drawn ones.
+
+        loss_hat is the negative log-likelihood of the second labels, *summed* over the positions that count in
+        `targets` after the model's forward; predictions is the number of these. The logits are None where gradients
+        are on, because compiled code would write a gradient of zeros for them, and read it again.
+        """
+        logits, loss = self.model(idx, targets)
+        if uniforms is not None:
+            labels_hat = sample_labels(logits[:len(uniforms)], uniforms)
+        if labels_hat is None:
+            return None if torch.is_grad_enabled() else logits, loss
+        n = len(labels_hat)
+        counts = targets[:n] >= 0
+        loss_hat = cross_entropy(logits[:n], torch.where(counts, labels_hat, -1)).sum()
+        return None, loss, loss_hat, counts.sum()
 
 
 def cross_entropy(logits, targets):

@@ -1,47 +1,27 @@
-"""GPT-2: the table of sizes, the model, its loss, its FLOPs, sampling.
+"""GPT-2: the model and its loss, sampling, weights from Hugging Face.
 
 The architecture is GPT-2's (learned positions, pre-norm blocks, GELU, tied head) in the paper's setting: no bias, no
-dropout, optional scaling of attention logits by the inverse layer index. Module names are nanoGPT's.
+dropout, optional scaling of attention logits by the inverse layer index. Module names are nanoGPT's, and so is the
+contract: another model.py with `GPT`, `GPTConfig` and `forward(idx, targets=None)` → (logits, loss) trains as well.
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from loss import cross_entropy, mean_loss, sample_labels
+import shapes
+from loss import mean_loss
 from runtime.files import first_line
 
-# Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
-SIZES = {
-    'tiny': dict(n_layer=4, n_head=4, n_embd=128),
-    '30M': dict(n_layer=6, n_head=6, n_embd=384),
-    '125M': dict(n_layer=12, n_head=12, n_embd=768),
-    '355M': dict(n_layer=24, n_head=16, n_embd=1024),
-    '540M': dict(n_layer=30, n_head=18, n_embd=1152),
-    '770M': dict(n_layer=36, n_head=20, n_embd=1280),
-    '1.5B': dict(n_layer=48, n_head=24, n_embd=1536),
-    '6.6B': dict(n_layer=32, n_head=32, n_embd=4096),
-}
 INIT_STD = 0.02  # of the initial weights
-NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
-# The GPT-2s that init_from can download from the Hugging Face Hub.
-HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 # Hugging Face's activation_function → the argument `approximate` of F.gelu.
 ACTIVATIONS = {'gelu_new': 'tanh', 'gelu': 'none', 'gelu_pytorch_tanh': 'tanh'}
 # Hugging Face stores these weights as (in, out), the transpose of nn.Linear's.
 TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
-
-
-def padded_vocab_size(vocab_size):
-    """`vocab_size` rounded up to a multiple of 64 (GPT-2's 50,257 → 50,304), for which matmuls are faster.
-
-    Below 1,024 ids as it is: there the padding would be a large part of the vocabulary and raise the first losses.
-    """
-    return vocab_size if vocab_size < 1024 else math.ceil(vocab_size / 64) * 64
 
 
 @dataclass
@@ -56,18 +36,6 @@ class GPTConfig:
     bias: bool = False
     scale_attn_by_inverse_layer_idx: bool = False
     gelu_approximate: str = 'none'  # 'tanh' for the weights that OpenAI published
-
-    @classmethod
-    def from_settings(cls, settings, vocab_size):
-        """The shape of a run with train.py's `settings`, a dict, for a tokenizer of `vocab_size` ids."""
-        return cls(**{f.name: settings[f.name] for f in fields(cls) if f.name in settings},
-                   vocab_size=padded_vocab_size(vocab_size))
-
-    def model_args(self):
-        """The shape as a checkpoint holds it: nanoGPT's arguments, and others where they are not the default, so that
-        nanoGPT reads models that it knows, and an argument added here leaves old checkpoints valid."""
-        return {key: value for key, value in asdict(self).items()
-                if key in NANOGPT_ARGS or value != getattr(GPTConfig, key)}
 
 
 class CausalSelfAttention(nn.Module):
@@ -149,20 +117,15 @@ class GPT(nn.Module):
             if getattr(module, 'bias', None) is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, idx, targets=None, uniforms=None, labels_hat=None):
-        """Logits and mean loss, as in nanoGPT; for Gauss-Newton-Bartlett also the loss on a second set of labels.
+    def forward(self, idx, targets=None):
+        """Return (logits, loss), as in nanoGPT.
 
         Args:
             idx: (B, T) token ids.
-            targets: (B, T) token ids, -1 where a position does not count.
-            uniforms: (n, T) uniform numbers in [0, 1), n ≤ B, with which labels of the first n sequences are drawn
-                from softmax(logits).
-            labels_hat: (n, T) token ids, labels for the first n sequences instead of drawn ones.
+            targets: (B, T) token ids, -1 where a position does not count. To leave out more positions, set them to -1
+                in place: what samples labels from the logits reads `targets` afterwards.
 
-        Returns:
-            (logits, loss), the loss None without targets; with a second set of labels (logits, loss, loss_hat,
-            predictions), where loss_hat is their negative log-likelihood *summed* over the positions that count, and
-            predictions the number of these.
+        The logits are (B, T, vocab_size). The loss is the mean over the positions that count; None without targets.
         """
         B, T = idx.shape
         if T > self.config.block_size:
@@ -179,30 +142,7 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x))
         if targets is None:
             return logits, None
-        loss = mean_loss(logits, targets)
-        if uniforms is not None:
-            labels_hat = sample_labels(logits[:len(uniforms)], uniforms)
-        if labels_hat is None:
-            return logits, loss
-        n = len(labels_hat)
-        counts = targets[:n] >= 0
-        return logits, loss, cross_entropy(logits[:n], torch.where(counts, labels_hat, -1)).sum(), counts.sum()
-
-    def num_params(self):
-        """Return the number of parameters that are trained, a tied head counted once."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad)
-
-    def flops_per_token(self):
-        """Return the FLOPs to train on one token (forward + backward) in sequences of block_size.
-
-        Counts the matmuls of what is trained: 6 per weight that multiplies (a tied head too; not the embedding
-        look-ups, not frozen weights) and 12·n_layer·n_embd·block_size for QKᵀ and AV, the causal half counted in full:
-        the convention of Chowdhery et al. (2022), which the paper's Table 2 follows.
-        """
-        c = self.config
-        weights = sum(p.numel() for module in self.modules() if not isinstance(module, nn.Embedding)
-                      for p in module.parameters(recurse=False) if p.dim() > 1 and p.requires_grad)
-        return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
+        return logits, mean_loss(logits, targets)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None):
@@ -223,30 +163,11 @@ class GPT(nn.Module):
         return idx
 
     @classmethod
-    def from_state_dict(cls, config, weights):
-        """A GPT that shares the memory of these weights; draws no random ones. RuntimeError when they do not fit."""
-        model = cls.without_values(config)
-        tied = model.lm_head.weight is model.transformer.wte.weight
-        model.load_state_dict(weights, assign=True)
-        if tied:
-            model.lm_head.weight = model.transformer.wte.weight  # assigning has untied them
-        return model
-
-    @classmethod
-    def without_values(cls, config):
-        """A GPT on the device 'meta', for weights that follow; a real one where an edit has added buffers, because a
-        checkpoint may not hold them."""
-        with torch.device('meta'):
-            model = cls(config)
-        has_buffers = next(model.buffers(), None) is not None
-        return cls(config) if has_buffers else model
-
-    @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):
         """A GPT with the weights of a GPT-2 in Hugging Face's format, read by the package transformers.
 
         Args:
-            name: one of HUB_MODELS, or a folder with config.json and safetensors.
+            name: one of shapes.HUB_MODELS, or a folder with config.json and safetensors.
             block_size: positions to keep, at most the model's own, which is the default.
 
         A model that scripts/export_hf.py has exported without biases has none here.
@@ -267,7 +188,7 @@ class GPT(nn.Module):
         weights = {key: w.t().contiguous() if key.endswith(TRANSPOSED) else w for key, w in weights.items()
                    if bias or not key.endswith('.bias')}
         positions = weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size].clone()
-        return cls.from_state_dict(GPTConfig(
+        return shapes.with_weights(cls, GPTConfig(
             len(positions), c.vocab_size, c.n_layer, c.n_head, c.n_embd, dropout, bias,
             c.scale_attn_by_inverse_layer_idx, ACTIVATIONS[c.activation_function]), weights)
 
@@ -278,7 +199,7 @@ def load_hf(name):
         import transformers
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        source = f'openai-community/{name}' if name in HUB_MODELS and not Path(name).exists() else name
+        source = f'openai-community/{name}' if name in shapes.HUB_MODELS and not Path(name).exists() else name
         model, report = transformers.GPT2LMHeadModel.from_pretrained(source, use_safetensors=True,
                                                                      output_loading_info=True)
     except ImportError:

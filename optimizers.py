@@ -415,6 +415,13 @@ def optimizer_settings(config):
     return settings, f'optimizer {config.optimizer_name}'
 
 
+def missing_settings(config):
+    """Return placeholders for the settings that the optimizer lacks."""
+    chosen = row(config.optimizer_name)
+    return {key: value for key, value in PLACEHOLDERS.items() if key not in chosen.settings and key != 'optimizer_args'
+            }, f'not a setting of {config.optimizer_name}'
+
+
 def peak_learning_rate(optimizer_name, model_size):
     """(learning rate, where it stands) in the table, or (None, why not)."""
     chosen = row(optimizer_name)
@@ -424,6 +431,14 @@ def peak_learning_rate(optimizer_name, model_size):
     if model_size not in chosen.learning_rates:
         return None, f'{source} has no learning rate for {optimizer_name} at {model_size}'
     return chosen.learning_rates[model_size], f'{source}: {optimizer_name}, {model_size}'
+
+
+def learning_rate_settings(config):
+    """Return the peak learning rate of training from scratch; SystemExit when the table has none."""
+    lr, source = peak_learning_rate(config.optimizer_name, config.model_size)
+    if lr is None:
+        raise SystemExit(f'{source}; set --learning_rate')
+    return dict(learning_rate=lr), source
 
 
 def attention_settings(config):

@@ -18,19 +18,22 @@ from typing import Any, NamedTuple
 import torch
 
 import configurator
+import lifecycle
 import optimizers
 from configurator import setting
-from data.loader import TrainLoader, ValidationLoader, accumulation_steps, fingerprint, open_dataset
+from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
 from data.tokenizer import check_tokenizer
 from hessian import Hook, fitting_parts
-from loss import cross_entropy
-from model import GPT, HUB_MODELS, SIZES, GPTConfig
-from runtime import checkpoint, lifecycle, optim
+from loss import Losses, cross_entropy
+from model import GPT, GPTConfig
+from resume import adopt_model_args, find_origin, finetunes
+from runtime import checkpoint, optim
 from runtime import device as devices
 from runtime.distributed import World, one_message, ranks_from_environment
 from runtime.rng import DROPOUT, keyed_seed, seed_all
 from runtime.signals import StopSignals, protect_streams, restored_signals
 from runtime.speed import Speed
+from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token, model_args, without_values
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. `resolve` fills in those without a default, `setting(type)`.
@@ -40,7 +43,7 @@ out_dir = 'out'  # where checkpoints, metrics.jsonl and config.json go
 eval_interval = setting(2000, at_least=1)  # iterations between evaluations
 log_interval = setting(10, at_least=1)  # iterations between lines of metrics
 eval_iters = setting(0, at_least=0)  # micro-batches of validation sequences, over all devices; 0 = all sequences
-eval_only = False  # evaluate once and exit
+eval_only = False  # evaluate the newest checkpoint, or init_from without one, and exit
 always_save_checkpoint = True  # save after every evaluation, not only after the best one
 keep_checkpoints = setting(2, at_least=2)  # number of newest checkpoints to keep, in addition to the best one
 init_from = 'scratch'  # or gpt2, …, or a Hugging Face folder, or resume, from the newest checkpoint in out_dir
@@ -98,11 +101,13 @@ dtype = setting(str, choices=tuple(devices.DTYPES))  # of matmuls: float32 (neve
 compile = setting(bool)  # torch.compile the model
 seed = setting(1337, at_least=-2 ** 63, below=2 ** 64)  # for initial weights, data order, sampled labels and dropout
 
-DEFAULTS = {key: value for key, value in globals().items() if not key.startswith('_')}
+DEFAULTS = {key: value for key, value in globals().items() if key.islower() and not key.startswith('_')
+            and isinstance(value, (bool, int, float, str, configurator.Setting))}
 
 
 def resolve(argv, world_size=None):
-    """The `Config` of `python train.py ARGV…` on `world_size` ranks; by default those that torchrun has started."""
+    """Return the `Config` of `python train.py ARGV…` on `world_size` ranks; by default those that torchrun has started.
+    """
     c = configurator.configure(DEFAULTS, argv, script=__file__)
     c.require('init_from', not finetunes(c) or c.init_from in HUB_MODELS or Path(c.init_from).is_dir(),
               f'scratch, resume, {", ".join(HUB_MODELS)} or a Hugging Face folder; --auto_resume=True resumes if there '
@@ -110,42 +115,26 @@ def resolve(argv, world_size=None):
 
     # Values that neither a config file nor a flag has set
     c.fill(SIZES[c.model_size], f'model size {c.model_size}')
-    placeholders = {key: value for key, value in optimizers.PLACEHOLDERS.items() if key != 'optimizer_args'}
-    c.fill(placeholders, f'not a setting of {c.optimizer_name}')  # the next line replaces those that it has
     c.fill(*optimizers.optimizer_settings(c))
+    c.fill(*optimizers.missing_settings(c))
     c.fill(*optimizers.attention_settings(c))
-    lr, source = optimizers.peak_learning_rate(c.optimizer_name, c.model_size)
-    if finetunes(c) and not c.eval_only:
-        lr, source = None, f'Table 3 is for training from scratch, not for init_from = {c.init_from}'
-    if lr is not None:
-        c.fill(dict(learning_rate=lr), source)
-    elif 'learning_rate' not in c.given:
-        raise SystemExit(f'{source}; set --learning_rate')
+    if 'learning_rate' not in c.given:
+        if finetunes(c) and not c.eval_only:
+            raise SystemExit(f'Table 3 is for training from scratch, not for init_from = {c.init_from}; set '
+                             '--learning_rate')
+        c.fill(*optimizers.learning_rate_settings(c))
     c.fill(dict(lr_decay_iters=c.max_iters), 'max_iters')
     c.fill(dict(cooldown_iters=c.lr_decay_iters // 5 if c.schedule == 'wsd' else 0), f'schedule {c.schedule}')
     c.fill(dict(min_lr=c.min_lr_ratio * c.learning_rate), 'min_lr_ratio × learning_rate')
     c.fill(dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'this machine')
     c.fill(*devices.device_defaults(c.device))
-
     optimizers.check_settings(c)
-
-    # Batch sizes that fit the number of ranks
-    world_size = world_size or ranks_from_environment()[2]
-    steps = accumulation_steps(c.total_batch_size, c.batch_size, world_size, c.gradient_accumulation_steps)
-    if not c.gradient_accumulation_steps:
-        c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
-    rounded = math.ceil(min(c.hessian_batch_size, c.total_batch_size) / world_size) * world_size
-    if rounded != c.hessian_batch_size:
-        c.set('hessian_batch_size', rounded, f'{c.hessian_batch_size} made to fit {c.total_batch_size} sequences on '
-              f'{world_size} device(s)')
-    parts = fitting_parts(c.hessian_parts, c.hessian_batch_size, c.batch_size, world_size, c.parallel != 'ddp')
-    if parts != c.hessian_parts:
-        c.set('hessian_parts', parts, f'{c.hessian_parts} made to fit {c.hessian_batch_size} sequences on {world_size} '
-              f'device(s), at most {c.batch_size} sequences a part')
+    fit_batch_sizes(c, world_size or ranks_from_environment()[2])
 
     # Settings that do not go together
     c.require('n_head', c.n_embd % c.n_head == 0, f'a divisor of n_embd = {c.n_embd}')
     c.require('dtype', c.parallel == 'ddp' or c.dtype != 'float16', f'bfloat16 or float32 for --parallel={c.parallel}')
+    c.require('min_lr', c.min_lr <= c.learning_rate or not c.decay_lr, f'at most learning_rate = {c.learning_rate}')
     c.require('cooldown_iters', c.schedule != 'constant' or not c.cooldown_iters, '0 for --schedule=constant')
     most = max(0, c.lr_decay_iters - c.warmup_iters)
     c.require('cooldown_iters', c.cooldown_iters <= most or not c.decay_lr,
@@ -153,13 +142,40 @@ def resolve(argv, world_size=None):
     return c
 
 
-def finetunes(c):
-    """Whether the run begins with the weights of a Hugging Face model."""
-    return c.init_from not in ('scratch', 'resume')
+def fit_batch_sizes(c, ranks):
+    """Set the batch sizes that follow from others. SystemExit, which names the nearest that fit, where total_batch_size
+    is not gradient_accumulation_steps × batch_size × `ranks`."""
+    share, rest = divmod(c.total_batch_size, ranks)
+    if rest:
+        below, step = c.total_batch_size // (c.batch_size * ranks), c.batch_size * ranks
+        nearest = f'{below * step} or {(below + 1) * step}' if below else step
+        raise SystemExit(f'--total_batch_size={c.total_batch_size}: must be a multiple of {ranks}, the number of '
+                         f'devices; set --total_batch_size={nearest}')
+    if share % c.batch_size:
+        divisors = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - c.batch_size))
+        raise SystemExit(f'--batch_size={c.batch_size}: must divide {share}, the sequences of each device; '
+                         f'set --batch_size={" or ".join(map(str, sorted(divisors[:2])))}')
+    steps, given = share // c.batch_size, c.gradient_accumulation_steps
+    if not given:
+        c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
+    elif given != steps:
+        made = given * c.batch_size * ranks
+        raise SystemExit(f'--gradient_accumulation_steps={given}: with --batch_size={c.batch_size} on {ranks} '
+                         f'device(s) this makes {made}, not --total_batch_size={c.total_batch_size}; set '
+                         f'--gradient_accumulation_steps=0, which makes it {steps} per device, or '
+                         f'--total_batch_size={made}')
+    rounded = math.ceil(min(c.hessian_batch_size, c.total_batch_size) / ranks) * ranks
+    if rounded != c.hessian_batch_size:
+        c.set('hessian_batch_size', rounded, f'{c.hessian_batch_size} made to fit {c.total_batch_size} sequences on '
+              f'{ranks} device(s)')
+    parts = fitting_parts(c.hessian_parts, c.hessian_batch_size, c.batch_size, ranks, c.parallel != 'ddp')
+    if parts != c.hessian_parts:
+        c.set('hessian_parts', parts, f'{c.hessian_parts} made to fit {c.hessian_batch_size} sequences on {ranks} '
+              f'device(s), at most {c.batch_size} sequences a part')
 
 
 def learning_rate_at(c, iteration):
-    """The learning rate of an iteration.
+    """Return the learning rate of an iteration.
 
     A linear warm-up to the peak; the peak until cooldown_iters are left, if these are set ('wsd': the last fifth); then
     a decay to min_lr, which ends at lr_decay_iters: half a cosine, or a line. 'constant' keeps the peak. Without
@@ -182,23 +198,6 @@ def learning_rate_at(c, iteration):
 
 
 @dataclass
-class Run:
-    """Everything a run works with. `model` is called in training: `raw_model`, perhaps compiled and wrapped."""
-    config: configurator.Config
-    world: World
-    raw_model: GPT
-    model: Any
-    optimizer: torch.optim.Optimizer
-    hessian: Hook
-    scaler: torch.amp.GradScaler
-    autocast: Any
-    params: list
-    cross_entropy: Any  # loss.cross_entropy, perhaps compiled
-    about: dict = field(default_factory=dict)  # what checkpoints say of the run: data, tokenizer, code, …
-    saved: bool = True  # whether the latest checkpoint that was due has been saved
-
-
-@dataclass
 class TrainState:
     """The progress of a run; saved and restored as a whole. Plain numbers and lists only: tensors belong in the
     model's buffers or the optimizer's state."""
@@ -211,27 +210,48 @@ class TrainState:
     last_eval_iter: int = -1
 
 
-def make_model(c, world, start, data):
-    """The GPT with random or pretrained weights; without values where a checkpoint, `start`, brings them. Stops the run
-    when the settings do not fit the weights, or the weights do not fit the `data`."""
+@dataclass
+class Run:
+    """Everything that lives as long as a run. `train_step` alone needs no more than the fields without a default."""
+    config: configurator.Config
+    world: World
+    raw_model: GPT  # neither compiled nor replicated
+    model: Any  # what training calls: `Losses` of raw_model, perhaps compiled and replicated
+    optimizer: torch.optim.Optimizer
+    hessian: Hook
+    scaler: torch.amp.GradScaler
+    autocast: Any
+    params: list
+    cross_entropy: Any  # loss.cross_entropy, perhaps compiled
+    state: TrainState = field(default_factory=TrainState)
+    val_data: dict = field(default_factory=dict)
+    log: Any = None
+    stops: Any = None
+    about: dict = field(default_factory=dict)  # what checkpoints say of the run: data, tokenizer, code, …
+    fresh: Any = None  # an optimizer without a state, until the first update has shown that a checkpoint can hold one
+    saved: bool = True  # whether the latest checkpoint that was due has been saved
+
+
+def make_model(c, origin, data):
+    """Return the GPT: without values where a checkpoint, `origin`, brings them, else with random or pretrained weights.
+
+    SystemExit when the pretrained weights fit neither the settings nor the training `data`.
+    """
     seed_all(c.seed)
-    with world.exit_together():
-        if finetunes(c) and not start.path:
-            model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
-            lifecycle.adopt_model_args(c, asdict(model.config), data)
-            check_tokenizer(data, c.init_from, model.config.vocab_size)
-            return model
-        args = asdict(GPTConfig.from_settings(c.values, data.vocab_size))
-        if finetunes(c):  # arguments without a setting also follow the pretrained weights
-            args |= {key: start.model_args[key] for key in args.keys() - c.values.keys()}
-        start.check_model_args(args)
-        return GPT.without_values(GPTConfig(**args)) if start.path else GPT(GPTConfig(**args))
+    if origin.path:
+        return without_values(GPT, origin.config)
+    if not finetunes(c):
+        return GPT(config_of(GPTConfig, c.values, data.vocab_size))
+    model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
+    adopt_model_args(c, vars(model.config), data)
+    check_tokenizer(data, c.init_from, model.config.vocab_size)
+    return model
 
 
 def set_up(c, world, model):
-    """The `Run` of a model, which is moved to its devices, compiled and wrapped as the settings `c` say."""
+    """Return the `Run` of a model, which is moved to its devices, compiled and wrapped as the settings `c` say."""
     autocast = devices.autocast(world.device, c.dtype)
-    wrapped = world.wrap(model, model.transformer.h, c.compile, c.activation_checkpointing,
+    wrapped = world.wrap(Losses(model), model, model.transformer.h, c.compile, c.activation_checkpointing,
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
     optimizer = make_optimizer(c, model)
     params = [p for p in model.parameters() if p.requires_grad]
@@ -246,10 +266,33 @@ def set_up(c, world, model):
 
 
 def make_optimizer(c, model):
-    """The optimizer of the settings `c` for the parameters of `model`."""
+    """Build the optimizer of the settings `c` for the parameters of `model`."""
     return optimizers.build_optimizer(
         c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay), lr=c.learning_rate, compile=c.compile,
         **{key: c.values[key] for key in optimizers.PLACEHOLDERS})
+
+
+def begin(c):
+    """Return the `Run`, new or resumed, and the training data."""
+    world = World(c.device, c.backend, c.parallel)
+    devices.set_matmul_precision(c.dtype)
+    torch.set_flush_denormal(True)  # sharp attention produces many, and they halve the speed of a CPU
+    with world.exit_together():
+        data, val_data = open_dataset(c.dataset, c.block_size)
+    fingerprints = dict(train=fingerprint(data.bins), val=fingerprint(val_data.values()))
+    origin = find_origin(world, c, data, fingerprints)
+    with world.exit_together():
+        model = make_model(c, origin, data)
+        check_contract(model)
+    run = set_up(c, world, model)
+    origin.restore(run)
+    run.val_data, run.stops = val_data, StopSignals(c.max_hours, speaks=world.is_master)
+    run.about = dict(data=fingerprints, tokenizer=data.tokenizer, changes=origin.changes, code=origin.code)
+    if not c.eval_only:
+        run.fresh = make_optimizer(c, model)
+    with world.exit_together():
+        run.log = lifecycle.open_log(run, origin, data)
+    return run, data
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -267,7 +310,7 @@ class Step(NamedTuple):
 
 
 def train_step(run, sequences, iter_num):
-    """One iteration of Algorithm 3: the gradient of the mini-batch, clipping, the Hessian every k iterations, the
+    """Make one iteration of Algorithm 3: the gradient of the mini-batch, clipping, the Hessian every k iterations, the
     update. Nothing enters the weights or the optimizer's state unless loss, gradient and estimate are finite.
 
     Args:
@@ -280,12 +323,13 @@ def train_step(run, sequences, iter_num):
     micro_batches = hessian.split(len(sequences), c.batch_size)
     losses = torch.empty(len(sequences), device=sequences.device)
     for micro_step, rows in enumerate(micro_batches):
-        X, Y = sequences[rows, :-1], sequences[rows, 1:].clone()  # apart, because GPT.forward may mask targets in place
-        world.set_gradient_sync(run.model, micro_step == len(micro_batches) - 1, estimating)
+        # Copies, because GPT.forward may mask targets in place, and nanoGPT's takes views of them.
+        X, Y = sequences[rows, :-1].contiguous(), sequences[rows, 1:].clone()
+        world.set_gradient_sync(micro_step == len(micro_batches) - 1, estimating)
         with run.autocast:
-            # Only Sophia-G has labels of its own: for AdamW this is model(X, Y). Another term of the loss belongs in
-            # loss.py or GPT.forward, so that evaluation and Sophia-H see it, too.
-            loss, *second = run.model(X, Y, **hessian.labels(X, Y))[1:]  # without the logits, to free them
+            # Only Sophia-G has labels of its own: for AdamW this is run.model(X, Y). Another term of the loss belongs
+            # in loss.py or GPT.forward, so that evaluation and Sophia-H see it, too.
+            _, loss, *second = run.model(X, Y, **hessian.labels(X, Y))
         hessian.add(*second)  # every k iterations a second backward pass, through the same forward
         losses[rows] = loss.detach()
         scaler.scale(loss * (len(X) / len(sequences))).backward()
@@ -294,15 +338,11 @@ def train_step(run, sequences, iter_num):
     scaler.unscale_(run.optimizer)
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
     mean_loss = world.sum(losses.mean()) / world.size
-    mean_loss, grad_norm = torch.stack([mean_loss, grad_norm]).tolist()  # the one wait for the device
+    mean_loss, grad_norm = torch.stack([mean_loss, grad_norm]).tolist()  # the only device sync
 
-    problem = ''
-    try:
-        lifecycle.require_finite(loss=mean_loss, gradient=grad_norm)
-        hessian.finish()  # the estimate goes to the optimizer
-    except FloatingPointError as error:
-        problem = str(error)
-    else:
+    # finish() hands the estimate to the optimizer.
+    problem = lifecycle.not_finite(loss=mean_loss, gradient=grad_norm) or hessian.finish()
+    if not problem:
         optim.step(run.optimizer, scaler)
     scaler.update()
     world.zero_grad(run.optimizer)
@@ -314,18 +354,16 @@ def train_step(run, sequences, iter_num):
 
 
 @torch.no_grad()
-def evaluate(run, val_data, stops):
-    """(mean cross-entropy, mean training loss) over the validation sequences, each rank its share; None when a rank was
-    asked to stop meanwhile."""
+def evaluate(run, data):
+    """Return (mean cross-entropy, mean training loss) over the validation set `data`, each rank its share. Breaks off,
+    with run.stops.stopping, when a rank was asked to stop."""
     c, world = run.config, run.world
     run.raw_model.eval()
     total = world.zeros(3)  # the sums of both losses, and the number of predictions
-    batches = ValidationLoader(val_data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank,
-                               world.size, world.device)
-    stopping = False
-    for X, Y in batches:
-        stopping, = world.any(stops.stop)
-        if stopping:
+    for X, Y in ValidationLoader(data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank, world.size,
+                                 world.device):
+        run.stops.exchange(world)
+        if run.stops.stopping:
             break
         with run.autocast:
             logits, training_loss = run.model(X, Y)
@@ -335,51 +373,54 @@ def evaluate(run, val_data, stops):
         total += torch.stack([val_loss, torch.where(count > 0, training_loss * count, 0), count]).to(total)
     run.raw_model.train()
     world.reshard(run.raw_model)
-    val_loss, training_loss, count = world.sum(total).tolist()
-    return None if stopping else (val_loss / count, training_loss / count)
+    sums, count = world.sum(total)[:2], total[2]
+    return (sums / count).tolist()
 
 
-def evaluate_and_save(run, state, val_data, log, stops):
-    """Evaluates, logs the validation loss, and saves unless only the best checkpoints are wanted. Returns whether a
-    rank was asked to stop meanwhile; then the resumed run evaluates again."""
-    c = run.config
+def evaluate_and_save(run):
+    """Log the validation loss, and save unless only the best checkpoints are wanted.
+
+    A run that is asked to stop meanwhile does neither; it evaluates again when it resumes.
+    """
+    c, state = run.config, run.state
     with optim.evaluating(run.optimizer):
-        losses = {name: evaluate(run, data, stops) for name, data in val_data.items()}
-    if None in losses.values():
-        return True
+        losses = {name: evaluate(run, data) for name, data in run.val_data.items()}
+    if run.stops.stopping:
+        return
     state.last_eval_iter = state.iter
-    val_loss, training_loss = (sum(data.weight * losses[name][i] for name, data in val_data.items()) for i in (0, 1))
+    val_loss, training_loss = (sum(data.weight * losses[name][i] for name, data in run.val_data.items())
+                               for i in (0, 1))
     metrics = {'val/loss': val_loss}
     if len(losses) > 1:  # a mixture
         metrics |= {f'val/loss/{name}': part for name, (part, _) in losses.items()}
     if abs(training_loss - val_loss) > 1e-4 * val_loss:  # the training loss is not the plain cross-entropy
         metrics['val/training_loss'] = training_loss
-    log.record(state, f'iter {state.iter}: val loss {val_loss:.4f}', metrics)
+    run.log.record(state, f'iter {state.iter}: val loss {val_loss:.4f}', metrics)
     if state.iter >= c.max_iters and not math.isfinite(val_loss) and not c.eval_only:
-        lifecycle.abort(c, run.world, log, state.iter, 'the validation loss is not finite')
+        lifecycle.abort(run, 'the validation loss is not finite')
 
     best = val_loss < state.best_val_loss
     due = best or c.always_save_checkpoint or state.iter >= c.max_iters
     if due and state.iter > 0 and not c.eval_only:
         before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
-        save(run, state, log, best)
+        save(run, best)
         if not run.saved:
             state.best_val_loss = before  # the lowest one that was saved
-    return False
 
 
-def save(run, state, log, best=False):
-    """Saves a checkpoint; run.saved says whether that succeeded. Collective: every rank must call it."""
-    c = run.config
-    lifecycle.check_weights(run, log, state.iter)
+def save(run, best=False):
+    """Save a checkpoint; run.saved says whether that succeeded. Collective: every rank must call it."""
+    c, state = run.config, run.state
+    lifecycle.check_weights(run)
+    run.stops.save = False  # a request to save is answered
     with optim.evaluating(run.optimizer):
         path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
-            model_args=run.raw_model.config.model_args(), iter_num=state.iter, best_val_loss=state.best_val_loss,
+            model_args=model_args(run.raw_model.config), iter_num=state.iter, best_val_loss=state.best_val_loss,
             config=c.values, train_state=asdict(state), scaler=run.scaler.state_dict(), **run.about),
             best, c.keep_checkpoints)
     run.saved = path is not None
     if run.saved:
-        log.print(f'saved {path}')
+        run.log.print(f'saved {path}')
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -387,7 +428,7 @@ def save(run, state, log, best=False):
 
 
 def main(argv):
-    """Trains as the config files and flags `argv` say."""
+    """Train as the config files and flags `argv` say."""
     with one_message():
         c = resolve(argv)
     if c.show_config:
@@ -398,50 +439,30 @@ def main(argv):
 
 @restored_signals()
 def train(c):
-    """Trains as the `Config` says: makes everything, then the loop."""
-    world = World(c.device, c.backend, c.parallel)
-    devices.set_matmul_precision(c.dtype)
-    torch.set_flush_denormal(True)  # sharp attention produces many, and they halve the speed of a CPU
-    with world.exit_together():
-        train_data, val_data = open_dataset(c.dataset, c.block_size)
-    fingerprints = dict(train=fingerprint(train_data.bins), val=fingerprint(val_data.values()))
-    start = lifecycle.find_start(world, c, train_data, fingerprints, {**optimizers.PLACEHOLDERS, **c.defaults},
-                                 asdict(GPTConfig()))
-    run = set_up(c, world, make_model(c, world, start, train_data))
-    run.about = dict(data=fingerprints, tokenizer=train_data.tokenizer, changes=start.changes, code=start.code)
-    state = TrainState()
-    start.restore(world, run.raw_model, run.optimizer, run.scaler, state)
-    with world.exit_together():
-        log = lifecycle.open_log(
-            c, world, start, state, run.raw_model, train_data, fingerprints,
-            hessian_flops_per_token=optimizers.hessian_flops_per_token(c.values, run.raw_model.flops_per_token()))
-    loader = TrainLoader(train_data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
+    """Train as the `Config` says."""
+    run, data = begin(c)
+    world, state, log, stops = run.world, run.state, run.log, run.stops
+    loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          state.iter)
-    speed = Speed(run.raw_model.flops_per_token(), world)
-    stops = StopSignals(c.max_hours, speaks=world.is_master)
-    stopping, first = False, True
+    speed = Speed(flops_per_token(run.raw_model), world)
+    if not c.eval_only:
+        lifecycle.check_forward(run, loader.first()[:c.batch_size])
 
-    while not stopping:
+    while not stops.stopping:
         lr = learning_rate_at(c, state.iter)
         optim.set_learning_rate(run.optimizer, lr)
 
         # Once in a while, and at the end: evaluate on the validation set, and save.
         last = state.iter >= c.max_iters
         if c.eval_only or (last or state.iter % c.eval_interval == 0) and state.last_eval_iter != state.iter:
-            stopping = evaluate_and_save(run, state, val_data, log, stops)
-        if stopping or last or c.eval_only:
+            evaluate_and_save(run)
+        if last or stops.stopping or c.eval_only:
             break
 
         started = time.perf_counter()
         sequences = next(loader)
-        if first:
-            lifecycle.check_ranks(run, sequences[:c.batch_size])
-            fresh = make_optimizer(c, run.raw_model)
         step = train_step(run, sequences, state.iter)
-        lifecycle.check_step(run, log, state, step, loader)
-        if first and not step.problem:  # a state that no checkpoint can hold ends the run here, not at the first save
-            checkpoint.check_round_trip(world, run.optimizer, fresh)
-            first = False
+        lifecycle.check_step(run, step, loader)
         logs = state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1
         if logs or world.size > 1:
             devices.synchronize(world.device)  # what follows would wait for the update, and is not timed
@@ -450,22 +471,25 @@ def train(c):
         state.seconds += seconds
 
         if logs:
-            measured = dict(optimizers.optimizer_metrics(run.optimizer), param_norm=optim.global_norm(run.params))
-            numbers = torch.stack([*measured.values()]).tolist()  # one wait for the device
-            metrics = {'train/loss': step.loss, 'lr': lr, 'grad_norm': step.grad_norm,
-                       'grad_clipped': state.clipped / (state.iter + 1), **dict(zip(measured, numbers)),
-                       **speed.metrics()}
+            metrics = {**metrics_of(run, step, lr), **speed.metrics()}
             log.record(state, log.progress_line(state.iter, metrics), metrics)
         state.tokens += step.tokens
         state.iter += 1
-        stopping, save_now = world.any(*stops.poll())
-        if save_now and not stopping:
-            save(run, state, log)
+        if stops.exchange(world) and not stops.stopping:
+            save(run)
 
     loader.close()
-    if stopping and state.iter > 0 and not c.eval_only:
-        save(run, state, log)
-    lifecycle.close_run(run, log, state, (stops.reason or 'another rank') if stopping else '')
+    if stops.stopping and state.iter > 0 and not c.eval_only:
+        save(run)
+    lifecycle.close_run(run)
+
+
+def metrics_of(run, step, lr):
+    """Return the metrics of a step, but for its speed, as a dict."""
+    measured = dict(optimizers.optimizer_metrics(run.optimizer), param_norm=optim.global_norm(run.params))
+    numbers = torch.stack([*measured.values()]).tolist()  # one device sync
+    return {'train/loss': step.loss, 'lr': lr, 'grad_norm': step.grad_norm,
+            'grad_clipped': run.state.clipped / (run.state.iter + 1), **dict(zip(measured, numbers))}
 
 
 if __name__ == '__main__':

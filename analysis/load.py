@@ -17,13 +17,15 @@ from data.tokenizer import (
     same_tokenizer,
     tokenizer_from_meta,
 )
-from model import GPT, HUB_MODELS, GPTConfig
+from model import GPT, GPTConfig
 from runtime import checkpoint
 from runtime.device import DTYPES, check_device, device_defaults
 from runtime.files import code_hashes, differing_files
+from shapes import HUB_MODELS, with_weights
 
 # The files of the repository's root on which a model's outputs do not depend.
-NOT_OF_THE_MODEL = 'train.py', 'optimizers.py', 'sophia.py', 'hessian.py', 'configurator.py'
+NOT_OF_THE_MODEL = ('train.py', 'resume.py', 'lifecycle.py', 'optimizers.py', 'sophia.py', 'hessian.py',
+                    'configurator.py')
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(HUB_MODELS)
 
 
@@ -84,7 +86,7 @@ def load(path, device='cpu', tokenizer=None):
     args, weights = dict(state['model_args']), state.pop('model')
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
         args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
-    model = GPT.from_state_dict(GPTConfig(**args), weights).to(device).eval()
+    model = with_weights(GPT, GPTConfig(**args), weights).to(device).eval()
     chosen = chosen_tokenizer(tokenizer, checkpoint_meta(state), path)
     return Loaded(given.resolve().name, path, model, chosen, state)
 

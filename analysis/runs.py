@@ -79,7 +79,7 @@ class Run:
         if self.diverged:
             return 'it diverged'
         done = max(self.series('val/loss')[0], default=0)
-        return None if done >= self.max_iters else (
+        return None if done >= self.max_iters or 'ended' in self.about else (
             f'it has a validation loss at iteration {done} of {self.max_iters} only')
 
     @property
@@ -87,9 +87,10 @@ class Run:
         """Why its end is not the end of its decay, one clause; None if it is, or nothing decays."""
         if self.decay_lr and self.warmup_iters >= self.max_iters:
             return f'it ends within its warm-up of {self.warmup_iters} iterations'
-        if not self.decay_lr or self.schedule == 'constant' or self.lr_decay_iters == self.max_iters:
+        iterations = self.about.get('ended', {}).get('iter', self.max_iters)
+        if not self.decay_lr or self.schedule == 'constant' or self.lr_decay_iters == iterations:
             return None
-        return f'its learning rate decays over {self.lr_decay_iters} iterations, and it was run for {self.max_iters}'
+        return f'its learning rate decays over {self.lr_decay_iters} iterations, and it was run for {iterations}'
 
     @property
     def changed(self):
@@ -156,7 +157,7 @@ def decay_start(config):
 def training_and_hessian_flops(config, about):
     """(FLOPs of forward and backward of an iteration, FLOPs per iteration spent on Hessian estimates).
 
-    Chowdhery et al.'s formula (model.py, `GPT.flops_per_token`) × tokens per iteration, and for estimates
+    Chowdhery et al.'s formula (`shapes.flops_per_token`) × tokens per iteration, and for estimates
     `optimizers.hessian_flops_per_token`. An optimizer's own arithmetic does not count.
 
     Args:
@@ -206,11 +207,11 @@ def of_one_version(runs):
 
 @functools.cache
 def of_this_version():
-    """(The default of every setting, the harmless ones, `checkpoint.first_weights`), from code that takes PyTorch."""
+    """(The default of every setting, the harmless ones, `resume.first_weights`), from code that takes PyTorch."""
     import train
     from configurator import Config
     from optimizers import PLACEHOLDERS
-    from runtime.checkpoint import HARMLESS, first_weights
+    from resume import HARMLESS, first_weights
     return ({**PLACEHOLDERS, **Config(train.DEFAULTS).defaults, 'cooldown_iters': 0, **REMOVED}, frozenset(HARMLESS),
             first_weights)
 

@@ -17,7 +17,7 @@ import train
 from analysis.figures import print_table, write_csv
 from analysis.runs import notes_on, of_this_version, read_run, validation_sequences
 from model import GPTConfig
-from runtime.checkpoint import HARMLESS
+from resume import HARMLESS
 from runtime.files import code_hashes, differing_files
 from runtime.signals import restored_signals
 

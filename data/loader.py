@@ -39,33 +39,6 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
     return (np.cumsum(sizes) - sizes)[part] + np.minimum((inside * choices).astype(np.int64), choices - 1)
 
 
-def accumulation_steps(total_batch_size, batch_size, world_size, given=0):
-    """Micro-batches per device and iteration: total_batch_size / (batch_size × world_size).
-
-    SystemExit that names the numbers and the nearest that fit, when this is not a whole number, or is not `given`
-    (0 = not given).
-    """
-    share, rest = divmod(total_batch_size, world_size)
-    if rest:
-        step = batch_size * world_size
-        below = total_batch_size // step * step
-        nearest = f'{below} or {below + step}' if below else step
-        raise SystemExit(f'--total_batch_size={total_batch_size}: must be a multiple of {world_size}, the number of '
-                         f'devices; set --total_batch_size={nearest}')
-    if share % batch_size:
-        divisors = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - batch_size))
-        raise SystemExit(f'--batch_size={batch_size}: must divide {share}, the sequences of each device; '
-                         f'set --batch_size={" or ".join(map(str, sorted(divisors[:2])))}')
-    steps = share // batch_size
-    if given not in (0, steps):
-        made = given * batch_size * world_size
-        raise SystemExit(f'--gradient_accumulation_steps={given}: with --batch_size={batch_size} on {world_size} '
-                         f'device(s) this makes {made}, not --total_batch_size={total_batch_size}; set '
-                         f'--gradient_accumulation_steps=0, which makes it {steps} per device, or '
-                         f'--total_batch_size={made}')
-    return steps
-
-
 def data_dir(dataset):
     """The directory that --dataset means: data/DATASET, or the path itself where there is only that."""
     inside, itself = Path('data') / dataset, Path(dataset)
@@ -287,6 +260,10 @@ class TrainLoader:
                 starts = self.share(iteration, rank)[np.flatnonzero(bad)]
                 named.append(f'rank {rank}: sequences of {self.data.where(starts)}')
         return '; '.join(named)
+
+    def first(self):
+        """Return the sequences that `next` returns next."""
+        return on_device(self.ahead.result(), self.device)
 
     def __next__(self):
         batch = self.ahead.result()

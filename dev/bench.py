@@ -31,11 +31,12 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import shapes
 import train
 from analysis.figures import print_table
 from data.loader import vocab_size_of
 from hessian import Hook
-from loss import cross_entropy
+from loss import Losses, cross_entropy
 from model import GPT, GPTConfig
 from runtime import device as devices
 from runtime import optim
@@ -71,7 +72,7 @@ class Case:
         """Our model with the seed's weights, made on the device: the largest take minutes on one CPU core."""
         torch.manual_seed(self.config.seed)
         with self.device:
-            return GPT(GPTConfig.from_settings(self.config.values, self.vocab_size))
+            return GPT(shapes.config_of(GPTConfig, self.config.values, self.vocab_size))
 
     def set_up(self):
         """Makes the `train.Run` that is measured."""
@@ -104,7 +105,7 @@ class Case:
             row.update(hessian_ms=1e3 * extra, hessian_share=extra / c.hessian_interval / plain)
         row['tokens_per_sec'] = c.total_batch_size * c.block_size / average
         if peak := devices.peak_flops(self.device):
-            flops = GPT.without_values(GPTConfig.from_settings(c.values, self.vocab_size)).flops_per_token()
+            flops = shapes.flops_per_token(self.run.raw_model)
             row['mfu'] = flops * row['tokens_per_sec'] / peak
         row['memory_gb'] = devices.peak_memory(self.device) / 1e9
         return {**row, **self.optimizer_step()}
@@ -148,11 +149,10 @@ class Baseline(Case):
             key: value for key, value in asdict(ours.config).items() if key in known})).to(self.device)
         model.load_state_dict(ours.state_dict())
         optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), self.device.type)
-        compiled = torch.compile(model) if c.compile else model
-        self.run = train.Run(
-            c, self.world, model, lambda X, Y: compiled(X.contiguous(), Y.contiguous()), optimizer,
-            Hook(model, optimizer), torch.amp.GradScaler(self.device.type, enabled=c.dtype == 'float16'),
-            devices.autocast(self.device, c.dtype), list(model.parameters()), cross_entropy)
+        losses = torch.compile(Losses(model)) if c.compile else Losses(model)
+        scaler = torch.amp.GradScaler(self.device.type, enabled=c.dtype == 'float16')
+        self.run = train.Run(c, self.world, model, losses, optimizer, Hook(model, optimizer), scaler,
+                             devices.autocast(self.device, c.dtype), list(model.parameters()), cross_entropy)
 
 
 def start(argv, folder):

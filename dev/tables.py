@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import model
 import optimizers
+import shapes
 import train
 from analysis.compare import noise_of, same_horizon, tuned_at_each_T
 from analysis.figures import mean_sd, optimizer_label
@@ -64,9 +64,9 @@ def learning_rates():
     """The peak learning rate of every optimizer of the table, by model size; equal ones share a row."""
     rows = {}
     for name in optimizers.OPTIMIZERS:
-        rates = (optimizers.peak_learning_rate(name, size)[0] for size in model.SIZES)
+        rates = (optimizers.peak_learning_rate(name, size)[0] for size in shapes.SIZES)
         rows.setdefault(tuple('–' if lr is None else number(lr) for lr in rates), []).append(optimizer_label(name))
-    return table(['', *model.SIZES], [['; '.join(labels), *rates] for rates, labels in rows.items()])
+    return table(['', *shapes.SIZES], [['; '.join(labels), *rates] for rates, labels in rows.items()])
 
 
 def optimizer_checks():

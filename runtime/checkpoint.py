@@ -29,14 +29,6 @@ BEST_NAME = 'best.txt'  # holds the name of the best checkpoint where the file s
 LOCKS = []  # open files of this process that hold a lock
 
 REQUIRED = 'model', 'model_args', 'iter_num', 'config'
-TO_RESUME = 'train_state', 'optimizer', 'scaler', 'data'
-
-# Settings whose change alters nothing that a run computes, except for rounding.
-HARMLESS = {
-    'out_dir', 'auto_resume', 'eval_interval', 'eval_only', 'log_interval', 'always_save_checkpoint',
-    'keep_checkpoints', 'ignore_data_change', 'max_hours', 'show_config', 'wandb_log', 'wandb_project',
-    'wandb_run_name', 'dataset', 'batch_size', 'gradient_accumulation_steps', 'parallel', 'activation_checkpointing',
-    'backend', 'device', 'compile'}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Saving
@@ -306,45 +298,6 @@ def lock_out_dir(out_dir):
         raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); set --out_dir to a writable '
                          'directory') from None
     LOCKS.append(lock)
-
-
-def first_weights(saved):
-    """The init_from with which a run began, from its checkpoint or its config.json, dicts."""
-    began_with = saved['config'].get('init_from', 'scratch')
-    if began_with in ('auto', 'resume'):  # an old checkpoint says here how the run was continued
-        return 'pretrained weights' if saved.get('finetuned') else 'scratch'
-    return began_with
-
-
-def compare(path, state, config, data, defaults, ignore_data_change=False):
-    """Checks that the checkpoint `state` from `path` can be resumed by a run with these settings.
-
-    Args:
-        config, data: dicts as in `state`; data: fingerprints by split.
-        defaults: the values of settings that did not exist when the checkpoint was saved.
-
-    Returns (lines, changes): the settings that differ, as text; and a list for config.json and later checkpoints of all
-    that changed at this resume and earlier ones, as dicts with iter, key, from and to, without harmless changes.
-    SystemExit when the optimizer or the data is another.
-    """
-    if missing := [key for key in TO_RESUME if key not in state]:
-        raise SystemExit(f'{path}: cannot be resumed (it has no {missing[0]})')
-    before = {**defaults, **state['config']}
-    for key in 'optimizer_name', 'optimizer_args':
-        if before[key] != config[key]:
-            raise SystemExit(f'{path}: was trained with --{key}={before[key]}; resume with it, or choose another '
-                             '--out_dir')
-    other = [split for split in data if state['data'].get(split) != data[split]]
-    if other and not ignore_data_change:
-        raise SystemExit(f'{path}: was trained on another data set than {config["dataset"]} ({", ".join(other)}.bin '
-                         'differs); name its --dataset, or use this one with --ignore_data_change=True')
-    changed = {key: (before[key], value) for key, value in config.items() if key in before and before[key] != value}
-    lines = [f'{key} = {now!r}, was {was!r}' for key, (was, now) in changed.items()
-             if key not in ('auto_resume', 'out_dir')]
-    kept = {key: both for key, both in changed.items() if key not in HARMLESS}
-    kept |= {f'data {split}': (state['data'].get(split), data[split]) for split in other}
-    changes = [{'iter': state['iter_num'], 'key': key, 'from': was, 'to': now} for key, (was, now) in kept.items()]
-    return lines, state.get('changes', []) + changes
 
 
 def restore(path, state, model, optimizer, scaler):

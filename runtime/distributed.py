@@ -20,19 +20,6 @@ from runtime.files import first_line
 _REPLICAS = []
 
 
-class Losses(torch.nn.Module):
-    """`model`, but where a backward pass follows without its first output, the logits: compiled code would write a
-    gradient of zeros for them, an array of their size, and read it again."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args, **kwargs):
-        logits, *losses = self.model(*args, **kwargs)
-        return (None if torch.is_grad_enabled() else logits, *losses)
-
-
 class World:
     """The ranks of this run, as torchrun's environment describes them, and their collectives.
 
@@ -54,6 +41,7 @@ class World:
         self.rank, self.local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
         self.parallel, self.sharded = parallel, parallel != 'ddp'
+        self.reducer = None  # the module, of `wrap`, whose backward pass sums gradients over ranks
         if device == 'cuda':
             device = f'cuda:{self.local_rank}'  # set_device needs an index
         self.device = check_device(device)
@@ -69,17 +57,18 @@ class World:
                                     device_id=self.device if backend == 'nccl' else None)
             sys.excepthook = self._die
 
-    def wrap(self, model, blocks, compile=False, activation_checkpointing=False, compute_dtype=None):
-        """Moves `model`, with the same weights on every rank, to the ranks' devices; returns what training calls.
+    def wrap(self, losses, model, blocks, compile=False, activation_checkpointing=False, compute_dtype=None):
+        """Move `model`, with the same weights on every rank, to the ranks' devices; return the module that training
+        calls: `losses`, perhaps compiled and replicated.
 
         Weights on the device 'meta' get memory, but no values. If the world is sharded, the parameters of `model`
         become DTensors in place; build the optimizer afterwards. Otherwise `model` itself stays eager.
 
         Args:
+            losses: a module that calls `model`, its only submodule with parameters.
             blocks: the modules that most of the model consists of, which FSDP gathers one after another and which
                 activation checkpointing computes again.
-            compile: torch.compile the model as a whole, or each block where the model is sharded. As a whole, its first
-                output, the logits, is None unless gradients are off.
+            compile: torch.compile `losses` as a whole, or each block where the model is sharded.
             activation_checkpointing: keep only the inputs of a block, and compute the rest again in the backward pass.
             compute_dtype: dtype in which sharded parameters are gathered; default their own. Shards, gradients and
                 their sums stay float32.
@@ -90,18 +79,19 @@ class World:
             for block in blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if self.sharded:
-            return self._shard(model, blocks, compile, compute_dtype)
+            self.reducer = self._shard(model, blocks, compile, compute_dtype)
+            return losses
         self._materialize(model)
-        model.to(self.device)
+        losses.to(self.device)
         if compile:
-            model = torch.compile(Losses(model))
+            losses = torch.compile(losses)
         if self.size == 1:
-            return model
+            return losses
         from torch.nn.parallel import DistributedDataParallel
         device_ids = [self.device.index] if self.device.type == 'cuda' else None
-        replica = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-        _REPLICAS.append(replica)
-        return replica
+        self.reducer = DistributedDataParallel(losses, device_ids=device_ids, gradient_as_bucket_view=True)
+        _REPLICAS.append(self.reducer)
+        return self.reducer
 
     def _materialize(self, model):
         """Allocates on this rank's device the parameters that are on 'meta'. In place, because some have two names."""
@@ -119,7 +109,7 @@ class World:
         per_node = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
         if self.parallel == 'hsdp' and self.size > per_node:  # on one machine it is fsdp
             shape, names = (self.size // per_node, per_node), ('replicate', 'shard')
-        # Inputs keep their dtype: bfloat16 would round the uniform numbers that labels are sampled with.
+        # Inputs of blocks keep their dtype: the residual stream stays float32.
         options = dict(mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),
                        mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False))
         try:
@@ -141,7 +131,7 @@ class World:
         if self.sharded:
             model.reshard()
 
-    def set_gradient_sync(self, model, last, estimating=False):
+    def set_gradient_sync(self, last, estimating=False):
         """Before a micro-batch: DDP averages gradients over ranks only in the `last` one.
 
         Sharded gradients are reduced in every micro-batch, because whole ones would take the memory that sharding
@@ -149,9 +139,9 @@ class World:
         pass (`estimating`), whose gradients must not be added to those that wait.
         """
         if self.parallel == 'hsdp':
-            model.set_requires_all_reduce(last or estimating)
+            self.reducer.set_requires_all_reduce(last or estimating)
         elif self.size > 1 and not self.sharded:
-            model.require_backward_grad_sync = last
+            self.reducer.require_backward_grad_sync = last
 
     def zero_grad(self, optimizer):
         """Resets the gradients. DDP's become zeros instead of None, because they are views of its buckets: without them

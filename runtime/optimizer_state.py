@@ -1,6 +1,7 @@
 """The state of any optimizer as a checkpoint holds it: plain containers, and its way back into an optimizer."""
 
 import copy
+import functools
 from types import SimpleNamespace
 
 import torch
@@ -231,8 +232,11 @@ def left_out(optimizer, state):
     return ''
 
 
-# What PyTorch keeps in the attributes of any optimizer, what checkpoints hold, and what this module keeps.
-NO_STATE = {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction'}
+@functools.cache
+def no_state():
+    """Return the names of attributes that PyTorch keeps in any optimizer, that checkpoints hold, or that this module
+    keeps. A function, because building an optimizer imports torch._dynamo."""
+    return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction'}
 
 
 def attributes(optimizer):
@@ -241,7 +245,7 @@ def attributes(optimizer):
     Flags with an underscore are left out: schedulers and optimizers note there what they have checked or warned of.
     """
     return {name: value for name, value in vars(optimizer).items()
-            if isinstance(value, (int, float, torch.Tensor, list, tuple, dict)) and name not in NO_STATE
+            if isinstance(value, (int, float, torch.Tensor, list, tuple, dict)) and name not in no_state()
             and not (name.startswith('_') and isinstance(value, bool))}
 
 
@@ -262,7 +266,7 @@ def changed_attributes(optimizer):
 def nested_optimizers(optimizer):
     """Return the names of the attributes that hold an optimizer that `parts` does not know."""
     known = set(map(id, parts(optimizer)))
-    return [name for one in parts(optimizer) for attribute, content in vars(one).items() if attribute not in NO_STATE
+    return [name for one in parts(optimizer) for attribute, content in vars(one).items() if attribute not in no_state()
             for name, value in leaves(content, attribute) if hasattr(value, 'param_groups') and id(value) not in known]
 
 

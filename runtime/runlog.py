@@ -74,6 +74,13 @@ class RunLog:
             flag = '' if self.values['auto_resume'] else ' with --auto_resume=True'
             self.print(f'the same command{flag} resumes it')
 
+    def note_end(self, iteration, reason):
+        """Add to config.json that the run is finished, although it has not reached its last iteration."""
+        if self.path:
+            path = self.path.with_name('config.json')
+            about = json.loads(path.read_text(encoding='utf-8'))
+            write_json(path, dict(about, ended=dict(iter=iteration, reason=reason)))
+
     def close(self):
         """Ends the run of Weights & Biases."""
         if self.wandb:

@@ -57,13 +57,16 @@ class StopSignals:
     Signal handlers only record the request. The ranks exchange their requests once an iteration, so that all of them
     act after the same one.
 
-    Attributes: reason, the name of the first signal, or 'max_hours'; '' while the run should go on.
+    Attributes: reason, the name of this rank's first signal, 'max_hours', or the reason of `end`; stopping, whether the
+    ranks have agreed to stop; finished, whether the run is done then, and not to be resumed; save, whether this rank
+    was asked to save, until that has been done.
     """
 
     def __init__(self, max_hours=0.0, speaks=False):
         """Starts to listen. `speaks`: whether this rank answers the first request, on stderr."""
         self.deadline = STARTED + 3600 * max_hours if max_hours else float('inf')
-        self.reason, self.received_at, self.save = '', 0.0, False
+        self.reason, self.received_at = '', 0.0
+        self.stopping = self.finished = self.save = False
         self.speaks = speaks
         for number in LISTENED:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -84,14 +87,13 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    @property
-    def stop(self):
-        """Whether the run should stop."""
+    def end(self, reason):
+        """End the run as finished, by early stopping for example. Every rank must call it in the same iteration."""
+        self.reason, self.finished, self.stopping = reason, True, True
+
+    def exchange(self, world):
+        """Exchange the ranks' requests, so that all are `stopping` from the same call on. Return whether to save."""
         if not self.reason and time.monotonic() > self.deadline:
             self.reason = 'max_hours'
-        return bool(self.reason)
-
-    def poll(self):
-        """(stop, save); resets the request to save."""
-        save, self.save = self.save, False
-        return self.stop, save
+        self.stopping, save = world.any(self.reason != '', self.save)
+        return save

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 from data.tokenizer import END_OF_TEXT, GPT2, FileTokenizer
 from model import ACTIVATIONS, TRANSPOSED
+from shapes import num_params
 
 TOLERANCE = 1e-4  # on logits, in float32
 
@@ -117,7 +118,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     loaded = with_tokenizer(load(args.checkpoint, tokenizer=args.tokenizer))
     difference = export(loaded, args.dest)
-    print(f'{args.dest}: {loaded.model.num_params():,} parameters, logits differ by at most {difference:.1e}')
+    print(f'{args.dest}: {num_params(loaded.model):,} parameters, logits differ by at most {difference:.1e}')
 
 
 if __name__ == '__main__':

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import shapes
 import train
 from analysis.arguments import at_least
 from analysis.figures import print_table
@@ -90,9 +91,9 @@ def memory(c, shape, ranks=1):
 @functools.cache
 def number_of_parameters(*shape):
     """Numbers of parameters: of a GPT, of its blocks, and of the blocks' matrices. `shape`: the fields of GPTConfig."""
-    model = GPT.without_values(GPTConfig(*shape))
+    model = shapes.without_values(GPT, GPTConfig(*shape))
     blocks = list(model.transformer.h.parameters())
-    return model.num_params(), sum(p.numel() for p in blocks), sum(p.numel() for p in blocks if p.dim() == 2)
+    return shapes.num_params(model), sum(p.numel() for p in blocks), sum(p.numel() for p in blocks if p.dim() == 2)
 
 
 def largest_micro_batch(c, shape, ranks, limit):
@@ -111,7 +112,7 @@ def changed(c, **values):
 
 def step_seconds(c, model, args):
     """Return (seconds of a step, its FLOPs, the FLOPs of Hessian estimates among them) of the settings `c`."""
-    gradient, hessian = training_and_hessian_flops(c.values, dict(flops_per_token=model.flops_per_token()))
+    gradient, hessian = training_and_hessian_flops(c.values, dict(flops_per_token=shapes.flops_per_token(model)))
     return (gradient + hessian) / (args.gpus * args.tflops * 1e12 * args.mfu), gradient + hessian, hessian
 
 
@@ -127,8 +128,8 @@ def ladder(settings, args):
     """Print a line for each of `settings`, a list of (c, shape): the fastest mode that fits, and how long it takes."""
     rows = []
     for c, shape in settings:
-        model = GPT.without_values(shape)
-        parameters, seconds = model.num_params(), step_seconds(c, model, args)[0]
+        model = shapes.without_values(GPT, shape)
+        parameters, seconds = shapes.num_params(model), step_seconds(c, model, args)[0]
         for parallel, checkpointing in modes(c, args.gpus):
             here = changed(c, parallel=parallel, activation_checkpointing=checkpointing)
             if largest := largest_micro_batch(here, shape, args.gpus, args.limit):
@@ -145,11 +146,11 @@ def ladder(settings, args):
 
 def plan(c, shape, args):
     """Prints the plan of the settings `c`."""
-    model, optimizer = GPT.without_values(shape), row(c.optimizer_name)
+    model, optimizer = shapes.without_values(GPT, shape), row(c.optimizer_name)
     seconds, flops, hessian = step_seconds(c, model, args)
     hours, limit = seconds * c.max_iters / 3600, args.limit
-    print(f'{c.out_dir}: {c.optimizer_name}, {model.num_params():,} parameters, {flops / 1e12:,.0f} TFLOPs a step, '
-          f'{hessian / flops:.1%} of them for the Hessian')
+    print(f'{c.out_dir}: {c.optimizer_name}, {shapes.num_params(model):,} parameters, {flops / 1e12:,.0f} TFLOPs a '
+          f'step, {hessian / flops:.1%} of them for the Hessian')
     print(f'  {seconds:.2f} s a step; {c.max_iters:,} steps take {hours / 24:.1f} days, {hours * args.gpus:,.1f} '
           'GPU-hours')
     if optimizer.library and c.optimizer_name != 'muon':
@@ -217,7 +218,7 @@ def main(argv=None):
     configs = args.configs if asked else map(str, (Path(__file__).parents[1] / 'config').glob('train_*_sophiag.py'))
     sources = [[name] for name in configs] or [[]]
     settings = [train.resolve([*source, *flags], world_size=args.gpus) for source in sources]
-    settings = [(c, GPTConfig.from_settings(c.values, vocab_size_of(c.dataset))) for c in settings]
+    settings = [(c, shapes.config_of(GPTConfig, c.values, vocab_size_of(c.dataset))) for c in settings]
     if not asked and not args.measure:
         ladder(settings, args)
         return

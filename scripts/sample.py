@@ -21,6 +21,7 @@ from analysis.arguments import at_least
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 from data.sources import lines
 from runtime.device import DTYPES
+from shapes import num_params
 
 
 def parse(argv):
@@ -64,7 +65,7 @@ def main(argv=None):
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # after which a document begins
     if ids == [None]:
         raise SystemExit(f"--start='': the tokenizer {tokenizer.name} has no end-of-text id; set a prompt")
-    print(f'{loaded.path}: {model.num_params():,} parameters, tokenizer {tokenizer.name}', file=sys.stderr)
+    print(f'{loaded.path}: {num_params(model):,} parameters, tokenizer {tokenizer.name}', file=sys.stderr)
 
     idx = torch.tensor([ids], device=args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)

@@ -90,7 +90,7 @@ def follows(objective=lambda logits, targets, hidden: F.cross_entropy(logits, ta
     """The model's loss is `objective`, a function of logits and targets that count, and of the last hidden states;
     Sophia-H's products are its second derivatives, Sophia-G's labels are drawn from the logits, and so are samples."""
     from hessian import GNBHook, HutchinsonHook
-    from loss import sample_labels
+    from loss import Losses, sample_labels
     model, X, Y = random_model(**settings)
     params, hidden = list(model.parameters()), []
 
@@ -109,7 +109,7 @@ def follows(objective=lambda logits, targets, hidden: F.cross_entropy(logits, ta
     hook = hook_of(GNBHook, model)
     hook.start(0)
     given = hook.labels(X, Y)
-    hook.add(*model(X, Y, **given)[2:])
+    hook.add(*Losses(model)(X, Y, **given)[2:])
     hook.finish()
     logits = model(X)[0]
     nll = F.cross_entropy(logits[Y >= 0], sample_labels(logits, given['uniforms'])[Y >= 0])
@@ -132,6 +132,7 @@ def z_loss_and_auxiliary_loss():
 def a_second_head():
     """The expectation of Sophia-G's estimate over all labels is the Gauss-Newton diagonal of the whole loss."""
     from hessian import GNBHook
+    from loss import Losses
     from runtime import checkpoint
     model, X, _ = random_model()
     params, hidden = list(model.parameters()), []
@@ -151,7 +152,7 @@ def a_second_head():
         u_1, u_2 = (p[:y].sum() + p[y] / 2 for p, y in zip((p_1, p_2), labels))  # which draw these labels
         hook.start(0)
         assert hook.labels(X, Y)['uniforms'].shape == (1, 8)
-        hook.add(*model(X, Y, uniforms=torch.tensor([[u_1] * 4 + [u_2] * 4]))[2:])
+        hook.add(*Losses(model)(X, Y, uniforms=torch.tensor([[u_1] * 4 + [u_2] * 4]))[2:])
         hook.finish()
         for total, p in zip(found, params):
             total += p_1[labels[0]] * p_2[labels[1]] * hook.optimizer.state[p]['hessian']
@@ -159,6 +160,20 @@ def a_second_head():
     trains()
     state = checkpoint.load(run()['out'])[1]['optimizer']['state']
     assert all(entry['hessian'].any() for entry in state.values())
+
+
+def pasted_model():
+    """A model.py in nanoGPT's style instead of ours: it learns, resumes, is sharded, compiled and masked."""
+    import model
+    from analysis.load import load
+    assert not hasattr(model, 'shapes')  # it is not ours
+    found = trains()
+    assert all(run[-1] < run[1] for run in map(list, found.values()))
+    assert isinstance(load('runs/0').model, model.GPT)
+    close(losses(run('--parallel=fsdp')), found['sophiag'], rtol=1e-5, atol=0)
+    for name in 'sophiag', 'sophiah':
+        eager, compiled = (run('--n_layer=1', f'--compile={on}', name=name) for on in (False, True))
+        close(losses(compiled), losses(eager), rtol=1e-4, atol=0)
 
 
 def architecture():
@@ -333,6 +348,15 @@ def estimates_at_other_times():
     h = run('--hessian_interval=4')['hessian_norm']
     assert h[0] == h[1] != h[2] == h[3] != h[4]
     assert HessianHook.estimates(10, 1000) == 200 and HessianHook.estimates(10, 2000) == 300
+
+
+def early_stopping():
+    """A run whose loss stays ends after the third evaluation that is not better, as finished."""
+    from analysis.runs import read_run
+    found = run('--learning_rate=0', '--eval_interval=1', name='adamw')
+    ended = read_run(found['out'])
+    assert len(found['val/loss']) == 5 and ended.about['ended'] == dict(iter=4, reason='early stopping')
+    assert not ended.unfinished and 'it was run for 4' in ended.off_schedule
 
 
 def another_schedule():

@@ -25,6 +25,7 @@ from conftest import HANG, write_bins
 from faults import fork
 
 import optimizers
+from resume import HARMLESS
 from runtime import checkpoint, sharded
 from runtime.optimizer_state import difference
 from runtime.signals import NOT_FINITE, STOPPED
@@ -148,7 +149,7 @@ def contents(out_dir):
                 optimizer = state['optimizer']
                 state['optimizer'] = sharded.read_optimizer(path, optimizer, dict.fromkeys(optimizer['state']))
             del state['train_state']['seconds'], state['code']  # which may be edited meanwhile
-            state['config'] = {k: v for k, v in state['config'].items() if k not in checkpoint.HARMLESS}
+            state['config'] = {k: v for k, v in state['config'].items() if k not in HARMLESS}
             for group in state['optimizer']['param_groups']:
                 group.pop('differentiable', None)  # PyTorch adds it at resume
             found[name] = state

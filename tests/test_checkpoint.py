@@ -14,6 +14,8 @@ import pytest
 import torch
 from conftest import iterations, rejection
 
+import resume
+import train
 from optimizers import Lion
 from runtime import checkpoint, files, optim, optimizer_state, runlog
 from runtime.distributed import World
@@ -264,11 +266,11 @@ def test_state_goes_to_the_parameter_of_its_name(tmp_path):
 
 
 def test_a_setting_that_the_checkpoint_lacks_had_its_default():
-    config = dict(optimizer_name='adamw', optimizer_args='', max_iters=10)
-    state = dict(train_state={}, optimizer={}, scaler={}, data={}, config=config, iter_num=4)
-    defaults = dict(max_iters=100, z_weight=0.0)
-    for z_weight, changes in (0.0, []), (0.1, [{'iter': 4, 'key': 'z_weight', 'from': 0.0, 'to': 0.1}]):
-        assert checkpoint.compare('x', state, config | dict(z_weight=z_weight), {}, defaults)[1] == changes
+    before = train.resolve([]).values
+    del before['grad_clip']
+    state = dict(train_state={}, optimizer={}, scaler={}, data={}, config=before, iter_num=4)
+    for flags, changes in ([], []), (['--grad_clip=2'], [{'iter': 4, 'key': 'grad_clip', 'from': 1.0, 'to': 2.0}]):
+        assert resume.compare('x', state, train.resolve(flags), {})[1] == changes
 
 
 def test_what_no_checkpoint_can_hold_is_rejected_before_anything_is_written(tmp_path):
@@ -406,20 +408,21 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
 
 def test_changes_are_recorded_with_their_iteration(tmp_path):
     path, data = tmp_path / 'ckpt_00000003.pt', dict(train=[1], val=[2])
-    before = dict(dataset='here', optimizer_name='adamw', optimizer_args='', learning_rate=0.1)
+    before = train.resolve(['--dataset=here', '--grad_clip=0.1']).values
     state = dict(config=before, data=data, iter_num=3, changes=[dict(iter=1)], train_state={}, optimizer={}, scaler={})
-    config = dict(before, learning_rate=0.2, dataset='moved', log_interval=3)
-    lines, changes = checkpoint.compare(path, state, config, data, {})
-    first = {'iter': 3, 'key': 'learning_rate', 'from': 0.1, 'to': 0.2}
-    assert lines == ["dataset = 'moved', was 'here'", 'learning_rate = 0.2, was 0.1']
+    flags = ['--dataset=moved', '--grad_clip=0.2', '--log_interval=3']
+    c = train.resolve(flags)
+    lines, changes = resume.compare(path, state, c, data)
+    first = {'iter': 3, 'key': 'grad_clip', 'from': 0.1, 'to': 0.2}
+    assert lines == ['log_interval = 3, was 10', "dataset = 'moved', was 'here'", 'grad_clip = 0.2, was 0.1']
     assert changes == [{'iter': 1}, first]
-    later = dict(state, config=config, iter_num=7, changes=changes)
-    assert checkpoint.compare(path, later, config, data, {}) == ([], changes)
-    assert 'another data set' in rejection(checkpoint.compare, path, later, config, dict(data, val=[3]), {})
-    _, changes = checkpoint.compare(path, later, config, dict(data, val=[3]), {}, True)
+    later = dict(state, config=c.values, iter_num=7, changes=changes)
+    assert resume.compare(path, later, c, data) == ([], changes)
+    assert 'another data set' in rejection(resume.compare, path, later, c, dict(data, val=[3]))
+    _, changes = resume.compare(path, later, train.resolve([*flags, '--ignore_data_change=True']), dict(data, val=[3]))
     assert changes[1:] == [first, {'iter': 7, 'key': 'data val', 'from': [2], 'to': [3]}]
     del state['scaler']
-    assert 'cannot be resumed (it has no scaler)' in rejection(checkpoint.compare, path, state, config, data, {})
+    assert 'cannot be resumed (it has no scaler)' in rejection(resume.compare, path, state, c, data)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

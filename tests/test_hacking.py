@@ -24,8 +24,8 @@ CHECKS = {
      'Another schedule', 'Another metric'): 'a_first_order_optimizer a_hessian_optimizer a_hessian_estimator '
                                             'weight_decay sequence_length_warm_up another_schedule another_metric',
     ('Average of the weights',): 'average_of_the_weights',
-    ('Batch ramp', 'Learning rates by layer', 'Estimates at other times'):
-        'batch_ramp learning_rates_by_layer estimates_at_other_times',
+    ('Batch ramp', 'Learning rates by layer', 'Estimates at other times', 'Early stopping'):
+        'batch_ramp learning_rates_by_layer estimates_at_other_times early_stopping',
 }
 
 
@@ -82,6 +82,13 @@ def data(tmp_path_factory):
     found = {name: recipe.run(name=name, out=tmp / name) for name in recipe.NAMES}
     (recipe.DATA / 'unedited.json').write_text(json.dumps(found))
     return recipe.DATA
+
+
+def test_a_model_in_nanogpts_style_trains(data, tmp_path):
+    copy = copy_repository(tmp_path / 'copy')
+    shutil.copy(ROOT / 'tests/nanogpt_style.py', copy / 'model.py')
+    out = check('pasted_model', copy, data).communicate()[0]
+    assert out.endswith('the checks passed\n'), out[-4000:]
 
 
 def test_every_recipe_has_a_check():

@@ -8,13 +8,17 @@ from conftest import ROOT
 
 # The modules and packages of this repository that each part may import, in addition to itself.
 MAY_IMPORT = {
-    'train.py': {'model', 'loss', 'sophia', 'hessian', 'optimizers', 'configurator', 'runtime', 'data'},
-    'model.py': {'loss', 'runtime'},
+    'train.py': {'model', 'loss', 'shapes', 'sophia', 'hessian', 'optimizers', 'configurator', 'resume', 'lifecycle',
+                 'runtime', 'data'},
+    'model.py': {'loss', 'shapes', 'runtime'},
     'loss.py': set(),
+    'shapes.py': set(),
     'sophia.py': set(),
     'hessian.py': {'sophia', 'loss', 'model', 'data', 'runtime'},
     'optimizers.py': {'sophia', 'hessian', 'runtime'},
     'configurator.py': set(),
+    'resume.py': {'model', 'shapes', 'optimizers', 'runtime'},
+    'lifecycle.py': {'resume', 'shapes', 'optimizers', 'runtime'},
     'runtime': set(),
     'data': {'runtime'},
     'examples': {'sophia'},

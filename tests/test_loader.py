@@ -13,7 +13,6 @@ from data.loader import (
     Mixture,
     TrainLoader,
     ValidationLoader,
-    accumulation_steps,
     data_dir,
     fingerprint,
     on_device,
@@ -267,18 +266,3 @@ def test_open_dataset_checks_the_length_and_the_ids_of_each_split(two):
         'data/b/val.bin: 300 tokens are too few for block_size = 400; set --block_size to at most 299')
     write_bins(Path('data/b'), np.full(700, 99), np.full(300, 99), vocab_size=90)
     assert 'data/b/train.bin: token id 99 is beyond the vocabulary of 90' in rejection(open_dataset, 'b', 16)
-
-
-@pytest.mark.parametrize('arguments, message', [
-    ((480, 14, 1), '--batch_size=14: must divide 480, the sequences of each device; set --batch_size=12 or 15'),
-    ((480, 7, 2), '--batch_size=7: must divide 240, the sequences of each device; set --batch_size=6 or 8'),
-    ((1, 2, 1), '--batch_size=2: must divide 1, the sequences of each device; set --batch_size=1'),
-    ((480, 8, 7), '--total_batch_size=480: must be a multiple of 7, the number of devices; set '
-     '--total_batch_size=448 or 504'),
-    ((3, 1, 7), '--total_batch_size=3: must be a multiple of 7, the number of devices; set --total_batch_size=7'),
-    ((480, 12, 8, 40), '--gradient_accumulation_steps=40: with --batch_size=12 on 8 device(s) this makes 3840, not '
-     '--total_batch_size=480; set --gradient_accumulation_steps=0, which makes it 5 per device, or '
-     '--total_batch_size=3840'),
-])
-def test_batch_sizes_that_do_not_fit(arguments, message):
-    assert rejection(accumulation_steps, *arguments) == message

@@ -6,9 +6,8 @@ import torch._functorch.config
 from conftest import needs_compiler
 from torch.nn import functional as F
 
-from loss import mean_loss, sample_labels
+from loss import Losses, mean_loss, sample_labels
 from model import GPT, GPTConfig
-from runtime.distributed import Losses
 
 SECOND = 'none', 'drawn for all', 'drawn for some', 'given for some'
 
@@ -40,7 +39,7 @@ def batch():
 
 
 def second_labels(kind):
-    """Arguments of `GPT.forward` for the second loss."""
+    """Arguments of `Losses` for the second loss."""
     generator = torch.Generator().manual_seed(1)
     uniforms, labels = torch.rand((4, 24), generator=generator), torch.randint(0, 192, (3, 24), generator=generator)
     return {'none': {}, 'drawn for all': dict(uniforms=uniforms), 'drawn for some': dict(uniforms=uniforms[:2]),
@@ -73,7 +72,7 @@ def gradients(model, losses):
 def test_losses_and_gradients_equal_pytorchs(two_backwards, kind, compile):
     model, (idx, targets), second = tiny(), batch(), second_labels(kind)
     expected = gradients(model, plain_losses(model, idx, targets, **second))
-    forward = torch.compile(Losses(model), fullgraph=True) if compile else model
+    forward = torch.compile(Losses(model), fullgraph=True) if compile else Losses(model)
     found = gradients(model, forward(idx, targets, **second)[1:])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -91,8 +90,9 @@ def test_losses_in_sixteen_bits_are_float32():
     model, (idx, targets), second = tiny(), batch(), second_labels('given for some')
     expected = plain_losses(model, idx, targets, **second)
     with torch.autocast('cpu', torch.bfloat16):
-        logits, *found = model(idx, targets, **second)
-    assert logits.dtype == torch.bfloat16 and [x.dtype for x in found] == [torch.float32, torch.float32, torch.int64]
+        _, *found = Losses(model)(idx, targets, **second)
+        assert model(idx)[0].dtype == torch.bfloat16
+    assert [x.dtype for x in found] == [torch.float32, torch.float32, torch.int64]
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
 
 
@@ -127,7 +127,7 @@ def test_a_compiled_backward_keeps_16_bit_logits_only(two_backwards):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast('cpu', torch.bfloat16):
-        losses = torch.compile(model)(idx, targets, **second_labels('drawn for all'))[1:]
+        losses = torch.compile(Losses(model))(idx, targets, **second_labels('drawn for all'))[1:]
     gradients(model, losses)
     of_logits = {dtype for numel, dtype in kept if numel == idx.numel() * 192}
     assert of_logits == {torch.bfloat16}, kept

@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import GPT, NANOGPT_ARGS, SIZES, GPTConfig, padded_vocab_size
+from model import GPT, GPTConfig
+from shapes import (
+    NANOGPT_ARGS,
+    SIZES,
+    config_of,
+    flops_per_token,
+    model_args,
+    num_params,
+    padded_vocab_size,
+    with_weights,
+)
 
 
 def tiny(**kwargs):
@@ -65,14 +75,14 @@ def test_parameter_counts(size, block_size, millions):
     c = model.config
     # Written out: token and position embeddings, 12 d² per block and its two norms, the final norm.
     expected = (50304 + block_size) * c.n_embd + c.n_layer * (12 * c.n_embd ** 2 + 2 * c.n_embd) + c.n_embd
-    assert model.num_params() == expected
-    assert model.num_params() / 1e6 == pytest.approx(millions, abs=max(0.1, 0.002 * millions))
+    assert num_params(model) == expected
+    assert num_params(model) / 1e6 == pytest.approx(millions, abs=max(0.1, 0.002 * millions))
 
 
 def test_gpt2_small_has_gpt2s_parameters():
     """OpenAI's GPT-2 small, with biases and its own vocabulary, has 124,439,808."""
     with torch.device('meta'):
-        assert GPT(GPTConfig(**SIZES['125M'], vocab_size=50257, bias=True)).num_params() == 124_439_808
+        assert num_params(GPT(GPTConfig(**SIZES['125M'], vocab_size=50257, bias=True))) == 124_439_808
 
 
 def test_flops_per_token_counts_the_matrix_products():
@@ -83,7 +93,7 @@ def test_flops_per_token_counts_the_matrix_products():
     idx = torch.randint(64, (2, 16))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(idx, idx)[1].backward()
-    assert counter.get_total_flops() == model.flops_per_token() * idx.numel()
+    assert counter.get_total_flops() == flops_per_token(model) * idx.numel()
 
 
 def test_a_frozen_part_keeps_its_weights_and_is_not_counted(monkeypatch):
@@ -101,35 +111,35 @@ def test_a_frozen_part_keeps_its_weights_and_is_not_counted(monkeypatch):
     model = tiny()
     assert all(torch.equal(p, expected[name]) for name, p in teacher.named_parameters())
     assert len(list(model.parameters())) == len(list(plain.parameters())) + len(expected)
-    assert (model.num_params(), model.flops_per_token()) == (plain.num_params(), plain.flops_per_token())
+    assert (num_params(model), flops_per_token(model)) == (num_params(plain), flops_per_token(plain))
 
 
 def test_flops_per_token_counts_added_modules():
     model, wider = tiny(), tiny()
     wider.transformer.mtp = torch.nn.Linear(8, 5)
     wider.lm_head.weight = torch.nn.Parameter(wider.lm_head.weight.detach().clone())  # untied: as many products
-    assert wider.flops_per_token() == model.flops_per_token() + 6 * 8 * 5
+    assert flops_per_token(wider) == flops_per_token(model) + 6 * 8 * 5
 
 
 def test_shape_of_a_run_and_in_a_checkpoint():
     assert [padded_vocab_size(n) for n in (65, 257, 50257, 50277, 50304)] == [65, 257, 50304, 50304, 50304]
     settings = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, dropout=0.1, learning_rate=1.0,
                     scale_attn_by_inverse_layer_idx=False)
-    config = GPTConfig.from_settings(settings, 50257)
+    config = config_of(GPTConfig, settings, 50257)
     assert config == GPTConfig(16, 50304, 2, 2, 32, 0.1, True)
-    assert tuple(config.model_args()) == NANOGPT_ARGS  # which nanoGPT reads
+    assert tuple(model_args(config)) == NANOGPT_ARGS  # which nanoGPT reads
     config.gelu_approximate = 'tanh'
-    assert GPTConfig(**config.model_args()) == config and asdict(config).keys() > config.model_args().keys()
+    assert GPTConfig(**model_args(config)) == config and asdict(config).keys() > model_args(config).keys()
 
 
 def test_a_model_of_given_weights_shares_their_memory():
     model = tiny()
     weights = model.state_dict()
-    again = GPT.from_state_dict(model.config, weights)
+    again = with_weights(GPT, model.config, weights)
     assert again.transformer.wte.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
     assert again.lm_head.weight is again.transformer.wte.weight and again.lm_head.weight.requires_grad
     with pytest.raises(RuntimeError, match='size mismatch'):
-        GPT.from_state_dict(GPTConfig(**asdict(model.config) | dict(n_embd=64)), weights)
+        with_weights(GPT, GPTConfig(**asdict(model.config) | dict(n_embd=64)), weights)
 
 
 def test_impossible_shapes_are_rejected():

@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT, rejection
 
 import optimizers
+import shapes
 import sophia
 import train
 from model import GPT, GPTConfig
@@ -17,7 +18,7 @@ from scripts import plan
 def settings(*flags):
     """(settings, GPTConfig) of a run with GPT-2's vocabulary on a GPU."""
     c = train.resolve(['--device=cuda', *flags])
-    return c, GPTConfig.from_settings(c.values, 50257)
+    return c, shapes.config_of(GPTConfig, c.values, 50257)
 
 
 @pytest.mark.parametrize('size', ['30M', '125M', '355M', '770M'])

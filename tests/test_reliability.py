@@ -105,7 +105,7 @@ def test_sigusr1_saves_and_continues(train, finished, tmp_path):
 
 def test_eval_only_writes_nothing(train, copy, tmp_path):
     before = content(copy)
-    done = train(copy, '--eval_only=True', '--init_from=resume')
+    done = train(copy, '--eval_only=True')  # of the newest checkpoint
     assert done.code == 0 and f'val loss {metrics(copy, "val/loss")[-1]:.4f}' in done.out
     assert content(copy) == before
     assert train(tmp_path / 'new', '--eval_only=True').code == 0 and not (tmp_path / 'new').exists()
@@ -183,7 +183,7 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
     cases = [
         ([], copy, 'holds checkpoints, which a new run would overwrite; continue that run with --auto_resume=True'),
         (['--auto_resume=True', f'--init_from={tmp_path}', '--learning_rate=1e-3'], copy,
-         'is of a run that began with init_from = scratch; continue it with --init_from=resume'),
+         'was started from init_from = scratch; continue it with --init_from=resume'),
         (['--init_from=resume', '--n_embd=64'], copy, 'is a model with another n_embd (32 there, 64 asked for); '),
         (['--init_from=resume', '--optimizer_name=lion'], copy, 'was trained with --optimizer_name=adamw'),
         (['--init_from=resume', '--max_iters=5'], copy, 'is at iteration 10 already; set at least that'),

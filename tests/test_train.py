@@ -16,10 +16,12 @@ import pytest
 import torch
 from conftest import ROOT, TINY, finish, metrics, rejection, start
 
+import resume
 import train as program
 from analysis import runs
 from analysis.runs import read_run
 from data.loader import TrainLoader
+from hessian import Hook
 from runtime import checkpoint
 from runtime.device import can_compile
 from runtime.files import differing_files
@@ -143,7 +145,7 @@ def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(
     assert described['code'] == checkpoint.load(tmp_path)[1]['code']
     main(tmp_path, '--max_iters=2', '--init_from=resume')
     assert 'the code' not in capsys.readouterr().out
-    monkeypatch.setattr(program.lifecycle, 'code_hashes', lambda: described['code'] | {'loss.py': 'edited'})
+    monkeypatch.setattr(resume, 'code_hashes', lambda: described['code'] | {'loss.py': 'edited'})
     for T in (3, 4):
         main(tmp_path, f'--max_iters={T}', '--init_from=resume')
     said = 'changed: the code is not the one that saved the checkpoint (loss.py)\n'
@@ -253,12 +255,12 @@ def test_the_check_of_ranks_leaves_no_trace():
             return None, (self.weight * X).sum()
 
     model = Model()
-    world = SimpleNamespace(size=2, sharded=False, device='cpu', set_gradient_sync=lambda *_: None,
+    world = SimpleNamespace(size=2, sharded=False, device='cpu', set_gradient_sync=lambda _: None,
                             gather=lambda t: torch.stack([t, t]))
     run = SimpleNamespace(world=world, model=model, raw_model=model, params=[model.weight],
                           autocast=contextlib.nullcontext(), scaler=torch.amp.GradScaler('cpu', enabled=False),
-                          optimizer=torch.optim.SGD(model.parameters()))
-    program.lifecycle.check_ranks(run, torch.ones(2, 4))
+                          optimizer=torch.optim.SGD(model.parameters()), hessian=Hook(None, None))
+    program.lifecycle.check_forward(run, torch.ones(2, 4))
     assert model.seen == 0 and model.weight.grad is None
 
 
@@ -270,6 +272,46 @@ model.MLP.forward = lambda self, x: forward(self, x) if os.environ['RANK'] == '0
     assert done.code == 1 and len(done.err.splitlines()) == 1
     assert done.err.startswith('transformer.h.0.mlp.c_fc.weight: has a gradient on some ranks only; let every rank')
     assert 'docs/hacking.md, "A mixture of experts"' in done.err
+
+
+def masking(in_place):
+    """A GPT.forward that leaves out the second half of each sequence."""
+    def forward(self, idx, targets=None, forward=program.GPT.forward):
+        if targets is not None:
+            targets = targets if in_place else targets.clone()
+            targets[:, idx.size(1) // 2:] = -1
+        return forward(self, idx, targets)
+    return forward
+
+
+def test_a_mask_that_the_second_loss_does_not_see_stops_the_run_before_its_first_step(main, tmp_path, monkeypatch):
+    """Gauss-Newton-Bartlett samples labels by `targets`; no other optimizer minds."""
+    monkeypatch.setattr(program.GPT, 'forward', masking(in_place=False))
+    flags = '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1'
+    message = rejection(main, tmp_path / 'a', *flags)
+    assert message.startswith('model.py: GPT.forward leaves 16 of 32 positions out of the loss whose targets are not')
+    assert not metrics(tmp_path / 'a')
+    main(tmp_path / 'b', '--max_iters=1', '--eval_iters=1')
+    monkeypatch.setattr(program.GPT, 'forward', masking(in_place=True))
+    main(tmp_path / 'c', *flags)
+    monkeypatch.setattr(program.GPT, 'forward', lambda self, *_: (None, next(self.parameters()).sum()))
+    assert 'must return the logits of all positions' in rejection(main, tmp_path / 'd', *flags)
+
+
+def test_the_first_update_is_checked_and_frees_what_the_check_needs(main, tmp_path, monkeypatch):
+    """A second optimizer state, and a number that no checkpoint can hold."""
+    ended, check_step = [], program.lifecycle.check_step
+    with monkeypatch.context() as patch:
+        patch.setattr(program.lifecycle, 'close_run', ended.append)
+        main(tmp_path / 'a', '--max_iters=1')
+    assert ended[0].fresh is None
+
+    def spoiling(run, step, loader):
+        run.state.clipped = np.float64(0.5)
+        check_step(run, step, loader)
+    monkeypatch.setattr(program.lifecycle, 'check_step', spoiling)
+    assert 'TrainState.clipped: a checkpoint cannot hold a float64 there' in rejection(main, tmp_path / 'b')
+    assert not checkpoint.checkpoints(tmp_path / 'b')
 
 
 @pytest.mark.gpu
@@ -324,6 +366,7 @@ def test_settings_of_schedules():
     at_most = 'because the decay ends at 10 and the warm-up at'
     for flags, message in [
             (['--schedule=cosin'], '--schedule=cosin: must be one of cosine, linear, constant, wsd'),
+            (['--learning_rate=1e-3', '--min_lr=2e-3'], '--min_lr=0.002: must be at most learning_rate = 0.001'),
             (['--schedule=constant', '--cooldown_iters=9'], '--cooldown_iters=9: must be 0 for --schedule=constant'),
             (['--schedule=wsd', '--cooldown_iters=9'], f'--cooldown_iters=9: must be at most 8, {at_most} 2'),
             (['--schedule=wsd', '--warmup_iters=9'],

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import shapes
 import train
 from analysis.figures import optimizer_label, print_table, write_csv
 from analysis.runs import read_run, training_and_hessian_flops
@@ -28,8 +29,8 @@ PAPER = {('adamw', '355M'): 1195, ('sophiah', '355M'): 1249, ('sophiag', '355M')
 def planned(path):
     """(settings, what config.json would say of the model) of a config file, with GPT-2's vocabulary."""
     config = train.resolve([path]).values
-    model = GPT.without_values(GPTConfig.from_settings(config, 50257))
-    return config, dict(parameters=model.num_params(), flops_per_token=model.flops_per_token())
+    model = shapes.without_values(GPT, shapes.config_of(GPTConfig, config, 50257))
+    return config, dict(parameters=shapes.num_params(model), flops_per_token=shapes.flops_per_token(model))
 
 
 def measured(run):

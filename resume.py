@@ -1,0 +1,171 @@
+"""How a run resumes: what continues, what may change, what is refused."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import shapes
+from model import GPTConfig
+from optimizers import PLACEHOLDERS
+from runtime import checkpoint, optim
+from runtime.files import code_hashes, differing_files
+
+# The keys of a checkpoint without which no run can resume; scripts need fewer.
+REQUIRED = 'train_state', 'optimizer', 'scaler', 'data'
+
+# Settings whose change alters nothing that a run computes, except for rounding.
+HARMLESS = {
+    'out_dir', 'auto_resume', 'eval_interval', 'eval_only', 'log_interval', 'always_save_checkpoint',
+    'keep_checkpoints', 'ignore_data_change', 'max_hours', 'show_config', 'wandb_log', 'wandb_project',
+    'wandb_run_name', 'dataset', 'batch_size', 'gradient_accumulation_steps', 'parallel', 'activation_checkpointing',
+    'backend', 'device', 'compile'}
+
+
+@dataclass
+class Origin:
+    """The origin of a run: the checkpoint from which it resumes, or none, when `path` is None.
+
+    code: the `files.code_hashes` of the code that runs.
+    saved: the checkpoint, until `restore` has used it.
+    config: the GPTConfig of its model.
+    differences, changes: how the settings differ from the checkpoint's, see `compare`.
+    comparable: whether validation losses before and after are of the same sequences.
+    """
+    code: dict
+    path: Path | None = None
+    saved: dict | None = None
+    config: Any = None
+    differences: list = field(default_factory=list)
+    changes: list = field(default_factory=list)
+    comparable: bool = True
+
+    def restore(self, run):
+        """Put the checkpoint's tensors and progress into their places in the `Run`."""
+        if not self.path:
+            return
+        progress = self.saved['train_state']
+        with run.world.exit_together():
+            if unknown := progress.keys() - vars(run.state).keys():
+                raise SystemExit(f'{self.path}: is of another version of train.py (its TrainState has {min(unknown)}); '
+                                 'resume with that version, or choose another --out_dir')
+            checkpoint.restore(self.path, self.saved, run.raw_model, run.optimizer, run.scaler)
+            optim.back_to_training(run.optimizer)  # checkpoints are saved in evaluation mode
+        vars(run.state).update(progress)
+        if not self.comparable:
+            run.state.best_val_loss, run.state.last_eval_iter = float('inf'), -1
+        self.saved = None  # frees the memory
+
+
+def finetunes(c):
+    """Return whether the run begins with the weights of a Hugging Face model."""
+    return c.init_from not in ('scratch', 'resume')
+
+
+def find_origin(world, c, data, fingerprints):
+    """Return the `Origin` of the run with the settings `c`, whose out_dir becomes its own; see `checkpoint.open_run`.
+
+    In a run that resumes, init_from becomes the checkpoint's: the weights that the run was started from. A run that
+    only evaluates takes the newest checkpoint, unless init_from names pretrained weights.
+
+    Args:
+        data: the training data set.
+        fingerprints: of the data, by split.
+
+    SystemExit when the checkpoint is of another model, optimizer or data set.
+    """
+    path, saved = checkpoint.open_run(
+        world, c.out_dir, must_resume=c.init_from == 'resume',
+        may_resume=c.auto_resume or c.eval_only and not finetunes(c), read_only=c.eval_only)
+    code = code_hashes()
+    if path is None:
+        return Origin(code)
+    with world.exit_together():
+        if saved['iter_num'] > c.max_iters and not c.eval_only:
+            raise SystemExit(f'{c.shown("max_iters")}: {path} is at iteration {saved["iter_num"]} already; set at '
+                             'least that, or choose another --out_dir')
+        config = continued_config(c, path, saved, data)
+        differences, changes = compare(path, saved, c, fingerprints)
+        if files := differing_files(saved.get('code'), code):
+            differences.append(f'the code is not the one that saved the checkpoint ({", ".join(files)})')
+            changes.append(dict(iter=saved['iter_num'], key='code', files=files))
+    before = saved['config']
+    comparable = saved['data']['val'] == fingerprints['val'] and (
+        c.eval_iters * c.batch_size == before['eval_iters'] * before['batch_size'])
+    return Origin(code, path, saved, config, differences, changes, comparable)
+
+
+def first_weights(saved):
+    """Return the init_from that a run was started from, given its checkpoint or config.json, a dict."""
+    started_from = saved['config'].get('init_from', 'scratch')
+    if started_from in ('auto', 'resume'):  # an old checkpoint says here how the run was continued
+        return 'pretrained weights' if saved.get('finetuned') else 'scratch'
+    return started_from
+
+
+def continued_config(c, path, saved, data):
+    """Return the GPTConfig of the model in the checkpoint `saved` from `path`; set init_from to the checkpoint's.
+
+    SystemExit when the settings `c` or the data are for another model.
+    """
+    args, started_from = {**shapes.default_args(GPTConfig), **saved['model_args']}, first_weights(saved)
+    if 'init_from' in c.given and c.init_from != 'resume' and Path(c.init_from) != Path(started_from):
+        raise SystemExit(f'{path}: was started from init_from = {started_from}; continue it with --init_from=resume, '
+                         'or choose another --out_dir')
+    if started_from != 'scratch':
+        if 'learning_rate' not in c.given and not c.eval_only:
+            raise SystemExit(f'{path}: was started from {started_from}, for which Table 3 has no learning rate; set '
+                             '--learning_rate')
+        adopt_model_args(c, args, data)
+    if started_from != c.init_from:
+        c.set('init_from', started_from, str(path))
+    asked = vars(shapes.config_of(GPTConfig, c.values, data.vocab_size))
+    if started_from != 'scratch':  # arguments without a setting also follow the pretrained weights
+        asked = {**asked, **{key: value for key, value in args.items() if key in asked and key not in c.values}}
+    if differing := [f'{key} ({args.get(key)} there, {asked.get(key)} asked for)' for key in asked | args
+                     if args.get(key) != asked.get(key)]:
+        raise SystemExit(f'{path}: is a model with another {", ".join(differing)}; resume with its own settings, or '
+                         'choose another --out_dir')
+    return GPTConfig(**asked)
+
+
+def adopt_model_args(c, args, data):
+    """Make the settings `c` follow `args`, the arguments of pretrained weights; block_size and dropout are the run's.
+
+    SystemExit when a config file or a flag sets another value, or when `data`, a data set, has another vocabulary.
+    """
+    if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
+        raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the pretrained weights '
+                         f'have {args["vocab_size"]}; prepare the data with their tokenizer')
+    for key, value in args.items():
+        if key in c.values and key not in ('block_size', 'dropout') and value != c.values[key]:
+            c.require(key, key not in c.given, f'{value}, as in the pretrained weights')
+            c.set(key, value, 'pretrained weights')
+
+
+def compare(path, saved, c, fingerprints):
+    """Compare the settings `c` and the data with those of the checkpoint `saved` from `path`.
+
+    A setting that did not exist when it was saved had its default, or no effect.
+
+    Returns (lines, changes): the settings that differ, as text; and a list for config.json and later checkpoints of all
+    that changed at this resume and earlier ones, as dicts with iter, key, from and to, without harmless changes.
+    SystemExit when the optimizer or the data set is another.
+    """
+    if missing := [key for key in REQUIRED if key not in saved]:
+        raise SystemExit(f'{path}: cannot be resumed (it has no {missing[0]})')
+    before = {**PLACEHOLDERS, **c.defaults, **saved['config']}
+    for key in 'optimizer_name', 'optimizer_args':
+        if before[key] != c.values[key]:
+            raise SystemExit(f'{path}: was trained with --{key}={before[key]}; resume with it, or choose another '
+                             '--out_dir')
+    other = [split for split in fingerprints if saved['data'].get(split) != fingerprints[split]]
+    if other and not c.ignore_data_change:
+        raise SystemExit(f'{path}: was trained on another data set than {c.dataset} ({", ".join(other)}.bin '
+                         'differs); name its --dataset, or use this one with --ignore_data_change=True')
+    changed = {key: (before[key], value) for key, value in c.values.items() if key in before and before[key] != value}
+    lines = [f'{key} = {now!r}, was {was!r}' for key, (was, now) in changed.items()
+             if key not in ('auto_resume', 'out_dir')]
+    kept = {key: both for key, both in changed.items() if key not in HARMLESS}
+    kept |= {f'data {split}': (saved['data'].get(split), fingerprints[split]) for split in other}
+    changes = [{'iter': saved['iter_num'], 'key': key, 'from': was, 'to': now} for key, (was, now) in kept.items()]
+    return lines, saved.get('changes', []) + changes

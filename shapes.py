@@ -1,0 +1,109 @@
+"""The shape of a GPT in nanoGPT's style: the table of sizes, its settings and checkpoints, parameters and FLOPs.
+
+Everything that training needs of a model beyond `GPT(config)` and its forward. `GPT.config` is a dataclass with
+nanoGPT's fields, `GPT.transformer.h` its blocks.
+"""
+
+import math
+import operator
+from dataclasses import MISSING, fields
+
+import torch
+from torch import nn
+
+# Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
+SIZES = {
+    'tiny': dict(n_layer=4, n_head=4, n_embd=128),
+    '30M': dict(n_layer=6, n_head=6, n_embd=384),
+    '125M': dict(n_layer=12, n_head=12, n_embd=768),
+    '355M': dict(n_layer=24, n_head=16, n_embd=1024),
+    '540M': dict(n_layer=30, n_head=18, n_embd=1152),
+    '770M': dict(n_layer=36, n_head=20, n_embd=1280),
+    '1.5B': dict(n_layer=48, n_head=24, n_embd=1536),
+    '6.6B': dict(n_layer=32, n_head=32, n_embd=4096),
+}
+NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
+# The GPT-2s that init_from can download from the Hugging Face Hub.
+HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+
+
+def padded_vocab_size(vocab_size):
+    """Round `vocab_size` up to a multiple of 64 (GPT-2's 50,257 → 50,304), for which matmuls are faster.
+
+    Below 1,024 ids it stays: there the padding would be a large part of the vocabulary and raise the first losses.
+    """
+    return vocab_size if vocab_size < 1024 else math.ceil(vocab_size / 64) * 64
+
+
+def config_of(cls, settings, vocab_size):
+    """Return the config, a `cls`, of a run with train.py's `settings`, a dict, and a tokenizer of `vocab_size` ids."""
+    return cls(**{f.name: settings[f.name] for f in fields(cls) if f.name in settings},
+               vocab_size=padded_vocab_size(vocab_size))
+
+
+def default_args(cls):
+    """Return the arguments of the config class `cls` that have a default, name → default."""
+    return {f.name: f.default for f in fields(cls) if f.default is not MISSING}
+
+
+def model_args(config):
+    """Return `config` as a checkpoint holds it: nanoGPT's arguments, and others where they are not the default.
+
+    So nanoGPT reads models that it knows, and an argument added later leaves old checkpoints valid.
+    """
+    defaults = default_args(type(config))
+    return {key: value for key, value in vars(config).items()
+            if key in NANOGPT_ARGS or key not in defaults or value != defaults[key]}
+
+
+def without_values(cls, config):
+    """Return a model `cls(config)` on the device 'meta', for weights that follow.
+
+    A model with buffers is made for real, because a checkpoint may not hold them.
+    """
+    with torch.device('meta'):
+        model = cls(config)
+    has_buffers = next(model.buffers(), None) is not None
+    return cls(config) if has_buffers else model
+
+
+def with_weights(cls, config, weights):
+    """Return a model `cls(config)` that shares the memory of the state_dict `weights`, and draws no random ones.
+
+    RuntimeError when they do not fit.
+    """
+    model = without_values(cls, config)
+    tied = model.lm_head.weight is model.transformer.wte.weight
+    model.load_state_dict(weights, assign=True)
+    if tied:
+        model.lm_head.weight = model.transformer.wte.weight  # assigning has untied them
+    return model
+
+
+def check_contract(model):
+    """Stop the run, SystemExit, when `model` lacks a part of nanoGPT's GPT that training needs."""
+    for part in 'config.block_size', 'config.vocab_size', 'config.n_layer', 'config.n_head', 'config.n_embd', \
+            'transformer.h':
+        try:
+            operator.attrgetter(part)(model)
+        except AttributeError:
+            raise SystemExit(f'model.py: its GPT has no {part}, which training needs; name it as nanoGPT does'
+                             ) from None
+
+
+def num_params(model):
+    """Return the number of parameters that are trained, a tied head counted once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def flops_per_token(model):
+    """Return the FLOPs to train on one token (forward + backward) in sequences of block_size.
+
+    Counts the matmuls of what is trained: 6 per weight that multiplies (a tied head too; not the embedding look-ups,
+    not frozen weights) and 12·n_layer·n_embd·block_size for QKᵀ and AV, the causal half counted in full: the convention
+    of Chowdhery et al. (2022), which the paper's Table 2 follows.
+    """
+    c = model.config
+    weights = sum(p.numel() for module in model.modules() if not isinstance(module, nn.Embedding)
+                  for p in module.parameters(recurse=False) if p.dim() > 1 and p.requires_grad)
+    return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
