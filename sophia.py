@@ -60,6 +60,9 @@ def compiled_update():
     return torch.compile(sophia_update)
 
 
+IN_RANGE = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
+                momentum=lambda v: 0 <= v < 1, gamma=lambda v: v >= 0, eps=lambda v: v > 0,
+                weight_decay=lambda v: v >= 0)
 # Names under which optimizers keep their state of a parameter, by which a foreign state is recognised.
 STATES = {'exp_avg', 'exp_avg_sq', 'hessian', 'momentum_buffer', 'step'}
 
@@ -80,13 +83,9 @@ class GuardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group):
         """Add a group of parameters; ValueError when one of its settings is out of range."""
-        name = type(self).__name__
-        in_range = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
-                        momentum=lambda v: 0 <= v < 1, gamma=lambda v: v >= 0, eps=lambda v: v > 0,
-                        weight_decay=lambda v: v >= 0)
         for key, value in {**self.defaults, **param_group}.items():
-            if key in in_range and not in_range[key](value):
-                raise ValueError(f'{name}: {key} = {value!r} is out of range')
+            if key in IN_RANGE and not IN_RANGE[key](value):
+                raise ValueError(f'{type(self).__name__}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
         try:
             self.check(p for p in self.param_groups[-1]['params'] if p.requires_grad)
@@ -116,7 +115,7 @@ class GuardedOptimizer(Optimizer):
     def __setstate__(self, state):
         """Take a state, in load_state_dict or for a copy; ValueError if it is not of such an optimizer."""
         for group in state['param_groups']:
-            odd = getattr(self, 'defaults', {}).keys() - group.keys()
+            odd = (getattr(self, 'defaults', {}).keys() & IN_RANGE) - group.keys()
             for own in [state['state'][p] for p in group['params'] if state['state'].get(p)]:
                 odd |= (own.keys() & STATES ^ self.state_keys) - {'exp_avg'}  # which may come later than `hessian`
             if odd:
