@@ -200,7 +200,7 @@ def identifying(meta):
 
 def same_tokenizer(one, other):
     """Whether two tokenizers, dicts from `identifying`, have the same text for every id that both have: one may be
-    GPT-2's as a tokenizer.json. Where one of them cannot be loaded, a warning, and True."""
+    GPT-2's or bytes as a tokenizer.json. Where one of them cannot be loaded, a warning, and True."""
     if one == other:
         return True
     if one['tokenizer'] == other['tokenizer'] != FileTokenizer.name:
@@ -213,7 +213,7 @@ def same_tokenizer(one, other):
     ids = range(min(one.vocab_size, other.vocab_size))
     if one.name == other.name:  # its decoder may drop a space at the beginning
         return all(one.bpe.id_to_token(i) == other.bpe.id_to_token(i) for i in ids)
-    return all(one.decode([i]) == other.decode([i]) for i in ids)
+    return all(one.decode([i]) == other.decode([i]) or i == one.eot_id == other.eot_id for i in ids)
 
 
 def folder_meta(folder, vocab_size):

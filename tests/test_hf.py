@@ -137,6 +137,19 @@ def test_tokenizer_of_an_export(tmp_path, capsys, gpt2_cache, name):
     assert 'made with another tokenizer (byte) than the weights' in rejection(train.main, flags)
 
 
+def test_bytes_of_an_export(tmp_path):
+    save_checkpoint(tmp_path / 'run', get_tokenizer('byte'))
+    export_main([str(tmp_path / 'run'), str(tmp_path / 'hf')])
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf'), load(tmp_path / 'hf').tokenizer
+    assert len(theirs) == ours.vocab_size == 256 and theirs.eos_token_id == ours.eot_id == 0
+    # U+0100 stands for byte 0 in the vocabularies of other byte-level tokenizers.
+    for text in ('Hello , world .', "  it's\n\n\té ü 中文 😀 ", '\u0100\x07'):
+        assert theirs.encode(text) == ours.encode(text) == list(text.encode())
+        assert theirs.decode(theirs.encode(text)) == ours.decode(ours.encode(text)) == text
+    assert theirs.encode('a<|endoftext|>b') == [97, 0, 98] and theirs.decode([97, 0], skip_special_tokens=True) == 'a'
+    assert same_tokenizer(identifying(ours.meta), dict(tokenizer='byte'))
+
+
 def test_a_tokenizer_that_is_not_known_is_not_compared(tmp_path, monkeypatch, capsys):
     """vocab.json is a tokenizer's in an older format; without a network GPT-2's cannot be loaded."""
     assert folder_meta(tmp_path, 50257) == dict(tokenizer='gpt2') and folder_meta(tmp_path, 300) is None
@@ -169,7 +182,12 @@ def test_nothing_else_than_a_gpt2_is_exported(tmp_path):
         with torch.no_grad():
             model.transformer.ln_f.weight[0] = float('nan')
 
+    def divide(model):
+        plain = model.forward
+        model.forward = lambda idx: (plain(idx)[0] * (idx == 0).any(1)[:, None, None].logical_not(), None)
+
     assert 'other logits' in exported(double)
+    assert 'other logits' in exported(divide)  # only where documents end
     assert 'other logits' in exported(untie)
     assert 'other logits' in exported(spoil)
     assert 'ln_3' in exported(lambda model: setattr(model.transformer.h[1], 'ln_3', torch.nn.LayerNorm(16)))
@@ -195,6 +213,14 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
     assert f'{other}/train.bin: made with a tokenizer of 400 ids, but the pretrained weights have 256' in message
     checkpoint.LOCKS.pop().close()
     train.main([*flags, start, '--max_iters=2'])
+    export_main([str(tmp_path / 'tuned'), str(tmp_path / 'back')])
+    card = (tmp_path / 'back/README.md').read_text()
+    loss, = metrics(tmp_path / 'tuned', 'val/loss')[-1:]
+    for line in (f'| training data | {corpus.name} |', '| training tokens | 256 |', '| `optimizer_name` | adamw |',
+                 f'| validation loss | {loss:.4f} nats per token after 2 iterations |',
+                 "tokenizer = AutoTokenizer.from_pretrained('back')"):
+        assert line in card.splitlines()
+    assert 'license: unknown' in card and '`gamma`' not in card
     settings = json.loads((tmp_path / 'tuned/config.json').read_text())['config']
     assert (settings['n_layer'], settings['n_embd'], settings['bias']) == (3, 16, False)  # not model_size's
     checkpoint.LOCKS.pop().close()
