@@ -43,7 +43,9 @@ def check_comparable(runs, free=()):
     def require_equal(key, other, theirs, run, value):
         if theirs != value and key not in free:
             # A key with a space is not a setting, but about the data.
-            hint = '' if ' ' in key else f'; leave one out, or give --tuned {key} if it was tuned'
+            hint = '' if ' ' in key else (
+                f'; leave one out, or give --tuned {key} if it was tuned; scripts/paper/final_losses.py --grid {key} '
+                'max_iters maps losses over it')
             raise SystemExit(f'{other.out_dir} and {run.out_dir} cannot be compared: {key} is {theirs} in one and '
                              f'{value} in the other{hint}')
 

@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -223,18 +224,21 @@ def gpu_of(slot, count):
 # The table
 
 
+MEASURED = 'val/loss', 'train/loss', 'grad_clipped', 'update_unclipped', 'seconds'  # columns of the table
+
+
 def show(trials, out_dir):
-    """Prints a table of `trials`, the lowest validation loss first, writes it as results.csv in `out_dir`, and says
-    where their losses cannot be compared, with each other or with those of the present code."""
+    """Prints a table of `trials`, averaged over seeds, the lowest validation loss first; writes a row for each trial to
+    results.csv in `out_dir`; and says where their losses cannot be compared, with each other or with those of the
+    present code."""
     rows, runs = [], [trial.run for trial in trials]
     for trial, run in zip(trials, runs):
         row = dict(trial.settings, **{'val/loss': None if run is None or run.rejected else run.last('val/loss')})
-        for key in ('train/loss', 'grad_clipped', 'update_unclipped'):
+        for key in MEASURED[1:-1]:
             row[key] = run.last(key) if run else None
         rows.append(dict(row, seconds=run.last('time') if run else None, state=trial.state))
-    rows.sort(key=lambda row: math.inf if row['val/loss'] is None else row['val/loss'])
-    print_table(rows)
-    write_csv(Path(out_dir) / 'results.csv', rows)
+    write_csv(Path(out_dir) / 'results.csv', by_loss(rows))
+    print_table(by_loss(over_seeds(rows)))
     runs = list(filter(None, runs))
     present = code_hashes()
     notes = notes_on(runs)
@@ -243,3 +247,30 @@ def show(trials, out_dir):
                      'train them with the present code')
     for note in notes:
         print(f'note: {note}')
+
+
+def by_loss(rows):
+    """Return the rows of the table, the lowest validation loss first."""
+    return sorted(rows, key=lambda row: math.inf if row['val/loss'] is None else row['val/loss'])
+
+
+def over_seeds(rows):
+    """Return the rows of the table averaged over those that differ in `seed` only; as they are if none do.
+
+    A mean is over all seeds, or None. The columns sd and seeds follow the validation loss.
+    """
+    groups = {}
+    for row in rows:
+        settings = {key: value for key, value in row.items() if key not in ('seed', 'state', *MEASURED)}
+        groups.setdefault(tuple(settings.items()), []).append(row)
+    if len(groups) == len(rows):
+        return rows
+    found = []
+    for settings, group in groups.items():
+        columns = {key: [row[key] for row in group] for key in MEASURED}
+        means = {key: None if None in values else statistics.mean(values) for key, values in columns.items()}
+        known = [loss for loss in columns['val/loss'] if loss is not None]
+        found.append({**dict(settings), 'val/loss': means.pop('val/loss'),
+                      'sd': statistics.stdev(known) if 1 < len(known) == len(group) else None, 'seeds': len(group),
+                      **means, 'state': '; '.join(dict.fromkeys(row['state'] for row in group))})
+    return found

@@ -67,8 +67,9 @@ def main(argv=None):
     verdicts = [judge(name, args.baseline, tuned[name], tuned[args.baseline], args.k, noise) for name in candidates]
     if not any(verdict['criterion'] or verdict['same_T'] for verdict in verdicts):
         others = '; '.join(f'{name} at T = {sorted(tuned[name]) or "none"}' for name in candidates)
+        others = others or 'there is no other optimizer; scripts/paper/final_losses.py compares settings of one'
         raise SystemExit(f'nothing to compare: {args.baseline} has finished runs at T = '
-                         f'{sorted(tuned[args.baseline]) or "none"}; {others or "there is no other optimizer"}')
+                         f'{sorted(tuned[args.baseline]) or "none"}; {others}')
 
     results = [side.row() for sides in tuned.values() for side in sides.values()]
     print_table(results, [key for key in results[0] if key != 'run'])

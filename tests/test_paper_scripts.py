@@ -161,6 +161,8 @@ def test_a_grid_shows_losses_and_differences(tmp_path):
     final_losses.main([str(tmp_path), '--grid', 'schedule', 'max_iters', '--minus', 'adamw',
                        '--output', str(tmp_path / 's.png')])
     assert [row['schedule'] for row in rows_of(tmp_path / 's.csv')] == ['cosine']
+    message = rejection(final_losses.main, [str(tmp_path), '--grid', 'schedule', 'max_iters'])
+    assert 'not of adamw, sophiah; scripts/speedup.py compares optimizers' in message
     message = rejection(final_losses.main, [str(tmp_path), '--grid', 'gamma', 'learning_rate', '--minus', 'adamw'])
     assert message.startswith('--minus=adamw: no runs of it with the same gamma and learning_rate as of sophiah')
 

@@ -199,6 +199,7 @@ def test_runs_that_do_not_count_are_named(tmp_path, options, reason):
 
 def test_without_finished_runs_of_both_there_is_nothing_to_compare(tmp_path):
     make(tmp_path, 'adamw', 100, 3.5)
+    assert 'final_losses.py compares settings of one' in rejection(judge, tmp_path)
     make(tmp_path, 'sophiag', 50, 3.0, end=40)
     assert "nothing to compare: adamw has finished runs at T = [100]; sophiag at T = none" in rejection(judge, tmp_path)
     assert 'nothing to compare' in rejection(judge, tmp_path, '--candidate', 'lion', '--baseline', 'muon')

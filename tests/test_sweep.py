@@ -142,6 +142,18 @@ def test_the_table_has_no_loss_of_runs_that_cannot_be_compared(tmp_path):
         ('4', '', 'learning_rate was changed from 1 to 2 at iteration 40'), ('5', '', 'not begun')]
 
 
+def test_the_table_is_averaged_over_seeds(tmp_path, capsys):
+    found = trials.trials_of(dict(base=SHAPE, runs=[dict(gamma=[0.1, 0.2, 0.3], seed=[1, 2], max_iters=100)]), tmp_path)
+    for trial, loss in zip(found, (3.0, 3.1, 2.9, 2.95, 2.8)):
+        fake_run(trial.out_dir, loss, ['--max_iters=100'])
+    trials.show(found, tmp_path)
+    header, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert header[:5] == ['gamma', 'max_iters', 'val/loss', 'sd', 'seeds']
+    assert [' '.join(line[:5]) for line in lines] == ['0.2 100 2.9250 0.0354 2', '0.1 100 3.0500 0.0707 2',
+                                                      '0.3 100 – – 2']  # one of the last two is not there
+    assert lines[2][-3:] == ['finished;', 'not', 'begun'] and len(rows_of(tmp_path / 'results.csv')) == 6
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Sweeps
 

@@ -100,7 +100,7 @@ def draw_grid(runs, keys, minus):
     names = sorted({run.optimizer_name for run in runs} - {minus})
     if len(names) != 1:
         raise SystemExit('--grid: runs of one optimizer' + (f' in addition to {minus}' if minus else '')
-                         + f', not of {", ".join(names) or "none"}')
+                         + f', not of {", ".join(names) or "none"}; scripts/speedup.py compares optimizers')
 
     def cells(name):
         return best_groups([run for run in runs if run.optimizer_name == name],
