@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from runtime import optim, optimizer_state
-from runtime.distributed import parent_start, ranks_from_environment, restarts
+from runtime.distributed import ranks_from_environment, restarts, run_id
 from runtime.files import FAILED, atomic_write, first_line, load_pt, save_pt, warn
 from runtime.signals import NOT_FINITE
 
@@ -266,10 +266,15 @@ def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=F
 
 
 def was_restarted(out_dir):
-    """Whether torchrun has restarted the run in `out_dir`, that is, config.json was written after torchrun began. If it
-    is older, the directory belongs to another run, and the first attempt was refused."""
+    """Return whether torchrun has restarted the run in `out_dir`, that is, config.json has its run id. If it has
+    another, the directory belongs to another run, and the first attempt was refused."""
     about = out_dir / 'config.json'
-    return restarts() > 0 and about.is_file() and about.stat().st_mtime > parent_start()
+    if not (restarts() and run_id() and about.is_file()):
+        return False
+    try:
+        return json.loads(about.read_text(encoding='utf-8')).get('run_id') == run_id()
+    except ValueError:
+        return False
 
 
 def lock_out_dir(out_dir):

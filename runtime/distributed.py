@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import math
 import os
-import re
 import sys
 import time
 from datetime import timedelta
@@ -244,15 +242,14 @@ def restarts():
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
 
 
-def parent_start():
-    """When this process's parent, torchrun, was started, in seconds since the epoch; infinity where no /proc says so.
+def run_id():
+    """Return the id that torchrun gives a run and its restarts, '' without torchrun.
+
+    Without --rdzv_id or --standalone the id is 'none' for every run; then the name of torchrun's own directory for the
+    run stands for it, which ends in random letters.
     """
-    try:
-        ticks = int(Path(f'/proc/{os.getppid()}/stat').read_text().rpartition(')')[2].split()[19])
-        booted = re.search(r'^btime (\d+)', Path('/proc/stat').read_text(), flags=re.M)[1]
-    except OSError:
-        return math.inf
-    return int(booted) + ticks / os.sysconf('SC_CLK_TCK')
+    name, file = (os.environ.get(f'TORCHELASTIC_{key}', '') for key in ('RUN_ID', 'ERROR_FILE'))
+    return name if name != 'none' else Path(file).parent.parent.parent.name  # …/none_x7k2/attempt_0/0/error.json
 
 
 def ranks_from_environment():

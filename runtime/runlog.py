@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from runtime.distributed import run_id
 from runtime.files import first_line, git_commit, warn, write_json, write_text
 
 
@@ -121,14 +122,15 @@ def start_wandb(path, values):
 
 
 def describe_run(out_dir, values, sources, **more):
-    """Writes config.json: every setting and its source, the command, versions, the machine, the commit, and `more`."""
+    """Write config.json: every setting and its source, the command, versions, the machine, the commit, torchrun's id of
+    the run, and `more`."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
     for name in {'pytorch_optimizer', 'schedulefree'} & sys.modules.keys():  # their defaults are part of a run
         with contextlib.suppress(metadata.PackageNotFoundError):  # a copy that is not installed
             versions[name] = metadata.version(name)
     write_json(Path(out_dir) / 'config.json', dict(
         config=values, provenance=sources, command=[Path(sys.executable).name, *sys.argv], **more, versions=versions,
-        machine=machine(), git_commit=git_commit()))
+        machine=machine(), git_commit=git_commit(), run_id=run_id()))
 
 
 def machine():

@@ -305,14 +305,12 @@ if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
 
 
 def test_a_restart_continues_the_run_of_its_own_start_only(train, copy, tmp_path):
-    """A start that was refused is refused again, and a run that has diverged is not trained again."""
-    def by_torchrun(restart):
-        return f"os.environ.update(TORCHELASTIC_RUN_ID='none', TORCHELASTIC_RESTART_COUNT='{restart}')\n"
+    """A start that was refused is refused again, and a run that has diverged is not trained again. The clock of the
+    file system plays no role."""
+    def by_torchrun(restart, start='a', name='none'):
+        return (f"os.environ.update(TORCHELASTIC_RUN_ID='{name}', TORCHELASTIC_RESTART_COUNT='{restart}', "
+                f"TORCHELASTIC_ERROR_FILE='/tmp/logs/none_{start}/attempt_{restart}/0/error.json')\n")
 
-    def age(out):  # as if it were of another start
-        os.utime(out / 'config.json', (0, 0))
-
-    age(copy)
     before, diverged = content(copy), tmp_path / 'diverged'
     for restart in 0, 1:
         done = train(copy, '--max_iters=12', faults=by_torchrun(restart))
@@ -320,8 +318,12 @@ def test_a_restart_continues_the_run_of_its_own_start_only(train, copy, tmp_path
     assert content(copy) == before
 
     assert train(diverged, faults=by_torchrun(0) + "at(7, spoil(float('nan')))").code == NOT_FINITE
+    assert json.loads((diverged / 'config.json').read_text())['run_id'] == 'none_a'
+    os.utime(diverged / 'config.json', (0, 0))
     before = content(diverged)
     done = train(diverged, faults=by_torchrun(1))
     assert done.code == NOT_FINITE and 'diverged and would diverge again' in done.err and content(diverged) == before
-    age(diverged)
-    assert train(diverged, '--auto_resume=True', faults=by_torchrun(1)).code == 0
+    for other in ('b', 'none'), ('a', 'mine'):
+        done = train(diverged, faults=by_torchrun(1, *other))
+        assert done.code == 1 and 'holds checkpoints' in done.err
+    assert train(diverged, '--auto_resume=True', faults=by_torchrun(1, 'b')).code == 0
