@@ -21,7 +21,7 @@ from pathlib import Path
 
 from runtime import optim, optimizer_state
 from runtime.distributed import ranks_from_environment, restarts, run_id
-from runtime.files import FAILED, atomic_write, first_line, load_pt, save_pt, warn
+from runtime.files import ASIDE, FAILED, atomic_write, first_line, load_pt, put_back, save_pt, warn
 from runtime.signals import NOT_FINITE
 
 BEST = -1  # stands for the best checkpoint where others have their iteration
@@ -236,7 +236,8 @@ def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=F
     out_dir, path, state = Path(out_dir), None, None
     with world.exit_together():
         if world.is_master:
-            exist, restarted = bool(checkpoints(out_dir)), not read_only and was_restarted(out_dir)
+            exist = bool(checkpoints(out_dir) or list(out_dir.glob(f'*{ASIDE}')))
+            restarted = not read_only and was_restarted(out_dir)
             resumes = must_resume or may_resume or restarted
             if must_resume and not exist:
                 raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it, nothing to resume; check --out_dir, use '
@@ -294,6 +295,7 @@ def lock_out_dir(out_dir):
         lock.truncate(0)
         lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
         lock.flush()
+        put_back(out_dir)
         for partial in out_dir.glob('*.partial'):
             if partial.is_dir() and not partial.is_symlink():
                 shutil.rmtree(partial)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 FAILED = 'failed.txt'  # in a run's out_dir: the last message of a run that diverged
 
+ASIDE = '.old.partial'  # the suffix of a directory while another takes its place
+
 
 @contextlib.contextmanager
 def atomic_write(path, mode='wb', sync=False):
@@ -95,6 +97,14 @@ def sync_directory(path):
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def put_back(directory):
+    """Give what `directory` holds under a name with ASIDE its own name again, unless something else has it."""
+    for aside in Path(directory).glob(f'*{ASIDE}'):
+        path = aside.with_name(aside.name.removesuffix(ASIDE))
+        if not path.exists():
+            aside.rename(path)
 
 
 def checksum(path):

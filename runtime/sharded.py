@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, zeros
 
-from runtime.files import checksum, first_line, load_pt, save_pt, sync_directory
+from runtime.files import ASIDE, checksum, first_line, load_pt, put_back, save_pt, sync_directory
 from runtime.optimizer_state import map_tensors
 
 
@@ -41,10 +41,11 @@ def write(world, path, model, state, shards):
     """Writes the checkpoint `state`, with the weights of `model` and the DTensors `shards` by name, as the directory
     `path`.
 
-    Its files are written to another directory, synced, and their checksums put into state.pt; then rank 0 renames it.
-    Collective: every rank must call it. OSError where it failed, on rank 0 at least.
+    Its files are written to another directory, synced, and their checksums put into state.pt; then rank 0 renames it. A
+    checkpoint that has the path already goes aside for that moment, and comes back if the renaming fails, or if the run
+    is killed and starts again. Collective: every rank must call it. OSError where it failed, on rank 0 at least.
     """
-    partial, old = path.with_suffix('.partial'), path.with_suffix('.old.partial')
+    partial, old = path.with_suffix('.partial'), path.with_suffix(ASIDE)
     if world.is_master:
         shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -66,6 +67,7 @@ def write(world, path, model, state, shards):
         partial.replace(path)
         sync_directory(path.parent)
     finally:
+        put_back(path.parent)
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 

@@ -1,8 +1,11 @@
 """Runs whose model is spread over ranks (parallel = 'fsdp', 'hsdp'): the same losses, and the same promises."""
 
+import errno
 import functools
 import pickle
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from test_checkpoint import Exploit
 
 from analysis.load import load
 from runtime import checkpoint, files, sharded
+from runtime.distributed import World
 from runtime.signals import NOT_FINITE, STOPPED
 
 RUN = ['--n_layer=2', '--total_batch_size=8', '--dropout=0', '--learning_rate=2e-3', '--eval_iters=3']
@@ -174,6 +178,31 @@ sharded.save_pt = interrupted
     done = train(tmp_path, *RUN, '--parallel=fsdp', '--auto_resume=True', ranks=2)
     assert done.code == 0 and not list(tmp_path.glob('*.partial')), done.err
     assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
+
+
+@pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
+def test_a_second_save_of_an_iteration_that_fails_or_is_killed_leaves_the_first(tmp_path, monkeypatch):
+    world = SimpleNamespace(is_master=True, rank=0, device='cpu', gather=lambda tensor: tensor[None])
+    path, state = tmp_path / 'ckpt_00000010', dict(model_args={}, iter_num=10, config={}, best=False)
+
+    def save(model):
+        sharded.write(world, path, model, state, {})
+
+    def failing(self, target):
+        raise OSError(errno.EIO, 'Input/output error')
+
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    save(first)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match='Input'):
+        patch.setattr(Path, 'replace', failing)
+        save(second)
+    assert torch.equal(checkpoint.load(path)[1]['model']['weight'], first.weight)
+    path.rename(path.with_suffix('.old.partial'))  # as a run that was killed between the two leaves it
+    assert checkpoint.open_run(World('cpu', 'gloo'), tmp_path, may_resume=True)[0] == path
+    checkpoint.LOCKS.pop().close()
+    save(second)
+    assert torch.equal(checkpoint.load(path)[1]['model']['weight'], second.weight)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['ckpt_00000010', 'lock']
 
 
 @pytest.mark.parametrize('name', ['__0_0.distcp', '__1_0.distcp', '.metadata', 'state.pt'])
