@@ -1,8 +1,13 @@
 """Checkpoints of sharded models: a directory to which every rank writes its part.
 
-Tensors are in the format of torch.distributed.checkpoint (DCP). Everything else is in state.pt, with a checksum of
-every file. DCP's own functions for optimizers are not used: they unpickle plain values without restrictions, and load
-only into an optimizer that has made a step.
+Tensors are as torch.distributed.checkpoint (DCP) saves the dicts of its get_state_dict, which can load them. Everything
+else is in state.pt. This module does what DCP's functions do not:
+
+- plain values and metadata are read without running code (DCP unpickles both without restrictions);
+- all entries of an optimizer's state are read (dcp.load fills those that one step of a fresh optimizer makes);
+- a process without the others reads all shards;
+- a weight with two names is written once;
+- every file has a checksum, and the directory is complete or absent.
 """
 
 import functools

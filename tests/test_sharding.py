@@ -11,6 +11,8 @@ import pytest
 import torch
 from conftest import iterations, metrics, rejection
 from test_checkpoint import Exploit
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from analysis.load import load
 from runtime import checkpoint, files, sharded
@@ -178,6 +180,26 @@ sharded.save_pt = interrupted
     done = train(tmp_path, *RUN, '--parallel=fsdp', '--auto_resume=True', ranks=2)
     assert done.code == 0 and not list(tmp_path.glob('*.partial')), done.err
     assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
+
+
+@pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
+def test_pytorchs_own_functions_read_a_directory(run):
+    """Model and optimizer by the names of get_state_dict."""
+    path = checkpoint.path_of(run('adamw', 'fsdp'), 10)
+    model = load(path).model.train()
+    weights = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    state = dict(zip(('model', 'optimizer'), get_state_dict(model, optimizer)))
+    torch.distributed.checkpoint.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_state_dict(model, optimizer, model_state_dict=state['model'], optim_state_dict=state['optimizer'])
+    assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), weights))
+    saved = checkpoint.load(path)[1]['optimizer']
+    saved = sharded.read_optimizer(path, saved, {})['state']
+    for name, p in model.named_parameters():
+        assert torch.equal(optimizer.state[p]['exp_avg_sq'], saved[name]['exp_avg_sq'])
 
 
 @pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
