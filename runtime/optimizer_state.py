@@ -150,7 +150,7 @@ def restore(optimizer, saved, names=None):
         then = saved['built'][i] if 'built' in saved else now
         group |= {key: value for key, value in before.items() if key != 'params' and same(key, now, then)}
         if then is now:
-            unknown |= {key for key in before.keys() - {'params', 'lr'} if not same(key, now, before)}
+            unknown |= {key for key in now.keys() & before.keys() - {'lr'} if not same(key, now, before)}
     state = renamed(saved, {key: i for i, key in enumerate(keys)})['state']
     optimizer.load_state_dict(dict(saved, state=state, param_groups=groups))
     for i, p in enumerate(params):

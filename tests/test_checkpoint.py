@@ -225,7 +225,7 @@ def test_values_of_groups_are_restored_as_saved_unless_they_are_built_otherwise(
     assert restored(state, eps=1e-5, weight_decay=0.7) == [0.3, 1e-5, 0.7, 0.5, 3, (0.96, 0.99)]
     assert not capsys.readouterr().err
     assert restored(older(state), eps=1e-5, weight_decay=0.7) == [0.3, 1e-3, 0.2, 0.5, 3, (0.96, 0.99)]
-    assert 'restored as saved, whatever the settings are: counter, eps, gamma, weight_decay' in capsys.readouterr().err
+    assert 'restored as saved, whatever the settings are: eps, gamma, weight_decay' in capsys.readouterr().err
 
 
 def older(state):
