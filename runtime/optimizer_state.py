@@ -32,9 +32,9 @@ def map_tensors(value, function, name=''):
 def record_construction(optimizer):
     """Keep with `optimizer`, which was just built, the values of its param groups, which checkpoints hold, too, and its
     attributes."""
-    attributes = {name: value.clone() if isinstance(value, torch.Tensor) else value
-                  for name, value in attribute_leaves(optimizer).items()}
-    optimizer.construction = SimpleNamespace(groups=copy.deepcopy(settings(optimizer)), attributes=attributes,
+    copied = {name: value.clone() if isinstance(value, torch.Tensor) else value
+              for name, value in attributes(optimizer).items()}
+    optimizer.construction = SimpleNamespace(groups=copy.deepcopy(settings(optimizer)), attributes=copied,
                                              restored=set())
 
 
@@ -212,7 +212,7 @@ def lost_in_round_trip(optimizer, fresh, saved):
         state = one.state_dict()
         groups = [{key: value for key, value in group.items() if key in compared}
                   for group, compared in zip(state['param_groups'], keys)]
-        return dict(state, param_groups=groups, attributes=list(map(attributes, parts(one))))
+        return dict(state, param_groups=groups, attributes=attributes(one))
 
     lost = difference(comparable(optimizer), comparable(fresh))
     if not lost and hasattr(optimizer, 'construction'):
@@ -223,9 +223,9 @@ def lost_in_round_trip(optimizer, fresh, saved):
 def left_out(optimizer, state):
     """Return what `state`, which `to_save` has made of `optimizer`, lacks, as text; '' if nothing: an attribute that
     has changed since the construction, or an entry of the state of a parameter."""
-    if hasattr(optimizer, 'construction'):
-        for name in sorted(changed_attributes(optimizer) - optimizer.construction.restored):
-            return f'the attribute {name.partition(".")[2]}'
+    changed = hasattr(optimizer, 'construction') and changed_attributes(optimizer) - optimizer.construction.restored
+    if changed:
+        return f'the attribute {min(changed).partition(".")[2]}'
     for p, key in zip(parameters(optimizer), state['shapes']):
         for entry in optimizer.state.get(p, {}).keys() - state['state'].get(key, {}).keys():
             return f'the state {entry} of {key}'
@@ -240,25 +240,22 @@ def no_state():
 
 
 def attributes(optimizer):
-    """Return the attributes that are, or hold, numbers or tensors, by name; a state_dict does not have them.
+    """Return {PART.NAME…: value} of the numbers and tensors in the attributes of an optimizer and its parts, which a
+    state_dict does not have.
 
-    Flags with an underscore are left out: schedulers and optimizers note there what they have checked or warned of.
+    Parameters are left out, and flags with an underscore, where schedulers and optimizers note what they have checked
+    or warned of.
     """
-    return {name: value for name, value in vars(optimizer).items()
-            if isinstance(value, (int, float, torch.Tensor, list, tuple, dict)) and name not in no_state()
-            and not (name.startswith('_') and isinstance(value, bool))}
-
-
-def attribute_leaves(optimizer):
-    """Return {PART.NAME…: value} of everything in the `attributes` of an optimizer and its parts, but for parameters of
-    the model."""
-    return {name.removeprefix('.'): value for name, value in leaves(list(map(attributes, parts(optimizer))), '')
+    own = [{name: value for name, value in vars(part).items() if name not in no_state()
+            and isinstance(value, (int, float, torch.Tensor, list, tuple, dict))
+            and not (name.startswith('_') and isinstance(value, bool))} for part in parts(optimizer)]
+    return {name.removeprefix('.'): value for name, value in leaves(own, '')
             if not isinstance(value, torch.nn.Parameter)}
 
 
 def changed_attributes(optimizer):
     """Return the names, 'PART.NAME', of the attributes that have changed since the construction."""
-    now, then = attribute_leaves(optimizer), optimizer.construction.attributes
+    now, then = attributes(optimizer), optimizer.construction.attributes
     return {'.'.join(name.split('.')[:2]) for name in now.keys() | then.keys()
             if name not in now or name not in then or not equal(now[name], then[name])}
 
