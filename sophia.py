@@ -110,7 +110,8 @@ class GuardedOptimizer(Optimizer):
 
     def __getstate__(self):
         # Optimizer's copies carry over only the attributes that it names.
-        return dict(super().__getstate__(), nonfinite=self.nonfinite)
+        mine = {key: value for key, value in self.__dict__.items() if key in ('nonfinite', 'compile')}
+        return super().__getstate__() | mine
 
     def __setstate__(self, state):
         """Take a state, in load_state_dict or for a copy; ValueError if it is not of such an optimizer."""
@@ -227,9 +228,6 @@ class Sophia(HessianOptimizer):
                  compile=False):
         super().__init__(params, dict(lr=lr, betas=betas, gamma=gamma, eps=eps, weight_decay=weight_decay), nonfinite)
         self.compile = compile
-
-    def __getstate__(self):
-        return dict(super().__getstate__(), compile=self.compile)
 
     def update(self, group, params, grads):
         lr = scalar(group['lr'])

@@ -334,7 +334,9 @@ def train_step(run, sequences, iter_num):
         losses[rows] = loss.detach()
         scaler.scale(loss * (len(X) / len(sequences))).backward()
 
-    seed_all(keyed_seed(c.seed, DROPOUT, iter_num))  # whatever draws from here on does so alike on every rank
+    # What draws from here on does so alike on every rank. So noise for a sharded p is distribute_tensor(torch.randn(
+    # p.shape, device=p.device), p.device_mesh, p.placements): torch.randn_like would give all shards the same noise.
+    seed_all(keyed_seed(c.seed, DROPOUT, iter_num))
     scaler.unscale_(run.optimizer)
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
     mean_loss = world.sum(losses.mean()) / world.size
