@@ -65,7 +65,8 @@ class Hook:
 class HessianHook(Hook):
     """Estimates at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch.
 
-    Checkpoints hold nothing of a hook: let nothing that it computes depend on earlier iterations.
+    Checkpoints hold nothing of a hook but what it puts into the optimizer's param groups: let nothing else that it
+    computes depend on earlier iterations.
 
     Args:
         model: the plain GPT, neither compiled nor wrapped.
