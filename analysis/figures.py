@@ -6,6 +6,7 @@ import io
 import math
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 from runtime import files
@@ -68,8 +69,27 @@ def legend(fig, ax):
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) > 1:
         rows = max(1, int(fig.get_figheight() * 5))
-        fig.legend(handles, labels, loc='outside right upper', fontsize=8, frameon=False,
+        fig.legend(handles, labels, loc='outside right center', fontsize=8, frameon=False,
                    ncols=math.ceil(len(labels) / rows))
+
+
+def set_title(fig, text):
+    """Put a title over the whole figure, in as many lines as its width needs."""
+    fig.suptitle(textwrap.fill(text, int(fig.get_figwidth() * 12)), fontsize=10)
+
+
+def plain_log_ticks(fig):
+    """Label logarithmic axes 0.001 or 1,000,000: matplotlib's powers of ten are formulas, which `figure` turns off."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, x, pos=None):
+            return super().__call__(x, pos) and (f'{x:,.0f}' if x >= 1 else f'{x:g}')
+
+    for axis in [axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)]:
+        for kind in 'major', 'minor':
+            if isinstance(getattr(axis, f'get_{kind}_formatter')(), LogFormatter):
+                getattr(axis, f'set_{kind}_formatter')(Plain())
 
 
 def save(output, fig, rows=None, **data):
@@ -82,6 +102,7 @@ def save(output, fig, rows=None, **data):
         data: further numbers for a .json, written only if there are any.
     """
     from matplotlib import pyplot as plt
+    plain_log_ticks(fig)
     try:
         with files.atomic_write(output) as f:
             fig.savefig(f, dpi=150, format='png', metadata=dict(Command=shlex.join(sys.argv),
@@ -114,6 +135,7 @@ def runs_argparser(doc, output, numbers='.csv'):
                         help='a run, a directory of runs, or a CSV file (docs/verdict.md)')
     parser.add_argument('--output', type=png_path, metavar='FILE.png',
                         help=f'the picture; its numbers go next to it as {numbers} (default: {output} beside the runs)')
+    parser.add_argument('--title', default='', help='of the picture: what it shows')
     parser.set_defaults(name=output)
     return parser
 

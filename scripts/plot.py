@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.figures import AXES, figure, legend, parse, runs_argparser, save, styles
+from analysis.figures import AXES, figure, legend, parse, runs_argparser, save, set_title, styles
 from analysis.runs import averaged, by_seed, find_runs, labels_of, notes_on
 
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_norm': 'ℓ2 norm of h',
@@ -28,42 +28,55 @@ def ends_before_others(runs, metric):
     return first if ends[first] < max(ends.values()) else None
 
 
+def described(run):
+    """Return a title for one run: its optimizer, model, data, and validation loss."""
+    words, found = [run.optimizer_label], run.series('val/loss')
+    if 'parameters' in run.about:
+        words.append(f'{run.about["parameters"] / 1e6:.2g}M parameters, {Path(run.dataset).name}')
+    return ', '.join(words) + (f': validation loss {found[1][-1]:.3f} after {found[0][-1]:,} iterations'
+                               if found[0] else '')
+
+
 def main(argv=None):
     parser = runs_argparser(__doc__, 'loss.png')
     parser.add_argument('--x', choices=AXES, default='steps', help='x-axis (default: steps)')
-    parser.add_argument('--metrics', nargs='+', metavar='KEY', default=['val/loss', 'train/loss'],
-                        help='keys of metrics.jsonl (default: val/loss train/loss)')
-    parser.add_argument('--title', default='')
+    parser.add_argument('--metrics', nargs='+', metavar='KEY',
+                        help='keys of metrics.jsonl (default: val/loss train/loss, of one run in one panel)')
     parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'))
     args = parse(parser, argv)
     runs = find_runs(args.out_dirs)
     for note in notes_on(runs):
         print(f'note: {note}', file=sys.stderr)
     lines = by_seed(runs, repeats=True)
-    args.metrics = [key for key in args.metrics if any(run.last(key) is not None for run in runs)] or args.metrics
-    fig, axes = figure(len(args.metrics), width=7.0 if len(args.metrics) == 1 else 4.6, height=3.8)
-    rows = []
+    metrics = args.metrics or ['val/loss', 'train/loss']
+    metrics = [key for key in metrics if any(run.last(key) is not None for run in runs)] or metrics
+    together = len(runs) == 1 and not args.metrics
+    lines = by_seed(runs, repeats=True)
+    fig, axes = figure(1 if together else len(metrics), width=7.0 if together or len(metrics) == 1 else 4.6, height=3.8)
+    axes, rows = axes * len(metrics) if together else axes, []
     for line, label, style in zip(lines, labels_of(lines), styles([line[0].optimizer_name for line in lines])):
-        for metric, ax in zip(args.metrics, axes):
+        for metric, ax in zip(metrics, axes):
             xs, ys, lows, highs = averaged(line, metric, args.x)
             if not xs:
                 continue
             if cut := ends_before_others(line, metric):
                 print(f'note: {metric} of {label} is drawn up to where {cut} ends, because a mean is over all seeds',
                       file=sys.stderr)
-            ax.plot(xs, ys, label=label, **style)
+            faint = together and metric != 'val/loss'
+            ax.plot(xs, ys, 'o-' if len(xs) < 30 else '-', markersize=4, alpha=0.4 if faint else 1,
+                    label=NAMES[metric] if together else label, **style)
             if len(line) > 1:
                 ax.fill_between(xs, lows, highs, alpha=0.2, linewidth=0, **style)
             rows += [{'run': label, 'metric': metric, args.x: x, 'value': y, 'lowest': low, 'highest': high,
                       'seeds': len(line)} for x, y, low, high in zip(xs, ys, lows, highs)]
     if not rows:
-        raise SystemExit(f'{", ".join(args.metrics)}: no such metric in {", ".join(str(run.out_dir) for run in runs)}')
-    for metric, ax in zip(args.metrics, axes):
+        raise SystemExit(f'{", ".join(metrics)}: no such metric in {", ".join(str(run.out_dir) for run in runs)}')
+    for metric, ax in zip(metrics, axes):
         ax.set(xlabel=AXES[args.x], ylim=args.ylim)
-        ax.set_title(NAMES.get(metric, metric), fontsize=9)
+        ax.set_title('' if together else NAMES.get(metric, metric), fontsize=9)
         if metric == 'update_unclipped':
             ax.axhspan(0.1, 0.5, color='0.5', alpha=0.15)
-    fig.suptitle(args.title, fontsize=9)
+    set_title(fig, args.title or (described(runs[0]) if together else ''))
     legend(fig, max(axes, key=lambda ax: len(ax.lines)))
     save(args.output, fig, rows)
 

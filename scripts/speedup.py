@@ -30,7 +30,17 @@ from analysis.compare import (
     tuned_at_each_T,
     weaknesses,
 )
-from analysis.figures import figure, legend, optimizer_label, parse, print_table, runs_argparser, save, styles
+from analysis.figures import (
+    figure,
+    legend,
+    optimizer_label,
+    parse,
+    print_table,
+    runs_argparser,
+    save,
+    set_title,
+    styles,
+)
 from analysis.runs import by_seed, find_runs, mean_loss, notes_on
 from analysis.significance import holm
 
@@ -86,6 +96,7 @@ def main(argv=None):
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
 
     fig = draw(tuned, args.baseline, verdicts, args.k, args.panels)
+    set_title(fig, args.title)
     save(args.output, fig, results, baseline=args.baseline, k=float(args.k), noise=dict(zip(('sd', 'df'), noise())),
          verdicts=verdicts, notes=notes, rejected=rejected)
 

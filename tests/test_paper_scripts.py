@@ -22,6 +22,8 @@ def test_help(script, capsys):
 
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path):
     class Full:
+        axes = []
+
         def savefig(self, f, **_):
             f.write(b'half')
             raise OSError(28, 'No space left on device')

@@ -4,11 +4,12 @@ import json
 
 import pytest
 from conftest import rejection
-from fake_runs import GRADIENT_FLOPS, fake_run, rows_of
+from fake_runs import GRADIENT_FLOPS, PARAMETERS, fake_run, rows_of
 from PIL import Image
 
 import optimizers
 from analysis import figures
+from analysis.runs import find_runs
 from scripts import plot
 
 
@@ -25,6 +26,8 @@ def test_one_run_is_drawn_into_its_directory_with_its_numbers_and_what_drew_it(r
     assert min(picture.size) > 300
     assert picture.info['Command'] == f"scripts/plot.py {run} --title 'two words'"
     assert picture.info['Commit'] == (figures.files.git_commit() or 'unknown')
+    assert plot.described(find_runs([run])[0]) == (
+        f'AdamW, {PARAMETERS / 1e6:.2g}M parameters, somewhere: validation loss 3.000 after 100 iterations')
     val = [row for row in rows_of(run / 'loss.csv') if row['metric'] == 'val/loss']
     assert [int(row['steps']) for row in val] == list(range(0, 101, 10))
     assert [float(row['value']) for row in val] == pytest.approx([5.0 - 0.02 * i for i in range(0, 101, 10)])
@@ -116,6 +119,15 @@ def test_a_panel_for_each_metric(tmp_path, monkeypatch):
                     ('Sophia-G', 'grad_clipped'): 0.02, ('AdamW', 'grad_clipped'): 0.3}
     assert [len(ax.lines) for ax in drawn[0].axes] == [1, 1, 2]
     assert len(drawn[0].legends[0].get_texts()) == 2
+
+
+def test_log_axes_have_plain_numbers(tmp_path):
+    """Not the source of a formula, which pictures do not parse."""
+    fig, (ax,) = figures.figure()
+    ax.loglog([1e-3, 1e6], [1, 2])
+    figures.save(tmp_path / 'x.png', fig)
+    labels = [label.get_text() for axis in (ax.xaxis, ax.yaxis) for label in axis.get_ticklabels(which='both')]
+    assert {'0.01', '1', '1,000,000'} <= set(labels) and not any('$' in label for label in labels)
 
 
 def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_rejected(run):

@@ -151,21 +151,23 @@ def main(argv=None):
     rows = convex_rows(conditions, np.random.default_rng(0)) + quadratic_rows(conditions)
     print_table(rows)
 
-    def draw(ax, label, color, bound='', **where):
-        mine = [row for row in rows if where.items() <= row.items()]
-        ax.plot(conditions, [row['steps'] for row in mine], 'o-', color=color, label=label)
-        if bound:
-            ax.plot(conditions, [row['bound'] for row in mine], '--', color=color, label=f'{label}: {bound}')
+    def draw(ax, style, label, key='steps', **where):
+        ax.plot(conditions, [row[key] for row in rows if where.items() <= row.items()], style, label=label)
 
     fig, (left, right) = figure(2, width=5.5, height=4.2)
-    for i, name in enumerate(FUNCTIONS):
-        draw(left, name, f'C{i}', 'upper bound', function=name)
-    draw(right, 'SignGD', 'C3', 'lower bound', function='quadratic', method='SignGD')
-    draw(right, 'clipped Newton', 'C0', function='quadratic', method='clipped Newton')
+    bounds = {}  # by its R, on which alone a function's bound depends
+    for (name, phi), style in zip(FUNCTIONS.items(), ('C0o-', 'C1s-', 'C2^:')):
+        draw(left, style, name, function=name)
+        bounds.setdefault(phi.R, []).append(name)
+    for names, style in zip(bounds.values(), ('C0--', 'C2--')):
+        draw(left, style, f"the theorem's bound, {' and '.join(names)}", 'bound', function=names[0])
+    draw(right, 'C3o-', 'SignGD', function='quadratic', method='SignGD')
+    draw(right, 'C3--', 'SignGD: lower bound', 'bound', function='quadratic', method='SignGD')
+    draw(right, 'C0o-', 'clipped Newton', function='quadratic', method='clipped Newton')
     for ax, title in ((left, "Clipped Newton's steps do not depend on\nthe condition number"),
                       (right, "SignGD's steps grow with its square root,\neven at the best learning rate")):
         ax.set(xscale='log', yscale='log', xlabel='condition number', ylabel=f'steps to loss {EPS:g} μ', title=title)
-        ax.legend(fontsize=7, loc='upper center', bbox_to_anchor=(0.5, -0.18), ncols=2, frameon=False)
+        ax.legend(fontsize=7, loc='upper center', bbox_to_anchor=(0.5, -0.18), frameon=False)
     save(args.output, fig, rows)
 
 

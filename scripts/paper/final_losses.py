@@ -30,6 +30,7 @@ from analysis.figures import (
     print_table,
     runs_argparser,
     save,
+    set_title,
     styles,
 )
 from analysis.runs import by_seed, mean_loss
@@ -119,6 +120,7 @@ def draw_grid(runs, keys, minus):
     grid = np.full((len(ys), len(xs)), np.nan)
     fig, (ax,) = figure()
     ax.grid(False)
+    ax.set_facecolor('0.93')  # of cells without a run
     for row in rows:
         i, j = ys.index(row[keys[0]]), xs.index(row[keys[1]])
         grid[i, j] = row[shown]
@@ -144,6 +146,7 @@ def main(argv=None):
     parser.add_argument('--grid', nargs=2, metavar=('ROWS', 'COLUMNS'), help='a heat map over two settings instead')
     parser.add_argument('--minus', metavar='OPTIMIZER',
                         help="with --grid: subtract this optimizer's best loss in each cell")
+    parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'), help='losses that lines are drawn for')
     add_tuned(parser)
     args = parse(parser, argv)
     varying = args.grid or [*args.by, *(('n_layer', 'n_head', 'n_embd') if args.x == 'parameters' else ())]
@@ -153,6 +156,9 @@ def main(argv=None):
             raise SystemExit(f'{"--grid" if args.grid else "--by"} {key}: not a setting of all of these runs')
     fig, rows = draw_grid(runs, args.grid, args.minus) if args.grid else draw_lines(runs, args.x, args.by)
     print_table(rows, [key for key in rows[0] if key != 'run'])
+    set_title(fig, args.title)
+    if args.ylim:
+        fig.axes[0].set_ylim(args.ylim)
     save(args.output, fig, rows)
 
 

@@ -53,7 +53,8 @@ def main(argv=None):
         ax.plot(rates, losses, 'o-' if scaled else 'o--', color=f'C{optimizers.index(optimizer)}',
                 label=f'{optimizer}, {"with" if scaled else "without"} scaling')
     print_table(rows)
-    ax.set(xscale='log', xlabel='peak learning rate', ylabel='final training loss', title='Stable learning rates')
+    ax.set(xscale='log', xlabel='peak learning rate', ylabel='final training loss',
+           title=args.title or 'Stable learning rates')
     legend(fig, ax)
     save(args.output, fig, rows)
 

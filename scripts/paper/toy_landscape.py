@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.figures import argparser, figure, legend, print_table, save
+from analysis.figures import argparser, figure, legend, print_table, save, set_title
 
 MINIMUM = np.array([1.0, 4.0])
 
@@ -88,11 +88,14 @@ def main(argv=None):
     for (name, path), color in zip(paths.items(), ('tab:brown', 'gold', 'tab:red', 'tab:blue', 'black')):
         said = f'there after {arrival[name]} steps' if arrival[name] else (
             'at the saddle' if name == 'Newton' else f'not there after {STEPS}')
-        ax.plot(path[:, 0], path[:, 1], 'o-', color=color, markersize=3, linewidth=1.2, label=f'{name}: {said}')
+        look = dict(markersize=5, linewidth=2.4, zorder=3) if name == 'Sophia' else dict(markersize=2.5, linewidth=1,
+                                                                                           alpha=0.7)
+        ax.plot(path[:, 0], path[:, 1], 'o-', color=color, label=f'{name}: {said}', **look)
     for t, (x, y) in enumerate(paths['Sophia'][:(arrival['Sophia'] or 0) + 1]):
-        ax.annotate(str(t), (x, y), (5, -3), textcoords='offset points', fontsize=8)
+        ax.annotate(str(t), (x, y), (6, -3), textcoords='offset points', fontsize=9)
     ax.plot(*MINIMUM, '*', color='tab:green', markersize=14, label='minimum')
     ax.set(xlabel='θ₁ (sharp)', ylabel='θ₂ (flat)', xlim=(-1.1, 1.5), ylim=(-0.6, top))
+    set_title(fig, f'Sophia is at the minimum after {arrival["Sophia"]} steps, Newton ends at the saddle')
     legend(fig, ax)
     save(args.output, fig, rows, summary=summary, start=START, rho=RHO)
 
