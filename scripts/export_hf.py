@@ -94,7 +94,7 @@ def model_card(loaded, name):
     """Return the text of README.md: what the model was trained on, its settings and losses, and how to load it."""
     state, shape = loaded.state, loaded.model.config
     config, done = state.get('config', {}), state.get('iter_num')
-    facts = {'parameters': f'{loaded.model.num_params():,}', 'context': f'{shape.block_size} tokens',
+    facts = {'parameters': f'{num_params(loaded.model):,}', 'context': f'{shape.block_size} tokens',
              'layers, heads, width': f'{shape.n_layer}, {shape.n_head}, {shape.n_embd}',
              'tokenizer': loaded.tokenizer.name}
     if done and 'total_batch_size' in config:
