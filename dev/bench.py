@@ -11,9 +11,10 @@ The medians over the rounds are compared. A baseline is a checkout with nanoGPT'
 GPTConfig, configure_optimizers); it gets the weights, batch, dtype and compile of each configuration of AdamW. Tokens
 are random, from GPT-2's vocabulary unless the data set is there and has another.
 
-Columns: step_ms, T(step) without an estimate; tokens_per_sec and mfu with the estimates' share; hessian_ms, the extra
-time of a step with an estimate; hessian_share, hessian_ms / k as a fraction of T(step); optimizer_ms, the optimizer's
-step alone; over_adamw, its ratio to fused AdamW's; memory_gb, the peak of device memory (on CPU: of the process).
+Columns: loss, of the fourth step, to compare programs that should compute the same; step_ms, T(step) without an
+estimate; tokens_per_sec and mfu with the estimates' share; hessian_ms, the extra time of a step with an estimate;
+hessian_share, hessian_ms / k as a fraction of T(step); optimizer_ms, the optimizer's step alone; over_adamw, its ratio
+to fused AdamW's; memory_gb, the peak of device memory (on CPU: of the process).
 """
 
 import argparse
@@ -58,6 +59,7 @@ class Case:
         self.name = ' '.join(dict.fromkeys(  # a file once, for all that it sets
             f'{key}={config.values[key]}' if config.sources[key] == 'flag' else config.sources[key] for key in given))
         self.set_up()
+        torch.manual_seed(config.seed)  # for the batches: a baseline has drawn weights of its own
         self.seconds = {True: [], False: []}  # of steps with and without an estimate
         self.losses = []
         for iteration in (0, 1, 0, 1):  # compiles, allocates the optimizer's state and the gradients
@@ -97,7 +99,7 @@ class Case:
         """The row of the table for this configuration."""
         c = self.config
         plain = statistics.median(self.seconds[False] or self.seconds[True])
-        row = dict(config=self.name, compile=c.compile, dtype=c.dtype, step_ms=1e3 * plain)
+        row = dict(config=self.name, compile=c.compile, dtype=c.dtype, loss=self.losses[3], step_ms=1e3 * plain)
         average = plain
         if self.seconds[True] and self.seconds[False]:
             extra = statistics.median(self.seconds[True]) - plain

@@ -44,6 +44,7 @@ def test_every_column_is_measured_where_it_exists(tmp_path):
     report = json.loads((tmp_path / 'bench.json').read_text())
     adamw, sophiag, peer = rows = report['results']
     assert 'optimizer_name=sophiag' in sophiag['config'] and peer['config'] == f'peer: {adamw["config"]}'
+    assert adamw['loss'] == pytest.approx(peer['loss'], rel=1e-5)  # the same weights and sequences
     for row in rows:
         for key in ('step_ms', 'tokens_per_sec', 'optimizer_ms', 'over_adamw', 'memory_gb'):
             assert row[key] > 0, key
