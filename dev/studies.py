@@ -101,21 +101,30 @@ def next_trials(protocol, find):
     return study, sorted(study.due, key=study.due.get)
 
 
-def train_due(protocol, find, launch, jobs):
-    """Train until nothing is due, `jobs` runs at a time; launch(trial) starts one and returns its process."""
+def train_due(protocol, find, launch, jobs, after=lambda: None):
+    """Train until nothing is due, `jobs` runs at a time.
+
+    Args:
+        find: Trial → Result, None while the run is not finished.
+        launch: Trial → the process of its run.
+        after: called when runs have finished.
+    """
     running = {}
     try:
         while True:
-            for trial in [trial for trial, process in running.items() if process.poll() is not None]:
+            ended = [trial for trial, process in running.items() if process.poll() is not None]
+            for trial in ended:
                 running.pop(trial)
                 if find(trial) is None:
                     raise SystemExit(f'{trial.path}: the run failed; its last lines are in log.txt there')
             due = [trial for trial in next_trials(protocol, find)[1] if trial not in running]
             for trial in due[:jobs - len(running)]:
                 running[trial] = launch(trial)
+            if ended:
+                after()
             if not running:
                 return
-            time.sleep(5)
+            time.sleep(1)
     finally:
         for process in running.values():
             process.terminate()

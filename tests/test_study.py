@@ -1,4 +1,4 @@
-"""records/dissection: which runs the protocol asks for, given the results so far; the results are its records'."""
+"""Protocols of studies: which runs they ask for, given the results so far. The dissection's records are its results."""
 
 import csv
 import json
@@ -11,14 +11,22 @@ import pytest
 from analysis.runs import find_runs
 from dev import studies
 from records.dissection import results, study
+from records.fresh_h import study as fresh_h
+from records.gpu_30m import study as gpu_30m
 
 
-def make_all(loss_of):
-    """Finish every due trial, one at a time, with the loss that `loss_of(trial)` gives; return them in order."""
+def make_all(loss_of, protocol=study.protocol, share_of=lambda trial: None):
+    """Finish every due trial, one at a time, with the losses that `loss_of(trial)` gives; return them in order."""
     made = {}
-    while due := studies.next_trials(study.protocol, made.get)[1]:
-        made[due[0]] = studies.Result(loss_of(due[0]))
+    while due := studies.next_trials(protocol, made.get)[1]:
+        made[due[0]] = studies.Result(loss_of(due[0]), loss_of(due[0]), share_of(due[0]))
     return list(made)
+
+
+def share_of(trial):
+    """A share of unclipped coordinates that grows with γ; None without γ."""
+    gamma = dict(trial.settings).get('gamma')
+    return gamma and min(1, 0.9 * gamma ** 0.6)
 
 
 def surface(trial):
@@ -60,10 +68,60 @@ def test_parts_that_depend_on_the_best_warm_up():
     assert {dict(trial.settings)['warmup_iters'] for trial in made if trial.part == 'H'} == {1200}
 
 
+@pytest.mark.parametrize('protocol', [study.protocol, fresh_h.protocol, gpu_30m.protocol])
 @pytest.mark.parametrize('seed', range(2))
-def test_any_losses_come_to_an_end(seed):
+def test_any_losses_come_to_an_end(protocol, seed):
     rng = random.Random(seed)
-    make_all(lambda trial: math.inf if rng.random() < 0.1 else surface(trial) + rng.gauss(0, 0.02))
+    make_all(lambda trial: math.inf if rng.random() < 0.1 else surface(trial) + rng.gauss(0, 0.02), protocol,
+             lambda trial: rng.choice([None, 0.0, rng.random()]))
+
+
+def arm_of(trial):
+    """The arm of a trial of the study of a fresh h: the optimizer, and what is special to it."""
+    s = dict(trial.settings)
+    return trial.optimizer, s.get('beta2'), s.get('hessian_parts')
+
+
+def test_fresh_h_takes_the_arms_in_turns_and_the_planned_tests_first():
+    made = make_all(surface, fresh_h.protocol, share_of)
+    a = [trial for trial in made if trial.part == 'A']
+    fresh = [trial for trial in a if dict(trial.settings)['seed'] != fresh_h.SEARCH_SEED]
+    assert set(Counter(map(arm_of, fresh)).values()) == {4} and len(set(map(arm_of, a))) == len(fresh_h.ARMS)
+    planned = {('clip', None, None), ('sophiag', 0.9, 16), ('gnb_permuted', 0.9, 16), ('sophiag', None, None)}
+    # The arms of the first tier search in turns, and are finished before another arm begins.
+    assert [{arm_of(trial) for trial in made[i:i + 4]} for i in (0, 4, 8)] == [planned] * 3
+    assert {arm_of(trial) for trial in fresh[:16]} == planned
+    assert all(arm_of(trial) in planned for trial in made[:made.index(fresh[15])])
+    for arm in planned - {('clip', None, None)}:  # three γ, each with three learning rates or more
+        rates = Counter(dict(trial.settings)['gamma'] for trial in a if arm_of(trial) == arm and trial not in fresh)
+        assert sum(count >= 3 for count in rates.values()) == 3
+
+
+@pytest.mark.parametrize(('best', 'factors'), [(0.5, [1, 2, 0.5]), (1, [1, 2, 0.5]), (2, [1, 2, 4]), (4, [1, 2, 4])])
+def test_gpu_30m_tries_half_or_four_times_the_middle_rate(best, factors):
+    def loss_of(trial):
+        s = dict(trial.settings)
+        middle = 1.2e-3 if trial.optimizer == 'adamw' else 4e-4
+        return 4 + abs(math.log(s['learning_rate'] / middle / best))
+
+    made = make_all(loss_of, gpu_30m.protocol, share_of)
+    rates = {name: [dict(trial.settings)['learning_rate'] for trial in made if trial.part == part
+                    and trial.optimizer == name and dict(trial.settings)['max_iters'] == 3000]
+             for name, part in (('adamw', 'a'), ('clip', 'a'), ('sophiag', 'b'))}
+    assert rates['adamw'] == [1.2e-3 * factor for factor in factors]
+    assert rates['clip'] == [4e-4 * factor for factor in factors]
+    assert rates['sophiag'] == [4e-4 * best] * 2
+    parts = ''.join(trial.part for trial in made)
+    assert parts == 'a' * 10 + 'b' * 6 + 'c' * 2 + 'd' * 9
+    assert [trial.optimizer for trial in made if trial.part == 'b'] == ['adamw', 'sophiag', 'clip'] * 2
+
+
+@pytest.mark.parametrize(('share', 'gamma'), [(0.3, 0.15), (0.1, 0.75), (0.2, 0.34), (0.6, 0.054), (0.0, 0.75)])
+def test_gpu_30m_corrects_gamma_once(share, gamma):
+    made = make_all(surface, gpu_30m.protocol, lambda trial: share)
+    sophia = [dict(trial.settings) for trial in made if trial.optimizer == 'sophiag']
+    assert [s['gamma'] for s in sophia if s['max_iters'] == 300] == [0.15]
+    assert {s['gamma'] for s in sophia if s['max_iters'] > 300} == {gamma}
 
 
 def test_recorded_runs_are_kept(tmp_path):

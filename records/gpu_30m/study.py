@@ -1,0 +1,84 @@
+"""The protocol of this study (README.md states it in words) as a program: it alone decides which runs are due.
+
+dev/gpu.py trains them.
+"""
+
+SEARCH_SEED = 1337  # chooses settings, and takes part in no comparison
+ARMS = {'AdamW': ('adamw', 1.2e-3), 'Sophia-G': ('sophiag', 4e-4), 'sign momentum': ('clip', 4e-4),
+        'fresh': ('sophiag_fresh', 4e-4)}  # arm → (optimizer, middle learning rate)
+THREE = ('AdamW', 'Sophia-G', 'sign momentum')
+LONG, HALF = dict(max_iters=3000, warmup_iters=1000), dict(max_iters=1500, warmup_iters=500)
+LOOK = dict(max_iters=300, warmup_iters=150)
+FIRST_GAMMA, SHARE = 0.15, (0.25, 0.40)  # SHARE: of unclipped coordinates
+DATASET = 'out/gpu/books:1,out/gpu/heldout:0'
+
+
+class Arm:
+    """The runs of one arm. turn: its place among the arms."""
+
+    def __init__(self, study, name, turn):
+        self.study, self.turn = study, turn
+        self.optimizer, self.middle = ARMS[name]
+        self.has_h = self.optimizer.startswith('sophia')
+
+    def result(self, place, schedule, **settings):
+        """Return a run's `Result`, or None. place: (part, round); in a round the arms take turns."""
+        return self.study.result((*place, self.turn), place[0], self.optimizer, beta1=0.9, **schedule, **settings)
+
+    def gamma(self):
+        """Return the settings of the clip: γ after a look at 300 steps, corrected once; None while that is due."""
+        if not self.has_h:
+            return {}
+        found = self.result(('a', 0), LOOK, gamma=FIRST_GAMMA, learning_rate=self.middle, seed=SEARCH_SEED)
+        if found is None:
+            return None
+        low, high = SHARE
+        if found.unclipped is None or low <= found.unclipped <= high:  # None: it diverged
+            return dict(gamma=FIRST_GAMMA)
+        # In the study of a fresh h the share grows like γ to the power of 0.6.
+        factor = ((low + high) / 2 / max(found.unclipped, 1e-9)) ** (1 / 0.6)
+        return dict(gamma=float(f'{FIRST_GAMMA * min(max(factor, 0.2), 5):.2g}'))
+
+    def best(self):
+        """Return the settings with the lowest loss: the middle learning rate, twice, and then half, or four times if
+        twice is better than the middle. None while runs are missing."""
+        clip = self.gamma()
+        if clip is None:
+            return None
+
+        def loss(factor, round_):
+            found = self.result(('a', round_), LONG, **clip, learning_rate=factor * self.middle, seed=SEARCH_SEED)
+            return None if found is None else found.loss
+
+        losses = {factor: loss(factor, round_) for round_, factor in enumerate((1, 2))}
+        if None not in losses.values():
+            third = 4 if losses[2] < losses[1] else 0.5
+            losses[third] = loss(third, 2)
+        if None in losses.values():
+            return None
+        return dict(clip, learning_rate=min(losses, key=losses.get) * self.middle)
+
+
+def protocol(study, arms=THREE, over=True):
+    """Ask for all runs of the study, as far as the results are there. over: with part D, for time left over."""
+    for turn, name in enumerate(arms):
+        arm = Arm(study, name, turn)
+        best = arm.best()
+        if not best:
+            continue
+        for seed in (1338, 1339):
+            arm.result(('b', seed), LONG, **best, seed=seed)
+        if name in ('AdamW', 'Sophia-G'):
+            arm.result(('c', 0), HALF, **best, seed=1338)
+        if over:
+            arm.result(('d', 0), LONG, **best, seed=1340)
+            for round_, factor in enumerate((2 ** 0.5, 2 ** -0.5), 1):
+                between = float(f'{best["learning_rate"] * factor:.2g}')
+                arm.result(('d', round_), LONG, **dict(best, learning_rate=between), seed=SEARCH_SEED)
+
+
+def command(trial):
+    """Return the arguments of Python for a trial."""
+    return ['train.py', '--model_size=30M', f'--dataset={DATASET}', '--total_batch_size=32', '--batch_size=32',
+            '--eval_interval=1000', '--log_interval=20', f'--optimizer_name={trial.optimizer}',
+            *(f'--{key}={value:g}' for key, value in trial.settings), '--auto_resume=True']
