@@ -1,0 +1,75 @@
+"""dev/gpu.py: skips what is finished, packs its data without loss, and its candidates fit the code."""
+
+import json
+import tarfile
+
+import numpy as np
+import pytest
+
+from data.loader import open_dataset
+from dev import gpu, studies
+from records.gpu_30m import study
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """The directory of the program; the repository is its parent."""
+    work = tmp_path / 'out'
+    monkeypatch.setattr(gpu, 'ROOT', tmp_path)
+    monkeypatch.setattr(gpu, 'WORK', work)
+    for name in ('PACK', 'RECORDS', 'LOGS', 'RUNS'):
+        monkeypatch.setattr(gpu, name, work / name.lower())
+    monkeypatch.setenv('OUT', str(tmp_path))
+    work.mkdir()
+    return work
+
+
+def test_finished_work_is_archived_and_skipped(work, capfd):
+    program = ['-c', 'print("here")']
+    assert not gpu.call('step', ['-c', 'raise SystemExit("no luck")'])
+    assert 'no luck' in capfd.readouterr().out
+    assert gpu.call('step', program) and gpu.call('step', ['-c', 'raise SystemExit(1)'])
+    # A new machine gets the archive of the last one.
+    with tarfile.open(work.parent / 'gpu.tar.gz') as archive:
+        assert archive.extractfile('records/gpu/step.txt').read() == b'here\n'
+        work.rename(work.parent / 'before')
+        archive.extractall(work, filter='data')
+    assert gpu.call('step', ['-c', 'raise SystemExit(1)'])
+
+
+def test_recorded_runs_are_not_trained_again(work, monkeypatch):
+    trial, *_ = studies.next_trials(study.protocol, {}.get)[1]
+    records = gpu.RECORDS / 'gpu_30m/runs.jsonl'
+    records.parent.mkdir(parents=True)
+    metrics = {'val/loss': [4.0], 'train/loss': [3.0]}
+    records.write_text(json.dumps(dict(run=str(trial.path), config={}, metrics=metrics)))
+    launched = []
+
+    def launch(due):
+        launched.append(due)
+        raise gpu.TimeIsUp
+
+    monkeypatch.setattr(gpu, 'launch', launch)
+    with pytest.raises(gpu.TimeIsUp):
+        gpu.train_study(study.THREE, jobs=1, over=False)
+    assert launched == studies.next_trials(study.protocol, {trial: studies.Result(4.0, 3.0)}.get)[1][:1] != [trial]
+
+
+def test_packed_data_come_back_and_the_pieces_held_out_are_not_for_training(work, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, 'PIECE', 100)
+    monkeypatch.setattr(gpu, 'PART', 1000)
+    bins = dict(train=np.arange(9300, dtype='<u2'), val=np.arange(1500, dtype='<u2'))
+    gpu.write_bins(work / 'bins', dict(tokenizer='gpt2', vocab_size=50257, dtype='uint16', eot_id=50256), **bins)
+    gpu.pack(work / 'bins', None)
+    gpu.unpack()
+    train, val = open_dataset(f'{work}/books:1,{work}/heldout:0', 64)
+    (books,) = train.bins
+    held = np.r_[4400:4500, 8900:9000]
+    assert np.array_equal(val['heldout'].tokens, held) and np.array_equal(val['books'].tokens, bins['val'])
+    assert np.array_equal(np.sort(np.r_[books.tokens, held]), bins['train'])
+
+
+@pytest.mark.parametrize('name', [name for name, (_, _, edits) in gpu.CANDIDATES.items() if edits])
+def test_a_candidate_s_edits_fit_the_code(name):
+    for file, old, new in gpu.CANDIDATES[name][2]:
+        assert (gpu.ROOT / file).read_text(encoding='utf-8').count(old) == 1 and old != new
