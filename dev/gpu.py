@@ -49,13 +49,13 @@ SIZES = {'30M': ((30,), True), '125M': ((30,), True), '355M': ((30, 15), False),
 # Name → (environment, flags, edits as (file, old, new)). The first and the last are the same, to show the noise.
 CANDIDATES = {
     'base': ({}, '', []),
-    'coordinate_descent': ({'TORCHINDUCTOR_COORDINATE_DESCENT_TUNING': '1'}, '', []),
     'bf16_residual': ({}, '', [('model.py', 'x = F.dropout(x, self.config.dropout, self.training)\n        divisors',
                                 'x = F.dropout(x.bfloat16(), self.config.dropout, self.training)\n        divisors')]),
     'separate_qkv': ({}, '', [('model.py', 'self.c_attn(x).split(C, dim=2))',
                                '(F.linear(x, w) for w in self.c_attn.weight.split(C)))')]),
     'micro_15': ({}, '--batch_size=15', []),
     'micro_60': ({}, '--batch_size=60', []),
+    'coordinate_descent': ({'TORCHINDUCTOR_COORDINATE_DESCENT_TUNING': '1'}, '', []),
     'base_again': ({}, '', []),
 }
 
@@ -132,7 +132,7 @@ def save():
     studies.collect([RUNS], runs)
     out = Path(os.environ.get('OUT', WORK))
     with atomic_write(out / 'gpu.tar.gz') as file, tarfile.open(fileobj=file, mode='w:gz') as archive:
-        for path in (RECORDS, *LOGS.glob('*'), *RUNS.rglob('log.txt')):
+        for path in (RECORDS, *LOGS.glob('*'), *WORK.glob('float16_*/metrics.jsonl'), *RUNS.rglob('log.txt')):
             archive.add(path, path.relative_to(WORK))
 
 
@@ -224,7 +224,7 @@ def speed():
     """Measure speed and memory next to nanoGPT; each size with the first micro-batch that fits."""
     for size in ('30M',) if SMOKE else SIZES:
         micro_batches, together = SIZES[size]
-        for n in micro_batches:
+        for n in [n for n in micro_batches if (RECORDS / f'gpu/speed_{size}_micro{n}.json').exists()] or micro_batches:
             adamw = f'--model_size={size} --total_batch_size=120 --batch_size={n}'
             sophia = [f'{adamw} --optimizer_name={name}' for name in ('sophiag', 'sophiah')]
             measure = partial(bench, rounds=6 if together else 4)
