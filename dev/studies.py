@@ -72,7 +72,7 @@ def read_result(records):
 
 def finished(out_dir):
     """Return the `Result` of a run in a directory, None if it is not finished."""
-    if not (out_dir / 'metrics.jsonl').is_file():
+    if not all((out_dir / name).is_file() for name in ('metrics.jsonl', 'config.json')):  # it has just been started
         return None
     run = read_run(out_dir)
     if run.diverged:

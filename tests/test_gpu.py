@@ -73,3 +73,21 @@ def test_packed_data_come_back_and_the_pieces_held_out_are_not_for_training(work
 def test_a_candidate_s_edits_fit_the_code(name):
     for file, old, new in gpu.CANDIDATES[name][2]:
         assert (gpu.ROOT / file).read_text(encoding='utf-8').count(old) == 1 and old != new
+
+
+def test_a_failed_step_stops_no_other_and_the_end_of_the_time_stops_all(work, monkeypatch, capsys):
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', '')  # is set by the program
+    monkeypatch.setattr(gpu, 'unpack', lambda: None)
+    for name in ('signal', 'setitimer'):  # pytest's own timeout has the alarm
+        monkeypatch.setattr(gpu.signal, name, lambda *_: None)
+    taken = []
+
+    def step(error=None):
+        taken.append(error)
+        if error:
+            raise error
+
+    carried_out = [lambda: step(SystemExit('no luck')), step, lambda: step(gpu.TimeIsUp()), step]
+    gpu.carry_out(carried_out, minutes=1)
+    said = capsys.readouterr().out
+    assert len(taken) == 3 and 'no luck' in said and 'stopped' in said and (work.parent / 'gpu.tar.gz').is_file()

@@ -124,6 +124,12 @@ def test_gpu_30m_corrects_gamma_once(share, gamma):
     assert {s['gamma'] for s in sophia if s['max_iters'] > 300} == {gamma}
 
 
+@pytest.mark.parametrize('file', ['metrics.jsonl', 'config.json'])
+def test_a_run_that_has_just_been_started_is_not_finished(tmp_path, file):
+    (tmp_path / file).touch()
+    assert studies.finished(tmp_path) is None
+
+
 def test_recorded_runs_are_kept(tmp_path):
     """`collect` keeps the runs that only runs.jsonl has; their results are read from there."""
     lines = [dict(run='A/one', config={}, metrics={'val/loss': [5.0, None, 1.5], 'train/loss': [None, 2.0, None]}),
