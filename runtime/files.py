@@ -117,18 +117,18 @@ def checksum(path):
 
 
 def git_commit():
-    """The commit of this repository that is checked out, with a + where Python files of it were changed; None without
-    git. New files do not count, such as one's own configs."""
+    """Return the commit of this repository that is checked out, with a + where Python files of it were changed; None
+    without git, and in a copy that the surrounding repository does not track. New files do not count, such as one's own
+    configs."""
     def git(*words):
-        return subprocess.run(['git', *words], cwd=Path(__file__).parents[1], capture_output=True, text=True)
+        return subprocess.run(['git', *words], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     try:
-        commit = git('rev-parse', '--verify', 'HEAD').stdout.strip()
-        changed = git('status', '--porcelain', '-uno', '--', '*.py').stdout
+        if git('ls-files', '--full-name', Path(__file__).name) != 'runtime/files.py':
+            return None
+        commit, changed = git('rev-parse', '--verify', 'HEAD'), git('status', '--porcelain', '-uno', '--', '../*.py')
     except OSError:
         return None
-    if not commit:
-        return None
-    return f'{commit}+' if changed else commit
+    return f'{commit}+' if changed else commit or None
 
 
 def code_hashes():

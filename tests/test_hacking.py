@@ -57,12 +57,16 @@ def apply(title, copy):
 
 
 def copy_repository(target):
-    """The files of the repository that git tracks, without records and docs, as a copy in the directory `target`."""
-    files = subprocess.run(['git', 'ls-files', '*.py', '*.toml'], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in files.stdout.splitlines():
-        if not name.startswith(('records/', 'docs/', 'tests/')):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, target / name)
+    """The repository's Python files, without records, docs and tests, as a copy in the directory `target`."""
+    skipped = {'records', 'docs', 'tests', 'out', 'build', 'wandb'}
+    for path in ROOT.iterdir():
+        if path.suffix in ('.py', '.toml'):
+            shutil.copy(path, target / path.name)
+        elif path.is_dir() and path.name[0] != '.' and path.name not in skipped and not (path / 'pyvenv.cfg').exists():
+            for file in path.rglob('*.py'):
+                copy = target / file.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, copy)
     return target
 
 
@@ -97,7 +101,7 @@ def test_every_recipe_has_a_check():
 
 @pytest.mark.parametrize('titles', CHECKS, ids=lambda titles: titles[0])
 def test_a_recipe(titles, data, tmp_path):
-    copy = copy_repository(tmp_path / 'copy')
+    copy = copy_repository(tmp_path)
     for title in titles:
         apply(title, copy)
     out = check(CHECKS[titles], copy, data).communicate()[0]

@@ -157,6 +157,26 @@ def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(
     assert read_run(tmp_path).code_changes == ['its code was changed at iteration 2 (loss.py)']
 
 
+@pytest.mark.skipif(not shutil.which('git'), reason='needs git')
+def test_a_copy_has_a_commit_only_if_its_repository_tracks_it(tmp_path):
+    """A source archive may lie in an unrelated repository, and someone may make it one."""
+    def git(folder, *words):
+        return subprocess.check_output(['git', '-c', 'user.name=a', '-c', 'user.email=b', *words], cwd=folder, text=True)
+    copy = tmp_path / 'copy/runtime/files.py'
+    copy.parent.mkdir(parents=True)
+    shutil.copy(ROOT / 'runtime/files.py', copy)
+    git_commit = runpy.run_path(copy)['git_commit']
+    for folder in tmp_path, tmp_path / 'copy':
+        git(folder, 'init', '--quiet')
+        git(folder, 'commit', '--quiet', '--allow-empty', '--message=first')
+        assert git_commit() is None
+    git(copy.parent, 'add', 'files.py')
+    git(copy.parent, 'commit', '--quiet', '--message=second')
+    assert git_commit() == git(copy.parent, 'rev-parse', 'HEAD').strip()
+    copy.write_text('changed')
+    assert git_commit().endswith('+')
+
+
 def test_code_hashes_in_a_directory_called_tests_and_behind_a_link(tmp_path, monkeypatch):
     """Also what git does not know, and where a link leads to it."""
     copy = tmp_path / 'tests/repository/runtime/files.py'
