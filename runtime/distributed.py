@@ -34,7 +34,7 @@ class World:
             parallel: 'ddp': every rank holds the model. 'fsdp': all ranks together hold it once. 'hsdp': the ranks of
                 each machine do.
 
-        Stops the run when this machine lacks the device.
+        Stops the run when the environment, the device or the backend does not allow it.
         """
         self.rank, self.local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
@@ -46,6 +46,12 @@ class World:
         if self.device.type == 'cuda':
             torch.cuda.set_device(self.device)
         if self.size > 1 or self.sharded:
+            if backend == 'nccl' and self.device.type != 'cuda':
+                raise SystemExit(f'--backend=nccl: needs CUDA devices, and --device={device} is none; set '
+                                 '--backend=gloo')
+            if self.size > 1 and not (os.environ.get('MASTER_ADDR') and os.environ.get('MASTER_PORT')):
+                raise SystemExit(f'WORLD_SIZE={self.size}: MASTER_ADDR or MASTER_PORT is not set; start with torchrun, '
+                                 'or unset WORLD_SIZE')
             store = dist.HashStore() if self.size == 1 else None
             if self.size > 1 and restarts() and os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
                 # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
@@ -253,6 +259,16 @@ def run_id():
 
 
 def ranks_from_environment():
-    """(rank, local rank, number of ranks) as torchrun sets them; (0, 0, 1) without torchrun."""
-    defaults = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1)
-    return tuple(int(os.environ.get(key, default)) for key, default in defaults.items())
+    """Return (rank, local rank, number of ranks) as torchrun sets them; (0, 0, 1) without torchrun. SystemExit when
+    the environment has something else there."""
+    found = []
+    for key, lowest in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1).items():
+        text = os.environ.get(key, str(lowest))
+        if not text.isdecimal() or int(text) < lowest:
+            raise SystemExit(f'{key}={text}: must be a whole number, at least {lowest}; start with torchrun, or unset '
+                             f'{key}')
+        found.append(int(text))
+    rank, _, size = found
+    if rank >= size:
+        raise SystemExit(f'RANK={rank}: must be below WORLD_SIZE={size}; start with torchrun, or unset both')
+    return tuple(found)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 # Exit codes, in addition to 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR)
 STOPPED, NOT_FINITE = 75, 65
@@ -34,8 +35,15 @@ class SafeStream:
 
 
 def protect_streams():
-    """Wraps stdout and stderr in a `SafeStream` each."""
-    sys.stdout, sys.stderr = SafeStream(sys.stdout), SafeStream(sys.stderr)
+    """Wrap stdout and stderr in a `SafeStream` each; one that was closed before the start (`>&-`) is /dev/null.
+
+    So are all closed standard descriptors: a checkpoint that got one would receive what libraries print.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout, sys.stderr = (SafeStream(stream or Path(os.devnull).open('w'))  # noqa: SIM115
+                              for stream in (sys.stdout, sys.stderr))
 
 
 @contextlib.contextmanager

@@ -97,6 +97,46 @@ def test_a_cuda_device_has_an_index(monkeypatch, environment, index):
     assert chosen == [World('cuda', 'nccl').device] == [torch.device('cuda', index)]
 
 
+@pytest.mark.parametrize('environment, words', [
+    (dict(WORLD_SIZE=''), 'WORLD_SIZE=: must be a whole number'),
+    (dict(WORLD_SIZE='0'), 'WORLD_SIZE=0: must be a whole number, at least 1'),
+    (dict(RANK='abc'), 'RANK=abc: must be a whole number'), (dict(LOCAL_RANK='-1'), 'LOCAL_RANK=-1: must be'),
+    (dict(RANK='2', WORLD_SIZE='2'), 'RANK=2: must be below WORLD_SIZE=2; start with torchrun, or unset both'),
+    (dict(WORLD_SIZE='2'), 'WORLD_SIZE=2: MASTER_ADDR or MASTER_PORT is not set; start with torchrun, or unset'),
+    (dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=''), 'MASTER_PORT is not set'),
+])
+def test_an_environment_that_describes_no_ranks_is_one_line(monkeypatch, environment, words):
+    """A job's script, or a container, may leave such variables to a run of one process."""
+    for key in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    message = rejection(World, 'cpu', 'gloo')
+    assert words in message and 'start with torchrun' in message
+
+
+def test_nccl_is_for_cuda():
+    assert rejection(World, 'cpu', 'nccl', 'fsdp').startswith('--backend=nccl: needs CUDA devices')
+
+
+@pytest.mark.parametrize('closed', ['>&-', '<&- >&- 2>&-'])
+def test_closed_streams_end_no_run_and_leave_no_standard_descriptor_free(tmp_path, closed):
+    """Python has None for them. A file that got such a descriptor would receive what libraries print."""
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from runtime import signals
+signals.protect_streams()
+print('lost', flush=True)
+os.write(1, b'lost')
+with open({str(tmp_path / 'file')!r}, 'w') as f:
+    print(f.fileno(), file=f)
+"""
+    done = subprocess.run(['sh', '-c', f'exec "$@" {closed}', 'sh', sys.executable, '-c', code], capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b'', b'')
+    assert int((tmp_path / 'file').read_text()) > 2
+
+
 @pytest.mark.parametrize('name', ['meta', 'cuda:x'])
 def test_a_device_that_cannot_train_is_one_line(name):
     message = rejection(device.check_device, name)
