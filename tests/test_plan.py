@@ -105,7 +105,8 @@ def test_the_numbers_of_the_scaling_page(capsys):
     found = re.findall(r'(ddp|fsdp) +(checkpointing|) +batch_size=\d: +([\d.]+) GB( \(too much\)|)',
                        capsys.readouterr().out)
     peaks = [f'{float(peak):.0f}' for _, _, peak, _ in found]
-    small, large = list(zip(peaks[:4], peaks[4:8])), list(zip(peaks[8:12], peaks[12:]))  # of AdamW and Sophia-G, by mode
+    # Of AdamW and Sophia-G, by mode.
+    small, large = list(zip(peaks[:4], peaks[4:8])), list(zip(peaks[8:12], peaks[12:]))
     page = ' '.join((ROOT / 'docs/scaling.md').read_text(encoding='utf-8').split())
     assert '1.5B fits under `ddp`, with {} GB for AdamW and {} for Sophia-G; under `fsdp` it takes {} and {}.'.format(
         *small[0], *small[2]) in page

@@ -161,7 +161,8 @@ def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(
 def test_a_copy_has_a_commit_only_if_its_repository_tracks_it(tmp_path):
     """A source archive may lie in an unrelated repository, and someone may make it one."""
     def git(folder, *words):
-        return subprocess.check_output(['git', '-c', 'user.name=a', '-c', 'user.email=b', *words], cwd=folder, text=True)
+        command = ['git', '-c', 'user.name=a', '-c', 'user.email=b', *words]
+        return subprocess.check_output(command, cwd=folder, text=True)
     copy = tmp_path / 'copy/runtime/files.py'
     copy.parent.mkdir(parents=True)
     shutil.copy(ROOT / 'runtime/files.py', copy)
