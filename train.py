@@ -440,6 +440,7 @@ def main(argv):
 
 
 @restored_signals()
+@checkpoint.released_locks()
 def train(c):
     """Train as the `Config` says."""
     run, data = begin(c)

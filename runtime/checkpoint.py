@@ -9,6 +9,7 @@ Where the model is sharded, a checkpoint is a directory `ckpt_ITERATION` (and `b
 kind can be resumed by any number of ranks, sharded or not.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -279,8 +280,8 @@ def was_restarted(out_dir):
 
 
 def lock_out_dir(out_dir):
-    """Makes `out_dir`, if need be, and locks it until this process ends, whatever ends it. The lock names the process.
-    Removes what a killed run has left. SystemExit when another run has it, or it cannot be written."""
+    """Makes `out_dir`, if need be, and locks it until `released_locks` or the end of this process, which
+    the lock names. Removes what a killed run has left. SystemExit when another run has it, or it cannot be written."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = (out_dir / 'lock').open('a+', encoding='utf-8')
@@ -305,6 +306,16 @@ def lock_out_dir(out_dir):
         raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); set --out_dir to a writable '
                          'directory') from None
     LOCKS.append(lock)
+
+
+@contextlib.contextmanager
+def released_locks():
+    """A context or a decorator, after which this process may train again in a directory that it has locked."""
+    try:
+        yield
+    finally:
+        while LOCKS:
+            LOCKS.pop().close()
 
 
 def restore(path, state, model, optimizer, scaler):

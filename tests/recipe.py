@@ -47,9 +47,7 @@ def unedited(name):
 
 def resumes(*flags, name='sophiag'):
     """A run that is stopped in the middle and resumed has the losses of a run in one go, which is returned."""
-    from runtime import checkpoint
     half = run(*flags, '--max_iters=3', '--lr_decay_iters=6', name=name)
-    checkpoint.LOCKS.clear()  # a process keeps the lock of its run
     resumed, whole = run(*flags, '--init_from=resume', name=name, out=half['out']), run(*flags, name=name)
     assert torch.equal(losses(resumed), losses(whole))
     return whole
@@ -200,7 +198,6 @@ def rotary_positions():
     trains('--rope=True')
     on = run('--rope=True')['out']
     assert checkpoint.load(on)[1]['model_args'] == dict(args, rope=True) and load(on).model.config.rope
-    checkpoint.LOCKS.clear()
     with pytest.raises(SystemExit, match='a model with another rope'):
         run('--init_from=resume', out=on)
 

@@ -207,11 +207,9 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
     start = f'--init_from={tmp_path / "hf"}'
     message = rejection(train.main, [*flags, start, '--n_layer=7'])
     assert message == '--n_layer=7: must be 3, as in the pretrained weights'
-    checkpoint.LOCKS.pop().close()
     other = write_bins(tmp_path / 'other', [1, 2] * 100, [1, 2] * 100, vocab_size=400)
     message = rejection(train.main, [*flags, start, f'--dataset={other}'])
     assert f'{other}/train.bin: made with a tokenizer of 400 ids, but the pretrained weights have 256' in message
-    checkpoint.LOCKS.pop().close()
     train.main([*flags, start, '--max_iters=2'])
     export_main([str(tmp_path / 'tuned'), str(tmp_path / 'back')])
     card = (tmp_path / 'back/README.md').read_text()
@@ -223,26 +221,21 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
     assert 'license: unknown' in card and '`gamma`' not in card
     settings = json.loads((tmp_path / 'tuned/config.json').read_text())['config']
     assert (settings['n_layer'], settings['n_embd'], settings['bias']) == (3, 16, False)  # not model_size's
-    checkpoint.LOCKS.pop().close()
     train.main([*flags, '--init_from=resume', '--max_iters=4'])
-    checkpoint.LOCKS.pop().close()
     rateless = [flag for flag in flags if not flag.startswith('--learning_rate')]
     assert 'set --learning_rate' in rejection(train.main, [*rateless, '--init_from=resume', '--max_iters=4'])
-    checkpoint.LOCKS.pop().close()
     train.main([*flags, start, '--auto_resume=True', '--max_iters=6'])
     losses = metrics(tmp_path / 'tuned', 'val/loss')
     assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4)
     resumed = read_run(tmp_path / 'tuned')
     assert resumed.config['init_from'] == str(tmp_path / 'hf')  # however it was resumed
     assert {change['key'] for change in resumed.about['changes']} == {'max_iters', 'lr_decay_iters'}
-    checkpoint.LOCKS.pop().close()
 
     # Checkpoints of before auto_resume say how the run was continued, and apart from that whether it was fine-tuned.
     path = checkpoint.path_of(tmp_path / 'tuned', 6)
     saved = torch.load(path, weights_only=True)
     save_pt(path, dict(saved, config=dict(saved['config'], init_from='auto'), finetuned=True))
     train.main([*flags, '--init_from=resume', '--max_iters=8'])
-    checkpoint.LOCKS.pop().close()
     save_pt(checkpoint.path_of(tmp_path / 'tuned', 8), dict(saved, config=dict(saved['config'], init_from='auto')))
     assert 'a model with another n_layer' in rejection(train.main, [*flags, '--init_from=resume', '--max_iters=8'])
 

@@ -132,8 +132,6 @@ def arguments(corpus, out, name, *flags):
 
 def run(*args):
     """train.main in this process."""
-    for lock in checkpoint.LOCKS:  # of runs of this process
-        lock.close()
     program.main(arguments(*args))
 
 
