@@ -47,12 +47,11 @@ def main(argv=None):
     runs = find_runs(args.out_dirs)
     for note in notes_on(runs):
         print(f'note: {note}', file=sys.stderr)
-    lines = by_seed(runs, repeats=True)
-    metrics = args.metrics or ['val/loss', 'train/loss']
-    metrics = [key for key in metrics if any(run.last(key) is not None for run in runs)] or metrics
+    measured = [key for key in ('val/loss', 'train/loss') if any(run.last(key) for run in runs)]
+    metrics, lines = args.metrics or measured or ['val/loss'], by_seed(runs, repeats=True)
     together = len(runs) == 1 and not args.metrics
-    lines = by_seed(runs, repeats=True)
-    fig, axes = figure(1 if together else len(metrics), width=7.0 if together or len(metrics) == 1 else 4.6, height=3.8)
+    panels = 1 if together else len(metrics)
+    fig, axes = figure(panels, width=7.0 if panels == 1 else 4.6, height=3.8)
     axes, rows = axes * len(metrics) if together else axes, []
     for line, label, style in zip(lines, labels_of(lines), styles([line[0].optimizer_name for line in lines])):
         for metric, ax in zip(metrics, axes):
