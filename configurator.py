@@ -10,13 +10,17 @@ import ast
 import builtins
 import difflib
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-# Names that other programs have for settings: the official repository's configs, Hugging Face's trainer.
+# Other programs' names of settings: the official repository's configs, Hugging Face's trainer
 RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_size', lr='learning_rate')
+ELSEWHERE = dict(vocab_size="the data set's meta.json has it")
+DASHES = '-\u2010\u2011\u2012\u2013\u2014\u2015\u2212'  # word processors and web pages make long ones of two hyphens
+ROOT = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class Setting:
         """The rule that `value` breaks, as the end of 'must be …'; '' when it may be set."""
         if self.choices and value not in self.choices:
             return 'one of ' + ', '.join(self.choices)
+        if self.type is str and not value and self.default != '':
+            return 'non-empty (is a shell variable unset?)'
+        if self.type is str and value != value.encode(errors='replace').decode():
+            return 'valid UTF-8'
         if self.type is float and not math.isfinite(value):
             return 'finite'
         if self.type in (int, float) and not self.at_least <= value < self.below:
@@ -70,6 +78,7 @@ class Config:
         self.values = {key: one.default for key, one in declared.items()}
         self.sources = dict.fromkeys(declared, 'default')
         self.given = set()
+        self.renamed, self.problems = [], []  # messages about what config files and flags give
 
     @property
     def defaults(self):
@@ -84,17 +93,35 @@ class Config:
 
     def set(self, key, value, source):
         """Sets `key`. Stops the run when the key is unknown, or the value of the wrong type or out of range."""
-        name = f'--{key}' if source == 'flag' else f'{source}: {key}'
         if key not in self.declared:
-            near = [RENAMED[key]] if key in RENAMED else difflib.get_close_matches(key, self.declared, n=1)
-            dashes = '--' if source == 'flag' else ''
-            hint = f'did you mean {dashes}{near[0]}?' if near else 'see python train.py --help'
-            raise SystemExit(f'{name}: unknown setting; {hint}')
+            raise SystemExit(self.unknown(key, source))
         one = self.declared[key]
+        name = f'--{key}' if source == 'flag' else f'{source}: {key}'
         convert = from_text if source == 'flag' else from_python
         self.values[key], self.sources[key] = convert(name, value, one.type), source
+        if one.type is str:
+            self.values[key] = os.path.expanduser(self.values[key])  # noqa: PTH111 - a shell leaves --key=~/x
         problem = one.problem(self.values[key])
         self.require(key, not problem, problem)
+
+    def unknown(self, key, source):
+        """Return the message about a key that is not a setting, with what may help."""
+        place, dashes = ('', '--') if source == 'flag' else (f'{source}: ', '')
+        near = [RENAMED[key]] if key in RENAMED else difflib.get_close_matches(key, self.declared, n=1)
+        hint = f'did you mean {dashes}{near[0]}?' if near else 'see python train.py --help'
+        return f'{place}{dashes}{key}: unknown setting; {ELSEWHERE.get(key, hint)}'
+
+    def give(self, key, value, source):
+        """Set what a config file or a flag gives, and keep the message where that is wrong, so that all are told at
+        once. A setting under another program's name is set, so that later checks are of what was meant."""
+        try:
+            if key in RENAMED:
+                self.renamed.append(self.unknown(key, source))
+                key = RENAMED[key]
+            self.set(key, value, source)
+            self.given.add(key)
+        except SystemExit as error:
+            self.problems.append(error.code)
 
     def fill(self, settings, source):
         """Gives each setting in the dict `settings` its value, unless a config file or a flag has set it."""
@@ -121,10 +148,15 @@ class Config:
         return [f'{left:<{width}}   {source}' for left, source in rows]
 
 
-def configure(defaults, argv, script=None):
-    """The `Config` of `defaults` (train.py's module-level names) with the config files and flags of `argv` applied.
+def configure(defaults, argv, script=None, finish=lambda config: None):
+    """Return the `Config` of `defaults` (train.py's module-level names) with the config files and flags of `argv`
+    applied.
 
-    With the path `script` of the file that declares the settings, --help prints them and exits.
+    Args:
+        script: the path of the file that declares the settings; --help prints them and exits.
+        finish: sets and checks in the Config what follows from what was given.
+
+    SystemExit with a line for each mistake in what was given, and for the first one that `finish` finds.
     """
     if script and {'--help', '-h'} & {*argv}:
         source = Path(script).read_text(encoding='utf-8')
@@ -133,20 +165,28 @@ def configure(defaults, argv, script=None):
     config = Config(defaults)
     flags, files = [], []
     for arg in argv:
-        if not arg.startswith('-'):
+        bare = arg.lstrip(DASHES)
+        key, equals, value = bare.partition('=')
+        if arg == bare and not (equals and key in config.declared):
             files.append(arg)
-        elif not arg.startswith('--'):
-            raise SystemExit(f'{arg}: flags begin with two dashes; write -{arg}')
-        elif '=' not in arg and arg[2:] in config.declared:
-            raise SystemExit(f'{arg}: write {arg}=VALUE')
+        elif arg != f'--{bare}':
+            config.problems.append(f'{arg}: flags begin with two dashes; write --{bare}')
+        elif not equals and key in config.declared:
+            config.problems.append(f'{arg}: write {arg}=VALUE')
         else:
-            flags.append(arg)
+            flags.append((key, value))
     for name in files:
-        apply_file(config, name)
-    for flag in flags:
-        key, _, text = flag[2:].partition('=')
-        config.set(key, text, 'flag')
-        config.given.add(key)
+        for key, value in read_file(name, config.values).items():
+            config.give(key, value, name)
+    for key, value in flags:
+        config.give(key, value, 'flag')
+    if not config.problems:  # else `finish` might find only what follows from them
+        try:
+            finish(config)
+        except SystemExit as error:
+            config.problems.append(error.code)
+    if messages := config.renamed + config.problems:
+        raise SystemExit('\n'.join(messages))
     return config
 
 
@@ -172,16 +212,21 @@ def help_text(intro, defaults, source):
     return '\n'.join([intro.strip(), '', 'Settings (a config file sets them as key = value):', *rows])
 
 
-def apply_file(config, name):
-    """Executes the config file `name`, and sets what it sets."""
+def read_file(name, values):
+    """Execute the config file `name`, which may read the settings' `values` so far. Return what it sets, as a dict."""
     path = Path(name)
+    if path.is_dir():
+        raise SystemExit(f'{name}: a directory, not a config file')
     if not path.is_file():
         near = difflib.get_close_matches(name, [str(p) for p in Path('config').rglob('*.py')], n=1)
-        raise SystemExit(f'{name}: no such config file' + (f'; did you mean {near[0]}?' if near else ''))
+        hint = f'; did you mean {near[0]}?' if near else ''
+        if (ROOT / path).is_file():
+            hint = f'; it is in {ROOT}, start train.py from there'
+        raise SystemExit(f'{name}: no such config file{hint}')
     if path.suffix != '.py':
         raise SystemExit(f'{name}: config files end in .py; a .json file is for scripts/sweep.py --spec')
-    # The values so far are built-ins of the file: it may read them, and what it sets itself stands apart.
-    scope = {'__builtins__': {**vars(builtins), **config.values}}
+    # As built-ins of the file, so that what it sets itself stands apart
+    scope = {'__builtins__': {**vars(builtins), **values}}
     try:
         exec(compile(path.read_bytes(), name, 'exec'), scope)
     except SyntaxError as error:
@@ -189,10 +234,8 @@ def apply_file(config, name):
     except Exception as error:
         line = error.__traceback__.tb_next.tb_lineno if error.__traceback__.tb_next else '?'
         raise SystemExit(f'{name}:{line}: {type(error).__name__}: {error}') from None
-    for key, value in scope.items():
-        if not key.startswith('_') and not isinstance(value, ModuleType) and not callable(value):
-            config.set(key, value, name)
-            config.given.add(key)
+    return {key: value for key, value in scope.items()
+            if not key.startswith('_') and not isinstance(value, ModuleType) and not callable(value)}
 
 
 KINDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'a string'}

@@ -108,12 +108,16 @@ DEFAULTS = {key: value for key, value in globals().items() if key.islower() and 
 def resolve(argv, world_size=None):
     """Return the `Config` of `python train.py ARGV…` on `world_size` ranks; by default those that torchrun has started.
     """
-    c = configurator.configure(DEFAULTS, argv, script=__file__)
-    c.require('init_from', not finetunes(c) or c.init_from in HUB_MODELS or Path(c.init_from).is_dir(),
-              f'scratch, resume, {", ".join(HUB_MODELS)} or a Hugging Face folder; --auto_resume=True resumes if there '
-              'is a checkpoint')
+    return configurator.configure(DEFAULTS, argv, __file__, lambda c: derive(c, world_size))
 
-    # Values that neither a config file nor a flag has set
+
+def derive(c, world_size):
+    """Set the settings that neither a config file nor a flag has set. SystemExit when some do not go together."""
+    folder = Path(c.init_from)
+    c.require('init_from', not finetunes(c) or c.init_from in HUB_MODELS
+              or folder.is_dir() and not checkpoint.checkpoints(folder),
+              f'scratch, resume, {", ".join(HUB_MODELS)} or a Hugging Face folder (scripts/export_hf.py makes a run '
+              'one); --auto_resume=True resumes if there is a checkpoint')
     c.fill(SIZES[c.model_size], f'model size {c.model_size}')
     c.fill(*optimizers.optimizer_settings(c))
     c.fill(*optimizers.missing_settings(c))
@@ -139,7 +143,6 @@ def resolve(argv, world_size=None):
     most = max(0, c.lr_decay_iters - c.warmup_iters)
     c.require('cooldown_iters', c.cooldown_iters <= most or not c.decay_lr,
               f'at most {most}, because the decay ends at {c.lr_decay_iters} and the warm-up at {c.warmup_iters}')
-    return c
 
 
 def fit_batch_sizes(c, ranks):

@@ -36,11 +36,37 @@ def test_flags_are_typed(flag, key, value):
     ('--steps=inf', 'not a whole number'), ('--rate=fast', "--rate: 'fast' is not a number"),
     ('--fast=2', 'not True or False'), ('--steps', 'write --steps=VALUE'), ('--__name__=x', 'unknown setting'),
     ('-steps=5', '-steps=5: flags begin with two dashes; write --steps=5'),
+    ('—steps=5', '—steps=5: flags begin with two dashes; write --steps=5'), ('steps=5', 'write --steps=5'),
+    ('--vocab_size=9', "--vocab_size: unknown setting; the data set's meta.json has it"),
+    ('--name=', '--name=: must be non-empty (is a shell variable unset?)'), ('--name=\udcff', 'must be valid UTF-8'),
     ('--rate=9', '--rate=9.0: must be at least 0 and below 9'), ('--rate=nan', '--rate=nan: must be finite'),
     ('--kind=z', '--kind=z: must be one of x, y'),
 ])
 def test_bad_flags_are_rejected_in_one_line(flag, words):
     assert words in rejection(apply, flag)
+
+
+def test_all_mistakes_are_told_at_once(tmp_path):
+    """The keys of the official repository's configs, on one device."""
+    with pytest.raises(SystemExit) as stopped:
+        apply('--setps=7', '-steps=7', '--rate=fast')
+    assert [line.split(':')[0] for line in stopped.value.code.splitlines()] == ['-steps=7', '--setps', '--rate']
+    path = tmp_path / 'sophiag.py'
+    path.write_text("batch_size = 8\ngradient_accumulation_steps = 6\ntotal_bs = 480\noptimizer_name = 'sophiag'\n"
+                    'rho = 0.03\ninterval = 10\n')
+    with pytest.raises(SystemExit) as stopped:
+        train.resolve([str(path)], 1)
+    assert stopped.value.code.splitlines() == [
+        *(f'{path}: {theirs}: unknown setting; did you mean {ours}?' for theirs, ours in (
+            ('total_bs', 'total_batch_size'), ('rho', 'gamma'), ('interval', 'hessian_interval'))),
+        '--gradient_accumulation_steps=6: with --batch_size=8 on 1 device(s) this makes 48, not --total_batch_size=480'
+        '; set --gradient_accumulation_steps=0, which makes it 60 per device, or --total_batch_size=48']
+
+
+def test_a_tilde_is_the_home_directory(monkeypatch):
+    """Which a shell leaves as it is after =."""
+    monkeypatch.setenv('HOME', '/home/me')
+    assert apply('--name=~/a')[1]['name'] == '/home/me/a'
 
 
 def test_a_file_computes_with_its_own_values_in_functions_and_comprehensions(tmp_path):
@@ -87,6 +113,9 @@ def test_missing_file_names_the_nearest(monkeypatch):
                           'config/train_gpt2_small_adam.py': 'config/train_gpt2_small_adamw.py'}.items():
         message = rejection(apply, name)
         assert 'no such config file' in message and f'did you mean {nearest}?' in message
+    assert rejection(apply, 'config/') == 'config/: a directory, not a config file'
+    monkeypatch.chdir(ROOT.parent)
+    assert rejection(apply, 'config/quickstart.py').endswith(f'; it is in {ROOT}, start train.py from there')
 
 
 def test_a_sweeps_spec_is_no_config_file():
@@ -114,7 +143,8 @@ def test_official_command_lines_resolve(monkeypatch):
     derived = train.resolve(['--batch_size=8', '--gradient_accumulation_steps=0'])  # 0 stands for not given
     assert derived.gradient_accumulation_steps == 6
     for theirs, ours in dict(rho='gamma', interval='hessian_interval', lr='learning_rate').items():
-        assert f'--{theirs}: unknown setting; did you mean --{ours}' in rejection(train.resolve, [f'--{theirs}=10'])
+        assert rejection(train.resolve, ['--optimizer_name=sophiag', f'--{theirs}=10'], 1) == (
+            f'--{theirs}: unknown setting; did you mean --{ours}?')
 
 
 def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
@@ -134,7 +164,8 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
                                                      '--learning_rate'),
     (['--init_from=gpt2'], 'Table 3 is for training from scratch, not for init_from = gpt2; set --learning_rate'),
     (['--init_from=gtp2'], '--init_from=gtp2: must be scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl '
-                           'or a Hugging Face folder; --auto_resume=True resumes if there is a checkpoint'),
+                           'or a Hugging Face folder (scripts/export_hf.py makes a run one); --auto_resume=True '
+                           'resumes if there is a checkpoint'),
     (['--n_head=5'], '--n_head=5: must be a divisor of n_embd = 768'),
     (['--dtype=int8'], '--dtype=int8: must be one of float32, bfloat16, float16'),
     (['--parallel=fsdp', '--dtype=float16'], '--dtype=float16: must be bfloat16 or float32 for --parallel=fsdp'),
