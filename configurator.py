@@ -9,6 +9,7 @@ all files.
 import ast
 import builtins
 import difflib
+import functools
 import math
 import os
 import re
@@ -23,6 +24,20 @@ DASHES = '-\u2010\u2011\u2012\u2013\u2014\u2015\u2212'  # word processors and we
 ROOT = Path(__file__).resolve().parent
 
 
+# What a setting is to a resume and to comparisons of runs
+ROLES = {
+    'tuned': 'one of what is compared: it may differ between runs, and tells them apart',
+    'model': 'a field of GPTConfig; must agree in runs that are compared',
+    'protocol': 'must agree in runs that are compared',
+    'horizon': 'tuned; may change at a resume before the learning rate decays',
+    'chance': 'does not tell runs apart: results are averaged over it',
+    'eval': 'on which sequences runs are evaluated; changes nothing that they compute',
+    'data': "the name of the data, whose fingerprint tells runs apart",
+    'run': 'how a run is carried out; changes nothing that it computes, except for rounding',
+}
+HARMLESS = 'run', 'data'  # roles whose change at a resume is not recorded
+
+
 @dataclass(frozen=True)
 class Setting:
     """The declaration of a setting, see `setting`."""
@@ -31,6 +46,8 @@ class Setting:
     at_least: float = -math.inf
     below: float = math.inf
     choices: tuple = ()
+    role: str = 'tuned'
+    label: str = ''
 
     def problem(self, value):
         """The rule that `value` breaks, as the end of 'must be …'; '' when it may be set."""
@@ -52,17 +69,21 @@ class Setting:
         return ''
 
 
-def setting(default, at_least=-math.inf, below=math.inf, choices=()):
-    """Declares a setting.
+def setting(default, at_least=-math.inf, below=math.inf, choices=(), role='tuned', label=''):
+    """Declare a setting.
 
     Args:
         default: its value, or its type if `resolve` fills it in.
         at_least, below: the range of a number.
         choices: the possible values of a string.
+        role: a key of ROLES.
+        label: its name in pictures and tables, where this is another.
     """
+    if role not in ROLES:
+        raise ValueError(f'role = {role!r}: must be one of {", ".join(ROLES)}')
     derived = isinstance(default, type)
     return Setting(default if derived else type(default), None if derived else default, at_least, below,
-                   tuple(choices))
+                   tuple(choices), role, label)
 
 
 class Config:
@@ -90,6 +111,10 @@ class Config:
             return self.__dict__['values'][key]
         except KeyError:
             raise AttributeError(f'no setting {key!r}') from None
+
+    def having(self, *roles):
+        """Return the settings with one of these roles, a set of keys."""
+        return {key for key, one in self.declared.items() if one.role in roles}
 
     def set(self, key, value, source):
         """Sets `key`. Stops the run when the key is unknown, or the value of the wrong type or out of range."""
@@ -188,6 +213,29 @@ def configure(defaults, argv, script=None, finish=lambda config: None):
     if messages := config.renamed + config.problems:
         raise SystemExit('\n'.join(messages))
     return config
+
+
+@functools.cache
+def declarations():
+    """Return what train.py says of its settings, {key: {argument of `setting`: its value, where that is a literal}}.
+
+    It is read, not imported, because that would import PyTorch.
+    """
+    tree = ast.parse(Path(__file__).with_name('train.py').read_text(encoding='utf-8'))
+    calls = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)
+             and isinstance(node.value, ast.Call) and getattr(node.value.func, 'id', '') == 'setting'}
+    return {key: {keyword.arg: keyword.value.value for keyword in call.keywords
+                  if isinstance(keyword.value, ast.Constant)} for key, call in calls.items()}
+
+
+def having(*roles):
+    """Return the settings of train.py that have one of these roles, other than 'tuned', as a set of keys."""
+    return {key for key, said in declarations().items() if said.get('role') in roles}
+
+
+def label_of(key):
+    """Return the name of a setting in pictures and tables."""
+    return declarations().get(key, {}).get('label', key)
 
 
 def sections(defaults, source):

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 import shapes
+from configurator import HARMLESS
 from optimizers import hessian_flops_per_token
-from resume import HARMLESS
 from runtime import checkpoint, optim, runlog
 from runtime.device import device_name
 from runtime.distributed import under_torchrun
@@ -32,7 +32,7 @@ def open_log(run, origin, train_data):
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=parameters,
                             flops_per_token=flops, hessian_flops_per_token=hessian_flops_per_token(c.values, flops),
                             data=run.about['data'], changes=origin.changes, device=device_name(world.device),
-                            code=origin.code, harmless=sorted(HARMLESS))
+                            code=origin.code, harmless=sorted(c.having(*HARMLESS)))
     log = runlog.RunLog(c.out_dir if writes else None, c.values, world.is_master)
     if origin.path:
         log.print(f'resuming from {origin.path} at iteration {state.iter} of {c.max_iters}')

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import shapes
+from configurator import HARMLESS
 from model import GPTConfig
 from optimizers import PLACEHOLDERS
 from runtime import checkpoint, optim
@@ -12,13 +13,6 @@ from runtime.files import code_hashes, differing_files
 
 # The keys of a checkpoint without which no run can resume; scripts need fewer.
 REQUIRED = 'train_state', 'optimizer', 'scaler', 'data'
-
-# Settings whose change alters nothing that a run computes, except for rounding.
-HARMLESS = {
-    'out_dir', 'auto_resume', 'eval_interval', 'eval_only', 'log_interval', 'always_save_checkpoint',
-    'keep_checkpoints', 'ignore_data_change', 'max_hours', 'show_config', 'wandb_log', 'wandb_project',
-    'wandb_run_name', 'dataset', 'batch_size', 'gradient_accumulation_steps', 'parallel', 'activation_checkpointing',
-    'backend', 'device', 'compile'}
 
 
 @dataclass
@@ -165,7 +159,7 @@ def compare(path, saved, c, fingerprints):
     changed = {key: (before[key], value) for key, value in c.values.items() if key in before and before[key] != value}
     lines = [f'{key} = {now!r}, was {was!r}' for key, (was, now) in changed.items()
              if key not in ('auto_resume', 'out_dir')]
-    kept = {key: both for key, both in changed.items() if key not in HARMLESS}
+    kept = {key: both for key, both in changed.items() if key not in c.having(*HARMLESS)}
     kept |= {f'data {split}': (saved['data'].get(split), fingerprints[split]) for split in other}
     changes = [{'iter': saved['iter_num'], 'key': key, 'from': was, 'to': now} for key, (was, now) in kept.items()]
     return lines, saved.get('changes', []) + changes

@@ -11,7 +11,7 @@ Config files apply in the order given, then flags --key=value.
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,70 +36,70 @@ from runtime.speed import Speed
 from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token, model_args, without_values
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Settings. `resolve` fills in those without a default, `setting(type)`.
+# Settings. `resolve` fills in those without a default, `setting(type)`. Roles are configurator.ROLES.
 
 # output
-out_dir = 'out'  # where checkpoints, metrics.jsonl and config.json go
-eval_interval = setting(2000, at_least=1)  # iterations between evaluations
-log_interval = setting(10, at_least=1)  # iterations between lines of metrics
-eval_iters = setting(0, at_least=0)  # micro-batches of validation sequences, over all devices; 0 = all sequences
-eval_only = False  # evaluate the newest checkpoint, or init_from without one, and exit
-always_save_checkpoint = True  # save after every evaluation, not only after the best one
-keep_checkpoints = setting(2, at_least=2)  # number of newest checkpoints to keep, in addition to the best one
-init_from = 'scratch'  # or gpt2, …, or a Hugging Face folder, or resume, from the newest checkpoint in out_dir
-auto_resume = False  # resume if out_dir has a checkpoint; if not, start from init_from
-ignore_data_change = False  # resume although the data set is not the one trained on before
-max_hours = setting(0.0, at_least=0)  # save and stop after this many hours; 0 = no limit
-skip_nonfinite = setting(0, at_least=0)  # iterations in a row to skip if loss or gradient is not finite; 0 = stop
-show_config = False  # print every setting with its source, and exit
+out_dir = setting('out', role='run')  # where checkpoints, metrics.jsonl and config.json go
+eval_interval = setting(2000, at_least=1, role='run')  # iterations between evaluations
+log_interval = setting(10, at_least=1, role='run')  # iterations between lines of metrics
+eval_iters = setting(0, at_least=0, role='eval')  # micro-batches of validation sequences, over all devices; 0 = all
+eval_only = setting(False, role='run')  # evaluate the newest checkpoint, or init_from without one, and exit
+always_save_checkpoint = setting(True, role='run')  # save after every evaluation, not only after the best one
+keep_checkpoints = setting(2, at_least=2, role='run')  # newest checkpoints to keep, in addition to the best one
+init_from = setting('scratch', role='protocol')  # or gpt2, …, or a Hugging Face folder, or resume (newest in out_dir)
+auto_resume = setting(False, role='run')  # resume if out_dir has a checkpoint; if not, start from init_from
+ignore_data_change = setting(False, role='run')  # resume although the data set is not the one trained on before
+max_hours = setting(0.0, at_least=0, role='run')  # save and stop after this many hours; 0 = no limit
+skip_nonfinite = setting(0, at_least=0, role='chance')  # iterations in a row to skip if loss or gradient is not finite
+show_config = setting(False, role='run')  # print every setting with its source, and exit
 # wandb logging, optional
-wandb_log = False  # mirror the metrics to Weights & Biases
-wandb_project = 'sophia'  # its project
-wandb_run_name = ''  # its run name; empty = out_dir
+wandb_log = setting(False, role='run')  # mirror the metrics to Weights & Biases
+wandb_project = setting('sophia', role='run')  # its project
+wandb_run_name = setting('', role='run')  # its run name; empty = out_dir
 # data
-dataset = 'openwebtext'  # a directory under data/, or a path; A:0.7,B:0.3 is a mixture
-total_batch_size = setting(480, at_least=1)  # sequences per iteration over all devices
-batch_size = setting(15, at_least=1)  # sequences per micro-batch of one device
-gradient_accumulation_steps = setting(0, at_least=0)  # micro-batches per device and iteration; 0 = derived
-block_size = setting(1024, at_least=1)  # tokens per sequence
+dataset = setting('openwebtext', role='data')  # a directory under data/, or a path; A:0.7,B:0.3 is a mixture
+total_batch_size = setting(480, at_least=1, role='protocol', label='sequences per step')  # per iteration, all devices
+batch_size = setting(15, at_least=1, role='run')  # sequences per micro-batch of one device
+gradient_accumulation_steps = setting(0, at_least=0, role='run')  # micro-batches per device and iteration; 0 = derived
+block_size = setting(1024, at_least=1, role='model', label='tokens per sequence')  # tokens per sequence
 # model
 model_size = setting('125M', choices=SIZES)  # row of the tables of sizes and peak learning rates
-n_layer = setting(int, at_least=1)  # blocks
-n_head = setting(int, at_least=1)  # attention heads per block
-n_embd = setting(int, at_least=1)  # width
-dropout = setting(0.0, at_least=0, below=1)  # dropout probability
-bias = False  # biases in linear layers and norms
-scale_attn_by_inverse_layer_idx = setting(bool)  # divide attention logits by layer index + 1
+n_layer = setting(int, at_least=1, role='model', label='layers')  # blocks
+n_head = setting(int, at_least=1, role='model')  # attention heads per block
+n_embd = setting(int, at_least=1, role='model')  # width
+dropout = setting(0.0, at_least=0, below=1, role='model')  # dropout probability
+bias = setting(False, role='model')  # biases in linear layers and norms
+scale_attn_by_inverse_layer_idx = setting(bool, role='model')  # divide attention logits by layer index + 1
 # optimizer
 optimizer_name = 'adamw'  # a row of the table in optimizers.py, or LIBRARY:CLASS (torch:NAdam, …)
 optimizer_args = ''  # more arguments of a library's optimizer, 'nesterov=True, momentum=0.9'
-learning_rate = setting(float, at_least=0)  # peak learning rate
-weight_decay = setting(float, at_least=0)  # decoupled, on matrices only
-beta1 = setting(float, at_least=0, below=1)  # EMA of the gradient
-beta2 = setting(float, at_least=0, below=1)  # EMA of the second moment, of the Hessian (Sophia), of the momentum (Lion)
-eps = setting(float, at_least=0)  # lower bound of the denominator (Sophia), or added to it (AdamW, AdaHessian)
-gamma = setting(float, at_least=0)  # Sophia's γ in clip(m / max(γ·h, ε), 1)
-hessian_interval = setting(int, at_least=0)  # k, iterations between Hessian estimates
+learning_rate = setting(float, at_least=0, label='learning rate')  # peak learning rate
+weight_decay = setting(float, at_least=0, label='weight decay')  # decoupled, on matrices only
+beta1 = setting(float, at_least=0, below=1, label='β1')  # EMA of the gradient
+beta2 = setting(float, at_least=0, below=1, label='β2')  # EMA of the second moment, Hessian (Sophia), momentum (Lion)
+eps = setting(float, at_least=0, label='ε')  # lower bound of the denominator (Sophia), or added to it (AdamW, …)
+gamma = setting(float, at_least=0, label='γ')  # Sophia's γ in clip(m / max(γ·h, ε), 1)
+hessian_interval = setting(int, at_least=0, label='k')  # k, iterations between Hessian estimates
 hessian_batch_size = setting(int, at_least=0)  # sequences of the mini-batch, over all devices, in an estimate
-hessian_parts = setting(int, at_least=0)  # parts of these, each squared by itself: less noise; 1 = Algorithm 2
-grad_clip = setting(1.0, at_least=0)  # clip gradients at this norm; 0 = off
+hessian_parts = setting(int, at_least=0, label='parts')  # parts of these, each squared by itself; 1 = Algorithm 2
+grad_clip = setting(1.0, at_least=0, role='protocol')  # clip gradients at this norm; 0 = off
 # schedule
-max_iters = setting(100000, at_least=1)  # T, number of iterations
-schedule = setting('cosine', choices=('cosine', 'linear', 'constant', 'wsd'))  # see `learning_rate_at`
-decay_lr = True  # warm-up and schedule; False = learning_rate throughout
-warmup_iters = setting(2000, at_least=0)  # linear warm-up
-lr_decay_iters = setting(int, at_least=0)  # iteration at which the decay ends
-cooldown_iters = setting(int, at_least=0)  # length of the decay, which ends at lr_decay_iters; 0 = from the warm-up on
+max_iters = setting(100000, at_least=1, role='horizon', label='steps T')  # T, number of iterations
+schedule = setting('cosine', choices=('cosine', 'linear', 'constant', 'wsd'), role='protocol')  # see `learning_rate_at`
+decay_lr = setting(True, role='protocol')  # warm-up and schedule; False = learning_rate throughout
+warmup_iters = setting(2000, at_least=0, label='warm-up')  # linear warm-up
+lr_decay_iters = setting(int, at_least=0, role='horizon')  # iteration at which the decay ends
+cooldown_iters = setting(int, at_least=0, role='horizon')  # length of the decay to lr_decay_iters; 0 = from the warm-up
 min_lr = setting(float, at_least=0)  # final learning rate
 min_lr_ratio = setting(0.05, at_least=0)  # final / peak learning rate, where min_lr is not given
 # system
-parallel = setting('ddp', choices=('ddp', 'fsdp', 'hsdp'))  # fsdp: shards; hsdp: shards within each machine
-activation_checkpointing = False  # keep each block's input only, compute the rest again in the backward pass
-backend = setting(str, choices=('nccl', 'gloo'))  # backend of torch.distributed: nccl or gloo
-device = setting(str)  # cuda, cuda:1, cpu or mps
-dtype = setting(str, choices=tuple(devices.DTYPES))  # of matmuls: float32 (never TF32), bfloat16, float16 (scaled loss)
-compile = setting(bool)  # torch.compile the model
-seed = setting(1337, at_least=-2 ** 63, below=2 ** 64)  # for initial weights, data order, sampled labels and dropout
+parallel = setting('ddp', choices=('ddp', 'fsdp', 'hsdp'), role='run')  # fsdp: shards; hsdp: shards within each machine
+activation_checkpointing = setting(False, role='run')  # keep each block's input only, and compute the rest again
+backend = setting(str, choices=('nccl', 'gloo'), role='run')  # backend of torch.distributed: nccl or gloo
+device = setting(str, role='run')  # cuda, cuda:1, cpu or mps
+dtype = setting(str, choices=tuple(devices.DTYPES), role='protocol')  # of matmuls: float32 (no TF32), bfloat16, float16
+compile = setting(bool, role='run')  # torch.compile the model
+seed = setting(1337, at_least=-2 ** 63, below=2 ** 64, role='chance')  # of weights, data order, sampled labels, dropout
 
 DEFAULTS = {key: value for key, value in globals().items() if key.islower() and not key.startswith('_')
             and isinstance(value, (bool, int, float, str, configurator.Setting))}
@@ -136,6 +136,8 @@ def derive(c, world_size):
     fit_batch_sizes(c, world_size or ranks_from_environment()[2])
 
     # Settings that do not go together
+    for key in c.having('model') - {one.name for one in fields(GPTConfig)}:
+        c.require(key, not c.values[key], f'{c.declared[key].type()} because GPTConfig in model.py has no {key}')
     c.require('n_head', c.n_embd % c.n_head == 0, f'a divisor of n_embd = {c.n_embd}')
     c.require('dtype', c.parallel == 'ddp' or c.dtype != 'float16', f'bfloat16 or float32 for --parallel={c.parallel}')
     c.require('min_lr', c.min_lr <= c.learning_rate or not c.decay_lr, f'at most learning_rate = {c.learning_rate}')

@@ -2,18 +2,14 @@
 
 import math
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from analysis.figures import SETTING_NAMES
 from analysis.runs import all_but_seed, by_seed, find_runs, hyperparameters, mean_loss, measured_on, notes_on
 from analysis.significance import difference, expected_best, pooled_sd
-from model import GPTConfig
+from configurator import having, label_of
 
-# Settings that have to agree in runs that are compared: the model, what it is trained with, and the schedule. Attention
-# scaling belongs to the paper's AdamW and Lion.
-MODEL = [one.name for one in fields(GPTConfig)
-         if one.name not in ('vocab_size', 'gelu_approximate', 'scale_attn_by_inverse_layer_idx')]
-PROTOCOL = 'total_batch_size', 'grad_clip', 'decay_lr', 'schedule', 'dtype'
+# Settings that must agree in runs that are compared. Attention scaling belongs to the paper's AdamW and Lion.
+PROTOCOL = sorted(having('model', 'protocol') - {'scale_attn_by_inverse_layer_idx'})
 
 
 def add_tuned(parser):
@@ -26,9 +22,8 @@ def add_tuned(parser):
 def check_comparable(runs, free=()):
     """SystemExit unless all runs have the same data, validation sequences and protocol.
 
-    The protocol is the shape of the model, init_from, every setting in PROTOCOL, the ratio of final to peak learning
-    rate, warm-up and cooldown (the same iterations, or the same share of the run), and β1 among the runs of one
-    optimizer. A setting in `free` may differ.
+    The protocol is every setting in PROTOCOL, the ratio of final to peak learning rate, warm-up and cooldown (the same
+    iterations, or the same share of the run), and β1 among the runs of one optimizer. A setting in `free` may differ.
     """
     if not runs:
         return
@@ -36,9 +31,8 @@ def check_comparable(runs, free=()):
                if not all(same_share(key, runs[0], run) for run in runs)]
 
     def protocol(run):
-        return {**measured_on(run), **{key: run.config.get(key) for key in (*MODEL, *PROTOCOL, *lengths)},
-                'min_lr_ratio': round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4),
-                'init_from': run.config.get('init_from')}
+        return {**measured_on(run), **{key: run.config.get(key) for key in (*PROTOCOL, *lengths)},
+                'min_lr_ratio': round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)}
 
     def require_equal(key, other, theirs, run, value):
         if theirs != value and key not in free:
@@ -211,8 +205,8 @@ def weaknesses(side):
     out because one of their seeds diverged."""
     who, found = f'{side.best[0].optimizer_label}, T = {side.T}', []
     best, *tried = (dict(hyperparameters(group[0])) for group in (side.best, *side.tried))
-    for key in [key for key in {**SETTING_NAMES, **best} if type(best.get(key)) in (int, float)]:
-        name, fixed = SETTING_NAMES.get(key, key), best.keys() - {key, 'min_lr'}
+    for key in [key for key in best if type(best.get(key)) in (int, float)]:
+        name, fixed = label_of(key), best.keys() - {key, 'min_lr'}
         values = sorted({one[key] for one in tried if type(one[key]) in (int, float)
                          and all(one.get(other) == best[other] for other in fixed)})
         if len(values) > 1 and best[key] in (values[0], values[-1]):

@@ -20,12 +20,6 @@ OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian'
                     'gnb_permuted': 'GNB, h permuted', 'sophiag_fresh': 'Sophia-G, fresh h', 'muon': 'Muon',
                     'soap': 'SOAP'}
 
-# Names of settings on an axis and in the label of a line.
-SETTING_NAMES = {'max_iters': 'steps T', 'total_batch_size': 'sequences per step', 'block_size': 'tokens per sequence',
-                 'learning_rate': 'learning rate', 'hessian_interval': 'k', 'warmup_iters': 'warm-up',
-                 'weight_decay': 'weight decay', 'gamma': 'γ', 'beta1': 'β1', 'beta2': 'β2', 'eps': 'ε',
-                 'n_layer': 'layers'}
-
 # The optimizers that have the same color in all pictures: C0, C1, ….
 COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'clip', 'gnb_mean', 'ef_clip', 'sophiag_fresh',
            'gnb_permuted']

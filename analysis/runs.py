@@ -16,16 +16,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from analysis.figures import SETTING_NAMES, optimizer_label
+from analysis.figures import optimizer_label
+from configurator import having, label_of
 from runtime.files import FAILED, differing_files
-
-# Like HARMLESS settings, these say how a run was carried out, not what it computed; over the seed results are averaged.
-INCIDENTAL = {'eval_iters', 'skip_nonfinite', 'seed'}
 
 # What a config.json means that has one of these settings, which no longer exist, or lacks it.
 REMOVED = dict(hessian_sequences='own', hessian_bias_correction=False, branch_cooldown=0, trackio_log=False)
-
-HORIZON = {'max_iters', 'lr_decay_iters', 'cooldown_iters'}
 
 
 @dataclass
@@ -99,14 +95,14 @@ class Run:
         A horizon may change before the decay begins: up to there the learning rate does not depend on it.
         """
         after = self.config
-        ignored = self.harmless - {'dataset'} | {'code'}  # `code_changes` has the last one
+        ignored = self.harmless - having('data') | {'code'}  # `code_changes` has the last one
         changes = [change for change in self.about.get('changes', []) if change['key'] not in ignored]
         for iteration, group in itertools.groupby(reversed(changes), key=lambda change: change['iter']):
             group = list(group)  # the changes of one resume, the last one first
             before = {**after, **{change['key']: change['from'] for change in group}}
             for change in group:
                 key = change['key']
-                if key not in HORIZON or iteration > min(decay_start(before), decay_start(after)):
+                if key not in having('horizon') or iteration > min(decay_start(before), decay_start(after)):
                     return f'{key} was changed from {change["from"]} to {change["to"]} at iteration {iteration}'
             after = before
         return None
@@ -209,11 +205,12 @@ def of_one_version(runs):
 def of_this_version():
     """(The default of every setting, the harmless ones, `resume.first_weights`), from code that takes PyTorch."""
     import train
-    from configurator import Config
+    from configurator import HARMLESS, Config
     from optimizers import PLACEHOLDERS
-    from resume import HARMLESS, first_weights
-    return ({**PLACEHOLDERS, **Config(train.DEFAULTS).defaults, 'cooldown_iters': 0, **REMOVED}, frozenset(HARMLESS),
-            first_weights)
+    from resume import first_weights
+    settings = Config(train.DEFAULTS)
+    return ({**PLACEHOLDERS, **settings.defaults, 'cooldown_iters': 0, **REMOVED},
+            frozenset(settings.having(*HARMLESS)), first_weights)
 
 
 def read_metrics(path):
@@ -346,7 +343,7 @@ def read_json(path):
 def hyperparameters(run):
     """A hashable key of all that a run's result depends on, except data and seed."""
     return tuple(sorted((key, value) for key, value in run.config.items()
-                        if key not in run.harmless | INCIDENTAL))
+                        if key not in run.harmless | having('eval', 'chance')))
 
 
 def all_but_seed(run):
@@ -406,10 +403,10 @@ def labels_of(groups):
     labels = []
     for group in groups:
         run, same = group[0], [other[0] for other in groups if other[0].optimizer_name == group[0].optimizer_name]
-        keys = [key for key in run.config if key not in run.harmless | INCIDENTAL | derived
+        keys = [key for key in run.config if key not in run.harmless | having('eval', 'chance') | derived
                 and len({other.config.get(key) for other in same}) > 1]
         labels.append(', '.join([run.optimizer_label,
-                                 *(f'{SETTING_NAMES.get(key, key)} {run.config[key]}' for key in keys)]))
+                                 *(f'{label_of(key)} {run.config[key]}' for key in keys)]))
     if len(groups) == 1 or len(set(labels)) < len(labels):
         return [group[0].out_dir.resolve().name for group in groups]
     return labels

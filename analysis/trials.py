@@ -18,11 +18,9 @@ import train
 from analysis.figures import print_table, write_csv
 from analysis.runs import notes_on, of_this_version, read_run, validation_sequences
 from model import GPTConfig
-from resume import HARMLESS
 from runtime.files import code_hashes, differing_files
 from runtime.signals import restored_signals
 
-UNCHECKED = HARMLESS - {'dataset'} | {'eval_iters'}  # settings in which a run may differ from what is asked for
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
 
@@ -88,7 +86,7 @@ class Trial:
         if not run:
             return
         there = {**of_this_version()[0], **run.config}
-        unchecked = UNCHECKED | {'dtype'} - c.given  # whose default is this machine's
+        unchecked = c.having('run', 'eval') | {'dtype'} - c.given  # whose default is this machine's
         if train.finetunes(c):  # these follow the pretrained weights
             unchecked |= asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
         for key, value in c.values.items():

@@ -20,7 +20,7 @@ import train
 from analysis.compare import noise_of, same_horizon, tuned_at_each_T
 from analysis.figures import mean_sd, optimizer_label
 from analysis.runs import by_seed, find_runs, read_json
-from configurator import sections
+from configurator import label_of, sections
 from records.dissection import results as dissection
 
 
@@ -50,14 +50,13 @@ def settings():
 
 def optimizer_settings():
     """The settings of every optimizer of the table."""
-    keys = ['beta1', 'beta2', 'eps', 'weight_decay', 'gamma', 'hessian_interval', 'hessian_batch_size',
-            'hessian_parts']
+    keys = [key for key in optimizers.PLACEHOLDERS if key != 'optimizer_args']
     rows = [[optimizer_label(name), f'`{name}`',
              *(number(row.settings[key]) if key in row.settings else '–' for key in keys),
              row.hook.__name__.removesuffix('Hook') if 'hessian_interval' in row.settings else '–']
             for name, row in optimizers.OPTIMIZERS.items()]
-    return table(['optimizer', '`--optimizer_name`', 'β1', 'β2', 'ε', 'weight decay', 'γ', 'k', 'sequences of 480',
-                  'parts', 'estimate'], rows)
+    labels = ['sequences of 480' if key == 'hessian_batch_size' else label_of(key) for key in keys]
+    return table(['optimizer', '`--optimizer_name`', *labels, 'estimate'], rows)
 
 
 def learning_rates():

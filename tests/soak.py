@@ -25,7 +25,7 @@ from conftest import HANG, write_bins
 from faults import fork
 
 import optimizers
-from resume import HARMLESS
+from configurator import HARMLESS, having
 from runtime import checkpoint, sharded
 from runtime.optimizer_state import difference
 from runtime.signals import NOT_FINITE, STOPPED
@@ -149,7 +149,7 @@ def contents(out_dir):
                 optimizer = state['optimizer']
                 state['optimizer'] = sharded.read_optimizer(path, optimizer, dict.fromkeys(optimizer['state']))
             del state['train_state']['seconds'], state['code']  # which may be edited meanwhile
-            state['config'] = {k: v for k, v in state['config'].items() if k not in HARMLESS}
+            state['config'] = {k: v for k, v in state['config'].items() if k not in having(*HARMLESS)}
             for group in state['optimizer']['param_groups']:
                 group.pop('differentiable', None)  # PyTorch adds it at resume
             found[name] = state

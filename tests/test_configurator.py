@@ -5,6 +5,7 @@ import re
 import pytest
 from conftest import ROOT, rejection
 
+import configurator
 import lifecycle
 import train
 from configurator import configure, setting
@@ -184,6 +185,20 @@ def test_settings_that_are_valid_but_may_surprise_are_noted(monkeypatch):
         assert not [*lifecycle.notes(train.resolve(['--device=cuda', '--compile=False']))]
     (note,) = lifecycle.notes(train.resolve(['--max_iters=500', '--device=cpu']))
     assert note == 'note: the run of 500 iterations ends in its warm-up of 2000; see --warmup_iters'
+
+
+def test_what_train_py_says_of_its_settings_is_read_without_running_it():
+    """As the running program has it; and what resumes and comparisons rest on."""
+    declared = configurator.Config(train.DEFAULTS).declared
+    assert {key: said.get('role', 'tuned') for key, said in configurator.declarations().items()} == {
+        key: declared[key].role for key in configurator.declarations()}
+    for role in configurator.ROLES.keys() - {'tuned'}:
+        assert configurator.having(role) == {key for key, one in declared.items() if one.role == role} != set()
+    assert all(configurator.label_of(key) == one.label or key for key, one in declared.items())
+    assert {'out_dir', 'compile', 'dataset'} < configurator.having(*configurator.HARMLESS)
+    assert not {'learning_rate', 'max_iters', 'seed', 'eval_iters'} & configurator.having(*configurator.HARMLESS)
+    with pytest.raises(ValueError, match="role = 'protokol': must be one of tuned, model, protocol"):
+        setting(1, role='protokol')
 
 
 @pytest.mark.parametrize('flag', ['--help', '-h'])

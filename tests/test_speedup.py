@@ -249,7 +249,7 @@ def test_the_warm_up_may_be_a_share_of_the_run_or_a_number_of_steps(tmp_path, ar
 
 def test_a_setting_that_an_edit_gives_the_model_is_part_of_the_protocol(tmp_path, monkeypatch):
     """A run that is older than the setting has its default."""
-    monkeypatch.setattr(compare, 'MODEL', [*compare.MODEL, 'rope'])
+    monkeypatch.setattr(compare, 'PROTOCOL', [*compare.PROTOCOL, 'rope'])
     monkeypatch.setitem(runs.of_this_version()[0], 'rope', False)
     paths = [make(tmp_path, name, 100, 3.0) for name in ('adamw', 'lion')]
     about = json.loads((paths[1] / 'config.json').read_text())

@@ -22,7 +22,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, finished_runs
 from analysis.figures import (
-    SETTING_NAMES,
     figure,
     legend,
     optimizer_label,
@@ -34,6 +33,7 @@ from analysis.figures import (
     styles,
 )
 from analysis.runs import by_seed, mean_loss
+from configurator import label_of
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
      'learning_rate': 'peak learning rate'}
@@ -51,7 +51,7 @@ def x_value(run, x):
 def line_of(run, by):
     """The name of the line of a run; a setting of 0 is one that its optimizer does not have."""
     return ', '.join(run.optimizer_label if key == 'optimizer_name' else
-                     f'{SETTING_NAMES.get(key, key)} {run.config[key]}' for key in by if run.config[key] != 0)
+                     f'{label_of(key)} {run.config[key]}' for key in by if run.config[key] != 0)
 
 
 def best_groups(runs, place):
@@ -132,7 +132,7 @@ def draw_grid(runs, keys, minus):
     for set_ticks, values in (ax.set_xticks, xs), (ax.set_yticks, ys):
         set_ticks(range(len(values)), [value if isinstance(value, str) else f'{value:g}' for value in values])
     label = optimizer_label(names[0])
-    ax.set(xlabel=SETTING_NAMES.get(keys[1], keys[1]), ylabel=SETTING_NAMES.get(keys[0], keys[0]),
+    ax.set(xlabel=label_of(keys[1]), ylabel=label_of(keys[0]),
            title=f'{label} minus {optimizer_label(minus)} (blue: ahead)' if minus else label)
     fig.colorbar(image, label='final validation loss' + (', difference' if minus else ''))
     return fig, rows
