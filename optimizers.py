@@ -4,7 +4,9 @@ how each optimizer is built, its settings, its learning rates and its Hessian ho
 To add an optimizer, add a row to OPTIMIZERS. One of a library needs none: --optimizer_name=LIBRARY:CLASS.
 """
 
+import ast
 import functools
+import importlib
 import inspect
 import math
 from collections.abc import Callable
@@ -15,9 +17,10 @@ from types import SimpleNamespace
 import torch
 from torch.optim import AdamW
 
-from hessian import AdaHessianHook, EmpiricalFisherHook, GNBHook, HessianHook, Hook, HutchinsonHook
+from hessian import AdaHessianHook, EmpiricalFisherHook, GNBHook, HessianHook, Hook, HutchinsonHook, fitting_parts
 from runtime import optim, optimizer_state
 from runtime.distributed import full_tensor
+from runtime.files import first_line
 from sophia import GuardedOptimizer, HessianOptimizer, Sophia, local, parameters, scalar
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -208,9 +211,20 @@ def sophia(groups, s, cls=Sophia):
 
 
 def from_library(groups, s):
-    """The optimizer of the library that its row names."""
+    """Build the optimizer of the row's library. SystemExit when it cannot be built, or has no learning rate to set."""
     chosen = row(s.optimizer_name)
-    return optim.build_from_library(chosen.library, groups, s.learning_rate, chosen.arguments(s), s.optimizer_args)
+    arguments, flag = chosen.arguments(s), f'--optimizer_name={chosen.library}'
+    arguments.update(parse_arguments(s.optimizer_args, chosen.library, set(arguments)))
+    try:
+        optimizer = library_class(chosen.library)(groups, lr=s.learning_rate, **arguments)
+    except Exception as error:  # whatever the library raises
+        raise SystemExit(f'{flag}: cannot be built with its settings ({first_line(error)}); see --optimizer_args'
+                         ) from None
+    if not all('lr' in group for group in optimizer.param_groups):
+        raise SystemExit(f'{flag}: keeps no learning rate in its param groups, which this training loop sets in every '
+                         'iteration; choose another optimizer')
+    optimizer.library = chosen.library  # for the message where its first step fails
+    return optimizer
 
 
 def muon(groups, s):
@@ -302,7 +316,7 @@ def row(optimizer_name):
 def unlisted_row(path):
     """A row for the optimizer 'LIBRARY:CLASS'. Its settings are betas (if a pair), eps and weight_decay, where the
     class has these arguments; their values are the class's defaults."""
-    defaults = {name: p.default for name, p in inspect.signature(optim.library_class(path)).parameters.items()}
+    defaults = {name: p.default for name, p in inspect.signature(library_class(path)).parameters.items()}
     settings = {key: float(defaults[key]) for key in ('weight_decay', 'eps') if type(defaults.get(key)) in (int, float)}
     pair = defaults.get('betas')
     if isinstance(pair, (tuple, list)) and len(pair) == 2:
@@ -400,6 +414,51 @@ def parameter_groups(model, weight_decay):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Optimizers of libraries
+
+
+def library_class(path):
+    """Return the optimizer class 'LIBRARY:CLASS'; torch stands for torch.optim."""
+    library, _, name = path.partition(':')
+    flag = f'--optimizer_name={path}'
+    try:
+        module = importlib.import_module('torch.optim' if library == 'torch' else library)
+    except (ImportError, TypeError, ValueError):  # the last two: import_module of '.x' and of ''
+        hint = f'pip install {library}' if library in ('pytorch_optimizer', 'schedulefree') else 'check its name'
+        raise SystemExit(f'{flag}: the package {library} is not installed; {hint}') from None
+    cls = getattr(module, name, None)
+    if not inspect.isclass(cls) or not issubclass(cls, torch.optim.Optimizer):
+        raise SystemExit(f'{flag}: {library} has no such optimizer; see its documentation')
+    return cls
+
+
+def parse_arguments(text, path, taken):
+    """Return the setting optimizer_args, 'nesterov=True, momentum=0.9', as a dict of arguments of the class `path`.
+
+    Values are Python literals. `taken` are the arguments that other settings give.
+    """
+    flag = f'--optimizer_args={text}'
+    try:
+        call = ast.parse(f'dict({text})', mode='eval').body
+        found = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if call.args:
+            raise ValueError
+    except (AttributeError, SyntaxError, ValueError):
+        raise SystemExit(f'{flag}: write NAME=VALUE, NAME=VALUE, … with Python literals') from None
+    known = [name for name, parameter in inspect.signature(library_class(path)).parameters.items()
+             if name != 'params' and parameter.kind != parameter.VAR_KEYWORD]
+    settings = dict(lr='--learning_rate', betas='--beta1 and --beta2', momentum='--beta1', eps='--eps',
+                    weight_decay='--weight_decay')
+    for name in found:
+        if name == 'lr' or name in taken:
+            how = f'set {name} with {settings[name]}' if name in settings else f'{name} is fixed for {path}'
+            raise SystemExit(f'{flag}: {how}')
+        if name not in known:
+            raise SystemExit(f'{flag}: {path} has no argument {name}; choose from {", ".join(known)}')
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Settings from the table: for train.py's `resolve`, each (settings, their source)
 
 
@@ -433,6 +492,18 @@ def peak_learning_rate(optimizer_name, model_size):
     return chosen.learning_rates[model_size], f'{source}: {optimizer_name}, {model_size}'
 
 
+def fit_estimate(config, ranks):
+    """Set hessian_batch_size and hessian_parts to the next values that fit the mini-batch and the ranks."""
+    asked, parts, total = config.hessian_batch_size, config.hessian_parts, config.total_batch_size
+    size = math.ceil(min(asked, total) / ranks) * ranks
+    if size != asked:
+        config.set('hessian_batch_size', size, f'{asked} made to fit {total} sequences on {ranks} device(s)')
+    fitting = fitting_parts(parts, size, config.batch_size, ranks, config.parallel != 'ddp')
+    if fitting != parts:
+        config.set('hessian_parts', fitting, f'{parts} made to fit {size} sequences on {ranks} device(s), at most '
+                   f'{config.batch_size} sequences a part')
+
+
 def learning_rate_settings(config):
     """Return the peak learning rate of training from scratch; SystemExit when the table has none."""
     lr, source = peak_learning_rate(config.optimizer_name, config.model_size)
@@ -462,7 +533,7 @@ def check_settings(config):
         if config.sources[key] == 'flag' and not used and config.values[key]:
             raise SystemExit(f'--{key} has no effect with {name}; leave it out')
     if chosen.library:
-        optim.parse_arguments(config.optimizer_args, chosen.library, set(chosen.arguments(config)))
+        parse_arguments(config.optimizer_args, chosen.library, set(chosen.arguments(config)))
     if chosen.hook.hessian_products:
         for key, only in dict(parallel='ddp', activation_checkpointing=False).items():
             config.require(key, config.values[key] == only,

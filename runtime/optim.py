@@ -1,9 +1,6 @@
-"""Any optimizer in the training loop: learning rates, clipping, averaged weights, several as one, a library's."""
+"""Any optimizer in the training loop: learning rates, clipping, averaged weights, updates, several as one."""
 
-import ast
 import contextlib
-import importlib
-import inspect
 
 import torch
 
@@ -98,6 +95,18 @@ def check_parameters(optimizer, model):
         raise SystemExit('parameter_groups: holds parameters that are frozen or not of the model; leave them out')
 
 
+def step(optimizer, scaler):
+    """Make one update. SystemExit when a library's optimizer fails in its first."""
+    try:
+        scaler.step(optimizer)
+    except Exception as error:
+        if not getattr(optimizer, 'library', ''):
+            raise
+        raise SystemExit(f'--optimizer_name={optimizer.library}: its first step failed ({first_line(error)}); this '
+                         'training loop cannot use it as it is') from None
+    optimizer.library = ''  # later errors are not about what the optimizer supports
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Several optimizers as one
 
@@ -166,75 +175,3 @@ class Together(torch.optim.Optimizer):
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Optimizers of libraries
-
-
-def library_class(path):
-    """The optimizer class 'LIBRARY:CLASS'; torch stands for torch.optim."""
-    library, _, name = path.partition(':')
-    flag = f'--optimizer_name={path}'
-    try:
-        module = importlib.import_module('torch.optim' if library == 'torch' else library)
-    except (ImportError, TypeError, ValueError):  # the last two: import_module of '.x' and of ''
-        hint = f'pip install {library}' if library in ('pytorch_optimizer', 'schedulefree') else 'check its name'
-        raise SystemExit(f'{flag}: the package {library} is not installed; {hint}') from None
-    cls = getattr(module, name, None)
-    if not inspect.isclass(cls) or not issubclass(cls, torch.optim.Optimizer):
-        raise SystemExit(f'{flag}: {library} has no such optimizer; see its documentation')
-    return cls
-
-
-def parse_arguments(text, path, taken):
-    """The setting optimizer_args, 'nesterov=True, momentum=0.9', as a dict of arguments of the class `path`.
-
-    Values are Python literals. `taken` are the arguments that other settings give.
-    """
-    flag = f'--optimizer_args={text}'
-    try:
-        call = ast.parse(f'dict({text})', mode='eval').body
-        found = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        if call.args:
-            raise ValueError
-    except (AttributeError, SyntaxError, ValueError):
-        raise SystemExit(f'{flag}: write NAME=VALUE, NAME=VALUE, … with Python literals') from None
-    known = [name for name, parameter in inspect.signature(library_class(path)).parameters.items()
-             if name != 'params' and parameter.kind != parameter.VAR_KEYWORD]
-    settings = dict(lr='--learning_rate', betas='--beta1 and --beta2', momentum='--beta1', eps='--eps',
-                    weight_decay='--weight_decay')
-    for name in found:
-        if name == 'lr' or name in taken:
-            how = f'set {name} with {settings[name]}' if name in settings else f'{name} is fixed for {path}'
-            raise SystemExit(f'{flag}: {how}')
-        if name not in known:
-            raise SystemExit(f'{flag}: {path} has no argument {name}; choose from {", ".join(known)}')
-    return found
-
-
-def build_from_library(path, groups, lr, arguments, text):
-    """The optimizer 'LIBRARY:CLASS' on param `groups`, with the dict `arguments` and optimizer_args, the `text`."""
-    more = parse_arguments(text, path, set(arguments))
-    try:
-        optimizer = library_class(path)(groups, lr=lr, **arguments, **more)
-    except Exception as error:  # whatever the library raises
-        raise SystemExit(f'--optimizer_name={path}: cannot be built with its settings ({first_line(error)}); see '
-                         '--optimizer_args') from None
-    if not all('lr' in group for group in optimizer.param_groups):
-        raise SystemExit(f'--optimizer_name={path}: keeps no learning rate in its param groups, which this training '
-                         'loop sets in every iteration; choose another optimizer')
-    optimizer.library = path
-    return optimizer
-
-
-def step(optimizer, scaler):
-    """One update. SystemExit when a library's optimizer fails in its first."""
-    try:
-        scaler.step(optimizer)
-    except Exception as error:
-        if not getattr(optimizer, 'library', ''):
-            raise
-        raise SystemExit(f'--optimizer_name={optimizer.library}: its first step failed ({first_line(error)}); this '
-                         'training loop cannot use it as it is') from None
-    optimizer.library = ''  # later errors are not about what the optimizer supports
