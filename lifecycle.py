@@ -1,4 +1,4 @@
-"""What keeps a run honest: its log, checks before the first step, faults, and its end."""
+"""The log of a run, checks before the first step, faults, saving, the end."""
 
 import contextlib
 import math
@@ -177,9 +177,28 @@ def abort(run, problem, otherwise='', where=''):
     raise SystemExit(NOT_FINITE)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Saving, and the end
+
+
+def save(run, best=False):
+    """Save a checkpoint; run.saved says whether that succeeded. Collective: every rank must call it."""
+    c, state = run.config, run.state
+    check_weights(run)
+    run.stops.save = False  # a request to save is answered
+    with optim.evaluating(run.optimizer):
+        path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
+            model_args=shapes.model_args(run.raw_model.config), iter_num=state.iter, best_val_loss=state.best_val_loss,
+            config=c.values, train_state=asdict(state), scaler=run.scaler.state_dict(), **run.about),
+            best, c.keep_checkpoints)
+    run.saved = path is not None
+    if run.saved:
+        run.log.print(f'saved {path}')
+
+
 def check_weights(run):
-    """Before a checkpoint: end a run whose parameters are not finite, and warn where the ranks' replicas of the model
-    differ, because only rank 0's is saved. Collective: every rank must call it."""
+    """End a run whose parameters are not finite, and warn where the ranks' replicas of the model differ, because only
+    rank 0's is saved. Collective: every rank must call it."""
     world, norm = run.world, optim.global_norm(run.params)
     if not norm.isfinite():
         abort(run, 'the parameters are not finite')
@@ -188,10 +207,6 @@ def check_weights(run):
         if world.is_master and (norms / norms[0] - 1).abs().max() > 1e-6:
             warn(f"the ranks' weights have drifted apart (norms {norms.min():.7g} to {norms.max():.7g}), and rank 0's "
                  'are saved; let nothing that changes weights or gradients differ between ranks')
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The end
 
 
 def close_run(run):

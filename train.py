@@ -11,7 +11,7 @@ Config files apply in the order given, then flags --key=value.
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import optimizers
 from configurator import setting
 from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
 from data.tokenizer import check_tokenizer
-from hessian import Hook, fitting_parts
+from hessian import Hook
 from loss import Losses, cross_entropy
 from model import GPT, GPTConfig
 from resume import adopt_model_args, find_origin, finetunes
@@ -33,7 +33,7 @@ from runtime.distributed import World, one_message, ranks_from_environment
 from runtime.rng import DROPOUT, keyed_seed, seed_all
 from runtime.signals import StopSignals, protect_streams, restored_signals
 from runtime.speed import Speed
-from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token, model_args, without_values
+from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token, without_values
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. `resolve` fills in those without a default, `setting(type)`. Roles are configurator.ROLES.
@@ -133,7 +133,9 @@ def derive(c, world_size):
     c.fill(dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'this machine')
     c.fill(*devices.device_defaults(c.device))
     optimizers.check_settings(c)
-    fit_batch_sizes(c, world_size or ranks_from_environment()[2])
+    ranks = world_size or ranks_from_environment()[2]
+    fit_batch_sizes(c, ranks)
+    optimizers.fit_estimate(c, ranks)
 
     # Settings that do not go together
     for key in c.having('model') - {one.name for one in fields(GPTConfig)}:
@@ -148,35 +150,22 @@ def derive(c, world_size):
 
 
 def fit_batch_sizes(c, ranks):
-    """Set the batch sizes that follow from others. SystemExit, which names the nearest that fit, where total_batch_size
-    is not gradient_accumulation_steps × batch_size × `ranks`."""
+    """Set gradient_accumulation_steps. SystemExit, which names the nearest values that fit, where total_batch_size is
+    not gradient_accumulation_steps × batch_size × `ranks`."""
     share, rest = divmod(c.total_batch_size, ranks)
-    if rest:
-        below, step = c.total_batch_size // (c.batch_size * ranks), c.batch_size * ranks
-        nearest = f'{below * step} or {(below + 1) * step}' if below else step
-        raise SystemExit(f'--total_batch_size={c.total_batch_size}: must be a multiple of {ranks}, the number of '
-                         f'devices; set --total_batch_size={nearest}')
-    if share % c.batch_size:
-        divisors = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - c.batch_size))
-        raise SystemExit(f'--batch_size={c.batch_size}: must divide {share}, the sequences of each device; '
-                         f'set --batch_size={" or ".join(map(str, sorted(divisors[:2])))}')
+    whole, step = c.total_batch_size // (c.batch_size * ranks), c.batch_size * ranks
+    nearest = f'{whole * step} or {(whole + 1) * step}' if whole else step
+    c.require('total_batch_size', not rest, f'a multiple of {ranks}, the number of devices; set --total_batch_size='
+              f'{nearest}')
+    divisors = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - c.batch_size))
+    c.require('batch_size', share % c.batch_size == 0, f'a divisor of {share}, the sequences of each device; set '
+              f'--batch_size={" or ".join(map(str, sorted(divisors[:2])))}')
     steps, given = share // c.batch_size, c.gradient_accumulation_steps
+    c.require('gradient_accumulation_steps', given in (0, steps), f'0 or {steps}, for --total_batch_size='
+              f'{c.total_batch_size} with --batch_size={c.batch_size} on {ranks} device(s); or set '
+              f'--total_batch_size={given * step}')
     if not given:
         c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
-    elif given != steps:
-        made = given * c.batch_size * ranks
-        raise SystemExit(f'--gradient_accumulation_steps={given}: with --batch_size={c.batch_size} on {ranks} '
-                         f'device(s) this makes {made}, not --total_batch_size={c.total_batch_size}; set '
-                         f'--gradient_accumulation_steps=0, which makes it {steps} per device, or '
-                         f'--total_batch_size={made}')
-    rounded = math.ceil(min(c.hessian_batch_size, c.total_batch_size) / ranks) * ranks
-    if rounded != c.hessian_batch_size:
-        c.set('hessian_batch_size', rounded, f'{c.hessian_batch_size} made to fit {c.total_batch_size} sequences on '
-              f'{ranks} device(s)')
-    parts = fitting_parts(c.hessian_parts, c.hessian_batch_size, c.batch_size, ranks, c.parallel != 'ddp')
-    if parts != c.hessian_parts:
-        c.set('hessian_parts', parts, f'{c.hessian_parts} made to fit {c.hessian_batch_size} sequences on {ranks} '
-              f'device(s), at most {c.batch_size} sequences a part')
 
 
 def learning_rate_at(c, iteration):
@@ -410,24 +399,9 @@ def evaluate_and_save(run):
     due = best or c.always_save_checkpoint or state.iter >= c.max_iters
     if due and state.iter > 0 and not c.eval_only:
         before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
-        save(run, best)
+        lifecycle.save(run, best)
         if not run.saved:
             state.best_val_loss = before  # the lowest one that was saved
-
-
-def save(run, best=False):
-    """Save a checkpoint; run.saved says whether that succeeded. Collective: every rank must call it."""
-    c, state = run.config, run.state
-    lifecycle.check_weights(run)
-    run.stops.save = False  # a request to save is answered
-    with optim.evaluating(run.optimizer):
-        path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
-            model_args=model_args(run.raw_model.config), iter_num=state.iter, best_val_loss=state.best_val_loss,
-            config=c.values, train_state=asdict(state), scaler=run.scaler.state_dict(), **run.about),
-            best, c.keep_checkpoints)
-    run.saved = path is not None
-    if run.saved:
-        run.log.print(f'saved {path}')
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -484,11 +458,11 @@ def train(c):
         state.tokens += step.tokens
         state.iter += 1
         if stops.exchange(world) and not stops.stopping:
-            save(run)
+            lifecycle.save(run)
 
     loader.close()
     if stops.stopping and state.iter > 0 and not c.eval_only:
-        save(run)
+        lifecycle.save(run)
     lifecycle.close_run(run)
 
 

@@ -297,6 +297,7 @@ def average_of_the_weights():
     import ema
 
     import train
+    from runtime import checkpoint
     update, weights = ema.update, []
 
     def update_and_record(optimizer):
@@ -310,7 +311,7 @@ def average_of_the_weights():
     average = weights[0]
     for latest in weights[1:]:
         average = [0.5 * a + 0.5 * p for a, p in zip(average, latest)]
-    optimizer = train.checkpoint.load(found['out'])[1]['optimizer']
+    optimizer = checkpoint.load(found['out'])[1]['optimizer']
     close([optimizer['state'][name]['ema'] for name in optimizer['shapes']], average)
     for name in 'adamw', 'muon':
         resumes(name=name)

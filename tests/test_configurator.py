@@ -215,18 +215,18 @@ def test_help_lists_every_setting_with_its_comment(capsys, flag):
 
 
 @pytest.mark.parametrize('ranks, settings, message', [
-    (1, dict(batch_size=14), '--batch_size=14: must divide 480, the sequences of each device; set --batch_size=12 or '
-     '15'),
-    (2, dict(batch_size=7), '--batch_size=7: must divide 240, the sequences of each device; set --batch_size=6 or 8'),
-    (1, dict(total_batch_size=1, batch_size=2), '--batch_size=2: must divide 1, the sequences of each device; set '
-     '--batch_size=1'),
-    (7, dict(batch_size=8), '--total_batch_size=480: must be a multiple of 7, the number of devices; set '
+    (1, dict(batch_size=14), '--batch_size=14: must be a divisor of 480, the sequences of each device; set '
+     '--batch_size=12 or 15'),
+    (2, dict(batch_size=7), '--batch_size=7: must be a divisor of 240, the sequences of each device; set '
+     '--batch_size=6 or 8'),
+    (1, dict(total_batch_size=1, batch_size=2), '--batch_size=2: must be a divisor of 1, the sequences of each device; '
+     'set --batch_size=1'),
+    (7, dict(batch_size=8), 'default: total_batch_size = 480: must be a multiple of 7, the number of devices; set '
      '--total_batch_size=448 or 504'),
     (7, dict(total_batch_size=3, batch_size=1), '--total_batch_size=3: must be a multiple of 7, the number of devices; '
      'set --total_batch_size=7'),
-    (8, dict(batch_size=12, gradient_accumulation_steps=40), '--gradient_accumulation_steps=40: with --batch_size=12 '
-     'on 8 device(s) this makes 3840, not --total_batch_size=480; set --gradient_accumulation_steps=0, which makes it '
-     '5 per device, or --total_batch_size=3840')])
+    (8, dict(batch_size=12, gradient_accumulation_steps=40), '--gradient_accumulation_steps=40: must be 0 or 5, for '
+     '--total_batch_size=480 with --batch_size=12 on 8 device(s); or set --total_batch_size=3840')])
 def test_batch_sizes_that_do_not_fit(ranks, settings, message):
     flags = [f'--{key}={value}' for key, value in settings.items()]
     assert rejection(train.resolve, flags, ranks) == message
