@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 import shapes
 from configurator import HARMLESS
-from optimizers import hessian_flops_per_token
+from optimizers import OPTIMIZERS, hessian_flops_per_token
 from runtime import checkpoint, optim, runlog
 from runtime.device import device_name
 from runtime.distributed import under_torchrun
@@ -49,6 +50,13 @@ def notes(c):
     if c.device.startswith('cuda') and not c.compile and 'compile' not in c.given:
         yield ('warning: compile = False because this machine has no C compiler or no Python.h, and training is much '
                'slower; install gcc and python3-dev')
+    if c.compile:
+        yield 'note: the first iterations compile the model, which takes a minute or more'
+    if c.sources['optimizer_name'] == 'flag' != c.sources['out_dir']:
+        others = OPTIMIZERS.keys() - {c.optimizer_name}
+        if named := others & {*re.split('[^a-z_]', Path(c.out_dir).name)}:
+            yield (f'note: out_dir = {c.out_dir} names {min(named)}, but this run is of {c.optimizer_name}; set '
+                   '--out_dir')
     if c.decay_lr and c.warmup_iters >= c.max_iters:
         yield (f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
                '--warmup_iters')

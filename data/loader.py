@@ -39,6 +39,16 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
     return (np.cumsum(sizes) - sizes)[part] + np.minimum((inside * choices).astype(np.int64), choices - 1)
 
 
+def check_name(dataset):
+    """SystemExit where the `dataset` names a file, or what data/ in front of it would find."""
+    path = Path(dataset)
+    if path.suffix == '.bin':
+        raise SystemExit(f'--dataset={dataset}: a directory that holds train.bin and val.bin is needed; set '
+                         f'--dataset={path.parent}')
+    if path.parent == Path('data'):
+        raise SystemExit(f'--dataset={dataset}: is looked for in data/; set --dataset={path.name}')
+
+
 def data_dir(dataset):
     """The directory that --dataset means: data/DATASET, or the path itself where there is only that."""
     inside, itself = Path('data') / dataset, Path(dataset)
@@ -115,6 +125,8 @@ def missing(path):
     near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob('*')], n=1)
     if near and not folder.is_dir():
         return f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?'
+    if not path.is_absolute() and not Path('data').is_dir():
+        return f'{path}: no such file; start from {Path(__file__).resolve().parents[1]}, where data/ is'
     command = script if script.is_file() else f'data/text/prepare.py FILE... --out_dir {folder}'
     return f'{path}: no such file; check --dataset, or run python {command}'
 
@@ -213,6 +225,8 @@ def open_dataset(dataset, block_size):
     validation only.
     """
     parts = parts_of(dataset)
+    for name in parts:
+        check_name(name)
     train = [Bin(data_dir(name), 'train', share) for name, share in parts.items() if share]
     val = {Path(name).name: Bin(data_dir(name), 'val', share) for name, share in parts.items()}
     for bin in Mixture([*train, *val.values()]).bins:  # which checks that all have one tokenizer

@@ -42,14 +42,17 @@ def device_defaults(device):
     dtype, reason = 'bfloat16', f'device {device}'
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         dtype, reason = 'float16', f'{reason}; it has no bfloat16'
-    if not can_compile():
+    if not can_compile(device):
         reason += '; no C compiler or no Python.h'
-    return dict(backend='nccl', dtype=dtype, compile=can_compile()), reason
+    return dict(backend='nccl', dtype=dtype, compile=can_compile(device)), reason
 
 
-def can_compile():
-    """Whether this machine has what torch.compile needs for CUDA: a C compiler and Python's headers."""
-    compiler = os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang')
+def can_compile(device):
+    """Return whether this machine has what torch.compile needs for `device`, a string: Python's headers and a compiler,
+    for CUDA of C, else of C++."""
+    compiler = shutil.which(os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++'))
+    if device.startswith('cuda'):
+        compiler = os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang')
     return bool(compiler) and Path(sysconfig.get_path('include'), 'Python.h').is_file()
 
 

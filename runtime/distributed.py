@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime.device import check_device
+from runtime.device import can_compile, check_device
 from runtime.files import first_line
 
 # Kept until the process ends: a replica's destructor waits for gloo's threads, which may wait for the interpreter.
@@ -77,6 +77,9 @@ class World:
             compute_dtype: dtype in which sharded parameters are gathered; default their own. Shards, gradients and
                 their sums stay float32.
         """
+        if compile and not can_compile(self.device.type):
+            raise SystemExit('--compile=True: this machine has no C++ compiler or no Python.h; install g++ and '
+                             'python3-dev, or set --compile=False' if self.is_master else 1)
         blocks = list(blocks)
         if activation_checkpointing:
             from torch.utils.checkpoint import checkpoint

@@ -36,6 +36,9 @@ class RunLog:
         if self.path and values.get('wandb_log'):
             try:
                 self.wandb = start_wandb(self.path, values)
+            except ImportError:  # or a directory called wandb, which wandb itself makes
+                raise SystemExit('--wandb_log=True: the package wandb is not installed; pip install wandb, or set '
+                                 '--wandb_log=False') from None
             except Exception as error:  # no login, no network, …
                 raise SystemExit(f'--wandb_log=True: {type(error).__name__}: {first_line(error)}') from None
 
@@ -105,10 +108,10 @@ def start_wandb(path, values):
     the x-axis, and not wandb's own step. That must never fall, and a run that resumes from an earlier checkpoint
     repeats some iterations.
     """
-    import wandb
+    from wandb import init
     id_path = path.with_name('wandb_id.txt')
     run_id = id_path.read_text(encoding='utf-8').strip() if id_path.is_file() else None
-    run = wandb.init(project=values['wandb_project'], name=values['wandb_run_name'] or values['out_dir'],
+    run = init(project=values['wandb_project'], name=values['wandb_run_name'] or values['out_dir'],
                      config=values, id=run_id, resume='allow')
     write_text(id_path, f'{run.id}\n')
     run.define_metric('iter')

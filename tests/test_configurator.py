@@ -175,14 +175,23 @@ def test_mistakes_are_named_with_what_helps(argv, message):
     assert rejection(train.resolve, argv) == message
 
 
+def test_a_run_is_no_hugging_face_folder(tmp_path):
+    (tmp_path / 'ckpt_00000010.pt').touch()
+    assert 'scripts/export_hf.py' in rejection(train.resolve, [f'--init_from={tmp_path}', '--learning_rate=1e-3'])
+
+
 def test_settings_that_are_valid_but_may_surprise_are_noted(monkeypatch):
     """In an image without a C compiler, or without Python.h, a run on a GPU is eager."""
     for compiler in (True, False):
-        monkeypatch.setattr(device, 'can_compile', lambda found=compiler: found)
-        notes = [*lifecycle.notes(train.resolve(['--device=cuda']))]
-        assert [line.startswith('warning: compile = False because this machine has no C compiler') for line in notes] \
-            == [True] * (not compiler)
+        monkeypatch.setattr(device, 'can_compile', lambda _, found=compiler: found)
+        note, = lifecycle.notes(train.resolve(['--device=cuda']))
+        assert note.startswith('note: the first iterations compile the model' if compiler else
+                               'warning: compile = False because this machine has no C compiler')
         assert not [*lifecycle.notes(train.resolve(['--device=cuda', '--compile=False']))]
+    adamw = [str(ROOT / 'config/train_gpt2_small_sophiag.py'), '--device=cpu', '--optimizer_name=adamw']
+    (note,) = lifecycle.notes(train.resolve(adamw))
+    assert note.startswith('note: out_dir = out/gpt2-small-sophiag names sophiag, but this run is of adamw')
+    assert not [*lifecycle.notes(train.resolve([*adamw, '--out_dir=out/like-sophiag']))]
     (note,) = lifecycle.notes(train.resolve(['--max_iters=500', '--device=cpu']))
     assert note == 'note: the run of 500 iterations ends in its warm-up of 2000; see --warmup_iters'
 

@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -68,12 +69,26 @@ def test_the_slurm_script_does_not_try_failures_again(tmp_path, corpus):
 
 def test_what_suits_a_device(monkeypatch):
     for compiler in (True, False):
-        monkeypatch.setattr(device, 'can_compile', lambda found=compiler: found)
+        monkeypatch.setattr(device, 'can_compile', lambda _, found=compiler: found)
         assert device_defaults('cuda:1')[0] == dict(backend='nccl', dtype='bfloat16', compile=compiler)
         assert device_defaults('cpu')[0] == dict(backend='gloo', dtype='float32', compile=False)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: including_emulation)
     assert device_defaults('cuda')[0]['dtype'] == 'float16'
+
+
+@pytest.mark.parametrize('name, tool', [('cpu', 'CXX'), ('cuda', 'CC')])
+def test_compiling_without_a_compiler_is_one_line(monkeypatch, name, tool):
+    """Instead of PyTorch's traceback of 131 lines in the first iteration."""
+    monkeypatch.setattr(sysconfig, 'get_path', lambda _: str(ROOT))
+    assert not device.can_compile(name)  # no Python.h there
+    monkeypatch.undo()
+    monkeypatch.setenv('PATH', '')
+    monkeypatch.delenv(tool, raising=False)
+    assert not device.can_compile(name)
+    message = rejection(lambda: World('cpu', 'gloo').wrap(torch.nn.Module(), torch.nn.Module(), [], compile=True))
+    assert message == ('--compile=True: this machine has no C++ compiler or no Python.h; install g++ and python3-dev, '
+                       'or set --compile=False')
 
 
 @pytest.mark.parametrize('name, peak', [

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import rejection, write_bins
+from conftest import ROOT, rejection, write_bins
 
 from data.loader import (
     Bin,
@@ -147,7 +147,13 @@ def test_nanogpts_character_bins_are_not_taken_for_gpt2s(tmp_path):
 
 def test_a_missing_data_set_is_named_with_what_helps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    assert rejection(Bin, data_dir('mine'), 'val') == (
+        f'data/mine/val.bin: no such file; start from {ROOT}, where data/ is')
     write_bins(tmp_path / 'data/pysource', [1], [1])
+    assert rejection(open_dataset, 'data/pysource', 1) == (
+        '--dataset=data/pysource: is looked for in data/; set --dataset=pysource')
+    assert rejection(open_dataset, 'mine:0.5,x/train.bin:0.5', 1) == (
+        '--dataset=x/train.bin: a directory that holds train.bin and val.bin is needed; set --dataset=x')
     assert rejection(Bin, data_dir('pysorce'), 'val') == (
         '--dataset=pysorce: no directory data/pysorce; did you mean pysource?')
     assert rejection(Bin, data_dir('mine'), 'val') == (

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not shutil.which('make'), reason='needs make')
 
 @pytest.fixture
 def make(tmp_path):
-    """make(target, answer): runs a target in a copy of the repository's Makefile; the finished process."""
+    """make(target, answer, VARIABLE=): runs a target in a copy of the repository's Makefile; the finished process."""
     for name in ('Makefile', 'requirements.txt'):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / '.venv').mkdir()
@@ -27,8 +27,9 @@ def make(tmp_path):
     (tmp_path / 'stub').write_text(STUB)
     (tmp_path / 'stub').chmod(0o755)
 
-    def run(target, answer=''):
-        return subprocess.run(['make', target, 'PY=./stub'], cwd=tmp_path, input=answer, capture_output=True, text=True)
+    def run(target, answer='', **variables):
+        words = ['make', target, 'PY=./stub', *(f'{key}={value}' for key, value in variables.items())]
+        return subprocess.run(words, cwd=tmp_path, input=answer, capture_output=True, text=True)
     return run
 
 
@@ -70,3 +71,13 @@ def test_clean_keeps_data_and_asks(make, tmp_path):
     assert make('clean-data', 'y\n').returncode == 0
     assert all(path.exists() for path in kept) and not any(path.exists() for path in prepared)
     assert 'no prepared data' in make('clean-data', 'y\n').stdout
+
+
+@pytest.mark.parametrize('python, message', [('nopython', 'nopython: no such program'),
+                                             ('./old', './old is older than Python 3.10')])
+def test_a_python_that_is_missing_and_one_that_is_too_old(make, tmp_path, python, message):
+    (tmp_path / '.venv/.installed').unlink()
+    (tmp_path / 'old').write_text('#!/bin/sh\nexit 1\n')
+    (tmp_path / 'old').chmod(0o755)
+    done = make('install', PYTHON=python)
+    assert done.returncode and done.stdout.startswith(message) and 'make PYTHON=python3.12' in done.stdout

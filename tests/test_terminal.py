@@ -108,6 +108,11 @@ def init(**_):
 wandb.init = init
 """)
     assert done.code == 1 and done.err == '--wandb_log=True: RuntimeError: no API key\n'
+    (tmp_path / 'wandb.py').unlink()
+    (tmp_path / 'wandb').mkdir()  # where wandb keeps its runs
+    done = train(tmp_path / 'newer', '--wandb_log=True', faults=path)
+    assert done.code == 1 and done.err == (
+        '--wandb_log=True: the package wandb is not installed; pip install wandb, or set --wandb_log=False\n')
 
 
 def test_a_run_that_resumes_offline_writes_all_its_lines_again(tmp_path, monkeypatch):

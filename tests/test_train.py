@@ -341,7 +341,7 @@ def test_gpu_agrees_with_cpu(train, tmp_path):
             ('float32', False, 2e-2, 'fsdp'), ('bfloat16', True, 5e-2, 'fsdp')):
         out = tmp_path / f'{dtype}-{parallel}'
         done = finish(start(out, '--dropout=0', '--device=cuda', f'--dtype={dtype}', f'--parallel={parallel}',
-                            f'--compile={compile and can_compile()}', name='sophiag'))
+                            f'--compile={compile and can_compile("cuda")}', name='sophiag'))
         assert done.code == 0, done.err
         assert metrics(out) == pytest.approx(metrics(tmp_path / 'cpu'), abs=slack)
 
