@@ -20,14 +20,14 @@ from runtime.rng import SEQUENCES, keyed_bits
 
 
 def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
-    """Starts of the `n` sequences of an iteration's mini-batch: int64 (n,), uniform over all sequences of the split.
+    """Return where the `n` sequences of a mini-batch start: int64 (n,), uniform over all sequences of the split.
 
     A sequence is block_size + 1 tokens.
 
     Args:
         num_tokens: of the split, or a list with one number for each part of a mixture. Starts then count through the
             parts as if they were concatenated; no sequence crosses from one part to the next.
-        weights: the share that each part has in the mixture. ValueError unless each part has one and their sum is 1.
+        weights: share of each part in the mixture. ValueError unless each part has one and they sum to 1.
     """
     fraction = (keyed_bits(seed, SEQUENCES, iteration, n) >> np.uint64(11)) * 2.0 ** -53
     sizes, edges = np.atleast_1d(num_tokens), np.cumsum([0.0, *weights])
@@ -50,23 +50,22 @@ def check_name(dataset):
 
 
 def data_dir(dataset):
-    """The directory that --dataset means: data/DATASET, or the path itself where there is only that."""
+    """Return the directory of --dataset: data/DATASET or, if only that exists, the path itself."""
     inside, itself = Path('data') / dataset, Path(dataset)
     return itself if itself.is_dir() and not inside.is_dir() else inside
 
 
 def vocab_size_of(dataset):
-    """The vocabulary of --dataset, a mixture's from its first part; GPT-2's where its meta.json is not there."""
+    """Return the vocabulary size of --dataset, a mixture's from its first part; GPT-2's if it has no meta.json."""
     meta = read_meta(data_dir(next(iter(parts_of(dataset)))))  # all parts of a mixture have one tokenizer
     return meta['vocab_size'] if meta else 50257
 
 
 class Bin:
-    """One split of a data set: `path` memory-mapped, checked against the meta.json next to it.
+    """One split of a data set: a memory-mapped file, checked against the meta.json next to it.
 
     Without a meta.json the file is read as GPT-2's uint16 (nanoGPT's bins), and its ids are checked as they are read.
-    `weight`: the share of the split in a Mixture. SystemExit when the file is missing, is truncated, or does not fit
-    its meta.json.
+    `weight`: share of the split in a Mixture. SystemExit when the file is missing, truncated or at odds with meta.json.
     """
 
     def __init__(self, data_dir, split, weight=1.0):
@@ -88,39 +87,39 @@ class Bin:
         return len(self.tokens)
 
     def sequences(self, starts, length):
-        """(len(starts), length) tokens in the file's dtype. SystemExit when an id is beyond the vocabulary."""
+        """Return (len(starts), length) tokens in the file's dtype. SystemExit when an id is beyond the vocabulary."""
         return self.check_ids(np.stack([self.tokens[s:s + length] for s in starts]))
 
     def where(self, starts):
-        """The file, and the places in it, where the sequences start."""
+        """Say where the sequences start: the file and the places in it."""
         return f'{self.path} at {starts.tolist()}'
 
     def check_ids(self, tokens):
-        """Returns `tokens`; SystemExit when one of them is beyond the vocabulary."""
+        """Return `tokens`; SystemExit when one of them is beyond the vocabulary."""
         if (top := int(tokens.max())) >= self.vocab_size:
             raise SystemExit(f'{self.path}: token id {top} is beyond the vocabulary of {self.vocab_size}; '
                              f'prepare it again (ids above 65,535 need a meta.json that says uint32)')
         return tokens
 
     def samples(self):
-        """The first, the last and evenly spaced tokens of the split, at most 2^20 of them: (blocks, tokens)."""
+        """Return the first, the last and evenly spaced tokens of the split, at most 2^20: (blocks, tokens)."""
         length = min(2 ** 14, len(self))
         starts = np.linspace(0, len(self) - length, 64).astype(np.int64)
         return np.stack([self.tokens[s:s + length] for s in np.unique(starts)])
 
     def check_length(self, block_size):
-        """SystemExit unless the split holds at least one sequence of block_size + 1 tokens."""
+        """Stop the run unless the split holds at least one sequence of block_size + 1 tokens."""
         if len(self) <= block_size:
             raise SystemExit(f'{self.path}: {len(self)} tokens are too few for block_size = {block_size}; '
                              f'set --block_size to at most {len(self) - 1}')
 
     def fingerprint(self):
-        """Hexadecimal SHA-256 of the size of the data and of `samples`, whatever meta.json says."""
+        """Return the hex SHA-256 of the data's size and of `samples`; it does not depend on meta.json."""
         return hashlib.sha256(f'{self.tokens.dtype.str} {len(self)} '.encode() + self.samples().tobytes()).hexdigest()
 
 
 def missing(path):
-    """The error message for a bin that does not exist, with what may help."""
+    """Return the error message for a bin that does not exist, with what may help."""
     folder, script = path.parent, path.with_name('prepare.py')
     near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob('*')], n=1)
     if near and not folder.is_dir():
@@ -132,10 +131,9 @@ def missing(path):
 
 
 def read_meta(data_dir):
-    """The dict of data_dir/meta.json, None where there is none; with the text of a tokenizer.json next to it as 'json'.
+    """Return the dict of data_dir/meta.json, with the text of a tokenizer.json next to it as 'json'; None without one.
 
-    SystemExit when meta.json is not valid, or when there is nanoGPT's meta.pkl instead, because its bins are not in
-    GPT-2's tokens.
+    SystemExit when it is not valid, or when there is nanoGPT's meta.pkl, whose bins are not in GPT-2's tokens.
     """
     path = Path(data_dir) / 'meta.json'
     if not path.is_file():
@@ -150,20 +148,18 @@ def read_meta(data_dir):
         if meta['tokenizer'] == FileTokenizer.name:
             text = path.with_name(FileTokenizer.name).read_bytes()
             if hashlib.sha256(text).hexdigest() != meta['tokenizer_sha256']:
-                raise ValueError(f'{FileTokenizer.name} is not the one that the bins were made with')
+                raise ValueError(f'{FileTokenizer.name} is not the one of the bins')
             meta['json'] = text.decode()
-        # Looks up all that a reader needs: a missing key is reported below.
-        identifying(meta), meta['train']['tokens'], meta['val']['tokens']
+        identifying(meta), meta['train']['tokens'], meta['val']['tokens']  # KeyError when one of them is missing
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f'{path}: not a valid meta.json ({error!r}); prepare the data again') from None
     return meta
 
 
 class Mixture:
-    """The training Bins, read by TrainLoader as one: each sequence comes from one of them, drawn by its `weight`.
+    """The training Bins, read by TrainLoader as one: each sequence comes from a bin that is drawn by its `weight`.
 
-    Sequence starts count through the bins as if they were concatenated. SystemExit when the bins were made with
-    different tokenizers.
+    Starts count through the bins as if they were concatenated. SystemExit when their tokenizers differ.
     """
 
     def __init__(self, bins):
@@ -179,29 +175,29 @@ class Mixture:
         return int(self.first[-1])
 
     def _by_bin(self, starts):
-        """(index of the bin, start within it) of each of `starts`."""
+        """Return (index of the bin, start within it) for each of `starts`."""
         index = np.searchsorted(self.first, starts, side='right') - 1
         return index, starts - self.first[index]
 
     def sequences(self, starts, length):
-        """(len(starts), length) tokens. SystemExit when an id is beyond the vocabulary."""
+        """Return (len(starts), length) tokens. SystemExit when an id is beyond the vocabulary."""
         return np.concatenate([self.bins[i].sequences([start], length) for i, start in zip(*self._by_bin(starts))])
 
     def where(self, starts):
-        """The files, and the places in them, where the sequences start."""
+        """Say where the sequences start: the files and the places in them."""
         index, starts = self._by_bin(starts)
         return ', '.join(bin.where(starts[index == i]) for i, bin in enumerate(self.bins) if (index == i).any())
 
 
 def fingerprint(bins):
-    """A hash of the data of several Bins and their weights; for a single Bin, its own fingerprint."""
+    """Return a hash of the data and weights of several Bins; for a single Bin, its fingerprint."""
     found = [bin.fingerprint() for bin in bins]
     weights = [bin.weight for bin in bins]
     return hashlib.sha256(repr((weights, found)).encode()).hexdigest() if len(found) > 1 else found[0]
 
 
 def parts_of(dataset):
-    """The parts of --dataset=a:0.7,b:0.3 as {name: share}, with shares whose sum is 1."""
+    """Return the parts of --dataset=a:0.7,b:0.3 as {name: share}; the shares sum to 1."""
     dataset, parts = str(dataset), {}
     if not {':', ','} & set(dataset):
         return {dataset: 1.0}
@@ -219,10 +215,9 @@ def parts_of(dataset):
 
 
 def open_dataset(dataset, block_size):
-    """The training split and the validation splits of --dataset: (Mixture, {key: Bin}).
+    """Open the training split and the validation splits of --dataset: (Mixture, {key: Bin}).
 
-    A mixture has a validation set for each part, whose key is the name of its directory; a part of weight 0 is for
-    validation only.
+    Each part of a mixture is a validation set, with its directory's name as key; one of weight 0 is nothing else.
     """
     parts = parts_of(dataset)
     for name in parts:
@@ -236,7 +231,7 @@ def open_dataset(dataset, block_size):
 
 
 class TrainLoader:
-    """This rank's share of each mini-batch, in iteration order from `first_iteration`, prepared one step ahead.
+    """This rank's share of each mini-batch, from `first_iteration` on, read one iteration ahead.
 
     `next(loader)` returns an int64 tensor (total_batch_size / world_size, block_size + 1) on `device`; inputs are
     [:, :-1] and targets [:, 1:]. Token ids stay in the file's 2 or 4 bytes until they are on the device.
@@ -251,7 +246,7 @@ class TrainLoader:
         self.ahead = self.thread.submit(self._load, first_iteration)
 
     def starts(self, iteration):
-        """Return where the sequences of the mini-batch of `iteration` start, for all ranks together: (B,) int64.
+        """Return where the sequences of an iteration's mini-batch start, over all ranks: (B,) int64.
 
         This is the order of the data. It must depend on nothing but the seed and the iteration.
         """
@@ -259,15 +254,17 @@ class TrainLoader:
                                self.block_size, [bin.weight for bin in self.data.bins])
 
     def share(self, iteration, rank):
-        """Return a rank's share of `starts`: every w-th for w ranks, so that the first N sequences of the mini-batch
-        are spread evenly over the ranks. ValueError unless there are total_batch_size starts."""
+        """Return a rank's share of `starts`. ValueError unless there are total_batch_size of them.
+
+        It is every w-th for w ranks, so the first N sequences of the mini-batch are spread evenly over the ranks.
+        """
         starts = self.starts(iteration)
         if len(starts) != self.total_batch_size:
             raise ValueError(f'{len(starts)} sequence starts for a mini-batch of {self.total_batch_size} sequences')
         return starts[rank::self.world_size]
 
     def describe(self, iteration, losses):
-        """Return the sequences with non-finite `losses` (ranks, sequences), in words; '' if every loss is finite."""
+        """Say which sequences have non-finite `losses` (ranks, sequences); '' if every loss is finite."""
         named = []
         for rank, bad in enumerate((~losses.isfinite()).cpu().numpy()):
             if bad.any():  # by index, because a mini-batch that a fork has shortened has fewer losses than `starts`
@@ -276,7 +273,7 @@ class TrainLoader:
         return '; '.join(named)
 
     def first(self):
-        """Return the sequences that `next` returns next."""
+        """Return what `next` will return, without moving on."""
         return on_device(self.ahead.result(), self.device)
 
     def __next__(self):
@@ -286,7 +283,7 @@ class TrainLoader:
         return on_device(batch, self.device)
 
     def close(self):
-        """Stops the prefetching thread."""
+        """Stop the prefetching thread."""
         self.thread.shutdown(cancel_futures=True)
 
     def _load(self, iteration):
@@ -297,11 +294,10 @@ class TrainLoader:
 class ValidationLoader:
     """Fixed, non-overlapping sequences of the validation split, the same for every run, shared over the ranks.
 
-    Iterating yields (inputs, targets), each (batch_size, block_size) int64 on `device`; an incomplete batch is filled
-    up with targets of -1, which do not count, so that all batches have one shape and all ranks the same number of them.
+    Iterating yields (inputs, targets), each (batch_size, block_size) int64 on `device`. Targets of -1, which do not
+    count, fill up the last batch, so that all ranks have the same number of batches, of one shape.
 
-    Args:
-        num_sequences: how many, evenly spaced over the split; 0 = all of them.
+    `num_sequences`: how many, evenly spaced over the split; 0 = all of them.
     """
 
     def __init__(self, data, num_sequences, batch_size, block_size, rank, world_size, device):
@@ -328,11 +324,11 @@ class ValidationLoader:
 
 
 def as_tensor(tokens):
-    """Token ids as the signed torch type of the same width: torch's unsigned types lack most operations."""
+    """Return token ids in torch's signed type of the same width; its unsigned types lack most operations."""
     return torch.from_numpy(tokens.view(np.int16 if tokens.itemsize == 2 else np.int32))
 
 
 def on_device(ids, device):
-    """Moves ids of `as_tensor` to `device` and widens them to int64."""
+    """Move ids from `as_tensor` to `device` and widen them to int64."""
     mask = 0xFFFF if ids.dtype == torch.int16 else 0xFFFFFFFF
     return ids.to(device, non_blocking=True).to(torch.int64).bitwise_and_(mask)

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 import numpy as np
@@ -25,31 +25,35 @@ KEY_HINT = '--text_key of data/text/prepare.py names another'
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
 
 
-def argument_parser(doc, script, tokenizer=None):
-    """The parser of a prepare.py, from its docstring and __file__, with the flags that all of them share.
+def argument_parser(doc, script, tokenizer=None, data_files=False):
+    """Return the parser of a prepare.py, from its docstring and __file__, with the flags that they share.
 
-    `tokenizer`: the default of --tokenizer; without it, there is no such flag.
+    Args:
+        tokenizer: default of --tokenizer; None for no such flag.
+        data_files: whether there is the flag --data_files.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', type=Path, default=Path(script).resolve().parent,
                         help="where the bins go (default: this script's directory)")
     parser.add_argument('--num_proc', type=at_least_one, help='processes (default: one per core)',
                         default=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
-    parser.add_argument('--overwrite', action='store_true', help='replace other bins that are in the way')
+    parser.add_argument('--overwrite', action='store_true', help='replace other bins in out_dir')
     if tokenizer:
         parser.add_argument('--tokenizer', metavar=TOKENIZER_NAMES, default=tokenizer, help=f'default: {tokenizer}')
+    if data_files:
+        parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE', help='instead of those on the Hub')
     return parser
 
 
 def at_least_one(text):
-    """An int >= 1, for argparse."""
+    """Convert an argument of argparse to an int of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError('must be a whole number, at least 1')
     return int(text)
 
 
 def local_files(paths):
-    """(source, revision) of files on disk: their names, and the SHA-256 of the list of their SHA-256s."""
+    """Return (source, revision) of files on disk: their names, and the SHA-256 of the list of their SHA-256s."""
     try:
         listed = ''.join(map(sha256, paths))
     except OSError as error:
@@ -58,7 +62,7 @@ def local_files(paths):
 
 
 def names_of(paths):
-    """The names of the first three files, and how many more there are."""
+    """Name the first three files, and say how many more there are."""
     return ' '.join(path.name for path in paths[:3]) + (f' and {len(paths) - 3} more' if len(paths) > 3 else '')
 
 
@@ -66,7 +70,7 @@ def names_of(paths):
 
 
 def load(name, build):
-    """Return `build(datasets)`, a table called `name`. SystemExit when the package fails."""
+    """Return `build(datasets)`, a table called `name`. SystemExit when it fails."""
     try:
         import datasets
         return build(datasets)
@@ -74,13 +78,6 @@ def load(name, build):
         hint = '; --data_files FILE... reads local copies' if str(name).startswith('hf:') else ''
         error = error.__cause__ or error
         raise SystemExit(f'{name}: cannot be read ({type(error).__name__}: {first_line(error)}){hint}') from None
-
-
-def table_parser(doc, script):
-    """Return the parser of a prepare.py for `prepare_split_table`."""
-    parser = argument_parser(doc, script, tokenizer='gpt2')
-    parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE', help='instead of those on the Hub')
-    return parser
 
 
 def prepare_split_table(args, repository, revision, names):
@@ -118,7 +115,7 @@ def rows(files, revision):
 
 
 def split_table(dataset):
-    """Batches of a table split as nanoGPT splits it: the parts of `datasets`' train_test_split, each in its order."""
+    """Return the Batches of a table with nanoGPT's split: `datasets`' train_test_split, each part in its order."""
     try:
         parts = dataset.train_test_split(**SPLIT)
     except ValueError:
@@ -129,25 +126,18 @@ def split_table(dataset):
 
 
 def read_rows(parts, batch):
-    """Worker: the documents of one batch of a split table."""
+    """Return the documents of one batch of a split table, in a worker process."""
     split, rows = batch
     return [(split, text) for text in parts[split][rows]['text']]
 
 
 def file_by_file(files, read):
-    """Batches of files that are too large to store: {split: files}, whose texts `read(file)` yields."""
-    return Batches([in_rows(split, read(file)) for split in files for file in files[split]])
-
-
-def in_rows(split, texts):
-    """Yield the texts as documents of `split`, in lists of ROWS."""
-    while batch := [(split, text) for text in islice(texts, ROWS)]:
-        yield batch
+    """Return the Batches of files that are too large to store: {split: files}, whose texts `read(file)` yields."""
+    return Batches([batched(zip(repeat(split), read(file))) for split in files for file in files[split]])
 
 
 def stream(file):
-    """Yield the texts of a .jsonl file on the Hub. OSError when it cannot be read, which may be the network's fault, so
-    that what is done is kept."""
+    """Yield the texts of a .jsonl file on the Hub. OSError, which keeps finished work, when it cannot be read."""
     try:
         from datasets import load_dataset
         table = load_dataset('json', data_files=file, split='train', streaming=True)
@@ -197,7 +187,7 @@ def shard_tokens(path):
 
 
 def read_shard(batch):
-    """Worker: the tokens start … end - 1 of a shard. SystemExit when an id is not GPT-2's."""
+    """Return the tokens start … end - 1 of a shard, in a worker process. SystemExit when an id is not GPT-2's."""
     split, path, start, end = batch
     ids = np.fromfile(path, '<u2', end - start, offset=4 * SHARD_HEADER + 2 * start)
     if len(ids) < end - start:
@@ -211,9 +201,9 @@ def read_shard(batch):
 
 
 def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
-    """.txt, .jsonl and .parquet files, and directories of them. Without `val_files`, some of the text is for val.
+    """Return the Corpus of .txt, .jsonl and .parquet files, and directories of them, without blank documents.
 
-    Blank documents are left out.
+    If there are no `val_files`, `val_fraction` of the text is for val.
     """
     files, val_files = expand(files), expand(val_files)
     source, revision = local_files([*files, *val_files])
@@ -225,7 +215,7 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
 
     if val_files:
         rule = 'val: ' + names_of(val_files)
-        split = chain((('train', text) for text in documents(files)), (('val', text) for text in documents(val_files)))
+        split = chain(zip(repeat('train'), documents(files)), zip(repeat('val'), documents(val_files)))
     else:
         enough = int(1 / val_fraction) + 1
         try:
@@ -243,17 +233,13 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
 
 
 def by_document(texts, fraction):
-    """(split, text): a document is for val when `fraction` × (documents so far) reaches the next whole number.
-
-    At 0.01 these are the documents 100, 200, 300, ...
-    """
+    """Yield (split, text); at a fraction of 0.01 documents 100, 200, 300, … are for val."""
     for i, text in enumerate(texts):
         yield 'val' if int(fraction * (i + 1)) > int(fraction * i) else 'train', text
 
 
 def by_position(texts, size, fraction):
-    """(split, text): val is the last `fraction` of the `size` characters, and up to as much before it, from a line end.
-    """
+    """Yield (split, text); val is the last `fraction` of `size` characters or, from a line end, up to twice as many."""
     left = max(1, int(size * (1 - fraction)))  # characters for train
     near = size - left
     for text in texts:
@@ -280,10 +266,9 @@ def batched(documents):
 
 
 def expand(paths):
-    """Return the paths, where a directory stands for the readable files anywhere below it, in the order of their names.
+    """Return the paths, with directories replaced by the readable files anywhere below them, sorted by name.
 
-    Hidden files are left out; of a directory's other files, a note names the first that are not read. Links to
-    directories are not followed.
+    Hidden files are left out, a note names others that are not read, and links to directories are not followed.
     """
     files = []
     for path in paths:
@@ -300,10 +285,7 @@ def expand(paths):
 
 
 def read(path, text_key):
-    """Yield the texts of a file.
-
-    SystemExit when its content is bad. OSError when the file system fails: then the same command may get further.
-    """
+    """Yield the texts of a file. SystemExit when its content is bad, OSError when the file system fails."""
     try:
         for number, text in enumerate(reader_of(path)(path, text_key), 1):
             if not isinstance(text, str):
@@ -316,9 +298,9 @@ def read(path, text_key):
 
 
 def lines(path):
-    """Yield the lines of a UTF-8 file without its byte order mark; only a newline ends one. SystemExit if not UTF-8.
+    """Yield the lines of a UTF-8 file, perhaps a .gz or .zst, without its byte order mark. SystemExit if not UTF-8.
 
-    A .gz or .zst file is decompressed.
+    Only a newline ends a line.
     """
     with decompressed(path) as file:
         for number, line in enumerate(file, 1):
@@ -331,7 +313,7 @@ def lines(path):
 
 
 def decompressed(path):
-    """Return the open binary file of the content. pyarrow tells when a compressed file is truncated."""
+    """Open a file for its decompressed bytes. pyarrow, unlike gzip and zstandard, fails when it is truncated."""
     file, kind = path.open('rb'), COMPRESSED.get(path.suffix.lower())
     if kind:
         import pyarrow
@@ -340,7 +322,7 @@ def decompressed(path):
 
 
 def txt(path, text_key):
-    """Yield the documents of a .txt file between <|endoftext|>."""
+    """Yield the documents of a .txt file, which <|endoftext|> separates."""
     parts = []
     for line in lines(path):
         *ends, rest = line.split(END_OF_TEXT)
@@ -352,7 +334,7 @@ def txt(path, text_key):
 
 
 def jsonl(path, text_key):
-    """Yield the text of each line of a .jsonl file that is not blank."""
+    """Yield the text in each line of a .jsonl file; blank lines are skipped."""
     for number, line in enumerate(lines(path), 1):
         if line.strip():
             try:
@@ -380,5 +362,5 @@ READERS |= {f'{kind}{packed}': READERS[kind] for kind in ('.txt', '.jsonl') for 
 
 
 def reader_of(path):
-    """Return the reader for a file of this name, None for other files."""
+    """Return the function that reads a file of this name, None if there is none."""
     return next((reader for ending, reader in READERS.items() if path.name.lower().endswith(ending)), None)

@@ -24,12 +24,12 @@ class Tokenizer:
 
     @property
     def dtype(self):
-        """The dtype of a bin, by name."""
+        """Name of a bin's dtype."""
         return 'uint16' if self.vocab_size <= 2 ** 16 else 'uint32'
 
     @property
     def meta(self):
-        """The part of a meta.json that `tokenizer_from_meta` and the readers of a bin need."""
+        """Entries of meta.json that describe the tokenizer."""
         return {'tokenizer': self.name, 'vocab_size': self.vocab_size, 'dtype': self.dtype, 'eot_id': self.eot_id}
 
 
@@ -122,7 +122,7 @@ class FileTokenizer(Tokenizer):
         self.bpe.no_padding()
 
     def __reduce__(self):
-        """A worker process makes its own: pickled, a `tokenizers.Tokenizer` forgets `encode_special_tokens`."""
+        """Rebuild the tokenizer in a worker process: pickled, it would lose `encode_special_tokens`."""
         return FileTokenizer, (self.text, self.eot_id)
 
     @property
@@ -131,8 +131,8 @@ class FileTokenizer(Tokenizer):
 
     @classmethod
     def from_file(cls, path):
-        """The tokenizer of a file. Documents end with the eos_token of the tokenizer_config.json next to it, or else
-        with the first of the usual ones that it has."""
+        """Load a tokenizer.json. Documents end with the eos_token of the tokenizer_config.json next to it, by default
+        with the first of END_OF_TEXT_NAMES that the vocabulary has."""
         path = Path(path)
         config = path.with_name('tokenizer_config.json')
         try:
@@ -151,7 +151,7 @@ class FileTokenizer(Tokenizer):
 
     @classmethod
     def from_hub(cls, repository):
-        """The tokenizer of a model on the Hub."""
+        """Download the tokenizer of a model on the Hub."""
         try:
             from huggingface_hub import hf_hub_download
             hf_hub_download(repository, 'tokenizer_config.json')
@@ -169,7 +169,7 @@ class FileTokenizer(Tokenizer):
 
 
 def utf8(text):
-    """The bytes of a text; lone surrogates (JSON can carry them) become U+FFFD, as in tiktoken."""
+    """Encode text; lone surrogates, which JSON can hold, become U+FFFD, as in tiktoken."""
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -181,7 +181,7 @@ TOKENIZER_NAMES = '|'.join([*TOKENIZERS, 'FILE.json', 'OWNER/NAME'])  # for the 
 
 
 def get_tokenizer(name):
-    """The tokenizer 'gpt2', 'byte', of a tokenizer.json by its path, or of a model on the Hub, 'OWNER/NAME'."""
+    """Load a tokenizer: 'gpt2', 'byte', the path of a tokenizer.json, or 'OWNER/NAME', a model on the Hub."""
     if name in TOKENIZERS:
         return TOKENIZERS[name]()
     if str(name).endswith('.json'):
@@ -193,14 +193,16 @@ def get_tokenizer(name):
 
 
 def identifying(meta):
-    """The part of a meta.json's dict by which `tokenizer_from_meta` makes the tokenizer again."""
+    """Return the entries of a meta.json's dict from which `tokenizer_from_meta` can build the tokenizer."""
     keys = {'char': ['chars'], FileTokenizer.name: ['json', 'eot_id']}.get(meta['tokenizer'], [])
     return {key: meta[key] for key in ['tokenizer', *keys]}
 
 
 def same_tokenizer(one, other):
-    """Whether two tokenizers, dicts from `identifying`, have the same text for every id that both have: one may be
-    GPT-2's or bytes as a tokenizer.json. Where one of them cannot be loaded, a warning, and True."""
+    """Return whether two tokenizers, dicts from `identifying`, agree on the text of every id that both have.
+
+    So GPT-2's as a tokenizer.json is GPT-2's. Warns and returns True if one of them cannot be loaded.
+    """
     if one == other:
         return True
     if one['tokenizer'] == other['tokenizer'] != FileTokenizer.name:
@@ -217,17 +219,18 @@ def same_tokenizer(one, other):
 
 
 def folder_meta(folder, vocab_size):
-    """The meta of the tokenizer of a Hugging Face folder; GPT-2's if it has no file of one and the vocabulary has that
+    """Return the meta of a Hugging Face folder's tokenizer; without any file of one, GPT-2's if the vocabulary has that
     size, else None."""
     path = Path(folder) / FileTokenizer.name
     if path.is_file():
         return FileTokenizer.from_file(path).meta
-    has_another = path.with_name('vocab.json').is_file()
-    return {'tokenizer': GPT2.name} if vocab_size == GPT2.vocab_size and not has_another else None
+    if vocab_size == GPT2.vocab_size and not path.with_name('vocab.json').is_file():
+        return {'tokenizer': GPT2.name}
+    return None
 
 
 def check_tokenizer(data, folder, vocab_size):
-    """SystemExit if the data set `data` was made with another tokenizer than the weights in a Hugging Face folder."""
+    """Stop the run if `data` and the weights in a Hugging Face folder have different tokenizers."""
     theirs = folder_meta(folder, vocab_size)
     if theirs and not same_tokenizer(identifying(theirs), data.tokenizer):
         raise SystemExit(f'{data.path}: made with another tokenizer ({data.tokenizer["tokenizer"]}) than the weights '
@@ -235,7 +238,7 @@ def check_tokenizer(data, folder, vocab_size):
 
 
 def tokenizer_from_meta(meta):
-    """The tokenizer that the bins of a meta.json (its dict) were made with."""
+    """Build the tokenizer of a meta.json, a dict."""
     if meta['tokenizer'] == FileTokenizer.name:
         return FileTokenizer(meta['json'], meta['eot_id'])
     return Char(meta['chars']) if meta['tokenizer'] == 'char' else get_tokenizer(meta['tokenizer'])

@@ -39,10 +39,10 @@ class Batches:
     """The text of a corpus in batches of about a megabyte, each tokenized by a worker process.
 
     segments: iterables of batches (anything picklable) in the order of writing, the same in every run. A resumed run
-        skips finished segments unread; of the segment it stopped in, it reads the written batches, but does not
-        tokenize them.
-    read: function that a worker calls with a batch (hence picklable) for its documents, a list of (split, text).
-        Without it, a batch is such a list itself. An array of ids stands for a text that is tokenized already.
+        skips finished segments unread; in the segment where it stopped it reads the written batches without
+        tokenizing them.
+    read: picklable function that a worker calls with a batch for its documents, a list of (split, text). Without it, a
+        batch is such a list. An array of ids stands for a text that is tokenized already.
     documents: how many there are, for the progress bar; None if unknown.
     """
 
@@ -53,7 +53,7 @@ class Batches:
 
 @dataclass
 class Corpus:
-    """A text, its version, and its split; bins that differ in any of them, or in the tokenizer, are other data.
+    """A text, its version and its split, which with the tokenizer identify bins.
 
     open: function that returns its Batches, called only when there is work to do.
     """
@@ -67,9 +67,9 @@ class Corpus:
 def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     """Write a corpus to `out_dir` with `num_proc` worker processes and return the content of meta.json.
 
-    Finished bins of the same corpus are left as they are. SystemExit when other bins are in the way (unless
-    `overwrite`), when another process is writing there, when the input is bad (then the parts are removed), and after
-    an interruption or an OSError (then the same command resumes).
+    Finished bins of the same corpus are kept. SystemExit when `out_dir` holds other bins (unless `overwrite`), when
+    another process is writing there, when the input is bad (then the parts are removed), and after an interruption or
+    an OSError (then the same command resumes).
     """
     out_dir = Path(out_dir)
     about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}
@@ -77,7 +77,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     with lock(out_dir):
         meta = None if overwrite else find_existing(out_dir, identity)
         if meta:
-            print(f'{out_dir}: these bins exist already, nothing to do (--overwrite makes them again)')
+            print(f'{out_dir}: already has these bins, nothing to do (--overwrite makes them again)')
         else:
             meta = write(corpus, identity, tokenizer, out_dir, num_proc, overwrite)
     for split in SPLITS:
@@ -86,9 +86,9 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
 
 
 def lock(out_dir):
-    """The open file prepare.lock in `out_dir`, which is created if need be; closing it ends the lock.
+    """Lock prepare.lock in `out_dir`, which is created if need be, and return the open file; closing it ends the lock.
 
-    It is a POSIX lock, because worker processes do not inherit those, and network file systems have them.
+    It is a POSIX lock: worker processes do not inherit it, and network file systems support it.
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -102,17 +102,16 @@ def lock(out_dir):
 
 
 def find_existing(out_dir, identity):
-    """meta.json of the finished bins in `out_dir`; None if there are none, or an unfinished run of this identity, which
-    may be about to replace them.
+    """Return meta.json of the finished bins in `out_dir`, None if there are none or an unfinished run of this identity.
 
-    SystemExit if something else is there.
+    SystemExit if anything else is there.
     """
     bins = [out_dir / f'{split}.bin' for split in SPLITS]
     for name in ('progress.json', 'meta.json'):
         if (path := out_dir / name).exists():
             meta = json.loads(path.read_text(encoding='utf-8'))
             if wrong := [key for key in identity if meta.get(key) != identity[key]]:
-                raise SystemExit(f'{path}: bins of other data are in the way ({wrong[0]} {meta.get(wrong[0])!r}, not '
+                raise SystemExit(f'{path}: describes bins of other data ({wrong[0]} {meta.get(wrong[0])!r}, not '
                                  f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
             if name == 'progress.json':
                 return None
@@ -122,13 +121,12 @@ def find_existing(out_dir, identity):
                     raise SystemExit(f'{bin}: not the {size} bytes that meta.json says; pass --overwrite')
             return meta
     for bin in filter(Path.exists, bins):
-        raise SystemExit(f'{bin}: in the way, and no meta.json says what it is; choose another --out_dir or pass '
-                         '--overwrite')
+        raise SystemExit(f'{bin}: already there, without a meta.json; choose another --out_dir or pass --overwrite')
     return None
 
 
 def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):
-    """The work of `write_bins`, under the lock."""
+    """Do the work of `write_bins`, under the lock."""
     batches = corpus.open()
     if overwrite:  # finished bins stay until the new ones are complete
         (out_dir / 'progress.json').unlink(missing_ok=True)
@@ -152,7 +150,7 @@ def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):
 
 
 class Parts:
-    """train.bin.part, val.bin.part and progress.json of a directory, opened where the last run left them."""
+    """train.bin.part, val.bin.part and progress.json in a directory, opened where the last run stopped."""
 
     def __init__(self, out_dir, identity):
         self.progress_path = out_dir / 'progress.json'
@@ -176,7 +174,7 @@ class Parts:
         self.saved = float('-inf')  # the first batch is saved at once
 
     def count(self, what):
-        """The 'tokens' or 'documents' of both splits so far."""
+        """Return the number of 'tokens' or 'documents' in both splits so far."""
         return sum(self.progress[split][what] for split in SPLITS)
 
     def append(self, position, encoded):
@@ -198,7 +196,7 @@ class Parts:
             json.dump(self.progress, file, indent=2)
 
     def finish(self, end, tokenizer_json=None):
-        """Turn the complete parts into bins, write tokenizer.json, if any, and meta.json, whose content is returned."""
+        """Turn the complete parts into bins, write tokenizer.json, if any, and return what is written to meta.json."""
         for split in SPLITS:
             if not self.progress[split]['tokens']:
                 raise SystemExit(f'{self.progress["source"]}: there is no text for {split}.bin')
@@ -222,7 +220,7 @@ class Parts:
 def encode_in_order(batches, tokenizer, position, num_proc):
     """Yield (position after it, {split: (ids, documents)}) for each batch from `position` on, in order.
 
-    At most two batches per process are under way at a time, however large the corpus.
+    At most two batches per process are in memory.
     """
     first, skip = position
     # Not by fork, Linux's default before Python 3.14: a lock that another thread holds at that moment stays locked.
@@ -244,7 +242,7 @@ def encode_in_order(batches, tokenizer, position, num_proc):
 
 
 def start_worker(read, tokenizer):
-    """Prepare a worker process for `encode`: it leaves Ctrl-C to the parent, and ends when the parent ends."""
+    """Prepare a worker process for `encode`: it leaves Ctrl-C to the parent and ends with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -252,11 +250,11 @@ def start_worker(read, tokenizer):
 
 
 def encode(batch):
-    """Worker: the tokens of a batch, {split: (ids, number of documents)}."""
+    """Tokenize a batch in a worker process: {split: (ids, number of documents)}."""
     tokenizer, arrays, counts = encode.tokenizer, defaultdict(list), Counter()
     end = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
     for split, text in encode.read(batch) if encode.read else batch:
-        if isinstance(text, np.ndarray):  # of any part of the corpus, with the end-of-text ids
+        if isinstance(text, np.ndarray):  # from anywhere in the corpus, with the end-of-text ids
             arrays[split].append(text)
             counts[split] += int(np.count_nonzero(text == tokenizer.eot_id))
             continue
@@ -266,7 +264,7 @@ def encode(batch):
             ids = tokenizer.encode(text)
         except (SystemExit, KeyboardInterrupt):
             raise
-        except BaseException as error:  # a panic of Rust is no Exception, and no other process can read it
+        except BaseException as error:  # a panic of Rust is not an Exception, and cannot be pickled
             raise SystemExit(f'the tokenizer {tokenizer.name} cannot encode the document of {len(text):,} characters '
                              f'for {split}.bin that begins with {text[:60]!r} ({first_line(error)})') from None
         arrays[split] += [np.asarray(part, tokenizer.dtype) for part in (ids, end)]
@@ -275,7 +273,7 @@ def encode(batch):
 
 
 def sha256(path):
-    """Hex SHA-256 of the bytes of a file."""
+    """Return the hex SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open('rb') as file:
         while block := file.read(2 ** 20):

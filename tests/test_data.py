@@ -493,7 +493,7 @@ def test_other_bins_in_the_way(tmp_path, capsys):
 
     (tmp_path / 'val.bin').write_bytes(b'\1\0')
     message = rejection(write, small_corpus())
-    assert 'val.bin: in the way' in message and '--overwrite' in message
+    assert 'val.bin: already there' in message and '--overwrite' in message
     assert left(tmp_path) == ['val.bin']
     before = write(small_corpus(), overwrite=True)
     assert write(small_corpus()) == before == bins(tmp_path)[2]
@@ -536,7 +536,7 @@ def test_unfinished_bins_in_the_way(tmp_path, monkeypatch):
     message = rejection(write_bins, stopped, BYTE, tmp_path / 'out', 1)
     assert 'out: stopped ([Errno 5] Input/output error); the same command, without' in message
     message = rejection(write_bins, small_corpus('r2'), BYTE, tmp_path / 'out', 1)
-    assert 'progress.json: bins of other data are in the way' in message and "revision 'r1', not 'r2'" in message
+    assert 'progress.json: describes bins of other data' in message and "revision 'r1', not 'r2'" in message
     (tmp_path / 'out/train.bin.part').write_bytes(b'')
     message = rejection(write_bins, small_corpus(), BYTE, tmp_path / 'out', 1)
     assert 'not the 4 bytes that progress.json says' in message

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import at_least_one, prepare_split_table, shards_corpus, table_parser
+from data.sources import argument_parser, at_least_one, prepare_split_table, shards_corpus
 from data.tokenizer import GPT2Tokens
 from data.writer import write_bins
 from runtime.files import first_line
@@ -24,7 +24,7 @@ TRAIN_SHARDS, VAL_SHARD = [f'fineweb_train_{i:06d}.bin' for i in range(1, 104)],
 
 
 def download(names):
-    """Return the paths of files of SHARDS in the Hub's cache (HF_HOME), where an interrupted download resumes."""
+    """Download files of SHARDS and return their paths in the Hub's cache (HF_HOME)."""
     paths = []
     try:
         from huggingface_hub import hf_hub_download
@@ -37,7 +37,7 @@ def download(names):
 
 
 def main():
-    parser = table_parser(__doc__, __file__)
+    parser = argument_parser(__doc__, __file__, tokenizer='gpt2', data_files=True)
     parser.add_argument('--tokens', nargs='+', type=Path, metavar='FILE',
                         help='shards of tokens instead of text; the last one is for val.bin')
     parser.add_argument('--val_file', type=Path, metavar='FILE', help='the shard for val.bin')
@@ -54,7 +54,7 @@ def main():
 
 
 def prepare_shards(parser, args):
-    """Join the shards of --tokens or --download in bins."""
+    """Write the bins of the shards of --tokens or --download."""
     if args.tokenizer != GPT2Tokens.name:
         parser.error(f'--tokenizer={args.tokenizer}: the shards have GPT-2\'s tokens; leave it out')
     if args.download:

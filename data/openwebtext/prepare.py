@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import prepare_split_table, table_parser
+from data.sources import argument_parser, prepare_split_table
 
 REPOSITORY, REVISION = 'Skylion007/openwebtext', '79d93d786212f7344586290adb811d4ae6a1762c'
 FILES = [f'plain_text/train-{i:05d}-of-00080.parquet' for i in range(80)]
 
 
 def main():
-    prepare_split_table(table_parser(__doc__, __file__).parse_args(), REPOSITORY, REVISION, FILES)
+    args = argument_parser(__doc__, __file__, tokenizer='gpt2', data_files=True).parse_args()
+    prepare_split_table(args, REPOSITORY, REVISION, FILES)
 
 
 if __name__ == '__main__':

@@ -20,8 +20,7 @@ HUB = f'hf://datasets/{REPOSITORY}@{REVISION}'
 
 
 def main():
-    parser = argument_parser(__doc__, __file__, tokenizer='EleutherAI/gpt-neox-20b')
-    parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE', help='instead of those on the Hub')
+    parser = argument_parser(__doc__, __file__, tokenizer='EleutherAI/gpt-neox-20b', data_files=True)
     parser.add_argument('--val_files', nargs='+', type=Path, metavar='FILE', help='the val split of --data_files')
     parser.add_argument('--num_files', type=at_least_one, default=30, help='training files to take (default: all 30)')
     args = parser.parse_args()

@@ -18,7 +18,7 @@ URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 
 
 def download(path):
-    """Fetch the text to `path`."""
+    """Download the text to `path`."""
     try:
         with urllib.request.urlopen(URL, timeout=60) as response:
             text = response.read()
