@@ -16,9 +16,9 @@ from runtime.files import first_line
 # The values of --dtype
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
-# (FLOP/s, GB of memory) of one GPU: the dense bf16 or fp16 peak with float32 sums, from data sheets, and the
-# smaller memory of a card sold with two. The first key whose words are in a device's name counts; parts of a device
-# (MIG) and slower chips of the same name are not known.
+# (FLOP/s, GB of memory) of one GPU: the dense bf16 or fp16 peak with float32 sums, from data sheets, and the smaller of
+# two memories. The first key in a device's name counts; parts of a device (MIG) and slower chips of the same name have
+# no entry.
 GPUS = {'MIG': None, 'Laptop': None, 'B200': (2250e12, 180), 'H200 NVL': (835e12, 141), 'H200': (989e12, 141),
         'H100 PCIe': (756e12, 80), 'H100 NVL': (835e12, 94), 'H100': (989e12, 80), 'A100': (312e12, 40),
         'L40S': (362e12, 48), 'L4': (121e12, 24), 'A10G': (70e12, 24), 'A5000': (111e12, 24), 'A6000': (155e12, 48),
@@ -27,7 +27,7 @@ GPUS = {'MIG': None, 'Laptop': None, 'B200': (2250e12, 180), 'H200 NVL': (835e12
 
 
 def check_device(device):
-    """`device` as a torch.device. Stops the run when nothing can be computed on it here."""
+    """Return `device` as a torch.device. SystemExit when it does not work here."""
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
@@ -36,7 +36,7 @@ def check_device(device):
 
 
 def device_defaults(device):
-    """(values of backend, dtype and compile for `device`, as a dict; where they come from, as text)."""
+    """Return (backend, dtype and compile for `device`, as a dict; why these, as text)."""
     if not device.startswith('cuda'):
         return dict(backend='gloo', dtype='float32', compile=False), f'device {device}'
     dtype, reason = 'bfloat16', f'device {device}'
@@ -57,44 +57,44 @@ def can_compile(device):
 
 
 def autocast(device, dtype_name):
-    """A reusable context manager in which matmuls on `device` run in DTYPES[dtype_name]."""
+    """Return a reusable context manager in which matmuls on `device` run in DTYPES[dtype_name]."""
     if dtype_name == 'float32':
         return contextlib.nullcontext()
     return torch.autocast(torch.device(device).type, DTYPES[dtype_name])
 
 
 def set_matmul_precision(dtype_name):
-    """Lets float32 matmuls be TF32 where a GPU has it, but not in runs that are float32 throughout."""
+    """Allow TF32 in float32 matmuls, except in runs that are float32 throughout."""
     torch.set_float32_matmul_precision('highest' if dtype_name == 'float32' else 'high')
 
 
 def synchronize(device):
-    """Waits until the device has done its work."""
+    """Wait until a GPU has finished its work."""
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
 
 
 def device_name(device):
-    """The name of a GPU, else the type of `device`."""
+    """Return the name of a GPU, else the type of `device`."""
     return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
 
 
 def peak_memory(device):
-    """The most bytes in use so far: allocated on a GPU, else resident in this process."""
+    """Return the peak of memory in bytes: allocated on a GPU, else resident in this process."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
 
 def peak_flops(device):
-    """Peak FLOP/s of `device` in 16-bit matmuls; None where it is unknown."""
+    """Return the peak FLOP/s of `device` in 16-bit matmuls, None if unknown."""
     if device.type != 'cuda':
         return None
     return (GPUS.get(gpu_named(device_name(device))) or [None])[0]
 
 
 def gpu_named(name):
-    """Return the key of GPUS for a device's name, or for some words of the key, such as '4090'; None if unknown."""
+    """Return the key of GPUS for a device's name or a part of the key, such as '4090'; None if unknown."""
     def contains(text, words):
         return re.search(rf'\b{re.escape(words)}\b', text, re.IGNORECASE)
     return (next((key for key in GPUS if contains(name, key)), None)

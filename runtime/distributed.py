@@ -1,4 +1,4 @@
-"""Process group, replicas (DDP) and shards (FSDP2) of a model, reductions. A single process is a world of one rank."""
+"""Process group, replicas (DDP) and shards (FSDP2) of a model, reductions. A single process is a World of one rank."""
 
 import contextlib
 import functools
@@ -19,22 +19,20 @@ _REPLICAS = []
 
 
 class World:
-    """The ranks of this run, as torchrun's environment describes them, and their collectives.
+    """The ranks of this run, from torchrun's environment, and their collectives.
 
     Attributes: rank, local_rank, size, is_master (rank 0), device (torch.device of this rank); sharded: whether
-    parameters are spread over the ranks. If so, every forward is collective: every rank must call it.
+    parameters are spread over the ranks. If so, every rank must take part in every forward.
     """
 
     def __init__(self, device, backend, parallel='ddp'):
-        """Joins the process group.
+        """Join the process group. SystemExit when the environment, the device or the backend does not allow it.
 
         Args:
-            device: as --device, checked; 'cuda' becomes the device of this local rank.
+            device: as --device; 'cuda' becomes the device of this local rank.
             backend: 'nccl' or 'gloo'.
             parallel: 'ddp': every rank holds the model. 'fsdp': all ranks together hold it once. 'hsdp': the ranks of
                 each machine do.
-
-        Stops the run when the environment, the device or the backend does not allow it.
         """
         self.rank, self.local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
@@ -70,8 +68,7 @@ class World:
 
         Args:
             losses: a module that calls `model`, its only submodule with parameters.
-            blocks: the modules that most of the model consists of, which FSDP gathers one after another and which
-                activation checkpointing computes again.
+            blocks: the repeated blocks of the model: the units of FSDP and of activation checkpointing.
             compile: torch.compile `losses` as a whole, or each block where the model is sharded.
             activation_checkpointing: keep only the inputs of a block, and compute the rest again in the backward pass.
             compute_dtype: dtype in which sharded parameters are gathered; default their own. Shards, gradients and
@@ -101,15 +98,14 @@ class World:
         return self.reducer
 
     def _materialize(self, model):
-        """Allocates on this rank's device the parameters that are on 'meta'. In place, because some have two names."""
+        """Allocate the parameters that are on 'meta' on this rank's device. In place, because some have two names."""
         for p in model.parameters():
             if p.is_meta:
                 torch.utils.swap_tensors(p, torch.nn.Parameter(torch.empty_like(p, device=self.device),
                                                                p.requires_grad))
 
     def _shard(self, model, blocks, compile, compute_dtype):
-        """FSDP2: each block is gathered when it is needed and freed afterwards; all other parameters (the embeddings,
-        the last norm, the head) are one more group."""
+        """Shard the model by FSDP2: each block is a group of parameters, and all others together are one more."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         shape, names = (self.size,), ('shard',)
@@ -133,17 +129,16 @@ class World:
         return model
 
     def reshard(self, model):
-        """Frees what a forward without a backward pass has left gathered: its copy of the weights would be stale once
-        the optimizer changes them."""
+        """Free the weights that a forward without a backward pass left gathered; the next update makes them stale."""
         if self.sharded:
             model.reshard()
 
     def set_gradient_sync(self, last, estimating=False):
-        """Before a micro-batch: DDP averages gradients over ranks only in the `last` one.
+        """Let DDP average gradients over ranks only in an iteration's `last` micro-batch.
 
         Sharded gradients are reduced in every micro-batch, because whole ones would take the memory that sharding
         saves. HSDP's reduction between machines waits for the last one, unless the iteration makes a second backward
-        pass (`estimating`), whose gradients must not be added to those that wait.
+        pass (`estimating`), whose gradients must not be added to the waiting ones.
         """
         if self.parallel == 'hsdp':
             self.reducer.set_requires_all_reduce(last or estimating)
@@ -151,40 +146,41 @@ class World:
             self.reducer.require_backward_grad_sync = last
 
     def zero_grad(self, optimizer):
-        """Resets the gradients. DDP's become zeros instead of None, because they are views of its buckets: without them
-        all micro-batches but the last would accumulate into a second set."""
+        """Reset the gradients. DDP's become zero, not None, because they are views of its buckets."""
         optimizer.zero_grad(set_to_none=self.size == 1 or self.sharded)
 
     def any(self, *flags):
-        """For each of `flags`, whether it is true on any rank, as a list."""
+        """Return for each of `flags` whether it is true on any rank, as a list."""
         if self.size == 1:
             return [bool(flag) for flag in flags]
         return [n > 0 for n in self.sum(torch.tensor([float(flag) for flag in flags], device=self.device)).tolist()]
 
     def zeros(self, n):
-        """(n,) zeros, for sums over many batches: float64, or float32 on Apple's devices, which have no float64."""
+        """Return (n,) zeros for sums over many batches: float64, or float32 on Apple's devices, which lack float64."""
         return torch.zeros(n, dtype=torch.float32 if self.device.type == 'mps' else torch.float64, device=self.device)
 
     def sum(self, tensor):
-        """Sums `tensor` over all ranks, in place, and returns it."""
+        """Sum `tensor` over all ranks, in place, and return it."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def gather(self, tensor):
-        """The (n,) `tensor`s of all ranks as rows: (ranks, n)."""
+        """Return the (n,) `tensor`s of all ranks as rows, (ranks, n)."""
         rows = tensor.new_zeros(self.size, len(tensor))
         rows[self.rank] = tensor
         return self.sum(rows)
 
     def from_master(self, number):
-        """Rank 0's `number` (an int), on all ranks."""
+        """Return rank 0's `number`, an int."""
         return int(self.sum(torch.tensor(number if self.is_master else 0, device=self.device)))
 
     @contextlib.contextmanager
     def exit_together(self):
-        """Around a part of the set-up that may raise SystemExit: if any rank does, all exit, and the first of them
-        prints its message. No collective may be called inside."""
+        """Make all ranks exit when SystemExit is raised on any rank inside; only the first of them prints its message.
+
+        No collective may be called inside.
+        """
         error = None
         try:
             yield
@@ -195,7 +191,7 @@ class World:
             raise error if failed.argmax() == self.rank else SystemExit(1)
 
     def close(self):
-        """Leaves the process group."""
+        """Leave the process group."""
         if dist.is_initialized():
             # A thread of gloo needs the GIL to release the tensor of its last collective, and DDP's destructor, which
             # holds the GIL, waits for that thread. The pause lets it finish first.
@@ -203,8 +199,7 @@ class World:
             dist.destroy_process_group()
 
     def _die(self, kind, error, trace):
-        """Ends this rank at once after an uncaught exception, so that torchrun ends the others. A normal exit can
-        deadlock with ranks that wait for this one."""
+        """Kill this rank after an uncaught exception, so that torchrun ends the others. A normal exit can deadlock."""
         print(f'rank {self.rank}:', file=sys.stderr)
         sys.__excepthook__(kind, error, trace)
         sys.stdout.flush()
@@ -214,7 +209,7 @@ class World:
 
 @contextlib.contextmanager
 def one_message():
-    """Around what fails alike on every rank, before they have met: only rank 0 prints the message of SystemExit."""
+    """Let only rank 0 print the message of a SystemExit that every rank raises inside."""
     try:
         yield
     except SystemExit as error:
@@ -224,46 +219,44 @@ def one_message():
 
 
 def share_buffers(model, args):
-    """A hook before each forward of a sharded model: gives every rank the buffers of rank 0, as DDP does, because a
-    forward may change them by its rank's sequences."""
+    """Copy rank 0's buffers to all ranks before a forward of a sharded model, as DDP does for its models."""
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
 
 
 def is_sharded(tensor):
-    """Whether `tensor` is a DTensor, whose module is imported only once something has been sharded."""
+    """Return whether `tensor` is a DTensor. Its module is not imported before something is sharded."""
     module = sys.modules.get('torch.distributed.tensor')
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def full_tensor(tensor):
-    """`tensor`, gathered from all ranks if it is sharded. Collective then: every rank must call it."""
+    """Return `tensor`, gathered if it is sharded; then every rank must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def under_torchrun():
-    """Whether torchrun has started this process: it takes every exit code but 0 for a failure, and may restart."""
+    """Return whether torchrun started this process. It takes every exit code but 0 for a failure, and may restart."""
     return 'TORCHELASTIC_RUN_ID' in os.environ
 
 
 def restarts():
-    """How often torchrun has restarted this run after a failure."""
+    """Return how often torchrun has restarted this run."""
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
 
 
 def run_id():
     """Return the id that torchrun gives a run and its restarts, '' without torchrun.
 
-    Without --rdzv_id or --standalone the id is 'none' for every run; then the name of torchrun's own directory for the
-    run stands for it, which ends in random letters.
+    Without --rdzv_id or --standalone that is 'none' for every run; then it is the name of torchrun's directory for the
+    run, which ends in random letters.
     """
     name, file = (os.environ.get(f'TORCHELASTIC_{key}', '') for key in ('RUN_ID', 'ERROR_FILE'))
     return name if name != 'none' else Path(file).parent.parent.parent.name  # …/none_x7k2/attempt_0/0/error.json
 
 
 def ranks_from_environment():
-    """Return (rank, local rank, number of ranks) as torchrun sets them; (0, 0, 1) without torchrun. SystemExit when
-    the environment has something else there."""
+    """Return torchrun's (rank, local rank, number of ranks); (0, 0, 1) without it. SystemExit for invalid ones."""
     found = []
     for key, lowest in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1).items():
         text = os.environ.get(key, str(lowest))

@@ -21,13 +21,11 @@ ASIDE = '.old.partial'  # the suffix of a directory while another takes its plac
 
 @contextlib.contextmanager
 def atomic_write(path, mode='wb', sync=False):
-    """Yields an open file that replaces `path` at the end of the block; after an error `path` is as it was.
+    """Yield an open file that replaces `path` at the end of the block; an error leaves `path` unchanged.
 
     Args:
         mode: 'wb', or 'w' for UTF-8 text.
         sync: also wait until the content is on the disk. The new name is durable after `sync_directory`.
-
-    OSError where the file system fails.
     """
     path = Path(path)
     # Its name holds the process: several tasks of a sweep, on several machines, may write the same file.
@@ -46,7 +44,7 @@ def atomic_write(path, mode='wb', sync=False):
 
 
 def write_text(path, text):
-    """Replaces the file `path`, see `atomic_write`. SystemExit when it cannot be written."""
+    """Replace the file `path` by `atomic_write`. SystemExit when it cannot be written."""
     try:
         with atomic_write(path, 'w') as f:
             f.write(text)
@@ -55,8 +53,7 @@ def write_text(path, text):
 
 
 def write_json(path, value):
-    """Replaces the file `path` with indented JSON, as `write_text` does. Numbers that are not finite, which JSON does
-    not have, become null."""
+    """Replace the file `path` with indented JSON, as `write_text` does. NaN and infinity become null."""
     def finite(value):
         if isinstance(value, dict):
             return {key: finite(entry) for key, entry in value.items()}
@@ -67,20 +64,18 @@ def write_json(path, value):
 
 
 def save_pt(path, state):
-    """Writes the dict `state` as the file `path`, complete and synced or not at all. OSError where the file system
-    fails."""
+    """Write the dict `state` to the file `path`, complete and synced or not at all. OSError when that fails."""
     import torch
     try:
         with atomic_write(path, sync=True) as f:
             torch.save(state, f)
-    except RuntimeError as error:  # torch.save hides the error of the file system behind one of its own
+    except RuntimeError as error:  # torch.save hides the file system's error behind this one
         raise OSError(*getattr(error.__context__, 'args', error.args)) from None
     sync_directory(Path(path).parent)
 
 
 def load_pt(path):
-    """The state in a .pt file, memory-mapped; an exception when its checksums do not fit, or when it holds more than
-    tensors and plain containers."""
+    """Load a .pt file, memory-mapped. Fails unless checksums fit and all it holds are tensors and plain containers."""
     import torch
     with zipfile.ZipFile(path) as archive:
         if archive.testzip():
@@ -91,7 +86,7 @@ def load_pt(path):
 
 
 def sync_directory(path):
-    """Makes renames in the directory `path` durable."""
+    """Make renames in the directory `path` durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -100,7 +95,7 @@ def sync_directory(path):
 
 
 def put_back(directory):
-    """Give what `directory` holds under a name with ASIDE its own name again, unless something else has it."""
+    """Rename everything in `directory` whose name ends in ASIDE back, unless the old name is in use."""
     for aside in Path(directory).glob(f'*{ASIDE}'):
         path = aside.with_name(aside.name.removesuffix(ASIDE))
         if not path.exists():
@@ -108,7 +103,7 @@ def put_back(directory):
 
 
 def checksum(path):
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     value = 0
     with Path(path).open('rb') as f:
         while block := f.read(2 ** 24):
@@ -117,9 +112,10 @@ def checksum(path):
 
 
 def git_commit():
-    """Return the commit of this repository that is checked out, with a + where Python files of it were changed; None
-    without git, and in a copy that the surrounding repository does not track. New files do not count, such as one's own
-    configs."""
+    """Return this repository's commit, with a + if tracked Python files have changed.
+
+    None without git, and in a copy that the surrounding repository does not track.
+    """
     def git(*words):
         return subprocess.run(['git', *words], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     try:
@@ -132,8 +128,10 @@ def git_commit():
 
 
 def code_hashes():
-    """{name: hash} of this repository's Python files that are loaded, whether git tracks them or not, and of all in the
-    root and in runtime/, some of which are loaded late."""
+    """Return {name: hash} of this repository's loaded Python files, tracked or not.
+
+    All files in the root and in runtime/ are included, because some of them are loaded late.
+    """
     root = Path(__file__).resolve().parents[1]
     # Resolved, because the repository may have been reached by a symbolic link.
     loaded = [Path(getattr(module, '__file__', None) or '').resolve() for module in list(sys.modules.values())]
@@ -144,10 +142,9 @@ def code_hashes():
 
 
 def differing_files(*codes):
-    """The names of the files of which several programs have loaded different versions, by their `code_hashes`.
+    """Return the names of files that differ between programs, by their `code_hashes`.
 
-    A file that only one of them has loaded does not count, and neither does a program whose code is not known (None, or
-    one hash of all files, which older runs have).
+    A file counts only if at least two programs have loaded it. Older runs, which have None or a single hash, do not.
     """
     versions = {}
     for code in codes:
@@ -158,10 +155,10 @@ def differing_files(*codes):
 
 
 def warn(text):
-    """Prints one line on stderr."""
+    """Print a warning, one line, on stderr."""
     print(f'warning: {text}', file=sys.stderr, flush=True)
 
 
 def first_line(error):
-    """The message of an exception in one line of at most 200 characters; its type where it has no message."""
+    """Return the first 200 characters of an exception's first line; its type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,7 +1,7 @@
 """Random numbers that are pure functions of (seed, stream, iteration), from the counter-based generator Philox.
 
-Global generators are seeded by them wherever something draws. So a run draws the same numbers for any number of ranks,
-micro-batch and optimizer, and after any interruption, and a checkpoint needs no generator's state.
+They also seed PyTorch's global generators before each use. So a run draws the same numbers with any number of ranks,
+micro-batch and optimizer, and after any interruption, and a checkpoint holds no generator's state.
 """
 
 import random
@@ -14,24 +14,24 @@ SEQUENCES, LABELS, VECTORS, DROPOUT = range(4)
 
 
 def keyed_bits(seed, stream, iteration, n=1):
-    """`n` random uint64, a pure function of the arguments, the same under every version of NumPy (raw Philox)."""
+    """Return `n` random uint64, a pure function of the arguments, the same in every version of NumPy (raw Philox)."""
     key = np.array([seed % 2 ** 64, stream], dtype=np.uint64)
     return np.random.Philox(key=key, counter=np.array([0, 0, 0, iteration], dtype=np.uint64)).random_raw(n)
 
 
 def keyed_seed(seed, stream, iteration, rank=0):
-    """A 63-bit seed for a generator of PyTorch; each rank has its own."""
+    """Return a 63-bit seed for a generator of PyTorch, another one for each rank."""
     return int(keyed_bits(seed, stream, iteration, rank + 1)[rank] >> 1)
 
 
 def seed_all(seed):
-    """Seeds the global generators of PyTorch, NumPy and Python, for code that draws from them."""
+    """Seed the global generators of PyTorch, NumPy and Python, for code that draws from them."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2 ** 32)
     random.seed(seed)
 
 
 def keyed_uniforms(seed, stream, iteration, shape):
-    """float32 tensor of uniform numbers in [0, 1), a pure function of the arguments."""
+    """Return a float32 tensor of uniform numbers in [0, 1), a pure function of the arguments."""
     bits = keyed_bits(seed, stream, iteration, int(np.prod(shape)))
     return torch.from_numpy(((bits >> np.uint64(40)) * np.float32(2 ** -24)).astype(np.float32).reshape(shape))

@@ -23,10 +23,10 @@ class RunLog:
     """The reports of a run: metrics.jsonl; its lines on the terminal; Weights & Biases if asked for."""
 
     def __init__(self, out_dir, values, enabled):
-        """Starts to report.
+        """Start to report.
 
         Args:
-            out_dir: where metrics.jsonl is; None writes no file, and reports to the terminal only.
+            out_dir: directory of metrics.jsonl; None to report to the terminal only.
             values: the settings, key → value.
             enabled: whether this rank reports; on the others every method does nothing.
         """
@@ -43,8 +43,7 @@ class RunLog:
                 raise SystemExit(f'--wandb_log=True: {type(error).__name__}: {first_line(error)}') from None
 
     def record(self, state, line, metrics):
-        """Adds a line to metrics.jsonl: the dict `metrics` of iteration state.iter, without what is not finite, and the
-        tokens and seconds so far. Prints `line`."""
+        """Add the finite `metrics` of iteration state.iter, a dict, to metrics.jsonl; print `line`."""
         if self.path:
             entry = dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **{
                 key: value for key, value in metrics.items() if math.isfinite(value)})
@@ -55,12 +54,12 @@ class RunLog:
         self._advise(state.iter, metrics.get('update_unclipped', 0.5))
 
     def print(self, line):
-        """Prints `line`."""
+        """Print `line`."""
         if self.enabled:
             print(line, flush=True)
 
     def progress_line(self, iteration, metrics):
-        """The line of an iteration for the terminal, from its `metrics`. Its ETA leaves out evaluations."""
+        """Return an iteration's line for the terminal. The ETA does not count evaluations."""
         total = self.values['max_iters']
         left = timedelta(seconds=round(metrics['step_ms'] / 1e3 * (total - iteration - 1)))
         return (f'iter {iteration}/{total}: loss {metrics["train/loss"]:.4f}, lr {metrics["lr"]:.2e}, '
@@ -68,7 +67,7 @@ class RunLog:
                 f'{metrics["tokens_per_sec"]:,.0f} tokens/s, ETA {left}')
 
     def print_what_next(self, iteration, best_val_loss, stopped):
-        """Prints the result of a finished run and what to look at, or how a `stopped` one continues."""
+        """Print the result of a finished run and the next commands, or how to resume a `stopped` one."""
         out_dir = self.values['out_dir']
         if not stopped:
             self.print(f'done: lowest val loss {best_val_loss:.4f}; checkpoints and metrics.jsonl are in {out_dir}')
@@ -79,19 +78,19 @@ class RunLog:
             self.print(f'the same command{flag} resumes it')
 
     def note_end(self, iteration, reason):
-        """Add to config.json that the run is finished, although it has not reached its last iteration."""
+        """Say in config.json that the run is finished before its last iteration."""
         if self.path:
             path = self.path.with_name('config.json')
             about = json.loads(path.read_text(encoding='utf-8'))
             write_json(path, dict(about, ended=dict(iter=iteration, reason=reason)))
 
     def close(self):
-        """Ends the run of Weights & Biases."""
+        """End the run in Weights & Biases."""
         if self.wandb:
             self.wandb.finish()
 
     def _advise(self, iteration, unclipped):
-        """Says once, when the warm-up has ended, that γ is far from where both the clip and the Hessian act."""
+        """Advise once, after the warm-up, to change γ if nearly all or hardly any coordinates are clipped."""
         if self.advised or iteration < self.values['warmup_iters'] or 0.01 <= unclipped <= 0.9:
             return
         self.advised = True
@@ -100,13 +99,11 @@ class RunLog:
 
 
 def start_wandb(path, values):
-    """A run in Weights & Biases, which continues the one that wandb_id.txt in the directory of metrics.jsonl, `path`,
-    names.
+    """Start a run in Weights & Biases, or continue the one in wandb_id.txt next to metrics.jsonl, `path`.
 
-    A killed process loses lines that it had not sent yet: they are sent again. Offline nothing is known to be received,
-    and every line is written again, because `wandb sync` of a folder replaces the run of the same id. The iteration is
-    the x-axis, and not wandb's own step. That must never fall, and a run that resumes from an earlier checkpoint
-    repeats some iterations.
+    Lines that a killed process had not sent are sent again. Offline all of them are, because `wandb sync` of a folder
+    replaces the run of the same id. The x-axis is the iteration: wandb's step must never fall, and a run that resumes
+    from an earlier checkpoint repeats iterations.
     """
     from wandb import init
     id_path = path.with_name('wandb_id.txt')
@@ -119,16 +116,15 @@ def start_wandb(path, values):
     if run_id and path.is_file():
         received = run.summary.get('iter', -1)
         for entry in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
-            if entry['iter'] >= received:  # an iteration may have two lines, of which one was received
+            if entry['iter'] >= received:  # an iteration may have two lines and only the first was received
                 run.log(entry)
     return run
 
 
 def describe_run(out_dir, values, sources, **more):
-    """Write config.json: every setting and its source, the command, versions, the machine, the commit, torchrun's id of
-    the run, and `more`."""
+    """Write config.json: settings, their sources, command, versions, machine, commit, torchrun's run id, and `more`."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
-    for name in {'pytorch_optimizer', 'schedulefree'} & sys.modules.keys():  # their defaults are part of a run
+    for name in {'pytorch_optimizer', 'schedulefree'} & sys.modules.keys():  # whose defaults matter to a run
         with contextlib.suppress(metadata.PackageNotFoundError):  # a copy that is not installed
             versions[name] = metadata.version(name)
     write_json(Path(out_dir) / 'config.json', dict(
@@ -137,8 +133,7 @@ def describe_run(out_dir, values, sources, **more):
 
 
 def machine():
-    """This machine as a dict: cpu and gpu (model names; gpu None without CUDA), cores (that this process may use),
-    threads (of torch)."""
+    """Return a dict of this machine: cpu and gpu (model names; gpu None without CUDA), usable cores, threads."""
     info = Path('/proc/cpuinfo')
     lines = info.read_text(encoding='utf-8').splitlines() if info.is_file() else []
     models = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
@@ -149,7 +144,7 @@ def machine():
 
 
 def append_line(path, line):
-    """Adds `line` to the file `path`, whole or not at all; warns when the file system fails."""
+    """Append `line` to the file `path`, whole or not at all; warn when that fails."""
     data = f'{line}\n'.encode()
     try:
         with path.open('ab', buffering=0) as f:
@@ -162,9 +157,9 @@ def append_line(path, line):
 
 
 def rewind_log(path, iteration, last_eval_iter):
-    """Drops from a metrics.jsonl the lines that a run that resumes at `iteration` will write again, and torn lines.
+    """Remove from a metrics.jsonl torn lines, and lines that a run resumed at `iteration` will write again.
 
-    `last_eval_iter` is the iteration of its last evaluation, which precedes the update of that iteration.
+    `last_eval_iter`: iteration of the last evaluation, which precedes that iteration's update.
     """
     kept = []
     text = path.read_text(encoding='utf-8', errors='replace') if path.is_file() else ''

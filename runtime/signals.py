@@ -14,8 +14,7 @@ LISTENED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class SafeStream:
-    """The text stream `stream`, whose failures do not end a run: a log on a full disk, a terminal or pipe that is gone,
-    a character that its encoding lacks."""
+    """A text stream whose failures do not end a run: a full disk, a closed pipe, a character that it cannot encode."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -48,30 +47,32 @@ def protect_streams():
 
 @contextlib.contextmanager
 def restored_signals():
-    """A context or a decorator, after which signals do what they did before: a caller of `train.main`, and processes
-    that it forks later, must not go on with handlers of a run that is over."""
+    """Restore the signal handlers at the end of a context or a decorated function.
+
+    A caller of `train.main`, or a process that it forks, must not keep the handlers of a finished run.
+    """
     before = {number: signal.getsignal(number) for number in LISTENED}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: not installed by Python, which cannot put it back
+            if handler is not None:  # None: not installed by Python, which cannot restore it
                 signal.signal(number, handler)
 
 
 class StopSignals:
-    """Requests to this rank to stop (SIGTERM, SIGINT, SIGHUP, the time limit) or to save (SIGUSR1).
+    """Requests to stop (SIGTERM, SIGINT, SIGHUP, the time limit) or to save (SIGUSR1).
 
-    Signal handlers only record the request. The ranks exchange their requests once an iteration, so that all of them
-    act after the same one.
+    Signal handlers only record the request. The ranks exchange requests once an iteration, so that all act in the same
+    one.
 
-    Attributes: reason, the name of this rank's first signal, 'max_hours', or the reason of `end`; stopping, whether the
-    ranks have agreed to stop; finished, whether the run is done then, and not to be resumed; save, whether this rank
-    was asked to save, until that has been done.
+    Attributes: reason, this rank's first signal, 'max_hours' or the reason of `end`; stopping, whether the ranks have
+    agreed to stop; finished, whether the run is then complete and cannot be resumed; save, whether this rank was asked
+    to save and has not yet.
     """
 
     def __init__(self, max_hours=0.0, speaks=False):
-        """Starts to listen. `speaks`: whether this rank answers the first request, on stderr."""
+        """Start to listen. `speaks`: whether this rank answers the first request, on stderr."""
         self.deadline = STARTED + 3600 * max_hours if max_hours else float('inf')
         self.reason, self.received_at = '', 0.0
         self.stopping = self.finished = self.save = False

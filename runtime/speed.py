@@ -1,4 +1,4 @@
-"""How fast a run is: the metrics step_ms, hessian_ms, tokens_per_sec, mfu and memory_gb."""
+"""Metrics of a run's speed: step_ms, hessian_ms, tokens_per_sec, mfu and memory_gb."""
 
 import statistics
 from collections import deque
@@ -7,12 +7,7 @@ from runtime.device import peak_flops, peak_memory
 
 
 class Speed:
-    """Times iterations: all since the last line of metrics, and the latest 50 with and without a Hessian estimate.
-
-    Args:
-        flops_per_token: FLOPs to train on a token.
-        world: the ranks, for their number and this rank's device.
-    """
+    """Times of the iterations since the last metrics, and of the latest 50 with and without a Hessian estimate."""
 
     def __init__(self, flops_per_token, world):
         self.flops_per_token, self.device = flops_per_token, world.device
@@ -21,14 +16,13 @@ class Speed:
         self.recent = {estimated: deque(maxlen=50) for estimated in (True, False)}
 
     def add(self, seconds, tokens, estimated):
-        """Counts an iteration on `tokens` tokens, over all devices."""
+        """Count an iteration on `tokens` tokens, over all devices."""
         self.since_metrics.append(seconds)
         self.tokens += tokens
         self.recent[estimated].append(seconds)
 
     def metrics(self):
-        """The metrics of the iterations since the last call. hessian_ms: the extra time of an iteration that estimates
-        the Hessian."""
+        """Return the metrics of the iterations since the last call."""
         found = dict(step_ms=1e3 * statistics.mean(self.since_metrics))
         if self.recent[True] and self.recent[False]:
             found['hessian_ms'] = 1e3 * (statistics.median(self.recent[True]) - statistics.median(self.recent[False]))
