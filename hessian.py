@@ -27,7 +27,7 @@ from sophia import (
 
 
 class Hook:
-    """The callbacks of first-order optimizers: nothing is estimated."""
+    """The callbacks of first-order optimizers, which estimate nothing."""
 
     hessian_products = False  # whether estimates are Hessian-vector products, which need an unsharded eager model
     samples_labels = False  # whether estimates take labels for the model's logits
@@ -38,11 +38,11 @@ class Hook:
 
     @classmethod
     def estimates(cls, interval, iterations):
-        """Number of estimates in a run of `iterations` iterations."""
+        """Return the number of estimates in a run of `iterations` iterations."""
         return 0
 
     def start(self, iter_num, loss_scale=1.0):
-        """Begins iteration `iter_num`; True when it estimates the Hessian. `loss_scale` is float16's."""
+        """Begin iteration `iter_num`. Return whether it estimates the Hessian. `loss_scale`: float16's."""
         return False
 
     def split(self, rows, size):
@@ -50,23 +50,22 @@ class Hook:
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
     def labels(self, X, Y):
-        """Return further arguments of `loss.Losses` for a micro-batch, X and Y (B, T) int64, as a dict."""
+        """Return further arguments of `loss.Losses` for a micro-batch, X and Y (B, T) int64, a dict."""
         return {}
 
     def add(self, loss_hat=None, predictions=None):
-        """Take the loss on these labels, summed over `predictions` predictions. Keeps its graph for the training loss.
-        """
+        """Differentiate the loss on these labels, a sum over `predictions` predictions. Its graph is kept."""
 
     def finish(self):
-        """Pass the estimate to the optimizer. Return why the iteration must be skipped, '' if it need not be."""
+        """Pass the estimate to the optimizer. Return why the iteration must be skipped, or ''."""
         return ''
 
 
 class HessianHook(Hook):
     """Estimates at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch.
 
-    Checkpoints hold nothing of a hook but what it puts into the optimizer's param groups: let nothing else that it
-    computes depend on earlier iterations.
+    Checkpoints hold only what a hook puts into the optimizer's param groups. Its results must depend on nothing else of
+    earlier iterations.
 
     Args:
         model: the plain GPT, neither compiled nor wrapped.
@@ -74,11 +73,10 @@ class HessianHook(Hook):
         seed: of labels and vectors.
         interval: k.
         batch_size: sequences over all ranks, a multiple of world_size.
-        parts: number of parts of the estimate's sequences over all ranks, see `fitting_parts`; only
-            Gauss-Newton-Bartlett squares them one by one.
-        rank, world_size: the share of the mini-batch that passes here, [rank::world_size].
-        autocast: context manager for a forward outside of train_step's own.
-        compile: whether the model's forward is compiled, and Hessian-vector products are to be.
+        parts: how many over all ranks, see `fitting_parts`; for Gauss-Newton-Bartlett only.
+        rank, world_size: this rank has the sequences [rank::world_size] of the mini-batch.
+        autocast: context manager for a forward outside of train_step's.
+        compile: whether the model's forward is compiled; then Hessian-vector products are, too.
     """
 
     def __init__(self, model, optimizer, *, seed, interval, batch_size, parts=1, rank=0, world_size=1, autocast=None,
@@ -88,7 +86,7 @@ class HessianHook(Hook):
         self.rank, self.world_size, self.compile = rank, world_size, compile
         self.autocast = autocast or contextlib.nullcontext()
         self.name_of = {p: name for name, p in model.named_parameters()}
-        self.overflows = 0  # estimates in a row that were left out
+        self.overflows = 0  # estimates skipped in a row
         self.estimated = False  # whether the optimizer has had an estimate in this process
 
     @classmethod
@@ -101,23 +99,23 @@ class HessianHook(Hook):
 
     def start(self, iter_num, loss_scale=1.0):
         self.iter_num, self.loss_scale = iter_num, loss_scale
-        # The training gradient overflows at another scale than the estimate, and GradScaler knows only of the former.
-        # A checkpoint holds the param groups.
+        # An estimate overflows at another scale than the training gradient, the only one that GradScaler watches. Its
+        # scale is in the param groups, which a checkpoint holds.
         self.scale = min(loss_scale, self.optimizer.param_groups[0].get('hessian_scale', loss_scale))
-        # If iteration 0 was skipped, the first one that is not skipped estimates: steps without any h are sign steps.
-        takes = getattr(self.optimizer.update_hessian, '__self__', self.optimizer)  # inside of a wrapper
+        # After a skipped iteration 0 the next one estimates, because steps without any h are sign steps.
+        takes = getattr(self.optimizer.update_hessian, '__self__', self.optimizer)  # inside a wrapper
         self.due = self.is_due(iter_num, self.interval) or not any(takes.state.values())
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         return self.due
 
     def take_rows(self, X):
-        """Number of the micro-batch's first rows that belong to the estimate; counts them off."""
+        """Return how many of the micro-batch's first rows belong to the estimate, and count them off."""
         n = min(self.rows_left, X.size(0))
         self.rows_left -= n
         return n
 
     def update(self, estimates):
-        """Pass `estimates`, in param-group order, to the optimizer, all of them or none; returns as `finish`."""
+        """Pass `estimates`, in param-group order, to the optimizer if all are finite; return as `finish`."""
         if not check_finite('skip', 'Hessian estimate', [h_hat for h_hat in estimates if h_hat is not None]):
             expected = self.loss_scale != 1 and self.overflows < OVERFLOWS  # float16 overflows now and then
             self.overflows += 1
@@ -136,7 +134,7 @@ class HessianHook(Hook):
         return ''
 
     def warn_of_unreached(self, estimates):
-        """Names the trained parameters whose estimate is 0 throughout: their updates would be sign momentum."""
+        """Warn of trained parameters whose estimate is all zeros, because sign momentum would update them."""
         unreached = [self.name_of[p] for p, h_hat in zip(parameters(self.optimizer), estimates)
                      if p.requires_grad and not add_shards(local([h_hat])[0].count_nonzero(), [h_hat])]
         if unreached and self.rank == 0:
@@ -145,11 +143,10 @@ class HessianHook(Hook):
 
 
 def fitting_parts(parts, batch_size, micro_batch, ranks, sharded):
-    """Return the number of parts, `parts` or the next one possible, in which an estimate on `batch_size` sequences over
-    `ranks` ranks squares its gradient; 1 is Algorithm 2.
+    """Return the first possible number of parts from `parts` on for an estimate on `batch_size` sequences.
 
-    A part is within a micro-batch of at most `micro_batch` sequences, and all parts have equal sizes. A part is on one
-    rank; with `sharded` parameters it is on all of them.
+    All parts have the same size, and each fits in a micro-batch of `micro_batch` sequences. A part is on one rank, with
+    `sharded` parameters on all of them.
     """
     here = batch_size // ranks  # sequences
     fit = [n for n in range(1, here + 1) if here % n == 0 and here // n <= micro_batch]
@@ -189,7 +186,7 @@ class GNBHook(HessianHook):
         n = self.take_rows(X)
         if n == 0:
             return {}
-        # loss_hat is a sum. Weighted like a mean and scaled, its gradient fits float16; `finish` divides by the weight.
+        # loss_hat is a sum. Weighted like a mean and scaled, its gradient fits float16; `finish` undoes the weight.
         self.weight = self.scale * self.world_size / (self.batch_size * Y.size(1))
         return self.second_labels(Y[:n], taken)
 
@@ -215,10 +212,10 @@ class GNBHook(HessianHook):
 
 
 def keep_buffers():
-    """Lets a compiled forward be differentiated twice. Call it before anything is compiled.
+    """Let a compiled forward be differentiated twice. Call it before anything is compiled.
 
-    By default the first backward pass overwrites the forward's buffers. PyTorch's compile cache does not know this
-    switch; the tag keeps code that was compiled with one of its values from being used with the other.
+    By default the first backward pass overwrites the forward's buffers. PyTorch's compile cache ignores this switch, so
+    a tag keeps code for both of its values apart.
     """
     import torch._functorch.config
     torch._functorch.config.donated_buffer = False
@@ -232,14 +229,16 @@ class EmpiricalFisherHook(GNBHook):
         return dict(labels_hat=Y)
 
 
-# The most attention weights and logits in one Hessian-vector product. At about ten bytes each that is as much memory as
-# a micro-batch of training.
+# Limit on attention weights and logits in one Hessian-vector product. At about ten bytes each they take as much memory
+# as a micro-batch of training.
 PRODUCT_SIZE = 2 ** 30
 
 
 def rows_at_once(config, rows, T, micro_batch):
-    """How many of `rows` sequences of T tokens one Hessian-vector product takes: at most a micro-batch, within
-    PRODUCT_SIZE, and a divisor of `rows`, because products of another size would be compiled again."""
+    """Return how many of `rows` sequences of T tokens one Hessian-vector product takes.
+
+    At most a micro-batch, within PRODUCT_SIZE; and a divisor of `rows`, because a second size would be compiled again.
+    """
     size = T * (config.n_layer * config.n_head * T + 4 * config.vocab_size)
     most = max(1, min(micro_batch, PRODUCT_SIZE // size))
     return max(n for n in range(1, most + 1) if rows % n == 0)
@@ -249,8 +248,8 @@ class HutchinsonHook(HessianHook):
     """Hutchinson's estimator (Algorithm 1): Hessian-vector products of the model's own forward."""
 
     hessian_products = True
-    # Forward and backward are three matmuls. Forward over reverse makes these and two tangents of each, but not the
-    # weight's gradient itself, which nothing uses: 3 + 6 − 1 = 8.
+    # Forward and backward are 3 matmuls. Forward over reverse takes these and two tangents of each, but leaves out the
+    # weight's gradient itself, which is not used: 3 + 6 − 1 = 8.
     cost = 8 / 3
     rademacher = False
 
@@ -267,9 +266,9 @@ class HutchinsonHook(HessianHook):
             self.autocast = contextlib.nullcontext()
 
     def curvature_product(self, X, Y, u):
-        """∇²L·u of the mean loss L of some sequences, X and Y (B, T); u: tensors like `params`."""
+        """Return ∇²L·u, with L the mean loss on sequences X and Y (B, T) and u tensors like `params`."""
         def loss(values):
-            # A copy of Y, because a forward may mask it in place, which torch.func allows on new tensors only.
+            # A forward may mask Y in place, which torch.func allows only on new tensors.
             return functional_call(self.model, dict(zip(self.names, values)), (X, Y.clone()))[1]
 
         with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
@@ -303,6 +302,6 @@ class HutchinsonHook(HessianHook):
 
 
 class AdaHessianHook(HutchinsonHook):
-    """AdaHessian's own choice of u, uniform on {−1, 1}."""
+    """Hutchinson's estimator with AdaHessian's u, uniform on {−1, 1}."""
 
     rademacher = True

@@ -10,20 +10,19 @@ from torch.nn import functional as F
 
 
 def token_loss(logits, targets):
-    """The training loss of each prediction: logits (..., V), targets (...) → (...), 0 where the target is -1."""
+    """Return the training loss of each prediction: logits (..., V), targets (...) → (...), 0 where the target is -1."""
     return cross_entropy(logits, targets)
 
 
 def mean_loss(logits, targets):
-    """The mean of `token_loss` over the targets that count: logits (B, T, V), targets (B, T) → 0-d."""
+    """Average `token_loss` over the targets that count: logits (B, T, V), targets (B, T) → 0-d."""
     return token_loss(logits, targets).sum() / (targets >= 0).sum()
 
 
 class Losses(nn.Module):
-    """The module that training calls: a model's loss and, where labels for it are given, the loss on a second set of
-    labels for the first n sequences, which Gauss-Newton-Bartlett needs.
+    """The module that training calls: a model with nanoGPT's forward, (idx, targets) → (logits, mean loss).
 
-    `model` has nanoGPT's forward: (idx, targets) → (logits, mean loss).
+    For Gauss-Newton-Bartlett it adds the loss on a second set of labels for the first n sequences.
     """
 
     def __init__(self, model):
@@ -37,11 +36,11 @@ class Losses(nn.Module):
             idx: (B, T) token ids.
             targets: (B, T) token ids, -1 where a position does not count.
             uniforms: (n, T) uniform numbers in [0, 1), n ≤ B, with which labels are drawn from softmax(logits).
-            labels_hat: (n, T) token ids, labels instead of drawn ones.
+            labels_hat: (n, T) token ids to use as labels instead.
 
-        loss_hat is the negative log-likelihood of the second labels, *summed* over the positions that count in
-        `targets` after the model's forward; predictions is the number of these. The logits are None where gradients
-        are on, because compiled code would write a gradient of zeros for them, and read it again.
+        loss_hat is the negative log-likelihood of the second labels, *summed* over the `predictions` positions that
+        count in `targets` after the model's forward. The logits are None where gradients are on: compiled code would
+        write zeros as their gradient and read them again.
         """
         logits, loss = self.model(idx, targets)
         if uniforms is not None:
@@ -55,9 +54,9 @@ class Losses(nn.Module):
 
 
 def cross_entropy(logits, targets):
-    """−log softmax(logits)[target] in float32: logits (..., V), targets (...) → (...), 0 where the target is -1.
+    """Return −log softmax(logits)[target] in float32: logits (..., V), targets (...) → (...), 0 where a target is -1.
 
-    Compiled, it keeps the logits in their own dtype for the backward pass, and nothing of their shape in float32.
+    Compiled, it keeps the logits in their dtype for the backward pass and nothing of their size in float32.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='none')
@@ -66,21 +65,16 @@ def cross_entropy(logits, targets):
 
 @torch.no_grad()
 def sample_labels(logits, uniforms):
-    """Labels ŷ ~ softmax(logits) by inverting the cumulative distribution (Algorithm 2, line 3).
+    """Draw labels ŷ ~ softmax(logits) by inverting the cumulative distribution (Algorithm 2, line 3).
 
-    Args:
-        logits: (n, ..., V).
-        uniforms: (n, ...), one uniform number in [0, 1) per label, so that the caller decides what labels depend on.
-
-    Returns:
-        (n, ...) int64.
+    logits: (n, ..., V); uniforms: (n, ...), in [0, 1), one per label. Returns (n, ...) int64.
     """
-    # A few sequences at a time, because probabilities and their sums are in float32.
+    # A few sequences at a time, because the float32 probabilities and their sums take much memory.
     return torch.cat([invert(*part) for part in zip(logits.split(4), uniforms.split(4))])
 
 
 def invert(logits, uniforms):
-    """The labels at which the cumulative softmax of `logits` (..., V) first exceeds `uniforms` (...)."""
+    """Return the labels at which the cumulative softmax of `logits` (..., V) first exceeds `uniforms` (...)."""
     cumulative = logits.softmax(-1, dtype=torch.float32).cumsum_(-1)
     t = uniforms.unsqueeze(-1) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, t, right=True).squeeze(-1).clamp(max=logits.size(-1) - 1)

@@ -48,7 +48,7 @@ class CausalSelfAttention(nn.Module):
         self.config = config
 
     def forward(self, x, divisor=None):
-        """`divisor`: a whole number, as a 0-d tensor, that divides the attention logits; or None."""
+        """Attend to the positions up to each one. `divisor`: divides the attention logits; an integer 0-d tensor."""
         B, T, C = x.shape
         n_head = self.config.n_head
         q, k, v = (t.view(B, T, n_head, C // n_head).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
@@ -146,14 +146,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None):
-        """Continues each row of `idx` (B, T) by up to `max_new_tokens` ids; returns (B, ≤ T + max_new_tokens).
+        """Continue each row of `idx` (B, T) by up to `max_new_tokens` ids; return (B, ≤ T + max_new_tokens).
 
         Each id costs a forward pass over the last block_size ids of the row.
 
         Args:
-            temperature, top_k, top_p: see `sample_next`; temperature 0 is greedy decoding.
+            temperature, top_k, top_p, generator: see `sample_next`.
             stop: function of the ids so far that ends the generation when it returns True.
-            generator: of the random numbers, on the device of `idx`; default torch's own.
         """
         for _ in range(max_new_tokens):
             logits = self(idx[:, -self.config.block_size:])[0][:, -1]
@@ -164,13 +163,11 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):
-        """A GPT with the weights of a GPT-2 in Hugging Face's format, read by the package transformers.
+        """Load a GPT-2 in Hugging Face's format by the package transformers.
 
         Args:
             name: one of shapes.HUB_MODELS, or a folder with config.json and safetensors.
-            block_size: positions to keep, at most the model's own, which is the default.
-
-        A model that scripts/export_hf.py has exported without biases has none here.
+            block_size: number of positions to keep, by default all.
         """
         theirs = load_hf(name)
         c, weights = theirs.config, theirs.state_dict()
@@ -194,7 +191,7 @@ class GPT(nn.Module):
 
 
 def load_hf(name):
-    """The transformers GPT2LMHeadModel called `name`, in float32, from a local folder or the Hub."""
+    """Load the GPT2LMHeadModel called `name`, in float32, from a local folder or the Hub."""
     try:
         import transformers
         transformers.logging.set_verbosity_error()
@@ -212,10 +209,10 @@ def load_hf(name):
 
 
 def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """One id for each row of `logits` (B, V), drawn from softmax(logits / temperature); (B,) int64.
+    """Draw an id from softmax(logits / temperature) for each row of `logits` (B, V); return (B,) int64.
 
-    `top_k` keeps the k likeliest ids, `top_p` the likeliest whose probabilities first reach top_p together (of those
-    that top_k leaves). Temperature 0 takes the likeliest one.
+    `top_k` keeps the k likeliest ids; `top_p` then keeps the likeliest whose probabilities first sum to top_p.
+    Temperature 0 takes the likeliest id. `generator`: on the logits' device; default torch's global one.
     """
     logits = logits.float()
     if temperature == 0:

@@ -1,7 +1,7 @@
 """The shape of a GPT in nanoGPT's style: the table of sizes, its settings and checkpoints, parameters and FLOPs.
 
-Everything that training needs of a model beyond `GPT(config)` and its forward. `GPT.config` is a dataclass with
-nanoGPT's fields, `GPT.transformer.h` its blocks.
+Training needs no more of a model than this, `GPT(config)` and its forward. `GPT.config` is a dataclass with nanoGPT's
+fields, `GPT.transformer.h` its blocks.
 """
 
 import math
@@ -36,20 +36,20 @@ def padded_vocab_size(vocab_size):
 
 
 def config_of(cls, settings, vocab_size):
-    """Return the config, a `cls`, of a run with train.py's `settings`, a dict, and a tokenizer of `vocab_size` ids."""
+    """Return the `cls` of a run with train.py's `settings`, a dict, and a tokenizer of `vocab_size` ids."""
     return cls(**{f.name: settings[f.name] for f in fields(cls) if f.name in settings},
                vocab_size=padded_vocab_size(vocab_size))
 
 
 def default_args(cls):
-    """Return the arguments of the config class `cls` that have a default, name → default."""
+    """Return the defaults of the config class `cls`, name → value."""
     return {f.name: f.default for f in fields(cls) if f.default is not MISSING}
 
 
 def model_args(config):
-    """Return `config` as a checkpoint holds it: nanoGPT's arguments, and others where they are not the default.
+    """Return `config` as a checkpoint holds it: nanoGPT's arguments, and others unless they have their default.
 
-    So nanoGPT reads models that it knows, and an argument added later leaves old checkpoints valid.
+    So nanoGPT reads models that it supports, and an argument added later leaves old checkpoints valid.
     """
     defaults = default_args(type(config))
     return {key: value for key, value in vars(config).items()
@@ -57,10 +57,7 @@ def model_args(config):
 
 
 def without_values(cls, config):
-    """Return a model `cls(config)` on the device 'meta', for weights that follow.
-
-    A model with buffers is made for real, because a checkpoint may not hold them.
-    """
+    """Return a model `cls(config)` on the device 'meta'; a real one if it has buffers, which checkpoints may lack."""
     with torch.device('meta'):
         model = cls(config)
     has_buffers = next(model.buffers(), None) is not None
@@ -68,10 +65,7 @@ def without_values(cls, config):
 
 
 def with_weights(cls, config, weights):
-    """Return a model `cls(config)` that shares the memory of the state_dict `weights`, and draws no random ones.
-
-    RuntimeError when they do not fit.
-    """
+    """Return a model `cls(config)` with the tensors of the state_dict `weights`; RuntimeError when they do not fit."""
     model = without_values(cls, config)
     tied = model.lm_head.weight is model.transformer.wte.weight
     model.load_state_dict(weights, assign=True)
@@ -81,7 +75,7 @@ def with_weights(cls, config, weights):
 
 
 def check_contract(model):
-    """Stop the run, SystemExit, when `model` lacks a part of nanoGPT's GPT that training needs."""
+    """Stop the run when `model` lacks a part of nanoGPT's GPT that training needs."""
     for part in 'config.block_size', 'config.vocab_size', 'config.n_layer', 'config.n_head', 'config.n_embd', \
             'transformer.h':
         try:
@@ -92,16 +86,15 @@ def check_contract(model):
 
 
 def num_params(model):
-    """Return the number of parameters that are trained, a tied head counted once."""
+    """Count the trained parameters, a tied head once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def flops_per_token(model):
-    """Return the FLOPs to train on one token (forward + backward) in sequences of block_size.
+    """Return the FLOPs to train on one token, forward and backward, in sequences of block_size.
 
-    Counts the matmuls of what is trained: 6 per weight that multiplies (a tied head too; not the embedding look-ups,
-    not frozen weights) and 12·n_layer·n_embd·block_size for QKᵀ and AV, the causal half counted in full: the convention
-    of Chowdhery et al. (2022), which the paper's Table 2 follows.
+    As in Chowdhery et al. (2022), whom the paper's Table 2 follows: 6 per weight of a trained matrix (a tied head too,
+    the embeddings' look-ups not), and 12·n_layer·n_embd·block_size for QKᵀ and AV, as if attention were not causal.
     """
     c = model.config
     weights = sum(p.numel() for module in model.modules() if not isinstance(module, nn.Embedding)
