@@ -57,16 +57,22 @@ def model_args(config):
 
 
 def without_values(cls, config):
-    """Return a model `cls(config)` on the device 'meta'; a real one if it has buffers, which checkpoints may lack."""
-    with torch.device('meta'):
-        model = cls(config)
-    has_buffers = next(model.buffers(), None) is not None
-    return cls(config) if has_buffers else model
+    """Return a model `cls(config)` to count its parameters, on the device 'meta' unless its constructor needs values.
+    """
+    try:
+        with torch.device('meta'):
+            return cls(config)
+    except Exception:  # whatever a value that is not there makes it raise; other errors come back
+        return cls(config)
 
 
 def with_weights(cls, config, weights):
-    """Return a model `cls(config)` with the tensors of the state_dict `weights`; RuntimeError when they do not fit."""
-    model = without_values(cls, config)
+    """Return a model `cls(config)` that shares the memory of the state_dict `weights`.
+
+    Its constructor runs as in training, because `weights` may lack what it computes: buffers, plain tensors, lists.
+    Seed what it draws. RuntimeError when the weights do not fit.
+    """
+    model = cls(config)
     tied = model.lm_head.weight is model.transformer.wte.weight
     model.load_state_dict(weights, assign=True)
     if tied:

@@ -33,7 +33,7 @@ from runtime.distributed import World, one_message, ranks_from_environment
 from runtime.rng import DROPOUT, keyed_seed, seed_all
 from runtime.signals import StopSignals, protect_streams, restored_signals
 from runtime.speed import Speed
-from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token, without_values
+from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. `resolve` fills in those without a default, `setting(type)`. Roles are configurator.ROLES.
@@ -227,13 +227,15 @@ class Run:
 
 
 def make_model(c, origin, data):
-    """Return the GPT: without values where a checkpoint, `origin`, brings them, else with random or pretrained weights.
+    """Return the GPT with random or pretrained weights, which those of a checkpoint replace later, see
+    `Origin.restore`.
 
+    A checkpoint, `origin`, lacks plain tensors and some buffers, so these are made in the same way as at the start.
     SystemExit when the pretrained weights fit neither the settings nor the training `data`.
     """
     seed_all(c.seed)
     if origin.path:
-        return without_values(GPT, origin.config)
+        return GPT(origin.config)
     if not finetunes(c):
         return GPT(config_of(GPTConfig, c.values, data.vocab_size))
     model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)

@@ -21,6 +21,7 @@ from model import GPT, GPTConfig
 from runtime import checkpoint
 from runtime.device import DTYPES, check_device, device_defaults
 from runtime.files import code_hashes, differing_files
+from runtime.rng import seed_all
 from shapes import HUB_MODELS, with_weights
 
 # The files of the repository's root on which a model's outputs do not depend.
@@ -86,6 +87,7 @@ def load(path, device='cpu', tokenizer=None):
     args, weights = dict(state['model_args']), state.pop('model')
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
         args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
+    seed_all(state['config'].get('seed', 0))  # as in training, for what the constructor draws and no checkpoint holds
     model = with_weights(GPT, GPTConfig(**args), weights).to(device).eval()
     chosen = chosen_tokenizer(tokenizer, checkpoint_meta(state), path)
     return Loaded(given.resolve().name, path, model, chosen, state)

@@ -63,8 +63,8 @@ class World:
         """Move `model`, with the same weights on every rank, to the ranks' devices; return the module that training
         calls: `losses`, perhaps compiled and replicated.
 
-        Weights on the device 'meta' get memory, but no values. If the world is sharded, the parameters of `model`
-        become DTensors in place; build the optimizer afterwards. Otherwise `model` itself stays eager.
+        If the world is sharded, the parameters of `model` become DTensors in place; build the optimizer afterwards.
+        Otherwise `model` itself stays eager.
 
         Args:
             losses: a module that calls `model`, its only submodule with parameters.
@@ -85,7 +85,6 @@ class World:
         if self.sharded:
             self.reducer = self._shard(model, blocks, compile, compute_dtype)
             return losses
-        self._materialize(model)
         losses.to(self.device)
         if compile:
             losses = torch.compile(losses)
@@ -96,13 +95,6 @@ class World:
         self.reducer = DistributedDataParallel(losses, device_ids=device_ids, gradient_as_bucket_view=True)
         _REPLICAS.append(self.reducer)
         return self.reducer
-
-    def _materialize(self, model):
-        """Allocate the parameters that are on 'meta' on this rank's device. In place, because some have two names."""
-        for p in model.parameters():
-            if p.is_meta:
-                torch.utils.swap_tensors(p, torch.nn.Parameter(torch.empty_like(p, device=self.device),
-                                                               p.requires_grad))
 
     def _shard(self, model, blocks, compile, compute_dtype):
         """Shard the model by FSDP2: each block is a group of parameters, and all others together are one more."""
@@ -124,7 +116,6 @@ class World:
         except Exception as error:  # shared parameters, blocks that are used twice, scalar parameters, …
             raise SystemExit(f'--parallel={self.parallel}: FSDP cannot shard this model ({first_line(error)}); use '
                              '--parallel=ddp' if self.is_master else 1) from None
-        self._materialize(model)
         model.register_forward_pre_hook(share_buffers)
         return model
 

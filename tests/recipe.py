@@ -204,18 +204,25 @@ def rotary_positions():
         run('--init_from=resume', out=on)
 
 
-def a_buffer():
-    """A model with a buffer that its checkpoints do not hold resumes, and loads."""
+def a_constructor_with_values():
+    """A model with a buffer, a tensor and a list that its checkpoints do not hold resumes, and loads."""
     from analysis.load import load
     from model import GPT
-    init = GPT.__init__
+    init, forward, made = GPT.__init__, GPT.forward, []
 
-    def init_with_buffer(self, config):
+    def init_with_values(self, config):
         init(self, config)
         self.register_buffer('angles', torch.full((3,), 2.0), persistent=False)
+        self.noise, self.rates = torch.rand(3), torch.linspace(1, 2, 3).tolist()
+        made.append(self)
 
-    GPT.__init__ = init_with_buffer
-    assert load(resumes()['out']).model.angles.tolist() == [2, 2, 2]
+    def forward_with_values(self, idx, targets=None):
+        logits, loss = forward(self, idx, targets)
+        return logits, loss if loss is None else loss * (self.angles + self.noise).sum() * self.rates[1]
+
+    GPT.__init__, GPT.forward = init_with_values, forward_with_values
+    last = load(resumes()['out']).model
+    assert all(one.noise.equal(last.noise) and one.rates == last.rates == [1, 1.5, 2] for one in made) and made
 
 
 def a_mixture_of_experts():

@@ -60,8 +60,8 @@ def test_all_mistakes_are_told_at_once(tmp_path):
     assert stopped.value.code.splitlines() == [
         *(f'{path}: {theirs}: unknown setting; did you mean {ours}?' for theirs, ours in (
             ('total_bs', 'total_batch_size'), ('rho', 'gamma'), ('interval', 'hessian_interval'))),
-        f'{path}: gradient_accumulation_steps = 6: must be 0 or 60, for --total_batch_size=480 with --batch_size=8 on 1 '
-        'device(s); or set --total_batch_size=48']
+        f'{path}: gradient_accumulation_steps = 6: must be 0 or 60, for --total_batch_size=480 with --batch_size=8 on '
+        '1 device(s); or set --total_batch_size=48']
 
 
 def test_a_tilde_is_the_home_directory(monkeypatch):

@@ -18,7 +18,7 @@ CHECKS = {
     ('z-loss', 'Auxiliary loss'): 'z_loss_and_auxiliary_loss',
     ('A second head',): 'a_second_head a_second_head_with_true_labels',
     ('RMSNorm', 'SwiGLU', 'QK-norm', 'Untied head'): 'architecture',
-    ('Rotary positions',): 'rotary_positions a_buffer',
+    ('Rotary positions',): 'rotary_positions a_constructor_with_values',
     ('A mixture of experts',): 'a_mixture_of_experts',
     ('A first-order optimizer', 'A Hessian optimizer', 'A Hessian estimator', 'Weight decay', 'Sequence-length warm-up',
      'Another schedule', 'Another metric'): 'a_first_order_optimizer a_hessian_optimizer a_hessian_estimator '
