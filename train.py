@@ -153,19 +153,20 @@ def fit_batch_sizes(c, ranks):
     """Set gradient_accumulation_steps. SystemExit, which names the nearest values that fit, where total_batch_size is
     not gradient_accumulation_steps × batch_size × `ranks`."""
     share, rest = divmod(c.total_batch_size, ranks)
-    whole, step = c.total_batch_size // (c.batch_size * ranks), c.batch_size * ranks
+    step, given = c.batch_size * ranks, c.gradient_accumulation_steps
+    whole = c.total_batch_size // step
+    fitting = '0' if c.total_batch_size % step else f'0 or {whole}'
+    c.require('gradient_accumulation_steps', not given or given * step == c.total_batch_size,
+              f'{fitting}, for --total_batch_size={c.total_batch_size} with --batch_size={c.batch_size} on {ranks} '
+              f'device(s); or set --total_batch_size={given * step}')
     nearest = f'{whole * step} or {(whole + 1) * step}' if whole else step
     c.require('total_batch_size', not rest, f'a multiple of {ranks}, the number of devices; set --total_batch_size='
               f'{nearest}')
     divisors = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - c.batch_size))
     c.require('batch_size', share % c.batch_size == 0, f'a divisor of {share}, the sequences of each device; set '
               f'--batch_size={" or ".join(map(str, sorted(divisors[:2])))}')
-    steps, given = share // c.batch_size, c.gradient_accumulation_steps
-    c.require('gradient_accumulation_steps', given in (0, steps), f'0 or {steps}, for --total_batch_size='
-              f'{c.total_batch_size} with --batch_size={c.batch_size} on {ranks} device(s); or set '
-              f'--total_batch_size={given * step}')
     if not given:
-        c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
+        c.set('gradient_accumulation_steps', share // c.batch_size, 'total_batch_size / (batch_size × devices)')
 
 
 def learning_rate_at(c, iteration):

@@ -23,6 +23,7 @@ import faults as harness  # noqa: E402
 from faults import Done  # noqa: E402
 
 from runtime import checkpoint  # noqa: E402
+from runtime.device import can_compile  # noqa: E402
 
 # Flags for a run of seconds on CPU.
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--block_size=32', '--total_batch_size=4',
@@ -34,7 +35,7 @@ INJECT = ROOT / 'tests/faults.py'
 HANG = 400  # seconds; on a busy machine runs of seconds take minutes
 LONGEST = ('test_sharding', 'test_launch', 'test_reliability', 'test_plan', 'test_hacking', 'test_rows',
            'test_optimizers')
-needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
+needs_compiler = pytest.mark.skipif(not can_compile('cpu'), reason='needs a C++ compiler and Python.h')
 
 # tiktoken's cache names the files by the SHA-1 of the addresses it has them from.
 GPT2_FILES = {'vocab.bpe': '6d1cbeee0f20b3d9449abfede4726ed8212e3aee',

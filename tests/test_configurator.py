@@ -234,6 +234,8 @@ def test_help_lists_every_setting_with_its_comment(capsys, flag):
      '--total_batch_size=448 or 504'),
     (7, dict(total_batch_size=3, batch_size=1), '--total_batch_size=3: must be a multiple of 7, the number of devices; '
      'set --total_batch_size=7'),
+    (1, dict(batch_size=64, gradient_accumulation_steps=1), '--gradient_accumulation_steps=1: must be 0, for '
+     '--total_batch_size=480 with --batch_size=64 on 1 device(s); or set --total_batch_size=64'),
     (8, dict(batch_size=12, gradient_accumulation_steps=40), '--gradient_accumulation_steps=40: must be 0 or 5, for '
      '--total_batch_size=480 with --batch_size=12 on 8 device(s); or set --total_batch_size=3840')])
 def test_batch_sizes_that_do_not_fit(ranks, settings, message):
