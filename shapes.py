@@ -4,6 +4,7 @@ Training needs no more of a model than this, `GPT(config)` and its forward. `GPT
 fields, `GPT.transformer.h` its blocks.
 """
 
+import inspect
 import math
 import operator
 from dataclasses import MISSING, fields
@@ -78,6 +79,14 @@ def with_weights(cls, config, weights):
     if tied:
         model.lm_head.weight = model.transformer.wte.weight  # assigning has untied them
     return model
+
+
+def pretrained(cls, name, block_size, dropout):
+    """Return a model `cls` with the weights called `name`. SystemExit when model.py has no method for them."""
+    method = getattr(cls, 'from_pretrained', None)
+    if method is None or not {'block_size', 'dropout'} <= inspect.signature(method).parameters.keys():
+        raise SystemExit(f'--init_from={name}: GPT in model.py has no from_pretrained(name, block_size, dropout)')
+    return method(name, block_size, dropout)
 
 
 def check_contract(model):

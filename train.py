@@ -33,7 +33,7 @@ from runtime.distributed import World, one_message, ranks_from_environment
 from runtime.rng import DROPOUT, keyed_seed, seed_all
 from runtime.signals import StopSignals, protect_streams, restored_signals
 from runtime.speed import Speed
-from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token
+from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token, pretrained
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. `resolve` fills in those without a default, `setting(type)`. Roles are configurator.ROLES.
@@ -138,7 +138,7 @@ def derive(c, world_size):
     optimizers.fit_estimate(c, ranks)
 
     # Settings that do not go together
-    for key in c.having('model') - {one.name for one in fields(GPTConfig)}:
+    for key in sorted(c.having('model') - {one.name for one in fields(GPTConfig)}):
         c.require(key, not c.values[key], f'{c.declared[key].type()} because GPTConfig in model.py has no {key}')
     c.require('n_head', c.n_embd % c.n_head == 0, f'a divisor of n_embd = {c.n_embd}')
     c.require('dtype', c.parallel == 'ddp' or c.dtype != 'float16', f'bfloat16 or float32 for --parallel={c.parallel}')
@@ -239,7 +239,7 @@ def make_model(c, origin, data):
         return GPT(origin.config)
     if not finetunes(c):
         return GPT(config_of(GPTConfig, c.values, data.vocab_size))
-    model = GPT.from_pretrained(c.init_from, c.block_size, c.dropout)
+    model = pretrained(GPT, c.init_from, c.block_size, c.dropout)
     adopt_model_args(c, vars(model.config), data)
     check_tokenizer(data, c.init_from, model.config.vocab_size)
     return model

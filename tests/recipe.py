@@ -170,6 +170,8 @@ def pasted_model():
     assert isinstance(load('runs/0').model, model.GPT)
     with pytest.raises(SystemExit, match='must be False because GPTConfig in model.py has no scale_attn'):
         run('--scale_attn_by_inverse_layer_idx=True')
+    with pytest.raises(SystemExit, match='model.py has no from_pretrained'):
+        run('--init_from=.')
     close(losses(run('--parallel=fsdp')), found['sophiag'], rtol=1e-5, atol=0)
     for name in 'sophiag', 'sophiah':
         eager, compiled = (run('--n_layer=1', f'--compile={on}', name=name) for on in (False, True))

@@ -59,6 +59,7 @@ def apply(title, copy):
 def copy_repository(target):
     """The repository's Python files, without records, docs and tests, as a copy in the directory `target`."""
     skipped = {'records', 'docs', 'tests', 'out', 'build', 'wandb'}
+    target.mkdir(exist_ok=True)
     for path in ROOT.iterdir():
         if path.suffix in ('.py', '.toml'):
             shutil.copy(path, target / path.name)
