@@ -188,18 +188,20 @@ def configure(defaults, argv, script=None, finish=lambda config: None):
         print(help_text(ast.get_docstring(ast.parse(source)), defaults, source))
         raise SystemExit
     config = Config(defaults)
-    flags, files = [], []
+    flags, files, before = [], [], ''
     for arg in argv:
         bare = arg.lstrip(DASHES)
         key, equals, value = bare.partition('=')
         if arg == bare and not (equals and key in config.declared):
-            files.append(arg)
+            if not (before.startswith('--') and before[2:] in config.declared):  # else a value, written without =
+                files.append(arg)
         elif arg != f'--{bare}':
             config.problems.append(f'{arg}: flags begin with two dashes; write --{bare}')
         elif not equals and key in config.declared:
             config.problems.append(f'{arg}: write {arg}=VALUE')
         else:
             flags.append((key, value))
+        before = arg
     for name in files:
         for key, value in read_file(name, config.values).items():
             config.give(key, value, name)

@@ -217,7 +217,7 @@ def main(argv=None):
               + ('' if args.gpu else '; assumed, name another card with --gpu'))
     configs = args.configs if asked else map(str, (Path(__file__).parents[1] / 'config').glob('train_*_sophiag.py'))
     sources = [[name] for name in configs] or [[]]
-    settings = [train.resolve([*source, *flags], world_size=args.gpus) for source in sources]
+    settings = [train.resolve([*flags, *source], world_size=args.gpus) for source in sources]
     settings = [(c, shapes.config_of(GPTConfig, c.values, vocab_size_of(c.dataset))) for c in settings]
     if not asked and not args.measure:
         ladder(settings, args)

@@ -119,6 +119,10 @@ def test_missing_file_names_the_nearest(monkeypatch):
     assert rejection(apply, 'config/quickstart.py').endswith(f'; it is in {ROOT}, start train.py from there')
 
 
+def test_a_value_after_a_space_is_not_taken_for_a_file():
+    assert rejection(apply, '--steps', '5') == '--steps: write --steps=VALUE'
+
+
 def test_a_sweeps_spec_is_no_config_file():
     """JSON is valid Python, which would set nothing."""
     assert 'scripts/sweep.py --spec' in rejection(apply, str(ROOT / 'config/ablation/clipping.json'))
