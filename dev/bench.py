@@ -1,15 +1,15 @@
-"""The speed and memory of a training step, for any list of configurations, measured in turns.
+"""Measure the speed and memory of a training step, for any list of configurations in turns.
 
   python dev/bench.py                                                     AdamW, Sophia-G and Sophia-H at a usual size
   python dev/bench.py '--model_size=125M' '--model_size=125M --optimizer_name=sophiag' --output bench.json
   python dev/bench.py --baseline ~/nanoGPT '--model_size=125M --compile=True'   and nanoGPT's model and AdamW
   python dev/bench.py --profile profile.txt '--model_size=125M'           the operators of one step, by time
 
-Each CONFIG is one quoted string with the arguments that train.py would get. Each has a process of its own, so that none
-runs code that was compiled for another, and they take turns in every round, so that other load meets all of them alike.
-The medians over the rounds are compared. A baseline is a checkout with nanoGPT's interface in its model.py (GPT,
-GPTConfig, configure_optimizers); it gets the weights, batch, dtype and compile of each configuration of AdamW. Tokens
-are random, from GPT-2's vocabulary unless the data set is there and has another.
+Each CONFIG is one quoted string with arguments of train.py. Each has a separate process, because compiled code would
+be shared, and they take turns in every round, so that other load affects all alike. Medians over the rounds are
+compared. A baseline is a checkout whose model.py has nanoGPT's interface: GPT, GPTConfig, configure_optimizers. It gets
+the weights, batch, dtype and compile of each configuration of AdamW. Tokens are random, from the vocabulary of the data
+set or, if it is missing, of GPT-2.
 
 Columns: loss, of the fourth step, to compare programs that should compute the same; step_ms, T(step) without an
 estimate; tokens_per_sec and mfu with the estimates' share; hessian_ms, the extra time of a step with an estimate;
@@ -71,22 +71,22 @@ class Case:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def make_model(self):
-        """Our model with the seed's weights, made on the device: the largest take minutes on one CPU core."""
+        """Build our model with the seed's weights, on the device: on one CPU core large ones take minutes."""
         torch.manual_seed(self.config.seed)
         with self.device:
             return GPT(shapes.config_of(GPTConfig, self.config.values, self.vocab_size))
 
     def set_up(self):
-        """Makes the `train.Run` that is measured."""
+        """Build the `train.Run` to measure."""
         self.run = train.set_up(self.config, self.world, self.make_model())
 
     def batch(self):
-        """A mini-batch of random tokens."""
+        """Return a mini-batch of random tokens."""
         c = self.config
         return torch.randint(self.vocab_size, (c.total_batch_size, c.block_size + 1), device=self.device)
 
     def measure(self, iteration):
-        """Measures one step: of iteration 0, which estimates the Hessian where the optimizer has one, or 1."""
+        """Measure the step of iteration 0, with a Hessian estimate if the optimizer makes any, or 1, without."""
         sequences = self.batch()
         devices.synchronize(self.device)
         started = time.perf_counter()
@@ -96,7 +96,7 @@ class Case:
         self.losses.append(step.loss)
 
     def results(self):
-        """The row of the table for this configuration."""
+        """Return this configuration's row of the table."""
         c = self.config
         plain = statistics.median(self.seconds[False] or self.seconds[True])
         row = dict(config=self.name, compile=c.compile, dtype=c.dtype, loss=self.losses[3], step_ms=1e3 * plain)
@@ -113,7 +113,7 @@ class Case:
         return {**row, **self.optimizer_step()}
 
     def optimizer_step(self, turns=10):
-        """Times the optimizer's step in turns with fused AdamW's on the same parameters, at learning rate 0."""
+        """Time the optimizer's step in turns with fused AdamW's on the same parameters, at learning rate 0."""
         optimizer, params = self.run.optimizer, self.run.params
         optim.set_learning_rate(optimizer, 0.0)
         for p in params:
@@ -133,7 +133,7 @@ class Case:
 
 
 class Baseline(Case):
-    """A baseline's model and optimizer instead of ours; weights, batch, dtype and compile are the configuration's."""
+    """A baseline's model and optimizer with our weights, batch, dtype and compile."""
 
     def __init__(self, config, world, folder):
         self.folder = Path(folder)
@@ -158,8 +158,7 @@ class Baseline(Case):
 
 
 def start(argv, folder):
-    """Sets up the configuration of this process, the global `case`: train.py's with the arguments `argv`, or the
-    baseline in `folder`."""
+    """Set up this process's `case`: train.py's configuration `argv`, with the baseline in `folder`, if any."""
     global case
     config = train.resolve(argv)
     devices.set_matmul_precision(config.dtype)
@@ -168,7 +167,7 @@ def start(argv, folder):
 
 
 def take_turn():
-    """One step with a Hessian estimate, where the optimizer has one, and one without."""
+    """Measure a step with a Hessian estimate, if the optimizer makes any, and one without."""
     if case.device.type == 'cuda':
         train.train_step(case.run, case.batch(), 0)  # takes its memory from the device before anything is timed
     case.measure(0)
@@ -178,12 +177,12 @@ def take_turn():
 
 
 def results():
-    """The table's row for this process."""
+    """Return this process's row of the table."""
     return case.results()
 
 
 def profile(path):
-    """Writes the operators of one step without an estimate, by their own time on the device, to the file `path`."""
+    """Write the operators of one step without an estimate to `path`, by their own time on the device."""
     with torch.profiler.profile() as found:
         case.measure(1)
     device = 'cuda' if case.device.type == 'cuda' else 'cpu'

@@ -1,12 +1,13 @@
-"""Writes the tables on the pages that come from the code or from records.
+"""Write the tables in the docs that come from the code or from records.
 
-  python dev/tables.py            after a change of a setting, of the table of optimizers, or of records
+  python dev/tables.py            after a change to a setting, the table of optimizers, or records
   python dev/tables.py --check    exits with 1 if a page is not current
 
-A table stands between the lines <!-- table: NAME --> and <!-- end -->; everything else on the pages is written by hand.
+A table stands between the lines <!-- table: NAME --> and <!-- end -->; all other text is written by hand.
 """
 
 import argparse
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,7 @@ from records.dissection import results as dissection
 
 
 def number(value):
-    """A number as people write it: 0.0006 → 6e-4."""
+    """Format a number as people write it: 0.0006 → 6e-4."""
     if value and abs(value) < 1e-2:
         mantissa, exponent = f'{value:e}'.split('e')
         return f'{float(mantissa):g}e{int(exponent)}'
@@ -33,13 +34,13 @@ def number(value):
 
 
 def table(head, rows):
-    """A Markdown table of strings."""
+    """Return a Markdown table of strings."""
     lines = [head, ['---'] * len(head), *rows]
     return '\n'.join('| ' + ' | '.join(cell.replace('|', r'\|') for cell in line) + ' |' for line in lines)
 
 
 def settings():
-    """Every setting of train.py with its default and the comment next to it, in its sections."""
+    """List train.py's settings by section, with their defaults and comments."""
     parts = []
     for section, found in sections(train.DEFAULTS, (ROOT / 'train.py').read_text(encoding='utf-8')).items():
         rows = [[f'`{key}`', '*derived*' if one.default is None else f'`{one.default!r}`', comment]
@@ -49,7 +50,7 @@ def settings():
 
 
 def optimizer_settings():
-    """The settings of every optimizer of the table."""
+    """List the settings of every optimizer."""
     keys = [key for key in optimizers.PLACEHOLDERS if key != 'optimizer_args']
     rows = [[optimizer_label(name), f'`{name}`',
              *(number(row.settings[key]) if key in row.settings else '–' for key in keys),
@@ -60,7 +61,7 @@ def optimizer_settings():
 
 
 def learning_rates():
-    """The peak learning rate of every optimizer of the table, by model size; equal ones share a row."""
+    """List the optimizers' peak learning rates by model size; equal ones share a row."""
     rows = {}
     for name in optimizers.OPTIMIZERS:
         rates = (optimizers.peak_learning_rate(name, size)[0] for size in shapes.SIZES)
@@ -69,7 +70,7 @@ def learning_rates():
 
 
 def optimizer_checks():
-    """Whether each optimizer of the table takes shards, and what records say of its state and updates at 30M."""
+    """List whether each optimizer can be sharded, and its measured state and time of an update at 30M."""
     measured = {row['optimizer_name']: row for row in read_json(ROOT / 'records/cpu/bench_updates.json')['results']}
 
     def cell(name, key, form):
@@ -81,31 +82,30 @@ def optimizer_checks():
     return table(['`--optimizer_name`', 'fsdp', 'state', 'update'], rows)
 
 
-RECORDS = ROOT / 'records/study'
 STUDY = ['muon', 'soap', 'adamw', 'sophiag']  # its optimizers, in the order of the columns
 
 
 @cache
 def study_sides():
-    """({optimizer: {T: `Tuned`}}, noise) of records/study, as scripts/speedup.py has them."""
-    runs = find_runs([RECORDS])
+    """Return ({optimizer: {T: `Tuned`}}, noise) of records/study, as scripts/speedup.py does."""
+    runs = find_runs([ROOT / 'records/study'])
     return {name: tuned_at_each_T(runs, name) for name in STUDY}, noise_of(by_seed([r for r in runs if not r.rejected]))
 
 
 def loss(side):
-    """The mean of a `Tuned` and the standard deviation over its seeds, if there are three or more."""
+    """Format the mean of a `Tuned`, with its standard deviation if there are three seeds or more."""
     row = side.row()
     return mean_sd(row['val/loss'], row['sd'] if len(side.best) > 2 else None)
 
 
 def interval(row):
-    """A `difference` with its 95 % interval, if it has one."""
+    """Format a `difference`, with its 95 % interval if it has one."""
     text = f'{row["difference"]:+.3f}'.replace('-', '−')
     return text if row['p'] is None else f'{text} ± {row["plus_or_minus"]:.3f}'
 
 
 def minus_adamw(side, baseline, noise):
-    """The difference of a `Tuned` to AdamW's with its 95 % interval, and the p-value, as text; empty if none."""
+    """Format a `Tuned`'s difference to AdamW's with its 95 % interval, and the p-value; '' where there is none."""
     if side is baseline or not side or not baseline:
         return '', ''
     row = same_horizon(side, baseline, noise)
@@ -113,7 +113,7 @@ def minus_adamw(side, baseline, noise):
 
 
 def study():
-    """The study's results: losses, seeds, trials, differences; at each T the lowest loss first."""
+    """List losses, seeds, trials and differences of records/study; at each T the lowest loss first."""
     sides, noise = study_sides()
     rows = []
     for T in sorted(sides['adamw']):
@@ -125,7 +125,7 @@ def study():
 
 
 def study_losses():
-    """The study's losses alone."""
+    """List the losses of records/study."""
     sides, noise = study_sides()
     rows = [[f'{T:,}', *(loss(at_T[T]) if T in at_T else '–' for at_T in sides.values()),
              minus_adamw(sides['sophiag'].get(T), sides['adamw'].get(T), noise)[0]] for T in sorted(sides['adamw'])]
@@ -134,28 +134,18 @@ def study_losses():
 
 @cache
 def dissection_runs():
-    """The runs of records/dissection."""
+    """Return the runs of records/dissection."""
     return find_runs([dissection.RECORDS])
 
 
-def dissection_search(part='A'):
-    """A part of records/dissection: the losses of every arm."""
+def dissection_part(part):
+    """List the losses of every arm of a part of records/dissection."""
     rows = dissection.table(dissection.arms_of(dissection_runs(), part), dissection.SEEDS[part])
     return table([*rows[0]], [[cell or '' for cell in row.values()] for row in rows])
 
 
-def dissection_long():
-    """The same of the long horizon."""
-    return dissection_search('C')
-
-
-def dissection_batch():
-    """The same of the larger mini-batches."""
-    return dissection_search('B')
-
-
 def dissection_six():
-    """The six fresh seeds of the long horizon."""
+    """List the losses with six fresh seeds at the long horizon."""
     rows = dissection.long_horizon(dissection_runs())
     cells = [[row['optimizer'], mean_sd(row['mean'], row['sd']), '' if row['optimizer'] == 'AdamW' else interval(row)]
              for row in rows]
@@ -163,46 +153,39 @@ def dissection_six():
 
 
 def dissection_tests():
-    """The tests of records/dissection."""
-    rows = dissection.tests(dissection_runs())
+    """List the tests of records/dissection."""
     cells = []
-    for row in rows:
+    for row in dissection.tests(dissection_runs()):
         ps = ['–' if row.get(key) is None else f'{row[key]:.2g}' for key in ('p', 'p, Holm')]
         cells.append([row['comparison'], row['n'], interval(row), *ps])
     return table(['test', 'seeds', 'difference, 95 %', 'p', 'p, Holm'], cells)
 
 
-PAGES = {'README.md': [dissection_six, study_losses],
-         'docs/settings.md': [settings],
-         'docs/optimizers.md': [optimizer_settings, learning_rates, optimizer_checks],
-         'records/study/README.md': [study],
-         'records/dissection/README.md': [dissection_search, dissection_tests, dissection_long, dissection_six,
-                                        dissection_batch]}
+TABLES = {make.__name__: make for make in (settings, optimizer_settings, learning_rates, optimizer_checks, study,
+                                           study_losses, dissection_six, dissection_tests)}
+TABLES |= {f'dissection_{name}': lambda part=part: dissection_part(part)
+           for name, part in dict(search='A', batch='B', long='C').items()}
+PAGES = ('README.md', 'docs/settings.md', 'docs/optimizers.md', 'records/study/README.md',
+         'records/dissection/README.md')
 
 
-def current(page, text):
-    """The text of a page with its tables as the code has them."""
-    for make in PAGES[page]:
-        begin = f'<!-- table: {make.__name__} -->\n'
-        head, found, rest = text.partition(begin)
-        if not found or '<!-- end -->' not in rest:
-            raise SystemExit(f'{page}: no lines {begin.strip()} and <!-- end -->')
-        text = head + begin + '\n' + make() + '\n\n<!-- end -->' + rest.partition('<!-- end -->')[2]
-    return text
+def current(text):
+    """Return the text of a page with current tables."""
+    return re.sub(r'(<!-- table: (\w+) -->\n).*?(?=<!-- end -->)',
+                  lambda found: f'{found[1]}\n{TABLES[found[2]]()}\n\n', text, flags=re.DOTALL)
 
 
 def main(argv=None):
-    """Writes the pages; with --check only looks whether they are current."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--check', action='store_true', help='write nothing, exit with 1 if a page is not current')
     check = parser.parse_args(argv).check
     for page in PAGES:
         path = ROOT / page
         text = path.read_text(encoding='utf-8')
-        if current(page, text) != text:
+        if (found := current(text)) != text:
             if check:
                 raise SystemExit(f'{page}: not current; run python dev/tables.py')
-            path.write_text(current(page, text), encoding='utf-8')
+            path.write_text(found, encoding='utf-8')
             print(f'wrote {page}')
 
 
