@@ -4,7 +4,7 @@ import argparse
 
 
 def at_least(low, kind=int):
-    """An argparse type: numbers of `kind` from `low` on."""
+    """Return an argparse type: numbers of `kind` from `low` on."""
     def number(text):
         value = kind(text)
         if not value >= low:

@@ -24,7 +24,7 @@ from runtime.files import code_hashes, differing_files
 from runtime.rng import seed_all
 from shapes import HUB_MODELS, with_weights
 
-# The files of the repository's root on which a model's outputs do not depend.
+# Files in the repository's root that do not affect a model's outputs.
 NOT_OF_THE_MODEL = ('train.py', 'resume.py', 'lifecycle.py', 'optimizers.py', 'sophia.py', 'hessian.py',
                     'configurator.py')
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(HUB_MODELS)
@@ -34,8 +34,8 @@ MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or
 class Loaded:
     """A model in eval mode, with its tokenizer and checkpoint.
 
-    name: the last part of the path that was given. tokenizer: None if unknown. state: the checkpoint without weights
-    and optimizer; {} for a Hugging Face model.
+    name: last part of the path. tokenizer: None if unknown. state: the checkpoint without weights and optimizer, {} for
+    a Hugging Face model.
     """
     name: str
     path: Path
@@ -45,31 +45,28 @@ class Loaded:
 
 
 def add_model_flags(parser):
-    """Adds --device, --dtype and --tokenizer."""
+    """Add --device, --dtype and --tokenizer."""
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--dtype', choices=DTYPES, help='default: bfloat16 on cuda, else float32')
     add_tokenizer_flag(parser)
 
 
 def add_tokenizer_flag(parser):
-    """Adds --tokenizer, the argument of `load`."""
+    """Add --tokenizer, an argument of `load`."""
     parser.add_argument('--tokenizer', metavar='NAME|DIR',
                         help=f"{TOKENIZER_NAMES}, or the directory of a data set made with it; needed only if the "
                              "checkpoint's data set is no longer here")
 
 
 def dtype_name(args):
-    """The key of DTYPES for the flags of `add_model_flags`."""
+    """Return the key of DTYPES for the flags of `add_model_flags`."""
     return args.dtype or device_defaults(args.device)[0]['dtype']
 
 
 def load(path, device='cpu', tokenizer=None):
-    """The model at `path`, a `Loaded`.
+    """Load the model at `path`, see MODEL_HELP, as a `Loaded`.
 
-    Args:
-        path: an out_dir (its newest checkpoint), a .pt file, a Hugging Face folder, or one of HUB_MODELS.
-        tokenizer: name of the tokenizer, or directory of a data set made with it; needed only if neither the
-            checkpoint nor its data set says it.
+    `tokenizer`: its name, or the directory of a data set made with it, for a checkpoint whose tokenizer is unknown.
     """
     device, given = check_device(device), Path(path)
     if any(given.glob('*.safetensors')) or str(path) in HUB_MODELS and not given.exists():
@@ -94,7 +91,7 @@ def load(path, device='cpu', tokenizer=None):
 
 
 def with_tokenizer(loaded):
-    """`loaded` with its vocabulary cut to its tokenizer's, so that no padding is sampled."""
+    """Return `loaded` with its vocabulary cut to its tokenizer's, so that padding is never sampled."""
     tokenizer, size = loaded.tokenizer, loaded.model.config.vocab_size
     if tokenizer is None:
         raise SystemExit(f'{loaded.path}: its tokenizer is unknown; give --tokenizer={TOKENIZER_NAMES}|DIR, where DIR '
@@ -107,7 +104,7 @@ def with_tokenizer(loaded):
 
 
 def crop_vocab_size(model, vocab_size):
-    """Removes the ids from `vocab_size` on, which pad the vocabulary and mean nothing, from a GPT."""
+    """Remove the ids from `vocab_size` on, the padding, from a GPT."""
     embedding, head = model.transformer.wte, model.lm_head
     tied = head.weight is embedding.weight
     for module in (embedding, head):
@@ -118,7 +115,7 @@ def crop_vocab_size(model, vocab_size):
 
 
 def open_bins(loaded, dataset, split):
-    """The Bins of a split of `dataset`, by default the data set that `loaded` was trained on; several of a mixture."""
+    """Open the Bins of a split of `dataset`, by default `loaded`'s; a mixture has several."""
     dataset = dataset or loaded.state.get('config', {}).get('dataset')
     if not dataset:
         raise SystemExit(f'{loaded.path}: does not name its data set; give --dataset')
@@ -137,28 +134,23 @@ def open_bins(loaded, dataset, split):
 
 
 def chosen_tokenizer(name, meta, path):
-    """The tokenizer of --tokenizer=`name`; without the flag, the one of `meta`, with which the model at `path` was
-    trained, or None if that is not known either. SystemExit where the two differ."""
+    """Return the tokenizer of --tokenizer=`name` or, without the flag, of `meta`; None if both are missing.
+
+    `meta` is from the training of the model at `path`. SystemExit if the two differ.
+    """
     if not name:
         return tokenizer_from_meta(meta) if meta else None
-    named = named_tokenizer(name)
+    named_meta = read_meta(name) if Path(name).is_dir() else None
+    if Path(name).is_dir() and not named_meta:
+        raise SystemExit(f'--tokenizer={name}: a directory without the meta.json of a data set')
+    named = tokenizer_from_meta(named_meta) if named_meta else get_tokenizer(name)
     if meta and not same_tokenizer(identifying(named.meta), identifying(meta)):
         raise SystemExit(f'--tokenizer={name}: {path} was trained with {meta["tokenizer"]}; leave the flag out')
     return named
 
 
-def named_tokenizer(name):
-    """The tokenizer of --tokenizer: a name that `get_tokenizer` knows, or the directory of a data set."""
-    if not Path(name).is_dir():
-        return get_tokenizer(name)
-    meta = read_meta(name)
-    if meta is None:
-        raise SystemExit(f'--tokenizer={name}: a directory without the meta.json of a data set')
-    return tokenizer_from_meta(meta)
-
-
 def checkpoint_meta(state):
-    """The meta of the tokenizer that a checkpoint names, else its data set's; None if the data set is gone."""
+    """Return the meta of a checkpoint's tokenizer or, if it has none, of its data set; None if that is gone."""
     meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
     if meta is None and dataset:
         folder = data_dir(next(iter(parts_of(dataset))))  # all parts of a mixture have one tokenizer

@@ -18,7 +18,7 @@ from sophia import Sophia, gauss_newton_bartlett
 
 
 def main(steps=60):
-    # Without a GPU several ranks find each other only with cpu=True.
+    # Without a GPU, several ranks need cpu=True to find each other.
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
@@ -36,7 +36,7 @@ def main(steps=60):
             with accelerator.accumulate(model):
                 logits = model(inputs)
                 loss = F.cross_entropy(logits, labels)
-                # The last micro-batch of the step is the Hessian's batch.
+                # The estimate is from the step's last micro-batch.
                 due = accelerator.sync_gradients and len(losses) % 10 == 0  # k = 10
                 accelerator.backward(loss, retain_graph=due)
                 if due:

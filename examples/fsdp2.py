@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 examples/fsdp2.py [--steps=60]
 
-Runs on GPUs with NCCL, and without them on CPU with gloo. Sophia-H's Hessian-vector products do not work with FSDP.
+Runs on GPUs with NCCL or on CPU with gloo. Sophia-H's Hessian-vector products do not work with FSDP.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main(argv=None):
     # β2 = 0.9: h reaches its level within 20 estimates; the paper's 0.99 is meant for 100,000 steps. γ was chosen to
     # leave 0.1 to 0.5 of the coordinates unclipped. The optimizer takes the parameters as `fully_shard` leaves them.
     optimizer = Sophia(model.parameters(), lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
-    torch.manual_seed(1 + dist.get_rank())  # each rank has sequences and sampled labels of its own
+    torch.manual_seed(1 + dist.get_rank())  # ranks draw different sequences and labels
     for step in range(args.steps):
         inputs = torch.randn(32, 16, device=device)
         logits = model(inputs)

@@ -2,8 +2,8 @@
 
     python examples/huggingface_trainer.py [--steps=60] [--out_dir=out/hf_trainer] [--resume]
 
-The Trainer computes the loss, and so has the logits, in `compute_loss`: the estimate is made there, before `backward`
-and before the optimizer's step. Its checkpoints hold h and the random state that labels are sampled with.
+The estimate is made in `compute_loss`, where the logits are, before `backward` and the optimizer's step. The Trainer's
+checkpoints hold h and the random state that labels are sampled with.
 """
 
 import argparse
@@ -23,20 +23,20 @@ class SophiaTrainer(Trainer):
     hessian_interval = 10  # k
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        labels = inputs['labels']  # which label smoothing takes out of `inputs`
+        labels = inputs['labels']  # which label smoothing removes from `inputs`
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        # With gradient accumulation the last micro-batch of the step is the Hessian's batch. (Not under FSDP: gradients
-        # that wait for their reduction would be lost to the estimate's backward pass.)
+        # With gradient accumulation the estimate is from the last micro-batch. (Not under FSDP, where its backward pass
+        # loses the gradients of earlier micro-batches, which are not reduced yet.)
         last = self.accelerator.sync_gradients
         if model.training and last and self.state.global_step % self.hessian_interval == 0:
             counted = labels[:, 1:] != -100  # the positions that the loss counts, of the logits before them
-            sophia = self.optimizer.optimizer  # inside of Accelerate's wrapper
+            sophia = self.optimizer.optimizer  # inside Accelerate's wrapper
             sophia.update_hessian(gauss_newton_bartlett(outputs.logits[:, :-1][counted], sophia, retain_graph=True))
         return (loss, outputs) if return_outputs else loss
 
 
 def sequences(n, length=32, vocab=64):
-    """n sequences in which each token follows from the one before, one in ten at random."""
+    """Return n sequences in which nine of ten tokens follow from the one before; the others are random."""
     rows = torch.randint(vocab, (n, length))
     for t in range(1, length):
         rows[:, t] = torch.where(torch.rand(n) < 0.1, rows[:, t], (5 * rows[:, t - 1] + 1) % vocab)

@@ -2,9 +2,9 @@
 
     python examples/lightning_module.py
 
-Lightning calls `on_before_optimizer_step` between the backward and the update, once per step also under gradient
-accumulation, so the estimate is made there, from the graph that `backward` keeps. Lightning's checkpoints hold
-h, but no random state: a resumed run samples other labels.
+The estimate is made in `on_before_optimizer_step`, which Lightning calls between the backward and the update, once per
+step even with gradient accumulation. `backward` keeps the graph for it. Lightning's checkpoints hold h, but no random
+state: a resumed run samples other labels.
 """
 
 import sys

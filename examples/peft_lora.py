@@ -2,7 +2,7 @@
 
     python examples/peft_lora.py
 
-The base model is a GPT-2 with random weights, so that nothing is downloaded; `from_pretrained` works alike.
+The base model is a GPT-2 with random weights, which needs no download; `from_pretrained` works as well.
 """
 
 import sys
@@ -17,7 +17,7 @@ from sophia import Sophia, gauss_newton_bartlett
 
 
 def sequences(n, length=32, vocab=64):
-    """n sequences (n, length) in which each token follows from the one before, one in ten at random."""
+    """Return sequences (n, length) in which nine of ten tokens follow from the one before; the others are random."""
     rows = torch.randint(vocab, (n, length))
     for t in range(1, length):
         rows[:, t] = torch.where(torch.rand(n) < 0.1, rows[:, t], (5 * rows[:, t - 1] + 1) % vocab)

@@ -18,7 +18,7 @@ from sophia import Sophia, gauss_newton_bartlett, hutchinson
 
 
 def stripes(n, size=12):
-    """Noisy images (n, 1, size, size) of stripes in one of 8 directions, and the directions (n,)."""
+    """Return noisy images (n, 1, size, size) of stripes in one of 8 directions, and the directions (n,)."""
     labels = torch.randint(8, (n,))
     angle = labels[:, None, None] * torch.pi / 8
     y, x = torch.meshgrid(torch.arange(size), torch.arange(size), indexing='ij')
@@ -28,19 +28,21 @@ def stripes(n, size=12):
 
 
 def surface(n):
-    """Points (n, 2) of the square, and the noisy height (n, 1) of a wavy surface there."""
+    """Return points (n, 2) in a square, and the noisy height (n, 1) of a wavy surface there."""
     x = 4 * torch.rand(n, 2) - 2
     return x, torch.sin(2 * x[:, :1]) * x[:, 1:] + 0.1 * torch.randn(n, 1)
 
 
 def normal(f):
-    """The normal distribution of variance ½ around f: its negative log-likelihood is (f − y)², up to a constant."""
+    """Return the normal distribution with mean f, variance ½ and so −log p(y) = (f − y)², up to a constant."""
     return torch.distributions.Normal(f, 0.5 ** 0.5)
 
 
 def train(model, batch, loss_fn, distribution, steps, estimator):
-    """Trains `model` with Sophia; returns its loss on 1,000 new examples. `loss_fn` is the negative log-likelihood of
-    `distribution`, up to a constant."""
+    """Train `model` with Sophia; return its loss on 1,000 new examples.
+
+    `loss_fn`: negative log-likelihood of `distribution`, up to a constant.
+    """
     gamma = 0.05 if estimator == 'gnb' else 0.01
     # β2 = 0.9: h reaches its level within 20 estimates; the paper's 0.99 is meant for 100,000 steps.
     optimizer = Sophia(model.parameters(), lr=3e-3, betas=(0.96, 0.9), gamma=gamma, weight_decay=0.01)

@@ -1,10 +1,10 @@
-"""Measures validation loss, perplexity and bits per byte of a trained model.
+"""Measure validation loss, perplexity and bits per byte of a trained model.
 
-  python scripts/eval.py out/gpt2-small-sophiag                          the validation set it was trained with
+  python scripts/eval.py out/gpt2-small-sophiag                          on its data set
   python scripts/eval.py gpt2 --dataset=openwebtext
 
-The tokens are cut into sequences of block_size, as in train.py; an incomplete one at the end is left out. Prints one
-line of JSON; for a mixture of data sets, one for each part.
+The tokens are cut into sequences of block_size, as in train.py, without an incomplete one at the end. Prints a line of
+JSON, for a mixture of data sets a line for each part.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from runtime.device import autocast, set_matmul_precision
 
 
 def bytes_per_id(tokenizer):
-    """(vocab_size,) int64: how many bytes of text each id stands for, 0 for the end of text; None if unknown."""
+    """Return the number of text bytes of each id, (vocab_size,) int64, 0 for the end of text; None if unknown."""
     bpe = getattr(tokenizer, 'bpe', None)
     if isinstance(tokenizer, Byte):
         sizes = [1] * tokenizer.vocab_size
@@ -48,11 +48,9 @@ def bytes_per_id(tokenizer):
 
 @torch.no_grad()
 def evaluate(model, batches, precision, sizes=None):
-    """(loss, tokens, bytes): the mean cross-entropy in nats over the (inputs, targets) of `batches`, and over how much.
+    """Return (mean cross-entropy in nats, tokens, bytes) of the (inputs, targets) of `batches`.
 
-    Args:
-        precision: a context manager, as `runtime.device.autocast` makes it.
-        sizes: `bytes_per_id`; without, bytes is 0.
+    `precision`: context manager from `runtime.device.autocast`. `sizes`: from `bytes_per_id`; if None, bytes is 0.
     """
     loss_sum, tokens, n_bytes = 0.0, 0, 0
     for X, Y in tqdm(batches, unit='batch', disable=not sys.stderr.isatty()):
@@ -65,7 +63,7 @@ def evaluate(model, batches, precision, sizes=None):
 
 
 def measure(loaded, data, args):
-    """The results that the script prints about `loaded` on `data`, a Bin: a dict."""
+    """Return the results of `loaded` on `data`, a Bin, as a dict."""
     block_size = loaded.model.config.block_size
     batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, 0, 1, args.device)
     sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
@@ -80,7 +78,7 @@ def measure(loaded, data, args):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', help=MODEL_HELP)
-    parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's own)")
+    parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's)")
     parser.add_argument('--eval_iters', type=at_least(0), default=0, help='micro-batches, as in train.py; 0: all')
     parser.add_argument('--batch_size', type=at_least(1), default=8, help='sequences per forward pass (default: 8)')
     add_model_flags(parser)

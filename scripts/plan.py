@@ -1,11 +1,11 @@
 """Memory, FLOPs, days and GPU-hours of a run, computed before anything is trained.
 
-  python scripts/plan.py --gpu 4090                                      every size, and which fits one RTX 4090
+  python scripts/plan.py --gpu 4090                                      which sizes fit one RTX 4090
   python scripts/plan.py config/train_gpt2_small_sophiag.py --gpus 8     on eight H100
   python scripts/plan.py config/train_neox_{1.5b,6.6b}_sophiag.py --gpu A100 --gpus 64 --mfu 0.3
   python scripts/plan.py --model_size=125M --batch_size=30 --measure
 
-Settings are train.py's: config files, one plan each, and --key=value flags for all of them; without any, a table of the
+Arguments are train.py's: config files, one plan each, and --key=value flags for all of them; by default, a table of the
 published configs for Sophia-G. GB are 1e9 bytes.
 
 The time of a step assumes that the FLOPs of matmuls and Hessian estimates (analysis/runs.py) run at --mfu of the GPUs'
@@ -38,7 +38,7 @@ from runtime import device as devices
 from runtime.distributed import World, ranks_from_environment
 
 HEADROOM = 0.1  # of a GPU's memory: the CUDA context, workspaces of cuBLAS and NCCL, fragmentation
-# Saved activations of a block in 16 bits, bytes per token and unit of width: inputs of both layer norms (4 each) and
+# Saved activations of a block in 16 bits, in bytes per token and unit of width: inputs of both layer norms (4 each) and
 # their outputs (2), q, k, v and attention's result (2), the MLP's hidden units before and after GELU (8).
 BLOCK = 36
 OUTSIDE = 12  # the same for the last norm and the residual stream's gradients; chosen to fit the peaks in records/gpu
@@ -47,12 +47,12 @@ STATES = dict(lion=1, clip=1, normalize=1)  # float32 numbers per parameter in t
 
 
 def memory(c, shape, ranks=1):
-    """Peak memory of a training step on one of `ranks` GPUs, as {part: bytes}.
+    """Compute the peak memory of a training step on one of `ranks` GPUs, as {part: bytes}.
 
-    The peak is in the backward pass of the head of a micro-batch after the first: all activations and all gradients.
+    The peak is in the head's backward pass, after the first micro-batch: all activations and all gradients.
 
     Args:
-        c: settings, as train.resolve returns them.
+        c: settings from train.resolve.
         shape: the GPTConfig.
     """
     half = devices.DTYPES[c.dtype].itemsize
@@ -60,9 +60,9 @@ def memory(c, shape, ranks=1):
     block, root, sharded = blocks // shape.n_layer, P - blocks, ranks if c.parallel != 'ddp' else 1
     numbers = STATES.get(c.optimizer_name, 2) * P
     if c.optimizer_name == 'muon':
-        numbers -= matrices  # only their momentum
+        numbers -= matrices  # which have momentum only
     parts = {'parameters': 4 * P / sharded, 'gradients': 4 * P / sharded, 'optimizer': 4 * numbers / sharded}
-    if c.parallel != 'ddp':  # the root group stays gathered, and two blocks are on their way
+    if c.parallel != 'ddp':  # the root group, which stays gathered, and two blocks
         parts['gathered weights'] = half * (root + 2 * block) + 4 * max(root, block)
     elif half == 2:
         parts['16-bit weights'] = 2 * P
@@ -81,8 +81,8 @@ def memory(c, shape, ranks=1):
         parts['Hessian-vector product'] = max(0, 10 * kept + 16 * P - parts['activations'] - parts['logits'])
     elif hook.cost:
         parts['estimate'] = 4 * P / sharded
-        # Two moments of the estimate have no gradient of the logits. Sampling labels: softmax and its cumulative sum of
-        # 4 sequences, in float32. The end of its backward pass: its gradients, before they are added up.
+        # Two peaks without the logits' gradient: sampling labels, with softmax and cumulative sum of 4 sequences in
+        # float32; and the end of the estimate's backward pass, with its gradients before they are added up.
         sampled = 8 * logits * min(4, rows, c.batch_size) / c.batch_size
         parts['while estimating'] = max(0, max(sampled, 4 * P / sharded) - (LOGIT - 2) * logits)
     return parts
@@ -90,34 +90,34 @@ def memory(c, shape, ranks=1):
 
 @functools.cache
 def number_of_parameters(*shape):
-    """Numbers of parameters: of a GPT, of its blocks, and of the blocks' matrices. `shape`: the fields of GPTConfig."""
+    """Count the parameters of a GPT, its blocks, and the blocks' matrices. `shape`: the fields of GPTConfig."""
     model = shapes.without_values(GPT, GPTConfig(*shape))
     blocks = list(model.transformer.h.parameters())
     return shapes.num_params(model), sum(p.numel() for p in blocks), sum(p.numel() for p in blocks if p.dim() == 2)
 
 
 def largest_micro_batch(c, shape, ranks, limit):
-    """The largest batch_size that divides a rank's sequences and stays below `limit` bytes; 0 if none does."""
+    """Return the largest batch_size that divides a rank's sequences and needs at most `limit` bytes; 0 if none."""
     share = c.total_batch_size // ranks
     return max([n for n in range(1, share + 1) if share % n == 0
                 and sum(memory(changed(c, batch_size=n), shape, ranks).values()) <= limit], default=0)
 
 
 def changed(c, **values):
-    """A copy of the settings `c` with other values."""
+    """Copy the settings `c` with other values."""
     c = copy.copy(c)
     c.values = {**c.values, **values}
     return c
 
 
 def step_seconds(c, model, args):
-    """Return (seconds of a step, its FLOPs, the FLOPs of Hessian estimates among them) of the settings `c`."""
+    """Return a step's (seconds, FLOPs, FLOPs of Hessian estimates among them) with the settings `c`."""
     gradient, hessian = training_and_hessian_flops(c.values, dict(flops_per_token=shapes.flops_per_token(model)))
     return (gradient + hessian) / (args.gpus * args.tflops * 1e12 * args.mfu), gradient + hessian, hessian
 
 
 def modes(c, gpus):
-    """Return the (parallel, activation_checkpointing) that the optimizer of `c` can have, the fastest first."""
+    """List the (parallel, activation_checkpointing) that the optimizer of `c` supports, the fastest first."""
     optimizer = row(c.optimizer_name)
     shards = ['fsdp'] if gpus > 1 and optimizer.shards else []
     return [('ddp', False)] if optimizer.hook.hessian_products else [
@@ -125,7 +125,7 @@ def modes(c, gpus):
 
 
 def ladder(settings, args):
-    """Print a line for each of `settings`, a list of (c, shape): the fastest mode that fits, and how long it takes."""
+    """Print a line for each (c, shape) of `settings`: the fastest mode that fits, and the hours."""
     rows = []
     for c, shape in settings:
         model = shapes.without_values(GPT, shape)
@@ -145,7 +145,7 @@ def ladder(settings, args):
 
 
 def plan(c, shape, args):
-    """Prints the plan of the settings `c`."""
+    """Print the plan of the settings `c`."""
     model, optimizer = shapes.without_values(GPT, shape), row(c.optimizer_name)
     seconds, flops, hessian = step_seconds(c, model, args)
     hours, limit = seconds * c.max_iters / 3600, args.limit
@@ -170,8 +170,7 @@ def plan(c, shape, args):
 
 
 def measure(c, shape):
-    """Bytes at the peak of two real steps on random tokens, the first of them with a Hessian estimate: allocated on a
-    GPU, else resident in this process."""
+    """Return the peak memory, in bytes, of two real steps on random tokens, the first one with a Hessian estimate."""
     world = World(c.device, c.backend, c.parallel)
     torch.manual_seed(c.seed)
     with world.device:

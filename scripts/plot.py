@@ -1,4 +1,4 @@
-"""Draw the loss curves of one or several runs, or any other metrics, a panel each, and write the numbers next to them.
+"""Draw loss curves or other metrics of runs, a panel each, and write the numbers next to the picture.
 
   python scripts/plot.py out/quickstart
   python scripts/plot.py out/adamw out/sophiag --x tokens --output compare.png
@@ -22,7 +22,7 @@ NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_
 
 
 def ends_before_others(runs, metric):
-    """Return the run whose values of `metric` end at the earliest iteration, None if they all end at the same."""
+    """Return the run whose values of `metric` end first, None if all end at the same iteration."""
     ends = {run.out_dir: max(run.series(metric)[0], default=0) for run in runs}
     first = min(ends, key=ends.get)
     return first if ends[first] < max(ends.values()) else None

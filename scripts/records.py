@@ -1,9 +1,9 @@
-"""Checks that records of runs are complete, prints them as one table, and packs directories of runs into records.
+"""Check that records of runs are complete, print them as a table, and pack directories of runs into records.
 
   python scripts/records.py records/study
   python scripts/records.py out/sweep --pack records/sweep     writes records/sweep/runs.jsonl, a line per run
 
-records/README.md says what a record must hold. When one is incomplete, nothing is packed, and the exit code is 1.
+records/README.md says what a record must hold. If any is incomplete, nothing is packed and the exit code is 1.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from runtime.files import write_text
 
 
 def problems(run):
-    """The faults of a record, a list of clauses."""
+    """List the faults of a record, as clauses."""
     about, found = run.about, []
     machine = about.get('machine') or {}
     if not machine.get('gpu') and not machine.get('cpu'):
@@ -39,7 +39,7 @@ def problems(run):
 
 
 def row(run):
-    """One line of the table."""
+    """Return a record's row of the table."""
     machine = run.about.get('machine') or {}
     return {'record': str(run.out_dir), 'optimizer': run.optimizer_label, 'parameters': run.about['parameters'],
             'T': run.max_iters, 'tokens': run.max_iters * run.total_batch_size * run.block_size,

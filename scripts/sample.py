@@ -1,4 +1,4 @@
-"""Samples text from a trained model.
+"""Sample text from a trained model.
 
   python scripts/sample.py out/quickstart
   python scripts/sample.py out/gpt2-small-sophiag --start='Once upon a time' --num_samples=3 --top_p=0.95
@@ -25,7 +25,7 @@ from shapes import num_params
 
 
 def parse(argv):
-    """The command line, checked."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', nargs='?', help=f'{MODEL_HELP} (default: out)')
     parser.add_argument('--out_dir', help='the same, as a flag')
@@ -41,7 +41,7 @@ def parse(argv):
     add_model_flags(parser)
     args = parser.parse_args(argv)
     if args.checkpoint and args.out_dir:
-        parser.error(f'{args.checkpoint} and --out_dir={args.out_dir}: give one of them')
+        parser.error(f'{args.checkpoint} and --out_dir={args.out_dir}: pass only one')
     args.checkpoint = args.checkpoint or args.out_dir or 'out'
     if not (args.temperature >= 0 and args.top_k >= 0 and 0 < args.top_p <= 1):
         parser.error('--temperature and --top_k must be 0 or more, --top_p above 0 and at most 1')
@@ -62,7 +62,7 @@ def main(argv=None):
     model, tokenizer = loaded.model.to(DTYPES[dtype_name(args)]), loaded.tokenizer
     if prompt is None:
         prompt = tokenizer.default_prompt
-    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # after which a document begins
+    ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # where a document begins
     if ids == [None]:
         raise SystemExit(f"--start='': the tokenizer {tokenizer.name} has no end-of-text id; set a prompt")
     print(f'{loaded.path}: {num_params(model):,} parameters, tokenizer {tokenizer.name}', file=sys.stderr)
@@ -77,7 +77,7 @@ def main(argv=None):
         tokens += len(row) - len(ids)
         if row[-1] == tokenizer.eot_id:
             row.pop()
-        # Some tokenizers write a space only between two tokens, so prompt and continuation are decoded together.
+        # Decoded with the prompt, because some tokenizers write a space only between two tokens.
         print(prompt + tokenizer.decode(row)[len(tokenizer.decode(ids)):] + '\n---------------', flush=True)
     seconds = time.perf_counter() - started
     print(f'{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s on {args.device}', file=sys.stderr)

@@ -3,14 +3,14 @@
   python scripts/sweep.py --out_dir out/lr --grid optimizer_name=adamw,lion learning_rate=1e-3,2e-3 \\
       -- config/quickstart.py --max_iters=200
   python scripts/sweep.py --out_dir out/sensitivity --spec config/ablation/sensitivity.json
-  python scripts/sweep.py --out_dir out/sensitivity            the same again: trains what is missing
+  python scripts/sweep.py --out_dir out/sensitivity            again: trains the missing runs
   python scripts/sweep.py --out_dir out/sensitivity --table    only the table; reads files, executes nothing
 
-A spec is a JSON object: "base", arguments of train.py for every run, and "runs", a list of objects setting → value, or
-→ list of values, of which every combination is one run. There "config" names a config file instead of a setting, and
-"base" more arguments for the runs of that object. Other keys, such as "about", are for the reader. A run's directory is
-named after its settings; OUT_DIR/sweep.json keeps the spec. A run that diverged is not tried again unless its directory
-is removed. scripts/tune.py searches one setting after the other.
+A spec is a JSON object: "base", arguments of train.py for every run, and "runs", a list of objects setting → value or
+setting → list of values. Every combination of the values is a run. In these objects "config" stands for a config file,
+and "base" for more arguments. Other keys, such as "about", are comments. A run's directory is named after its settings;
+OUT_DIR/sweep.json keeps the spec. A run that diverged is not trained again unless its directory is removed.
+scripts/tune.py searches one setting after another.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run of --grid')
     parser.add_argument('--out_dir', required=True, type=Path, help='each run gets a directory in it')
-    parser.add_argument('--spec', help='JSON file (default: the one that this out_dir was started with)')
+    parser.add_argument('--spec', help='JSON file (default: OUT_DIR/sweep.json)')
     parser.add_argument('--grid', nargs='+', action='append', metavar='KEY=V1,V2',
                         help='settings and their values; given several times, several grids')
     parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
@@ -51,7 +51,7 @@ def main(argv=None):
             raise SystemExit(f'{path}: a spec is an object with "runs", a list of objects; see sweep.py --help')
     trials = trials_of(spec, args.out_dir)
 
-    # Config files are programs: what a received directory names must not be executed for a table of it.
+    # Config files are programs: printing a table of a received directory must not execute those that it names.
     if args.table:
         show(trials, args.out_dir)
         return

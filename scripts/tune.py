@@ -3,10 +3,9 @@
   python scripts/tune.py --out_dir out/tune --noise=0.004 --values learning_rate=5e-4,1e-3,2e-3 gamma=0.05,0.15,0.5 \\
       -- config/quickstart.py --optimizer_name=sophiag
 
-The search starts from the values that the arguments after -- resolve to (for --optimizer_name=X alone, its row of the
-table). It tries one setting after the other over its values, with the others as they are, and keeps the best value if
-the validation loss is lower by more than --noise. It ends after a round that changed nothing. OUT_DIR/tuning.json
-records the trials and what was kept.
+The search starts from the settings of the arguments after --. It tries all values of one setting after another, with
+the others unchanged, and keeps the best value if it lowers the validation loss by more than --noise. It ends after a
+round without a change. OUT_DIR/tuning.json records the trials and the changes.
 """
 
 import argparse
@@ -22,23 +21,24 @@ from runtime.files import write_json
 
 
 def tune(base, values, noise, out_dir, train_trials):
-    """A coordinate search (see the top of this file); returns (its record, which is also kept in tuning.json, the
-    trials).
+    """Search settings one at a time, see the top of this file; return (the content of tuning.json, the trials).
 
     Args:
-        base: arguments of train.py. values: setting → list of values. noise: in the validation loss.
-        train_trials: trains a list of `Trial`s.
+        base: arguments of train.py.
+        values: setting → list of values.
+        noise: of the validation loss.
+        train_trials: function that trains a list of `Trial`s.
 
     SystemExit when a run ends without a result.
     """
     start = train.resolve(base).values
     if problem := Run(Path(out_dir), start, {}, []).off_schedule:
-        raise SystemExit(f'no run could be compared: {problem}; leave out --lr_decay_iters')
+        raise SystemExit(f'runs could not be compared: {problem}; leave out --lr_decay_iters')
     for key in values:
         if key not in start:
             raise SystemExit(f'--values {key}=…: not a setting; see python train.py --help')
         for value in values[key]:
-            train.resolve([*base, f'--{key}={value}'])  # which rejects what is no value of it
+            train.resolve([*base, f'--{key}={value}'])  # which rejects invalid values
     best, trials = {key: canonical(start[key]) for key in values}, {}
     record = dict(base=base, values=values, noise=noise, start=best, trials=[], kept=[])
 

@@ -606,7 +606,7 @@ def test_what_is_done_is_kept_where_the_same_command_can_get_further(tmp_path, m
         return real(path)
 
     monkeypatch.setattr(sources, 'decompressed', failing)
-    monkeypatch.setattr(sources, 'CHARS', 2 ** 12)
+    monkeypatch.setattr(sources, 'CHARS', 2 ** 15)
     assert 'the same command, without --overwrite, resumes' in prepare('pile', *command, ok=False)
     assert left(out_dir) == ['progress.json', 'train.bin.part', 'val.bin.part'] and saved_documents(out_dir) >= 1000
 

@@ -1,4 +1,4 @@
-"""Compute and wall-clock time per step (Table 2) of configs and runs.
+"""Compare compute and wall-clock time per step (Table 2) of configs and runs.
 
   python scripts/paper/compute_table.py config/train_gpt2_large_{adamw,sophiah,sophiag}.py
   python scripts/paper/compute_table.py out/large-adamw out/large-sophiag --output table2.csv
@@ -27,14 +27,14 @@ PAPER = {('adamw', '355M'): 1195, ('sophiah', '355M'): 1249, ('sophiag', '355M')
 
 
 def planned(path):
-    """(settings, what config.json would say of the model) of a config file, with GPT-2's vocabulary."""
+    """Return (settings, config.json's facts of the model) for a config file and GPT-2's vocabulary."""
     config = train.resolve([path]).values
     model = shapes.without_values(GPT, shapes.config_of(GPTConfig, config, 50257))
     return config, dict(parameters=shapes.num_params(model), flops_per_token=shapes.flops_per_token(model))
 
 
 def measured(run):
-    """The columns of the table that a `Run` has measured; none where it is too short."""
+    """Return the columns of the table that a `Run` has measured, none if it is too short."""
     timed = [record for record in run.records if 'step_ms' in record][1:]
     if len(timed) < 2:
         return {}

@@ -4,12 +4,11 @@
   python scripts/paper/superglue.py out/gpt2-small-sophiag gpt2 --tasks boolq rte --output compare.png
 
 A prompt is an instruction and two exemplars from the train split; accuracy on the validation split is averaged over 5
-draws of exemplars, the same for every checkpoint. An answer is right if the first word that the model writes on the
-line is the right one. The table also has the accuracy of always giving the most frequent answer, and of guessing. A bar
-chart goes to --output, the numbers next to it. Data: the Hub's aps/super_glue, or SuperGLUE's own files in a folder
-BoolQ/{train,val}.jsonl, CB/….
+draws of exemplars, the same for every checkpoint. An answer is right if the first word of the model's line is. The
+baselines are the most frequent answer and guessing. A bar chart goes to --output, the numbers next to it. Data: the
+Hub's aps/super_glue, or SuperGLUE's files in a folder, BoolQ/{train,val}.jsonl, CB/….
 
-The paper shows its prompts in a figure only; these are our own, in the form that it describes.
+The paper shows its prompts in a figure only; ours have the form that it describes.
 """
 
 import json
@@ -38,8 +37,8 @@ SEED = 1337  # of the draws
 
 
 class Task(NamedTuple):
-    """One task: `template` is the text of an example, with the fields of the data; `answers` has a word for each label,
-    in the Hub's order; `labels` are the labels in SuperGLUE's files, in the same order."""
+    """A task. template: text of an example; answers: a word for each label, in the Hub's order; labels: SuperGLUE's, in
+    the same order."""
     title: str
     instruction: str
     template: str
@@ -66,7 +65,7 @@ TASKS = {  # by their names on the Hub
 
 
 def read_examples(name, split, data_dir=None):
-    """The 'train' or 'validation' split of a task: dicts with the template's fields and `label`, an index."""
+    """Read the 'train' or 'validation' split of a task: dicts with the template's fields and `label`, an index."""
     if data_dir is None:
         import datasets
         try:
@@ -83,13 +82,13 @@ def read_examples(name, split, data_dir=None):
 
 
 def make_prompt(task, exemplars, example):
-    """The text that the model continues, without the space before the answer."""
+    """Return the prompt, without the space before the answer."""
     shown = [f'{task.template.format(**e)} {task.answers[e["label"]]}' for e in exemplars]
     return '\n\n'.join([task.instruction, *shown, task.template.format(**example)])
 
 
 def read_answer(task, text):
-    """The index of the answer that the model wrote, the first word of its first line; None for any other word."""
+    """Return the index of the answer that the first line of `text` begins with, None for any other word."""
     word = re.search(r'\w+', text.split('\n')[0])
     word = word.group().lower() if word else None
     return task.answers.index(word) if word in task.answers else None
@@ -97,9 +96,9 @@ def read_answer(task, text):
 
 @torch.no_grad()
 def complete(model, prompts, n):
-    """The greedy continuations of `prompts`, lists of ids, by `n` ids. A prompt too long for that loses its beginning.
+    """Continue `prompts`, lists of ids, greedily by `n` ids. A prompt that is too long loses its beginning.
 
-    Prompts are padded on the right, which in a causal model changes nothing to the left of the padding.
+    Prompts are padded on the right, which in a causal model changes nothing to the left.
     """
     prompts = [prompt[n - model.config.block_size:] for prompt in prompts]
     device, rows = model.lm_head.weight.device, torch.arange(len(prompts))
@@ -115,9 +114,9 @@ def complete(model, prompts, n):
 
 
 def run_task(loaded, task, examples, draws, batch_size):
-    """The scores of a checkpoint on one task, a dict. `draws`: lists of exemplars."""
+    """Return a checkpoint's scores on one task, a dict. `draws`: lists of exemplars."""
     model, tokenizer = loaded.model, loaded.tokenizer
-    # One token more than the longest answer, to see where the word ends.
+    # One token more than the longest answer, which shows where the word ends.
     n = 1 + max(len(tokenizer.encode(f' {answer}')) for answer in task.answers)
     accuracies, no_answer, cut = [], 0, 0
     for exemplars in draws:
@@ -135,14 +134,14 @@ def run_task(loaded, task, examples, draws, batch_size):
     accuracy, prompts = statistics.mean(accuracies), len(draws) * len(examples)
     most_frequent = Counter(example['label'] for example in examples).most_common(1)[0][1]
     return dict(accuracy=accuracy, stdev=statistics.stdev(accuracies),
-                # The error from the choice of validation examples, which are the same in every draw.
+                # From the choice of validation examples, the same in every draw.
                 standard_error=(accuracy * (1 - accuracy) / len(examples)) ** 0.5,
                 no_answer=no_answer / prompts, prompts_cut=cut / prompts,
                 majority=most_frequent / len(examples), random=1 / len(task.answers))
 
 
 def draw_figure(table, names):
-    """Bars of accuracy, a group for each task and a color for each checkpoint; lines for the baselines."""
+    """Draw accuracies as bars, a group for each task, a color for each checkpoint, and the baselines as lines."""
     tasks = list(dict.fromkeys(row['task'] for row in table))
     fig, (ax,) = figure(width=max(4.5, 1.2 * len(tasks) * (1 + len(names) / 4)), height=3.8)
     width = 0.8 / len(names)

@@ -23,25 +23,25 @@ START, STEPS = (0.2, 0.0), 50  # at 0.2 L1 curves downwards
 
 
 def loss(theta):
-    """L at `theta` (…, 2)."""
+    """Return L at `theta` (…, 2)."""
     x, y = theta[..., 0], theta[..., 1]
     return 8 * (x - 1) ** 2 * (1.3 * x ** 2 + 2 * x + 1) + 0.5 * (y - 4) ** 2
 
 
 def gradient(theta):
-    """∇L at `theta` (2,)."""
+    """Return ∇L at `theta` (2,)."""
     x, y = theta
     return np.array([8 * (x - 1) * x * (5.2 * x + 3.4), y - 4])
 
 
 def hessian_diagonal(theta):
-    """The diagonal of ∇²L at `theta` (2,): all of it, for L is separable."""
+    """Return the diagonal of ∇²L at `theta` (2,); the rest is 0."""
     x, _ = theta
     return np.array([8 * (15.6 * x ** 2 - 3.6 * x - 3.4), 1.0])
 
 
 def update(name, t, theta, state, eps=1e-12, beta1=0.9, beta2=0.999):
-    """The step, for a learning rate of 1, that the method takes at θ in its iteration t from 1; `state` is Adam's."""
+    """Return a method's step at θ, for a learning rate of 1, in iteration t, from 1. `state`: Adam's."""
     g, h = gradient(theta), hessian_diagonal(theta)
     if name == 'GD':
         return g
@@ -57,7 +57,7 @@ def update(name, t, theta, state, eps=1e-12, beta1=0.9, beta2=0.999):
 
 
 def trajectory(name):
-    """θ_0 … θ_STEPS, an array (STEPS + 1, 2)."""
+    """Return θ_0 … θ_STEPS, an array (STEPS + 1, 2)."""
     path, state = [np.array(START)], {}
     for t in range(1, STEPS + 1):
         path.append(path[-1] - LEARNING_RATES[name] * update(name, t, path[-1], state))
