@@ -191,7 +191,7 @@ class GNBHook(HessianHook):
         return self.second_labels(Y[:n], taken)
 
     def second_labels(self, Y, first):
-        """Return the arguments for the second loss on the rows `Y`, of which the first is row `first`."""
+        """Return the arguments for the second loss on rows `Y`, which begin with row number `first`."""
         if self.uniforms is None:
             shape = (self.batch_size, Y.size(1))
             uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]

@@ -29,9 +29,9 @@ HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 
 
 def padded_vocab_size(vocab_size):
-    """Round `vocab_size` up to a multiple of 64 (GPT-2's 50,257 → 50,304), for which matmuls are faster.
+    """Round `vocab_size` up to a multiple of 64, for faster matmuls. 50,257 becomes 50,304.
 
-    Below 1,024 ids it stays: there the padding would be a large part of the vocabulary and raise the first losses.
+    Not below 1,024 ids, where the padding would be a large part of the vocabulary and raise the first losses.
     """
     return vocab_size if vocab_size < 1024 else math.ceil(vocab_size / 64) * 64
 

@@ -94,7 +94,7 @@ def with_tokenizer(loaded):
     """Return `loaded` with its vocabulary cut to its tokenizer's, so that padding is never sampled."""
     tokenizer, size = loaded.tokenizer, loaded.model.config.vocab_size
     if tokenizer is None:
-        raise SystemExit(f'{loaded.path}: its tokenizer is unknown; give --tokenizer={TOKENIZER_NAMES}|DIR, where DIR '
+        raise SystemExit(f'{loaded.path}: its tokenizer is unknown; pass --tokenizer={TOKENIZER_NAMES}|DIR, where DIR '
                          'is a data set made with it, or prepare the data set again')
     if tokenizer.vocab_size > size:
         raise SystemExit(f'{loaded.path}: the model has {size} ids, fewer than the tokenizer {tokenizer.name} '
@@ -118,7 +118,7 @@ def open_bins(loaded, dataset, split):
     """Open the Bins of a split of `dataset`, by default `loaded`'s; a mixture has several."""
     dataset = dataset or loaded.state.get('config', {}).get('dataset')
     if not dataset:
-        raise SystemExit(f'{loaded.path}: does not name its data set; give --dataset')
+        raise SystemExit(f'{loaded.path}: does not name its data set; pass --dataset')
     bins = [Bin(data_dir(name), split, share) for name, share in parts_of(dataset).items()]
     tokenizer = loaded.tokenizer
     ids = tokenizer.vocab_size if tokenizer else loaded.model.config.vocab_size
@@ -156,5 +156,5 @@ def checkpoint_meta(state):
         folder = data_dir(next(iter(parts_of(dataset))))  # all parts of a mixture have one tokenizer
         meta = read_meta(folder)
         if meta is None and (folder / 'train.bin').is_file() and state['model_args'].get('vocab_size', 50304) >= 50257:
-            meta = {'tokenizer': 'gpt2'}  # as data/loader.py assumes without a meta.json
+            meta = {'tokenizer': 'gpt2'}  # as data/loader.py assumes
     return meta

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.tokenizer import FileTokenizer, identifying
+from data.tokenizer import FileTokenizer, GPT2Tokens, identifying
 from runtime.rng import SEQUENCES, keyed_bits
 
 
@@ -57,8 +57,7 @@ def data_dir(dataset):
 
 def vocab_size_of(dataset):
     """Return the vocabulary size of --dataset, a mixture's from its first part; GPT-2's if it has no meta.json."""
-    meta = read_meta(data_dir(next(iter(parts_of(dataset)))))  # all parts of a mixture have one tokenizer
-    return meta['vocab_size'] if meta else 50257
+    return meta_of(data_dir(next(iter(parts_of(dataset)))))['vocab_size']  # all parts of a mixture have one tokenizer
 
 
 class Bin:
@@ -72,16 +71,14 @@ class Bin:
         self.path, self.weight = Path(data_dir) / f'{split}.bin', weight
         if not self.path.is_file():
             raise SystemExit(missing(self.path))
-        meta = read_meta(data_dir)
-        dtype = np.dtype(meta['dtype'] if meta else 'uint16').newbyteorder('<')
-        size = self.path.stat().st_size
-        tokens = meta[split]['tokens'] if meta else size // dtype.itemsize
+        meta, size = meta_of(data_dir), self.path.stat().st_size
+        dtype = np.dtype(meta['dtype']).newbyteorder('<')
+        tokens = meta[split]['tokens'] if split in meta else size // dtype.itemsize
         if not size or size != tokens * dtype.itemsize:
             raise SystemExit(f'{self.path}: empty or not complete ({size} bytes for {tokens} tokens in {dtype.name}); '
                              'prepare it again with --overwrite')
         self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
-        self.vocab_size = meta['vocab_size'] if meta else 50257
-        self.tokenizer = identifying(meta or {'tokenizer': 'gpt2'})
+        self.vocab_size, self.tokenizer = meta['vocab_size'], identifying(meta)
 
     def __len__(self):
         return len(self.tokens)
@@ -154,6 +151,11 @@ def read_meta(data_dir):
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f'{path}: not a valid meta.json ({error!r}); prepare the data again') from None
     return meta
+
+
+def meta_of(data_dir):
+    """Return `read_meta`; without a meta.json, as for nanoGPT's bins, the part of it for GPT-2's tokens."""
+    return read_meta(data_dir) or GPT2Tokens().meta
 
 
 class Mixture:

@@ -21,7 +21,7 @@ from runtime.files import first_line
 
 ROWS = 1000  # rows of a table in one batch
 CHARS = 2 ** 20  # characters of text in one batch
-KEY_HINT = '--text_key of data/text/prepare.py names another'
+KEY_HINT = 'see --text_key of data/text/prepare.py'
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
 
 
@@ -89,15 +89,12 @@ def prepare_split_table(args, repository, revision, names):
         table = partial(local_table, files, revision)
     else:
         files, source = [f'hf://datasets/{repository}@{revision}/{name}' for name in names], repository
-        table = partial(hub_table, files, min(args.num_proc, len(files)))
+
+        def table():
+            return load(files[0], lambda datasets: datasets.load_dataset(
+                'parquet', data_files=files, columns=['text'], split='train', num_proc=min(args.num_proc, len(files))))
     corpus = Corpus(source, revision, split=f'train_test_split: {SPLIT}', open=lambda: split_table(table()))
     write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
-
-
-def hub_table(files, num_proc):
-    """Return the texts of parquet files on the Hub as a `datasets.Dataset`, stored in its cache."""
-    return load(files[0], lambda datasets: datasets.load_dataset(
-        'parquet', data_files=files, columns=['text'], split='train', num_proc=num_proc))
 
 
 def local_table(files, revision):
@@ -171,7 +168,7 @@ def shards_corpus(train, val, source=''):
 
 
 def shard_tokens(path):
-    """Return the number of tokens in a shard. SystemExit when it is another file, or not complete."""
+    """Return the number of tokens in a shard. SystemExit when it is not a shard, or incomplete."""
     try:
         header, size = np.fromfile(path, '<i4', SHARD_HEADER), path.stat().st_size
     except OSError as error:
@@ -208,7 +205,7 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
     files, val_files = expand(files), expand(val_files)
     source, revision = local_files([*files, *val_files])
     if any(reader_of(path) is not txt for path in [*files, *val_files]):
-        source += f', key {text_key!r}'  # another key is other text, so these are other bins
+        source += f', key {text_key!r}'  # part of the bins' identity
 
     def documents(paths):
         return (text for path in paths for text in read(path, text_key) if text.strip())
@@ -223,19 +220,14 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
         except OSError as error:
             raise SystemExit(str(error)) from None
         if len(lengths) == enough:
-            rule = f'val: {val_fraction:g} of the documents'
-            split = by_document(documents(files), val_fraction)
+            rule = f'val: {val_fraction:g} of the documents'  # at 0.01 the documents 100, 200, 300, …
+            split = (('val' if int(val_fraction * i) > int(val_fraction * (i - 1)) else 'train', text)
+                     for i, text in enumerate(documents(files), 1))
         else:
             rule = f'val: about the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
             split = by_position(documents(files), sum(lengths), val_fraction)
         print(f'{source}: {rule}')
     return Corpus(source, revision, rule, open=lambda: Batches([batched(split)]))
-
-
-def by_document(texts, fraction):
-    """Yield (split, text); at a fraction of 0.01 documents 100, 200, 300, … are for val."""
-    for i, text in enumerate(texts):
-        yield 'val' if int(fraction * (i + 1)) > int(fraction * i) else 'train', text
 
 
 def by_position(texts, size, fraction):

@@ -1,10 +1,9 @@
 """The writer of token bins: a Corpus in, `train.bin`, `val.bin` and `meta.json` out.
 
-A bin is headerless little-endian uint16 (uint32 above 65,536 ids): the ids of one document after another, each document
-followed by the end-of-text id, as in nanoGPT. Until everything is written, the directory holds `*.bin.part` and
-`progress.json`, which says how much of the parts is complete; then the parts are renamed, and meta.json comes last. So
-a run may be killed at any moment: the same command resumes it and gives the same bytes. `prepare.lock` keeps a second
-process out.
+A bin is headerless little-endian uint16 (uint32 above 65,536 ids): the documents' ids, each document followed by the
+end-of-text id, as in nanoGPT. Until everything is written, the directory holds `*.bin.part` and `progress.json`, which
+says how much of the parts is complete; then the parts are renamed, and meta.json comes last. So a run may be killed at
+any moment: the same command resumes it and writes the same bytes. `prepare.lock` keeps a second process out.
 """
 
 import fcntl

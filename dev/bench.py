@@ -59,7 +59,7 @@ class Case:
         self.name = ' '.join(dict.fromkeys(  # a file once, for all that it sets
             f'{key}={config.values[key]}' if config.sources[key] == 'flag' else config.sources[key] for key in given))
         self.set_up()
-        torch.manual_seed(config.seed)  # for the batches: a baseline has drawn weights of its own
+        torch.manual_seed(config.seed)  # for the batches, because a baseline has drawn its weights
         self.seconds = {True: [], False: []}  # of steps with and without an estimate
         self.losses = []
         for iteration in (0, 1, 0, 1):  # compiles, allocates the optimizer's state and the gradients
@@ -131,6 +131,23 @@ class Case:
         own, adamw = map(statistics.median, seconds)
         return dict(optimizer_ms=1e3 * own, over_adamw=own / adamw)
 
+    def take_turn(self):
+        """Measure a step with a Hessian estimate, if the optimizer makes any, and one without."""
+        if self.device.type == 'cuda':
+            train.train_step(self.run, self.batch(), 0)  # takes its memory from the device before anything is timed
+        self.measure(0)
+        self.measure(1)
+        if self.device.type == 'cuda':
+            torch.cuda.empty_cache()  # leaves the memory to the next process
+
+    def profile(self, path):
+        """Write the operators of one step without an estimate to `path`, by their own time on the device."""
+        with torch.profiler.profile() as found:
+            self.measure(1)
+        device = 'cuda' if self.device.type == 'cuda' else 'cpu'
+        path.write_text(found.key_averages().table(sort_by=f'self_{device}_time_total', row_limit=40,
+                                                   max_name_column_width=90))
+
 
 class Baseline(Case):
     """A baseline's model and optimizer with our weights, batch, dtype and compile."""
@@ -166,28 +183,9 @@ def start(argv, folder):
     case = Baseline(config, world, folder) if folder else Case(config, world)
 
 
-def take_turn():
-    """Measure a step with a Hessian estimate, if the optimizer makes any, and one without."""
-    if case.device.type == 'cuda':
-        train.train_step(case.run, case.batch(), 0)  # takes its memory from the device before anything is timed
-    case.measure(0)
-    case.measure(1)
-    if case.device.type == 'cuda':
-        torch.cuda.empty_cache()  # leaves the memory to the next process
-
-
-def results():
-    """Return this process's row of the table."""
-    return case.results()
-
-
-def profile(path):
-    """Write the operators of one step without an estimate to `path`, by their own time on the device."""
-    with torch.profiler.profile() as found:
-        case.measure(1)
-    device = 'cuda' if case.device.type == 'cuda' else 'cpu'
-    path.write_text(found.key_averages().table(sort_by=f'self_{device}_time_total', row_limit=40,
-                                               max_name_column_width=90))
+def call(method, *arguments):
+    """Call a method of this process's `case`."""
+    return getattr(case, method)(*arguments)
 
 
 def main(argv=None):
@@ -202,7 +200,7 @@ def main(argv=None):
     args, texts = parser.parse_known_args(argv)
     devices.check_device(args.device)
     if args.baseline and not (Path(args.baseline) / 'model.py').is_file():
-        raise SystemExit(f'--baseline={args.baseline}: no model.py in it; give a checkout of nanoGPT or its like')
+        raise SystemExit(f'--baseline={args.baseline}: no model.py in it; pass a checkout of nanoGPT or a similar one')
     for path in filter(None, (args.output, args.profile)):  # found out before everything is measured
         if not path.parent.is_dir() or path.is_dir():
             raise SystemExit(f'{path}: cannot be written; name a file in a directory that exists')
@@ -219,10 +217,10 @@ def main(argv=None):
         for round_ in range(args.rounds):
             print(f'round {round_ + 1} of {args.rounds}', file=sys.stderr)
             for process in processes:
-                process.submit(take_turn).result()
+                process.submit(call, 'take_turn').result()
         if args.profile:
-            processes[0].submit(profile, args.profile).result()
-        rows = [process.submit(results).result() for process in processes]
+            processes[0].submit(call, 'profile', args.profile).result()
+        rows = [process.submit(call, 'results').result() for process in processes]
     print_table(rows)
     if args.output:
         words = sys.argv[1:] if argv is None else argv

@@ -29,7 +29,7 @@ def main(steps=60):
     sophia = Sophia(model.parameters(), lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
     # The wrapped optimizer has no `update_hessian`; the one inside, `optimizer.optimizer`, has.
     model, optimizer, loader = accelerator.prepare(model, sophia, loader)
-    torch.manual_seed(1 + accelerator.process_index)  # each rank samples labels of its own
+    torch.manual_seed(1 + accelerator.process_index)  # ranks sample different labels
     losses = []
     while len(losses) < steps:
         for inputs, labels in loader:

@@ -58,7 +58,7 @@ def main(argv=None):
     trainer = SophiaTrainer(model, train_dataset=sequences(512), optimizers=(optimizer, None), args=TrainingArguments(
         args.out_dir, max_steps=args.steps, per_device_train_batch_size=16, lr_scheduler_type='cosine', data_seed=0,
         save_steps=max(args.steps // 2, 1), logging_steps=10, report_to=[], disable_tqdm=True))
-    torch.manual_seed(trainer.args.process_index)  # each rank samples labels of its own
+    torch.manual_seed(trainer.args.process_index)  # ranks sample different labels
     loss = trainer.train(resume_from_checkpoint=args.resume or None).training_loss
     print(f'{trainer.state.global_step} steps, {optimizer.unclipped_fraction().item():.0%} not clipped')
     return trainer, loss

@@ -37,7 +37,7 @@ class Classifier(lightning.LightningModule):
         return self.global_step % 10 == 0  # k = 10
 
     def on_train_start(self):
-        torch.manual_seed(1 + self.global_rank)  # each rank samples labels of its own
+        torch.manual_seed(1 + self.global_rank)  # ranks sample different labels
 
     def training_step(self, batch, batch_idx):
         inputs, labels = batch

@@ -71,7 +71,7 @@ class World:
             blocks: the repeated blocks of the model: the units of FSDP and of activation checkpointing.
             compile: torch.compile `losses` as a whole, or each block where the model is sharded.
             activation_checkpointing: keep only the inputs of a block, and compute the rest again in the backward pass.
-            compute_dtype: dtype in which sharded parameters are gathered; default their own. Shards, gradients and
+            compute_dtype: dtype in which sharded parameters are gathered, by default theirs. Shards, gradients and
                 their sums stay float32.
         """
         if compile and not can_compile(self.device.type):

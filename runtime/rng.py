@@ -20,7 +20,7 @@ def keyed_bits(seed, stream, iteration, n=1):
 
 
 def keyed_seed(seed, stream, iteration, rank=0):
-    """Return a 63-bit seed for a generator of PyTorch, another one for each rank."""
+    """Return a 63-bit seed for a generator of PyTorch, different on each rank."""
     return int(keyed_bits(seed, stream, iteration, rank + 1)[rank] >> 1)
 
 

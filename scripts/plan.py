@@ -200,7 +200,7 @@ def main(argv=None):
     args, flags = parser.parse_known_args(argv)
     card = devices.gpu_named(args.gpu or 'H100')
     if not devices.GPUS.get(card):
-        raise SystemExit(f'--gpu={args.gpu}: not in the table; give --memory_gb and --tflops instead, or one of '
+        raise SystemExit(f'--gpu={args.gpu}: not in the table; pass --memory_gb and --tflops instead, or one of '
                          + ', '.join(filter(devices.GPUS.get, devices.GPUS)))
     peak, memory_gb = devices.GPUS[card]
     args.tflops, args.memory_gb = args.tflops or peak / 1e12, args.memory_gb or memory_gb

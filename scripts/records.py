@@ -58,10 +58,10 @@ def main(argv=None):
     if args.pack and (len(args.out_dirs) > 1 or not Path(args.out_dirs[0]).is_dir()):
         parser.error('--pack takes one OUT_DIR, a directory')
     if args.pack and (args.pack / 'runs.jsonl').exists():
-        raise SystemExit(f'--pack {args.pack}: holds a record, runs.jsonl, already; give another DIR, or remove it')
+        raise SystemExit(f'--pack {args.pack}: already holds a record, runs.jsonl; choose another DIR or remove it')
     runs = find_runs(args.out_dirs)
     if any(run.from_csv for run in runs):
-        raise SystemExit(f'{args.out_dirs[0]}: a CSV file is no record of its runs; give the out_dirs of train.py')
+        raise SystemExit(f'{args.out_dirs[0]}: a CSV file is not a record; pass the out_dirs of train.py')
     rows = sorted(map(row, runs), key=lambda row: (row['parameters'], row['T'], row['optimizer'],
                                                    row['val/loss'] or math.inf))
     print_table(rows)

@@ -37,9 +37,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     stored = args.out_dir / 'sweep.json'
     if args.spec and (args.grid or args.base):
-        parser.error('give --spec, or --grid with arguments after --, not both')
+        parser.error('pass --spec, or --grid with arguments after --, not both')
     if not (args.grid or args.spec or stored.is_file()):
-        parser.error(f'{stored}: not there; give --spec or --grid')
+        parser.error(f'{stored}: not there; pass --spec or --grid')
     if args.grid:
         spec = dict(base=args.base, runs=[split_values('--grid', entry) for entry in args.grid])
     else:

@@ -49,7 +49,7 @@ def tune(base, values, noise, out_dir, train_trials):
         train_trials(found)
         for trial in found:
             if trial.loss is None:
-                raise SystemExit(f'{trial.out_dir}: {trial.state}; {trial.last_line}. Then give the same command')
+                raise SystemExit(f'{trial.out_dir}: {trial.state}; {trial.last_line}. Then run the same command again')
             if trial.name not in trials:
                 trials[trial.name] = trial
                 record['trials'].append({**trial.settings, 'run': trial.name, 'val/loss': trial.loss})

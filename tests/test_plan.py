@@ -146,7 +146,7 @@ def test_a_card_is_named_by_its_last_word(capsys):
     plan.main(['--gpu=a100', '--gpus=8', '--memory_gb=80'])
     out = capsys.readouterr().out
     assert out.startswith('8 × A100, 80 GB and 312 TFLOP/s') and re.search('6.6B .* with fsdp ', out)
-    assert '--gpu=1080: not in the table; give --memory_gb' in rejection(plan.main, ['--gpu=1080'])
+    assert '--gpu=1080: not in the table; pass --memory_gb' in rejection(plan.main, ['--gpu=1080'])
 
 
 def test_a_state_that_is_not_known_is_said_to_be(capsys):

@@ -77,7 +77,7 @@ def test_packing_replaces_nothing_and_waits_for_complete_records(pair, tmp_path)
     out, folder = pair
     before = (folder / 'runs.jsonl').read_bytes()
     change(out / 'adamw/diverged', git_commit=None)
-    assert 'holds a record' in rejection(records.main, [str(out / 'adamw'), '--pack', str(folder)])
+    assert 'already holds a record' in rejection(records.main, [str(out / 'adamw'), '--pack', str(folder)])
     assert (folder / 'runs.jsonl').read_bytes() == before
     assert '1 of 5 records are incomplete; nothing is packed' == rejection(
         records.main, [str(out), '--pack', str(tmp_path / 'new')])

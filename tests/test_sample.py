@@ -115,7 +115,7 @@ def test_a_sample_ends_with_its_document(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize('flags, words', [
-    (['--temperature=-1'], '--temperature and --top_k must be'), (['there', '--out_dir=here'], 'one of them')])
+    (['--temperature=-1'], '--temperature and --top_k must be'), (['there', '--out_dir=here'], 'pass only one')])
 def test_bad_flags_are_rejected(flags, words, capsys):
     with pytest.raises(SystemExit):
         sample.main(flags)
@@ -128,7 +128,7 @@ def test_tokenizer_is_the_data_sets(tmp_path, capsys):
     here = run(capsys, out)
     (data / 'meta.json').unlink()
     (data / 'train.bin').unlink()
-    assert 'its tokenizer is unknown; give --tokenizer=' in rejection(run, capsys, out)
+    assert 'its tokenizer is unknown; pass --tokenizer=' in rejection(run, capsys, out)
     assert run(capsys, out, '--tokenizer=byte') == here
 
 

@@ -1,9 +1,8 @@
 """The Pile without its copyrighted parts, in GPT-NeoX-20B's tokens: the nearest to the paper's NeoX data.
 
-The Pile itself is no longer distributed. This reads the mirror monology/pile-uncopyrighted on the Hub, which lacks
-Books3, BookCorpus2, OpenSubtitles, YTSubtitles and OWT2; so losses compare among runs on this corpus, not with the
-paper's. About 340 GB are read as a stream and not stored (or from --data_files); --num_files takes only the first of
-the 30 training files, some 11 GB each. Reading them from the Hub needs the package zstandard.
+The Pile is no longer distributed. This mirror, monology/pile-uncopyrighted on the Hub, lacks Books3, BookCorpus2,
+OpenSubtitles, YTSubtitles and OWT2, so losses on it do not compare with the paper's. About 340 GB are streamed and not
+stored; --num_files takes only the first of the 30 training files, some 11 GB each. Needs the package zstandard.
 """
 
 import sys

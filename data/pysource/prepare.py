@@ -1,10 +1,10 @@
-"""The source text of the Python standard library that runs this, in bytes: a corpus that needs no download.
+"""The source text of this Python's standard library, in bytes: a corpus that needs no download.
 
-About 11 MB without the tests. A file goes to val.bin, one in ten, by the hash of its path in the
-library, so no file is in both splits and a file keeps its split in every Python version. Needs numpy and tqdm only.
+About 11 MB without the tests. One file in ten goes to val.bin, by the hash of its path, so a file keeps its split in
+every Python version. Needs numpy and tqdm only.
 
-The corpus depends on the Python version: between 3.10 and 3.13 its size differs by up to 4 %, the size of val.bin by up
-to 20 %. Losses compare only between runs on the same bins; meta.json names the version.
+Between Python 3.10 and 3.13 the size differs by up to 4 %, and of val.bin by up to 20 %. So losses compare only on the
+same bins; meta.json names the version.
 """
 
 import hashlib

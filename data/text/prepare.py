@@ -1,7 +1,7 @@
 """Your own text: .txt (documents divided by <|endoftext|>), .jsonl and .parquet files.
 
-The first two may be compressed (.gz, .zst). A directory stands for all such files anywhere below it, in the order of
-their names; links to directories are not followed.
+The first two may be compressed (.gz, .zst). A directory stands for all such files below it, sorted by name; links to
+directories are not followed.
 
 Without --val_file, val_fraction of the documents go to val.bin: every 100th at 0.01, the 3rd and 5th of every 5 at 0.4.
 Where there are too few documents, val.bin gets the last val_fraction of the text, from a line end if one is near.

@@ -21,7 +21,7 @@ from analysis.runs import read_run, training_and_hessian_flops
 from model import GPT, GPTConfig
 from optimizers import estimates_per_iteration
 
-# TFLOPs per step in the paper's Table 2. Its Sophia-G estimates with a forward pass of its own.
+# TFLOPs per step in the paper's Table 2. Its Sophia-G makes an extra forward pass to estimate.
 PAPER = {('adamw', '355M'): 1195, ('sophiah', '355M'): 1249, ('sophiag', '355M'): 1255,
          ('adamw', '770M'): 2550, ('sophiah', '770M'): 2708, ('sophiag', '770M'): 2678}
 

@@ -72,8 +72,8 @@ def main(argv=None):
     rows, summary, arrival = [], [], {}
     for name, path in paths.items():
         distance = np.linalg.norm(path - MINIMUM, axis=1)
-        near = np.flatnonzero(distance < 0.05)
-        arrival[name] = next((int(t) for t in near if (distance[t:] < 0.05).all()), None)
+        last_far = int(np.flatnonzero(distance >= 0.05)[-1])
+        arrival[name] = last_far + 1 if last_far < STEPS else None
         summary.append({'method': name, 'theta1': float(path[-1, 0]), 'theta2': float(path[-1, 1]),
                         'loss': float(loss(path[-1])), 'steps to stay within 0.05 of the minimum': arrival[name]})
         rows += [dict(method=name, step=t, theta1=x, theta2=y, loss=float(loss(path[t])))
