@@ -117,7 +117,7 @@ class HessianHook(Hook):
     def update(self, estimates):
         """Pass `estimates`, in param-group order, to the optimizer if all are finite; return as `finish`."""
         if not check_finite('skip', 'Hessian estimate', [h_hat for h_hat in estimates if h_hat is not None]):
-            expected = self.loss_scale != 1 and self.overflows < OVERFLOWS  # float16 overflows now and then
+            expected = self.loss_scale != 1 and self.overflows < OVERFLOWS  # occasional in float16
             self.overflows += 1
             if not expected:
                 return 'a Hessian estimate is not finite'
@@ -195,7 +195,7 @@ class GNBHook(HessianHook):
         if self.uniforms is None:
             shape = (self.batch_size, Y.size(1))
             uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]
-            if self.parts > 1:  # in the order in which their sequences pass
+            if self.parts > 1:  # in the order of the micro-batches
                 uniforms = torch.cat([uniforms[part] for part in self.part_slices])
             self.uniforms = uniforms.to(Y.device)
         return dict(uniforms=self.uniforms[first:first + len(Y)])

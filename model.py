@@ -134,8 +134,8 @@ class GPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         divisors = [None] * self.config.n_layer
         if self.config.scale_attn_by_inverse_layer_idx:
-            # Tensors, because a Python number would give compiled blocks several graphs; and integers, because
-            # bfloat16 holds them exactly.
+            # Tensors, because Python numbers would make several graphs of compiled blocks; integers, because bfloat16
+            # represents them exactly.
             divisors = torch.arange(1, self.config.n_layer + 1, device=idx.device)
         for block, divisor in zip(self.transformer.h, divisors):
             x = block(x, divisor)
@@ -180,7 +180,7 @@ class GPT(nn.Module):
             raise SystemExit(f'{name}: its output head is not tied to the embeddings, which is not supported')
         if (block_size or 0) > c.n_positions:
             raise SystemExit(f'--block_size={block_size}: {name} has {c.n_positions} positions; set at most that')
-        # Hugging Face's GPT-2 always has biases; in an export of a model without any they are zero, unless trained.
+        # Hugging Face's GPT-2 always has biases. scripts/export_hf.py sets them to zero for a model without any.
         bias = getattr(c, 'bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
         weights = {key: w.t().contiguous() if key.endswith(TRANSPOSED) else w for key, w in weights.items()
                    if bias or not key.endswith('.bias')}
@@ -201,7 +201,7 @@ def load_hf(name):
                                                                      output_loading_info=True)
     except ImportError:
         raise SystemExit(f'{name}: needs the package transformers; pip install -r requirements-hf.txt') from None
-    except Exception as error:  # whatever a damaged folder or the network makes transformers raise
+    except Exception as error:  # damaged folders and the network have no common class
         raise SystemExit(f'{name}: cannot be loaded from Hugging Face\'s format ({first_line(error)})') from None
     if problems := [*report['missing_keys'], *report['mismatched_keys'], *report['unexpected_keys']]:
         raise SystemExit(f'{name}: its weights do not fit its config.json ({problems[0]})')

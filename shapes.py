@@ -24,7 +24,7 @@ SIZES = {
     '6.6B': dict(n_layer=32, n_head=32, n_embd=4096),
 }
 NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
-# The GPT-2s that init_from can download from the Hugging Face Hub.
+# GPT-2 models that init_from can download from the Hugging Face Hub
 HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 
 
@@ -77,7 +77,7 @@ def with_weights(cls, config, weights):
     tied = model.lm_head.weight is model.transformer.wte.weight
     model.load_state_dict(weights, assign=True)
     if tied:
-        model.lm_head.weight = model.transformer.wte.weight  # assigning has untied them
+        model.lm_head.weight = model.transformer.wte.weight  # assigning unties them
     return model
 
 

@@ -74,7 +74,7 @@ def load(name, build):
     try:
         import datasets
         return build(datasets)
-    except Exception as error:  # of the import, the network, the Hub, the file system and parsers: no common class
+    except Exception as error:  # import, network, Hub, file system and parsers have no common class
         hint = '; --data_files FILE... reads local copies' if str(name).startswith('hf:') else ''
         error = error.__cause__ or error
         raise SystemExit(f'{name}: cannot be read ({type(error).__name__}: {first_line(error)}){hint}') from None

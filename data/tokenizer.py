@@ -19,7 +19,7 @@ class Tokenizer:
 
     name = ''
     vocab_size = 0  # ids are 0 … vocab_size - 1
-    eot_id = None  # ends a document; None where nothing divides documents
+    eot_id = None  # ends a document; None if nothing does
     default_prompt = '\n'
 
     @property
@@ -42,7 +42,7 @@ class GPT2Tokens(Tokenizer):
 class GPT2(GPT2Tokens):
     """GPT-2's byte-pair encoding, through tiktoken."""
 
-    most_blanks = 900_000  # tiktoken's regular expressions fail on a million blanks in a row
+    most_blanks = 900_000  # tiktoken fails on a million blanks in a row
 
     def __init__(self):
         try:
@@ -117,8 +117,8 @@ class FileTokenizer(Tokenizer):
             self.vocab_size = 1 + max(self.bpe.get_vocab().values())
         except Exception as error:  # `tokenizers` raises plain Exception for what it cannot read
             raise SystemExit(f'{path}: the package tokenizers cannot load it ({first_line(error)})') from None
-        self.bpe.encode_special_tokens = True  # means: encode them like any other text
-        self.bpe.no_truncation()  # published files may say to cut every text at 512 ids
+        self.bpe.encode_special_tokens = True  # as ordinary text
+        self.bpe.no_truncation()  # published files may cut texts at 512 ids
         self.bpe.no_padding()
 
     def __reduce__(self):
@@ -156,7 +156,7 @@ class FileTokenizer(Tokenizer):
             from huggingface_hub import hf_hub_download
             hf_hub_download(repository, 'tokenizer_config.json')
             path = hf_hub_download(repository, cls.name)
-        except Exception as error:  # errors of the import, the network, the Hub and the file system
+        except Exception as error:  # import, network, Hub and file system have no common class
             raise SystemExit(f'--tokenizer={repository}: cannot be downloaded ({first_line(error)}); give the path of '
                              'its tokenizer.json instead') from None
         return cls.from_file(path)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from runtime.files import atomic_write, first_line, sync_directory
 
 SPLITS = ('train', 'val')
-SAVE_SECONDS = 1.0  # how much work an interruption may cost
+SAVE_SECONDS = 1.0  # between saves: the most work that an interruption costs
 
 
 @dataclass
@@ -161,7 +161,7 @@ class Parts:
             print(f'{out_dir}: resuming after {self.count("documents"):,} documents, '
                   f'{self.count("tokens"):,} tokens')
             for path in self.paths.values():
-                if not path.exists() and (bin := path.with_suffix('')).exists():  # it ended before meta.json
+                if not path.exists() and (bin := path.with_suffix('')).exists():  # the last run ended before meta.json
                     bin.replace(path)
         self.files = {split: path.open('ab') for split, path in self.paths.items()}
         for split, file in self.files.items():
@@ -222,7 +222,7 @@ def encode_in_order(batches, tokenizer, position, num_proc):
     At most two batches per process are in memory.
     """
     first, skip = position
-    # Not by fork, Linux's default before Python 3.14: a lock that another thread holds at that moment stays locked.
+    # Not fork, Linux's default before Python 3.14: a lock held by a thread at that moment would stay locked.
     pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context('forkserver'), start_worker,
                                (batches.read, tokenizer))
     under_way = deque()

@@ -56,7 +56,7 @@ class Case:
         self.config, self.world, self.device = config, world, world.device
         self.vocab_size = vocab_size_of(config.dataset)
         given = [key for key in config.values if key in config.given - {'device'}]
-        self.name = ' '.join(dict.fromkeys(  # a file once, for all that it sets
+        self.name = ' '.join(dict.fromkeys(  # a config file once
             f'{key}={config.values[key]}' if config.sources[key] == 'flag' else config.sources[key] for key in given))
         self.set_up()
         torch.manual_seed(config.seed)  # for the batches, because a baseline has drawn its weights
@@ -134,7 +134,7 @@ class Case:
     def take_turn(self):
         """Measure a step with a Hessian estimate, if the optimizer makes any, and one without."""
         if self.device.type == 'cuda':
-            train.train_step(self.run, self.batch(), 0)  # takes its memory from the device before anything is timed
+            train.train_step(self.run, self.batch(), 0)  # allocates memory before anything is timed
         self.measure(0)
         self.measure(1)
         if self.device.type == 'cuda':
@@ -196,12 +196,12 @@ def main(argv=None):
     parser.add_argument('--rounds', type=int, default=15, help='steps of each kind and configuration (default: 15)')
     parser.add_argument('--profile', type=Path, metavar='FILE', help='also write a profile of the first CONFIG')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
-    # A CONFIG may begin with --, which argparse takes for a flag: what it leaves over, in order, are the CONFIGs.
+    # A CONFIG may begin with --, like a flag, so the CONFIGs are what argparse leaves over.
     args, texts = parser.parse_known_args(argv)
     devices.check_device(args.device)
     if args.baseline and not (Path(args.baseline) / 'model.py').is_file():
         raise SystemExit(f'--baseline={args.baseline}: no model.py in it; pass a checkout of nanoGPT or a similar one')
-    for path in filter(None, (args.output, args.profile)):  # found out before everything is measured
+    for path in filter(None, (args.output, args.profile)):  # checked before anything is measured
         if not path.parent.is_dir() or path.is_dir():
             raise SystemExit(f'{path}: cannot be written; name a file in a directory that exists')
     model = CUDA_MODEL if args.device.startswith('cuda') else CPU_MODEL

@@ -82,7 +82,7 @@ def optimizer_checks():
     return table(['`--optimizer_name`', 'fsdp', 'state', 'update'], rows)
 
 
-STUDY = ['muon', 'soap', 'adamw', 'sophiag']  # its optimizers, in the order of the columns
+STUDY = ['muon', 'soap', 'adamw', 'sophiag']  # its optimizers, in column order
 
 
 @cache

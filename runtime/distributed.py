@@ -37,7 +37,7 @@ class World:
         self.rank, self.local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
         self.parallel, self.sharded = parallel, parallel != 'ddp'
-        self.reducer = None  # the module, of `wrap`, whose backward pass sums gradients over ranks
+        self.reducer = None  # the module whose backward pass sums gradients over ranks, see `wrap`
         if device == 'cuda':
             device = f'cuda:{self.local_rank}'  # set_device needs an index
         self.device = check_device(device)
@@ -184,8 +184,8 @@ class World:
     def close(self):
         """Leave the process group."""
         if dist.is_initialized():
-            # A thread of gloo needs the GIL to release the tensor of its last collective, and DDP's destructor, which
-            # holds the GIL, waits for that thread. The pause lets it finish first.
+            # The pause lets a gloo thread release the tensor of its last collective. That takes the GIL, which DDP's
+            # destructor would hold while it waits for the thread.
             time.sleep(0.2)
             dist.destroy_process_group()
 

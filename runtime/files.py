@@ -28,7 +28,7 @@ def atomic_write(path, mode='wb', sync=False):
         sync: also wait until the content is on the disk. The new name is durable after `sync_directory`.
     """
     path = Path(path)
-    # Its name holds the process: several tasks of a sweep, on several machines, may write the same file.
+    # Named after the process, because several tasks of a sweep may write the same file.
     partial = path.with_name(f'{path.name}.{socket.gethostname()}.{os.getpid()}.partial')
     try:
         with partial.open(mode, encoding=None if 'b' in mode else 'utf-8') as f:
@@ -80,7 +80,7 @@ def load_pt(path):
     with zipfile.ZipFile(path) as archive:
         if archive.testzip():
             raise ValueError('its content does not fit its checksums')
-    with warnings.catch_warnings():  # torch's remarks on the pickles of other programs
+    with warnings.catch_warnings():  # about pickles of other programs
         warnings.simplefilter('ignore')
         return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
 
@@ -133,7 +133,7 @@ def code_hashes():
     All files in the root and in runtime/ are included, because some of them are loaded late.
     """
     root = Path(__file__).resolve().parents[1]
-    # Resolved, because the repository may have been reached by a symbolic link.
+    # Resolved, because the path to the repository may have symbolic links.
     loaded = [Path(getattr(module, '__file__', None) or '').resolve() for module in list(sys.modules.values())]
     names = {path.relative_to(root) for path in loaded if root in path.parents and path.is_file()}
     names = {name for name in names if not {'site-packages', 'tests'} & set(name.parts)}

@@ -75,7 +75,7 @@ def memory(c, shape, ranks=1):
     parts['logits'] = LOGIT * logits
 
     hook, rows = row(c.optimizer_name).hook, c.hessian_batch_size // ranks
-    if hook.hessian_products:  # after the backward pass; vector, product, sum and a tangent are as large as the model
+    if hook.hessian_products:  # after the backward pass; vector, product, sum and tangent have the model's size
         rows = rows_at_once(shape, rows, c.block_size, min(rows, c.batch_size))
         kept = rows * c.block_size * (shape.n_layer * shape.n_head * c.block_size + 4 * shape.vocab_size)
         parts['Hessian-vector product'] = max(0, 10 * kept + 16 * P - parts['activations'] - parts['logits'])

@@ -50,7 +50,7 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a model may write characters that the terminal's encoding lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may not encode all that a model writes
         sys.stdout.reconfigure(errors='replace')
     prompt = args.start
     if prompt and prompt.startswith('FILE:'):
@@ -84,5 +84,5 @@ def main(argv=None):
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback after `| head`
     main()

@@ -30,7 +30,7 @@ def download(names):
         from huggingface_hub import hf_hub_download
         for name in names:
             paths.append(Path(hf_hub_download(SHARDS, name, repo_type='dataset')))
-    except (Exception, KeyboardInterrupt) as error:  # of the import, the network, the Hub and the file system
+    except (Exception, KeyboardInterrupt) as error:  # import, network, Hub and file system have no common class
         raise SystemExit(f'{SHARDS}: {names[len(paths)]} cannot be downloaded ({first_line(error)}); the same command '
                          'resumes, and --tokens FILE... takes local copies') from None
     return paths

@@ -70,7 +70,7 @@ def read_examples(name, split, data_dir=None):
         import datasets
         try:
             return list(datasets.load_dataset(HUB, name, split=split))
-        except Exception as error:  # whatever the network makes `datasets` raise
+        except Exception as error:  # network and Hub have no common class
             raise SystemExit(f'{HUB}, {name}: unavailable ({first_line(error)}); pass --data_dir') from None
     task = TASKS[name]
     path = data_dir / task.title / {'train': 'train.jsonl', 'validation': 'val.jsonl'}[split]
