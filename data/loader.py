@@ -40,7 +40,7 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
 
 
 def check_name(dataset):
-    """SystemExit where the `dataset` names a file, or what data/ in front of it would find."""
+    """Stop the run if `dataset` is the path of a bin, or begins with data/."""
     path = Path(dataset)
     if path.suffix == '.bin':
         raise SystemExit(f'--dataset={dataset}: a directory that holds train.bin and val.bin is needed; set '

@@ -47,27 +47,19 @@ def bytes_per_id(tokenizer):
 
 
 @torch.no_grad()
-def evaluate(model, batches, precision, sizes=None):
-    """Return (mean cross-entropy in nats, tokens, bytes) of the (inputs, targets) of `batches`.
-
-    `precision`: context manager from `runtime.device.autocast`. `sizes`: from `bytes_per_id`; if None, bytes is 0.
-    """
+def measure(loaded, data, args):
+    """Return the results of `loaded` on `data`, a Bin, as a dict."""
+    block_size, precision = loaded.model.config.block_size, autocast(args.device, dtype_name(args))
+    batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, 0, 1, args.device)
+    sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
     loss_sum, tokens, n_bytes = 0.0, 0, 0
     for X, Y in tqdm(batches, unit='batch', disable=not sys.stderr.isatty()):
         with precision:
-            loss_sum += cross_entropy(model(X)[0], Y).sum().item()
+            loss_sum += cross_entropy(loaded.model(X)[0], Y).sum().item()
         counted = Y[Y >= 0].cpu()
         tokens += len(counted)
         n_bytes += 0 if sizes is None else sizes[counted].sum().item()
-    return loss_sum / tokens, tokens, n_bytes
-
-
-def measure(loaded, data, args):
-    """Return the results of `loaded` on `data`, a Bin, as a dict."""
-    block_size = loaded.model.config.block_size
-    batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, 0, 1, args.device)
-    sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
-    loss, tokens, n_bytes = evaluate(loaded.model, batches, autocast(args.device, dtype_name(args)), sizes)
+    loss = loss_sum / tokens
     result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
                   block_size=block_size, tokens=tokens, loss=loss, perplexity=float(np.exp(loss)))
     if n_bytes:
