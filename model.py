@@ -144,22 +144,9 @@ class GPT(nn.Module):
             return logits, None
         return logits, mean_loss(logits, targets)
 
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None):
-        """Continue each row of `idx` (B, T) by up to `max_new_tokens` ids; return (B, ≤ T + max_new_tokens).
-
-        Each id costs a forward pass over the last block_size ids of the row.
-
-        Args:
-            temperature, top_k, top_p, generator: see `sample_next`.
-            stop: function of the ids so far that ends the generation when it returns True.
-        """
-        for _ in range(max_new_tokens):
-            logits = self(idx[:, -self.config.block_size:])[0][:, -1]
-            idx = torch.cat((idx, sample_next(logits, temperature, top_k, top_p, generator)[:, None]), dim=1)
-            if stop is not None and stop(idx):
-                break
-        return idx
+    def generate(self, idx, max_new_tokens, **options):
+        """Continue each row of `idx` (B, T) by up to `max_new_tokens` ids; see `shapes.generate`."""
+        return shapes.generate(self, idx, max_new_tokens, **options)
 
     @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):
@@ -206,24 +193,3 @@ def load_hf(name):
     if problems := [*report['missing_keys'], *report['mismatched_keys'], *report['unexpected_keys']]:
         raise SystemExit(f'{name}: its weights do not fit its config.json ({problems[0]})')
     return model.float()
-
-
-def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """Draw an id from softmax(logits / temperature) for each row of `logits` (B, V); return (B,) int64.
-
-    `top_k` keeps the k likeliest ids; `top_p` then keeps the likeliest whose probabilities first sum to top_p.
-    Temperature 0 takes the likeliest id. `generator`: on the logits' device; default torch's global one.
-    """
-    logits = logits.float()
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = logits / temperature
-    if top_k is not None:
-        kth = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    probabilities = logits.softmax(-1)
-    if top_p is not None:
-        ordered, ids = probabilities.sort(dim=-1, descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
-        probabilities = torch.zeros_like(probabilities).scatter(-1, ids, ordered)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)

@@ -1,4 +1,4 @@
-"""The shape of a GPT in nanoGPT's style: the table of sizes, its settings and checkpoints, parameters and FLOPs.
+"""What needs only the shape of a GPT in nanoGPT's style: sizes, settings and checkpoints, parameters, FLOPs, sampling.
 
 Training needs no more of a model than this, `GPT(config)` and its forward. `GPT.config` is a dataclass with nanoGPT's
 fields, `GPT.transformer.h` its blocks.
@@ -115,3 +115,42 @@ def flops_per_token(model):
     weights = sum(p.numel() for module in model.modules() if not isinstance(module, nn.Embedding)
                   for p in module.parameters(recurse=False) if p.dim() > 1 and p.requires_grad)
     return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
+
+
+@torch.no_grad()
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None):
+    """Continue each row of `idx` (B, T) by up to `max_new_tokens` ids; return (B, ≤ T + max_new_tokens).
+
+    Each id costs a forward pass over the last block_size ids of the row.
+
+    Args:
+        temperature, top_k, top_p, generator: see `sample_next`.
+        stop: function of the ids so far that ends the generation when it returns True.
+    """
+    for _ in range(max_new_tokens):
+        logits = model(idx[:, -model.config.block_size:])[0][:, -1]
+        idx = torch.cat((idx, sample_next(logits, temperature, top_k, top_p, generator)[:, None]), dim=1)
+        if stop is not None and stop(idx):
+            break
+    return idx
+
+
+def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """Draw an id from softmax(logits / temperature) for each row of `logits` (B, V); return (B,) int64.
+
+    `top_k` keeps the k likeliest ids; `top_p` then keeps the likeliest whose probabilities first sum to top_p.
+    Temperature 0 takes the likeliest id. `generator`: on the logits' device; default torch's global one.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None:
+        kth = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probabilities = logits.softmax(-1)
+    if top_p is not None:
+        ordered, ids = probabilities.sort(dim=-1, descending=True)
+        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+        probabilities = torch.zeros_like(probabilities).scatter(-1, ids, ordered)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)

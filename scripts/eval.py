@@ -55,7 +55,7 @@ def measure(loaded, data, args):
     loss_sum, tokens, n_bytes = 0.0, 0, 0
     for X, Y in tqdm(batches, unit='batch', disable=not sys.stderr.isatty()):
         with precision:
-            loss_sum += cross_entropy(loaded.model(X)[0], Y).sum().item()
+            loss_sum += cross_entropy(loaded.model(X, Y)[0], Y).sum().item()
         counted = Y[Y >= 0].cpu()
         tokens += len(counted)
         n_bytes += 0 if sizes is None else sizes[counted].sum().item()

@@ -21,7 +21,7 @@ from analysis.arguments import at_least
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 from data.sources import lines
 from runtime.device import DTYPES
-from shapes import num_params
+from shapes import generate, num_params
 
 
 def parse(argv):
@@ -71,9 +71,9 @@ def main(argv=None):
     generator = torch.Generator(args.device).manual_seed(args.seed)
     tokens, started = 0, time.perf_counter()
     for _ in range(args.num_samples if args.temperature else 1):  # greedy samples are all the same
-        row = model.generate(idx, args.max_new_tokens, args.temperature, args.top_k or None,
-                             args.top_p if args.top_p < 1 else None,
-                             stop=lambda row: row[0, -1] == tokenizer.eot_id, generator=generator)[0].tolist()
+        row = generate(model, idx, args.max_new_tokens, args.temperature, args.top_k or None,
+                       args.top_p if args.top_p < 1 else None,
+                       stop=lambda row: row[0, -1] == tokenizer.eot_id, generator=generator)[0].tolist()
         tokens += len(row) - len(ids)
         if row[-1] == tokenizer.eot_id:
             row.pop()

@@ -161,13 +161,18 @@ def a_second_head():
 
 
 def pasted_model():
-    """A model.py in nanoGPT's style instead of ours: it learns, resumes, is sharded, compiled and masked."""
+    """A model.py in nanoGPT's style instead of ours: it learns, resumes, is evaluated, sampled, sharded, compiled."""
     import model
     from analysis.load import load
+    from scripts import eval as evaluation
+    from shapes import generate
     assert not hasattr(model, 'shapes')  # it is not ours
     found = trains()
     assert all(run[-1] < run[1] for run in map(list, found.values()))
-    assert isinstance(load('runs/0').model, model.GPT)
+    loaded = load('runs/0').model
+    assert isinstance(loaded, model.GPT)
+    assert generate(loaded, torch.tensor([[1, 2]]), 3).shape == (1, 5)
+    evaluation.main(['runs/0', '--eval_iters=1', '--device=cpu'])
     with pytest.raises(SystemExit, match='must be False because GPTConfig in model.py has no scale_attn'):
         run('--scale_attn_by_inverse_layer_idx=True')
     with pytest.raises(SystemExit, match='model.py has no from_pretrained'):

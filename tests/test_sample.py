@@ -8,9 +8,10 @@ from analysis.load import crop_vocab_size, load
 from data.sources import files_corpus
 from data.tokenizer import Char, get_tokenizer
 from data.writer import write_bins as prepare
-from model import GPT, GPTConfig, sample_next
+from model import GPT, GPTConfig
 from runtime.files import save_pt
 from scripts import sample
+from shapes import sample_next
 
 TINY = dict(block_size=24, vocab_size=64, n_layer=3, n_head=2, n_embd=16)
 
