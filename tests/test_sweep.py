@@ -295,7 +295,7 @@ def test_a_search_keeps_nothing_within_the_noise(tmp_path, landscape):
 @pytest.mark.parametrize(('script', 'argv', 'message'), [
     (tune, ['--values', 'seed=1', '--noise=nan'], 'at least 0'), (tune, ['--values', 'no=1', '--noise=0'], 'not a set'),
     (tune, ['--values', 'seed=1', '--noise=0', '--', *SHAPE, '--max_iters=9', '--lr_decay_iters=20'],
-     'no run could be compared: its learning rate decays over 20 iterations, and it was run for 9'),
+     'runs could not be compared: its learning rate decays over 20 iterations, and it was run for 9'),
     (sweep, ['--grid', 'seed=1', '--jobs=0', '--', *SHAPE], 'at least 1'), (sweep, [], 'pass --spec or --grid')])
 def test_flags_that_make_no_sense_are_rejected(tmp_path, script, argv, message, capsys):
     with pytest.raises(SystemExit) as stopped:
