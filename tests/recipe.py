@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,15 +165,18 @@ def pasted_model():
     """A model.py in nanoGPT's style instead of ours: it learns, resumes, is evaluated, sampled, sharded, compiled."""
     import model
     from analysis.load import load
+    from data.loader import Bin
     from scripts import eval as evaluation
     from shapes import generate
     assert not hasattr(model, 'shapes')  # it is not ours
     found = trains()
     assert all(run[-1] < run[1] for run in map(list, found.values()))
-    loaded = load('runs/0').model
-    assert isinstance(loaded, model.GPT)
-    assert generate(loaded, torch.tensor([[1, 2]]), 3).shape == (1, 5)
-    evaluation.main(['runs/0', '--eval_iters=1', '--device=cpu'])
+    loaded = load('runs/0')
+    assert isinstance(loaded.model, model.GPT)
+    assert generate(loaded.model, torch.tensor([[1, 2]]), 3).shape == (1, 5)
+    loaded.tokenizer = None
+    arguments = SimpleNamespace(eval_iters=1, batch_size=2, device='cpu', dtype=None)
+    assert evaluation.measure(loaded, Bin(DATA, 'val'), arguments)['loss'] < 4.2
     with pytest.raises(SystemExit, match='must be False because GPTConfig in model.py has no scale_attn'):
         run('--scale_attn_by_inverse_layer_idx=True')
     with pytest.raises(SystemExit, match='model.py has no from_pretrained'):
