@@ -159,61 +159,80 @@ def split_values(flag, pairs):
 
 
 def add_launcher(parser):
-    """Gives an ArgumentParser the flag --launcher, whose value is the list of the command's words."""
+    """Give an ArgumentParser the flag --launcher, whose value is the list of the command's words."""
     parser.add_argument('--launcher', type=shlex.split, default=[sys.executable], metavar='COMMAND',
                         help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
 
 
 @restored_signals()
 def train_all(trials, jobs=1, launcher=(sys.executable,)):
-    """Trains `trials`, `jobs` at a time, each from where it stopped; skips those that are finished or have diverged.
+    """Train `trials`, `jobs` at a time, each from where it stopped; skip those that are finished or have diverged.
 
-    Reports each run on stderr as it ends. When this process is told to stop (Ctrl-C, SIGTERM), the runs save their
-    state; then SystemExit.
+    Reports each run on stderr as it ends. SystemExit when this process is told to stop (Ctrl-C, SIGTERM).
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     waiting = [trial for trial in trials if not trial.ended]
-    running = {}  # slot → (trial, process)
     try:
-        while waiting or running:
-            for slot in range(jobs):
-                if waiting and slot not in running:
-                    trial = waiting.pop(0)
-                    running[slot] = trial, start(trial, launcher, slot, jobs)
-            time.sleep(0.1)
-            for slot, (trial, process) in list(running.items()):
-                if process.poll() is not None:
-                    del running[slot]
-                    print(f'{trial.name}: {trial.outcome}', file=sys.stderr, flush=True)
+        run_in_turns(lambda: waiting, lambda trial, slot: start(trial, launcher, slot, jobs), jobs,
+                     lambda trial: print(f'{trial.name}: {trial.outcome}', file=sys.stderr, flush=True))
     except KeyboardInterrupt:
-        print('stopping: the runs save their state', file=sys.stderr, flush=True)
+        raise SystemExit('interrupted; the same command resumes where it stopped') from None
+
+
+def run_in_turns(due, start, jobs, ended):
+    """Run the processes of trials, `jobs` at a time, each once, until none is due. After an error they are told to save
+    their state.
+
+    Args:
+        due: function that returns the trials to run, in order; called when a process has ended.
+        start: (trial, slot) → process; slot: a number below `jobs`.
+        ended: called with each trial whose process has ended.
+    """
+    started, running = [], {}  # running: slot → (trial, process)
+    try:
+        while True:
+            waiting = [trial for trial in due() if trial not in started]
+            for slot, trial in zip([slot for slot in range(jobs) if slot not in running], waiting):
+                started.append(trial)
+                running[slot] = trial, start(trial, slot)
+            if not running:
+                return
+            while not (done := [slot for slot, (_, process) in running.items() if process.poll() is not None]):
+                time.sleep(0.1)
+            for slot in done:
+                ended(running.pop(slot)[0])
+    finally:
+        if running:
+            print('stopping: the runs save their state', file=sys.stderr, flush=True)
         for _, process in running.values():
             process.terminate()
         for _, process in running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
             process.kill()
-        raise SystemExit('interrupted; the same command resumes where it stopped') from None
 
 
 def start(trial, launcher, slot, jobs):
-    """Starts train.py on a trial, the `slot`-th of `jobs` at a time; its output goes to log.txt. Returns the process.
-    """
-    trial.out_dir.mkdir(parents=True, exist_ok=True)
+    """Start train.py on a trial, the `slot`-th of `jobs` at a time; return the process."""
     env = dict(os.environ)
     if jobs > 1:
         import torch
         env.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // jobs)))
         if torch.cuda.is_available():
             env['CUDA_VISIBLE_DEVICES'] = gpu_of(slot, torch.cuda.device_count())
-    command = [*launcher, os.path.relpath(ROOT / 'train.py'), *trial.argv, f'--out_dir={trial.out_dir}',
-               '--auto_resume=True']
-    with (trial.out_dir / 'log.txt').open('a') as log:
-        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+    return launch([*launcher, os.path.relpath(ROOT / 'train.py'), *trial.argv, f'--out_dir={trial.out_dir}',
+                   '--auto_resume=True'], trial.out_dir, env=env)
+
+
+def launch(words, out_dir, **options):
+    """Start a program, whose output goes to log.txt in `out_dir`; return the process."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with (out_dir / 'log.txt').open('a') as log:
+        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, **options)
 
 
 def gpu_of(slot, count):
-    """The name of the GPU for the `slot`-th of the runs at a time, out of the `count` that this process sees."""
+    """Return the GPU of the `slot`-th run at a time, out of the `count` that this process sees."""
     visible = [name for name in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if name]
     return (visible or [*map(str, range(count))])[slot % count]
 

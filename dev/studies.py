@@ -10,13 +10,13 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from analysis.runs import packed, read_run
+from analysis.trials import launch, run_in_turns
 from runtime.files import write_text
 
 
@@ -101,35 +101,39 @@ def next_trials(protocol, find):
     return study, sorted(study.due, key=study.due.get)
 
 
-def train_due(protocol, find, launch, jobs, after=lambda: None):
+def train_due(protocol, find, start, jobs, after=lambda: None):
     """Train until nothing is due, `jobs` runs at a time.
 
     Args:
         find: Trial → Result, None while the run is not finished.
-        launch: Trial → the process of its run.
-        after: called when runs have finished.
+        start: (trial, slot) → the process of its run.
+        after: called when a run has finished.
     """
-    running = {}
-    try:
-        while True:
-            ended = [trial for trial, process in running.items() if process.poll() is not None]
-            for trial in ended:
-                running.pop(trial)
-                if find(trial) is None:
-                    raise SystemExit(f'{trial.path}: the run failed; its last lines are in log.txt there')
-            due = [trial for trial in next_trials(protocol, find)[1] if trial not in running]
-            for trial in due[:jobs - len(running)]:
-                running[trial] = launch(trial)
-            if ended:
-                after()
-            if not running:
-                return
-            time.sleep(1)
-    finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
+    def ended(trial):
+        if find(trial) is None:
+            raise SystemExit(f'{trial.path}: the run failed; its last lines are in log.txt there')
+        after()
+
+    run_in_turns(lambda: next_trials(protocol, find)[1], start, jobs, ended)
+
+
+def finder(runs_jsonl, out_dir_of):
+    """Return a function Trial → `Result`, None while the run is not finished. out_dir_of: Trial → its directory."""
+    records = {name: recorded(record) for name, record in read_records(runs_jsonl).items()}
+
+    def find(trial):
+        name = str(trial.path)
+        if name not in records and (found := finished(out_dir_of(trial))):
+            records[name] = found
+        return records.get(name)
+    return find
+
+
+def start(tree, words, out_dir, **environment):
+    """Start a program of the checkout `tree` on a run; return the process."""
+    print(time.strftime('%H:%M:%S'), out_dir.relative_to(tree), flush=True)
+    return launch([sys.executable, *words, f'--out_dir={out_dir.relative_to(tree)}'], out_dir, cwd=tree,
+                  env=os.environ | environment)
 
 
 def collect(out_dirs, path):
@@ -162,23 +166,11 @@ def main(protocol, here, description, trees, tree_of, command):
     parser.add_argument('--collect', action='store_true', help='add finished runs to runs.jsonl')
     args = parser.parse_args()
     out_dirs = {name: getattr(args, name).resolve() / 'out' / here.name for name in trees}
-    records = {name: recorded(record) for name, record in read_records(here / 'runs.jsonl').items()}
+    find = finder(here / 'runs.jsonl', lambda trial: out_dirs[tree_of(trial)] / trial.path)
 
-    def find(trial):
-        name = str(trial.path)
-        if name not in records and (found := finished(out_dirs[tree_of(trial)] / trial.path)):
-            records[name] = found
-        return records.get(name)
-
-    def launch(trial):
+    def start_trial(trial, _):
         out_dir = out_dirs[tree_of(trial)]
-        tree = out_dir.parents[1]
-        there = out_dir / trial.path
-        there.mkdir(parents=True, exist_ok=True)
-        print(time.strftime('%H:%M:%S'), trial.path, flush=True)
-        with (there / 'log.txt').open('a') as log:
-            return subprocess.Popen([sys.executable, *command(trial), f'--out_dir={there.relative_to(tree)}'], cwd=tree,
-                                    env=dict(os.environ, OMP_NUM_THREADS='1'), stdout=log, stderr=log)
+        return start(out_dir.parents[1], command(trial), out_dir / trial.path, OMP_NUM_THREADS='1')
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if args.collect:
@@ -188,4 +180,4 @@ def main(protocol, here, description, trees, tree_of, command):
         print('\n'.join(str(trial.path) for trial in due))
         print(f'{len(study.done)} runs finished, {len(due)} due')
     else:
-        train_due(protocol, find, launch, args.jobs)
+        train_due(protocol, find, start_trial, args.jobs)

@@ -13,9 +13,8 @@ from records.gpu_30m import study
 
 @pytest.fixture
 def work(tmp_path, monkeypatch):
-    """The directory of the program; the repository is its parent."""
+    """The directory of the program."""
     work = tmp_path / 'out'
-    monkeypatch.setattr(gpu, 'ROOT', tmp_path)
     monkeypatch.setattr(gpu, 'WORK', work)
     for name in ('PACK', 'RECORDS', 'LOGS', 'RUNS'):
         monkeypatch.setattr(gpu, name, work / name.lower())
@@ -45,22 +44,21 @@ def test_recorded_runs_are_not_trained_again(work, monkeypatch):
     records.write_text(json.dumps(dict(run=str(trial.path), config={}, metrics=metrics)))
     launched = []
 
-    def launch(due):
+    def start(due, _):
         launched.append(due)
         raise gpu.TimeIsUp
 
-    monkeypatch.setattr(gpu, 'launch', launch)
+    monkeypatch.setattr(gpu, 'start', start)
     with pytest.raises(gpu.TimeIsUp):
-        gpu.train_study(study.THREE, jobs=1, over=False)
+        gpu.train_study(study.THREE, over=False)
     assert launched == studies.next_trials(study.protocol, {trial: studies.Result(4.0, 3.0)}.get)[1][:1] != [trial]
 
 
 def test_packed_data_come_back_and_the_pieces_held_out_are_not_for_training(work, monkeypatch, capsys):
     monkeypatch.setattr(gpu, 'PIECE', 100)
-    monkeypatch.setattr(gpu, 'PART', 1000)
     bins = dict(train=np.arange(9300, dtype='<u2'), val=np.arange(1500, dtype='<u2'))
     gpu.write_bins(work / 'bins', dict(tokenizer='gpt2', vocab_size=50257, dtype='uint16', eot_id=50256), **bins)
-    gpu.pack(work / 'bins', None)
+    gpu.pack(work / 'bins')
     gpu.unpack()
     train, val = open_dataset(f'{work}/books:1,{work}/heldout:0', 64)
     (books,) = train.bins
@@ -69,10 +67,10 @@ def test_packed_data_come_back_and_the_pieces_held_out_are_not_for_training(work
     assert np.array_equal(np.sort(np.r_[books.tokens, held]), bins['train'])
 
 
-@pytest.mark.parametrize('name', [name for name, (_, _, edits) in gpu.CANDIDATES.items() if edits])
-def test_a_candidate_s_edits_fit_the_code(name):
-    for file, old, new in gpu.CANDIDATES[name][2]:
-        assert (gpu.ROOT / file).read_text(encoding='utf-8').count(old) == 1 and old != new
+@pytest.mark.parametrize('name', [name for name, (_, _, edit) in gpu.CANDIDATES.items() if edit])
+def test_a_candidate_s_edit_fits_the_code(name):
+    old, new = gpu.CANDIDATES[name][2]
+    assert (gpu.ROOT / 'model.py').read_text(encoding='utf-8').count(old) == 1 and old != new
 
 
 def test_a_failed_step_stops_no_other_and_the_end_of_the_time_stops_all(work, monkeypatch, capsys):
