@@ -31,7 +31,6 @@ from analysis.arguments import at_least
 from analysis.figures import argparser, figure, print_table, save
 from analysis.load import MODEL_HELP, load, open_bins
 from data.loader import Mixture, TrainLoader
-from optimizers import parameter_groups
 from runtime import checkpoint
 from sophia import clip_, hutchinson, precondition
 
@@ -49,6 +48,11 @@ def log_correlation(a, b):
     if both.sum() < 3:
         return math.nan
     return torch.corrcoef(torch.stack([a[both].log(), b[both].log()]))[0, 1].item()
+
+
+def share(mask):
+    """Return the share of true entries."""
+    return mask.float().mean().item()
 
 
 class Estimates:
@@ -80,9 +84,9 @@ class Estimates:
 def draw_gradients(model, params, sequences):
     """Yield for each sequence (T + 1,) the gradients of its summed loss on sampled and on true labels, two vectors."""
     for tokens in sequences:
-        logits = model(tokens[None, :-1])[0][0]
-        sampled = torch.distributions.Categorical(logits=logits.float()).sample()
-        losses = [F.cross_entropy(logits.float(), labels, reduction='sum') for labels in (sampled, tokens[1:])]
+        logits = model(tokens[None, :-1])[0][0].float()
+        sampled = torch.distributions.Categorical(logits=logits).sample()
+        losses = [F.cross_entropy(logits, labels, reduction='sum') for labels in (sampled, tokens[1:])]
         yield [flat(torch.autograd.grad(loss, params, retain_graph=loss is losses[0], materialize_grads=True))
                for loss in losses]
 
@@ -94,22 +98,20 @@ def draw_diagonals(model, params, sequences):
             yield flat(hutchinson(model(tokens[None, :-1], tokens[None, 1:])[1], params))
 
 
-def curvature_along(model, sequences, updates):
-    """Return uᵀGu / ‖u‖² for each of the `updates` u (vectors), G the Gauss-Newton matrix on the sequences."""
-    named = dict(model.named_parameters())
-    found = []
-    for u in updates:
-        parts = [part.view_as(p) for part, p in zip(u.split([p.numel() for p in named.values()]), named.values())]
-        total = 0
-        for tokens in sequences:
-            with sdpa_kernel(SDPBackend.MATH):
-                logits, moved = torch.func.jvp(
-                    lambda *values, X=tokens[None, :-1]: functional_call(model, dict(zip(named, values)), (X,))[0],
-                    tuple(p.detach() for p in named.values()), tuple(parts))
-            p = logits.softmax(-1)
-            total += ((p * moved ** 2).sum(-1) - (p * moved).sum(-1) ** 2).mean().item()
-        found.append(total / len(sequences) / u.square().sum().item())
-    return found
+def curvature_along(model, sequences, u):
+    """Return uᵀGu / ‖u‖² for the vector `u`, G the Gauss-Newton matrix on the sequences."""
+    names, params = zip(*model.named_parameters())
+    tangents = tuple(part.view_as(p) for part, p in zip(u.split([p.numel() for p in params]), params))
+    total = 0
+    for tokens in sequences:
+        def logits(*values, X=tokens[None, :-1]):
+            return functional_call(model, dict(zip(names, values)), (X,))[0]
+
+        with sdpa_kernel(SDPBackend.MATH):
+            z, moved = torch.func.jvp(logits, tuple(p.detach() for p in params), tangents)
+        p = z.softmax(-1)
+        total += ((p * moved ** 2).sum(-1) - (p * moved).sum(-1) ** 2).mean().item()
+    return total / len(sequences) / u.square().sum().item()
 
 
 def state_of_run(loaded, names):
@@ -117,17 +119,14 @@ def state_of_run(loaded, names):
     saved = checkpoint.load(loaded.path)[1].get('optimizer')
     if not saved or not any('hessian' in own for own in saved['state'].values()):
         return None, None
-    keys = {name: name for name in names}
-    if 'shapes' not in saved:  # an older checkpoint has its states in param-group order
-        name_of = {p: name for name, p in loaded.model.named_parameters()}
-        ordered = [p for group in parameter_groups(loaded.model, 0.0) for p in group['params']]
-        keys = {name_of[p]: i for i, p in enumerate(ordered)}
+    if 'shapes' not in saved:
+        raise SystemExit(f'{loaded.path}: its optimizer state has no names; resume the run, which saves them')
     device = next(loaded.model.parameters()).device
-    return [flat(saved['state'][keys[name]][key] for name in names).to(device) for key in ('hessian', 'exp_avg')]
+    return [flat(saved['state'][name][key] for name in names).to(device) for key in ('hessian', 'exp_avg')]
 
 
 def update_of(m, h, config):
-    """Return clip(m / max(γ·h, ε), 1), and which of its coordinates the clip leaves as they are."""
+    """Return clip(m / max(γ·h, ε), 1), and which of its coordinates the clip leaves alone."""
     update, = precondition([m], [h], config['gamma'], config['eps'])
     unclipped = update.abs() < 1
     clip_([update], 1.0)
@@ -140,11 +139,11 @@ def with_noise(h, cv):
     return h * torch.distributions.Gamma(shape, shape).sample()
 
 
-class Diagonal:
-    """The diagonal at a checkpoint, from the gradients of single sequences.
+class Gradients:
+    """Gradients of single sequences at a checkpoint.
 
-    halves: low-noise estimates, each from half of the sequences; low: their mean. by_parts: {n: `Estimates`} on as many
-    sequences as the run's. signal, noise: ‖E g‖² and E‖g − E g‖² of the gradient g of a sequence's summed loss;
+    halves: low-noise h from half of the sequences each; their sum is the low-noise h. by_parts: {n: `Estimates`} on as
+    many sequences as the run's. signal, noise: ‖E g‖² and E‖g − E g‖² of the gradient g of a sequence's summed loss;
     sampled: the latter with labels drawn from the model.
     """
 
@@ -160,81 +159,59 @@ class Diagonal:
                 estimates.add(g)
             gradient, square = gradient + true, square + true.square().sum().item() / N
             self.sampled += g.square().sum().item() / N
-        self.low = self.halves[0] + self.halves[1]
         self.signal = max(1e-30, (gradient.square().sum().item() / N - square) / (N - 1))  # without bias
         self.noise = square - self.signal
 
-    def row(self, at):
-        """Return the columns of the table that need no h, for the coordinates `at`."""
-        return dict(agreement=log_correlation(*(half[at] for half in self.halves)),
-                    **{f'cv_{n}': estimates.cv(at) for n, estimates in self.by_parts.items()})
-
     def batches(self, config):
-        """Return what a mini-batch of some sizes has of signal, and of empirical Fisher over Gauss-Newton-Bartlett."""
+        """Return for some mini-batches the gradient's signal, and empirical Fisher over Gauss-Newton-Bartlett."""
         sizes = sorted({1, self.size, config.get('total_batch_size') or self.size, 480})
         return [dict(sequences=b, signal_over_noise=b * self.signal / self.noise,
                      empirical_fisher_over_gnb=(self.noise + b * self.signal) / self.sampled) for b in sizes]
 
 
-class Run:
-    """The h and the update of a run, held against those of the low-noise h of `diagonal`.
+def compare(h, low, m, config, estimates, places):
+    """Compare a run's h with the low-noise one: return columns of the table, updates by name, and facts about h.
 
-    places: {tensor: slice of its coordinates}.
+    estimates: `Estimates` like the run's. places: {tensor: slice of its coordinates}.
     """
-
-    def __init__(self, h, m, diagonal, config, places):
-        self.h, self.m, self.low, self.config = h, m, diagonal.low, config
-        self.update, self.unclipped = update_of(m, h, config)
-        self.update_low, self.unclipped_low = update_of(m, self.low, config)
-        # Of an EMA of independent estimates; they are nearly independent, and their mean changes slowly.
-        beta2, estimates = config['beta2'], diagonal.by_parts[diagonal.parts]
-        self.averaged = (1 + beta2) / (1 - beta2)
-        self.cv = estimates.cv() / self.averaged ** 0.5
-        self.noisy = torch.cat([with_noise(self.low[at], max(1e-3, estimates.cv(at) / self.averaged ** 0.5))
-                                for at in places.values()])
-        self.age = config['hessian_interval'] * beta2 / (1 - beta2)  # mean age of an estimate in h, in iterations
-
-    def row(self, at):
-        """Return the columns of the table that compare h, for the coordinates `at`."""
-        return dict(log_corr=log_correlation(self.h[at], self.low[at]),
-                    noise=log_correlation(self.noisy[at], self.low[at]),
-                    scale=(self.h[at].sum() / self.low[at].sum()).item(),
-                    unclipped=self.unclipped[at].float().mean().item(),
-                    unclipped_low=self.unclipped_low[at].float().mean().item())
-
-    def along_updates(self, model, sequences):
-        """Return the curvature along the updates, and the cosines between the run's and the others, two dicts."""
-        updates = dict(sign=self.m.sign(), run=self.update, low_noise=self.update_low)
-        return (dict(zip(updates, curvature_along(model, sequences, updates.values()))),
-                {name: F.cosine_similarity(self.update, u, dim=0).item() for name, u in updates.items()})
+    (update, unclipped), (update_low, unclipped_low) = update_of(m, h, config), update_of(m, low, config)
+    # h is an EMA of estimates that are nearly independent, and whose mean changes slowly.
+    beta2 = config['beta2']
+    averaged, age = (1 + beta2) / (1 - beta2), config['hessian_interval'] * beta2 / (1 - beta2)
+    noisy = torch.cat([with_noise(low[at], max(1e-3, estimates.cv(at) / averaged ** 0.5)) for at in places.values()])
+    columns = dict(log_corr=lambda at: log_correlation(h[at], low[at]),
+                   noise=lambda at: log_correlation(noisy[at], low[at]),
+                   scale=lambda at: (h[at].sum() / low[at].sum()).item(),
+                   unclipped=lambda at: share(unclipped[at]), unclipped_low=lambda at: share(unclipped_low[at]))
+    return (columns, dict(sign=m.sign(), run=update, low_noise=update_low),
+            dict(averaged=averaged, noise_of_h=estimates.cv() / averaged ** 0.5, mean_age=age))
 
 
-def answers(diagonal, run, total, curvature, cosine):
-    """Return the answers for a run, sentences, from the last row of the table and `Run.along_updates`."""
+def answers(total, size, config, facts, curvature, cosine):
+    """Return sentences for a run, from the table's last row, the estimate's size, and what `compare` has found."""
     stale = total['log_corr'] < total['noise'] - 0.1
     return [
-        f'More draws: the noise of an estimate is {total["cv_1"]:.2f} of its mean, and '
-        f'{total[f"cv_{diagonal.size}"]:.2f} with {diagonal.size} parts. h averages about {run.averaged:.0f} estimates '
-        f'and has {run.cv:.2f}: more parts alone would {"help" if run.cv > 0.3 else "hardly help"}.',
+        f'More draws: the noise of an estimate is {total["cv_1"]:.2f} of its mean, and {total[f"cv_{size}"]:.2f} with '
+        f'{size} parts. h averages about {facts["averaged"]:.0f} estimates and has {facts["noise_of_h"]:.2f}: more '
+        f'parts alone would {"help" if facts["noise_of_h"] > 0.3 else "hardly help"}.',
         f'A fresher h: log h and the log of the low-noise h correlate by {total["log_corr"]:.2f}; noise alone would '
         f'leave {total["noise"]:.2f}. ' + (
-            f'h is stale, {run.age:.0f} iterations old on average, {run.age / run.config["max_iters"]:.0%} of the run: '
-            'lower β2, with more parts.' if stale else 'It is fresh enough.'),
+            f'h is stale, {facts["mean_age"]:.0f} iterations old on average, '
+            f'{facts["mean_age"] / config["max_iters"]:.0%} of the run: lower β2, with more parts.'
+            if stale else 'It is fresh enough.'),
         f'The update: {total["unclipped"]:.0%} is unclipped; its cosine with sign momentum is {cosine["sign"]:.2f}. '
         f'The curvature along it is {curvature["run"] / curvature["sign"]:.2f} of that along sign momentum, and would '
         f'be {curvature["low_noise"] / curvature["sign"]:.2f} of it with the low-noise h.']
 
 
-def draw(diagonal, run, title, correlation):
-    """Return a figure: the histogram of the diagonal (Figure "lt"), and of a run its h against the low-noise one."""
-    low = diagonal.cpu()
+def draw(low, h, title, correlation):
+    """Return a figure: the histogram of the diagonal (Figure "lt"), and a run's h against the low-noise one."""
     positive = low[low > 0].sort().values
     edges = torch.logspace(positive[len(positive) // 100].log10() - 1, positive[-1].log10(), 101).numpy()
-    fig, axes = figure(1 if run is None else 2)
+    fig, axes = figure(1 if h is None else 2)
     axes[0].hist(positive.numpy(), edges)
     axes[0].set(xscale='log', xlabel="positive entries of the Hessian's diagonal", ylabel='parameters', title=title)
-    if run is not None:
-        h = run.h.cpu()
+    if h is not None:
         both = (h > 0) & (low > 0)
         axes[1].hexbin(low[both].numpy(), h[both].numpy(), xscale='log', yscale='log', bins='log', cmap='Blues')
         axes[1].set(xlabel='low-noise h', ylabel='h of the run', title=f'log correlation {correlation:.2f}')
@@ -261,24 +238,26 @@ def main(argv=None):
     places = {name: slice(end - p.numel(), end) for name, p, end in zip(names, params, ends)}
     summary = dict(checkpoint=loaded.name, iteration=loaded.state.get('iter_num'), estimator=args.estimator,
                    sequences=args.sequences, parameters=ends[-1])
-    run = None
+    h, updates, columns = None, {}, {}
     if args.estimator == 'gnb':
-        diagonal = Diagonal(model, params, sequences, config)
+        gradients = Gradients(model, params, sequences, config)
+        halves, summary['batches'] = gradients.halves, gradients.batches(config)
+        columns = {f'cv_{n}': estimates.cv for n, estimates in gradients.by_parts.items()}
         h, m = state_of_run(loaded, names)
-        run = Run(h, m, diagonal, config, places) if h is not None else None
-        low, halves, summary['batches'] = diagonal.low, diagonal.halves, diagonal.batches(config)
     else:
         halves = [0, 0]
         for i, h_hat in enumerate(draw_diagonals(model, params, sequences)):
             halves[i % 2] = halves[i % 2] + h_hat / len(sequences)
-        low = halves[0] + halves[1]
+        columns = dict(same_sign=lambda at: share((halves[0] * halves[1] > 0)[at]))
+    low = halves[0] + halves[1]
+    if h is not None:
+        of_run, updates, facts = compare(h, low, m, config, gradients.by_parts[gradients.parts], places)
+        columns |= of_run
+    columns = dict(parameters=lambda at: len(low[at]), positive=lambda at: share(low[at] > 0),
+                   agreement=lambda at: log_correlation(halves[0][at], halves[1][at])) | columns
 
     def describe(tensor, at):
-        row = dict(tensor=tensor, parameters=len(low[at]), positive=(low[at] > 0).float().mean().item())
-        if args.estimator == 'gnb':
-            return row | diagonal.row(at) | (run.row(at) if run else {})
-        return row | dict(agreement=log_correlation(halves[0][at], halves[1][at]),
-                          same_sign=(halves[0] * halves[1] > 0)[at].float().mean().item())
+        return dict(tensor=tensor, **{name: column(at) for name, column in columns.items()})
 
     index, kinds = torch.arange(ends[-1], device=low.device), {}
     for name in names:
@@ -286,13 +265,15 @@ def main(argv=None):
     table = [describe(kind, torch.cat(found)) for kind, found in kinds.items()] + [describe('all', slice(None))]
     print_table(table)
     if args.estimator == 'gnb':
-        print(f'A larger batch: signal over noise of the gradient is {diagonal.signal / diagonal.noise:.2g} for one '
-              f'sequence, grows with the mini-batch, and is 1 at {diagonal.noise / diagonal.signal:.0f} sequences.')
-    if run:
-        summary['curvature'], summary['cosine'] = run.along_updates(model, sequences[:32])
-        summary |= dict(noise_of_h=run.cv, mean_age=run.age)
-        print('\n'.join(answers(diagonal, run, table[-1], summary['curvature'], summary['cosine'])))
-    fig = draw(low, run, f'{loaded.name}, {args.estimator}, {args.sequences} sequences', table[-1].get('log_corr'))
+        print(f'A larger batch: signal over noise of the gradient is {gradients.signal / gradients.noise:.2g} for one '
+              f'sequence, grows with the mini-batch, and is 1 at {gradients.noise / gradients.signal:.0f} sequences.')
+    if updates:
+        found = dict(curvature={name: curvature_along(model, sequences[:32], u) for name, u in updates.items()},
+                     cosine={name: F.cosine_similarity(updates['run'], u, dim=0).item() for name, u in updates.items()})
+        print('\n'.join(answers(table[-1], gradients.size, config, facts, **found)))
+        summary |= found | facts
+    fig = draw(low.cpu(), h if h is None else h.cpu(), f'{loaded.name}, {args.estimator}, {args.sequences} sequences',
+               table[-1].get('log_corr'))
     save(args.output, fig, [describe(name, at) for name, at in places.items()], **summary, table=table)
 
 

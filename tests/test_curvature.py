@@ -7,7 +7,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import GPT, GPTConfig
-from scripts.curvature import Diagonal, Estimates, curvature_along, draw_gradients, log_correlation, with_noise
+from scripts.curvature import Estimates, Gradients, curvature_along, draw_gradients, log_correlation, with_noise
 
 
 @pytest.fixture(scope='module')
@@ -55,8 +55,7 @@ def test_the_curvature_along_an_update_is_the_gauss_newton_form(gpt):
     S = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     J = torch.cat([j.flatten(2) for j in torch.func.jacrev(logits)(tuple(q.detach() for q in params))], -1)
     exact = torch.einsum('bvi,i,bvw,bwj,j->', J, u, S, J, u) / len(p) / (u @ u)
-    found, = curvature_along(model, sequences[:2], [u])
-    assert found == pytest.approx(exact.item(), rel=1e-6)
+    assert curvature_along(model, sequences[:2], u) == pytest.approx(exact.item(), rel=1e-6)
 
 
 def test_signal_and_noise_are_those_of_the_gradients(gpt):
@@ -67,12 +66,12 @@ def test_signal_and_noise_are_those_of_the_gradients(gpt):
     true = torch.stack([t for _, t in draw_gradients(model, params, sequences)])
     torch.testing.assert_close(true.sum(0), flat(torch.autograd.grad(
         model(sequences[:, :-1], sequences[:, 1:])[1] * 4 * len(sequences), params)).float(), rtol=1e-4, atol=1e-4)
-    diagonal = Diagonal(model, params, sequences, dict(hessian_batch_size=4, hessian_parts=2))
+    gradients = Gradients(model, params, sequences, dict(hessian_batch_size=4, hessian_parts=2))
     noise = true.var(0).sum().item()
-    assert diagonal.noise == pytest.approx(noise, rel=1e-3)
-    assert diagonal.signal == pytest.approx(true.mean(0).square().sum().item() - noise / len(true), rel=1e-3, abs=1e-6)
-    assert list(diagonal.by_parts) == [1, 2, 4] and diagonal.by_parts[2].count == 8
-    torch.testing.assert_close(diagonal.low, diagonal.by_parts[4].sum / 8)
+    assert gradients.noise == pytest.approx(noise, rel=1e-3)
+    assert gradients.signal == pytest.approx(true.mean(0).square().sum().item() - noise / len(true), rel=1e-3, abs=1e-6)
+    assert list(gradients.by_parts) == [1, 2, 4] and gradients.by_parts[2].count == 8
+    torch.testing.assert_close(sum(gradients.halves), gradients.by_parts[4].sum / 8)
 
 
 def test_noise_lowers_the_log_correlation():
