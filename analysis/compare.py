@@ -13,10 +13,9 @@ PROTOCOL = sorted(having('model', 'protocol') - {'scale_attn_by_inverse_layer_id
 
 
 def add_tuned(parser):
-    """Adds the flag --tuned to an ArgumentParser: settings of the protocol that may differ among compared runs."""
+    """Add the flag --tuned to an ArgumentParser."""
     parser.add_argument('--tuned', nargs='+', default=[], metavar='KEY',
-                        help='settings of the protocol that were tuned, and may differ from run to run, such as '
-                             'warmup_iters or beta1')
+                        help='settings of the protocol that were tuned, so that they may differ, such as warmup_iters')
 
 
 def check_comparable(runs, free=()):
@@ -52,15 +51,14 @@ def check_comparable(runs, free=()):
 
 
 def same_share(key, one, two):
-    """Whether a number of iterations is the same share of two runs, up to one iteration of rounding."""
+    """Return whether a number of iterations is the same share of two runs, up to one iteration of rounding."""
     return abs(one.config[key] * two.max_iters - two.config[key] * one.max_iters) <= max(one.max_iters, two.max_iters)
 
 
 def finished_runs(paths, free=()):
-    """The runs in `paths` that trained with one schedule to its end; prints on stderr which were left out, and why.
+    """Return the runs in `paths` that trained with one schedule to its end; print which are left out, and why.
 
-    Settings with which another run diverged are left out altogether. SystemExit if nothing is left, or it fails
-    `check_comparable`.
+    Settings with which another run diverged are left out. SystemExit without runs, or if they cannot be compared.
     """
     runs, kept = find_runs(paths), []
     lost = {all_but_seed(run) for run in runs if run.diverged}
@@ -83,8 +81,7 @@ class Tuned:
     """An optimizer at one horizon T.
 
     best: the runs of the best hyperparameters, one for each seed. tried: such a list for all hyperparameters tried.
-    trials: their losses; of hyperparameters that diverged with a seed or more, the loss at the start, or where it is
-    not known the highest loss of the others.
+    trials: their losses; for those that diverged with a seed, the loss at the start or else the highest of the others.
     """
     T: int
     best: list
@@ -112,16 +109,16 @@ class Tuned:
 
 
 def any_diverged(group):
-    """Whether one of the runs diverged."""
+    """Return whether one of the runs diverged."""
     return any(run.diverged for run in group)
 
 
 def tuned_at_each_T(runs, optimizer_name):
-    """{T: `Tuned`} of an optimizer, where it has a finished run.
+    """Return {T: `Tuned`} of an optimizer, where it has a finished run.
 
     The best hyperparameters have the lowest mean loss among those with the most seeds. Others with fewer seeds replace
-    them only if they share a seed and are lower twice: in the mean over their own seeds, and over the shared ones. So a
-    single lucky run is not enough. Hyperparameters that diverged with a seed are never the best.
+    them only if they share a seed and are lower in the mean over their own seeds and over the shared ones: a single
+    lucky run is not enough. Hyperparameters that diverged with a seed are never the best.
     """
     found = {}
     ended = [run for run in runs if run.optimizer_name == optimizer_name and (run.diverged or not run.rejected)]
@@ -156,14 +153,16 @@ def shared_seeds(groups):
 
 
 def losses_of_shared_seeds(groups):
-    """The mean loss of each group over the seeds that all groups have; over its own where there are none."""
+    """Return the mean loss of each group over the seeds that all groups have; over its own where there are none."""
     shared = shared_seeds(groups)
     return [mean_loss([run for run in group if run.seed in shared] or group)[0] for group in groups]
 
 
 def noise_of(groups):
-    """A function of T: (σ, degrees of freedom) of the noise within `groups`, lists of runs that differ in their seed
-    only. It takes the runs of T steps if they have at least four degrees of freedom; else, and without T, all runs."""
+    """Return a function of T: (σ, degrees of freedom) of the noise over seeds within `groups`.
+
+    It takes the runs of T steps if they have at least four degrees of freedom; else, and without T, all runs.
+    """
     def noise(T=None):
         found = pooled_sd([[run.last('val/loss') for run in group] for group in groups
                            if T is None or group[0].max_iters == T])
@@ -172,7 +171,7 @@ def noise_of(groups):
 
 
 def same_horizon(candidate, baseline, noise):
-    """The row of the table that compares two `Tuned` at one T."""
+    """Return the row of the table that compares two `Tuned` at one T."""
     n = min(len(candidate.trials), len(baseline.trials))
     return {'T': candidate.T, 'candidate': candidate.mean, 'baseline': baseline.mean,
             **difference(candidate.losses, baseline.losses, noise(candidate.T)),
@@ -183,9 +182,8 @@ def same_horizon(candidate, baseline, noise):
 
 
 def efficiency_at(candidate, baseline):
-    """The row of the table of data efficiency at one T; None if the baseline has no losses around the candidate's.
-
-    The baseline's loss is interpolated linearly in log T between its horizons, never extrapolated.
+    """Return the row of the table of data efficiency at one T, by linear interpolation in log T between the baseline's
+    horizons; None if the candidate's loss is outside of them.
     """
     Ts = sorted(baseline)
     for shorter, longer in zip(Ts, Ts[1:]):
@@ -200,9 +198,7 @@ def efficiency_at(candidate, baseline):
 
 
 def weaknesses(side):
-    """Sentences on what makes the best of a `Tuned` doubtful: a value at the edge of those that were tried with all
-    other settings as in the best, only one such learning rate, fewer seeds than other settings have, or settings left
-    out because one of their seeds diverged."""
+    """Return sentences on what makes the best of a `Tuned` doubtful."""
     who, found = f'{side.best[0].optimizer_label}, T = {side.T}', []
     best, *tried = (dict(hyperparameters(group[0])) for group in (side.best, *side.tried))
     for key in [key for key in best if type(best.get(key)) in (int, float)]:

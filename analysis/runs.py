@@ -1,8 +1,4 @@
-"""Training runs: read from their out_dirs, from records or from a CSV file, and grouped over seeds.
-
-A run is the directory that train.py writes, with metrics.jsonl and config.json; or a line of a runs.jsonl in records/;
-or rows of a CSV file, which any program may have written.
-"""
+"""Training runs: read from their out_dirs, from a runs.jsonl in records/ or from a CSV file; grouped over seeds."""
 
 import contextlib
 import csv
@@ -28,9 +24,9 @@ REMOVED = dict(hessian_sequences='own', hessian_bias_correction=False, branch_co
 class Run:
     """One training run.
 
-    out_dir: its directory; of a run in a runs.jsonl, the folder of that file and the run's name. config: its settings,
-    key → value. about: the whole config.json. records: the lines of metrics.jsonl. failed: why it diverged, or None.
-    harmless: the settings that alter nothing that it computed, except for rounding.
+    out_dir: its directory, or its name below the folder of runs.jsonl. config: its settings, key → value. about: the
+    whole config.json. records: the lines of metrics.jsonl. failed: why it diverged, or None. harmless: the settings
+    that change nothing but rounding.
     """
     out_dir: Path
     config: dict
@@ -40,7 +36,7 @@ class Run:
     harmless: frozenset = frozenset()
 
     def __getattr__(self, key):
-        """A setting of the run: run.max_iters."""
+        """Return a setting of the run: run.max_iters."""
         try:
             return self.__dict__['config'][key]
         except KeyError:
@@ -56,17 +52,17 @@ class Run:
         return optimizer_label(self.optimizer_name)
 
     def series(self, key, x='steps'):
-        """The measured values of `key` as (xs, ys), two lists; x is a key of AXES."""
+        """Return the measured values of `key` as (xs, ys), two lists; x is a key of AXES."""
         found = [record for record in self.records if key in record]
-        column, factor = dict(steps='iter', tokens='tokens', seconds='time', flops='flops')[x], 1
-        if x == 'flops' and not self.from_csv:
-            column, factor = 'tokens', self.flops_per_token()
+        computed = x == 'flops' and not self.from_csv
+        column = 'tokens' if computed else MEASURED[x]
+        factor = self.flops_per_token() if computed else 1
         if missing := [record for record in found if column not in record]:
             raise SystemExit(f'{self.out_dir}: no {x} at iteration {missing[0]["iter"]}; add a column {x}')
         return [record[column] * factor for record in found], [record[key] for record in found]
 
     def last(self, key):
-        """The latest measured value of `key`, or None."""
+        """Return the latest measured value of `key`, or None."""
         return next((record[key] for record in reversed(self.records) if key in record), None)
 
     @property
@@ -90,12 +86,8 @@ class Run:
 
     @property
     def changed(self):
-        """Which setting was changed at a resume so that the run is not one of its final settings, one clause, or None.
-
-        A horizon may change before the decay begins: up to there the learning rate does not depend on it.
-        """
-        after = self.config
-        ignored = self.harmless - having('data') | {'code'}  # `code_changes` has the last one
+        """Which setting was changed at a resume, one clause, or None. A horizon may change before the decay begins."""
+        after, ignored = self.config, self.harmless - having('data') | {'code'}  # `code_changes` has the last one
         changes = [change for change in self.about.get('changes', []) if change['key'] not in ignored]
         for iteration, group in itertools.groupby(reversed(changes), key=lambda change: change['iter']):
             group = list(group)  # the changes of one resume, the last one first
@@ -129,13 +121,11 @@ class Run:
         return self.unfinished or self.off_schedule or self.changed
 
     def flops_per_token(self):
-        """Mean FLOPs of a training token, Hessian estimates included."""
-        flops = sum(training_and_hessian_flops(self.config, self.about))
-        return flops / (self.total_batch_size * self.block_size)
+        """Return the mean FLOPs of a training token, Hessian estimates included."""
+        return sum(training_and_hessian_flops(self.config, self.about)) / (self.total_batch_size * self.block_size)
 
     def flops_per_iteration(self):
-        """Mean FLOPs of the iterations made, by their tokens: fewer under the batch ramp of docs/hacking.md. None where
-        a CSV file does not say them."""
+        """Return the mean FLOPs of the iterations made, by their tokens; None if a CSV file lacks them."""
         last = self.records[-1] if self.records else dict(iter=0)
         if self.from_csv:
             return last['flops'] / last['iter'] if last['iter'] and 'flops' in last else None
@@ -144,21 +134,17 @@ class Run:
 
 
 def decay_start(config):
-    """The last iteration with the peak learning rate; see `learning_rate_at` in train.py."""
+    """Return the last iteration with the peak learning rate; see `learning_rate_at` in train.py."""
     if not config['decay_lr'] or config['schedule'] == 'constant':
         return math.inf
     return config['lr_decay_iters'] - config['cooldown_iters'] if config['cooldown_iters'] else config['warmup_iters']
 
 
 def training_and_hessian_flops(config, about):
-    """(FLOPs of forward and backward of an iteration, FLOPs per iteration spent on Hessian estimates).
+    """Return (FLOPs of an iteration's forward and backward, FLOPs per iteration spent on Hessian estimates).
 
-    Chowdhery et al.'s formula (`shapes.flops_per_token`) × tokens per iteration, and for estimates
-    `optimizers.hessian_flops_per_token`. An optimizer's own arithmetic does not count.
-
-    Args:
-        config: the settings, key → value.
-        about: the rest of config.json.
+    They follow `shapes.flops_per_token` and `optimizers.hessian_flops_per_token`; an optimizer's arithmetic does not
+    count. about: the rest of config.json.
     """
     per_token, hessian = about.get('flops_per_token'), about.get('hessian_flops_per_token')
     if per_token is None:  # of an older run: GPT-2 without biases, whose norms and positions multiply nothing
@@ -176,12 +162,12 @@ def training_and_hessian_flops(config, about):
 
 
 def read_run(out_dir):
-    """The `Run` in the directory `out_dir`."""
+    """Return the `Run` in the directory `out_dir`."""
     return of_one_version([read_directory(out_dir)])[0]
 
 
 def read_directory(out_dir):
-    """The `Run` in the directory `out_dir`, with the settings that its config.json has."""
+    """Return the `Run` in the directory `out_dir`, with the settings that its config.json has."""
     out_dir = Path(out_dir)
     about, metrics, failed = read_json(out_dir / 'config.json'), out_dir / 'metrics.jsonl', out_dir / FAILED
     return Run(out_dir, about['config'], about, read_metrics(metrics) if metrics.is_file() else [],
@@ -189,8 +175,7 @@ def read_directory(out_dir):
 
 
 def of_one_version(runs):
-    """Give `runs` the same settings, and return them. A setting that a run lacks, because its train.py was older, has
-    the default. Only runs that differ in this, or do not say what is harmless, need an import of train.py."""
+    """Give `runs` the same settings, and return them: those that older runs lack have their defaults, from train.py."""
     versions = {(frozenset(run.config), frozenset(run.about.get('harmless', ()))) for run in runs}
     older = len(versions) > 1 or not all('harmless' in run.about for run in runs)
     for run in runs:
@@ -203,7 +188,7 @@ def of_one_version(runs):
 
 @functools.cache
 def of_this_version():
-    """(The default of every setting, the harmless ones, `resume.first_weights`), from code that takes PyTorch."""
+    """Return (the default of every setting, the harmless ones, `resume.first_weights`), which need PyTorch."""
     import train
     from configurator import HARMLESS, Config
     from optimizers import PLACEHOLDERS
@@ -214,7 +199,7 @@ def of_this_version():
 
 
 def read_metrics(path):
-    """The lines of a metrics.jsonl, a list of dicts. The last line of a run that is being written may be cut off."""
+    """Return the lines of a metrics.jsonl, a list of dicts. The last line of an active run may be cut off."""
     lines, records = path.read_text(encoding='utf-8').splitlines(), []
     for number, line in enumerate(lines, 1):
         try:
@@ -226,7 +211,7 @@ def read_metrics(path):
 
 
 def read_packed(path):
-    """The runs in a runs.jsonl; see `packed`."""
+    """Return the runs in a runs.jsonl; see `packed`."""
     runs = []
     for entry in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
         about, columns = entry['config'], entry['metrics']
@@ -237,14 +222,13 @@ def read_packed(path):
 
 
 def packed(run, name):
-    """The run as a line of runs.jsonl: its name, why it failed if it did, config.json, and the metrics by column, null
-    where a line of metrics.jsonl lacks one."""
+    """Return the run as a line of runs.jsonl: name, why it failed, config.json, and the metrics by column, or null."""
     columns = dict.fromkeys(key for record in run.records for key in record)
     return json.dumps(dict(run=str(name), **({} if run.failed is None else {'failed': run.failed}), config=run.about,
                            metrics={key: [record.get(key) for record in run.records] for key in columns}))
 
 
-# Columns of a CSV file that are measured, and their names in metrics.jsonl; all others say which run a row is of.
+# Columns of a CSV file that are measured → their names in metrics.jsonl; all others say which run a row is of.
 MEASURED = {'steps': 'iter', 'loss': 'val/loss', 'tokens': 'tokens', 'flops': 'flops', 'seconds': 'time'}
 # What a run of a CSV file has where the file has no such column; nothing is known of its schedule.
 NOT_SAID = dict(learning_rate=None, decay_lr=False, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
@@ -252,12 +236,7 @@ NOT_SAID = dict(learning_rate=None, decay_lr=False, schedule=None, warmup_iters=
 
 
 def read_csv(path):
-    """The runs in a CSV file, which has a row for each loss that was measured.
-
-    Columns: optimizer, seed, steps (made so far) and loss (a validation loss; nan or empty where it diverged).
-    Optional: horizon, the steps of the whole schedule; without it a run's last row counts as its end. tokens, flops and
-    seconds, from the run's start to this row. All others are hyperparameters. SystemExit where the file is not so.
-    """
+    """Return the runs in a CSV file, as docs/verdict.md describes it. SystemExit where the file is not like that."""
     with path.open(encoding='utf-8-sig', newline='') as f:
         rows = list(csv.DictReader(f, skipinitialspace=True))
     columns = list(rows[0]) if rows else []
@@ -292,7 +271,7 @@ def read_csv(path):
 
 
 def number(text):
-    """A cell as a number, as text where it is not one."""
+    """Return a cell as a number if it is one, else as text."""
     for kind in int, float:
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -300,9 +279,9 @@ def number(text):
 
 
 def find_runs(paths):
-    """The runs in `paths`, each in order of names. A path is
+    """Return the runs in `paths`, each in order of names. A path is
 
-    - a CSV file, see `read_csv`;
+    - a CSV file;
     - a directory of runs and of runs.jsonl, at any depth; or
     - names in a runs.jsonl, where * matches anything: records/study/1200/adamw for the runs 1200/adamw/… in
       records/study/runs.jsonl, or records/study/1200/*/learning_rate=0.002*.
@@ -327,7 +306,7 @@ def find_runs(paths):
 
 
 def read_json(path):
-    """The contents of a JSON file."""
+    """Return the contents of a JSON file."""
     try:
         return json.loads(Path(path).read_text(encoding='utf-8'))
     except OSError as error:
@@ -341,19 +320,19 @@ def read_json(path):
 
 
 def hyperparameters(run):
-    """A hashable key of all that a run's result depends on, except data and seed."""
+    """Return a hashable key of all that a run's result depends on, except data and seed."""
     return tuple(sorted((key, value) for key, value in run.config.items()
                         if key not in run.harmless | having('eval', 'chance')))
 
 
 def all_but_seed(run):
-    """A hashable key of all that a run's final loss depends on, except the seed."""
+    """Return a hashable key of all that a run's final loss depends on, except the seed."""
     return hyperparameters(run), json.dumps(measured_on(run))
 
 
 def by_seed(runs, repeats=False):
-    """Lists of the runs that differ in their seed only and are `measured_on` the same, in order of first appearance. Of
-    runs with the same settings and seed the first counts; with `repeats`, each further one begins another list."""
+    """Group runs that differ in their seed only, in order of first appearance. Of runs with the same seed the first
+    counts; with `repeats`, each further one begins another group."""
     groups, seen = {}, Counter()
     for run in runs:
         key = all_but_seed(run)
@@ -365,19 +344,18 @@ def by_seed(runs, repeats=False):
 
 
 def validation_sequences(config):
-    """The number of validation sequences of a run with the settings `config`, a dict; 'all' without a limit."""
+    """Return the number of validation sequences under the settings `config`, a dict; 'all' without a limit."""
     return config['eval_iters'] * config['batch_size'] or 'all'
 
 
 def measured_on(run):
-    """The data that a run's loss is measured on, {name: value}; losses on other data cannot be compared."""
+    """Return the data that a run's loss is measured on, {name: value}; losses on other data cannot be compared."""
     return {'the data (fingerprint)': run.about.get('data'),
             'the number of validation sequences': validation_sequences(run.config)}
 
 
 def notes_on(runs):
-    """Sentences on why the losses of `runs` may differ by more than their settings and seeds: they are measured on
-    different data, or the code changed. A run that does not name its code does not count as different."""
+    """Return sentences on why losses of `runs` may differ by more than settings and seeds: other data, other code."""
     first, *others = map(measured_on, runs) if runs else [{}]
     notes = [f'the runs differ in {what}, so their losses cannot be compared' for what, value in first.items()
              if any(other[what] != value for other in others)]
@@ -389,36 +367,30 @@ def notes_on(runs):
 
 
 def mean_loss(runs):
-    """(mean, standard deviation) of final losses of runs that differ in their seed; (loss, None) of a single one, and
-    (inf, None) if one of them diverged."""
+    """Return (mean, standard deviation) of final losses; the latter is None for one run, or if one diverged."""
     losses = [run.final_loss for run in runs]
     mean = statistics.mean(losses)
     return mean, statistics.stdev(losses) if len(losses) > 1 and math.isfinite(mean) else None
 
 
 def labels_of(groups):
-    """A label for each of the groups `by_seed`: the optimizer, and the settings in which its groups differ; names of
-    directories if these do not tell them apart."""
+    """Return a label for each of the groups `by_seed`: the optimizer, and the settings in which its groups differ;
+    names of directories if these do not tell them apart."""
     derived = {'optimizer_name', 'lr_decay_iters', 'min_lr'}
     labels = []
     for group in groups:
         run, same = group[0], [other[0] for other in groups if other[0].optimizer_name == group[0].optimizer_name]
-        keys = [key for key in run.config if key not in run.harmless | having('eval', 'chance') | derived
+        keys = [key for key in run.config if key in dict(hyperparameters(run)).keys() - derived
                 and len({other.config.get(key) for other in same}) > 1]
-        labels.append(', '.join([run.optimizer_label,
-                                 *(f'{label_of(key)} {run.config[key]}' for key in keys)]))
+        labels.append(', '.join([run.optimizer_label, *(f'{label_of(key)} {run.config[key]}' for key in keys)]))
     if len(groups) == 1 or len(set(labels)) < len(labels):
         return [group[0].out_dir.resolve().name for group in groups]
     return labels
 
 
 def averaged(group, key, x='steps'):
-    """(xs, means, lows, highs) of the values of `key` over runs that differ in their seed, at the iterations at which
-    all of them have one."""
-    curves = []  # {iteration: (x, y)} of each run
-    for run in group:
-        iterations, ys = run.series(key)
-        curves.append(dict(zip(iterations, zip(run.series(key, x)[0], ys))))
+    """Return (xs, means, lows, highs) of the values of `key` over runs, at the iterations where all have one."""
+    curves = [dict(zip(run.series(key)[0], zip(*run.series(key, x)))) for run in group]  # {iteration: (x, y)}
     shared = [[curve[i] for curve in curves] for i in curves[0] if all(i in curve for curve in curves)]
     xs = [statistics.mean(x for x, _ in points) for points in shared]
     ys = [[y for _, y in points] for points in shared]
