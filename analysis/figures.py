@@ -26,7 +26,7 @@ COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'clip', 'gnb_m
 
 
 def optimizer_label(name):
-    """The name of an optimizer in figures and tables, from --optimizer_name; for LIBRARY:CLASS, the class."""
+    """Return an optimizer's name in figures and tables; for LIBRARY:CLASS, the class."""
     return OPTIMIZER_LABELS.get(name, name.rpartition(':')[2])
 
 
@@ -35,7 +35,7 @@ def optimizer_label(name):
 
 
 def figure(columns=1, width=5.0, height=3.7):
-    """A matplotlib figure of `columns` panels side by side, drawn without a display: (figure, list of axes)."""
+    """Return (figure, list of axes): a matplotlib figure of `columns` panels side by side, without a display."""
     import matplotlib
     matplotlib.use('Agg')
     from matplotlib import pyplot as plt
@@ -48,8 +48,7 @@ def figure(columns=1, width=5.0, height=3.7):
 
 
 def styles(names):
-    """Options of ax.plot that tell lines apart, given the optimizer of each: its own color where each line
-    has another optimizer; otherwise one color each, and beyond ten lines a scale of colors."""
+    """Return options of ax.plot for lines of the optimizers `names`: the optimizers' colors if no two are the same."""
     if len(set(names)) == len(names) and set(names) <= set(COLORED):
         return [dict(color=f'C{COLORED.index(name)}') for name in names]
     if len(names) <= 10:
@@ -59,7 +58,7 @@ def styles(names):
 
 
 def legend(fig, ax):
-    """Puts the labels of `ax` into a legend right of the panels, in as many columns as the figure's height needs."""
+    """Put the labels of `ax` into a legend right of the panels, in as many columns as the figure's height needs."""
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) > 1:
         rows = max(1, int(fig.get_figheight() * 5))
@@ -87,14 +86,8 @@ def plain_log_ticks(fig):
 
 
 def save(output, fig, rows=None, **data):
-    """Writes the figure as `output` (PNG) and its numbers next to it. The PNG's text chunks Command and Commit say
-    what drew it.
-
-    Args:
-        output: a Path that ends in .png.
-        rows: list of dicts for a .csv; the header is the union of their keys in order of appearance.
-        data: further numbers for a .json, written only if there are any.
-    """
+    """Write the figure as `output`, a PNG whose text chunks Command and Commit say what drew it, and its numbers beside
+    it: `rows`, a list of dicts, as .csv, and `data`, if any, as .json."""
     from matplotlib import pyplot as plt
     plain_log_ticks(fig)
     try:
@@ -114,28 +107,22 @@ def save(output, fig, rows=None, **data):
     print('wrote ' + ', '.join(map(str, written)))
 
 
-def argparser(doc, output, numbers='.csv'):
-    """An ArgumentParser for a script that draws: its text is `doc`, and --output has the default out/`output`."""
+def argparser(doc, output, numbers='.csv', of_runs=False):
+    """Return an ArgumentParser for a script that draws, with --output; `of_runs`: also with OUT_DIR, see `parse`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--output', default=f'out/{output}', type=png_path, metavar='FILE.png',
-                        help=f'the picture; its numbers go next to it as {numbers} (default: %(default)s)')
-    return parser
-
-
-def runs_argparser(doc, output, numbers='.csv'):
-    """An ArgumentParser for a script that draws runs, its arguments OUT_DIR; see `parse`."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR',
-                        help='a run, a directory of runs, or a CSV file (docs/verdict.md)')
-    parser.add_argument('--output', type=png_path, metavar='FILE.png',
-                        help=f'the picture; its numbers go next to it as {numbers} (default: {output} beside the runs)')
-    parser.add_argument('--title', default='', help='of the picture: what it shows')
-    parser.set_defaults(name=output)
+    parser.add_argument('--output', default=None if of_runs else f'out/{output}', type=png_path, metavar='FILE.png',
+                        help=f'the picture; its numbers go next to it as {numbers} (default: {output} '
+                             f'{"beside the runs" if of_runs else "in out/"})')
+    if of_runs:
+        parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR',
+                            help='a run, a directory of runs, or a CSV file (docs/verdict.md)')
+        parser.add_argument('--title', default='', help='of the picture: what it shows')
+        parser.set_defaults(name=output)
     return parser
 
 
 def parse(parser, argv):
-    """Parse `argv` by a `runs_argparser`, and return its arguments with an output."""
+    """Parse `argv` by an `argparser` of runs, and return its arguments with an output."""
     args = parser.parse_args(argv)
     folder = Path(args.out_dirs[0])
     if (folder / 'config.json').is_file() and len(args.out_dirs) > 1:  # one run of several
@@ -147,7 +134,7 @@ def parse(parser, argv):
 
 
 def png_path(output):
-    """`output` as a Path, which must end in .png; its folder is made."""
+    """Return `output` as a Path, which must end in .png; make its folder."""
     output = Path(output)
     if output.suffix != '.png':
         raise SystemExit(f'--output={output}: must end in .png; the numbers go next to it as .csv or .json')
@@ -160,7 +147,7 @@ def png_path(output):
 
 
 def print_table(rows, columns=None):
-    """Prints `rows`, a list of dicts, as an aligned table."""
+    """Print `rows`, a list of dicts, as an aligned table."""
     columns = columns or list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -177,14 +164,14 @@ def _cell(value):
 
 
 def mean_sd(mean, sd):
-    """The text of a mean loss, with its standard deviation unless `sd` is None."""
+    """Return the text of a mean loss, with its standard deviation unless `sd` is None."""
     if sd is None:
         return f'{mean:.3f}'
     return f'{mean:.3f} ± {sd:.3f}' if sd >= 0.0005 else f'{mean:.3f} ± <0.001'
 
 
 def write_csv(path, rows):
-    """Writes `rows`, a list of dicts, as a CSV file; a key that a row lacks stays empty."""
+    """Write `rows`, a list of dicts, as a CSV file; a key that a row lacks stays empty."""
     header = list(dict.fromkeys(key for row in rows for key in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, header, lineterminator='\n')

@@ -38,7 +38,7 @@ class Trial:
 
     @property
     def run(self):
-        """The `Run` so far; None where there is none."""
+        """The `Run` so far, or None."""
         return read_run(self.out_dir) if (self.out_dir / 'config.json').is_file() else None
 
     @property
@@ -49,10 +49,9 @@ class Trial:
 
     @property
     def loss(self):
-        """The final validation loss; math.inf when the run diverged, None when it is not done or cannot be compared."""
+        """The final validation loss; math.inf if the run diverged, None if it is not done or cannot be compared."""
         run = self.run
-        comparable = run is not None and (run.diverged or not run.rejected)
-        return run.final_loss if comparable else None
+        return run.final_loss if run is not None and (run.diverged or not run.rejected) else None
 
     @property
     def state(self):
@@ -75,12 +74,9 @@ class Trial:
         return next((line.strip() for line in reversed(lines) if line.strip()), '')
 
     def check(self):
-        """SystemExit unless train.py takes the arguments, and a run that is there was trained with them.
-
-        This executes the config files among the arguments.
-        """
+        """SystemExit unless train.py accepts the arguments, and a run that is there has them. Executes config files."""
         run = self.run
-        # The number of ranks is the launcher's affair. Where a run is there, it says how many had trained it.
+        # The launcher sets the number of ranks; a run says how many trained it.
         argv = [*self.argv, '--gradient_accumulation_steps=0']
         c = train.resolve(argv, run.about.get('world_size') if run else None)
         if not run:
@@ -89,23 +85,18 @@ class Trial:
         unchecked = c.having('run', 'eval') | {'dtype'} - c.given  # whose default is this machine's
         if train.finetunes(c):  # these follow the pretrained weights
             unchecked |= asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
-        for key, value in c.values.items():
+        there, asked = ({**values, 'eval_iters × batch_size': validation_sequences(values)}
+                        for values in (there, c.values))
+        for key, value in asked.items():
             if key not in unchecked and value != there.get(key, value):
                 raise SystemExit(f'{self.out_dir}: holds a run with {key} = {there[key]!r}, asked for is '
                                  f'{value!r}; choose another --out_dir or remove it')
-        there, asked = validation_sequences(there), validation_sequences(c.values)
-        if there != asked:
-            raise SystemExit(f'{self.out_dir}: holds a run with eval_iters × batch_size = {there}, asked for is {asked}'
-                             '; set another --eval_iters, so that losses are of the same sequences')
 
 
 def trials_of(spec, out_dir):
-    """The `Trial`s of a spec, in its order; equal ones once.
+    """Return the `Trial`s of a spec, a dict that scripts/sweep.py describes, in its order; equal ones once.
 
-    A spec is a dict: 'base', arguments of train.py for every run, and 'runs', a list of dicts setting → value, or →
-    list of values, of which every combination is one run. There 'config' names a config file instead of a setting, and
-    'base' more arguments. A run's directory in `out_dir` is named after its settings. SystemExit where two different
-    runs would have the same directory.
+    SystemExit where two different runs would have the same directory.
     """
     trials = {}
     for entry in spec['runs']:
@@ -125,7 +116,7 @@ def trials_of(spec, out_dir):
 
 
 def canonical(value):
-    """A setting's value as text, numbers in one way: 1e-3 as 0.001, and 1e3 as 1000, which is an integer's, too."""
+    """Return a setting's value as text, numbers in one way: 1e-3 as 0.001, and 1e3 as 1000."""
     with contextlib.suppress(ValueError):
         return str(int(str(value)))
     with contextlib.suppress(ValueError):
@@ -135,15 +126,12 @@ def canonical(value):
 
 
 def in_name(value):
-    """A setting's value as part of a directory's name: a config file without folder and .py."""
+    """Return a setting's value as part of a directory's name: a config file without folder and .py."""
     return Path(value).stem if value.endswith('.py') else value.replace('/', '_').replace(',', '_')
 
 
 def split_values(flag, pairs):
-    """{setting: list of values} of what was typed as KEY=V1,V2. SystemExit where it is not that.
-
-    A mixture of data sets, dataset=A:0.7,B:0.3, is one value, and so is optimizer_args='a=1, b=2'.
-    """
+    """Parse KEY=V1,V2 into {setting: list of values}. A mixture of data sets is one value, as is optimizer_args."""
     found = {}
     for pair in pairs:
         key, _, values = pair.partition('=')
@@ -241,24 +229,26 @@ def gpu_of(slot, count):
 # The table
 
 
-MEASURED = 'val/loss', 'train/loss', 'grad_clipped', 'update_unclipped', 'seconds'  # columns of the table
+# Columns of the table → their names in metrics.jsonl.
+MEASURED = {key: key for key in ('val/loss', 'train/loss', 'grad_clipped', 'update_unclipped')} | {'seconds': 'time'}
 
 
 def show(trials, out_dir):
-    """Prints a table of `trials`, averaged over seeds, the lowest validation loss first; writes a row for each trial to
-    results.csv in `out_dir`; and says where their losses cannot be compared, with each other or with those of the
-    present code."""
-    rows, runs = [], [trial.run for trial in trials]
-    for trial, run in zip(trials, runs):
-        row = dict(trial.settings, **{'val/loss': None if run is None or run.rejected else run.last('val/loss')})
-        for key in MEASURED[1:-1]:
-            row[key] = run.last(key) if run else None
-        rows.append(dict(row, seconds=run.last('time') if run else None, state=trial.state))
+    """Print a table of `trials`, averaged over seeds, the lowest validation loss first, and notes on what differs.
+
+    Writes a row for each trial to results.csv in `out_dir`.
+    """
+    rows, runs = [], []
+    for trial in trials:
+        run = trial.run
+        row = dict(trial.settings, **{column: run.last(key) if run else None for column, key in MEASURED.items()})
+        if run:
+            runs.append(run)
+            row['val/loss'] = None if run.rejected else row['val/loss']
+        rows.append(dict(row, state=trial.state))
     write_csv(Path(out_dir) / 'results.csv', by_loss(rows))
     print_table(by_loss(over_seeds(rows)))
-    runs = list(filter(None, runs))
-    present = code_hashes()
-    notes = notes_on(runs)
+    present, notes = code_hashes(), notes_on(runs)
     if files := {name: None for run in runs for name in differing_files(run.about.get('code'), present)}:
         notes.append(f'{", ".join(files)} changed since some of these runs were trained; choose another --out_dir to '
                      'train them with the present code')
@@ -272,14 +262,11 @@ def by_loss(rows):
 
 
 def over_seeds(rows):
-    """Return the rows of the table averaged over those that differ in `seed` only; as they are if none do.
-
-    A mean is over all seeds, or None. The columns sd and seeds follow the validation loss.
-    """
+    """Average the rows of the table that differ in `seed` only. A mean is over all seeds, or None."""
     groups = {}
     for row in rows:
-        settings = {key: value for key, value in row.items() if key not in ('seed', 'state', *MEASURED)}
-        groups.setdefault(tuple(settings.items()), []).append(row)
+        settings = [(key, value) for key, value in row.items() if key not in ('seed', 'state', *MEASURED)]
+        groups.setdefault(tuple(settings), []).append(row)
     if len(groups) == len(rows):
         return rows
     found = []

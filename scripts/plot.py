@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.figures import AXES, figure, legend, parse, runs_argparser, save, set_title, styles
+from analysis.figures import AXES, argparser, figure, legend, parse, save, set_title, styles
 from analysis.runs import averaged, by_seed, find_runs, labels_of, notes_on
 
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_norm': 'ℓ2 norm of h',
@@ -38,7 +38,7 @@ def described(run):
 
 
 def main(argv=None):
-    parser = runs_argparser(__doc__, 'loss.png')
+    parser = argparser(__doc__, 'loss.png', of_runs=True)
     parser.add_argument('--x', choices=AXES, default='steps', help='x-axis (default: steps)')
     parser.add_argument('--metrics', nargs='+', metavar='KEY',
                         help='keys of metrics.jsonl (default: val/loss train/loss, of one run in one panel)')

@@ -31,12 +31,12 @@ from analysis.compare import (
     weaknesses,
 )
 from analysis.figures import (
+    argparser,
     figure,
     legend,
     optimizer_label,
     parse,
     print_table,
-    runs_argparser,
     save,
     set_title,
     styles,
@@ -50,7 +50,7 @@ SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, 
 
 
 def main(argv=None):
-    parser = runs_argparser(__doc__, 'speedup.png', '.csv and .json')
+    parser = argparser(__doc__, 'speedup.png', '.csv and .json', of_runs=True)
     parser.add_argument('--baseline', default='adamw', metavar='NAME', help='O1 (default: adamw)')
     parser.add_argument('--candidate', nargs='+', metavar='NAME', help='O2, one or several (default: all others)')
     parser.add_argument('--k', type=at_least(1, Fraction), default=Fraction(2),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import rejection
 from fake_runs import rows_of
-from test_sample import make_model, save_run
+from test_sample import save_run
 
 from analysis.load import load, with_tokenizer
 from data.tokenizer import get_tokenizer
@@ -29,14 +29,6 @@ def test_the_first_word_of_the_line_is_the_answer():
     assert [superglue.read_answer(TASKS['cb'], text) for text in texts] == [0, 1, 2, 1, None, None, None, None]
 
 
-def test_completions_in_a_batch_are_those_of_each_prompt_alone():
-    model, encode = make_model(vocab_size=256, block_size=64), get_tokenizer('byte').encode
-    prompts = [encode(text) for text in ('short', 'a prompt of some length', 'x', 'one longer than the context ' * 5)]
-    found = superglue.complete(model, prompts, 9)
-    for prompt, ids in zip(prompts, found):
-        assert ids == model.generate(torch.tensor([prompt[-55:]]), 9, temperature=0)[0, -9:].tolist()
-
-
 def test_scores_of_a_model_with_known_answers(tmp_path, monkeypatch):
     """A claim A is answered with yes, B with no, and after C the document has ended before the yes."""
     loaded = with_tokenizer(load(save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)))
@@ -55,7 +47,7 @@ def test_scores_of_a_model_with_known_answers(tmp_path, monkeypatch):
     monkeypatch.setattr(loaded.model, 'forward', forward)
     examples = [dict(premise='P.', hypothesis=claim, label=label)
                 for claim, label in (('A', 0), ('A', 1), ('B', 1), ('B', 1), ('C', 0))]
-    found = superglue.run_task(loaded, TASKS['rte'], examples, [examples[:2], examples[2:4]], batch_size=2)
+    found = superglue.run_task(loaded, TASKS['rte'], examples, [examples[:2], examples[2:4]])
     assert found['accuracy'] == pytest.approx(3 / 5) and found['stdev'] == 0 and found['no_answer'] == 1 / 5
     assert found['standard_error'] == pytest.approx((0.6 * 0.4 / 5) ** 0.5) and found['prompts_cut'] == 0
     assert found['majority'] == 3 / 5 and found['random'] == 1 / 2

@@ -22,12 +22,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, finished_runs
 from analysis.figures import (
+    argparser,
     figure,
     legend,
     optimizer_label,
     parse,
     print_table,
-    runs_argparser,
     save,
     set_title,
     styles,
@@ -139,7 +139,7 @@ def draw_grid(runs, keys, minus):
 
 
 def main(argv=None):
-    parser = runs_argparser(__doc__, 'final_losses.png')
+    parser = argparser(__doc__, 'final_losses.png', of_runs=True)
     parser.add_argument('--x', choices=X, default='max_iters')
     parser.add_argument('--by', nargs='+', default=['optimizer_name'], metavar='KEY',
                         help='settings that make a line (default: optimizer_name)')

@@ -3,12 +3,8 @@
   python scripts/paper/superglue.py out/gpt2-small-adamw out/gpt2-small-sophiag
   python scripts/paper/superglue.py out/gpt2-small-sophiag gpt2 --tasks boolq rte --output compare.png
 
-A prompt is an instruction and two exemplars from the train split; accuracy on the validation split is averaged over 5
-draws of exemplars, the same for every checkpoint. An answer is right if the first word of the model's line is. The
-baselines are the most frequent answer and guessing. A bar chart goes to --output, the numbers next to it. Data: the
-Hub's aps/super_glue, or SuperGLUE's files in a folder, BoolQ/{train,val}.jsonl, CB/….
-
-The paper shows its prompts in a figure only; ours have the form that it describes.
+An answer is right if the first word of the model's line is. A bar chart goes to --output, the numbers next to it.
+docs/models.md explains the columns. Data: the Hub's aps/super_glue, or SuperGLUE's files in a folder.
 """
 
 import json
@@ -30,6 +26,7 @@ from analysis.figures import argparser, figure, legend, print_table, save
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 from runtime.device import DTYPES
 from runtime.files import first_line
+from shapes import generate
 
 HUB = 'aps/super_glue'
 SHOTS, DRAWS = 2, 5
@@ -37,8 +34,7 @@ SEED = 1337  # of the draws
 
 
 class Task(NamedTuple):
-    """A task. template: text of an example; answers: a word for each label, in the Hub's order; labels: SuperGLUE's, in
-    the same order."""
+    """A task. template: text of an example; answers: a word for each of the labels, which have the Hub's order."""
     title: str
     instruction: str
     template: str
@@ -94,48 +90,28 @@ def read_answer(task, text):
     return task.answers.index(word) if word in task.answers else None
 
 
-@torch.no_grad()
-def complete(model, prompts, n):
-    """Continue `prompts`, lists of ids, greedily by `n` ids. A prompt that is too long loses its beginning.
-
-    Prompts are padded on the right, which in a causal model changes nothing to the left.
-    """
-    prompts = [prompt[n - model.config.block_size:] for prompt in prompts]
-    device, rows = model.lm_head.weight.device, torch.arange(len(prompts))
-    ends = torch.tensor([len(prompt) for prompt in prompts])
-    idx = torch.zeros(len(prompts), int(ends.max()) + n, dtype=torch.int64)
-    for row, prompt in zip(idx, prompts):
-        row[:len(prompt)] = torch.tensor(prompt)
-    for _ in range(n):
-        logits = model(idx[:, :ends.max()].to(device))[0]
-        idx[rows, ends] = logits[rows, ends - 1].argmax(-1).cpu()
-        ends += 1
-    return [row[end - n:end].tolist() for row, end in zip(idx, ends)]
-
-
-def run_task(loaded, task, examples, draws, batch_size):
+def run_task(loaded, task, examples, draws):
     """Return a checkpoint's scores on one task, a dict. `draws`: lists of exemplars."""
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model, tokenizer, device = loaded.model, loaded.tokenizer, next(loaded.model.parameters()).device
     # One token more than the longest answer, which shows where the word ends.
     n = 1 + max(len(tokenizer.encode(f' {answer}')) for answer in task.answers)
     accuracies, no_answer, cut = [], 0, 0
     for exemplars in draws:
-        prompts = [[int(i) for i in tokenizer.encode(make_prompt(task, exemplars, example))] for example in examples]
-        cut += sum(len(prompt) > model.config.block_size - n for prompt in prompts)
-        right, order = 0, sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        for start in tqdm(range(0, len(order), batch_size), desc=f'{loaded.name} {task.title}', disable=None):
-            batch = order[start:start + batch_size]
-            for i, ids in zip(batch, complete(model, [prompts[i] for i in batch], n)):
-                end = ids.index(tokenizer.eot_id) if tokenizer.eot_id in ids else n
-                answer = read_answer(task, tokenizer.decode(ids[:end]))
-                right += answer == examples[i]['label']
-                no_answer += answer is None
+        right = 0
+        for example in tqdm(examples, desc=f'{loaded.name} {task.title}', disable=None):
+            prompt = tokenizer.encode(make_prompt(task, exemplars, example))
+            cut += len(prompt) > model.config.block_size - n
+            idx = torch.tensor([[int(i) for i in prompt[n - model.config.block_size:]]], device=device)
+            ids = generate(model, idx, n, temperature=0)[0, idx.size(1):].tolist()
+            end = ids.index(tokenizer.eot_id) if tokenizer.eot_id in ids else n
+            answer = read_answer(task, tokenizer.decode(ids[:end]))
+            right += answer == example['label']
+            no_answer += answer is None
         accuracies.append(right / len(examples))
     accuracy, prompts = statistics.mean(accuracies), len(draws) * len(examples)
     most_frequent = Counter(example['label'] for example in examples).most_common(1)[0][1]
     return dict(accuracy=accuracy, stdev=statistics.stdev(accuracies),
-                # From the choice of validation examples, the same in every draw.
-                standard_error=(accuracy * (1 - accuracy) / len(examples)) ** 0.5,
+                standard_error=(accuracy * (1 - accuracy) / len(examples)) ** 0.5,  # the draws share the examples
                 no_answer=no_answer / prompts, prompts_cut=cut / prompts,
                 majority=most_frequent / len(examples), random=1 / len(task.answers))
 
@@ -162,9 +138,8 @@ def main(argv=None):
     parser = argparser(__doc__, 'superglue.png')
     parser.add_argument('checkpoints', nargs='+', metavar='CHECKPOINT', help=MODEL_HELP)
     parser.add_argument('--tasks', nargs='+', choices=TASKS, default=list(TASKS), help='default: all')
-    parser.add_argument('--data_dir', type=Path, help=f'folder of TASK/train.jsonl and TASK/val.jsonl (default: {HUB})')
+    parser.add_argument('--data_dir', type=Path, help=f'folder of BoolQ/{{train,val}}.jsonl, CB/… (default: {HUB})')
     parser.add_argument('--limit', type=at_least(1), help='at most this many random examples per task (default: all)')
-    parser.add_argument('--batch_size', type=at_least(1), default=8, help='prompts at once (default: 8)')
     add_model_flags(parser)
     args = parser.parse_args(argv)
 
@@ -180,7 +155,7 @@ def main(argv=None):
         loaded.model.to(DTYPES[dtype_name(args)])
         for name, (examples, draws) in data.items():
             table.append(dict(task=TASKS[name].title, checkpoint=path, examples=len(examples),
-                              **run_task(loaded, TASKS[name], examples, draws, args.batch_size)))
+                              **run_task(loaded, TASKS[name], examples, draws)))
     print_table(table)
     save(args.output, draw_figure(table, args.checkpoints), table)
 
