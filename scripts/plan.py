@@ -6,13 +6,11 @@
   python scripts/plan.py --model_size=125M --batch_size=30 --measure
 
 Arguments are train.py's: config files, one plan each, and --key=value flags for all of them; by default, a table of the
-published configs for Sophia-G. GB are 1e9 bytes.
+published configs for Sophia-G. GB are 1e9 bytes. FLOPs (analysis/runs.py) run at --mfu of the peak; activation
+checkpointing adds up to a third, communication is not counted.
 
-The time of a step assumes that the FLOPs of matmuls and Hessian estimates (analysis/runs.py) run at --mfu of the GPUs'
-peak. Activation checkpointing adds up to a third; communication is not counted.
-
-Memory is a formula (`memory`) for compiled steps of the GPT in model.py; uncompiled steps need more for the logits. For
-an edited model, loss or optimizer use --measure, which takes two real steps on this machine.
+Memory is a formula (`memory`) for compiled steps of the GPT in model.py. For an edited model, loss or optimizer use
+--measure, which takes two real steps on this machine.
 """
 
 import argparse
@@ -38,8 +36,8 @@ from runtime import device as devices
 from runtime.distributed import World, ranks_from_environment
 
 HEADROOM = 0.1  # of a GPU's memory: the CUDA context, workspaces of cuBLAS and NCCL, fragmentation
-# Saved activations of a block in 16 bits, in bytes per token and unit of width: inputs of both layer norms (4 each) and
-# their outputs (2), q, k, v and attention's result (2), the MLP's hidden units before and after GELU (8).
+# Activations that a block saves in 16 bits, bytes per token and unit of width: inputs (4) and outputs (2) of both layer
+# norms, q, k, v and attention's result (2 each), the MLP's hidden units before and after GELU (8 each).
 BLOCK = 36
 OUTSIDE = 12  # the same for the last norm and the residual stream's gradients; chosen to fit the peaks in records/gpu
 LOGIT = 4  # bytes per logit in the backward pass: the logits (2), their gradient (2)
@@ -47,13 +45,9 @@ STATES = dict(lion=1, clip=1, normalize=1)  # float32 numbers per parameter in t
 
 
 def memory(c, shape, ranks=1):
-    """Compute the peak memory of a training step on one of `ranks` GPUs, as {part: bytes}.
+    """Compute the peak memory of a step on one of `ranks` GPUs, {part: bytes}. c: settings; shape: the GPTConfig.
 
     The peak is in the head's backward pass, after the first micro-batch: all activations and all gradients.
-
-    Args:
-        c: settings from train.resolve.
-        shape: the GPTConfig.
     """
     half = devices.DTYPES[c.dtype].itemsize
     P, blocks, matrices = number_of_parameters(*astuple(shape))
@@ -116,12 +110,14 @@ def step_seconds(c, model, args):
     return (gradient + hessian) / (args.gpus * args.tflops * 1e12 * args.mfu), gradient + hessian, hessian
 
 
-def modes(c, gpus):
-    """List the (parallel, activation_checkpointing) that the optimizer of `c` supports, the fastest first."""
+def modes(c, shape, args):
+    """List (settings, largest batch_size) for `c` in each mode that its optimizer supports, the fastest first."""
     optimizer = row(c.optimizer_name)
-    shards = ['fsdp'] if gpus > 1 and optimizer.shards else []
-    return [('ddp', False)] if optimizer.hook.hessian_products else [
+    shards = ['fsdp'] if args.gpus > 1 and optimizer.shards else []
+    found = [('ddp', False)] if optimizer.hook.hessian_products else [
         (parallel, checkpointing) for parallel in ('ddp', *shards) for checkpointing in (False, True)]
+    found = [changed(c, parallel=parallel, activation_checkpointing=checkpointing) for parallel, checkpointing in found]
+    return [(here, largest_micro_batch(here, shape, args.gpus, args.limit)) for here in found]
 
 
 def ladder(settings, args):
@@ -130,17 +126,16 @@ def ladder(settings, args):
     for c, shape in settings:
         model = shapes.without_values(GPT, shape)
         parameters, seconds = shapes.num_params(model), step_seconds(c, model, args)[0]
-        for parallel, checkpointing in modes(c, args.gpus):
-            here = changed(c, parallel=parallel, activation_checkpointing=checkpointing)
-            if largest := largest_micro_batch(here, shape, args.gpus, args.limit):
-                break
-        needed = ' and '.join(['fsdp'] * (parallel == 'fsdp') + ['checkpointing'] * checkpointing)
-        steps = {'20 tokens a parameter': 20 * parameters / c.total_batch_size / c.block_size,
-                 f'{c.max_iters:,} steps': c.max_iters}
-        rows.append({
-            'size': c.model_size, 'parameters': parameters, 'fits': (needed and f'with {needed}' or 'yes') if largest
-            else 'no', 'largest batch_size': largest or None, 's a step': f'{seconds:.2f}' if largest else None,
-            **{f'hours, {name}': f'{seconds * n / 3600:,.1f}' if largest else None for name, n in steps.items()}})
+        here, largest = next((mode for mode in modes(c, shape, args) if mode[1]), (None, None))
+        line = {'size': c.model_size, 'parameters': parameters, 'fits': 'no'}
+        if here:
+            needed = ['fsdp'] * (here.parallel == 'fsdp') + ['checkpointing'] * here.activation_checkpointing
+            line |= {'fits': f'with {" and ".join(needed)}' if needed else 'yes', 'largest batch_size': largest,
+                     's a step': f'{seconds:.2f}'}
+            for name, steps in (('20 tokens a parameter', 20 * parameters / c.total_batch_size / c.block_size),
+                                (f'{c.max_iters:,} steps', c.max_iters)):
+                line[f'hours, {name}'] = f'{seconds * steps / 3600:,.1f}'
+        rows.append(line)
     print_table(sorted(rows, key=lambda row: row['parameters']))
 
 
@@ -157,14 +152,13 @@ def plan(c, shape, args):
         print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, and may be '
               'much larger: use --measure')
     print(f'  memory, computed, of {limit / 1e9:.0f} GB ({1 - HEADROOM:.0%} of {args.memory_gb:g}):')
-    for parallel, checkpointing in modes(c, args.gpus):
-        here = changed(c, parallel=parallel, activation_checkpointing=checkpointing)
+    for here, largest in modes(c, shape, args):
         parts = memory(here, shape, args.gpus)
-        peak, largest = sum(parts.values()), largest_micro_batch(here, shape, args.gpus, limit)
-        chosen = (parallel, checkpointing) == (c.parallel, c.activation_checkpointing)
-        too_much = ' (too much)' if peak > limit else ''
-        print(f'  {"*" if chosen else " "} {parallel:4} {"checkpointing" if checkpointing else "":13}  batch_size='
-              f'{c.batch_size}: {peak / 1e9:6.1f} GB{too_much}; largest: {largest or "none"}')
+        peak = sum(parts.values())
+        chosen = (here.parallel, here.activation_checkpointing) == (c.parallel, c.activation_checkpointing)
+        print(f'  {"*" if chosen else " "} {here.parallel:4} {"checkpointing" * here.activation_checkpointing:13}  '
+              f'batch_size={c.batch_size}: {peak / 1e9:6.1f} GB{" (too much)" if peak > limit else ""}; largest: '
+              f'{largest or "none"}')
         if chosen:
             print('      ' + ', '.join(f'{part} {size / 1e9:.1f}' for part, size in parts.items() if size))
 

@@ -4,8 +4,8 @@
 
 Left: the method of equation clipped_newton_for_convex_loss (full eigendecomposition, η = 1/2, ρ = R / (2√d)) on
 strictly convex functions that satisfy both assumptions: L(θ) = Σ σ_i φ(z_i) with z = U(θ − θ*), U a random rotation and
-φ''(0) = 1. Then μ = min σ_i, and R follows from |d ln φ''/dz| ≤ ln 2 / R. Every start has L − min L = Δ, equally shared
-by the coordinates, so that the theorem's bound is the same for all condition numbers max σ_i / min σ_i.
+φ''(0) = 1. Then μ = min σ_i, and R follows from |d ln φ''/dz| ≤ ln 2 / R. All coordinates have an equal share in Δ at
+the start, L − min L = Δ, so that the bound is the same for all condition numbers max σ_i / min σ_i.
 
 Right: SignGD on the quadratic μ/2 θ1² + β/2 θ2² with the best of many learning rates, from the two starts of the
 theorem's proof, against its lower bound ½ (√(Δ/ε) − √2) √(β/μ), and clipped Newton on the same problem.
@@ -67,14 +67,14 @@ class Problem:
         return self.U.T @ ((self.sigma * self.phi.second(self.z(theta)))[:, None] * self.U)
 
     def start(self, delta, rng):
-        """A θ with L(θ) = delta, equally shared by the coordinates z_i, their signs random."""
+        """Return a θ with L(θ) = delta, equally shared by the coordinates z_i, their signs random."""
         z = [brentq(lambda z, share: self.phi.value(z) - share, 0, 100, args=share)
              for share in delta / len(self.sigma) / self.sigma]
         return self.minimizer + self.U.T @ (z * rng.choice([-1.0, 1.0], len(z)))
 
 
 def clipped_newton(problem, theta, eps, eta=0.5):
-    """Steps until L(θ) ≤ eps under θ ← θ − η Vᵀ clip(V H⁻¹ ∇L, ρ), V the eigenvectors of the Hessian H."""
+    """Count the steps until L(θ) ≤ eps under θ ← θ − η Vᵀ clip(V H⁻¹ ∇L, ρ), V the eigenvectors of H."""
     rho, steps = problem.phi.R / (2 * math.sqrt(len(theta))), 0
     while problem.loss(theta) > eps:
         eigenvalues, eigenvectors = np.linalg.eigh(problem.hessian(theta))
@@ -85,7 +85,7 @@ def clipped_newton(problem, theta, eps, eta=0.5):
 
 
 def theorem_bound(d, delta, mu, R, eps):
-    """The theorem's T with the constants of its lemmas: 320 d Δ / (μR²) + ln(μR² / (32 d ε)) / ln(4/3).
+    """Return the theorem's T with the constants of its lemmas: 320 d Δ / (μR²) + ln(μR² / (32 d ε)) / ln(4/3).
 
     First phase: while Σ min(…) > μρ²/20, the descent lemma takes at least (η − η²) μρ²/20 = μρ²/80 off the loss, and
     ρ² = R²/(4d). Second phase: from μρ²/8 on, the loss falls by the factor 1 − η(1 − η) = 3/4 a step.
@@ -94,13 +94,13 @@ def theorem_bound(d, delta, mu, R, eps):
 
 
 def signgd_bound(mu, beta, delta, eps):
-    """The lower bound of theorem signgd_lower_bound."""
+    """Return the lower bound of theorem signgd_lower_bound."""
     return 0.5 * (math.sqrt(delta / eps) - math.sqrt(2)) * math.sqrt(beta / mu)
 
 
 def signgd_steps(mu, beta, delta, eps, candidates=200):
-    """(T, η): the fewest steps, over learning rates η, after which SignGD has had loss ≤ eps at two steps in a row
-    from both starts of the proof, (0, √(2Δ/β)) and (√(2Δ/μ), 0). sign(0) counts as 1: else a step could end there."""
+    """Return (T, η): the fewest steps, over learning rates η, until SignGD has had loss ≤ eps twice in a row from both
+    starts of the proof, (0, √(2Δ/β)) and (√(2Δ/μ), 0). sign(0) counts as 1: else a step could end there."""
     # Beyond √(8ε/β) two losses in a row cannot be ≤ ε; far below, the flat direction takes longer than it need.
     eta = np.geomspace(0.05, 1.0, candidates) * math.sqrt(8 * eps / beta)
     curvature = np.array([mu, beta])[:, None]
@@ -117,7 +117,7 @@ def signgd_steps(mu, beta, delta, eps, candidates=200):
 
 
 def convex_rows(conditions, rng):
-    """Steps of clipped Newton on each of FUNCTIONS, by condition number."""
+    """Count clipped Newton's steps on each of FUNCTIONS, by condition number."""
     rows = []
     for name, phi in FUNCTIONS.items():
         for condition in conditions:
@@ -129,7 +129,7 @@ def convex_rows(conditions, rng):
 
 
 def quadratic_rows(conditions):
-    """Steps of SignGD and clipped Newton on the quadratic with d = 2, by condition number; the worse of both starts."""
+    """Count SignGD's and clipped Newton's steps on the quadratic from the worse start, by condition number."""
     rows = []
     for beta in conditions:
         steps, lr = signgd_steps(1.0, beta, DELTA, EPS)

@@ -7,8 +7,6 @@
   Figure "ablation" (c):  final_losses.py out/clipping
   Figure "66b":           final_losses.py out/rates --x learning_rate
   Figure "stability" (c): final_losses.py out/sensitivity --grid gamma beta2
-  An optimizer minus another over mini-batch and horizon:
-                          final_losses.py out/map --grid total_batch_size max_iters --minus adamw
 
 Each is started as `python scripts/paper/final_losses.py`. Runs that differ only in seed are averaged. Of several
 settings at one point or in one cell the best is drawn. Unfinished runs are left out.
@@ -25,7 +23,6 @@ from analysis.figures import (
     argparser,
     figure,
     legend,
-    optimizer_label,
     parse,
     print_table,
     save,
@@ -40,7 +37,7 @@ X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'p
 
 
 def x_value(run, x):
-    """The run's place on the x-axis."""
+    """Return the run's place on the x-axis."""
     cost = run.flops_per_iteration() if x == 'flops' else None
     value = cost and cost * run.max_iters if x == 'flops' else run.about.get(x, run.config.get(x))
     if value is None:
@@ -49,13 +46,13 @@ def x_value(run, x):
 
 
 def line_of(run, by):
-    """The name of the line of a run; a setting of 0 is one that its optimizer does not have."""
+    """Return the name of the line of a run; a setting of 0 is one that its optimizer does not have."""
     return ', '.join(run.optimizer_label if key == 'optimizer_name' else
                      f'{label_of(key)} {run.config[key]}' for key in by if run.config[key] != 0)
 
 
 def best_groups(runs, place):
-    """{place: row} of the groups of seeds with the lowest mean loss, sorted by place, a function of a run."""
+    """Return {place: row} of the groups of seeds with the lowest mean loss, sorted by place, a function of a run."""
     groups = {}
     for group in by_seed(runs):
         groups.setdefault(place(group[0]), []).append((*mean_loss(group), group))
@@ -70,7 +67,7 @@ def best_groups(runs, place):
 
 
 def draw_lines(runs, x, by):
-    """(figure, rows): final loss against `x`, a line for each value of the settings `by`."""
+    """Return (figure, rows): final loss against `x`, a line for each value of the settings `by`."""
     best = best_groups(runs, lambda run: (line_of(run, by), x_value(run, x)))
     rows = [{'line': line, x: value, **row} for (line, value), row in best.items()]
     lines = list(dict.fromkeys(row['line'] for row in rows))
@@ -96,45 +93,27 @@ def draw_lines(runs, x, by):
     return fig, rows
 
 
-def draw_grid(runs, keys, minus):
-    """(figure, rows): final loss over the settings `keys` (rows, columns), less the loss of the optimizer `minus`."""
-    names = sorted({run.optimizer_name for run in runs} - {minus})
-    if len(names) != 1:
-        raise SystemExit('--grid: runs of one optimizer' + (f' in addition to {minus}' if minus else '')
-                         + f', not of {", ".join(names) or "none"}; scripts/speedup.py compares optimizers')
-
-    def cells(name):
-        return best_groups([run for run in runs if run.optimizer_name == name],
-                           lambda run: tuple(run.config[key] for key in keys))
-    base = cells(minus) if minus else {}
-    rows = [{keys[0]: cell[0], keys[1]: cell[1], **row} for cell, row in cells(names[0]).items()
-            if not minus or cell in base]
-    if minus:
-        for row in rows:
-            row['difference'] = row['val/loss'] - base[row[keys[0]], row[keys[1]]]['val/loss']
-
-    if not rows:
-        raise SystemExit(f'--minus={minus}: no runs of it with the same {keys[0]} and {keys[1]} as of {names[0]}')
-    shown = 'difference' if minus else 'val/loss'
-    ys, xs = (sorted({row[key] for row in rows}) for key in keys)
+def draw_grid(runs, keys):
+    """Return (figure, rows): final loss over the settings `keys` (rows, columns)."""
+    labels = sorted({run.optimizer_label for run in runs})
+    if len(labels) > 1:
+        raise SystemExit(f'--grid: runs of one optimizer, not of {", ".join(labels)}; scripts/speedup.py compares them')
+    best = best_groups(runs, lambda run: tuple(run.config[key] for key in keys))
+    rows = [{**dict(zip(keys, cell)), **row} for cell, row in best.items()]
+    ys, xs = (sorted(set(values)) for values in zip(*best))
     grid = np.full((len(ys), len(xs)), np.nan)
     fig, (ax,) = figure()
     ax.grid(False)
     ax.set_facecolor('0.93')  # of cells without a run
-    for row in rows:
-        i, j = ys.index(row[keys[0]]), xs.index(row[keys[1]])
-        grid[i, j] = row[shown]
-        ax.text(j, i, f'{row[shown]:+.3f}' if minus else f'{row[shown]:.3f}', ha='center', va='center', fontsize=8,
-                backgroundcolor='white')
-    limit = np.nanmax(np.abs(grid))  # a difference is blue where the optimizer is ahead and red where behind
-    image = ax.imshow(grid, aspect='auto', origin='lower', **(
-        dict(cmap='RdBu_r', vmin=-limit, vmax=limit) if minus else dict(cmap='viridis_r')))
+    for (y, x), row in best.items():
+        i, j = ys.index(y), xs.index(x)
+        grid[i, j] = row['val/loss']
+        ax.text(j, i, f'{grid[i, j]:.3f}', ha='center', va='center', fontsize=8, backgroundcolor='white')
+    image = ax.imshow(grid, aspect='auto', origin='lower', cmap='viridis_r')
     for set_ticks, values in (ax.set_xticks, xs), (ax.set_yticks, ys):
         set_ticks(range(len(values)), [value if isinstance(value, str) else f'{value:g}' for value in values])
-    label = optimizer_label(names[0])
-    ax.set(xlabel=label_of(keys[1]), ylabel=label_of(keys[0]),
-           title=f'{label} minus {optimizer_label(minus)} (blue: ahead)' if minus else label)
-    fig.colorbar(image, label='final validation loss' + (', difference' if minus else ''))
+    ax.set(xlabel=label_of(keys[1]), ylabel=label_of(keys[0]), title=labels[0])
+    fig.colorbar(image, label='final validation loss')
     return fig, rows
 
 
@@ -144,8 +123,6 @@ def main(argv=None):
     parser.add_argument('--by', nargs='+', default=['optimizer_name'], metavar='KEY',
                         help='settings that make a line (default: optimizer_name)')
     parser.add_argument('--grid', nargs=2, metavar=('ROWS', 'COLUMNS'), help='a heat map over two settings instead')
-    parser.add_argument('--minus', metavar='OPTIMIZER',
-                        help="with --grid: subtract this optimizer's best loss in each cell")
     parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'), help='losses that lines are drawn for')
     add_tuned(parser)
     args = parse(parser, argv)
@@ -154,7 +131,7 @@ def main(argv=None):
     for key in varying:
         if any(key not in run.config for run in runs):
             raise SystemExit(f'{"--grid" if args.grid else "--by"} {key}: not a setting of all of these runs')
-    fig, rows = draw_grid(runs, args.grid, args.minus) if args.grid else draw_lines(runs, args.x, args.by)
+    fig, rows = draw_grid(runs, args.grid) if args.grid else draw_lines(runs, args.x, args.by)
     print_table(rows, [key for key in rows[0] if key != 'run'])
     set_title(fig, args.title)
     if args.ylim:
