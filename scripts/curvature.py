@@ -84,7 +84,7 @@ class Estimates:
 def draw_gradients(model, params, sequences):
     """Yield for each sequence (T + 1,) the gradients of its summed loss on sampled and on true labels, two vectors."""
     for tokens in sequences:
-        logits = model(tokens[None, :-1])[0][0].float()
+        logits = model(tokens[None, :-1], tokens[None, 1:])[0][0].float()
         sampled = torch.distributions.Categorical(logits=logits).sample()
         losses = [F.cross_entropy(logits, labels, reduction='sum') for labels in (sampled, tokens[1:])]
         yield [flat(torch.autograd.grad(loss, params, retain_graph=loss is losses[0], materialize_grads=True))
@@ -104,8 +104,8 @@ def curvature_along(model, sequences, u):
     tangents = tuple(part.view_as(p) for part, p in zip(u.split([p.numel() for p in params]), params))
     total = 0
     for tokens in sequences:
-        def logits(*values, X=tokens[None, :-1]):
-            return functional_call(model, dict(zip(names, values)), (X,))[0]
+        def logits(*values, X=tokens[None, :-1]):  # with targets: nanoGPT's forward returns all logits only then
+            return functional_call(model, dict(zip(names, values)), (X, X))[0]
 
         with sdpa_kernel(SDPBackend.MATH):
             z, moved = torch.func.jvp(logits, tuple(p.detach() for p in params), tangents)
