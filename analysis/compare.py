@@ -24,30 +24,27 @@ def check_comparable(runs, free=()):
     The protocol is every setting in PROTOCOL, the ratio of final to peak learning rate, warm-up and cooldown (the same
     iterations, or the same share of the run), and β1 among the runs of one optimizer. A setting in `free` may differ.
     """
-    if not runs:
-        return
     lengths = [key for key in ('warmup_iters', 'cooldown_iters')
                if not all(same_share(key, runs[0], run) for run in runs)]
+    expected, first_of = None, {}  # first_of: each optimizer's first run
 
     def protocol(run):
         return {**measured_on(run), **{key: run.config.get(key) for key in (*PROTOCOL, *lengths)},
                 'min_lr_ratio': round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)}
 
-    def require_equal(key, other, theirs, run, value):
-        if theirs != value and key not in free:
-            # A key with a space is not a setting, but about the data.
-            hint = '' if ' ' in key else (
+    for run in runs:
+        expected = expected or protocol(run)
+        first = first_of.setdefault(run.optimizer_name, run)
+        values = [(key, runs[0], expected[key], value) for key, value in protocol(run).items()]
+        values.append(('beta1', first, first.config.get('beta1'), run.config.get('beta1')))
+        for key, other, theirs, value in values:
+            if theirs == value or key in free:
+                continue
+            hint = '' if ' ' in key else (  # a key with a space is not a setting, but about the data
                 f'; leave one out, or give --tuned {key} if it was tuned; scripts/paper/final_losses.py --grid {key} '
                 'max_iters maps losses over it')
             raise SystemExit(f'{other.out_dir} and {run.out_dir} cannot be compared: {key} is {theirs} in one and '
                              f'{value} in the other{hint}')
-
-    expected, first_of = protocol(runs[0]), {}  # first_of: of each optimizer
-    for run in runs:
-        for key, value in protocol(run).items():
-            require_equal(key, runs[0], expected[key], run, value)
-        first = first_of.setdefault(run.optimizer_name, run)
-        require_equal('beta1', first, first.config.get('beta1'), run, run.config.get('beta1'))
 
 
 def same_share(key, one, two):

@@ -4,8 +4,8 @@
 
 Left: the method of equation clipped_newton_for_convex_loss (full eigendecomposition, η = 1/2, ρ = R / (2√d)) on
 strictly convex functions that satisfy both assumptions: L(θ) = Σ σ_i φ(z_i) with z = U(θ − θ*), U a random rotation and
-φ''(0) = 1. Then μ = min σ_i, and R follows from |d ln φ''/dz| ≤ ln 2 / R. All coordinates have an equal share in Δ at
-the start, L − min L = Δ, so that the bound is the same for all condition numbers max σ_i / min σ_i.
+φ''(0) = 1. Then μ = min σ_i, and R follows from |d ln φ''/dz| ≤ ln 2 / R. All coordinates have an equal share of
+L − min L = Δ at the start, so that the bound is the same for all condition numbers max σ_i / min σ_i.
 
 Right: SignGD on the quadratic μ/2 θ1² + β/2 θ2² with the best of many learning rates, from the two starts of the
 theorem's proof, against its lower bound ½ (√(Δ/ε) − √2) √(β/μ), and clipped Newton on the same problem.
