@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from analysis.runs import packed, read_run
+from analysis.runs import packed, read_packed, read_run
 from analysis.trials import launch, run_in_turns
 from runtime.files import write_text
 
@@ -62,12 +62,9 @@ class Study:
         return found
 
 
-def read_result(records):
-    """Return the `Result` of a run's metrics, the lines of a metrics.jsonl as dicts."""
-    last = {}
-    for record in records:
-        last.update({key: value for key, value in record.items() if value is not None})
-    return Result(last['val/loss'], last['train/loss'], last.get('update_unclipped'))
+def result_of(run):
+    """Return the `Result` of a `Run`."""
+    return Result() if run.diverged else Result(*map(run.last, ('val/loss', 'train/loss', 'update_unclipped')))
 
 
 def finished(out_dir):
@@ -75,23 +72,13 @@ def finished(out_dir):
     if not all((out_dir / name).is_file() for name in ('metrics.jsonl', 'config.json')):  # it has just been started
         return None
     run = read_run(out_dir)
-    if run.diverged:
-        return Result()
-    return None if run.unfinished else read_result(run.records)
+    return result_of(run) if run.diverged or not run.unfinished else None
 
 
-def read_records(path):
-    """Return the lines of a runs.jsonl as dicts by their run; {} if there is no file."""
-    lines = path.read_text(encoding='utf-8').splitlines() if path.is_file() else []
-    return {record['run']: record for record in map(json.loads, lines)}
-
-
-def recorded(record):
-    """Return the `Result` of a line of runs.jsonl."""
-    if 'failed' in record:
-        return Result()
-    columns = record['metrics']
-    return read_result(dict(zip(columns, row)) for row in zip(*columns.values()))
+def recorded(path):
+    """Return {name of a run: its `Result`} of a runs.jsonl; {} if there is no file."""
+    runs = read_packed(path) if path.is_file() else []
+    return {str(run.out_dir.relative_to(path.parent)): result_of(run) for run in runs}
 
 
 def next_trials(protocol, find):
@@ -119,7 +106,7 @@ def train_due(protocol, find, start, jobs, after=lambda: None):
 
 def finder(runs_jsonl, out_dir_of):
     """Return a function Trial → `Result`, None while the run is not finished. out_dir_of: Trial → its directory."""
-    records = {name: recorded(record) for name, record in read_records(runs_jsonl).items()}
+    records = recorded(runs_jsonl)
 
     def find(trial):
         name = str(trial.path)
@@ -138,14 +125,15 @@ def start(tree, words, out_dir, **environment):
 
 def collect(out_dirs, path):
     """Add the finished runs below `out_dirs` to the runs.jsonl `path`."""
-    records = read_records(path)
+    found = path.read_text(encoding='utf-8').splitlines() if path.is_file() else []
+    lines = {json.loads(line)['run']: line for line in found}
     for out_dir in out_dirs:
         for config in out_dir.rglob('config.json'):
             if finished(config.parent) is not None:
                 name = str(config.parent.relative_to(out_dir))
-                records[name] = json.loads(packed(read_run(config.parent), name))
-    write_text(path, ''.join(json.dumps(records[name]) + '\n' for name in sorted(records)))
-    print(f'{path}: {len(records)} runs')
+                lines[name] = packed(read_run(config.parent), name)
+    write_text(path, ''.join(f'{lines[name]}\n' for name in sorted(lines)))
+    print(f'{path}: {len(lines)} runs')
 
 
 def main(protocol, here, description, trees, tree_of, command):

@@ -41,12 +41,10 @@ def table(head, rows):
 
 def settings():
     """List train.py's settings by section, with their defaults and comments."""
-    parts = []
-    for section, found in sections(train.DEFAULTS, (ROOT / 'train.py').read_text(encoding='utf-8')).items():
-        rows = [[f'`{key}`', '*derived*' if one.default is None else f'`{one.default!r}`', comment]
-                for key, one, comment in found]
-        parts.append(f'**{section.capitalize()}**\n\n' + table(['setting', 'default', ''], rows))
-    return '\n\n'.join(parts)
+    found = sections(train.DEFAULTS, (ROOT / 'train.py').read_text(encoding='utf-8'))
+    return '\n\n'.join(f'**{section.capitalize()}**\n\n' + table(['setting', 'default', ''], [
+        [f'`{key}`', '*derived*' if one.default is None else f'`{one.default!r}`', comment]
+        for key, one, comment in settings]) for section, settings in found.items())
 
 
 def optimizer_settings():
@@ -72,13 +70,11 @@ def learning_rates():
 def optimizer_checks():
     """List whether each optimizer can be sharded, and its measured state and time of an update at 30M."""
     measured = {row['optimizer_name']: row for row in read_json(ROOT / 'records/cpu/bench_updates.json')['results']}
-
-    def cell(name, key, form):
-        return form.format(measured[name][key]) if name in measured else '–'
-
-    rows = [[f'`{name}`', 'yes' if row.shards and not row.hook.hessian_products else 'no',
-             cell(name, 'state', '{:.2f}'), cell(name, 'over_adamw', '{:.1f}')]
-            for name, row in optimizers.OPTIMIZERS.items()]
+    rows = []
+    for name, row in optimizers.OPTIMIZERS.items():
+        found = measured.get(name)
+        cells = [f'{found["state"]:.2f}', f'{found["over_adamw"]:.1f}'] if found else ['–', '–']
+        rows.append([f'`{name}`', 'yes' if row.shards and not row.hook.hessian_products else 'no', *cells])
     return table(['`--optimizer_name`', 'fsdp', 'state', 'update'], rows)
 
 

@@ -34,7 +34,7 @@ CARD_SETTINGS = ('optimizer_name', 'learning_rate', 'min_lr', 'schedule', 'warmu
 
 
 def to_hf(model, eot_id):
-    """The transformers GPT2LMHeadModel with the weights of a GPT; RuntimeError when it has other weights."""
+    """Return the transformers GPT2LMHeadModel with the weights of a GPT. SystemExit if it has other weights."""
     import transformers
     c = model.config
     activation = next(name for name, approximate in ACTIVATIONS.items() if approximate == c.gelu_approximate)
@@ -44,13 +44,16 @@ def to_hf(model, eot_id):
         resid_pdrop=c.dropout, embd_pdrop=c.dropout, attn_pdrop=c.dropout, bos_token_id=eot_id, eos_token_id=eot_id,
         bias=c.bias))  # `bias` is for GPT.from_pretrained: Hugging Face's GPT-2 always has biases
     zeros = {key: torch.zeros_like(w) for key, w in theirs.state_dict().items() if key.endswith('.bias')}
-    theirs.load_state_dict(zeros | {key: w.t() if key.endswith(TRANSPOSED) else w
-                                    for key, w in model.state_dict().items()})
+    weights = {key: w.t() if key.endswith(TRANSPOSED) else w for key, w in model.state_dict().items()}
+    try:
+        theirs.load_state_dict(zeros | weights)
+    except RuntimeError as error:
+        raise SystemExit(f'not written; the model is not a GPT-2 ({" ".join(str(error).split())})') from None
     return theirs
 
 
 def gpt2_tokenizer(tokenizer):
-    """GPT-2's tokenizer for the package tokenizers."""
+    """Return GPT-2's tokenizer for the package tokenizers."""
     from tokenizers import AddedToken
     from transformers.convert_slow_tokenizer import TikTokenConverter
     bpe = tokenizer.bpe
@@ -64,7 +67,7 @@ def gpt2_tokenizer(tokenizer):
 
 
 def byte_tokenizer():
-    """The byte tokenizer for the package tokenizers. Byte 0 is the token <|endoftext|>."""
+    """Return the byte tokenizer for the package tokenizers. Byte 0 is the token <|endoftext|>."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
     names = bytes_to_unicode() | {0: END_OF_TEXT}
@@ -76,7 +79,7 @@ def byte_tokenizer():
 
 
 def write_tokenizer(tokenizer, folder, block_size):
-    """Writes tokenizer.json and its config; neither for a character tokenizer, with a note."""
+    """Write tokenizer.json and its config; neither for a character tokenizer, with a note."""
     if tokenizer.name == 'char':  # nothing ends a document, which a tokenizer.json must have here
         print(f'note: the tokenizer {tokenizer.name} is not exported', file=sys.stderr)
         return
@@ -91,7 +94,7 @@ def write_tokenizer(tokenizer, folder, block_size):
 
 
 def model_card(loaded, name):
-    """Return the text of README.md: what the model was trained on, its settings and losses, and how to load it."""
+    """Return the text of README.md."""
     state, shape = loaded.state, loaded.model.config
     config, done = state.get('config', {}), state.get('iter_num')
     facts = {'parameters': f'{num_params(loaded.model):,}', 'context': f'{shape.block_size} tokens',
@@ -101,8 +104,8 @@ def model_card(loaded, name):
         facts['training data'] = ', '.join(Path(part).name for part in parts_of(config['dataset']))
         facts['training tokens'] = f'{done * config["total_batch_size"] * config["block_size"]:,}'
     metrics = loaded.path.with_name('metrics.jsonl')
-    losses = {line['iter']: line['val/loss'] for line in (read_metrics(metrics) if metrics.is_file() else [])
-              if 'val/loss' in line}
+    lines = read_metrics(metrics) if metrics.is_file() else []
+    losses = {line['iter']: line['val/loss'] for line in lines if 'val/loss' in line}
     if done in losses:
         facts['validation loss'] = f'{losses[done]:.4f} nats per token after {done:,} iterations'
     if math.isfinite(lowest := float(state.get('best_val_loss', math.inf))):
@@ -116,13 +119,12 @@ def model_card(loaded, name):
         'pipeline_tag: text-generation', '---', '', f'# {name}', '',
         'A GPT-2, exported from a checkpoint of a training run.', '', '| | |', '|---|---|',
         *(f'| {key} | {value} |' for key, value in facts.items()), '', '## Loading', '', '```python',
-        'from transformers import AutoModelForCausalLM, AutoTokenizer', *load, '```', '', '## Licence', '',
-        'Fill in: the licence of these weights, and the terms of the training data.', ''])
+        'from transformers import AutoModelForCausalLM, AutoTokenizer', *load, '```', ''])
 
 
 @torch.no_grad()
 def export(loaded, dest):
-    """Writes `loaded` to `dest`, a new folder; returns the largest difference between transformers' logits and ours.
+    """Write `loaded` to `dest`, a new folder; return the largest difference between transformers' logits and ours.
 
     The folder gets its name when it is complete and checked; after an error nothing is left.
     """
@@ -137,11 +139,7 @@ def export(loaded, dest):
     except OSError as error:
         raise SystemExit(f'{dest}: cannot be written ({error.strerror}); give another folder') from None
     try:
-        try:
-            exported = to_hf(model, loaded.tokenizer.eot_id)
-        except RuntimeError as error:  # weights of another shape or name
-            found = ' '.join(str(error).split())
-            raise SystemExit(f'{dest}: not written; the model is not a GPT-2 ({found})') from None
+        exported = to_hf(model, loaded.tokenizer.eot_id)
         exported.save_pretrained(partial)
         if model.config.scale_attn_by_inverse_layer_idx:
             print('note: transformers before 5.4 scales attention by layer only with attn_implementation="eager", '

@@ -22,7 +22,7 @@ NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_
 
 
 def ends_before_others(runs, metric):
-    """Return the run whose values of `metric` end first, None if all end at the same iteration."""
+    """Return the run whose `metric` ends first, None if all end together."""
     ends = {run.out_dir: max(run.series(metric)[0], default=0) for run in runs}
     first = min(ends, key=ends.get)
     return first if ends[first] < max(ends.values()) else None

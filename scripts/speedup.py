@@ -4,15 +4,9 @@
   python scripts/speedup.py out/sweep --baseline adamw --candidate sophiag --k 2
   python scripts/speedup.py losses.csv --baseline AdamW                     of runs that any program has made
 
-Four questions, each answered at the best hyperparameters tried, runs that differ in the seed only averaged:
-
-- At the same horizon T, is the candidate's final loss lower, by more than the noise over seeds?
-- Would it be with as many trials for both sides? The expected best of n of the trials made.
-- The paper's criterion (section Evaluation): O2 is k times faster than O1 if Eval(O1, T) ≥ Eval(O2, T/k) at every T.
-- Data efficiency: the horizon at which the baseline reaches the candidate's loss, interpolated between its horizons.
-
-Only runs that reached the end of their schedule count. All must have the same data, validation sequences and protocol
-(model, mini-batch, warm-up, final learning rate; within an optimizer β1). docs/verdict.md explains each number.
+At the best hyperparameters tried, averaged over seeds, it compares final losses at the same horizon T and at equal
+trials, tests the paper's criterion, Eval(O1, T) ≥ Eval(O2, T/k) at every T, and finds the horizon at which the baseline
+reaches the candidate's loss. docs/verdict.md explains each number.
 """
 
 import sys
@@ -102,11 +96,7 @@ def main(argv=None):
 
 
 def judge(name, baseline_name, candidate, baseline, k, noise):
-    """The verdict on one candidate, a dict.
-
-    same_T, criterion, efficiency: rows of its three tables. text: lines. holds: whether the criterion does, None
-    without a T to check it at.
-    """
+    """Return the verdict on a candidate: rows of three tables, lines of text, and whether the criterion holds."""
     same = [same_horizon(candidate[T], baseline[T], noise) for T in sorted(candidate.keys() & baseline.keys())]
     tested = [row for row in same if row['p'] is not None]
     for row, p in zip(tested, holm([row['p'] for row in tested])):
@@ -121,15 +111,14 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
         text.append(f'{two} is {"" if holds else "not "}{k} times faster than {one} by the criterion (it holds at '
                     f'{sum(row["holds"] for row in criterion)} of {len(criterion)} T)')
     for row in same:
-        significance, spread = 'the noise is not known', ''
-        if row['p'] is not None:
-            significance = 'within the noise' if row['p'] > 0.05 else f'p = {row["p"]:.2g}, {row["test"]}'
-            if len(tested) > 1 and row['p'] <= 0.05:
+        difference, p, significance = f'{abs(row["difference"]):.4f}', row['p'], 'the noise is not known'
+        if p is not None:
+            difference += f' ± {row["plus_or_minus"]:.4f}'
+            significance = 'within the noise' if p > 0.05 else f'p = {p:.2g}, {row["test"]}'
+            if len(tested) > 1 and p <= 0.05:
                 significance += f'; {row["p, Holm"]:.2g} after Holm\'s correction for {len(tested)} horizons'
-            spread = f' ± {row["plus_or_minus"]:.4f}'
-        text.append(f'T = {row["T"]}: {two} ends {abs(row["difference"]):.4f}{spread} '
-                    f'{"above" if row["difference"] > 0 else "below"} {one} ({significance}; '
-                    f'trials: {two} {row["trials"]}, {one} {row["trials of baseline"]})')
+        text.append(f'T = {row["T"]}: {two} ends {difference} {"above" if row["difference"] > 0 else "below"} {one} '
+                    f'({significance}; trials: {two} {row["trials"]}, {one} {row["trials of baseline"]})')
     text += [f'T = {row["T"]}: {one} reaches that loss at {row["baseline steps"]:.0f} steps: {two} is '
              f'{row["ratio steps"]:.2f} times as efficient in steps'
              + (f', {row["ratio FLOPs"]:.2f} in FLOPs' if row['ratio FLOPs'] else '') for row in efficiency]
@@ -137,7 +126,7 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
 
 
 def draw(tuned, baseline, verdicts, k, panels):
-    """The figure of some of PANELS, side by side."""
+    """Return the figure of some of PANELS, side by side."""
     fig, axes = figure(len(panels), width=4.6, height=3.8)
     looks = {name: dict(style, fmt='o-', capsize=3, markersize=4, label=optimizer_label(name))
              for name, style in zip(tuned, styles(tuned))}
@@ -152,7 +141,7 @@ def draw(tuned, baseline, verdicts, k, panels):
 
 
 def draw_loss(ax, tuned, baseline, verdicts, k, looks):
-    """Final losses against T, with the criterion as arrows."""
+    """Draw final losses against T, with the criterion as arrows."""
     for name, sides in tuned.items():
         ax.errorbar(list(sides), [side.mean for side in sides.values()],
                     [mean_loss(side.best)[1] or 0 for side in sides.values()], **looks[name])
@@ -167,7 +156,7 @@ def draw_loss(ax, tuned, baseline, verdicts, k, looks):
 
 
 def draw_difference(ax, tuned, baseline, verdicts, k, looks):
-    """Differences to the baseline's final loss at the same T with their 95 % intervals."""
+    """Draw differences to the baseline's final loss at the same T with their 95 % intervals."""
     ax.axhline(0, color=looks[baseline]['color'], label=optimizer_label(baseline))
     for verdict in verdicts:
         rows = verdict['same_T']

@@ -41,7 +41,7 @@ def test_recorded_runs_are_not_trained_again(work, monkeypatch):
     records = gpu.RECORDS / 'gpu_30m/runs.jsonl'
     records.parent.mkdir(parents=True)
     metrics = {'val/loss': [4.0], 'train/loss': [3.0]}
-    records.write_text(json.dumps(dict(run=str(trial.path), config={}, metrics=metrics)))
+    records.write_text(json.dumps(dict(run=str(trial.path), config=dict(config={}), metrics=metrics)))
     launched = []
 
     def start(due, _):

@@ -132,24 +132,20 @@ def test_a_run_that_has_just_been_started_is_not_finished(tmp_path, file):
 
 def test_recorded_runs_are_kept(tmp_path):
     """`collect` keeps the runs that only runs.jsonl has; their results are read from there."""
-    lines = [dict(run='A/one', config={}, metrics={'val/loss': [5.0, None, 1.5], 'train/loss': [None, 2.0, None]}),
-             dict(run='A/two', failed='iteration 7: the loss is not finite', config={}, metrics={'val/loss': [5.0]})]
+    config = dict(config={})
+    lines = [dict(run='A/one', config=config, metrics={'val/loss': [5.0, None, 1.5], 'train/loss': [None, 2.0, None]}),
+             dict(run='A/two', failed='iteration 7: it is not finite', config=config, metrics={'val/loss': [5.0]})]
     path = tmp_path / 'runs.jsonl'
     path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
     studies.collect([tmp_path / 'out'], path)
     assert [*map(json.loads, path.read_text().splitlines())] == lines
-    found = {name: studies.recorded(record) for name, record in studies.read_records(path).items()}
-    assert found == {'A/one': studies.Result(1.5, 2.0), 'A/two': studies.Result()}
+    assert studies.recorded(path) == {'A/one': studies.Result(1.5, 2.0), 'A/two': studies.Result()}
 
 
 def test_the_plan_is_done_by_the_records():
     """But for part D, which was dropped."""
-    records = studies.read_records(results.RECORDS / 'runs.jsonl')
-
-    def find(trial):
-        return str(trial.path) in records and studies.recorded(records[str(trial.path)]) or None
-
-    plan, due = studies.next_trials(study.protocol, find)
+    records = studies.recorded(results.RECORDS / 'runs.jsonl')
+    plan, due = studies.next_trials(study.protocol, lambda trial: records.get(str(trial.path)))
     assert len(plan.done) == len(records) and {trial.part for trial in due} == {'D'}
 
 
