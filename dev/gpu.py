@@ -202,10 +202,10 @@ def candidates():
     rows = {name: json.loads(path.read_text())['results'][0] for name in CANDIDATES
             if (path := RECORDS / f'gpu/candidate_{name}.json').exists()}
     if base := rows.get('base'):
-        lines = [f'{name}: tokens/s {row["tokens_per_sec"] / base["tokens_per_sec"]:.3f} of base, loss '
-                 f'{row["loss"] - base["loss"]:+.5f}, memory {row["memory_gb"]:.1f} GB' for name, row in rows.items()]
-        write_text(RECORDS / 'gpu/candidates.txt', '\n'.join(lines) + '\n')
-        print('\n'.join(lines))
+        text = ''.join(f'{name}: tokens/s {row["tokens_per_sec"] / base["tokens_per_sec"]:.3f} of base, loss '
+                       f'{row["loss"] - base["loss"]:+.5f}, {row["memory_gb"]:.1f} GB\n' for name, row in rows.items())
+        write_text(RECORDS / 'gpu/candidates.txt', text)
+        print(text)
 
 
 def edited_copy(folder, old, new):

@@ -21,15 +21,10 @@ from runtime.files import write_json
 
 
 def tune(base, values, noise, out_dir, train_trials):
-    """Search settings one at a time, see the top of this file; return (the content of tuning.json, the trials).
+    """Search settings one at a time; return (content of tuning.json, trials). SystemExit if a run has no result.
 
-    Args:
-        base: arguments of train.py.
-        values: setting → list of values.
-        noise: of the validation loss.
-        train_trials: function that trains a list of `Trial`s.
-
-    SystemExit when a run ends without a result.
+    base: arguments of train.py. values: setting → list of values. noise: of the validation loss. train_trials: function
+    that trains a list of `Trial`s.
     """
     start = train.resolve(base).values
     if problem := Run(Path(out_dir), start, {}, []).off_schedule:

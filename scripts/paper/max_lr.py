@@ -20,8 +20,7 @@ MARGIN = 0.5  # nats of training loss
 
 
 def stable_runs(runs):
-    """A list of (run, final training loss) of the stable runs; `runs` are in the order of rising learning rates. The
-    final loss is the mean over the last tenth of the lines."""
+    """Return a list of (run, final training loss, a mean) of the stable ones of `runs`, whose learning rates rise."""
     found, lowest = [], float('inf')
     for run in runs:
         if run.diverged:

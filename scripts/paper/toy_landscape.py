@@ -88,8 +88,7 @@ def main(argv=None):
     for (name, path), color in zip(paths.items(), ('tab:brown', 'gold', 'tab:red', 'tab:blue', 'black')):
         said = f'there after {arrival[name]} steps' if arrival[name] else (
             'at the saddle' if name == 'Newton' else f'not there after {STEPS}')
-        look = dict(markersize=5, linewidth=2.4, zorder=3) if name == 'Sophia' else dict(markersize=2.5, linewidth=1,
-                                                                                           alpha=0.7)
+        look = dict(ms=5, lw=2.4, zorder=3) if name == 'Sophia' else dict(ms=2.5, lw=1, alpha=0.7)
         ax.plot(path[:, 0], path[:, 1], 'o-', color=color, label=f'{name}: {said}', **look)
     for t, (x, y) in enumerate(paths['Sophia'][:(arrival['Sophia'] or 0) + 1]):
         ax.annotate(str(t), (x, y), (6, -3), textcoords='offset points', fontsize=9)
