@@ -52,8 +52,8 @@ class Run:
         return optimizer_label(self.optimizer_name)
 
     def series(self, key, x='steps'):
-        """Return the measured values of `key` as (xs, ys), two lists; x is a key of AXES."""
-        found = [record for record in self.records if key in record]
+        """Return the measured values of `key` as (xs, ys), two lists, without lists; x is a key of AXES."""
+        found = [record for record in self.records if isinstance(record.get(key), (int, float))]
         computed = x == 'flops' and not self.from_csv
         column = 'tokens' if computed else MEASURED[x]
         factor = self.flops_per_token() if computed else 1

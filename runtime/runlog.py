@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import json
-import math
 import os
 import platform
 import shlex
@@ -43,10 +42,10 @@ class RunLog:
                 raise SystemExit(f'--wandb_log=True: {type(error).__name__}: {first_line(error)}') from None
 
     def record(self, state, line, metrics):
-        """Add the finite `metrics` of iteration state.iter, a dict, to metrics.jsonl; print `line`."""
+        """Add the finite `metrics` of iteration state.iter, numbers and lists, to metrics.jsonl; print `line`."""
         if self.path:
             entry = dict(iter=state.iter, tokens=state.tokens, time=round(state.seconds, 3), **{
-                key: value for key, value in metrics.items() if math.isfinite(value)})
+                key: value for key, value in metrics.items() if np.isfinite(value).all()})
             append_line(self.path, json.dumps(entry))
             if self.wandb:
                 self.wandb.log(entry)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import metrics
 
+from analysis.runs import Run
 from runtime import runlog
 from runtime.signals import STOPPED
 
@@ -22,6 +23,14 @@ def test_advice_on_gamma_comes_once_and_after_the_warm_up(tmp_path, capsys, uncl
     *lines, advice, last = capsys.readouterr().out.splitlines()
     assert lines == [f'line {i}' for i in range(5)] and last == 'line 5'
     assert f'note: {unclipped:.1%} of the coordinates are unclipped; {way} --gamma until' in advice
+
+
+def test_a_log_takes_lists_of_finite_numbers(tmp_path):
+    log = runlog.RunLog(tmp_path, dict(warmup_iters=9), enabled=True)
+    log.record(SimpleNamespace(iter=0, tokens=0, seconds=0.0), '', dict(
+        a=[1, 0.5], b=[1, float('nan')], c=1, d=float('inf')))
+    assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == dict(iter=0, tokens=0, time=0, a=[1, 0.5], c=1)
+    assert Run(tmp_path, {}, {}, [dict(iter=0, a=[1, 0.5], c=1)]).series('a') == ([], [])  # a plot leaves them out
 
 
 def test_ctrl_c_says_at_once_what_it_does_and_what_a_second_one_does(train, tmp_path):
