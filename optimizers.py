@@ -227,8 +227,8 @@ def from_library(groups, s):
     return optimizer
 
 
-def muon(groups, s):
-    """Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for all other parameters."""
+def matrices_and_rest(groups):
+    """Return the param groups of the matrices that Muon is for, which are in the blocks, and the groups of the rest."""
     def is_matrix(p, group):
         p = p[1] if isinstance(p, tuple) else p  # with its name
         return p.dim() == 2 and group.get('role') != 'embedding'
@@ -238,10 +238,15 @@ def muon(groups, s):
                  for group in groups]
         return [group for group in parts if group['params']]
 
-    rest = part(False)
+    return part(True), part(False)
+
+
+def muon(groups, s):
+    """Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for all other parameters."""
+    matrices, rest = matrices_and_rest(groups)
     others = [AdamW(rest, lr=s.learning_rate, betas=(0.9, s.beta2), eps=s.eps, weight_decay=s.weight_decay,
                     fused=True)] if rest else []
-    return optim.Together(from_library(part(True), s), *others)
+    return optim.Together(from_library(matrices, s), *others)
 
 
 # Peak learning rates, Table 3. 'tiny' is ours (records/cpu/README.md).
@@ -294,6 +299,7 @@ OPTIMIZERS = {
     'soap': Row(from_library, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), {'tiny': 2.4e-2}, 'our table',
                 library='pytorch_optimizer:SOAP', arguments=lambda s: dict(
                     betas=betas(s), eps=s.eps, weight_decay=s.weight_decay)),
+    # Rows of a fork:
 }
 # Placeholders for the optimizer settings that an optimizer lacks.
 PLACEHOLDERS = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0,

@@ -26,7 +26,7 @@ runs = itertools.count()
 def run(*flags, name='sophiag', out=None):
     """A short training run by train.py: its directory as 'out', and its metrics, {key: the values in order}."""
     import train
-    second_order = [] if name in ('adamw', 'muon', 'adopt') else ['--hessian_interval=2', '--gamma=1e-3']
+    second_order = [] if name in ('adamw', 'muon', 'adopt', 'lookahead') else ['--hessian_interval=2', '--gamma=1e-3']
     out = out or f'runs/{next(runs)}'
     train.main([*SHAPE, *second_order, f'--dataset={DATA}', f'--optimizer_name={name}', f'--out_dir={out}', *flags])
     found = dict(out=str(out))
@@ -188,8 +188,16 @@ def pasted_model():
 
 
 def architecture():
+    """Attention within documents, too: an id before the end of one changes no logits after it."""
+    import model
     from analysis.load import load
+    model.END_OF_TEXT = 5
     follows()
+    gpt, X, _ = random_model()
+    X[:] = torch.tensor([[1, 5, 2, 3], [1, 2, 2, 3]])
+    before, X[:, 0] = gpt(X)[0], 4
+    changed = (gpt(X)[0] != before).any(-1)
+    assert changed.tolist() == [[True, True, False, False], [True] * 4]
     found = trains()
     loaded = load('runs/0').model
     assert not torch.equal(loaded.lm_head.weight, loaded.transformer.wte.weight)
@@ -215,6 +223,25 @@ def rotary_positions():
         run('--init_from=resume', out=on)
 
 
+def a_frozen_teacher():
+    """The student's loss is half of the labels' and half of the teacher's, whose weights stay, and are not counted."""
+    from analysis.load import load
+    from runtime import checkpoint
+    teacher = run('--bias=True')['out']
+    saved, student = checkpoint.load(teacher)[1]['model'], resumes(f'--teacher={teacher}')
+    state = checkpoint.load(student['out'])[1]['model']
+    assert all(torch.equal(state[f'teacher.{name}'], value) for name, value in saved.items())
+    assert not torch.equal(state['lm_head.weight'], saved['lm_head.weight'])
+    ours, plain = (json.loads(Path(found['out'], 'config.json').read_text()) for found in (student, run()))
+    assert all(ours[key] == plain[key] for key in ('parameters', 'flops_per_token'))
+    assert all(a != b for a, b in zip(student['val/loss'], student['val/training_loss']))
+    model, (X, Y) = load(student['out']).model, torch.randint(64, (2, 2, 8))
+    Y[0, :3] = -1
+    logits, loss = model(X, Y)
+    soft = -(model.teacher(X)[0].softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    close(loss, (F.cross_entropy(logits[Y >= 0], Y[Y >= 0]) + soft[Y >= 0].mean()) / 2)
+
+
 def a_constructor_with_values():
     """A model with a buffer, a tensor and a list that its checkpoints do not hold resumes, and loads."""
     from analysis.load import load
@@ -237,6 +264,13 @@ def a_constructor_with_values():
 
 
 def a_mixture_of_experts():
+    from model import CausalSelfAttention, GPTConfig
+    follows()
+    attention, x = CausalSelfAttention(GPTConfig(n_head=4, n_embd=8)), torch.randn(1, 5, 8)  # 4 × 2, 2 × 2, 2 × 2
+    q, k, v = attention.c_attn(x).split((8, 4, 4), dim=-1)
+    heads = [F.scaled_dot_product_attention(q[..., 2 * i:][..., :2], k[..., i // 2 * 2:][..., :2],
+                                            v[..., i // 2 * 2:][..., :2], is_causal=True) for i in range(4)]
+    close(attention(x), attention.c_proj(torch.cat(heads, -1)))
     torch.save(trains()['sophiag'], 'one_rank.pt')
 
 
@@ -263,22 +297,6 @@ def a_first_order_optimizer():
     assert found['momentum_norm'][-1] > 0 and found['train/loss'][-1] < found['train/loss'][0]
 
 
-def a_hessian_optimizer():
-    from cautious import CautiousSophia
-    p = torch.nn.Parameter(torch.ones(3))
-    optimizer = CautiousSophia([p], lr=0.1, betas=(0.5, 0.5), gamma=1.0, weight_decay=0.0)
-    optimizer.update_hessian([torch.tensor([8.0, 0.0, 8.0])])
-    p.grad = torch.tensor([2.0, 2.0, 2.0])  # m = 1, h = 4, 0, 4
-    optimizer.step()
-    close(p.detach(), 1 - 0.1 * torch.tensor([0.25, 1.0, 0.25]))
-    p.grad = torch.tensor([2.0, -0.1, -0.1])  # m = 1.5, 0.45, 0.45: two updates go up the gradient
-    optimizer.step()
-    close(p.detach(), 1 - 0.1 * torch.tensor([0.625, 1.0, 0.25]))
-    found = resumes(name='cautious')
-    close(losses(run('--parallel=fsdp', name='cautious')), losses(found), rtol=1e-5, atol=0)
-    assert found['hessian_norm'][-1] > 0 and found['train/loss'] != run()['train/loss']
-
-
 def a_hessian_estimator():
     """Unlike the Hessian's, the curvature JᵀSJ is not negative along any u; and it trains."""
     from hessian import GaussNewtonProductHook, HutchinsonHook
@@ -287,53 +305,94 @@ def a_hessian_estimator():
     gauss_newton, hessian = ([sum((v * Hv).sum() for v, Hv in zip(u, hook_of(cls, model).product(X, Y, u))) for u in us]
                              for cls in (GaussNewtonProductHook, HutchinsonHook))
     assert min(gauss_newton) > 0 > min(hessian)
-    assert resumes(name='sophia_gnp')['train/loss'] != run(name='sophiah')['train/loss']
+    half = '--hessian_batch_size=2'  # the other half of the mini-batch is for the gradient
+    assert resumes(half, name='sophia_gnp')['train/loss'] != run(half, name='sophiah')['train/loss']
     with pytest.raises(SystemExit, match='ddp for sophia_gnp'):
         run('--parallel=fsdp', name='sophia_gnp')
 
 
-def learning_rates_by_layer():
+def muon_and_sophia():
+    """Each part makes its own updates, and the estimates reach Sophia's parameters alone."""
+    from optimizers import build_optimizer, parameter_groups
+    from sophia import Sophia
+    ours, theirs = (random_model()[0] for _ in range(2))
+    both = build_optimizer('muon_sophiag', parameter_groups(ours, 0.1), lr=0.01)
+    embeddings, matrices, vectors = parameter_groups(theirs, 0.1)
+    alone = [torch.optim.Muon([matrices], 0.01, momentum=0.96, adjust_lr_fn='match_rms_adamw'),
+             Sophia([embeddings, vectors], 0.01)]
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        p.grad = q.grad = torch.randn_like(p)
+    for optimizer in (both, alone[1]):
+        optimizer.update_hessian(p.grad.abs() for group in optimizer.param_groups for p in group['params'])
+    for optimizer in (both, *alone):
+        optimizer.step()
+    close(list(ours.parameters()), list(theirs.parameters()), rtol=0, atol=0)
+    found = resumes(name='muon_sophiag')
+    assert found['hessian_norm'][-1] > 0 and found['momentum_norm'][-1] > 0
+
+
+def a_wrapper():
+    """Every fifth point is halfway between the fifth one before and AdamW's."""
+    from lookahead import Lookahead
+    p, q = (torch.nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2))
+    wrapped, alone = Lookahead(torch.optim.AdamW([p], lr=0.1)), torch.optim.AdamW([q], lr=0.1)
+    slow = q.detach().clone()
+    for i in range(1, 12):
+        p.grad = q.grad = torch.tensor([float(i), -3.0])
+        wrapped.step()
+        alone.step()
+        if i % 5 == 0:
+            slow = (slow + q.detach()) / 2
+            q.data.copy_(slow)
+        close(p, q)
+    Lookahead.k = 2
+    found = resumes(name='lookahead')
+    close(losses(run('--parallel=fsdp', name='lookahead')), losses(found), rtol=1e-5, atol=0)
+
+
+def a_hessian_optimizer():
+    """Too many coordinates are clipped, so γ grows before all estimates but the first; a resume goes on with it."""
+    from runtime import checkpoint
+    found = resumes(name='adaptive')
+    close(losses(run('--parallel=fsdp', name='adaptive')), losses(found), rtol=1e-5, atol=0)
+    for group in checkpoint.load(found['out'])[1]['optimizer']['param_groups']:
+        assert group['gamma'] == 1e-3 * 1.01 ** 2 and max(found['update_unclipped']) < 0.3
+
+
+def learning_rates_and_weight_decay_by_layer():
     """The scales of two layers; tests/test_rows.py checks that every optimizer follows a group's lr_scale."""
     from optimizers import parameter_groups
     model = random_model()[0]
-    found = {id(p): group.get('lr_scale', 1.0) for group in parameter_groups(model, 0.1) for p in group['params']}
-    scales = {'wte': 0.5, 'h.0.mlp.c_fc': 0.9, 'h.1.mlp.c_fc': 1.0, 'ln_f': 1.0}
+    found = {id(p): (group.get('lr_scale', 1.0), group['weight_decay'])
+             for group in parameter_groups(model, 0.1) for p in group['params']}
+    scales = {'wte': (0.5, 0), 'h.0.mlp.c_fc': (0.9, 0.1), 'h.1.mlp.c_fc': (1.0, 0.1), 'ln_f': (1.0, 0)}
     assert {key: found[id(model.transformer.get_submodule(key).weight)] for key in scales} == scales
     resumes(name='muon')
 
 
-def weight_decay():
-    from optimizers import parameter_groups
-    model = random_model()[0]
-    found = {id(p): group['weight_decay'] for group in parameter_groups(model, 0.1) for p in group['params']}
-    assert found == {id(p): 0.1 * (p.dim() == 2 and name.startswith('transformer.h.'))
-                     for name, p in model.named_parameters()}
-
-
 def average_of_the_weights():
-    """The average is of the weights after each update; it is evaluated, saved and resumed, and changes nothing else."""
-    import ema
+    """The average is of the weights after each update; it is evaluated, saved and resumed, and training is the same."""
+    from average import AveragedSophia
 
-    import train
     from runtime import checkpoint
-    update, weights = ema.update, []
+    from sophia import parameters
+    step, weights = AveragedSophia.step, []
 
-    def update_and_record(optimizer):
-        update(optimizer, decay=0.5)
-        weights.append([p.detach().clone() for p in train.optim.parameters(optimizer)])
+    def recorded(self, closure=None):
+        loss = step(self, closure)
+        weights.append([p.detach().clone() for p in parameters(self)])
+        return loss
 
-    ema.update = update_and_record
-    found, before = run(), unedited('sophiag')
-    assert found['train/loss'] == before['train/loss'] and found['val/loss'] == before['val/loss']
-    assert found['val/ema_loss'][0] == found['val/loss'][0] and found['val/ema_loss'][-1] > found['val/loss'][-1]
+    AveragedSophia.step, AveragedSophia.decay = recorded, 0.5
+    found, plain = run(name='averaged'), run()
+    assert found['train/loss'] == plain['train/loss'] and found['val/loss'][-1] > plain['val/loss'][-1]
     average = weights[0]
     for latest in weights[1:]:
         average = [0.5 * a + 0.5 * p for a, p in zip(average, latest)]
-    optimizer = checkpoint.load(found['out'])[1]['optimizer']
-    close([optimizer['state'][name]['ema'] for name in optimizer['shapes']], average)
-    for name in 'adamw', 'muon':
-        resumes(name=name)
-    close(losses(run('--parallel=fsdp')), losses(found), rtol=1e-5, atol=0)
+    state = checkpoint.load(found['out'])[1]
+    close([state['model'][name] for name in state['optimizer']['shapes']], average)
+    resumes(name='averaged')
+    close(losses(run('--parallel=fsdp', name='averaged')), losses(found), rtol=1e-5, atol=0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -357,7 +416,8 @@ def batch_ramp():
 
 
 def sequence_length_warm_up():
-    assert list(dict.fromkeys(run(name='sophiah')['tokens'])) == [32 * n for n in (0, 2, 4, 8, 12, 16, 20)]
+    assert list(dict.fromkeys(run(name='adamw')['tokens'])) == [32 * n for n in (0, 2, 4, 8, 12, 16, 20)]
+    assert run('--hessian_batch_size=2', name='sophiah')['hessian_norm'][0] > 0
     resumes()
 
 
@@ -366,6 +426,27 @@ def estimates_at_other_times():
     h = run('--hessian_interval=4')['hessian_norm']
     assert h[0] == h[1] != h[2] == h[3] != h[4]
     assert HessianHook.estimates(10, 1000) == 200 and HessianHook.estimates(10, 2000) == 300
+
+
+def estimates_on_other_sequences():
+    """Of four sequences two are for the gradient, two for the estimate, in an iteration that has one."""
+    from loss import Losses
+    forward, seen = Losses.forward, []
+
+    def recorded(self, idx, targets, **labels):
+        if torch.is_grad_enabled():
+            seen.append((idx, bool(labels)))
+        return forward(self, idx, targets, **labels)
+
+    Losses.forward = recorded
+    half = run('--hessian_batch_size=2')
+    (X, _), (others, _), *_ = seen
+    assert [estimates for _, estimates in seen[:6]] == [False, True, False, False, False, True]
+    assert len(torch.cat((X, others)).unique(dim=0)) == 4 and half['hessian_norm'][0] > 0
+    alone = run('--total_batch_size=2', name='adamw')
+    assert half['train/loss'][0] == alone['train/loss'][0] and half['grad_norm'][0] == alone['grad_norm'][0]
+    assert run('--hessian_batch_size=2', name='sophiah')['hessian_norm'][0] > 0
+    resumes('--hessian_batch_size=2')
 
 
 def early_stopping():
@@ -389,6 +470,10 @@ def another_metric():
     found = run()
     weight = checkpoint.load(found['out'])[1]['model']['lm_head.weight']
     close(found['head_norm'][-1], weight.norm().item(), rtol=1e-5, atol=0)
+    blocks = torch.tensor([found[f'grad_norm/{i}'] for i in range(2)])
+    assert (blocks > 0).all() and (blocks.norm(dim=0) < torch.tensor(found['grad_norm'])).all()
+    parameters = json.loads(Path(found['out'], 'config.json').read_text())['parameters']
+    assert {len(counts) for counts in found['h_histogram']} == {20} and sum(found['h_histogram'][-1]) == parameters
 
 
 if __name__ == '__main__':
