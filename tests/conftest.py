@@ -33,8 +33,8 @@ TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--bloc
 OPTIMIZERS = {'sophiag': ['--hessian_interval=4', '--dropout=0.1'], 'sophiah': ['--hessian_interval=4']}
 INJECT = ROOT / 'tests/faults.py'
 HANG = 400  # seconds; on a busy machine runs of seconds take minutes
-LONGEST = ('test_sharding', 'test_launch', 'test_reliability', 'test_plan', 'test_hacking', 'test_rows',
-           'test_optimizers')
+LONGEST = ('test_hacking', 'test_sharding', 'test_hf', 'test_examples', 'test_data', 'test_reliability', 'test_sweep',
+           'test_docs', 'test_rows', 'test_launch', 'test_train', 'test_plan')
 needs_compiler = pytest.mark.skipif(not can_compile('cpu'), reason='needs a C++ compiler and Python.h')
 
 # tiktoken's cache names the files by the SHA-1 of the addresses it has them from.
