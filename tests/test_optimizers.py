@@ -157,16 +157,25 @@ def train(optimizer, params, steps, first=0):
         optimizer.step()
 
 
-@OPTIMIZERS
-def test_a_deep_copy_continues_identically(cls):
+def muon(params, **settings):
+    return build_optimizer('muon', params, lr=0.02, **settings)
+
+
+@pytest.mark.parametrize('make', [*(partial(cls, lr=1e-2, nonfinite='skip')
+                                    for cls in (Sophia, Lion, AdaHessian, Normalize)), muon])
+@pytest.mark.parametrize('copied', [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_continues_identically(make, copied):
     params = make_params()
-    optimizer = cls(params, lr=1e-2, nonfinite='skip')
+    optimizer = make(params)
     train(optimizer, params, 3)
-    copied, twins = copy.deepcopy((optimizer, params))
-    assert copied.nonfinite == 'skip'
+    other, twins = copied((optimizer, params))
     train(optimizer, params, 3, first=3)
-    train(copied, twins, 3, first=3)
+    train(other, twins, 3, first=3)
     assert all(torch.equal(p, q) for p, q in zip(params, twins))
+    if make is muon:  # several optimizers with one state
+        assert all(part.state is other.state for part in other.optimizers)
+    else:
+        assert other.nonfinite == 'skip'
 
 
 @OPTIMIZERS
@@ -365,22 +374,6 @@ def test_schedulers_that_also_set_the_momentum(cls, scheduler):
         scheduler.step()
     train(optimizer, params, 1, first=1)
     assert before != group[momentum] and all(p.isfinite().all() for p in params)
-
-
-def muon(params, **settings):
-    return build_optimizer('muon', params, lr=0.02, **settings)
-
-
-@pytest.mark.parametrize('copied', [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_a_copy_of_several_optimizers_continues_identically(copied):
-    params = make_params()
-    optimizer = muon(params)
-    train(optimizer, params, 3)
-    other, twins = copied((optimizer, params))
-    train(optimizer, params, 3, first=3)
-    train(other, twins, 3, first=3)
-    assert all(torch.equal(p, q) for p, q in zip(params, twins))
-    assert all(part.state is other.state for part in other.optimizers)
 
 
 def test_several_optimizers_take_what_torchs_do():
