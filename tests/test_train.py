@@ -192,32 +192,21 @@ def test_code_hashes_in_a_directory_called_tests_and_behind_a_link(tmp_path, mon
     assert differing_files(*found[:2]) == ['more.py'] and found[1] == found[2]
 
 
-def test_an_optimizer_that_draws_draws_alike_in_every_run(main, tmp_path, monkeypatch):
-    """From whichever global generator, so that a resumed run is the run that was not interrupted."""
-    drawn, step = [], program.optim.step
+@pytest.mark.parametrize('owner, name', [(program.optim, 'step'), (program.GPT, 'forward')])
+def test_draws_from_global_generators_are_the_same_in_a_resumed_run(main, tmp_path, monkeypatch, owner, name):
+    """By an optimizer, or by a forward pass in training; from whichever generator."""
+    drawn, original = [], getattr(owner, name)
 
-    def drawing_step(*args):
-        drawn.append((torch.rand(()).item(), np.random.random(), random.random()))
-        step(*args)
-    monkeypatch.setattr(program.optim, 'step', drawing_step)
-    main(tmp_path / 'a', '--max_iters=3')
-    main(tmp_path / 'b', '--max_iters=3')
-    assert drawn[:3] == drawn[3:] and len({number for numbers in drawn for number in numbers}) == 9
-
-
-def test_a_forward_that_draws_from_python_draws_alike_in_every_run(main, tmp_path, monkeypatch):
-    forward = program.GPT.forward
-    drawn = []
-
-    def drawing_forward(self, *args, **kwargs):
-        if self.training:
-            drawn.append((random.random(), np.random.random()))
-        return forward(self, *args, **kwargs)
-    monkeypatch.setattr(program.GPT, 'forward', drawing_forward)
+    def drawing(*args, **kwargs):
+        if owner is program.optim or args[0].training:
+            drawn.append((torch.rand(()).item(), np.random.random(), random.random()))
+        return original(*args, **kwargs)
+    monkeypatch.setattr(owner, name, drawing)
     main(tmp_path / 'a', '--max_iters=3')
     main(tmp_path / 'b', '--max_iters=2', '--lr_decay_iters=3')
     main(tmp_path / 'b', '--max_iters=3', '--init_from=resume')
-    assert drawn[:len(drawn) // 2] == drawn[len(drawn) // 2:] and len(set(drawn)) == len(drawn) // 2
+    half = len(drawn) // 2
+    assert drawn[:half] == drawn[half:] and len({number for numbers in drawn for number in numbers}) == 3 * half >= 9
 
 
 def test_a_schedule_of_another_setting_resumes(main, tmp_path, monkeypatch):
