@@ -266,7 +266,9 @@ class Panicking(Char):
         raise BaseException('called `Result::unwrap()` on an `Err` value\nstack backtrace')
 
 
-def test_a_document_that_the_tokenizer_fails_on_is_named(tmp_path):
+def test_a_document_that_cannot_be_encoded_is_named_and_leaves_no_parts_behind(tmp_path):
+    assert 'val.bin is None, not text' in rejection(write_bins, small_corpus(val=None), BYTE, tmp_path, 1)
+    assert not left(tmp_path)
     assert rejection(write_bins, small_corpus(), Panicking('ab'), tmp_path, 1) == (
         "the tokenizer char cannot encode the document of 1 characters for train.bin that begins with 'a' (called "
         '`Result::unwrap()` on an `Err` value)')
@@ -547,11 +549,6 @@ def fail_at_the_end(batch):
     if len(batch) > 1:
         raise OSError(errno.EIO, 'Input/output error')
     return batch
-
-
-def test_bad_input_leaves_no_parts_behind(tmp_path):
-    assert 'val.bin is None, not text' in rejection(write_bins, small_corpus(val=None), BYTE, tmp_path, 1)
-    assert not left(tmp_path)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
