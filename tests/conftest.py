@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 os.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'  # a pool of processes would cost more than the few kernels
+os.environ['HF_HUB_OFFLINE'] = '1'  # a folder that is missing is looked for on the Hub otherwise, for most of a minute
 
 import numpy as np
 import pytest
@@ -33,8 +34,8 @@ TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--bloc
 OPTIMIZERS = {'sophiag': ['--hessian_interval=4', '--dropout=0.1'], 'sophiah': ['--hessian_interval=4']}
 INJECT = ROOT / 'tests/faults.py'
 HANG = 400  # seconds; on a busy machine runs of seconds take minutes
-LONGEST = ('test_hacking', 'test_sharding', 'test_hf', 'test_examples', 'test_data', 'test_reliability', 'test_sweep',
-           'test_docs', 'test_rows', 'test_launch', 'test_train', 'test_plan')
+LONGEST = ('test_hacking', 'test_sharding', 'test_examples', 'test_data', 'test_reliability', 'test_sweep', 'test_docs',
+           'test_hf', 'test_rows', 'test_launch', 'test_train', 'test_plan')
 needs_compiler = pytest.mark.skipif(not can_compile('cpu'), reason='needs a C++ compiler and Python.h')
 
 # tiktoken's cache names the files by the SHA-1 of the addresses it has them from.
