@@ -4,7 +4,7 @@ import math
 import sys
 from dataclasses import dataclass
 
-from analysis.runs import all_but_seed, by_seed, find_runs, hyperparameters, mean_loss, measured_on, notes_on
+from analysis.runs import all_but_seed, by_seed, find_runs, hyperparameters, mean_final_loss, measured_on, notes_on
 from analysis.significance import difference, expected_best, pooled_sd
 from configurator import having, label_of
 
@@ -91,14 +91,14 @@ class Tuned:
 
     @property
     def mean(self):
-        return mean_loss(self.best)[0]
+        return mean_final_loss(self.best)[0]
 
     @property
     def learning_rate(self):
         return self.best[0].learning_rate
 
     def row(self):
-        mean, sd = mean_loss(self.best)
+        mean, sd = mean_final_loss(self.best)
         return {'optimizer': self.best[0].optimizer_label, 'T': self.T, 'val/loss': mean, 'sd': sd,
                 'seeds': len(self.best), 'trials': len(self.trials),
                 'diverged': sum(map(any_diverged, self.tried)),
@@ -127,11 +127,11 @@ def tuned_at_each_T(runs, optimizer_name):
         groups = [group for group in at_T if not any_diverged(group)]
         if not groups:
             continue
-        best, *others = sorted(groups, key=lambda group: (-len(group), mean_loss(group)[0]))
+        best, *others = sorted(groups, key=lambda group: (-len(group), mean_final_loss(group)[0]))
         for group in others:
             if len(group) < len(best) and shared_seeds([group, best]):
                 loss, loss_of_best = losses_of_shared_seeds([group, best])
-                if loss < loss_of_best and mean_loss(group)[0] < mean_loss(best)[0]:
+                if loss < loss_of_best and mean_final_loss(group)[0] < mean_final_loss(best)[0]:
                     best = group
         highest = max(loss for group in groups for loss in finite_losses(group))
         trials = losses_of_shared_seeds(groups) + [next(iter(finite_losses(group)), highest) for group in lost]
@@ -152,7 +152,7 @@ def shared_seeds(groups):
 def losses_of_shared_seeds(groups):
     """Return the mean loss of each group over the seeds that all groups have; over its own where there are none."""
     shared = shared_seeds(groups)
-    return [mean_loss([run for run in group if run.seed in shared] or group)[0] for group in groups]
+    return [mean_final_loss([run for run in group if run.seed in shared] or group)[0] for group in groups]
 
 
 def noise_of(groups):

@@ -366,7 +366,7 @@ def notes_on(runs):
     return notes + [f'{run.out_dir}: {clause}' for run in runs for clause in run.code_changes]
 
 
-def mean_loss(runs):
+def mean_final_loss(runs):
     """Return (mean, standard deviation) of final losses; the latter is None for one run, or if one diverged."""
     losses = [run.final_loss for run in runs]
     mean = statistics.mean(losses)

@@ -161,7 +161,7 @@ def restore(optimizer, saved, names=None):
 
 def same(key, a, b):
     """Return whether two dicts have the same value of `key`, or both none."""
-    return (key in a) == (key in b) and not difference(a.get(key), b.get(key))
+    return (key in a) == (key in b) and not first_difference(a.get(key), b.get(key))
 
 
 def groups_before(groups, saved, keys):
@@ -214,7 +214,7 @@ def lost_in_round_trip(optimizer, fresh, saved):
                   for group, compared in zip(state['param_groups'], keys)]
         return dict(state, param_groups=groups, attributes=attributes(one))
 
-    lost = difference(comparable(optimizer), comparable(fresh))
+    lost = first_difference(comparable(optimizer), comparable(fresh))
     if not lost and hasattr(optimizer, 'construction'):
         optimizer.construction.restored = changed_attributes(optimizer)  # by load_state_dict
     return lost
@@ -267,7 +267,7 @@ def nested_optimizers(optimizer):
             for name, value in leaves(content, attribute) if hasattr(value, 'param_groups') and id(value) not in known]
 
 
-def difference(a, b, name='state'):
+def first_difference(a, b, name='state'):
     """The first difference of two nested states, as text; '' when they are equal. Of DTensors it compares the shards
     of this rank."""
     a, b = dict(leaves(a, name)), dict(leaves(b, name))

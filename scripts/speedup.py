@@ -35,7 +35,7 @@ from analysis.figures import (
     set_title,
     styles,
 )
-from analysis.runs import by_seed, find_runs, mean_loss, notes_on
+from analysis.runs import by_seed, find_runs, mean_final_loss, notes_on
 from analysis.significance import holm
 
 # The columns printed of the table at the same T; the .json has all.
@@ -144,7 +144,7 @@ def draw_loss(ax, tuned, baseline, verdicts, k, looks):
     """Draw final losses against T, with the criterion as arrows."""
     for name, sides in tuned.items():
         ax.errorbar(list(sides), [side.mean for side in sides.values()],
-                    [mean_loss(side.best)[1] or 0 for side in sides.values()], **looks[name])
+                    [mean_final_loss(side.best)[1] or 0 for side in sides.values()], **looks[name])
     title = 'Final loss at the best settings tried'
     if len(verdicts) == 1 and verdicts[0]['criterion']:
         for row in verdicts[0]['criterion']:

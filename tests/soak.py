@@ -27,7 +27,7 @@ from faults import fork
 import optimizers
 from configurator import HARMLESS, having
 from runtime import checkpoint, sharded
-from runtime.optimizer_state import difference
+from runtime.optimizer_state import first_difference
 from runtime.signals import NOT_FINITE, STOPPED
 
 LIBRARY = [f'torch:{name}' for name in ('Adafactor', 'Adagrad', 'ASGD', 'NAdam', 'RAdam', 'RMSprop', 'SGD')] + [
@@ -133,7 +133,7 @@ def attempt(rng, directory, train):
 
 def compare(a, b):
     """The first difference between two finished runs, '' when they are equal bit for bit."""
-    return difference(contents(a), contents(b), 'run')
+    return first_difference(contents(a), contents(b), 'run')
 
 
 def contents(out_dir):

@@ -19,7 +19,7 @@ import train
 from optimizers import Lion
 from runtime import checkpoint, files, optim, optimizer_state, runlog
 from runtime.distributed import World
-from runtime.optimizer_state import difference
+from runtime.optimizer_state import first_difference
 from runtime.rng import seed_all
 from sophia import Sophia
 
@@ -126,7 +126,7 @@ def test_a_resumed_optimizer_is_the_same_bit_for_bit(tmp_path, name):
     for group, expected in zip(ours['param_groups'], theirs['param_groups'], strict=True):
         for key in group.keys() - expected.keys():  # settings that load_state_dict adds
             del group[key]
-    assert not difference(ours, theirs)
+    assert not first_difference(ours, theirs)
 
 
 class Counting(Toy):
@@ -322,7 +322,7 @@ def test_damaged_and_foreign_files_are_rejected(good, tmp_path, monkeypatch):
             loaded = checkpoint.load(bad)[1]
         except SystemExit:
             continue
-        assert not difference(loaded, intact), 'a bit of padding or of a date may flip without harm'
+        assert not first_difference(loaded, intact), 'a bit of padding or of a date may flip without harm'
     for wrong in [1], {key: value for key, value in intact.items() if key != 'model_args'}:
         torch.save(wrong, bad)
         assert 'not a checkpoint of this repository (it has no mod' in rejection(checkpoint.load, bad)

@@ -11,7 +11,7 @@ from pathlib import Path
 RECORDS = Path(__file__).resolve().parent
 sys.path.insert(0, str(RECORDS.parents[1]))
 from analysis.figures import argparser, figure, legend, mean_sd, optimizer_label, save, styles
-from analysis.runs import averaged, find_runs, mean_loss
+from analysis.runs import averaged, find_runs, mean_final_loss
 from analysis.significance import difference, holm
 from records.dissection.study import SEARCH_SEED
 
@@ -75,7 +75,7 @@ def table(arms, seeds):
             row[column] = f'{run.final_loss:.3f}'
         fresh = [arm['runs'][seed] for seed in seeds if seed in arm['runs']]
         unclipped = arm['search'][arm['best']].last('update_unclipped')
-        row |= {'the best, other seeds': mean_sd(*mean_loss(fresh)) if fresh else None,
+        row |= {'the best, other seeds': mean_sd(*mean_final_loss(fresh)) if fresh else None,
                 'unclipped': None if unclipped is None or name == 'clip' else f'{unclipped:.0%}'.replace('%', ' %')}
         rows.append(row)
     columns = [HEAD, *sorted(order, key=order.get), 'the best, other seeds', 'unclipped']

@@ -29,7 +29,7 @@ from analysis.figures import (
     set_title,
     styles,
 )
-from analysis.runs import by_seed, mean_loss
+from analysis.runs import by_seed, mean_final_loss
 from configurator import label_of
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
@@ -55,7 +55,7 @@ def best_groups(runs, place):
     """Return {place: row} of the groups of seeds with the lowest mean loss, sorted by place, a function of a run."""
     groups = {}
     for group in by_seed(runs):
-        groups.setdefault(place(group[0]), []).append((*mean_loss(group), group))
+        groups.setdefault(place(group[0]), []).append((*mean_final_loss(group), group))
     rows = {}
     for at, found in sorted(groups.items()):
         loss, sd, group = min(found, key=lambda entry: entry[0])
