@@ -224,10 +224,16 @@ def test_a_schedule_of_another_setting_resumes(main, tmp_path, monkeypatch):
     assert metrics(tmp_path / 'half') == metrics(tmp_path / 'whole')
 
 
-def test_a_parameter_without_a_gradient_stops_replicas_in_one_line(train, tmp_path):
-    done = train(tmp_path, ranks=2, faults='model.MLP.forward = lambda self, x: x')
+@pytest.mark.parametrize('forward, words, advice', [
+    ('x', 'has no gradient', ''),
+    ("forward(self, x) if os.environ['RANK'] == '0' else x", 'has a gradient on some ranks only; let every rank',
+     'docs/hacking.md, "A mixture of experts"')])
+def test_a_parameter_without_a_gradient_stops_replicas_in_one_line(train, tmp_path, forward, words, advice):
+    """On every rank, or on one, as where a mixture of experts leaves out an expert."""
+    faults = f'forward = model.MLP.forward\nmodel.MLP.forward = lambda self, x: {forward}'
+    done = train(tmp_path, ranks=2, faults=faults)
     assert done.code == 1 and len(done.err.splitlines()) == 1
-    assert done.err.startswith('transformer.h.0.mlp.c_fc.weight: has no gradient')
+    assert done.err.startswith(f'transformer.h.0.mlp.c_fc.weight: {words}') and advice in done.err
 
 
 def test_replicas_that_drift_apart_are_noticed(train, tmp_path):
@@ -270,16 +276,6 @@ def test_the_check_of_ranks_leaves_no_trace():
                           optimizer=torch.optim.SGD(model.parameters()), hessian=Hook(None, None))
     program.lifecycle.check_forward(run, torch.ones(2, 4))
     assert model.seen == 0 and model.weight.grad is None
-
-
-def test_a_mixture_of_experts_that_leaves_out_an_expert_on_one_rank_is_one_line(train, tmp_path):
-    done = train(tmp_path, ranks=2, faults="""
-forward = model.MLP.forward
-model.MLP.forward = lambda self, x: forward(self, x) if os.environ['RANK'] == '0' else x
-""")
-    assert done.code == 1 and len(done.err.splitlines()) == 1
-    assert done.err.startswith('transformer.h.0.mlp.c_fc.weight: has a gradient on some ranks only; let every rank')
-    assert 'docs/hacking.md, "A mixture of experts"' in done.err
 
 
 def masking(in_place):
