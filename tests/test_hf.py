@@ -38,13 +38,19 @@ def save_checkpoint(out_dir, tokenizer, block_size=24, **kwargs):
     return model
 
 
+def export_bytes(tmp_path, **kwargs):
+    """Exports the folder hf of a random model of bytes, whose checkpoint is in run. Returns the model."""
+    model = save_checkpoint(tmp_path / 'run', get_tokenizer('byte'), **kwargs)
+    export_main([str(tmp_path / 'run'), str(tmp_path / 'hf')])
+    return model
+
+
 @torch.no_grad()
 @pytest.mark.parametrize('bias', [False, True])
 @pytest.mark.parametrize('scaled', [False, True])
 def test_export_has_our_logits_and_import_gives_the_model_back(tmp_path, capsys, bias, scaled):
-    model = save_checkpoint(tmp_path / 'run', get_tokenizer('byte'), bias=bias, scale_attn_by_inverse_layer_idx=scaled)
+    model = export_bytes(tmp_path, bias=bias, scale_attn_by_inverse_layer_idx=scaled)
     assert model.config.vocab_size == 320  # padded beyond the 256 bytes
-    export_main([str(tmp_path / 'run'), str(tmp_path / 'hf')])
     theirs, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / 'hf', output_loading_info=True)
     assert not any(report.values()), report  # no missing, unexpected or mismatched weights
     idx = torch.randint(256, (2, 24))
@@ -94,8 +100,7 @@ def test_models_that_gpt_cannot_be_are_rejected(tmp_path, change, words):
 
 
 def test_damaged_and_missing_folders_are_rejected(tmp_path):
-    save_checkpoint(tmp_path / 'run', get_tokenizer('byte'))
-    export_main([str(tmp_path / 'run'), str(tmp_path / 'hf')])
+    export_bytes(tmp_path)
     (tmp_path / 'hf/model.safetensors').write_bytes(b'a model')
     assert 'cannot be loaded' in rejection(GPT.from_pretrained, tmp_path / 'hf')
     (tmp_path / 'hf/config.json').write_text('[]')
@@ -138,8 +143,7 @@ def test_tokenizer_of_an_export(tmp_path, capsys, gpt2_cache, name):
 
 
 def test_bytes_of_an_export(tmp_path):
-    save_checkpoint(tmp_path / 'run', get_tokenizer('byte'))
-    export_main([str(tmp_path / 'run'), str(tmp_path / 'hf')])
+    export_bytes(tmp_path)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf'), load(tmp_path / 'hf').tokenizer
     assert len(theirs) == ours.vocab_size == 256 and theirs.eos_token_id == ours.eot_id == 0
     # U+0100 stands for byte 0 in the vocabularies of other byte-level tokenizers.
@@ -199,8 +203,7 @@ def test_nothing_else_than_a_gpt2_is_exported(tmp_path):
 
 def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
     """At learning rate 0 every validation loss is the exported model's."""
-    save_checkpoint(tmp_path / 'run', get_tokenizer('byte'), block_size=32)
-    export_main([str(tmp_path / 'run'), str(tmp_path / 'hf')])
+    export_bytes(tmp_path, block_size=32)
     flags = [f'--dataset={corpus}', f'--out_dir={tmp_path / "tuned"}', '--learning_rate=0', '--model_size=tiny',
              '--block_size=32', '--total_batch_size=4', '--batch_size=2', '--eval_interval=2', '--eval_iters=8',
              '--warmup_iters=1', '--device=cpu']
@@ -242,8 +245,7 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
 
 def test_a_sweep_of_fine_tuning_starts_from_the_weights(tmp_path, corpus):
     """With a learning rate of 0 its run has the exported model's loss; its table takes it for the spec's."""
-    save_checkpoint(tmp_path / 'run', get_tokenizer('byte'), block_size=32)
-    export_main([str(tmp_path / 'run'), str(tmp_path / 'hf')])
+    export_bytes(tmp_path, block_size=32)
     base = [f'--dataset={corpus}', '--learning_rate=0', '--model_size=tiny', '--block_size=32', '--total_batch_size=4',
             '--batch_size=2', '--eval_iters=8', '--warmup_iters=1', '--device=cpu', '--max_iters=2']
     argv = ['--out_dir', str(tmp_path / 'sweep'), '--grid', 'seed=1', '--', *base]
