@@ -174,7 +174,8 @@ class GNBHook(HessianHook):
     def split(self, rows, size):
         if not self.due or self.parts < 2:
             return super().split(rows, size)
-        # Part p has the sequences p, p + parts, … of the whole mini-batch, however many ranks share it.
+        # Part p has the sequences p, p + parts, … of the whole mini-batch, however many ranks share it. With sharded
+        # parameters all ranks work on the same part, which has other sequences: another draw of the same estimate.
         here = min(self.rows_left, rows)
         n = self.parts if mesh_of(self.estimator.params) else self.parts // self.world_size
         self.part_slices = [slice(i, here, n) for i in range(min(n, here))]

@@ -1,7 +1,8 @@
 """The loss of a language model, in plain PyTorch: the training loss, and the loss on labels drawn from the model.
 
-To train on another loss, edit `token_loss`. Training and both Hessian estimators follow it; the logged val/loss stays
-the plain cross-entropy, so that runs with different training losses can be compared.
+To train on another loss, edit `token_loss`. Training and Sophia-H's estimator follow it. Sophia-G's estimator stays the
+cross-entropy on labels drawn from the model, over the positions that count. The logged val/loss stays the plain
+cross-entropy, so that runs with different training losses can be compared.
 """
 
 import torch

@@ -18,10 +18,6 @@ from loss import mean_loss
 from runtime.files import first_line
 
 INIT_STD = 0.02  # of the initial weights
-# Hugging Face's activation_function → the argument `approximate` of F.gelu.
-ACTIVATIONS = {'gelu_new': 'tanh', 'gelu': 'none', 'gelu_pytorch_tanh': 'tanh'}
-# Hugging Face stores these weights as (in, out), the transpose of nn.Linear's.
-TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 
 
 @dataclass
@@ -158,8 +154,8 @@ class GPT(nn.Module):
         """
         theirs = load_hf(name)
         c, weights = theirs.config, theirs.state_dict()
-        supported = dict(activation_function=[*ACTIVATIONS], n_inner=[None, 4 * c.n_embd], layer_norm_epsilon=[1e-5],
-                         scale_attn_weights=[True], add_cross_attention=[False])
+        supported = dict(activation_function=[*shapes.ACTIVATIONS], n_inner=[None, 4 * c.n_embd],
+                         layer_norm_epsilon=[1e-5], scale_attn_weights=[True], add_cross_attention=[False])
         for key, values in supported.items():
             if getattr(c, key) not in values:
                 raise SystemExit(f'{name}: {key} = {getattr(c, key)!r} is not supported; it must be one of {values}')
@@ -169,12 +165,12 @@ class GPT(nn.Module):
             raise SystemExit(f'--block_size={block_size}: {name} has {c.n_positions} positions; set at most that')
         # Hugging Face's GPT-2 always has biases. scripts/export_hf.py sets them to zero for a model without any.
         bias = getattr(c, 'bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
-        weights = {key: w.t().contiguous() if key.endswith(TRANSPOSED) else w for key, w in weights.items()
+        weights = {key: w.t().contiguous() if key.endswith(shapes.TRANSPOSED) else w for key, w in weights.items()
                    if bias or not key.endswith('.bias')}
         positions = weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size].clone()
         return shapes.with_weights(cls, GPTConfig(
             len(positions), c.vocab_size, c.n_layer, c.n_head, c.n_embd, dropout, bias,
-            c.scale_attn_by_inverse_layer_idx, ACTIVATIONS[c.activation_function]), weights)
+            c.scale_attn_by_inverse_layer_idx, shapes.ACTIVATIONS[c.activation_function]), weights)
 
 
 def load_hf(name):

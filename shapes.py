@@ -26,6 +26,10 @@ SIZES = {
 NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
 # GPT-2 models that init_from can download from the Hugging Face Hub
 HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+# Hugging Face's activation_function → the argument `approximate` of F.gelu.
+ACTIVATIONS = {'gelu_new': 'tanh', 'gelu': 'none', 'gelu_pytorch_tanh': 'tanh'}
+# Hugging Face stores these weights as (in, out), the transpose of nn.Linear's.
+TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 
 
 def padded_vocab_size(vocab_size):

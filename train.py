@@ -358,22 +358,24 @@ def evaluate(run, data):
     with run.stops.stopping, when a rank was asked to stop."""
     c, world = run.config, run.world
     run.raw_model.eval()
-    total = world.zeros(3)  # the sums of both losses, and the number of predictions
+    total = world.zeros(2, 2)  # the sum of each loss, and the number of its predictions
     for X, Y in ValidationLoader(data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank, world.size,
                                  world.device):
         run.stops.exchange(world)
         if run.stops.stopping:
             break
         with run.autocast:
-            logits, training_loss = run.model(X, Y)
+            targets = Y.clone()  # in which GPT.forward may mask what the training loss leaves out
+            logits, training_loss = run.model(X, targets)
             val_loss = run.cross_entropy(logits, Y).sum()
-        count = (Y >= 0).sum()
+        count = (targets >= 0).sum()
         # A rank's last batches may be padding only; their mean training loss is 0 / 0.
-        total += torch.stack([val_loss, torch.where(count > 0, training_loss * count, 0), count]).to(total)
+        training_loss = torch.where(count > 0, training_loss * count, 0)
+        total += torch.stack([val_loss, (Y >= 0).sum(), training_loss, count]).to(total).view(2, 2)
     run.raw_model.train()
     world.reshard(run.raw_model)
-    sums, count = world.sum(total)[:2], total[2]
-    return (sums / count).tolist()
+    sums, counts = world.sum(total).T
+    return (sums / counts).tolist()
 
 
 def evaluate_and_save(run):

@@ -146,9 +146,10 @@ class World:
             return [bool(flag) for flag in flags]
         return [n > 0 for n in self.sum(torch.tensor([float(flag) for flag in flags], device=self.device)).tolist()]
 
-    def zeros(self, n):
-        """Return (n,) zeros for sums over many batches: float64, or float32 on Apple's devices, which lack float64."""
-        return torch.zeros(n, dtype=torch.float32 if self.device.type == 'mps' else torch.float64, device=self.device)
+    def zeros(self, *shape):
+        """Return zeros for sums over many batches: float64, or float32 on Apple's devices, which lack float64."""
+        dtype = torch.float32 if self.device.type == 'mps' else torch.float64
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def sum(self, tensor):
         """Sum `tensor` over all ranks, in place, and return it."""

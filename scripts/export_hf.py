@@ -24,8 +24,7 @@ from analysis.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 from analysis.runs import read_metrics
 from data.loader import parts_of
 from data.tokenizer import END_OF_TEXT, GPT2, FileTokenizer
-from model import ACTIVATIONS, TRANSPOSED
-from shapes import num_params
+from shapes import ACTIVATIONS, TRANSPOSED, num_params
 
 TOLERANCE = 1e-4  # on logits, in float32
 CARD_SETTINGS = ('optimizer_name', 'learning_rate', 'min_lr', 'schedule', 'warmup_iters', 'max_iters', 'beta1', 'beta2',
@@ -36,11 +35,12 @@ CARD_SETTINGS = ('optimizer_name', 'learning_rate', 'min_lr', 'schedule', 'warmu
 def to_hf(model, eot_id):
     """Return the transformers GPT2LMHeadModel with the weights of a GPT. SystemExit if it has other weights."""
     import transformers
-    c = model.config
-    activation = next(name for name, approximate in ACTIVATIONS.items() if approximate == c.gelu_approximate)
+    c, gelu = model.config, getattr(model.config, 'gelu_approximate', 'none')  # nanoGPT's config has fewer fields
+    activation = next(name for name, approximate in ACTIVATIONS.items() if approximate == gelu)
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=c.vocab_size, n_positions=c.block_size, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
-        activation_function=activation, scale_attn_by_inverse_layer_idx=c.scale_attn_by_inverse_layer_idx,
+        activation_function=activation,
+        scale_attn_by_inverse_layer_idx=getattr(c, 'scale_attn_by_inverse_layer_idx', False),
         resid_pdrop=c.dropout, embd_pdrop=c.dropout, attn_pdrop=c.dropout, bos_token_id=eot_id, eos_token_id=eot_id,
         bias=c.bias))  # `bias` is for GPT.from_pretrained: Hugging Face's GPT-2 always has biases
     zeros = {key: torch.zeros_like(w) for key, w in theirs.state_dict().items() if key.endswith('.bias')}
@@ -141,7 +141,7 @@ def export(loaded, dest):
     try:
         exported = to_hf(model, loaded.tokenizer.eot_id)
         exported.save_pretrained(partial)
-        if model.config.scale_attn_by_inverse_layer_idx:
+        if exported.config.scale_attn_by_inverse_layer_idx:
             print('note: transformers before 5.4 scales attention by layer only with attn_implementation="eager", '
                   'which config.json asks for; do not override it there', file=sys.stderr)
             config = json.loads((partial / 'config.json').read_text()) | dict(_attn_implementation='eager')
@@ -152,7 +152,7 @@ def export(loaded, dest):
         if loaded.tokenizer.eot_id is not None:  # an edited model may treat the documents apart
             idx[:, 1::5] = loaded.tokenizer.eot_id
         theirs = transformers.GPT2LMHeadModel.from_pretrained(partial).eval()(idx).logits
-        difference = (theirs - model(idx)[0]).abs().max().item()
+        difference = (theirs - model(idx, idx)[0]).abs().max().item()
         if not difference <= TOLERANCE:  # NaN, too
             raise SystemExit(f'{dest}: not written; transformers computes other logits, by up to {difference:.2g}')
         partial.rename(dest)

@@ -28,7 +28,9 @@ def make(tmp_path):
     (tmp_path / 'stub').chmod(0o755)
 
     def run(target, answer='', **variables):
-        words = ['make', target, 'PY=./stub', *(f'{key}={value}' for key, value in variables.items())]
+        # Under `make test` the inner make would print the directories that it enters.
+        given = [f'{key}={value}' for key, value in variables.items()]
+        words = ['make', '--no-print-directory', target, 'PY=./stub', *given]
         return subprocess.run(words, cwd=tmp_path, input=answer, capture_output=True, text=True)
     return run
 
