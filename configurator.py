@@ -50,7 +50,7 @@ class Setting:
     label: str = ''
 
     def problem(self, value):
-        """The rule that `value` breaks, as the end of 'must be …'; '' when it may be set."""
+        """Return the rule that `value` breaks, as the end of 'must be …'; '' when it may be set."""
         if self.choices and value not in self.choices:
             return 'one of ' + ', '.join(self.choices)
         if self.type is str and not value and self.default != '':
@@ -117,7 +117,7 @@ class Config:
         return {key for key, one in self.declared.items() if one.role in roles}
 
     def set(self, key, value, source):
-        """Sets `key`. Stops the run when the key is unknown, or the value of the wrong type or out of range."""
+        """Set `key`. Stop the run when the key is unknown, or the value of the wrong type or out of range."""
         if key not in self.declared:
             raise SystemExit(self.unknown(key, source))
         one = self.declared[key]
@@ -149,23 +149,23 @@ class Config:
             self.problems.append(error.code)
 
     def fill(self, settings, source):
-        """Gives each setting in the dict `settings` its value, unless a config file or a flag has set it."""
+        """Give each setting in the dict `settings` its value, unless a config file or a flag has set it."""
         for key, value in settings.items():
             if key not in self.given:
                 self.set(key, value, source)
 
     def require(self, key, ok, rule):
-        """Stops the run unless `ok`; the message says that the value of `key` must be `rule`."""
+        """Stop the run unless `ok`; the message says that the value of `key` must be `rule`."""
         if not ok:
             raise SystemExit(f'{self.shown(key)}: must be {rule}')
 
     def shown(self, key):
-        """A setting as a message names it: as the flag that set it, or with the source of its value."""
+        """Name a setting as a message does: as the flag that set it, or with the source of its value."""
         value = self.values[key]
         return f'--{key}={value}' if self.sources[key] == 'flag' else f'{self.sources[key]}: {key} = {value!r}'
 
     def lines(self, everything=False):
-        """One aligned line per setting, `key = value   source`; settings at their default, and settings that the
+        """Format one aligned line per setting, `key = value   source`; settings at their default, and settings that the
         optimizer lacks, only if `everything` is asked for."""
         rows = [(f'{key} = {value!r}', self.sources[key]) for key, value in self.values.items()
                 if everything or not self.sources[key].startswith(('default', 'not a setting'))]
@@ -241,7 +241,7 @@ def label_of(key):
 
 
 def sections(defaults, source):
-    """The settings as train.py's text, `source`, declares them: {section: [(key, its `Setting`, its comment)]}."""
+    """Parse the settings that train.py's text, `source`, declares: {section: [(key, its `Setting`, its comment)]}."""
     declared, found, section = Config(defaults).declared, {}, ''
     for line in source.splitlines():
         if match := re.match('# ([a-z].*)$', line):
@@ -252,7 +252,7 @@ def sections(defaults, source):
 
 
 def help_text(intro, defaults, source):
-    """The settings with their defaults, in `sections`."""
+    """Format the settings with their defaults, in `sections`."""
     rows = []
     for section, settings in sections(defaults, source).items():
         rows.append(f'\n{section}')
@@ -292,7 +292,7 @@ KINDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: '
 
 
 def from_text(name, text, type_):
-    """A flag's text as a value of `type_`; 1e5 is a whole number, too."""
+    """Read a flag's text as a value of `type_`; 1e5 is a whole number, too."""
     try:
         if type_ is bool:
             return {'true': True, 'false': False}[text.lower()]
@@ -306,7 +306,7 @@ def from_text(name, text, type_):
 
 
 def from_python(name, value, type_):
-    """A Python value of a config file or a table as one of `type_`: an int for a float, 1e5 for an int."""
+    """Convert a Python value of a config file or a table to `type_`: an int for a float, 1e5 for an int."""
     if type_ is float and type(value) is int:
         return float(value)
     if type_ is int and type(value) is float and value.is_integer():

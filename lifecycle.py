@@ -77,7 +77,7 @@ def check_forward(run, sequences):
 
 @contextlib.contextmanager
 def same_buffers(model):
-    """Around forward passes: the buffers of `model`, which they may update, are afterwards as before."""
+    """Undo, at the end of the context, what forward passes change in the buffers of `model`."""
     before = [buffer.clone() for buffer in model.buffers()]
     yield
     for buffer, value in zip(model.buffers(), before):

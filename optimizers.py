@@ -88,7 +88,7 @@ class AdaHessian(HessianOptimizer):
             count[1] += 1
 
     def counts(self, params):
-        """The state `step` of each of `params`: float32 (2,), its numbers of steps and of estimates."""
+        """Return the state `step` of each of `params`: float32 (2,), its numbers of steps and of estimates."""
         # PyTorch loads a state of this name as it is, and all others in the dtype of the parameter.
         return [self.state[p].setdefault('step', torch.zeros(2, dtype=torch.float32)) for p in params]
 
@@ -180,7 +180,7 @@ class Row:
 
 
 def betas(s):
-    """(β1, β2) of the settings `s`."""
+    """Return (β1, β2) of the settings `s`."""
     return s.beta1, s.beta2
 
 
@@ -310,7 +310,7 @@ SHARDABLE = tuple(f'torch:{name}' for name in torch.optim.__all__ if name not in
 
 
 def row(optimizer_name):
-    """The row of an optimizer, in the table or of a library."""
+    """Return the row of an optimizer, in the table or of a library."""
     if ':' in optimizer_name:
         return unlisted_row(optimizer_name)
     if optimizer_name not in OPTIMIZERS:
@@ -320,8 +320,11 @@ def row(optimizer_name):
 
 
 def unlisted_row(path):
-    """A row for the optimizer 'LIBRARY:CLASS'. Its settings are betas (if a pair), eps and weight_decay, where the
-    class has these arguments; their values are the class's defaults."""
+    """Build a row for the optimizer 'LIBRARY:CLASS'.
+
+    Its settings are betas (if a pair), eps and weight_decay, where the class has these arguments; their values are the
+    class's defaults.
+    """
     defaults = {name: p.default for name, p in inspect.signature(library_class(path)).parameters.items()}
     settings = {key: float(defaults[key]) for key in ('weight_decay', 'eps') if type(defaults.get(key)) in (int, float)}
     pair = defaults.get('betas')
@@ -371,7 +374,7 @@ def listed(params):
 
 
 def build_hook(name, model, optimizer, **options):
-    """The per-step callbacks for the optimizer called `name`; `options` as for `hessian.HessianHook`."""
+    """Build the per-step callbacks for the optimizer called `name`; `options` as for `hessian.HessianHook`."""
     return row(name).hook(model, optimizer, **options)
 
 
@@ -469,7 +472,7 @@ def parse_arguments(text, path, taken):
 
 
 def optimizer_settings(config):
-    """The settings of the optimizer, hessian_batch_size for this run's mini-batch."""
+    """Return the settings of the optimizer, hessian_batch_size for this run's mini-batch."""
     chosen = row(config.optimizer_name)
     settings = dict(chosen.settings)
     if 'hessian_batch_size' in settings:
@@ -488,7 +491,7 @@ def missing_settings(config):
 
 
 def peak_learning_rate(optimizer_name, model_size):
-    """(learning rate, where it stands) in the table, or (None, why not)."""
+    """Return (learning rate, where it stands) in the table, or (None, why not)."""
     chosen = row(optimizer_name)
     if not isinstance(chosen.learning_rates, dict):
         return chosen.learning_rates, f'{chosen.source}: {optimizer_name}'
@@ -519,7 +522,7 @@ def learning_rate_settings(config):
 
 
 def attention_settings(config):
-    """Whether the paper divides attention logits by the layer index: for AdamW and Lion from 355M (24 layers) up."""
+    """Return whether the paper divides attention logits by the layer index: AdamW and Lion from 24 layers (355M) up."""
     scales = row(config.optimizer_name).scales_attention and config.n_layer >= 24
     return dict(scale_attn_by_inverse_layer_idx=scales), f'{config.optimizer_name}, {config.n_layer} layers'
 
@@ -551,7 +554,7 @@ def check_settings(config):
 
 
 def optimizer_metrics(optimizer):
-    """The optimizer's metrics as 0-d tensors: `momentum_norm`, the ℓ2 norm of m, and what its method `metrics()`
+    """Return the optimizer's metrics as 0-d tensors: `momentum_norm`, the ℓ2 norm of m, and what its method `metrics()`
     returns, if it has one (Sophia: hessian_norm, update_unclipped)."""
     momenta = []
     for p in parameters(optimizer):

@@ -36,7 +36,7 @@ REQUIRED = 'model', 'model_args', 'iter_num', 'config'
 
 
 def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
-    """Saves a run as the checkpoint of state['iter_num']: rank 0 one file, or all ranks their shards.
+    """Save a run as the checkpoint of state['iter_num']: rank 0 one file, or all ranks their shards.
 
     It is written under another name, synced, then renamed, so that a checkpoint under its own name is complete. Then
     `best` links to it if it is the `best`, and of the checkpoints up to this one only the `keep` newest and the best
@@ -124,7 +124,7 @@ def link_best(path):
 
 
 def prune(out_dir, iteration, keep):
-    """Removes the checkpoints up to `iteration`, except for the `keep` newest of them and the best one."""
+    """Remove the checkpoints up to `iteration`, except for the `keep` newest of them and the best one."""
     best = path_of(out_dir, BEST).resolve()
     for old in [path for path in checkpoints(out_dir) if number(path) <= iteration][keep:]:
         if old.resolve() == best:
@@ -140,7 +140,7 @@ def prune(out_dir, iteration, keep):
 
 
 def is_shards(path):
-    """Whether `path` is the directory of a sharded checkpoint."""
+    """Return whether `path` is the directory of a sharded checkpoint."""
     return (Path(path) / 'state.pt').is_file()
 
 
@@ -154,18 +154,18 @@ def path_of(out_dir, iteration):
 
 
 def number(path):
-    """The iteration in a checkpoint's name; None for other files."""
+    """Return the iteration in a checkpoint's name; None for other files."""
     match = re.fullmatch(r'ckpt_(\d{8,18})(\.pt)?', path.name)
     return int(match[1]) if match else None
 
 
 def checkpoints(out_dir):
-    """The checkpoints in `out_dir`, newest iteration first."""
+    """List the checkpoints in `out_dir`, newest iteration first."""
     return sorted((p for p in Path(out_dir).glob('ckpt_*') if number(p) is not None), key=number, reverse=True)
 
 
 def load(path, weights=True, check=True):
-    """The checkpoint at `path`, or the newest readable one of an out_dir. Returns (path, state).
+    """Load the checkpoint at `path`, or the newest readable one of an out_dir; return (path, state).
 
     Loads tensors and plain containers only: a .pt file memory-mapped; of a directory the model, unless `weights` is
     False, and not the optimizer. The checksums of a directory's files are compared if `check`.
@@ -196,7 +196,7 @@ def load(path, weights=True, check=True):
 
 
 def newest(out_dir, weights=True):
-    """The newest readable checkpoint in `out_dir`, as `load` returns it. Others are skipped with a warning."""
+    """Load the newest readable checkpoint in `out_dir`, as `load` does. Others are skipped with a warning."""
     found = checkpoints(out_dir)
     for path in found:
         try:
@@ -210,8 +210,10 @@ def newest(out_dir, weights=True):
 
 
 def clean_state_dict(weights):
-    """The weights of a model by the names that they have here: without the prefixes of torch.compile and DDP, and
-    without the mask buffers that nanoGPT (where it has no flash attention) and the official repository save."""
+    """Return the weights of a model by the names that they have here: without the prefixes of torch.compile and DDP.
+
+    The mask buffers that nanoGPT (where it has no flash attention) and the official repository save are left out.
+    """
     cleaned = {re.sub(r'^(module\.)+', '', name.replace('_orig_mod.', '')): weight for name, weight in weights.items()}
     return {name: weight for name, weight in cleaned.items()
             if not name.endswith('.attn.masked_bias') and not (name.endswith('.attn.bias') and weight.dim() == 4)}
@@ -222,7 +224,7 @@ def clean_state_dict(weights):
 
 
 def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=False):
-    """Makes `out_dir` this run's own, and loads the checkpoint from which the run resumes.
+    """Make `out_dir` this run's own, and load the checkpoint from which the run resumes.
 
     Args:
         world: the ranks. The first one locks and chooses, and compares checksums.
@@ -280,8 +282,8 @@ def was_restarted(out_dir):
 
 
 def lock_out_dir(out_dir):
-    """Makes `out_dir`, if need be, and locks it until `released_locks` or the end of this process, which
-    the lock names. Removes what a killed run has left. SystemExit when another run has it, or it cannot be written."""
+    """Make `out_dir`, if need be, and lock it until `released_locks` or the end of this process, which
+    the lock names. Remove what a killed run has left. SystemExit when another run has it, or it cannot be written."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = (out_dir / 'lock').open('a+', encoding='utf-8')
@@ -310,7 +312,7 @@ def lock_out_dir(out_dir):
 
 @contextlib.contextmanager
 def released_locks():
-    """A context or a decorator, after which this process may train again in a directory that it has locked."""
+    """Let this process, after the context or the decorated function, train again in a directory that it has locked."""
     try:
         yield
     finally:
@@ -319,7 +321,7 @@ def released_locks():
 
 
 def restore(path, state, model, optimizer, scaler):
-    """Puts the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler. No communication.
+    """Put the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler. No communication.
     SystemExit when something does not fit."""
     try:
         saved, names = state['optimizer'], parameter_names(model)

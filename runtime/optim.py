@@ -15,13 +15,13 @@ OVERFLOWS = 40
 
 
 def set_learning_rate(optimizer, lr):
-    """Sets the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
+    """Set the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
     for group in optimizer.param_groups:
         group['lr'] = lr * group.get('lr_scale', 1.0)
 
 
 def parameters(optimizer):
-    """The parameters of an optimizer, in param-group order."""
+    """Return the parameters of an optimizer, in param-group order."""
     return [p for group in optimizer.param_groups for p in group['params']]
 
 
@@ -63,7 +63,7 @@ def back_to_training(optimizer):
 
 
 def total_norm(tensors):
-    """ℓ2 norm of all entries of `tensors` together, a 0-d tensor (a DTensor of sharded ones)."""
+    """Return the ℓ2 norm of all entries of `tensors` together, 0-d (a DTensor of sharded ones)."""
     if all(t.device.type == 'cpu' and not is_sharded(t) for t in tensors):
         # PyTorch adds up the squares of a large tensor in a few float32 sums: up to 1 % off, but not by rows.
         tensors = [torch.linalg.vector_norm(t, dim=-1) for t in tensors]
@@ -71,7 +71,7 @@ def total_norm(tensors):
 
 
 def clip_gradients(params, max_norm):
-    """Clips the gradients of `params` at the norm `max_norm` (0: no clipping). Returns their norm before that, a 0-d
+    """Clip the gradients of `params` at the norm `max_norm` (0: no clipping). Return their norm before that, a 0-d
     tensor, over all ranks."""
     params = [p for p in params if p.grad is not None]  # it is None in modules that this forward did not use
     norm = total_norm([p.grad for p in params])
@@ -81,7 +81,7 @@ def clip_gradients(params, max_norm):
 
 
 def global_norm(tensors):
-    """ℓ2 norm of all entries of `tensors` together, a 0-d tensor, over all ranks for sharded ones."""
+    """Return the ℓ2 norm of all entries of `tensors` together, 0-d, over all ranks for sharded ones."""
     return full_tensor(total_norm([t.detach() for t in tensors]))
 
 

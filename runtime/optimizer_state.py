@@ -11,7 +11,7 @@ from runtime.optim import parameters, parts
 
 
 def map_tensors(value, function, name=''):
-    """A copy of nested dicts, lists and tuples with function(name, tensor) in the place of each tensor, and Python's
+    """Copy nested dicts, lists and tuples with function(name, tensor) in the place of each tensor, and Python's
     numbers in the place of NumPy's and of enums; `name` is the keys, joined by dots. TypeError at other types."""
     if isinstance(value, torch.Tensor):
         return function(name, value)
@@ -118,7 +118,7 @@ def keys_of(optimizer, saved, names):
 def shapes_by_position(state, keys, params, names):
     """Yield (name, shape of a tensor in its state, shape) of parameters whose keys are numbers.
 
-    An entry that has the shape of any parameter is taken to have its parameter's shape; others, such as the factors of
+    An entry that has the shape of any parameter counts as having its parameter's shape; others, such as the factors of
     Adafactor, are left out.
     """
     for entry in {entry for key in keys for entry in state.get(key, {})}:
@@ -180,8 +180,10 @@ def groups_before(groups, saved, keys):
 
 
 def as_saved(loaded, saved, p):
-    """The state `loaded` by load_state_dict for the parameter `p`, with the `saved` dtypes, sharded like `p`, and
-    copied out of the memory-mapped file, whose disk space stays taken while anything refers to it."""
+    """Return the state `loaded` by load_state_dict for the parameter `p`, with the `saved` dtypes, sharded like `p`.
+
+    It is copied out of the memory-mapped file, whose disk space stays taken while anything refers to it.
+    """
     if isinstance(loaded, dict):
         return {key: as_saved(value, saved[key], p) if key in saved else value for key, value in loaded.items()}
     if isinstance(loaded, (list, tuple)):
@@ -192,7 +194,7 @@ def as_saved(loaded, saved, p):
 
 
 def spread(value, like):
-    """A whole tensor of the shape of `like` in shards where `like` is; anything else as it is. No communication."""
+    """Shard a whole tensor of the shape of `like` where `like` is; return anything else unchanged. No communication."""
     if is_sharded(like) and value.shape == like.shape:
         from torch.distributed.tensor import distribute_tensor
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -268,8 +270,10 @@ def nested_optimizers(optimizer):
 
 
 def first_difference(a, b, name='state'):
-    """The first difference of two nested states, as text; '' when they are equal. Of DTensors it compares the shards
-    of this rank."""
+    """Return the first difference of two nested states, as text; '' when they are equal.
+
+    Of DTensors it compares the shards of this rank.
+    """
     a, b = dict(leaves(a, name)), dict(leaves(b, name))
     if a.keys() != b.keys():
         return f'{min(a.keys() ^ b.keys())} is missing'
@@ -277,7 +281,7 @@ def first_difference(a, b, name='state'):
 
 
 def leaves(value, name):
-    """(name, value) of everything in nested dicts, lists and tuples that is not one of these."""
+    """Yield (name, value) of everything in nested dicts, lists and tuples that is not one of these."""
     if not isinstance(value, (dict, list, tuple)):
         yield name, value
         return
@@ -286,7 +290,7 @@ def leaves(value, name):
 
 
 def equal(a, b):
-    """Whether two leaves are equal; NaN equals NaN."""
+    """Return whether two leaves are equal; NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         a, b = (t.to_local() if is_sharded(t) else t for t in (a, b))
         if a.dtype != b.dtype or a.shape != b.shape:

@@ -27,13 +27,13 @@ from runtime.optimizer_state import map_tensors
 
 
 def model_tensors(model):
-    """The weights and buffers of a model as model.NAME, each once."""
+    """Return the weights and buffers of a model as model.NAME, each once."""
     further_names = tied(model)
     return {f'model.{name}': tensor for name, tensor in model.state_dict().items() if name not in further_names}
 
 
 def tied(model):
-    """The further names of parameters that have several, and the first one of each."""
+    """Return the further names of parameters that have several, and the first one of each."""
     first = {id(p): name for name, p in model.named_parameters()}
     return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
 
@@ -43,7 +43,7 @@ def tied(model):
 
 
 def write(world, path, model, state, shards):
-    """Writes the checkpoint `state`, with the weights of `model` and the DTensors `shards` by name, as the directory
+    """Write the checkpoint `state`, with the weights of `model` and the DTensors `shards` by name, as the directory
     `path`.
 
     Its files are written to another directory, synced, and their checksums put into state.pt; then rank 0 renames it. A
@@ -89,7 +89,7 @@ class ShardWriter(dcp.FileSystemWriter):
 
 
 def read(path, weights=True, check=True):
-    """The state of the directory `path`, its model as whole tensors unless `weights` is False; for one process.
+    """Read the state of the directory `path`, its model as whole tensors unless `weights` is False; for one process.
 
     Its 'optimizer' is for `read_optimizer`. ValueError when, with `check`, a file does not fit its checksum.
     """
@@ -108,7 +108,7 @@ def read(path, weights=True, check=True):
 
 
 def read_model(path, model):
-    """Fills the weights of `model`, sharded or not, from the directory `path`; ValueError when they do not fit."""
+    """Fill the weights of `model`, sharded or not, from the directory `path`; ValueError when they do not fit."""
     saved = {name: entry.size for name, entry in tensors_in(path).items() if name.startswith('model.')}
     targets = model_tensors(model)
     for name in saved.keys() | targets.keys():
@@ -118,7 +118,7 @@ def read_model(path, model):
 
 
 def read_optimizer(path, saved, params):
-    """The state_dict of the optimizer in the directory `path`.
+    """Read the state_dict of the optimizer in the directory `path`.
 
     Args:
         saved: its state from `optimizer_state.to_save`, with tensors on the device 'meta' where shards were saved.
@@ -141,12 +141,12 @@ def read_optimizer(path, saved, params):
 
 
 def tensors_in(path):
-    """The metadata (size, properties.dtype) of the tensors in the directory `path`, by name."""
+    """Return the metadata (size, properties.dtype) of the tensors in the directory `path`, by name."""
     return ShardReader(path).read_metadata().state_dict_metadata
 
 
 def load_into(tensors, path):
-    """Fills `tensors`, by their names, from the directory `path`, without communication."""
+    """Fill `tensors`, by their names, from the directory `path`, without communication."""
     with warnings.catch_warnings():  # the remark that there is no process group
         warnings.simplefilter('ignore')
         dcp.load(tensors, storage_reader=ShardReader(path), no_dist=True)
@@ -156,7 +156,7 @@ class ShardReader(dcp.FileSystemReader):
     """Reads shards without running code that a file may hold: tensors, and metadata of nothing else."""
 
     def read_metadata(self, *args, **kwargs):
-        """The metadata; UnpicklingError when it is about anything but tensors."""
+        """Read the metadata; UnpicklingError when it is about anything but tensors."""
         with (Path(self.path) / '.metadata').open('rb') as f:
             metadata = MetadataUnpickler(f).load()
         if not all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()):
