@@ -12,7 +12,7 @@ diagonal. The table has a row for each kind of tensor; the .csv has one for each
   agreement         correlation of the logarithms of two low-noise h, from different halves of the sequences
   same_sign         share of entries with the same sign in these two; 0.5 is noise
   log_corr, noise   correlation of log h of the run and of the low-noise h; the same if h had only its own noise
-  scale             sum of h of the run over that of the low-noise h
+  scale             sum of h of the run, which begins at 0, over that of the low-noise h
   unclipped, _low   share of unclipped coordinates with h of the run, and with the low-noise h
 """
 
@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.arguments import at_least
-from analysis.figures import argparser, figure, print_table, save
+from analysis.figures import argparser, figure, png_path, print_table, save
 from analysis.load import MODEL_HELP, load, open_bins
 from data.loader import Mixture, TrainLoader
 from runtime import checkpoint
@@ -169,22 +169,34 @@ class Gradients:
                      empirical_fisher_over_gnb=(self.noise + b * self.signal) / self.sampled) for b in sizes]
 
 
-def compare(h, low, m, config, estimates, places):
+def weights_of(iterations, interval, beta2):
+    """Return how much h has of its level, which starts at 0, and the number and the mean age of the estimates in it.
+
+    h is an EMA of estimates at iterations 0, `interval`, …; the number is the one of equally weighted estimates that
+    has as much noise. Ages are in iterations.
+    """
+    made = torch.arange(0, iterations, interval, dtype=torch.float64)
+    weights = (1 - beta2) * beta2 ** torch.arange(len(made) - 1, -1, -1, dtype=torch.float64)
+    total = weights.sum()
+    age = (weights * (iterations - made)).sum() / total
+    return [number.item() for number in (total, total ** 2 / weights.square().sum(), age)]
+
+
+def compare(h, low, m, config, estimates, places, iterations):
     """Compare a run's h with the low-noise one: return columns of the table, updates by name, and facts about h.
 
-    estimates: `Estimates` like the run's. places: {tensor: slice of its coordinates}.
+    estimates: `Estimates` like the run's. places: {tensor: slice of its coordinates}. iterations: of the run so far.
     """
     (update, unclipped), (update_low, unclipped_low) = update_of(m, h, config), update_of(m, low, config)
-    # h is an EMA of estimates that are nearly independent, and whose mean changes slowly.
-    beta2 = config['beta2']
-    averaged, age = (1 + beta2) / (1 - beta2), config['hessian_interval'] * beta2 / (1 - beta2)
+    # The estimates are nearly independent, and their mean changes slowly.
+    level, averaged, age = weights_of(iterations, config['hessian_interval'], config['beta2'])
     noisy = torch.cat([with_noise(low[at], max(1e-3, estimates.cv(at) / averaged ** 0.5)) for at in places.values()])
     columns = dict(log_corr=lambda at: log_correlation(h[at], low[at]),
                    noise=lambda at: log_correlation(noisy[at], low[at]),
                    scale=lambda at: (h[at].sum() / low[at].sum()).item(),
                    unclipped=lambda at: share(unclipped[at]), unclipped_low=lambda at: share(unclipped_low[at]))
     return (columns, dict(sign=m.sign(), run=update, low_noise=update_low),
-            dict(averaged=averaged, noise_of_h=estimates.cv() / averaged ** 0.5, mean_age=age))
+            dict(level=level, averaged=averaged, noise_of_h=estimates.cv() / averaged ** 0.5, mean_age=age))
 
 
 def answers(total, size, config, facts, curvature, cosine):
@@ -198,7 +210,7 @@ def answers(total, size, config, facts, curvature, cosine):
         f'leave {total["noise"]:.2f}. ' + (
             f'h is stale, {facts["mean_age"]:.0f} iterations old on average, '
             f'{facts["mean_age"] / config["max_iters"]:.0%} of the run: lower β2, with more parts.'
-            if stale else 'It is fresh enough.'),
+            if stale else 'It is fresh enough.') + f' It has reached {facts["level"]:.0%} of its level.',
         f'The update: {total["unclipped"]:.0%} is unclipped; its cosine with sign momentum is {cosine["sign"]:.2f}. '
         f'The curvature along it is {curvature["run"] / curvature["sign"]:.2f} of that along sign momentum, and would '
         f'be {curvature["low_noise"] / curvature["sign"]:.2f} of it with the low-noise h.']
@@ -220,6 +232,7 @@ def draw(low, h, title, correlation):
 
 def main(argv=None):
     parser = argparser(__doc__, 'curvature.png', '.csv and .json')
+    parser.set_defaults(output=None)  # beside the checkpoint
     parser.add_argument('checkpoint', help=MODEL_HELP)
     parser.add_argument('--estimator', choices=['gnb', 'hutchinson'], default='gnb', help='default: gnb')
     parser.add_argument('--sequences', type=at_least(32), default=512, help='training sequences (default: 512)')
@@ -251,7 +264,8 @@ def main(argv=None):
         columns = dict(same_sign=lambda at: share((halves[0] * halves[1] > 0)[at]))
     low = halves[0] + halves[1]
     if h is not None:
-        of_run, updates, facts = compare(h, low, m, config, gradients.by_parts[gradients.parts], places)
+        of_run, updates, facts = compare(h, low, m, config, gradients.by_parts[gradients.parts], places,
+                                          loaded.state['iter_num'])
         columns |= of_run
     columns = dict(parameters=lambda at: len(low[at]), positive=lambda at: share(low[at] > 0),
                    agreement=lambda at: log_correlation(halves[0][at], halves[1][at])) | columns
@@ -266,7 +280,7 @@ def main(argv=None):
     print_table(table)
     if args.estimator == 'gnb':
         print(f'A larger batch: signal over noise of the gradient is {gradients.signal / gradients.noise:.2g} for one '
-              f'sequence, grows with the mini-batch, and is 1 at {gradients.noise / gradients.signal:.0f} sequences.')
+              f'sequence and grows with their number; it is 1 at {gradients.noise / gradients.signal:.1f} sequences.')
     if updates:
         found = dict(curvature={name: curvature_along(model, sequences[:32], u) for name, u in updates.items()},
                      cosine={name: F.cosine_similarity(updates['run'], u, dim=0).item() for name, u in updates.items()})
@@ -274,7 +288,8 @@ def main(argv=None):
         summary |= found | facts
     fig = draw(low.cpu(), h if h is None else h.cpu(), f'{loaded.name}, {args.estimator}, {args.sequences} sequences',
                table[-1].get('log_corr'))
-    save(args.output, fig, [describe(name, at) for name, at in places.items()], **summary, table=table)
+    output = args.output or png_path((loaded.path.parent if loaded.state else Path('out')) / 'curvature.png')
+    save(output, fig, [describe(name, at) for name, at in places.items()], **summary, table=table)
 
 
 if __name__ == '__main__':

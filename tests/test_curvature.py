@@ -7,7 +7,15 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import GPT, GPTConfig
-from scripts.curvature import Estimates, Gradients, curvature_along, draw_gradients, log_correlation, with_noise
+from scripts.curvature import (
+    Estimates,
+    Gradients,
+    curvature_along,
+    draw_gradients,
+    log_correlation,
+    weights_of,
+    with_noise,
+)
 
 
 @pytest.fixture(scope='module')
@@ -80,3 +88,13 @@ def test_noise_lowers_the_log_correlation():
     noisy = with_noise(h, 0.5)
     assert (noisy / h).std().item() == pytest.approx(0.5, rel=0.05)
     assert log_correlation(h, noisy) < log_correlation(h, with_noise(h, 0.1)) < 1
+
+
+@pytest.mark.parametrize('iterations', [1, 20, 605])
+def test_the_weights_in_h_are_those_of_its_recursion(iterations):
+    """From h = 0, by the noise and the age that come out where an estimate is noise or its age."""
+    h = age = variance = 0.0
+    for i in range(iterations):
+        if i % 10 == 0:
+            h, age, variance = 0.99 * h + 0.01, 0.99 * age + 0.01 * i, 0.99 ** 2 * variance + 0.01 ** 2
+    assert weights_of(iterations, 10, 0.99) == pytest.approx([h, h ** 2 / variance, iterations - age / h])
