@@ -27,8 +27,8 @@ def main():
     args = parser.parse_args()
     if not 0 < args.val_fraction <= 0.5:
         parser.error(f'--val_fraction={args.val_fraction}: must be above 0 and at most 0.5')
-    tokenizer = get_tokenizer(args.tokenizer)
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
+    tokenizer = get_tokenizer(args.tokenizer)  # after the files are found, because it may be a download
     meta = write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
     if meta['val']['tokens'] < SHORT:
         print(f'note: val.bin has fewer than {SHORT:,} tokens, so its loss is a rough estimate; set a larger '
