@@ -1,4 +1,4 @@
-"""What needs only the shape of a GPT in nanoGPT's style: sizes, settings and checkpoints, parameters, FLOPs, sampling.
+"""Helpers for any GPT in nanoGPT's style: sizes, settings and checkpoints, parameters, FLOPs, sampling.
 
 Training needs no more of a model than this, `GPT(config)` and its forward. `GPT.config` is a dataclass with nanoGPT's
 fields, `GPT.transformer.h` its blocks.
