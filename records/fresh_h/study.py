@@ -149,9 +149,9 @@ def protocol(study):
 
 def command(trial):
     """Return the arguments of Python for a trial."""
-    program = 'records/fresh_h/fixed_batch.py' if trial.part == 'B' else 'train.py'
+    program = dict(A=['records/fresh_h/run.py'], B=['records/fresh_h/run.py', '--fixed_batch'], C=['train.py'])
     resume = '--init_from=auto' if trial.part == 'C' else '--auto_resume=True'  # b5d4103 has the former
-    return [program, 'config/study.py', f'--optimizer_name={trial.optimizer}',
+    return [*program[trial.part], 'config/study.py', f'--optimizer_name={trial.optimizer}',
             *(f'--{key}={value:g}' for key, value in trial.settings), resume]
 
 
