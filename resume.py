@@ -40,8 +40,8 @@ class Origin:
         progress = self.saved['train_state']
         with run.world.exit_together():
             if unknown := progress.keys() - vars(run.state).keys():
-                raise SystemExit(f'{self.path}: is of another version of train.py (its TrainState has {min(unknown)}); '
-                                 'resume with that version, or choose another --out_dir')
+                raise SystemExit(f'{self.path}: was saved by a different train.py (its TrainState has {min(unknown)}); '
+                                 'resume with that one, or choose another --out_dir')
             checkpoint.restore(self.path, self.saved, run.raw_model, run.optimizer, run.scaler)
             optim.back_to_training(run.optimizer)  # checkpoints are saved in evaluation mode
         vars(run.state).update(progress)
@@ -65,7 +65,7 @@ def find_origin(world, c, data, fingerprints):
         data: the training data set.
         fingerprints: of the data, by split.
 
-    SystemExit when the checkpoint is of another model, optimizer or data set.
+    SystemExit when the checkpoint's model, optimizer or data set differs.
     """
     path, saved = checkpoint.open_run(
         world, c.out_dir, must_resume=c.init_from == 'resume',
@@ -99,7 +99,7 @@ def first_weights(saved):
 def continued_config(c, path, saved, data):
     """Return the GPTConfig of the model in the checkpoint `saved` from `path`; set init_from to the checkpoint's.
 
-    SystemExit when the settings `c` or the data are for another model.
+    SystemExit when the settings `c` or the data ask for a different model.
     """
     args, started_from = {**shapes.default_args(GPTConfig), **saved['model_args']}, first_weights(saved)
     if 'init_from' in c.given and c.init_from != 'resume' and Path(c.init_from) != Path(started_from):
@@ -117,7 +117,7 @@ def continued_config(c, path, saved, data):
         asked = {**asked, **{key: value for key, value in args.items() if key in asked and key not in c.values}}
     if differing := [f'{key} ({args.get(key)} there, {asked.get(key)} asked for)' for key in asked | args
                      if args.get(key) != asked.get(key)]:
-        raise SystemExit(f'{path}: is a model with another {", ".join(differing)}; resume with its own settings, or '
+        raise SystemExit(f'{path}: the model differs in {", ".join(differing)}; resume with its settings, or '
                          'choose another --out_dir')
     return GPTConfig(**asked)
 
@@ -125,7 +125,7 @@ def continued_config(c, path, saved, data):
 def adopt_model_args(c, args, data):
     """Make the settings `c` follow `args`, the arguments of pretrained weights; block_size and dropout are the run's.
 
-    SystemExit when a config file or a flag sets another value, or when `data`, a data set, has another vocabulary.
+    SystemExit when a config file or a flag contradicts them, or when `data`, a data set, has a different vocabulary.
     """
     if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
         raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the pretrained weights '
@@ -139,11 +139,11 @@ def adopt_model_args(c, args, data):
 def compare(path, saved, c, fingerprints):
     """Compare the settings `c` and the data with those of the checkpoint `saved` from `path`.
 
-    A setting that did not exist when it was saved had its default, or no effect.
+    A setting that is missing there counts as its default.
 
     Returns (lines, changes): the settings that differ, as text; and a list for config.json and later checkpoints of all
     that changed at this resume and earlier ones, as dicts with iter, key, from and to, without harmless changes.
-    SystemExit when the optimizer or the data set is another.
+    SystemExit when the optimizer or the data set differs.
     """
     if missing := [key for key in REQUIRED if key not in saved]:
         raise SystemExit(f'{path}: cannot be resumed (it has no {missing[0]})')
@@ -154,8 +154,8 @@ def compare(path, saved, c, fingerprints):
                              '--out_dir')
     other = [split for split in fingerprints if saved['data'].get(split) != fingerprints[split]]
     if other and not c.ignore_data_change:
-        raise SystemExit(f'{path}: was trained on another data set than {c.dataset} ({", ".join(other)}.bin '
-                         'differs); name its --dataset, or use this one with --ignore_data_change=True')
+        raise SystemExit(f'{path}: was not trained on --dataset={c.dataset} ({", ".join(other)}.bin '
+                         'differs); name its data set, or switch to this one with --ignore_data_change=True')
     changed = {key: (before[key], value) for key, value in c.values.items() if key in before and before[key] != value}
     lines = [f'{key} = {now!r}, was {was!r}' for key, (was, now) in changed.items()
              if key not in ('auto_resume', 'out_dir')]

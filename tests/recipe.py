@@ -219,7 +219,7 @@ def rotary_positions():
     trains('--rope=True')
     on = run('--rope=True')['out']
     assert checkpoint.load(on)[1]['model_args'] == dict(args, rope=True) and load(on).model.config.rope
-    with pytest.raises(SystemExit, match='a model with another rope'):
+    with pytest.raises(SystemExit, match='the model differs in rope'):
         run('--init_from=resume', out=on)
 
 

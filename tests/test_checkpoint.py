@@ -418,7 +418,7 @@ def test_changes_are_recorded_with_their_iteration(tmp_path):
     assert changes == [{'iter': 1}, first]
     later = dict(state, config=c.values, iter_num=7, changes=changes)
     assert resume.compare(path, later, c, data) == ([], changes)
-    assert 'another data set' in rejection(resume.compare, path, later, c, dict(data, val=[3]))
+    assert 'was not trained on' in rejection(resume.compare, path, later, c, dict(data, val=[3]))
     _, changes = resume.compare(path, later, train.resolve([*flags, '--ignore_data_change=True']), dict(data, val=[3]))
     assert changes[1:] == [first, {'iter': 7, 'key': 'data val', 'from': [2], 'to': [3]}]
     del state['scaler']

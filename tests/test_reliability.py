@@ -170,11 +170,11 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
         ([], copy, 'holds checkpoints, which a new run would overwrite; continue that run with --auto_resume=True'),
         (['--auto_resume=True', f'--init_from={tmp_path}', '--learning_rate=1e-3'], copy,
          'was started from init_from = scratch; continue it with --init_from=resume'),
-        (['--init_from=resume', '--n_embd=64'], copy, 'is a model with another n_embd (32 there, 64 asked for); '),
+        (['--init_from=resume', '--n_embd=64'], copy, 'the model differs in n_embd (32 there, 64 asked for); '),
         (['--init_from=resume', '--optimizer_name=lion'], copy, 'was trained with --optimizer_name=adamw'),
         (['--init_from=resume', '--max_iters=5'], copy, 'is at iteration 10 already; set at least that'),
         (['--auto_resume=True', f'--dataset={other}'], copy, '(train, val.bin differs)'),
-        (['--auto_resume=True'], older, 'is of another version of train.py (its TrainState has latest_losses)'),
+        (['--auto_resume=True'], older, 'was saved by a different train.py (its TrainState has latest_losses)'),
         (['--init_from=resume'], tmp_path / 'nowhere', 'nothing to resume; check --out_dir'),
         ([], tmp_path / 'file' / 'out', 'cannot be written (Not a directory); set --out_dir'),
     ]
