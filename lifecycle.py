@@ -14,7 +14,7 @@ from configurator import HARMLESS
 from optimizers import OPTIMIZERS, hessian_flops_per_token
 from runtime import checkpoint, optim, runlog
 from runtime.device import device_name
-from runtime.distributed import under_torchrun
+from runtime.distributed import one_message, under_torchrun
 from runtime.files import warn, write_text
 from runtime.signals import NOT_FINITE, STOPPED
 
@@ -62,6 +62,7 @@ def notes(c):
                '--warmup_iters')
 
 
+@one_message()
 def check_forward(run, sequences):
     """Stop the run before the first step when the forward pass of the model is not fit for training or estimates.
 
@@ -106,7 +107,7 @@ def check_ranks(run, sequences):
         if has[:, first].any():
             problem = ('has a gradient on some ranks only; let every rank use it, see docs/hacking.md, "A mixture of '
                        'experts"')
-        raise SystemExit(f'{name}: {problem}' if world.is_master else 1)
+        raise SystemExit(f'{name}: {problem}')
 
 
 def check_masks(run, sequences):
@@ -119,7 +120,7 @@ def check_masks(run, sequences):
     logits, loss = run.raw_model(X, Y)[:2]
     if logits is None or logits.shape[:2] != Y.shape:
         raise SystemExit('model.py: with targets, GPT.forward must return the logits of all positions, (B, T, '
-                         'vocab_size), from which labels for the Hessian are sampled' if world.is_master else 1)
+                         'vocab_size), from which labels for the Hessian are sampled')
     gradient, = torch.autograd.grad(loss, logits, allow_unused=True)
     world.reshard(run.raw_model)
     if gradient is None:
@@ -131,7 +132,7 @@ def check_masks(run, sequences):
     if left_out:
         raise SystemExit(f'model.py: GPT.forward leaves {left_out} of {Y.numel() * world.size} positions out of the '
                          'loss whose targets are not -1, so the Hessian estimate would take them; mask them in place '
-                         '(targets[…] = -1), see docs/hacking.md, "Another loss"' if world.is_master else 1)
+                         '(targets[…] = -1), see docs/hacking.md, "Another loss"')
 
 
 # ----------------------------------------------------------------------------------------------------------------------
