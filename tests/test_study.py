@@ -11,6 +11,7 @@ import pytest
 from analysis.runs import find_runs
 from dev import studies
 from records.dissection import results, study
+from records.fresh_h import results as fresh_h_results
 from records.fresh_h import study as fresh_h
 from records.gpu_30m import study as gpu_30m
 
@@ -95,6 +96,23 @@ def test_fresh_h_takes_the_arms_in_turns_and_the_planned_tests_first():
     for arm in planned - {('clip', None, None)}:  # three γ, each with three learning rates or more
         rates = Counter(dict(trial.settings)['gamma'] for trial in a if arm_of(trial) == arm and trial not in fresh)
         assert sum(count >= 3 for count in rates.values()) == 3
+
+
+def test_fresh_h_is_tested_as_planned():
+    loss = {('sophiag', 0.9, 16): 1.29, ('gnb_permuted', 0.9, 16): 1.31}
+    results = {str(trial.path): studies.Result(*2 * [surface(trial) + loss.get(arm_of(trial), 1.3)], share_of(trial))
+               for trial in make_all(surface, fresh_h.protocol, share_of)}
+    rows = fresh_h_results.planned_tests(results)
+    assert [row['comparison'] for row in rows] == [
+        *(f'A: fresh minus {arm}' for arm in ('sign momentum', 'permuted', 'paper')),
+        'C: Sophia-H minus sign momentum']
+    assert [round(row['difference'], 2) for row in rows[:3]] == [-0.01, -0.02, -0.01]
+    assert all(row['p'] <= row['p, Holm'] <= 3 * row['p'] for row in rows[:3])
+    del results[next(name for name in results if name.startswith('A/clip') and 'seed=1341' in name)]
+    assert len(fresh_h_results.planned_tests(results)) == 3
+    table = fresh_h_results.search_table(fresh_h_results.arms_of(results, 'A'))
+    assert Counter(row['arm'] for row in table if row['fresh seeds']) == dict.fromkeys(fresh_h.ARMS, 1)
+    assert all(row['unclipped'] for row in table if row['arm'] not in ('sign momentum', 'AdamW'))
 
 
 @pytest.mark.parametrize(('best', 'factors'), [(0.5, [1, 2, 0.5]), (1, [1, 2, 0.5]), (2, [1, 2, 4]), (4, [1, 2, 4])])

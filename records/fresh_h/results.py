@@ -1,0 +1,104 @@
+"""Results of this study, from runs.jsonl beside this file: rows of the tables that dev/tables.py writes."""
+
+import math
+import statistics
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+from analysis.figures import mean_sd
+from analysis.runs import find_runs
+from analysis.significance import difference, holm
+from dev.studies import recorded
+from records.dissection import results as dissection
+from records.fresh_h.study import ARMS, SEARCH_SEED
+
+SPECIAL = 'beta2', 'hessian_parts'  # the settings that tell arms of one optimizer apart
+
+
+def arm_of(optimizer, settings):
+    """Return the name of the arm that a run belongs to, given its settings as texts; None for Sophia-H."""
+    mine = {key: float(settings[key]) for key in SPECIAL if key in settings}
+    return next((arm for arm, (name, special, _) in ARMS.items() if (name, special) == (optimizer, mine)), None)
+
+
+def arms_of(results, part):
+    """Group the results of a part: {arm: {(γ, learning rate): {seed: `Result`}}}, γ = None for arms without h.
+
+    results: {name of a run: `Result`}, see `studies.recorded`.
+    """
+    arms = {}
+    for name, result in results.items():
+        if not name.startswith(f'{part}/'):
+            continue
+        optimizer, *words = name.removeprefix(f'{part}/').split(',')
+        settings = dict(word.split('=') for word in words)
+        trial = settings.get('gamma') and float(settings['gamma']), float(settings['learning_rate'])
+        seeds = arms.setdefault(arm_of(optimizer, settings), {}).setdefault(trial, {})
+        seeds[int(settings['seed'])] = result
+    return arms
+
+
+def fresh(trials, measure):
+    """Return the losses of the fresh seeds of an arm, which only its best settings have."""
+    return [measure(result) for seeds in trials.values() for seed, result in seeds.items() if seed != SEARCH_SEED]
+
+
+def validation(result):
+    """Return the validation loss of a `Result`."""
+    return result.loss
+
+
+def training(result):
+    """Return the loss of a `Result` on its last mini-batch."""
+    return result.train_loss
+
+
+def search_table(arms, measure=validation):
+    """Return a row of texts for each arm and γ: the unclipped share at the lowest loss, the loss of the search's seed
+    at each learning rate, and mean and standard deviation of the fresh seeds."""
+    found = {arm: {trial: seeds[SEARCH_SEED] for trial, seeds in trials.items() if SEARCH_SEED in seeds}
+             for arm, trials in arms.items()}
+    rates = sorted({lr for search in found.values() for _, lr in search})
+    rows = []
+    for arm in [arm for arm in ARMS if arm in found] + [arm for arm in found if arm is None]:
+        for gamma in sorted({gamma for gamma, _ in found[arm]}, key=lambda gamma: gamma or 0):
+            mine = {lr: result for (g, lr), result in found[arm].items() if g == gamma}
+            best = min(mine, key=lambda lr: measure(mine[lr]))
+            others = fresh({trial: seeds for trial, seeds in arms[arm].items() if trial[0] == gamma}, measure)
+            row = {'arm': arm or 'Sophia-H', 'γ': f'{gamma:g}' if gamma else '',
+                   'unclipped': f'{mine[best].unclipped:.0%}'.replace('%', ' %') if gamma and mine[best].unclipped
+                   else ''}
+            row |= {f'{lr:g}': f'{measure(mine[lr]):.4f}' if lr in mine else '' for lr in rates}
+            rows.append(row | {'fresh seeds': f'{mean_sd(*mean_and_sd(others))} ({len(others)})' if others else ''})
+    return rows
+
+
+def mean_and_sd(losses):
+    """Return (mean, standard deviation) of losses; the latter is None for one, or if one is infinite."""
+    mean = statistics.mean(losses)
+    return mean, statistics.stdev(losses) if len(losses) > 1 and math.isfinite(mean) else None
+
+
+def planned_tests(results):
+    """Return a row for each planned test whose runs are complete: A's three, corrected by Holm once all are there, and
+    C's against part F of the dissection."""
+    losses = {arm: fresh(trials, validation) for arm, trials in arms_of(results, 'A').items()}
+    rows = [{'comparison': f'A: fresh minus {arm}', 'n': '4, 4', **difference(losses['fresh'], losses[arm])}
+            for arm in ('sign momentum', 'permuted', 'paper')
+            if len(losses.get('fresh', [])) == len(losses.get(arm, [])) == 4]
+    if len(rows) == 3:
+        for row, p in zip(rows, holm([1.0 if row['p'] is None else row['p'] for row in rows])):
+            row['p, Holm'] = p
+    hutchinson = fresh(arms_of(results, 'C').get(None, {}), validation)
+    if len(hutchinson) == 6:
+        runs = find_runs([dissection.RECORDS])
+        sign = dissection.losses(run for run in runs if dissection.part_of(run) == 'F')
+        rows.append({'comparison': 'C: Sophia-H minus sign momentum', 'n': '6, 6', **difference(hutchinson, sign)})
+    return rows
+
+
+def read_results():
+    """Return {name of a run: its `Result`} of this study."""
+    return recorded(HERE / 'runs.jsonl')
