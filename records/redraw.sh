@@ -1,6 +1,5 @@
 #!/bin/bash
-# Draws every table and picture in records/ again, from the records and nothing else, and writes the tables of the pages.
-# Run it in the repository.
+# Draws every picture in records/ again, with its numbers, from the records and nothing else. Run it in the repository.
 set -eu
 PY=${PY:-.venv/bin/python}
 cpu=records/cpu study=records/study
@@ -41,6 +40,3 @@ $PY records/dissection/results.py curves --output records/dissection/curves.png
 $PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.csv
 $PY scripts/paper/toy_landscape.py --output records/paper/toy_landscape.png
 $PY scripts/paper/clipped_newton.py --output records/paper/clipped_newton.png
-
-# The tables of the pages that come from records.
-$PY dev/tables.py

@@ -4,10 +4,13 @@ import csv
 import json
 import math
 import random
+import re
 from collections import Counter
 
 import pytest
+from conftest import ROOT
 
+from analysis.figures import mean_sd
 from analysis.runs import find_runs
 from dev import studies
 from records.dissection import results, study
@@ -172,3 +175,15 @@ def test_the_pictures_are_of_the_records(drawing, file):
     rows = results.DRAWINGS[drawing](find_runs([results.RECORDS]))[1]
     written = list(csv.DictReader((results.RECORDS / file).open(encoding='utf-8')))
     assert written == [{key: '' if value is None else str(value) for key, value in row.items()} for row in rows]
+
+
+def test_the_tables_of_the_pages_are_of_the_records():
+    front, page = ((ROOT / name).read_text(encoding='utf-8') for name in ('README.md', 'records/dissection/README.md'))
+    tables = results.tables(find_runs([results.RECORDS]))
+    assert all(table in page for table in tables) and tables[3] in front
+    page = (ROOT / 'records/study/README.md').read_text(encoding='utf-8')
+    for row in csv.DictReader((ROOT / 'records/study/study.csv').open(encoding='utf-8')):
+        T, loss = int(row['T']), mean_sd(float(row['val/loss']), float(row['sd']) if row['seeds'] != '2' else None)
+        rate = f'{float(row["learning_rate"]):g} ({row["trials"]})'
+        assert f'| {T:,} | {row["optimizer"]} | {rate} | {loss} | {row["seeds"]} |' in page
+        assert loss in re.search(rf'^\| {T:,} \| .*', front, flags=re.M)[0]

@@ -1,5 +1,6 @@
-"""Results of this study, from runs.jsonl beside this file: the pictures, and the tables that dev/tables.py writes.
+"""Results of this study, from runs.jsonl beside this file.
 
+  python records/dissection/results.py tables                                            the tables of README.md
   python records/dissection/results.py curves --output records/dissection/curves.png    loss over 9,600 steps
   python records/dissection/results.py gamma --output records/dissection/dissection.png  final loss against γ
 """
@@ -111,6 +112,25 @@ def long_horizon(runs):
             for name, side in sorted(sides.items(), key=lambda item: statistics.mean(item[1]))]
 
 
+def markdown(rows):
+    """Return a table, a list of dicts of texts, as Markdown."""
+    lines = [rows[0], ['---'] * len(rows[0]), *([cell or '' for cell in row.values()] for row in rows)]
+    return ''.join('| ' + ' | '.join(line) + ' |\n' for line in lines)
+
+
+def tables(runs):
+    """Return the tables of README.md, in its order."""
+    def interval(row):
+        return f'{row["difference"]:+.3f} ± {row["plus_or_minus"]:.3f}'.replace('-', '−')
+
+    parts = {part: table(arms_of(runs, part), seeds) for part, seeds in SEEDS.items()}
+    tested = [{'test': row['comparison'], 'seeds': row['n'], 'difference, 95 %': interval(row), 'p': f'{row["p"]:.2g}',
+               'p, Holm': f'{row["p, Holm"]:.2g}' if 'p, Holm' in row else '–'} for row in tests(runs)]
+    six = [{'six fresh seeds': row['optimizer'], 'loss': mean_sd(row['mean'], row['sd']),
+            'minus AdamW, 95 %': interval(row) if row['optimizer'] != 'AdamW' else None} for row in long_horizon(runs)]
+    return [markdown(rows) for rows in (parts['A'], tested, parts['C'], six, parts['B'])]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Pictures
 
@@ -174,9 +194,12 @@ DRAWINGS = dict(curves=draw_curves, gamma=draw_gamma)
 
 def main(argv=None):
     parser = argparser(__doc__, 'dissection.png')
-    parser.add_argument('drawing', choices=DRAWINGS)
-    args = parser.parse_args(argv)
-    save(args.output, *DRAWINGS[args.drawing](find_runs([RECORDS])))
+    parser.add_argument('what', choices=['tables', *DRAWINGS])
+    args, runs = parser.parse_args(argv), find_runs([RECORDS])
+    if args.what == 'tables':
+        print('\n'.join(tables(runs)))
+    else:
+        save(args.output, *DRAWINGS[args.what](runs))
 
 
 if __name__ == '__main__':
