@@ -1,4 +1,4 @@
-"""dev/gpu.py: skips what is finished, packs its data without loss, and its candidates fit the code."""
+"""records/gpu_30m/run.py: skips what is finished, packs its data without loss, and its candidates fit the code."""
 
 import json
 import tarfile
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from data.loader import open_dataset
-from dev import gpu, studies
+from dev import studies
+from records.gpu_30m import run as gpu
 from records.gpu_30m import study
 
 
@@ -16,8 +17,6 @@ def work(tmp_path, monkeypatch):
     """The directory of the program."""
     work = tmp_path / 'out'
     monkeypatch.setattr(gpu, 'WORK', work)
-    for name in ('PACK', 'RECORDS', 'LOGS', 'RUNS'):
-        monkeypatch.setattr(gpu, name, work / name.lower())
     monkeypatch.setenv('OUT', str(tmp_path))
     work.mkdir()
     return work
@@ -38,7 +37,7 @@ def test_finished_work_is_archived_and_skipped(work, capfd):
 
 def test_recorded_runs_are_not_trained_again(work, monkeypatch):
     trial, *_ = studies.next_trials(study.protocol, {}.get)[1]
-    records = gpu.RECORDS / 'gpu_30m/runs.jsonl'
+    records = work / 'records/gpu_30m/runs.jsonl'
     records.parent.mkdir(parents=True)
     metrics = {'val/loss': [4.0], 'train/loss': [3.0]}
     records.write_text(json.dumps(dict(run=str(trial.path), config=dict(config={}), metrics=metrics)))
@@ -60,7 +59,7 @@ def test_packed_data_come_back_and_the_pieces_held_out_are_not_for_training(work
     gpu.write_bins(work / 'bins', dict(tokenizer='gpt2', vocab_size=50257, dtype='uint16', eot_id=50256), **bins)
     gpu.pack(work / 'bins')
     gpu.unpack()
-    train, val = open_dataset(f'{work}/books:1,{work}/heldout:0', 64)
+    train, val = open_dataset(f'{work}/data/books:1,{work}/data/heldout:0', 64)
     (books,) = train.bins
     held = np.r_[4400:4500, 8900:9000]
     assert np.array_equal(val['heldout'].tokens, held) and np.array_equal(val['books'].tokens, bins['val'])

@@ -1,6 +1,6 @@
 """The protocol of this study (README.md states it in words) as a program: it alone decides which runs are due.
 
-dev/gpu.py trains them.
+run.py trains them.
 """
 
 SEARCH_SEED = 1337  # chooses settings, and takes part in no comparison
@@ -10,7 +10,7 @@ THREE = ('AdamW', 'Sophia-G', 'sign momentum')
 LONG, HALF = dict(max_iters=3000, warmup_iters=1000), dict(max_iters=1500, warmup_iters=500)
 LOOK = dict(max_iters=300, warmup_iters=150)
 FIRST_GAMMA, SHARE = 0.15, (0.25, 0.40)  # SHARE: of unclipped coordinates
-DATASET = 'out/gpu/books:1,out/gpu/heldout:0'
+DATASET = 'out/gpu/data/books:1,out/gpu/data/heldout:0'
 
 
 class Arm:

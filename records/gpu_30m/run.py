@@ -1,13 +1,13 @@
-"""Everything that needs a GPU, the most important first, in stretches of minutes. Run it in the repository's root.
+"""This study and all else that waits for a GPU, the most important first, in stretches of minutes.
 
   python data/text/prepare.py BOOKS.txt --val_file OTHER_AUTHORS.txt --out_dir=data/books
-  python dev/gpu.py --pack data/books --nanogpt ../nanoGPT      out/gpu/pack: compressed data and nanoGPT's model.py
-  python dev/gpu.py                                             on the GPU: whatever is missing, for nine minutes
-  python dev/gpu.py study speed                                 these steps only
-  SMOKE=1 python dev/gpu.py                                     a trial of all steps on CPU, with a tiny model
+  python records/gpu_30m/run.py --pack data/books --nanogpt ../nanoGPT    out/gpu/data.tar.xz: data, nanoGPT's model.py
+  python records/gpu_30m/run.py                on the machine with the GPU: whatever is missing, for nine minutes
+  python records/gpu_30m/run.py study speed    these steps only
+  SMOKE=1 python records/gpu_30m/run.py        a trial of all steps on CPU, with a tiny model
 
-Steps: study (records/gpu_30m, parts A to C), speed (next to nanoGPT), candidates (changes that may gain speed), tests
-(those marked gpu, and a run in float16), over (part D of the study, for time left over).
+Run it in the repository's root. Steps: study (parts A to C), speed (next to nanoGPT), candidates (changes that may gain
+speed), tests (those marked gpu, and a run in float16), over (part D of the study, for time left over).
 
 Call it again and it continues: finished work is skipped, interrupted runs resume. Everything finished is in
 out/gpu/records and in OUT/gpu.tar.gz, where OUT is out/gpu or from the environment. Unpacked into out/gpu on another
@@ -23,13 +23,14 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from dev import studies
 from records.gpu_30m import study
@@ -37,7 +38,6 @@ from runtime.files import atomic_write, checksum, git_commit, write_json, write_
 
 SMOKE = bool(os.environ.get('SMOKE'))
 WORK = Path('out', 'gpu_smoke' if SMOKE else 'gpu')
-PACK, RECORDS, LOGS, RUNS = WORK / 'pack', WORK / 'records', WORK / 'logs', WORK / 'runs'
 PIECE, EVERY = 10240, 45  # every 45th piece of 10,240 tokens of the training text is held out
 DEVICE = '--device=cpu' if SMOKE else '--device=cuda'
 JOBS = 2  # runs of the study at a time: one computes while the other starts
@@ -64,34 +64,38 @@ class TimeIsUp(BaseException):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Data: compressed where it is prepared, and made on the machine with the GPU
+# Data
 
 
 def pack(bins, nanogpt=None):
-    """Compress the bins of a data set into PACK, and add nanoGPT's model."""
-    (PACK / 'nanoGPT').mkdir(parents=True, exist_ok=True)
+    """Compress a data set, split into `books` and the pieces `heldout`, and a checkout's model.py."""
+    meta = json.loads((bins / 'meta.json').read_text())
+    train, val = (np.fromfile(bins / f'{split}.bin', '<u2') for split in ('train', 'val'))
+    held = np.arange(len(train)) // PIECE % EVERY == EVERY - 1
     # A literal's context is the byte at the same place in the token before.
     filters = [dict(id=lzma.FILTER_LZMA2, preset=9 | lzma.PRESET_EXTREME, lc=3, lp=1, pb=1, dict_size=2 ** 24)]
-    for split in ('train', 'val'):
-        with atomic_write(PACK / f'{split}.xz') as file:
-            file.write(lzma.compress((bins / f'{split}.bin').read_bytes(), filters=filters))
-    shutil.copy(bins / 'meta.json', PACK)
-    if nanogpt:
-        shutil.copy(nanogpt / 'model.py', PACK / 'nanoGPT')
+    WORK.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder, 'data')
+        write_bins(data / 'books', meta, train=train[~held], val=val)
+        write_bins(data / 'heldout', meta, train=train[held], val=train[held])  # a data set has both
+        if nanogpt:
+            (data / 'nanoGPT').mkdir()
+            shutil.copy(nanogpt / 'model.py', data / 'nanoGPT')
+        with atomic_write(WORK / 'data.tar.xz') as file, lzma.open(file, 'w', filters=filters) as compressed, \
+                tarfile.open(fileobj=compressed, mode='w') as archive:
+            archive.add(data, 'data')
 
 
 def unpack():
-    """Make the data set `books`, and of the pieces of its training text that are held out, `heldout`."""
-    if (WORK / 'heldout/meta.json').exists():
+    """Unpack the data, complete or not at all."""
+    if (WORK / 'data').exists():
         return
-    if not (PACK / 'meta.json').exists():
-        raise SystemExit(f'{PACK}: no data there; make it with --pack')
-    meta = json.loads((PACK / 'meta.json').read_text())
-    train, val = (np.frombuffer(lzma.decompress((PACK / f'{split}.xz').read_bytes()), '<u2')
-                  for split in ('train', 'val'))
-    held = np.arange(len(train)) // PIECE % EVERY == EVERY - 1
-    write_bins(WORK / 'books', meta, train=train[~held], val=val)
-    write_bins(WORK / 'heldout', meta, train=train[held], val=train[held])  # a data set has both
+    if not (WORK / 'data.tar.xz').exists():
+        raise SystemExit(f'{WORK}/data.tar.xz: not found; make it with --pack')
+    with tempfile.TemporaryDirectory(dir=WORK) as folder, tarfile.open(WORK / 'data.tar.xz') as archive:
+        archive.extractall(folder, filter='data')
+        Path(folder, 'data').rename(WORK / 'data')
 
 
 def write_bins(folder, meta, **splits):
@@ -101,7 +105,7 @@ def write_bins(folder, meta, **splits):
         tokens.tofile(folder / f'{split}.bin')
     about = {split: dict(tokens=len(tokens), documents=int((tokens == meta['eot_id']).sum()),
                          sha256=checksum(folder / f'{split}.bin')) for split, tokens in splits.items()}
-    write_json(folder / 'meta.json', {**{key: meta[key] for key in meta.keys() - {'train', 'val'}}, **about})
+    write_json(folder / 'meta.json', meta | about)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,29 +114,30 @@ def write_bins(folder, meta, **splits):
 
 def save():
     """Write the finished work into OUT/gpu.tar.gz."""
-    runs = RECORDS / 'gpu_30m/runs.jsonl'
+    runs = WORK / 'records/gpu_30m/runs.jsonl'
     runs.parent.mkdir(parents=True, exist_ok=True)
-    studies.collect([RUNS], runs)
-    out = Path(os.environ.get('OUT', WORK))
-    with atomic_write(out / 'gpu.tar.gz') as file, tarfile.open(fileobj=file, mode='w:gz') as archive:
-        for path in (RECORDS, *LOGS.glob('*'), *WORK.glob('float16_*/metrics.jsonl'), *RUNS.rglob('log.txt')):
-            archive.add(path, path.relative_to(WORK))
+    studies.collect([WORK / 'runs'], runs)
+    with atomic_write(Path(os.environ.get('OUT', WORK)) / 'gpu.tar.gz') as file, \
+            tarfile.open(fileobj=file, mode='w:gz') as archive:
+        for pattern in ('records', 'logs/*', 'float16_*/metrics.jsonl', 'runs/**/log.txt'):
+            for path in WORK.glob(pattern):
+                archive.add(path, path.relative_to(WORK))
 
 
 def call(name, words, output=None, **environment):
     """Run Python with `words` unless it has succeeded before; return whether it has.
 
-    output: the file, below RECORDS, that tells so; by default the program's log.
+    output: the name of the file in records/gpu that tells so; by default the program's log.
     """
-    done, log = RECORDS / (output or f'gpu/{name}.txt'), LOGS / f'{name}.txt'
+    done, log = WORK / 'records/gpu' / (output or f'{name}.txt'), WORK / f'logs/{name}.txt'
     if done.exists():
         return True
-    done.parent.mkdir(parents=True, exist_ok=True)
-    LOGS.mkdir(parents=True, exist_ok=True)
+    for path in (done, log):
+        path.parent.mkdir(parents=True, exist_ok=True)
     print(time.strftime('%H:%M:%S'), name, flush=True)
     with log.open('w') as file:
         process = subprocess.Popen([sys.executable, *words], env=os.environ | environment, stdout=file, stderr=file,
-                                   preexec_fn=os.setpgrp)
+                                   start_new_session=True)
         try:
             code = process.wait()
         finally:
@@ -151,9 +156,9 @@ def call(name, words, output=None, **environment):
 def bench(name, configs, rounds, script='dev/bench.py', more=(), **environment):
     """Benchmark `configs`, texts of flags; return whether it succeeded."""
     return call(name, [str(script), DEVICE, f'--rounds={1 if SMOKE else rounds}', *more,
-                       f'--output={RECORDS}/gpu/{name}.json',
+                       f'--output={WORK}/records/gpu/{name}.json',
                        *(f'{" ".join(TINY)} --dtype=bfloat16' if SMOKE else config for config in configs)],
-                f'gpu/{name}.json', **environment)
+                f'{name}.json', **environment)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -167,12 +172,12 @@ def start(trial, _=None):
         steps = dict(trial.settings)['max_iters'] // 150
         words += [*TINY, f'--max_iters={steps}', f'--warmup_iters={steps // 3}', '--log_interval=1',
                   f'--dataset={study.DATASET.replace("out/gpu/", "out/gpu_smoke/")}']
-    return studies.start(Path(), words, RUNS / trial.path)
+    return studies.start(Path(), words, WORK / 'runs' / trial.path)
 
 
 def train_study(arms, over):
     """Train the runs of the study that are due: parts A to C, or all parts if `over`."""
-    find = studies.finder(RECORDS / 'gpu_30m/runs.jsonl', lambda trial: RUNS / trial.path)
+    find = studies.finder(WORK / 'records/gpu_30m/runs.jsonl', lambda trial: WORK / 'runs' / trial.path)
     studies.train_due(partial(study.protocol, arms=arms, over=over), find, start, JOBS, save)
 
 
@@ -180,13 +185,14 @@ def speed():
     """Measure speed and memory next to nanoGPT; each size with the first micro-batch that fits."""
     for size in ('30M',) if SMOKE else SIZES:
         micro_batches, together = SIZES[size]
-        for n in [n for n in micro_batches if (RECORDS / f'gpu/speed_{size}_micro{n}.json').exists()] or micro_batches:
+        measured = [n for n in micro_batches if (WORK / f'records/gpu/speed_{size}_micro{n}.json').exists()]
+        for n in measured or micro_batches:
             adamw = f'--model_size={size} --total_batch_size=120 --batch_size={n}'
             sophia = [f'{adamw} --optimizer_name={name}' for name in ('sophiag', 'sophiah')]
             name, rounds = f'speed_{size}_micro{n}', 6 if together else 4
-            more = [f'--profile={RECORDS}/gpu/profile_{name}.txt']
-            if (PACK / 'nanoGPT/model.py').is_file():
-                more.append(f'--baseline={PACK}/nanoGPT')
+            more = [f'--profile={WORK}/records/gpu/profile_{name}.txt']
+            if (WORK / 'data/nanoGPT').is_dir():
+                more.append(f'--baseline={WORK}/data/nanoGPT')
             if bench(name, [adamw, *sophia * together], rounds, more=more):
                 if not together:
                     bench(f'{name}_sophia', sophia, rounds)
@@ -200,11 +206,11 @@ def candidates():
         bench(f'candidate_{name}', [f'--model_size=125M --total_batch_size=120 --batch_size=30 {flags}'], 6,
               tree / 'dev/bench.py', **environment)
     rows = {name: json.loads(path.read_text())['results'][0] for name in CANDIDATES
-            if (path := RECORDS / f'gpu/candidate_{name}.json').exists()}
+            if (path := WORK / f'records/gpu/candidate_{name}.json').exists()}
     if base := rows.get('base'):
         text = ''.join(f'{name}: tokens/s {row["tokens_per_sec"] / base["tokens_per_sec"]:.3f} of base, loss '
                        f'{row["loss"] - base["loss"]:+.5f}, {row["memory_gb"]:.1f} GB\n' for name, row in rows.items())
-        write_text(RECORDS / 'gpu/candidates.txt', text)
+        write_text(WORK / 'records/gpu/candidates.txt', text)
         print(text)
 
 
@@ -222,7 +228,7 @@ def tests():
     call('tests', ['-m', 'pytest', 'tests/test_hessian.py' if SMOKE else 'tests', '-m', 'gpu', '-q', '-p', 'no:xdist'])
     tiny = [*TINY, '--max_iters=20', '--dtype=float32'] if SMOKE else ['--max_iters=300', '--dtype=float16']
     for name in ('sophiag', 'sophiah'):
-        call(f'float16_{name}', ['train.py', '--model_size=30M', f'--dataset={WORK}/books',
+        call(f'float16_{name}', ['train.py', '--model_size=30M', f'--dataset={WORK}/data/books',
                                  '--total_batch_size=32', '--batch_size=32', '--warmup_iters=10', '--log_interval=10',
                                  f'--optimizer_name={name}', *tiny, '--auto_resume=True',
                                  f'--out_dir={WORK}/float16_{name}'])
@@ -258,12 +264,13 @@ def carry_out(steps, minutes):
     signal.signal(signal.SIGTERM, stop)
     signal.setitimer(signal.ITIMER_REAL, 60 * minutes)
     print('commit', git_commit(), flush=True)
-    if SMOKE and not PACK.exists():
-        write_bins(WORK / 'random', dict(tokenizer='gpt2', vocab_size=50257, dtype='uint16', eot_id=50256), **{
-            split: np.random.default_rng(0).integers(50257, size=n).astype('<u2')
-            for split, n in (('train', 2 * PIECE * EVERY), ('val', PIECE))})
-        pack(WORK / 'random')
     try:
+        if SMOKE and not (WORK / 'data.tar.xz').exists():
+            rng, bins = np.random.default_rng(0), WORK / 'random'
+            write_bins(bins, dict(tokenizer='gpt2', vocab_size=50257, dtype='uint16', eot_id=50256),
+                       train=rng.integers(50257, size=2 * PIECE * EVERY).astype('<u2'),
+                       val=rng.integers(50257, size=PIECE).astype('<u2'))
+            pack(bins)
         unpack()
         for step in steps:
             try:
