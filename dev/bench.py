@@ -5,16 +5,15 @@
   python dev/bench.py --baseline ~/nanoGPT '--model_size=125M --compile=True'   and nanoGPT's model and AdamW
   python dev/bench.py --profile profile.txt '--model_size=125M'           the operators of one step, by time
 
-Each CONFIG is one quoted string with arguments of train.py. Each has a separate process, because compiled code would
-be shared, and they take turns in every round, so that other load affects all alike. Medians over the rounds are
-compared. A baseline is a checkout whose model.py has nanoGPT's interface: GPT, GPTConfig, configure_optimizers. It gets
-the weights, batch, dtype and compile of each configuration of AdamW. Tokens are random, from the vocabulary of the data
-set or, if it is missing, of GPT-2.
+Each CONFIG is one quoted string with arguments of train.py. Each has a process of its own, because compiled code would
+be shared, and they take turns, so that other load affects all alike. A baseline is a checkout whose model.py has
+nanoGPT's GPT, GPTConfig and configure_optimizers; it gets weights, batch, dtype and compile of each CONFIG of AdamW.
+Tokens are random.
 
-Columns: loss, of the fourth step, to compare programs that should compute the same; step_ms, T(step) without an
-estimate; tokens_per_sec and mfu with the estimates' share; hessian_ms, the extra time of a step with an estimate;
-hessian_share, hessian_ms / k as a fraction of T(step); optimizer_ms, the optimizer's step alone; over_adamw, its ratio
-to fused AdamW's; memory_gb, the peak of device memory (on CPU: of the process).
+Columns, medians over the rounds: loss of the fourth step, equal for programs that compute the same; step_ms, without an
+estimate; hessian_ms, what an estimate adds to its step; hessian_share, hessian_ms / k over step_ms; tokens_per_sec and
+mfu, with that share; optimizer_ms, the optimizer's step alone, and over_adamw, its ratio to fused AdamW's; memory_gb,
+the peak of the device (on CPU: of the process).
 """
 
 import argparse
@@ -49,17 +48,40 @@ CPU_MODEL = '--model_size=30M --block_size=256 --total_batch_size=4 --batch_size
 CUDA_MODEL = '--model_size=125M --batch_size=30 --total_batch_size=120'
 
 
-class Case:
-    """One configuration on one device, set up as train.py does."""
+def our_model(c, device):
+    """Build the model of the settings `c`, with the seed's weights, on the device, where large ones take less long."""
+    torch.manual_seed(c.seed)
+    with device:
+        return GPT(shapes.config_of(GPTConfig, c.values, vocab_size_of(c.dataset)))
 
-    def __init__(self, config, world):
-        self.config, self.world, self.device = config, world, world.device
-        self.vocab_size = vocab_size_of(config.dataset)
-        given = [key for key in config.values if key in config.given - {'device'}]
-        self.name = ' '.join(dict.fromkeys(  # a config file once
-            f'{key}={config.values[key]}' if config.sources[key] == 'flag' else config.sources[key] for key in given))
-        self.set_up()
+
+def baseline_run(c, world, folder):
+    """Build a `train.Run` of the model and AdamW in `folder`, with our weights, dtype and compile."""
+    spec = importlib.util.spec_from_file_location('baseline_model', folder / 'model.py')
+    baseline = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = baseline
+    spec.loader.exec_module(baseline)
+    ours, device = our_model(c, world.device), world.device
+    known = {field.name for field in fields(baseline.GPTConfig)}
+    shape = {key: value for key, value in asdict(ours.config).items() if key in known}
+    model = baseline.GPT(baseline.GPTConfig(**shape)).to(device)
+    model.load_state_dict(ours.state_dict())
+    optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), device.type)
+    losses = torch.compile(Losses(model)) if c.compile else Losses(model)
+    scaler = torch.amp.GradScaler(device.type, enabled=c.dtype == 'float16')
+    return train.Run(c, world, model, losses, optimizer, Hook(model, optimizer), scaler,
+                     devices.autocast(device, c.dtype), list(model.parameters()), cross_entropy)
+
+
+class Case:
+    """One configuration on one device, set up as train.py does, or with the baseline in `folder`."""
+
+    def __init__(self, config, world, folder=None):
+        self.config, self.device = config, world.device
+        self.run = baseline_run(config, world, folder) if folder else train.set_up(
+            config, world, our_model(config, world.device))
         torch.manual_seed(config.seed)  # for the batches, because a baseline has drawn its weights
+        self.vocab_size = vocab_size_of(config.dataset)
         self.seconds = {True: [], False: []}  # of steps with and without an estimate
         self.losses = []
         for iteration in (0, 1, 0, 1):  # compiles, allocates the optimizer's state and the gradients
@@ -69,16 +91,6 @@ class Case:
         if self.device.type == 'cuda':
             torch.cuda.empty_cache()  # leaves the memory to the next process
             torch.cuda.reset_peak_memory_stats(self.device)
-
-    def make_model(self):
-        """Build our model with the seed's weights, on the device: on one CPU core large ones take minutes."""
-        torch.manual_seed(self.config.seed)
-        with self.device:
-            return GPT(shapes.config_of(GPTConfig, self.config.values, self.vocab_size))
-
-    def set_up(self):
-        """Build the `train.Run` to measure."""
-        self.run = train.set_up(self.config, self.world, self.make_model())
 
     def batch(self):
         """Return a mini-batch of random tokens."""
@@ -99,7 +111,7 @@ class Case:
         """Return this configuration's row of the table."""
         c = self.config
         plain = statistics.median(self.seconds[False] or self.seconds[True])
-        row = dict(config=self.name, compile=c.compile, dtype=c.dtype, loss=self.losses[3], step_ms=1e3 * plain)
+        row = dict(compile=c.compile, dtype=c.dtype, loss=self.losses[3], step_ms=1e3 * plain)
         average = plain
         if self.seconds[True] and self.seconds[False]:
             extra = statistics.median(self.seconds[True]) - plain
@@ -107,8 +119,7 @@ class Case:
             row.update(hessian_ms=1e3 * extra, hessian_share=extra / c.hessian_interval / plain)
         row['tokens_per_sec'] = c.total_batch_size * c.block_size / average
         if peak := devices.peak_flops(self.device):
-            flops = shapes.flops_per_token(self.run.raw_model)
-            row['mfu'] = flops * row['tokens_per_sec'] / peak
+            row['mfu'] = shapes.flops_per_token(self.run.raw_model) * row['tokens_per_sec'] / peak
         row['memory_gb'] = devices.peak_memory(self.device) / 1e9
         return {**row, **self.optimizer_step()}
 
@@ -138,7 +149,7 @@ class Case:
         self.measure(0)
         self.measure(1)
         if self.device.type == 'cuda':
-            torch.cuda.empty_cache()  # leaves the memory to the next process
+            torch.cuda.empty_cache()
 
     def profile(self, path):
         """Write the operators of one step without an estimate to `path`, by their own time on the device."""
@@ -149,38 +160,13 @@ class Case:
                                                    max_name_column_width=90))
 
 
-class Baseline(Case):
-    """A baseline's model and optimizer with our weights, batch, dtype and compile."""
-
-    def __init__(self, config, world, folder):
-        self.folder = Path(folder)
-        super().__init__(config, world)
-        self.name = f'{self.folder.name}: {self.name}'
-
-    def set_up(self):
-        spec = importlib.util.spec_from_file_location('baseline_model', self.folder / 'model.py')
-        baseline = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = baseline
-        spec.loader.exec_module(baseline)
-        c, ours = self.config, self.make_model()
-        known = {field.name for field in fields(baseline.GPTConfig)}
-        model = baseline.GPT(baseline.GPTConfig(**{
-            key: value for key, value in asdict(ours.config).items() if key in known})).to(self.device)
-        model.load_state_dict(ours.state_dict())
-        optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), self.device.type)
-        losses = torch.compile(Losses(model)) if c.compile else Losses(model)
-        scaler = torch.amp.GradScaler(self.device.type, enabled=c.dtype == 'float16')
-        self.run = train.Run(c, self.world, model, losses, optimizer, Hook(model, optimizer), scaler,
-                             devices.autocast(self.device, c.dtype), list(model.parameters()), cross_entropy)
-
-
-def start(argv, folder):
-    """Set up this process's `case`: train.py's configuration `argv`, with the baseline in `folder`, if any."""
+def start(text, folder):
+    """Set up this process's `case`: arguments `text` of train.py, with the baseline in `folder`, if any."""
     global case
-    config = train.resolve(argv)
+    config = train.resolve(shlex.split(text))
     devices.set_matmul_precision(config.dtype)
     world = World(config.device, config.backend, 'ddp')
-    case = Baseline(config, world, folder) if folder else Case(config, world)
+    case = Case(config, world, folder)
 
 
 def call(method, *arguments):
@@ -191,25 +177,21 @@ def call(method, *arguments):
 def main(argv=None):
     parser = argparse.ArgumentParser(usage='%(prog)s [options] [CONFIG ...]', description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--baseline', metavar='PATH', help='a checkout to compare with')
-    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--baseline', type=Path, metavar='PATH', help='a checkout to compare with')
     parser.add_argument('--rounds', type=int, default=15, help='steps of each kind and configuration (default: 15)')
     parser.add_argument('--profile', type=Path, metavar='FILE', help='also write a profile of the first CONFIG')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
     # A CONFIG may begin with --, like a flag, so the CONFIGs are what argparse leaves over.
     args, texts = parser.parse_known_args(argv)
-    devices.check_device(args.device)
-    if args.baseline and not (Path(args.baseline) / 'model.py').is_file():
+    if args.baseline and not (args.baseline / 'model.py').is_file():
         raise SystemExit(f'--baseline={args.baseline}: no model.py in it; pass a checkout of nanoGPT or a similar one')
     for path in filter(None, (args.output, args.profile)):  # checked before anything is measured
         if not path.parent.is_dir() or path.is_dir():
             raise SystemExit(f'{path}: cannot be written; name a file in a directory that exists')
-    model = CUDA_MODEL if args.device.startswith('cuda') else CPU_MODEL
+    model = CUDA_MODEL if torch.cuda.is_available() else CPU_MODEL
     texts = texts or [f'{model} --optimizer_name={name}' for name in ('adamw', 'sophiag', 'sophiah')]
-    flags = [[*shlex.split(text), f'--device={args.device}'] for text in texts]
-    cases = [(one, None) for one in flags]
-    if args.baseline:
-        cases += [(one, args.baseline) for one in flags if train.resolve(one).optimizer_name == 'adamw']
+    adamw = [text for text in texts if train.resolve(shlex.split(text)).optimizer_name == 'adamw']
+    cases = [(text, None) for text in texts] + [(text, args.baseline) for text in adamw if args.baseline]
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))) for _ in cases]
         for process, arguments in zip(processes, cases):
@@ -220,13 +202,12 @@ def main(argv=None):
                 process.submit(call, 'take_turn').result()
         if args.profile:
             processes[0].submit(call, 'profile', args.profile).result()
-        rows = [process.submit(call, 'results').result() for process in processes]
+        names = [f'{folder.name}: {text}' if folder else text for text, folder in cases]
+        rows = [dict(config=name, **process.submit(call, 'results').result())
+                for name, process in zip(names, processes)]
     print_table(rows)
     if args.output:
-        words = sys.argv[1:] if argv is None else argv
-        given = [Path(word).name if word == args.baseline else word for word in words]
-        about = dict(command=shlex.join(['dev/bench.py', *given]), commit=git_commit(), **machine(),
-                     torch=torch.__version__)
+        about = dict(commit=git_commit(), **machine(), torch=torch.__version__, rounds=args.rounds)
         write_json(args.output, dict(about=about, results=rows))
 
 

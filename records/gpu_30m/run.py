@@ -155,7 +155,7 @@ def call(name, words, output=None, **environment):
 
 def bench(name, configs, rounds, script='dev/bench.py', more=(), **environment):
     """Benchmark `configs`, texts of flags; return whether it succeeded."""
-    return call(name, [str(script), DEVICE, f'--rounds={1 if SMOKE else rounds}', *more,
+    return call(name, [str(script), f'--rounds={1 if SMOKE else rounds}', *more,
                        f'--output={WORK}/records/gpu/{name}.json',
                        *(f'{" ".join(TINY)} --dtype=bfloat16' if SMOKE else config for config in configs)],
                 f'{name}.json', **environment)
