@@ -1,17 +1,18 @@
-"""Measures how good the h of a run is: would more draws, a fresher h or a larger batch help it?
+"""Measure how good the h of a run is: would more draws, a fresher h or a larger batch help it?
 
   python scripts/curvature.py out/quickstart                             a run of Sophia-G: minutes on a CPU
   python scripts/curvature.py out/gpt2-small-adamw --sequences 100 --estimator hutchinson        the paper's Figure "lt"
 
 It compares the checkpoint's h and update with those of a low-noise h, the mean of the squared gradients of single
-sequences on labels drawn from the model. For a run without h, or with --estimator hutchinson, it only describes the
-diagonal. The table has a row for each kind of tensor; the .csv has one for each tensor.
+sequences on labels drawn from the model. Without h, or with --estimator hutchinson, it only describes the diagonal. The
+table has a row for each kind of tensor; the .csv has one for each tensor.
 
   positive          share of the diagonal's entries that are above 0
-  cv_1, cv_n        standard deviation of one estimate over its mean, with 1 and n parts (--hessian_parts)
   agreement         correlation of the logarithms of two low-noise h, from different halves of the sequences
   same_sign         share of entries with the same sign in these two; 0.5 is noise
-  log_corr, noise   correlation of log h of the run and of the low-noise h; the same if h had only its own noise
+  cv_1, cv_n        standard deviation of one estimate over its mean, with 1 and n parts (--hessian_parts)
+  noise_of_h        the same of the run's h, an average of estimates
+  log_corr          correlation of log h of the run and of the low-noise h; if_only_noise: if h had only its noise
   scale             sum of h of the run, which begins at 0, over that of the low-noise h
   unclipped, _low   share of unclipped coordinates with h of the run, and with the low-noise h
 """
@@ -50,35 +51,15 @@ def log_correlation(a, b):
     return torch.corrcoef(torch.stack([a[both].log(), b[both].log()]))[0, 1].item()
 
 
+def log_correlation_of_noise(h, cv):
+    """Return the expected `log_correlation` of h with h times Gamma variables of mean 1 and standard deviation `cv`."""
+    signal = h[h > 0].log().var().item()
+    return (signal / (signal + torch.polygamma(1, torch.tensor(1 / cv ** 2)).item())) ** 0.5
+
+
 def share(mask):
     """Return the share of true entries."""
     return mask.float().mean().item()
-
-
-class Estimates:
-    """The mean and variance of Algorithm 2's estimate on `size` sequences, squared in `parts` parts."""
-
-    def __init__(self, size, parts, predictions):
-        self.in_part, self.parts, self.B = size // parts, parts, size * predictions
-        self.part = self.estimate = self.sum = self.sum_of_squares = 0
-        self.sequences = self.count = 0
-
-    def add(self, g):
-        """Add the gradient `g` of the summed loss of the next sequence."""
-        self.part = self.part + g
-        self.sequences += 1
-        if self.sequences % self.in_part == 0:
-            self.estimate, self.part = self.estimate + self.part ** 2 / self.B, 0
-        if self.sequences % (self.in_part * self.parts) == 0:
-            self.sum, self.sum_of_squares = self.sum + self.estimate, self.sum_of_squares + self.estimate ** 2
-            self.estimate, self.count = 0, self.count + 1
-
-    def cv(self, coordinates=slice(None)):
-        """Return the standard deviation over the mean, both as root mean squares over the coordinates."""
-        n, mean = self.count, self.sum[coordinates] / self.count
-        variance = (self.sum_of_squares[coordinates] / n - mean ** 2).mean() * n / (n - 1)
-        squared_mean = (mean ** 2).mean()
-        return (variance / (squared_mean - variance / n).clamp(min=squared_mean / n)).sqrt().item()
 
 
 def draw_gradients(model, params, sequences):
@@ -91,27 +72,44 @@ def draw_gradients(model, params, sequences):
                for loss in losses]
 
 
-def draw_diagonals(model, params, sequences):
-    """Yield for each sequence an estimate of the Hessian's diagonal by Algorithm 1, a vector."""
-    for tokens in sequences:
+class Gradients:
+    """Means over the gradients g of the summed loss of single sequences at a checkpoint.
+
+    halves: low-noise h from half of the sequences each; their sum is the low-noise h. squares: the mean square of an
+    estimate from one sequence. signal, noise: ‖E g‖² and E‖g − E g‖². sampled: E‖g‖² on labels drawn from the model.
+    """
+
+    def __init__(self, model, params, sequences):
+        self.N, T = len(sequences), sequences.size(1) - 1
+        self.halves, self.squares, gradient, square, self.sampled = [0, 0], 0, 0, 0.0, 0.0
+        for i, (g, true) in enumerate(draw_gradients(model, params, sequences)):
+            self.halves[i % 2] = self.halves[i % 2] + g ** 2 / T / self.N
+            self.squares = self.squares + (g ** 2 / T) ** 2 / self.N
+            gradient, square = gradient + true, square + true.square().sum().item() / self.N
+            self.sampled += g.square().sum().item() / self.N
+        self.signal = max(1e-30, (gradient.square().sum().item() / self.N - square) / (self.N - 1))  # without bias
+        self.noise = square - self.signal
+
+    def cv(self, size, parts, at=slice(None)):
+        """Return the standard deviation over the mean of Algorithm 2's estimate on `size` sequences in `parts` parts.
+
+        Both are root mean squares over the coordinates `at`. The square of a sum of n independent variables with mean 0
+        has the variance 2 + κ/n, in units of its squared mean, where κ is the excess kurtosis of one.
+        """
+        squared_mean = (self.halves[0] + self.halves[1])[at].square().mean()
+        variance = (self.squares[at].mean() - squared_mean) * self.N / (self.N - 1)
+        kurtosis = variance / (squared_mean - variance / self.N).clamp(min=squared_mean / self.N) - 2
+        return (2 / parts + kurtosis / size).sqrt().item()
+
+
+def diagonal_halves(model, params, sequences):
+    """Return two vectors whose sum is the mean of Algorithm 1's estimates, from half of the sequences each."""
+    halves = [0, 0]
+    for i, tokens in enumerate(sequences):
         with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
-            yield flat(hutchinson(model(tokens[None, :-1], tokens[None, 1:])[1], params))
-
-
-def curvature_along(model, sequences, u):
-    """Return uᵀGu / ‖u‖² for the vector `u`, G the Gauss-Newton matrix on the sequences."""
-    names, params = zip(*model.named_parameters())
-    tangents = tuple(part.view_as(p) for part, p in zip(u.split([p.numel() for p in params]), params))
-    total = 0
-    for tokens in sequences:
-        def logits(*values, X=tokens[None, :-1]):  # with targets: nanoGPT's forward returns all logits only then
-            return functional_call(model, dict(zip(names, values)), (X, X))[0]
-
-        with sdpa_kernel(SDPBackend.MATH):
-            z, moved = torch.func.jvp(logits, tuple(p.detach() for p in params), tangents)
-        p = z.softmax(-1)
-        total += ((p * moved ** 2).sum(-1) - (p * moved).sum(-1) ** 2).mean().item()
-    return total / len(sequences) / u.square().sum().item()
+            estimate = flat(hutchinson(model(tokens[None, :-1], tokens[None, 1:])[1], params))
+        halves[i % 2] = halves[i % 2] + estimate / len(sequences)
+    return halves
 
 
 def state_of_run(loaded, names):
@@ -133,87 +131,47 @@ def update_of(m, h, config):
     return update, unclipped
 
 
-def with_noise(h, cv):
-    """Return `h` times random factors of mean 1 and standard deviation `cv`."""
-    shape = torch.full_like(h, 1 / cv ** 2)
-    return h * torch.distributions.Gamma(shape, shape).sample()
-
-
-class Gradients:
-    """Gradients of single sequences at a checkpoint.
-
-    halves: low-noise h from half of the sequences each; their sum is the low-noise h. by_parts: {n: `Estimates`} on as
-    many sequences as the run's. signal, noise: ‖E g‖² and E‖g − E g‖² of the gradient g of a sequence's summed loss;
-    sampled: the latter with labels drawn from the model.
-    """
-
-    def __init__(self, model, params, sequences, config):
-        N, T = len(sequences), sequences.size(1) - 1
-        self.size = min(config.get('hessian_batch_size') or 16, N // 8)
-        self.parts = min(config.get('hessian_parts') or 1, self.size)
-        self.by_parts = {n: Estimates(self.size, n, T) for n in sorted({1, self.parts, self.size})}
-        self.halves, gradient, square, self.sampled = [0, 0], 0, 0.0, 0.0
-        for i, (g, true) in enumerate(draw_gradients(model, params, sequences)):
-            self.halves[i % 2] = self.halves[i % 2] + g ** 2 / (T * N)
-            for estimates in self.by_parts.values():
-                estimates.add(g)
-            gradient, square = gradient + true, square + true.square().sum().item() / N
-            self.sampled += g.square().sum().item() / N
-        self.signal = max(1e-30, (gradient.square().sum().item() / N - square) / (N - 1))  # without bias
-        self.noise = square - self.signal
-
-    def batches(self, config):
-        """Return for some mini-batches the gradient's signal, and empirical Fisher over Gauss-Newton-Bartlett."""
-        sizes = sorted({1, self.size, config.get('total_batch_size') or self.size, 480})
-        return [dict(sequences=b, signal_over_noise=b * self.signal / self.noise,
-                     empirical_fisher_over_gnb=(self.noise + b * self.signal) / self.sampled) for b in sizes]
-
-
 def weights_of(iterations, interval, beta2):
-    """Return how much h has of its level, which starts at 0, and the number and the mean age of the estimates in it.
-
-    h is an EMA of estimates at iterations 0, `interval`, …; the number is the one of equally weighted estimates that
-    has as much noise. Ages are in iterations.
-    """
+    """Return facts about the estimates in h, made at iterations 0, `interval`, …: the share of its level that h, from
+    0 on, has reached; how many, equally weighted, would have as much noise; their mean age in iterations."""
     made = torch.arange(0, iterations, interval, dtype=torch.float64)
-    weights = (1 - beta2) * beta2 ** torch.arange(len(made) - 1, -1, -1, dtype=torch.float64)
-    total = weights.sum()
-    age = (weights * (iterations - made)).sum() / total
-    return [number.item() for number in (total, total ** 2 / weights.square().sum(), age)]
+    weights = (1 - beta2) * beta2 ** ((made[-1] - made) / interval)
+    level = weights.sum()
+    return dict(level=level.item(), averaged=(level ** 2 / weights.square().sum()).item(),
+                mean_age=((weights * (iterations - made)).sum() / level).item())
 
 
-def compare(h, low, m, config, estimates, places, iterations):
-    """Compare a run's h with the low-noise one: return columns of the table, updates by name, and facts about h.
+def curvature_along(model, sequences, u):
+    """Return uᵀGu / ‖u‖² for the vector `u`, G the Gauss-Newton matrix on the sequences."""
+    names, params = zip(*model.named_parameters())
+    tangents = tuple(part.view_as(p) for part, p in zip(u.split([p.numel() for p in params]), params))
+    total = 0
+    for tokens in sequences:
+        def logits(*values, X=tokens[None, :-1]):  # with targets: nanoGPT's forward returns all logits only then
+            return functional_call(model, dict(zip(names, values)), (X, X))[0]
 
-    estimates: `Estimates` like the run's. places: {tensor: slice of its coordinates}. iterations: of the run so far.
-    """
-    (update, unclipped), (update_low, unclipped_low) = update_of(m, h, config), update_of(m, low, config)
-    # The estimates are nearly independent, and their mean changes slowly.
-    level, averaged, age = weights_of(iterations, config['hessian_interval'], config['beta2'])
-    noisy = torch.cat([with_noise(low[at], max(1e-3, estimates.cv(at) / averaged ** 0.5)) for at in places.values()])
-    columns = dict(log_corr=lambda at: log_correlation(h[at], low[at]),
-                   noise=lambda at: log_correlation(noisy[at], low[at]),
-                   scale=lambda at: (h[at].sum() / low[at].sum()).item(),
-                   unclipped=lambda at: share(unclipped[at]), unclipped_low=lambda at: share(unclipped_low[at]))
-    return (columns, dict(sign=m.sign(), run=update, low_noise=update_low),
-            dict(level=level, averaged=averaged, noise_of_h=estimates.cv() / averaged ** 0.5, mean_age=age))
+        with sdpa_kernel(SDPBackend.MATH):
+            z, moved = torch.func.jvp(logits, tuple(p.detach() for p in params), tangents)
+        p = z.softmax(-1)
+        total += ((p * moved ** 2).sum(-1) - (p * moved).sum(-1) ** 2).mean().item()
+    return total / len(sequences) / u.square().sum().item()
 
 
-def answers(total, size, config, facts, curvature, cosine):
-    """Return sentences for a run, from the table's last row, the estimate's size, and what `compare` has found."""
-    stale = total['log_corr'] < total['noise'] - 0.1
+def answers(total, facts, size, max_iters):
+    """Return sentences for a run from the table's last row, `facts` about h, and the sequences in an estimate."""
+    stale = total['log_corr'] < total['if_only_noise'] - 0.1
+    along = {name: value / facts['curvature']['sign'] for name, value in facts['curvature'].items()}
     return [
         f'More draws: the noise of an estimate is {total["cv_1"]:.2f} of its mean, and {total[f"cv_{size}"]:.2f} with '
-        f'{size} parts. h averages about {facts["averaged"]:.0f} estimates and has {facts["noise_of_h"]:.2f}: more '
-        f'parts alone would {"help" if facts["noise_of_h"] > 0.3 else "hardly help"}.',
+        f'{size} parts. h averages about {facts["averaged"]:.0f} estimates and has {total["noise_of_h"]:.2f}: more '
+        f'parts alone would {"help" if total["noise_of_h"] > 0.3 else "hardly help"}.',
         f'A fresher h: log h and the log of the low-noise h correlate by {total["log_corr"]:.2f}; noise alone would '
-        f'leave {total["noise"]:.2f}. ' + (
-            f'h is stale, {facts["mean_age"]:.0f} iterations old on average, '
-            f'{facts["mean_age"] / config["max_iters"]:.0%} of the run: lower β2, with more parts.'
-            if stale else 'It is fresh enough.') + f' It has reached {facts["level"]:.0%} of its level.',
-        f'The update: {total["unclipped"]:.0%} is unclipped; its cosine with sign momentum is {cosine["sign"]:.2f}. '
-        f'The curvature along it is {curvature["run"] / curvature["sign"]:.2f} of that along sign momentum, and would '
-        f'be {curvature["low_noise"] / curvature["sign"]:.2f} of it with the low-noise h.']
+        f'leave {total["if_only_noise"]:.2f}. h is {facts["mean_age"]:.0f} iterations old on average, '
+        f'{facts["mean_age"] / max_iters:.0%} of the run, and has reached {facts["level"]:.0%} of its level: '
+        + ('lower β2, with more parts.' if stale else 'fresh enough.'),
+        f'The update: {total["unclipped"]:.0%} is unclipped; its cosine with sign momentum is '
+        f'{facts["cosine"]["sign"]:.2f}. The curvature along it is {along["run"]:.2f} of that along sign momentum, and '
+        f'would be {along["low_noise"]:.2f} of it with the low-noise h.']
 
 
 def draw(low, h, title, correlation):
@@ -249,29 +207,39 @@ def main(argv=None):
     names, params = zip(*model.named_parameters())
     ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
     places = {name: slice(end - p.numel(), end) for name, p, end in zip(names, params, ends)}
-    summary = dict(checkpoint=loaded.name, iteration=loaded.state.get('iter_num'), estimator=args.estimator,
-                   sequences=args.sequences, parameters=ends[-1])
-    h, updates, columns = None, {}, {}
+    facts = dict(checkpoint=loaded.name, iteration=loaded.state.get('iter_num'), estimator=args.estimator,
+                 sequences=args.sequences, parameters=ends[-1])
+    h = None
     if args.estimator == 'gnb':
-        gradients = Gradients(model, params, sequences, config)
-        halves, summary['batches'] = gradients.halves, gradients.batches(config)
-        columns = {f'cv_{n}': estimates.cv for n, estimates in gradients.by_parts.items()}
-        h, m = state_of_run(loaded, names)
+        gradients = Gradients(model, params, sequences)
+        halves, (h, m) = gradients.halves, state_of_run(loaded, names)
+        size, parts = config.get('hessian_batch_size') or 16, config.get('hessian_parts') or 1
+        facts |= dict(signal_over_noise=gradients.signal / gradients.noise, empirical_fisher_over_gnb={
+            b: (gradients.noise + b * gradients.signal) / gradients.sampled for b in (1, size, 480)})
     else:
-        halves = [0, 0]
-        for i, h_hat in enumerate(draw_diagonals(model, params, sequences)):
-            halves[i % 2] = halves[i % 2] + h_hat / len(sequences)
-        columns = dict(same_sign=lambda at: share((halves[0] * halves[1] > 0)[at]))
+        halves = diagonal_halves(model, params, sequences)
     low = halves[0] + halves[1]
     if h is not None:
-        of_run, updates, facts = compare(h, low, m, config, gradients.by_parts[gradients.parts], places,
-                                          loaded.state['iter_num'])
-        columns |= of_run
-    columns = dict(parameters=lambda at: len(low[at]), positive=lambda at: share(low[at] > 0),
-                   agreement=lambda at: log_correlation(halves[0][at], halves[1][at])) | columns
+        (update, unclipped), (update_low, unclipped_low) = update_of(m, h, config), update_of(m, low, config)
+        updates = dict(sign=m.sign(), run=update, low_noise=update_low)
+        facts |= weights_of(loaded.state['iter_num'], config['hessian_interval'], config['beta2'])
+        facts |= dict(
+            curvature={name: curvature_along(model, sequences[:32], u) for name, u in updates.items()},
+            cosine={name: F.cosine_similarity(update, u, dim=0).item() for name, u in updates.items()})
 
     def describe(tensor, at):
-        return dict(tensor=tensor, **{name: column(at) for name, column in columns.items()})
+        row = dict(tensor=tensor, parameters=len(low[at]), positive=share(low[at] > 0),
+                   agreement=log_correlation(halves[0][at], halves[1][at]))
+        if args.estimator == 'hutchinson':
+            return row | dict(same_sign=share((halves[0] * halves[1] > 0)[at]))
+        row |= {f'cv_{n}': gradients.cv(size, n, at) for n in sorted({1, parts, size})}
+        if h is None:
+            return row
+        noise = gradients.cv(size, parts, at) / facts['averaged'] ** 0.5  # of h
+        return row | dict(noise_of_h=noise, log_corr=log_correlation(h[at], low[at]),
+                          if_only_noise=log_correlation_of_noise(low[at], noise),
+                          scale=(h[at].sum() / low[at].sum()).item(),
+                          unclipped=share(unclipped[at]), unclipped_low=share(unclipped_low[at]))
 
     index, kinds = torch.arange(ends[-1], device=low.device), {}
     for name in names:
@@ -279,17 +247,14 @@ def main(argv=None):
     table = [describe(kind, torch.cat(found)) for kind, found in kinds.items()] + [describe('all', slice(None))]
     print_table(table)
     if args.estimator == 'gnb':
-        print(f'A larger batch: signal over noise of the gradient is {gradients.signal / gradients.noise:.2g} for one '
-              f'sequence and grows with their number; it is 1 at {gradients.noise / gradients.signal:.1f} sequences.')
-    if updates:
-        found = dict(curvature={name: curvature_along(model, sequences[:32], u) for name, u in updates.items()},
-                     cosine={name: F.cosine_similarity(updates['run'], u, dim=0).item() for name, u in updates.items()})
-        print('\n'.join(answers(table[-1], gradients.size, config, facts, **found)))
-        summary |= found | facts
+        print(f'A larger batch: signal over noise of the gradient is {facts["signal_over_noise"]:.2g} for one sequence '
+              f'and grows with their number; it is 1 at {1 / facts["signal_over_noise"]:.1f} sequences.')
+    if h is not None:
+        print('\n'.join(answers(table[-1], facts, size, config['max_iters'])))
     fig = draw(low.cpu(), h if h is None else h.cpu(), f'{loaded.name}, {args.estimator}, {args.sequences} sequences',
                table[-1].get('log_corr'))
     output = args.output or png_path((loaded.path.parent if loaded.state else Path('out')) / 'curvature.png')
-    save(output, fig, [describe(name, at) for name, at in places.items()], **summary, table=table)
+    save(output, fig, [describe(name, at) for name, at in places.items()], **facts, table=table)
 
 
 if __name__ == '__main__':

@@ -7,14 +7,14 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import GPT, GPTConfig
+from scripts import curvature
 from scripts.curvature import (
-    Estimates,
     Gradients,
     curvature_along,
     draw_gradients,
     log_correlation,
+    log_correlation_of_noise,
     weights_of,
-    with_noise,
 )
 
 
@@ -29,24 +29,17 @@ def gpt():
     return model, torch.randint(8, (32, 5))
 
 
-def test_estimates_have_the_moments_of_squares_of_parts():
-    """Two estimates on four sequences, in parts of two."""
-    gs = torch.randn(8, 5)
-    estimates = Estimates(4, 2, predictions=3)
-    for g in gs:
-        estimates.add(g)
-    each = (gs.view(2, 2, 2, 5).sum(2) ** 2).sum(1) / 12
-    torch.testing.assert_close(estimates.sum / 2, each.mean(0))
-    mean, variance = (each.mean(0) ** 2).mean(), each.var(0).mean()
-    assert estimates.cv() == pytest.approx((variance / (mean - variance / 2).clamp(min=mean / 2)).sqrt().item())
-
-
-def test_the_noise_of_one_square_is_the_root_of_two_and_parts_divide_it():
-    one, four = Estimates(4, 1, 1), Estimates(4, 4, 1)
-    for g in torch.randn(8000, 20):
-        one.add(g)
-        four.add(g)
-    assert one.cv() == pytest.approx(2 ** 0.5, rel=0.05) and four.cv() == pytest.approx(0.5 ** 0.5, rel=0.05)
+@pytest.mark.parametrize(('size', 'parts'), [(1, 1), (4, 1), (4, 2), (4, 4)])
+def test_the_noise_of_an_estimate_by_parts(monkeypatch, size, parts):
+    """Its variance from the moments of single gradients is that of many estimates, here of coin tosses and normals."""
+    gs = torch.cat([torch.randn(40_000, 1), 2.0 * torch.randint(2, (40_000, 1)) - 1], 1)
+    monkeypatch.setattr(curvature, 'draw_gradients', lambda *_: ((g, g) for g in gs[:4000]))
+    gradients = Gradients(None, None, torch.zeros(4000, 4))
+    estimates = (gs.view(-1, parts, size // parts, 2).sum(2) ** 2).sum(1) / size
+    torch.testing.assert_close(sum(gradients.halves) * 3, estimates.mean(0), rtol=0.1, atol=0)
+    for at in (slice(0, 1), slice(1, 2), slice(None)):
+        cv = (estimates.var(0)[at].mean() / estimates.mean(0)[at].square().mean()).sqrt().item()
+        assert gradients.cv(size, parts, at) == pytest.approx(cv, rel=0.1, abs=0.02)
 
 
 def test_the_curvature_along_an_update_is_the_gauss_newton_form(gpt):
@@ -74,20 +67,19 @@ def test_signal_and_noise_are_those_of_the_gradients(gpt):
     true = torch.stack([t for _, t in draw_gradients(model, params, sequences)])
     torch.testing.assert_close(true.sum(0), flat(torch.autograd.grad(
         model(sequences[:, :-1], sequences[:, 1:])[1] * 4 * len(sequences), params)).float(), rtol=1e-4, atol=1e-4)
-    gradients = Gradients(model, params, sequences, dict(hessian_batch_size=4, hessian_parts=2))
+    gradients = Gradients(model, params, sequences)
     noise = true.var(0).sum().item()
     assert gradients.noise == pytest.approx(noise, rel=1e-3)
     assert gradients.signal == pytest.approx(true.mean(0).square().sum().item() - noise / len(true), rel=1e-3, abs=1e-6)
-    assert list(gradients.by_parts) == [1, 2, 4] and gradients.by_parts[2].count == 8
-    torch.testing.assert_close(sum(gradients.halves), gradients.by_parts[4].sum / 8)
 
 
 def test_noise_lowers_the_log_correlation():
     h = torch.rand(20_000).exp()
     assert log_correlation(h, 3 * h) == pytest.approx(1) and abs(log_correlation(h, h[torch.randperm(len(h))])) < 0.05
-    noisy = with_noise(h, 0.5)
-    assert (noisy / h).std().item() == pytest.approx(0.5, rel=0.05)
-    assert log_correlation(h, noisy) < log_correlation(h, with_noise(h, 0.1)) < 1
+    for cv in (0.1, 0.5, 1.4):
+        shape = torch.full_like(h, 1 / cv ** 2)
+        noisy = h * torch.distributions.Gamma(shape, shape).sample()
+        assert log_correlation_of_noise(h, cv) == pytest.approx(log_correlation(h, noisy), abs=0.02) != 1
 
 
 @pytest.mark.parametrize('iterations', [1, 20, 605])
@@ -97,4 +89,4 @@ def test_the_weights_in_h_are_those_of_its_recursion(iterations):
     for i in range(iterations):
         if i % 10 == 0:
             h, age, variance = 0.99 * h + 0.01, 0.99 * age + 0.01 * i, 0.99 ** 2 * variance + 0.01 ** 2
-    assert weights_of(iterations, 10, 0.99) == pytest.approx([h, h ** 2 / variance, iterations - age / h])
+    assert [*weights_of(iterations, 10, 0.99).values()] == pytest.approx([h, h ** 2 / variance, iterations - age / h])
