@@ -3,14 +3,11 @@
   python scripts/plan.py --gpu 4090                                      which sizes fit one RTX 4090
   python scripts/plan.py config/train_gpt2_small_sophiag.py --gpus 8     on eight H100
   python scripts/plan.py config/train_neox_{1.5b,6.6b}_sophiag.py --gpu A100 --gpus 64 --mfu 0.3
-  python scripts/plan.py --model_size=125M --batch_size=30 --measure
 
 Arguments are train.py's: config files, one plan each, and --key=value flags for all of them; by default, a table of the
 published configs for Sophia-G. GB are 1e9 bytes. FLOPs (analysis/runs.py) run at --mfu of the peak; activation
-checkpointing adds up to a third, communication is not counted.
-
-Memory is a formula (`memory`) for compiled steps of the GPT in model.py. For an edited model, loss or optimizer use
---measure, which takes two real steps on this machine.
+checkpointing adds up to a third, communication is not counted. Memory is a formula (`memory`) for compiled steps of the
+GPT in model.py; dev/bench.py measures it, also of an edited model, loss or optimizer.
 """
 
 import argparse
@@ -19,8 +16,6 @@ import functools
 import sys
 from dataclasses import astuple
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import shapes
@@ -33,7 +28,6 @@ from hessian import rows_at_once
 from model import GPT, GPTConfig
 from optimizers import row
 from runtime import device as devices
-from runtime.distributed import World, ranks_from_environment
 
 HEADROOM = 0.1  # of a GPU's memory: the CUDA context, workspaces of cuBLAS and NCCL, fragmentation
 # Activations that a block saves in 16 bits, bytes per token and unit of width: inputs (4) and outputs (2) of both layer
@@ -104,7 +98,7 @@ def changed(c, **values):
     return c
 
 
-def step_seconds(c, model, args):
+def step_cost(c, model, args):
     """Return a step's (seconds, FLOPs, FLOPs of Hessian estimates among them) with the settings `c`."""
     gradient, hessian = training_and_hessian_flops(c.values, dict(flops_per_token=shapes.flops_per_token(model)))
     return (gradient + hessian) / (args.gpus * args.tflops * 1e12 * args.mfu), gradient + hessian, hessian
@@ -125,7 +119,7 @@ def ladder(settings, args):
     rows = []
     for c, shape in settings:
         model = shapes.without_values(GPT, shape)
-        parameters, seconds = shapes.num_params(model), step_seconds(c, model, args)[0]
+        parameters, seconds = shapes.num_params(model), step_cost(c, model, args)[0]
         here, largest = next((mode for mode in modes(c, shape, args) if mode[1]), (None, None))
         line = {'size': c.model_size, 'parameters': parameters, 'fits': 'no'}
         if here:
@@ -142,7 +136,7 @@ def ladder(settings, args):
 def plan(c, shape, args):
     """Print the plan of the settings `c`."""
     model, optimizer = shapes.without_values(GPT, shape), row(c.optimizer_name)
-    seconds, flops, hessian = step_seconds(c, model, args)
+    seconds, flops, hessian = step_cost(c, model, args)
     hours, limit = seconds * c.max_iters / 3600, args.limit
     print(f'{c.out_dir}: {c.optimizer_name}, {shapes.num_params(model):,} parameters, {flops / 1e12:,.0f} TFLOPs a '
           f'step, {hessian / flops:.1%} of them for the Hessian')
@@ -150,7 +144,7 @@ def plan(c, shape, args):
           'GPU-hours')
     if optimizer.library and c.optimizer_name != 'muon':
         print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, and may be '
-              'much larger: use --measure')
+              'much larger: dev/bench.py measures it')
     print(f'  memory, computed, of {limit / 1e9:.0f} GB ({1 - HEADROOM:.0%} of {args.memory_gb:g}):')
     for here, largest in modes(c, shape, args):
         parts = memory(here, shape, args.gpus)
@@ -161,21 +155,6 @@ def plan(c, shape, args):
               f'{largest or "none"}')
         if chosen:
             print('      ' + ', '.join(f'{part} {size / 1e9:.1f}' for part, size in parts.items() if size))
-
-
-def measure(c, shape):
-    """Return the peak memory, in bytes, of two real steps on random tokens, the first one with a Hessian estimate."""
-    world = World(c.device, c.backend, c.parallel)
-    torch.manual_seed(c.seed)
-    with world.device:
-        model = GPT(shape)
-    run = train.set_up(c, world, model)
-    sequences = c.total_batch_size // world.size, c.block_size + 1
-    for iteration in (0, 1):
-        train.train_step(run, torch.randint(shape.vocab_size, sequences, device=world.device), iteration)
-    peak = devices.peak_memory(world.device)
-    world.close()
-    return peak
 
 
 def main(argv=None):
@@ -189,8 +168,6 @@ def main(argv=None):
     parser.add_argument('--tflops', type=at_least(1, float), help="dense 16-bit peak of each (default: the card's)")
     parser.add_argument('--mfu', type=at_least(0.01, float), default=0.4,
                         help='share of the peak that the FLOPs reach (default: 0.4)')
-    parser.add_argument('--measure', action='store_true', help='also take two real steps on this device; under '
-                        'torchrun, on its devices')
     args, flags = parser.parse_known_args(argv)
     card = devices.gpu_named(args.gpu or 'H100')
     if not devices.GPUS.get(card):
@@ -200,27 +177,19 @@ def main(argv=None):
     args.tflops, args.memory_gb = args.tflops or peak / 1e12, args.memory_gb or memory_gb
     args.gpus = args.gpus or (1 if args.gpu else 8)
     args.limit = (1 - HEADROOM) * args.memory_gb * 1e9
-    asked, rank = [*args.configs, *flags], 0
-    if args.measure:
-        rank, _, args.gpus = ranks_from_environment()
-    else:
-        flags = ['--device=cuda', *flags]  # the plan is for GPUs, whatever this machine has
-    if rank == 0:
-        print(f'{args.gpus} × {card}, {args.memory_gb:g} GB and {args.tflops:g} TFLOP/s each, at an MFU of {args.mfu:g}'
-              + ('' if args.gpu else '; assumed, name another card with --gpu'))
-    configs = args.configs if asked else map(str, (Path(__file__).parents[1] / 'config').glob('train_*_sophiag.py'))
-    sources = [[name] for name in configs] or [[]]
-    settings = [train.resolve([*flags, *source], world_size=args.gpus) for source in sources]
-    settings = [(c, shapes.config_of(GPTConfig, c.values, vocab_size_of(c.dataset))) for c in settings]
-    if not asked and not args.measure:
+    print(f'{args.gpus} × {card}, {args.memory_gb:g} GB and {args.tflops:g} TFLOP/s each, at an MFU of {args.mfu:g}'
+          + ('' if args.gpu else '; assumed, name another card with --gpu'))
+    every = not (args.configs or flags)
+    configs = map(str, (Path(__file__).parents[1] / 'config').glob('train_*_sophiag.py')) if every else args.configs
+    settings = []
+    for words in [[name] for name in configs] or [[]]:
+        c = train.resolve(['--device=cuda', *flags, *words], world_size=args.gpus)  # whatever this machine has
+        settings.append((c, shapes.config_of(GPTConfig, c.values, vocab_size_of(c.dataset))))
+    if every:
         ladder(settings, args)
-        return
-    for c, shape in settings:
-        if rank == 0:
+    else:
+        for c, shape in settings:
             plan(c, shape, args)
-        if args.measure:
-            peak = measure(c, shape)
-            print(f'  rank {rank}: {peak / 1e9:.2f} GB measured on {c.device}')
 
 
 if __name__ == '__main__':
