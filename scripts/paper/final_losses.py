@@ -19,16 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, finished_runs
-from analysis.figures import (
-    argparser,
-    figure,
-    legend,
-    parse,
-    print_table,
-    save,
-    set_title,
-    styles,
-)
+from analysis.figures import argparser, figure, legend, parse, print_table, save, set_title, styles
 from analysis.runs import by_seed, mean_final_loss
 from configurator import label_of
 
@@ -38,8 +29,11 @@ X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'p
 
 def x_value(run, x):
     """Return the run's place on the x-axis."""
-    cost = run.flops_per_iteration() if x == 'flops' else None
-    value = cost and cost * run.max_iters if x == 'flops' else run.about.get(x, run.config.get(x))
+    if x == 'flops':
+        cost = run.flops_per_iteration()
+        value = cost and cost * run.max_iters
+    else:
+        value = run.about.get(x, run.config.get(x))
     if value is None:
         raise SystemExit(f'{run.out_dir}: --x {x}: a CSV file needs a column {x}')
     return value
@@ -53,17 +47,13 @@ def line_of(run, by):
 
 def best_groups(runs, place):
     """Return {place: row} of the groups of seeds with the lowest mean loss, sorted by place, a function of a run."""
-    groups = {}
+    found = {}
     for group in by_seed(runs):
-        groups.setdefault(place(group[0]), []).append((*mean_final_loss(group), group))
-    rows = {}
-    for at, found in sorted(groups.items()):
-        loss, sd, group = min(found, key=lambda entry: entry[0])
-        run = group[0]
-        rows[at] = {'val/loss': loss, 'sd': sd, 'seeds': len(group), 'learning_rate': run.learning_rate,
-                    'max_iters': run.max_iters, 'run': str(run.out_dir), 'optimizer': run.optimizer_name,
-                    'tried': len(found)}
-    return rows
+        run, (loss, sd) = group[0], mean_final_loss(group)
+        found.setdefault(place(run), []).append({
+            'val/loss': loss, 'sd': sd, 'seeds': len(group), 'learning_rate': run.learning_rate,
+            'max_iters': run.max_iters, 'run': str(run.out_dir), 'optimizer': run.optimizer_name})
+    return {at: dict(min(rows, key=lambda row: row['val/loss']), tried=len(rows)) for at, rows in sorted(found.items())}
 
 
 def draw_lines(runs, x, by):
@@ -99,7 +89,6 @@ def draw_grid(runs, keys):
     if len(labels) > 1:
         raise SystemExit(f'--grid: runs of one optimizer, not of {", ".join(labels)}; scripts/speedup.py compares them')
     best = best_groups(runs, lambda run: tuple(run.config[key] for key in keys))
-    rows = [{**dict(zip(keys, cell)), **row} for cell, row in best.items()]
     ys, xs = (sorted(set(values)) for values in zip(*best))
     grid = np.full((len(ys), len(xs)), np.nan)
     fig, (ax,) = figure()
@@ -114,7 +103,7 @@ def draw_grid(runs, keys):
         set_ticks(range(len(values)), [value if isinstance(value, str) else f'{value:g}' for value in values])
     ax.set(xlabel=label_of(keys[1]), ylabel=label_of(keys[0]), title=labels[0])
     fig.colorbar(image, label='final validation loss')
-    return fig, rows
+    return fig, [{**dict(zip(keys, cell)), **row} for cell, row in best.items()]
 
 
 def main(argv=None):
@@ -126,7 +115,8 @@ def main(argv=None):
     parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'), help='losses that lines are drawn for')
     add_tuned(parser)
     args = parse(parser, argv)
-    varying = args.grid or [*args.by, *(('n_layer', 'n_head', 'n_embd') if args.x == 'parameters' else ())]
+    sizes = ['n_layer', 'n_head', 'n_embd'] if args.x == 'parameters' else []
+    varying = args.grid or [*args.by, *sizes]
     runs = finished_runs(args.out_dirs, (*args.tuned, *varying))
     for key in varying:
         if any(key not in run.config for run in runs):

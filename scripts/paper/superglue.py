@@ -4,10 +4,9 @@
   python scripts/paper/superglue.py out/gpt2-small-sophiag gpt2 --tasks boolq rte --output compare.png
 
 An answer is right if the first word of the model's line is. A bar chart goes to --output, the numbers next to it.
-docs/models.md explains the columns. Data: the Hub's aps/super_glue, or SuperGLUE's files in a folder.
+docs/models.md explains the columns.
 """
 
-import json
 import random
 import re
 import statistics
@@ -28,53 +27,42 @@ from runtime.device import DTYPES
 from runtime.files import first_line
 from shapes import generate
 
-HUB = 'aps/super_glue'
 SHOTS, DRAWS = 2, 5
 SEED = 1337  # of the draws
 
 
 class Task(NamedTuple):
-    """A task. template: text of an example; answers: a word for each of the labels, which have the Hub's order."""
+    """A task. template: text of an example; answers: a word for each label of the data set, in its order."""
     title: str
     instruction: str
     template: str
     answers: tuple[str, ...]
-    labels: tuple
 
 
 TASKS = {  # by their names on the Hub
     'boolq': Task(
         'BoolQ', 'Answer the question about the passage with yes or no.',
-        'Passage: {passage}\nQuestion: {question}?\nAnswer:', ('no', 'yes'), (False, True)),
+        'Passage: {passage}\nQuestion: {question}?\nAnswer:', ('no', 'yes')),
     'cb': Task(
         'CB', 'Say whether the claim is true or false according to the text, or neither.',
-        'Text: {premise}\nClaim: {hypothesis}\nAnswer:', ('true', 'false', 'neither'),
-        ('entailment', 'contradiction', 'neutral')),
+        'Text: {premise}\nClaim: {hypothesis}\nAnswer:', ('true', 'false', 'neither')),
     'copa': Task(
         'COPA', 'Choose the more plausible cause or effect, 1 or 2.',
-        'Sentence: {premise}\nWhich one is the {question}?\n1: {choice1}\n2: {choice2}\nAnswer:', ('1', '2'),
-        (0, 1)),
+        'Sentence: {premise}\nWhich one is the {question}?\n1: {choice1}\n2: {choice2}\nAnswer:', ('1', '2')),
     'rte': Task(
         'RTE', 'Say whether the claim follows from the text with yes or no.',
-        'Text: {premise}\nClaim: {hypothesis}\nAnswer:', ('yes', 'no'), ('entailment', 'not_entailment')),
+        'Text: {premise}\nClaim: {hypothesis}\nAnswer:', ('yes', 'no')),
 }
 
 
-def read_examples(name, split, data_dir=None):
+def read_examples(data, name, split):
     """Read the 'train' or 'validation' split of a task: dicts with the template's fields and `label`, an index."""
-    if data_dir is None:
-        import datasets
-        try:
-            return list(datasets.load_dataset(HUB, name, split=split))
-        except Exception as error:  # network and Hub have no common class
-            raise SystemExit(f'{HUB}, {name}: unavailable ({first_line(error)}); pass --data_dir') from None
-    task = TASKS[name]
-    path = data_dir / task.title / {'train': 'train.jsonl', 'validation': 'val.jsonl'}[split]
+    import datasets
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
-        return [{**row, 'label': task.labels.index(row['label'])} for row in rows]
-    except (OSError, ValueError, KeyError) as error:
-        raise SystemExit(f'{path}: no examples of {task.title} ({first_line(error)})') from None
+        return list(datasets.load_dataset(data, name, split=split))
+    except Exception as error:  # network and Hub have no common class
+        raise SystemExit(f'--data={data}: {name} cannot be loaded ({first_line(error)}); without a network pass a '
+                         'copy of aps/super_glue') from None
 
 
 def make_prompt(task, exemplars, example):
@@ -138,14 +126,14 @@ def main(argv=None):
     parser = argparser(__doc__, 'superglue.png')
     parser.add_argument('checkpoints', nargs='+', metavar='CHECKPOINT', help=MODEL_HELP)
     parser.add_argument('--tasks', nargs='+', choices=TASKS, default=list(TASKS), help='default: all')
-    parser.add_argument('--data_dir', type=Path, help=f'folder of BoolQ/{{train,val}}.jsonl, CB/… (default: {HUB})')
+    parser.add_argument('--data', default='aps/super_glue', help='on the Hub, or a copy (default: aps/super_glue)')
     parser.add_argument('--limit', type=at_least(1), help='at most this many random examples per task (default: all)')
     add_model_flags(parser)
     args = parser.parse_args(argv)
 
     data, table = {}, []
     for name in args.tasks:
-        train, examples = (read_examples(name, split, args.data_dir) for split in ('train', 'validation'))
+        train, examples = (read_examples(args.data, name, split) for split in ('train', 'validation'))
         draws = [random.Random(f'{SEED} {name} {draw}').sample(train, SHOTS) for draw in range(DRAWS)]
         if args.limit:
             examples = random.Random(f'{SEED} {name}').sample(examples, min(args.limit, len(examples)))
