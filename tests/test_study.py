@@ -116,6 +116,8 @@ def test_fresh_h_is_tested_as_planned():
     table = fresh_h_results.search_table(fresh_h_results.arms_of(results, 'A'))
     assert Counter(row['arm'] for row in table if row['fresh seeds']) == dict.fromkeys(fresh_h.ARMS, 1)
     assert all(row['unclipped'] for row in table if row['arm'] not in ('sign momentum', 'AdamW'))
+    *parts, planned = fresh_h_results.tables(results)
+    assert len(parts) == 3 and '| A: fresh minus permuted | 4, 4 | −0.020' in planned
 
 
 @pytest.mark.parametrize(('best', 'factors'), [(0.5, [1, 2, 0.5]), (1, [1, 2, 0.5]), (2, [1, 2, 4]), (4, [1, 2, 4])])

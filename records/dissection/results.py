@@ -118,17 +118,24 @@ def markdown(rows):
     return ''.join('| ' + ' | '.join(line) + ' |\n' for line in lines)
 
 
+def interval(row):
+    """Return the text of a `difference`, with its 95 % interval if it has one."""
+    known = f' ± {row["plus_or_minus"]:.3f}' if row['p'] is not None else ''
+    return f'{row["difference"]:+.3f}'.replace('-', '−') + known
+
+
+def texts(tests):
+    """Return the rows of tests as texts."""
+    return [{'test': row['comparison'], 'seeds': row['n'], 'difference, 95 %': interval(row), **{
+        key: '–' if row.get(key) is None else f'{row[key]:.2g}' for key in ('p', 'p, Holm')}} for row in tests]
+
+
 def tables(runs):
     """Return the tables of README.md, in its order."""
-    def interval(row):
-        return f'{row["difference"]:+.3f} ± {row["plus_or_minus"]:.3f}'.replace('-', '−')
-
     parts = {part: table(arms_of(runs, part), seeds) for part, seeds in SEEDS.items()}
-    tested = [{'test': row['comparison'], 'seeds': row['n'], 'difference, 95 %': interval(row), 'p': f'{row["p"]:.2g}',
-               'p, Holm': f'{row["p, Holm"]:.2g}' if 'p, Holm' in row else '–'} for row in tests(runs)]
     six = [{'six fresh seeds': row['optimizer'], 'loss': mean_sd(row['mean'], row['sd']),
             'minus AdamW, 95 %': interval(row) if row['optimizer'] != 'AdamW' else None} for row in long_horizon(runs)]
-    return [markdown(rows) for rows in (parts['A'], tested, parts['C'], six, parts['B'])]
+    return [markdown(rows) for rows in (parts['A'], texts(tests(runs)), parts['C'], six, parts['B'])]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

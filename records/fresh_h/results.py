@@ -1,4 +1,7 @@
-"""Results of this study, from runs.jsonl beside this file: rows of the tables that dev/tables.py writes."""
+"""Print the tables of this study's README.md, from runs.jsonl beside this file.
+
+  python records/fresh_h/results.py
+"""
 
 import math
 import statistics
@@ -102,3 +105,13 @@ def planned_tests(results):
 def read_results():
     """Return {name of a run: its `Result`} of this study."""
     return recorded(HERE / 'runs.jsonl')
+
+
+def tables(results):
+    """Return the tables as Markdown, without the ones that have no runs: parts A, B and C, and the planned tests."""
+    parts = [search_table(arms_of(results, part), training if part == 'B' else validation) for part in 'ABC']
+    return [dissection.markdown(rows) for rows in (*parts, dissection.texts(planned_tests(results))) if rows]
+
+
+if __name__ == '__main__':
+    print('\n'.join(tables(read_results())))
