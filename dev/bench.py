@@ -5,8 +5,8 @@
   python dev/bench.py --baseline ~/nanoGPT '--model_size=125M --compile=True'   and nanoGPT's model and AdamW
   python dev/bench.py --profile profile.txt '--model_size=125M'           the operators of one step, by time
 
-Each CONFIG is one quoted string with arguments of train.py. Each has a process of its own, because compiled code would
-be shared, and they take turns, so that other load affects all alike. A baseline is a checkout whose model.py has
+Each CONFIG is one quoted string with arguments of train.py. Each runs in a separate process, because compiled code
+would be shared, and they take turns, so that other load affects all alike. A baseline is a checkout whose model.py has
 nanoGPT's GPT, GPTConfig and configure_optimizers; it gets weights, batch, dtype and compile of each CONFIG of AdamW.
 Tokens are random.
 
@@ -49,7 +49,7 @@ CUDA_MODEL = '--model_size=125M --batch_size=30 --total_batch_size=120'
 
 
 def our_model(c, device):
-    """Build the model of the settings `c`, with the seed's weights, on the device, where large ones take less long."""
+    """Build the model of the settings `c`, with the seed's weights, on the device: on one CPU core it takes minutes."""
     torch.manual_seed(c.seed)
     with device:
         return GPT(shapes.config_of(GPTConfig, c.values, vocab_size_of(c.dataset)))
