@@ -26,25 +26,22 @@ def check_comparable(runs, free=()):
     """
     lengths = [key for key in ('warmup_iters', 'cooldown_iters')
                if not all(same_share(key, runs[0], run) for run in runs)]
-    expected, first_of = None, {}  # first_of: each optimizer's first run
 
     def protocol(run):
         return {**measured_on(run), **{key: run.config.get(key) for key in (*PROTOCOL, *lengths)},
                 'min_lr_ratio': round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)}
 
-    for run in runs:
-        expected = expected or protocol(run)
-        first = first_of.setdefault(run.optimizer_name, run)
-        values = [(key, runs[0], expected[key], value) for key, value in protocol(run).items()]
-        values.append(('beta1', first, first.config.get('beta1'), run.config.get('beta1')))
-        for key, other, theirs, value in values:
-            if theirs == value or key in free:
-                continue
-            hint = '' if ' ' in key else (  # a key with a space is not a setting, but about the data
-                f'; leave one out, or give --tuned {key} if it was tuned; scripts/paper/final_losses.py --grid {key} '
-                'max_iters maps losses over it')
-            raise SystemExit(f'{other.out_dir} and {run.out_dir} cannot be compared: {key} is {theirs} in one and '
-                             f'{value} in the other{hint}')
+    def check(runs, settings_of):
+        for run in runs[1:]:
+            expected, found = settings_of(runs[0]), settings_of(run)
+            for key in [key for key in found if found[key] != expected[key] and key not in free]:
+                hint = '' if ' ' in key else f'; leave one out, or give --tuned {key} if it was tuned'
+                raise SystemExit(f'{runs[0].out_dir} and {run.out_dir} cannot be compared: {key} is {expected[key]} in '
+                                 f'one and {found[key]} in the other{hint}')
+
+    check(runs, protocol)
+    for name in {run.optimizer_name for run in runs}:
+        check([run for run in runs if run.optimizer_name == name], lambda run: {'beta1': run.config.get('beta1')})
 
 
 def same_share(key, one, two):
@@ -198,9 +195,9 @@ def weaknesses(side):
     """Return sentences on what makes the best of a `Tuned` doubtful."""
     who, found = f'{side.best[0].optimizer_label}, T = {side.T}', []
     best, *tried = (dict(hyperparameters(group[0])) for group in (side.best, *side.tried))
-    for key in [key for key in best if type(best.get(key)) in (int, float)]:
+    for key in [key for key in best if type(best[key]) in (int, float)]:
         name, fixed = label_of(key), best.keys() - {key, 'min_lr'}
-        values = sorted({one[key] for one in tried if type(one[key]) in (int, float)
+        values = sorted({one[key] for one in tried if type(one.get(key)) in (int, float)
                          and all(one.get(other) == best[other] for other in fixed)})
         if len(values) > 1 and best[key] in (values[0], values[-1]):
             found.append(f'{who}: the best {name}, {best[key]:g}, is at the edge of those tried ({values[0]:g} to '
@@ -208,11 +205,6 @@ def weaknesses(side):
         elif len(values) == 1 and key == 'learning_rate':
             found.append(f'{who}: one learning rate only'
                          + (' with the other settings of the best' if len(tried) > 1 else ', so nothing was tuned'))
-    for group in side.tried:
-        seeds = [str(run.seed) for run in group if run.diverged]
-        if 0 < len(seeds) < len(group):
-            found.append(f'{who}: {group[0].out_dir} and its other seeds count as diverged, because seed '
-                         f'{", ".join(seeds)} did')
     most = max(len(group) for group in side.tried if not any_diverged(group))
     if len(side.best) < most:
         found.append(f'{who}: the best has fewer seeds ({len(side.best)}) than another setting ({most})')

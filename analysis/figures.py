@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runtime import files
 
-# Names on the command line of what an x-axis can show, and their labels under a figure.
+# The values of --x → the labels of the x-axis
 AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds of training', 'flops': 'training FLOPs'}
 
 OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian', 'sophiag': 'Sophia-G',
@@ -20,7 +20,7 @@ OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian'
                     'gnb_permuted': 'GNB, h permuted', 'sophiag_fresh': 'Sophia-G, fresh h', 'muon': 'Muon',
                     'soap': 'SOAP'}
 
-# The optimizers that have the same color in all pictures: C0, C1, ….
+# The optimizers that have the same color in all pictures: C0, C1, …
 COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'clip', 'gnb_mean', 'ef_clip', 'sophiag_fresh',
            'gnb_permuted']
 
@@ -39,7 +39,6 @@ def figure(columns=1, width=5.0, height=3.7):
     import matplotlib
     matplotlib.use('Agg')
     from matplotlib import pyplot as plt
-    plt.rcParams['text.parse_math'] = False  # a name with two dollar signs is not a formula
     fig, axes = plt.subplots(1, columns, figsize=(width * columns, height), squeeze=False, layout='constrained')
     for ax in axes[0]:
         ax.grid(alpha=0.3)
@@ -48,7 +47,7 @@ def figure(columns=1, width=5.0, height=3.7):
 
 
 def styles(names):
-    """Return options of ax.plot for lines of the optimizers `names`: the optimizers' colors if no two are the same."""
+    """Return options of ax.plot for lines of the optimizers `names`: each one's color if no two are the same."""
     if len(set(names)) == len(names) and set(names) <= set(COLORED):
         return [dict(color=f'C{COLORED.index(name)}') for name in names]
     if len(names) <= 10:
@@ -71,25 +70,10 @@ def set_title(fig, text):
     fig.suptitle(textwrap.fill(text, int(fig.get_figwidth() * 12)), fontsize=10)
 
 
-def plain_log_ticks(fig):
-    """Label logarithmic axes 0.001 or 1,000,000: matplotlib's powers of ten are formulas, which `figure` turns off."""
-    from matplotlib.ticker import LogFormatter
-
-    class Plain(LogFormatter):
-        def __call__(self, x, pos=None):
-            return super().__call__(x, pos) and (f'{x:,.0f}' if x >= 1 else f'{x:g}')
-
-    for axis in [axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)]:
-        for kind in 'major', 'minor':
-            if isinstance(getattr(axis, f'get_{kind}_formatter')(), LogFormatter):
-                getattr(axis, f'set_{kind}_formatter')(Plain())
-
-
-def save(output, fig, rows=None, **data):
+def save(output, fig, rows, **data):
     """Write the figure as `output`, a PNG whose text chunks Command and Commit say what drew it, and its numbers beside
     it: `rows`, a list of dicts, as .csv, and `data`, if any, as .json."""
     from matplotlib import pyplot as plt
-    plain_log_ticks(fig)
     try:
         with files.atomic_write(output) as f:
             fig.savefig(f, dpi=150, format='png', metadata=dict(Command=shlex.join(sys.argv),
@@ -97,40 +81,24 @@ def save(output, fig, rows=None, **data):
     except OSError as error:
         raise SystemExit(f'{output}: cannot be written ({error.strerror})') from None
     plt.close(fig)
-    written = [output]
-    if rows is not None:
-        written.append(output.with_suffix('.csv'))
-        write_csv(written[-1], rows)
+    written = [output, output.with_suffix('.csv')]
+    write_csv(written[1], rows)
     if data:
         written.append(output.with_suffix('.json'))
-        files.write_json(written[-1], data)
+        files.write_json(written[2], data)
     print('wrote ' + ', '.join(map(str, written)))
 
 
 def argparser(doc, output, numbers='.csv', of_runs=False):
-    """Return an ArgumentParser for a script that draws, with --output; `of_runs`: also with OUT_DIR, see `parse`."""
+    """Return an ArgumentParser for a script that draws, with --output; `of_runs`: also with OUT_DIR and --title."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--output', default=None if of_runs else f'out/{output}', type=png_path, metavar='FILE.png',
-                        help=f'the picture; its numbers go next to it as {numbers} (default: {output} '
-                             f'{"beside the runs" if of_runs else "in out/"})')
+    parser.add_argument('--output', default=f'out/{output}', type=png_path, metavar='FILE.png',
+                        help=f'the picture; its numbers go next to it as {numbers} (default: out/{output})')
     if of_runs:
         parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR',
                             help='a run, a directory of runs, or a CSV file (docs/verdict.md)')
-        parser.add_argument('--title', default='', help='of the picture: what it shows')
-        parser.set_defaults(name=output)
+        parser.add_argument('--title', default='', help='of the picture')
     return parser
-
-
-def parse(parser, argv):
-    """Parse `argv` by an `argparser` of runs, and return its arguments with an output."""
-    args = parser.parse_args(argv)
-    folder = Path(args.out_dirs[0])
-    if (folder / 'config.json').is_file() and len(args.out_dirs) > 1:  # one run of several
-        folder = folder.parent
-    while not folder.is_dir():  # a file, or the name of a run in a runs.jsonl
-        folder = folder.parent
-    args.output = args.output or png_path(folder / args.name)
-    return args
 
 
 def png_path(output):
@@ -149,13 +117,14 @@ def png_path(output):
 def print_table(rows, columns=None):
     """Print `rows`, a list of dicts, as an aligned table."""
     columns = columns or list(dict.fromkeys(key for row in rows for key in row))
-    cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+    cells = [columns, *([cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
-        print('  '.join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip())
+        print('  '.join(text.rjust(width) for text, width in zip(line, widths)).rstrip())
 
 
-def _cell(value):
+def cell(value):
+    """Format a value of a table."""
     if value is None:
         return '–'
     if isinstance(value, float):

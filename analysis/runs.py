@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import functools
-import itertools
 import json
 import math
 import statistics
@@ -13,27 +12,25 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from analysis.figures import optimizer_label
-from configurator import having, label_of
+from configurator import HARMLESS, declarations, having, label_of
 from runtime.files import FAILED, differing_files
 
-# What a config.json means that has one of these settings, which no longer exist, or lacks it.
+# Settings that exist in records only → their value in runs that lack them
 REMOVED = dict(hessian_sequences='own', hessian_bias_correction=False, branch_cooldown=0, trackio_log=False)
 
 
 @dataclass
-class Run:
-    """One training run.
+class RunRecord:
+    """One training run, as its files describe it.
 
     out_dir: its directory, or its name below the folder of runs.jsonl. config: its settings, key → value. about: the
-    whole config.json. records: the lines of metrics.jsonl. failed: why it diverged, or None. harmless: the settings
-    that change nothing but rounding.
+    whole config.json. lines: of metrics.jsonl. failed: why it diverged, or None.
     """
     out_dir: Path
     config: dict
     about: dict
-    records: list
+    lines: list
     failed: str | None = None
-    harmless: frozenset = frozenset()
 
     def __getattr__(self, key):
         """Return a setting of the run: run.max_iters."""
@@ -53,17 +50,17 @@ class Run:
 
     def series(self, key, x='steps'):
         """Return the measured values of `key` as (xs, ys), two lists, without lists; x is a key of AXES."""
-        found = [record for record in self.records if isinstance(record.get(key), (int, float))]
-        computed = x == 'flops' and not self.from_csv
-        column = 'tokens' if computed else MEASURED[x]
-        factor = self.flops_per_token() if computed else 1
-        if missing := [record for record in found if column not in record]:
+        found = [line for line in self.lines if isinstance(line.get(key), (int, float))]
+        column, factor = MEASURED[x], 1
+        if x == 'flops' and not self.from_csv:
+            column, factor = 'tokens', self.flops_per_token()
+        if missing := [line for line in found if column not in line]:
             raise SystemExit(f'{self.out_dir}: no {x} at iteration {missing[0]["iter"]}; add a column {x}')
-        return [record[column] * factor for record in found], [record[key] for record in found]
+        return [line[column] * factor for line in found], [line[key] for line in found]
 
     def last(self, key):
         """Return the latest measured value of `key`, or None."""
-        return next((record[key] for record in reversed(self.records) if key in record), None)
+        return next((line[key] for line in reversed(self.lines) if key in line), None)
 
     @property
     def unfinished(self):
@@ -73,6 +70,11 @@ class Run:
         done = max(self.series('val/loss')[0], default=0)
         return None if done >= self.max_iters or 'ended' in self.about else (
             f'it has a validation loss at iteration {done} of {self.max_iters} only')
+
+    @property
+    def ended(self):
+        """Whether the run is finished, or has diverged."""
+        return self.diverged or not self.unfinished
 
     @property
     def off_schedule(self):
@@ -87,17 +89,18 @@ class Run:
     @property
     def changed(self):
         """Which setting was changed at a resume, one clause, or None. A horizon may change before the decay begins."""
-        after, ignored = self.config, self.harmless - having('data') | {'code'}  # `code_changes` has the last one
-        changes = [change for change in self.about.get('changes', []) if change['key'] not in ignored]
-        for iteration, group in itertools.groupby(reversed(changes), key=lambda change: change['iter']):
-            group = list(group)  # the changes of one resume, the last one first
-            before = {**after, **{change['key']: change['from'] for change in group}}
-            for change in group:
-                key = change['key']
-                if key not in having('horizon') or iteration > min(decay_start(before), decay_start(after)):
-                    return f'{key} was changed from {change["from"]} to {change["to"]} at iteration {iteration}'
-            after = before
+        for change in self.about.get('changes', []):
+            key = change['key']
+            if key != 'code' and not (key in having('horizon') and self.on_schedule):  # see `code_changes`
+                return f'{key} was changed from {change["from"]} to {change["to"]} at iteration {change["iter"]}'
         return None
+
+    @property
+    def on_schedule(self):
+        """Whether all learning rates in the log are as the settings say."""
+        from train import learning_rate_at  # which imports PyTorch
+        rates = zip(*self.series('lr'))
+        return all(math.isclose(rate, learning_rate_at(self, iteration)) for iteration, rate in rates)
 
     @property
     def code_changes(self):
@@ -125,32 +128,23 @@ class Run:
         return sum(training_and_hessian_flops(self.config, self.about)) / (self.total_batch_size * self.block_size)
 
     def flops_per_iteration(self):
-        """Return the mean FLOPs of the iterations made, by their tokens; None if a CSV file lacks them."""
-        last = self.records[-1] if self.records else dict(iter=0)
+        """Return the mean FLOPs of an iteration; None if a CSV file lacks them."""
+        last = self.lines[-1]
         if self.from_csv:
-            return last['flops'] / last['iter'] if last['iter'] and 'flops' in last else None
-        tokens = last['tokens'] / last['iter'] if last['iter'] else self.total_batch_size * self.block_size
-        return tokens * self.flops_per_token()
-
-
-def decay_start(config):
-    """Return the last iteration with the peak learning rate; see `learning_rate_at` in train.py."""
-    if not config['decay_lr'] or config['schedule'] == 'constant':
-        return math.inf
-    return config['lr_decay_iters'] - config['cooldown_iters'] if config['cooldown_iters'] else config['warmup_iters']
+            return last['flops'] / last['iter'] if last.get('flops') and last['iter'] else None
+        return last['tokens'] / last['iter'] * self.flops_per_token()
 
 
 def training_and_hessian_flops(config, about):
     """Return (FLOPs of an iteration's forward and backward, FLOPs per iteration spent on Hessian estimates).
 
-    They follow `shapes.flops_per_token` and `optimizers.hessian_flops_per_token`; an optimizer's arithmetic does not
-    count. about: the rest of config.json.
+    An optimizer's arithmetic does not count. about: the rest of config.json.
     """
     per_token, hessian = about.get('flops_per_token'), about.get('hessian_flops_per_token')
-    if per_token is None:  # of an older run: GPT-2 without biases, whose norms and positions multiply nothing
+    if per_token is None:  # of a record: GPT-2 without biases, whose norms and positions multiply nothing
         L, d, T = config['n_layer'], config['n_embd'], config['block_size']
         per_token = 6 * (about['parameters'] - (2 * L + 1) * d - T * d) + 12 * L * d * T
-    if hessian is None:  # of an older run, or of a plan
+    if hessian is None:  # of a record, or of a plan
         from optimizers import hessian_flops_per_token  # which imports PyTorch
         hessian = hessian_flops_per_token(config, per_token)
     tokens = config['total_batch_size'] * config['block_size']
@@ -162,52 +156,47 @@ def training_and_hessian_flops(config, about):
 
 
 def read_run(out_dir):
-    """Return the `Run` in the directory `out_dir`."""
-    return of_one_version([read_directory(out_dir)])[0]
+    """Return the `RunRecord` of the directory `out_dir`."""
+    return with_defaults([read_directory(out_dir)])[0]
 
 
 def read_directory(out_dir):
-    """Return the `Run` in the directory `out_dir`, with the settings that its config.json has."""
+    """Return the `RunRecord` of the directory `out_dir`, with the settings that its config.json has."""
     out_dir = Path(out_dir)
     about, metrics, failed = read_json(out_dir / 'config.json'), out_dir / 'metrics.jsonl', out_dir / FAILED
-    return Run(out_dir, about['config'], about, read_metrics(metrics) if metrics.is_file() else [],
-               failed.read_text(encoding='utf-8').strip() if failed.is_file() else None)
+    return RunRecord(out_dir, about['config'], about, read_metrics(metrics) if metrics.is_file() else [],
+                     failed.read_text(encoding='utf-8').strip() if failed.is_file() else None)
 
 
-def of_one_version(runs):
+def with_defaults(runs):
     """Give `runs` the same settings, and return them: those that older runs lack have their defaults, from train.py."""
-    versions = {(frozenset(run.config), frozenset(run.about.get('harmless', ()))) for run in runs}
-    older = len(versions) > 1 or not all('harmless' in run.about for run in runs)
-    for run in runs:
-        run.harmless = frozenset(run.about.get('harmless', ()))
-        if older:
-            defaults, run.harmless, first_weights = of_this_version()
-            run.config = {**defaults, **run.config, 'init_from': first_weights(run.about)}
+    if any(run.config.keys() != runs[0].config.keys() or declarations().keys() - run.config.keys() for run in runs):
+        for run in runs:
+            run.config = {**defaults(), **run.config}
+            if run.init_from == 'auto':  # an older name of --auto_resume
+                run.config['init_from'] = 'scratch'
     return runs
 
 
 @functools.cache
-def of_this_version():
-    """Return (the default of every setting, the harmless ones, `resume.first_weights`), which need PyTorch."""
+def defaults():
+    """Return the default of every setting, for which train.py imports PyTorch."""
     import train
-    from configurator import HARMLESS, Config
+    from configurator import Config
     from optimizers import PLACEHOLDERS
-    from resume import first_weights
-    settings = Config(train.DEFAULTS)
-    return ({**PLACEHOLDERS, **settings.defaults, 'cooldown_iters': 0, **REMOVED},
-            frozenset(settings.having(*HARMLESS)), first_weights)
+    return {**PLACEHOLDERS, **Config(train.DEFAULTS).defaults, 'cooldown_iters': 0, **REMOVED}
 
 
 def read_metrics(path):
     """Return the lines of a metrics.jsonl, a list of dicts. The last line of an active run may be cut off."""
-    lines, records = path.read_text(encoding='utf-8').splitlines(), []
-    for number, line in enumerate(lines, 1):
+    texts, lines = path.read_text(encoding='utf-8').splitlines(), []
+    for number, text in enumerate(texts, 1):
         try:
-            records.append(json.loads(line))
+            lines.append(json.loads(text))
         except ValueError:
-            if number < len(lines):
+            if number < len(texts):
                 raise SystemExit(f'{path}:{number}: not a JSON object; the file is damaged') from None
-    return records
+    return lines
 
 
 def read_packed(path):
@@ -215,24 +204,27 @@ def read_packed(path):
     runs = []
     for entry in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
         about, columns = entry['config'], entry['metrics']
-        records = [{key: value for key, value in zip(columns, values) if value is not None}
-                   for values in zip(*columns.values())]
-        runs.append(Run(path.parent / entry['run'], about['config'], about, records, entry.get('failed')))
+        lines = [{key: value for key, value in zip(columns, values) if value is not None}
+                 for values in zip(*columns.values())]
+        runs.append(RunRecord(path.parent / entry['run'], about['config'], about, lines, entry.get('failed')))
     return runs
 
 
 def packed(run, name):
     """Return the run as a line of runs.jsonl: name, why it failed, config.json, and the metrics by column, or null."""
-    columns = dict.fromkeys(key for record in run.records for key in record)
-    return json.dumps(dict(run=str(name), **({} if run.failed is None else {'failed': run.failed}), config=run.about,
-                           metrics={key: [record.get(key) for record in run.records] for key in columns}))
+    columns = dict.fromkeys(key for line in run.lines for key in line)
+    failed = {} if run.failed is None else {'failed': run.failed}
+    return json.dumps(dict(run=str(name), **failed, config=run.about,
+                           metrics={key: [line.get(key) for line in run.lines] for key in columns}))
 
 
 # Columns of a CSV file that are measured → their names in metrics.jsonl; all others say which run a row is of.
 MEASURED = {'steps': 'iter', 'loss': 'val/loss', 'tokens': 'tokens', 'flops': 'flops', 'seconds': 'time'}
-# What a run of a CSV file has where the file has no such column; nothing is known of its schedule.
+# The settings of a run whose CSV file has no such column; nothing is known of its schedule.
 NOT_SAID = dict(learning_rate=None, decay_lr=False, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
                 eval_iters=0, batch_size=0)
+# Columns whose absence a note names → what they would say
+SAID = {'horizon': 'whether the schedules ended at the last step', 'flops': 'the FLOPs of a step'}
 
 
 def read_csv(path):
@@ -243,30 +235,27 @@ def read_csv(path):
     if missing := [column for column in ('optimizer', 'seed', 'steps', 'loss') if column not in columns]:
         raise SystemExit(f'{path}: no column {missing[0]}; it needs a header with optimizer, seed, steps and loss')
     settings, found = [column for column in columns if column not in MEASURED], {}
-    for line, row in enumerate(rows, 2):
+    for number_, row in enumerate(rows, 2):
         if None in row or None in row.values():
-            raise SystemExit(f'{path}:{line}: not as many columns as in the header')
-        record = {name: number(row[column] or 'nan') for column, name in MEASURED.items() if column in columns
-                  and (row[column] or column in ('steps', 'loss'))}
-        if any(isinstance(value, str) for value in record.values()) or not math.isfinite(record['iter']):
-            raise SystemExit(f'{path}:{line}: steps, loss, tokens, flops and seconds must be numbers')
+            raise SystemExit(f'{path}:{number_}: not as many columns as in the header')
+        line = {name: number(row[column] or 'nan') for column, name in MEASURED.items() if column in columns
+                and (row[column] or column in ('steps', 'loss'))}
+        if any(isinstance(value, str) for value in line.values()) or not math.isfinite(line['iter']):
+            raise SystemExit(f'{path}:{number_}: steps, loss, tokens, flops and seconds must be numbers')
         of_run = found.setdefault(tuple(row[column] for column in settings), {})
-        if of_run.setdefault(record['iter'], record) is not record:
-            raise SystemExit(f'{path}:{line}: the second row of a run for step {row["steps"]}; add a column for the '
+        if of_run.setdefault(line['iter'], line) is not line:
+            raise SystemExit(f'{path}:{number_}: the second row of a run for step {row["steps"]}; add a column for the '
                              'setting that tells the two runs apart')
-    tuned = set(settings) - {'optimizer', 'seed', 'horizon'}
     unsaid = ['whether model, data and validation set are the same',
-              *(['whether the schedules ended at the last step (horizon)'] if 'horizon' not in columns else []),
-              *(['which hyperparameters differ (a column each)'] if not tuned else []),
-              *(['the FLOPs of a step (flops)'] if 'flops' not in columns else [])]
-    about, runs = dict(harmless=[], unsaid=f'{path} does not say {"; ".join(unsaid)}'), []
-    for values, records in found.items():
-        cells, records = dict(zip(settings, values)), [records[step] for step in sorted(records)]
+              *(f'{what} ({column})' for column, what in SAID.items() if column not in columns)]
+    about, runs = dict(unsaid=f'{path} does not say {"; ".join(unsaid)}'), []
+    for values, lines in found.items():
+        cells, lines = dict(zip(settings, values)), [lines[step] for step in sorted(lines)]
         config = {column: number(cell) if cell else NOT_SAID.get(column) for column, cell in cells.items()}
-        config.update(optimizer_name=cells['optimizer'], max_iters=config.pop('horizon', None) or records[-1]['iter'])
+        config.update(optimizer_name=cells['optimizer'], max_iters=config.pop('horizon', None) or lines[-1]['iter'])
         del config['optimizer']
         name = ','.join(f'{column}={cell}' for column, cell in cells.items()).replace('/', '_')
-        runs.append(Run(path / name, {**NOT_SAID, **config}, about, records))
+        runs.append(RunRecord(path / name, {**NOT_SAID, **config}, about, lines))
     return runs
 
 
@@ -302,7 +291,7 @@ def find_runs(paths):
     runs = list(found.values())
     if len({run.from_csv for run in runs}) > 1:
         raise SystemExit('runs of a CSV file and of train.py: their settings have different names; compare them apart')
-    return of_one_version(runs)
+    return runs if runs[0].from_csv else with_defaults(runs)
 
 
 def read_json(path):
@@ -321,8 +310,8 @@ def read_json(path):
 
 def hyperparameters(run):
     """Return a hashable key of all that a run's result depends on, except data and seed."""
-    return tuple(sorted((key, value) for key, value in run.config.items()
-                        if key not in run.harmless | having('eval', 'chance')))
+    ignored = having('eval', 'chance', *(() if run.from_csv else HARMLESS))
+    return tuple(sorted((key, value) for key, value in run.config.items() if key not in ignored))
 
 
 def all_but_seed(run):
@@ -336,8 +325,8 @@ def by_seed(runs, repeats=False):
     groups, seen = {}, Counter()
     for run in runs:
         key = all_but_seed(run)
-        again = seen[key, run.config.get('seed')]
-        seen[key, run.config.get('seed')] += 1
+        again = seen[key, run.seed]
+        seen[key, run.seed] += 1
         if repeats or not again:
             groups.setdefault((key, again), []).append(run)
     return list(groups.values())

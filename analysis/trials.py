@@ -1,5 +1,5 @@
-"""Trials: runs of train.py that differ in a few settings. Named, trained, resumed and listed, for sweep.py, tune.py and
-scripts/paper."""
+"""Trials: runs of train.py that differ in a few settings. Named, trained, resumed and listed, for sweep.py and
+tune.py."""
 
 import contextlib
 import itertools
@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import train
-from analysis.figures import print_table, write_csv
-from analysis.runs import notes_on, of_this_version, read_run, validation_sequences
+from analysis.arguments import at_least
+from analysis.figures import print_table
+from analysis.runs import defaults, mean_final_loss, notes_on, read_run, validation_sequences
 from model import GPTConfig
 from runtime.files import code_hashes, differing_files
 from runtime.signals import restored_signals
@@ -38,14 +39,14 @@ class Trial:
 
     @property
     def run(self):
-        """The `Run` so far, or None."""
+        """The `RunRecord` so far, or None."""
         return read_run(self.out_dir) if (self.out_dir / 'config.json').is_file() else None
 
     @property
     def ended(self):
         """Whether the run is finished, or has diverged."""
         run = self.run
-        return run is not None and (run.failed is not None or not run.unfinished)
+        return run is not None and run.ended
 
     @property
     def loss(self):
@@ -62,16 +63,11 @@ class Trial:
         return f'diverged: {run.failed}' if run.failed else run.rejected or 'finished'
 
     @property
-    def outcome(self):
-        """`state`; of a run that has not ended, the last line of its log.txt."""
-        return self.state if self.ended else f'failed: {self.last_line} ({self.out_dir}/log.txt)'
-
-    @property
     def last_line(self):
         """The last line of its log.txt."""
         path = self.out_dir / 'log.txt'
-        lines = path.read_text(encoding='utf-8', errors='replace').split('\n') if path.is_file() else []
-        return next((line.strip() for line in reversed(lines) if line.strip()), '')
+        text = path.read_text(encoding='utf-8', errors='replace') if path.is_file() else ''
+        return text.rstrip().split('\n')[-1].strip()
 
     def check(self):
         """SystemExit unless train.py accepts the arguments, and a run that is there has them. Executes config files."""
@@ -81,12 +77,11 @@ class Trial:
         c = train.resolve(argv, run.about.get('world_size') if run else None)
         if not run:
             return
-        there = {**of_this_version()[0], **run.config}
         unchecked = c.having('run', 'eval') | {'dtype'} - c.given  # whose default is this machine's
         if train.finetunes(c):  # these follow the pretrained weights
             unchecked |= asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
         there, asked = ({**values, 'eval_iters × batch_size': validation_sequences(values)}
-                        for values in (there, c.values))
+                        for values in ({**defaults(), **run.config}, c.values))
         for key, value in asked.items():
             if key not in unchecked and value != there.get(key, value):
                 raise SystemExit(f'{self.out_dir}: holds a run with {key} = {there[key]!r}, asked for is '
@@ -146,23 +141,27 @@ def split_values(flag, pairs):
 # Training
 
 
-def add_launcher(parser):
-    """Give an ArgumentParser the flag --launcher, whose value is the list of the command's words."""
+def add_training_flags(parser):
+    """Add --jobs and --launcher, whose value is the list of the command's words."""
+    parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
     parser.add_argument('--launcher', type=shlex.split, default=[sys.executable], metavar='COMMAND',
                         help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
 
 
 @restored_signals()
-def train_all(trials, jobs=1, launcher=(sys.executable,)):
+def train_all(trials, jobs, launcher):
     """Train `trials`, `jobs` at a time, each from where it stopped; skip those that are finished or have diverged.
 
     Reports each run on stderr as it ends. SystemExit when this process is told to stop (Ctrl-C, SIGTERM).
     """
+    def report(trial):
+        state = trial.state if trial.ended else f'failed: {trial.last_line} ({trial.out_dir}/log.txt)'
+        print(f'{trial.name}: {state}', file=sys.stderr, flush=True)
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     waiting = [trial for trial in trials if not trial.ended]
     try:
-        run_in_turns(lambda: waiting, lambda trial, slot: start(trial, launcher, slot, jobs), jobs,
-                     lambda trial: print(f'{trial.name}: {trial.outcome}', file=sys.stderr, flush=True))
+        run_in_turns(lambda: waiting, lambda trial, slot: start(trial, launcher, slot, jobs), jobs, report)
     except KeyboardInterrupt:
         raise SystemExit('interrupted; the same command resumes where it stopped') from None
 
@@ -229,52 +228,30 @@ def gpu_of(slot, count):
 # The table
 
 
-# Columns of the table → their names in metrics.jsonl.
-MEASURED = {key: key for key in ('val/loss', 'train/loss', 'grad_clipped', 'update_unclipped')} | {'seconds': 'time'}
-
-
-def show(trials, out_dir):
-    """Print a table of `trials`, averaged over seeds, the lowest validation loss first, and notes on what differs.
-
-    Writes a row for each trial to results.csv in `out_dir`.
-    """
-    rows, runs = [], []
+def show(trials):
+    """Print a table of `trials`, averaged over seeds, the lowest validation loss first, and notes on what differs."""
+    groups, runs = {}, [run for trial in trials if (run := trial.run)]
     for trial in trials:
-        run = trial.run
-        row = dict(trial.settings, **{column: run.last(key) if run else None for column, key in MEASURED.items()})
-        if run:
-            runs.append(run)
-            row['val/loss'] = None if run.rejected else row['val/loss']
-        rows.append(dict(row, state=trial.state))
-    write_csv(Path(out_dir) / 'results.csv', by_loss(rows))
-    print_table(by_loss(over_seeds(rows)))
-    present, notes = code_hashes(), notes_on(runs)
-    if files := {name: None for run in runs for name in differing_files(run.about.get('code'), present)}:
+        settings = tuple((key, value) for key, value in trial.settings.items() if key != 'seed')
+        groups.setdefault(settings, []).append(trial)
+    rows = [row(dict(settings), group) for settings, group in groups.items()]
+    print_table(sorted(rows, key=lambda row: math.inf if row['val/loss'] is None else row['val/loss']))
+    notes = notes_on(runs)
+    if files := differing_files(code_hashes(), *(run.about.get('code') for run in runs)):
         notes.append(f'{", ".join(files)} changed since some of these runs were trained; choose another --out_dir to '
                      'train them with the present code')
     for note in notes:
         print(f'note: {note}')
 
 
-def by_loss(rows):
-    """Return the rows of the table, the lowest validation loss first."""
-    return sorted(rows, key=lambda row: math.inf if row['val/loss'] is None else row['val/loss'])
-
-
-def over_seeds(rows):
-    """Average the rows of the table that differ in `seed` only. A mean is over all seeds, or None."""
-    groups = {}
-    for row in rows:
-        settings = [(key, value) for key, value in row.items() if key not in ('seed', 'state', *MEASURED)]
-        groups.setdefault(tuple(settings), []).append(row)
-    if len(groups) == len(rows):
-        return rows
-    found = []
-    for settings, group in groups.items():
-        columns = {key: [row[key] for row in group] for key in MEASURED}
-        means = {key: None if None in values else statistics.mean(values) for key, values in columns.items()}
-        known = [loss for loss in columns['val/loss'] if loss is not None]
-        found.append({**dict(settings), 'val/loss': means.pop('val/loss'),
-                      'sd': statistics.stdev(known) if 1 < len(known) == len(group) else None, 'seeds': len(group),
-                      **means, 'state': '; '.join(dict.fromkeys(row['state'] for row in group))})
-    return found
+def row(settings, trials):
+    """Return the row of trials that differ in their seed only. Means are over all seeds, or None."""
+    done = all(trial.loss is not None for trial in trials)
+    runs = [trial.run for trial in trials] if done else []
+    mean, sd = mean_final_loss(runs) if done else (None, None)
+    shares = {}
+    for key in ('update_unclipped', 'grad_clipped'):
+        values = [run.last(key) for run in runs]
+        shares[key] = statistics.mean(values) if values and None not in values else None
+    return {**settings, 'val/loss': mean, 'sd': sd, 'seeds': len(trials), **shares,
+            'state': '; '.join(dict.fromkeys(trial.state for trial in trials))}

@@ -13,28 +13,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.figures import AXES, argparser, figure, legend, parse, save, set_title, styles
+from analysis.figures import AXES, argparser, figure, legend, save, set_title, styles
 from analysis.runs import averaged, by_seed, find_runs, labels_of, notes_on
 
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_norm': 'ℓ2 norm of h',
          'update_unclipped': 'unclipped share of the coordinates (grey: the paper\'s advice)',
          'grad_clipped': 'share of the steps whose gradient was clipped'}
-
-
-def ends_before_others(runs, metric):
-    """Return the run whose `metric` ends first, None if all end together."""
-    ends = {run.out_dir: max(run.series(metric)[0], default=0) for run in runs}
-    first = min(ends, key=ends.get)
-    return first if ends[first] < max(ends.values()) else None
-
-
-def described(run):
-    """Return a title for one run: its optimizer, model, data, and validation loss."""
-    words, found = [run.optimizer_label], run.series('val/loss')
-    if 'parameters' in run.about:
-        words.append(f'{run.about["parameters"] / 1e6:.2g}M parameters, {Path(run.dataset).name}')
-    return ', '.join(words) + (f': validation loss {found[1][-1]:.3f} after {found[0][-1]:,} iterations'
-                               if found[0] else '')
 
 
 def main(argv=None):
@@ -43,7 +27,7 @@ def main(argv=None):
     parser.add_argument('--metrics', nargs='+', metavar='KEY',
                         help='keys of metrics.jsonl (default: val/loss train/loss, of one run in one panel)')
     parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'))
-    args = parse(parser, argv)
+    args = parser.parse_args(argv)
     runs = find_runs(args.out_dirs)
     for note in notes_on(runs):
         print(f'note: {note}', file=sys.stderr)
@@ -58,12 +42,12 @@ def main(argv=None):
             xs, ys, lows, highs = averaged(line, metric, args.x)
             if not xs:
                 continue
-            if cut := ends_before_others(line, metric):
-                print(f'note: {metric} of {label} is drawn up to where {cut} ends, because a mean is over all seeds',
-                      file=sys.stderr)
-            faint = together and metric != 'val/loss'
-            ax.plot(xs, ys, 'o-' if len(xs) < 30 else '-', markersize=4, alpha=0.4 if faint else 1,
-                    label=NAMES[metric] if together else label, **style)
+            ends = [max(run.series(metric)[0]) for run in line]
+            if min(ends) < max(ends):
+                print(f'note: {metric} of {label} is drawn up to step {min(ends)}, where a seed ends, because a mean '
+                      'is over all seeds', file=sys.stderr)
+            ax.plot(xs, ys, 'o-' if len(xs) < 30 else '-', markersize=4, label=NAMES[metric] if together else label,
+                    alpha=0.4 if together and metric != 'val/loss' else 1, **style)
             if len(line) > 1:
                 ax.fill_between(xs, lows, highs, alpha=0.2, linewidth=0, **style)
             rows += [{'run': label, 'metric': metric, args.x: x, 'value': y, 'lowest': low, 'highest': high,
@@ -75,7 +59,7 @@ def main(argv=None):
         ax.set_title('' if together else NAMES.get(metric, metric), fontsize=9)
         if metric == 'update_unclipped':
             ax.axhspan(0.1, 0.5, color='0.5', alpha=0.15)
-    set_title(fig, args.title or (described(runs[0]) if together else ''))
+    set_title(fig, args.title or (f'{runs[0].optimizer_label}, {runs[0].out_dir}' if together else ''))
     legend(fig, max(axes, key=lambda ax: len(ax.lines)))
     save(args.output, fig, rows)
 

@@ -45,7 +45,7 @@ def row(run):
             'T': run.max_iters, 'tokens': run.max_iters * run.total_batch_size * run.block_size,
             'learning_rate': run.learning_rate, 'seed': run.config.get('seed'),
             'val/loss': None if run.rejected else run.last('val/loss'),
-            'hours': run.records[-1]['time'] / 3600 if run.records else None,
+            'hours': run.lines[-1]['time'] / 3600 if run.lines else None,
             'machine': machine.get('gpu') or machine.get('cpu'), 'commit': str(run.about.get('git_commit'))[:10]}
 
 

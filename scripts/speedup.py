@@ -14,33 +14,16 @@ from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from analysis import compare
 from analysis.arguments import at_least
-from analysis.compare import (
-    add_tuned,
-    check_comparable,
-    efficiency_at,
-    noise_of,
-    same_horizon,
-    tuned_at_each_T,
-    weaknesses,
-)
-from analysis.figures import (
-    argparser,
-    figure,
-    legend,
-    optimizer_label,
-    parse,
-    print_table,
-    save,
-    set_title,
-    styles,
-)
+from analysis.figures import argparser, figure, legend, optimizer_label, print_table, save, set_title, styles
 from analysis.runs import by_seed, find_runs, mean_final_loss, notes_on
 from analysis.significance import holm
 
 # The columns printed of the table at the same T; the .json has all.
 SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, Holm', 'test', 'seeds',
           'seeds of baseline', 'at equal trials', 'baseline at equal trials']
+PANELS = ['loss', 'difference']
 
 
 def main(argv=None):
@@ -49,31 +32,29 @@ def main(argv=None):
     parser.add_argument('--candidate', nargs='+', metavar='NAME', help='O2, one or several (default: all others)')
     parser.add_argument('--k', type=at_least(1, Fraction), default=Fraction(2),
                         help='the factor claimed, such as 2, 1.1 or 4/3 (default: 2)')
-    add_tuned(parser)
-    parser.add_argument('--panels', nargs='+', choices=PANELS, default=list(PANELS), help='default: all')
-    args = parse(parser, argv)
+    compare.add_tuned(parser)
+    parser.add_argument('--panels', nargs='+', choices=PANELS, default=PANELS, help='default: all')
+    args = parser.parse_args(argv)
     runs = find_runs(args.out_dirs)
-    args.baseline = next((run.optimizer_name for run in runs  # a CSV file may have AdamW
-                          if run.optimizer_name.lower() == args.baseline.lower()), args.baseline)
-    noise = noise_of(by_seed([run for run in runs if not run.rejected]))  # of all optimizers, compared or not
-    candidates = args.candidate or sorted({run.optimizer_name for run in runs} - {args.baseline})
-    runs = [run for run in runs if run.optimizer_name in (args.baseline, *candidates)]
-    rejected = {str(run.out_dir): run.rejected for run in runs if run.rejected}
+    baseline = next((run.optimizer_name for run in runs  # a CSV file may have AdamW
+                     if run.optimizer_name.lower() == args.baseline.lower()), args.baseline)
+    # The noise is of all optimizers, compared or not.
+    noise = compare.noise_of(by_seed([run for run in runs if not run.rejected]))
+    candidates = args.candidate or sorted({run.optimizer_name for run in runs} - {baseline})
+    runs = [run for run in runs if run.optimizer_name in (baseline, *candidates)]
     kept = [run for run in runs if not run.rejected]
-    check_comparable(kept + [run for run in runs if run.diverged], args.tuned)
-    groups = by_seed(kept)
-    counted = [run.out_dir for group in groups for run in group]
-    rejected |= {str(run.out_dir): 'another run has the same settings and seed' for run in kept
-                 if run.out_dir not in counted}
+    compare.check_comparable(kept + [run for run in runs if run.diverged], args.tuned)
+    counted = {run.out_dir for group in by_seed(kept) for run in group}
+    rejected = {str(run.out_dir): run.rejected or 'another run has the same settings and seed'
+                for run in runs if run.out_dir not in counted}
     for name, reason in rejected.items():
         print(f'rejected {name}: {reason}')
-    tuned = {name: tuned_at_each_T(runs, name) for name in (args.baseline, *candidates)}
-    verdicts = [judge(name, args.baseline, tuned[name], tuned[args.baseline], args.k, noise) for name in candidates]
+    tuned = {name: compare.tuned_at_each_T(runs, name) for name in (baseline, *candidates)}
+    verdicts = [judge(name, baseline, tuned[name], tuned[baseline], args.k, noise) for name in candidates]
     if not any(verdict['criterion'] or verdict['same_T'] for verdict in verdicts):
-        others = '; '.join(f'{name} at T = {sorted(tuned[name]) or "none"}' for name in candidates)
-        others = others or 'there is no other optimizer; scripts/paper/final_losses.py compares settings of one'
-        raise SystemExit(f'nothing to compare: {args.baseline} has finished runs at T = '
-                         f'{sorted(tuned[args.baseline]) or "none"}; {others}')
+        found = '; '.join(f'{name} at T = {sorted(sides) or "none"}' for name, sides in tuned.items())
+        raise SystemExit(f'nothing to compare: finished runs of {found}; scripts/paper/final_losses.py compares '
+                         'settings of one optimizer')
 
     results = [side.row() for sides in tuned.values() for side in sides.values()]
     print_table(results, [key for key in results[0] if key != 'run'])
@@ -86,25 +67,25 @@ def main(argv=None):
                 print_table(verdict[key], SAME_T if key == 'same_T' else None)
                 print()
         print('\n'.join(verdict['text']))
-    notes = notes_on(kept) + [note for sides in tuned.values() for side in sides.values() for note in weaknesses(side)]
+    notes = notes_on(kept) + [note for sides in tuned.values() for side in sides.values()
+                              for note in compare.weaknesses(side)]
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
-
-    fig = draw(tuned, args.baseline, verdicts, args.k, args.panels)
+    fig = draw(tuned, baseline, verdicts, args.panels)
     set_title(fig, args.title)
-    save(args.output, fig, results, baseline=args.baseline, k=float(args.k), noise=dict(zip(('sd', 'df'), noise())),
+    save(args.output, fig, results, baseline=baseline, k=float(args.k), noise=dict(zip(('sd', 'df'), noise())),
          verdicts=verdicts, notes=notes, rejected=rejected)
 
 
 def judge(name, baseline_name, candidate, baseline, k, noise):
     """Return the verdict on a candidate: rows of three tables, lines of text, and whether the criterion holds."""
-    same = [same_horizon(candidate[T], baseline[T], noise) for T in sorted(candidate.keys() & baseline.keys())]
+    same = [compare.same_horizon(candidate[T], baseline[T], noise) for T in sorted(candidate.keys() & baseline.keys())]
     tested = [row for row in same if row['p'] is not None]
     for row, p in zip(tested, holm([row['p'] for row in tested])):
         row['p, Holm'] = p
     criterion = [{'T': T, 'T/k': int(T / k), 'baseline at T': baseline[T].mean,
                   'candidate at T/k': candidate[T / k].mean,
                   'holds': baseline[T].mean >= candidate[T / k].mean} for T in sorted(baseline) if T / k in candidate]
-    efficiency = [row for T in sorted(candidate) if (row := efficiency_at(candidate[T], baseline))]
+    efficiency = [row for T in sorted(candidate) if (row := compare.efficiency_at(candidate[T], baseline))]
     holds = all(row['holds'] for row in criterion) if criterion else None
     text, one, two = [], optimizer_label(baseline_name), optimizer_label(name)
     if criterion:
@@ -125,47 +106,31 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
     return dict(candidate=name, holds=holds, text=text, same_T=same, criterion=criterion, efficiency=efficiency)
 
 
-def draw(tuned, baseline, verdicts, k, panels):
-    """Return the figure of some of PANELS, side by side."""
+def draw(tuned, baseline, verdicts, panels):
+    """Return the figure of PANELS, side by side, against T: final losses with their standard deviation over seeds;
+    differences to the baseline at the same T with their 95 % interval."""
     fig, axes = figure(len(panels), width=4.6, height=3.8)
     looks = {name: dict(style, fmt='o-', capsize=3, markersize=4, label=optimizer_label(name))
              for name, style in zip(tuned, styles(tuned))}
     Ts = sorted({T for sides in tuned.values() for T in sides})
     for ax, panel in zip(axes, panels):
-        PANELS[panel](ax, tuned, baseline, verdicts, k, looks)
+        if panel == 'loss':
+            for name, sides in tuned.items():
+                ax.errorbar(list(sides), [side.mean for side in sides.values()],
+                            [mean_final_loss(side.best)[1] or 0 for side in sides.values()], **looks[name])
+            ax.set(ylabel='final validation loss', title='Final loss at the best settings tried')
+        else:
+            one = optimizer_label(baseline)
+            ax.axhline(0, color=looks[baseline]['color'], label=one)
+            for rows, name in [(verdict['same_T'], verdict['candidate']) for verdict in verdicts]:
+                ax.errorbar([row['T'] for row in rows], [row['difference'] for row in rows],
+                            [row['plus_or_minus'] or 0 for row in rows], **looks[name])
+            ax.set(ylabel=f"final loss minus {one}'s, 95 % interval", title='Difference at the same T')
         ax.set(xscale='log', xlabel='steps T of the whole schedule')
         ax.set_xticks(Ts, [f'{T:,}' for T in Ts])
         ax.minorticks_off()
     legend(fig, axes[0])
     return fig
-
-
-def draw_loss(ax, tuned, baseline, verdicts, k, looks):
-    """Draw final losses against T, with the criterion as arrows."""
-    for name, sides in tuned.items():
-        ax.errorbar(list(sides), [side.mean for side in sides.values()],
-                    [mean_final_loss(side.best)[1] or 0 for side in sides.values()], **looks[name])
-    title = 'Final loss at the best settings tried'
-    if len(verdicts) == 1 and verdicts[0]['criterion']:
-        for row in verdicts[0]['criterion']:
-            ax.annotate('', (row['T/k'], row['candidate at T/k']), (row['T'], row['baseline at T']),
-                        arrowprops=dict(arrowstyle='->', color='C2' if row['holds'] else 'C3'))
-        title = (f'Does {optimizer_label(verdicts[0]["candidate"])} at T/{k} reach {optimizer_label(baseline)} at T? '
-                 + ('Yes.' if verdicts[0]['holds'] else 'No.'))
-    ax.set(ylabel='final validation loss', title=title)
-
-
-def draw_difference(ax, tuned, baseline, verdicts, k, looks):
-    """Draw differences to the baseline's final loss at the same T with their 95 % intervals."""
-    ax.axhline(0, color=looks[baseline]['color'], label=optimizer_label(baseline))
-    for verdict in verdicts:
-        rows = verdict['same_T']
-        ax.errorbar([row['T'] for row in rows], [row['difference'] for row in rows],
-                    [row['plus_or_minus'] or 0 for row in rows], **looks[verdict['candidate']])
-    ax.set(ylabel=f"final loss minus {optimizer_label(baseline)}'s, 95 % interval", title='Difference at the same T')
-
-
-PANELS = dict(loss=draw_loss, difference=draw_difference)
 
 
 if __name__ == '__main__':

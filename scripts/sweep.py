@@ -18,9 +18,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.arguments import at_least
 from analysis.runs import read_json
-from analysis.trials import add_launcher, show, split_values, train_all, trials_of
+from analysis.trials import add_training_flags, show, split_values, train_all, trials_of
 from runtime.files import write_json
 
 
@@ -31,8 +30,7 @@ def main(argv=None):
     parser.add_argument('--spec', help='JSON file (default: OUT_DIR/sweep.json)')
     parser.add_argument('--grid', nargs='+', action='append', metavar='KEY=V1,V2',
                         help='settings and their values; given several times, several grids')
-    parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
-    add_launcher(parser)
+    add_training_flags(parser)
     parser.add_argument('--table', action='store_true', help='print the table, train nothing')
     args = parser.parse_args(argv)
     stored = args.out_dir / 'sweep.json'
@@ -50,19 +48,17 @@ def main(argv=None):
                 isinstance(entry, dict) and isinstance(entry.get('base', []), list) for entry in [spec, *entries])):
             raise SystemExit(f'{path}: a spec is an object with "runs", a list of objects; see sweep.py --help')
     trials = trials_of(spec, args.out_dir)
-
     # Config files are programs: printing a table of a received directory must not execute those that it names.
     if args.table:
-        show(trials, args.out_dir)
+        show(trials)
         return
     for trial in trials:
         trial.check()
     args.out_dir.mkdir(parents=True, exist_ok=True)
     write_json(stored, spec)
     train_all(trials, args.jobs, args.launcher)
-    show(trials, args.out_dir)
-    left = [trial for trial in trials if not trial.ended]
-    if left:
+    show(trials)
+    if left := [trial for trial in trials if not trial.ended]:
         raise SystemExit(f'not finished: {len(left)} of {len(trials)} runs; {left[0].name}: {left[0].last_line}')
 
 

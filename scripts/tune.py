@@ -5,7 +5,7 @@
 
 The search starts from the settings of the arguments after --. It tries all values of one setting after another, with
 the others unchanged, and keeps the best value if it lowers the validation loss by more than --noise. It ends after a
-round without a change. OUT_DIR/tuning.json records the trials and the changes.
+round without a change. OUT_DIR/tuning.json records the trials and the best settings.
 """
 
 import argparse
@@ -15,33 +15,29 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.arguments import at_least
-from analysis.runs import Run
-from analysis.trials import add_launcher, canonical, show, split_values, train_all, trials_of
+from analysis.runs import RunRecord
+from analysis.trials import add_training_flags, canonical, show, split_values, train_all, trials_of
 from runtime.files import write_json
 
 
-def tune(base, values, noise, out_dir, train_trials):
-    """Search settings one at a time; return (content of tuning.json, trials). SystemExit if a run has no result.
-
-    base: arguments of train.py. values: setting → list of values. noise: of the validation loss. train_trials: function
-    that trains a list of `Trial`s.
-    """
-    start = train.resolve(base).values
-    if problem := Run(Path(out_dir), start, {}, []).off_schedule:
+def tune(args, values):
+    """Search `values`, setting → list; return (content of tuning.json, trials). SystemExit if a run has no result."""
+    start = train.resolve(args.base).values
+    if problem := RunRecord(args.out_dir, start, {}, []).off_schedule:
         raise SystemExit(f'runs could not be compared: {problem}; leave out --lr_decay_iters')
-    for key in values:
+    for key, grid in values.items():
         if key not in start:
             raise SystemExit(f'--values {key}=…: not a setting; see python train.py --help')
-        for value in values[key]:
-            train.resolve([*base, f'--{key}={value}'])  # which rejects invalid values
+        for value in grid:
+            train.resolve([*args.base, f'--{key}={value}'])  # which rejects invalid values
     best, trials = {key: canonical(start[key]) for key in values}, {}
-    record = dict(base=base, values=values, noise=noise, start=best, trials=[], kept=[])
+    record = dict(base=args.base, values=values, noise=args.noise, start=best, trials=[])
 
     def losses_of(candidates):
-        found = trials_of(dict(base=base, runs=candidates), out_dir)
+        found = trials_of(dict(base=args.base, runs=candidates), args.out_dir)
         for trial in found:
             trial.check()
-        train_trials(found)
+        train_all(found, args.jobs, args.launcher)
         for trial in found:
             if trial.loss is None:
                 raise SystemExit(f'{trial.out_dir}: {trial.state}; {trial.last_line}. Then run the same command again')
@@ -51,21 +47,17 @@ def tune(base, values, noise, out_dir, train_trials):
         return [trial.loss for trial in found]
 
     lowest, = losses_of([best])
-    improved = True
-    while improved:
-        improved = False
+    before = None
+    while best != before:
+        before = best
         for key, grid in values.items():
             others = [value for value in dict.fromkeys(map(canonical, grid)) if value != best[key]]
             candidates = [dict(best, **{key: value}) for value in others]
             found = losses_of(candidates)
-            if found and min(found) < lowest - noise:
-                chosen = candidates[found.index(min(found))]
-                record['kept'].append({'setting': key, 'from': best[key], 'to': chosen[key], 'val/loss': min(found),
-                                       'before': lowest})
-                best, lowest, improved = chosen, min(found), True
+            if found and min(found) < lowest - args.noise:
+                best, lowest = candidates[found.index(min(found))], min(found)
             record.update(best=best, **{'val/loss': lowest})
-            write_json(Path(out_dir) / 'tuning.json', record)
-    write_json(Path(out_dir) / 'tuning.json', dict(record, finished=True))
+            write_json(args.out_dir / 'tuning.json', record)
     return record, list(trials.values())
 
 
@@ -76,13 +68,10 @@ def main(argv=None):
     parser.add_argument('--values', required=True, nargs='+', metavar='KEY=V1,V2', help='settings and their values')
     parser.add_argument('--noise', required=True, type=at_least(0, float), metavar='LOSS',
                         help='keep a value only if it lowers the loss by more, e.g. two standard deviations over seeds')
-    parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
-    add_launcher(parser)
+    add_training_flags(parser)
     args = parser.parse_args(argv)
-
-    record, trials = tune(args.base, split_values('--values', args.values), args.noise, args.out_dir,
-                          lambda trials: train_all(trials, args.jobs, args.launcher))
-    show(trials, args.out_dir)
+    record, trials = tune(args, split_values('--values', args.values))
+    show(trials)
     print(f'best of {len(trials)} settings tried: ' +
           ' '.join(f'--{key}={value}' for key, value in record['best'].items()) +
           f', val loss {record["val/loss"]:.4f} ({args.out_dir / "tuning.json"})')

@@ -68,7 +68,7 @@ def test_packed_runs_are_the_runs(pair):
     assert [run.out_dir.relative_to(out) for run in before] == [run.out_dir.relative_to(folder) for run in after]
     assert len(before) == 5 and sorted(folder.iterdir()) == [folder / 'runs.jsonl']
     for one, two in zip(before, after):
-        assert (one.config, one.about, one.records, one.failed) == (two.config, two.about, two.records, two.failed)
+        assert (one.config, one.about, one.lines, one.failed) == (two.config, two.about, two.lines, two.failed)
         assert one.rejected == two.rejected
     assert [run.failed for run in after if run.diverged] == ['iteration 30: the loss is not finite']
 

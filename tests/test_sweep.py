@@ -104,9 +104,9 @@ def test_code_that_changed_since_the_runs_is_named(tmp_path, capsys):
     for seed, code in enumerate([present, present | {'loss.py': 'before'}]):
         fake_run(tmp_path / str(seed), 3.0, SHAPE, code=code)
     made = [trials.Trial(tmp_path / str(seed), {}, SHAPE) for seed in range(2)]
-    trials.show(made[:1], tmp_path)
+    trials.show(made[:1])
     assert 'note' not in capsys.readouterr().out
-    trials.show(made, tmp_path)
+    trials.show(made)
     said = capsys.readouterr().out
     assert 'note: the runs are of different code (loss.py)' in said
     assert 'note: loss.py changed since some of these runs were trained; choose another --out_dir' in said
@@ -129,29 +129,35 @@ def test_gpus_are_taken_in_turns(monkeypatch):
     assert [trials.gpu_of(slot, 2) for slot in range(3)] == ['4', 'GPU-5a', '4']
 
 
-def test_the_table_has_no_loss_of_runs_that_cannot_be_compared(tmp_path):
-    found = trials.trials_of(dict(base=SHAPE, runs=[dict(seed=[1, 2, 3, 4, 5], max_iters=100)]), tmp_path)
+def table_of(text):
+    """The rows of a printed table, dicts without empty cells; columns are two blanks apart."""
+    header, *lines = [re.split(' {2,}', line.strip()) for line in text.splitlines()]
+    return [{key: cell for key, cell in zip(header, line) if cell != '–'} for line in lines]
+
+
+def test_the_table_has_no_loss_of_runs_that_cannot_be_compared(tmp_path, capsys):
+    found = trials.trials_of(dict(base=SHAPE, runs=[dict(gamma=[1, 2, 3, 4, 5], max_iters=100)]), tmp_path)
     for trial, loss, end in zip(found, (2.0, 3.2, 3.1), (50, 100, 100)):
         fake_run(trial.out_dir, loss, ['--max_iters=100'], end=end)
     fake_run(found[3].out_dir, 3.0, ['--max_iters=100'],
              changes=[{'iter': 40, 'key': 'learning_rate', 'from': 1, 'to': 2}])
-    trials.show(found, tmp_path)
-    assert [(row['seed'], row['val/loss'], row['state']) for row in rows_of(tmp_path / 'results.csv')] == [
-        ('3', '3.1', 'finished'), ('2', '3.2', 'finished'),
-        ('1', '', 'it has a validation loss at iteration 50 of 100 only'),
-        ('4', '', 'learning_rate was changed from 1 to 2 at iteration 40'), ('5', '', 'not begun')]
+    trials.show(found)
+    assert [(row['gamma'], row.get('val/loss'), row['state']) for row in table_of(capsys.readouterr().out)] == [
+        ('3', '3.1000', 'finished'), ('2', '3.2000', 'finished'),
+        ('1', None, 'it has a validation loss at iteration 50 of 100 only'),
+        ('4', None, 'learning_rate was changed from 1 to 2 at iteration 40'), ('5', None, 'not begun')]
 
 
 def test_the_table_is_averaged_over_seeds(tmp_path, capsys):
     found = trials.trials_of(dict(base=SHAPE, runs=[dict(gamma=[0.1, 0.2, 0.3], seed=[1, 2], max_iters=100)]), tmp_path)
     for trial, loss in zip(found, (3.0, 3.1, 2.9, 2.95, 2.8)):
-        fake_run(trial.out_dir, loss, ['--max_iters=100'])
-    trials.show(found, tmp_path)
-    header, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert header[:5] == ['gamma', 'max_iters', 'val/loss', 'sd', 'seeds']
-    assert [' '.join(line[:5]) for line in lines] == ['0.2 100 2.9250 0.0354 2', '0.1 100 3.0500 0.0707 2',
-                                                      '0.3 100 – – 2']  # one of the last two is not there
-    assert lines[2][-3:] == ['finished;', 'not', 'begun'] and len(rows_of(tmp_path / 'results.csv')) == 6
+        fake_run(trial.out_dir, loss, ['--max_iters=100'], grad_clipped=loss / 10)
+    trials.show(found)
+    common = dict(max_iters='100', seeds='2', state='finished')
+    assert table_of(capsys.readouterr().out) == [
+        dict(common, gamma='0.2', sd='0.0354', grad_clipped='0.2925', **{'val/loss': '2.9250'}),
+        dict(common, gamma='0.1', sd='0.0707', grad_clipped='0.3050', **{'val/loss': '3.0500'}),
+        dict(common, gamma='0.3', state='finished; not begun')]  # one of the last two is not there
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -168,7 +174,7 @@ def swept(tmp_path_factory, corpus):
     return out_dir, argv
 
 
-def test_a_sweep_trains_what_is_missing_and_sorts_by_loss(swept):
+def test_a_sweep_trains_what_is_missing_and_sorts_by_loss(swept, capsys):
     """A run that diverged is a result, not tried again."""
     out_dir, argv = swept
     files = sorted(out_dir.rglob('metrics.jsonl'))
@@ -176,10 +182,10 @@ def test_a_sweep_trains_what_is_missing_and_sorts_by_loss(swept):
     assert len(files) == 3
     sweep.main(['--out_dir', str(out_dir)])  # the spec is remembered
     assert [path.stat().st_mtime_ns for path in files] == before
-    *rows, diverged = rows_of(out_dir / 'results.csv')
-    losses = [float(row['val/loss']) for row in rows]
-    assert losses == sorted(losses) and {row['state'] for row in rows} == {'finished'}
-    assert losses == sorted(run.last('val/loss') for run in runs.find_runs([out_dir]) if not run.diverged)
+    *rows, diverged = table_of(capsys.readouterr().out)
+    assert {row['state'] for row in rows} == {'finished'}
+    assert [row['val/loss'] for row in rows] == [
+        f'{loss:.4f}' for loss in sorted(run.final_loss for run in runs.find_runs([out_dir]) if not run.diverged)]
     assert re.match(r'diverged: iteration \d+: .*; start again with a lower --learning_rate', diverged['state'])
 
 
@@ -253,7 +259,7 @@ def test_a_search_finds_the_best_settings_and_records_every_trial(tmp_path, land
     tune.main(argv)
     record = json.loads((tmp_path / 'tuning.json').read_text())
     assert record['best'] == dict(learning_rate='0.004', gamma='0.2') and record['val/loss'] == pytest.approx(3)
-    assert record['finished'] and record['start'] == dict(learning_rate='0.001', gamma='0.05')
+    assert record['start'] == dict(learning_rate='0.001', gamma='0.05')
     assert len(record['trials']) == len(landscape) == len(set(landscape))  # nothing is trained twice
     assert [trial['val/loss'] for trial in record['trials'] if trial['learning_rate'] == '1'] == [None] * len(
         [run for run in landscape if run[0] == 1])
@@ -265,7 +271,7 @@ def test_a_search_finds_the_best_settings_and_records_every_trial(tmp_path, land
 def test_a_search_that_starts_where_runs_diverge_is_recorded_as_json(tmp_path, landscape):
     tune.main(['--out_dir', str(tmp_path), *VALUES, '--noise=0', *BASE, '--learning_rate=1'])
     text = (tmp_path / 'tuning.json').read_text()
-    assert json.loads(text)['kept'][0]['before'] is None and 'Infinity' not in text
+    assert json.loads(text)['trials'][0]['val/loss'] is None and 'Infinity' not in text
 
 
 def test_an_interrupted_search_continues(tmp_path, landscape, monkeypatch):
@@ -289,7 +295,7 @@ def test_a_search_keeps_nothing_within_the_noise(tmp_path, landscape):
     for noise, count in (('10', once), ('0.01', once + 1)):
         tune.main(['--out_dir', str(tmp_path / noise), *VALUES, f'--noise={noise}', *BASE])
         record = json.loads((tmp_path / noise / 'tuning.json').read_text())
-        assert len(record['trials']) >= count and record['finished'] and (record['kept'] == []) is (noise == '10')
+        assert len(record['trials']) >= count and (record['best'] == record['start']) is (noise == '10')
 
 
 @pytest.mark.parametrize(('script', 'argv', 'message'), [

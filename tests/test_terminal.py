@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import metrics
 
-from analysis.runs import Run
+from analysis.runs import RunRecord
 from runtime import runlog
 from runtime.signals import STOPPED
 
@@ -30,7 +30,8 @@ def test_a_log_takes_lists_of_finite_numbers(tmp_path):
     log.record(SimpleNamespace(iter=0, tokens=0, seconds=0.0), '', dict(
         a=[1, 0.5], b=[1, float('nan')], c=1, d=float('inf')))
     assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == dict(iter=0, tokens=0, time=0, a=[1, 0.5], c=1)
-    assert Run(tmp_path, {}, {}, [dict(iter=0, a=[1, 0.5], c=1)]).series('a') == ([], [])  # a plot leaves them out
+    record = RunRecord(tmp_path, {}, {}, [dict(iter=0, a=[1, 0.5], c=1)])
+    assert record.series('a') == ([], [])  # a plot leaves them out
 
 
 def test_ctrl_c_says_at_once_what_it_does_and_what_a_second_one_does(train, tmp_path):

@@ -34,8 +34,8 @@ def planned(path):
 
 
 def measured(run):
-    """Return the columns of the table that a `Run` has measured, none if it is too short."""
-    timed = [record for record in run.records if 'step_ms' in record][1:]
+    """Return the columns of the table that a `RunRecord` has measured, none if it is too short."""
+    timed = [line for line in run.lines if 'step_ms' in line][1:]
     if len(timed) < 2:
         return {}
     first, last = timed[0], timed[-1]
