@@ -21,8 +21,8 @@ from runtime.files import write_text
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A run: its part of the study, its optimizer, and its other settings as (key, value) pairs."""
+class PlannedRun:
+    """A run of a protocol: its part of the study, its optimizer, and its other settings as (key, value) pairs."""
     part: str
     optimizer: str
     settings: tuple
@@ -43,46 +43,46 @@ class Result:
 
 @dataclass
 class Study:
-    """Looks up results, and collects the trials that are due.
+    """Looks up results, and collects the runs that are due.
 
-    find: Trial → Result, None while the run is not finished.
+    find: `PlannedRun` → `Result`, None while the run is not finished.
     """
     find: object
-    done: dict = field(default_factory=dict)  # finished trials → their results
-    due: dict = field(default_factory=dict)  # trials → their place in the order
+    done: dict = field(default_factory=dict)  # finished runs → their results
+    due: dict = field(default_factory=dict)  # runs → their place in the order
 
     def result(self, place, part, optimizer, **settings):
         """Return the result of a run; if it is not finished, return None and note it as due at `place`, a tuple."""
-        trial = Trial(part, optimizer, tuple(settings.items()))
-        found = self.done[trial] if trial in self.done else self.find(trial)
+        run = PlannedRun(part, optimizer, tuple(settings.items()))
+        found = self.done[run] if run in self.done else self.find(run)
         if found is None:
-            self.due.setdefault(trial, place)
+            self.due.setdefault(run, place)
         else:
-            self.done[trial] = found
+            self.done[run] = found
         return found
 
 
-def result_of(run):
-    """Return the `Result` of a `Run`."""
-    return Result() if run.diverged else Result(*map(run.last, ('val/loss', 'train/loss', 'update_unclipped')))
+def result_of(record):
+    """Return the `Result` of a `RunRecord`."""
+    return Result() if record.diverged else Result(*map(record.last, ('val/loss', 'train/loss', 'update_unclipped')))
 
 
 def finished(out_dir):
-    """Return the `Result` of a run in a directory, None if it is not finished."""
+    """Return the `RunRecord` of a directory, None if it is not finished."""
     if not all((out_dir / name).is_file() for name in ('metrics.jsonl', 'config.json')):  # it has just been started
         return None
-    run = read_run(out_dir)
-    return result_of(run) if run.diverged or not run.unfinished else None
+    record = read_run(out_dir)
+    return record if record.ended else None
 
 
 def recorded(path):
     """Return {name of a run: its `Result`} of a runs.jsonl; {} if there is no file."""
-    runs = read_packed(path) if path.is_file() else []
-    return {str(run.out_dir.relative_to(path.parent)): result_of(run) for run in runs}
+    records = read_packed(path) if path.is_file() else []
+    return {str(record.out_dir.relative_to(path.parent)): result_of(record) for record in records}
 
 
-def next_trials(protocol, find):
-    """Return the `Study` so far, and its due trials in order."""
+def next_runs(protocol, find):
+    """Return the `Study` so far, and its due runs in order."""
     study = Study(find)
     protocol(study)
     return study, sorted(study.due, key=study.due.get)
@@ -92,26 +92,26 @@ def train_due(protocol, find, start, jobs, after=lambda: None):
     """Train until nothing is due, `jobs` runs at a time.
 
     Args:
-        find: Trial → Result, None while the run is not finished.
-        start: (trial, slot) → the process of its run.
+        find: `PlannedRun` → `Result`, None while the run is not finished.
+        start: (`PlannedRun`, slot) → its process.
         after: called when a run has finished.
     """
-    def ended(trial):
-        if find(trial) is None:
-            raise SystemExit(f'{trial.path}: the run failed; its last lines are in log.txt there')
+    def ended(run):
+        if find(run) is None:
+            raise SystemExit(f'{run.path}: the run failed; its last lines are in log.txt there')
         after()
 
-    run_in_turns(lambda: next_trials(protocol, find)[1], start, jobs, ended)
+    run_in_turns(lambda: next_runs(protocol, find)[1], start, jobs, ended)
 
 
 def finder(runs_jsonl, out_dir_of):
-    """Return a function Trial → `Result`, None while the run is not finished. out_dir_of: Trial → its directory."""
+    """Return a function `PlannedRun` → `Result`, None while it is not finished; out_dir_of: the run → its directory."""
     records = recorded(runs_jsonl)
 
-    def find(trial):
-        name = str(trial.path)
-        if name not in records and (found := finished(out_dir_of(trial))):
-            records[name] = found
+    def find(run):
+        name = str(run.path)
+        if name not in records and (record := finished(out_dir_of(run))):
+            records[name] = result_of(record)
         return records.get(name)
     return find
 
@@ -129,9 +129,9 @@ def collect(out_dirs, path):
     lines = {json.loads(line)['run']: line for line in found}
     for out_dir in out_dirs:
         for config in out_dir.rglob('config.json'):
-            if finished(config.parent) is not None:
+            if record := finished(config.parent):
                 name = str(config.parent.relative_to(out_dir))
-                lines[name] = packed(read_run(config.parent), name)
+                lines[name] = packed(record, name)
     write_text(path, ''.join(f'{lines[name]}\n' for name in sorted(lines)))
     print(f'{path}: {len(lines)} runs')
 
@@ -143,8 +143,8 @@ def main(protocol, here, description, trees, tree_of, command):
         protocol: function that asks a `Study` for results.
         here: the record's folder.
         trees: the names of the checkouts, each an option.
-        tree_of: Trial → the name of its checkout.
-        command: Trial → the arguments of Python, without --out_dir.
+        tree_of: `PlannedRun` → the name of its checkout.
+        command: `PlannedRun` → the arguments of Python, without --out_dir.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in trees:
@@ -154,18 +154,18 @@ def main(protocol, here, description, trees, tree_of, command):
     parser.add_argument('--collect', action='store_true', help='add finished runs to runs.jsonl')
     args = parser.parse_args()
     out_dirs = {name: getattr(args, name).resolve() / 'out' / here.name for name in trees}
-    find = finder(here / 'runs.jsonl', lambda trial: out_dirs[tree_of(trial)] / trial.path)
+    find = finder(here / 'runs.jsonl', lambda run: out_dirs[tree_of(run)] / run.path)
 
-    def start_trial(trial, _):
-        out_dir = out_dirs[tree_of(trial)]
-        return start(out_dir.parents[1], command(trial), out_dir / trial.path, OMP_NUM_THREADS='1')
+    def start_run(run, _):
+        out_dir = out_dirs[tree_of(run)]
+        return start(out_dir.parents[1], command(run), out_dir / run.path, OMP_NUM_THREADS='1')
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if args.collect:
         collect(out_dirs.values(), here / 'runs.jsonl')
     elif args.list:
-        study, due = next_trials(protocol, find)
-        print('\n'.join(str(trial.path) for trial in due))
+        study, due = next_runs(protocol, find)
+        print('\n'.join(str(run.path) for run in due))
         print(f'{len(study.done)} runs finished, {len(due)} due')
     else:
-        train_due(protocol, find, start_trial, args.jobs)
+        train_due(protocol, find, start_run, args.jobs)

@@ -19,85 +19,85 @@ from records.fresh_h import study as fresh_h
 from records.gpu_30m import study as gpu_30m
 
 
-def make_all(loss_of, protocol=study.protocol, share_of=lambda trial: None):
-    """Finish every due trial, one at a time, with the losses that `loss_of(trial)` gives; return them in order."""
+def make_all(loss_of, protocol=study.protocol, share_of=lambda run: None):
+    """Finish every due run, one at a time, with the losses that `loss_of(run)` gives; return them in order."""
     made = {}
-    while due := studies.next_trials(protocol, made.get)[1]:
+    while due := studies.next_runs(protocol, made.get)[1]:
         made[due[0]] = studies.Result(loss_of(due[0]), loss_of(due[0]), share_of(due[0]))
     return list(made)
 
 
-def share_of(trial):
+def share_of(run):
     """A share of unclipped coordinates that grows with γ; None without γ."""
-    gamma = dict(trial.settings).get('gamma')
+    gamma = dict(run.settings).get('gamma')
     return gamma and min(1, 0.9 * gamma ** 0.6)
 
 
-def surface(trial):
+def surface(run):
     """A loss that is lowest at a learning rate of 0.004 (AdamW 0.012), γ = 0.15 and the study's other settings."""
-    s = dict(trial.settings)
-    lr = math.log2(s['learning_rate'] / (0.012 if trial.optimizer == 'adamw' else 0.004))
+    s = dict(run.settings)
+    lr = math.log2(s['learning_rate'] / (0.012 if run.optimizer == 'adamw' else 0.004))
     return 1.3 + 0.01 * lr ** 2 + 0.001 * abs(math.log(s.get('gamma', 0.15) / 0.15)) + s['seed'] % 7 * 1e-6
 
 
 def test_the_plan_follows_the_stated_protocol():
     made = make_all(surface)
     assert len(set(made)) == len(made)
-    tests = [dict(trial.settings) for trial in made if trial.part == 'A' and dict(trial.settings)['seed'] > 1340]
+    tests = [dict(run.settings) for run in made if run.part == 'A' and dict(run.settings)['seed'] > 1340]
     assert [(s['gamma'], s['learning_rate']) for s in tests] == [(0.15, 0.004)] * 3
-    gammas = {dict(trial.settings)['gamma'] for trial in made if trial.optimizer == 'ef_clip'}
+    gammas = {dict(run.settings)['gamma'] for run in made if run.optimizer == 'ef_clip'}
     assert gammas == {0.075, 0.3}
-    fresh = [trial for trial in made if trial.part == 'C' and dict(trial.settings)['seed'] != study.SEARCH_SEED]
-    assert Counter(trial.optimizer for trial in fresh) == dict(adamw=6, sophiag=6, clip=6)
+    fresh = [run for run in made if run.part == 'C' and dict(run.settings)['seed'] != study.SEARCH_SEED]
+    assert Counter(run.optimizer for run in fresh) == dict(adamw=6, sophiag=6, clip=6)
     # In turns: no side has two runs more than another at any time.
     for n in range(len(fresh)):
-        counts = Counter(trial.optimizer for trial in fresh[:n])
+        counts = Counter(run.optimizer for run in fresh[:n])
         assert max(counts.values(), default=0) - min(counts[name] for name in ('adamw', 'sophiag', 'clip')) <= 1
-    long = {dict(trial.settings)['gamma'] for trial in made if trial.part == 'C' and trial.optimizer == 'sophiag'}
+    long = {dict(run.settings)['gamma'] for run in made if run.part == 'C' and run.optimizer == 'sophiag'}
     assert long == {0.15, 0.05}
-    assert {dict(trial.settings).get('total_batch_size') for trial in made if trial.part in 'BD'} == {128, 512}
-    assert {dict(trial.settings)['gamma'] for trial in made if trial.part == 'G'} == {0.075}
+    assert {dict(run.settings).get('total_batch_size') for run in made if run.part in 'BD'} == {128, 512}
+    assert {dict(run.settings)['gamma'] for run in made if run.part == 'G'} == {0.075}
 
 
 def test_parts_that_depend_on_the_best_warm_up():
     """F: sign momentum with Sophia-G's warm-up where it has another. H: fresh seeds where 1,200 steps are better."""
-    def loss_of(trial):
-        s = dict(trial.settings)
-        gain = {2400: 0.01 if trial.optimizer == 'sophiag' else -0.01, 1200: 0.005}.get(s['warmup_iters'], 0)
-        return surface(trial) - gain
+    def loss_of(run):
+        s = dict(run.settings)
+        gain = {2400: 0.01 if run.optimizer == 'sophiag' else -0.01, 1200: 0.005}.get(s['warmup_iters'], 0)
+        return surface(run) - gain
 
     made = make_all(loss_of)
-    assert [dict(trial.settings)['warmup_iters'] for trial in made if trial.part == 'F'] == [2400] * 6
-    assert Counter(trial.optimizer for trial in made if trial.part == 'H') == dict(adamw=4, sophiag=1)
-    assert {dict(trial.settings)['warmup_iters'] for trial in made if trial.part == 'H'} == {1200}
+    assert [dict(run.settings)['warmup_iters'] for run in made if run.part == 'F'] == [2400] * 6
+    assert Counter(run.optimizer for run in made if run.part == 'H') == dict(adamw=4, sophiag=1)
+    assert {dict(run.settings)['warmup_iters'] for run in made if run.part == 'H'} == {1200}
 
 
 @pytest.mark.parametrize('protocol', [study.protocol, fresh_h.protocol, gpu_30m.protocol])
 @pytest.mark.parametrize('seed', range(2))
 def test_any_losses_come_to_an_end(protocol, seed):
     rng = random.Random(seed)
-    make_all(lambda trial: math.inf if rng.random() < 0.1 else surface(trial) + rng.gauss(0, 0.02), protocol,
-             lambda trial: rng.choice([None, 0.0, rng.random()]))
+    make_all(lambda run: math.inf if rng.random() < 0.1 else surface(run) + rng.gauss(0, 0.02), protocol,
+             lambda run: rng.choice([None, 0.0, rng.random()]))
 
 
-def arm_of(trial):
-    """The arm of a trial of the study of a fresh h: the optimizer, and what is special to it."""
-    s = dict(trial.settings)
-    return trial.optimizer, s.get('beta2'), s.get('hessian_parts')
+def arm_of(run):
+    """The arm of a run of the study of a fresh h: the optimizer, and what is special to it."""
+    s = dict(run.settings)
+    return run.optimizer, s.get('beta2'), s.get('hessian_parts')
 
 
 def test_fresh_h_takes_the_arms_in_turns_and_the_planned_tests_first():
     made = make_all(surface, fresh_h.protocol, share_of)
-    a = [trial for trial in made if trial.part == 'A']
-    fresh = [trial for trial in a if dict(trial.settings)['seed'] != fresh_h.SEARCH_SEED]
+    a = [run for run in made if run.part == 'A']
+    fresh = [run for run in a if dict(run.settings)['seed'] != fresh_h.SEARCH_SEED]
     assert set(Counter(map(arm_of, fresh)).values()) == {4} and len(set(map(arm_of, a))) == len(fresh_h.ARMS)
     planned = {('clip', None, None), ('sophiag', 0.9, 16), ('gnb_permuted', 0.9, 16), ('sophiag', None, None)}
     # The arms of the first tier search in turns, and are finished before another arm begins.
-    assert [{arm_of(trial) for trial in made[i:i + 4]} for i in (0, 4, 8)] == [planned] * 3
-    assert {arm_of(trial) for trial in fresh[:16]} == planned
-    assert all(arm_of(trial) in planned for trial in made[:made.index(fresh[15])])
+    assert [{arm_of(run) for run in made[i:i + 4]} for i in (0, 4, 8)] == [planned] * 3
+    assert {arm_of(run) for run in fresh[:16]} == planned
+    assert all(arm_of(run) in planned for run in made[:made.index(fresh[15])])
     for arm in planned - {('clip', None, None)}:  # three γ, each with three learning rates or more
-        rates = Counter(dict(trial.settings)['gamma'] for trial in a if arm_of(trial) == arm and trial not in fresh)
+        rates = Counter(dict(run.settings)['gamma'] for run in a if arm_of(run) == arm and run not in fresh)
         assert sum(count >= 3 for count in rates.values()) == 3
 
 
@@ -122,27 +122,27 @@ def test_fresh_h_is_tested_as_planned():
 
 @pytest.mark.parametrize(('best', 'factors'), [(0.5, [1, 2, 0.5]), (1, [1, 2, 0.5]), (2, [1, 2, 4]), (4, [1, 2, 4])])
 def test_gpu_30m_tries_half_or_four_times_the_middle_rate(best, factors):
-    def loss_of(trial):
-        s = dict(trial.settings)
-        middle = 1.2e-3 if trial.optimizer == 'adamw' else 4e-4
+    def loss_of(run):
+        s = dict(run.settings)
+        middle = 1.2e-3 if run.optimizer == 'adamw' else 4e-4
         return 4 + abs(math.log(s['learning_rate'] / middle / best))
 
     made = make_all(loss_of, gpu_30m.protocol, share_of)
-    rates = {name: [dict(trial.settings)['learning_rate'] for trial in made if trial.part == part
-                    and trial.optimizer == name and dict(trial.settings)['max_iters'] == 3000]
+    rates = {name: [dict(run.settings)['learning_rate'] for run in made if run.part == part
+                    and run.optimizer == name and dict(run.settings)['max_iters'] == 3000]
              for name, part in (('adamw', 'a'), ('clip', 'a'), ('sophiag', 'b'))}
     assert rates['adamw'] == [1.2e-3 * factor for factor in factors]
     assert rates['clip'] == [4e-4 * factor for factor in factors]
     assert rates['sophiag'] == [4e-4 * best] * 2
-    parts = ''.join(trial.part for trial in made)
+    parts = ''.join(run.part for run in made)
     assert parts == 'a' * 10 + 'b' * 6 + 'c' * 2 + 'd' * 9
-    assert [trial.optimizer for trial in made if trial.part == 'b'] == ['adamw', 'sophiag', 'clip'] * 2
+    assert [run.optimizer for run in made if run.part == 'b'] == ['adamw', 'sophiag', 'clip'] * 2
 
 
 @pytest.mark.parametrize(('share', 'gamma'), [(0.3, 0.15), (0.1, 0.75), (0.2, 0.34), (0.6, 0.054), (0.0, 0.75)])
 def test_gpu_30m_corrects_gamma_once(share, gamma):
-    made = make_all(surface, gpu_30m.protocol, lambda trial: share)
-    sophia = [dict(trial.settings) for trial in made if trial.optimizer == 'sophiag']
+    made = make_all(surface, gpu_30m.protocol, lambda run: share)
+    sophia = [dict(run.settings) for run in made if run.optimizer == 'sophiag']
     assert [s['gamma'] for s in sophia if s['max_iters'] == 300] == [0.15]
     assert {s['gamma'] for s in sophia if s['max_iters'] > 300} == {gamma}
 
@@ -168,8 +168,8 @@ def test_recorded_runs_are_kept(tmp_path):
 def test_the_plan_is_done_by_the_records():
     """But for part D, which was dropped."""
     records = studies.recorded(results.RECORDS / 'runs.jsonl')
-    plan, due = studies.next_trials(study.protocol, lambda trial: records.get(str(trial.path)))
-    assert len(plan.done) == len(records) and {trial.part for trial in due} == {'D'}
+    plan, due = studies.next_runs(study.protocol, lambda run: records.get(str(run.path)))
+    assert len(plan.done) == len(records) and {run.part for run in due} == {'D'}
 
 
 @pytest.mark.parametrize(('drawing', 'file'), [('curves', 'curves.csv'), ('gamma', 'dissection.csv')])

@@ -27,7 +27,7 @@ SETTINGS = 'β1', 'warm-up', 'weight decay'  # `settings_of` but the learning ra
 
 
 def settings_of(run):
-    """Return the settings that tell the trials of an arm apart."""
+    """Return the settings that tell the runs of an arm apart."""
     return run.learning_rate, run.beta1, run.warmup_iters, run.weight_decay
 
 

@@ -44,7 +44,7 @@ class Losses:
     def search(self, part, optimizer, rates, widen=True, **settings):
         """Ask for each learning rate, and for more by factors of 2 while the best is at the edge.
 
-        Return {settings, as pairs: loss} of all trials; None while some are missing.
+        Return {settings, as pairs: loss} of all runs; None while some are missing.
         """
         settings = dict(START[optimizer], **settings)
         rates = [float(f'{rate:g}') for rate in rates]
@@ -178,11 +178,11 @@ def protocol(study):
     edges(losses)
 
 
-def command(trial):
-    """Return the arguments of Python for a trial. The study's commit has --init_from=auto for --auto_resume."""
-    return ['train.py', 'config/study.py', f'--optimizer_name={trial.optimizer}',
-            *(f'--{key}={value:g}' for key, value in trial.settings), '--init_from=auto']
+def command(run):
+    """Return the arguments of Python for a run. The study's commit has --init_from=auto for --auto_resume."""
+    return ['train.py', 'config/study.py', f'--optimizer_name={run.optimizer}',
+            *(f'--{key}={value:g}' for key, value in run.settings), '--init_from=auto']
 
 
 if __name__ == '__main__':
-    studies.main(protocol, HERE, __doc__, ['tree'], lambda trial: 'tree', command)
+    studies.main(protocol, HERE, __doc__, ['tree'], lambda run: 'tree', command)

@@ -147,14 +147,14 @@ def protocol(study):
         hutchinson.seeds(found, range(1338, 1344))
 
 
-def command(trial):
-    """Return the arguments of Python for a trial."""
+def command(run):
+    """Return the arguments of Python for a run."""
     program = dict(A=['records/fresh_h/run.py'], B=['records/fresh_h/run.py', '--fixed_batch'], C=['train.py'])
-    resume = '--init_from=auto' if trial.part == 'C' else '--auto_resume=True'  # b5d4103 has the former
-    return [*program[trial.part], 'config/study.py', f'--optimizer_name={trial.optimizer}',
-            *(f'--{key}={value:g}' for key, value in trial.settings), resume]
+    resume = '--init_from=auto' if run.part == 'C' else '--auto_resume=True'  # b5d4103 has the former
+    return [*program[run.part], 'config/study.py', f'--optimizer_name={run.optimizer}',
+            *(f'--{key}={value:g}' for key, value in run.settings), resume]
 
 
 if __name__ == '__main__':
-    studies.main(protocol, HERE, __doc__, ('tree', 'tree_h'), lambda trial: 'tree_h' if trial.part == 'C' else 'tree',
+    studies.main(protocol, HERE, __doc__, ('tree', 'tree_h'), lambda run: 'tree_h' if run.part == 'C' else 'tree',
                  command)

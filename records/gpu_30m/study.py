@@ -77,8 +77,8 @@ def protocol(study, arms=THREE, over=True):
                 arm.result(('d', round_), LONG, **dict(best, learning_rate=between), seed=SEARCH_SEED)
 
 
-def command(trial):
-    """Return the arguments of Python for a trial."""
+def command(run):
+    """Return the arguments of Python for a run."""
     return ['train.py', '--model_size=30M', f'--dataset={DATASET}', '--total_batch_size=32', '--batch_size=32',
-            '--eval_interval=1000', '--log_interval=20', f'--optimizer_name={trial.optimizer}',
-            *(f'--{key}={value:g}' for key, value in trial.settings), '--auto_resume=True']
+            '--eval_interval=1000', '--log_interval=20', f'--optimizer_name={run.optimizer}',
+            *(f'--{key}={value:g}' for key, value in run.settings), '--auto_resume=True']
