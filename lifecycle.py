@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 import shapes
-from configurator import HARMLESS
 from optimizers import OPTIMIZERS, hessian_flops_per_token
 from runtime import checkpoint, optim, runlog
 from runtime.device import device_name
@@ -33,7 +32,7 @@ def open_log(run, origin, train_data):
         runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=parameters,
                             flops_per_token=flops, hessian_flops_per_token=hessian_flops_per_token(c.values, flops),
                             data=run.about['data'], changes=origin.changes, device=device_name(world.device),
-                            code=origin.code, harmless=sorted(c.having(*HARMLESS)))
+                            code=origin.code)
     log = runlog.RunLog(c.out_dir if writes else None, c.values, world.is_master)
     if origin.path:
         log.print(f'resuming from {origin.path} at iteration {state.iter} of {c.max_iters}')

@@ -19,10 +19,10 @@ def add_tuned(parser):
 
 
 def check_comparable(runs, free=()):
-    """SystemExit unless all runs have the same data, validation sequences and protocol.
+    """SystemExit unless all runs have the same data, validation sequences and protocol; settings in `free` may differ.
 
     The protocol is every setting in PROTOCOL, the ratio of final to peak learning rate, warm-up and cooldown (the same
-    iterations, or the same share of the run), and β1 among the runs of one optimizer. A setting in `free` may differ.
+    iterations, or the same share of the run), and β1 among the runs of one optimizer.
     """
     lengths = [key for key in ('warmup_iters', 'cooldown_iters')
                if not all(same_share(key, runs[0], run) for run in runs)]

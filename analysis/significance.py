@@ -25,11 +25,9 @@ def pooled_sd(groups):
 def difference(one, two, pooled=(None, 0)):
     """Test whether mean(one) − mean(two) is more than noise.
 
-    Welch's test if both lists have at least three losses, else Student's with the `pooled` (σ, degrees of freedom), for
-    which the noise of all settings must be equal. No test if the noise is unknown or 0, or if a loss is infinite.
-
-    Returns a dict: difference, standard_error, df, p (two-sided), plus_or_minus (half of the 95 % interval) and test
-    (its name), which are None without a test.
+    Welch's test if both lists have at least three losses, else Student's with the `pooled` (σ, degrees of freedom).
+    Returns a dict; plus_or_minus is half of the 95 % interval. Without noise, or with an infinite loss, there is no
+    test, and all but the difference are None.
     """
     found = dict(difference=mean(one) - mean(two), standard_error=None, df=None, p=None, plus_or_minus=None, test=None)
     if not math.isfinite(found['difference']):

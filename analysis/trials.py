@@ -49,18 +49,14 @@ class Trial:
         return run is not None and run.ended
 
     @property
-    def loss(self):
-        """The final validation loss; math.inf if the run diverged, None if it is not done or cannot be compared."""
-        run = self.run
-        return run.final_loss if run is not None and (run.diverged or not run.rejected) else None
-
-    @property
-    def state(self):
-        """'finished', or why there is no loss."""
+    def outcome(self):
+        """(Final validation loss, math.inf if the run diverged; 'finished'); or (None, why it does not count)."""
         run = self.run
         if run is None:
-            return 'not begun'
-        return f'diverged: {run.failed}' if run.failed else run.rejected or 'finished'
+            return None, 'not begun'
+        if run.diverged:
+            return math.inf, f'diverged: {run.failed}'
+        return (None, run.rejected) if run.rejected else (run.final_loss, 'finished')
 
     @property
     def last_line(self):
@@ -150,12 +146,12 @@ def add_training_flags(parser):
 
 @restored_signals()
 def train_all(trials, jobs, launcher):
-    """Train `trials`, `jobs` at a time, each from where it stopped; skip those that are finished or have diverged.
+    """Train `trials`, `jobs` at a time, each from where it stopped, unless it has ended. Reports each on stderr.
 
-    Reports each run on stderr as it ends. SystemExit when this process is told to stop (Ctrl-C, SIGTERM).
+    SystemExit when this process is told to stop (Ctrl-C, SIGTERM).
     """
     def report(trial):
-        state = trial.state if trial.ended else f'failed: {trial.last_line} ({trial.out_dir}/log.txt)'
+        state = trial.outcome[1] if trial.ended else f'failed: {trial.last_line} ({trial.out_dir}/log.txt)'
         print(f'{trial.name}: {state}', file=sys.stderr, flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
@@ -167,21 +163,20 @@ def train_all(trials, jobs, launcher):
 
 
 def run_in_turns(due, start, jobs, ended):
-    """Run the processes of trials, `jobs` at a time, each once, until none is due. After an error they are told to save
-    their state.
+    """Run a process for each item of `due()`, `jobs` at a time, until none is left. On an error all save their state.
 
     Args:
-        due: function that returns the trials to run, in order; called when a process has ended.
-        start: (trial, slot) → process; slot: a number below `jobs`.
-        ended: called with each trial whose process has ended.
+        due: function that returns the items to run, in order; called when a process has ended.
+        start: (item, slot) → process; slot: a number below `jobs`.
+        ended: called with each item whose process has ended.
     """
-    started, running = [], {}  # running: slot → (trial, process)
+    started, running = [], {}  # running: slot → (item, process)
     try:
         while True:
-            waiting = [trial for trial in due() if trial not in started]
-            for slot, trial in zip([slot for slot in range(jobs) if slot not in running], waiting):
-                started.append(trial)
-                running[slot] = trial, start(trial, slot)
+            waiting = [item for item in due() if item not in started]
+            for slot, item in zip([slot for slot in range(jobs) if slot not in running], waiting):
+                started.append(item)
+                running[slot] = item, start(item, slot)
             if not running:
                 return
             while not (done := [slot for slot, (_, process) in running.items() if process.poll() is not None]):
@@ -246,12 +241,12 @@ def show(trials):
 
 def row(settings, trials):
     """Return the row of trials that differ in their seed only. Means are over all seeds, or None."""
-    done = all(trial.loss is not None for trial in trials)
-    runs = [trial.run for trial in trials] if done else []
-    mean, sd = mean_final_loss(runs) if done else (None, None)
+    losses, states = zip(*(trial.outcome for trial in trials))
+    runs = [] if None in losses else [trial.run for trial in trials]
+    mean, sd = mean_final_loss(runs) if runs else (None, None)
     shares = {}
     for key in ('update_unclipped', 'grad_clipped'):
         values = [run.last(key) for run in runs]
         shares[key] = statistics.mean(values) if values and None not in values else None
     return {**settings, 'val/loss': mean, 'sd': sd, 'seeds': len(trials), **shares,
-            'state': '; '.join(dict.fromkeys(trial.state for trial in trials))}
+            'state': '; '.join(dict.fromkeys(states))}

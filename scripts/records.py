@@ -20,22 +20,15 @@ from runtime.files import write_text
 
 def problems(run):
     """List the faults of a record, as clauses."""
-    about, found = run.about, []
-    machine = about.get('machine') or {}
-    if not machine.get('gpu') and not machine.get('cpu'):
-        found.append('config.json does not name the machine (CPU or GPU)')
-    commit = str(about.get('git_commit'))
-    if not re.fullmatch('[0-9a-f]{40}', commit):
-        found.append('it was trained with changed code' if commit.endswith('+') else 'config.json has no git_commit')
-    if not about.get('data'):
-        found.append('config.json has no fingerprint of the data')
-    if run.rejected and not run.diverged:
-        found.append(run.rejected)
-    found += run.code_changes
+    about, machine, commit = run.about, run.about.get('machine') or {}, str(run.about.get('git_commit'))
     places = [word for word in map(str, about.get('command') or []) if re.search(r'(^|=)(/|~|[A-Za-z]:\\)', word)]
-    if places:
-        found.append(f'the command names a place on the machine: {places[0]}')
-    return found
+    faults = [(not (machine.get('gpu') or machine.get('cpu')), 'config.json does not name the machine (CPU or GPU)'),
+              (commit.endswith('+'), 'it was trained with changed code'),
+              (not re.fullmatch('[0-9a-f]{40}[+]?', commit), 'config.json has no git_commit'),
+              (not about.get('data'), 'config.json has no fingerprint of the data'),
+              (run.rejected and not run.diverged, run.rejected),
+              (places, f'the command names a place on the machine: {", ".join(places)}')]
+    return [clause for wrong, clause in faults if wrong] + run.code_changes
 
 
 def row(run):

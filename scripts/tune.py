@@ -38,13 +38,16 @@ def tune(args, values):
         for trial in found:
             trial.check()
         train_all(found, args.jobs, args.launcher)
+        losses = []
         for trial in found:
-            if trial.loss is None:
-                raise SystemExit(f'{trial.out_dir}: {trial.state}; {trial.last_line}. Then run the same command again')
+            loss, state = trial.outcome
+            if loss is None:
+                raise SystemExit(f'{trial.out_dir}: {state}; {trial.last_line}. Then run the same command again')
             if trial.name not in trials:
                 trials[trial.name] = trial
-                record['trials'].append({**trial.settings, 'run': trial.name, 'val/loss': trial.loss})
-        return [trial.loss for trial in found]
+                record['trials'].append({**trial.settings, 'run': trial.name, 'val/loss': loss})
+            losses.append(loss)
+        return losses
 
     lowest, = losses_of([best])
     before = None

@@ -119,7 +119,7 @@ def test_a_run_ends_with_its_last_iteration(tmp_path, flags, rejected):
     """Whether or not its learning rate is at its end, it is not trained again."""
     fake_run(tmp_path, 3.0, [*SHAPE, *flags, '--max_iters=100', '--lr_decay_iters=200', '--warmup_iters=0'])
     trial = trials.Trial(tmp_path, {}, [])
-    assert trial.ended and trial.run.rejected == rejected and trial.state == (rejected or 'finished')
+    assert trial.ended and trial.run.rejected == rejected and trial.outcome[1] == (rejected or 'finished')
 
 
 def test_gpus_are_taken_in_turns(monkeypatch):
