@@ -90,16 +90,12 @@ class Tuned:
     def mean(self):
         return mean_final_loss(self.best)[0]
 
-    @property
-    def learning_rate(self):
-        return self.best[0].learning_rate
-
     def row(self):
-        mean, sd = mean_final_loss(self.best)
-        return {'optimizer': self.best[0].optimizer_label, 'T': self.T, 'val/loss': mean, 'sd': sd,
-                'seeds': len(self.best), 'trials': len(self.trials),
-                'diverged': sum(map(any_diverged, self.tried)),
-                'learning_rate': self.learning_rate, 'run': str(self.best[0].out_dir)}
+        """Return the row of the table of best settings."""
+        first, (mean, sd) = self.best[0], mean_final_loss(self.best)
+        return {'optimizer': first.optimizer_label, 'T': self.T, 'val/loss': mean, 'sd': sd, 'seeds': len(self.best),
+                'trials': len(self.trials), 'diverged': sum(map(any_diverged, self.tried)),
+                'learning_rate': first.learning_rate, 'run': str(first.out_dir)}
 
 
 def any_diverged(group):

@@ -32,16 +32,12 @@ MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or
 
 @dataclass
 class Loaded:
-    """A model in eval mode, with its tokenizer and checkpoint.
-
-    name: last part of the path. tokenizer: None if unknown. state: the checkpoint without weights and optimizer, {} for
-    a Hugging Face model.
-    """
-    name: str
+    """A model in eval mode."""
+    name: str  # last part of the path
     path: Path
     model: GPT
-    tokenizer: Tokenizer | None
-    state: dict = field(default_factory=dict)
+    tokenizer: Tokenizer | None  # None if unknown
+    state: dict = field(default_factory=dict)  # the checkpoint without weights and optimizer, {} for Hugging Face's
 
 
 def add_model_flags(parser):
@@ -64,10 +60,7 @@ def dtype_name(args):
 
 
 def load(path, device='cpu', tokenizer=None):
-    """Load the model at `path`, see MODEL_HELP, as a `Loaded`.
-
-    `tokenizer`: its name, or the directory of a data set made with it, for a checkpoint whose tokenizer is unknown.
-    """
+    """Load the model at `path`, see MODEL_HELP, as a `Loaded`; `tokenizer` is the value of --tokenizer."""
     device, given = check_device(device), Path(path)
     if any(given.glob('*.safetensors')) or str(path) in HUB_MODELS and not given.exists():
         model = GPT.from_pretrained(path)
@@ -140,10 +133,12 @@ def chosen_tokenizer(name, meta, path):
     """
     if not name:
         return tokenizer_from_meta(meta) if meta else None
-    named_meta = read_meta(name) if Path(name).is_dir() else None
-    if Path(name).is_dir() and not named_meta:
+    if not Path(name).is_dir():
+        named = get_tokenizer(name)
+    elif named_meta := read_meta(name):
+        named = tokenizer_from_meta(named_meta)
+    else:
         raise SystemExit(f'--tokenizer={name}: a directory without the meta.json of a data set')
-    named = tokenizer_from_meta(named_meta) if named_meta else get_tokenizer(name)
     if meta and not same_tokenizer(identifying(named.meta), identifying(meta)):
         raise SystemExit(f'--tokenizer={name}: {path} was trained with {meta["tokenizer"]}; leave the flag out')
     return named

@@ -235,23 +235,24 @@ def read_csv(path):
     if missing := [column for column in ('optimizer', 'seed', 'steps', 'loss') if column not in columns]:
         raise SystemExit(f'{path}: no column {missing[0]}; it needs a header with optimizer, seed, steps and loss')
     settings, found = [column for column in columns if column not in MEASURED], {}
-    for number_, row in enumerate(rows, 2):
+    for number, row in enumerate(rows, 2):
+        where = f'{path}:{number}'
         if None in row or None in row.values():
-            raise SystemExit(f'{path}:{number_}: not as many columns as in the header')
-        line = {name: number(row[column] or 'nan') for column, name in MEASURED.items() if column in columns
+            raise SystemExit(f'{where}: not as many columns as in the header')
+        line = {name: as_number(row[column] or 'nan') for column, name in MEASURED.items() if column in columns
                 and (row[column] or column in ('steps', 'loss'))}
         if any(isinstance(value, str) for value in line.values()) or not math.isfinite(line['iter']):
-            raise SystemExit(f'{path}:{number_}: steps, loss, tokens, flops and seconds must be numbers')
+            raise SystemExit(f'{where}: steps, loss, tokens, flops and seconds must be numbers')
         of_run = found.setdefault(tuple(row[column] for column in settings), {})
         if of_run.setdefault(line['iter'], line) is not line:
-            raise SystemExit(f'{path}:{number_}: the second row of a run for step {row["steps"]}; add a column for the '
-                             'setting that tells the two runs apart')
+            raise SystemExit(f'{where}: the second row of a run for step {row["steps"]}; add a column for the setting '
+                             'that tells the two runs apart')
     unsaid = ['whether model, data and validation set are the same',
               *(f'{what} ({column})' for column, what in SAID.items() if column not in columns)]
     about, runs = dict(unsaid=f'{path} does not say {"; ".join(unsaid)}'), []
     for values, lines in found.items():
         cells, lines = dict(zip(settings, values)), [lines[step] for step in sorted(lines)]
-        config = {column: number(cell) if cell else NOT_SAID.get(column) for column, cell in cells.items()}
+        config = {column: as_number(cell) if cell else NOT_SAID.get(column) for column, cell in cells.items()}
         config.update(optimizer_name=cells['optimizer'], max_iters=config.pop('horizon', None) or lines[-1]['iter'])
         del config['optimizer']
         name = ','.join(f'{column}={cell}' for column, cell in cells.items()).replace('/', '_')
@@ -259,7 +260,7 @@ def read_csv(path):
     return runs
 
 
-def number(text):
+def as_number(text):
     """Return a cell as a number if it is one, else as text."""
     for kind in int, float:
         with contextlib.suppress(ValueError):
@@ -356,8 +357,12 @@ def notes_on(runs):
 
 
 def mean_final_loss(runs):
-    """Return (mean, standard deviation) of final losses; the latter is None for one run, or if one diverged."""
-    losses = [run.final_loss for run in runs]
+    """Return `mean_and_sd` of the final losses of `runs`."""
+    return mean_and_sd([run.final_loss for run in runs])
+
+
+def mean_and_sd(losses):
+    """Return (mean, standard deviation); the latter is None for one loss, or if one is infinite."""
     mean = statistics.mean(losses)
     return mean, statistics.stdev(losses) if len(losses) > 1 and math.isfinite(mean) else None
 

@@ -36,7 +36,7 @@ def test_finished_work_is_archived_and_skipped(work, capfd):
 
 
 def test_recorded_runs_are_not_trained_again(work, monkeypatch):
-    trial, *_ = studies.next_trials(study.protocol, {}.get)[1]
+    trial, *_ = studies.next_runs(study.protocol, {}.get)[1]
     records = work / 'records/gpu_30m/runs.jsonl'
     records.parent.mkdir(parents=True)
     metrics = {'val/loss': [4.0], 'train/loss': [3.0]}
@@ -50,7 +50,7 @@ def test_recorded_runs_are_not_trained_again(work, monkeypatch):
     monkeypatch.setattr(gpu, 'start', start)
     with pytest.raises(gpu.TimeIsUp):
         gpu.train_study(study.THREE, over=False)
-    assert launched == studies.next_trials(study.protocol, {trial: studies.Result(4.0, 3.0)}.get)[1][:1] != [trial]
+    assert launched == studies.next_runs(study.protocol, {trial: studies.Result(4.0, 3.0)}.get)[1][:1] != [trial]
 
 
 def test_packed_data_come_back_and_the_pieces_held_out_are_not_for_training(work, monkeypatch, capsys):

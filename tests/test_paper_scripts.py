@@ -30,7 +30,7 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path):
 
     picture = tmp_path / 'x.png'
     picture.write_text('first')
-    assert rejection(figures.save, picture, Full()) == f'{picture}: cannot be written (No space left on device)'
+    assert rejection(figures.save, picture, Full(), []) == f'{picture}: cannot be written (No space left on device)'
     assert picture.read_text() == 'first' and [*tmp_path.iterdir()] == [picture]
 
 

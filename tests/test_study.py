@@ -103,8 +103,8 @@ def test_fresh_h_takes_the_arms_in_turns_and_the_planned_tests_first():
 
 def test_fresh_h_is_tested_as_planned():
     loss = {('sophiag', 0.9, 16): 1.29, ('gnb_permuted', 0.9, 16): 1.31}
-    results = {str(trial.path): studies.Result(*2 * [surface(trial) + loss.get(arm_of(trial), 1.3)], share_of(trial))
-               for trial in make_all(surface, fresh_h.protocol, share_of)}
+    results = {str(run.path): studies.Result(*2 * [surface(run) + loss.get(arm_of(run), 1.3)], share_of(run))
+               for run in make_all(surface, fresh_h.protocol, share_of)}
     rows = fresh_h_results.planned_tests(results)
     assert [row['comparison'] for row in rows] == [
         *(f'A: fresh minus {arm}' for arm in ('sign momentum', 'permuted', 'paper')),

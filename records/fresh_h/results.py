@@ -3,15 +3,13 @@
   python records/fresh_h/results.py
 """
 
-import math
-import statistics
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 from analysis.figures import mean_sd
-from analysis.runs import find_runs
+from analysis.runs import find_runs, mean_and_sd
 from analysis.significance import difference, holm
 from dev.studies import recorded
 from records.dissection import results as dissection
@@ -76,12 +74,6 @@ def search_table(arms, measure=validation):
             row |= {f'{lr:g}': f'{measure(mine[lr]):.4f}' if lr in mine else '' for lr in rates}
             rows.append(row | {'fresh seeds': f'{mean_sd(*mean_and_sd(others))} ({len(others)})' if others else ''})
     return rows
-
-
-def mean_and_sd(losses):
-    """Return (mean, standard deviation) of losses; the latter is None for one, or if one is infinite."""
-    mean = statistics.mean(losses)
-    return mean, statistics.stdev(losses) if len(losses) > 1 and math.isfinite(mean) else None
 
 
 def planned_tests(results):
