@@ -4,7 +4,7 @@ import math
 import sys
 from dataclasses import dataclass
 
-from analysis.runs import all_but_seed, by_seed, find_runs, hyperparameters, mean_final_loss, measured_on, notes_on
+from analysis.runs import by_seed, find_runs, hyperparameters, mean_final_loss, measured_on, notes_on
 from analysis.significance import difference, expected_best, pooled_sd
 from configurator import having, label_of
 
@@ -55,9 +55,9 @@ def finished_runs(paths, free=()):
     Settings with which another run diverged are left out. SystemExit without runs, or if they cannot be compared.
     """
     runs, kept = find_runs(paths), []
-    lost = {all_but_seed(run) for run in runs if run.diverged}
+    lost = {hyperparameters(run) for run in runs if run.diverged}
     for run in runs:
-        reason = run.rejected or ('another run of these settings diverged' if all_but_seed(run) in lost else None)
+        reason = run.rejected or ('another run of these settings diverged' if hyperparameters(run) in lost else None)
         if reason:
             print(f'left out {run.out_dir}: {reason}', file=sys.stderr)
         else:

@@ -310,14 +310,10 @@ def read_json(path):
 
 
 def hyperparameters(run):
-    """Return a hashable key of all that a run's result depends on, except data and seed."""
-    ignored = having('eval', 'chance', *(() if run.from_csv else HARMLESS))
-    return tuple(sorted((key, value) for key, value in run.config.items() if key not in ignored))
-
-
-def all_but_seed(run):
     """Return a hashable key of all that a run's final loss depends on, except the seed."""
-    return hyperparameters(run), json.dumps(measured_on(run))
+    ignored = having('eval', 'chance', *(() if run.from_csv else HARMLESS))
+    return tuple(sorted([*measured_on(run).items(), *(
+        (key, value) for key, value in run.config.items() if key not in ignored)]))
 
 
 def by_seed(runs, repeats=False):
@@ -325,7 +321,7 @@ def by_seed(runs, repeats=False):
     counts; with `repeats`, each further one begins another group."""
     groups, seen = {}, Counter()
     for run in runs:
-        key = all_but_seed(run)
+        key = hyperparameters(run)
         again = seen[key, run.seed]
         seen[key, run.seed] += 1
         if repeats or not again:
@@ -340,7 +336,7 @@ def validation_sequences(config):
 
 def measured_on(run):
     """Return the data that a run's loss is measured on, {name: value}; losses on other data cannot be compared."""
-    return {'the data (fingerprint)': run.about.get('data'),
+    return {'the data (fingerprint)': json.dumps(run.about.get('data')),
             'the number of validation sequences': validation_sequences(run.config)}
 
 

@@ -1,6 +1,7 @@
 """Trials: runs of train.py that differ in a few settings. Named, trained, resumed and listed, for sweep.py and
 tune.py."""
 
+import argparse
 import contextlib
 import itertools
 import math
@@ -13,6 +14,8 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import torch
 
 import train
 from analysis.arguments import at_least
@@ -137,11 +140,15 @@ def split_values(flag, pairs):
 # Training
 
 
-def add_training_flags(parser):
-    """Add --jobs and --launcher, whose value is the list of the command's words."""
+def argparser(doc):
+    """Return an ArgumentParser with the arguments of train.py, --out_dir, --jobs, and --launcher, a list of words."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
+    parser.add_argument('--out_dir', required=True, type=Path, help='each run gets a directory in it')
     parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
     parser.add_argument('--launcher', type=shlex.split, default=[sys.executable], metavar='COMMAND',
                         help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
+    return parser
 
 
 @restored_signals()
@@ -198,10 +205,9 @@ def start(trial, launcher, slot, jobs):
     """Start train.py on a trial, the `slot`-th of `jobs` at a time; return the process."""
     env = dict(os.environ)
     if jobs > 1:
-        import torch
         env.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // jobs)))
-        if torch.cuda.is_available():
-            env['CUDA_VISIBLE_DEVICES'] = gpu_of(slot, torch.cuda.device_count())
+        if found := gpus():
+            env['CUDA_VISIBLE_DEVICES'] = found[slot % len(found)]
     return launch([*launcher, os.path.relpath(ROOT / 'train.py'), *trial.argv, f'--out_dir={trial.out_dir}',
                    '--auto_resume=True'], trial.out_dir, env=env)
 
@@ -213,10 +219,10 @@ def launch(words, out_dir, **options):
         return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, **options)
 
 
-def gpu_of(slot, count):
-    """Return the GPU of the `slot`-th run at a time, out of the `count` that this process sees."""
+def gpus():
+    """Return the names of the GPUs that this process sees, for CUDA_VISIBLE_DEVICES."""
     visible = [name for name in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if name]
-    return (visible or [*map(str, range(count))])[slot % count]
+    return visible or [*map(str, range(torch.cuda.device_count()))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,24 +13,20 @@ OUT_DIR/sweep.json keeps the spec. A run that diverged is not trained again unle
 scripts/tune.py searches one setting after another.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.runs import read_json
-from analysis.trials import add_training_flags, show, split_values, train_all, trials_of
+from analysis.trials import argparser, show, split_values, train_all, trials_of
 from runtime.files import write_json
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run of --grid')
-    parser.add_argument('--out_dir', required=True, type=Path, help='each run gets a directory in it')
+    parser = argparser(__doc__)
     parser.add_argument('--spec', help='JSON file (default: OUT_DIR/sweep.json)')
     parser.add_argument('--grid', nargs='+', action='append', metavar='KEY=V1,V2',
                         help='settings and their values; given several times, several grids')
-    add_training_flags(parser)
     parser.add_argument('--table', action='store_true', help='print the table, train nothing')
     args = parser.parse_args(argv)
     stored = args.out_dir / 'sweep.json'

@@ -8,7 +8,6 @@ the others unchanged, and keeps the best value if it lowers the validation loss 
 round without a change. OUT_DIR/tuning.json records the trials and the best settings.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.arguments import at_least
 from analysis.runs import RunRecord
-from analysis.trials import add_training_flags, canonical, show, split_values, train_all, trials_of
+from analysis.trials import argparser, canonical, show, split_values, train_all, trials_of
 from runtime.files import write_json
 
 
@@ -65,13 +64,10 @@ def tune(args, values):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
-    parser.add_argument('--out_dir', required=True, type=Path, help='each run gets a directory in it')
+    parser = argparser(__doc__)
     parser.add_argument('--values', required=True, nargs='+', metavar='KEY=V1,V2', help='settings and their values')
     parser.add_argument('--noise', required=True, type=at_least(0, float), metavar='LOSS',
                         help='keep a value only if it lowers the loss by more, e.g. two standard deviations over seeds')
-    add_training_flags(parser)
     args = parser.parse_args(argv)
     record, trials = tune(args, split_values('--values', args.values))
     show(trials)

@@ -122,11 +122,17 @@ def test_a_run_ends_with_its_last_iteration(tmp_path, flags, rejected):
     assert trial.ended and trial.run.rejected == rejected and trial.outcome[1] == (rejected or 'finished')
 
 
-def test_gpus_are_taken_in_turns(monkeypatch):
+def test_gpus_are_taken_in_turns(tmp_path, monkeypatch):
+    seen, trial = [], trials.Trial(tmp_path, {}, [])
+    monkeypatch.setattr(trials, 'launch', lambda words, out_dir, env: seen.append(env['CUDA_VISIBLE_DEVICES']))
+    monkeypatch.setattr(trials.torch.cuda, 'device_count', lambda: 2)
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
-    assert [trials.gpu_of(slot, 2) for slot in range(3)] == ['0', '1', '0']
+    for slot in range(3):
+        trials.start(trial, [], slot, 3)
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,GPU-5a')
-    assert [trials.gpu_of(slot, 2) for slot in range(3)] == ['4', 'GPU-5a', '4']
+    for slot in range(3):
+        trials.start(trial, [], slot, 3)
+    assert seen == ['0', '1', '0', '4', 'GPU-5a', '4']
 
 
 def table_of(text):
