@@ -132,13 +132,6 @@ def cell(value):
     return str(value)
 
 
-def mean_sd(mean, sd):
-    """Return the text of a mean loss, with its standard deviation unless `sd` is None."""
-    if sd is None:
-        return f'{mean:.3f}'
-    return f'{mean:.3f} ± {sd:.3f}' if sd >= 0.0005 else f'{mean:.3f} ± <0.001'
-
-
 def write_csv(path, rows):
     """Write `rows`, a list of dicts, as a CSV file; a key that a row lacks stays empty."""
     header = list(dict.fromkeys(key for row in rows for key in row))

@@ -10,10 +10,10 @@ from collections import Counter
 import pytest
 from conftest import ROOT
 
-from analysis.figures import mean_sd
 from analysis.runs import find_runs
 from dev import studies
 from records.dissection import results, study
+from records.dissection.results import mean_sd
 from records.fresh_h import results as fresh_h_results
 from records.fresh_h import study as fresh_h
 from records.gpu_30m import study as gpu_30m

@@ -11,7 +11,7 @@ from pathlib import Path
 
 RECORDS = Path(__file__).resolve().parent
 sys.path.insert(0, str(RECORDS.parents[1]))
-from analysis.figures import argparser, figure, legend, mean_sd, optimizer_label, save, styles
+from analysis.figures import argparser, figure, legend, optimizer_label, save, styles
 from analysis.runs import averaged, find_runs, mean_final_loss
 from analysis.significance import difference, holm
 from records.dissection.study import SEARCH_SEED
@@ -60,6 +60,13 @@ def fresh_runs(arms, name, seeds):
 def losses(runs):
     """Return the final losses of `runs`."""
     return [run.final_loss for run in runs]
+
+
+def mean_sd(mean, sd):
+    """Return the text of a mean loss, with its standard deviation unless `sd` is None."""
+    if sd is None:
+        return f'{mean:.3f}'
+    return f'{mean:.3f} ± {sd:.3f}' if sd >= 0.0005 else f'{mean:.3f} ± <0.001'
 
 
 def table(arms, seeds):
