@@ -247,7 +247,9 @@ def read_csv(path):
         if of_run.setdefault(line['iter'], line) is not line:
             raise SystemExit(f'{where}: the second row of a run for step {row["steps"]}; add a column for the setting '
                              'that tells the two runs apart')
+    tuned = {*settings} - {'optimizer', 'seed', 'horizon'}
     unsaid = ['whether model, data and validation set are the same',
+              *(['which hyperparameters differ (a column each)'] if not tuned else []),
               *(f'{what} ({column})' for column, what in SAID.items() if column not in columns)]
     about, runs = dict(unsaid=f'{path} does not say {"; ".join(unsaid)}'), []
     for values, lines in found.items():

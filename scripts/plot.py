@@ -13,12 +13,20 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.figures import AXES, argparser, figure, legend, save, set_title, styles
+from analysis.figures import AXES, argparser, figure, legend, parse, save, set_title, styles
 from analysis.runs import averaged, by_seed, find_runs, labels_of, notes_on
 
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_norm': 'ℓ2 norm of h',
          'update_unclipped': 'unclipped share of the coordinates (grey: the paper\'s advice)',
          'grad_clipped': 'share of the steps whose gradient was clipped'}
+
+
+def described(run):
+    """Return a title for one run: its optimizer, model, data, and validation loss."""
+    words, (steps, losses) = [run.optimizer_label], run.series('val/loss')
+    if 'parameters' in run.about:
+        words.append(f'{run.about["parameters"] / 1e6:.2g}M parameters, {Path(run.dataset).name}')
+    return ', '.join(words) + (f': validation loss {losses[-1]:.3f} after {steps[-1]:,} iterations' if steps else '')
 
 
 def main(argv=None):
@@ -27,7 +35,7 @@ def main(argv=None):
     parser.add_argument('--metrics', nargs='+', metavar='KEY',
                         help='keys of metrics.jsonl (default: val/loss train/loss, of one run in one panel)')
     parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'))
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     runs = find_runs(args.out_dirs)
     for note in notes_on(runs):
         print(f'note: {note}', file=sys.stderr)
@@ -59,7 +67,7 @@ def main(argv=None):
         ax.set_title('' if together else NAMES.get(metric, metric), fontsize=9)
         if metric == 'update_unclipped':
             ax.axhspan(0.1, 0.5, color='0.5', alpha=0.15)
-    set_title(fig, args.title or (f'{runs[0].optimizer_label}, {runs[0].out_dir}' if together else ''))
+    set_title(fig, args.title or (described(runs[0]) if together else ''))
     legend(fig, max(axes, key=lambda ax: len(ax.lines)))
     save(args.output, fig, rows)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis import compare
 from analysis.arguments import at_least
-from analysis.figures import argparser, figure, legend, optimizer_label, print_table, save, set_title, styles
+from analysis.figures import argparser, figure, legend, optimizer_label, parse, print_table, save, set_title, styles
 from analysis.runs import by_seed, find_runs, mean_final_loss, notes_on
 from analysis.significance import holm
 
@@ -34,7 +34,7 @@ def main(argv=None):
                         help='the factor claimed, such as 2, 1.1 or 4/3 (default: 2)')
     compare.add_tuned(parser)
     parser.add_argument('--panels', nargs='+', choices=PANELS, default=PANELS, help='default: all')
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     runs = find_runs(args.out_dirs)
     baseline = next((run.optimizer_name for run in runs  # a CSV file may have AdamW
                      if run.optimizer_name.lower() == args.baseline.lower()), args.baseline)

@@ -4,11 +4,12 @@ import json
 
 import pytest
 from conftest import rejection
-from fake_runs import GRADIENT_FLOPS, fake_run, rows_of
+from fake_runs import GRADIENT_FLOPS, PARAMETERS, fake_run, rows_of
 from PIL import Image
 
 import optimizers
 from analysis import figures
+from analysis.runs import find_runs
 from scripts import plot
 
 
@@ -17,14 +18,16 @@ def run(tmp_path):
     return fake_run(tmp_path / 'adamw', 3.0, ['--max_iters=100'])
 
 
-def test_one_run_is_drawn_with_its_numbers_and_what_drew_it(run, monkeypatch):
-    argv = [str(run), '--title', 'two words', '--output', str(run / 'loss.png')]
+def test_one_run_is_drawn_into_its_directory_with_its_numbers_and_what_drew_it(run, monkeypatch):
+    argv = [str(run), '--title', 'two words']
     monkeypatch.setattr('sys.argv', ['scripts/plot.py', *argv])
     plot.main(argv)
     picture = Image.open(run / 'loss.png')
     assert min(picture.size) > 300
-    assert picture.info['Command'] == f"scripts/plot.py {run} --title 'two words' --output {run / 'loss.png'}"
+    assert picture.info['Command'] == f"scripts/plot.py {run} --title 'two words'"
     assert picture.info['Commit'] == (figures.files.git_commit() or 'unknown')
+    assert plot.described(find_runs([run])[0]) == (
+        f'AdamW, {PARAMETERS / 1e6:.2g}M parameters, somewhere: validation loss 3.000 after 100 iterations')
     val = [row for row in rows_of(run / 'loss.csv') if row['metric'] == 'val/loss']
     assert [int(row['steps']) for row in val] == list(range(0, 101, 10))
     assert [float(row['value']) for row in val] == pytest.approx([5.0 - 0.02 * i for i in range(0, 101, 10)])
@@ -59,6 +62,16 @@ def test_seeds_are_averaged_where_all_of_them_were_measured(tmp_path, capsys):
     plot.main([str(tmp_path), '--metrics', 'val/loss', '--output', str(tmp_path / 'x.png')])
     assert [int(row['steps']) for row in rows_of(tmp_path / 'x.csv')] == [0, 20]
     assert 'is drawn up to step 20, where a seed ends' in capsys.readouterr().err
+
+
+def test_the_picture_of_several_runs_goes_beside_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('a', 'b'):
+        fake_run(tmp_path / 'out' / name, 3.0, ['--max_iters=100'])
+    for paths in (['out'], ['out/a', 'out/b']):
+        plot.main([*paths, '--metrics', 'val/loss'])
+        (tmp_path / 'out/loss.png').unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ['out']
 
 
 def test_losses_that_cannot_be_compared_are_named(tmp_path, capsys):
@@ -100,7 +113,7 @@ def test_a_panel_for_each_metric(tmp_path, monkeypatch):
     save = plot.save
     monkeypatch.setattr(plot, 'save', lambda output, fig, rows: (drawn.append(fig), save(output, fig, rows)))
     plot.main([str(tmp_path), str(adamw), '--metrics', 'update_unclipped', 'hessian_norm', 'grad_clipped',  # one twice
-               '--output', str(tmp_path / 'x.png')])
+               '--title', '$\\nosuch$', '--output', str(tmp_path / 'x.png')])
     last = {(row['run'], row['metric']): float(row['value']) for row in rows_of(tmp_path / 'x.csv')}
     assert last == {('Sophia-G', 'update_unclipped'): 0.4, ('Sophia-G', 'hessian_norm'): 101.0,
                     ('Sophia-G', 'grad_clipped'): 0.02, ('AdamW', 'grad_clipped'): 0.3}
@@ -108,11 +121,20 @@ def test_a_panel_for_each_metric(tmp_path, monkeypatch):
     assert len(drawn[0].legends[0].get_texts()) == 2
 
 
+def test_log_axes_have_plain_numbers(tmp_path):
+    """Not the source of a formula, which pictures do not parse."""
+    fig, (ax,) = figures.figure()
+    ax.loglog([1e-3, 1e6], [1, 2])
+    figures.save(tmp_path / 'x.png', fig, [])
+    labels = [label.get_text() for axis in (ax.xaxis, ax.yaxis) for label in axis.get_ticklabels(which='both')]
+    assert {'0.01', '1', '1,000,000'} <= set(labels) and not any('$' in label for label in labels)
+
+
 def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_rejected(run):
     path = run / 'metrics.jsonl'
     lines = path.read_text()
     path.write_text(lines + '{"iter": 110, "val/lo')
-    plot.main([str(run), '--output', str(run / 'x.png')])
+    plot.main([str(run)])
     path.write_text('{"iter": 0, "val\n' + lines)
     assert 'metrics.jsonl:1: ' in rejection(plot.main, [str(run)])
 
@@ -122,4 +144,4 @@ def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_rejected(run):
     (['{run}/nowhere'], 'nowhere: no run there')])
 def test_what_is_rejected(run, flags, message):
     assert message in rejection(plot.main, [str(run), *(flag.format(run=run) for flag in flags)])
-    assert not list(run.glob('*.png'))
+    assert not (run / 'loss.png').exists()

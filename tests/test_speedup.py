@@ -365,8 +365,9 @@ def test_what_a_csv_file_does_not_say_is_said(tmp_path):
     path = as_csv(runs.find_runs([tmp_path / 'runs']), tmp_path / 'losses.csv')
     speedup.main([str(path), '--panels', 'difference', '--output', str(tmp_path / 'speedup.png')])
     notes = json.loads((tmp_path / 'speedup.json').read_text())['notes']
-    assert notes == [f'{path} does not say whether model, data and validation set are the same; whether the schedules '
-                     'ended at the last step (horizon); the FLOPs of a step (flops)']
+    assert notes == [f'{path} does not say whether model, data and validation set are the same; which '
+                     'hyperparameters differ (a column each); whether the schedules ended at the last step (horizon); '
+                     'the FLOPs of a step (flops)']
     assert 'losses.csv/optimizer=AdamW,seed=0: no tokens at iteration 0' in rejection(
         plot.main, [str(path), '--x', 'tokens', '--output', str(tmp_path / 'loss.png')])
 

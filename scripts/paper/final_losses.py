@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, finished_runs
-from analysis.figures import argparser, figure, legend, print_table, save, set_title, styles
+from analysis.figures import argparser, figure, legend, parse, print_table, save, set_title, styles
 from analysis.runs import by_seed, mean_final_loss
 from configurator import label_of
 
@@ -114,7 +114,7 @@ def main(argv=None):
     parser.add_argument('--grid', nargs=2, metavar=('ROWS', 'COLUMNS'), help='a heat map over two settings instead')
     parser.add_argument('--ylim', nargs=2, type=float, metavar=('LOW', 'HIGH'), help='losses that lines are drawn for')
     add_tuned(parser)
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     sizes = ['n_layer', 'n_head', 'n_embd'] if args.x == 'parameters' else []
     varying = args.grid or [*args.by, *sizes]
     runs = finished_runs(args.out_dirs, (*args.tuned, *varying))

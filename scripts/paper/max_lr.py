@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.figures import argparser, figure, legend, print_table, save
+from analysis.figures import argparser, figure, legend, parse, print_table, save
 from analysis.runs import find_runs
 
 MARGIN = 0.5  # nats of training loss
@@ -35,7 +35,7 @@ def stable_runs(runs):
 
 def main(argv=None):
     parser = argparser(__doc__, 'max_lr.png', of_runs=True)
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     groups = {}
     for run in sorted(find_runs(args.out_dirs), key=lambda run: run.learning_rate):
         if (problem := run.unfinished or run.off_schedule) and not run.diverged:
