@@ -114,14 +114,12 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        """Return (logits, loss), as in nanoGPT.
+        """Return (logits, loss), as in nanoGPT: (B, T, vocab_size), and the mean over the positions that count or None.
 
         Args:
             idx: (B, T) token ids.
             targets: (B, T) token ids, -1 where a position does not count. To leave out more positions, set them to -1
-                in place: what samples labels from the logits reads `targets` afterwards.
-
-        The logits are (B, T, vocab_size). The loss is the mean over the positions that count; None without targets.
+                in place: the sampling of labels reads `targets` afterwards.
         """
         B, T = idx.shape
         if T > self.config.block_size:
@@ -130,8 +128,7 @@ class GPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         divisors = [None] * self.config.n_layer
         if self.config.scale_attn_by_inverse_layer_idx:
-            # Tensors, because Python numbers would make several graphs of compiled blocks; integers, because bfloat16
-            # represents them exactly.
+            # A tensor, because Python numbers would make several graphs of compiled blocks; exact in bfloat16.
             divisors = torch.arange(1, self.config.n_layer + 1, device=idx.device)
         for block, divisor in zip(self.transformer.h, divisors):
             x = block(x, divisor)
@@ -146,12 +143,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):
-        """Load a GPT-2 in Hugging Face's format by the package transformers.
-
-        Args:
-            name: one of shapes.HUB_MODELS, or a folder with config.json and safetensors.
-            block_size: number of positions to keep, by default all.
-        """
+        """Load the GPT-2 `name`, one of shapes.HUB_MODELS or a folder with config.json and safetensors, and keep the
+        first `block_size` positions, by default all."""
         theirs = load_hf(name)
         c, weights = theirs.config, theirs.state_dict()
         supported = dict(activation_function=[*shapes.ACTIVATIONS], n_inner=[None, 4 * c.n_embd],

@@ -1,7 +1,6 @@
 """Helpers for any GPT in nanoGPT's style: sizes, settings and checkpoints, parameters, FLOPs, sampling.
 
-Training needs no more of a model than this, `GPT(config)` and its forward. `GPT.config` is a dataclass with nanoGPT's
-fields, `GPT.transformer.h` its blocks.
+Of a model they need `config`, a dataclass with nanoGPT's fields, `transformer.h`, its blocks, and its forward.
 """
 
 import inspect
@@ -52,10 +51,8 @@ def default_args(cls):
 
 
 def model_args(config):
-    """Return `config` as a checkpoint holds it: nanoGPT's arguments, and others unless they have their default.
-
-    So nanoGPT reads models that it supports, and an argument added later leaves old checkpoints valid.
-    """
+    """Return `config` as a checkpoint holds it: nanoGPT's arguments, which nanoGPT reads, and others unless they have
+    their default, so that an argument added later leaves old checkpoints valid."""
     defaults = default_args(type(config))
     return {key: value for key, value in vars(config).items()
             if key in NANOGPT_ARGS or key not in defaults or value != defaults[key]}
@@ -67,15 +64,14 @@ def without_values(cls, config):
     try:
         with torch.device('meta'):
             return cls(config)
-    except Exception:  # whatever a value that is not there makes it raise; other errors come back
+    except Exception:  # whatever a missing value makes it raise; other errors come back
         return cls(config)
 
 
 def with_weights(cls, config, weights):
-    """Return a model `cls(config)` that shares the memory of the state_dict `weights`.
+    """Return a model `cls(config)` that shares the memory of the state_dict `weights`. RuntimeError if they do not fit.
 
     Its constructor runs as in training, because `weights` may lack what it computes: buffers, plain tensors, lists.
-    Seed what it draws. RuntimeError when the weights do not fit.
     """
     model = cls(config)
     tied = model.lm_head.weight is model.transformer.wte.weight
@@ -95,8 +91,7 @@ def pretrained(cls, name, block_size, dropout):
 
 def check_contract(model):
     """Stop the run when `model` lacks a part of nanoGPT's GPT that training needs."""
-    for part in 'config.block_size', 'config.vocab_size', 'config.n_layer', 'config.n_head', 'config.n_embd', \
-            'transformer.h':
+    for part in *(f'config.{key}' for key in NANOGPT_ARGS[:5]), 'transformer.h':
         try:
             operator.attrgetter(part)(model)
         except AttributeError:
@@ -110,10 +105,10 @@ def num_params(model):
 
 
 def flops_per_token(model):
-    """Return the FLOPs to train on one token, forward and backward, in sequences of block_size.
+    """Return the FLOPs to train on one token, in sequences of block_size, as in Chowdhery et al. (2022) and Table 2.
 
-    As in Chowdhery et al. (2022), whom the paper's Table 2 follows: 6 per weight of a trained matrix (a tied head too,
-    the embeddings' look-ups not), and 12·n_layer·n_embd·block_size for QKᵀ and AV, as if attention were not causal.
+    6 per weight of a trained matrix (a tied head too, the embeddings' look-ups not), and 12·n_layer·n_embd·block_size
+    for QKᵀ and AV, as if attention were not causal.
     """
     c = model.config
     weights = sum(p.numel() for module in model.modules() if not isinstance(module, nn.Embedding)
@@ -123,13 +118,10 @@ def flops_per_token(model):
 
 @torch.no_grad()
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None):
-    """Continue each row of `idx` (B, T) by up to `max_new_tokens` ids; return (B, ≤ T + max_new_tokens).
+    """Continue each row of `idx` (B, T) by up to `max_new_tokens` ids, until `stop`, a function of the ids so far,
+    returns True; return (B, ≤ T + max_new_tokens). See `sample_next` for the other arguments.
 
     Each id costs a forward pass over the last block_size ids of the row.
-
-    Args:
-        temperature, top_k, top_p, generator: see `sample_next`.
-        stop: function of the ids so far that ends the generation when it returns True.
     """
     for _ in range(max_new_tokens):
         logits = model(idx[:, -model.config.block_size:])[0][:, -1]
