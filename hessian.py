@@ -2,7 +2,7 @@
 
 In each iteration train_step calls `start` and `split`; for each micro-batch `labels` before the forward and `add` after
 it; then, before the update, `finish`. Estimates are made at iterations 0, k, 2k, … on the first sequences of that
-iteration's own mini-batch (Algorithm 3, lines 7 to 9). Everything random is a function of (seed, iteration).
+iteration's mini-batch (Algorithm 3, lines 7 to 9). Everything random is a function of (seed, iteration).
 """
 
 import contextlib
@@ -12,18 +12,9 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime.files import warn
-from runtime.optim import OVERFLOWS
+from runtime.optim import OVERFLOWS, parameters
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
-from sophia import (
-    GaussNewtonBartlett,
-    Hutchinson,
-    add_shards,
-    check_finite,
-    hessian_vector_product,
-    local,
-    mesh_of,
-    parameters,
-)
+from sophia import GaussNewtonBartlett, Hutchinson, add_shards, check_finite, hessian_vector_product, local, mesh_of
 
 
 class Hook:
@@ -62,18 +53,18 @@ class Hook:
 
 
 class HessianHook(Hook):
-    """Estimates at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch.
+    """Base class of estimators, at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch.
 
-    Checkpoints hold only what a hook puts into the optimizer's param groups. Its results must depend on nothing else of
-    earlier iterations.
+    Checkpoints hold only what a hook puts into the optimizer's param groups, so its results must depend on nothing else
+    of earlier iterations.
 
     Args:
         model: the plain GPT, neither compiled nor wrapped.
-        optimizer: anything with `update_hessian(estimates)`, see sophia.py.
+        optimizer: anything with `param_groups`, `state` and `update_hessian(estimates)`, see sophia.py.
         seed: of labels and vectors.
         interval: k.
         batch_size: sequences over all ranks, a multiple of world_size.
-        parts: how many over all ranks, see `fitting_parts`; for Gauss-Newton-Bartlett only.
+        parts: over all ranks, see `fitting_parts`; for Gauss-Newton-Bartlett only.
         rank, world_size: this rank has the sequences [rank::world_size] of the mini-batch.
         autocast: context manager for a forward outside of train_step's.
         compile: whether the model's forward is compiled; then Hessian-vector products are, too.
@@ -87,7 +78,6 @@ class HessianHook(Hook):
         self.autocast = autocast or contextlib.nullcontext()
         self.name_of = {p: name for name, p in model.named_parameters()}
         self.overflows = 0  # estimates skipped in a row
-        self.estimated = False  # whether the optimizer has had an estimate in this process
 
     @classmethod
     def is_due(cls, iter_num, interval):
@@ -103,8 +93,7 @@ class HessianHook(Hook):
         # scale is in the param groups, which a checkpoint holds.
         self.scale = min(loss_scale, self.optimizer.param_groups[0].get('hessian_scale', loss_scale))
         # After a skipped iteration 0 the next one estimates, because steps without any h are sign steps.
-        takes = getattr(self.optimizer.update_hessian, '__self__', self.optimizer)  # inside a wrapper
-        self.due = self.is_due(iter_num, self.interval) or not any(takes.state.values())
+        self.due = self.is_due(iter_num, self.interval) or not any(self.optimizer.state.values())
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         return self.due
 
@@ -127,8 +116,7 @@ class HessianHook(Hook):
                      f'loss scale falls to {self.scale / 2:g}')
             return ''
         self.overflows = 0
-        if not self.estimated:
-            self.estimated = True
+        if not any(self.optimizer.state.values()):  # the first estimate of the run
             self.warn_of_unreached(estimates)
         self.optimizer.update_hessian(estimates)
         return ''
@@ -143,12 +131,11 @@ class HessianHook(Hook):
 
 
 def fitting_parts(parts, batch_size, micro_batch, ranks, sharded):
-    """Return the first possible number of parts from `parts` on for an estimate on `batch_size` sequences.
+    """Return the first number from `parts` on into which `batch_size` sequences can be divided.
 
-    All parts have the same size, and each fits in a micro-batch of `micro_batch` sequences. A part is on one rank, with
-    `sharded` parameters on all of them.
+    All parts have one size, at most `micro_batch`. A part is on one rank, with `sharded` parameters on all of them.
     """
-    here = batch_size // ranks  # sequences
+    here = batch_size // ranks  # sequences of a rank
     fit = [n for n in range(1, here + 1) if here % n == 0 and here // n <= micro_batch]
     fit = [n if sharded else n * ranks for n in fit]
     return parts if parts < 2 else next((n for n in fit if n >= parts), fit[-1])
@@ -174,8 +161,8 @@ class GNBHook(HessianHook):
     def split(self, rows, size):
         if not self.due or self.parts < 2:
             return super().split(rows, size)
-        # Part p has the sequences p, p + parts, … of the whole mini-batch, however many ranks share it. With sharded
-        # parameters all ranks work on the same part, which has other sequences: another draw of the same estimate.
+        # Part p has the sequences p, p + parts, … of the mini-batch, however many ranks share it. Where parameters are
+        # sharded, all ranks work on one part, which has other sequences: another draw of the same estimate.
         here = min(self.rows_left, rows)
         n = self.parts if mesh_of(self.estimator.params) else self.parts // self.world_size
         self.part_slices = [slice(i, here, n) for i in range(min(n, here))]
@@ -213,10 +200,9 @@ class GNBHook(HessianHook):
 
 
 def keep_buffers():
-    """Let a compiled forward be differentiated twice. Call it before anything is compiled.
+    """Let a compiled forward be differentiated twice, though by default its first backward overwrites its buffers.
 
-    By default the first backward pass overwrites the forward's buffers. PyTorch's compile cache ignores this switch, so
-    a tag keeps code for both of its values apart.
+    Call it before anything is compiled. PyTorch's compile cache ignores this switch, so a tag keeps the code apart.
     """
     import torch._functorch.config
     torch._functorch.config.donated_buffer = False
@@ -230,16 +216,13 @@ class EmpiricalFisherHook(GNBHook):
         return dict(labels_hat=Y)
 
 
-# Limit on attention weights and logits in one Hessian-vector product. At about ten bytes each they take as much memory
-# as a micro-batch of training.
+# Limit on attention weights and logits in one Hessian-vector product, about ten bytes each
 PRODUCT_SIZE = 2 ** 30
 
 
 def rows_at_once(config, rows, T, micro_batch):
-    """Return how many of `rows` sequences of T tokens one Hessian-vector product takes.
-
-    At most a micro-batch, within PRODUCT_SIZE; and a divisor of `rows`, because a second size would be compiled again.
-    """
+    """Return how many of `rows` sequences of T tokens one Hessian-vector product takes: at most a micro-batch, within
+    PRODUCT_SIZE, and a divisor of `rows`, because a second size would be compiled again."""
     size = T * (config.n_layer * config.n_head * T + 4 * config.vocab_size)
     most = max(1, min(micro_batch, PRODUCT_SIZE // size))
     return max(n for n in range(1, most + 1) if rows % n == 0)
@@ -249,8 +232,8 @@ class HutchinsonHook(HessianHook):
     """Hutchinson's estimator (Algorithm 1): Hessian-vector products of the model's own forward."""
 
     hessian_products = True
-    # Forward and backward are 3 matmuls. Forward over reverse takes these and two tangents of each, but leaves out the
-    # weight's gradient itself, which is not used: 3 + 6 − 1 = 8.
+    # Forward over reverse takes the 3 matmuls of forward and backward and two tangents of each, less the weight's
+    # gradient itself, which is not used: 3 + 6 − 1 = 8.
     cost = 8 / 3
     rademacher = False
 

@@ -21,7 +21,7 @@ from hessian import AdaHessianHook, EmpiricalFisherHook, GNBHook, HessianHook, H
 from runtime import optim, optimizer_state
 from runtime.distributed import full_tensor
 from runtime.files import first_line
-from sophia import GuardedOptimizer, HessianOptimizer, Sophia, local, parameters, scalar
+from sophia import GuardedOptimizer, HessianOptimizer, Sophia, local, scalar
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Baselines
@@ -59,7 +59,6 @@ class AdaHessian(HessianOptimizer):
     Arguments and `update_hessian` as for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and `step`, how
     often each of the two was updated.
     """
-    state_keys = {'exp_avg', 'hessian', 'step'}
 
     def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, nonfinite='raise'):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), nonfinite)
@@ -70,7 +69,7 @@ class AdaHessian(HessianOptimizer):
     def update(self, group, params, grads):
         lr, (beta1, beta2) = scalar(group['lr']), group['betas']
         ms, vs, counts = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian'), self.counts(params)
-        if not any(self.state[p]['step'][1] for p in parameters(self) if self.state.get(p)):
+        if not any(state['step'][1] for state in self.state.values() if 'step' in state):
             if lr:
                 raise RuntimeError('AdaHessian.step() before any estimate of the Hessian: call update_hessian() first')
             return  # torch.distributed.checkpoint makes such a step, to get the state that it loads into
@@ -102,7 +101,7 @@ class SophiaUnclipped(Sophia):
     rho = math.inf
 
     def metrics(self):
-        return HessianOptimizer.metrics(self)
+        return {}
 
 
 class SophiaSquared(Sophia):
@@ -554,11 +553,11 @@ def check_settings(config):
 
 
 def optimizer_metrics(optimizer):
-    """Return the optimizer's metrics as 0-d tensors: `momentum_norm`, the ℓ2 norm of m, and what its method `metrics()`
-    returns, if it has one (Sophia: hessian_norm, update_unclipped)."""
-    momenta = []
-    for p in parameters(optimizer):
-        state = optimizer.state.get(p, {})
-        momenta += [state[key] for key in ('exp_avg', 'momentum_buffer') if isinstance(state.get(key), torch.Tensor)]
-    found = dict(momentum_norm=optim.global_norm(momenta)) if momenta else {}
+    """Return metrics as 0-d tensors: the ℓ2 norms of m and h, `momentum_norm` and `hessian_norm`, if there are such,
+    and the result of the optimizer's method `metrics()`, if it has one (Sophia: update_unclipped)."""
+    found = {}
+    for metric, keys in dict(momentum_norm=('exp_avg', 'momentum_buffer'), hessian_norm=('hessian',)).items():
+        tensors = [optimizer.state.get(p, {}).get(key) for p in optim.parameters(optimizer) for key in keys]
+        if tensors := [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]:
+            found[metric] = optim.global_norm(tensors)
     return found | (optimizer.metrics() if hasattr(optimizer, 'metrics') else {})

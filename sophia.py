@@ -29,14 +29,14 @@ __version__ = '0.2.0'
 
 
 def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, rho=1.0):
-    """Change m and θ as in Algorithm 3, which has ρ = 1, in place, on lists of tensors.
+    """Change m and θ in place, on lists of tensors, as lines 6, 13 and 14 of Algorithm 3, which has ρ = 1:
 
         m ← β1·m + (1−β1)·g;   θ ← θ − lr·λ·θ;   θ ← θ − lr·clip(m / max(γ·h, ε), ρ)
     """
     torch._foreach_lerp_(ms, grads, 1 - beta1)
+    torch._foreach_mul_(params, 1 - lr * weight_decay)
     update = precondition(ms, hs, gamma, eps)
     clip_(update, rho)
-    torch._foreach_mul_(params, 1 - lr * weight_decay)
     torch._foreach_mul_(update, -lr)
     torch._foreach_add_(params, update)
 
@@ -60,20 +60,12 @@ def compiled_update():
     return torch.compile(sophia_update)
 
 
-IN_RANGE = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
-                momentum=lambda v: 0 <= v < 1, gamma=lambda v: v >= 0, eps=lambda v: v > 0,
-                weight_decay=lambda v: v >= 0)
-# Names under which optimizers keep their state of a parameter, by which a foreign state is recognised.
-STATES = {'exp_avg', 'exp_avg_sq', 'hessian', 'momentum_buffer', 'step'}
-
-
 class GuardedOptimizer(Optimizer):
-    """Base class with checked settings, closures and guards before anything moves. A subclass defines `update`.
+    """Base class that checks settings, gradients and state before anything moves. A subclass defines `update`.
 
-    nonfinite says what happens when a gradient holds inf or NaN, before anything enters the state: 'raise'
-    FloatingPointError, 'skip' that step, or 'ignore' (no check, so no wait for the device).
+    nonfinite: 'raise' FloatingPointError when a gradient holds inf or NaN, 'skip' that step, or 'ignore' it (no check,
+    so no wait for the device).
     """
-    state_keys = {'exp_avg'}  # the names in `STATES` that it uses
 
     def __init__(self, params, defaults, nonfinite):
         if nonfinite not in ('raise', 'skip', 'ignore'):
@@ -87,26 +79,7 @@ class GuardedOptimizer(Optimizer):
             if key in IN_RANGE and not IN_RANGE[key](value):
                 raise ValueError(f'{type(self).__name__}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
-        try:
-            self.check(p for p in self.param_groups[-1]['params'] if p.requires_grad)
-        except Exception:
-            self.param_groups.pop()
-            raise
-
-    def check(self, params):
-        """Raise, before anything moves, where `update` would fail or be wrong for one of `params`."""
-        name, dtypes = type(self).__name__, (torch.float32, torch.float64, torch.bfloat16)  # not float16: ε is 0
-        for p in params:
-            dtype, shape, grad, own = p.dtype, p.shape, p.grad, self.state.get(p, {})
-            if dtype not in dtypes:
-                raise ValueError(f'{name}: {dtype} parameters are not supported; keep them in float32, and compute in '
-                                 'float16 by autocast')
-            for t in grad, own.get('exp_avg'), own.get('hessian'):
-                if t is not None and (t.dtype != dtype or t.shape != shape):
-                    raise ValueError(f'{name}: a gradient or state has not the dtype and shape of its parameter, '
-                                     f'{dtype} {tuple(shape)}; make the optimizer after the last change of the model')
-            if grad is not None and grad.is_sparse:
-                raise RuntimeError(f'{name}: sparse gradients are not supported; leave out sparse=True')
+        check_params(self, [p for p in self.param_groups[-1]['params'] if p.requires_grad])
 
     def __getstate__(self):
         # Optimizer's copies carry over only the attributes that it names.
@@ -116,10 +89,7 @@ class GuardedOptimizer(Optimizer):
     def __setstate__(self, state):
         """Take a state, in load_state_dict or for a copy; ValueError if it is not of such an optimizer."""
         for group in state['param_groups']:
-            odd = (getattr(self, 'defaults', {}).keys() & IN_RANGE) - group.keys()
-            for own in [state['state'][p] for p in group['params'] if state['state'].get(p)]:
-                odd |= (own.keys() & STATES ^ self.state_keys) - {'exp_avg'}  # which may come later than `hessian`
-            if odd:
+            if odd := (getattr(self, 'defaults', group).keys() ^ group.keys()) & IN_RANGE.keys():
                 raise ValueError(f'{type(self).__name__}: the state to load is of another optimizer; they differ in '
                                  + ', '.join(sorted(odd)))
         super().__setstate__(state)
@@ -133,7 +103,7 @@ class GuardedOptimizer(Optimizer):
                 loss = closure()
         groups = [(group, [p for p in group['params'] if p.grad is not None]) for group in self.param_groups]
         moved = [p for _, params in groups for p in params]
-        self.check(moved)
+        check_params(self, moved)
         if check_finite(self.nonfinite, 'gradient', [p.grad for p in moved]):
             for group, params in groups:
                 if params:
@@ -154,7 +124,6 @@ class GuardedOptimizer(Optimizer):
 
 class HessianOptimizer(GuardedOptimizer):
     """Base class with an EMA of Hessian estimates, or of a function of them, `averaged`, in the state `hessian`."""
-    state_keys = {'exp_avg', 'hessian'}
 
     def averaged(self, h_hat):
         """Return the quantity that the EMA averages: the estimate ĥ itself."""
@@ -164,23 +133,19 @@ class HessianOptimizer(GuardedOptimizer):
     def update_hessian(self, estimates):
         """Update the EMA, h ← β2·h + (1−β2)·ĥ (Algorithm 3, line 9).
 
-        Args:
-            estimates: iterable of tensors, one per parameter in param-group order; None leaves that state as it is.
-
-        An inf or NaN in one of them is treated as in a gradient; 'skip' leaves out all of them.
+        estimates: an iterable of tensors, one per parameter in param-group order; None leaves that h as it is. An inf
+        or NaN is treated as in a gradient; 'skip' leaves out all of them.
         """
-        if estimates is None:
-            raise TypeError('update_hessian needs the list of tensors that an estimator returns, not None')
-        estimates = list(estimates)
-        params = parameters(self)
+        params, estimates = params_of(self), list(estimates)
         if len(estimates) != len(params):
             raise ValueError(f'update_hessian got {len(estimates)} estimates for {len(params)} parameters')
-        for p, h_hat in zip(params, estimates):
-            if h_hat is not None and h_hat.shape != p.shape:
+        given = {p: h_hat for p, h_hat in zip(params, estimates) if h_hat is not None}
+        for p, h_hat in given.items():
+            if h_hat.shape != p.shape:
                 raise ValueError(f'update_hessian got an estimate of shape {tuple(h_hat.shape)} for a parameter of '
                                  f'{tuple(p.shape)}; pass the optimizer to the estimator, which keeps their order')
-        self.check(p for p, h_hat in zip(params, estimates) if h_hat is not None)
-        targets = {p: self.averaged(h_hat.to(p.dtype)) for p, h_hat in zip(params, estimates) if h_hat is not None}
+        check_params(self, given)
+        targets = {p: self.averaged(h_hat.to(p.dtype)) for p, h_hat in given.items()}
         if check_finite(self.nonfinite, 'Hessian estimate', targets.values()):
             for group in self.param_groups:
                 if params := [p for p in group['params'] if p in targets]:
@@ -189,16 +154,6 @@ class HessianOptimizer(GuardedOptimizer):
     def update_ema(self, group, params, targets):
         """Move the EMAs of `params`, which belong to the param group `group`, towards `targets`."""
         torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(targets), 1 - group['betas'][1])
-
-    def metrics(self):
-        """Return a dict of 0-d tensors for a log: `hessian_norm`, the ℓ2 norm of the state `hessian`, if there is one.
-        """
-        hs = [state['hessian'] for state in self.state.values() if 'hessian' in state]
-        if not hs:
-            return {}
-        # By rows, because on CPU PyTorch adds up the squares of a large tensor inexactly.
-        norm = torch.nn.utils.get_total_norm([torch.linalg.vector_norm(h, dim=-1) for h in hs])
-        return dict(hessian_norm=norm.full_tensor() if is_sharded(norm) else norm)
 
 
 class Sophia(HessianOptimizer):
@@ -231,26 +186,26 @@ class Sophia(HessianOptimizer):
 
     def update(self, group, params, grads):
         lr = scalar(group['lr'])
+        ms, hs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
         if self._first and lr:  # warm-ups of other libraries begin at 0
             self._first = False
             # The state decides, because wrappers of an optimizer share nothing else with it.
-            if not HessianOptimizer.metrics(self).get('hessian_norm'):
+            if not any(h.any() for h in local(state['hessian'] for state in self.state.values() if 'hessian' in state)):
                 warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=5)
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
-        ms, hs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
-        update = compiled_update() if self.compile else sophia_update
-        update(local(params), local(grads), local(ms), self.curvature(local(hs)), lr, group['betas'][0],
-               group['gamma'], group['eps'], group['weight_decay'], self.rho)
+        rule = compiled_update() if self.compile else sophia_update
+        rule(local(params), local(grads), local(ms), self.curvature(local(hs)), lr, group['betas'][0], group['gamma'],
+             group['eps'], group['weight_decay'], self.rho)
 
     def curvature(self, hs):
         """Return the h of the update, from the state: the same."""
         return hs
 
     def metrics(self):
-        """Return `hessian_norm`, and `update_unclipped`, which is the `unclipped_fraction`."""
+        """Return a dict of 0-d tensors for a log: `update_unclipped`, the `unclipped_fraction`, if there is one."""
         unclipped = self.unclipped_fraction()
-        return super().metrics() | ({} if unclipped is None else dict(update_unclipped=unclipped))
+        return {} if unclipped is None else dict(update_unclipped=unclipped)
 
     def unclipped_fraction(self):
         """Return the fraction of the coordinates of m / max(γ·h, ε) that the clip leaves as they are, a 0-d tensor;
@@ -281,34 +236,25 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
     """Estimate the Gauss-Newton diagonal from labels that the model itself draws (Algorithm 2).
 
     Args:
-        outputs: outputs of the model with a graph, (…, V) logits of B predictions; or an iterable, one for each
-            micro-batch (a generator runs the forwards one at a time). Leave out the positions that the loss ignores.
-        optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order. If they
-            are sharded (by FSDP2, not tensor parallelism), they must be all that the model trains, because FSDP's
-            backward adds to the gradients of others.
-        distribution: maps outputs to the `torch.distributions.Distribution`, an exponential family in its natural
-            parameter, whose mean negative log-likelihood is the loss. Default Categorical(logits=…), i.e.
-            cross-entropy; for the squared loss ½(f − y)²: `lambda f: torch.distributions.Normal(f, 1.0)`. It cannot
-            sample from outputs that are not finite, so that these are an error whatever the optimizer's `nonfinite`.
+        outputs: (…, V) logits of B predictions with a graph; or an iterable, one for each micro-batch (a generator runs
+            the forwards one at a time). Leave out the positions that the loss ignores.
+        optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order. Sharded
+            ones (FSDP2, not tensor parallelism) must be all that the model trains, because FSDP's backward adds to the
+            gradients of others.
+        distribution: maps outputs to the `torch.distributions.Distribution` whose mean negative log-likelihood is the
+            loss, an exponential family in its natural parameter. Default Categorical(logits=…), i.e. cross-entropy;
+            for ½(f − y)²: `lambda f: torch.distributions.Normal(f, 1.0)`. It cannot sample from outputs that are not
+            finite, so that these are an error whatever the optimizer's `nonfinite`.
         group: process group over which the mini-batch is spread; default all ranks. If the parameters are sharded over
-            only some of the ranks, the group of those. Each rank must draw labels of its own: seed torch differently
-            on each.
+            only some of the ranks, the group of those. Seed torch differently on each rank.
         retain_graph: keep the graph of `outputs` for the gradient of the true loss.
         by_parts: square the gradient of each micro-batch, and of each rank, by itself: less noise, see
             `GaussNewtonBartlett`. Parts of one forward, `logits.split(1)`, also need retain_graph=True.
 
-    Returns:
-        list of tensors ĥ = B·ĝ⊙ĝ for `Sophia.update_hessian`.
+    Returns the list of tensors ĥ = B·ĝ⊙ĝ for `Sophia.update_hessian`.
     """
     distribution, estimator = distribution or categorical, GaussNewtonBartlett(optimizer, by_parts)
-    if ranks(group) > 1:
-        seed = torch.tensor([torch.initial_seed() % 2 ** 63], device=estimator.params[0].device)
-        seeds = [torch.empty_like(seed) for _ in range(ranks(group))]
-        dist.all_gather(seeds, seed, group=group)
-        if len({int(s) for s in seeds}) < len(seeds):
-            # Labels that depend on each other make the expectation of the square too large.
-            raise ValueError('gauss_newton_bartlett: ranks with the same random seed would draw the same labels; '
-                             'call torch.manual_seed(seed + rank) once the model is made')
+    check_seeds(estimator.params[0].device, group)
     for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
         if isinstance(f, str):  # a key of a dict, such as Hugging Face's outputs
             raise TypeError('gauss_newton_bartlett needs logits: pass output.logits, not the whole output')
@@ -330,9 +276,7 @@ def categorical(logits):
 
 
 class GaussNewtonBartlett:
-    """Algorithm 2 over any number of micro-batches and ranks.
-
-    `add` the loss on sampled labels of each micro-batch, then `estimate` once.
+    """Algorithm 2 over micro-batches and ranks: `add` the loss on sampled labels of each micro-batch, then `estimate`.
 
     ĥ = G⊙G / B, where G is the gradient of the loss summed over all B predictions; this is the paper's B·ĝ⊙ĝ. Each
     coordinate of G is close to normal, so ĥ is noisy whatever B is: its standard deviation is √2 of its mean.
@@ -340,14 +284,12 @@ class GaussNewtonBartlett:
     by_parts: ĥ = Σₚ Gₚ⊙Gₚ / B, where Gₚ belongs to part p, one `add` on one rank. Labels are drawn independently, so
     products of different parts are 0 in expectation: the mean is the same, and n equal parts have 1/n of the variance.
     With sharded parameters a part is one `add` on all ranks, because FSDP's backward sums over them.
-
-    `optimizer` as for `gauss_newton_bartlett`.
     """
 
     def __init__(self, optimizer, by_parts=False):
-        self.params, self.by_parts = parameters(optimizer), by_parts
+        self.params, self.by_parts = params_of(optimizer), by_parts
         self.total = [torch.zeros_like(p) for p in self.params]  # G, or Σₚ Gₚ⊙Gₚ
-        self.predictions = 0
+        self.predictions = 0  # B
 
     def add(self, loss_hat, predictions, retain_graph=False):
         """Add the gradient of `loss_hat`, the loss on sampled labels *summed* over `predictions` predictions, a number
@@ -386,30 +328,13 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
         generator, rademacher: see `Hutchinson`. Over several ranks the generator is required.
         group: process group over which the mini-batch is spread; default all ranks.
 
-    Returns:
-        list of tensors ĥ = u ⊙ ∇⟨∇L, u⟩ for `Sophia.update_hessian`.
+    Returns the list of tensors ĥ = u ⊙ ∇⟨∇L, u⟩ for `Sophia.update_hessian`.
     """
     if generator is None and ranks(group) > 1:
         raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
     estimator = Hutchinson(optimizer, generator, rademacher)
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
-        if loss.dim():
-            raise ValueError(f'hutchinson: a loss of shape {tuple(loss.shape)}; pass the mean, a 0-d tensor')
-        check_graph(loss, TWICE)
-        try:
-            gradient = gradients(loss, estimator.params, create_graph=True)
-            used = [(g, u) for g, u in zip(gradient, estimator.u) if g is not None]
-            linear = [i for i, g in enumerate(gradient) if g is not None and not g.requires_grad]
-            if linear or not used:
-                raise RuntimeError(f'the gradient of params {linear} has no graph; if the loss is linear in p, add '
-                                   '0 * p.square().sum() to it' if linear else 'it depends on none of the params')
-            product = gradients([g for g, _ in used], estimator.params, grad_outputs=[u for _, u in used])
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise RuntimeError('hutchinson: the loss cannot be differentiated twice; take it from an eager forward '
-                               f'(no torch.compile, attention under sdpa_kernel(SDPBackend.MATH)): {error}') from error
-        estimator.add(product, 1)
+        estimator.add(double_backward(loss, estimator.params, estimator.u), 1)
     return estimator.estimate(group)
 
 
@@ -423,7 +348,7 @@ class Hutchinson:
     """
 
     def __init__(self, optimizer, generator=None, rademacher=False):
-        self.params = parameters(optimizer)
+        self.params = params_of(optimizer)
         self.u = [torch.randn(p.shape, dtype=p.dtype, device=p.device, generator=generator) for p in self.params]
         if rademacher:
             self.u = [torch.where(u < 0, -1.0, 1.0).to(u.dtype) for u in self.u]
@@ -444,15 +369,30 @@ class Hutchinson:
                 for p, hvp, u in zip(self.params, self.product, self.u)]
 
 
+def double_backward(loss, params, u):
+    """Return ∇²L u = ∇⟨∇L, u⟩ of a mean loss with a graph, None where it does not depend on a parameter."""
+    if loss.dim():
+        raise ValueError(f'hutchinson: a loss of shape {tuple(loss.shape)}; pass the mean, a 0-d tensor')
+    check_graph(loss, TWICE)
+    try:
+        gradient = gradients(loss, params, create_graph=True)
+        used = [(g, v) for g, v in zip(gradient, u) if g is not None]
+        linear = [i for i, g in enumerate(gradient) if g is not None and not g.requires_grad]
+        if linear or not used:
+            raise RuntimeError(f'the gradient of params {linear} has no graph; if the loss is linear in p, add '
+                               '0 * p.square().sum() to it' if linear else 'it depends on none of the params')
+        return gradients([g for g, _ in used], params, grad_outputs=[v for _, v in used])
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise RuntimeError('hutchinson: the loss cannot be differentiated twice; take it from an eager forward '
+                           f'(no torch.compile, attention under sdpa_kernel(SDPBackend.MATH)): {error}') from error
+
+
 def hessian_vector_product(loss_fn, params, u):
-    """Return ∇²L u by forward-over-reverse differentiation, which torch.compile can trace, unlike double backward.
+    """Return ∇²L u by forward-over-reverse differentiation, which torch.compile can trace, unlike `double_backward`.
 
-    Args:
-        loss_fn: maps a tuple of tensors like `params` to the 0-d mean loss; without flash attention.
-        params, u: sequences of tensors of equal shapes.
-
-    Returns:
-        tuple of tensors like `params`.
+    `loss_fn` maps a tuple of tensors like `params` to the 0-d mean loss, without flash attention.
     """
     return torch.func.jvp(torch.func.grad(loss_fn), (tuple(params),), (tuple(u),))[1]
 
@@ -460,9 +400,13 @@ def hessian_vector_product(loss_fn, params, u):
 # ----------------------------------------------------------------------------------------------------------------------
 # Helpers and guards
 
+IN_RANGE = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v),
+                momentum=lambda v: 0 <= v < 1, gamma=lambda v: v >= 0, eps=lambda v: v > 0,
+                weight_decay=lambda v: v >= 0)
 
-def parameters(optimizer):
-    """Return the parameters of an optimizer in param-group order; a list of parameters stays the same."""
+
+def params_of(optimizer):
+    """Return the parameters of an optimizer in param-group order, as a list; a list of parameters stays the same."""
     if isinstance(optimizer, torch.nn.Module):
         raise TypeError('pass the optimizer, whose order of parameters the estimates must have, not the model')
     if hasattr(optimizer, 'param_groups'):  # wrappers, too
@@ -473,6 +417,28 @@ def parameters(optimizer):
 def scalar(lr):
     """Return a learning rate, a float or a tensor of one element, as a float or a 0-d tensor."""
     return lr.reshape(()) if isinstance(lr, torch.Tensor) else lr
+
+
+def gradients(outputs, params, **options):
+    """Call torch.autograd.grad, with None for a parameter that is frozen or that `outputs` do not depend on."""
+    found = iter(torch.autograd.grad(outputs, [p for p in params if p.requires_grad], allow_unused=True, **options))
+    return [next(found) if p.requires_grad else None for p in params]
+
+
+def check_params(optimizer, params):
+    """Raise, before anything moves, where an update of `params` by `optimizer` would fail or be wrong."""
+    name, dtypes = type(optimizer).__name__, (torch.float32, torch.float64, torch.bfloat16)  # not float16: ε is 0
+    for p in params:
+        if p.dtype not in dtypes:
+            raise ValueError(f'{name}: {p.dtype} parameters are not supported; keep them in float32, and compute in '
+                             'float16 by autocast')
+        own = optimizer.state.get(p, {})
+        for t in p.grad, own.get('exp_avg'), own.get('hessian'):
+            if t is not None and (t.dtype != p.dtype or t.shape != p.shape):
+                raise ValueError(f'{name}: a gradient or state has not the dtype and shape of its parameter, {p.dtype} '
+                                 f'{tuple(p.shape)}; make the optimizer after the last change of the model')
+        if p.grad is not None and p.grad.is_sparse:
+            raise RuntimeError(f'{name}: sparse gradients are not supported; leave out sparse=True')
 
 
 def check_finite(nonfinite, what, tensors):
@@ -491,12 +457,6 @@ def check_finite(nonfinite, what, tensors):
     if nonfinite == 'raise':
         raise FloatingPointError(f'a {what} is not finite; nothing of it entered the optimizer state')
     return False
-
-
-def gradients(outputs, params, **options):
-    """Call torch.autograd.grad, with None for a parameter that is frozen or that `outputs` do not depend on."""
-    found = iter(torch.autograd.grad(outputs, [p for p in params if p.requires_grad], allow_unused=True, **options))
-    return [next(found) if p.requires_grad else None for p in params]
 
 
 # Words in the names of autograd's nodes → what is wrong with their first, or with their second derivatives.
@@ -519,6 +479,12 @@ def check_graph(loss, forbidden):
                     raise RuntimeError(problem)
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
+
+
+def __getattr__(name):
+    if name == 'SophiaG':  # the official repository's name
+        raise ImportError('sophia.py has no SophiaG; use Sophia, see docs/sophia.md on migrating')
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -550,19 +516,19 @@ def loss_gradients(loss, params, retain_graph=False):
     return found
 
 
-def is_sharded(tensor):
+def is_dtensor(tensor):
     """Return whether a tensor is a DTensor; without importing that class, which costs half a second."""
     return hasattr(tensor, 'placements')
 
 
 def local(tensors):
     """Return `tensors`, each DTensor replaced by its local shard."""
-    return [t.to_local() if is_sharded(t) else t for t in tensors]
+    return [t.to_local() if is_dtensor(t) else t for t in tensors]
 
 
 def mesh_of(tensors):
     """Return the DeviceMesh over which `tensors` are sharded; None if they are not."""
-    return next((t.device_mesh for t in tensors if is_sharded(t)), None)
+    return next((t.device_mesh for t in tensors if is_dtensor(t)), None)
 
 
 def add_shards(count, tensors):
@@ -578,6 +544,17 @@ def ranks(group=None):
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
+def check_seeds(device, group=None):
+    """Raise ValueError when ranks of `group` would draw the same labels, which makes ĥ too large in expectation."""
+    if ranks(group) > 1:
+        seed = torch.tensor([torch.initial_seed() % 2 ** 63], device=device)
+        seeds = [torch.empty_like(seed) for _ in range(ranks(group))]
+        dist.all_gather(seeds, seed, group=group)
+        if len({int(s) for s in seeds}) < len(seeds):
+            raise ValueError('gauss_newton_bartlett: ranks with the same random seed would draw the same labels; '
+                             'call torch.manual_seed(seed + rank) once the model is made')
+
+
 def sum_over_ranks(tensors, count, group=None):
     """Add up `tensors` (in place) and the number `count` over the ranks of `group`, and return the summed count.
 
@@ -586,7 +563,7 @@ def sum_over_ranks(tensors, count, group=None):
     if ranks(group) < 2:
         return count
     device = tensors[0].device
-    tensors = [t for t in tensors if not is_sharded(t)]
+    tensors = [t for t in tensors if not is_dtensor(t)]
     counts = torch.tensor([count], dtype=torch.float64, device=device)
     for work in [dist.all_reduce(t, group=group, async_op=True) for t in [*tensors, counts]]:
         work.wait()

@@ -375,7 +375,7 @@ def average_of_the_weights():
     from average import AveragedSophia
 
     from runtime import checkpoint
-    from sophia import parameters
+    from runtime.optim import parameters
     step, weights = AveragedSophia.step, []
 
     def recorded(self, closure=None):

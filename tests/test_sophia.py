@@ -17,6 +17,7 @@ from torch.distributions import Bernoulli, Categorical, Normal, Poisson
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import sophia
 from sophia import GaussNewtonBartlett, Hutchinson, Sophia, gauss_newton_bartlett, hessian_vector_product, hutchinson
 
 needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
@@ -75,8 +76,7 @@ def test_unclipped_fraction():
     p.grad, q.grad = torch.tensor([0.4, 3.0, 1e-3, 0.6]), torch.tensor([1.0])
     optimizer.step()
     assert optimizer.unclipped_fraction().item() == pytest.approx(2 / 5)
-    found = {key: value.item() for key, value in optimizer.metrics().items()}
-    assert found == pytest.approx(dict(update_unclipped=2 / 5, hessian_norm=119 ** 0.5))
+    assert optimizer.metrics() == dict(update_unclipped=optimizer.unclipped_fraction())
 
 
 def test_the_unclipped_fraction_follows_an_edit_of_the_rule(monkeypatch):
@@ -92,15 +92,6 @@ def test_the_unclipped_fraction_follows_an_edit_of_the_rule(monkeypatch):
     optimizer.step()
     assert p.tolist() == [-0.5, 1.5, -2.0]
     assert optimizer.unclipped_fraction().item() == pytest.approx(2 / 3)
-
-
-def test_the_norm_of_many_entries_is_right():
-    """PyTorch's own norm of a float32 tensor on CPU is 0.2 % off for these."""
-    params = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32)) for shape in [(5000, 1001), ()]]
-    optimizer = Sophia(params, lr=0.1, betas=(0, 0))
-    optimizer.update_hessian(torch.full_like(p, 1e-3) for p in params)
-    expected = 1e-3 * sum(p.numel() for p in params) ** 0.5
-    assert optimizer.metrics()['hessian_norm'].item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_first_step_that_moves_without_an_estimate_warns():
@@ -392,20 +383,19 @@ def test_misuse_is_named():
             gauss_newton_bartlett(logits, params)
     with pytest.raises(TypeError, match='pass output.logits'):
         gauss_newton_bartlett(dict(loss=None, logits=f(params, x)), params)
-    with pytest.raises(TypeError, match='that an estimator returns, not None'):
-        Sophia(params, lr=0.1).update_hessian(None)
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match='Sophia: sparse gradients are not supported'):
         Sophia(embedding.parameters(), lr=0.1).step()
     with pytest.raises(ValueError, match=r'betas = \(0.9,\) is out of range'):
         Sophia(params, lr=0.1, betas=(0.9,))
-    optimizer = Sophia(params, lr=0.1)
     with pytest.raises(ValueError, match='float16 parameters are not supported'):
-        optimizer.add_param_group(dict(params=[torch.nn.Parameter(torch.ones(2).half())]))
-    assert len(optimizer.param_groups) == 1
+        Sophia(params, lr=0.1).add_param_group(dict(params=[torch.nn.Parameter(torch.ones(2).half())]))
     with pytest.raises(ValueError, match=r'a loss of shape \(7,\); pass the mean'):
         hutchinson(torch.ones(7, requires_grad=True), params)
+    with pytest.raises(ImportError, match='has no SophiaG; use Sophia, see docs/sophia.md on migrating'):
+        from sophia import SophiaG  # noqa: F401
+    assert not hasattr(sophia, 'AdamW')
 
 
 @pytest.mark.parametrize('estimator', [gauss_newton_bartlett, hutchinson])
