@@ -49,12 +49,11 @@ class Lion(GuardedOptimizer):
 
 
 class AdaHessian(HessianOptimizer):
-    """AdaHessian (Yao et al., 2021) as the paper compares with it: Adam with the Hessian's diagonal instead of the
-    gradient in the second moment, θ ← θ − lr·m̂ / (√v̂ + ε), v the EMA of ĥ², both bias-corrected, decoupled weight
-    decay, no clipping.
+    """AdaHessian (Yao et al., 2021) as the paper compares with it: AdamW with the EMA of ĥ² as the second moment v,
+    θ ← θ − lr·λ·θ − lr·m̂ / (√v̂ + ε), m and v bias-corrected.
 
     A coordinate whose v is 0, because all its estimates were, does not move: m̂ / ε would throw it far away. A step
-    before the first estimate of all is a RuntimeError.
+    before any estimate is a RuntimeError.
 
     Arguments and `update_hessian` as for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and `step`, how
     often each of the two was updated.
@@ -97,7 +96,7 @@ class AdaHessian(HessianOptimizer):
 
 
 class SophiaUnclipped(Sophia):
-    """The ablation "GNB without clipping": ε alone bounds the update, so that there is no fraction to report."""
+    """The ablation "GNB without clipping": ε alone bounds the update, so that there is no fraction to log."""
     rho = math.inf
 
     def metrics(self):
@@ -123,7 +122,7 @@ class SophiaTensorMean(Sophia):
 
 class SophiaPermuted(Sophia):
     """The control "permuted h", not in the paper: within each tensor the coordinates of h are shuffled, so that the
-    update has the same denominators but for other coordinates. A permutation depends on the tensor's size only."""
+    update has the same denominators, for other coordinates."""
 
     def curvature(self, hs):
         return [h.flatten()[permutation(h.numel(), h.device)].view_as(h) for h in hs]
@@ -131,7 +130,7 @@ class SophiaPermuted(Sophia):
 
 @functools.cache
 def permutation(n, device):
-    """Return a fixed random order of `n` numbers, int64 (n,)."""
+    """Return a random order of `n` numbers, int64 (n,), a function of n alone."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(n)).to(device)
 
 
@@ -166,15 +165,14 @@ class Normalize(GuardedOptimizer):
 @dataclass(frozen=True)
 class Row:
     """An optimizer of the table."""
-    build: Callable  # (param groups, train.py's settings as attributes) → Optimizer; gradients come finite and clipped
-    settings: dict  # this optimizer's value of each; hessian_batch_size is for a mini-batch of 480 sequences
+    build: Callable  # (param groups, its settings as attributes) → Optimizer; gradients come finite and clipped
+    settings: dict  # its values of train.py's settings; hessian_batch_size is for a mini-batch of 480 sequences
     learning_rates: dict | float  # peak learning rate by model size, or one for all sizes
     source: str = 'Table 3'  # where the learning rates come from
     hook: type[Hook] = Hook  # the class of its per-step callbacks, see hessian.py
     scale_hessian_batch: bool = True  # whether hessian_batch_size grows and shrinks with the mini-batch
     scales_attention: bool = False  # whether the paper divides its attention logits by the layer index
-    library: str = ''  # 'LIBRARY:CLASS' of a library's optimizer, which takes optimizer_args
-    arguments: Callable | None = None  # of the library's class: train.py's settings → a dict of arguments
+    library: str = ''  # 'LIBRARY:CLASS' of a library's optimizer
     shards: bool = False  # whether it can update sharded parameters, each rank its part
 
 
@@ -209,43 +207,46 @@ def sophia(groups, s, cls=Sophia):
                compile=s.compile)
 
 
-def from_library(groups, s):
-    """Build the optimizer of the row's library. SystemExit when it cannot be built, or has no learning rate to set."""
-    chosen = row(s.optimizer_name)
-    arguments, flag = chosen.arguments(s), f'--optimizer_name={chosen.library}'
-    arguments.update(parse_arguments(s.optimizer_args, chosen.library, set(arguments)))
+def from_library(groups, s, **arguments):
+    """Build the optimizer of the row's library with `arguments`, by default the settings under their names there.
+    SystemExit when it cannot be built, or has no learning rate to set."""
+    path = row(s.optimizer_name).library
+    flag = f'--optimizer_name={path}'
+    if not arguments:
+        arguments = {name: getattr(s, name) for name in ('eps', 'weight_decay') if hasattr(s, name)}
+        arguments |= dict(betas=betas(s)) if hasattr(s, 'beta2') else {}
+    more = parse_arguments(s.optimizer_args, path, arguments)
     try:
-        optimizer = library_class(chosen.library)(groups, lr=s.learning_rate, **arguments)
+        optimizer = library_class(path)(groups, lr=s.learning_rate, **arguments, **more)
     except Exception as error:  # whatever the library raises
         raise SystemExit(f'{flag}: cannot be built with its settings ({first_line(error)}); see --optimizer_args'
                          ) from None
     if not all('lr' in group for group in optimizer.param_groups):
-        raise SystemExit(f'{flag}: keeps no learning rate in its param groups, which this training loop sets in every '
-                         'iteration; choose another optimizer')
-    optimizer.library = chosen.library  # for the message where its first step fails
+        raise SystemExit(f'{flag}: keeps no learning rate in its param groups, as this training loop needs; choose '
+                         'another optimizer')
+    optimizer.library = path  # for the message where its first step fails
     return optimizer
 
 
 def matrices_and_rest(groups):
     """Return the param groups of the matrices that Muon is for, which are in the blocks, and the groups of the rest."""
-    def is_matrix(p, group):
-        p = p[1] if isinstance(p, tuple) else p  # with its name
-        return p.dim() == 2 and group.get('role') != 'embedding'
-
-    def part(matrices):
-        parts = [dict(group, params=[p for p in group['params'] if is_matrix(p, group) == matrices])
-                 for group in groups]
-        return [group for group in parts if group['params']]
-
-    return part(True), part(False)
+    matrices, rest = [], []
+    for group in groups:
+        hidden = group.get('role') != 'embedding'
+        for part, wanted in ((matrices, True), (rest, False)):
+            if params := [p for p in group['params'] if (hidden and p.dim() == 2) == wanted]:
+                part.append(dict(group, params=params))
+    return matrices, rest
 
 
 def muon(groups, s):
     """Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for all other parameters."""
     matrices, rest = matrices_and_rest(groups)
-    others = [AdamW(rest, lr=s.learning_rate, betas=(0.9, s.beta2), eps=s.eps, weight_decay=s.weight_decay,
-                    fused=True)] if rest else []
-    return optim.Together(from_library(matrices, s), *others)
+    parts = [from_library(matrices, s, momentum=s.beta1, weight_decay=s.weight_decay, adjust_lr_fn='match_rms_adamw')]
+    if rest:
+        parts.append(AdamW(rest, lr=s.learning_rate, betas=(0.9, s.beta2), eps=s.eps, weight_decay=s.weight_decay,
+                           fused=True))
+    return optim.Together(*parts)
 
 
 # Peak learning rates, Table 3. 'tiny' is ours (records/cpu/README.md).
@@ -292,20 +293,15 @@ OPTIMIZERS = {
     # Baselines that the paper does not have, with their libraries' defaults but for AdamW's weight decay. Muon's
     # updates are scaled to the size of AdamW's, so it takes AdamW's learning rates; for its matrix products of
     # shards DTensor gathers the whole matrix.
-    'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), ADAMW_LR | {'tiny': 4.8e-2},
-                'Table 3, adamw', shards=True, library='torch:Muon', arguments=lambda s: dict(
-                    momentum=s.beta1, weight_decay=s.weight_decay, adjust_lr_fn='match_rms_adamw')),
-    'soap': Row(from_library, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8), {'tiny': 2.4e-2}, 'our table',
-                library='pytorch_optimizer:SOAP', arguments=lambda s: dict(
-                    betas=betas(s), eps=s.eps, weight_decay=s.weight_decay)),
+    'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8, optimizer_args=''),
+                ADAMW_LR | {'tiny': 4.8e-2}, 'Table 3, adamw', shards=True, library='torch:Muon'),
+    'soap': Row(from_library, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8, optimizer_args=''),
+                {'tiny': 2.4e-2}, 'our table', library='pytorch_optimizer:SOAP'),
     # Rows of a fork:
 }
-# Placeholders for the optimizer settings that an optimizer lacks.
-PLACEHOLDERS = dict(beta1=0.0, beta2=0.0, weight_decay=0.0, eps=0.0, gamma=0.0, hessian_interval=0,
-                    hessian_batch_size=0, hessian_parts=0, optimizer_args='')
-# Library optimizers that work on each coordinate by itself, or know DTensors.
-SHARDABLE = tuple(f'torch:{name}' for name in torch.optim.__all__ if name not in ('Muon', 'Adafactor', 'Rprop')) + (
-    'schedulefree:AdamWScheduleFree',)
+# Library optimizers that work on each coordinate by itself, or know DTensors
+SHARDABLE = {f'torch:{name}' for name in torch.optim.__all__} - {'torch:Muon', 'torch:Adafactor', 'torch:Rprop'} | {
+    'schedulefree:AdamWScheduleFree'}
 
 
 def row(optimizer_name):
@@ -319,46 +315,35 @@ def row(optimizer_name):
 
 
 def unlisted_row(path):
-    """Build a row for the optimizer 'LIBRARY:CLASS'.
-
-    Its settings are betas (if a pair), eps and weight_decay, where the class has these arguments; their values are the
-    class's defaults.
-    """
+    """Build a row for the optimizer 'LIBRARY:CLASS'. Its settings are betas (if a pair), eps and weight_decay, where
+    the class has these arguments, with the class's defaults."""
     defaults = {name: p.default for name, p in inspect.signature(library_class(path)).parameters.items()}
     settings = {key: float(defaults[key]) for key in ('weight_decay', 'eps') if type(defaults.get(key)) in (int, float)}
     pair = defaults.get('betas')
     if isinstance(pair, (tuple, list)) and len(pair) == 2:
         settings.update(beta1=pair[0], beta2=pair[1])
+    return Row(from_library, dict(settings, optimizer_args=''), {}, 'our table', library=path, shards=path in SHARDABLE)
 
-    def arguments(s):
-        found = {name: getattr(s, name) for name in ('eps', 'weight_decay') if name in settings}
-        return {**found, 'betas': betas(s)} if 'beta1' in settings else found
 
-    return Row(from_library, settings, {}, 'our table', library=path, arguments=arguments, shards=path in SHARDABLE)
+def all_settings():
+    """Return the names of the settings that any row has."""
+    return {key for chosen in OPTIMIZERS.values() for key in chosen.settings}
 
 
 def build_optimizer(name, params, *, lr, compile=False, **settings):
-    """Build the optimizer called `name` in the table on `params`: parameters, with or without names, or param groups.
+    """Build the optimizer called `name` in the table on `params`, parameters or param groups.
 
-    Settings (the keys of PLACEHOLDERS) that are not given are the table's; those that its row lacks have no effect.
-    `compile` fuses Sophia's update by torch.compile. Gradients must be finite when it steps.
+    Settings that are not given are the table's; those that its row lacks have no effect. `compile` fuses Sophia's
+    update by torch.compile. Gradients must be finite when it steps.
     """
-    if unknown := settings.keys() - PLACEHOLDERS.keys():
+    if unknown := settings.keys() - all_settings():
         raise ValueError(f'build_optimizer: unknown settings {", ".join(sorted(unknown))}')
-    chosen, groups = row(name), listed(params)
+    chosen, groups = row(name), list(params)
     if not any(isinstance(group, dict) for group in groups):
-        groups = [{'params': groups}]
-    groups = [dict(group, params=listed(group['params'])) for group in groups]  # copies, to which settings are added
+        groups = [dict(params=groups)]
+    groups = [dict(group, params=list(group['params'])) for group in groups]  # copies, to which settings are added
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
-    s = SimpleNamespace(**own, optimizer_args=settings.get('optimizer_args', ''), optimizer_name=name,
-                        learning_rate=lr, compile=compile)
-    try:
-        optimizer = chosen.build(groups, s)
-    except AttributeError as error:
-        if error.obj is not s:
-            raise
-        raise SystemExit(f'optimizers.py: {name} is built with {error.name}, which its row does not set; add it there'
-                         ) from None
+    optimizer = chosen.build(groups, SimpleNamespace(**own, optimizer_name=name, learning_rate=lr, compile=compile))
     for group in optimizer.param_groups:  # a learning rate of a group's own follows the schedule, too
         if group['lr'] != lr and lr:
             group.setdefault('lr_scale', group['lr'] / lr)
@@ -367,30 +352,19 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
     return optimizer
 
 
-def listed(params):
-    """Return a list of `params`, an iterable or one tensor."""
-    return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
 def build_hook(name, model, optimizer, **options):
     """Build the per-step callbacks for the optimizer called `name`; `options` as for `hessian.HessianHook`."""
     return row(name).hook(model, optimizer, **options)
 
 
 def estimates_per_iteration(name, interval, iterations):
-    """Return the mean number of Hessian estimates of an iteration, over a run of `iterations`, with the optimizer
-    called `name`; optimizers outside the table have none."""
+    """Return the mean number of Hessian estimates per iteration of a run; optimizers outside the table have none."""
     return OPTIMIZERS[name].hook.estimates(interval, iterations) / max(1, iterations) if name in OPTIMIZERS else 0.0
 
 
 def hessian_flops_per_token(settings, flops_per_token):
-    """Return the FLOPs of Hessian estimates, as a mean over a run's training tokens.
-
-    An estimate costs the hook's `cost` × the FLOPs of hessian_batch_size sequences.
-
-    Args:
-        settings: of the run, key → value.
-        flops_per_token: FLOPs of forward and backward.
+    """Return the FLOPs of Hessian estimates per training token of a run with these `settings`, a dict, whose forward
+    and backward take `flops_per_token`. An estimate costs the hook's `cost` × those of hessian_batch_size sequences.
     """
     name, share = settings['optimizer_name'], settings['hessian_batch_size'] / settings['total_batch_size']
     estimates = estimates_per_iteration(name, settings['hessian_interval'], settings['max_iters'])
@@ -398,23 +372,17 @@ def hessian_flops_per_token(settings, flops_per_token):
 
 
 def parameter_groups(model, weight_decay):
-    """Param groups: embeddings (and a head of its own) and the matrices of the blocks, with weight decay; norms and
-    biases, without.
+    """Return the param groups of the embeddings (and an untied head) and of the blocks' matrices, both with weight
+    decay, and of norms and biases, without.
 
-    To give some parameters another learning rate, make them a group with an `lr_scale`. A `role` of 'embedding' keeps
-    matrices from Muon, which is for hidden layers.
+    A group's `lr_scale` multiplies its learning rate. The `role` 'embedding' keeps matrices from Muon, which is for
+    hidden layers.
     """
-    hidden, others, vectors = [], [], []
-    in_blocks = {id(p) for p in model.transformer.h.parameters()}
-    for p in model.parameters():
-        if not p.requires_grad:
-            continue
-        if p.dim() < 2:
-            vectors.append(p)
-        elif id(p) in in_blocks:
-            hidden.append(p)
-        else:
-            others.append(p)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    in_blocks = set(model.transformer.h.parameters())
+    hidden = [p for p in trained if p.dim() > 1 and p in in_blocks]
+    others = [p for p in trained if p.dim() > 1 and p not in in_blocks]
+    vectors = [p for p in trained if p.dim() < 2]
     groups = [dict(params=others, weight_decay=weight_decay, role='embedding'),
               dict(params=hidden, weight_decay=weight_decay),
               dict(params=vectors, weight_decay=0.0)]
@@ -432,8 +400,7 @@ def library_class(path):
     try:
         module = importlib.import_module('torch.optim' if library == 'torch' else library)
     except (ImportError, TypeError, ValueError):  # the last two: import_module of '.x' and of ''
-        hint = f'pip install {library}' if library in ('pytorch_optimizer', 'schedulefree') else 'check its name'
-        raise SystemExit(f'{flag}: the package {library} is not installed; {hint}') from None
+        raise SystemExit(f'{flag}: the package {library} is not installed; check its name, or install it') from None
     cls = getattr(module, name, None)
     if not inspect.isclass(cls) or not issubclass(cls, torch.optim.Optimizer):
         raise SystemExit(f'{flag}: {library} has no such optimizer; see its documentation')
@@ -441,10 +408,8 @@ def library_class(path):
 
 
 def parse_arguments(text, path, taken):
-    """Return the setting optimizer_args, 'nesterov=True, momentum=0.9', as a dict of arguments of the class `path`.
-
-    Values are Python literals. `taken` are the arguments that other settings give.
-    """
+    """Return the setting optimizer_args, 'nesterov=True, momentum=0.9' in Python literals, as a dict. SystemExit unless
+    they are arguments of the class `path`, but none of `taken`, which other settings give."""
     flag = f'--optimizer_args={text}'
     try:
         call = ast.parse(f'dict({text})', mode='eval').body
@@ -453,40 +418,48 @@ def parse_arguments(text, path, taken):
             raise ValueError
     except (AttributeError, SyntaxError, ValueError):
         raise SystemExit(f'{flag}: write NAME=VALUE, NAME=VALUE, … with Python literals') from None
-    known = [name for name, parameter in inspect.signature(library_class(path)).parameters.items()
-             if name != 'params' and parameter.kind != parameter.VAR_KEYWORD]
-    settings = dict(lr='--learning_rate', betas='--beta1 and --beta2', momentum='--beta1', eps='--eps',
-                    weight_decay='--weight_decay')
+    free = [name for name, parameter in inspect.signature(library_class(path)).parameters.items()
+            if name not in ('params', 'lr', *taken) and parameter.kind != parameter.VAR_KEYWORD]
     for name in found:
-        if name == 'lr' or name in taken:
-            how = f'set {name} with {settings[name]}' if name in settings else f'{name} is fixed for {path}'
-            raise SystemExit(f'{flag}: {how}')
-        if name not in known:
-            raise SystemExit(f'{flag}: {path} has no argument {name}; choose from {", ".join(known)}')
+        if name not in free:
+            raise SystemExit(f'{flag}: {name} is not an argument of {path}, or another setting gives it; choose from '
+                             f'{", ".join(free)}')
     return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Settings from the table: for train.py's `resolve`, each (settings, their source)
+# Settings from the table, for train.py's `derive`
 
 
-def optimizer_settings(config):
-    """Return the settings of the optimizer, hessian_batch_size for this run's mini-batch."""
-    chosen = row(config.optimizer_name)
+def placeholders(config):
+    """Return 0, or False, for each setting that some row has and that has no default, as its value for other rows."""
+    names = all_settings()
+    return {key: one.type() for key, one in config.declared.items() if key in names and one.default is None}
+
+
+def fill_settings(config):
+    """Fill in the settings of the optimizer, hessian_batch_size for this run's mini-batch."""
+    name, chosen = config.optimizer_name, row(config.optimizer_name)
     settings = dict(chosen.settings)
     if 'hessian_batch_size' in settings:
         size, total = settings['hessian_batch_size'], config.total_batch_size
         if chosen.scale_hessian_batch:
             size = max(1, size * total // 480)
         settings['hessian_batch_size'] = min(size, total)
-    return settings, f'optimizer {config.optimizer_name}'
+    config.fill(settings, f'optimizer {name}')
+    config.fill({key: value for key, value in placeholders(config).items() if key not in settings},
+                f'not a setting of {name}')
+    # In the paper AdamW and Lion divide attention logits by the layer index from 24 layers (355M) up.
+    config.fill(dict(scale_attn_by_inverse_layer_idx=chosen.scales_attention and config.n_layer >= 24),
+                f'{name}, {config.n_layer} layers')
 
 
-def missing_settings(config):
-    """Return placeholders for the settings that the optimizer lacks."""
-    chosen = row(config.optimizer_name)
-    return {key: value for key, value in PLACEHOLDERS.items() if key not in chosen.settings and key != 'optimizer_args'
-            }, f'not a setting of {config.optimizer_name}'
+def fill_learning_rate(config):
+    """Fill in the peak learning rate of training from scratch; SystemExit when the table has none."""
+    lr, source = peak_learning_rate(config.optimizer_name, config.model_size)
+    if lr is None:
+        raise SystemExit(f'{source}; set --learning_rate')
+    config.fill(dict(learning_rate=lr), source)
 
 
 def peak_learning_rate(optimizer_name, model_size):
@@ -512,20 +485,6 @@ def fit_estimate(config, ranks):
                    f'{config.batch_size} sequences a part')
 
 
-def learning_rate_settings(config):
-    """Return the peak learning rate of training from scratch; SystemExit when the table has none."""
-    lr, source = peak_learning_rate(config.optimizer_name, config.model_size)
-    if lr is None:
-        raise SystemExit(f'{source}; set --learning_rate')
-    return dict(learning_rate=lr), source
-
-
-def attention_settings(config):
-    """Return whether the paper divides attention logits by the layer index: AdamW and Lion from 24 layers (355M) up."""
-    scales = row(config.optimizer_name).scales_attention and config.n_layer >= 24
-    return dict(scale_attn_by_inverse_layer_idx=scales), f'{config.optimizer_name}, {config.n_layer} layers'
-
-
 def check_settings(config):
     """SystemExit where a setting does not go with the optimizer. Hessian-vector products need the plain model."""
     name, chosen = config.optimizer_name, row(config.optimizer_name)
@@ -534,14 +493,11 @@ def check_settings(config):
     positive = {'eps', 'gamma', 'hessian_parts'} & chosen.settings.keys()
     if issubclass(chosen.hook, HessianHook):
         positive |= {'hessian_interval', 'hessian_batch_size'}
-    for key in PLACEHOLDERS:
+    for key in (*placeholders(config), 'optimizer_args'):
         if key in positive:
             config.require(key, config.values[key] > 0, f'above 0 for {name}')
-        used = key in chosen.settings or key == 'optimizer_args' and chosen.library
-        if config.sources[key] == 'flag' and not used and config.values[key]:
+        if key not in chosen.settings and config.sources[key] == 'flag' and config.values[key]:
             raise SystemExit(f'--{key} has no effect with {name}; leave it out')
-    if chosen.library:
-        parse_arguments(config.optimizer_args, chosen.library, set(chosen.arguments(config)))
     if chosen.hook.hessian_products:
         for key, only in dict(parallel='ddp', activation_checkpointing=False).items():
             config.require(key, config.values[key] == only,

@@ -7,7 +7,7 @@ from typing import Any
 import shapes
 from configurator import HARMLESS
 from model import GPTConfig
-from optimizers import PLACEHOLDERS
+from optimizers import placeholders
 from runtime import checkpoint, optim
 from runtime.files import code_hashes, differing_files
 
@@ -147,7 +147,7 @@ def compare(path, saved, c, fingerprints):
     """
     if missing := [key for key in REQUIRED if key not in saved]:
         raise SystemExit(f'{path}: cannot be resumed (it has no {missing[0]})')
-    before = {**PLACEHOLDERS, **c.defaults, **saved['config']}
+    before = {**placeholders(c), **c.defaults, **saved['config']}
     for key in 'optimizer_name', 'optimizer_args':
         if before[key] != c.values[key]:
             raise SystemExit(f'{path}: was trained with --{key}={before[key]}; resume with it, or choose another '

@@ -119,14 +119,12 @@ def derive(c, world_size):
               f'scratch, resume, {", ".join(HUB_MODELS)} or a Hugging Face folder (scripts/export_hf.py makes a run '
               'one); --auto_resume=True resumes if there is a checkpoint')
     c.fill(SIZES[c.model_size], f'model size {c.model_size}')
-    c.fill(*optimizers.optimizer_settings(c))
-    c.fill(*optimizers.missing_settings(c))
-    c.fill(*optimizers.attention_settings(c))
+    optimizers.fill_settings(c)
     if 'learning_rate' not in c.given:
         if finetunes(c) and not c.eval_only:
             raise SystemExit(f'Table 3 is for training from scratch, not for init_from = {c.init_from}; set '
                              '--learning_rate')
-        c.fill(*optimizers.learning_rate_settings(c))
+        optimizers.fill_learning_rate(c)
     c.fill(dict(lr_decay_iters=c.max_iters), 'max_iters')
     c.fill(dict(cooldown_iters=c.lr_decay_iters // 5 if c.schedule == 'wsd' else 0), f'schedule {c.schedule}')
     c.fill(dict(min_lr=c.min_lr_ratio * c.learning_rate), 'min_lr_ratio × learning_rate')
@@ -266,7 +264,7 @@ def make_optimizer(c, model):
     """Build the optimizer of the settings `c` for the parameters of `model`."""
     return optimizers.build_optimizer(
         c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay), lr=c.learning_rate, compile=c.compile,
-        **{key: c.values[key] for key in optimizers.PLACEHOLDERS})
+        **{key: c.values[key] for key in optimizers.row(c.optimizer_name).settings})
 
 
 def begin(c):

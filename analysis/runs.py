@@ -183,8 +183,9 @@ def defaults():
     """Return the default of every setting, for which train.py imports PyTorch."""
     import train
     from configurator import Config
-    from optimizers import PLACEHOLDERS
-    return {**PLACEHOLDERS, **Config(train.DEFAULTS).defaults, 'cooldown_iters': 0, **REMOVED}
+    from optimizers import placeholders
+    settings = Config(train.DEFAULTS)
+    return {**placeholders(settings), **settings.defaults, 'cooldown_iters': 0, **REMOVED}
 
 
 def read_metrics(path):

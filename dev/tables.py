@@ -16,7 +16,7 @@ import optimizers
 import shapes
 import train
 from analysis.figures import optimizer_label
-from configurator import label_of, sections
+from configurator import Config, label_of, sections
 
 PAGES = ('docs/settings.md', 'docs/optimizers.md')
 
@@ -45,7 +45,7 @@ def settings():
 
 def optimizer_settings():
     """List the settings of every optimizer, and whether it can be sharded."""
-    keys = [key for key in optimizers.PLACEHOLDERS if key != 'optimizer_args']
+    keys = [*optimizers.placeholders(Config(train.DEFAULTS))]
     rows = [[optimizer_label(name), f'`{name}`',
              *(number(row.settings[key]) if key in row.settings else '–' for key in keys),
              row.hook.__name__.removesuffix('Hook') if 'hessian_interval' in row.settings else '–',
