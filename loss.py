@@ -66,7 +66,7 @@ def cross_entropy(logits, targets):
 
 @torch.no_grad()
 def sample_labels(logits, uniforms):
-    """Draw labels ŷ ~ softmax(logits) by inverting the cumulative distribution (Algorithm 2, line 3).
+    """Draw labels ŷ ~ softmax(logits) by inverting the cumulative distribution (Algorithm 2, line 4).
 
     logits: (n, ..., V); uniforms: (n, ...), in [0, 1), one per label. Returns (n, ...) int64.
     """

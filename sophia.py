@@ -25,17 +25,14 @@ from torch.optim import Optimizer
 __version__ = '0.2.0'
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Algorithm 3
+# Algorithm 3: the update rule
 
 
 def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, rho=1.0):
-    """Change m and θ in place, on lists of tensors, as lines 6, 13 and 14 of Algorithm 3, which has ρ = 1:
-
-        m ← β1·m + (1−β1)·g;   θ ← θ − lr·λ·θ;   θ ← θ − lr·clip(m / max(γ·h, ε), ρ)
-    """
-    torch._foreach_lerp_(ms, grads, 1 - beta1)
-    torch._foreach_mul_(params, 1 - lr * weight_decay)
-    update = precondition(ms, hs, gamma, eps)
+    """Update m and θ, in place, on lists of tensors: Algorithm 3, which has ρ = 1, without its lines on h."""
+    torch._foreach_lerp_(ms, grads, 1 - beta1)  # line 6: m ← β1·m + (1−β1)·g
+    torch._foreach_mul_(params, 1 - lr * weight_decay)  # line 13: θ ← θ − lr·λ·θ
+    update = precondition(ms, hs, gamma, eps)  # line 14: θ ← θ − lr·clip(m / max(γ·h, ε), ρ)
     clip_(update, rho)
     torch._foreach_mul_(update, -lr)
     torch._foreach_add_(params, update)
@@ -58,6 +55,10 @@ def clip_(update, rho):
 def compiled_update():
     """Compile `sophia_update` to one kernel for many tensors."""
     return torch.compile(sophia_update)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Base classes: closures, guards, the state
 
 
 class GuardedOptimizer(Optimizer):
@@ -131,7 +132,7 @@ class HessianOptimizer(GuardedOptimizer):
 
     @torch.no_grad()
     def update_hessian(self, estimates):
-        """Update the EMA, h ← β2·h + (1−β2)·ĥ (Algorithm 3, line 9).
+        """Update the EMA, h ← β2·h + (1−β2)·ĥ (line 9 of Algorithm 3).
 
         estimates: an iterable of tensors, one per parameter in param-group order; None leaves that h as it is. An inf
         or NaN is treated as in a gradient; 'skip' leaves out all of them.
@@ -154,6 +155,10 @@ class HessianOptimizer(GuardedOptimizer):
     def update_ema(self, group, params, targets):
         """Move the EMAs of `params`, which belong to the param group `group`, towards `targets`."""
         torch._foreach_lerp_(local(self.buffers(params, 'hessian')), local(targets), 1 - group['betas'][1])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Algorithm 3: the optimizer
 
 
 class Sophia(HessianOptimizer):
@@ -261,9 +266,9 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
         if isinstance(f, torch.Tensor):  # in float16 labels of probability 0 are drawn, and sums overflow
             f = f.to(torch.promote_types(f.dtype, torch.float32))
         likelihood = distribution(f)
-        nll = -likelihood.log_prob(likelihood.sample())
-        estimator.add(nll.sum(), nll.numel(), retain_graph)
-    return estimator.estimate(group=group)
+        nll = -likelihood.log_prob(likelihood.sample())  # line 4: ŷ ~ softmax(f)
+        estimator.add(nll.sum(), nll.numel(), retain_graph)  # line 5: ĝ
+    return estimator.estimate(group=group)  # line 6: B·ĝ⊙ĝ
 
 
 def categorical(logits):
