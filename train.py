@@ -17,6 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+try:
+    from model import GPT, GPTConfig
+except ImportError as error:
+    raise SystemExit(f'model.py: {error}; training needs GPT and GPTConfig, as in nanoGPT') from None
 import configurator
 import lifecycle
 import optimizers
@@ -25,7 +29,6 @@ from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
 from data.tokenizer import check_tokenizer
 from hessian import Hook
 from loss import Losses, cross_entropy
-from model import GPT, GPTConfig
 from resume import adopt_model_args, find_origin, finetunes
 from runtime import checkpoint, optim
 from runtime import device as devices

@@ -1,10 +1,14 @@
 """The model: initial weights, parameters, FLOPs, attention scaling. tests/test_hf.py compares it with transformers'."""
 
 import math
+import runpy
+import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT, rejection
 from torch.nn import functional as F
 
 from model import GPT, GPTConfig
@@ -140,6 +144,12 @@ def test_a_model_of_given_weights_shares_their_memory():
     assert again.lm_head.weight is again.transformer.wte.weight and again.lm_head.weight.requires_grad
     with pytest.raises(RuntimeError, match='size mismatch'):
         with_weights(GPT, GPTConfig(**asdict(model.config) | dict(n_embd=64)), weights)
+
+
+def test_a_model_file_without_its_classes_is_rejected(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'model', SimpleNamespace(GPT=GPT))
+    message = rejection(runpy.run_path, str(ROOT / 'train.py'))
+    assert message.startswith("model.py: cannot import name 'GPTConfig' from ") and '\n' not in message
 
 
 def test_impossible_shapes_are_rejected():
