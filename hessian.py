@@ -62,9 +62,8 @@ class HessianHook(Hook):
         model: the plain GPT, neither compiled nor wrapped.
         optimizer: anything with `param_groups`, `state` and `update_hessian(estimates)`, see sophia.py.
         seed: of labels and vectors.
-        interval: k.
-        batch_size: sequences over all ranks, a multiple of world_size.
-        parts: over all ranks, see `fitting_parts`; for Gauss-Newton-Bartlett only.
+        interval, batch_size: k, and the sequences of an estimate over all ranks, a multiple of world_size.
+        parts: of these, see `fitting_parts`; for Gauss-Newton-Bartlett only.
         rank, world_size: this rank has the sequences [rank::world_size] of the mini-batch.
         autocast: context manager for a forward outside of train_step's.
         compile: whether the model's forward is compiled; then Hessian-vector products are, too.
@@ -81,6 +80,7 @@ class HessianHook(Hook):
 
     @classmethod
     def is_due(cls, iter_num, interval):
+        """Return whether iteration `iter_num` makes an estimate."""
         return iter_num % interval == 0
 
     @classmethod
@@ -103,8 +103,14 @@ class HessianHook(Hook):
         self.rows_left -= n
         return n
 
-    def update(self, estimates):
-        """Pass `estimates`, in param-group order, to the optimizer if all are finite; return as `finish`."""
+    def diagonal(self):
+        """Return the estimate of this iteration, a list of tensors in param-group order."""
+        raise NotImplementedError
+
+    def finish(self):
+        if not self.due:
+            return ''
+        estimates = self.diagonal()
         if not check_finite('skip', 'Hessian estimate', [h_hat for h_hat in estimates if h_hat is not None]):
             expected = self.loss_scale != 1 and self.overflows < OVERFLOWS  # occasional in float16
             self.overflows += 1
@@ -170,33 +176,31 @@ class GNBHook(HessianHook):
         return self.part_slices + [slice(here + one.start, here + one.stop) for one in rest]
 
     def labels(self, X, Y):
-        taken = self.batch_size // self.world_size - self.rows_left
         n = self.take_rows(X)
         if n == 0:
             return {}
         # loss_hat is a sum. Weighted like a mean and scaled, its gradient fits float16; `finish` undoes the weight.
         self.weight = self.scale * self.world_size / (self.batch_size * Y.size(1))
-        return self.second_labels(Y[:n], taken)
+        return self.second_labels(Y[:n])
 
-    def second_labels(self, Y, first):
-        """Return the arguments for the second loss on rows `Y`, which begin with row number `first`."""
+    def second_labels(self, Y):
+        """Return the arguments for the second loss on `Y`, the next rows of the estimate."""
         if self.uniforms is None:
             shape = (self.batch_size, Y.size(1))
             uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]
             if self.parts > 1:  # in the order of the micro-batches
                 uniforms = torch.cat([uniforms[part] for part in self.part_slices])
             self.uniforms = uniforms.to(Y.device)
-        return dict(uniforms=self.uniforms[first:first + len(Y)])
+        uniforms, self.uniforms = self.uniforms[:len(Y)], self.uniforms[len(Y):]
+        return dict(uniforms=uniforms)
 
     def add(self, loss_hat=None, predictions=None):
         if loss_hat is not None:
             self.estimator.add(loss_hat * self.weight, predictions, retain_graph=True)
 
-    def finish(self):
-        if not self.due:
-            return ''
+    def diagonal(self):
         estimator, self.estimator = self.estimator, None
-        return self.update(estimator.estimate(self.weight))
+        return estimator.estimate(self.weight)
 
 
 def keep_buffers():
@@ -212,7 +216,7 @@ def keep_buffers():
 class EmpiricalFisherHook(GNBHook):
     """The ablation E-F+clip: Gauss-Newton-Bartlett with the true labels instead of sampled ones."""
 
-    def second_labels(self, Y, first):
+    def second_labels(self, Y):
         return dict(labels_hat=Y)
 
 
@@ -267,9 +271,7 @@ class HutchinsonHook(HessianHook):
             self.rows.append((X[:n], Y[:n]))
         return {}
 
-    def finish(self):
-        if not self.due:
-            return ''
+    def diagonal(self):
         generator = torch.Generator(self.params[0].device)
         generator.manual_seed(keyed_seed(self.seed, VECTORS, self.iter_num))
         estimator = Hutchinson(self.params, generator, self.rademacher)
@@ -282,7 +284,7 @@ class HutchinsonHook(HessianHook):
             del product  # frees the memory for the next one
         self.rows = []
         estimates = dict(zip(self.params, estimator.estimate()))
-        return self.update([estimates.get(p) for p in parameters(self.optimizer)])
+        return [estimates.get(p) for p in parameters(self.optimizer)]
 
 
 class AdaHessianHook(HutchinsonHook):
