@@ -54,12 +54,27 @@ def resumes(*flags, name='sophiag'):
     return whole
 
 
+def resumes_and_shards(name):
+    """A run that resumes, and has the same losses on shards."""
+    found = resumes(name=name)
+    close(losses(run('--parallel=fsdp', name=name)), losses(found), rtol=1e-5, atol=0)
+    return found
+
+
 def trains(*flags):
     """Three optimizers train, and not as without the edit; Sophia-G also resumes. Returns their losses."""
     found = {name: (resumes if name == 'sophiag' else run)(*flags, name=name) for name in NAMES}
     for name in NAMES:
         assert all(a != b for a, b in zip(found[name]['train/loss'], unedited(name)['train/loss']))
     return {name: losses(found[name]) for name in NAMES}
+
+
+def sharded_and_compiled(found):
+    """Sophia-G on shards has the losses `found`, and compiled runs have those of eager ones."""
+    close(losses(run('--parallel=fsdp')), found, rtol=1e-5, atol=0)
+    for name in 'sophiag', 'sophiah':
+        eager, compiled = (run('--n_layer=1', f'--compile={on}', name=name) for on in (False, True))
+        close(losses(compiled), losses(eager), rtol=1e-4, atol=0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -181,10 +196,7 @@ def pasted_model():
         run('--scale_attn_by_inverse_layer_idx=True')
     with pytest.raises(SystemExit, match='model.py has no from_pretrained'):
         run('--init_from=.')
-    close(losses(run('--parallel=fsdp')), found['sophiag'], rtol=1e-5, atol=0)
-    for name in 'sophiag', 'sophiah':
-        eager, compiled = (run('--n_layer=1', f'--compile={on}', name=name) for on in (False, True))
-        close(losses(compiled), losses(eager), rtol=1e-4, atol=0)
+    sharded_and_compiled(found['sophiag'])
 
 
 def architecture():
@@ -201,10 +213,7 @@ def architecture():
     found = trains()
     loaded = load('runs/0').model
     assert not torch.equal(loaded.lm_head.weight, loaded.transformer.wte.weight)
-    close(losses(run('--parallel=fsdp')), found['sophiag'], rtol=1e-5, atol=0)
-    for name in 'sophiag', 'sophiah':
-        eager, compiled = (run('--n_layer=1', f'--compile={on}', name=name) for on in (False, True))
-        close(losses(compiled), losses(eager), rtol=1e-4, atol=0)
+    sharded_and_compiled(found['sophiag'])
 
 
 def rotary_positions():
@@ -292,8 +301,7 @@ def a_first_order_optimizer():
         optimizer.step()
     theta = 0.95 * torch.tensor([1.0, -2.0]) - 0.15
     close(p.detach(), 0.95 * theta - 0.1 * (0.75 + 4 / 20 ** 0.5))
-    found = resumes(name='adopt')
-    close(losses(run('--parallel=fsdp', name='adopt')), losses(found), rtol=1e-5, atol=0)
+    found = resumes_and_shards('adopt')
     assert found['momentum_norm'][-1] > 0 and found['train/loss'][-1] < found['train/loss'][0]
 
 
@@ -346,15 +354,13 @@ def a_wrapper():
             q.data.copy_(slow)
         close(p, q)
     Lookahead.k = 2
-    found = resumes(name='lookahead')
-    close(losses(run('--parallel=fsdp', name='lookahead')), losses(found), rtol=1e-5, atol=0)
+    resumes_and_shards('lookahead')
 
 
 def a_hessian_optimizer():
     """Too many coordinates are clipped, so γ grows before all estimates but the first; a resume goes on with it."""
     from runtime import checkpoint
-    found = resumes(name='adaptive')
-    close(losses(run('--parallel=fsdp', name='adaptive')), losses(found), rtol=1e-5, atol=0)
+    found = resumes_and_shards('adaptive')
     for group in checkpoint.load(found['out'])[1]['optimizer']['param_groups']:
         assert group['gamma'] == 1e-3 * 1.01 ** 2 and max(found['update_unclipped']) < 0.3
 
@@ -391,8 +397,7 @@ def average_of_the_weights():
         average = [0.5 * a + 0.5 * p for a, p in zip(average, latest)]
     state = checkpoint.load(found['out'])[1]
     close([state['model'][name] for name in state['optimizer']['shapes']], average)
-    resumes(name='averaged')
-    close(losses(run('--parallel=fsdp', name='averaged')), losses(found), rtol=1e-5, atol=0)
+    resumes_and_shards('averaged')
 
 
 # ----------------------------------------------------------------------------------------------------------------------
