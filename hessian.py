@@ -60,7 +60,7 @@ class HessianHook(Hook):
 
     Args:
         model: the plain GPT, neither compiled nor wrapped.
-        optimizer: anything with `param_groups`, `state` and `update_hessian(estimates)`, see sophia.py.
+        optimizer: anything with `param_groups` and `update_hessian(estimates)`, see sophia.py.
         seed: of labels and vectors.
         interval, batch_size: k, and the sequences of an estimate over all ranks, a multiple of world_size.
         parts: of these, see `fitting_parts`; for Gauss-Newton-Bartlett only.
@@ -93,9 +93,13 @@ class HessianHook(Hook):
         # scale is in the param groups, which a checkpoint holds.
         self.scale = min(loss_scale, self.optimizer.param_groups[0].get('hessian_scale', loss_scale))
         # After a skipped iteration 0 the next one estimates, because steps without any h are sign steps.
-        self.due = self.is_due(iter_num, self.interval) or not any(self.optimizer.state.values())
+        self.due = self.is_due(iter_num, self.interval) or not any(self.state().values())
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         return self.due
+
+    def state(self):
+        """Return the state of the optimizer that takes the estimates, which may be inside a wrapper."""
+        return getattr(self.optimizer.update_hessian, '__self__', self.optimizer).state
 
     def take_rows(self, X):
         """Return how many of the micro-batch's first rows belong to the estimate, and count them off."""
@@ -122,7 +126,7 @@ class HessianHook(Hook):
                      f'loss scale falls to {self.scale / 2:g}')
             return ''
         self.overflows = 0
-        if not any(self.optimizer.state.values()):  # the first estimate of the run
+        if not any(self.state().values()):  # the first estimate of the run
             self.warn_of_unreached(estimates)
         self.optimizer.update_hessian(estimates)
         return ''

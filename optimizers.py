@@ -228,13 +228,18 @@ def from_library(groups, s, **arguments):
     return optimizer
 
 
+def rank_of(p):
+    """Return the number of dimensions of a parameter, with or without its name."""
+    return (p[1] if isinstance(p, tuple) else p).dim()
+
+
 def matrices_and_rest(groups):
     """Return the param groups of the matrices that Muon is for, which are in the blocks, and the groups of the rest."""
     matrices, rest = [], []
     for group in groups:
         hidden = group.get('role') != 'embedding'
         for part, wanted in ((matrices, True), (rest, False)):
-            if params := [p for p in group['params'] if (hidden and p.dim() == 2) == wanted]:
+            if params := [p for p in group['params'] if (hidden and rank_of(p) == 2) == wanted]:
                 part.append(dict(group, params=params))
     return matrices, rest
 
@@ -331,17 +336,17 @@ def all_settings():
 
 
 def build_optimizer(name, params, *, lr, compile=False, **settings):
-    """Build the optimizer called `name` in the table on `params`, parameters or param groups.
+    """Build the optimizer called `name` in the table on `params`: parameters, with or without names, or param groups.
 
     Settings that are not given are the table's; those that its row lacks have no effect. `compile` fuses Sophia's
     update by torch.compile. Gradients must be finite when it steps.
     """
     if unknown := settings.keys() - all_settings():
         raise ValueError(f'build_optimizer: unknown settings {", ".join(sorted(unknown))}')
-    chosen, groups = row(name), list(params)
+    chosen, groups = row(name), listed(params)
     if not any(isinstance(group, dict) for group in groups):
         groups = [dict(params=groups)]
-    groups = [dict(group, params=list(group['params'])) for group in groups]  # copies, to which settings are added
+    groups = [dict(group, params=listed(group['params'])) for group in groups]  # copies, to which settings are added
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
     optimizer = chosen.build(groups, SimpleNamespace(**own, optimizer_name=name, learning_rate=lr, compile=compile))
     for group in optimizer.param_groups:  # a learning rate of a group's own follows the schedule, too
@@ -350,6 +355,11 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
     optim.back_to_training(optimizer)  # schedule-free ones start in evaluation mode
     optimizer_state.record_construction(optimizer)
     return optimizer
+
+
+def listed(params):
+    """Return a list of `params`, an iterable or one tensor."""
+    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def build_hook(name, model, optimizer, **options):

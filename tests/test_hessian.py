@@ -308,6 +308,25 @@ def test_an_optimizer_needs_update_hessian_and_nothing_else(gpt, name):
     torch.testing.assert_close(hook.optimizer.received, h)
 
 
+def test_a_first_estimate_is_due_by_the_state_of_the_optimizer_that_takes_it(gpt):
+    """Not by that of a wrapper, which need not be a torch.optim.Optimizer."""
+    class Shell:
+        def __init__(self, inner, state):
+            self.inner, self.state = inner, state
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    model, idx = gpt[:2]
+    inner = make_hook(model, 'sophiag', interval=4).optimizer
+    for state in {}, {next(model.parameters()): dict(slow=1)}:
+        hook = build_hook('sophiag', model, Shell(inner, state), interval=4, batch_size=4, seed=7)
+        assert hook.start(1)
+        iteration(hook, idx[:, :-1], idx[:, 1:])
+        assert inner.state and not hook.start(1)
+        inner.state.clear()
+
+
 @needs_compiler
 def test_a_compiled_product_is_the_product(gpt):
     torch.compiler.reset()

@@ -378,18 +378,20 @@ def test_schedulers_that_also_set_the_momentum(cls, scheduler):
 
 
 def test_several_optimizers_take_what_torchs_do():
-    """Parameters, groups of them, generators; parts that have a state; a closure."""
+    """Parameters with names, a generator, one tensor, groups of these; parts that have a state; a closure."""
     params, results = make_params(), []
     before = copy.deepcopy(params)
-    for make in (lambda: params, lambda: (p for p in params),
-                 lambda: [dict(params=params[:1]), dict(params=(p for p in params[1:]))]):
+    for make in (lambda: params, lambda: (p for p in params), lambda: torch.nn.ParameterList(params).named_parameters(),
+                 lambda: [dict(params=params[0]), dict(params=(p for p in params[1:]))]):
         for p, value in zip(params, before):
             p.data.copy_(value)
         optimizer = muon(make())
         train(optimizer, params, 2)
         results.append(copy.deepcopy(params))
-    torch.testing.assert_close(results[1:], results[:1] * 2, rtol=0, atol=0)
-    assert len(muon(params[:1]).param_groups) == 1
+    torch.testing.assert_close(results[1:], results[:1] * 3, rtol=0, atol=0)
+    assert [group.get('param_names') for group in muon(torch.nn.ParameterList(params).named_parameters()).param_groups
+            ] == [['0'], ['1']]
+    assert len(muon(params[0]).param_groups) == 1
     assert optim.Together(*optimizer.optimizers).state == optimizer.state
     assert optimizer.step(lambda: params[0].sum().square().backward() or 3.0) == 3.0
 
