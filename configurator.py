@@ -10,6 +10,7 @@ import ast
 import builtins
 import difflib
 import functools
+import itertools
 import math
 import os
 import re
@@ -184,8 +185,7 @@ def configure(defaults, argv, script=None, finish=lambda config: None):
     SystemExit with a line for each mistake in what was given, and for the first one that `finish` finds.
     """
     if script and {'--help', '-h'} & {*argv}:
-        source = Path(script).read_text(encoding='utf-8')
-        print(help_text(ast.get_docstring(ast.parse(source)), defaults, source))
+        print(help_text(script, defaults))
         raise SystemExit
     config = Config(defaults)
     flags, files, before = [], [], ''
@@ -218,16 +218,27 @@ def configure(defaults, argv, script=None, finish=lambda config: None):
 
 
 @functools.cache
-def declarations():
-    """Return what train.py says of its settings, {key: {argument of `setting`: its value, where that is a literal}}.
+def declarations(path=ROOT / 'train.py'):
+    """Parse the settings that a file declares, one a line with a comment: {key: a dict of its section, its comment, and
+    those arguments of `setting` that are literals}.
 
-    It is read, not imported, because that would import PyTorch.
+    The file is read, not imported, because train.py imports PyTorch.
     """
-    tree = ast.parse(Path(__file__).with_name('train.py').read_text(encoding='utf-8'))
-    calls = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)
-             and isinstance(node.value, ast.Call) and getattr(node.value.func, 'id', '') == 'setting'}
-    return {key: {keyword.arg: keyword.value.value for keyword in call.keywords
-                  if isinstance(keyword.value, ast.Constant)} for key, call in calls.items()}
+    found, section = {}, ''
+    for line in Path(path).read_text(encoding='utf-8').splitlines():
+        if match := re.match('# ([a-z].*)$', line):
+            section = match[1]
+        elif match := re.match(r'(\w+) = (.*?)  # (.*)$', line):
+            keywords = getattr(ast.parse(match[2], mode='eval').body, 'keywords', ())
+            literals = {one.arg: one.value.value for one in keywords if isinstance(one.value, ast.Constant)}
+            found[match[1]] = dict(literals, section=section, comment=match[3])
+    return found
+
+
+def sections(path=ROOT / 'train.py'):
+    """Return the `declarations` of a file by section: (section, [(key, declaration)])."""
+    return [(section, [*group]) for section, group in
+            itertools.groupby(declarations(path).items(), key=lambda item: item[1]['section'])]
 
 
 def having(*roles):
@@ -240,26 +251,16 @@ def label_of(key):
     return declarations().get(key, {}).get('label', key)
 
 
-def sections(defaults, source):
-    """Parse the settings that train.py's text, `source`, declares: {section: [(key, its `Setting`, its comment)]}."""
-    declared, found, section = Config(defaults).declared, {}, ''
-    for line in source.splitlines():
-        if match := re.match('# ([a-z].*)$', line):
-            section = match[1]
-        elif (match := re.match(r'(\w+) = [^#]*# (.*)$', line)) and match[1] in declared:
-            found.setdefault(section, []).append((match[1], declared[match[1]], match[2]))
-    return found
-
-
-def help_text(intro, defaults, source):
-    """Format the settings with their defaults, in `sections`."""
-    rows = []
-    for section, settings in sections(defaults, source).items():
+def help_text(path, defaults):
+    """Format the docstring of a file and the settings that it declares, with their defaults."""
+    declared, intro = Config(defaults).declared, ast.get_docstring(ast.parse(Path(path).read_text(encoding='utf-8')))
+    rows = [intro.strip(), '', 'Settings (a config file sets them as key = value):']
+    for section, settings in sections(path):
         rows.append(f'\n{section}')
-        for key, one, comment in settings:
-            value = f'({one.type.__name__})' if one.default is None else repr(one.default)
-            rows.append(f'{f"  --{key}={value}":<45} {comment}')
-    return '\n'.join([intro.strip(), '', 'Settings (a config file sets them as key = value):', *rows])
+        for key, said in settings:
+            value = f'({declared[key].type.__name__})' if declared[key].default is None else repr(declared[key].default)
+            rows.append(f'{f"  --{key}={value}":<45} {said["comment"]}')
+    return '\n'.join(rows)
 
 
 def read_file(name, values):

@@ -37,10 +37,10 @@ def table(head, rows):
 
 def settings():
     """List train.py's settings by section, with their defaults and comments."""
-    found = sections(train.DEFAULTS, (ROOT / 'train.py').read_text(encoding='utf-8'))
+    declared = Config(train.DEFAULTS).declared
     return '\n\n'.join(f'**{section.capitalize()}**\n\n' + table(['setting', 'default', ''], [
-        [f'`{key}`', '*derived*' if one.default is None else f'`{one.default!r}`', comment]
-        for key, one, comment in settings]) for section, settings in found.items())
+        [f'`{key}`', '*derived*' if declared[key].default is None else f'`{declared[key].default!r}`', said['comment']]
+        for key, said in settings]) for section, settings in sections())
 
 
 def optimizer_settings():
