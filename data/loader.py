@@ -22,12 +22,8 @@ from runtime.rng import SEQUENCES, keyed_bits
 def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
     """Return where the `n` sequences of a mini-batch start: int64 (n,), uniform over all sequences of the split.
 
-    A sequence is block_size + 1 tokens.
-
-    Args:
-        num_tokens: of the split, or a list with one number for each part of a mixture. Starts then count through the
-            parts as if they were concatenated; no sequence crosses from one part to the next.
-        weights: share of each part in the mixture. ValueError unless each part has one and they sum to 1.
+    A sequence is block_size + 1 tokens. For a mixture, `num_tokens` is a list, and starts count through its parts as if
+    they were concatenated; no sequence crosses from one to the next. ValueError unless its `weights` sum to 1.
     """
     fraction = (keyed_bits(seed, SEQUENCES, iteration, n) >> np.uint64(11)) * 2.0 ** -53
     sizes, edges = np.atleast_1d(num_tokens), np.cumsum([0.0, *weights])
@@ -39,20 +35,10 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
     return (np.cumsum(sizes) - sizes)[part] + np.minimum((inside * choices).astype(np.int64), choices - 1)
 
 
-def check_name(dataset):
-    """Stop the run if `dataset` is the path of a bin, or begins with data/."""
-    path = Path(dataset)
-    if path.suffix == '.bin':
-        raise SystemExit(f'--dataset={dataset}: a directory that holds train.bin and val.bin is needed; set '
-                         f'--dataset={path.parent}')
-    if path.parent == Path('data'):
-        raise SystemExit(f'--dataset={dataset}: is looked for in data/; set --dataset={path.name}')
-
-
 def data_dir(dataset):
-    """Return the directory of --dataset: data/DATASET or, if only that exists, the path itself."""
-    inside, itself = Path('data') / dataset, Path(dataset)
-    return itself if itself.is_dir() and not inside.is_dir() else inside
+    """Return the directory of --dataset: data/DATASET, or the path itself if only that exists or if it has a slash."""
+    inside, path = Path('data') / dataset, Path(dataset)
+    return path if not inside.is_dir() and (path.is_dir() or len(path.parts) > 1) else inside
 
 
 def vocab_size_of(dataset):
@@ -63,11 +49,11 @@ def vocab_size_of(dataset):
 class Bin:
     """One split of a data set: a memory-mapped file, checked against the meta.json next to it.
 
-    Without a meta.json the file is read as GPT-2's uint16 (nanoGPT's bins), and its ids are checked as they are read.
-    `weight`: share of the split in a Mixture. SystemExit when the file is missing, truncated or at odds with meta.json.
+    Without a meta.json the file is read as GPT-2's uint16 (nanoGPT's bins). `weight`: its share in a Mixture.
+    SystemExit when it is missing, truncated, at odds with meta.json or too short for a sequence.
     """
 
-    def __init__(self, data_dir, split, weight=1.0):
+    def __init__(self, data_dir, split, weight=1.0, block_size=0):
         self.path, self.weight = Path(data_dir) / f'{split}.bin', weight
         if not self.path.is_file():
             raise SystemExit(missing(self.path))
@@ -77,6 +63,9 @@ class Bin:
         if not size or size != tokens * dtype.itemsize:
             raise SystemExit(f'{self.path}: empty or not complete ({size} bytes for {tokens} tokens in {dtype.name}); '
                              'prepare it again with --overwrite')
+        if tokens <= block_size:
+            raise SystemExit(f'{self.path}: {tokens} tokens are too few for block_size = {block_size}; '
+                             f'set --block_size to at most {tokens - 1}')
         self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
         self.vocab_size, self.tokenizer = meta['vocab_size'], identifying(meta)
 
@@ -84,18 +73,14 @@ class Bin:
         return len(self.tokens)
 
     def sequences(self, starts, length):
-        """Return (len(starts), length) tokens in the file's dtype. SystemExit when an id is beyond the vocabulary."""
+        """Return (len(starts), length) tokens in the file's dtype, checked by `check_ids`."""
         return self.check_ids(np.stack([self.tokens[s:s + length] for s in starts]))
-
-    def where(self, starts):
-        """Say where the sequences start: the file and the places in it."""
-        return f'{self.path} at {starts.tolist()}'
 
     def check_ids(self, tokens):
         """Return `tokens`; SystemExit when one of them is beyond the vocabulary."""
         if (top := int(tokens.max())) >= self.vocab_size:
             raise SystemExit(f'{self.path}: token id {top} is beyond the vocabulary of {self.vocab_size}; '
-                             f'prepare it again (ids above 65,535 need a meta.json that says uint32)')
+                             'prepare it again (ids above 65,535 need a meta.json that says uint32)')
         return tokens
 
     def samples(self):
@@ -103,12 +88,6 @@ class Bin:
         length = min(2 ** 14, len(self))
         starts = np.linspace(0, len(self) - length, 64).astype(np.int64)
         return np.stack([self.tokens[s:s + length] for s in np.unique(starts)])
-
-    def check_length(self, block_size):
-        """Stop the run unless the split holds at least one sequence of block_size + 1 tokens."""
-        if len(self) <= block_size:
-            raise SystemExit(f'{self.path}: {len(self)} tokens are too few for block_size = {block_size}; '
-                             f'set --block_size to at most {len(self) - 1}')
 
     def fingerprint(self):
         """Return the hex SHA-256 of the data's size and of `samples`; it does not depend on meta.json."""
@@ -119,12 +98,12 @@ def missing(path):
     """Return the error message for a bin that does not exist, with what may help."""
     folder, script = path.parent, path.with_name('prepare.py')
     near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob('*')], n=1)
-    if near and not folder.is_dir():
+    if near and not folder.exists():
         return f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?'
     if not path.is_absolute() and not Path('data').is_dir():
         return f'{path}: no such file; start from {Path(__file__).resolve().parents[1]}, where data/ is'
     command = script if script.is_file() else f'data/text/prepare.py FILE... --out_dir {folder}'
-    return f'{path}: no such file; check --dataset, or run python {command}'
+    return f'{path}: no such file; --dataset is a directory with train.bin and val.bin, made by python {command}'
 
 
 def read_meta(data_dir):
@@ -147,7 +126,7 @@ def read_meta(data_dir):
             if hashlib.sha256(text).hexdigest() != meta['tokenizer_sha256']:
                 raise ValueError(f'{FileTokenizer.name} is not the one of the bins')
             meta['json'] = text.decode()
-        identifying(meta), meta['train']['tokens'], meta['val']['tokens']  # KeyError when one of them is missing
+        identifying(meta), meta['train']['tokens'], meta['val']['tokens']  # a KeyError if one is missing
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f'{path}: not a valid meta.json ({error!r}); prepare the data again') from None
     return meta
@@ -182,13 +161,13 @@ class Mixture:
         return index, starts - self.first[index]
 
     def sequences(self, starts, length):
-        """Return (len(starts), length) tokens. SystemExit when an id is beyond the vocabulary."""
+        """Return (len(starts), length) tokens."""
         return np.concatenate([self.bins[i].sequences([start], length) for i, start in zip(*self._by_bin(starts))])
 
     def where(self, starts):
         """Say where the sequences start: the files and the places in them."""
         index, starts = self._by_bin(starts)
-        return ', '.join(bin.where(starts[index == i]) for i, bin in enumerate(self.bins) if (index == i).any())
+        return ', '.join(f'{self.bins[i].path} at {starts[index == i].tolist()}' for i in np.unique(index))
 
 
 def fingerprint(bins):
@@ -222,12 +201,9 @@ def open_dataset(dataset, block_size):
     Each part of a mixture is a validation set, with its directory's name as key; one of weight 0 is nothing else.
     """
     parts = parts_of(dataset)
-    for name in parts:
-        check_name(name)
-    train = [Bin(data_dir(name), 'train', share) for name, share in parts.items() if share]
-    val = {Path(name).name: Bin(data_dir(name), 'val', share) for name, share in parts.items()}
+    train = [Bin(data_dir(name), 'train', share, block_size) for name, share in parts.items() if share]
+    val = {Path(name).name: Bin(data_dir(name), 'val', share, block_size) for name, share in parts.items()}
     for bin in Mixture([*train, *val.values()]).bins:  # which checks that all have one tokenizer
-        bin.check_length(block_size)
         bin.check_ids(bin.samples())
     return Mixture(train), val
 
@@ -240,26 +216,21 @@ class TrainLoader:
     """
 
     def __init__(self, data, seed, total_batch_size, block_size, rank, world_size, device, first_iteration=0):
-        for bin in data.bins:
-            bin.check_length(block_size)
         self.data, self.seed, self.total_batch_size, self.block_size = data, seed, total_batch_size, block_size
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.iteration, self.thread = first_iteration, ThreadPoolExecutor(1, 'loader')
         self.ahead = self.thread.submit(self._load, first_iteration)
 
     def starts(self, iteration):
-        """Return where the sequences of an iteration's mini-batch start, over all ranks: (B,) int64.
+        """Return the order of the data: where the sequences of a mini-batch start, over all ranks, (B,) int64.
 
-        This is the order of the data. It must depend on nothing but the seed and the iteration.
+        It must depend on nothing but the seed and the iteration.
         """
         return sequence_starts(self.seed, iteration, self.total_batch_size, [len(bin) for bin in self.data.bins],
                                self.block_size, [bin.weight for bin in self.data.bins])
 
     def share(self, iteration, rank):
-        """Return a rank's share of `starts`. ValueError unless there are total_batch_size of them.
-
-        It is every w-th for w ranks, so the first N sequences of the mini-batch are spread evenly over the ranks.
-        """
+        """Return a rank's share of `starts`: every w-th for w ranks, so the first N are spread evenly over ranks."""
         starts = self.starts(iteration)
         if len(starts) != self.total_batch_size:
             raise ValueError(f'{len(starts)} sequence starts for a mini-batch of {self.total_batch_size} sequences')
@@ -276,20 +247,20 @@ class TrainLoader:
 
     def first(self):
         """Return what `next` will return, without moving on."""
-        return on_device(self.ahead.result(), self.device)
+        return self.ahead.result().to(self.device, non_blocking=True).long()
 
     def __next__(self):
-        batch = self.ahead.result()
+        batch = self.first()
         self.iteration += 1
         self.ahead = self.thread.submit(self._load, self.iteration)
-        return on_device(batch, self.device)
+        return batch
 
     def close(self):
         """Stop the prefetching thread."""
         self.thread.shutdown(cancel_futures=True)
 
     def _load(self, iteration):
-        batch = as_tensor(self.data.sequences(self.share(iteration, self.rank), self.block_size + 1))
+        batch = torch.from_numpy(self.data.sequences(self.share(iteration, self.rank), self.block_size + 1))
         return batch.pin_memory() if self.device.type == 'cuda' else batch
 
 
@@ -303,7 +274,6 @@ class ValidationLoader:
     """
 
     def __init__(self, data, num_sequences, batch_size, block_size, rank, world_size, device):
-        data.check_length(block_size)
         available = (len(data) - 1) // block_size
         n = min(num_sequences or available, available)
         self.starts = np.arange(n, dtype=np.int64) * available // n * block_size
@@ -318,19 +288,8 @@ class ValidationLoader:
         for i in range(self.batches):
             starts = self.mine[i * self.batch_size:(i + 1) * self.batch_size]
             missing = self.batch_size - len(starts)
-            starts = np.pad(starts, (0, missing))
-            batch = on_device(as_tensor(self.data.sequences(starts, self.block_size + 1)), self.device)
+            tokens = self.data.sequences(np.pad(starts, (0, missing)), self.block_size + 1)
+            batch = torch.from_numpy(tokens).to(self.device).long()
             inputs, targets = batch[:, :-1], batch[:, 1:].clone()
             targets[self.batch_size - missing:] = -1
             yield inputs, targets
-
-
-def as_tensor(tokens):
-    """Return token ids in torch's signed type of the same width; its unsigned types lack most operations."""
-    return torch.from_numpy(tokens.view(np.int16 if tokens.itemsize == 2 else np.int32))
-
-
-def on_device(ids, device):
-    """Move ids from `as_tensor` to `device` and widen them to int64."""
-    mask = 0xFFFF if ids.dtype == torch.int16 else 0xFFFFFFFF
-    return ids.to(device, non_blocking=True).to(torch.int64).bitwise_and_(mask)
