@@ -1,22 +1,19 @@
-"""Documents from tables on the Hub, through `datasets`, and from .txt, .jsonl and .parquet files on disk.
-
-Also shards of tokens, and the flags that every prepare.py has.
-"""
+"""The sources of the corpora: tables on the Hub, files on disk, shards of tokens; and the flags of every prepare.py."""
 
 import argparse
+import glob
 import hashlib
 import io
 import json
 import os
 import sys
-from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 
 import numpy as np
 
-from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES, GPT2Tokens, get_tokenizer
-from data.writer import Batches, Corpus, sha256, write_bins
+from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES, get_tokenizer
+from data.writer import Corpus, sha256, write_bins
 from runtime.files import first_line
 
 ROWS = 1000  # rows of a table in one batch
@@ -28,9 +25,7 @@ SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split 
 def argument_parser(doc, script, tokenizer=None, data_files=False):
     """Return the parser of a prepare.py, from its docstring and __file__, with the flags that they share.
 
-    Args:
-        tokenizer: default of --tokenizer; None for no such flag.
-        data_files: whether there is the flag --data_files.
+    `tokenizer`: default of --tokenizer; None for no such flag. `data_files`: whether there is the flag --data_files.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', type=Path, default=Path(script).resolve().parent,
@@ -69,68 +64,35 @@ def names_of(paths):
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def load(name, build):
-    """Return `build(datasets)`, a table called `name`. SystemExit when it fails."""
-    try:
-        import datasets
-        return build(datasets)
-    except Exception as error:  # import, network, Hub, file system and parsers have no common class
-        hint = '; --data_files FILE... reads local copies' if str(name).startswith('hf:') else ''
-        error = error.__cause__ or error
-        raise SystemExit(f'{name}: cannot be read ({type(error).__name__}: {first_line(error)}){hint}') from None
-
-
 def prepare_split_table(args, repository, revision, names):
-    """Write the bins of --data_files, or of parquet files on the Hub, with nanoGPT's split."""
+    """Write the bins of parquet files, --data_files or those on the Hub, with nanoGPT's split."""
     tokenizer = get_tokenizer(args.tokenizer)
+    files, source = [f'hf://datasets/{repository}@{revision}/{name}' for name in names], repository
     if args.data_files:
-        files = expand(args.data_files)
-        source, revision = local_files(files)
-        table = partial(local_table, files, revision)
-    else:
-        files, source = [f'hf://datasets/{repository}@{revision}/{name}' for name in names], repository
-
-        def table():
-            return load(files[0], lambda datasets: datasets.load_dataset(
-                'parquet', data_files=files, columns=['text'], split='train', num_proc=min(args.num_proc, len(files))))
-    corpus = Corpus(source, revision, split=f'train_test_split: {SPLIT}', open=lambda: split_table(table()))
+        files = [glob.escape(str(path)) for path in args.data_files]
+        source, revision = local_files(args.data_files)
+    corpus = Corpus(source, revision, f'train_test_split: {SPLIT}', lambda: split_table(files, args.num_proc))
     write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
-def local_table(files, revision):
-    """Return the texts of files on disk as a `datasets.Dataset`, stored in its cache by their `revision`."""
-    return load(files[0], lambda datasets: datasets.Dataset.from_generator(
-        rows, datasets.Features({'text': datasets.Value('large_string')}),
-        gen_kwargs={'files': files, 'revision': revision}))
-
-
-def rows(files, revision):
-    """Yield the texts of files as rows of a table."""
-    for file in files:
-        for text in read(file, 'text'):
-            yield {'text': text}
-
-
-def split_table(dataset):
-    """Return the Batches of a table with nanoGPT's split: `datasets`' train_test_split, each part in its order."""
+def split_table(files, num_proc):
+    """Return the segments of parquet files with nanoGPT's split, `datasets`' train_test_split, each part in order."""
     try:
-        parts = dataset.train_test_split(**SPLIT)
-    except ValueError:
-        raise SystemExit(f'--data_files: {len(dataset)} documents are too few to split') from None
-    parts = {'train': parts['train'], 'val': parts['test']}
-    segments = [[(split, slice(start, start + ROWS))] for split in parts for start in range(0, len(parts[split]), ROWS)]
-    return Batches(segments, partial(read_rows, parts), documents=len(dataset))
+        from datasets import load_dataset
+        table = load_dataset('parquet', data_files=files, columns=['text'], split='train',
+                             num_proc=min(num_proc, len(files)))
+        parts = table.train_test_split(**SPLIT)
+    except Exception as error:  # import, network, Hub, file system and parsers have no common class
+        error = error.__cause__ or error
+        raise SystemExit(f'{files[0]}: cannot be read, or the files after it ({type(error).__name__}: '
+                         f'{first_line(error)}); --data_files FILE... reads local copies') from None
+    return [rows(parts[part], start, split) for split, part in (('train', 'train'), ('val', 'test'))
+            for start in range(0, len(parts[part]), ROWS)]
 
 
-def read_rows(parts, batch):
-    """Return the documents of one batch of a split table, in a worker process."""
-    split, rows = batch
-    return [(split, text) for text in parts[split][rows]['text']]
-
-
-def file_by_file(files, read):
-    """Return the Batches of files that are too large to store: {split: files}, whose texts `read(file)` yields."""
-    return Batches([batched(zip(repeat(split), read(file))) for split in files for file in files[split]])
+def rows(table, start, split):
+    """Yield a batch, the rows of a table from `start` on."""
+    yield [(split, text) for text in table[start:start + ROWS]['text']]
 
 
 def stream(file):
@@ -140,7 +102,7 @@ def stream(file):
         table = load_dataset('json', data_files=file, split='train', streaming=True)
         for part in table.with_format('arrow').iter(ROWS):
             yield from part['text'].to_pylist()
-    except Exception as error:  # as in `load`
+    except Exception as error:  # as above
         raise OSError(f'{file}: {type(error).__name__}: {first_line(error)}') from None
 
 
@@ -151,47 +113,35 @@ SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 SHARD_PIECE = 2 ** 20  # tokens in one batch
 
 
-def shards_corpus(train, val, source=''):
+def shards_corpus(files, source=''):
     """Return the Corpus of shards of GPT-2's tokens in the format of llm.c and modded-nanogpt: a header, then uint16.
 
-    Args:
-        train, val: their paths. SystemExit when one is not such a file, or not complete.
-        source: where they are from, for meta.json.
+    The last of the `files` is for val. `source`: where they are from, for meta.json. SystemExit when one is not such a
+    file, or not complete.
     """
-    shards = [(split, path, shard_tokens(path)) for split, paths in (('train', train), ('val', val)) for path in paths]
-    names, revision = local_files([*train, *val])
-    source, rule = f'{source} {names}'.strip(), 'val: ' + names_of(val)
-    print(f'{source}: {rule}')
-    segments = [[(split, path, start, min(start + SHARD_PIECE, tokens)) for start in range(0, tokens, SHARD_PIECE)]
-                for split, path, tokens in shards]
-    return Corpus(source, revision, rule, open=lambda: Batches(segments, read_shard))
+    names, revision = local_files(files)
+    rule = f'val: {files[-1].name}'
+    print(f'{names}: {rule}')
+    for path in files:
+        check_shard(path)
+    segments = [shard(path, 'val' if path is files[-1] else 'train') for path in files]
+    return Corpus(f'{source} {names}'.strip(), revision, rule, open=lambda: segments)
 
 
-def shard_tokens(path):
-    """Return the number of tokens in a shard. SystemExit when it is not a shard, or incomplete."""
-    try:
-        header, size = np.fromfile(path, '<i4', SHARD_HEADER), path.stat().st_size
-    except OSError as error:
-        raise SystemExit(f'{path}: cannot be read ({error.strerror})') from None
-    if len(header) < SHARD_HEADER or header[:2].tolist() != [SHARD_MAGIC, SHARD_VERSION]:
-        raise SystemExit(f'{path}: not a shard of GPT-2 tokens, whose header begins with {SHARD_MAGIC} and version '
-                         f'{SHARD_VERSION}')
-    tokens = int(header[2])
-    if size != (expected := 4 * SHARD_HEADER + 2 * tokens):
-        raise SystemExit(f'{path}: not complete: {size:,} bytes, not {expected:,} for the {tokens:,} tokens that its '
-                         'header says')
-    return tokens
+def check_shard(path):
+    """Stop unless the file is a complete shard."""
+    magic, version, tokens = [*np.fromfile(path, '<i4', 3).tolist(), 0, 0, 0][:3]
+    size, expected = path.stat().st_size, 4 * SHARD_HEADER + 2 * tokens
+    if (magic, version, size) != (SHARD_MAGIC, SHARD_VERSION, expected):
+        raise SystemExit(f'{path}: not a complete shard of GPT-2 tokens: magic number {magic} (not {SHARD_MAGIC}), '
+                         f'version {version} (not {SHARD_VERSION}) or {size:,} bytes (not {expected:,})')
 
 
-def read_shard(batch):
-    """Return the tokens start … end - 1 of a shard, in a worker process. SystemExit when an id is not GPT-2's."""
-    split, path, start, end = batch
-    ids = np.fromfile(path, '<u2', end - start, offset=4 * SHARD_HEADER + 2 * start)
-    if len(ids) < end - start:
-        raise SystemExit(f'{path}: became shorter while it was read')
-    if (top := ids.max()) >= GPT2Tokens.vocab_size:
-        raise SystemExit(f'{path}: token id {top} is not one of GPT-2\'s {GPT2Tokens.vocab_size:,}')
-    return [(split, ids)]
+def shard(path, split):
+    """Yield the tokens of a shard in batches."""
+    tokens = np.memmap(path, '<u2', 'r', offset=4 * SHARD_HEADER)
+    for start in range(0, len(tokens), SHARD_PIECE):
+        yield [(split, np.array(tokens[start:start + SHARD_PIECE]))]
 
 
 # ---- files on disk ---------------------------------------------------------------------------------------------------
@@ -227,7 +177,7 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
             rule = f'val: about the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
             split = by_position(documents(files), sum(lengths), val_fraction)
         print(f'{source}: {rule}')
-    return Corpus(source, revision, rule, open=lambda: Batches([batched(split)]))
+    return Corpus(source, revision, rule, open=lambda: [batched(split)])
 
 
 def by_position(texts, size, fraction):
@@ -260,17 +210,16 @@ def batched(documents):
 def expand(paths):
     """Return the paths, with directories replaced by the readable files anywhere below them, sorted by name.
 
-    Hidden files are left out, a note names others that are not read, and links to directories are not followed.
+    Hidden files are left out; a note names others that are not read, among them links to directories.
     """
     files = []
     for path in paths:
-        found = sorted(path.rglob('*')) if path.is_dir() else [path]
-        found = [p for p in found if not any(n[0] == '.' for n in p.relative_to(path).parts)]
-        readable = [p for p in found if reader_of(p) and not p.is_dir()]
+        found = sorted(p for p in path.rglob('*') if p.is_symlink() or not p.is_dir()) if path.is_dir() else [path]
+        found = [p for p in found if not any(name[0] == '.' for name in p.relative_to(path).parts)]
+        readable = [p for p in found if reader_of(p)]
         if not readable:
             raise SystemExit(f'{path}: no .txt, .jsonl or .parquet file')
-        others = [p for p in found if p not in readable and (not p.is_dir() or p.is_symlink())]
-        if others:
+        if others := [p for p in found if p not in readable]:
             print(f'note: {path}: not read: {names_of(others)}', file=sys.stderr)
         files += readable
     return files
@@ -294,7 +243,10 @@ def lines(path):
 
     Only a newline ends a line.
     """
-    with decompressed(path) as file:
+    with path.open('rb') as file:
+        if kind := COMPRESSED.get(path.suffix.lower()):
+            import pyarrow  # unlike gzip and zstandard, it fails when a file is truncated
+            file = io.BufferedReader(pyarrow.input_stream(file, compression=kind))
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode('utf-8-sig' if number == 1 else 'utf-8')
@@ -302,15 +254,6 @@ def lines(path):
                 raise SystemExit(f'{path}, line {number}: not UTF-8 text (byte {line[error.start]:#04x}, '
                                  f'{error.reason})') from None
             yield text
-
-
-def decompressed(path):
-    """Open a file for its decompressed bytes. pyarrow, unlike gzip and zstandard, fails when it is truncated."""
-    file, kind = path.open('rb'), COMPRESSED.get(path.suffix.lower())
-    if kind:
-        import pyarrow
-        return io.BufferedReader(pyarrow.input_stream(file, compression=kind))
-    return file
 
 
 def txt(path, text_key):

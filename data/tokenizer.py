@@ -205,7 +205,7 @@ def same_tokenizer(one, other):
     """
     if one == other:
         return True
-    if one['tokenizer'] == other['tokenizer'] != FileTokenizer.name:
+    if FileTokenizer.name not in (one['tokenizer'], other['tokenizer']):
         return False
     try:
         one, other = tokenizer_from_meta(one), tokenizer_from_meta(other)

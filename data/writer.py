@@ -1,9 +1,9 @@
 """The writer of token bins: a Corpus in, `train.bin`, `val.bin` and `meta.json` out.
 
 A bin is headerless little-endian uint16 (uint32 above 65,536 ids): the documents' ids, each document followed by the
-end-of-text id, as in nanoGPT. Until everything is written, the directory holds `*.bin.part` and `progress.json`, which
-says how much of the parts is complete; then the parts are renamed, and meta.json comes last. So a run may be killed at
-any moment: the same command resumes it and writes the same bytes. `prepare.lock` keeps a second process out.
+end-of-text id, as in nanoGPT. Until everything is written, `progress.json` says how much of the `*.bin.part` is
+complete; then these are renamed, and meta.json comes last. So after a kill at any moment the same command resumes and
+writes the same bytes.
 """
 
 import fcntl
@@ -34,41 +34,27 @@ SAVE_SECONDS = 1.0  # between saves: the most work that an interruption costs
 
 
 @dataclass
-class Batches:
-    """The text of a corpus in batches of about a megabyte, each tokenized by a worker process.
-
-    segments: iterables of batches (anything picklable) in the order of writing, the same in every run. A resumed run
-        skips finished segments unread; in the segment where it stopped it reads the written batches without
-        tokenizing them.
-    read: picklable function that a worker calls with a batch for its documents, a list of (split, text). Without it, a
-        batch is such a list. An array of ids stands for a text that is tokenized already.
-    documents: how many there are, for the progress bar; None if unknown.
-    """
-
-    segments: Sequence[Iterable]
-    read: Callable | None = None
-    documents: int | None = None
-
-
-@dataclass
 class Corpus:
-    """A text, its version and its split, which with the tokenizer identify bins.
+    """A text, and its source, revision and split, which with the tokenizer identify bins.
 
-    open: function that returns its Batches, called only when there is work to do.
+    open: function that returns the text, called only if the bins are missing: segments, iterables of batches of about a
+        megabyte, each tokenized by a worker process. A batch is a list of (split, document); an array of ids stands for
+        documents that are tokenized already. Segments and batches are the same in every run; a resumed run skips
+        finished segments unread.
     """
 
     source: str
     revision: str
     split: str
-    open: Callable[[], Batches]
+    open: Callable[[], Sequence[Iterable]]
 
 
 def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     """Write a corpus to `out_dir` with `num_proc` worker processes and return the content of meta.json.
 
-    Finished bins of the same corpus are kept. SystemExit when `out_dir` holds other bins (unless `overwrite`), when
-    another process is writing there, when the input is bad (then the parts are removed), and after an interruption or
-    an OSError (then the same command resumes).
+    Finished bins of the same corpus are kept. SystemExit when `out_dir` holds other bins (unless `overwrite`), another
+    process writes there or the input is bad (then the parts are removed), and after an interruption or an OSError (then
+    the same command resumes).
     """
     out_dir = Path(out_dir)
     about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}
@@ -85,7 +71,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
 
 
 def lock(out_dir):
-    """Lock prepare.lock in `out_dir`, which is created if need be, and return the open file; closing it ends the lock.
+    """Make and lock `out_dir`, and return an open file; closing it ends the lock.
 
     It is a POSIX lock: worker processes do not inherit it, and network file systems support it.
     """
@@ -94,9 +80,8 @@ def lock(out_dir):
         file = (out_dir / 'prepare.lock').open('a')
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        locked = isinstance(error, BlockingIOError)
-        problem = 'another process is writing there' if locked else f'cannot be written or locked ({error.strerror})'
-        raise SystemExit(f'{out_dir}: {problem}; choose another --out_dir') from None
+        raise SystemExit(f'{out_dir}: cannot be locked, or another process is writing there ({error.strerror}); '
+                         'choose another --out_dir') from None
     return file
 
 
@@ -105,40 +90,32 @@ def find_existing(out_dir, identity):
 
     SystemExit if anything else is there.
     """
-    bins = [out_dir / f'{split}.bin' for split in SPLITS]
-    for name in ('progress.json', 'meta.json'):
+    for name in ('progress.json', 'meta.json', *(f'{split}.bin' for split in SPLITS)):
         if (path := out_dir / name).exists():
-            meta = json.loads(path.read_text(encoding='utf-8'))
+            meta = json.loads(path.read_text(encoding='utf-8')) if path.suffix == '.json' else {}
             if wrong := [key for key in identity if meta.get(key) != identity[key]]:
-                raise SystemExit(f'{path}: describes bins of other data ({wrong[0]} {meta.get(wrong[0])!r}, not '
+                raise SystemExit(f'{path}: is of other data ({wrong[0]} {meta.get(wrong[0])!r}, not '
                                  f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
-            if name == 'progress.json':
-                return None
-            for bin in bins:
-                size = meta[bin.stem]['tokens'] * np.dtype(meta['dtype']).itemsize
-                if not bin.exists() or bin.stat().st_size != size:
-                    raise SystemExit(f'{bin}: not the {size} bytes that meta.json says; pass --overwrite')
-            return meta
-    for bin in filter(Path.exists, bins):
-        raise SystemExit(f'{bin}: already there, without a meta.json; choose another --out_dir or pass --overwrite')
+            return meta if name == 'meta.json' else None
     return None
 
 
 def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):
     """Do the work of `write_bins`, under the lock."""
-    batches = corpus.open()
+    segments = corpus.open()
     if overwrite:  # finished bins stay until the new ones are complete
         (out_dir / 'progress.json').unlink(missing_ok=True)
     parts = Parts(out_dir, identity)
     try:
-        with (closing(encode_in_order(batches, tokenizer, parts.progress['position'], num_proc)) as results,
-              tqdm(total=batches.documents, initial=parts.count('documents'), unit=' documents',
+        with (closing(encode_in_order(segments, tokenizer, parts.progress['position'], num_proc)) as results,
+              tqdm(initial=parts.count('documents'), unit=' documents',
                    mininterval=0.5 if sys.stderr.isatty() else 30) as bar):
             for position, encoded in results:
                 parts.append(position, encoded)
-                bar.set_postfix_str(f'{parts.count("tokens"):,} tokens', refresh=False)
+                bar.set_postfix_str(f'{parts.count("tokens"):,} tokens, part {position[0] + 1} of {len(segments)}',
+                                    refresh=False)
                 bar.update(sum(documents for _, documents in encoded.values()))
-        return parts.finish([len(batches.segments), 0], tokenizer.meta.get('json'))
+        return parts.finish([len(segments), 0], tokenizer.meta.get('json'))
     except SystemExit:
         for path in (parts.progress_path, *parts.paths.values()):
             path.unlink(missing_ok=True)
@@ -216,19 +193,18 @@ class Parts:
         return meta
 
 
-def encode_in_order(batches, tokenizer, position, num_proc):
+def encode_in_order(segments, tokenizer, position, num_proc):
     """Yield (position after it, {split: (ids, documents)}) for each batch from `position` on, in order.
 
     At most two batches per process are in memory.
     """
     first, skip = position
     # Not fork, Linux's default before Python 3.14: a lock held by a thread at that moment would stay locked.
-    pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context('forkserver'), start_worker,
-                               (batches.read, tokenizer))
+    pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context('forkserver'), start_worker, (tokenizer,))
     under_way = deque()
     try:
-        for segment in range(first, len(batches.segments)):
-            for n, batch in enumerate(itertools.islice(batches.segments[segment], skip, None), skip + 1):
+        for segment in range(first, len(segments)):
+            for n, batch in enumerate(itertools.islice(segments[segment], skip, None), skip + 1):
                 under_way.append(([segment, n], pool.submit(encode, batch)))
                 if len(under_way) > 2 * num_proc:
                     position, oldest = under_way.popleft()
@@ -240,32 +216,28 @@ def encode_in_order(batches, tokenizer, position, num_proc):
         pool.shutdown(cancel_futures=True)
 
 
-def start_worker(read, tokenizer):
+def start_worker(tokenizer):
     """Prepare a worker process for `encode`: it leaves Ctrl-C to the parent and ends with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    encode.read, encode.tokenizer = read, tokenizer
+    encode.tokenizer = tokenizer
 
 
 def encode(batch):
     """Tokenize a batch in a worker process: {split: (ids, number of documents)}."""
     tokenizer, arrays, counts = encode.tokenizer, defaultdict(list), Counter()
     end = [] if tokenizer.eot_id is None else [tokenizer.eot_id]
-    for split, text in encode.read(batch) if encode.read else batch:
+    for split, text in batch:
         if isinstance(text, np.ndarray):  # from anywhere in the corpus, with the end-of-text ids
             arrays[split].append(text)
             counts[split] += int(np.count_nonzero(text == tokenizer.eot_id))
             continue
-        if not isinstance(text, str):
-            raise SystemExit(f'a document for {split}.bin is {text!r:.60}, not text')
         try:
             ids = tokenizer.encode(text)
-        except (SystemExit, KeyboardInterrupt):
-            raise
         except BaseException as error:  # a panic of Rust is not an Exception, and cannot be pickled
-            raise SystemExit(f'the tokenizer {tokenizer.name} cannot encode the document of {len(text):,} characters '
-                             f'for {split}.bin that begins with {text[:60]!r} ({first_line(error)})') from None
+            raise SystemExit(f'the tokenizer {tokenizer.name} cannot encode the document for {split}.bin that begins '
+                             f'with {str(text)[:60]!r} ({type(error).__name__}: {first_line(error)})') from None
         arrays[split] += [np.asarray(part, tokenizer.dtype) for part in (ids, end)]
         counts[split] += 1
     return {split: (np.concatenate(parts), counts[split]) for split, parts in arrays.items()}

@@ -7,10 +7,11 @@ stored; --num_files takes only the first of the 30 training files, some 11 GB ea
 
 import sys
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, at_least_one, expand, file_by_file, local_files, read, stream
+from data.sources import argument_parser, at_least_one, batched, expand, local_files, read, stream
 from data.tokenizer import get_tokenizer
 from data.writer import Corpus, write_bins
 
@@ -33,8 +34,9 @@ def main():
     else:
         train, val = [f'{HUB}/train/{i:02d}.jsonl.zst' for i in range(args.num_files)], [f'{HUB}/val.jsonl.zst']
         source, revision, texts = REPOSITORY, REVISION, stream
-    corpus = Corpus(source, revision, split=f'{len(train)} files for train, {len(val)} for val',
-                    open=lambda: file_by_file({'train': train, 'val': val}, texts))
+    segments = [batched(zip(repeat('train'), texts(file))) for file in train]
+    segments += [batched(zip(repeat('val'), texts(file))) for file in val]
+    corpus = Corpus(source, revision, f'{len(train)} files for train, {len(val)} for val', lambda: segments)
     write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser
 from data.tokenizer import get_tokenizer
-from data.writer import Batches, Corpus, write_bins
+from data.writer import Corpus, write_bins
 
 LEFT_OUT = {'test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages'}
 
@@ -43,8 +43,7 @@ def main():
             documents.append(('train' if number % 10 else 'val', text))
     segments = [[documents[start:start + 50]] for start in range(0, len(documents), 50)]
     corpus = Corpus(f'Python {platform.python_version()} standard library', f'sha256:{digest.hexdigest()}',
-                    'val: one file in ten, by the hash of its path',
-                    open=lambda: Batches(segments, documents=len(documents)))
+                    'val: one file in ten, by the hash of its path', lambda: segments)
     write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 

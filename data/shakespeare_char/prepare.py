@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, lines, local_files
 from data.tokenizer import Char
-from data.writer import Batches, Corpus, write_bins
+from data.writer import Corpus, write_bins
 from runtime.files import atomic_write
 
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
@@ -40,7 +40,7 @@ def main():
     text = ''.join(lines(path))
     start = int(0.9 * len(text))
     documents = [('train', text[:start]), ('val', text[start:])]
-    corpus = Corpus(source, revision, 'val: the last tenth of the text', open=lambda: Batches([[documents]]))
+    corpus = Corpus(source, revision, 'val: the last tenth of the text', lambda: [[documents]])
     write_bins(corpus, Char(''.join(sorted(set(text)))), args.out_dir, args.num_proc, args.overwrite)
 
 

@@ -15,8 +15,6 @@ from data.sources import argument_parser, files_corpus
 from data.tokenizer import get_tokenizer
 from data.writer import write_bins
 
-SHORT = 4 * 1024  # tokens: a few sequences of the default block_size
-
 
 def main():
     parser = argument_parser(__doc__, __file__, tokenizer='gpt2')
@@ -29,10 +27,7 @@ def main():
         parser.error(f'--val_fraction={args.val_fraction}: must be above 0 and at most 0.5')
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
     tokenizer = get_tokenizer(args.tokenizer)  # after the files are found, because it may be a download
-    meta = write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
-    if meta['val']['tokens'] < SHORT:
-        print(f'note: val.bin has fewer than {SHORT:,} tokens, so its loss is a rough estimate; set a larger '
-              '--val_fraction or --val_file', file=sys.stderr)
+    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':
