@@ -29,7 +29,7 @@ quickstart: install  ## prepare an embedded corpus, train a small GPT with Sophi
 	test ! -e out/quickstart/loss.png || rm -rf out/quickstart
 	$(PY) data/pysource/prepare.py
 	$(PY) train.py config/quickstart.py --auto_resume=True
-	$(PY) scripts/sample.py --out_dir=out/quickstart --num_samples=1 --max_new_tokens=400
+	$(PY) scripts/sample.py out/quickstart --num_samples=1 --max_new_tokens=400
 	$(PY) scripts/plot.py out/quickstart --output out/quickstart/loss.png
 
 test: $(VENV)/.installed-dev  ## run the tests (no GPU, no download of data)

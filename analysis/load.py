@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from data.loader import Bin, data_dir, parts_of, read_meta
+from data.loader import Bin, data_dir, meta_of, parts_of
 from data.tokenizer import (
     TOKENIZER_NAMES,
     Tokenizer,
+    check_same_tokenizer,
     folder_meta,
     get_tokenizer,
     identifying,
@@ -110,19 +111,14 @@ def crop_vocab_size(model, vocab_size):
 def open_bins(loaded, dataset, split):
     """Open the Bins of a split of `dataset`, by default `loaded`'s; a mixture has several."""
     dataset = dataset or loaded.state.get('config', {}).get('dataset')
+    tokenizer, shape = loaded.tokenizer, loaded.model.config
     if not dataset:
         raise SystemExit(f'{loaded.path}: does not name its data set; pass --dataset')
-    bins = [Bin(data_dir(name), split, share) for name, share in parts_of(dataset).items()]
-    tokenizer = loaded.tokenizer
-    ids = tokenizer.vocab_size if tokenizer else loaded.model.config.vocab_size
+    bins = [Bin(data_dir(name), split, share, shape.block_size) for name, share in parts_of(dataset).items()]
     for data in bins:
-        other = data.vocab_size > ids or tokenizer and (
-            data.vocab_size != ids or not same_tokenizer(data.tokenizer, identifying(tokenizer.meta)))
-        if other:
-            name = tokenizer.name if tokenizer else 'an unknown one'
-            raise SystemExit(f'{data.path}: made with another tokenizer ({data.tokenizer["tokenizer"]}, '
-                             f'{data.vocab_size} ids) than {loaded.path} ({name}, {ids}); prepare the text '
-                             'with the tokenizer of the model')
+        check_same_tokenizer(data, tokenizer and tokenizer.meta, loaded.path)
+        if data.vocab_size > (ids := tokenizer.vocab_size if tokenizer else shape.vocab_size):
+            raise SystemExit(f'{data.path}: has {data.vocab_size} ids, but {loaded.path} has {ids}')
     return bins
 
 
@@ -131,17 +127,12 @@ def chosen_tokenizer(name, meta, path):
 
     `meta` is from the training of the model at `path`. SystemExit if the two differ.
     """
-    if not name:
-        return tokenizer_from_meta(meta) if meta else None
-    if not Path(name).is_dir():
-        named = get_tokenizer(name)
-    elif named_meta := read_meta(name):
-        named = tokenizer_from_meta(named_meta)
-    else:
-        raise SystemExit(f'--tokenizer={name}: a directory without the meta.json of a data set')
-    if meta and not same_tokenizer(identifying(named.meta), identifying(meta)):
-        raise SystemExit(f'--tokenizer={name}: {path} was trained with {meta["tokenizer"]}; leave the flag out')
-    return named
+    if name:
+        named = meta_of(name) if Path(name).is_dir() else get_tokenizer(name).meta
+        if meta and not same_tokenizer(identifying(named), identifying(meta)):
+            raise SystemExit(f'--tokenizer={name}: {path} was trained with {meta["tokenizer"]}; leave the flag out')
+        meta = named
+    return tokenizer_from_meta(meta) if meta else None
 
 
 def checkpoint_meta(state):
@@ -149,7 +140,5 @@ def checkpoint_meta(state):
     meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
     if meta is None and dataset:
         folder = data_dir(next(iter(parts_of(dataset))))  # all parts of a mixture have one tokenizer
-        meta = read_meta(folder)
-        if meta is None and (folder / 'train.bin').is_file() and state['model_args'].get('vocab_size', 50304) >= 50257:
-            meta = {'tokenizer': 'gpt2'}  # as data/loader.py assumes
+        meta = meta_of(folder) if (folder / 'train.bin').is_file() else None
     return meta

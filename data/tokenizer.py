@@ -231,10 +231,14 @@ def folder_meta(folder, vocab_size):
 
 def check_tokenizer(data, folder, vocab_size):
     """Stop the run if `data` and the weights in a Hugging Face folder have different tokenizers."""
-    theirs = folder_meta(folder, vocab_size)
-    if theirs and not same_tokenizer(identifying(theirs), data.tokenizer):
-        raise SystemExit(f'{data.path}: made with another tokenizer ({data.tokenizer["tokenizer"]}) than the weights '
-                         f'{folder} ({theirs["tokenizer"]}); prepare the data with theirs')
+    check_same_tokenizer(data, folder_meta(folder, vocab_size), folder)
+
+
+def check_same_tokenizer(data, meta, model):
+    """Stop if a Bin and a model have different tokenizers. `meta`: of the model's; None is not compared."""
+    if meta and not same_tokenizer(identifying(meta), data.tokenizer):
+        raise SystemExit(f'{data.path}: made with another tokenizer ({data.tokenizer["tokenizer"]}) than {model} '
+                         f'({meta["tokenizer"]}); prepare the data with the tokenizer of the model')
 
 
 def tokenizer_from_meta(meta):

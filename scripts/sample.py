@@ -8,7 +8,6 @@ Text goes to standard output, everything else to standard error.
 """
 
 import argparse
-import io
 import signal
 import sys
 import time
@@ -27,8 +26,7 @@ from shapes import generate, num_params
 def parse(argv):
     """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('checkpoint', nargs='?', help=f'{MODEL_HELP} (default: out)')
-    parser.add_argument('--out_dir', help='the same, as a flag')
+    parser.add_argument('checkpoint', nargs='?', default='out', help=f'{MODEL_HELP} (default: out)')
     parser.add_argument('--start', help="the prompt; FILE:NAME reads the whole file NAME; '' starts a document "
                                         '(default: a newline)')
     parser.add_argument('--num_samples', type=at_least(1), default=10, help='(default: 10)')
@@ -40,9 +38,6 @@ def parse(argv):
     parser.add_argument('--seed', type=int, default=1337)
     add_model_flags(parser)
     args = parser.parse_args(argv)
-    if args.checkpoint and args.out_dir:
-        parser.error(f'{args.checkpoint} and --out_dir={args.out_dir}: pass only one')
-    args.checkpoint = args.checkpoint or args.out_dir or 'out'
     if not (args.temperature >= 0 and args.top_k >= 0 and 0 < args.top_p <= 1):
         parser.error('--temperature and --top_k must be 0 or more, --top_p above 0 and at most 1')
     return args
@@ -50,8 +45,7 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may not encode all that a model writes
-        sys.stdout.reconfigure(errors='replace')
+    sys.stdout.reconfigure(errors='replace')  # the terminal may not encode all that a model writes
     prompt = args.start
     if prompt and prompt.startswith('FILE:'):
         try:

@@ -69,7 +69,7 @@ def test_data_of_another_tokenizer_is_rejected(out_dir, corpus, tmp_path):
     meta = json.loads((other / 'meta.json').read_text())
     (other / 'meta.json').write_text(json.dumps(dict(meta, tokenizer='char', chars=''.join(map(chr, range(256))))))
     message = rejection(eval_script.main, [str(out_dir), f'--dataset={other}', '--device=cpu'])
-    assert f'made with another tokenizer (char, 256 ids) than {out_dir}' in message
+    assert f'made with another tokenizer (char) than {out_dir}' in message
 
 
 def test_a_mixture_is_evaluated_part_by_part(capsys, out_dir, corpus, tmp_path):

@@ -89,10 +89,10 @@ def run(capsys, *argv):
 
 def test_script(tmp_path, capsys):
     out = save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)
-    first = run(capsys, f'--out_dir={out}', '--start=abc')
+    first = run(capsys, out, '--start=abc')
     one, two, end = first.split('\n---------------\n')
     assert one != two and one.startswith('abc') and two.startswith('abc') and end == ''
-    assert run(capsys, out, '--start=abc') == run(capsys, out / 'ckpt_00000005.pt', '--start=abc') == first
+    assert run(capsys, out / 'ckpt_00000005.pt', '--start=abc') == first
     assert run(capsys, out, '--start=abc', '--seed=2') != first
     assert len(set(run(capsys, out, '--start=abc', '--temperature=0').split('\n---------------\n'))) == 2
     (tmp_path / 'prompt.txt').write_bytes('\ufeffone\r\ntwo\n'.encode())
@@ -115,12 +115,10 @@ def test_a_sample_ends_with_its_document(tmp_path, capsys, monkeypatch):
     assert run(capsys, out, '--start=d', '--num_samples=1') == 'dcba\n---------------\n'
 
 
-@pytest.mark.parametrize('flags, words', [
-    (['--temperature=-1'], '--temperature and --top_k must be'), (['there', '--out_dir=here'], 'pass only one')])
-def test_bad_flags_are_rejected(flags, words, capsys):
+def test_bad_flags_are_rejected(capsys):
     with pytest.raises(SystemExit):
-        sample.main(flags)
-    assert words in capsys.readouterr().err
+        sample.main(['--temperature=-1'])
+    assert '--temperature and --top_k must be' in capsys.readouterr().err
 
 
 def test_tokenizer_is_the_data_sets(tmp_path, capsys):
@@ -170,7 +168,6 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     by_directory = run(capsys, 'ckpt.pt', '--tokenizer=data/shakespeare_char')
     assert set(by_directory.partition('-')[0]) <= set(text)
     assert run(capsys, 'ckpt.pt') == by_directory
-    assert '--tokenizer=.: a directory' in rejection(run, capsys, 'ckpt.pt', '--tokenizer=.')
 
 
 def test_a_better_checkpoint_than_the_newest_is_named(tmp_path, capsys):
