@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from data.loader import Bin, data_dir, meta_of, parts_of
+from data.loader import Bin, data_dir, parts_of, read_meta
 from data.tokenizer import (
     TOKENIZER_NAMES,
     Tokenizer,
@@ -128,7 +128,7 @@ def chosen_tokenizer(name, meta, path):
     `meta` is from the training of the model at `path`. SystemExit if the two differ.
     """
     if name:
-        named = meta_of(name) if Path(name).is_dir() else get_tokenizer(name).meta
+        named = read_meta(name) if Path(name).is_dir() else get_tokenizer(name).meta
         if meta and not same_tokenizer(identifying(named), identifying(meta)):
             raise SystemExit(f'--tokenizer={name}: {path} was trained with {meta["tokenizer"]}; leave the flag out')
         meta = named
@@ -140,5 +140,5 @@ def checkpoint_meta(state):
     meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
     if meta is None and dataset:
         folder = data_dir(next(iter(parts_of(dataset))))  # all parts of a mixture have one tokenizer
-        meta = meta_of(folder) if (folder / 'train.bin').is_file() else None
+        meta = read_meta(folder) if (folder / 'train.bin').is_file() else None
     return meta

@@ -43,7 +43,7 @@ def data_dir(dataset):
 
 def vocab_size_of(dataset):
     """Return the vocabulary size of --dataset, a mixture's from its first part; GPT-2's if it has no meta.json."""
-    return meta_of(data_dir(next(iter(parts_of(dataset)))))['vocab_size']  # all parts of a mixture have one tokenizer
+    return read_meta(data_dir(next(iter(parts_of(dataset)))))['vocab_size']  # all parts of a mixture have one tokenizer
 
 
 class Bin:
@@ -57,7 +57,7 @@ class Bin:
         self.path, self.weight = Path(data_dir) / f'{split}.bin', weight
         if not self.path.is_file():
             raise SystemExit(missing(self.path))
-        meta, size = meta_of(data_dir), self.path.stat().st_size
+        meta, size = read_meta(data_dir), self.path.stat().st_size
         dtype = np.dtype(meta['dtype']).newbyteorder('<')
         tokens = meta[split]['tokens'] if split in meta else size // dtype.itemsize
         if not size or size != tokens * dtype.itemsize:
@@ -107,16 +107,17 @@ def missing(path):
 
 
 def read_meta(data_dir):
-    """Return the dict of data_dir/meta.json, with the text of a tokenizer.json next to it as 'json'; None without one.
+    """Return the dict of data_dir/meta.json, with the text of a tokenizer.json next to it as 'json'.
 
-    SystemExit when it is not valid, or when there is nanoGPT's meta.pkl, whose bins are not in GPT-2's tokens.
+    Without a meta.json, as for nanoGPT's bins, it is the part for GPT-2's tokens. SystemExit when it is not valid, or
+    when there is nanoGPT's meta.pkl, whose bins are not in GPT-2's tokens.
     """
     path = Path(data_dir) / 'meta.json'
     if not path.is_file():
         if path.with_suffix('.pkl').is_file():
             raise SystemExit(f'{path.with_suffix(".pkl")}: not read, because a pickle may run any program; python '
                              'data/shakespeare_char/prepare.py --input FILE --out_dir DIR makes the same bins')
-        return None
+        return GPT2Tokens().meta
     try:
         meta = json.loads(path.read_text(encoding='utf-8'))
         if not 0 < meta['vocab_size'] <= {'uint16': 2 ** 16, 'uint32': 2 ** 32}[meta['dtype']]:
@@ -130,11 +131,6 @@ def read_meta(data_dir):
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f'{path}: not a valid meta.json ({error!r}); prepare the data again') from None
     return meta
-
-
-def meta_of(data_dir):
-    """Return `read_meta`; without a meta.json, as for nanoGPT's bins, the part of it for GPT-2's tokens."""
-    return read_meta(data_dir) or GPT2Tokens().meta
 
 
 class Mixture:

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 from pathlib import Path
 
 import numpy as np
@@ -162,7 +162,8 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
 
     if val_files:
         rule = 'val: ' + names_of(val_files)
-        split = chain(zip(repeat('train'), documents(files)), zip(repeat('val'), documents(val_files)))
+        segments = [batched(zip(repeat(split), documents([path])))
+                    for split, paths in (('train', files), ('val', val_files)) for path in paths]
     else:
         enough = int(1 / val_fraction) + 1
         try:
@@ -171,13 +172,14 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
             raise SystemExit(str(error)) from None
         if len(lengths) == enough:
             rule = f'val: {val_fraction:g} of the documents'  # at 0.01 the documents 100, 200, 300, …
-            split = (('val' if int(val_fraction * i) > int(val_fraction * (i - 1)) else 'train', text)
+            pairs = (('val' if int(val_fraction * i) > int(val_fraction * (i - 1)) else 'train', text)
                      for i, text in enumerate(documents(files), 1))
         else:
             rule = f'val: about the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
-            split = by_position(documents(files), sum(lengths), val_fraction)
+            pairs = by_position(documents(files), sum(lengths), val_fraction)
         print(f'{source}: {rule}')
-    return Corpus(source, revision, rule, open=lambda: [batched(split)])
+        segments = [batched(pairs)]
+    return Corpus(source, revision, rule, open=lambda: segments)
 
 
 def by_position(texts, size, fraction):

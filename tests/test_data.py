@@ -132,14 +132,10 @@ def write_parquet(path, rows, key='text'):
 def compressed(suffix, data):
     """The content of a file with this suffix, in two frames."""
     import pyarrow
-    kind = {'.gz': 'gzip', '.zst': 'zstd'}.get(suffix)
-    if not kind:
-        return data
-    sink = pyarrow.BufferOutputStream(), pyarrow.BufferOutputStream()
-    for stream, half in zip(sink, (data[:len(data) // 2], data[len(data) // 2:])):
-        with pyarrow.CompressedOutputStream(stream, kind) as packed:
-            packed.write(half)
-    return b''.join(stream.getvalue().to_pybytes() for stream in sink)
+    if kind := {'.gz': 'gzip', '.zst': 'zstd'}.get(suffix):
+        halves = data[:len(data) // 2], data[len(data) // 2:]
+        return b''.join(pyarrow.compress(half, kind, asbytes=True) for half in halves)
+    return data
 
 
 def write_jsonl(path, rows, key='text'):
@@ -209,8 +205,7 @@ def test_openwebtext_has_nanogpts_split(tmp_path):
              for i, (start, end) in enumerate([(0, 900), (900, 1000), (1000, 2500)])]
     prepare('openwebtext', '--data_files', *files, '--out_dir', tmp_path / 'out', '--num_proc', 2)
     train, val, meta = bins(tmp_path / 'out')
-    whole = datasets.load_dataset('parquet', data_files=list(map(str, files)), split='train')
-    parts = whole.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    parts = datasets.Dataset.from_dict({'text': rows}).train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     tokenizer = get_tokenizer('gpt2')
     assert np.array_equal(train, concatenated(parts['train']['text'], tokenizer))
     assert np.array_equal(val, concatenated(parts['test']['text'], tokenizer))
@@ -343,7 +338,7 @@ def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_
 
 
 def test_a_tokenizer_of_the_hub(tokenizer_file, tmp_path, monkeypatch):
-    """The Pile's default; its files come from the Hub's cache, which has both in one folder."""
+    """Its files come from the Hub's cache, which has both in one folder."""
     huggingface_hub = pytest.importorskip('huggingface_hub')
     files = {'tokenizer.json': tokenizer_file.read_text(), 'tokenizer_config.json': '{"eos_token": "<s>"}'}
 
@@ -354,7 +349,7 @@ def test_a_tokenizer_of_the_hub(tokenizer_file, tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, 'hf_hub_download', download)
     file = write_jsonl(tmp_path / 'a.jsonl', texts(20))
-    prepare('pile', '--data_files', file, '--val_files', file, '--out_dir', tmp_path / 'out')
+    prepare('text', file, '--val_file', file, '--tokenizer', 'EleutherAI/gpt-neox-20b', '--out_dir', tmp_path / 'out')
     train, val, meta = bins(tmp_path / 'out')
     assert (meta['tokenizer'], meta['eot_id']) == ('tokenizer.json', 0)
     assert np.array_equal(train, val)
@@ -376,8 +371,7 @@ def test_no_tokenizer_and_no_network_is_one_line(tmp_path):
     message = start_prepare('text', tmp_path / 'a.txt', '--out_dir', tmp_path / 'out', ok=False,
                             TIKTOKEN_CACHE_DIR=str(tmp_path / 'cache'))
     assert 'tokenizer gpt2: cannot be loaded (' in message and 'TIKTOKEN_CACHE_DIR' in message
-    message = prepare('pile', '--out_dir', tmp_path / 'out', ok=False)
-    assert '--tokenizer=EleutherAI/gpt-neox-20b: cannot be downloaded' in message
+    assert '--tokenizer=EleutherAI/gpt-neox-20b: cannot be downloaded' in prepare('pile', ok=False)
     assert not (tmp_path / 'out').exists()
 
 
@@ -533,34 +527,7 @@ def test_finished_bins_stay_until_others_are_complete(tmp_path):
     assert left(tmp_path) == ['meta.json', 'train.bin', 'val.bin']
 
 
-def test_unfinished_bins_in_the_way(tmp_path, monkeypatch):
-    """Parts of other data, and parts that are shorter than progress.json says."""
-    monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
-
-    def failing():
-        yield from [[('train', 'a')]] * 3  # two of which are under way when it fails
-        raise OSError(errno.EIO, 'Input/output error')
-
-    message = rejection(write_bins, Corpus('small', 'r1', 'by hand', lambda: [failing()]), BYTE, tmp_path / 'out', 1)
-    assert 'out: stopped ([Errno 5] Input/output error); the same command, without' in message
-    message = rejection(write_bins, small_corpus('r2'), BYTE, tmp_path / 'out', 1)
-    assert 'progress.json: is of other data' in message and "revision 'r1', not 'r2'" in message
-    (tmp_path / 'out/train.bin.part').write_bytes(b'')
-    message = rejection(write_bins, small_corpus(), BYTE, tmp_path / 'out', 1)
-    assert 'not the 4 bytes that progress.json says' in message
-
-
 # ---- tables ----------------------------------------------------------------------------------------------------------
-
-
-def test_pile_streams_its_files_in_order(tmp_path):
-    rows = texts(2600, words=5)
-    files = [write_jsonl(tmp_path / '0.jsonl', rows[:1100]), write_jsonl(tmp_path / '1.jsonl.gz', rows[1100:2500])]
-    val = write_jsonl(tmp_path / 'val.jsonl.zst', rows[2500:])
-    prepare('pile', '--data_files', *files, '--val_files', val, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out')
-    train, val, meta = bins(tmp_path / 'out')
-    assert (documents_of(train, BYTE), documents_of(val, BYTE)) == (rows[:2500], rows[2500:])
-    assert meta['source'] == '0.jsonl 1.jsonl.gz val.jsonl.zst'
 
 
 def test_only_the_text_of_a_table_is_read(tmp_path):
@@ -577,10 +544,9 @@ def test_only_the_text_of_a_table_is_read(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({}), empty)
     (tmp_path / 'empty.jsonl').touch()
     files = [brackets, empty, late, tmp_path / 'empty.jsonl', write_jsonl(tmp_path / 'b.JSONL', rows[3000:])]
-    prepare('pile', '--data_files', *files, '--val_files', empty, brackets, '--tokenizer', 'byte',
-            '--out_dir', out / 'stream')
-    table, stream = ([documents_of(ids, BYTE) for ids in bins(out / name)[:2]] for name in ('table', 'stream'))
-    assert sorted(sum(table, [])) == sorted(rows[:1000]) and stream == [rows, rows[:1000]]
+    prepare('text', *files, '--val_file', empty, brackets, '--tokenizer', 'byte', '--out_dir', out / 'text')
+    table, text = ([documents_of(ids, BYTE) for ids in bins(out / name)[:2]] for name in ('table', 'text'))
+    assert sorted(sum(table, [])) == sorted(rows[:1000]) and text == [rows, rows[:1000]]
 
 
 def test_what_is_done_is_kept_where_the_same_command_can_get_further(tmp_path, monkeypatch):
@@ -588,9 +554,8 @@ def test_what_is_done_is_kept_where_the_same_command_can_get_further(tmp_path, m
     good, bad, out_dir = write_jsonl(tmp_path / 'a.jsonl', texts(5000, words=3)), tmp_path / 'b.jsonl', tmp_path / 'out'
     bad.write_text('{"text": \n')
     val = write_jsonl(tmp_path / 'val.jsonl', texts(5, seed=1))
-    command = ['--data_files', good, bad, '--val_files', val, '--tokenizer', 'byte', '--out_dir', out_dir,
-               '--num_proc', 1]
-    assert prepare('pile', *command, ok=False).startswith(f'{bad}, line 1: not a JSON object') and not left(out_dir)
+    command = [good, bad, '--val_file', val, '--tokenizer', 'byte', '--out_dir', out_dir, '--num_proc', 1]
+    assert prepare('text', *command, ok=False).startswith(f'{bad}, line 1: not a JSON object') and not left(out_dir)
     real = sources.lines
 
     def failing(path):
@@ -600,8 +565,13 @@ def test_what_is_done_is_kept_where_the_same_command_can_get_further(tmp_path, m
 
     monkeypatch.setattr(sources, 'lines', failing)
     monkeypatch.setattr(sources, 'CHARS', 2 ** 15)
-    assert 'the same command, without --overwrite, resumes' in prepare('pile', *command, ok=False)
+    assert 'the same command, without --overwrite, resumes' in prepare('text', *command, ok=False)
     assert left(out_dir) == ['progress.json', 'train.bin.part', 'val.bin.part'] and saved_documents(out_dir) >= 1000
+    message = prepare('text', good, *command[1:], '--text_key', 'content', ok=False)
+    assert 'progress.json: is of other data (source ' in message
+    (out_dir / 'train.bin.part').write_bytes(b'')
+    message = prepare('text', *command, ok=False)
+    assert 'train.bin.part: not the ' in message and ' bytes that progress.json says' in message
 
 
 def test_a_network_that_fails_between_two_files_of_the_hub_leaves_what_is_done(tmp_path, monkeypatch):
@@ -636,7 +606,7 @@ def test_bad_tables_are_one_line(tmp_path):
                          (['--data_files', few], 'the resulting train set will be empty')]:
         message = prepare('openwebtext', *flags, *out, ok=False)
         assert words in message and '--data_files FILE... reads local copies' in message
-    message = prepare('pile', '--data_files', table, '--val_files', good, *out, ok=False)
+    message = prepare('text', table, '--val_file', good, *out, ok=False)
     assert "other.parquet: no column 'text', only url, content (" in message
     assert not left(tmp_path / 'out')
 
@@ -658,30 +628,23 @@ def shard_ids(seed, n=300):
     return ids
 
 
-def test_shards_are_joined_without_a_tokenizer(tmp_path):
-    """In their order, the last one for val; with no package but those that copying needs."""
-    files = [write_shard(tmp_path / f'{seed}.bin', shard_ids(seed)) for seed in (3, 1, 2)]
-    start_prepare('fineweb', '--tokens', *files, '--out_dir', tmp_path / 'out', PYTHONPATH=without_packages(tmp_path))
-    train, val, meta = bins(tmp_path / 'out')
-    assert train.tolist() == [*shard_ids(3), *shard_ids(1)] and val.tolist() == shard_ids(2).tolist()
-    assert {key: meta[key] for key in get_tokenizer('gpt2').meta} == get_tokenizer('gpt2').meta
-    assert (meta['train']['documents'], meta['val']['documents']) == (60, 30)
-    assert (meta['source'], meta['split']) == ('3.bin 1.bin 2.bin', 'val: 2.bin')
-
-
-def test_shards_are_read_in_pieces_and_resume(tmp_path, monkeypatch):
-    """A shard is never whole in memory; a run that was interrupted gives the same bins."""
+def test_shards_are_joined(tmp_path, monkeypatch):
+    """In their order, the last one for val, in pieces and without a tokenizer; an interrupted run can go on."""
     monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
     monkeypatch.setattr(sources, 'SHARD_PIECE', 70)
-    files = [write_shard(tmp_path / f'{seed}.bin', shard_ids(seed)) for seed in range(3)]
+    monkeypatch.setattr('data.tokenizer.GPT2.__init__', lambda self: pytest.fail('the tokenizer is loaded'))
+    files = [write_shard(tmp_path / f'{seed}.bin', shard_ids(seed)) for seed in (3, 1, 2)]
     assert [[len(ids) for (_, ids), in segment] for segment in sources.shards_corpus(files).open()] == 3 * [
         [70, 70, 70, 70, 20]]
     stopped = interrupted(sources.shards_corpus(files), 9)
     assert 'resumes' in rejection(write_bins, stopped, GPT2Tokens(), tmp_path / 'out', 1)
     assert saved_documents(tmp_path / 'out')
-    write_bins(sources.shards_corpus(files), GPT2Tokens(), tmp_path / 'out', 2)
-    train, val, _ = bins(tmp_path / 'out')
-    assert train.tolist() == [*shard_ids(0), *shard_ids(1)] and val.tolist() == shard_ids(2).tolist()
+    prepare('fineweb', '--tokens', *files, '--out_dir', tmp_path / 'out')
+    train, val, meta = bins(tmp_path / 'out')
+    assert train.tolist() == [*shard_ids(3), *shard_ids(1)] and val.tolist() == shard_ids(2).tolist()
+    assert {key: meta[key] for key in GPT2Tokens().meta} == GPT2Tokens().meta
+    assert (meta['train']['documents'], meta['val']['documents']) == (60, 30)
+    assert (meta['source'], meta['split']) == ('3.bin 1.bin 2.bin', 'val: 2.bin')
 
 
 def test_shards_are_downloaded_when_asked(tmp_path, monkeypatch):
@@ -708,28 +671,18 @@ def test_shards_are_downloaded_when_asked(tmp_path, monkeypatch):
     assert meta['source'] == 'kjj0/fineweb10B-gpt2 ' + ' '.join(names)
 
 
-@pytest.mark.parametrize('shard, words', [
-    (dict(magic=20240801, version=7), 'magic number 20240801 (not 20240520), version 7 (not 1)'),
-    (dict(version=2), 'version 2 (not 1)'), (dict(tokens=301), '1,624 bytes (not 1,626)'),
-    (dict(tokens=299), '1,624 bytes (not 1,622)')])
-def test_a_file_that_is_not_a_whole_shard_is_one_line(shard, words, tmp_path):
-    bad = write_shard(tmp_path / 'a.bin', shard_ids(0), **shard)
-    good = write_shard(tmp_path / 'b.bin', shard_ids(1))
-    message = prepare('fineweb', '--tokens', bad, good, '--out_dir', tmp_path / 'out', ok=False)
-    assert message.startswith(f'{bad}: not a complete shard of GPT-2 tokens: ') and words in message
-    assert not left(tmp_path / 'out')
-
-
-def test_flags_of_shards(tmp_path):
-    a, b = (write_shard(tmp_path / f'{seed}.bin', shard_ids(seed)) for seed in range(2))
-    (tmp_path / 'empty.bin').touch()
-    for flags, message in [
-            (['--tokens', a], '0.bin: there is no text for train.bin'),
-            (['--tokens', tmp_path / 'none.bin', a], 'none.bin: cannot be read (No such file or directory)'),
-            (['--tokens', tmp_path / 'empty.bin', a], 'empty.bin: not a complete shard of GPT-2 tokens'),
-            (['--tokens', a, b, '--download', 1], 'pass only one'),
-            (['--tokens', a, b, '--tokenizer', 'byte'], 'leave it out')]:
-        assert message in prepare('fineweb', *flags, '--out_dir', tmp_path / 'out', ok=False)
+def test_shards_that_cannot_be_are_one_line(tmp_path):
+    good, bad = write_shard(tmp_path / 'good.bin', shard_ids(1)), tmp_path / 'bad.bin'
+    header = 'magic number 20240801 (not 20240520), version 7 (not 1) or 1,624 bytes (not 1,626)'
+    for change, flags, words in [
+            (dict(magic=20240801, version=7, tokens=301), [bad, good], f'{bad}: not a complete shard of GPT-2 tokens: '
+             f'{header}'), (dict(version=2), [bad, good], 'version 2 (not 1)'),
+            (dict(tokens=299), [bad, good], '1,624 bytes (not 1,622)'), ({}, [bad], 'there is no text for train.bin'),
+            ({}, ['none.bin', good], 'none.bin: cannot be read (No such file or directory)'),
+            ({}, [bad, good, '--download', 1], 'pass only one'), ({}, [bad, '--tokenizer', 'byte'], 'leave it out')]:
+        write_shard(bad, shard_ids(0), **change)
+        assert words in prepare('fineweb', '--tokens', *flags, '--out_dir', tmp_path / 'out', ok=False)
+        assert not left(tmp_path / 'out')
 
 
 # ---- a user's own files ----------------------------------------------------------------------------------------------
@@ -766,15 +719,18 @@ def test_few_large_documents_are_not_in_memory_together(tmp_path):
         tracemalloc.stop()
 
 
-def test_val_file_and_text_key(tmp_path):
-    rows = texts(30)
-    train_file = write_jsonl(tmp_path / 'a.jsonl', rows[:20], key='content')
-    val_file = write_parquet(tmp_path / 'b.parquet', rows[20:], key='content')
-    command = [train_file, '--val_file', val_file, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out']
-    prepare('text', *command, '--text_key', 'content')
-    train, val, _ = bins(tmp_path / 'out')
-    assert (documents_of(train, BYTE), documents_of(val, BYTE)) == (rows[:20], rows[20:])
-    assert "key 'content'', not" in prepare('text', *command, '--text_key', 'url', ok=False).replace('"', "'")
+def test_files_are_read_in_their_order(tmp_path):
+    rows = texts(2600, words=5)
+    train = [write_jsonl(tmp_path / 'b.jsonl', rows[:1100], 'content'),
+             write_jsonl(tmp_path / 'a.jsonl.gz', rows[1100:2500], 'content')]
+    val = [write_parquet(tmp_path / 'd.parquet', rows[2500:2550], 'content'),
+           write_jsonl(tmp_path / 'c.jsonl.zst', rows[2550:], 'content')]
+    command = [*train, '--val_file', *val, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out', '--text_key']
+    prepare('text', *command, 'content')
+    train, val, meta = bins(tmp_path / 'out')
+    assert (documents_of(train, BYTE), documents_of(val, BYTE)) == (rows[:2500], rows[2500:])
+    assert meta['source'] == "b.jsonl a.jsonl.gz d.parquet and 1 more, key 'content'"
+    assert "key 'content'', not" in prepare('text', *command, 'url', ok=False).replace('"', "'")
 
 
 def test_the_files_of_a_directory(tmp_path, capsys):
@@ -836,11 +792,10 @@ def test_flags(name, tmp_path):
     """--help, a bad value, and an input file that does not exist."""
     assert '--overwrite' in prepare(name, '--help')
     assert '--num_proc' in prepare(name, '--num_proc', 0, ok=False)
-    flag = {'text': [], 'shakespeare_char': ['--input']}.get(name, ['--data_files'])
-    if name != 'pysource':
-        tokenizer = [] if name == 'shakespeare_char' else ['--tokenizer', 'byte']
-        args = [*flag, 'none.txt', *['--val_files', 'none.txt'] * (name == 'pile'), *tokenizer]
-        message = prepare(name, *args, '--out_dir', tmp_path / 'out', ok=False)
+    byte = '--tokenizer=byte'
+    flags = {'text': [byte], 'shakespeare_char': ['--input']}.get(name, [byte, '--data_files'])
+    if name not in ('pile', 'pysource'):
+        message = prepare(name, *flags, 'none.txt', '--out_dir', tmp_path / 'out', ok=False)
         assert message == 'none.txt: cannot be read (No such file or directory)'
 
 
@@ -851,8 +806,6 @@ def test_usage_comes_before_the_tokenizer(monkeypatch):
     for fraction in (0.9, 0):
         message = prepare('text', __file__, '--val_fraction', fraction, ok=False)
         assert message.endswith('must be above 0 and at most 0.5')
-    message = prepare('pile', '--tokenizer', 'gpt2', '--data_files', __file__, ok=False)
-    assert message.endswith('--data_files and --val_files go together')
 
 
 def test_pysource_needs_no_download_and_no_further_package(tmp_path):
