@@ -18,7 +18,6 @@ from runtime.files import first_line
 
 ROWS = 1000  # rows of a table in one batch
 CHARS = 2 ** 20  # characters of text in one batch
-KEY_HINT = 'see --text_key of data/text/prepare.py'
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
 
 
@@ -66,13 +65,12 @@ def names_of(paths):
 
 def prepare_split_table(args, repository, revision, names):
     """Write the bins of parquet files, --data_files or those on the Hub, with nanoGPT's split."""
-    tokenizer = get_tokenizer(args.tokenizer)
     files, source = [f'hf://datasets/{repository}@{revision}/{name}' for name in names], repository
     if args.data_files:
         files = [glob.escape(str(path)) for path in args.data_files]
         source, revision = local_files(args.data_files)
     corpus = Corpus(source, revision, f'train_test_split: {SPLIT}', lambda: split_table(files, args.num_proc))
-    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
 
 
 def split_table(files, num_proc):
@@ -277,8 +275,8 @@ def jsonl(path, text_key):
             try:
                 yield json.loads(line)[text_key]
             except (ValueError, KeyError, TypeError):
-                raise SystemExit(f'{path}, line {number}: not a JSON object with the key {text_key!r} '
-                                 f'({KEY_HINT})') from None
+                raise SystemExit(f'{path}, line {number}: not a JSON object with the key {text_key!r}; '
+                                 'see --text_key') from None
 
 
 def parquet(path, text_key):
@@ -288,7 +286,7 @@ def parquet(path, text_key):
         file = ParquetFile(opened)
         names = file.schema_arrow.names
         if text_key not in names and file.metadata.num_rows:
-            raise SystemExit(f'{path}: no column {text_key!r}, only {", ".join(names)} ({KEY_HINT})')
+            raise SystemExit(f'{path}: no column {text_key!r}, only {", ".join(names)}; see --text_key')
         for rows in file.iter_batches(16, columns=[text_key]):  # few, because documents may be large
             yield from rows[text_key].to_pylist()
 

@@ -104,8 +104,7 @@ class Char(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face's optional package `tokenizers`. Its whole text is in `meta`, so that a
-    checkpoint carries its tokenizer."""
+    """A tokenizer.json of Hugging Face's package `tokenizers`. `meta` has its whole text, for checkpoints."""
 
     name = 'tokenizer.json'
 
@@ -131,8 +130,8 @@ class FileTokenizer(Tokenizer):
 
     @classmethod
     def from_file(cls, path):
-        """Load a tokenizer.json. Documents end with the eos_token of the tokenizer_config.json next to it, by default
-        with the first of END_OF_TEXT_NAMES that the vocabulary has."""
+        """Load a tokenizer.json. The eos_token of the tokenizer_config.json next to it ends documents, by default the
+        first of END_OF_TEXT_NAMES that the vocabulary has."""
         path = Path(path)
         config = path.with_name('tokenizer_config.json')
         try:
@@ -170,10 +169,7 @@ class FileTokenizer(Tokenizer):
 
 def utf8(text):
     """Encode text; lone surrogates, which JSON can hold, become U+FFFD, as in tiktoken."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').encode()
+    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').encode()
 
 
 TOKENIZERS = {t.name: t for t in (GPT2, Byte)}
@@ -219,14 +215,12 @@ def same_tokenizer(one, other):
 
 
 def folder_meta(folder, vocab_size):
-    """Return the meta of a Hugging Face folder's tokenizer; without any file of one, GPT-2's if the vocabulary has that
-    size, else None."""
+    """Return the meta of a Hugging Face folder's tokenizer, by default GPT-2's if the vocabulary has its size."""
     path = Path(folder) / FileTokenizer.name
     if path.is_file():
         return FileTokenizer.from_file(path).meta
-    if vocab_size == GPT2.vocab_size and not path.with_name('vocab.json').is_file():
-        return {'tokenizer': GPT2.name}
-    return None
+    is_gpt2 = vocab_size == GPT2.vocab_size and not path.with_name('vocab.json').is_file()
+    return {'tokenizer': GPT2.name} if is_gpt2 else None
 
 
 def check_tokenizer(data, folder, vocab_size):

@@ -135,8 +135,7 @@ class Parts:
         self.progress = {**identity, 'position': [0, 0], **{s: {'tokens': 0, 'documents': 0} for s in SPLITS}}
         if self.progress_path.exists():
             self.progress = json.loads(self.progress_path.read_text(encoding='utf-8'))
-            print(f'{out_dir}: resuming after {self.count("documents"):,} documents, '
-                  f'{self.count("tokens"):,} tokens')
+            print(f'{out_dir}: resuming after {self.count("documents"):,} documents, {self.count("tokens"):,} tokens')
             for path in self.paths.values():
                 if not path.exists() and (bin := path.with_suffix('')).exists():  # the last run ended before meta.json
                     bin.replace(path)

@@ -98,6 +98,9 @@ def test_script(tmp_path, capsys):
     (tmp_path / 'prompt.txt').write_bytes('\ufeffone\r\ntwo\n'.encode())
     assert run(capsys, out, f'--start=FILE:{tmp_path / "prompt.txt"}').startswith('one\r\ntwo\n')  # as prepare reads
     assert str(tmp_path / 'nothing') in rejection(run, capsys, out, f'--start=FILE:{tmp_path / "nothing"}')
+    with pytest.raises(SystemExit):
+        sample.main(['--temperature=-1'])
+    assert '--temperature and --top_k must be' in capsys.readouterr().err
     assert run(capsys, out).startswith('\n') and run(capsys, out, '--start=').count('-----')  # a document's beginning
 
 
@@ -113,12 +116,6 @@ def test_a_sample_ends_with_its_document(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(GPT, 'forward', lambda self, idx: (
         100.0 * torch.nn.functional.one_hot(torch.where(idx > ord('a'), idx - 1, 0), 256), None))
     assert run(capsys, out, '--start=d', '--num_samples=1') == 'dcba\n---------------\n'
-
-
-def test_bad_flags_are_rejected(capsys):
-    with pytest.raises(SystemExit):
-        sample.main(['--temperature=-1'])
-    assert '--temperature and --top_k must be' in capsys.readouterr().err
 
 
 def test_tokenizer_is_the_data_sets(tmp_path, capsys):

@@ -23,7 +23,6 @@ LEFT_OUT = {'test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-
 
 def main():
     args = argument_parser(__doc__, __file__, tokenizer='byte').parse_args()
-    tokenizer = get_tokenizer(args.tokenizer)
     root = Path(sysconfig.get_path('stdlib'))
     documents, seen, digest = [], set(), hashlib.sha256()
     for path in sorted(root.rglob('*.py')):
@@ -44,7 +43,7 @@ def main():
     segments = [[documents[start:start + 50]] for start in range(0, len(documents), 50)]
     corpus = Corpus(f'Python {platform.python_version()} standard library', f'sha256:{digest.hexdigest()}',
                     'val: one file in ten, by the hash of its path', lambda: segments)
-    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':

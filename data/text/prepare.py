@@ -26,8 +26,7 @@ def main():
     if not 0 < args.val_fraction <= 0.5:
         parser.error(f'--val_fraction={args.val_fraction}: must be above 0 and at most 0.5')
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
-    tokenizer = get_tokenizer(args.tokenizer)  # after the files are found, because it may be a download
-    write_bins(corpus, tokenizer, args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':
