@@ -1,7 +1,6 @@
-"""The sources of the corpora: tables on the Hub, files on disk, shards of tokens; and the flags of every prepare.py."""
+"""Documents from .txt, .jsonl and .parquet files on disk, and the flags that every prepare.py has."""
 
 import argparse
-import glob
 import hashlib
 import io
 import json
@@ -10,21 +9,17 @@ import sys
 from itertools import islice, repeat
 from pathlib import Path
 
-import numpy as np
-
-from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES, get_tokenizer
-from data.writer import Corpus, sha256, write_bins
+from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES
+from data.writer import Corpus, sha256
 from runtime.files import first_line
 
-ROWS = 1000  # rows of a table in one batch
 CHARS = 2 ** 20  # characters of text in one batch
-SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's split of OpenWebText
 
 
-def argument_parser(doc, script, tokenizer=None, data_files=False):
+def argument_parser(doc, script, tokenizer=None):
     """Return the parser of a prepare.py, from its docstring and __file__, with the flags that they share.
 
-    `tokenizer`: default of --tokenizer; None for no such flag. `data_files`: whether there is the flag --data_files.
+    `tokenizer`: default of --tokenizer; None for no such flag.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', type=Path, default=Path(script).resolve().parent,
@@ -34,8 +29,6 @@ def argument_parser(doc, script, tokenizer=None, data_files=False):
     parser.add_argument('--overwrite', action='store_true', help='replace other bins in out_dir')
     if tokenizer:
         parser.add_argument('--tokenizer', metavar=TOKENIZER_NAMES, default=tokenizer, help=f'default: {tokenizer}')
-    if data_files:
-        parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE', help='instead of those on the Hub')
     return parser
 
 
@@ -58,91 +51,6 @@ def local_files(paths):
 def names_of(paths):
     """Name the first three files, and say how many more there are."""
     return ' '.join(path.name for path in paths[:3]) + (f' and {len(paths) - 3} more' if len(paths) > 3 else '')
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
-
-
-def prepare_split_table(args, repository, revision, names):
-    """Write the bins of parquet files, --data_files or those on the Hub, with nanoGPT's split."""
-    files, source = [f'hf://datasets/{repository}@{revision}/{name}' for name in names], repository
-    if args.data_files:
-        files = [glob.escape(str(path)) for path in args.data_files]
-        source, revision = local_files(args.data_files)
-    corpus = Corpus(source, revision, f'train_test_split: {SPLIT}', lambda: split_table(files, args.num_proc))
-    write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
-
-
-def split_table(files, num_proc):
-    """Return the segments of parquet files with nanoGPT's split, `datasets`' train_test_split, each part in order."""
-    try:
-        from datasets import load_dataset
-        table = load_dataset('parquet', data_files=files, columns=['text'], split='train',
-                             num_proc=min(num_proc, len(files)))
-        parts = table.train_test_split(**SPLIT)
-    except Exception as error:  # import, network, Hub, file system and parsers have no common class
-        error = error.__cause__ or error
-        raise SystemExit(f'{files[0]}: cannot be read, or the files after it ({type(error).__name__}: '
-                         f'{first_line(error)}); --data_files FILE... reads local copies') from None
-    return [rows(parts[part], start, split) for split, part in (('train', 'train'), ('val', 'test'))
-            for start in range(0, len(parts[part]), ROWS)]
-
-
-def rows(table, start, split):
-    """Yield a batch, the rows of a table from `start` on."""
-    yield [(split, text) for text in table[start:start + ROWS]['text']]
-
-
-def stream(file):
-    """Yield the texts of a .jsonl file on the Hub. OSError, which keeps finished work, when it cannot be read."""
-    try:
-        from datasets import load_dataset
-        table = load_dataset('json', data_files=file, split='train', streaming=True)
-        for part in table.with_format('arrow').iter(ROWS):
-            yield from part['text'].to_pylist()
-    except Exception as error:  # as above
-        raise OSError(f'{file}: {type(error).__name__}: {first_line(error)}') from None
-
-
-# ---- shards of tokens ------------------------------------------------------------------------------------------------
-
-SHARD_HEADER = 256  # int32s: magic number, version, number of tokens, zeros
-SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-SHARD_PIECE = 2 ** 20  # tokens in one batch
-
-
-def shards_corpus(files, source=''):
-    """Return the Corpus of shards of GPT-2's tokens in the format of llm.c and modded-nanogpt: a header, then uint16.
-
-    The last of the `files` is for val. `source`: where they are from, for meta.json. SystemExit when one is not such a
-    file, or not complete.
-    """
-    names, revision = local_files(files)
-    rule = f'val: {files[-1].name}'
-    print(f'{names}: {rule}')
-    for path in files:
-        check_shard(path)
-    segments = [shard(path, 'val' if path is files[-1] else 'train') for path in files]
-    return Corpus(f'{source} {names}'.strip(), revision, rule, open=lambda: segments)
-
-
-def check_shard(path):
-    """Stop unless the file is a complete shard."""
-    magic, version, tokens = [*np.fromfile(path, '<i4', 3).tolist(), 0, 0, 0][:3]
-    size, expected = path.stat().st_size, 4 * SHARD_HEADER + 2 * tokens
-    if (magic, version, size) != (SHARD_MAGIC, SHARD_VERSION, expected):
-        raise SystemExit(f'{path}: not a complete shard of GPT-2 tokens: magic number {magic} (not {SHARD_MAGIC}), '
-                         f'version {version} (not {SHARD_VERSION}) or {size:,} bytes (not {expected:,})')
-
-
-def shard(path, split):
-    """Yield the tokens of a shard in batches."""
-    tokens = np.memmap(path, '<u2', 'r', offset=4 * SHARD_HEADER)
-    for start in range(0, len(tokens), SHARD_PIECE):
-        yield [(split, np.array(tokens[start:start + SHARD_PIECE]))]
-
-
-# ---- files on disk ---------------------------------------------------------------------------------------------------
 
 
 def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):

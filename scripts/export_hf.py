@@ -9,8 +9,6 @@ has computed the same logits from it: an edited model whose weights happen to ha
 import argparse
 import base64
 import json
-import os
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 from data.tokenizer import END_OF_TEXT, GPT2, FileTokenizer
+from runtime.files import first_line
 from shapes import ACTIVATIONS, TRANSPOSED, num_params
 
 TOLERANCE = 1e-4  # on logits, in float32
@@ -96,30 +95,28 @@ def export(loaded, dest):
     dest, model = Path(dest), loaded.model
     if dest.exists():
         raise SystemExit(f'{dest}: exists; give another folder, or remove it')
-    partial = dest.with_name(f'{dest.name}.{os.getpid()}.partial')
     try:
-        partial.mkdir(parents=True)
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory('.partial', f'{dest.name}.', dest.parent) as folder:
+            partial = Path(folder, 'model')
+            exported = to_hf(model, loaded.tokenizer.eot_id)
+            exported.save_pretrained(partial)
+            if exported.config.scale_attn_by_inverse_layer_idx:
+                print('note: transformers before 5.4 scales attention by layer only with attn_implementation="eager", '
+                      'which config.json asks for; do not override it there', file=sys.stderr)
+                config = json.loads((partial / 'config.json').read_text()) | dict(_attn_implementation='eager')
+                (partial / 'config.json').write_text(json.dumps(config, indent=2))
+            write_tokenizer(loaded.tokenizer, partial, model.config.block_size)
+            idx = torch.randint(model.config.vocab_size, (2, model.config.block_size))
+            if loaded.tokenizer.eot_id is not None:  # an edited model may treat the documents apart
+                idx[:, 1::5] = loaded.tokenizer.eot_id
+            theirs = transformers.GPT2LMHeadModel.from_pretrained(partial).eval()(idx).logits
+            difference = (theirs - model(idx, idx)[0]).abs().max().item()
+            if not difference <= TOLERANCE:  # NaN, too
+                raise SystemExit(f'{dest}: not written; transformers computes other logits, by up to {difference:.2g}')
+            partial.rename(dest)
     except OSError as error:
-        raise SystemExit(f'{dest}: cannot be written ({error.strerror}); give another folder') from None
-    try:
-        exported = to_hf(model, loaded.tokenizer.eot_id)
-        exported.save_pretrained(partial)
-        if exported.config.scale_attn_by_inverse_layer_idx:
-            print('note: transformers before 5.4 scales attention by layer only with attn_implementation="eager", '
-                  'which config.json asks for; do not override it there', file=sys.stderr)
-            config = json.loads((partial / 'config.json').read_text()) | dict(_attn_implementation='eager')
-            (partial / 'config.json').write_text(json.dumps(config, indent=2))
-        write_tokenizer(loaded.tokenizer, partial, model.config.block_size)
-        idx = torch.randint(model.config.vocab_size, (2, model.config.block_size))
-        if loaded.tokenizer.eot_id is not None:  # an edited model may treat the documents apart
-            idx[:, 1::5] = loaded.tokenizer.eot_id
-        theirs = transformers.GPT2LMHeadModel.from_pretrained(partial).eval()(idx).logits
-        difference = (theirs - model(idx, idx)[0]).abs().max().item()
-        if not difference <= TOLERANCE:  # NaN, too
-            raise SystemExit(f'{dest}: not written; transformers computes other logits, by up to {difference:.2g}')
-        partial.rename(dest)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        raise SystemExit(f'{dest}: cannot be written ({first_line(error)}); give another folder') from None
     return difference
 
 

@@ -25,7 +25,9 @@ from conftest import ROOT, TINY, metrics, rejection
 import train
 from analysis.load import load
 from data import sources, writer
+from data.fineweb import prepare as fineweb
 from data.loader import Bin, read_meta
+from data.openwebtext import prepare as openwebtext
 from data.tokenizer import Char, GPT2Tokens, get_tokenizer, tokenizer_from_meta
 from data.writer import Corpus, write_bins
 
@@ -155,7 +157,7 @@ def pinned_corpus(kind, folder):
     rows = documents(300)
     if kind == 'table':
         path = write_parquet(folder / 'table.parquet', documents(2500))
-        return Corpus('table', 'r1', 'nanoGPT', open=lambda: sources.split_table([str(path)], 1))
+        return Corpus('table', 'r1', 'nanoGPT', open=lambda: openwebtext.split_table([str(path)], 1))
     (folder / 'a.txt').write_bytes(EOT.join(rows[:100]).encode())
     if kind == 'few':
         return sources.files_corpus([folder / 'a.txt'], val_fraction=0.005)
@@ -186,7 +188,7 @@ def test_bins_never_change(kind, tokenizer, train, val, tmp_path, monkeypatch):
     tokenizer = get_tokenizer(tokenizer)
     for out, num_proc, chars, rows, stops in (('whole', 1, 2 ** 20, 1000, ()), ('interrupted', 2, 2000, 100, (6, 8))):
         monkeypatch.setattr(sources, 'CHARS', chars)
-        monkeypatch.setattr(sources, 'ROWS', rows)
+        monkeypatch.setattr(openwebtext, 'ROWS', rows)
         monkeypatch.setattr(writer, 'SAVE_SECONDS', 0 if stops else 60)
         for after in stops:
             with pytest.raises(SystemExit, match=r'stopped \(KeyboardInterrupt\); the same command'):
@@ -211,7 +213,7 @@ def test_openwebtext_has_nanogpts_split(tmp_path):
     assert np.array_equal(val, concatenated(parts['test']['text'], tokenizer))
     digests = ''.join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     assert meta == {
-        **tokenizer.meta, 'source': '0.parquet 1.parquet 2.parquet', 'split': f'train_test_split: {sources.SPLIT}',
+        **tokenizer.meta, 'source': '0.parquet 1.parquet 2.parquet', 'split': f'train_test_split: {openwebtext.SPLIT}',
         'revision': 'sha256:' + hashlib.sha256(digests.encode()).hexdigest(),
         'train': {'tokens': len(train), 'documents': 2498, 'sha256': hashlib.sha256(train).hexdigest()},
         'val': {'tokens': len(val), 'documents': 2, 'sha256': hashlib.sha256(val).hexdigest()}}
@@ -620,15 +622,22 @@ def shard_ids(seed, n=300):
 def test_shards_are_joined(tmp_path, monkeypatch):
     """In their order, the last one for val, in pieces and without a tokenizer; an interrupted run can go on."""
     monkeypatch.setattr(writer, 'SAVE_SECONDS', 0)
-    monkeypatch.setattr(sources, 'SHARD_PIECE', 70)
+    monkeypatch.setattr(fineweb, 'PIECE', 70)
     monkeypatch.setattr('data.tokenizer.GPT2.__init__', lambda self: pytest.fail('the tokenizer is loaded'))
     files = [write_shard(tmp_path / f'{seed}.bin', shard_ids(seed)) for seed in (3, 1, 2)]
-    assert [[len(ids) for (_, ids), in segment] for segment in sources.shards_corpus(files).open()] == 3 * [
-        [70, 70, 70, 70, 20]]
-    stopped = interrupted(sources.shards_corpus(files), 9)
-    assert 'resumes' in rejection(write_bins, stopped, GPT2Tokens(), tmp_path / 'out', 1)
-    assert saved_documents(tmp_path / 'out')
-    prepare('fineweb', '--tokens', *files, '--out_dir', tmp_path / 'out')
+    real, command = fineweb.batches, ['fineweb', '--tokens', *files, '--out_dir', tmp_path / 'out', '--num_proc', 1]
+
+    def failing(path, split):
+        for batch in real(path, split):
+            assert len(batch[0][1]) <= 70
+            yield batch
+        if path == files[1]:
+            raise OSError(errno.EIO, 'Input/output error')
+
+    monkeypatch.setattr(fineweb, 'batches', failing)
+    assert 'resumes' in prepare(*command, ok=False) and saved_documents(tmp_path / 'out')
+    monkeypatch.setattr(fineweb, 'batches', real)
+    prepare(*command)
     train, val, meta = bins(tmp_path / 'out')
     assert train.tolist() == [*shard_ids(3), *shard_ids(1)] and val.tolist() == shard_ids(2).tolist()
     assert {key: meta[key] for key in GPT2Tokens().meta} == GPT2Tokens().meta
@@ -668,7 +677,7 @@ def test_shards_that_cannot_be_are_one_line(tmp_path):
              f'{header}'), (dict(version=2), [bad, good], 'version 2 (not 1)'),
             (dict(tokens=299), [bad, good], '1,624 bytes (not 1,622)'), ({}, [bad], 'there is no text for train.bin'),
             ({}, ['none.bin', good], 'none.bin: cannot be read (No such file or directory)'),
-            ({}, [bad, good, '--download', 1], 'pass only one'), ({}, [bad, '--tokenizer', 'byte'], 'leave it out')]:
+            ({}, [bad, good, '--download', 1], 'argument --download: not allowed with argument --tokens')]:
         write_shard(bad, shard_ids(0), **change)
         assert words in prepare('fineweb', '--tokens', *flags, '--out_dir', tmp_path / 'out', ok=False)
         assert not left(tmp_path / 'out')
@@ -788,8 +797,9 @@ def test_flags(name, tmp_path):
     assert '--overwrite' in prepare(name, '--help')
     assert '--num_proc' in prepare(name, '--num_proc', 0, ok=False)
     byte = '--tokenizer=byte'
-    flags = {'text': [byte], 'shakespeare_char': ['--input']}.get(name, [byte, '--data_files'])
-    if name not in ('pile', 'pysource'):
+    flags = {'text': [byte], 'openwebtext': [byte, '--data_files'], 'shakespeare_char': ['--input'],
+             'fineweb': ['--tokens']}.get(name)
+    if flags:
         message = prepare(name, *flags, 'none.txt', '--out_dir', tmp_path / 'out', ok=False)
         assert message == 'none.txt: cannot be read (No such file or directory)'
 

@@ -190,9 +190,10 @@ def test_nothing_else_than_a_gpt2_is_exported(tmp_path):
         assert 'other logits' in exported(change)
     assert 'ln_3' in exported(lambda model: setattr(model.transformer.h[1], 'ln_3', torch.nn.LayerNorm(16)))
     assert 'wpe' in exported(lambda model: delattr(model.transformer, 'wpe'))
-    (tmp_path / 'there').mkdir()
-    assert 'there: exists' in rejection(export_main, [str(tmp_path / 'run'), str(tmp_path / 'there')])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ['run', 'there']
+    (tmp_path / 'file').touch()
+    for dest, words in ('file', 'file: exists'), ('file/hf', 'file/hf: cannot be written'):
+        assert words in rejection(export_main, [str(tmp_path / 'run'), str(tmp_path / dest)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['file', 'run']
 
 
 def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):

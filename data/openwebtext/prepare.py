@@ -5,19 +5,52 @@ cache (HF_HOME); the bins are 18 GB. The split is nanoGPT's, in documents and or
 8,013,769 documents, 9,035,582,198 tokens in train.bin and 4,434,897 in val.bin.
 """
 
+import glob
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, prepare_split_table
+from data.sources import argument_parser, local_files
+from data.tokenizer import get_tokenizer
+from data.writer import Corpus, write_bins
+from runtime.files import first_line
 
 REPOSITORY, REVISION = 'Skylion007/openwebtext', '79d93d786212f7344586290adb811d4ae6a1762c'
-FILES = [f'plain_text/train-{i:05d}-of-00080.parquet' for i in range(80)]
+FILES = [f'hf://datasets/{REPOSITORY}@{REVISION}/plain_text/train-{i:05d}-of-00080.parquet' for i in range(80)]
+SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's
+ROWS = 1000  # documents in one batch
+
+
+def split_table(files, num_proc):
+    """Return the segments of parquet files, split by `datasets`' train_test_split, each part in its order."""
+    try:
+        from datasets import load_dataset
+        table = load_dataset('parquet', data_files=files, columns=['text'], split='train',
+                             num_proc=min(num_proc, len(files)))
+        parts = table.train_test_split(**SPLIT)
+    except Exception as error:  # import, network, Hub, file system and parsers have no common class
+        error = error.__cause__ or error
+        raise SystemExit(f'{files[0]}: cannot be read, or the files after it ({type(error).__name__}: '
+                         f'{first_line(error)}); --data_files FILE... reads local copies') from None
+    return [rows(parts[part], start, split) for split, part in (('train', 'train'), ('val', 'test'))
+            for start in range(0, len(parts[part]), ROWS)]
+
+
+def rows(table, start, split):
+    """Yield a batch, the rows of a table from `start` on."""
+    yield [(split, text) for text in table[start:start + ROWS]['text']]
 
 
 def main():
-    args = argument_parser(__doc__, __file__, tokenizer='gpt2', data_files=True).parse_args()
-    prepare_split_table(args, REPOSITORY, REVISION, FILES)
+    parser = argument_parser(__doc__, __file__, tokenizer='gpt2')
+    parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE', help='instead of those on the Hub')
+    args = parser.parse_args()
+    files, source, revision = FILES, REPOSITORY, REVISION
+    if args.data_files:
+        files = [glob.escape(str(path)) for path in args.data_files]
+        source, revision = local_files(args.data_files)
+    corpus = Corpus(source, revision, f'train_test_split: {SPLIT}', lambda: split_table(files, args.num_proc))
+    write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':

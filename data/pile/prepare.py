@@ -11,12 +11,24 @@ from itertools import repeat
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, at_least_one, batched, stream
+from data.sources import argument_parser, at_least_one, batched
 from data.tokenizer import get_tokenizer
 from data.writer import Corpus, write_bins
+from runtime.files import first_line
 
 REPOSITORY, REVISION = 'monology/pile-uncopyrighted', '3be90335b66f24456a5d6659d9c8d208c0357119'
 HUB = f'hf://datasets/{REPOSITORY}@{REVISION}'
+
+
+def stream(file):
+    """Yield the texts of a .jsonl file on the Hub. OSError, which keeps finished work, when it cannot be read."""
+    try:
+        from datasets import load_dataset
+        table = load_dataset('json', data_files=file, split='train', streaming=True)
+        for part in table.with_format('arrow').iter(1000):
+            yield from part['text'].to_pylist()
+    except Exception as error:  # import, network, Hub and parsers have no common class
+        raise OSError(f'{file}: {type(error).__name__}: {first_line(error)}') from None
 
 
 def main():
