@@ -128,6 +128,8 @@ def chosen_tokenizer(name, meta, path):
     `meta` is from the training of the model at `path`. SystemExit if the two differ.
     """
     if name:
+        if Path(name).is_dir() and not Path(name, 'train.bin').is_file():
+            raise SystemExit(f'--tokenizer={name}: a directory without a data set (train.bin)')
         named = read_meta(name) if Path(name).is_dir() else get_tokenizer(name).meta
         if meta and not same_tokenizer(identifying(named), identifying(meta)):
             raise SystemExit(f'--tokenizer={name}: {path} was trained with {meta["tokenizer"]}; leave the flag out')

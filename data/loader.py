@@ -243,7 +243,7 @@ class TrainLoader:
 
     def first(self):
         """Return what `next` will return, without moving on."""
-        return self.ahead.result().to(self.device, non_blocking=True).long()
+        return on_device(self.ahead.result(), self.device)
 
     def __next__(self):
         batch = self.first()
@@ -256,7 +256,7 @@ class TrainLoader:
         self.thread.shutdown(cancel_futures=True)
 
     def _load(self, iteration):
-        batch = torch.from_numpy(self.data.sequences(self.share(iteration, self.rank), self.block_size + 1))
+        batch = as_tensor(self.data.sequences(self.share(iteration, self.rank), self.block_size + 1))
         return batch.pin_memory() if self.device.type == 'cuda' else batch
 
 
@@ -285,7 +285,18 @@ class ValidationLoader:
             starts = self.mine[i * self.batch_size:(i + 1) * self.batch_size]
             missing = self.batch_size - len(starts)
             tokens = self.data.sequences(np.pad(starts, (0, missing)), self.block_size + 1)
-            batch = torch.from_numpy(tokens).to(self.device).long()
+            batch = on_device(as_tensor(tokens), self.device)
             inputs, targets = batch[:, :-1], batch[:, 1:].clone()
             targets[self.batch_size - missing:] = -1
             yield inputs, targets
+
+
+def as_tensor(tokens):
+    """Return token ids in torch's signed type of the same width; its unsigned types lack most operations."""
+    return torch.from_numpy(tokens.view(np.int16 if tokens.itemsize == 2 else np.int32))
+
+
+def on_device(ids, device):
+    """Move ids from `as_tensor` to `device` and widen them to int64."""
+    mask = 0xFFFF if ids.dtype == torch.int16 else 0xFFFFFFFF
+    return ids.to(device, non_blocking=True).to(torch.int64).bitwise_and_(mask)

@@ -94,7 +94,7 @@ def find_existing(out_dir, identity):
         if (path := out_dir / name).exists():
             meta = json.loads(path.read_text(encoding='utf-8')) if path.suffix == '.json' else {}
             if wrong := [key for key in identity if meta.get(key) != identity[key]]:
-                raise SystemExit(f'{path}: is of other data ({wrong[0]} {meta.get(wrong[0])!r}, not '
+                raise SystemExit(f'{path}: already there, of other data ({wrong[0]} {meta.get(wrong[0])!r}, not '
                                  f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
             return meta if name == 'meta.json' else None
     return None

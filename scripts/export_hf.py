@@ -1,4 +1,5 @@
-"""Exports a checkpoint as a Hugging Face GPT-2: config.json, model.safetensors, and the tokenizer if it can.
+"""Exports a checkpoint as a Hugging Face GPT-2: config.json, model.safetensors, the tokenizer if it can, and a model
+card, README.md, whose licence is yours to fill in.
 
   python scripts/export_hf.py out/gpt2-small-sophiag hf/gpt2-small-sophiag
 
@@ -9,6 +10,7 @@ has computed the same logits from it: an edited model whose weights happen to ha
 import argparse
 import base64
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -17,11 +19,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
+from analysis.runs import read_metrics
+from data.loader import parts_of
 from data.tokenizer import END_OF_TEXT, GPT2, FileTokenizer
 from runtime.files import first_line
 from shapes import ACTIVATIONS, TRANSPOSED, num_params
 
 TOLERANCE = 1e-4  # on logits, in float32
+CARD_SETTINGS = ('optimizer_name', 'learning_rate', 'min_lr', 'schedule', 'warmup_iters', 'max_iters', 'beta1', 'beta2',
+                 'eps', 'gamma', 'hessian_interval', 'hessian_batch_size', 'weight_decay', 'grad_clip', 'dropout',
+                 'total_batch_size', 'dtype', 'init_from', 'seed')
 
 
 def to_hf(model, eot_id):
@@ -84,6 +91,35 @@ def write_tokenizer(tokenizer, folder, block_size):
     (folder / 'tokenizer_config.json').write_text(json.dumps(config, indent=2))
 
 
+def model_card(loaded, name):
+    """Return the text of README.md."""
+    state, shape = loaded.state, loaded.model.config
+    config, done = state.get('config', {}), state.get('iter_num')
+    facts = {'parameters': f'{num_params(loaded.model):,}', 'context': f'{shape.block_size} tokens',
+             'layers, heads, width': f'{shape.n_layer}, {shape.n_head}, {shape.n_embd}',
+             'tokenizer': loaded.tokenizer.name}
+    if done and 'total_batch_size' in config:
+        facts['training data'] = ', '.join(Path(part).name for part in parts_of(config['dataset']))
+        facts['training tokens'] = f'{done * config["total_batch_size"] * config["block_size"]:,}'
+    metrics = loaded.path.with_name('metrics.jsonl')
+    lines = read_metrics(metrics) if metrics.is_file() else []
+    losses = {line['iter']: line['val/loss'] for line in lines if 'val/loss' in line}
+    if done in losses:
+        facts['validation loss'] = f'{losses[done]:.4f} nats per token after {done:,} iterations'
+    if math.isfinite(lowest := float(state.get('best_val_loss', math.inf))):
+        facts['lowest validation loss of the run'] = f'{lowest:.4f}'
+    facts |= {f'`{key}`': config[key] for key in CARD_SETTINGS if config.get(key)}
+    load = [f"model = AutoModelForCausalLM.from_pretrained('{name}')"]
+    if loaded.tokenizer.name != 'char':
+        load.append(f"tokenizer = AutoTokenizer.from_pretrained('{name}')")
+    return '\n'.join([
+        '---', 'license: unknown  # fill in: what the training data and you allow', 'library_name: transformers',
+        'pipeline_tag: text-generation', '---', '', f'# {name}', '',
+        'A GPT-2, exported from a checkpoint of a training run.', '', '| | |', '|---|---|',
+        *(f'| {key} | {value} |' for key, value in facts.items()), '', '## Loading', '', '```python',
+        'from transformers import AutoModelForCausalLM, AutoTokenizer', *load, '```', ''])
+
+
 @torch.no_grad()
 def export(loaded, dest):
     """Write `loaded` to `dest`, a new folder; return the largest difference between transformers' logits and ours.
@@ -107,6 +143,7 @@ def export(loaded, dest):
                 config = json.loads((partial / 'config.json').read_text()) | dict(_attn_implementation='eager')
                 (partial / 'config.json').write_text(json.dumps(config, indent=2))
             write_tokenizer(loaded.tokenizer, partial, model.config.block_size)
+            (partial / 'README.md').write_text(model_card(loaded, dest.name), encoding='utf-8')
             idx = torch.randint(model.config.vocab_size, (2, model.config.block_size))
             if loaded.tokenizer.eot_id is not None:  # an edited model may treat the documents apart
                 idx[:, 1::5] = loaded.tokenizer.eot_id

@@ -26,7 +26,8 @@ from shapes import generate, num_params
 def parse(argv):
     """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('checkpoint', nargs='?', default='out', help=f'{MODEL_HELP} (default: out)')
+    parser.add_argument('checkpoint', nargs='?', help=f'{MODEL_HELP} (default: out)')
+    parser.add_argument('--out_dir', default='out', help="the same, as nanoGPT's flag")
     parser.add_argument('--start', help="the prompt; FILE:NAME reads the whole file NAME; '' starts a document "
                                         '(default: a newline)')
     parser.add_argument('--num_samples', type=at_least(1), default=10, help='(default: 10)')
@@ -38,6 +39,7 @@ def parse(argv):
     parser.add_argument('--seed', type=int, default=1337)
     add_model_flags(parser)
     args = parser.parse_args(argv)
+    args.checkpoint = args.checkpoint or args.out_dir
     if not (args.temperature >= 0 and args.top_k >= 0 and 0 < args.top_p <= 1):
         parser.error('--temperature and --top_k must be 0 or more, --top_p above 0 and at most 1')
     return args

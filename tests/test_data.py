@@ -486,7 +486,7 @@ def test_other_bins_in_the_way(tmp_path, capsys):
 
     (tmp_path / 'val.bin').write_bytes(b'\1\0')
     message = rejection(write, small_corpus())
-    assert 'val.bin: is of other data' in message and '--overwrite' in message
+    assert 'val.bin: already there, of other data' in message and '--overwrite' in message
     assert left(tmp_path) == ['val.bin']
     before = write(small_corpus(), overwrite=True)
     assert write(small_corpus()) == before == bins(tmp_path)[2]
@@ -549,7 +549,7 @@ def test_what_is_done_is_kept_where_the_same_command_can_get_further(tmp_path, m
     assert 'the same command, without --overwrite, resumes' in prepare('text', *command, ok=False)
     assert left(out_dir) == ['progress.json', 'train.bin.part', 'val.bin.part'] and saved_documents(out_dir) >= 1000
     message = prepare('text', good, *command[1:], '--text_key', 'content', ok=False)
-    assert 'progress.json: is of other data (source ' in message
+    assert 'progress.json: already there, of other data (source ' in message
     (out_dir / 'train.bin.part').write_bytes(b'')
     message = prepare('text', *command, ok=False)
     assert 'train.bin.part: not the ' in message and ' bytes that progress.json says' in message
@@ -628,6 +628,8 @@ def test_shards_are_joined(tmp_path, monkeypatch):
     assert 'resumes' in prepare(*command, ok=False) and saved_documents(tmp_path / 'out')
     monkeypatch.setattr(fineweb, 'batches', real)
     prepare(*command)
+    prepare('fineweb', '--tokens', *files, '--val_file', files[0], '--out_dir', tmp_path / 'named')
+    assert bins(tmp_path / 'named')[1].tolist() == shard_ids(3).tolist()
     train, val, meta = bins(tmp_path / 'out')
     assert train.tolist() == [*shard_ids(3), *shard_ids(1)] and val.tolist() == shard_ids(2).tolist()
     assert {key: meta[key] for key in GPT2Tokens().meta} == GPT2Tokens().meta
@@ -667,6 +669,7 @@ def test_shards_that_cannot_be_are_one_line(tmp_path):
              f'{header}'), (dict(version=2), [bad, good], 'version 2 (not 1)'),
             (dict(tokens=299), [bad, good], '1,624 bytes (not 1,622)'), ({}, [bad], 'there is no text for train.bin'),
             ({}, ['none.bin', good], 'none.bin: cannot be read (No such file or directory)'),
+            ({}, [bad, good, '--val_file', 'x.bin'], '--val_file=x.bin: must be one of --tokens'),
             ({}, [bad, good, '--download', 1], 'argument --download: not allowed with argument --tokens')]:
         write_shard(bad, shard_ids(0), **change)
         assert words in prepare('fineweb', '--tokens', *flags, '--out_dir', tmp_path / 'out', ok=False)

@@ -89,10 +89,10 @@ def run(capsys, *argv):
 
 def test_script(tmp_path, capsys):
     out = save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)
-    first = run(capsys, out, '--start=abc')
+    first = run(capsys, f'--out_dir={out}', '--start=abc')  # as nanoGPT's
     one, two, end = first.split('\n---------------\n')
     assert one != two and one.startswith('abc') and two.startswith('abc') and end == ''
-    assert run(capsys, out / 'ckpt_00000005.pt', '--start=abc') == first
+    assert run(capsys, out, '--start=abc') == run(capsys, out / 'ckpt_00000005.pt', '--start=abc') == first
     assert run(capsys, out, '--start=abc', '--seed=2') != first
     assert len(set(run(capsys, out, '--start=abc', '--temperature=0').split('\n---------------\n'))) == 2
     (tmp_path / 'prompt.txt').write_bytes('\ufeffone\r\ntwo\n'.encode())
@@ -165,6 +165,7 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     by_directory = run(capsys, 'ckpt.pt', '--tokenizer=data/shakespeare_char')
     assert set(by_directory.partition('-')[0]) <= set(text)
     assert run(capsys, 'ckpt.pt') == by_directory
+    assert '--tokenizer=.: a directory' in rejection(run, capsys, 'ckpt.pt', '--tokenizer=.')
 
 
 def test_a_better_checkpoint_than_the_newest_is_named(tmp_path, capsys):

@@ -1,8 +1,8 @@
 """FineWeb, already in GPT-2's tokens: shards of them in the format of llm.c and modded-nanogpt. No tokenizer is loaded.
 
 --download N takes the first N training shards, of 103, with 100 million tokens each, and the validation shard of
-kjj0/fineweb10B-gpt2, 0.2 GB each. --tokens takes such files from disk, the last one for val.bin. The end-of-text id
-comes before each document.
+kjj0/fineweb10B-gpt2, 0.2 GB each. --tokens takes such files from disk, the last one, or --val_file, for val.bin.
+The end-of-text id comes before each document.
 """
 
 import sys
@@ -54,8 +54,12 @@ def main():
     shards = parser.add_mutually_exclusive_group(required=True)
     shards.add_argument('--download', type=at_least_one, metavar='N', help=f'the first N shards of {REPOSITORY}')
     shards.add_argument('--tokens', nargs='+', type=Path, metavar='FILE', help='shards on disk')
+    parser.add_argument('--val_file', type=Path, metavar='FILE', help='of --tokens, for val.bin (default: the last)')
     args = parser.parse_args()
-    *train, val = files = args.tokens or download(args.download)
+    if args.val_file and args.val_file not in (args.tokens or ()):
+        parser.error(f'--val_file={args.val_file}: must be one of --tokens')
+    files = args.tokens or download(args.download)
+    *train, val = sorted(files, key=lambda path: path == args.val_file)
     names, revision = local_files(files)
     for path in files:
         check(path)
