@@ -37,10 +37,8 @@ def averaging(optimizer):
 
 @contextlib.contextmanager
 def evaluating(optimizer):
-    """Give the model, for evaluation and saving, the weights that the optimizer means to be evaluated.
-
-    At the end it restores the training weights; a checkpoint saved inside keeps them in the optimizer's state.
-    """
+    """Give the model, for evaluation and saving, the weights that the optimizer means to be evaluated, and at the end
+    its training weights, which a checkpoint saved inside has in the optimizer's state."""
     for part in averaging(optimizer):
         if any(optimizer.state.values()):  # before its first step there is no average
             for p in parameters(part):
@@ -62,27 +60,23 @@ def back_to_training(optimizer):
                 p.copy_(optimizer.state[p].pop('training_weights'))
 
 
-def total_norm(tensors):
-    """Return the ℓ2 norm of all entries of `tensors` together, 0-d (a DTensor of sharded ones)."""
+@torch.no_grad()
+def global_norm(tensors):
+    """Return the ℓ2 norm of all entries of `tensors` together, 0-d, over all ranks for sharded ones."""
     if all(t.device.type == 'cpu' and not is_sharded(t) for t in tensors):
         # PyTorch adds up the squares of a large tensor in a few float32 sums: up to 1 % off, but not by rows.
         tensors = [torch.linalg.vector_norm(t, dim=-1) for t in tensors]
-    return torch.nn.utils.get_total_norm(tensors)
+    return full_tensor(torch.nn.utils.get_total_norm(tensors))
 
 
 def clip_gradients(params, max_norm):
     """Clip the gradients of `params` at the norm `max_norm` (0: no clipping). Return their norm before that, a 0-d
     tensor, over all ranks."""
     params = [p for p in params if p.grad is not None]  # it is None in modules that this forward did not use
-    norm = total_norm([p.grad for p in params])
+    norm = global_norm([p.grad for p in params])
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-    return full_tensor(norm)
-
-
-def global_norm(tensors):
-    """Return the ℓ2 norm of all entries of `tensors` together, 0-d, over all ranks for sharded ones."""
-    return full_tensor(total_norm([t.detach() for t in tensors]))
+    return norm
 
 
 def check_parameters(optimizer, model):
@@ -114,13 +108,13 @@ def step(optimizer, scaler):
 class Together(torch.optim.Optimizer):
     """Several optimizers as one, and the base class of optimizers that wrap others.
 
-    Its param groups are theirs, in order, and they keep their state in its `state`: checkpoints, schedulers and
-    training loops see one optimizer. A wrapper, such as Lookahead, is a subclass that overrides `step`. It keeps all
-    that a resume needs in `state` and `param_groups`, and adds to a parameter's state only after the parts' first step,
-    because many optimizers take a parameter that has any state for one that has theirs.
+    Its param groups are theirs, in order, its `defaults` the settings that all of them have. They keep their state in
+    its `state`: checkpoints, schedulers and training loops see one optimizer. A wrapper, such as Lookahead, is a
+    subclass that overrides `step`. It keeps all that a resume needs in `state` and `param_groups`, and adds to a
+    parameter's state only after the parts' first step, because many optimizers take a parameter that has any state for
+    one that has theirs.
 
-    Attributes: optimizers, the parts; owners, the number of the part that each param group belongs to. `defaults` are
-    the settings that all parts have.
+    Attributes: optimizers, the parts; owners, the number of the part that each param group belongs to.
     """
 
     def __init__(self, *optimizers):
@@ -148,23 +142,10 @@ class Together(torch.optim.Optimizer):
         self.share()
 
     def add_param_group(self, param_group):
-        """Add a param group to the part whose number is its entry 'optimizer'; with one part it needs none."""
-        if len(self.param_groups) < len(self.owners):  # the constructor adds the groups of the parts
-            super().add_param_group(param_group)
-            return
-        param_group = dict(param_group)
-        number = param_group.pop('optimizer', 0 if len(self.optimizers) == 1 else None)
-        if number not in range(len(self.optimizers)):
-            raise ValueError(f"{type(self).__name__}: {{'params': …, 'optimizer': {number}}} must name a part, 0 to "
-                             f'{len(self.optimizers) - 1}, to which the param group is added')
-        part = self.optimizers[number]
-        part.add_param_group(param_group)
-        try:
-            super().add_param_group(part.param_groups[-1])
-        except ValueError:  # parameters of another part
-            part.param_groups.pop()
-            raise
-        self.owners.append(number)
+        """Add a group of a part, in the constructor; ValueError later."""
+        if len(self.param_groups) == len(self.owners):
+            raise ValueError(f'{type(self).__name__}: add param groups to its parts before they are put together')
+        super().add_param_group(param_group)
 
     def step(self, closure=None):
         """Make an update by each part in turn. Returns the loss of the closure, if there is one."""
