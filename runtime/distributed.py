@@ -6,34 +6,47 @@ import os
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from runtime.device import can_compile, check_device
 from runtime.files import first_line
+from runtime.signals import UNDO
 
 # Kept until the process ends: a replica's destructor waits for gloo's threads, which may wait for the interpreter.
 _REPLICAS = []
 
 
+@contextlib.contextmanager
+def one_message():
+    """Let only rank 0 print the message of a SystemExit that every rank raises inside."""
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error.code, str) and ranks_from_environment()[0]:
+            raise SystemExit(1) from None
+        raise
+
+
 class World:
     """The ranks of this run, from torchrun's environment, and their collectives.
 
-    Attributes: rank, local_rank, size, is_master (rank 0), device (torch.device of this rank); sharded: whether
-    parameters are spread over the ranks. If so, every rank must take part in every forward.
+    Attributes: rank, local_rank, size, is_master (rank 0), device (torch.device of this rank), started (time of the
+    run's start); sharded: whether parameters are spread over the ranks. If so, all ranks must take part in a forward.
     """
 
     def __init__(self, device, backend, parallel='ddp'):
-        """Join the process group. SystemExit when the environment, the device or the backend does not allow it.
+        """Join the process group, until the end of `undo_at_end`.
 
         Args:
             device: as --device; 'cuda' becomes the device of this local rank.
-            backend: 'nccl' or 'gloo'.
             parallel: 'ddp': every rank holds the model. 'fsdp': all ranks together hold it once. 'hsdp': the ranks of
                 each machine do.
+
+        SystemExit when the environment, the device or the backend does not allow it.
         """
+        self.started = time.monotonic()
         self.rank, self.local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
         self.parallel, self.sharded = parallel, parallel != 'ddp'
@@ -43,40 +56,50 @@ class World:
         self.device = check_device(device)
         if self.device.type == 'cuda':
             torch.cuda.set_device(self.device)
-        if self.size > 1 or self.sharded:
-            if backend == 'nccl' and self.device.type != 'cuda':
-                raise SystemExit(f'--backend=nccl: needs CUDA devices, and --device={device} is none; set '
-                                 '--backend=gloo')
-            if self.size > 1 and not (os.environ.get('MASTER_ADDR') and os.environ.get('MASTER_PORT')):
-                raise SystemExit(f'WORLD_SIZE={self.size}: MASTER_ADDR or MASTER_PORT is not set; start with torchrun, '
-                                 'or unset WORLD_SIZE')
-            store = dist.HashStore() if self.size == 1 else None
-            if self.size > 1 and restarts() and os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
-                # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
-                store = dist.PrefixStore(f'restart {restarts()}', next(dist.rendezvous('env://'))[0])
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size,
-                                    timeout=timedelta(minutes=10),
-                                    device_id=self.device if backend == 'nccl' else None)
-            sys.excepthook = self._die
+        if self.size == 1 and not self.sharded:
+            return
+        if backend == 'nccl' and self.device.type != 'cuda':
+            raise SystemExit(f'--backend=nccl: needs CUDA devices, not --device={device}; set --backend=gloo')
+        if self.size > 1 and not (os.environ.get('MASTER_ADDR') and os.environ.get('MASTER_PORT')):
+            raise SystemExit(f'WORLD_SIZE={self.size}: MASTER_ADDR or MASTER_PORT is not set; start with torchrun, or '
+                             'unset WORLD_SIZE')
+        store = dist.HashStore() if self.size == 1 else None
+        if self.size > 1 and restarts() and os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
+            # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
+            store = dist.PrefixStore(f'restart {restarts()}', next(dist.rendezvous('env://'))[0])
+        UNDO.callback(setattr, sys, 'excepthook', sys.excepthook)  # which the process group replaces
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size,
+                                timeout=timedelta(minutes=10), device_id=self.device if backend == 'nccl' else None)
+        UNDO.push(self._leave)
 
+    def _leave(self, kind, error, trace):
+        """Leave the process group at the end of a run. After a crash kill this rank instead, so that torchrun ends the
+        others: a normal exit can deadlock."""
+        if kind and self.size > 1 and not issubclass(kind, SystemExit):
+            sys.excepthook(kind, error, trace)  # the process group's, which names the rank
+            sys.stdout.flush()
+            os._exit(1)
+        # The pause lets a gloo thread release the tensor of its last collective. That takes the GIL, which DDP's
+        # destructor would hold while it waits for the thread.
+        time.sleep(0.2)
+        dist.destroy_process_group()
+
+    @one_message()
     def wrap(self, losses, model, blocks, compile=False, activation_checkpointing=False, compute_dtype=None):
-        """Move `model`, with the same weights on every rank, to the ranks' devices; return the module that training
-        calls: `losses`, perhaps compiled and replicated.
+        """Move `model`, with the same weights on every rank, to the ranks' devices. Return what training calls:
+        `losses`, a module around `model`, perhaps compiled and replicated.
 
         If the world is sharded, the parameters of `model` become DTensors in place; build the optimizer afterwards.
         Otherwise `model` itself stays eager.
 
         Args:
-            losses: a module that calls `model`, its only submodule with parameters.
-            blocks: the repeated blocks of the model: the units of FSDP and of activation checkpointing.
-            compile: torch.compile `losses` as a whole, or each block where the model is sharded.
-            activation_checkpointing: keep only the inputs of a block, and compute the rest again in the backward pass.
+            blocks: the repeated blocks of the model: units of FSDP, its compilation and activation checkpointing.
             compute_dtype: dtype in which sharded parameters are gathered, by default theirs. Shards, gradients and
                 their sums stay float32.
         """
         if compile and not can_compile(self.device.type):
             raise SystemExit('--compile=True: this machine has no C++ compiler or no Python.h; install g++ and '
-                             'python3-dev, or set --compile=False' if self.is_master else 1)
+                             'python3-dev, or set --compile=False')
         blocks = list(blocks)
         if activation_checkpointing:
             from torch.utils.checkpoint import checkpoint
@@ -115,7 +138,7 @@ class World:
             model = fully_shard(model, **options)
         except Exception as error:  # shared parameters, blocks that are used twice, scalar parameters, …
             raise SystemExit(f'--parallel={self.parallel}: FSDP cannot shard this model ({first_line(error)}); use '
-                             '--parallel=ddp' if self.is_master else 1) from None
+                             '--parallel=ddp') from None
         model.register_forward_pre_hook(share_buffers)
         return model
 
@@ -182,33 +205,6 @@ class World:
         if failed.any():
             raise error if failed.argmax() == self.rank else SystemExit(1)
 
-    def close(self):
-        """Leave the process group."""
-        if dist.is_initialized():
-            # The pause lets a gloo thread release the tensor of its last collective. That takes the GIL, which DDP's
-            # destructor would hold while it waits for the thread.
-            time.sleep(0.2)
-            dist.destroy_process_group()
-
-    def _die(self, kind, error, trace):
-        """Kill this rank after an uncaught exception, so that torchrun ends the others. A normal exit can deadlock."""
-        print(f'rank {self.rank}:', file=sys.stderr)
-        sys.__excepthook__(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-@contextlib.contextmanager
-def one_message():
-    """Let only rank 0 print the message of a SystemExit that every rank raises inside."""
-    try:
-        yield
-    except SystemExit as error:
-        if isinstance(error.code, str) and ranks_from_environment()[0]:
-            raise SystemExit(1) from None
-        raise
-
 
 def share_buffers(model, args):
     """Copy rank 0's buffers to all ranks before a forward of a sharded model, as DDP does for its models."""
@@ -235,16 +231,6 @@ def under_torchrun():
 def restarts():
     """Return how often torchrun has restarted this run."""
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
-
-
-def run_id():
-    """Return the id that torchrun gives a run and its restarts, '' without torchrun.
-
-    Without --rdzv_id or --standalone that is 'none' for every run; then it is the name of torchrun's directory for the
-    run, which ends in random letters.
-    """
-    name, file = (os.environ.get(f'TORCHELASTIC_{key}', '') for key in ('RUN_ID', 'ERROR_FILE'))
-    return name if name != 'none' else Path(file).parent.parent.parent.name  # …/none_x7k2/attempt_0/0/error.json
 
 
 def ranks_from_environment():

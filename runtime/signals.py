@@ -1,4 +1,5 @@
-"""Early ends of a run (exit codes, signals, the time limit), and output streams whose failures do not end it."""
+"""Early ends of a run (exit codes, signals, the time limit), what its process must undo at the end, and output streams
+whose failures do not end it."""
 
 import contextlib
 import os
@@ -9,8 +10,9 @@ from pathlib import Path
 
 # Exit codes, in addition to 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR)
 STOPPED, NOT_FINITE = 75, 65
-STARTED = time.monotonic()
 LISTENED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+FORWARDING = 2  # seconds in which a launcher may send its processes a signal again that they all have
+UNDO = contextlib.ExitStack()  # the lock and the process group of the run in this process
 
 
 class SafeStream:
@@ -34,10 +36,8 @@ class SafeStream:
 
 
 def protect_streams():
-    """Wrap stdout and stderr in a `SafeStream` each; one that was closed before the start (`>&-`) is /dev/null.
-
-    So are all closed standard descriptors: a checkpoint that got one would receive what libraries print.
-    """
+    """Wrap stdout and stderr in a `SafeStream` each. Closed standard descriptors (`>&-`) become /dev/null: a checkpoint
+    that got one would receive what libraries print."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -46,14 +46,13 @@ def protect_streams():
 
 
 @contextlib.contextmanager
-def restored_signals():
-    """Restore the signal handlers at the end of a context or a decorated function.
-
-    A caller of `train.main`, or a process that it forks, must not keep the handlers of a finished run.
-    """
+def undo_at_end():
+    """Undo, at the end of a context or a decorated function, what a run changes in its process: signal handlers, and
+    what is in UNDO. So the process can train again, however the run has ended."""
     before = {number: signal.getsignal(number) for number in LISTENED}
     try:
-        yield
+        with UNDO:
+            yield
     finally:
         for number, handler in before.items():
             if handler is not None:  # None: not installed by Python, which cannot restore it
@@ -63,20 +62,18 @@ def restored_signals():
 class StopSignals:
     """Requests to stop (SIGTERM, SIGINT, SIGHUP, the time limit) or to save (SIGUSR1).
 
-    Signal handlers only record the request. The ranks exchange requests once an iteration, so that all act in the same
-    one.
+    Signal handlers only record the request; a second signal to stop ends the process. The ranks exchange requests once
+    an iteration, so that all act in the same one.
 
-    Attributes: reason, this rank's first signal, 'max_hours' or the reason of `end`; stopping, whether the ranks have
-    agreed to stop; finished, whether the run is then complete and cannot be resumed; save, whether this rank was asked
-    to save and has not yet.
+    Attributes: reason (this rank's first signal, 'max_hours' or the reason of `end`); stopping, whether the ranks have
+    agreed to stop; finished, whether the run cannot be resumed; save, whether this rank is yet to save.
     """
 
-    def __init__(self, max_hours=0.0, speaks=False):
-        """Start to listen. `speaks`: whether this rank answers the first request, on stderr."""
-        self.deadline = STARTED + 3600 * max_hours if max_hours else float('inf')
+    def __init__(self, world, max_hours=0.0):
+        """Start to listen. `max_hours` (0: no limit) count from the construction of `world`, the start of the run."""
+        self.world, self.deadline = world, world.started + 3600 * (max_hours or float('inf'))
         self.reason, self.received_at = '', 0.0
         self.stopping = self.finished = self.save = False
-        self.speaks = speaks
         for number in LISTENED:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._record)
@@ -87,12 +84,10 @@ class StopSignals:
             self.save = True
         elif not self.reason:
             self.reason, self.received_at = signal.Signals(number).name, now
-            if self.speaks:  # by the system call, because the signal may have interrupted a print
+            if self.world.is_master:  # by the system call, because the signal may have interrupted a print
                 with contextlib.suppress(OSError):
                     os.write(2, f'{self.reason}: stopping after this iteration; Ctrl-C again ends it now\n'.encode())
-        elif number == signal.SIGINT and now > self.received_at + 1:
-            # A second Ctrl-C ends the process at once. Within a second of the first signal it may be a launcher that
-            # forwards what the terminal has sent to every process.
+        elif now > self.received_at + FORWARDING:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -100,9 +95,9 @@ class StopSignals:
         """End the run as finished, by early stopping for example. Every rank must call it in the same iteration."""
         self.reason, self.finished, self.stopping = reason, True, True
 
-    def exchange(self, world):
+    def exchange(self):
         """Exchange the ranks' requests, so that all are `stopping` from the same call on. Return whether to save."""
         if not self.reason and time.monotonic() > self.deadline:
             self.reason = 'max_hours'
-        self.stopping, save = world.any(self.reason != '', self.save)
+        self.stopping, save = self.world.any(self.reason != '', self.save)
         return save

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from conftest import INJECT, ROOT, command, finish, iterations, rejection
 from runtime import device, distributed
 from runtime.device import device_defaults
 from runtime.distributed import World
-from runtime.signals import STARTED, STOPPED, SafeStream, StopSignals, restored_signals
+from runtime.signals import STOPPED, SafeStream, StopSignals, undo_at_end
 
 SBATCH = ROOT / 'scripts/slurm/train.sbatch'
 # In place of srun: a process group for each node; the highest exit code counts.
@@ -171,6 +172,9 @@ def test_a_stream_that_fails_or_lacks_a_character_ends_no_run():
         os.close(stream.fileno())  # instead of a close that would flush once more
 
 
-def test_the_time_limit_is_in_hours_since_the_start():
-    with restored_signals():
-        assert StopSignals(2.0).deadline - STARTED == pytest.approx(7200)
+def test_the_time_limit_is_in_hours_since_the_start_of_the_run():
+    """Of each run in the same process."""
+    for hours in 2.0, 0.0:
+        world, before = World('cpu', 'gloo'), time.monotonic()
+        with undo_at_end():
+            assert StopSignals(world, hours).deadline == pytest.approx(before + 3600 * (hours or float('inf')), abs=1)

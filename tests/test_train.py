@@ -78,12 +78,18 @@ def test_training_and_sampling_leave_slow_modules_out():
     assert subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True) == '[]\n'
 
 
-def test_a_run_leaves_the_signals_as_they_were(main, tmp_path):
-    before = [signal.getsignal(number) for number in LISTENED]
+def test_a_run_leaves_the_process_as_it_was(main, tmp_path):
+    """Signal handlers, the hook for errors, and no process group, whether it was finished, stopped or refused."""
+    def of_the_process():
+        return [signal.getsignal(number) for number in LISTENED], sys.excepthook, torch.distributed.is_initialized()
+
+    before = of_the_process()
     main(tmp_path, '--max_iters=1')
     with pytest.raises(SystemExit):
         main(tmp_path, '--max_iters=3', '--init_from=resume', '--max_hours=1e-9')
-    assert [signal.getsignal(number) for number in LISTENED] == before
+    for _ in range(2):
+        assert 'holds checkpoints' in rejection(main, tmp_path, '--parallel=fsdp')
+    assert of_the_process() == before
 
 
 def test_logged_clipping_and_speed_add_up(finished):
@@ -140,7 +146,7 @@ def test_a_batch_ramp_weights_every_sequence_alike_and_counts_its_tokens(main, t
 def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(main, tmp_path, monkeypatch, capsys):
     main(tmp_path, '--max_iters=1')
     described = json.loads((tmp_path / 'config.json').read_text())
-    assert described['code'] == checkpoint.load(tmp_path)[1]['code']
+    assert described['code'] == checkpoint.load_checkpoint(tmp_path)[1]['code']
     main(tmp_path, '--max_iters=2', '--init_from=resume')
     assert 'the code' not in capsys.readouterr().out
     monkeypatch.setattr(resume, 'code_hashes', lambda: described['code'] | {'loss.py': 'edited'})
