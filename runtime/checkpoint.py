@@ -1,15 +1,11 @@
 """Checkpoints in a run's out_dir: saving, retention, loading and resuming; the lock of the directory.
 
 `ckpt_ITERATION.pt` has nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and what else a
-run needs to resume. The optimizer's state is by the names of the parameters. There is no state of random generators,
-because everything random is a function of (seed, iteration).
-`best.pt` is a link to the checkpoint with the lowest validation loss, or `best.txt` holds its name.
-
-Where the model is sharded, a checkpoint is a directory `ckpt_ITERATION` (and `best` the link), see sharded.py. Either
-kind can be resumed by any number of ranks, sharded or not.
+run needs to resume; no state of random generators, because everything random is a function of (seed, iteration).
+Where the model is sharded, a checkpoint is a directory `ckpt_ITERATION`, see sharded.py. Either kind can be resumed by
+any number of ranks, sharded or not. `best.txt` names the checkpoint with the lowest validation loss.
 """
 
-import contextlib
 import fcntl
 import json
 import os
@@ -20,16 +16,14 @@ import socket
 import sys
 from pathlib import Path
 
-from runtime import optim, optimizer_state
-from runtime.distributed import ranks_from_environment, restarts, run_id
-from runtime.files import ASIDE, FAILED, atomic_write, first_line, load_pt, put_back, save_pt, warn
-from runtime.signals import NOT_FINITE
-
-BEST = -1  # stands for the best checkpoint where others have their iteration
-BEST_NAME = 'best.txt'  # holds the name of the best checkpoint where the file system has no links
-LOCKS = []  # open files of this process that hold a lock
+from runtime import optimizer_state
+from runtime.distributed import ranks_from_environment, restarts
+from runtime.files import FAILED, atomic_write, first_line, load_pt, put_in_place, save_pt, warn
+from runtime.optim import parameters
+from runtime.signals import NOT_FINITE, UNDO
 
 REQUIRED = 'model', 'model_args', 'iter_num', 'config'
+BEST_LINKS = 'best.pt', 'best'  # of older runs, in place of best.txt
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Saving
@@ -38,23 +32,16 @@ REQUIRED = 'model', 'model_args', 'iter_num', 'config'
 def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
     """Save a run as the checkpoint of state['iter_num']: rank 0 one file, or all ranks their shards.
 
-    It is written under another name, synced, then renamed, so that a checkpoint under its own name is complete. Then
-    `best` links to it if it is the `best`, and of the checkpoints up to this one only the `keep` newest and the best
-    stay. Collective: every rank must call it.
-
-    Args:
-        state: everything but the tensors of `model` and `optimizer`, as plain values.
+    It gets its name once it is complete and synced. Of the checkpoints up to this one only the `keep` newest and the
+    best stay. `state` has, as plain values, everything but the tensors of `model` and `optimizer`; `best`: whether it
+    is the best one so far. Collective: every rank must call it.
 
     Returns its path, or None, with a warning, when the file system fails (a full disk); the same on every rank.
     """
     world.reshard(model)
     with world.exit_together():
         check_plain(state['train_state'], 'TrainState')
-        saved_optimizer, shards = optimizer_state.to_save(optimizer, world.sharded, parameter_names(model))
-    lost = optimizer_state.left_out(optimizer, saved_optimizer)
-    if lost and world.is_master:
-        warn(f'{type(optimizer).__name__}: no checkpoint holds {lost}, so that a resumed run would differ; keep all '
-             'state in `state` and `param_groups`')
+        saved_optimizer, shards = optimizer_state.to_save(optimizer, parameter_names(model), world.sharded)
     path, saved = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}{"" if world.sharded else ".pt"}', True
     state = dict(state, best=best, optimizer=saved_optimizer)
     try:
@@ -65,7 +52,7 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
             save_pt(path, dict(state, model=model.state_dict()))
         if world.is_master:
             if best:
-                link_best(path)
+                name_best(path)
             prune(path.parent, number(path), keep)
     except OSError as error:
         saved = False
@@ -90,49 +77,42 @@ def check_plain(values, name):
                              'numbers, and tensors in a buffer of the model') from None
 
 
-def check_round_trip(world, optimizer, fresh):
+def check_round_trip(world, model, optimizer, fresh):
     """SystemExit unless a checkpoint would bring back the whole state of `optimizer` to `fresh`, the same optimizer
     without a state. To be called after the first step, so that no run finds out at its first save or resume."""
+    names = parameter_names(model)
     with world.exit_together():
-        saved, shards = optimizer_state.to_save(optimizer, world.sharded)
+        saved, shards = optimizer_state.to_save(optimizer, names, world.sharded)
         saved = optimizer_state.map_tensors(saved, lambda name, tensor: shards.get(name, tensor), 'optimizer')
         try:
-            lost = optimizer_state.lost_in_round_trip(optimizer, fresh, saved)
+            lost = optimizer_state.lost_in_round_trip(optimizer, fresh, saved, names)
         except Exception as error:  # whatever the optimizer's load_state_dict raises
             lost = first_line(error)
         if lost:
             raise SystemExit(f'{type(optimizer).__name__}: a checkpoint would not bring back its state ({lost}), so '
-                             'that the run could not be resumed; use another optimizer, or keep all state in '
-                             '`state` and `param_groups`')
+                             'that the run could not be resumed; use another optimizer, or keep all state in `state` '
+                             'and `param_groups`, and optimizers inside it as parts of a runtime.optim.Together')
 
 
-def link_best(path):
-    """Make best.pt, or `best` for a directory, a link to the checkpoint `path`; on a file system without links its name
-    is in best.txt."""
-    partial, best = path.with_name('best.partial'), path.with_name('best' + path.suffix)
-    partial.unlink(missing_ok=True)
-    try:
-        partial.symlink_to(path.name)
-        partial.replace(best)
-    except OSError:
-        best = path.with_name(BEST_NAME)
-        with atomic_write(best, 'w') as f:
-            f.write(f'{path.name}\n')
-    for other in map(path.with_name, ('best', 'best.pt', BEST_NAME)):
-        if other != best and (other.is_symlink() or other.is_file()):
-            other.unlink()
+def name_best(path):
+    """Write the name of the checkpoint `path` to best.txt."""
+    with atomic_write(path.with_name('best.txt'), 'w') as f:
+        f.write(f'{path.name}\n')
+    for link in BEST_LINKS:
+        path.with_name(link).unlink(missing_ok=True)
 
 
 def prune(out_dir, iteration, keep):
     """Remove the checkpoints up to `iteration`, except for the `keep` newest of them and the best one."""
-    best = path_of(out_dir, BEST).resolve()
+    best = best_path(out_dir).resolve()
     for old in [path for path in checkpoints(out_dir) if number(path) <= iteration][keep:]:
-        if old.resolve() == best:
-            continue
-        if old.is_dir():
-            shutil.rmtree(old.rename(old.with_suffix('.partial')))  # it leaves its place at once
-        else:
-            old.unlink()
+        if old.resolve() != best:
+            remove(old)
+
+
+def remove(path):
+    """Remove a file, or a directory with all its files."""
+    (shutil.rmtree if path.is_dir() else Path.unlink)(path)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -141,16 +121,21 @@ def prune(out_dir, iteration, keep):
 
 def is_shards(path):
     """Return whether `path` is the directory of a sharded checkpoint."""
-    return (Path(path) / 'state.pt').is_file()
+    return (path / 'state.pt').is_file()
 
 
 def path_of(out_dir, iteration):
-    """Return the path of the checkpoint of `iteration`, a directory if there is one, or of the best one for BEST."""
-    name = Path(out_dir) / BEST_NAME
-    if iteration == BEST and name.is_file():
-        return name.with_name(name.read_text(encoding='utf-8').strip())
-    directory = Path(out_dir) / ('best' if iteration == BEST else f'ckpt_{iteration:08d}')
+    """Return the path of the checkpoint of `iteration`, a directory if there is one."""
+    directory = Path(out_dir) / f'ckpt_{iteration:08d}'
     return directory if is_shards(directory) else directory.with_suffix('.pt')
+
+
+def best_path(out_dir):
+    """Return the path of the checkpoint with the lowest validation loss; if there is none, it does not exist."""
+    name = Path(out_dir) / 'best.txt'
+    if name.is_file():
+        return name.with_name(name.read_text(encoding='utf-8').strip())
+    return next(filter(Path.exists, map(name.with_name, BEST_LINKS)), name)
 
 
 def number(path):
@@ -164,25 +149,25 @@ def checkpoints(out_dir):
     return sorted((p for p in Path(out_dir).glob('ckpt_*') if number(p) is not None), key=number, reverse=True)
 
 
-def load(path, weights=True, check=True):
-    """Load the checkpoint at `path`, or the newest readable one of an out_dir; return (path, state).
+def load_checkpoint(path, weights=True, check=True):
+    """Load the checkpoint at `path`, or the newest readable one of an out_dir; OUT_DIR/best.pt is the best one. Return
+    (path, state).
 
     Loads tensors and plain containers only: a .pt file memory-mapped; of a directory the model, unless `weights` is
-    False, and not the optimizer. The checksums of a directory's files are compared if `check`.
-
-    SystemExit when there is none or it cannot be read.
+    False, and not the optimizer. The checksums of a directory's files are compared if `check`. SystemExit when there is
+    none or it cannot be read.
     """
     path = Path(path)
-    if path.name in ('best', 'best.pt') and not path.exists():
-        path = path_of(path.parent, BEST)
+    if path.name in BEST_LINKS and not path.exists():
+        path = best_path(path.parent)
     if path.is_dir() and not is_shards(path):
-        return newest(path, weights)
+        return load_newest(path, weights)
     if not path.exists():
         raise SystemExit(f'{path}: no such file or directory; give an out_dir, a checkpoint or a Hugging Face folder')
     try:
         if path.is_dir():
             from runtime import sharded
-            state = sharded.read(path, weights, check)
+            state = sharded.read_state(path, weights, check)
         else:
             state = load_pt(path)
         if missing := [key for key in REQUIRED if key not in state]:
@@ -195,12 +180,12 @@ def load(path, weights=True, check=True):
     raise SystemExit(f'{path}: not a checkpoint of this repository ({reason})')
 
 
-def newest(out_dir, weights=True):
-    """Load the newest readable checkpoint in `out_dir`, as `load` does. Others are skipped with a warning."""
+def load_newest(out_dir, weights=True):
+    """Load the newest readable checkpoint in `out_dir`, as `load_checkpoint` does. Skips others with a warning."""
     found = checkpoints(out_dir)
     for path in found:
         try:
-            return load(path_of(out_dir, number(path)), weights)
+            return load_checkpoint(path_of(out_dir, number(path)), weights)
         except SystemExit as error:
             warn(f'{error}; it is skipped')
     if found:
@@ -210,10 +195,8 @@ def newest(out_dir, weights=True):
 
 
 def clean_state_dict(weights):
-    """Return the weights of a model by the names that they have here: without the prefixes of torch.compile and DDP.
-
-    The mask buffers that nanoGPT (where it has no flash attention) and the official repository save are left out.
-    """
+    """Return the weights of a model by the names that they have here: without the prefixes of torch.compile and DDP,
+    and without the mask buffers of nanoGPT (where it has no flash attention) and the official repository."""
     cleaned = {re.sub(r'^(module\.)+', '', name.replace('_orig_mod.', '')): weight for name, weight in weights.items()}
     return {name: weight for name, weight in cleaned.items()
             if not name.endswith('.attn.masked_bias') and not (name.endswith('.attn.bias') and weight.dim() == 4)}
@@ -224,66 +207,50 @@ def clean_state_dict(weights):
 
 
 def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=False):
-    """Make `out_dir` this run's own, and load the checkpoint from which the run resumes.
+    """Make `out_dir` this run's own, and load the checkpoint from which the run resumes: rank 0 chooses it. Return
+    (path, state), or (None, None) for a start without a checkpoint.
 
     Args:
-        world: the ranks. The first one locks and chooses, and compares checksums.
-        must_resume, may_resume: whether to resume from a checkpoint, which must be there, or if there is one. A run
-            that torchrun has restarted resumes in any case.
+        must_resume, may_resume: whether to resume from a checkpoint, which must be there, or if there is one.
         read_only: nothing will be written (evaluation), so other runs may use the directory.
 
-    Returns (path, state), or (None, None) for a start without a checkpoint. SystemExit when another run has the
-    directory, it cannot be written, there is nothing to resume, the run would overwrite checkpoints, or torchrun has
-    restarted a run that had diverged.
+    SystemExit when another run has the directory, it cannot be written, there is nothing to resume, the run would
+    overwrite checkpoints, or torchrun has restarted a run that had diverged.
     """
     out_dir, path, state = Path(out_dir), None, None
     with world.exit_together():
         if world.is_master:
-            exist = bool(checkpoints(out_dir) or list(out_dir.glob(f'*{ASIDE}')))
-            restarted = not read_only and was_restarted(out_dir)
-            resumes = must_resume or may_resume or restarted
+            exist = checkpoints(out_dir) or list(out_dir.glob('ckpt_*.partial/state.pt'))
             if must_resume and not exist:
                 raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it, nothing to resume; check --out_dir, use '
                                  "--auto_resume=True, or export nanoGPT's ckpt.pt with scripts/export_hf.py and set "
                                  '--init_from=FOLDER')
-            if restarted and (out_dir / FAILED).is_file():
+            if restarts() and not read_only and (out_dir / FAILED).is_file():
                 print(f'{out_dir / FAILED}: the run has diverged and would diverge again; it is not trained again',
                       file=sys.stderr)
                 raise SystemExit(NOT_FINITE)
             if not read_only:
                 lock_out_dir(out_dir)
-                if exist and not resumes:
+                if exist and not (must_resume or may_resume):
                     raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that '
                                      'run with --auto_resume=True, or choose another --out_dir')
-            if exist and resumes:
-                path, state = newest(out_dir, weights=False)
+            if exist and (must_resume or may_resume):
+                path, state = load_newest(out_dir, weights=False)
                 if state.get('best') and not read_only:
-                    link_best(path)  # unless the run was killed before that
+                    name_best(path)  # unless the run was killed before that
     iteration = world.from_master(number(path) if path else -1)
     with world.exit_together():
         if world.sharded and not read_only and not (out_dir / 'lock').is_file():
             raise SystemExit(f'{out_dir}: rank {world.rank} does not see what rank 0 has written there; set --out_dir '
                              'to a directory on a file system that all machines share')
         if iteration >= 0 and not world.is_master:
-            path, state = load(path_of(out_dir, iteration), weights=False, check=False)
+            path, state = load_checkpoint(path_of(out_dir, iteration), weights=False, check=False)
     return path, state
 
 
-def was_restarted(out_dir):
-    """Return whether torchrun has restarted the run in `out_dir`, that is, config.json has its run id. If it has
-    another, the directory belongs to another run, and the first attempt was refused."""
-    about = out_dir / 'config.json'
-    if not (restarts() and run_id() and about.is_file()):
-        return False
-    try:
-        return json.loads(about.read_text(encoding='utf-8')).get('run_id') == run_id()
-    except ValueError:
-        return False
-
-
 def lock_out_dir(out_dir):
-    """Make `out_dir`, if need be, and lock it until `released_locks` or the end of this process, which
-    the lock names. Remove what a killed run has left. SystemExit when another run has it, or it cannot be written."""
+    """Make `out_dir`, if need be, and lock it until the end of `undo_at_end` or of this process, which the lock names.
+    Remove what a killed run has left. SystemExit when another run has it, or it cannot be written."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = (out_dir / 'lock').open('a+', encoding='utf-8')
@@ -298,30 +265,17 @@ def lock_out_dir(out_dir):
         lock.truncate(0)
         lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
         lock.flush()
-        put_back(out_dir)
+        put_in_place(out_dir)
         for partial in out_dir.glob('*.partial'):
-            if partial.is_dir() and not partial.is_symlink():
-                shutil.rmtree(partial)
-            else:
-                partial.unlink()
+            remove(partial)
     except OSError as error:
         raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); set --out_dir to a writable '
                          'directory') from None
-    LOCKS.append(lock)
+    UNDO.enter_context(lock)
 
 
-@contextlib.contextmanager
-def released_locks():
-    """Let this process, after the context or the decorated function, train again in a directory that it has locked."""
-    try:
-        yield
-    finally:
-        while LOCKS:
-            LOCKS.pop().close()
-
-
-def restore(path, state, model, optimizer, scaler):
-    """Put the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler. No communication.
+def load_tensors(path, state, model, optimizer, scaler):
+    """Load the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler. No communication.
     SystemExit when something does not fit."""
     try:
         saved, names = state['optimizer'], parameter_names(model)
@@ -329,15 +283,15 @@ def restore(path, state, model, optimizer, scaler):
             from runtime import sharded
             sharded.read_model(path, model)
             keys = optimizer_state.keys_of(optimizer, saved, names)
-            saved = sharded.read_optimizer(path, saved, dict(zip(keys, optim.parameters(optimizer))))
+            saved = sharded.read_optimizer(path, saved, dict(zip(keys, parameters(optimizer))))
         else:
             targets = model.state_dict()
             model.load_state_dict({name: optimizer_state.spread(value, targets.get(name))
                                    for name, value in state['model'].items()})
-        unknown = optimizer_state.restore(optimizer, saved, names)
-        if unknown and not ranks_from_environment()[0]:
-            warn(f'{path}: does not say what its param groups were built with; restored as saved, whatever the '
-                 f'settings are: {", ".join(sorted(unknown))}')
+        optimizer_state.load_optimizer(optimizer, saved, names)
+        if 'built' not in saved and not ranks_from_environment()[0]:
+            warn(f'{path}: does not say what its param groups were built with; they are restored as saved, whatever '
+                 'the settings are')
         if state['scaler']:
             scaler.load_state_dict(state['scaler'])
     except Exception as error:

@@ -16,9 +16,8 @@ from runtime.files import first_line
 # The values of --dtype
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
-# (FLOP/s, GB of memory) of one GPU: the dense bf16 or fp16 peak with float32 sums, from data sheets, and the smaller of
-# two memories. The first key in a device's name counts; parts of a device (MIG) and slower chips of the same name have
-# no entry.
+# (FLOP/s, GB of memory) of one GPU, from data sheets: the dense bf16 or fp16 peak with float32 sums, and the smaller of
+# two memories. The first key in a device's name counts; parts of a device (MIG) and slower namesakes have None.
 GPUS = {'MIG': None, 'Laptop': None, 'B200': (2250e12, 180), 'H200 NVL': (835e12, 141), 'H200': (989e12, 141),
         'H100 PCIe': (756e12, 80), 'H100 NVL': (835e12, 94), 'H100': (989e12, 80), 'A100': (312e12, 40),
         'L40S': (362e12, 48), 'L4': (121e12, 24), 'A10G': (70e12, 24), 'A5000': (111e12, 24), 'A6000': (155e12, 48),
@@ -48,8 +47,7 @@ def device_defaults(device):
 
 
 def can_compile(device):
-    """Return whether this machine has what torch.compile needs for `device`, a string: Python's headers and a compiler,
-    for CUDA of C, else of C++."""
+    """Return whether this machine has a compiler (for CUDA of C, else C++) and Python's headers for torch.compile."""
     compiler = shutil.which(os.environ.get('CXX', 'clang++' if sys.platform == 'darwin' else 'g++'))
     if device.startswith('cuda'):
         compiler = os.environ.get('CC') or shutil.which('gcc') or shutil.which('clang')

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,16 +17,13 @@ from pathlib import Path
 
 FAILED = 'failed.txt'  # in a run's out_dir: the last message of a run that diverged
 
-ASIDE = '.old.partial'  # the suffix of a directory while another takes its place
-
 
 @contextlib.contextmanager
 def atomic_write(path, mode='wb', sync=False):
     """Yield an open file that replaces `path` at the end of the block; an error leaves `path` unchanged.
 
-    Args:
-        mode: 'wb', or 'w' for UTF-8 text.
-        sync: also wait until the content is on the disk. The new name is durable after `sync_directory`.
+    `mode`: 'wb', or 'w' for UTF-8 text. `sync`: also wait until the content is on the disk. The new name is durable
+    after `sync_directory`.
     """
     path = Path(path)
     # Named after the process, because several tasks of a sweep may write the same file.
@@ -94,12 +92,15 @@ def sync_directory(path):
         os.close(fd)
 
 
-def put_back(directory):
-    """Rename everything in `directory` whose name ends in ASIDE back, unless the old name is in use."""
-    for aside in Path(directory).glob(f'*{ASIDE}'):
-        path = aside.with_name(aside.name.removesuffix(ASIDE))
-        if not path.exists():
-            aside.rename(path)
+def put_in_place(out_dir):
+    """Give the complete directories CHECKPOINT.partial in `out_dir`, which have a state.pt, the checkpoints' names, for
+    which older ones make way. If it is killed, a call at the next start completes it."""
+    for state in Path(out_dir).glob('ckpt_*.partial/state.pt'):
+        path = state.parent.with_suffix('')
+        if path.is_dir():  # this iteration's checkpoint from before its evaluation
+            shutil.rmtree(path)
+        state.parent.replace(path)
+        sync_directory(out_dir)
 
 
 def checksum(path):
@@ -112,10 +113,8 @@ def checksum(path):
 
 
 def git_commit():
-    """Return this repository's commit, with a + if tracked Python files have changed.
-
-    None without git, and in a copy that the surrounding repository does not track.
-    """
+    """Return this repository's commit, with a + if tracked Python files have changed; None without git, and in a copy
+    that the surrounding repository does not track."""
     def git(*words):
         return subprocess.run(['git', *words], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     try:
@@ -128,10 +127,8 @@ def git_commit():
 
 
 def code_hashes():
-    """Return {name: hash} of this repository's loaded Python files, tracked or not.
-
-    All files in the root and in runtime/ are included, because some of them are loaded late.
-    """
+    """Return {name: hash} of this repository's loaded Python files, tracked or not, and of all in the root and in
+    runtime/, because some of them are loaded late."""
     root = Path(__file__).resolve().parents[1]
     # Resolved, because the path to the repository may have symbolic links.
     loaded = [Path(getattr(module, '__file__', None) or '').resolve() for module in list(sys.modules.values())]
@@ -142,15 +139,12 @@ def code_hashes():
 
 
 def differing_files(*codes):
-    """Return the names of files that differ between programs, by their `code_hashes`.
-
-    A file counts only if at least two programs have loaded it. Older runs, which have None or a single hash, do not.
-    """
+    """Return the names of files that differ between programs, by their `code_hashes`. A file counts only if several
+    have loaded it; older runs, which have None or a single hash, do not."""
     versions = {}
     for code in codes:
-        if isinstance(code, dict):
-            for name, digest in code.items():
-                versions.setdefault(name, set()).add(digest)
+        for name, digest in code.items() if isinstance(code, dict) else ():
+            versions.setdefault(name, set()).add(digest)
     return [name for name, found in versions.items() if len(found) > 1]
 
 

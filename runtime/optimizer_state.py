@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from types import SimpleNamespace
 
 import torch
 
@@ -30,37 +29,24 @@ def map_tensors(value, function, name=''):
 
 
 def record_construction(optimizer):
-    """Keep with `optimizer`, which was just built, the values of its param groups, which checkpoints hold, too, and its
-    attributes."""
-    copied = {name: value.clone() if isinstance(value, torch.Tensor) else value
-              for name, value in attributes(optimizer).items()}
-    optimizer.construction = SimpleNamespace(groups=copy.deepcopy(settings(optimizer)), attributes=copied,
-                                             restored=set())
+    """Keep with `optimizer`, which was just built, the values of its param groups, which checkpoints hold, too."""
+    optimizer.construction = copy.deepcopy([
+        {key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups])
 
 
-def settings(optimizer):
-    """Return the values of each param group as a dict."""
-    return [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
-
-
-def to_save(optimizer, sharded, names=None):
+def to_save(optimizer, names, sharded):
     """Return the state_dict of `optimizer` in plain containers, and the dict of its DTensors by name, in whose place
     the former has tensors on the device 'meta'.
 
-    Args:
-        sharded: whether each rank has its part of the parameters.
-        names: {parameter: key} of the state, by default the numbers that state_dicts have.
-
-    To a state_dict are added the `shapes` of the parameters, and what the groups were `built` with.
-
-    SystemExit when a checkpoint cannot hold it: objects other than tensors and plain values, or, `sharded`, a tensor
-    that differs between ranks but is not a DTensor.
+    Its parameters have `names`, {parameter: name}, not numbers, and it also has their `shapes` and what the groups were
+    `built` with. SystemExit at objects other than tensors and plain values and, if `sharded`, at tensors that may
+    differ between ranks but are no DTensors.
     """
-    shards, names = {}, names or numbers(optimizer)
-    state = dict(renamed(optimizer.state_dict(), {i: names[p] for p, i in numbers(optimizer).items()}),
-                 shapes={names[p]: tuple(p.shape) for p in parameters(optimizer)})
+    shards, params = {}, parameters(optimizer)
+    state = dict(renamed(optimizer.state_dict(), dict(enumerate(names[p] for p in params))),
+                 shapes={names[p]: tuple(p.shape) for p in params})
     if hasattr(optimizer, 'construction'):
-        state['built'] = optimizer.construction.groups
+        state['built'] = optimizer.construction
 
     def placeholder(name, tensor):
         if is_sharded(tensor):
@@ -77,11 +63,6 @@ def to_save(optimizer, sharded, names=None):
                          f'tensors there{", or use --parallel=ddp" if sharded else ""}') from None
 
 
-def numbers(optimizer):
-    """Return {parameter: its number in a state_dict}."""
-    return {p: i for i, p in enumerate(parameters(optimizer))}
-
-
 def renamed(state, keys):
     """Return a state_dict with the keys of its parameters replaced as the dict `keys` says."""
     return dict(state, state={keys.get(key, key): value for key, value in state['state'].items()},
@@ -93,97 +74,56 @@ def keys_of(optimizer, saved, names):
     """Return the key that each parameter of `optimizer` has in the state_dict `saved`: its name in the dict `names`,
     {parameter: name}; in older checkpoints, which have none, its number in param-group order.
 
-    ValueError that says what differs, unless all parameters and shapes are the same here and there.
+    ValueError unless parameters and shapes are the same here and there. In older checkpoints a tensor in the state with
+    the shape of any parameter tells the shape.
     """
     params, groups = parameters(optimizer), saved['param_groups']
+    ours = {names[p]: tuple(p.shape) for p in params}
     if 'shapes' in saved:
-        ours, theirs = {names[p]: tuple(p.shape) for p in params}, saved['shapes']
-        if missing := min(theirs.keys() ^ ours.keys(), default=''):
-            raise ValueError(f'the optimizer {"had" if missing in theirs else "has"} a parameter {missing}, and '
-                             f'{"has" if missing in theirs else "had"} none')
-        pairs = [(name, theirs[name], shape) for name, shape in ours.items()]
-        keys = list(ours)
+        keys, theirs = list(ours), saved['shapes']
     else:
+        keys, theirs = [key for group in groups for key in group['params']], dict(ours)
         if [len(group['params']) for group in groups] != [len(group['params']) for group in optimizer.param_groups]:
-            raise ValueError(f'{len(groups)} param groups were saved, and there are {len(optimizer.param_groups)} of '
-                             'other sizes here: was parameter_groups edited?')
-        keys = [key for group in groups for key in group['params']]
-        pairs = list(shapes_by_position(saved['state'], keys, params, names))
-    for name, theirs, ours in pairs:
-        if theirs != ours:
-            raise ValueError(f'the optimizer state of {name} is of shape {theirs}, not {ours}')
+            raise ValueError('it has param groups of other sizes: was parameter_groups edited?')
+        for key, (name, shape) in zip(keys, ours.items()):
+            tensors = [t for t in saved['state'].get(key, {}).values() if isinstance(t, torch.Tensor) and t.dim()]
+            found = {tuple(t.shape) for t in tensors} & {*ours.values()}
+            theirs[name] = shape if shape in found or not found else min(found)
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(f'the optimizer has {name} of shape {theirs.get(name)} there, {ours.get(name)} here')
     return keys
 
 
-def shapes_by_position(state, keys, params, names):
-    """Yield (name, shape of a tensor in its state, shape) of parameters whose keys are numbers.
-
-    An entry that has the shape of any parameter counts as having its parameter's shape; others, such as the factors of
-    Adafactor, are left out.
-    """
-    for entry in {entry for key in keys for entry in state.get(key, {})}:
-        tensors = [(state.get(key, {}).get(entry), names[p], tuple(p.shape)) for key, p in zip(keys, params)]
-        found = [(name, tuple(tensor.shape), shape) for tensor, name, shape in tensors
-                 if isinstance(tensor, torch.Tensor) and tensor.dim()]
-        if {theirs for _, theirs, _ in found} & {ours for *_, ours in found}:
-            yield from found
-
-
-def restore(optimizer, saved, names=None):
+def load_optimizer(optimizer, saved, names):
     """Load the state_dict `saved` into `optimizer`, which was just built.
 
     Each parameter gets the state that was saved under its name, see `keys_of`. A group gets the values of the group
     that its parameters were in; but where it was built with another value than that group, it keeps its own. Older
     checkpoints do not say what their groups were built with, so that all values are restored.
-
-    Returns the keys of the values that an older checkpoint has restored, and that differ from what was built here.
     """
-    params, names = parameters(optimizer), names or numbers(optimizer)
     keys, groups = keys_of(optimizer, saved, names), optimizer.state_dict()['param_groups']
-    construction = getattr(optimizer, 'construction', None)
-    built = map_tensors(construction.groups if construction else settings(optimizer), lambda name, tensor: tensor)
-    unknown = set()
-    for group, now, i in zip(groups, built, groups_before(groups, saved, keys)):
-        if i is None:
-            continue
-        before = saved['param_groups'][i]
-        then = saved['built'][i] if 'built' in saved else now
-        group |= {key: value for key, value in before.items() if key != 'params' and same(key, now, then)}
-        if then is now:
-            unknown |= {key for key in now.keys() & before.keys() - {'lr'} if not same(key, now, before)}
-    state = renamed(saved, {key: i for i, key in enumerate(keys)})['state']
-    optimizer.load_state_dict(dict(saved, state=state, param_groups=groups))
-    for i, p in enumerate(params):
-        if i in state:
-            optimizer.state[p] = as_saved(optimizer.state[p], state[i], p)
-    return unknown
-
-
-def same(key, a, b):
-    """Return whether two dicts have the same value of `key`, or both none."""
-    return (key in a) == (key in b) and not first_difference(a.get(key), b.get(key))
-
-
-def groups_before(groups, saved, keys):
-    """Return for each of `groups` the number of the param group in the state_dict `saved` that its parameters, with
-    these `keys` there, were in; None for a group without parameters. ValueError when there were several."""
+    built = map_tensors(getattr(optimizer, 'construction', groups), lambda name, tensor: tensor)
     group_of = {key: i for i, group in enumerate(saved['param_groups']) for key in group['params']}
-    found = []
-    for group in groups:
+    for group, now in zip(groups, built):
         before = {group_of[keys[i]]: keys[i] for i in group['params']}
         if len(before) > 1:
-            first, second, *_ = before.values()
-            raise ValueError(f'{first} and {second} are in one param group, and were in two: was parameter_groups '
+            raise ValueError(f'{" and ".join(before.values())} were in different param groups: was parameter_groups '
                              'edited?')
-        found.append(next(iter(before), None))
-    return found
+        for i in before:  # none for a group without parameters
+            then = saved['built'][i] if 'built' in saved else now
+            group |= {key: value for key, value in saved['param_groups'][i].items()
+                      if key != 'params' and not first_difference(now.get(key), then.get(key))}
+    state = renamed(saved, {key: i for i, key in enumerate(keys)})['state']
+    optimizer.load_state_dict(dict(saved, state=state, param_groups=groups))
+    for i, p in enumerate(parameters(optimizer)):
+        if i in state:
+            optimizer.state[p] = as_saved(optimizer.state[p], state[i], p)
 
 
 def as_saved(loaded, saved, p):
-    """Return the state `loaded` by load_state_dict for the parameter `p`, with the `saved` dtypes, sharded like `p`.
-
-    It is copied out of the memory-mapped file, whose disk space stays taken while anything refers to it.
-    """
+    """Return the state `loaded` by load_state_dict for the parameter `p`, with the `saved` dtypes, sharded like `p`;
+    copied out of the memory-mapped file, whose disk space stays taken while anything refers to it."""
     if isinstance(loaded, dict):
         return {key: as_saved(value, saved[key], p) if key in saved else value for key, value in loaded.items()}
     if isinstance(loaded, (list, tuple)):
@@ -201,79 +141,43 @@ def spread(value, like):
     return value
 
 
-def lost_in_round_trip(optimizer, fresh, saved):
+def lost_in_round_trip(optimizer, fresh, saved, names):
     """Return the first difference between `optimizer` and `fresh`, built alike but without a state, after `fresh` has
-    loaded the state_dict `saved`; '' when there is none. The learning rate, which the loop sets, does not count."""
-    if nested := nested_optimizers(optimizer):
-        return f'{nested[0]} is an optimizer, whose state no checkpoint holds; derive {type(optimizer).__name__} from '\
-               'runtime.optim.Together'
-    restore(fresh, saved)
-    keys = [group.keys() - {'lr'} for group in optimizer.state_dict()['param_groups']]
+    loaded the state_dict `saved`; '' when there is none."""
+    load_optimizer(fresh, saved, names)
 
     def comparable(one):
         state = one.state_dict()
-        groups = [{key: value for key, value in group.items() if key in compared}
-                  for group, compared in zip(state['param_groups'], keys)]
-        return dict(state, param_groups=groups, attributes=attributes(one))
+        groups = [{key: group.get(key) for key in compared}  # load_state_dict may add settings
+                  for group, compared in zip(state['param_groups'], optimizer.param_groups)]
+        return {**state, 'param_groups': groups, **attributes(one)}
 
-    lost = first_difference(comparable(optimizer), comparable(fresh))
-    if not lost and hasattr(optimizer, 'construction'):
-        optimizer.construction.restored = changed_attributes(optimizer)  # by load_state_dict
-    return lost
-
-
-def left_out(optimizer, state):
-    """Return what `state`, which `to_save` has made of `optimizer`, lacks, as text; '' if nothing: an attribute that
-    has changed since the construction, or an entry of the state of a parameter."""
-    changed = hasattr(optimizer, 'construction') and changed_attributes(optimizer) - optimizer.construction.restored
-    if changed:
-        return f'the attribute {min(changed).partition(".")[2]}'
-    for p, key in zip(parameters(optimizer), state['shapes']):
-        for entry in optimizer.state.get(p, {}).keys() - state['state'].get(key, {}).keys():
-            return f'the state {entry} of {key}'
-    return ''
+    return first_difference(comparable(optimizer), comparable(fresh))
 
 
 @functools.cache
 def no_state():
-    """Return the names of attributes that PyTorch keeps in any optimizer, that checkpoints hold, or that this module
-    keeps. A function, because building an optimizer imports torch._dynamo."""
+    """Return the names of attributes that PyTorch keeps in any optimizer, or that checkpoints hold. A function, because
+    building an optimizer imports torch._dynamo."""
     return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction'}
 
 
 def attributes(optimizer):
-    """Return {PART.NAME…: value} of the numbers and tensors in the attributes of an optimizer and its parts, which a
-    state_dict does not have.
+    """Return {attributes.PART.NAME…: value} of what may be state of an optimizer or its parts, and is not in their
+    state_dict: numbers, tensors, containers, and optimizers that are not parts.
 
-    Parameters are left out, and flags with an underscore, where schedulers and optimizers note what they have checked
-    or warned of.
+    Flags with an underscore are left out: schedulers and optimizers note there what they have checked or warned of.
     """
+    known = parts(optimizer)
     own = [{name: value for name, value in vars(part).items() if name not in no_state()
-            and isinstance(value, (int, float, torch.Tensor, list, tuple, dict))
-            and not (name.startswith('_') and isinstance(value, bool))} for part in parts(optimizer)]
-    return {name.removeprefix('.'): value for name, value in leaves(own, '')
-            if not isinstance(value, torch.nn.Parameter)}
-
-
-def changed_attributes(optimizer):
-    """Return the names, 'PART.NAME', of the attributes that have changed since the construction."""
-    now, then = attributes(optimizer), optimizer.construction.attributes
-    return {'.'.join(name.split('.')[:2]) for name in now.keys() | then.keys()
-            if name not in now or name not in then or not equal(now[name], then[name])}
-
-
-def nested_optimizers(optimizer):
-    """Return the names of the attributes that hold an optimizer that `parts` does not know."""
-    known = set(map(id, parts(optimizer)))
-    return [name for one in parts(optimizer) for attribute, content in vars(one).items() if attribute not in no_state()
-            for name, value in leaves(content, attribute) if hasattr(value, 'param_groups') and id(value) not in known]
+            and (isinstance(value, (int, float, torch.Tensor, list, tuple, dict)) or hasattr(value, 'param_groups'))
+            and not (name.startswith('_') and isinstance(value, bool))} for part in known]
+    return {name: value for name, value in leaves(own, 'attributes') if id(value) not in {*map(id, known)}}
 
 
 def first_difference(a, b, name='state'):
-    """Return the first difference of two nested states, as text; '' when they are equal.
-
-    Of DTensors it compares the shards of this rank.
-    """
+    """Return the first difference of two nested states, as text; '' when they are equal (of DTensors, this rank's
+    shards)."""
     a, b = dict(leaves(a, name)), dict(leaves(b, name))
     if a.keys() != b.keys():
         return f'{min(a.keys() ^ b.keys())} is missing'

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from datetime import timedelta
@@ -14,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime.distributed import run_id
 from runtime.files import first_line, git_commit, warn, write_json, write_text
 
 
@@ -22,16 +22,11 @@ class RunLog:
     """The reports of a run: metrics.jsonl; its lines on the terminal; Weights & Biases if asked for."""
 
     def __init__(self, out_dir, values, enabled):
-        """Start to report.
-
-        Args:
-            out_dir: directory of metrics.jsonl; None to report to the terminal only.
-            values: the settings, key → value.
-            enabled: whether this rank reports; on the others every method does nothing.
-        """
+        """Start to report on the run with the settings `values`: to the terminal only if `out_dir` is None, and not at
+        all on ranks where it is not `enabled`."""
         self.path = Path(out_dir) / 'metrics.jsonl' if enabled and out_dir else None
         self.values, self.enabled, self.wandb = values, enabled, None
-        self.advised = False  # whether `_advise` has said something
+        self.advised = False
         if self.path and values.get('wandb_log'):
             try:
                 self.wandb = start_wandb(self.path, values)
@@ -67,10 +62,9 @@ class RunLog:
 
     def print_what_next(self, iteration, best_val_loss, stopped):
         """Print the result of a finished run and the next commands, or how to resume a `stopped` one."""
-        out_dir = self.values['out_dir']
+        out_dir, quoted = self.values['out_dir'], shlex.quote(self.values['out_dir'])
         if not stopped:
             self.print(f'done: lowest val loss {best_val_loss:.4f}; checkpoints and metrics.jsonl are in {out_dir}')
-            quoted = shlex.quote(out_dir)
             self.print(f'next: python scripts/sample.py {quoted}, python scripts/plot.py {quoted}')
         elif iteration > 0:  # it has saved
             flag = '' if self.values['auto_resume'] else ' with --auto_resume=True'
@@ -100,15 +94,14 @@ class RunLog:
 def start_wandb(path, values):
     """Start a run in Weights & Biases, or continue the one in wandb_id.txt next to metrics.jsonl, `path`.
 
-    Lines that a killed process had not sent are sent again. Offline all of them are, because `wandb sync` of a folder
-    replaces the run of the same id. The x-axis is the iteration: wandb's step must never fall, and a run that resumes
-    from an earlier checkpoint repeats iterations.
+    Sends again the lines that a killed process had not sent; offline all, because `wandb sync` replaces the run. The
+    x-axis is the iteration, because wandb's step must never fall, and resumed runs repeat iterations.
     """
     from wandb import init
     id_path = path.with_name('wandb_id.txt')
     run_id = id_path.read_text(encoding='utf-8').strip() if id_path.is_file() else None
-    run = init(project=values['wandb_project'], name=values['wandb_run_name'] or values['out_dir'],
-                     config=values, id=run_id, resume='allow')
+    run = init(project=values['wandb_project'], name=values['wandb_run_name'] or values['out_dir'], config=values,
+               id=run_id, resume='allow')
     write_text(id_path, f'{run.id}\n')
     run.define_metric('iter')
     run.define_metric('*', step_metric='iter')
@@ -121,22 +114,21 @@ def start_wandb(path, values):
 
 
 def describe_run(out_dir, values, sources, **more):
-    """Write config.json: settings, their sources, command, versions, machine, commit, torchrun's run id, and `more`."""
+    """Write config.json: settings, their sources, command, versions, machine, commit and `more`."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
     for name in {'pytorch_optimizer', 'schedulefree'} & sys.modules.keys():  # whose defaults matter to a run
         with contextlib.suppress(metadata.PackageNotFoundError):  # a copy that is not installed
             versions[name] = metadata.version(name)
     write_json(Path(out_dir) / 'config.json', dict(
         config=values, provenance=sources, command=[Path(sys.executable).name, *sys.argv], **more, versions=versions,
-        machine=machine(), git_commit=git_commit(), run_id=run_id()))
+        machine=machine(), git_commit=git_commit()))
 
 
 def machine():
     """Return a dict of this machine: cpu and gpu (model names; gpu None without CUDA), usable cores, threads."""
     info = Path('/proc/cpuinfo')
-    lines = info.read_text(encoding='utf-8').splitlines() if info.is_file() else []
-    models = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
-    return dict(cpu=models[0] if models else platform.processor() or platform.machine(),
+    model = re.search(r'model name\s*: (.*)', info.read_text(encoding='utf-8')) if info.is_file() else None
+    return dict(cpu=model[1] if model else platform.processor() or platform.machine(),
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                 cores=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(),
                 threads=torch.get_num_threads())
@@ -163,10 +155,8 @@ def rewind_log(path, iteration, last_eval_iter):
     kept = []
     text = path.read_text(encoding='utf-8', errors='replace') if path.is_file() else ''
     for line in text.split('\n'):
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
             if entry['iter'] < iteration or ('val/loss' in entry and entry['iter'] == iteration == last_eval_iter):
                 kept.append(line + '\n')
-        except (ValueError, KeyError, TypeError):
-            pass
     write_text(path, ''.join(kept))

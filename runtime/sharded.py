@@ -1,13 +1,9 @@
 """Checkpoints of sharded models: a directory to which every rank writes its part.
 
 Tensors are as torch.distributed.checkpoint (DCP) saves the dicts of its get_state_dict, which can load them. Everything
-else is in state.pt. This module does what DCP's functions do not:
-
-- plain values and metadata are read without running code (DCP unpickles both without restrictions);
-- all entries of an optimizer's state are read (dcp.load fills those that one step of a fresh optimizer makes);
-- a process without the others reads all shards;
-- a weight with two names is written once;
-- every file has a checksum, and the directory is complete or absent.
+else is in state.pt. Unlike DCP's functions, this module reads plain values and metadata without running code, and all
+entries of an optimizer's state, not only those that one step of a fresh optimizer makes. One process can read all
+shards, a weight with two names is written once, and every file has a checksum.
 """
 
 import functools
@@ -19,10 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.tensor import DTensor, Replicate, zeros
 
-from runtime.files import ASIDE, checksum, first_line, load_pt, put_back, save_pt, sync_directory
+from runtime.files import checksum, first_line, load_pt, put_in_place, save_pt
 from runtime.optimizer_state import map_tensors
 
 
@@ -44,13 +40,11 @@ def tied(model):
 
 def write(world, path, model, state, shards):
     """Write the checkpoint `state`, with the weights of `model` and the DTensors `shards` by name, as the directory
-    `path`.
+    `path`: first under another name, where state.pt, with checksums, is the last file.
 
-    Its files are written to another directory, synced, and their checksums put into state.pt; then rank 0 renames it. A
-    checkpoint that has the path already goes aside for that moment, and comes back if the renaming fails, or if the run
-    is killed and starts again. Collective: every rank must call it. OSError where it failed, on rank 0 at least.
+    Collective: every rank must call it. OSError where it failed, on rank 0 at least.
     """
-    partial, old = path.with_suffix('.partial'), path.with_suffix(ASIDE)
+    partial = path.with_suffix('.partial')
     if world.is_master:
         shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -61,20 +55,15 @@ def write(world, path, model, state, shards):
         raise OSError(f'rank {rank}: {getattr(cause, "strerror", None) or first_line(cause)}') from None
     mine = partial / f'__{world.rank}_0.distcp'
     sums = world.gather(torch.tensor([checksum(mine) if mine.is_file() else -1], device=world.device)).flatten()
-    if not world.is_master:
-        return
-    files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
-    files['.metadata'] = checksum(partial / '.metadata')
-    try:
-        save_pt(partial / 'state.pt', dict(state, files=files, tied=tied(model)))
-        if path.is_dir():  # this iteration's checkpoint from before its evaluation
-            path.rename(old)
-        partial.replace(path)
-        sync_directory(path.parent)
-    finally:
-        put_back(path.parent)
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+    if world.is_master:
+        files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
+        files['.metadata'] = checksum(partial / '.metadata')
+        try:
+            save_pt(partial / 'state.pt', dict(state, files=files, tied=tied(model)))
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        put_in_place(path.parent)
 
 
 class ShardWriter(dcp.FileSystemWriter):
@@ -88,11 +77,9 @@ class ShardWriter(dcp.FileSystemWriter):
 # Reading
 
 
-def read(path, weights=True, check=True):
-    """Read the state of the directory `path`, its model as whole tensors unless `weights` is False; for one process.
-
-    Its 'optimizer' is for `read_optimizer`. ValueError when, with `check`, a file does not fit its checksum.
-    """
+def read_state(path, weights=True, check=True):
+    """Read the state of the directory `path`, its model as whole tensors unless `weights` is False; its 'optimizer' is
+    for `read_optimizer`. ValueError when, with `check`, a file does not fit its checksum."""
     state = load_pt(path / 'state.pt')
     files, also = state.pop('files'), state.pop('tied')
     for name, crc in files.items():
@@ -100,20 +87,20 @@ def read(path, weights=True, check=True):
             raise ValueError(f'{name} does not fit its checksum')
     model = {}
     if weights:
-        model = {name.removeprefix('model.'): torch.empty(entry.size, dtype=entry.properties.dtype)
+        model = {name: torch.empty(entry.size, dtype=entry.properties.dtype)
                  for name, entry in tensors_in(path).items() if name.startswith('model.')}
-        load_into({f'model.{name}': tensor for name, tensor in model.items()}, path)
+        load_into(model, path)
+        model = {name.removeprefix('model.'): tensor for name, tensor in model.items()}
         model |= {name: model[first] for name, first in also.items()}
     return dict(state, model=model)
 
 
 def read_model(path, model):
     """Fill the weights of `model`, sharded or not, from the directory `path`; ValueError when they do not fit."""
-    saved = {name: entry.size for name, entry in tensors_in(path).items() if name.startswith('model.')}
     targets = model_tensors(model)
-    for name in saved.keys() | targets.keys():
-        if name not in saved or name not in targets or saved[name] != targets[name].shape:
-            raise ValueError(f'{name} is missing or has another shape')
+    saved = {(name, entry.size) for name, entry in tensors_in(path).items() if name.startswith('model.')}
+    if differing := saved ^ {(name, tensor.shape) for name, tensor in targets.items()}:
+        raise ValueError(f'{min(differing)[0]} is missing or has another shape')
     load_into(targets, path)
 
 
@@ -159,8 +146,6 @@ class ShardReader(dcp.FileSystemReader):
         """Read the metadata; UnpicklingError when it is about anything but tensors."""
         with (Path(self.path) / '.metadata').open('rb') as f:
             metadata = MetadataUnpickler(f).load()
-        if not all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()):
-            raise pickle.UnpicklingError('not a tensor')
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
