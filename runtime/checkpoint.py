@@ -207,12 +207,8 @@ def clean_state_dict(weights):
 
 
 def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=False):
-    """Make `out_dir` this run's own, and load the checkpoint from which the run resumes: rank 0 chooses it. Return
-    (path, state), or (None, None) for a start without a checkpoint.
-
-    Args:
-        must_resume, may_resume: whether to resume from a checkpoint, which must be there, or if there is one.
-        read_only: nothing will be written (evaluation), so other runs may use the directory.
+    """Make `out_dir` this run's own, unless `read_only`, and load the checkpoint from which the run must or may resume.
+    Return (path, state), or (None, None) for a start without a checkpoint.
 
     SystemExit when another run has the directory, it cannot be written, there is nothing to resume, the run would
     overwrite checkpoints, or torchrun has restarted a run that had diverged.

@@ -32,27 +32,24 @@ def one_message():
 class World:
     """The ranks of this run, from torchrun's environment, and their collectives.
 
-    Attributes: rank, local_rank, size, is_master (rank 0), device (torch.device of this rank), started (time of the
-    run's start); sharded: whether parameters are spread over the ranks. If so, all ranks must take part in a forward.
+    Attributes: rank, size, is_master (rank 0), device (torch.device of this rank), started (time of the run's start);
+    sharded: whether parameters are spread over the ranks. If so, all ranks must take part in every forward.
     """
 
     def __init__(self, device, backend, parallel='ddp'):
-        """Join the process group, until the end of `undo_at_end`.
+        """Join the process group, until the end of `undo_at_end`. SystemExit when the environment, the device ('cuda':
+        the local rank's) or the backend does not allow it.
 
-        Args:
-            device: as --device; 'cuda' becomes the device of this local rank.
-            parallel: 'ddp': every rank holds the model. 'fsdp': all ranks together hold it once. 'hsdp': the ranks of
-                each machine do.
-
-        SystemExit when the environment, the device or the backend does not allow it.
+        `parallel`: 'ddp': every rank holds the model. 'fsdp': all ranks together hold it once. 'hsdp': the ranks of
+        each machine do.
         """
         self.started = time.monotonic()
-        self.rank, self.local_rank, self.size = ranks_from_environment()
+        self.rank, local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
         self.parallel, self.sharded = parallel, parallel != 'ddp'
         self.reducer = None  # the module whose backward pass sums gradients over ranks, see `wrap`
         if device == 'cuda':
-            device = f'cuda:{self.local_rank}'  # set_device needs an index
+            device = f'cuda:{local_rank}'  # set_device needs an index
         self.device = check_device(device)
         if self.device.type == 'cuda':
             torch.cuda.set_device(self.device)
@@ -235,14 +232,12 @@ def restarts():
 
 def ranks_from_environment():
     """Return torchrun's (rank, local rank, number of ranks); (0, 0, 1) without it. SystemExit for invalid ones."""
-    found = []
-    for key, lowest in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1).items():
-        text = os.environ.get(key, str(lowest))
-        if not text.isdecimal() or int(text) < lowest:
-            raise SystemExit(f'{key}={text}: must be a whole number, at least {lowest}; start with torchrun, or unset '
-                             f'{key}')
-        found.append(int(text))
-    rank, _, size = found
+    defaults = dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1')
+    found = {key: os.environ.get(key, default) for key, default in defaults.items()}
+    for key, text in found.items():
+        if not text.isdecimal():
+            raise SystemExit(f'{key}={text}: must be a whole number; start with torchrun, or unset {key}')
+    rank, local_rank, size = map(int, found.values())
     if rank >= size:
         raise SystemExit(f'RANK={rank}: must be below WORLD_SIZE={size}; start with torchrun, or unset both')
-    return tuple(found)
+    return rank, local_rank, size

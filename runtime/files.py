@@ -4,7 +4,6 @@ that only plot stay light."""
 import contextlib
 import hashlib
 import json
-import math
 import os
 import shutil
 import socket
@@ -26,7 +25,7 @@ def atomic_write(path, mode='wb', sync=False):
     after `sync_directory`.
     """
     path = Path(path)
-    # Named after the process, because several tasks of a sweep may write the same file.
+    # Several tasks of a sweep may write the same file.
     partial = path.with_name(f'{path.name}.{socket.gethostname()}.{os.getpid()}.partial')
     try:
         with partial.open(mode, encoding=None if 'b' in mode else 'utf-8') as f:
@@ -52,17 +51,12 @@ def write_text(path, text):
 
 def write_json(path, value):
     """Replace the file `path` with indented JSON, as `write_text` does. NaN and infinity become null."""
-    def finite(value):
-        if isinstance(value, dict):
-            return {key: finite(entry) for key, entry in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [finite(entry) for entry in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-    write_text(path, json.dumps(finite(value), indent=1) + '\n')
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    write_text(path, json.dumps(finite, indent=1) + '\n')
 
 
 def save_pt(path, state):
-    """Write the dict `state` to the file `path`, complete and synced or not at all. OSError when that fails."""
+    """Write the dict `state` to the file `path`, complete and synced, or raise OSError."""
     import torch
     try:
         with atomic_write(path, sync=True) as f:

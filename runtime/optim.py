@@ -31,7 +31,7 @@ def parts(optimizer):
 
 
 def averaging(optimizer):
-    """Return the parts whose weights to evaluate are not those that training continues with: schedule-free ones."""
+    """Return the parts that evaluate other weights than they train: schedule-free ones."""
     return [part for part in parts(optimizer) if hasattr(part, 'eval') and hasattr(part, 'train')]
 
 

@@ -148,10 +148,8 @@ def append_line(path, line):
 
 
 def rewind_log(path, iteration, last_eval_iter):
-    """Remove from a metrics.jsonl torn lines, and lines that a run resumed at `iteration` will write again.
-
-    `last_eval_iter`: iteration of the last evaluation, which precedes that iteration's update.
-    """
+    """Remove from a metrics.jsonl torn lines, and lines that a run resumed at `iteration` will write again, but for
+    the evaluation at `last_eval_iter`, which precedes that iteration's update."""
     kept = []
     text = path.read_text(encoding='utf-8', errors='replace') if path.is_file() else ''
     for line in text.split('\n'):

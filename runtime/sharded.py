@@ -105,12 +105,8 @@ def read_model(path, model):
 
 
 def read_optimizer(path, saved, params):
-    """Read the state_dict of the optimizer in the directory `path`.
-
-    Args:
-        saved: its state from `optimizer_state.to_save`, with tensors on the device 'meta' where shards were saved.
-        params: {key: parameter} of `saved`'s parameters. Shards are read as DTensors where these are, else whole.
-    """
+    """Return the optimizer's state_dict `saved` with tensors on the device 'meta' read from the directory `path`: as
+    DTensors where the parameter in `params`, {key: parameter}, is one, else whole."""
     targets = {}
 
     def target(like, name, tensor):

@@ -115,7 +115,7 @@ def test_a_cuda_device_has_an_index(monkeypatch, environment, index):
 
 @pytest.mark.parametrize('environment, words', [
     (dict(WORLD_SIZE=''), 'WORLD_SIZE=: must be a whole number'),
-    (dict(WORLD_SIZE='0'), 'WORLD_SIZE=0: must be a whole number, at least 1'),
+    (dict(WORLD_SIZE='0'), 'RANK=0: must be below WORLD_SIZE=0'),
     (dict(RANK='abc'), 'RANK=abc: must be a whole number'), (dict(LOCAL_RANK='-1'), 'LOCAL_RANK=-1: must be'),
     (dict(RANK='2', WORLD_SIZE='2'), 'RANK=2: must be below WORLD_SIZE=2; start with torchrun, or unset both'),
     (dict(WORLD_SIZE='2'), 'WORLD_SIZE=2: MASTER_ADDR or MASTER_PORT is not set; start with torchrun, or unset'),
