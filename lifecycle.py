@@ -155,7 +155,7 @@ def check_step(run, step, loader):
         if run.fresh is not None:
             with run.world.exit_together():
                 checkpoint.check_plain(asdict(state), 'TrainState')
-            checkpoint.check_round_trip(run.world, run.optimizer, run.fresh)
+            checkpoint.check_round_trip(run.world, run.raw_model, run.optimizer, run.fresh)
             run.fresh = None  # frees its state
         return
     state.skipped_in_a_row += 1
@@ -229,7 +229,6 @@ def close_run(run):
     if run.saved and not c.eval_only:
         log.print_what_next(state.iter, state.best_val_loss, to_resume)
     log.close()
-    run.world.close()
     if not run.saved:
         newest = next(iter(checkpoint.checkpoints(c.out_dir)), 'none')
         raise SystemExit(f'{c.out_dir}: the last checkpoint could not be saved; the newest one there: {newest}')

@@ -42,7 +42,7 @@ class Origin:
             if unknown := progress.keys() - vars(run.state).keys():
                 raise SystemExit(f'{self.path}: was saved by a different train.py (its TrainState has {min(unknown)}); '
                                  'resume with that one, or choose another --out_dir')
-            checkpoint.restore(self.path, self.saved, run.raw_model, run.optimizer, run.scaler)
+            checkpoint.load_tensors(self.path, self.saved, run.raw_model, run.optimizer, run.scaler)
             optim.back_to_training(run.optimizer)  # checkpoints are saved in evaluation mode
         vars(run.state).update(progress)
         if not self.comparable:

@@ -34,7 +34,7 @@ from runtime import checkpoint, optim
 from runtime import device as devices
 from runtime.distributed import World, one_message, ranks_from_environment
 from runtime.rng import DROPOUT, keyed_seed, seed_all
-from runtime.signals import StopSignals, protect_streams, restored_signals
+from runtime.signals import StopSignals, protect_streams, undo_at_end
 from runtime.speed import Speed
 from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token, pretrained
 
@@ -284,7 +284,7 @@ def begin(c):
         check_contract(model)
     run = set_up(c, world, model)
     origin.restore(run)
-    run.val_data, run.stops = val_data, StopSignals(c.max_hours, speaks=world.is_master)
+    run.val_data, run.stops = val_data, StopSignals(world, c.max_hours)
     run.about = dict(data=fingerprints, tokenizer=data.tokenizer, changes=origin.changes, code=origin.code)
     if not c.eval_only:
         run.fresh = make_optimizer(c, model)
@@ -362,7 +362,7 @@ def evaluate(run, data):
     total = world.zeros(2, 2)  # the sum of each loss, and the number of its predictions
     for X, Y in ValidationLoader(data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank, world.size,
                                  world.device):
-        run.stops.exchange(world)
+        run.stops.exchange()
         if run.stops.stopping:
             break
         with run.autocast:
@@ -424,8 +424,7 @@ def main(argv):
     train(c)
 
 
-@restored_signals()
-@checkpoint.released_locks()
+@undo_at_end()
 def train(c):
     """Train as the `Config` says."""
     run, data = begin(c)
@@ -463,7 +462,7 @@ def train(c):
             log.record(state, log.progress_line(state.iter, metrics), metrics)
         state.tokens += step.tokens
         state.iter += 1
-        if stops.exchange(world) and not stops.stopping:
+        if stops.exchange() and not stops.stopping:
             lifecycle.save(run)
 
     loader.close()

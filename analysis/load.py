@@ -67,9 +67,9 @@ def load(path, device='cpu', tokenizer=None):
         model = GPT.from_pretrained(path)
         meta = folder_meta(given, model.config.vocab_size)
         return Loaded(given.name, given, model.to(device).eval(), chosen_tokenizer(tokenizer, meta, path))
-    path, state = checkpoint.load(path)
+    path, state = checkpoint.load_checkpoint(path)
     state.pop('optimizer', None)
-    best = checkpoint.path_of(given, checkpoint.BEST)
+    best = checkpoint.best_path(given)
     if path.parent == given and best.exists() and not best.samefile(path):
         print(f'note: {path} is the newest; {best} had the lowest validation loss', file=sys.stderr)
     if files := [name for name in differing_files(state.get('code'), code_hashes())

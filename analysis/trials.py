@@ -23,7 +23,7 @@ from analysis.figures import print_table
 from analysis.runs import defaults, mean_final_loss, notes_on, read_run, validation_sequences
 from model import GPTConfig
 from runtime.files import code_hashes, differing_files
-from runtime.signals import restored_signals
+from runtime.signals import undo_at_end
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
@@ -151,7 +151,7 @@ def argparser(doc):
     return parser
 
 
-@restored_signals()
+@undo_at_end()
 def train_all(trials, jobs, launcher):
     """Train `trials`, `jobs` at a time, each from where it stopped, unless it has ended. Reports each on stderr.
 

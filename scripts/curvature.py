@@ -114,7 +114,7 @@ def diagonal_halves(model, params, sequences):
 
 def state_of_run(loaded, names):
     """Return (h, m) of a checkpoint as vectors in the order of the parameters' `names`; (None, None) without h."""
-    saved = checkpoint.load(loaded.path)[1].get('optimizer')
+    saved = checkpoint.load_checkpoint(loaded.path)[1].get('optimizer')
     if not saved or not any('hessian' in own for own in saved['state'].values()):
         return None, None
     if 'shapes' not in saved:

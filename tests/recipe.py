@@ -172,7 +172,7 @@ def a_second_head():
             total += p_1[labels[0]] * p_2[labels[1]] * hook.optimizer.state[p]['hessian']
     close(found, expected, rtol=1e-5, atol=1e-9)
     trains()
-    state = checkpoint.load(run()['out'])[1]['optimizer']['state']
+    state = checkpoint.load_checkpoint(run()['out'])[1]['optimizer']['state']
     assert all(entry['hessian'].any() for entry in state.values())
 
 
@@ -222,12 +222,12 @@ def rotary_positions():
     from runtime import checkpoint
     off = run()
     assert off['train/loss'] == unedited('sophiag')['train/loss']
-    args = checkpoint.load(off['out'])[1]['model_args']
+    args = checkpoint.load_checkpoint(off['out'])[1]['model_args']
     assert list(args) == ['block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias']  # nanoGPT's
     follows(rope=True)
     trains('--rope=True')
     on = run('--rope=True')['out']
-    assert checkpoint.load(on)[1]['model_args'] == dict(args, rope=True) and load(on).model.config.rope
+    assert checkpoint.load_checkpoint(on)[1]['model_args'] == dict(args, rope=True) and load(on).model.config.rope
     with pytest.raises(SystemExit, match='the model differs in rope'):
         run('--init_from=resume', out=on)
 
@@ -237,8 +237,8 @@ def a_frozen_teacher():
     from analysis.load import load
     from runtime import checkpoint
     teacher = run('--bias=True')['out']
-    saved, student = checkpoint.load(teacher)[1]['model'], resumes(f'--teacher={teacher}')
-    state = checkpoint.load(student['out'])[1]['model']
+    saved, student = checkpoint.load_checkpoint(teacher)[1]['model'], resumes(f'--teacher={teacher}')
+    state = checkpoint.load_checkpoint(student['out'])[1]['model']
     assert all(torch.equal(state[f'teacher.{name}'], value) for name, value in saved.items())
     assert not torch.equal(state['lm_head.weight'], saved['lm_head.weight'])
     ours, plain = (json.loads(Path(found['out'], 'config.json').read_text()) for found in (student, run()))
@@ -361,7 +361,7 @@ def a_hessian_optimizer():
     """Too many coordinates are clipped, so γ grows before all estimates but the first; a resume goes on with it."""
     from runtime import checkpoint
     found = resumes_and_shards('adaptive')
-    for group in checkpoint.load(found['out'])[1]['optimizer']['param_groups']:
+    for group in checkpoint.load_checkpoint(found['out'])[1]['optimizer']['param_groups']:
         assert group['gamma'] == 1e-3 * 1.01 ** 2 and max(found['update_unclipped']) < 0.3
 
 
@@ -395,7 +395,7 @@ def average_of_the_weights():
     average = weights[0]
     for latest in weights[1:]:
         average = [0.5 * a + 0.5 * p for a, p in zip(average, latest)]
-    state = checkpoint.load(found['out'])[1]
+    state = checkpoint.load_checkpoint(found['out'])[1]
     close([state['model'][name] for name in state['optimizer']['shapes']], average)
     resumes_and_shards('averaged')
 
@@ -473,7 +473,7 @@ def another_schedule():
 def another_metric():
     from runtime import checkpoint
     found = run()
-    weight = checkpoint.load(found['out'])[1]['model']['lm_head.weight']
+    weight = checkpoint.load_checkpoint(found['out'])[1]['model']['lm_head.weight']
     close(found['head_norm'][-1], weight.norm().item(), rtol=1e-5, atol=0)
     blocks = torch.tensor([found[f'grad_norm/{i}'] for i in range(2)])
     assert (blocks > 0).all() and (blocks.norm(dim=0) < torch.tensor(found['grad_norm'])).all()

@@ -142,9 +142,9 @@ def contents(out_dir):
     found = {'metrics.jsonl': [{key: value for key, value in json.loads(line).items() if key not in MEASURED}
                                for line in (out_dir / 'metrics.jsonl').read_text().splitlines()]}
     for name, path in dict(last=checkpoint.checkpoints(out_dir)[0],
-                           best=checkpoint.path_of(out_dir, checkpoint.BEST)).items():
+                           best=checkpoint.best_path(out_dir)).items():
         if path.exists():
-            _, state = checkpoint.load(path)
+            _, state = checkpoint.load_checkpoint(path)
             if path.is_dir():
                 optimizer = state['optimizer']
                 state['optimizer'] = sharded.read_optimizer(path, optimizer, dict.fromkeys(optimizer['state']))

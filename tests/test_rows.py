@@ -189,7 +189,7 @@ def first_step(name):
     model = tiny_gpt()
     optimizer, fresh = (build_optimizer(name, parameter_groups(model, 0.1), lr=LR) for _ in range(2))
     step(model, [optimizer], 0)
-    checkpoint.check_round_trip(World('cpu', 'gloo'), optimizer, fresh)
+    checkpoint.check_round_trip(World('cpu', 'gloo'), model, optimizer, fresh)
 
 
 @pytest.mark.parametrize('name', [

@@ -15,7 +15,7 @@ from fake_runs import SHAPE, fake_run, rows_of
 
 from analysis import runs, trials
 from runtime import checkpoint, files
-from runtime.signals import restored_signals
+from runtime.signals import undo_at_end
 from scripts import curvature, plan, records, speedup, sweep, tune
 from scripts import eval as evaluation
 
@@ -211,7 +211,7 @@ def test_a_table_of_a_received_directory_executes_nothing(tmp_path, capsys):
     assert 'finished' in capsys.readouterr().out and not mark.exists()
 
 
-@restored_signals()
+@undo_at_end()
 def test_a_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
     argv = ['--out_dir', str(tmp_path), '--grid', 'seed=1', '--', *TINY, f'--dataset={corpus}', '--max_iters=300',
             '--eval_interval=10000', '--eval_iters=1']
