@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from runtime import optimizer_state
-from runtime.distributed import ranks_from_environment, restarts
+from runtime.distributed import ranks_from_environment, restarts, run_id
 from runtime.files import FAILED, atomic_write, first_line, load_pt, put_in_place, save_pt, warn
 from runtime.optim import parameters
 from runtime.signals import NOT_FINITE, UNDO
@@ -42,6 +42,10 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
     with world.exit_together():
         check_plain(state['train_state'], 'TrainState')
         saved_optimizer, shards = optimizer_state.to_save(optimizer, parameter_names(model), world.sharded)
+    lost = optimizer_state.left_out(optimizer, saved_optimizer)
+    if lost and world.is_master:
+        warn(f'{type(optimizer).__name__}: no checkpoint holds {lost}, so a resumed run would differ; keep all state '
+             'in `state` and `param_groups`')
     path, saved = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}{"" if world.sharded else ".pt"}', True
     state = dict(state, best=best, optimizer=saved_optimizer)
     try:
@@ -208,7 +212,7 @@ def clean_state_dict(weights):
 
 def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=False):
     """Make `out_dir` this run's own, unless `read_only`, and load the checkpoint from which the run must or may resume.
-    Return (path, state), or (None, None) for a start without a checkpoint.
+    One that torchrun has restarted may in any case. Return (path, state), or (None, None) without a checkpoint.
 
     SystemExit when another run has the directory, it cannot be written, there is nothing to resume, the run would
     overwrite checkpoints, or torchrun has restarted a run that had diverged.
@@ -217,20 +221,22 @@ def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=F
     with world.exit_together():
         if world.is_master:
             exist = checkpoints(out_dir) or list(out_dir.glob('ckpt_*.partial/state.pt'))
+            restarted = not read_only and was_restarted(out_dir)
+            resumes = must_resume or may_resume or restarted
             if must_resume and not exist:
                 raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it, nothing to resume; check --out_dir, use '
                                  "--auto_resume=True, or export nanoGPT's ckpt.pt with scripts/export_hf.py and set "
                                  '--init_from=FOLDER')
-            if restarts() and not read_only and (out_dir / FAILED).is_file():
+            if restarted and (out_dir / FAILED).is_file():
                 print(f'{out_dir / FAILED}: the run has diverged and would diverge again; it is not trained again',
                       file=sys.stderr)
                 raise SystemExit(NOT_FINITE)
             if not read_only:
                 lock_out_dir(out_dir)
-                if exist and not (must_resume or may_resume):
+                if exist and not resumes:
                     raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that '
                                      'run with --auto_resume=True, or choose another --out_dir')
-            if exist and (must_resume or may_resume):
+            if exist and resumes:
                 path, state = load_newest(out_dir, weights=False)
                 if state.get('best') and not read_only:
                     name_best(path)  # unless the run was killed before that
@@ -242,6 +248,18 @@ def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=F
         if iteration >= 0 and not world.is_master:
             path, state = load_checkpoint(path_of(out_dir, iteration), weights=False, check=False)
     return path, state
+
+
+def was_restarted(out_dir):
+    """Return whether torchrun has restarted the run in `out_dir`, that is, config.json has its run id. If it has
+    another, the directory belongs to another run, and the first attempt was refused."""
+    about = out_dir / 'config.json'
+    if not (restarts() and run_id() and about.is_file()):
+        return False
+    try:
+        return json.loads(about.read_text(encoding='utf-8')).get('run_id') == run_id()
+    except ValueError:
+        return False
 
 
 def lock_out_dir(out_dir):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import torch
 
@@ -29,9 +30,16 @@ def map_tensors(value, function, name=''):
 
 
 def record_construction(optimizer):
-    """Keep with `optimizer`, which was just built, the values of its param groups, which checkpoints hold, too."""
-    optimizer.construction = copy.deepcopy([
-        {key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups])
+    """Keep with `optimizer`, which was just built, copies of the values of its param groups, which checkpoints hold,
+    too, and of its `attributes`. A round trip adds the names of those that a load brings back."""
+    groups = [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
+    optimizer.construction = SimpleNamespace(groups=copy.deepcopy(groups), attributes=copied(attributes(optimizer)),
+                                             restored=set())
+
+
+def copied(values):
+    """Return a copy of a dict, with copies of its tensors."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
 def to_save(optimizer, names, sharded):
@@ -46,7 +54,7 @@ def to_save(optimizer, names, sharded):
     state = dict(renamed(optimizer.state_dict(), dict(enumerate(names[p] for p in params))),
                  shapes={names[p]: tuple(p.shape) for p in params})
     if hasattr(optimizer, 'construction'):
-        state['built'] = optimizer.construction
+        state['built'] = optimizer.construction.groups
 
     def placeholder(name, tensor):
         if is_sharded(tensor):
@@ -103,7 +111,8 @@ def load_optimizer(optimizer, saved, names):
     checkpoints do not say what their groups were built with, so that all values are restored.
     """
     keys, groups = keys_of(optimizer, saved, names), optimizer.state_dict()['param_groups']
-    built = map_tensors(getattr(optimizer, 'construction', groups), lambda name, tensor: tensor)
+    built = optimizer.construction.groups if hasattr(optimizer, 'construction') else groups
+    built = map_tensors(built, lambda name, tensor: tensor)
     group_of = {key: i for i, group in enumerate(saved['param_groups']) for key in group['params']}
     for group, now in zip(groups, built):
         before = {group_of[keys[i]]: keys[i] for i in group['params']}
@@ -152,7 +161,28 @@ def lost_in_round_trip(optimizer, fresh, saved, names):
                   for group, compared in zip(state['param_groups'], optimizer.param_groups)]
         return {**state, 'param_groups': groups, **attributes(one)}
 
-    return first_difference(comparable(optimizer), comparable(fresh))
+    lost = first_difference(comparable(optimizer), comparable(fresh))
+    if not lost and hasattr(optimizer, 'construction'):
+        optimizer.construction.restored = changed_attributes(optimizer)
+    return lost
+
+
+def left_out(optimizer, saved):
+    """Return what `saved`, the result of `to_save`, lacks of `optimizer`, as text; '' if nothing: an attribute that has
+    changed since the construction, or an entry of the state of a parameter."""
+    if hasattr(optimizer, 'construction') and (new := changed_attributes(optimizer) - optimizer.construction.restored):
+        return f'the attribute {min(new)}'
+    for p, key in zip(parameters(optimizer), saved['shapes']):
+        if entries := optimizer.state.get(p, {}).keys() - saved['state'].get(key, {}).keys():
+            return f'the state {min(entries)} of {key}'
+    return ''
+
+
+def changed_attributes(optimizer):
+    """Return the names of the attributes that have changed since the construction."""
+    now, then = attributes(optimizer), optimizer.construction.attributes
+    return {name.split('.')[2] for name in now.keys() | then.keys()
+            if name not in now or name not in then or not equal(now[name], then[name])}
 
 
 @functools.cache
@@ -164,7 +194,7 @@ def no_state():
 
 def attributes(optimizer):
     """Return {attributes.PART.NAME…: value} of what may be state of an optimizer or its parts, and is not in their
-    state_dict: numbers, tensors, containers, and optimizers that are not parts.
+    state_dict: numbers, tensors but parameters, containers, and optimizers that are not parts.
 
     Flags with an underscore are left out: schedulers and optimizers note there what they have checked or warned of.
     """
@@ -172,7 +202,8 @@ def attributes(optimizer):
     own = [{name: value for name, value in vars(part).items() if name not in no_state()
             and (isinstance(value, (int, float, torch.Tensor, list, tuple, dict)) or hasattr(value, 'param_groups'))
             and not (name.startswith('_') and isinstance(value, bool))} for part in known]
-    return {name: value for name, value in leaves(own, 'attributes') if id(value) not in {*map(id, known)}}
+    return {name: value for name, value in leaves(own, 'attributes')
+            if id(value) not in {*map(id, known)} and not isinstance(value, torch.nn.Parameter)}
 
 
 def first_difference(a, b, name='state'):

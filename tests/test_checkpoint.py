@@ -134,6 +134,7 @@ def test_a_resumed_optimizer_is_the_same_bit_for_bit(tmp_path, name):
 
 class Counting(Toy):
     """Counts its steps in an attribute, which is not part of its state_dict."""
+    first = 0  # the step from which it counts
 
     def __init__(self, params, lr):
         super().__init__(params, lr)
@@ -141,7 +142,11 @@ class Counting(Toy):
 
     def step(self):
         super().step()
-        self._t += 1
+        self._t += self.param_groups[0]['k'] > self.first
+
+
+class CountingLater(Counting):
+    first = 3
 
 
 class Looking(Toy):
@@ -176,6 +181,32 @@ def test_a_state_that_would_not_come_back_is_found_after_the_first_step(build, l
     trained(model, optimizer, range(1))
     words = f'{build.__name__}: a checkpoint would not bring back its state {lost}'
     assert words in rejection(checkpoint.check_round_trip, WORLD, model, optimizer, built(build, model))
+
+
+class Dropping(Toy):
+    """Leaves a state out of its state_dict."""
+
+    def state_dict(self):
+        found = super().state_dict()
+        return dict(found, state={i: {key: value for key, value in state.items() if key != 'late'}
+                                  for i, state in found['state'].items()})
+
+
+def test_a_state_that_first_changes_later_is_found_at_a_save(tmp_path, capsys):
+    """Values that a scheduler keeps with the optimizer do not count."""
+    for build, lost in (CountingLater, 'the attribute _t'), (Dropping, 'the state late of 0.bias'):
+        model, optimizer = made(build)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0)
+        for i in range(5):
+            trained(model, optimizer, range(i, i + 1))
+            scheduler.step()
+            if i == 0:
+                checkpoint.check_round_trip(WORLD, model, optimizer, built(build, model))
+                saved(tmp_path, model, optimizer, i)
+                assert not capsys.readouterr().err
+        optimizer.state[model[0].bias]['late'] = 1.0
+        assert saved(tmp_path, model, optimizer, 5)
+        assert capsys.readouterr().err.startswith(f'warning: {build.__name__}: no checkpoint holds {lost}, so a')
 
 
 def test_values_of_groups_are_restored_as_saved_unless_they_are_built_otherwise(tmp_path, capsys):
