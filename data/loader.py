@@ -97,6 +97,8 @@ class Bin:
 def missing(path):
     """Return the error message for a bin that does not exist, with what may help."""
     folder, script = path.parent, path.with_name('prepare.py')
+    if folder.suffix == '.bin':
+        return f'--dataset={folder}: must be the directory of train.bin and val.bin; set --dataset={folder.parent}'
     near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob('*')], n=1)
     if near and not folder.exists():
         return f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?'

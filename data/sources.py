@@ -124,7 +124,7 @@ def expand(paths):
     for path in paths:
         found = sorted(p for p in path.rglob('*') if p.is_symlink() or not p.is_dir()) if path.is_dir() else [path]
         found = [p for p in found if not any(name[0] == '.' for name in p.relative_to(path).parts)]
-        readable = [p for p in found if reader_of(p)]
+        readable = [p for p in found if reader_of(p) and not p.is_dir()]
         if not readable:
             raise SystemExit(f'{path}: no .txt, .jsonl or .parquet file')
         if others := [p for p in found if p not in readable]:

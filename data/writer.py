@@ -86,7 +86,7 @@ def lock(out_dir):
 
 
 def find_existing(out_dir, identity):
-    """Return meta.json of the finished bins in `out_dir`, None if there are none or an unfinished run of this identity.
+    """Return meta.json of the finished bins in `out_dir`, None if bins of this identity are missing or not complete.
 
     SystemExit if anything else is there.
     """
@@ -96,8 +96,14 @@ def find_existing(out_dir, identity):
             if wrong := [key for key in identity if meta.get(key) != identity[key]]:
                 raise SystemExit(f'{path}: already there, of other data ({wrong[0]} {meta.get(wrong[0])!r}, not '
                                  f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
-            return meta if name == 'meta.json' else None
+            return meta if name == 'meta.json' and complete(out_dir, meta) else None
     return None
+
+
+def complete(out_dir, meta):
+    """Return whether the bins in `out_dir` exist and have the size that `meta`, the content of meta.json, says."""
+    itemsize, bins = np.dtype(meta['dtype']).itemsize, {split: out_dir / f'{split}.bin' for split in SPLITS}
+    return all(bin.exists() and bin.stat().st_size == meta[split]['tokens'] * itemsize for split, bin in bins.items())
 
 
 def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):

@@ -493,6 +493,9 @@ def test_other_bins_in_the_way(tmp_path, capsys):
     assert 'nothing to do' in capsys.readouterr().out
     assert "revision 'r1', not 'r2'" in rejection(write, small_corpus('r2'))
     assert "tokenizer 'byte', not 'gpt2'" in rejection(write, small_corpus(), get_tokenizer('gpt2'))
+    (tmp_path / 'train.bin').write_bytes(b'\1')  # damaged bins of the same data are made again
+    (tmp_path / 'val.bin').unlink()
+    assert write(small_corpus()) == before == bins(tmp_path)[2]
 
 
 def test_finished_bins_stay_until_others_are_complete(tmp_path):
@@ -699,6 +702,13 @@ def test_few_documents_are_split_by_position(documents, val, tmp_path):
     assert ''.join(found['val']) == val
 
 
+def test_a_small_val_split_gets_a_note(tmp_path):
+    (tmp_path / 'a.txt').write_text('title\n' + 'ACGT' * 5000)
+    command = ['text', tmp_path / 'a.txt', '--tokenizer', 'byte', '--out_dir', tmp_path / 'out', '--overwrite']
+    for fraction, noted in ((0.01, True), (0.4, False)):
+        assert ('larger --val_fraction' in prepare(*command, '--val_fraction', fraction)) == noted
+
+
 def test_few_large_documents_are_not_in_memory_together(tmp_path):
     (tmp_path / 'a.txt').write_text(f'{"x" * 99}\n{EOT}'.join('x' * 10 ** 6 for _ in range(20)))
     tracemalloc.start()
@@ -740,10 +750,10 @@ def test_the_files_of_a_directory(tmp_path, capsys):
     (tmp_path / 'one.txt').write_text('one')
     linked.mkdir()
     (linked / 'x.txt').write_text('linked')
-    (folder / 'linked').symlink_to(linked)
+    (folder / 'linked.txt').symlink_to(linked)
     assert sources.expand([tmp_path / 'one.txt', folder]) == [tmp_path / 'one.txt', *(
         folder / name for name in ('a.jsonl.gz', 'b/1.TXT', 'b/2.txt', 'c.txt', 'd.parquet/part.txt'))]
-    assert capsys.readouterr().err == f'note: {folder}: not read: README.md linked x.gz\n'
+    assert capsys.readouterr().err == f'note: {folder}: not read: README.md linked.txt x.gz\n'
     (tmp_path / 'empty').mkdir()
     assert rejection(sources.expand, [tmp_path / 'empty']).endswith('empty: no .txt, .jsonl or .parquet file')
 

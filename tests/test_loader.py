@@ -152,10 +152,10 @@ def test_a_missing_data_set_is_named_with_what_helps(tmp_path, monkeypatch):
     explained = 'no such file; --dataset is a directory with train.bin and val.bin, made by python data/'
     for dataset, path, command in [
             ('mine', 'data/mine', 'text/prepare.py FILE... --out_dir data/mine'),
-            ('data/mine', 'data/mine', 'text/prepare.py FILE... --out_dir data/mine'),
-            ('data/pysource/train.bin', 'data/pysource/train.bin', 'text/prepare.py FILE... --out_dir data/pysource/'
-             'train.bin')]:
+            ('data/mine', 'data/mine', 'text/prepare.py FILE... --out_dir data/mine')]:
         assert rejection(open_dataset, dataset, 1) == f'{path}/train.bin: {explained}{command}'
+    assert rejection(open_dataset, 'x/train.bin', 1) == (
+        '--dataset=x/train.bin: must be the directory of train.bin and val.bin; set --dataset=x')
     Path('data/fineweb').mkdir()
     Path('data/fineweb/prepare.py').touch()
     assert rejection(open_dataset, 'fineweb', 1) == f'data/fineweb/train.bin: {explained}fineweb/prepare.py'

@@ -15,6 +15,8 @@ from data.sources import argument_parser, files_corpus
 from data.tokenizer import get_tokenizer
 from data.writer import write_bins
 
+SHORT = 4 * 1024  # tokens: a few sequences of the default block_size
+
 
 def main():
     parser = argument_parser(__doc__, __file__, tokenizer='gpt2')
@@ -26,7 +28,10 @@ def main():
     if not 0 < args.val_fraction <= 0.5:
         parser.error(f'--val_fraction={args.val_fraction}: must be above 0 and at most 0.5')
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
-    write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
+    meta = write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
+    if meta['val']['tokens'] < SHORT:
+        print(f'note: val.bin has fewer than {SHORT:,} tokens, so its loss is a rough estimate; set a larger '
+              '--val_fraction or --val_file', file=sys.stderr)
 
 
 if __name__ == '__main__':
