@@ -27,7 +27,7 @@ def parse(argv):
     """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', nargs='?', help=f'{MODEL_HELP} (default: out)')
-    parser.add_argument('--out_dir', default='out', help="the same, as nanoGPT's flag")
+    parser.add_argument('--out_dir', help="the same, as nanoGPT's flag")
     parser.add_argument('--start', help="the prompt; FILE:NAME reads the whole file NAME; '' starts a document "
                                         '(default: a newline)')
     parser.add_argument('--num_samples', type=at_least(1), default=10, help='(default: 10)')
@@ -39,7 +39,9 @@ def parse(argv):
     parser.add_argument('--seed', type=int, default=1337)
     add_model_flags(parser)
     args = parser.parse_args(argv)
-    args.checkpoint = args.checkpoint or args.out_dir
+    if args.checkpoint and args.out_dir:
+        parser.error(f'{args.checkpoint} and --out_dir={args.out_dir}: pass only one')
+    args.checkpoint = args.checkpoint or args.out_dir or 'out'
     if not (args.temperature >= 0 and args.top_k >= 0 and 0 < args.top_p <= 1):
         parser.error('--temperature and --top_k must be 0 or more, --top_p above 0 and at most 1')
     return args
@@ -47,7 +49,8 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    sys.stdout.reconfigure(errors='replace')  # the terminal may not encode all that a model writes
+    if hasattr(sys.stdout, 'reconfigure'):  # the terminal may not encode all that a model writes
+        sys.stdout.reconfigure(errors='replace')
     prompt = args.start
     if prompt and prompt.startswith('FILE:'):
         try:

@@ -1,5 +1,8 @@
 """GPT.generate, its sampler, scripts/sample.py, and the checkpoints that analysis/load.py loads."""
 
+import contextlib
+import io
+
 import pytest
 import torch
 from conftest import rejection, write_bins
@@ -94,13 +97,17 @@ def test_script(tmp_path, capsys):
     assert one != two and one.startswith('abc') and two.startswith('abc') and end == ''
     assert run(capsys, out, '--start=abc') == run(capsys, out / 'ckpt_00000005.pt', '--start=abc') == first
     assert run(capsys, out, '--start=abc', '--seed=2') != first
+    with contextlib.redirect_stdout(io.StringIO()) as text:  # a stream of a notebook has no encoding to set
+        sample.main([str(out), '--start=abc', '--max_new_tokens=12', '--num_samples=2', '--device=cpu'])
+    assert text.getvalue() == first
     assert len(set(run(capsys, out, '--start=abc', '--temperature=0').split('\n---------------\n'))) == 2
     (tmp_path / 'prompt.txt').write_bytes('\ufeffone\r\ntwo\n'.encode())
     assert run(capsys, out, f'--start=FILE:{tmp_path / "prompt.txt"}').startswith('one\r\ntwo\n')  # as prepare reads
     assert str(tmp_path / 'nothing') in rejection(run, capsys, out, f'--start=FILE:{tmp_path / "nothing"}')
-    with pytest.raises(SystemExit):
-        sample.main(['--temperature=-1'])
-    assert '--temperature and --top_k must be' in capsys.readouterr().err
+    for flags, words in ((['--temperature=-1'], '--temperature and --top_k must'), (['a', '--out_dir=b'], 'only one')):
+        with pytest.raises(SystemExit):
+            sample.main(flags)
+        assert words in capsys.readouterr().err
     assert run(capsys, out).startswith('\n') and run(capsys, out, '--start=').count('-----')  # a document's beginning
 
 
