@@ -126,6 +126,14 @@ class GuardedOptimizer(Optimizer):
 class HessianOptimizer(GuardedOptimizer):
     """Base class with an EMA of Hessian estimates, or of a function of them, `averaged`, in the state `hessian`."""
 
+    def __setstate__(self, state):
+        """Take a state like `GuardedOptimizer`; ValueError also if it lacks h, as AdamW's does."""
+        params = [p for group in state['param_groups'] for p in group['params']]
+        if any('hessian' not in state['state'][p] for p in params if state['state'].get(p)):
+            raise ValueError(f'{type(self).__name__}: the state to load is of another optimizer; they differ in '
+                             'hessian')
+        super().__setstate__(state)
+
     def averaged(self, h_hat):
         """Return the quantity that the EMA averages: the estimate ĥ itself."""
         return h_hat
