@@ -68,7 +68,7 @@ class AdaHessian(HessianOptimizer):
     def update(self, group, params, grads):
         lr, (beta1, beta2) = scalar(group['lr']), group['betas']
         ms, vs, counts = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian'), self.counts(params)
-        if not any(state['step'][1] for state in self.state.values() if 'step' in state):
+        if not any(self.state[p]['step'][1] for p in optim.parameters(self) if self.state.get(p)):
             if lr:
                 raise RuntimeError('AdaHessian.step() before any estimate of the Hessian: call update_hessian() first')
             return  # torch.distributed.checkpoint makes such a step, to get the state that it loads into

@@ -423,6 +423,18 @@ def test_adahessian_needs_an_estimate_before_its_first_step():
     assert all(torch.equal(p, q) for p, q in zip(params, before))
 
 
+def test_adahessian_counts_its_steps_beside_an_optimizer_that_counts_otherwise():
+    params = make_params()
+    adahessian, adamw = AdaHessian(params[1:], lr=0.1), torch.optim.AdamW(params[:1], lr=0.1)
+    both = optim.Together(adamw, adahessian)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    adamw.step()
+    adahessian.update_hessian([torch.ones_like(params[1])])
+    both.step()
+    assert both.state[params[0]]['step'] == 2 and both.state[params[1]]['step'].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize('estimates', [[torch.ones(4, 3), None], [torch.ones(4, 3), torch.zeros(3)]])
 def test_adahessian_does_not_move_what_has_no_curvature_yet(estimates):
     """A layer that was frozen, or a row of an embedding that no estimate has seen, until it has an estimate."""
