@@ -589,7 +589,7 @@ def test_bad_tables_are_one_line(tmp_path):
                          (['--data_files', table], 'No match for FieldRef.Name(text)'),
                          (['--data_files', few], 'the resulting train set will be empty')]:
         message = prepare('openwebtext', *flags, *out, ok=False)
-        assert words in message and '--data_files FILE... reads local copies' in message
+        assert words in message and '--data_files takes local parquet files with a column text' in message
     message = prepare('text', table, '--val_file', good, *out, ok=False)
     assert "other.parquet: no column 'text', only url, content; " in message
     assert not left(tmp_path / 'out')

@@ -31,7 +31,7 @@ def split_table(files, num_proc):
     except Exception as error:  # import, network, Hub, file system and parsers have no common class
         error = error.__cause__ or error
         raise SystemExit(f'{files[0]}: cannot be read, or the files after it ({type(error).__name__}: '
-                         f'{first_line(error)}); --data_files FILE... reads local copies') from None
+                         f'{first_line(error)}); --data_files takes local parquet files with a column text') from None
     return [rows(parts[part], start, split) for split, part in (('train', 'train'), ('val', 'test'))
             for start in range(0, len(parts[part]), ROWS)]
 
