@@ -118,7 +118,8 @@ def open_bins(loaded, dataset, split):
     for data in bins:
         check_same_tokenizer(data, tokenizer and tokenizer.meta, loaded.path)
         if data.vocab_size > (ids := tokenizer.vocab_size if tokenizer else shape.vocab_size):
-            raise SystemExit(f'{data.path}: has {data.vocab_size} ids, but {loaded.path} has {ids}')
+            raise SystemExit(f'{data.path}: has {data.vocab_size} ids, but {loaded.path} has {ids}; prepare the data '
+                             'with the tokenizer of the model')
     return bins
 
 

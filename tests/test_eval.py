@@ -63,9 +63,11 @@ def test_data_of_another_tokenizer_is_rejected(out_dir, corpus, tmp_path):
     """Of as many ids, too."""
     other = shutil.copytree(corpus, tmp_path / 'other')
     meta = json.loads((other / 'meta.json').read_text())
-    (other / 'meta.json').write_text(json.dumps(dict(meta, tokenizer='char', chars=''.join(map(chr, range(256))))))
-    message = rejection(eval_script.main, [str(out_dir), f'--dataset={other}', '--device=cpu'])
-    assert f'made with another tokenizer (char) than {out_dir}' in message
+    for changed, words in [
+            (dict(tokenizer='char', chars=''.join(map(chr, range(256)))), f'another tokenizer (char) than {out_dir}'),
+            (dict(vocab_size=300), 'has 256; prepare the data with the tokenizer of the model')]:
+        (other / 'meta.json').write_text(json.dumps(meta | changed))
+        assert words in rejection(eval_script.main, [str(out_dir), f'--dataset={other}', '--device=cpu'])
 
 
 def test_a_mixture_is_evaluated_part_by_part(capsys, out_dir, corpus, tmp_path):
