@@ -140,7 +140,7 @@ def split_values(flag, pairs):
 # Training
 
 
-def argparser(doc):
+def sweep_argparser(doc):
     """Return an ArgumentParser with the arguments of train.py, --out_dir, --jobs, and --launcher, a list of words."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
@@ -164,7 +164,7 @@ def train_all(trials, jobs, launcher):
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     waiting = [trial for trial in trials if not trial.ended]
     try:
-        run_in_turns(lambda: waiting, lambda trial, slot: start(trial, launcher, slot, jobs), jobs, report)
+        run_in_turns(lambda: waiting, lambda trial, slot: start_trial(trial, launcher, slot, jobs), jobs, report)
     except KeyboardInterrupt:
         raise SystemExit('interrupted; the same command resumes where it stopped') from None
 
@@ -201,7 +201,7 @@ def run_in_turns(due, start, jobs, ended):
             process.kill()
 
 
-def start(trial, launcher, slot, jobs):
+def start_trial(trial, launcher, slot, jobs):
     """Start train.py on a trial, the `slot`-th of `jobs` at a time; return the process."""
     env = dict(os.environ)
     if jobs > 1:

@@ -160,7 +160,7 @@ class Case:
                                                    max_name_column_width=90))
 
 
-def start(text, folder):
+def set_up(text, folder):
     """Set up this process's `case`: arguments `text` of train.py, with the baseline in `folder`, if any."""
     global case
     config = train.resolve(shlex.split(text))
@@ -195,7 +195,7 @@ def main(argv=None):
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))) for _ in cases]
         for process, arguments in zip(processes, cases):
-            process.submit(start, *arguments).result()
+            process.submit(set_up, *arguments).result()
         for round_ in range(args.rounds):
             print(f'round {round_ + 1} of {args.rounds}', file=sys.stderr)
             for process in processes:

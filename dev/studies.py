@@ -116,7 +116,7 @@ def finder(runs_jsonl, out_dir_of):
     return find
 
 
-def start(tree, words, out_dir, **environment):
+def start_run(tree, words, out_dir, **environment):
     """Start a program of the checkout `tree` on a run; return the process."""
     print(time.strftime('%H:%M:%S'), out_dir.relative_to(tree), flush=True)
     return launch([sys.executable, *words, f'--out_dir={out_dir.relative_to(tree)}'], out_dir, cwd=tree,
@@ -158,7 +158,7 @@ def main(protocol, here, description, trees, tree_of, command):
 
     def start_run(run, _):
         out_dir = out_dirs[tree_of(run)]
-        return start(out_dir.parents[1], command(run), out_dir / run.path, OMP_NUM_THREADS='1')
+        return start_run(out_dir.parents[1], command(run), out_dir / run.path, OMP_NUM_THREADS='1')
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if args.collect:

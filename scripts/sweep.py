@@ -18,12 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.runs import read_json
-from analysis.trials import argparser, show, split_values, train_all, trials_of
+from analysis.trials import show, split_values, sweep_argparser, train_all, trials_of
 from runtime.files import write_json
 
 
 def main(argv=None):
-    parser = argparser(__doc__)
+    parser = sweep_argparser(__doc__)
     parser.add_argument('--spec', help='JSON file (default: OUT_DIR/sweep.json)')
     parser.add_argument('--grid', nargs='+', action='append', metavar='KEY=V1,V2',
                         help='settings and their values; given several times, several grids')

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.arguments import at_least
 from analysis.runs import RunRecord
-from analysis.trials import argparser, canonical, show, split_values, train_all, trials_of
+from analysis.trials import canonical, show, split_values, sweep_argparser, train_all, trials_of
 from runtime.files import write_json
 
 
@@ -64,7 +64,7 @@ def tune(args, values):
 
 
 def main(argv=None):
-    parser = argparser(__doc__)
+    parser = sweep_argparser(__doc__)
     parser.add_argument('--values', required=True, nargs='+', metavar='KEY=V1,V2', help='settings and their values')
     parser.add_argument('--noise', required=True, type=at_least(0, float), metavar='LOSS',
                         help='keep a value only if it lowers the loss by more, e.g. two standard deviations over seeds')

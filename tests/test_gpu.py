@@ -47,7 +47,7 @@ def test_recorded_runs_are_not_trained_again(work, monkeypatch):
         launched.append(due)
         raise gpu.TimeIsUp
 
-    monkeypatch.setattr(gpu, 'start', start)
+    monkeypatch.setattr(gpu, 'start_planned', start)
     with pytest.raises(gpu.TimeIsUp):
         gpu.train_study(study.THREE, over=False)
     assert launched == studies.next_runs(study.protocol, {trial: studies.Result(4.0, 3.0)}.get)[1][:1] != [trial]

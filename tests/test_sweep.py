@@ -128,10 +128,10 @@ def test_gpus_are_taken_in_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(trials.torch.cuda, 'device_count', lambda: 2)
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
     for slot in range(3):
-        trials.start(trial, [], slot, 3)
+        trials.start_trial(trial, [], slot, 3)
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,GPU-5a')
     for slot in range(3):
-        trials.start(trial, [], slot, 3)
+        trials.start_trial(trial, [], slot, 3)
     assert seen == ['0', '1', '0', '4', 'GPU-5a', '4']
 
 
@@ -251,7 +251,7 @@ def landscape(monkeypatch):
         if lr == 1:
             (trial.out_dir / checkpoint.FAILED).write_text('iteration 30: the loss is not finite')
         return SimpleNamespace(poll=lambda: 0, terminate=lambda: None, wait=lambda _: 0, kill=lambda: None)
-    monkeypatch.setattr(trials, 'start', start)
+    monkeypatch.setattr(trials, 'start_trial', start)
     monkeypatch.setattr(trials.time, 'sleep', lambda _: None)
     return trained
 
@@ -281,16 +281,16 @@ def test_a_search_that_starts_where_runs_diverge_is_recorded_as_json(tmp_path, l
 
 
 def test_an_interrupted_search_continues(tmp_path, landscape, monkeypatch):
-    start = trials.start
+    start = trials.start_trial
 
     def interrupted(*args):
         if len(landscape) == 3:
             raise KeyboardInterrupt
         return start(*args)
-    monkeypatch.setattr(trials, 'start', interrupted)
+    monkeypatch.setattr(trials, 'start_trial', interrupted)
     argv = ['--out_dir', str(tmp_path), *VALUES, '--noise=0.01', *BASE]
     assert 'the same command resumes' in rejection(tune.main, argv)
-    monkeypatch.setattr(trials, 'start', start)
+    monkeypatch.setattr(trials, 'start_trial', start)
     tune.main(argv)
     assert len(landscape) == len(set(landscape))
     assert json.loads((tmp_path / 'tuning.json').read_text())['val/loss'] == pytest.approx(3)

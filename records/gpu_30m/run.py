@@ -165,20 +165,20 @@ def bench(name, configs, rounds, script='dev/bench.py', more=(), **environment):
 # Steps
 
 
-def start(trial, _=None):
+def start_planned(trial, _=None):
     """Start a run of the study; return its process."""
     words = [*study.command(trial), DEVICE]
     if SMOKE:
         steps = dict(trial.settings)['max_iters'] // 150
         words += [*TINY, f'--max_iters={steps}', f'--warmup_iters={steps // 3}', '--log_interval=1',
                   f'--dataset={study.DATASET.replace("out/gpu/", "out/gpu_smoke/")}']
-    return studies.start(Path(), words, WORK / 'runs' / trial.path)
+    return studies.start_run(Path(), words, WORK / 'runs' / trial.path)
 
 
 def train_study(arms, over):
     """Train the runs of the study that are due: parts A to C, or all parts if `over`."""
     find = studies.finder(WORK / 'records/gpu_30m/runs.jsonl', lambda trial: WORK / 'runs' / trial.path)
-    studies.train_due(partial(study.protocol, arms=arms, over=over), find, start, JOBS, save)
+    studies.train_due(partial(study.protocol, arms=arms, over=over), find, start_planned, JOBS, save)
 
 
 def speed():
