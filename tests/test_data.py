@@ -671,12 +671,14 @@ def test_shards_that_cannot_be_are_one_line(tmp_path):
             (dict(magic=20240801, version=7, tokens=301), [bad, good], f'{bad}: not a complete shard of GPT-2 tokens: '
              f'{header}'), (dict(version=2), [bad, good], 'version 2 (not 1)'),
             (dict(tokens=299), [bad, good], '1,624 bytes (not 1,622)'), ({}, [bad], 'there is no text for train.bin'),
+            (dict(ids=[50257]), [bad, good], f"{bad}: token id 50257 is not one of GPT-2's 50,257"),
             ({}, ['none.bin', good], 'none.bin: cannot be read (No such file or directory)'),
             ({}, [bad, good, '--val_file', 'x.bin'], '--val_file=x.bin: must be one of --tokens'),
             ({}, [bad, good, '--download', 1], 'argument --download: not allowed with argument --tokens')]:
-        write_shard(bad, shard_ids(0), **change)
+        write_shard(bad, **{'ids': shard_ids(0), **change})
         assert words in prepare('fineweb', '--tokens', *flags, '--out_dir', tmp_path / 'out', ok=False)
         assert not left(tmp_path / 'out')
+    assert '--download=104: there are 103 shards' in prepare('fineweb', '--download', 104, ok=False)
 
 
 # ---- a user's own files ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from data.tokenizer import GPT2Tokens
 from data.writer import Corpus, write_bins
 from runtime.files import first_line
 
-REPOSITORY = 'kjj0/fineweb10B-gpt2'
+REPOSITORY, SHARDS = 'kjj0/fineweb10B-gpt2', 103
 HEADER = 256  # int32s: magic number, version, number of tokens, zeros
 MAGIC, VERSION = 20240520, 1
 PIECE = 2 ** 20  # tokens in one batch
@@ -43,10 +43,13 @@ def check(path):
 
 
 def batches(path, split):
-    """Yield the tokens of a shard in batches."""
+    """Yield the tokens of a shard in batches. SystemExit at an id that is not GPT-2's."""
     tokens = np.memmap(path, '<u2', 'r', offset=4 * HEADER)
     for start in range(0, len(tokens), PIECE):
-        yield [(split, np.array(tokens[start:start + PIECE]))]
+        piece = np.array(tokens[start:start + PIECE])
+        if (top := piece.max()) >= GPT2Tokens.vocab_size:
+            raise SystemExit(f'{path}: token id {top} is not one of GPT-2\'s {GPT2Tokens.vocab_size:,}')
+        yield [(split, piece)]
 
 
 def main():
@@ -58,6 +61,8 @@ def main():
     args = parser.parse_args()
     if args.val_file and args.val_file not in (args.tokens or ()):
         parser.error(f'--val_file={args.val_file}: must be one of --tokens')
+    if args.download and args.download > SHARDS:
+        parser.error(f'--download={args.download}: there are {SHARDS} shards')
     files = args.tokens or download(args.download)
     *train, val = sorted(files, key=lambda path: path == args.val_file)
     names, revision = local_files(files)
