@@ -88,6 +88,13 @@ def test_links_and_files_exist(page):
         assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize('page', PAGES)
+def test_tables_have_a_header_and_no_gaps(page):
+    """Markdown shows other lines that begin with | as text."""
+    tables = re.findall(r'^\|.*\n(?:\|.*\n)*', read(page), flags=re.M)
+    assert [table for table in tables if not re.fullmatch(r'\|[ |:-]*-[ |:-]*', table.split('\n')[1])] == []
+
+
 @pytest.mark.parametrize(('page', 'words', 'ranks'), COMMANDS, ids=lambda value: ' '.join(value)[:60]
                          if isinstance(value, list) else None)
 def test_commands_name_what_exists(page, words, ranks, monkeypatch):
