@@ -246,6 +246,7 @@ def make_model(c, origin, data):
     return model
 
 
+@one_message()
 def set_up(c, world, model):
     """Return the `Run` of a model, which is moved to its devices, compiled and wrapped as the settings `c` say."""
     autocast = devices.autocast(world.device, c.dtype)

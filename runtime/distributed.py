@@ -82,7 +82,6 @@ class World:
         time.sleep(0.2)
         dist.destroy_process_group()
 
-    @one_message()
     def wrap(self, losses, model, blocks, compile=False, activation_checkpointing=False, compute_dtype=None):
         """Move `model`, with the same weights on every rank, to the ranks' devices. Return what training calls:
         `losses`, a module around `model`, perhaps compiled and replicated.

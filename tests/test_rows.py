@@ -246,6 +246,16 @@ def test_an_optimizer_by_its_librarys_name():
         ((0.5, 0.999), 0.01, False, decay) for decay in (0.3, 0.3, 0.0)]
 
 
+def test_one_rank_says_that_an_optimizer_cannot_be_built(monkeypatch):
+    c = settings('--optimizer_name=torch:NAdam', '--learning_rate=1', '--optimizer_args=a=1')
+    world = World('cpu', 'gloo')
+    for rank, code in ('0', '--optimizer_args=a=1: a is not an argument of torch:NAdam'), ('1', '^1$'):
+        monkeypatch.setenv('RANK', rank)
+        monkeypatch.setenv('WORLD_SIZE', '2')
+        with pytest.raises(SystemExit, match=code):
+            program.set_up(c, world, tiny_gpt())
+
+
 def test_a_run_announces_the_settings_of_its_optimizer_only():
     """AdEMAMix has three betas, so ours are not its."""
     needs('pytorch_optimizer:AdEMAMix')
