@@ -190,7 +190,7 @@ def lion(groups, s):
 
 
 def sign_momentum(groups, s):
-    """Sophia with h = 0, or Lion with a single β."""
+    """Build Sophia with h = 0, or Lion with a single β."""
     return Lion(groups, s.learning_rate, (s.beta1, s.beta1), s.weight_decay, nonfinite='ignore')
 
 
@@ -245,7 +245,7 @@ def matrices_and_rest(groups):
 
 
 def muon(groups, s):
-    """Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for all other parameters."""
+    """Build Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for the others."""
     matrices, rest = matrices_and_rest(groups)
     parts = [from_library(matrices, s, momentum=s.beta1, weight_decay=s.weight_decay, adjust_lr_fn='match_rms_adamw')]
     if rest:
