@@ -219,19 +219,22 @@ def configure(defaults, argv, script=None, finish=lambda config: None):
 
 @functools.cache
 def declarations(path=ROOT / 'train.py'):
-    """Parse the settings that a file declares, one a line with a comment: {key: a dict of its section, its comment, and
-    those arguments of `setting` that are literals}.
+    """Parse the settings that a file declares: {key: a dict of its section, the comment behind it, and those arguments
+    of `setting` that are literals}.
 
     The file is read, not imported, because train.py imports PyTorch.
     """
-    found, section = {}, ''
-    for line in Path(path).read_text(encoding='utf-8').splitlines():
+    found, section, source = {}, '', Path(path).read_text(encoding='utf-8')
+    nodes = {node.lineno: node for node in ast.parse(source).body if isinstance(node, ast.Assign)
+             and re.match(r'''[a-z]\w* = (setting\(|True|False|'|"|-?\d)''', ast.unparse(node))}
+    for number, line in enumerate(lines := source.splitlines(), 1):
         if match := re.match('# ([a-z].*)$', line):
             section = match[1]
-        elif match := re.match(r'(\w+) = (.*?)  # (.*)$', line):
-            keywords = getattr(ast.parse(match[2], mode='eval').body, 'keywords', ())
-            literals = {one.arg: one.value.value for one in keywords if isinstance(one.value, ast.Constant)}
-            found[match[1]] = dict(literals, section=section, comment=match[3])
+        elif node := nodes.get(number):
+            literals = {one.arg: one.value.value for one in getattr(node.value, 'keywords', ())
+                        if isinstance(one.value, ast.Constant)}
+            comment = lines[node.end_lineno - 1].partition('  # ')[2]
+            found[node.targets[0].id] = dict(literals, section=section, comment=comment)
     return found
 
 

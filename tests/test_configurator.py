@@ -200,16 +200,20 @@ def test_settings_that_are_valid_but_may_surprise_are_noted(monkeypatch):
     assert note == 'note: the run of 500 iterations ends in its warm-up of 2000; see --warmup_iters'
 
 
-def test_what_train_py_says_of_its_settings_is_read_without_running_it():
+def test_what_train_py_says_of_its_settings_is_read_without_running_it(tmp_path):
     """As the running program has it; and what resumes and comparisons rest on."""
     declared = configurator.Config(train.DEFAULTS).declared
     assert {key: said.get('role', 'tuned') for key, said in configurator.declarations().items()} == {
-        key: declared[key].role for key in configurator.declarations()}
+        key: one.role for key, one in declared.items()}
     for role in configurator.ROLES.keys() - {'tuned'}:
         assert configurator.having(role) == {key for key, one in declared.items() if one.role == role} != set()
     assert all(configurator.label_of(key) == one.label or key for key, one in declared.items())
     assert {'out_dir', 'compile', 'dataset'} < configurator.having(*configurator.HARMLESS)
     assert not {'learning_rate', 'max_iters', 'seed', 'eval_iters'} & configurator.having(*configurator.HARMLESS)
+    edited = tmp_path / 'train.py'
+    edited.write_text("# model\nrope = setting(\n    False, role='model')\nx = -1  # y\nother = run()\na.b = 1  # c\n")
+    assert configurator.declarations(edited) == {'rope': dict(section='model', comment='', role='model'),
+                                                 'x': dict(section='model', comment='y')}
     with pytest.raises(ValueError, match="role = 'protokol': must be one of tuned, model, protocol"):
         setting(1, role='protokol')
 
