@@ -139,7 +139,7 @@ def best_path(out_dir):
     name = Path(out_dir) / 'best.txt'
     if name.is_file():
         return name.with_name(name.read_text(encoding='utf-8').strip())
-    return next(filter(Path.exists, map(name.with_name, BEST_LINKS)), name)
+    return next(filter(Path.exists, map(name.with_name, BEST_LINKS)), name.with_name('best.pt'))
 
 
 def number(path):
