@@ -348,7 +348,14 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
         groups = [dict(params=groups)]
     groups = [dict(group, params=listed(group['params'])) for group in groups]  # copies, to which settings are added
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
-    optimizer = chosen.build(groups, SimpleNamespace(**own, optimizer_name=name, learning_rate=lr, compile=compile))
+    s = SimpleNamespace(**own, optimizer_name=name, learning_rate=lr, compile=compile)
+    try:
+        optimizer = chosen.build(groups, s)
+    except AttributeError as error:
+        if error.obj is not s:
+            raise
+        raise SystemExit(f'optimizers.py: {name} is built with {error.name}, which its row does not set; add it there'
+                         ) from None
     for group in optimizer.param_groups:  # a learning rate of a group's own follows the schedule, too
         if group['lr'] != lr and lr:
             group.setdefault('lr_scale', group['lr'] / lr)
