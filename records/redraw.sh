@@ -38,5 +38,5 @@ $PY records/dissection/results.py curves --output records/dissection/curves.png
 
 # What needs no run.
 $PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.csv
-$PY scripts/paper/toy_landscape.py --output records/paper/toy_landscape.png
-$PY scripts/paper/clipped_newton.py --output records/paper/clipped_newton.png
+$PY records/paper/toy_landscape.py --output records/paper/toy_landscape.png
+$PY records/paper/clipped_newton.py --output records/paper/clipped_newton.png

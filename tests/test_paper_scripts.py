@@ -8,8 +8,9 @@ from conftest import ROOT, rejection
 from fake_runs import make, rows_of
 
 from analysis import figures
+from records.paper import clipped_newton, toy_landscape
 from scripts import curvature, plot, records, speedup, sweep, tune
-from scripts.paper import clipped_newton, compute_table, final_losses, max_lr, toy_landscape
+from scripts.paper import compute_table, final_losses, max_lr
 
 
 @pytest.mark.parametrize('script', [clipped_newton, compute_table, curvature, final_losses, max_lr, plot,

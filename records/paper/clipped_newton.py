@@ -1,6 +1,6 @@
 """Section "Theoretical Analysis": steps against the condition number, for clipped Newton and for SignGD.
 
-  python scripts/paper/clipped_newton.py --output out/theory.png
+  python records/paper/clipped_newton.py --output out/theory.png
 
 Left: the method of equation clipped_newton_for_convex_loss (full eigendecomposition, η = 1/2, ρ = R / (2√d)) on
 strictly convex functions that satisfy both assumptions: L(θ) = Σ σ_i φ(z_i) with z = U(θ − θ*), U a random rotation and

@@ -1,6 +1,6 @@
 """The motivating toy example (Figure "toy"): GD, SignGD, Adam, Newton and Sophia on a two-dimensional loss.
 
-  python scripts/paper/toy_landscape.py --output out/toy.png
+  python records/paper/toy_landscape.py --output out/toy.png
 
 L(θ1, θ2) = L1(θ1) + L2(θ2) with the functions of the paper's footnote: L1(x) = 8 (x − 1)² (1.3 x² + 2 x + 1), sharp
 and not convex, and L2(y) = ½ (y − 4)², flat. The paper names no start and no learning rates; these are ours.
