@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.loader import open_dataset
-from dev import studies
+from records import studies
 from records.gpu_30m import run as gpu
 from records.gpu_30m import study
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 from analysis.runs import find_runs
-from dev import studies
+from records import studies
 from records.dissection import results, study
 from records.dissection.results import mean_sd
 from records.fresh_h import results as fresh_h_results

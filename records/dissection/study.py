@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from dev import studies
+from records import studies
 
 ORDER = 'ACBFGHDE'  # of the parts; runs of a later one fill the cores while an earlier one waits for a result
 SEARCH_SEED = 1337  # chooses settings, and takes part in no test

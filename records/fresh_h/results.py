@@ -10,10 +10,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 from analysis.runs import find_runs, mean_and_sd
 from analysis.significance import difference, holm
-from dev.studies import recorded
 from records.dissection import results as dissection
 from records.dissection.results import mean_sd
 from records.fresh_h.study import ARMS, SEARCH_SEED
+from records.studies import recorded
 
 SPECIAL = 'beta2', 'hessian_parts'  # the settings that tell arms of one optimizer apart
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from dev import studies  # noqa: E402
+from records import studies  # noqa: E402
 
 SEARCH_SEED = 1337  # chooses settings, and takes part in no test
 COMMON = dict(beta1=0.8)

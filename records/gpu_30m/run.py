@@ -32,7 +32,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from dev import studies
+from records import studies
 from records.gpu_30m import study
 from runtime.files import atomic_write, checksum, git_commit, write_json, write_text
 
