@@ -53,13 +53,8 @@ class Trial:
 
     @property
     def outcome(self):
-        """(Final validation loss, math.inf if the run diverged; 'finished'); or (None, why it does not count)."""
-        run = self.run
-        if run is None:
-            return None, 'not begun'
-        if run.diverged:
-            return math.inf, f'diverged: {run.failed}'
-        return (None, run.rejected) if run.rejected else (run.final_loss, 'finished')
+        """The `outcome_of` the run so far."""
+        return outcome_of(self.run)
 
     @property
     def last_line(self):
@@ -85,6 +80,15 @@ class Trial:
             if key not in unchecked and value != there.get(key, value):
                 raise SystemExit(f'{self.out_dir}: holds a run with {key} = {there[key]!r}, asked for is '
                                  f'{value!r}; choose another --out_dir or remove it')
+
+
+def outcome_of(run):
+    """Return (final validation loss, math.inf if the run diverged; 'finished'), or (None, why it does not count)."""
+    if run is None:
+        return None, 'not begun'
+    if run.diverged:
+        return math.inf, f'diverged: {run.failed}'
+    return (None, run.rejected) if run.rejected else (run.final_loss, 'finished')
 
 
 def trials_of(spec, out_dir):
@@ -231,10 +235,12 @@ def gpus():
 
 def show(trials):
     """Print a table of `trials`, averaged over seeds, the lowest validation loss first, and notes on what differs."""
-    groups, runs = {}, [run for trial in trials if (run := trial.run)]
+    groups, runs = {}, []
     for trial in trials:
         settings = tuple((key, value) for key, value in trial.settings.items() if key != 'seed')
-        groups.setdefault(settings, []).append(trial)
+        run = trial.run  # which reads its files
+        groups.setdefault(settings, []).append(run)
+        runs += [run] if run else []
     rows = [row(dict(settings), group) for settings, group in groups.items()]
     print_table(sorted(rows, key=lambda row: math.inf if row['val/loss'] is None else row['val/loss']))
     notes = notes_on(runs)
@@ -245,14 +251,15 @@ def show(trials):
         print(f'note: {note}')
 
 
-def row(settings, trials):
-    """Return the row of trials that differ in their seed only. Means are over all seeds, or None."""
-    losses, states = zip(*(trial.outcome for trial in trials))
-    runs = [] if None in losses else [trial.run for trial in trials]
-    mean, sd = mean_final_loss(runs) if runs else (None, None)
+def row(settings, runs):
+    """Return the row of runs that differ in their seed only, None for one that has not begun. Means are over all seeds,
+    or None."""
+    losses, states = zip(*map(outcome_of, runs))
+    counted = [] if None in losses else runs
+    mean, sd = mean_final_loss(counted) if counted else (None, None)
     shares = {}
     for key in ('update_unclipped', 'grad_clipped'):
-        values = [run.last(key) for run in runs]
+        values = [run.last(key) for run in counted]
         shares[key] = statistics.mean(values) if values and None not in values else None
-    return {**settings, 'val/loss': mean, 'sd': sd, 'seeds': len(trials), **shares,
+    return {**settings, 'val/loss': mean, 'sd': sd, 'seeds': len(runs), **shares,
             'state': '; '.join(dict.fromkeys(states))}
