@@ -11,6 +11,7 @@
 
 import math
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -52,6 +53,7 @@ class Search:
     def __init__(self, study, place, part, optimizer, settings, score=lambda result: result.loss):
         self.study, self.place, self.part, self.optimizer = study, place, part, optimizer
         self.settings, self.score, self.runs = COMMON | settings, score, 0
+        self.shares = {}  # γ → unclipped share at the middle learning rate
 
     def result(self, seed=SEARCH_SEED, **settings):
         """Return a run's `Result`, or None. The arms of a tier take turns, by the number of runs that each asks for."""
@@ -66,12 +68,25 @@ class Search:
             found = self.result(gamma=gamma, learning_rate=rate_at(middle))
             if found is None:
                 return None
-            if not found.unclipped or target / 1.4 <= found.unclipped <= target * 1.4:
+            if not found.unclipped:
                 return gamma
-            # At T = 2,400 the dissection's share grows like γ to the power of 0.6.
-            factor = (target / found.unclipped) ** (1 / 0.6)
-            gamma = float(f'{gamma * min(max(factor, 0.2), 5):.2g}')
+            self.shares[gamma] = found.unclipped
+            if target / 1.4 <= found.unclipped <= target * 1.4:
+                return gamma
+            gamma = self.corrected(target)
         return gamma
+
+    def corrected(self, target):
+        """Return the γ at which `target` is expected, given `shares`: logarithms are interpolated between the two
+        nearest shares; on one side of all, a share grows like γ to the power of 0.6, as in the dissection."""
+        below, above = ([pair for pair in self.shares.items() if (pair[1] < target) == side] for side in (True, False))
+        if below and above:
+            (low, low_share), (high, high_share) = max(below, key=itemgetter(1)), min(above, key=itemgetter(1))
+            gamma = low * (high / low) ** (math.log(target / low_share) / math.log(high_share / low_share))
+        else:
+            gamma, share = min(self.shares.items(), key=lambda pair: abs(math.log(pair[1] / target)))
+            gamma *= min(max((target / share) ** (1 / 0.6), 0.2), 5)
+        return float(f'{gamma:.2g}')
 
     def rates(self, middle, **settings):
         """Try three learning rates, and more while the best is at the edge.
@@ -114,7 +129,9 @@ def fresh_h(study, arm, place):
     found = [] if gammas else [search.rates(middle)]
     for target, gamma in gammas.items():
         gamma = search.share(target, gamma, middle)
-        found.append(gamma and search.rates(middle, gamma=gamma))
+        if gamma is None:  # the next one's corrections may need this share
+            return None
+        found.append(search.rates(middle, gamma=gamma))
     best = lowest(found)
     if best:
         search.seeds(best, range(1338, 1342))
