@@ -156,7 +156,7 @@ def main(protocol, here, description, trees, tree_of, command):
     out_dirs = {name: getattr(args, name).resolve() / 'out' / here.name for name in trees}
     find = finder(here / 'runs.jsonl', lambda run: out_dirs[tree_of(run)] / run.path)
 
-    def start_run(run, _):
+    def start(run, _):
         out_dir = out_dirs[tree_of(run)]
         return start_run(out_dir.parents[1], command(run), out_dir / run.path, OMP_NUM_THREADS='1')
 
@@ -168,4 +168,4 @@ def main(protocol, here, description, trees, tree_of, command):
         print('\n'.join(str(run.path) for run in due))
         print(f'{len(study.done)} runs finished, {len(due)} due')
     else:
-        train_due(protocol, find, start_run, args.jobs)
+        train_due(protocol, find, start, args.jobs)

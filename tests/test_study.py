@@ -120,6 +120,21 @@ def test_fresh_h_is_tested_as_planned():
     assert len(parts) == 3 and '| A: fresh minus permuted | 4, 4 | −0.020' in planned
 
 
+def jumping(gamma):
+    """A share that is no power of γ."""
+    return 0.3 * (gamma / 0.2) ** 0.6 if gamma < 0.2 else min(0.9, 0.3 * (gamma / 0.2) ** 1.5)
+
+
+@pytest.mark.parametrize(('share', 'found'), [
+    (jumping, [0.05, 0.2, 0.33]), (lambda gamma: 0.4 * gamma ** 0.6, [0.099, 0.46, 1.5])])
+def test_fresh_h_corrects_gamma_by_the_shares_so_far(share, found):
+    search = fresh_h.Search(None, (), 'A', 'sophiag', {})
+    search.result = lambda gamma, learning_rate: studies.Result(1.4, 1.4, share(gamma))
+    targets = fresh_h.ARMS['fresh'][2]
+    assert [search.share(target, gamma, 0) for target, gamma in targets.items()] == found
+    assert all(target / 1.4 <= share(gamma) <= target * 1.4 for target, gamma in zip(targets, found))
+
+
 @pytest.mark.parametrize(('best', 'factors'), [(0.5, [1, 2, 0.5]), (1, [1, 2, 0.5]), (2, [1, 2, 4]), (4, [1, 2, 4])])
 def test_gpu_30m_tries_half_or_four_times_the_middle_rate(best, factors):
     def loss_of(run):
@@ -151,6 +166,38 @@ def test_gpu_30m_corrects_gamma_once(share, gamma):
 def test_a_run_that_has_just_been_started_is_not_finished(tmp_path, file):
     (tmp_path / file).touch()
     assert studies.finished(tmp_path) is None
+
+
+def test_a_study_trains_what_is_due_in_its_tree_and_lists_it(tmp_path, monkeypatch, capsys):
+    """`main`, with a program in place of train.py: it writes the loss that it is given."""
+    here, tree = tmp_path / 'records/toy', tmp_path / 'tree'
+    here.mkdir(parents=True)
+    tree.mkdir()
+    (tree / 'program.py').write_text('''import json, os, pathlib, sys
+loss, out_dir = float(sys.argv[1]), pathlib.Path(sys.argv[2].removeprefix('--out_dir='))
+(out_dir / 'config.json').write_text(json.dumps({'config': {'max_iters': 0}}))
+row = {'iter': 0, 'val/loss': loss, 'train/loss': float(os.environ['OMP_NUM_THREADS'])}
+(out_dir / 'metrics.jsonl').write_text(json.dumps(row) + chr(10))''')
+
+    def protocol(asked):
+        first = asked.result(0, 'A', 'adamw', learning_rate=2.0)
+        if first:
+            asked.result(0, 'A', 'clip', learning_rate=first.loss / 4)
+
+    monkeypatch.setattr('signal.signal', lambda *_: None)  # main's handler would stay in this process
+
+    def run(*flags):
+        monkeypatch.setattr('sys.argv', ['study.py', f'--tree={tree}', *flags])
+        studies.main(protocol, here, 'A toy.', ['tree'], lambda run: 'tree',
+                     lambda run: ['program.py', str(dict(run.settings)['learning_rate'])])
+        return capsys.readouterr().out
+
+    assert 'A/adamw,learning_rate=2\n0 runs finished, 1 due' in run('--list')
+    run()
+    assert '2 runs finished, 0 due' in run('--list')
+    run('--collect')
+    assert studies.recorded(here / 'runs.jsonl') == {
+        'A/adamw,learning_rate=2': studies.Result(2.0, 1.0), 'A/clip,learning_rate=0.5': studies.Result(0.5, 1.0)}
 
 
 def test_recorded_runs_are_kept(tmp_path):
