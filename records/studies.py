@@ -19,6 +19,10 @@ from analysis.runs import packed, read_packed, read_run
 from analysis.trials import launch, run_in_turns
 from runtime.files import write_text
 
+# glibc does not give the memory of a step's activations back to the system: the same bits, 7 % sooner.
+KEEP_MEMORY = ':'.join(f'glibc.malloc.{name}' for name in ('hugetlb=1', 'trim_threshold=4294967296',
+                                                           'mmap_threshold=4294967296'))
+
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -158,7 +162,8 @@ def main(protocol, here, description, trees, tree_of, command):
 
     def start(run, _):
         out_dir = out_dirs[tree_of(run)]
-        return start_run(out_dir.parents[1], command(run), out_dir / run.path, OMP_NUM_THREADS='1')
+        return start_run(out_dir.parents[1], command(run), out_dir / run.path, OMP_NUM_THREADS='1',
+                         GLIBC_TUNABLES=KEEP_MEMORY)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if args.collect:
