@@ -75,12 +75,16 @@ class GuardedOptimizer(Optimizer):
         self.nonfinite = nonfinite
 
     def add_param_group(self, param_group):
-        """Add a group of parameters; ValueError when one of its settings is out of range."""
+        """Add a group of parameters; ValueError, without adding any, if a setting or a parameter is not suitable."""
         for key, value in {**self.defaults, **param_group}.items():
             if key in IN_RANGE and not IN_RANGE[key](value):
                 raise ValueError(f'{type(self).__name__}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
-        check_params(self, [p for p in self.param_groups[-1]['params'] if p.requires_grad])
+        try:
+            check_params(self, [p for p in self.param_groups[-1]['params'] if p.requires_grad])
+        except (ValueError, RuntimeError):
+            del self.param_groups[-1]
+            raise
 
     def __getstate__(self):
         # Optimizer's copies carry over only the attributes that it names.

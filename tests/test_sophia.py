@@ -390,7 +390,9 @@ def test_misuse_is_named():
     with pytest.raises(ValueError, match=r'betas = \(0.9,\) is out of range'):
         Sophia(params, lr=0.1, betas=(0.9,))
     with pytest.raises(ValueError, match='float16 parameters are not supported'):
-        Sophia(params, lr=0.1).add_param_group(dict(params=[torch.nn.Parameter(torch.ones(2).half())]))
+        optimizer = Sophia(params, lr=0.1)
+        optimizer.add_param_group(dict(params=[torch.nn.Parameter(torch.ones(2).half())]))
+    assert len(optimizer.param_groups) == 1
     with pytest.raises(ValueError, match=r'a loss of shape \(7,\); pass the mean'):
         hutchinson(torch.ones(7, requires_grad=True), params)
     with pytest.raises(ImportError, match='has no SophiaG; use Sophia, see docs/sophia.md on migrating'):
