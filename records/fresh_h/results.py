@@ -1,6 +1,7 @@
-"""Print the tables of this study's README.md, from runs.jsonl beside this file.
+"""Results of this study, from runs.jsonl beside this file.
 
-  python records/fresh_h/results.py
+  python records/fresh_h/results.py tables                                            the tables of README.md
+  python records/fresh_h/results.py shares --output records/fresh_h/shares.png        loss against unclipped share
 """
 
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
+from analysis.figures import argparser, figure, save, styles
 from analysis.runs import find_runs, mean_and_sd
 from analysis.significance import difference, holm
 from records.dissection import results as dissection
@@ -105,5 +107,51 @@ def tables(results):
     return [dissection.markdown(rows) for rows in (*parts, dissection.texts(planned_tests(results))) if rows]
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def draw_shares(results):
+    """Draw part A: the loss with the search's seed against the unclipped share, each γ at its best learning rate; and
+    the planned tests with their 95 % intervals. Return (figure, rows)."""
+    arms, rows = arms_of(results, 'A'), []
+    for arm in [arm for arm in ARMS if arm in arms]:
+        found = {trial: seeds[SEARCH_SEED] for trial, seeds in arms[arm].items() if SEARCH_SEED in seeds}
+        for gamma in sorted({gamma for gamma, _ in found}, key=lambda gamma: gamma or 0):
+            rate = min((rate for g, rate in found if g == gamma), key=lambda rate: found[gamma, rate].loss)
+            best = found[gamma, rate]
+            rows.append(dict(arm=arm, gamma=gamma, learning_rate=rate, unclipped=best.unclipped, loss=best.loss))
+    fig, (loss, tested) = figure(2, width=4.8, height=3.4)
+    with_h = [arm for arm in arms if any(row['arm'] == arm and row['gamma'] for row in rows)]
+    for arm, style in zip(with_h, styles([''] * len(with_h))):
+        mine = [row for row in rows if row['arm'] == arm]
+        loss.plot([row['unclipped'] for row in mine], [row['loss'] for row in mine], 'o-', markersize=4, label=arm,
+                  **style)
+    for arm, line in ('sign momentum', '--'), ('AdamW', ':'):
+        for row in rows:
+            if row['arm'] == arm:
+                loss.axhline(row['loss'], color='0.4', linestyle=line, label=arm)
+    loss.set(xlabel='unclipped share at the end', title='Validation loss, seed of the search')
+    loss.legend(frameon=False, fontsize=8)
+    tests = [row for row in planned_tests(results) if row['comparison'].startswith('A: ')]
+    for place, row in enumerate(tests):
+        tested.errorbar(row['difference'], -place, xerr=row['plus_or_minus'], fmt='o', capsize=4, color='C0')
+    tested.axvline(0, color='0.4', linewidth=1)
+    tested.set(ylim=(0.5 - max(len(tests), 1), 0.5), title='Difference of the losses, fresh seeds, 95 %')
+    tested.set_yticks([-place for place in range(len(tests))],
+                      [row['comparison'].removeprefix('A: ').replace(' minus', '\nminus') for row in tests])
+    return fig, rows
+
+
+def main(argv=None):
+    parser = argparser(__doc__, 'shares.png')
+    parser.add_argument('what', choices=['tables', 'shares'])
+    args, results = parser.parse_args(argv), read_results()
+    if args.what == 'tables':
+        print('\n'.join(tables(results)))
+    else:
+        save(args.output, *draw_shares(results))
+
+
 if __name__ == '__main__':
-    print('\n'.join(tables(read_results())))
+    main()
