@@ -3,7 +3,8 @@
 # with k = 2; learning rate by a grid search that it does not list. Left to us: both EMAs bias-corrected, u in {−1, 1}
 # and the whole mini-batch for the estimate, as in Yao et al. (2021); no averaging over blocks; ε 1e-8; the learning
 # rate, 0.3, found on a model of 0.8M parameters (with AdamW's next to nothing is learnt: m / √v is in units of
-# Newton steps); and weight decay 1e-3, with which learning rate × λ is 2.5 times AdamW's.
+# Newton steps); weight decay 1e-3, with which learning rate × λ is 2.5 times AdamW's; and that a coordinate whose
+# estimates were all 0 does not move.
 out_dir = 'out/ablation-adahessian'
 model_size = '30M'
 optimizer_name = 'adahessian'
