@@ -82,11 +82,12 @@ class StopSignals:
         now = time.monotonic()
         if number == signal.SIGUSR1:
             self.save = True
-        elif not self.reason:
-            self.reason, self.received_at = signal.Signals(number).name, now
+        elif not self.received_at:  # the first one, even if the run already stops for another reason
+            name, self.received_at = signal.Signals(number).name, now
+            self.reason = self.reason or name
             if self.world.is_master:  # by the system call, because the signal may have interrupted a print
                 with contextlib.suppress(OSError):
-                    os.write(2, f'{self.reason}: stopping after this iteration; Ctrl-C again ends it now\n'.encode())
+                    os.write(2, f'{name}: stopping after this iteration; Ctrl-C again ends it now\n'.encode())
         elif now > self.received_at + FORWARDING:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

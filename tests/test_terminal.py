@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import metrics
+from conftest import iterations, metrics
 
 from analysis.runs import RunRecord
 from runtime import runlog
@@ -52,6 +52,18 @@ at(6, kill(signal.SIGINT))
 at(6, kill(signal.SIGTERM))
 """)
     assert done.code == -signal.SIGTERM
+
+
+def test_a_first_signal_does_not_end_a_run_that_stops_at_its_time_limit(train, tmp_path):
+    """A scheduler sends it at the end of a job, while the run saves."""
+    done = train(tmp_path, faults="""
+from runtime.signals import StopSignals
+at(3, lambda: vars(next(one for one in gc.get_objects() if isinstance(one, StopSignals))).update(deadline=0.0))
+save = checkpoint.save_run
+checkpoint.save_run = lambda *args: (kill(signal.SIGTERM)(), save(*args))[1]
+""")
+    assert done.code == STOPPED and iterations(tmp_path) == [4], done.err
+    assert 'stopped at iteration 4 by max_hours' in done.out
 
 
 def test_lines_show_the_progress_and_the_end_says_what_to_try_next(train, tmp_path):
