@@ -70,15 +70,16 @@ def parameter_names(model):
     return {p: name for name, p in model.named_parameters()}
 
 
-def check_plain(values, name):
-    """SystemExit unless the dict `values` comes back from JSON as it is; a NumPy number, which is a float, does not."""
-    for key, value in values.items():
-        try:
-            if type(json.loads(json.dumps(value))) is not type(value):
-                raise TypeError
-        except TypeError:
-            raise SystemExit(f'{name}.{key}: a checkpoint cannot hold a {type(value).__name__} there; keep plain '
-                             'numbers, and tensors in a buffer of the model') from None
+def check_plain(value, name):
+    """SystemExit unless `value`, called `name`, is plain, as all that it contains; a NumPy number, which is a float, is
+    not, and `load_pt` would reject the file."""
+    if type(value) in (dict, list, tuple):
+        for key, item in value.items() if type(value) is dict else enumerate(value):
+            check_plain(key, name)
+            check_plain(item, f'{name}.{key}')
+    elif value is not None and type(value) not in (bool, int, float, str):
+        raise SystemExit(f'{name}: a checkpoint cannot hold a {type(value).__name__} there; keep plain numbers, and '
+                         'tensors in a buffer of the model')
 
 
 def check_round_trip(world, model, optimizer, fresh):

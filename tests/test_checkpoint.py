@@ -282,6 +282,8 @@ def test_what_no_checkpoint_can_hold_is_rejected_before_anything_is_written(tmp_
     for ema, kind in (torch.ones(2), 'Tensor'), (np.float64(0.5), 'float64'):
         words = f'TrainState.ema: a checkpoint cannot hold a {kind} there'
         assert words in rejection(saved, tmp_path, model, optimizer, 1, dict(iter=1, ema=ema))
+        nested = words.replace('ema:', 'ema.a.1:')
+        assert nested in rejection(saved, tmp_path, model, optimizer, 1, dict(ema=dict(a=[1.0, ema])))
     optimizer.state[model[2].weight]['history'] = {1, 2}
     words = 'Toy: its state cannot be saved (optimizer.state.2.weight.history is of type set)'
     assert words in rejection(saved, tmp_path, model, optimizer, 1)
