@@ -177,7 +177,9 @@ def load_checkpoint(path, weights=True, check=True):
             state = load_pt(path)
         if missing := [key for key in REQUIRED if key not in state]:
             raise ValueError(f'it has no {missing[0]}')
-        return path, dict(state, model=clean_state_dict(state['model']))
+        if 'train_state' not in state:  # of another program; here the names are the model's own
+            state['model'] = clean_state_dict(state['model'])
+        return path, state
     except pickle.UnpicklingError:  # torch's message advises to load it nevertheless
         reason = 'it holds objects that could run code, which no checkpoint does'
     except Exception as error:  # whatever a damaged or foreign file makes torch raise
@@ -200,7 +202,7 @@ def load_newest(out_dir, weights=True):
 
 
 def clean_state_dict(weights):
-    """Return the weights of a model by the names that they have here: without the prefixes of torch.compile and DDP,
+    """Return another program's weights by the names that they have here: without the prefixes of torch.compile and DDP,
     and without the mask buffers of nanoGPT (where it has no flash attention) and the official repository."""
     cleaned = {re.sub(r'^(module\.)+', '', name.replace('_orig_mod.', '')): weight for name, weight in weights.items()}
     return {name: weight for name, weight in cleaned.items()
