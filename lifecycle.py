@@ -196,9 +196,8 @@ def save(run, best=False):
     run.stops.save = False  # a request to save is answered
     with optim.evaluating(run.optimizer):
         path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
-            model_args=shapes.model_args(run.raw_model.config), iter_num=state.iter, best_val_loss=state.best_val_loss,
-            config=c.values, train_state=asdict(state), scaler=run.scaler.state_dict(), **run.about),
-            best, c.keep_checkpoints)
+            iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values, train_state=asdict(state),
+            scaler=run.scaler.state_dict(), **run.about), best, c.keep_checkpoints)
     run.saved = path is not None
     if run.saved:
         run.log.print(f'saved {path}')

@@ -112,7 +112,7 @@ def continued_config(c, path, saved, data):
         adopt_model_args(c, args, data)
     if started_from != c.init_from:
         c.set('init_from', started_from, str(path))
-    asked = vars(shapes.config_of(GPTConfig, c.values, data.vocab_size))
+    asked = shapes.arguments(shapes.config_of(GPTConfig, c.values, data.vocab_size))
     if started_from != 'scratch':  # arguments without a setting also follow the pretrained weights
         asked = {**asked, **{key: value for key, value in args.items() if key in asked and key not in c.values}}
     if differing := [f'{key} ({args.get(key)} there, {asked.get(key)} asked for)' for key in asked | args

@@ -47,14 +47,19 @@ def config_of(cls, settings, vocab_size):
 
 def default_args(cls):
     """Return the defaults of the config class `cls`, name → value."""
-    return {f.name: f.default for f in fields(cls) if f.default is not MISSING}
+    return {f.name: f.default for f in fields(cls) if f.init and f.default is not MISSING}
+
+
+def arguments(config):
+    """Return the arguments that make a `config`, a dict; its class, or a model, may give it further attributes."""
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.init}
 
 
 def model_args(config):
     """Return `config` as a checkpoint holds it: nanoGPT's arguments, which nanoGPT reads, and others unless they have
     their default, so that an argument added later leaves old checkpoints valid."""
     defaults = default_args(type(config))
-    return {key: value for key, value in vars(config).items()
+    return {key: value for key, value in arguments(config).items()
             if key in NANOGPT_ARGS or key not in defaults or value != defaults[key]}
 
 

@@ -36,7 +36,7 @@ from runtime.distributed import World, one_message, ranks_from_environment
 from runtime.rng import DROPOUT, keyed_seed, seed_all
 from runtime.signals import StopSignals, protect_streams, undo_at_end
 from runtime.speed import Speed
-from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token, pretrained
+from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token, model_args, pretrained
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. `resolve` fills in those without a default, `setting(type)`. Roles are configurator.ROLES.
@@ -223,27 +223,27 @@ class Run:
     val_data: dict = field(default_factory=dict)
     log: Any = None
     stops: Any = None
-    about: dict = field(default_factory=dict)  # what checkpoints say of the run: data, tokenizer, code, …
+    about: dict = field(default_factory=dict)  # what checkpoints say of the run: model_args, data, tokenizer, code, …
     fresh: Any = None  # an optimizer without a state, until the first update has shown that a checkpoint can hold one
     saved: bool = True  # whether the latest checkpoint that was due has been saved
 
 
 def make_model(c, origin, data):
     """Return the GPT with random or pretrained weights, which those of a checkpoint replace later, see
-    `Origin.restore`.
+    `Origin.restore`; and its `model_args`.
 
     A checkpoint, `origin`, lacks plain tensors and some buffers, so these are made in the same way as at the start.
     SystemExit when the pretrained weights fit neither the settings nor the training `data`.
     """
     seed_all(c.seed)
-    if origin.path:
-        return GPT(origin.config)
-    if not finetunes(c):
-        return GPT(config_of(GPTConfig, c.values, data.vocab_size))
-    model = pretrained(GPT, c.init_from, c.block_size, c.dropout)
-    adopt_model_args(c, vars(model.config), data)
-    check_tokenizer(data, c.init_from, model.config.vocab_size)
-    return model
+    if finetunes(c) and not origin.path:
+        model = pretrained(GPT, c.init_from, c.block_size, c.dropout)
+        adopt_model_args(c, vars(model.config), data)
+        check_tokenizer(data, c.init_from, model.config.vocab_size)
+        return model, model_args(model.config)
+    config = origin.config or config_of(GPTConfig, c.values, data.vocab_size)
+    args = model_args(config)  # before the constructor, which may change the config
+    return GPT(config), args
 
 
 @one_message()
@@ -281,12 +281,13 @@ def begin(c):
     fingerprints = dict(train=fingerprint(data.bins), val=fingerprint(val_data.values()))
     origin = find_origin(world, c, data, fingerprints)
     with world.exit_together():
-        model = make_model(c, origin, data)
+        model, args = make_model(c, origin, data)
         check_contract(model)
     run = set_up(c, world, model)
     origin.restore(run)
     run.val_data, run.stops = val_data, StopSignals(world, c.max_hours)
-    run.about = dict(data=fingerprints, tokenizer=data.tokenizer, changes=origin.changes, code=origin.code)
+    run.about = dict(model_args=args, data=fingerprints, tokenizer=data.tokenizer, changes=origin.changes,
+                     code=origin.code)
     if not c.eval_only:
         run.fresh = make_optimizer(c, model)
     with world.exit_together():

@@ -15,6 +15,7 @@ from conftest import finish, iterations, metrics, start, write_bins
 from data.loader import sequence_starts
 from runtime import checkpoint
 from runtime.signals import NOT_FINITE, STOPPED, undo_at_end
+from shapes import NANOGPT_ARGS
 
 FULL_DISK = """
 import resource
@@ -81,6 +82,23 @@ def test_a_shorter_horizon_from_a_copied_checkpoint_is_the_uninterrupted_run(tra
     ours, theirs = state(branch), state(short)
     assert not soak.first_difference([ours['model'], ours['optimizer']['state']],
                                [theirs['model'], theirs['optimizer']['state']])
+
+
+def test_a_config_that_its_class_and_the_model_change_is_saved_as_it_was_asked_for(train, tmp_path):
+    faults = """
+config, gpt = model.GPTConfig.__init__, model.GPT.__init__
+def with_head_size(self, *args, **kwargs):
+    config(self, *args, **kwargs)
+    self.head_size = self.n_embd // self.n_head
+def changing(self, config):
+    config.gelu_approximate = 'tanh'
+    gpt(self, config)
+model.GPTConfig.__init__, model.GPT.__init__ = with_head_size, changing
+"""
+    assert train(tmp_path, '--max_iters=5', '--lr_decay_iters=10', faults=faults).code == 0
+    done = train(tmp_path, '--init_from=resume', faults=faults)
+    assert done.code == 0 and 'at iteration 5 of 10' in done.out, done.err
+    assert tuple(state(tmp_path)['model_args']) == NANOGPT_ARGS
 
 
 def test_sigusr1_saves_and_continues(train, finished, tmp_path):
