@@ -91,10 +91,14 @@ def check_ranks(run, sequences):
     without saying why.
     """
     world = run.world
-    world.set_gradient_sync(False)
-    with run.autocast:
-        loss = run.model(sequences[:, :-1], sequences[:, 1:].clone())[1]
-    run.scaler.scale(loss).backward()
+
+    def backward(sync):
+        world.set_gradient_sync(sync)
+        with run.autocast:
+            loss = run.model(sequences[:, :-1], sequences[:, 1:].clone())[1]
+        run.scaler.scale(loss).backward()
+
+    backward(sync=False)
     has = world.gather(torch.tensor([float(p.grad is not None) for p in run.params], device=world.device)).bool()
     run.optimizer.zero_grad(set_to_none=True)
     missing = (~has).any(0).tolist()
@@ -107,6 +111,10 @@ def check_ranks(run, sequences):
             problem = ('has a gradient on some ranks only; let every rank use it, see docs/hacking.md, "A mixture of '
                        'experts"')
         raise SystemExit(f'{name}: {problem}')
+    # After its first sum over ranks DDP forms other buckets, on which the order depends in which three or more ranks
+    # are added. A resumed run must have them from its first iteration on, like the uninterrupted one.
+    backward(sync=True)
+    run.optimizer.zero_grad(set_to_none=True)
 
 
 def check_masks(run, sequences):
