@@ -2,6 +2,7 @@
 that only plot stay light."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -82,6 +83,9 @@ def sync_directory(path):
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of file systems that cannot sync a directory
+            raise
     finally:
         os.close(fd)
 

@@ -1,5 +1,6 @@
 """Checkpoints without a run: any optimizer's state, other programs' files, damage, retention; config.json."""
 
+import errno
 import json
 import os
 import pickle
@@ -412,6 +413,24 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     monkeypatch.setattr(os, 'fsync', seen)
     saved(tmp_path, *made('adamw'), 3)
     assert synced == [(False, ['.partial']), (True, ['.pt'])]
+
+
+def test_a_file_system_that_cannot_sync_a_directory_holds_checkpoints(tmp_path, monkeypatch, capsys):
+    """As some of networks and virtual machines; an error of the disk still counts."""
+    fsync, number = os.fsync, errno.EINVAL
+
+    def failing(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(fd)
+
+    monkeypatch.setattr(os, 'fsync', failing)
+    model, optimizer = made('adamw')
+    for i in 1, 2, 3:
+        assert saved(tmp_path, model, optimizer, i)
+    assert iterations(tmp_path) == [3, 2] and not capsys.readouterr().err
+    number = errno.EIO
+    assert saved(tmp_path, model, optimizer, 4) is None
 
 
 def test_changes_are_recorded_with_their_iteration(tmp_path):
