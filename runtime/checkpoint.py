@@ -112,7 +112,10 @@ def prune(out_dir, iteration, keep):
     best = best_path(out_dir).resolve()
     for old in [path for path in checkpoints(out_dir) if number(path) <= iteration][keep:]:
         if old.resolve() != best:
-            remove(old)
+            try:
+                remove(old)
+            except OSError as error:  # another process reads it on NFS, for example
+                warn(f'{old}: could not be removed ({error.strerror})')
 
 
 def remove(path):

@@ -433,6 +433,19 @@ def test_a_file_system_that_cannot_sync_a_directory_holds_checkpoints(tmp_path, 
     assert saved(tmp_path, model, optimizer, 4) is None
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_the_new_one_fail(tmp_path, monkeypatch, capsys):
+    model, optimizer = made('adamw')
+
+    def failing(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(checkpoint, 'remove', failing)
+    for i in 1, 2, 3:
+        assert saved(tmp_path, model, optimizer, i)
+    warning = capsys.readouterr().err
+    assert warning == f'warning: {tmp_path}/ckpt_00000001.pt: could not be removed (Device or resource busy)\n'
+
+
 def test_changes_are_recorded_with_their_iteration(tmp_path):
     path, data = tmp_path / 'ckpt_00000003.pt', dict(train=[1], val=[2])
     before = train.resolve(['--dataset=here', '--grad_clip=0.1']).values
