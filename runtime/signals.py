@@ -20,7 +20,8 @@ class SafeStream:
 
     def __init__(self, stream):
         self.stream = stream
-        stream.reconfigure(errors='backslashreplace')
+        if hasattr(stream, 'reconfigure'):  # a notebook's has not
+            stream.reconfigure(errors='backslashreplace')
 
     def __getattr__(self, name):
         return getattr(self.stream, name)

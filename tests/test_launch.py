@@ -165,6 +165,7 @@ def test_a_stream_that_fails_or_lacks_a_character_ends_no_run():
     stream.write('2 × 3')
     stream.flush()
     assert written.getvalue() == b'2 \\xd7 3'
+    SafeStream(io.StringIO()).write('as in a notebook: %run train.py')
     if Path('/dev/full').exists():
         stream = SafeStream(Path('/dev/full').open('w'))  # noqa: SIM115
         stream.write('a')
