@@ -155,8 +155,7 @@ class MetadataUnpickler(pickle.Unpickler):
             'StorageMeta', '_MEM_FORMAT_ENCODING'},
         'torch.distributed.checkpoint.filesystem': {'_StorageInfo'},
         'torch.serialization': {'_get_layout'},
-        'torch': {'Size', 'float16', 'float32', 'bfloat16', 'float64', 'uint8', 'int8', 'int16', 'int32', 'int64',
-                  'bool'},
+        'torch': {'Size', *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     }
 
     def find_class(self, module, name):

@@ -224,6 +224,20 @@ def test_a_second_save_of_an_iteration_leaves_the_first_until_it_is_complete(tmp
     assert sorted(p.name for p in tmp_path.iterdir()) == ['ckpt_00000010', 'lock']
 
 
+@pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
+def test_a_buffer_of_any_dtype_comes_back(tmp_path):
+    """Rotary positions, for example, are often kept as complex numbers."""
+    world = SimpleNamespace(is_master=True, rank=0, device='cpu', gather=lambda tensor: tensor[None])
+    model = torch.nn.Linear(2, 2)
+    for dtype in torch.complex64, torch.float8_e4m3fn, torch.uint16:
+        model.register_buffer(str(dtype)[6:], torch.ones(2).to(dtype))
+    sharded.write(world, tmp_path / 'ckpt_00000010', model, dict(model_args={}, iter_num=10, config={}), {})
+    weights = checkpoint.load_checkpoint(tmp_path)[1]['model']
+    for name, value in model.state_dict().items():
+        assert weights[name].dtype == value.dtype
+        assert torch.equal(weights[name].to(torch.complex64), value.to(torch.complex64))
+
+
 @pytest.mark.parametrize('name', ['__0_0.distcp', '__1_0.distcp', '.metadata', 'state.pt'])
 def test_damage_is_noticed(run, tmp_path, name):
     """The newest intact one is loaded, whatever has happened to the last."""
