@@ -18,12 +18,12 @@ from data.tokenizer import (
     same_tokenizer,
     tokenizer_from_meta,
 )
-from model import GPT, GPTConfig
 from runtime import checkpoint
 from runtime.device import DTYPES, check_device, device_defaults
 from runtime.files import code_hashes, differing_files
 from runtime.rng import seed_all
 from shapes import HUB_MODELS, with_weights
+from train import GPT, GPTConfig  # which says in one line what model.py lacks
 
 # Files in the repository's root that do not affect a model's outputs.
 NOT_OF_THE_MODEL = ('train.py', 'resume.py', 'lifecycle.py', 'optimizers.py', 'sophia.py', 'hessian.py',

@@ -146,9 +146,11 @@ def test_a_model_of_given_weights_shares_their_memory():
         with_weights(GPT, GPTConfig(**asdict(model.config) | dict(n_embd=64)), weights)
 
 
-def test_a_model_file_without_its_classes_is_rejected(monkeypatch):
+@pytest.mark.parametrize('script', ['train.py', 'analysis/load.py', 'analysis/trials.py', 'scripts/plan.py'])
+def test_a_model_file_without_its_classes_is_rejected(monkeypatch, script):
     monkeypatch.setitem(sys.modules, 'model', SimpleNamespace(GPT=GPT))
-    message = rejection(runpy.run_path, str(ROOT / 'train.py'))
+    monkeypatch.delitem(sys.modules, 'train', raising=False)
+    message = rejection(runpy.run_path, str(ROOT / script))
     assert message.startswith("model.py: cannot import name 'GPTConfig' from ") and '\n' not in message
 
 
