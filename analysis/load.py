@@ -79,9 +79,13 @@ def load(path, device='cpu', tokenizer=None):
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
         args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
     seed_all(state['config'].get('seed', 0))  # as in training, for what the constructor draws and no checkpoint holds
-    model = with_weights(GPT, GPTConfig(**args), weights).to(device).eval()
+    try:
+        model = with_weights(GPT, GPTConfig(**args), weights)
+    except (TypeError, RuntimeError) as error:
+        raise SystemExit(f'{path}: does not fit model.py ({" ".join(str(error).split())[:200]}); load it with the '
+                         'model.py that trained it') from None
     chosen = chosen_tokenizer(tokenizer, checkpoint_meta(state), path)
-    return Loaded(given.resolve().name, path, model, chosen, state)
+    return Loaded(given.resolve().name, path, model.to(device).eval(), chosen, state)
 
 
 def with_tokenizer(loaded):

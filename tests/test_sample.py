@@ -185,6 +185,14 @@ def test_a_better_checkpoint_than_the_newest_is_named(tmp_path, capsys):
     assert f'{out / "best.pt"} had the lowest validation loss' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(('there', 'words'), [
+    (dict(n_layer=2), 'Unexpected key'), (dict(rope=True), "argument 'rope'")])
+def test_a_checkpoint_of_another_model_file_is_one_line(tmp_path, there, words):
+    out = save_run(tmp_path / 'run', model_args=dict(TINY, vocab_size=320) | there)
+    message = rejection(load, out)
+    assert message.startswith(f'{out}/ckpt_00000005.pt: does not fit model.py (') and words in message
+
+
 def test_another_tokenizer_than_the_models_is_rejected(tmp_path, capsys, gpt2_cache):
     assert 'check --tokenizer' in rejection(run, capsys, save_run(tmp_path / 'unknown'), '--tokenizer=gpt2')
     known = save_run(tmp_path / 'known', tokenizer=get_tokenizer('byte').meta)
