@@ -56,9 +56,12 @@ def names_of(paths):
 def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
     """Return the Corpus of .txt, .jsonl and .parquet files, and directories of them, without blank documents.
 
-    If there are no `val_files`, `val_fraction` of the text is for val.
+    A file counts once, one of `val_files` for val only, unless train would have no other. If there are no `val_files`,
+    `val_fraction` of the text is for val.
     """
-    files, val_files = expand(files), expand(val_files)
+    files, val_files = ({path.resolve(): path for path in expand(paths)} for paths in (files, val_files))
+    files = [path for place, path in files.items() if place not in val_files] or list(files.values())
+    val_files = list(val_files.values())
     source, revision = local_files([*files, *val_files])
     if any(reader_of(path) is not txt for path in [*files, *val_files]):
         source += f', key {text_key!r}'  # part of the bins' identity

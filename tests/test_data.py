@@ -633,6 +633,8 @@ def test_shards_are_joined(tmp_path, monkeypatch):
     prepare(*command)
     prepare('fineweb', '--tokens', *files, '--val_file', files[0], '--out_dir', tmp_path / 'named')
     assert bins(tmp_path / 'named')[1].tolist() == shard_ids(3).tolist()
+    prepare('fineweb', '--tokens', *files, files[1], '--out_dir', tmp_path / 'twice')
+    assert bins(tmp_path / 'twice')[0].tolist() == [*shard_ids(3), *shard_ids(2)]
     train, val, meta = bins(tmp_path / 'out')
     assert train.tolist() == [*shard_ids(3), *shard_ids(1)] and val.tolist() == shard_ids(2).tolist()
     assert {key: meta[key] for key in GPT2Tokens().meta} == GPT2Tokens().meta
@@ -740,6 +742,17 @@ def test_files_are_read_in_their_order(tmp_path):
     assert (documents_of(train, BYTE), documents_of(val, BYTE)) == (rows[:2500], rows[2500:])
     assert meta['source'] == "late.jsonl empty.parquet b.JSONL.gz and 3 more, key 'content'"
     assert "key 'content'', not" in prepare('text', *command, 'url', ok=False).replace('"', "'")
+
+
+def test_no_file_is_in_both_splits(tmp_path):
+    """Nor twice in one, because one copy of a document could be in the other."""
+    for name in 'abc':
+        (tmp_path / f'{name}.txt').write_text(name)
+    corpus = sources.files_corpus([tmp_path, tmp_path / 'a.txt'], [tmp_path / '..' / tmp_path.name / 'b.txt'])
+    assert [pair for segment in corpus.open() for batch in segment for pair in batch] == [
+        ('train', 'a'), ('train', 'c'), ('val', 'b')]
+    corpus = sources.files_corpus([tmp_path / 'a.txt', tmp_path], val_fraction=0.5)
+    assert [pair for batch in corpus.open()[0] for pair in batch] == [('train', 'a'), ('val', 'b'), ('train', 'c')]
 
 
 def test_the_files_of_a_directory(tmp_path, capsys):

@@ -64,7 +64,8 @@ def main():
     if args.download and args.download > SHARDS:
         parser.error(f'--download={args.download}: there are {SHARDS} shards')
     files = args.tokens or download(args.download)
-    *train, val = sorted(files, key=lambda path: path == args.val_file)
+    val = args.val_file or files[-1]
+    train = [path for path in files if path.resolve() != val.resolve()]  # *.bin may have named it, too
     names, revision = local_files(files)
     for path in files:
         check(path)
