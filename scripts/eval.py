@@ -55,7 +55,8 @@ def measure(loaded, data, args):
     loss_sum, tokens, n_bytes = 0.0, 0, 0
     for X, Y in tqdm(batches, unit='batch', disable=not sys.stderr.isatty()):
         with precision:
-            loss_sum += cross_entropy(loaded.model(X, Y)[0], Y).sum().item()
+            # A copy, because GPT.forward may mask targets in place: the loss is over all of them, as val/loss is.
+            loss_sum += cross_entropy(loaded.model(X, Y.clone())[0], Y).sum().item()
         counted = Y[Y >= 0].cpu()
         tokens += len(counted)
         n_bytes += 0 if sizes is None else sizes[counted].sum().item()

@@ -41,6 +41,16 @@ def test_is_the_validation_loss_of_train(capsys, corpus, out_dir):
     assert evaluate(capsys, out_dir, '--eval_iters=2', '--batch_size=3')['tokens'] == 2 * 3 * 32
 
 
+def test_targets_that_the_training_loss_leaves_out_count(capsys, out_dir, monkeypatch):
+    plain, forward = evaluate(capsys, out_dir), load.GPT.forward
+
+    def masking(self, idx, targets=None):
+        targets[:, ::2] = -1
+        return forward(self, idx, targets)
+    monkeypatch.setattr(load.GPT, 'forward', masking)
+    assert evaluate(capsys, out_dir) == plain
+
+
 def test_a_model_whose_code_has_changed_since_is_named(capsys, out_dir, monkeypatch):
     monkeypatch.setattr(load, 'code_hashes', lambda: {'model.py': 'edited', 'train.py': 'edited'})
     eval_script.main([str(out_dir), '--device=cpu', '--eval_iters=1'])
