@@ -86,7 +86,7 @@ class Char(Tokenizer):
     def __init__(self, chars):
         self.chars, self.vocab_size = chars, len(chars)
         self.ids = {char: i for i, char in enumerate(chars)}
-        self.default_prompt = '\n' if '\n' in chars else chars[0]
+        self.default_prompt = '\n' if '\n' in chars else chars[:1]
 
     @property
     def meta(self):

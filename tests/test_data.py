@@ -229,6 +229,9 @@ def test_shakespeare_char_is_nanogpts(tmp_path):
     assert list(train) == [chars.index(c) for c in text[:int(0.9 * len(text))]]
     assert list(val) == [chars.index(c) for c in text[int(0.9 * len(text)):]]
     assert "character 'z'" in rejection(tokenizer_from_meta(meta).encode, 'z')
+    path.write_text('')
+    command = ['shakespeare_char', '--input', path, '--out_dir', tmp_path / 'empty']
+    assert prepare(*command, ok=False) == 'input.txt: there is no text for train.bin'
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
