@@ -126,7 +126,10 @@ def export(loaded, dest):
 
     The folder gets its name when it is complete and checked; after an error nothing is left.
     """
-    import transformers
+    try:
+        import transformers
+    except ImportError:
+        raise SystemExit(f'{dest}: needs the package transformers; pip install -r requirements-hf.txt') from None
     transformers.logging.disable_progress_bar()
     dest, model = Path(dest), loaded.model
     if dest.exists():

@@ -1,6 +1,7 @@
 """Hugging Face both ways: transformers computes our logits from an export, and we compute the logits of its models."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -194,6 +195,13 @@ def test_nothing_else_than_a_gpt2_is_exported(tmp_path):
     for dest, words in ('file', 'file: exists'), ('file/hf', 'file/hf: cannot be written'):
         assert words in rejection(export_main, [str(tmp_path / 'run'), str(tmp_path / dest)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ['file', 'run']
+
+
+def test_transformers_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / 'run', get_tokenizer('byte'))
+    monkeypatch.setitem(sys.modules, 'transformers', None)
+    message = rejection(export_main, [str(tmp_path / 'run'), 'hf'])
+    assert message == 'hf: needs the package transformers; pip install -r requirements-hf.txt'
 
 
 def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
