@@ -132,6 +132,9 @@ def parse(parser, argv):
     while not folder.is_dir():  # a file, or the name of a run in a runs.jsonl
         folder = folder.parent
     args.output = args.output or png_path(folder / args.name)
+    numbers = args.output.with_suffix('.csv')
+    if numbers.resolve() in [Path(path).resolve() for path in args.out_dirs]:
+        raise SystemExit(f'{numbers}: the numbers of the picture would replace it; choose another --output')
     return args
 
 

@@ -74,6 +74,15 @@ def test_the_picture_of_several_runs_goes_beside_them(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ['out']
 
 
+def test_the_file_that_is_read_is_not_overwritten(tmp_path):
+    path = tmp_path / 'loss.csv'
+    path.write_text('optimizer,seed,steps,loss\nAdamW,1,100,3.0\n')
+    for flags in [], ['--output', f'{tmp_path}/./loss.png']:
+        assert rejection(plot.main, [str(path), *flags]) == (
+            f'{path}: the numbers of the picture would replace it; choose another --output')
+    assert path.read_text().endswith('AdamW,1,100,3.0\n') and not (tmp_path / 'loss.png').exists()
+
+
 def test_losses_that_cannot_be_compared_are_named(tmp_path, capsys):
     for seed, options in enumerate([{}, dict(data='another'), dict(argv=['--eval_iters=3'])]):
         argv = ['--max_iters=100', f'--seed={seed}', *options.pop('argv', [])]
