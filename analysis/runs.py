@@ -224,6 +224,7 @@ MEASURED = {'steps': 'iter', 'loss': 'val/loss', 'tokens': 'tokens', 'flops': 'f
 # The settings of a run whose CSV file has no such column; nothing is known of its schedule.
 NOT_SAID = dict(learning_rate=None, decay_lr=False, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
                 eval_iters=0, batch_size=0)
+NUMBERS = 'horizon', 'learning_rate', 'min_lr', 'warmup_iters', 'cooldown_iters', 'lr_decay_iters'  # if they are there
 # Columns whose absence a note names → what they would say
 SAID = {'horizon': 'whether the schedules ended at the last step', 'flops': 'the FLOPs of a step'}
 
@@ -244,6 +245,8 @@ def read_csv(path):
                 and (row[column] or column in ('steps', 'loss'))}
         if any(isinstance(value, str) for value in line.values()) or not math.isfinite(line['iter']):
             raise SystemExit(f'{where}: steps, loss, tokens, flops and seconds must be numbers')
+        if wrong := [column for column in NUMBERS if isinstance(as_number(row.get(column) or '0'), str)]:
+            raise SystemExit(f'{where}: {wrong[0]} must be a number, or empty')
         of_run = found.setdefault(tuple(row[column] for column in settings), {})
         if of_run.setdefault(line['iter'], line) is not line:
             raise SystemExit(f'{where}: the second row of a run for step {row["steps"]}; add a column for the setting '

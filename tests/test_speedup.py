@@ -376,7 +376,9 @@ def test_what_a_csv_file_does_not_say_is_said(tmp_path):
     ('', ': no column optimizer'), ('optimizer,seed,step,loss\na,1,2,3\n', ': no column steps'),
     ('optimizer,seed,steps,loss\na,1,2\n', ':2: not as many columns'),
     ('optimizer,seed,steps,loss\na,1,2,low\n', ':2: steps, loss'), ('optimizer,seed,steps,loss\na,1,,3\n', ':2: steps'),
-    ('optimizer,seed,steps,loss\na,1,2,3\na,1,2,4\n', ':3: the second row of a run for step 2')])
+    ('optimizer,seed,steps,loss\na,1,2,3\na,1,2,4\n', ':3: the second row of a run for step 2'),
+    *((f'optimizer,seed,steps,loss,{column}\na,1,2,3,\nb,1,2,3,10%\n', f':3: {column} must be a number, or empty')
+      for column in runs.NUMBERS)])
 def test_a_csv_file_that_cannot_be_read_is_named(tmp_path, text, message):
     (tmp_path / 'x.csv').write_text(text)
     assert f'{tmp_path}/x.csv{message}' in rejection(runs.find_runs, [tmp_path / 'x.csv'])
