@@ -82,7 +82,7 @@ class RunRecord:
         if self.decay_lr and self.warmup_iters >= self.max_iters:
             return f'it ends within its warm-up of {self.warmup_iters} iterations'
         iterations = self.about.get('ended', {}).get('iter', self.max_iters)
-        if not self.decay_lr or self.schedule == 'constant' or self.lr_decay_iters == iterations:
+        if not self.decay_lr or self.schedule == 'constant' or self.lr_decay_iters in (iterations, None):
             return None
         return f'its learning rate decays over {self.lr_decay_iters} iterations, and it was run for {iterations}'
 
@@ -223,7 +223,8 @@ def packed(run, name):
 MEASURED = {'steps': 'iter', 'loss': 'val/loss', 'tokens': 'tokens', 'flops': 'flops', 'seconds': 'time'}
 # The settings of a run whose CSV file has no such column; nothing is known of its schedule.
 NOT_SAID = dict(learning_rate=None, decay_lr=False, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
-                eval_iters=0, batch_size=0)
+                lr_decay_iters=None, eval_iters=0, batch_size=0)
+TRUTH = {'true': True, 'false': False}  # so that decay_lr can be off
 NUMBERS = 'horizon', 'learning_rate', 'min_lr', 'warmup_iters', 'cooldown_iters', 'lr_decay_iters'  # if they are there
 # Columns whose absence a note names → what they would say
 SAID = {'horizon': 'whether the schedules ended at the last step', 'flops': 'the FLOPs of a step'}
@@ -258,7 +259,8 @@ def read_csv(path):
     about, runs = dict(unsaid=f'{path} does not say {"; ".join(unsaid)}'), []
     for values, lines in found.items():
         cells, lines = dict(zip(settings, values)), [lines[step] for step in sorted(lines)]
-        config = {column: as_number(cell) if cell else NOT_SAID.get(column) for column, cell in cells.items()}
+        config = {column: TRUTH.get(cell.lower(), as_number(cell)) if cell else NOT_SAID.get(column)
+                  for column, cell in cells.items()}
         config.update(optimizer_name=cells['optimizer'], max_iters=config.pop('horizon', None) or lines[-1]['iter'])
         del config['optimizer']
         name = ','.join(f'{column}={cell}' for column, cell in cells.items()).replace('/', '_')

@@ -372,6 +372,15 @@ def test_what_a_csv_file_does_not_say_is_said(tmp_path):
         plot.main, [str(path), '--x', 'tokens', '--output', str(tmp_path / 'loss.png')])
 
 
+@pytest.mark.parametrize(('cells', 'reason'), [
+    (',', None), ('false,600000', None), ('True,', None), ('true,100', None),
+    ('True,200', 'its learning rate decays over 200 iterations, and it was run for 100')])
+def test_a_csv_file_may_say_whether_the_learning_rate_decays(tmp_path, cells, reason):
+    (tmp_path / 'x.csv').write_text(f'optimizer,seed,steps,loss,decay_lr,lr_decay_iters\na,1,100,3,{cells}\n')
+    run, = runs.find_runs([tmp_path / 'x.csv'])
+    assert run.rejected == reason
+
+
 @pytest.mark.parametrize(('text', 'message'), [
     ('', ': no column optimizer'), ('optimizer,seed,step,loss\na,1,2,3\n', ': no column steps'),
     ('optimizer,seed,steps,loss\na,1,2\n', ':2: not as many columns'),
