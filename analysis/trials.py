@@ -217,10 +217,13 @@ def start_trial(trial, launcher, slot, jobs):
 
 
 def launch(words, out_dir, **options):
-    """Start a program, whose output goes to log.txt in `out_dir`; return the process."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    with (out_dir / 'log.txt').open('a') as log:
-        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, **options)
+    """Start a program, whose output goes to log.txt in `out_dir`; return the process. SystemExit when it cannot."""
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with (out_dir / 'log.txt').open('a') as log:
+            return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, **options)
+    except OSError as error:
+        raise SystemExit(f'{out_dir}: cannot be started ({error.filename}: {error.strerror})') from None
 
 
 def gpus():

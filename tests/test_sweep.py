@@ -201,6 +201,13 @@ def test_a_sweep_shows_the_last_line_of_a_run_that_failed(tmp_path, capsys):
     assert 'seed=1: failed: last' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('script', [sweep, tune])
+def test_a_launcher_that_is_not_there_is_one_line(tmp_path, script):
+    values = ['--values', 'seed=1', '--noise=0'] if script is tune else ['--grid', 'seed=1']
+    message = rejection(script.main, ['--out_dir', str(tmp_path), '--launcher', 'no/torchrun', *values, '--', *SHAPE])
+    assert message.endswith(': cannot be started (no/torchrun: No such file or directory)')
+
+
 def test_a_table_of_a_received_directory_executes_nothing(tmp_path, capsys):
     received, mark = tmp_path / 'received', tmp_path / 'executed'
     fake_run(received / 'seed=1', 3.0, ['--max_iters=100'])
