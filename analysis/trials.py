@@ -135,6 +135,8 @@ def split_values(flag, pairs):
         key, _, values = pair.partition('=')
         if not values:
             raise SystemExit(f'{flag} {pair}: write KEY=V1,V2')
+        if key in found:
+            raise SystemExit(f'{flag} {pair}: {key} is there twice; write all its values as {key}=V1,V2')
         one = key == 'optimizer_args' or key == 'dataset' and ':' in values
         found[key] = [values] if one else values.split(',')
     return found

@@ -53,6 +53,7 @@ def test_values_of_a_grid():
         key, _, value = one.partition('=')
         assert trials.split_values('--grid', [one]) == {key: [value]}
     assert 'write KEY=V1,V2' in rejection(trials.split_values, '--grid', ['seed'])
+    assert 'seed is there twice' in rejection(trials.split_values, '--grid', ['seed=1', 'gamma=1', 'seed=2'])
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').rglob('*.json')), ids=lambda path: path.stem)
