@@ -136,6 +136,10 @@ def test_max_lr_finds_the_largest_stable_rate(tmp_path):
             for row in rows_of(tmp_path / 'max_lr.csv')] == [('False', 1e-3, 'False'), ('True', 2e-3, 'False')]
     make(tmp_path, 'adamw', 100, 3.0, 5e-4, end=50)
     assert 'let the sweep finish' in rejection(max_lr.main, [str(tmp_path)])
+    make(tmp_path, 'adamw', 100, 3.0, 5e-4, argv=['--n_layer=3'])
+    assert 'cannot be compared: n_layer is' in rejection(max_lr.main, [str(tmp_path)])
+    (tmp_path / 'losses.csv').write_text('optimizer,seed,steps,loss\nAdamW,1,100,3.0\n')
+    assert 'a CSV file has no training losses' in rejection(max_lr.main, [str(tmp_path / 'losses.csv')])
 
 
 def test_final_losses_by_hessian_interval_against_flops(tmp_path):

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from analysis.compare import add_tuned, check_comparable
 from analysis.figures import argparser, figure, legend, parse, print_table, save
 from analysis.runs import find_runs
 
@@ -35,9 +36,13 @@ def stable_runs(runs):
 
 def main(argv=None):
     parser = argparser(__doc__, 'max_lr.png', of_runs=True)
+    add_tuned(parser)
     args = parse(parser, argv)
-    groups = {}
-    for run in sorted(find_runs(args.out_dirs), key=lambda run: run.learning_rate):
+    runs, groups = find_runs(args.out_dirs), {}
+    if runs[0].from_csv:
+        raise SystemExit(f'{args.out_dirs[0]}: a CSV file has no training losses; pass the out_dirs of train.py')
+    check_comparable(runs, args.tuned)
+    for run in sorted(runs, key=lambda run: run.learning_rate):
         if (problem := run.unfinished or run.off_schedule) and not run.diverged:
             raise SystemExit(f'{run.out_dir}: {problem}; let the sweep finish, or leave the run out')
         groups.setdefault((run.optimizer_label, run.scale_attn_by_inverse_layer_idx), []).append(run)
