@@ -1,5 +1,7 @@
 """scripts/curvature.py: its measures, each against its definition."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from reference import double_precision, flat  # noqa: F401 - for every test here
@@ -7,6 +9,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import GPT, GPTConfig
+from runtime.files import save_pt
 from scripts import curvature
 from scripts.curvature import (
     Gradients,
@@ -14,6 +17,7 @@ from scripts.curvature import (
     draw_gradients,
     log_correlation,
     log_correlation_of_noise,
+    state_of_run,
     weights_of,
 )
 
@@ -27,6 +31,16 @@ def gpt():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
     return model, torch.randint(8, (32, 5))
+
+
+@pytest.mark.parametrize(('name', 'known'), [('sophiag', True), ('sophiah', False), ('adahessian', False)])
+def test_h_of_other_estimates_is_not_judged_by_the_noise_of_these(tmp_path, capsys, name, known):
+    state = dict(w=dict(hessian=torch.ones(2), exp_avg=torch.zeros(2)))
+    save_pt(tmp_path / 'ckpt_00000001.pt', dict(model={}, model_args={}, iter_num=1, config={}, optimizer=dict(
+        state=state, shapes={})))
+    loaded = SimpleNamespace(path=tmp_path, state=dict(config=dict(optimizer_name=name)), model=torch.nn.Linear(1, 1))
+    h, _ = state_of_run(loaded, ['w'])
+    assert (h is not None) == known == (f'note: the h of {name}' not in capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(('size', 'parts'), [(1, 1), (4, 1), (4, 2), (4, 4)])
