@@ -30,8 +30,8 @@ def main(argv=None):
     parser.add_argument('--table', action='store_true', help='print the table, train nothing')
     args = parser.parse_args(argv)
     stored = args.out_dir / 'sweep.json'
-    if args.spec and (args.grid or args.base):
-        parser.error('pass --spec, or --grid with arguments after --, not both')
+    if args.grid and args.spec or args.base and not args.grid:
+        parser.error('pass --spec, or --grid with arguments after --, not both; a spec has its arguments in "base"')
     if not (args.grid or args.spec or stored.is_file()):
         parser.error(f'{stored}: not there; pass --spec or --grid')
     if args.grid:

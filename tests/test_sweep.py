@@ -317,6 +317,7 @@ def test_a_search_keeps_nothing_within_the_noise(tmp_path, landscape):
     (tune, ['--values', 'seed=1', '--noise=0', '--', *SHAPE, '--max_iters=9', '--lr_decay_iters=20'],
      'runs could not be compared: its learning rate decays over 20 iterations, and it was run for 9'),
     (sweep, ['--grid', 'seed=1', '--jobs=0', '--', *SHAPE], 'at least 1'), (sweep, [], 'pass --spec or --grid'),
+    (sweep, ['--', *SHAPE], 'a spec has its arguments in "base"'),
     (plan, ['--gpus=0'], '--gpus: 0: must be at least 1'), (plan, ['--mfu=nan'], '--mfu: nan: must be at least 0.01'),
     (evaluation, ['gpt2', '--eval_iters=-1'], '--eval_iters: -1: must be at least 0'),
     (evaluation, ['gpt2', '--batch_size=x'], "--batch_size: invalid number value: 'x'"),
