@@ -41,6 +41,8 @@ def main(argv=None):
     # The noise is of all optimizers, compared or not.
     noise = compare.noise_of(by_seed([run for run in runs if not run.rejected]))
     candidates = args.candidate or sorted({run.optimizer_name for run in runs} - {baseline})
+    if unknown := sorted({*candidates} - {run.optimizer_name for run in runs}):
+        raise SystemExit(f'nothing to compare: no run of --candidate {" ".join(unknown)}')
     runs = [run for run in runs if run.optimizer_name in (baseline, *candidates)]
     kept = [run for run in runs if not run.rejected]
     compare.check_comparable(kept + [run for run in runs if run.diverged], args.tuned)

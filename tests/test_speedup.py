@@ -200,6 +200,9 @@ def test_without_finished_runs_of_both_there_is_nothing_to_compare(tmp_path):
     make(tmp_path, 'sophiag', 50, 3.0, end=40)
     assert 'finished runs of adamw at T = [100]; sophiag at T = none; ' in rejection(judge, tmp_path)
     assert 'nothing to compare' in rejection(judge, tmp_path, '--candidate', 'lion', '--baseline', 'muon')
+    make(tmp_path, 'sophiag', 100, 3.0)
+    message = rejection(judge, tmp_path, '--candidate', 'sophiag', 'sophiagg')
+    assert message == 'nothing to compare: no run of --candidate sophiagg'
 
 
 WSD = ['--schedule=wsd', '--cooldown_iters=30']
