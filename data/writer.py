@@ -64,7 +64,11 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
         if meta:
             print(f'{out_dir}: already has these bins, nothing to do (--overwrite makes them again)')
         else:
-            meta = write(corpus, identity, tokenizer, out_dir, num_proc, overwrite)
+            try:
+                meta = write(corpus, identity, tokenizer, out_dir, num_proc, overwrite)
+            except (KeyboardInterrupt, BrokenProcessPool, OSError) as error:
+                raise SystemExit(f'{out_dir}: stopped ({first_line(error)}); the same command, without --overwrite, '
+                                 'resumes where it stopped (with a smaller --num_proc, if memory is short)') from None
     for split in SPLITS:
         print(f'{out_dir / split}.bin: {meta[split]["tokens"]:,} tokens, {meta[split]["documents"]:,} documents')
     return meta
@@ -126,9 +130,6 @@ def write(corpus, identity, tokenizer, out_dir, num_proc, overwrite):
         for path in (parts.progress_path, *parts.paths.values()):
             path.unlink(missing_ok=True)
         raise
-    except (KeyboardInterrupt, BrokenProcessPool, OSError) as error:
-        raise SystemExit(f'{out_dir}: stopped ({first_line(error)}); the same command, without --overwrite, resumes '
-                         'where it stopped (with a smaller --num_proc, if memory is short)') from None
 
 
 class Parts:

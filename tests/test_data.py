@@ -528,6 +528,15 @@ def test_finished_bins_stay_until_others_are_complete(tmp_path):
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_disk_that_is_full_from_the_start_is_one_line(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+    monkeypatch.setattr(writer, 'atomic_write', full)
+    (tmp_path / 'a.txt').write_text('some text\n' * 9)
+    message = prepare('text', tmp_path / 'a.txt', '--tokenizer', 'byte', '--out_dir', tmp_path / 'out', ok=False)
+    assert message.startswith(f'{tmp_path}/out: stopped ([Errno 28] No space left on device); the same command')
+
+
 def test_only_the_file_of_that_very_name_is_read(tmp_path):
     rows = texts(2001, words=3)
     write_parquet(tmp_path / 'dump1.parquet', ['the neighbour that the name matches as a pattern'])
