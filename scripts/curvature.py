@@ -73,6 +73,11 @@ def draw_gradients(model, params, sequences):
                for loss in losses]
 
 
+def trained(model):
+    """Return (names, parameters) of all parameters that are not frozen."""
+    return zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad))
+
+
 class Gradients:
     """Means over the gradients g of the summed loss of single sequences at a checkpoint.
 
@@ -149,7 +154,7 @@ def weights_of(iterations, interval, beta2):
 
 def curvature_along(model, sequences, u):
     """Return uᵀGu / ‖u‖² for the vector `u`, G the Gauss-Newton matrix on the sequences."""
-    names, params = zip(*model.named_parameters())
+    names, params = trained(model)
     tangents = tuple(part.view_as(p) for part, p in zip(u.split([p.numel() for p in params]), params))
     total = 0
     for tokens in sequences:
@@ -210,7 +215,7 @@ def main(argv=None):
     sequences = next(loader)
     loader.close()
 
-    names, params = zip(*model.named_parameters())
+    names, params = trained(model)
     ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
     places = {name: slice(end - p.numel(), end) for name, p, end in zip(names, params, ends)}
     facts = dict(checkpoint=loaded.name, iteration=loaded.state.get('iter_num'), estimator=args.estimator,

@@ -1,5 +1,6 @@
 """scripts/curvature.py: its measures, each against its definition."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from scripts.curvature import (
     log_correlation,
     log_correlation_of_noise,
     state_of_run,
+    trained,
     weights_of,
 )
 
@@ -71,6 +73,18 @@ def test_the_curvature_along_an_update_is_the_gauss_newton_form(gpt):
     J = torch.cat([j.flatten(2) for j in torch.func.jacrev(logits)(tuple(q.detach() for q in params))], -1)
     exact = torch.einsum('bvi,i,bvw,bwj,j->', J, u, S, J, u) / len(p) / (u @ u)
     assert curvature_along(model, sequences[:2], u) == pytest.approx(exact.item(), rel=1e-6)
+
+
+def test_frozen_parameters_are_left_out(gpt):
+    model, sequences = copy.deepcopy(gpt[0]), gpt[1]
+    us = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    us['transformer.wpe.weight'].zero_()
+    expected = curvature_along(model, sequences, flat(us.values()))
+    model.transformer.wpe.weight.requires_grad_(False)
+    names, params = trained(model)
+    assert set(us) - set(names) == {'transformer.wpe.weight'}
+    assert curvature_along(model, sequences, flat(us[name] for name in names)) == pytest.approx(expected)
+    assert len(next(draw_gradients(model, params, sequences))[0]) == sum(p.numel() for p in params)
 
 
 def test_signal_and_noise_are_those_of_the_gradients(gpt):
