@@ -132,9 +132,10 @@ def parse(parser, argv):
     while not folder.is_dir():  # a file, or the name of a run in a runs.jsonl
         folder = folder.parent
     args.output = args.output or png_path(folder / args.name)
-    numbers = args.output.with_suffix('.csv')
-    if numbers.resolve() in [Path(path).resolve() for path in args.out_dirs]:
-        raise SystemExit(f'{numbers}: the numbers of the picture would replace it; choose another --output')
+    inputs = [(Path(path) / name).resolve() for path in args.out_dirs for name in ('', 'sweep.json', 'tuning.json')]
+    for numbers in args.output.with_suffix('.csv'), args.output.with_suffix('.json'):
+        if numbers.resolve() in inputs:
+            raise SystemExit(f'{numbers}: the numbers of the picture would replace it; choose another --output')
     return args
 
 
@@ -143,7 +144,10 @@ def png_path(output):
     output = Path(output)
     if output.suffix != '.png':
         raise SystemExit(f'--output={output}: must end in .png; the numbers go next to it as .csv or .json')
-    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f'--output={output}: cannot be written ({error.filename}: {error.strerror})') from None
     return output
 
 

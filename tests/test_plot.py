@@ -10,7 +10,7 @@ from PIL import Image
 import optimizers
 from analysis import figures
 from analysis.runs import find_runs
-from scripts import plot
+from scripts import plot, speedup
 
 
 @pytest.fixture
@@ -80,6 +80,11 @@ def test_the_file_that_is_read_is_not_overwritten(tmp_path):
     for flags in [], ['--output', f'{tmp_path}/./loss.png']:
         assert rejection(plot.main, [str(path), *flags]) == (
             f'{path}: the numbers of the picture would replace it; choose another --output')
+    fake_run(tmp_path / 'out/a', 3.0, ['--max_iters=100'])
+    assert 'sweep.json: the numbers of the picture would replace it' in rejection(
+        speedup.main, [str(tmp_path / 'out'), '--output', f'{tmp_path}/out/sweep.png'])
+    assert rejection(plot.main, [str(tmp_path / 'out/a'), '--output', f'{path}/x.png']) == (
+        f'--output={path}/x.png: cannot be written ({path}: File exists)')
     assert path.read_text().endswith('AdamW,1,100,3.0\n') and not (tmp_path / 'loss.png').exists()
 
 
