@@ -270,7 +270,7 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
 
     Returns the list of tensors ĥ = B·ĝ⊙ĝ for `Sophia.update_hessian`.
     """
-    distribution, estimator = distribution or categorical, GaussNewtonBartlett(optimizer, by_parts)
+    distribution, estimator, classes = distribution or categorical, GaussNewtonBartlett(optimizer, by_parts), set()
     check_seeds(estimator.params[0].device, group)
     for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
         if isinstance(f, str):  # a key of a dict, such as Hugging Face's outputs
@@ -278,6 +278,11 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
         if isinstance(f, torch.Tensor):  # in float16 labels of probability 0 are drawn, and sums overflow
             f = f.to(torch.promote_types(f.dtype, torch.float32))
         likelihood = distribution(f)
+        if distribution is categorical:
+            classes.add(f.size(-1))
+            if len(classes) > 1:  # such as hidden states
+                raise ValueError(f'gauss_newton_bartlett: micro-batches of {min(classes)} and {max(classes)} classes; '
+                                 'if the model returns a tuple, pass only its logits')
         nll = -likelihood.log_prob(likelihood.sample())  # line 4: ŷ ~ softmax(f)
         estimator.add(nll.sum(), nll.numel(), retain_graph)  # line 5: ĝ
     return estimator.estimate(group=group)  # line 6: B·ĝ⊙ĝ

@@ -381,6 +381,9 @@ def test_misuse_is_named():
     for logits in f(params, x)[:, :1], f(params, x)[:, 0]:
         with pytest.raises(ValueError, match=r'of shape \(8.*\) are not logits .* pass its distribution'):
             gauss_newton_bartlett(logits, params)
+    hidden = torch.tanh(x @ params[0] + params[1])
+    with pytest.raises(ValueError, match='micro-batches of 4 and 5 classes; .* pass only its logits'):
+        gauss_newton_bartlett((f(params, x), hidden), params)
     with pytest.raises(TypeError, match='pass output.logits'):
         gauss_newton_bartlett(dict(loss=None, logits=f(params, x)), params)
     embedding = torch.nn.Embedding(4, 2, sparse=True)
