@@ -525,7 +525,8 @@ def loss_gradients(loss, params, retain_graph=False):
         for p in params:
             p.grad = None
         (loss * mesh.size()).backward(retain_graph=retain_graph)
-        found = [p.grad for p in params]
+        # Parameters that FSDP ignores are left with this rank's own gradient.
+        found = [p.grad if p.grad is None or is_dtensor(p) else p.grad / mesh.size() for p in params]
         for p, grad in zip(params, before):
             p.grad = grad
         reason = ', or set_requires_gradient_sync(False)'

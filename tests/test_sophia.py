@@ -481,6 +481,14 @@ def on_each_of_two_ranks(rank, path):
     for i in [0, 1, 4, 5], [2, 3, 6, 7]:  # both ranks' first and second part
         parts.add(F.cross_entropy(model(x[i]), LABELS[i], reduction='sum'), len(i))
     estimates['its parts'] = flat(parts.estimate(group=alone))
+    for shards in True, False:
+        model, i, group = network(), slice(None), alone
+        if shards:
+            fully_shard(model, ignored_params={model[2].bias})
+            i, group = half, None
+        estimator = GaussNewtonBartlett(model.parameters())
+        estimator.add(F.cross_entropy(model(x[i]), LABELS[i], reduction='sum'), len(x[i]))
+        *_, estimates['ignored' if shards else 'its estimate'] = estimator.estimate(group=group)
     by_shards = []
     for shards in False, True:
         model = network()
@@ -532,6 +540,11 @@ def test_parts_are_squared_before_they_are_added_up_over_ranks(two_ranks):
     for rank in two_ranks:
         torch.testing.assert_close(rank['parts'], expected)
         torch.testing.assert_close(rank['sharded parts'], rank['its parts'])
+
+
+def test_parameters_that_fsdp_ignores_are_summed_over_ranks(two_ranks):
+    for rank in two_ranks:
+        torch.testing.assert_close(rank['ignored'], rank['its estimate'])
 
 
 def test_ranks_must_draw_different_labels_but_the_same_u(two_ranks):
