@@ -570,7 +570,9 @@ def ranks(group=None):
 def check_seeds(device, group=None):
     """Raise ValueError when ranks of `group` would draw the same labels, which makes ĥ too large in expectation."""
     if ranks(group) > 1:
-        seed = torch.tensor([torch.initial_seed() % 2 ** 63], device=device)
+        # torch.initial_seed() is the CPU's; an accelerator has a generator of its own.
+        initial_seed = getattr(torch.get_device_module(device), 'initial_seed', torch.initial_seed)
+        seed = torch.tensor([initial_seed() % 2 ** 63], device=device)
         seeds = [torch.empty_like(seed) for _ in range(ranks(group))]
         dist.all_gather(seeds, seed, group=group)
         if len({int(s) for s in seeds}) < len(seeds):
