@@ -91,7 +91,7 @@ class Config:
     """Settings as attributes, and for each the source of its value.
 
     `values` is a dict in declaration order; `sources` maps key → 'default', a file's name, 'flag', or the table that
-    the value is from; `given` holds the keys that a config file or a flag has set.
+    the value is from; `given` holds the keys that a config file, a flag or an assignment has set.
     """
 
     def __init__(self, defaults):
@@ -112,6 +112,14 @@ class Config:
             return self.__dict__['values'][key]
         except KeyError:
             raise AttributeError(f'no setting {key!r}') from None
+
+    def __setattr__(self, name, value):
+        """Assign to an attribute; for a setting, `set` it, so that the run, its model and its records see one value."""
+        if name in self.__dict__.get('declared', ()):
+            self.set(name, value, 'code')
+            self.given.add(name)
+        else:
+            super().__setattr__(name, value)
 
     def having(self, *roles):
         """Return the settings with one of these roles, a set of keys."""

@@ -47,6 +47,17 @@ def test_bad_flags_are_rejected_in_one_line(flag, words):
     assert words in rejection(apply, flag)
 
 
+def test_an_assignment_sets_a_setting():
+    """As where a script or train.py changes a setting: the attribute and what the run records are one value."""
+    config, values = apply('--steps=7')
+    config.size, config.rate, config.other = 3, 1, 'no setting'
+    assert (config.size, config.rate, config.other) == (values['size'], values['rate'], 'no setting')
+    assert type(values['rate']) is float and 'other' not in values and config.sources['size'] == 'code'
+    config.fill(dict(size=4), 'a table')
+    assert config.size == 3
+    assert rejection(setattr, config, 'kind', 'z') == "code: kind = 'z': must be one of x, y"
+
+
 def test_all_mistakes_are_told_at_once(tmp_path):
     """The keys of the official repository's configs, on one device."""
     with pytest.raises(SystemExit) as stopped:
