@@ -315,4 +315,6 @@ def load_tensors(path, state, model, optimizer, scaler):
         if state['scaler']:
             scaler.load_state_dict(state['scaler'])
     except Exception as error:
-        raise SystemExit(f'{path}: does not fit this run ({first_line(error)}); resume with its own settings') from None
+        # Several lines, because the first of load_state_dict's names no weight.
+        reason = ' '.join(str(error).split())[:200] or type(error).__name__
+        raise SystemExit(f'{path}: does not fit this run ({reason}); resume with its own settings and code') from None

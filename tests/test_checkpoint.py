@@ -269,6 +269,15 @@ def test_state_goes_to_the_parameter_of_its_name(tmp_path):
     assert words in rejection(lambda: restored([last, bias, weight], state=state))
 
 
+def test_the_weight_that_an_edit_of_the_model_has_added_is_named(tmp_path):
+    model, optimizer = made('adamw')
+    trained(model, optimizer, range(1))
+    path, state = checkpoint.load_checkpoint(saved(tmp_path, model, optimizer, 1))
+    model.scale = torch.nn.Parameter(torch.ones(1))
+    message = rejection(checkpoint.load_tensors, path, state, model, optimizer, None)
+    assert 'does not fit this run (' in message and 'Missing key(s) in state_dict: "scale"' in message
+
+
 def test_a_setting_that_the_checkpoint_lacks_had_its_default():
     before = train.resolve([]).values
     del before['grad_clip']
