@@ -249,6 +249,7 @@ class HutchinsonHook(HessianHook):
         super().__init__(*args, **kwargs)
         self.params = [p for p in parameters(self.optimizer) if p.requires_grad]
         self.names = [self.name_of[p] for p in self.params]
+        self.buffers = dict(self.model.named_buffers())
         self.product = self.curvature_product
         if self.compile:
             # dynamic=False: PyTorch 2.11 fails to compile this for varying shapes; rows_at_once gives one.
@@ -260,8 +261,10 @@ class HutchinsonHook(HessianHook):
     def curvature_product(self, X, Y, u):
         """Return ∇²L·u, with L the mean loss on sequences X and Y (B, T) and u tensors like `params`."""
         def loss(values):
-            # A forward may mask Y in place, which torch.func allows only on new tensors.
-            return functional_call(self.model, dict(zip(self.names, values)), (X, Y.clone()))[1]
+            # A forward may mask Y and change buffers, which torch.func allows only with new tensors. So an estimate
+            # leaves the model's own buffers as they are.
+            buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
+            return functional_call(self.model, {**buffers, **dict(zip(self.names, values))}, (X, Y.clone()))[1]
 
         with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
             return hessian_vector_product(loss, [p.detach() for p in self.params], u)
@@ -281,6 +284,7 @@ class HutchinsonHook(HessianHook):
         estimator = Hutchinson(self.params, generator, self.rademacher)
         X, Y = (torch.cat(parts) for parts in zip(*self.rows))
         n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows))
+        self.buffers = dict(self.model.named_buffers())  # which a forward may have assigned anew
         for x, y in zip(X.split(n), Y.split(n)):
             with self.autocast:
                 product = self.product(x, y, estimator.u)

@@ -266,6 +266,34 @@ def test_an_estimate_that_overflows_float16_lowers_its_own_scale(gpt, capsys, pa
     assert resumed.scale == scales[-1]
 
 
+class Counting(GPT):
+    """A GPT whose forward passes in training change buffers, in place and by assignment."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer('seen', torch.zeros(()))
+        self.register_buffer('mean', torch.zeros(()))
+
+    def forward(self, idx, targets):
+        logits, loss = super().forward(idx, targets)
+        self.seen += 1
+        self.mean = 0.9 * self.mean + logits.detach().mean()
+        return logits, loss * self.seen
+
+
+@pytest.mark.parametrize('name', ['sophiag', 'sophiah'])
+def test_a_forward_may_change_buffers_and_an_estimate_changes_none(gpt, name):
+    """Such as running means, or the biases that balance experts."""
+    model, idx = Counting(gpt[0].config), gpt[1]
+    model.load_state_dict(gpt[0].state_dict(), strict=False)
+    hook = make_hook(model, name)
+    assert iteration(hook, idx[:, :-1], idx[:, 1:]) == ''
+    assert model.seen == 1 and model.mean == model(idx[:, :-1], idx[:, 1:])[0].mean()
+    if name == 'sophiah':  # an estimate is of the loss of one more forward pass
+        h = flat(hook.optimizer.state[p]['hessian'] for p in parameters(hook.optimizer))
+        torch.testing.assert_close(h, 2 * estimates(gpt[0], idx, name)[0])
+
+
 class TwoHeads(GPT):
     """A GPT with a second head, which the training loss reaches and the loss on sampled labels does not."""
 
