@@ -132,9 +132,13 @@ class HessianHook(Hook):
         return ''
 
     def warn_of_unreached(self, estimates):
-        """Warn of trained parameters whose estimate is all zeros, because sign momentum would update them."""
+        """Warn of trained parameters whose estimate is all zeros, because sign momentum would update them. Those whose
+        gradient is, too, may be behind weights that are 0 at the start, as LoRA's and some heads."""
+        def is_zero(tensor):
+            return not add_shards(local([tensor])[0].count_nonzero(), [tensor])
+
         unreached = [self.name_of[p] for p, h_hat in zip(parameters(self.optimizer), estimates)
-                     if p.requires_grad and not add_shards(local([h_hat])[0].count_nonzero(), [h_hat])]
+                     if p.requires_grad and is_zero(h_hat) and (p.grad is None or not is_zero(p.grad))]
         if unreached and self.rank == 0:
             warn(f'the Hessian estimate is 0 for {", ".join(unreached)}: the loss that is estimated does not depend on '
                  'them, so they are updated by sign momentum; see docs/hacking.md, "A second head"')

@@ -320,6 +320,20 @@ def test_parameters_that_the_estimate_does_not_reach_are_named_once(gpt, capsys)
     assert capsys.readouterr().err == ''
 
 
+def test_weights_behind_zeros_are_not_taken_for_unreached(gpt, capsys):
+    """With a head of zeros, the others have neither gradient nor estimate in the first iteration."""
+    model, (X, Y) = copy.deepcopy(gpt[0]), (gpt[1][:, :-1], gpt[1][:, 1:])
+    model.zero_grad()
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
+    hook = make_hook(model, 'sophiag')
+    hook.start(0)
+    _, loss, *second = Losses(model)(X, Y, **hook.labels(X, Y))
+    hook.add(*second)
+    loss.backward()
+    assert hook.finish() == '' and not model.transformer.wte.weight.grad.any()
+    assert capsys.readouterr().err == ''
+
+
 @pytest.mark.parametrize('name', ['sophiag', 'sophiah'])
 def test_an_optimizer_needs_update_hessian_and_nothing_else(gpt, name):
     """One of another library, say: no state of a known name, no base class of sophia.py."""
