@@ -3,6 +3,7 @@
 Of a model they need `config`, a dataclass with nanoGPT's fields, `transformer.h`, its blocks, and its forward.
 """
 
+import functools
 import inspect
 import math
 import operator
@@ -134,6 +135,17 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
         if stop is not None and stop(idx):
             break
     return idx
+
+
+def continuation(model):
+    """Return the function with which scripts continue ids: the model's own `generate`, which a fork may have edited, if
+    it takes the arguments of the one here; else, as for nanoGPT's, the one here."""
+    own = getattr(model, 'generate', None)
+    try:
+        inspect.signature(own).bind(None, 1, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None)
+    except TypeError:
+        return functools.partial(generate, model)
+    return own
 
 
 def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

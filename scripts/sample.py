@@ -20,7 +20,7 @@ from analysis.arguments import at_least
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 from data.sources import lines
 from runtime.device import DTYPES
-from shapes import generate, num_params
+from shapes import continuation, num_params
 
 
 def parse(argv):
@@ -66,12 +66,12 @@ def main(argv=None):
         raise SystemExit(f"--start='': the tokenizer {tokenizer.name} has no end-of-text id; set a prompt")
     print(f'{loaded.path}: {num_params(model):,} parameters, tokenizer {tokenizer.name}', file=sys.stderr)
 
-    idx = torch.tensor([ids], device=args.device)
+    idx, generate = torch.tensor([ids], device=args.device), continuation(model)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     tokens, started = 0, time.perf_counter()
     for _ in range(args.num_samples if args.temperature else 1):  # greedy samples are all the same
-        row = generate(model, idx, args.max_new_tokens, args.temperature, args.top_k or None,
-                       args.top_p if args.top_p < 1 else None,
+        row = generate(idx, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k or None,
+                       top_p=args.top_p if args.top_p < 1 else None,
                        stop=lambda row: row[0, -1] == tokenizer.eot_id, generator=generator)[0].tolist()
         tokens += len(row) - len(ids)
         if row[-1] == tokenizer.eot_id:

@@ -111,6 +111,16 @@ def test_script(tmp_path, capsys):
     assert run(capsys, out).startswith('\n') and run(capsys, out, '--start=').count('-----')  # a document's beginning
 
 
+def test_a_fork_may_replace_generate(tmp_path, capsys, monkeypatch):
+    """By one with a cache, for example; nanoGPT's cannot stop at the end of a document."""
+    out = save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)
+    plain = run(capsys, out, '--start=a')
+    monkeypatch.setattr(GPT, 'generate', lambda self, idx, max_new_tokens, temperature=1.0, top_k=None: None)
+    assert run(capsys, out, '--start=a') == plain
+    monkeypatch.setattr(GPT, 'generate', lambda self, idx, max_new_tokens, **options: torch.tensor([[97, 98, 99]]))
+    assert run(capsys, out, '--start=a', '--num_samples=1') == 'abc\n---------------\n'
+
+
 def test_a_vocabulary_without_newlines_has_another_first_prompt(tmp_path, capsys):
     out = save_run(tmp_path / 'run', tokenizer=Char('ACGT').meta)
     assert set(run(capsys, out)) - set('-\n') <= set('ACGT')

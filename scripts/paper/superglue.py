@@ -25,7 +25,7 @@ from analysis.figures import argparser, figure, legend, print_table, save
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 from runtime.device import DTYPES
 from runtime.files import first_line
-from shapes import generate
+from shapes import continuation
 
 SHOTS, DRAWS = 2, 5
 SEED = 1337  # of the draws
@@ -90,7 +90,7 @@ def run_task(loaded, task, examples, draws):
             prompt = tokenizer.encode(make_prompt(task, exemplars, example))
             cut += len(prompt) > model.config.block_size - n
             idx = torch.tensor([[int(i) for i in prompt[n - model.config.block_size:]]], device=device)
-            ids = generate(model, idx, n, temperature=0)[0, idx.size(1):].tolist()
+            ids = continuation(model)(idx, n, temperature=0)[0, idx.size(1):].tolist()
             end = ids.index(tokenizer.eot_id) if tokenizer.eot_id in ids else n
             answer = read_answer(task, tokenizer.decode(ids[:end]))
             right += answer == example['label']
