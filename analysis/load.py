@@ -107,6 +107,8 @@ def crop_vocab_size(model, vocab_size):
     tied = head.weight is embedding.weight
     for module in (embedding, head):
         module.weight = nn.Parameter(module.weight.detach()[:vocab_size].clone())
+        if getattr(module, 'bias', None) is not None:  # of an untied head
+            module.bias = nn.Parameter(module.bias.detach()[:vocab_size].clone())
     if tied:
         head.weight = embedding.weight
     model.config.vocab_size = embedding.num_embeddings = head.out_features = vocab_size

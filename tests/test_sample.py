@@ -67,7 +67,7 @@ def test_sampler_keeps_what_it_should():
 def test_crop_vocab_size_keeps_the_other_logits(tied):
     model = make_model()
     if not tied:
-        model.lm_head.weight = torch.nn.Parameter(torch.randn(64, 16))
+        model.lm_head = torch.nn.Linear(16, 64)  # with a bias
     idx = torch.randint(50, (2, 8))
     expected = model(idx)[0][..., :50]
     crop_vocab_size(model, 50)
