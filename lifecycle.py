@@ -212,11 +212,15 @@ def save(run, best=False):
 
 
 def check_weights(run):
-    """End a run whose parameters are not finite, and warn where the ranks' replicas of the model differ, because only
-    rank 0's is saved. Collective: every rank must call it."""
+    """End a run whose parameters are not finite. Warn of one that was thawed too late for the optimizer, and where the
+    ranks' replicas of the model differ, because only rank 0's is saved. Collective: every rank must call it."""
     world, norm = run.world, optim.global_norm(run.params)
     if not norm.isfinite():
         abort(run, 'the parameters are not finite')
+    trained = set(run.params)
+    late = [name for name, p in run.raw_model.named_parameters() if p.requires_grad and p not in trained]
+    if late and world.is_master:
+        warn(f'{late[0]}: is not trained, because it was frozen when the optimizer was built; freeze it after that')
     if world.size > 1 and not world.sharded:
         norms = world.gather(norm.reshape(1)).flatten()
         if world.is_master and (norms / norms[0] - 1).abs().max() > 1e-6:

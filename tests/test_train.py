@@ -255,6 +255,26 @@ runtime.optim.step = drifting
     assert done.code == 0 and "warning: the ranks' weights have drifted apart" in done.err
 
 
+def test_a_parameter_that_is_thawed_too_late_is_named(main, tmp_path, monkeypatch, capsys):
+    """The optimizer has those that were trained when it was built; a parameter that is frozen later is skipped."""
+    init, step = program.GPT.__init__, program.train_step
+
+    def frozen(self, config):
+        init(self, config)
+        self.transformer.wpe.weight.requires_grad_(False)
+
+    def thawing(run, sequences, iter_num):
+        run.raw_model.transformer.wpe.weight.requires_grad_(iter_num > 0)
+        return step(run, sequences, iter_num)
+
+    monkeypatch.setattr(program, 'train_step', thawing)
+    main(tmp_path / 'a', '--max_iters=2')
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(program.GPT, '__init__', frozen)
+    main(tmp_path / 'b', '--max_iters=2')
+    assert 'warning: transformer.wpe.weight: is not trained' in capsys.readouterr().err
+
+
 def test_a_group_that_is_left_out_is_one_line(main, tmp_path, monkeypatch):
     groups = program.optimizers.parameter_groups
     monkeypatch.setattr(program.optimizers, 'parameter_groups', lambda *args: groups(*args)[:-1])
