@@ -236,7 +236,7 @@ def a_frozen_teacher():
     """The student's loss is half of the labels' and half of the teacher's, whose weights stay, and are not counted."""
     from analysis.load import load
     from runtime import checkpoint
-    teacher = run('--bias=True')['out']
+    teacher = run('--bias=True', '--dropout=0.1')['out']
     saved, student = checkpoint.load_checkpoint(teacher)[1]['model'], resumes(f'--teacher={teacher}')
     state = checkpoint.load_checkpoint(student['out'])[1]['model']
     assert all(torch.equal(state[f'teacher.{name}'], value) for name, value in saved.items())
@@ -244,7 +244,7 @@ def a_frozen_teacher():
     ours, plain = (json.loads(Path(found['out'], 'config.json').read_text()) for found in (student, run()))
     assert all(ours[key] == plain[key] for key in ('parameters', 'flops_per_token'))
     assert all(a != b for a, b in zip(student['val/loss'], student['val/training_loss']))
-    model, (X, Y) = load(student['out']).model, torch.randint(64, (2, 2, 8))
+    model, (X, Y) = load(student['out']).model.train(), torch.randint(64, (2, 2, 8))  # without the teacher's dropout
     Y[0, :3] = -1
     logits, loss = model(X, Y)
     soft = -(model.teacher(X)[0].softmax(-1) * logits.log_softmax(-1)).sum(-1)
