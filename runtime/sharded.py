@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, zeros
 from runtime.files import checksum, first_line, load_pt, put_in_place, save_pt
 from runtime.optimizer_state import map_tensors
 
+NO_FILE, UNREADABLE = -1, -2  # what a rank says in place of a checksum
+
 
 def model_tensors(model):
     """Return the weights and buffers of a model as model.NAME, each once."""
@@ -42,7 +44,7 @@ def write(world, path, model, state, shards):
     """Write the checkpoint `state`, with the weights of `model` and the DTensors `shards` by name, as the directory
     `path`: first under another name, where state.pt, with checksums, is the last file.
 
-    Collective: every rank must call it. OSError where it failed, on rank 0 at least.
+    Collective: every rank must call it. OSError where it failed, on rank 0 at least, and only after the collectives.
     """
     partial = path.with_suffix('.partial')
     if world.is_master:
@@ -53,10 +55,11 @@ def write(world, path, model, state, shards):
         rank, (cause, _) = next(iter(error.failures.items()))
         shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f'rank {rank}: {getattr(cause, "strerror", None) or first_line(cause)}') from None
-    mine = partial / f'__{world.rank}_0.distcp'
-    sums = world.gather(torch.tensor([checksum(mine) if mine.is_file() else -1], device=world.device)).flatten()
+    sums = world.gather(torch.tensor([own_checksum(partial, world.rank)], device=world.device)).flatten()
+    if (sums == UNREADABLE).any():
+        raise OSError(f'rank {int((sums == UNREADABLE).int().argmax())}: its shard cannot be read back')
     if world.is_master:
-        files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc >= 0}
+        files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc != NO_FILE}
         files['.metadata'] = checksum(partial / '.metadata')
         try:
             save_pt(partial / 'state.pt', dict(state, files=files, tied=tied(model)))
@@ -64,6 +67,17 @@ def write(world, path, model, state, shards):
             shutil.rmtree(partial, ignore_errors=True)
             raise
         put_in_place(path.parent)
+
+
+def own_checksum(path, rank):
+    """Return the checksum of the file that `rank` has written in the directory `path`; NO_FILE if it had no tensors to
+    write, UNREADABLE if the file system fails."""
+    try:
+        return checksum(path / f'__{rank}_0.distcp')
+    except FileNotFoundError:
+        return NO_FILE
+    except OSError:
+        return UNREADABLE
 
 
 class ShardWriter(dcp.FileSystemWriter):
