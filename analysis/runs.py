@@ -5,6 +5,7 @@ import csv
 import functools
 import json
 import math
+import os
 import statistics
 from collections import Counter
 from dataclasses import dataclass
@@ -280,14 +281,15 @@ def find_runs(paths):
     """Return the runs in `paths`, each in order of names. A path is
 
     - a CSV file;
-    - a directory of runs and of runs.jsonl, at any depth; or
+    - a directory of runs and of runs.jsonl, at any depth and through links; or
     - names in a runs.jsonl, where * matches anything: records/study/1200/adamw for the runs 1200/adamw/… in
       records/study/runs.jsonl, or records/study/1200/*/learning_rate=0.002*.
     """
     found = {}
     for path in map(Path, paths):
-        runs = [read_directory(metrics.parent) for metrics in path.rglob('metrics.jsonl')]
-        runs += [run for file in path.rglob('runs.jsonl') for run in read_packed(file)]
+        below = [(Path(folder), names) for folder, _, names in os.walk(path, followlinks=True)]
+        runs = [read_directory(folder) for folder, names in below if 'metrics.jsonl' in names]
+        runs += [run for folder, names in below if 'runs.jsonl' in names for run in read_packed(folder / 'runs.jsonl')]
         runs += read_csv(path) if path.suffix == '.csv' else []
         folder = next((parent for parent in path.parents if (parent / 'runs.jsonl').is_file()), None)
         if folder and not runs:
