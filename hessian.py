@@ -91,9 +91,12 @@ class HessianHook(Hook):
         self.iter_num, self.loss_scale = iter_num, loss_scale
         # An estimate overflows at another scale than the training gradient, the only one that GradScaler watches. Its
         # scale is in the param groups, which a checkpoint holds.
-        self.scale = min(loss_scale, self.optimizer.param_groups[0].get('hessian_scale', loss_scale))
-        # After a skipped iteration 0 the next one estimates, because steps without any h are sign steps.
-        self.due = self.is_due(iter_num, self.interval) or not any(self.state().values())
+        group = self.optimizer.param_groups[0]
+        self.scale = min(loss_scale, group.get('hessian_scale', loss_scale))
+        # Until there is an h every iteration estimates, because steps without one are sign steps: after a skipped
+        # iteration 0, or an estimate that overflowed while the update was made.
+        self.first = not any(self.state().values()) or 'no_hessian_yet' in group
+        self.due = self.first or self.is_due(iter_num, self.interval)
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         return self.due
 
@@ -121,13 +124,16 @@ class HessianHook(Hook):
             if not expected:
                 return 'a Hessian estimate is not finite'
             self.optimizer.param_groups[0]['hessian_scale'] = self.scale / 2
+            if self.first:
+                self.optimizer.param_groups[0]['no_hessian_yet'] = True
             if self.rank == 0:
                 warn(f'iteration {self.iter_num}: the Hessian estimate overflowed in float16 and was left out; its '
                      f'loss scale falls to {self.scale / 2:g}')
             return ''
         self.overflows = 0
-        if not any(self.state().values()):  # the first estimate of the run
+        if self.first:
             self.warn_of_unreached(estimates)
+            self.optimizer.param_groups[0].pop('no_hessian_yet', None)
         self.optimizer.update_hessian(estimates)
         return ''
 

@@ -266,6 +266,25 @@ def test_an_estimate_that_overflows_float16_lowers_its_own_scale(gpt, capsys, pa
     assert resumed.scale == scales[-1]
 
 
+@pytest.mark.filterwarnings('ignore:Sophia.step')
+def test_until_there_is_an_h_every_iteration_estimates(gpt):
+    """Also where float16 left the first estimates out, but made the updates, and after a resume."""
+    model, idx = copy.deepcopy(gpt[0]).float(), gpt[1]
+    hook, made = make_hook(model, 'sophiag', interval=100), []
+    for number in range(30):
+        with torch.autocast('cpu', torch.float16):
+            iteration(hook, idx[:, :-1], idx[:, 1:], number=number, loss_scale=2.0 ** 30)
+        made.append(hook.due)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        hook.optimizer.step()
+        state = copy.deepcopy(hook.optimizer.state_dict())
+        hook = make_hook(model, 'sophiag', interval=100)
+        hook.optimizer.load_state_dict(state)
+    assert 5 < sum(made) < 25 and made == sorted(made, reverse=True)
+    assert all(own['hessian'].any() for own in state['state'].values())
+
+
 class Counting(GPT):
     """A GPT whose forward passes in training change buffers, in place and by assignment."""
 
