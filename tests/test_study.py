@@ -135,6 +135,15 @@ def test_fresh_h_corrects_gamma_by_the_shares_so_far(share, found):
     assert all(target / 1.4 <= share(gamma) <= target * 1.4 for target, gamma in zip(targets, found))
 
 
+def test_the_page_of_fresh_h_is_of_its_records():
+    found = fresh_h_results.read_results()
+    page = (fresh_h.HERE / 'README.md').read_text(encoding='utf-8')
+    assert all(table in page for table in fresh_h_results.tables(found)) and f'{len(found)} of about' in page
+    rows = fresh_h_results.draw_shares(found)[1]
+    written = list(csv.DictReader((fresh_h.HERE / 'shares.csv').open(encoding='utf-8')))
+    assert written == [{key: '' if value is None else str(value) for key, value in row.items()} for row in rows]
+
+
 @pytest.mark.parametrize(('best', 'factors'), [(0.5, [1, 2, 0.5]), (1, [1, 2, 0.5]), (2, [1, 2, 4]), (4, [1, 2, 4])])
 def test_gpu_30m_tries_half_or_four_times_the_middle_rate(best, factors):
     def loss_of(run):

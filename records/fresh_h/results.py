@@ -122,7 +122,7 @@ def draw_shares(results):
             best = found[gamma, rate]
             rows.append(dict(arm=arm, gamma=gamma, learning_rate=rate, unclipped=best.unclipped, loss=best.loss))
     fig, (loss, tested) = figure(2, width=4.8, height=3.4)
-    with_h = [arm for arm in arms if any(row['arm'] == arm and row['gamma'] for row in rows)]
+    with_h = list(dict.fromkeys(row['arm'] for row in rows if row['gamma']))
     for arm, style in zip(with_h, styles([''] * len(with_h))):
         mine = [row for row in rows if row['arm'] == arm]
         loss.plot([row['unclipped'] for row in mine], [row['loss'] for row in mine], 'o-', markersize=4, label=arm,
@@ -137,6 +137,7 @@ def draw_shares(results):
     for place, row in enumerate(tests):
         tested.errorbar(row['difference'], -place, xerr=row['plus_or_minus'], fmt='o', capsize=4, color='C0')
     tested.axvline(0, color='0.4', linewidth=1)
+    tested.locator_params(axis='x', nbins=5)
     tested.set(ylim=(0.5 - max(len(tests), 1), 0.5), title='Difference of the losses, fresh seeds, 95 %')
     tested.set_yticks([-place for place in range(len(tests))],
                       [row['comparison'].removeprefix('A: ').replace(' minus', '\nminus') for row in tests])
