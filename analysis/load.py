@@ -20,7 +20,7 @@ from data.tokenizer import (
 )
 from runtime import checkpoint
 from runtime.device import DTYPES, check_device, device_defaults
-from runtime.files import code_hashes, differing_files
+from runtime.files import code_hashes, differing_files, one_line
 from runtime.rng import seed_all
 from shapes import HUB_MODELS, with_weights
 from train import GPT, GPTConfig  # which says in one line what model.py lacks
@@ -82,8 +82,8 @@ def load(path, device='cpu', tokenizer=None):
     try:
         model = with_weights(GPT, GPTConfig(**args), weights)
     except (TypeError, RuntimeError) as error:
-        raise SystemExit(f'{path}: does not fit model.py ({" ".join(str(error).split())[:200]}); load it with the '
-                         'model.py that trained it') from None
+        raise SystemExit(f'{path}: does not fit model.py ({one_line(error)}); load it with the model.py '
+                         'that trained it') from None
     chosen = chosen_tokenizer(tokenizer, checkpoint_meta(state), path)
     return Loaded(given.resolve().name, path, model.to(device).eval(), chosen, state)
 

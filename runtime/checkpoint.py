@@ -18,7 +18,7 @@ from pathlib import Path
 
 from runtime import optimizer_state
 from runtime.distributed import ranks_from_environment, restarts, run_id
-from runtime.files import FAILED, atomic_write, first_line, load_pt, put_in_place, save_pt, warn
+from runtime.files import FAILED, atomic_write, first_line, load_pt, one_line, put_in_place, save_pt, warn
 from runtime.optim import parameters
 from runtime.signals import NOT_FINITE, UNDO
 
@@ -315,6 +315,6 @@ def load_tensors(path, state, model, optimizer, scaler):
         if state['scaler']:
             scaler.load_state_dict(state['scaler'])
     except Exception as error:
-        # Several lines, because the first of load_state_dict's names no weight.
-        reason = ' '.join(str(error).split())[:200] or type(error).__name__
-        raise SystemExit(f'{path}: does not fit this run ({reason}); resume with its own settings and code') from None
+        # Not first_line: load_state_dict's names no weight.
+        raise SystemExit(f'{path}: does not fit this run ({one_line(error)}); resume with its own settings and '
+                         'code') from None

@@ -151,6 +151,11 @@ def warn(text):
     print(f'warning: {text}', file=sys.stderr, flush=True)
 
 
+def one_line(error):
+    """Return the first 200 characters of an exception's message, all its lines as one; its type if it has none."""
+    return ' '.join(str(error).split())[:200] or type(error).__name__
+
+
 def first_line(error):
     """Return the first 200 characters of an exception's first line; its type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -43,6 +43,15 @@ def arms_of(results, part):
     return arms
 
 
+def search_of(trials):
+    """Return {γ: {learning rate: `Result`}} of an arm with the search's seed, in order of γ."""
+    found = {}
+    for (gamma, lr), seeds in sorted(trials.items(), key=lambda item: item[0][0] or 0):
+        if SEARCH_SEED in seeds:
+            found.setdefault(gamma, {})[lr] = seeds[SEARCH_SEED]
+    return found
+
+
 def fresh(trials, measure):
     """Return the losses of the fresh seeds of an arm, which only its best settings have."""
     return [measure(result) for seeds in trials.values() for seed, result in seeds.items() if seed != SEARCH_SEED]
@@ -61,13 +70,11 @@ def training(result):
 def search_table(arms, measure=validation):
     """Return a row of texts for each arm and γ: the unclipped share at the lowest loss, the loss of the search's seed
     at each learning rate, and mean and standard deviation of the fresh seeds."""
-    found = {arm: {trial: seeds[SEARCH_SEED] for trial, seeds in trials.items() if SEARCH_SEED in seeds}
-             for arm, trials in arms.items()}
-    rates = sorted({lr for search in found.values() for _, lr in search})
+    found = {arm: search_of(trials) for arm, trials in arms.items()}
+    rates = sorted({lr for search in found.values() for mine in search.values() for lr in mine})
     rows = []
     for arm in [arm for arm in ARMS if arm in found] + [arm for arm in found if arm is None]:
-        for gamma in sorted({gamma for gamma, _ in found[arm]}, key=lambda gamma: gamma or 0):
-            mine = {lr: result for (g, lr), result in found[arm].items() if g == gamma}
+        for gamma, mine in found[arm].items():
             best = min(mine, key=lambda lr: measure(mine[lr]))
             others = fresh({trial: seeds for trial, seeds in arms[arm].items() if trial[0] == gamma}, measure)
             row = {'arm': arm or 'Sophia-H', 'γ': f'{gamma:g}' if gamma else '',
@@ -116,11 +123,9 @@ def draw_shares(results):
     the planned tests with their 95 % intervals. Return (figure, rows)."""
     arms, rows = arms_of(results, 'A'), []
     for arm in [arm for arm in ARMS if arm in arms]:
-        found = {trial: seeds[SEARCH_SEED] for trial, seeds in arms[arm].items() if SEARCH_SEED in seeds}
-        for gamma in sorted({gamma for gamma, _ in found}, key=lambda gamma: gamma or 0):
-            rate = min((rate for g, rate in found if g == gamma), key=lambda rate: found[gamma, rate].loss)
-            best = found[gamma, rate]
-            rows.append(dict(arm=arm, gamma=gamma, learning_rate=rate, unclipped=best.unclipped, loss=best.loss))
+        for gamma, mine in search_of(arms[arm]).items():
+            lr = min(mine, key=lambda lr: mine[lr].loss)
+            rows.append(dict(arm=arm, gamma=gamma, learning_rate=lr, unclipped=mine[lr].unclipped, loss=mine[lr].loss))
     fig, (loss, tested) = figure(2, width=4.8, height=3.4)
     with_h = list(dict.fromkeys(row['arm'] for row in rows if row['gamma']))
     for arm, style in zip(with_h, styles([''] * len(with_h))):
