@@ -32,8 +32,10 @@ ARMS = {
     'short memory': ('sophiag', dict(beta2=0.9), {0.10: 0.05, 0.25: 0.15, 0.50: 0.5}),
     'parts': ('sophiag', dict(hessian_parts=16), {0.10: 0.05, 0.25: 0.15, 0.50: 0.5}),
 }
-# Arms of a later tier wait for the earlier ones: the planned tests need the first tier only.
-TIERS = [('sign momentum', 'fresh', 'permuted', 'paper'), ('mean', 'AdamW'), ('short memory', 'parts')]
+# What comes first, as (part, arms): the planned tests of part A need its first four arms only; part B is where an h has
+# its best chance.
+ORDER = [('A', ('sign momentum', 'fresh', 'permuted', 'paper')), ('B', ('sign momentum', 'paper', 'fresh')),
+         ('A', ('mean', 'AdamW')), ('B', ('mean', 'AdamW')), ('C', ()), ('A', ('short memory', 'parts'))]
 A = dict(max_iters=2400, warmup_iters=1200)
 B = dict(max_iters=1200, warmup_iters=600, total_batch_size=128)
 C = dict(max_iters=9600, warmup_iters=2400, gamma=0.05)
@@ -47,7 +49,7 @@ def rate_at(k):
 class Search:
     """Looks for the best settings of an arm with the seed 1337.
 
-    place: of its runs in the order. score: Result → the number that is to be low.
+    place: of its runs in the order, as (stage, arm). score: Result → the number that is to be low.
     """
 
     def __init__(self, study, place, part, optimizer, settings, score=lambda result: result.loss):
@@ -56,9 +58,10 @@ class Search:
         self.shares = {}  # γ → unclipped share at the middle learning rate
 
     def result(self, seed=SEARCH_SEED, **settings):
-        """Return a run's `Result`, or None. The arms of a tier take turns, by the number of runs that each asks for."""
+        """Return a run's `Result`, or None. The arms of a stage take turns: first the first run of each."""
         self.runs += 1
-        place = (*self.place[:2], seed != SEARCH_SEED, self.runs, *self.place[2:])
+        stage, arm = self.place
+        place = (stage, seed != SEARCH_SEED, self.runs, arm)
         return self.study.result(place, self.part, self.optimizer, **self.settings, **settings, seed=seed)
 
     def share(self, target, gamma, middle):
@@ -149,19 +152,25 @@ def no_noise(study, arm, best, place):
         search.seeds(found, range(1338, 1341))
 
 
+def hutchinson(study, place):
+    """Part C: Sophia-H at 9,600 steps."""
+    search = Search(study, place, 'C', 'sophiah', C)
+    found = lowest([search.rates(-2)])
+    if found:
+        search.seeds(found, range(1338, 1344))
+
+
 def protocol(study):
     """Ask for all runs of the study, as far as the results are there."""
     best = {}
-    for tier, arms in enumerate(TIERS):
+    for stage, (part, arms) in enumerate(ORDER):
         for i, arm in enumerate(arms):
-            best[arm] = fresh_h(study, arm, ('A', tier, i))
-    for i, arm in enumerate(('sign momentum', 'paper', 'fresh', 'mean', 'AdamW')):
-        if best[arm]:
-            no_noise(study, arm, best[arm], ('B', 0, i))
-    hutchinson = Search(study, ('C', 0, 0), 'C', 'sophiah', C)
-    found = lowest([hutchinson.rates(-2)])
-    if found:
-        hutchinson.seeds(found, range(1338, 1344))
+            if part == 'A':
+                best[arm] = fresh_h(study, arm, (stage, i))
+            elif best[arm]:
+                no_noise(study, arm, best[arm], (stage, i))
+        if part == 'C':
+            hutchinson(study, (stage, 0))
 
 
 def command(run):
