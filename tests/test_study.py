@@ -101,6 +101,23 @@ def test_fresh_h_takes_the_arms_in_turns_and_the_planned_tests_first():
         assert sum(count >= 3 for count in rates.values()) == 3
 
 
+@pytest.mark.parametrize('best', [0.15, 1.5])
+def test_fresh_h_looks_for_gamma_and_rate_on_the_fixed_mini_batch(best):
+    def loss_of(run):
+        gamma = dict(run.settings).get('gamma', best)
+        return surface(run) + (0.1 * abs(math.log(gamma / best)) if run.part == 'B' else 0)
+
+    made = [run for run in make_all(loss_of, fresh_h.protocol, share_of) if run.part == 'B']
+    search = [run for run in made if dict(run.settings)['seed'] == fresh_h.SEARCH_SEED]
+    seeds = Counter(arm_of(run) for run in made if run not in search)
+    assert set(seeds.values()) == {3} and len(seeds) == 6
+    for run in made:
+        if run not in search and 'gamma' in dict(run.settings):
+            tried = {dict(other.settings)['gamma'] for other in search if arm_of(other) == arm_of(run)}
+            found = dict(run.settings)['gamma']
+            assert abs(math.log(found / best)) < 0.6 and min(tried) < found < max(tried)
+
+
 def test_fresh_h_is_tested_as_planned():
     loss = {('sophiag', 0.9, 16): 1.29, ('gnb_permuted', 0.9, 16): 1.31}
     results = {str(run.path): studies.Result(*2 * [surface(run) + loss.get(arm_of(run), 1.3)], share_of(run))

@@ -14,7 +14,7 @@ from analysis.runs import find_runs, mean_and_sd
 from analysis.significance import difference, holm
 from records.dissection import results as dissection
 from records.dissection.results import mean_sd
-from records.fresh_h.study import ARMS, SEARCH_SEED
+from records.fresh_h.study import ARMS, SEARCH_SEED, A, B, C
 from records.studies import recorded
 
 SPECIAL = 'beta2', 'hessian_parts'  # the settings that tell arms of one optimizer apart
@@ -29,14 +29,16 @@ def arm_of(optimizer, settings):
 def arms_of(results, part):
     """Group the results of a part: {arm: {(γ, learning rate): {seed: `Result`}}}, γ = None for arms without h.
 
-    results: {name of a run: `Result`}, see `studies.recorded`.
+    results: {name of a run: `Result`}, see `studies.recorded`. Runs of another length are left out: B's first two.
     """
-    arms = {}
+    arms, length = {}, dict(A=A, B=B, C=C)[part]['max_iters']
     for name, result in results.items():
         if not name.startswith(f'{part}/'):
             continue
         optimizer, *words = name.removeprefix(f'{part}/').split(',')
         settings = dict(word.split('=') for word in words)
+        if int(settings['max_iters']) != length:
+            continue
         trial = settings.get('gamma') and float(settings['gamma']), float(settings['learning_rate'])
         seeds = arms.setdefault(arm_of(optimizer, settings), {}).setdefault(trial, {})
         seeds[int(settings['seed'])] = result

@@ -35,9 +35,10 @@ ARMS = {
 # What comes first, as (part, arms): the planned tests of part A need its first four arms only; part B is where an h has
 # its best chance.
 ORDER = [('A', ('sign momentum', 'fresh', 'permuted', 'paper')), ('B', ('sign momentum', 'paper', 'fresh')),
-         ('A', ('mean', 'AdamW')), ('B', ('mean', 'AdamW')), ('C', ()), ('A', ('short memory', 'parts'))]
+         ('B', ('permuted',)), ('A', ('mean', 'AdamW')), ('B', ('mean', 'AdamW')), ('C', ()),
+         ('A', ('short memory', 'parts'))]
 A = dict(max_iters=2400, warmup_iters=1200)
-B = dict(max_iters=1200, warmup_iters=600, total_batch_size=128)
+B = dict(max_iters=300, warmup_iters=150, total_batch_size=128)
 C = dict(max_iters=9600, warmup_iters=2400, gamma=0.05)
 
 
@@ -92,28 +93,28 @@ class Search:
         return float(f'{gamma:.2g}')
 
     def rates(self, middle, **settings):
-        """Try three learning rates, and more while the best is at the edge.
-
-        Return {settings, as pairs: score}; None while runs are missing.
-        """
-        ks = [middle, middle - 1, middle + 1]
-        while True:
-            found = {k: self.result(**settings, learning_rate=rate_at(k)) for k in ks}
-            if None in found.values():
-                return None
-            scores = {k: self.score(result) for k, result in found.items()}
-            best = min(scores, key=scores.get)
-            if best == min(ks):
-                ks.append(best - 1)
-            elif best == max(ks):
-                ks.append(best + 1)
-            else:
-                return {(*settings.items(), ('learning_rate', rate_at(k))): score for k, score in scores.items()}
+        """Try the learning rates around rate_at(middle). Return {settings, as pairs: score}; None while runs are
+        missing."""
+        found = around(middle, lambda k: self.result(**settings, learning_rate=rate_at(k)), self.score)
+        return found and {(*settings.items(), ('learning_rate', rate_at(k))): self.score(found[k]) for k in found}
 
     def seeds(self, best, seeds):
         """Ask for fresh seeds of the settings `best`, as pairs."""
         for seed in seeds:
             self.result(seed=seed, **dict(best))
+
+
+def around(middle, find, score):
+    """Return {k: find(k)} of the three integers around `middle`, and of more while the one with the lowest
+    score(find(k)) is at the edge; None while a find(k) is None."""
+    found = {k: find(k) for k in (middle, middle - 1, middle + 1)}
+    while None not in found.values():
+        best = min(found, key=lambda k: score(found[k]))
+        if min(found) < best < max(found):
+            return found
+        k = best - 1 if best == min(found) else best + 1
+        found[k] = find(k)
+    return None
 
 
 def lowest(searches):
@@ -142,14 +143,19 @@ def fresh_h(study, arm, place):
 
 
 def no_noise(study, arm, best, place):
-    """Part B for one arm: the training loss on a fixed mini-batch, with part A's γ."""
+    """Part B for one arm: the training loss on a fixed mini-batch, around part A's best settings."""
     optimizer, settings, _ = ARMS[arm]
     search = Search(study, place, 'B', optimizer, settings | B, score=lambda result: result.train_loss)
     best = dict(best)
-    middle = round(2 * math.log2(best.pop('learning_rate') / 4e-3))
-    found = lowest([search.rates(middle, **best)])
-    if found:
-        search.seeds(found, range(1338, 1341))
+    middle = round(2 * math.log2(best['learning_rate'] / 4e-3))
+
+    def rates(k):
+        return search.rates(middle, gamma=float(f"{best['gamma'] * 3 ** k:.2g}"))
+
+    found = around(0, rates, lambda scores: min(scores.values())) if 'gamma' in best else {0: search.rates(middle)}
+    best = found and lowest(found.values())
+    if best:
+        search.seeds(best, range(1338, 1341))
 
 
 def hutchinson(study, place):
