@@ -79,3 +79,7 @@ def test_script(tmp_path, monkeypatch):
     asked.clear()
     superglue.main([*argv, '--limit=3'])
     assert len(asked) == 2 * 5 * 6 and not all(f'P {i}.' in asked[i] for i in range(3))
+    (tmp_path / 'figure.csv').unlink()
+    Path('sweep.json').write_text('{}', encoding='utf-8')  # which a shell's * finds beside the runs of a sweep
+    assert 'not a checkpoint' in rejection(superglue.main, ['one', 'sweep.json', *argv[2:], '--limit=1'])
+    assert [row['checkpoint'] for row in rows_of(tmp_path / 'figure.csv')] == ['one', 'one']

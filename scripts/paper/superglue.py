@@ -138,14 +138,15 @@ def main(argv=None):
         if args.limit:
             examples = random.Random(f'{SEED} {name}').sample(examples, min(args.limit, len(examples)))
         data[name] = examples, draws
-    for path in args.checkpoints:
+    for number, path in enumerate(args.checkpoints, 1):
         loaded = with_tokenizer(load(path, args.device, args.tokenizer))
         loaded.model.to(DTYPES[dtype_name(args)])
         for name, (examples, draws) in data.items():
             table.append(dict(task=TASKS[name].title, checkpoint=path, examples=len(examples),
                               **run_task(loaded, TASKS[name], examples, draws)))
+        # Each takes long, and the next one may not load.
+        save(args.output, draw_figure(table, args.checkpoints[:number]), table)
     print_table(table)
-    save(args.output, draw_figure(table, args.checkpoints), table)
 
 
 if __name__ == '__main__':
