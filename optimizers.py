@@ -254,7 +254,7 @@ def muon(groups, s):
     return optim.Together(*parts)
 
 
-# Peak learning rates, Table 3. 'tiny' is ours (records/cpu/README.md).
+# Peak learning rates, Table 3. 'tiny' is ours (records/).
 ADAMW_LR = {'tiny': 1.2e-2, '30M': 1.2e-3, '125M': 6e-4, '355M': 3e-4, '540M': 3e-4, '770M': 2e-4, '1.5B': 1.5e-4,
             '6.6B': 1.2e-4}
 LION_LR = {'tiny': 4e-3, '30M': 4e-4, '125M': 1.5e-4, '355M': 6e-5}
