@@ -38,7 +38,7 @@ ORDER = [('A', ('sign momentum', 'fresh', 'permuted', 'paper')), ('B', ('sign mo
          ('B', ('permuted',)), ('A', ('mean', 'AdamW')), ('B', ('mean', 'AdamW')), ('C', ()),
          ('A', ('short memory', 'parts'))]
 A = dict(max_iters=2400, warmup_iters=1200)
-B = dict(max_iters=300, warmup_iters=150, total_batch_size=128)
+B = dict(max_iters=150, warmup_iters=50, total_batch_size=128)
 C = dict(max_iters=9600, warmup_iters=2400, gamma=0.05)
 
 
@@ -145,7 +145,8 @@ def fresh_h(study, arm, place):
 def no_noise(study, arm, best, place):
     """Part B for one arm: the training loss on a fixed mini-batch, around part A's best settings."""
     optimizer, settings, _ = ARMS[arm]
-    search = Search(study, place, 'B', optimizer, settings | B, score=lambda result: result.train_loss)
+    often = dict(hessian_interval=1) if 'hessian_parts' in settings else {}  # then h lags by ten steps
+    search = Search(study, place, 'B', optimizer, settings | often | B, score=lambda result: result.train_loss)
     best = dict(best)
     middle = round(2 * math.log2(best['learning_rate'] / 4e-3))
 
