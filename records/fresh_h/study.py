@@ -143,12 +143,12 @@ def fresh_h(study, arm, place):
 
 
 def no_noise(study, arm, best, place):
-    """Part B for one arm: the training loss on a fixed mini-batch, around part A's best settings."""
+    """Part B for one arm: the training loss on a fixed mini-batch, around part A's best γ."""
     optimizer, settings, _ = ARMS[arm]
     often = dict(hessian_interval=1) if 'hessian_parts' in settings else {}  # then h lags by ten steps
     search = Search(study, place, 'B', optimizer, settings | often | B, score=lambda result: result.train_loss)
     best = dict(best)
-    middle = round(2 * math.log2(best['learning_rate'] / 4e-3))
+    middle = round(2 * math.log2(best['learning_rate'] / 4e-3)) - 2  # half of part A's best: above, training stalls
 
     def rates(k):
         return search.rates(middle, gamma=float(f"{best['gamma'] * 3 ** k:.2g}"))
