@@ -240,7 +240,7 @@ class Sophia(HessianOptimizer):
         if not counts:
             return None
         counts = torch.stack([count.to(counts[0].device) for count in counts])  # layers may be on several devices
-        total = counts.new_tensor(sum(h.numel() for h in local(hs)))
+        total = counts.new_full((), sum(h.numel() for h in local(hs)))  # filled on the device, without a wait
         unclipped, total = add_shards(torch.stack([counts.sum(), total]), hs)
         return unclipped / total
 

@@ -340,7 +340,7 @@ def train_step(run, sequences, iter_num):
     scaler.unscale_(run.optimizer)
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
     mean_loss = world.sum(losses.mean()) / world.size
-    mean_loss, grad_norm = torch.stack([mean_loss, grad_norm]).tolist()  # the only device sync
+    mean_loss, grad_norm = torch.stack([mean_loss, grad_norm]).tolist()  # the only device sync but for a GradScaler's
 
     # finish() hands the estimate to the optimizer.
     problem = lifecycle.not_finite(loss=mean_loss, gradient=grad_norm) or hessian.finish()

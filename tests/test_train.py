@@ -9,12 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, finish, metrics, rejection, start
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import resume
 import train as program
@@ -124,6 +127,50 @@ def test_the_time_of_an_iteration_holds_the_update_that_a_gpu_is_still_busy_with
     main(tmp_path, '--max_iters=4', '--eval_interval=4', f'--log_interval={log_interval}')
     assert metrics(tmp_path, 'tokens_per_sec')[-1] == pytest.approx(4 * 32 / 10)
     assert [json.loads(line)['time'] for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()][-1] == 40
+
+
+@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
+@pytest.mark.parametrize('name', ['adamw', 'sophiag'])
+def test_a_step_and_a_log_line_wait_for_the_device_once_each(main, tmp_path, monkeypatch, name, device):
+    """But for the first step and those with an estimate."""
+    found = dict(train_step=[], metrics_of=[])
+
+    def counted(function, counts):
+        def call(run, *args):
+            with waits(device) as seen:
+                result = function(run, *args)
+            counts.append(len(seen))
+            return result
+        return call
+
+    for function, counts in found.items():
+        monkeypatch.setattr(program, function, counted(getattr(program, function), counts))
+    main(tmp_path, f'--optimizer_name={name}', f'--device={device}', '--compile=False', '--max_iters=4')
+    assert found['train_step'][1:] == [1, 1, 1] and found['metrics_of'] == [1, 1, 1, 1]
+
+
+@contextlib.contextmanager
+def waits(device):
+    """Lists what waits for a GPU, or would: values that Python reads, and tensors made of its numbers."""
+    if device == 'cuda':
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter('always')
+            torch.cuda.set_sync_debug_mode('warn')
+            yield seen
+            torch.cuda.set_sync_debug_mode('default')
+        seen[:] = [warning for warning in seen if 'synchronizing' in str(warning.message)]
+        return
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default):
+                seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tolist = torch.Tensor.tolist
+    with Watch(), mock.patch.object(torch.Tensor, 'tolist', lambda tensor: (seen.append('tolist'), tolist(tensor))[1]):
+        yield seen
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
