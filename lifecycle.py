@@ -90,12 +90,12 @@ def check_ranks(run, sequences):
     Replicas wait for each other's gradients. A mixture of experts whose tokens miss an expert on one rank would hang
     without saying why.
     """
-    world = run.world
+    world, X = run.world, sequences[:, :-1].contiguous()  # as in a step, so that what is compiled serves it
 
     def backward(sync):
         world.set_gradient_sync(sync)
         with run.autocast:
-            loss = run.model(sequences[:, :-1], sequences[:, 1:].clone())[1]
+            loss = run.model(X, sequences[:, 1:].clone())[1]
         run.scaler.scale(loss).backward()
 
     backward(sync=False)

@@ -288,7 +288,8 @@ class ValidationLoader:
             missing = self.batch_size - len(starts)
             tokens = self.data.sequences(np.pad(starts, (0, missing)), self.block_size + 1)
             batch = on_device(as_tensor(tokens), self.device)
-            inputs, targets = batch[:, :-1], batch[:, 1:].clone()
+            # Copies: other strides than in training would be compiled for, too, and a forward may `view` its inputs.
+            inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].clone()
             targets[self.batch_size - missing:] = -1
             yield inputs, targets
 

@@ -95,7 +95,7 @@ def test_validation_sequences_cover_the_split_once(tmp_path, world_size, tokens,
         batches = list(loader)
         assert len(batches) == len(loader)
         for X, Y in batches:
-            assert X.shape == Y.shape == (4, 10)
+            assert X.shape == Y.shape == (4, 10) and X.is_contiguous()
             for x, y in zip(X, Y):
                 if (y != -1).any():
                     assert torch.equal(y, x + 1)
