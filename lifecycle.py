@@ -124,7 +124,9 @@ def check_masks(run, sequences):
     of the loss in its logits is 0 throughout. Runs the plain model, in float32.
     """
     world, X, Y = run.world, sequences[:, :-1], sequences[:, 1:].clone()
-    logits, loss = run.raw_model(X, Y)[:2]
+    # Compiled blocks, of a sharded model, would be compiled for one sequence, and then for any number of them.
+    with torch.compiler.set_stance('force_eager'):
+        logits, loss = run.raw_model(X, Y)[:2]
     if logits is None or logits.shape[:2] != Y.shape:
         raise SystemExit('model.py: with targets, GPT.forward must return the logits of all positions, (B, T, '
                          'vocab_size), from which labels for the Hessian are sampled')

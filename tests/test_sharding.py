@@ -115,6 +115,20 @@ torch._dynamo.config.fail_on_recompile_limit_hit = True
     assert_same_metrics(tmp_path, run('sophiag', 'fsdp', *flags[1:]))
 
 
+def test_blocks_are_compiled_once_to_evaluate_and_once_to_train_for_one_batch_size(train, tmp_path):
+    """The check of a single sequence before that is not compiled."""
+    done = train(tmp_path, *RUN, '--parallel=fsdp', '--max_iters=2', '--compile=True', name='sophiag', check=True,
+                 faults="""
+import functools
+def backend(graph, inputs):
+    if any('attn' in node.name for node in graph.graph.nodes):
+        print('block for', [number for number in inputs if not isinstance(number, torch.Tensor)])
+    return graph.forward
+torch.compile = functools.partial(torch.compile, backend=backend)
+""")
+    assert [line for line in done.out.splitlines() if line.startswith('block for')] == ['block for []'] * 2
+
+
 def test_an_estimate_that_is_not_finite_in_one_ranks_shards_stops_all(train, tmp_path):
     done = train(tmp_path, *RUN, '--parallel=fsdp', name='sophiag', ranks=2, faults="""
 import sophia
