@@ -408,6 +408,22 @@ def test_gpu_agrees_with_cpu(train, tmp_path):
         assert metrics(out) == pytest.approx(metrics(tmp_path / 'cpu'), abs=slack)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize('name, dtype, parallel', [('adamw', 'float16', 'ddp'), ('sophiag', 'bfloat16', 'fsdp')])
+def test_gpu_resumes(corpus, tmp_path, name, dtype, parallel):
+    """The optimizer's state, fused AdamW's counters and the loss scale come back to the device."""
+    flags = ['--device=cuda', '--compile=False', f'--dtype={dtype}', f'--parallel={parallel}', '--lr_decay_iters=10']
+    for out, stops in ('whole', [10]), ('parts', [5, 10]):
+        for stop in stops:
+            done = finish(start(tmp_path / out, *flags, f'--max_iters={stop}', '--auto_resume=True', name=name))
+            assert done.code == 0, done.err
+    # Some kernels add up in another order each time.
+    for key, slack in {'train/loss': 1e-2, 'val/loss': 1e-2, 'momentum_norm': 0.1}.items():
+        assert metrics(tmp_path / 'parts', key) == pytest.approx(metrics(tmp_path / 'whole', key), rel=slack), key
+    whole, parts = (checkpoint.load_checkpoint(tmp_path / out)[1] for out in ('whole', 'parts'))
+    assert whole['scaler'] == parts['scaler'] and bool(whole['scaler']) == (dtype == 'float16')
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Learning rate schedules
 
