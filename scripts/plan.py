@@ -35,6 +35,7 @@ HEADROOM = 0.1  # of a GPU's memory: the CUDA context, workspaces of cuBLAS and 
 BLOCK = 36
 OUTSIDE = 12  # the same for the last norm and the residual stream's gradients; chosen to fit the peaks in records/gpu
 LOGIT = 4  # bytes per logit in the backward pass: the logits (2), their gradient (2)
+EAGER_LOGIT = 12  # the same under FSDP, which compiles blocks only: log-probabilities and two gradients, in float32
 STATES = dict(lion=1, clip=1, normalize=1)  # float32 numbers per parameter in the optimizer's state; others take 2
 
 
@@ -59,8 +60,9 @@ def memory(c, shape, ranks=1):
     saved = BLOCK - 2 * (4 - residual)
     kept = saved + residual * shape.n_layer if c.activation_checkpointing else saved * shape.n_layer
     parts['activations'] = c.batch_size * c.block_size * shape.n_embd * (kept + OUTSIDE) * half / 2
-    logits = c.batch_size * c.block_size * shape.vocab_size * half / 2
-    parts['logits'] = LOGIT * logits
+    entries = c.batch_size * c.block_size * shape.vocab_size
+    logits = entries * half / 2
+    parts['logits'] = LOGIT * logits if c.parallel == 'ddp' else EAGER_LOGIT * entries
 
     hook, rows = row(c.optimizer_name).hook, c.hessian_batch_size // ranks
     if hook.hessian_products:  # after the backward pass; vector, product, sum and tangent have the model's size
@@ -73,6 +75,9 @@ def memory(c, shape, ranks=1):
         # float32; and the end of the estimate's backward pass, with its gradients before they are added up.
         sampled = 8 * logits * min(4, rows, c.batch_size) / c.batch_size
         parts['while estimating'] = max(0, max(sampled, 4 * P / sharded) - (LOGIT - 2) * logits)
+        if c.parallel != 'ddp':  # the second loss's log-probabilities; at the end of its backward the gradients, too
+            second = 4 * entries * min(1, rows / c.batch_size)
+            parts['while estimating'] = second + max(0, 4 * P / sharded - 8 * entries)
     return parts
 
 
