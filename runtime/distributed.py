@@ -102,6 +102,11 @@ class World:
             from torch.utils.checkpoint import checkpoint
             for block in blocks:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            if compile:
+                # On a GPU, compiled code draws what its backward pass draws again, the attention's dropout, from
+                # generators of its own, which `seed_all` does not reach.
+                from torch._functorch import config
+                config.graphsafe_rng_functionalization = False
         if self.sharded:
             self.reducer = self._shard(model, blocks, compile, compute_dtype)
             return losses

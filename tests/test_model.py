@@ -1,5 +1,6 @@
 """The model: initial weights, parameters, FLOPs, attention scaling. tests/test_hf.py compares it with transformers'."""
 
+import functools
 import math
 import runpy
 import sys
@@ -8,10 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, rejection
+import torch._functorch.config
+from conftest import ROOT, needs_compiler, rejection
 from torch.nn import functional as F
 
+from loss import Losses
 from model import GPT, GPTConfig
+from runtime.distributed import World
+from runtime.rng import seed_all
 from shapes import (
     NANOGPT_ARGS,
     SIZES,
@@ -23,6 +28,33 @@ from shapes import (
     pretrained,
     with_weights,
 )
+
+
+@needs_compiler
+@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
+def test_dropout_follows_the_seed_where_blocks_are_checkpointed_and_compiled(device, monkeypatch):
+    """In both passes, and a second time through the same graph."""
+    if device == 'cpu':  # sooner, and a CPU draws as the seed says in any case
+        monkeypatch.setattr(torch, 'compile', functools.partial(torch.compile, backend='aot_eager'))
+    monkeypatch.setattr(torch._functorch.config, 'graphsafe_rng_functionalization', True)
+    monkeypatch.setattr(torch._functorch.config, 'donated_buffer', False)  # with its tag, see hessian.keep_buffers
+    monkeypatch.setattr(torch.compiler.config, 'cache_key_tag', 'donated_buffer=False')
+    model = tiny(dropout=0.5)
+    losses = World(device, 'gloo').wrap(Losses(model), model, model.transformer.h, True, True)
+    assert not torch._functorch.config.graphsafe_rng_functionalization
+    X = torch.arange(64, device=device).view(4, 16)
+
+    def gradients(seed):
+        seed_all(seed)
+        with torch.autocast(device, torch.bfloat16):
+            loss = losses(X, X)[1]
+        return [torch.autograd.grad(loss, model.transformer.wpe.weight, retain_graph=retain)[0]
+                for retain in (True, False)]
+
+    first, again = gradients(1)
+    slack = 0.01 * first.abs().max().item()  # a GPU may add up in another order
+    assert all(torch.allclose(same, first, atol=slack) for same in (again, *gradients(1)))
+    assert not torch.allclose(gradients(2)[0], first, atol=10 * slack)
 
 
 def tiny(**kwargs):
