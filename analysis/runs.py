@@ -69,7 +69,7 @@ class RunRecord:
         if self.diverged:
             return 'it diverged'
         done = max(self.series('val/loss')[0], default=0)
-        return None if done >= self.max_iters or 'ended' in self.about else (
+        return None if done >= self.max_iters > 0 or 'ended' in self.about else (
             f'it has a validation loss at iteration {done} of {self.max_iters} only')
 
     @property
@@ -226,6 +226,7 @@ MEASURED = {'steps': 'iter', 'loss': 'val/loss', 'tokens': 'tokens', 'flops': 'f
 NOT_SAID = dict(learning_rate=None, decay_lr=False, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
                 lr_decay_iters=None, eval_iters=0, batch_size=0)
 TRUTH = {'true': True, 'false': False}  # so that decay_lr can be off
+EMPTY = '', 'nan'  # as programs write a setting that an optimizer lacks; NaN equals no NaN, so seeds would not group
 NUMBERS = 'horizon', 'learning_rate', 'min_lr', 'warmup_iters', 'cooldown_iters', 'lr_decay_iters'  # if they are there
 # Columns whose absence a note names → what they would say
 SAID = {'horizon': 'whether the schedules ended at the last step', 'flops': 'the FLOPs of a step'}
@@ -233,8 +234,13 @@ SAID = {'horizon': 'whether the schedules ended at the last step', 'flops': 'the
 
 def read_csv(path):
     """Return the runs in a CSV file, as docs/verdict.md describes it. SystemExit where the file is not like that."""
-    with path.open(encoding='utf-8-sig', newline='') as f:
-        rows = list(csv.DictReader(f, skipinitialspace=True))
+    try:
+        with path.open(encoding='utf-8-sig', newline='') as f:
+            reader = csv.DictReader(f, skipinitialspace=True)
+            reader.fieldnames = ['horizon' if name == 'max_iters' else name for name in reader.fieldnames or []]
+            rows = list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SystemExit(f'{path}: not a CSV file in UTF-8 ({error})') from None
     columns = list(rows[0]) if rows else []
     if missing := [column for column in ('optimizer', 'seed', 'steps', 'loss') if column not in columns]:
         raise SystemExit(f'{path}: no column {missing[0]}; it needs a header with optimizer, seed, steps and loss')
@@ -260,7 +266,7 @@ def read_csv(path):
     about, runs = dict(unsaid=f'{path} does not say {"; ".join(unsaid)}'), []
     for values, lines in found.items():
         cells, lines = dict(zip(settings, values)), [lines[step] for step in sorted(lines)]
-        config = {column: TRUTH.get(cell.lower(), as_number(cell)) if cell else NOT_SAID.get(column)
+        config = {column: NOT_SAID.get(column) if cell.lower() in EMPTY else TRUTH.get(cell.lower(), as_number(cell))
                   for column, cell in cells.items()}
         config.update(optimizer_name=cells['optimizer'], max_iters=config.pop('horizon', None) or lines[-1]['iter'])
         del config['optimizer']
@@ -290,7 +296,7 @@ def find_runs(paths):
         below = [(Path(folder), names) for folder, _, names in os.walk(path, followlinks=True)]
         runs = [read_directory(folder) for folder, names in below if 'metrics.jsonl' in names]
         runs += [run for folder, names in below if 'runs.jsonl' in names for run in read_packed(folder / 'runs.jsonl')]
-        runs += read_csv(path) if path.suffix == '.csv' else []
+        runs += read_csv(path) if path.suffix == '.csv' and path.is_file() else []
         folder = next((parent for parent in path.parents if (parent / 'runs.jsonl').is_file()), None)
         if folder and not runs:
             runs = [run for run in read_packed(folder / 'runs.jsonl')

@@ -384,6 +384,20 @@ def test_a_csv_file_may_say_whether_the_learning_rate_decays(tmp_path, cells, re
     assert run.rejected == reason
 
 
+def test_a_csv_file_of_another_program(tmp_path):
+    """Which writes NaN for a setting that an optimizer lacks, calls the horizon max_iters, and is in progress."""
+    (tmp_path / 'x.csv').write_text('optimizer,seed,max_iters,steps,loss,gamma\n' + ''.join(
+        f'{name},{seed},200,{steps},{3 + seed / 100},{gamma}\n' for name, gamma in (('a', 'nan'), ('b', '0.05'))
+        for seed, steps in ((1, 200), (2, 200), (3, 100), (3, 200), (4, 100))))
+    found = runs.find_runs([tmp_path / 'x.csv'])
+    unfinished = 'it has a validation loss at iteration 100 of 200 only'
+    assert [run.rejected for run in found] == [None, None, None, unfinished] * 2
+    assert [[run.seed for run in group] for group in runs.by_seed(found)] == [[1, 2, 3, 4]] * 2
+    (tmp_path / 'x.csv').write_text('optimizer,seed,steps,loss\na,1,0,5\na,2,200,3\n')
+    assert [run.rejected for run in runs.find_runs([tmp_path / 'x.csv'])] == [
+        'it has a validation loss at iteration 0 of 0 only', None]
+
+
 @pytest.mark.parametrize(('text', 'message'), [
     ('', ': no column optimizer'), ('optimizer,seed,step,loss\na,1,2,3\n', ': no column steps'),
     ('optimizer,seed,steps,loss\na,1,2\n', ':2: not as many columns'),
@@ -394,3 +408,6 @@ def test_a_csv_file_may_say_whether_the_learning_rate_decays(tmp_path, cells, re
 def test_a_csv_file_that_cannot_be_read_is_named(tmp_path, text, message):
     (tmp_path / 'x.csv').write_text(text)
     assert f'{tmp_path}/x.csv{message}' in rejection(runs.find_runs, [tmp_path / 'x.csv'])
+    (tmp_path / 'x.csv').write_text(text, encoding='utf-16')
+    assert f'{tmp_path}/x.csv: not a CSV file in UTF-8' in rejection(runs.find_runs, [tmp_path / 'x.csv'])
+    assert f'{tmp_path}/y.csv: no run there' in rejection(runs.find_runs, [tmp_path / 'y.csv'])
