@@ -83,6 +83,8 @@ def with_weights(cls, config, weights):
     tied = model.lm_head.weight is model.transformer.wte.weight
     model.load_state_dict(weights, assign=True)
     if tied:
+        if not torch.equal(model.lm_head.weight, model.transformer.wte.weight):
+            raise RuntimeError('the output head is not tied to the embeddings')
         model.lm_head.weight = model.transformer.wte.weight  # assigning unties them
     return model
 

@@ -172,6 +172,13 @@ def test_checkpoints_of_nanogpt_and_of_the_official_repository(tmp_path, officia
     assert loaded.tokenizer is None and loaded.state['iter_num'] == 5
 
 
+def test_a_checkpoint_with_a_head_of_its_own_is_not_taken_for_a_tied_one(tmp_path):
+    model = make_model()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
+    foreign_checkpoint(tmp_path / 'ckpt.pt', model)
+    assert 'does not fit model.py (the output head is not tied' in rejection(load, tmp_path / 'ckpt.pt')
+
+
 def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, capsys, monkeypatch):
     (tmp_path / 'input.txt').write_text(text := 'To be, or not to be: that is the question.\n' * 9)
     foreign_checkpoint(tmp_path / 'ckpt.pt', make_model(vocab_size=len(set(text))), 'shakespeare_char')
