@@ -98,9 +98,9 @@ def model_card(loaded, name):
     facts = {'parameters': f'{num_params(loaded.model):,}', 'context': f'{shape.block_size} tokens',
              'layers, heads, width': f'{shape.n_layer}, {shape.n_head}, {shape.n_embd}',
              'tokenizer': loaded.tokenizer.name}
-    if done and 'total_batch_size' in config:
+    if 'train_state' in state:  # not of another program
         facts['training data'] = ', '.join(Path(part).name for part in parts_of(config['dataset']))
-        facts['training tokens'] = f'{done * config["total_batch_size"] * config["block_size"]:,}'
+        facts['training tokens'] = f'{state["train_state"]["tokens"]:,}'
     metrics = loaded.path.with_name('metrics.jsonl')
     lines = read_metrics(metrics) if metrics.is_file() else []
     losses = {line['iter']: line['val/loss'] for line in lines if 'val/loss' in line}

@@ -35,7 +35,7 @@ def row(run):
     """Return a record's row of the table."""
     machine = run.about.get('machine') or {}
     return {'record': str(run.out_dir), 'optimizer': run.optimizer_label, 'parameters': run.about['parameters'],
-            'T': run.max_iters, 'tokens': run.max_iters * run.total_batch_size * run.block_size,
+            'T': run.max_iters, 'tokens': run.last('tokens'),
             'learning_rate': run.learning_rate, 'seed': run.config.get('seed'),
             'val/loss': None if run.rejected else run.last('val/loss'),
             'hours': run.lines[-1]['time'] / 3600 if run.lines else None,

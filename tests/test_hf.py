@@ -2,13 +2,14 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import metrics, rejection, write_bins
 
 import train
-from analysis.load import crop_vocab_size, load, with_tokenizer
+from analysis.load import Loaded, crop_vocab_size, load, with_tokenizer
 from analysis.runs import find_runs, read_run
 from data import tokenizer as tokenizer_module
 from data.tokenizer import Char, folder_meta, get_tokenizer, identifying, same_tokenizer
@@ -16,7 +17,7 @@ from model import GPT, GPTConfig
 from runtime import checkpoint
 from runtime.files import save_pt
 from scripts import sweep
-from scripts.export_hf import export
+from scripts.export_hf import export, model_card
 from scripts.export_hf import main as export_main
 
 transformers = pytest.importorskip('transformers', reason='needs requirements-hf.txt')
@@ -202,6 +203,15 @@ def test_transformers_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'transformers', None)
     message = rejection(export_main, [str(tmp_path / 'run'), 'hf'])
     assert message == 'hf: needs the package transformers; pip install -r requirements-hf.txt'
+
+
+def test_a_model_card_has_the_tokens_of_the_run():
+    """Of all its mini-batches, whose size may have changed at a resume."""
+    config = dict(dataset='x', total_batch_size=4, block_size=24)
+    state = dict(config=config, iter_num=2, train_state=dict(tokens=1234))
+    loaded = Loaded('x', Path('x/ckpt_00000002.pt'), GPT(GPTConfig(24, 64, 1, 2, 16)), get_tokenizer('byte'),
+                    state)
+    assert '| training tokens | 1,234 |' in model_card(loaded, 'x')
 
 
 def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):

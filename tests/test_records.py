@@ -48,6 +48,7 @@ def test_an_unfinished_record_is_named(record, tmp_path, capsys):
     assert 'validation loss at iteration' in capsys.readouterr().err
     (record / 'failed.txt').write_text('iteration 50: the loss is not finite')  # then it is complete
     records.main([str(tmp_path)])
+    assert records.row(runs.find_runs([record])[0])['tokens'] == 40 * 4 * 16  # not those that were planned
 
 
 @pytest.fixture
