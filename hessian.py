@@ -11,7 +11,7 @@ import torch
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtime.files import warn
+from runtime.files import one_line, warn
 from runtime.optim import OVERFLOWS, parameters
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
 from sophia import GaussNewtonBartlett, Hutchinson, add_shards, check_finite, hessian_vector_product, local, mesh_of
@@ -114,6 +114,19 @@ class HessianHook(Hook):
         """Return the estimate of this iteration, a list of tensors in param-group order."""
         raise NotImplementedError
 
+    @contextlib.contextmanager
+    def differentiating(self):
+        """SystemExit, with PyTorch's reason, where the first estimate cannot differentiate the model."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not self.first:
+                raise
+            raise SystemExit(f'model.py: GPT.forward cannot be differentiated for the Hessian estimate '
+                             f'({one_line(error)}); change it, or use another optimizer') from None
+
     def finish(self):
         if not self.due:
             return ''
@@ -210,7 +223,8 @@ class GNBHook(HessianHook):
 
     def add(self, loss_hat=None, predictions=None):
         if loss_hat is not None:
-            self.estimator.add(loss_hat * self.weight, predictions, retain_graph=True)
+            with self.differentiating():
+                self.estimator.add(loss_hat * self.weight, predictions, retain_graph=True)
 
     def diagonal(self):
         estimator, self.estimator = self.estimator, None
@@ -296,7 +310,7 @@ class HutchinsonHook(HessianHook):
         n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows))
         self.buffers = dict(self.model.named_buffers())  # which a forward may have assigned anew
         for x, y in zip(X.split(n), Y.split(n)):
-            with self.autocast:
+            with self.autocast, self.differentiating():
                 product = self.product(x, y, estimator.u)
             estimator.add(product, n)
             del product  # frees the memory for the next one

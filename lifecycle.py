@@ -67,12 +67,10 @@ def check_forward(run, sequences):
 
     Collective: every rank must call it. `sequences`: a micro-batch of this rank. Changes neither buffers nor gradients.
     """
-    if run.world.size > 1 and not run.world.sharded:
-        with same_buffers(run.raw_model):
+    with same_buffers(run.raw_model):
+        check_outputs(run, sequences[:1])
+        if run.world.size > 1 and not run.world.sharded:
             check_ranks(run, sequences)
-    if run.hessian.samples_labels:
-        with same_buffers(run.raw_model):
-            check_masks(run, sequences[:1])
 
 
 @contextlib.contextmanager
@@ -117,31 +115,39 @@ def check_ranks(run, sequences):
     run.optimizer.zero_grad(set_to_none=True)
 
 
-def check_masks(run, sequences):
+def check_outputs(run, sequences):
+    """Stop the run when the plain model does not return (logits, loss), or masks what `check_masks` finds."""
+    X, Y, masks = sequences[:, :-1], sequences[:, 1:].clone(), run.hessian.samples_labels
+    # Eager, because blocks compiled for one sequence are compiled again for any number, and so are slower.
+    eager = torch.compiler.set_stance('force_eager') if run.config.compile else contextlib.nullcontext()
+    with eager, run.autocast, torch.set_grad_enabled(masks):
+        outputs = run.raw_model(X, Y)
+    logits, loss = outputs[:2] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else (None, None)
+    if getattr(logits, 'shape', ())[:2] != Y.shape or getattr(loss, 'shape', None) != ():
+        raise SystemExit('model.py: with targets, GPT.forward must return the logits of all positions, (B, T, '
+                         'vocab_size), and the mean loss, a 0-d tensor')
+    if masks:
+        check_masks(run, Y, logits, loss)
+    run.world.reshard(run.raw_model)
+
+
+def check_masks(run, targets, logits, loss):
     """Stop the run when the training loss leaves out positions that count in `targets` after the forward pass.
 
     The labels that Gauss-Newton-Bartlett samples there would enter the estimate. A position is left out if the gradient
-    of the loss in its logits is 0 throughout. Runs the plain model, in float32.
+    of the loss in its logits is 0 throughout.
     """
-    world, X, Y = run.world, sequences[:, :-1], sequences[:, 1:].clone()
-    # Compiled blocks, of a sharded model, would be compiled for one sequence, and then for any number of them.
-    with torch.compiler.set_stance('force_eager'):
-        logits, loss = run.raw_model(X, Y)[:2]
-    if logits is None or logits.shape[:2] != Y.shape:
-        raise SystemExit('model.py: with targets, GPT.forward must return the logits of all positions, (B, T, '
-                         'vocab_size), from which labels for the Hessian are sampled')
-    gradient, = torch.autograd.grad(loss, logits, allow_unused=True)
-    world.reshard(run.raw_model)
+    gradient, = torch.autograd.grad(run.scaler.scale(loss), logits, allow_unused=True)
     if gradient is None:
-        if world.is_master:
+        if run.world.is_master:
             warn('model.py: the loss is not a function of the logits that GPT.forward returns; make sure that what it '
                  'masks it sets to -1 in targets, in place')
         return
-    left_out = int(world.sum(((Y >= 0) & (gradient == 0).all(-1)).sum()))
+    left_out = int(run.world.sum(((targets >= 0) & (gradient == 0).all(-1)).sum()))
     if left_out:
-        raise SystemExit(f'model.py: GPT.forward leaves {left_out} of {Y.numel() * world.size} positions out of the '
-                         'loss whose targets are not -1, so the Hessian estimate would take them; mask them in place '
-                         '(targets[…] = -1), see docs/hacking.md, "Another loss"')
+        raise SystemExit(f'model.py: GPT.forward leaves {left_out} of {targets.numel() * run.world.size} positions out '
+                         'of the loss whose targets are not -1, so the Hessian estimate would take them; mask them in '
+                         'place (targets[…] = -1), see docs/hacking.md, "Another loss"')
 
 
 # ----------------------------------------------------------------------------------------------------------------------

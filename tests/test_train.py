@@ -18,7 +18,9 @@ import pytest
 import torch
 from conftest import ROOT, TINY, finish, metrics, rejection, start
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as checkpointed
 
+import model
 import resume
 import train as program
 from analysis import runs
@@ -255,6 +257,7 @@ def test_draws_from_global_generators_are_the_same_in_a_resumed_run(main, tmp_pa
             drawn.append((torch.rand(()).item(), np.random.random(), random.random()))
         return original(*args, **kwargs)
     monkeypatch.setattr(owner, name, drawing)
+    monkeypatch.setattr(program.lifecycle, 'check_forward', lambda *args: None)  # another forward at each start
     main(tmp_path / 'a', '--max_iters=3')
     main(tmp_path / 'b', '--max_iters=2', '--lr_decay_iters=3')
     main(tmp_path / 'b', '--max_iters=3', '--init_from=resume')
@@ -340,16 +343,37 @@ def test_the_check_of_ranks_leaves_no_trace():
         def forward(self, X, Y):
             assert X.is_contiguous()  # other strides than a step's would be compiled for no other use
             self.seen += 1
-            return None, (self.weight * X).sum()
+            logits = self.weight * X[..., None]
+            return logits, logits.sum()
 
     model = Model()
     world = SimpleNamespace(size=2, sharded=False, device='cpu', set_gradient_sync=lambda _: None,
-                            gather=lambda t: torch.stack([t, t]))
+                            reshard=lambda _: None, gather=lambda t: torch.stack([t, t]))
     run = SimpleNamespace(world=world, model=model, raw_model=model, params=[model.weight],
                           autocast=contextlib.nullcontext(), scaler=torch.amp.GradScaler('cpu', enabled=False),
-                          optimizer=torch.optim.SGD(model.parameters()), hessian=Hook(None, None))
+                          optimizer=torch.optim.SGD(model.parameters()), hessian=Hook(None, None),
+                          config=SimpleNamespace(compile=False))
     program.lifecycle.check_forward(run, torch.ones(2, 4))
     assert model.seen == 0 and model.weight.grad is None
+
+
+def test_the_check_of_the_forward_compiles_nothing():
+    """Blocks that FSDP shards are compiled in place. After one sequence they would be compiled for any number."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append([tuple(one.shape) for one in inputs if isinstance(one, torch.Tensor)])
+        return graph.forward
+
+    block = torch.compile(torch.nn.Linear(1, 3), backend=backend)
+    world = SimpleNamespace(size=1, sum=lambda t: t, reshard=lambda _: None)
+    run = SimpleNamespace(world=world, raw_model=lambda X, Y: (block(X[..., None]), block(X[..., None]).sum()),
+                          autocast=contextlib.nullcontext(), scaler=torch.amp.GradScaler('cpu', enabled=False),
+                          hessian=SimpleNamespace(samples_labels=False), config=SimpleNamespace(compile=True))
+    program.lifecycle.check_outputs(run, torch.ones(1, 4))
+    assert not compiled
+    block(torch.ones(2, 4, 1))
+    assert (2, 4, 1) in compiled[0]
 
 
 def masking(in_place):
@@ -375,8 +399,36 @@ def test_a_mask_that_the_second_loss_does_not_see_stops_the_run_before_its_first
     for key in 'val/loss', 'val/training_loss':  # the first is of all positions, whatever the mask
         copied, in_place = (metrics(tmp_path / name, key)[0] for name in 'bc')
         assert copied == pytest.approx(in_place, rel=1e-6)
-    monkeypatch.setattr(program.GPT, 'forward', lambda self, *_: (None, next(self.parameters()).sum()))
-    assert 'must return the logits of all positions' in rejection(main, tmp_path / 'd', *flags)
+
+
+@pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
+@pytest.mark.parametrize('returned', [
+    lambda logits, loss: (None, loss), lambda logits, loss: (loss, logits), lambda logits, loss: (logits, loss[None]),
+    lambda logits, loss: dict(logits=logits, loss=loss), lambda logits, loss: SimpleNamespace(logits=logits)])
+def test_a_forward_that_returns_something_else_is_one_line(main, tmp_path, monkeypatch, name, returned):
+    forward = program.GPT.forward
+    monkeypatch.setattr(program.GPT, 'forward', lambda *args: returned(*forward(*args)))
+    assert 'must return the logits of all positions' in rejection(main, tmp_path, f'--optimizer_name={name}')
+
+
+def test_a_forward_of_16_bit_kernels_is_checked_in_16_bits(main, tmp_path, monkeypatch):
+    def attention(q, k, v, **options):
+        assert q.dtype == torch.bfloat16
+        return sdpa(q, k, v, **options)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', attention)
+    main(tmp_path, '--optimizer_name=sophiag', '--dtype=bfloat16', '--max_iters=1', '--eval_iters=1')
+
+
+@pytest.mark.parametrize('name, reentrant, words', [
+    ('sophiag', True, 'set use_reentrant=False'), ('sophiah', False, "don't yet support saved tensor hooks")])
+def test_a_forward_that_an_estimator_cannot_differentiate_is_one_line(main, tmp_path, monkeypatch, name, reentrant,
+                                                                      words):
+    forward = model.MLP.forward
+    monkeypatch.setattr(model.MLP, 'forward', lambda self, x: (
+        checkpointed(forward, self, x, use_reentrant=reentrant) if self.training else forward(self, x)))
+    message = rejection(main, tmp_path, f'--optimizer_name={name}', '--eval_iters=1')
+    assert message.startswith('model.py: GPT.forward cannot be differentiated') and words in message
 
 
 def test_the_first_update_is_checked_and_frees_what_the_check_needs(main, tmp_path, monkeypatch):
