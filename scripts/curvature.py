@@ -4,7 +4,7 @@
   python scripts/curvature.py out/gpt2-small-adamw --sequences 100 --estimator hutchinson        the paper's Figure "lt"
 
 It compares the checkpoint's h and update with those of a low-noise h, the mean of the squared gradients of single
-sequences on labels drawn from the model. Without Gauss-Newton-Bartlett's h, or with --estimator hutchinson, it only
+sequences on labels drawn from the model. Without Sophia-G's h and update, or with --estimator hutchinson, it only
 describes the diagonal. The table has a row for each kind of tensor; the .csv has one for each tensor.
 
   positive          share of the diagonal's entries that are above 0
@@ -32,7 +32,9 @@ from analysis.arguments import at_least
 from analysis.figures import argparser, figure, png_path, print_table, save
 from analysis.load import MODEL_HELP, load, open_bins
 from data.loader import Mixture, TrainLoader
+from hessian import GNBHook
 from optimizers import row as row_of
+from optimizers import sophia as build_sophia
 from runtime import checkpoint
 from sophia import clip_, hutchinson, precondition
 
@@ -119,14 +121,14 @@ def diagonal_halves(model, params, sequences):
 
 
 def state_of_run(loaded, names):
-    """Return (h, m) of a checkpoint as vectors in the order of the parameters' `names`; (None, None) without
-    Gauss-Newton-Bartlett's h."""
+    """Return (h, m) of a checkpoint as vectors in the order of the parameters' `names`; (None, None) unless it is
+    of Sophia-G's estimates and update."""
     saved = checkpoint.load_checkpoint(loaded.path)[1].get('optimizer')
     if not saved or not any('hessian' in own for own in saved['state'].values()):
         return None, None
     name = loaded.state['config'].get('optimizer_name', 'sophiag')
-    if not row_of(name).hook.samples_labels:
-        print(f'note: the h of {name} is not described; its estimates have other noise', file=sys.stderr)
+    if (row_of(name).build, row_of(name).hook) != (build_sophia, GNBHook):
+        print(f'note: the h of {name} is not described; its estimates or its update are others', file=sys.stderr)
         return None, None
     if 'shapes' not in saved:
         raise SystemExit(f'{loaded.path}: its optimizer state has no names; resume the run, which saves them')

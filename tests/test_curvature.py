@@ -35,8 +35,10 @@ def gpt():
     return model, torch.randint(8, (32, 5))
 
 
-@pytest.mark.parametrize(('name', 'known'), [('sophiag', True), ('sophiah', False), ('adahessian', False)])
-def test_h_of_other_estimates_is_not_judged_by_the_noise_of_these(tmp_path, capsys, name, known):
+@pytest.mark.parametrize(('name', 'known'), [
+    ('sophiag', True), ('sophiag_fresh', True), ('sophiah', False), ('adahessian', False), ('ef_clip', False),
+    ('gnb_mean', False), ('gnb_noclip', False)])
+def test_h_of_other_estimates_and_updates_is_not_judged_by_these(tmp_path, capsys, name, known):
     state = dict(w=dict(hessian=torch.ones(2), exp_avg=torch.zeros(2)))
     save_pt(tmp_path / 'ckpt_00000001.pt', dict(model={}, model_args={}, iter_num=1, config={}, optimizer=dict(
         state=state, shapes={})))
