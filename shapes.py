@@ -79,13 +79,16 @@ def with_weights(cls, config, weights):
 
     Its constructor runs as in training, because `weights` may lack what it computes: buffers, plain tensors, lists.
     """
-    model = cls(config)
-    tied = model.lm_head.weight is model.transformer.wte.weight
+    model, names = cls(config), {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
     model.load_state_dict(weights, assign=True)
-    if tied:
-        if not torch.equal(model.lm_head.weight, model.transformer.wte.weight):
-            raise RuntimeError('the output head is not tied to the embeddings')
-        model.lm_head.weight = model.transformer.wte.weight  # assigning unties them
+    for first, *others in names.values():  # assigning unties them
+        for name in others:
+            if not torch.equal(model.get_parameter(first), model.get_parameter(name)):
+                raise RuntimeError(f'{name} is tied to {first} here, not there')
+            module, _, key = name.rpartition('.')
+            setattr(model.get_submodule(module), key, model.get_parameter(first))
     return model
 
 

@@ -102,8 +102,15 @@ def with_tokenizer(loaded):
 
 
 def crop_vocab_size(model, vocab_size):
-    """Remove the ids from `vocab_size` on, the padding, from a GPT."""
-    embedding, head = model.transformer.wte, model.lm_head
+    """Remove the ids from `vocab_size` on, the padding, from a GPT. SystemExit when its embeddings or head are missing.
+    """
+    if model.config.vocab_size == vocab_size:
+        return
+    try:
+        embedding, head = model.transformer.wte, model.lm_head
+    except AttributeError:
+        raise SystemExit('model.py: its GPT has no transformer.wte or no lm_head, from which the padding of the '
+                         'vocabulary has to be removed; name them as nanoGPT does') from None
     tied = head.weight is embedding.weight
     for module in (embedding, head):
         module.weight = nn.Parameter(module.weight.detach()[:vocab_size].clone())

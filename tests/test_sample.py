@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -121,6 +122,28 @@ def test_a_fork_may_replace_generate(tmp_path, capsys, monkeypatch):
     assert run(capsys, out, '--start=a', '--num_samples=1') == 'abc\n---------------\n'
 
 
+def test_a_fork_may_have_no_module_for_its_head(tmp_path, capsys, monkeypatch):
+    """The embeddings are its head, by whatever name. Only the padding of a vocabulary could not be removed."""
+    class Headless(GPT):
+        def __init__(self, config):
+            super().__init__(config)
+            self.unembed = self.lm_head
+            del self.lm_head
+
+        def forward(self, idx, targets=None):
+            return self.unembed(self.transformer.ln_f(self.transformer.wte(idx))), None
+
+    monkeypatch.setattr('analysis.load.GPT', Headless)
+    for vocab_size in (256, 320):
+        model = Headless(GPTConfig(**{**TINY, 'vocab_size': vocab_size}))
+        save_run(tmp_path / str(vocab_size), tokenizer=get_tokenizer('byte').meta, model=model.state_dict(),
+                 model_args=asdict(model.config))
+    loaded = load(tmp_path / '256').model
+    assert loaded.unembed.weight is loaded.transformer.wte.weight
+    assert run(capsys, tmp_path / '256', '--start=a').startswith('a')
+    assert 'has no transformer.wte or no lm_head' in rejection(run, capsys, tmp_path / '320')
+
+
 def test_a_vocabulary_without_newlines_has_another_first_prompt(tmp_path, capsys):
     out = save_run(tmp_path / 'run', tokenizer=Char('ACGT').meta)
     assert set(run(capsys, out)) - set('-\n') <= set('ACGT')
@@ -176,7 +199,8 @@ def test_a_checkpoint_with_a_head_of_its_own_is_not_taken_for_a_tied_one(tmp_pat
     model = make_model()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
     foreign_checkpoint(tmp_path / 'ckpt.pt', model)
-    assert 'does not fit model.py (the output head is not tied' in rejection(load, tmp_path / 'ckpt.pt')
+    message = rejection(load, tmp_path / 'ckpt.pt')
+    assert 'does not fit model.py (lm_head.weight is tied to transformer.wte.weight here, not there)' in message
 
 
 def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, capsys, monkeypatch):
