@@ -76,10 +76,11 @@ def check_forward(run, sequences):
 @contextlib.contextmanager
 def same_buffers(model):
     """Undo, at the end of the context, what forward passes change in the buffers of `model`."""
-    before = [buffer.clone() for buffer in model.buffers()]
+    before = [(module, name, buffer, buffer.clone()) for module in model.modules()
+              for name, buffer in module.named_buffers(recurse=False)]
     yield
-    for buffer, value in zip(model.buffers(), before):
-        buffer.copy_(value)
+    for module, name, buffer, value in before:
+        setattr(module, name, buffer.copy_(value))  # it may have been assigned anew, in another shape
 
 
 def check_ranks(run, sequences):

@@ -333,16 +333,18 @@ def test_a_group_that_is_left_out_is_one_line(main, tmp_path, monkeypatch):
 
 
 def test_the_check_of_ranks_leaves_no_trace():
-    """A forward pass may count in a buffer, as batch normalization does."""
+    """A forward pass may count in a buffer, as batch normalization does, or let one grow."""
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(3))
+            self.register_buffer('cache', torch.zeros(0))
             self.register_buffer('seen', torch.zeros(()))
 
         def forward(self, X, Y):
             assert X.is_contiguous()  # other strides than a step's would be compiled for no other use
             self.seen += 1
+            self.cache = X[0]
             logits = self.weight * X[..., None]
             return logits, logits.sum()
 
@@ -354,7 +356,7 @@ def test_the_check_of_ranks_leaves_no_trace():
                           optimizer=torch.optim.SGD(model.parameters()), hessian=Hook(None, None),
                           config=SimpleNamespace(compile=False))
     program.lifecycle.check_forward(run, torch.ones(2, 4))
-    assert model.seen == 0 and model.weight.grad is None
+    assert model.seen == 0 and len(model.cache) == 0 and model.weight.grad is None
 
 
 def test_the_check_of_the_forward_compiles_nothing():
