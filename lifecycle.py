@@ -117,12 +117,17 @@ def check_ranks(run, sequences):
 
 
 def check_outputs(run, sequences):
-    """Stop the run when the plain model does not return (logits, loss), or masks what `check_masks` finds."""
+    """Stop the run when the plain model does not return (logits, loss), changes what checkpoints hold of it, or masks
+    what `check_masks` finds."""
     X, Y, masks = sequences[:, :-1], sequences[:, 1:].clone(), run.hessian.samples_labels
     # Eager, because blocks compiled for one sequence are compiled again for any number, and so are slower.
     eager = torch.compiler.set_stance('force_eager') if run.config.compile else contextlib.nullcontext()
+    before = shapes_of(run.raw_model)
     with eager, run.autocast, torch.set_grad_enabled(masks):
         outputs = run.raw_model(X, Y)
+    if changed := dict(shapes_of(run.raw_model).items() ^ before.items()):
+        raise SystemExit(f'model.py: GPT.forward makes or resizes the buffer {min(changed)}, so that no checkpoint '
+                         'could be loaded; make it in the constructor, or with persistent=False')
     logits, loss = outputs[:2] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else (None, None)
     if getattr(logits, 'shape', ())[:2] != Y.shape or getattr(loss, 'shape', None) != ():
         raise SystemExit('model.py: with targets, GPT.forward must return the logits of all positions, (B, T, '
@@ -130,6 +135,11 @@ def check_outputs(run, sequences):
     if masks:
         check_masks(run, Y, logits, loss)
     run.world.reshard(run.raw_model)
+
+
+def shapes_of(model):
+    """Return {name: shape} of what a checkpoint holds of `model`."""
+    return {name: getattr(value, 'shape', None) for name, value in model.state_dict().items()}
 
 
 def check_masks(run, targets, logits, loss):

@@ -338,7 +338,7 @@ def test_the_check_of_ranks_leaves_no_trace():
         def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(3))
-            self.register_buffer('cache', torch.zeros(0))
+            self.register_buffer('cache', torch.zeros(0), persistent=False)
             self.register_buffer('seen', torch.zeros(()))
 
         def forward(self, X, Y):
@@ -369,7 +369,9 @@ def test_the_check_of_the_forward_compiles_nothing():
 
     block = torch.compile(torch.nn.Linear(1, 3), backend=backend)
     world = SimpleNamespace(size=1, sum=lambda t: t, reshard=lambda _: None)
-    run = SimpleNamespace(world=world, raw_model=lambda X, Y: (block(X[..., None]), block(X[..., None]).sum()),
+    model = torch.nn.Module()
+    model.forward = lambda X, Y: (block(X[..., None]), block(X[..., None]).sum())
+    run = SimpleNamespace(world=world, raw_model=model,
                           autocast=contextlib.nullcontext(), scaler=torch.amp.GradScaler('cpu', enabled=False),
                           hessian=SimpleNamespace(samples_labels=False), config=SimpleNamespace(compile=True))
     program.lifecycle.check_outputs(run, torch.ones(1, 4))
@@ -411,6 +413,17 @@ def test_a_forward_that_returns_something_else_is_one_line(main, tmp_path, monke
     forward = program.GPT.forward
     monkeypatch.setattr(program.GPT, 'forward', lambda *args: returned(*forward(*args)))
     assert 'must return the logits of all positions' in rejection(main, tmp_path, f'--optimizer_name={name}')
+
+
+def test_a_buffer_that_no_checkpoint_brings_back_is_one_line(main, tmp_path, monkeypatch):
+    def growing(self, *args):
+        self.register_buffer('cache', torch.zeros(3), persistent=persistent)
+        return forward(self, *args)
+    forward, persistent = program.GPT.forward, True
+    monkeypatch.setattr(program.GPT, 'forward', growing)
+    assert 'makes or resizes the buffer cache, so that no checkpoint' in rejection(main, tmp_path / 'a')
+    persistent = False
+    main(tmp_path / 'b', '--max_iters=1', '--eval_iters=1')
 
 
 def test_a_forward_of_16_bit_kernels_is_checked_in_16_bits(main, tmp_path, monkeypatch):
