@@ -84,7 +84,7 @@ def load(path, device='cpu', tokenizer=None):
     except (TypeError, RuntimeError) as error:
         raise SystemExit(f'{path}: does not fit model.py ({one_line(error)}); load it with the model.py '
                          'that trained it') from None
-    chosen = chosen_tokenizer(tokenizer, checkpoint_meta(state), path)
+    chosen = chosen_tokenizer(tokenizer, checkpoint_meta(state, tokenizer), path)
     return Loaded(given.resolve().name, path, model.to(device).eval(), chosen, state)
 
 
@@ -151,10 +151,15 @@ def chosen_tokenizer(name, meta, path):
     return tokenizer_from_meta(meta) if meta else None
 
 
-def checkpoint_meta(state):
-    """Return the meta of a checkpoint's tokenizer or, if it has none, of its data set; None if that is gone."""
+def checkpoint_meta(state, name):
+    """Return the meta of a checkpoint's tokenizer or, if it has none, of its data set; None if that is gone, or if
+    it cannot be read and --tokenizer=`name` is given."""
     meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
     if meta is None and dataset:
         folder = data_dir(next(iter(parts_of(dataset))))  # all parts of a mixture have one tokenizer
-        meta = read_meta(folder) if (folder / 'train.bin').is_file() else None
+        try:
+            meta = read_meta(folder) if (folder / 'train.bin').is_file() else None
+        except SystemExit:  # such as nanoGPT's meta.pkl
+            if not name:
+                raise
     return meta
