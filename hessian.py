@@ -273,7 +273,7 @@ class HutchinsonHook(HessianHook):
         super().__init__(*args, **kwargs)
         self.params = [p for p in parameters(self.optimizer) if p.requires_grad]
         self.names = [self.name_of[p] for p in self.params]
-        self.buffers = dict(self.model.named_buffers())
+        self.find_places()
         self.product = self.curvature_product
         if self.compile:
             # dynamic=False: PyTorch 2.11 fails to compile this for varying shapes; rows_at_once gives one.
@@ -282,13 +282,25 @@ class HutchinsonHook(HessianHook):
             # Gradients and their derivatives along u differ too much in size for float16, whatever the loss scale.
             self.autocast = contextlib.nullcontext()
 
+    def find_places(self):
+        """Find the model's buffers, and all places of its tensors, {name: first name}: tied ones have several.
+
+        A module that is there twice counts once, because functional_call would not restore it.
+        """
+        self.buffers, self.places, first = dict(self.model.named_buffers()), {}, {}
+        for prefix, module in self.model.named_modules():
+            for named in module.named_parameters, module.named_buffers:
+                for place, tensor in named(prefix, recurse=False, remove_duplicate=False):
+                    self.places[place] = first.setdefault(tensor, place)
+
     def curvature_product(self, X, Y, u):
         """Return ∇²L·u, with L the mean loss on sequences X and Y (B, T) and u tensors like `params`."""
         def loss(values):
             # A forward may mask Y and change buffers, which torch.func allows only with new tensors. So an estimate
             # leaves the model's own buffers as they are.
-            buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
-            return functional_call(self.model, {**buffers, **dict(zip(self.names, values))}, (X, Y.clone()))[1]
+            tensors = {name: buffer.clone() for name, buffer in self.buffers.items()} | dict(zip(self.names, values))
+            tensors = {place: tensors[name] for place, name in self.places.items() if name in tensors}
+            return functional_call(self.model, tensors, (X, Y.clone()), tie_weights=False)[1]
 
         with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
             return hessian_vector_product(loss, [p.detach() for p in self.params], u)
@@ -308,7 +320,7 @@ class HutchinsonHook(HessianHook):
         estimator = Hutchinson(self.params, generator, self.rademacher)
         X, Y = (torch.cat(parts) for parts in zip(*self.rows))
         n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows))
-        self.buffers = dict(self.model.named_buffers())  # which a forward may have assigned anew
+        self.find_places()  # because a forward may have assigned buffers anew
         for x, y in zip(X.split(n), Y.split(n)):
             with self.autocast, self.differentiating():
                 product = self.product(x, y, estimator.u)
