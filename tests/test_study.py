@@ -108,9 +108,11 @@ def test_fresh_h_looks_for_gamma_and_rate_on_the_fixed_mini_batch(best):
         return surface(run) + (0.1 * abs(math.log(gamma / best)) if run.part == 'B' else 0)
 
     made = [run for run in make_all(loss_of, fresh_h.protocol, share_of) if run.part == 'B']
-    search = [run for run in made if dict(run.settings)['seed'] == fresh_h.SEARCH_SEED]
+    search = [run for run in made if dict(run.settings)['seed'] in (fresh_h.SEARCH_SEED, fresh_h.SECOND_SEED)]
     seeds = Counter(arm_of(run) for run in made if run not in search)
     assert set(seeds.values()) == {3} and len(seeds) == 6
+    twice = Counter(arm_of(run) for run in search if dict(run.settings)['seed'] == fresh_h.SECOND_SEED)
+    assert twice == dict.fromkeys(seeds, 2)
     for run in made:
         if run not in search and 'gamma' in dict(run.settings):
             tried = {dict(other.settings)['gamma'] for other in search if arm_of(other) == arm_of(run)}
