@@ -203,8 +203,8 @@ def test_a_study_trains_what_is_due_in_its_tree_and_lists_it(tmp_path, monkeypat
     tree.mkdir()
     (tree / 'program.py').write_text('''import json, os, pathlib, sys
 loss, out_dir = float(sys.argv[1]), pathlib.Path(sys.argv[2].removeprefix('--out_dir='))
-(out_dir / 'config.json').write_text(json.dumps({'config': {'max_iters': 0}}))
-row = {'iter': 0, 'val/loss': loss, 'train/loss': float(os.environ['OMP_NUM_THREADS'])}
+(out_dir / 'config.json').write_text(json.dumps({'config': {'max_iters': 1}}))
+row = {'iter': 1, 'val/loss': loss, 'train/loss': float(os.environ['OMP_NUM_THREADS'])}
 (out_dir / 'metrics.jsonl').write_text(json.dumps(row) + chr(10))''')
 
     def protocol(asked):
