@@ -14,7 +14,6 @@ import itertools
 import math
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -39,16 +38,22 @@ ROLES = {
 HARMLESS = 'run', 'data'  # roles whose change at a resume is not recorded
 
 
-@dataclass(frozen=True)
 class Setting:
-    """The declaration of a setting, see `setting`."""
-    type: type
-    default: object = None  # None: filled in by `resolve`
-    at_least: float = -math.inf
-    below: float = math.inf
-    choices: tuple = ()
-    role: str = 'tuned'
-    label: str = ''
+    """The declaration of a setting.
+
+    Args:
+        default: its value, or its type if `resolve` fills it in; then the attribute is None.
+        at_least, below: the range of a number.
+        choices: the possible values of a string.
+        role: a key of ROLES.
+        label: its name in pictures and tables, where this is another.
+    """
+
+    def __init__(self, default, at_least=-math.inf, below=math.inf, choices=(), role='tuned', label=''):
+        if role not in ROLES:
+            raise ValueError(f'role = {role!r}: must be one of {", ".join(ROLES)}')
+        self.type, self.default = (default, None) if isinstance(default, type) else (type(default), default)
+        self.at_least, self.below, self.choices, self.role, self.label = at_least, below, tuple(choices), role, label
 
     def problem(self, value):
         """Return the rule that `value` breaks, as the end of 'must be …'; '' when it may be set."""
@@ -70,21 +75,7 @@ class Setting:
         return ''
 
 
-def setting(default, at_least=-math.inf, below=math.inf, choices=(), role='tuned', label=''):
-    """Declare a setting.
-
-    Args:
-        default: its value, or its type if `resolve` fills it in.
-        at_least, below: the range of a number.
-        choices: the possible values of a string.
-        role: a key of ROLES.
-        label: its name in pictures and tables, where this is another.
-    """
-    if role not in ROLES:
-        raise ValueError(f'role = {role!r}: must be one of {", ".join(ROLES)}')
-    derived = isinstance(default, type)
-    return Setting(default if derived else type(default), None if derived else default, at_least, below,
-                   tuple(choices), role, label)
+setting = Setting  # as train.py writes it
 
 
 class Config:
@@ -95,7 +86,7 @@ class Config:
     """
 
     def __init__(self, defaults):
-        declared = {key: value if isinstance(value, Setting) else setting(value) for key, value in defaults.items()}
+        declared = {key: value if isinstance(value, Setting) else Setting(value) for key, value in defaults.items()}
         self.declared = declared
         self.values = {key: one.default for key, one in declared.items()}
         self.sources = dict.fromkeys(declared, 'default')

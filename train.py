@@ -26,7 +26,7 @@ import lifecycle
 import optimizers
 from configurator import setting
 from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
-from data.tokenizer import check_tokenizer
+from data.tokenizer import check_same_tokenizer, folder_meta
 from hessian import Hook
 from loss import Losses, cross_entropy
 from resume import adopt_model_args, find_origin, finetunes
@@ -239,7 +239,7 @@ def make_model(c, origin, data):
     if finetunes(c) and not origin.path:
         model = pretrained(GPT, c.init_from, c.block_size, c.dropout)
         adopt_model_args(c, vars(model.config), data)
-        check_tokenizer(data, c.init_from, model.config.vocab_size)
+        check_same_tokenizer(data, folder_meta(c.init_from, model.config.vocab_size), c.init_from)
         return model, model_args(model.config)
     config = origin.config or config_of(GPTConfig, c.values, data.vocab_size)
     args = model_args(config)  # before the constructor, which may change the config

@@ -223,11 +223,6 @@ def folder_meta(folder, vocab_size):
     return {'tokenizer': GPT2.name} if is_gpt2 else None
 
 
-def check_tokenizer(data, folder, vocab_size):
-    """Stop the run if `data` and the weights in a Hugging Face folder have different tokenizers."""
-    check_same_tokenizer(data, folder_meta(folder, vocab_size), folder)
-
-
 def check_same_tokenizer(data, meta, model):
     """Stop if a Bin and a model have different tokenizers. `meta`: of the model's; None is not compared."""
     if meta and not same_tokenizer(identifying(meta), data.tokenizer):
