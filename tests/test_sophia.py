@@ -174,16 +174,6 @@ def assert_mean_is(samples, expected):
     assert samples.sum(1).std() / len(samples) ** 0.5 < 0.05 * expected.sum().abs()
 
 
-@pytest.mark.parametrize('micro_batches', [(8,), (3, 4, 1)])
-def test_gauss_newton_bartlett_is_unbiased(micro_batches):
-    params, x, f = make_mlp(outputs=5)
-    total, B = exact_gauss_newton(f, params, x, lambda out: Categorical(logits=out))
-    samples = torch.stack([flat(gauss_newton_bartlett((f(params, part) for part in x.split(micro_batches)), params))
-                           for _ in range(800)])
-    assert (samples >= 0).all()
-    assert_mean_is(samples, flat(total) / B)
-
-
 @pytest.mark.parametrize('by_parts', [False, True])
 def test_the_expectation_over_all_labels_is_the_gauss_newton_diagonal(monkeypatch, by_parts):
     """Exactly, by summing over the labels of four predictions with their probabilities; parts of 1 and 3."""
