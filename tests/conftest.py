@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 import faults as harness  # noqa: E402
 from faults import Done  # noqa: E402
 
+from model import GPT, GPTConfig  # noqa: E402
 from runtime import checkpoint  # noqa: E402
 from runtime.device import can_compile  # noqa: E402
 
@@ -89,6 +90,16 @@ def corpus(tmp_path_factory):
     tokens = np.cumsum(rng.choice([1, 2, 7], p=[0.8, 0.1, 0.1], size=60_000)) % 251
     command.corpus = write_bins(tmp_path_factory.mktemp('corpus'), tokens[:50_000], tokens[50_000:])
     return command.corpus
+
+
+def random_gpt(scale, seed=0, **config):
+    """A GPT with its weights away from where they start, so that a wrong one shows."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**config))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(scale * torch.randn_like(p))
+    return model
 
 
 def metrics(out_dir, key='train/loss'):

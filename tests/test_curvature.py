@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import random_gpt
 from reference import double_precision, flat  # noqa: F401 - for every test here
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model import GPT, GPTConfig
 from runtime.files import save_pt
 from scripts import curvature
 from scripts.curvature import (
@@ -27,12 +27,7 @@ from scripts.curvature import (
 @pytest.fixture(scope='module')
 def gpt():
     """A GPT of some hundred parameters, and 32 sequences."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=4))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    return model, torch.randint(8, (32, 5))
+    return random_gpt(0.3, block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=4), torch.randint(8, (32, 5))
 
 
 @pytest.mark.parametrize(('name', 'known'), [

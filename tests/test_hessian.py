@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch._functorch.config
-from conftest import needs_compiler
+from conftest import needs_compiler, random_gpt
 from reference import double_precision, flat  # noqa: F401 - for every test here
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -35,11 +35,7 @@ def gpt():
     """(a GPT of about 900 parameters, a mini-batch of 4 sequences, its loss as a function of its parameters, the
     Hessian of this)."""
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
-    model = GPT(GPTConfig(block_size=4, vocab_size=16, n_layer=1, n_head=2, n_embd=8))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.2 * torch.randn_like(p))
+    model = random_gpt(0.2, seed=3, block_size=4, vocab_size=16, n_layer=1, n_head=2, n_embd=8)
     idx = torch.randint(16, (4, 5))
     names = [name for name, _ in model.named_parameters()]
 

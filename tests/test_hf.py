@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import metrics, rejection, write_bins
+from conftest import metrics, random_gpt, rejection, write_bins
 
 import train
 from analysis.load import Loaded, crop_vocab_size, load, with_tokenizer
@@ -26,15 +26,11 @@ SHAPE = dict(vocab_size=77, n_positions=32, n_embd=16, n_layer=2, n_head=2)
 
 
 def save_checkpoint(out_dir, tokenizer, block_size=24, **kwargs):
-    """Saves and returns a random model with weights far from zero, so that a wrong one shows."""
+    """Saves and returns a random model."""
     out_dir.mkdir()
-    torch.manual_seed(0)
     args = dict(block_size=block_size, vocab_size=(tokenizer.vocab_size // 64 + 1) * 64, n_layer=3, n_head=2, n_embd=16,
                 **kwargs)
-    model = GPT(GPTConfig(**args)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.3 * torch.randn_like(p))
+    model = random_gpt(0.3, **args).eval()
     save_pt(out_dir / 'ckpt_00000003.pt', dict(
         model=model.state_dict(), model_args=args, iter_num=3, tokenizer=tokenizer.meta, data={}, config={}))
     return model

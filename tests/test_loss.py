@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch._functorch.config
-from conftest import needs_compiler
+from conftest import needs_compiler, random_gpt
 from torch.nn import functional as F
 
 from loss import Losses, mean_loss, sample_labels
-from model import GPT, GPTConfig
 
 SECOND = 'none', 'drawn for all', 'drawn for some', 'given for some'
 
@@ -22,13 +21,8 @@ def two_backwards():
 
 
 def tiny():
-    """A model with its weights away from where they start, for the tokens of `batch`."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=24, vocab_size=192, n_layer=1, n_head=2, n_embd=32))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return model
+    """A model for the tokens of `batch`."""
+    return random_gpt(0.1, block_size=24, vocab_size=192, n_layer=1, n_head=2, n_embd=32)
 
 
 def batch():
