@@ -399,10 +399,12 @@ def test_a_first_estimate_is_due_by_the_state_of_the_optimizer_that_takes_it(gpt
 
 
 @needs_compiler
-def test_a_compiled_product_is_the_product(gpt):
+def test_a_compiled_product_is_the_product(gpt, monkeypatch):
     torch.compiler.reset()
-    model, idx = gpt[:2]
+    (model, idx), compiled, compile = gpt[:2], [], torch.compile
+    monkeypatch.setattr(torch, 'compile', lambda f, **options: compiled.append(f) or compile(f, **options))
     torch.testing.assert_close(estimates(model, idx, 'sophiah', compile=True), estimates(model, idx, 'sophiah'))
+    assert len(compiled) == 1
 
 
 @needs_compiler

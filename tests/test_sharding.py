@@ -107,11 +107,14 @@ backends.DDPOptimizer.compile_fn = split
 def test_blocks_are_compiled_one_by_one_within_shards(train, run, tmp_path):
     """With activation checkpointing, too."""
     flags = ['--parallel=fsdp', '--activation_checkpointing=True', '--hessian_interval=1', '--max_iters=2']
-    train(tmp_path, *RUN, *flags, '--compile=True', name='sophiag', ranks=2, check=True, faults="""
-import functools
-torch.compile = functools.partial(torch.compile, backend='eager')
+    done = train(tmp_path, *RUN, *flags, '--compile=True', name='sophiag', ranks=2, check=True, faults="""
+def compiled(f, compile=torch.compile, **options):
+    print('compiled', getattr(f, 'func', f).__name__)
+    return compile(f, backend='eager', **options)
+torch.compile = compiled
 torch._dynamo.config.fail_on_recompile_limit_hit = True
 """)
+    assert done.out.count('compiled checkpoint') == 2 * 2  # two blocks on either rank
     assert_same_metrics(tmp_path, run('sophiag', 'fsdp', *flags[1:]))
 
 

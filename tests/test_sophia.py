@@ -121,6 +121,7 @@ def test_the_first_step_that_moves_without_an_estimate_warns():
 @needs_compiler
 def test_the_compiled_update_equals_the_plain_one():
     torch.compiler.reset()  # PyTorch compiles eight graphs of a function, and then no more
+    used = sophia.compiled_update.cache_info()
     shapes = (40, 9), (17,), ()
     plain, compiled = (Sophia([{'params': [torch.nn.Parameter(torch.ones(s, dtype=torch.float32)) for s in shapes]}],
                               lr=1.0, compile=compile) for compile in (False, True))
@@ -137,6 +138,7 @@ def test_the_compiled_update_equals_the_plain_one():
     found, expected = ([[p.detach(), *o.state[p].values()] for p in o.param_groups[0]['params']]
                        for o in (compiled, plain))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert sophia.compiled_update.cache_info() != used
 
 
 # ----------------------------------------------------------------------------------------------------------------------
