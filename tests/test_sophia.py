@@ -438,13 +438,11 @@ def on_each_of_two_ranks(rank, path):
     torch.manual_seed(0)
     params, x, f = make_mlp(outputs=5)
     mine, half = x[:3] if rank == 0 else x[3:], slice(4 * rank, 4 * rank + 4)
-    loss = F.cross_entropy(f(params, x[half]), LABELS[half])
-    rejections = []
-    for estimator, outputs in ((gauss_newton_bartlett, f(params, mine)), (hutchinson, loss)):
-        try:
-            estimator(outputs, params)
-        except ValueError as error:
-            rejections.append(str(error))
+    # Ranks must draw different labels, but the same u.
+    with pytest.raises(ValueError, match=r'torch.manual_seed\(seed \+ rank\)'):
+        gauss_newton_bartlett(f(params, mine), params)
+    with pytest.raises(ValueError, match='same u'):
+        hutchinson(F.cross_entropy(f(params, x[half]), LABELS[half]), params)
     torch.manual_seed(100 + rank)
     torch.cpu.initial_seed = lambda: 1  # as CUDA's, whose generator has a seed of its own
     with pytest.raises(ValueError, match='same random seed'):
@@ -498,11 +496,9 @@ def on_each_of_two_ranks(rank, path):
         hs = [state['hessian'].full_tensor() if shards else state['hessian'] for state in optimizer.state.values()]
         by_shards.append((flat(hs), optimizer.unclipped_fraction()))
     model.set_requires_gradient_sync(False)
-    try:
+    with pytest.raises(RuntimeError, match=r'set_requires_gradient_sync\(False\)'):
         gauss_newton_bartlett(model(x), optimizer, group=alone)
-    except RuntimeError as error:
-        rejections.append(str(error))
-    torch.save(dict(samples=samples, rejections=rejections, by_shards=by_shards, **estimates), f'{path}/{rank}.pt')
+    torch.save(dict(samples=samples, by_shards=by_shards, **estimates), f'{path}/{rank}.pt')
     dist.destroy_process_group()
 
 
@@ -543,13 +539,7 @@ def test_parameters_that_fsdp_ignores_are_summed_over_ranks(two_ranks):
         torch.testing.assert_close(rank['ignored'], rank['its estimate'])
 
 
-def test_ranks_must_draw_different_labels_but_the_same_u(two_ranks):
-    for rank in two_ranks:
-        assert 'torch.manual_seed(seed + rank)' in rank['rejections'][0] and 'same u' in rank['rejections'][1]
-
-
 def test_parameters_sharded_over_a_part_of_the_ranks_have_the_estimate_of_that_part(two_ranks):
     for rank in two_ranks:
         torch.testing.assert_close(*rank['by_shards'])
-        assert 'set_requires_gradient_sync(False)' in rank['rejections'][2] and len(rank['rejections']) == 3
     assert not torch.equal(two_ranks[0]['by_shards'][0][0], two_ranks[1]['by_shards'][0][0])
