@@ -255,9 +255,13 @@ PRODUCT_SIZE = 2 ** 30
 def rows_at_once(config, rows, T, micro_batch):
     """Return how many of `rows` sequences of T tokens one Hessian-vector product takes: at most a micro-batch, within
     PRODUCT_SIZE, and a divisor of `rows`, because a second size would be compiled again."""
-    size = T * (config.n_layer * config.n_head * T + 4 * config.vocab_size)
-    most = max(1, min(micro_batch, PRODUCT_SIZE // size))
+    most = max(1, min(micro_batch, PRODUCT_SIZE // product_size(config, T)))
     return max(n for n in range(1, most + 1) if rows % n == 0)
+
+
+def product_size(config, T):
+    """Return the number of attention weights and logits in a Hessian-vector product of a sequence of T tokens."""
+    return T * (config.n_layer * config.n_head * T + 4 * config.vocab_size)
 
 
 class HutchinsonHook(HessianHook):

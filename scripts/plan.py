@@ -24,7 +24,7 @@ from analysis.arguments import at_least
 from analysis.figures import print_table
 from analysis.runs import training_and_hessian_flops
 from data.loader import vocab_size_of
-from hessian import rows_at_once
+from hessian import product_size, rows_at_once
 from model import GPT, GPTConfig
 from optimizers import row
 from runtime import device as devices
@@ -67,8 +67,8 @@ def memory(c, shape, ranks=1):
     hook, rows = row(c.optimizer_name).hook, c.hessian_batch_size // ranks
     if hook.hessian_products:  # after the backward pass; vector, product, sum and tangent have the model's size
         rows = rows_at_once(shape, rows, c.block_size, min(rows, c.batch_size))
-        kept = rows * c.block_size * (shape.n_layer * shape.n_head * c.block_size + 4 * shape.vocab_size)
-        parts['Hessian-vector product'] = max(0, 10 * kept + 16 * P - parts['activations'] - parts['logits'])
+        kept = 10 * rows * product_size(shape, c.block_size)
+        parts['Hessian-vector product'] = max(0, kept + 16 * P - parts['activations'] - parts['logits'])
     elif hook.cost:
         parts['estimate'] = 4 * P / sharded
         # Two peaks without the logits' gradient: sampling labels, with softmax and cumulative sum of 4 sequences in

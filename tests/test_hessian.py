@@ -192,8 +192,7 @@ def test_estimates_have_the_order_of_the_param_groups(gpt):
 def test_a_product_in_parts_is_the_product(gpt, monkeypatch):
     """4 sequences, of which as many fit at a time: 4, 2 (3 would leave one over), 1."""
     model, idx = gpt[:2]
-    T = idx.size(1) - 1
-    one = T * (model.config.n_layer * model.config.n_head * T + 4 * model.config.vocab_size)
+    one = hessian.product_size(model.config, idx.size(1) - 1)
     sizes, product = [], hessian.HutchinsonHook.curvature_product
     monkeypatch.setattr(hessian.HutchinsonHook, 'curvature_product', lambda self, X, *args: (
         sizes.append(len(X)), product(self, X, *args))[1])
