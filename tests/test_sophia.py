@@ -432,6 +432,8 @@ def test_out_of_memory_is_not_called_something_else(monkeypatch):
 
 def on_each_of_two_ranks(rank, path):
     """Rank 0 has three of the eight examples for Gauss-Newton-Bartlett, half of them for Hutchinson."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     torch.set_num_threads(1)
     dist.init_process_group('gloo', f'file://{path}/store', rank=rank, world_size=2)
     torch.set_default_dtype(torch.float64)
@@ -450,39 +452,34 @@ def on_each_of_two_ranks(rank, path):
     del torch.cpu.initial_seed
     samples = torch.stack([flat(gauss_newton_bartlett((f(params, part) for part in mine.split(2)), params))
                            for _ in range(300)])
-    parts = GaussNewtonBartlett(params, by_parts=True)
-    for i in torch.arange(8)[:3].split(2) if rank == 0 else torch.arange(8)[3:].split(3):
-        parts.add(F.cross_entropy(f(params, x[i]), LABELS[i], reduction='sum'), len(i))
     alone = [dist.new_group([r]) for r in range(2)][rank]
     estimates = {name: flat(hutchinson(F.cross_entropy(f(params, x[half]), LABELS[half]), params,
                                        torch.Generator().manual_seed(2), group=group))
                  for name, group in (('both', None), ('alone', alone))}
-    estimates['parts'] = flat(parts.estimate())
-    # Sharded over a part of the ranks: over this one alone.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+
+    def estimate(params, outputs, parts, group=None, **options):
+        """The estimate from these parts, lists of examples, with LABELS for sampled ones."""
+        estimator = GaussNewtonBartlett(params, **options)
+        for i in parts:
+            estimator.add(F.cross_entropy(outputs(x[i]), LABELS[i], reduction='sum'), len(LABELS[i]))
+        return estimator.estimate(group=group)
+
     def network():
         torch.manual_seed(3)
         return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 5))
 
-    model = fully_shard(network())
-    parts = GaussNewtonBartlett(model.parameters(), by_parts=True)
-    for i in torch.arange(8)[half].split(2):
-        parts.add(F.cross_entropy(model(x[i]), LABELS[i], reduction='sum'), len(i))
-    estimates['sharded parts'] = flat(h_hat.full_tensor() for h_hat in parts.estimate())
+    own = [[0, 1], [2]] if rank == 0 else [[3, 4, 5], [6, 7]]
+    estimates['parts'] = flat(estimate(params, lambda x: f(params, x), own, by_parts=True))
+    model, parts = fully_shard(network()), torch.arange(8)[half].split(2)
+    sharded = estimate(model.parameters(), model, parts, by_parts=True)
+    estimates['sharded parts'] = flat(h_hat.full_tensor() for h_hat in sharded)
+    model, parts = network(), ([0, 1, 4, 5], [2, 3, 6, 7])  # both ranks' first and second part
+    estimates['its parts'] = flat(estimate(model.parameters(), model, parts, alone, by_parts=True))
+    *_, estimates['its estimate'] = estimate(model.parameters(), model, [slice(None)], alone)
     model = network()
-    parts = GaussNewtonBartlett(model.parameters(), by_parts=True)
-    for i in [0, 1, 4, 5], [2, 3, 6, 7]:  # both ranks' first and second part
-        parts.add(F.cross_entropy(model(x[i]), LABELS[i], reduction='sum'), len(i))
-    estimates['its parts'] = flat(parts.estimate(group=alone))
-    for shards in True, False:
-        model, i, group = network(), slice(None), alone
-        if shards:
-            fully_shard(model, ignored_params={model[2].bias})
-            i, group = half, None
-        estimator = GaussNewtonBartlett(model.parameters())
-        estimator.add(F.cross_entropy(model(x[i]), LABELS[i], reduction='sum'), len(x[i]))
-        *_, estimates['ignored' if shards else 'its estimate'] = estimator.estimate(group=group)
+    fully_shard(model, ignored_params={model[2].bias})
+    *_, estimates['ignored'] = estimate(model.parameters(), model, [half])
+    # Sharded over a part of the ranks: over this one alone.
     by_shards = []
     for shards in False, True:
         model = network()
