@@ -93,7 +93,7 @@ def test_validation_sequences_cover_the_split_once(tmp_path, world_size, tokens,
     for rank in range(world_size):
         loader = ValidationLoader(data, 0, 4, 10, rank, world_size, 'cpu')
         batches = list(loader)
-        assert len(batches) == len(loader)
+        assert len(batches) == len(loader) == -(-sequences // (4 * world_size))
         for X, Y in batches:
             assert X.shape == Y.shape == (4, 10) and X.is_contiguous()
             for x, y in zip(X, Y):
