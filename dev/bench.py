@@ -123,14 +123,14 @@ class Case:
         row['memory_gb'] = devices.peak_memory(self.device) / 1e9
         return {**row, **self.optimizer_step()}
 
-    def optimizer_step(self, turns=10):
+    def optimizer_step(self):
         """Time the optimizer's step in turns with fused AdamW's on the same parameters, at learning rate 0."""
         optimizer, params = self.run.optimizer, self.run.params
         optim.set_learning_rate(optimizer, 0.0)
         for p in params:
             p.grad = torch.randn_like(p) * 1e-3
         both, seconds = (optimizer, torch.optim.AdamW(params, lr=0.0, fused=True)), ([], [])
-        for turn in range(turns + 1):
+        for turn in range(11):
             for one, measured in zip(both, seconds):
                 devices.synchronize(self.device)
                 started = time.perf_counter()

@@ -83,9 +83,9 @@ OPTIMIZERS = dict(adamw=torch.optim.AdamW, sophia=Sophia, toy=Toy, lookahead=Loo
 WORLD = World('cpu', 'gloo')
 
 
-def built(name, model, lr=0.05):
+def built(name, model):
     build = OPTIMIZERS[name] if isinstance(name, str) else name
-    optimizer = build(model.parameters(), lr=lr)
+    optimizer = build(model.parameters(), lr=0.05)
     optimizer_state.record_construction(optimizer)
     return optimizer
 

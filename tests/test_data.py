@@ -617,9 +617,9 @@ def write_shard(path, ids, magic=20240520, version=1, tokens=None):
     return path
 
 
-def shard_ids(seed, n=300):
-    """Random ids, every tenth the beginning of a document."""
-    ids = np.random.default_rng(seed).integers(50256, size=n)
+def shard_ids(seed):
+    """300 random ids, every tenth the beginning of a document."""
+    ids = np.random.default_rng(seed).integers(50256, size=300)
     ids[::10] = 50256
     return ids
 
