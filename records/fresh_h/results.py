@@ -6,6 +6,9 @@
 
 import sys
 from pathlib import Path
+from statistics import mean
+
+from scipy import stats
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
@@ -107,15 +110,41 @@ def planned_tests(results):
     return rows
 
 
+def fixed_batch(results):
+    """Return a row of texts for each arm of part B: the chosen settings, the training loss with each fresh seed, and
+    the mean difference to sign momentum with its 95 % interval, in pairs, because a seed also chooses the mini-batch.
+    """
+    rows, sign, search = [], {}, (SEARCH_SEED, SECOND_SEED)
+    for arm, trials in sorted(arms_of(results, 'B').items(), key=lambda item: [*ARMS].index(item[0])):
+        twice = {trial: seeds for trial, seeds in trials.items() if SECOND_SEED in seeds}
+        if not twice:
+            continue
+        gamma, lr = min(twice, key=lambda trial: sum(twice[trial][seed].train_loss for seed in search))
+        mine = {seed: result.train_loss for seed, result in twice[gamma, lr].items() if seed > SEARCH_SEED}
+        if len(mine) < 3:
+            continue
+        sign = sign or mine  # the first arm
+        row = {'arm': arm, 'γ': f'{gamma:g}' if gamma else '', 'learning rate': f'{lr:g}',
+               **{f'seed {seed}': f'{mine[seed]:.3f}' for seed in sorted(mine)}, 'mean': f'{mean(mine.values()):.3f}'}
+        apart = [mine[seed] - sign[seed] for seed in mine]
+        width = stats.t.ppf(0.975, len(apart) - 1) * stats.sem(apart)
+        rows.append(row | {'minus sign momentum, 95 %': '' if mine is sign else dissection.interval(
+            dict(difference=mean(apart), plus_or_minus=width, p=width))})
+    return rows
+
+
 def read_results():
     """Return {name of a run: its `Result`} of this study."""
     return recorded(HERE / 'runs.jsonl')
 
 
 def tables(results):
-    """Return the tables as Markdown, without the ones that have no runs: parts A, B and C, and the planned tests."""
+    """Return the tables as Markdown, without the ones that have no runs: parts A, B and C, the fresh seeds of B,
+    and the planned tests."""
     parts = [search_table(arms_of(results, part), training if part == 'B' else validation) for part in 'ABC']
-    return [dissection.markdown(rows) for rows in (*parts, dissection.texts(planned_tests(results))) if rows]
+    parts[1] = [{key: text for key, text in row.items() if key != 'fresh seeds'} for row in parts[1]]
+    return [dissection.markdown(rows) for rows in (*parts, fixed_batch(results),
+                                                   dissection.texts(planned_tests(results))) if rows]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
