@@ -100,11 +100,16 @@ def test_fresh_h_is_tested_as_planned():
     assert all(row['p'] <= row['p, Holm'] <= 3 * row['p'] for row in rows[:3])
     del results[next(name for name in results if name.startswith('A/clip') and 'seed=1341' in name)]
     assert len(fresh_h_results.planned_tests(results)) == 3
+    fixed = fresh_h_results.fixed_batch(results)
+    assert [(row['arm'], row['mean'], row['minus sign momentum, 95 %']) for row in fixed] == [
+        ('sign momentum', '2.600', ''), ('fresh', '2.590', '−0.010 ± 0.000'), ('permuted', '2.610', '+0.010 ± 0.000'),
+        ('paper', '2.600', '+0.000 ± 0.000'), ('mean', '2.600', '+0.000 ± 0.000'),
+        ('AdamW', '2.600', '+0.000 ± 0.000')]
     table = fresh_h_results.search_table(fresh_h_results.arms_of(results, 'A'))
     assert Counter(row['arm'] for row in table if row['fresh seeds']) == dict.fromkeys(fresh_h.ARMS, 1)
     assert all(row['unclipped'] for row in table if row['arm'] not in ('sign momentum', 'AdamW'))
     *parts, planned = fresh_h_results.tables(results)
-    assert len(parts) == 3 and '| A: fresh minus permuted | 4, 4 | −0.020' in planned
+    assert len(parts) == 4 and '| A: fresh minus permuted | 4, 4 | −0.020' in planned
 
 
 def jumping(gamma):
