@@ -40,6 +40,38 @@ def surface(run):
     return 1.3 + 0.01 * lr ** 2 + 0.001 * abs(math.log(s.get('gamma', 0.15) / 0.15)) + s['seed'] % 7 * 1e-6
 
 
+def test_the_plan_follows_the_stated_protocol():
+    made = make_all(surface)
+    assert len(set(made)) == len(made)
+    tests = [dict(run.settings) for run in made if run.part == 'A' and dict(run.settings)['seed'] > 1340]
+    assert [(s['gamma'], s['learning_rate']) for s in tests] == [(0.15, 0.004)] * 3
+    gammas = {dict(run.settings)['gamma'] for run in made if run.optimizer == 'ef_clip'}
+    assert gammas == {0.075, 0.3}
+    fresh = [run for run in made if run.part == 'C' and dict(run.settings)['seed'] != study.SEARCH_SEED]
+    assert Counter(run.optimizer for run in fresh) == dict(adamw=6, sophiag=6, clip=6)
+    # In turns: no side has two runs more than another at any time.
+    for n in range(len(fresh)):
+        counts = Counter(run.optimizer for run in fresh[:n])
+        assert max(counts.values(), default=0) - min(counts[name] for name in ('adamw', 'sophiag', 'clip')) <= 1
+    long = {dict(run.settings)['gamma'] for run in made if run.part == 'C' and run.optimizer == 'sophiag'}
+    assert long == {0.15, 0.05}
+    assert {dict(run.settings).get('total_batch_size') for run in made if run.part in 'BD'} == {128, 512}
+    assert {dict(run.settings)['gamma'] for run in made if run.part == 'G'} == {0.075}
+
+
+def test_parts_that_depend_on_the_best_warm_up():
+    """F: sign momentum with Sophia-G's warm-up where it has another. H: fresh seeds where 1,200 steps are better."""
+    def loss_of(run):
+        s = dict(run.settings)
+        gain = {2400: 0.01 if run.optimizer == 'sophiag' else -0.01, 1200: 0.005}.get(s['warmup_iters'], 0)
+        return surface(run) - gain
+
+    made = make_all(loss_of)
+    assert [dict(run.settings)['warmup_iters'] for run in made if run.part == 'F'] == [2400] * 6
+    assert Counter(run.optimizer for run in made if run.part == 'H') == dict(adamw=4, sophiag=1)
+    assert {dict(run.settings)['warmup_iters'] for run in made if run.part == 'H'} == {1200}
+
+
 @pytest.mark.parametrize('protocol', [study.protocol, fresh_h.protocol, gpu_30m.protocol])
 @pytest.mark.parametrize('seed', range(2))
 def test_any_losses_come_to_an_end(protocol, seed):
