@@ -17,6 +17,7 @@ def work(tmp_path, monkeypatch):
     """The directory of the program."""
     work = tmp_path / 'out'
     monkeypatch.setattr(gpu, 'WORK', work)
+    monkeypatch.setattr(gpu, 'RUNS', work / 'records/gpu_30m/runs.jsonl')
     monkeypatch.setenv('OUT', str(tmp_path))
     work.mkdir()
     return work

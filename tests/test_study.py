@@ -16,6 +16,7 @@ from records.dissection import results, study
 from records.dissection.results import mean_sd
 from records.fresh_h import results as fresh_h_results
 from records.fresh_h import study as fresh_h
+from records.gpu_30m import results as gpu_30m_results
 from records.gpu_30m import study as gpu_30m
 
 
@@ -183,7 +184,9 @@ def test_gpu_30m_tries_half_or_four_times_the_middle_rate(best, factors):
     assert rates['clip'] == [4e-4 * factor for factor in factors]
     assert rates['sophiag'] == [4e-4 * best] * 2
     parts = ''.join(run.part for run in made)
-    assert parts == 'a' * 10 + 'b' * 6 + 'c' * 2 + 'd' * 9
+    assert parts == 'a' * 10 + 'b' * 6 + 'c' * 2 + 'd' * 9 + 'e' * 2
+    added = [(run.optimizer, dict(run.settings)['learning_rate']) for run in made if run.part == 'e']
+    assert added == [('sophiag', 2e-4 * best)] * 2
     assert [run.optimizer for run in made if run.part == 'b'] == ['adamw', 'sophiag', 'clip'] * 2
 
 
@@ -193,6 +196,18 @@ def test_gpu_30m_corrects_gamma_once(share, gamma):
     sophia = [dict(run.settings) for run in made if run.optimizer == 'sophiag']
     assert [s['gamma'] for s in sophia if s['max_iters'] == 300] == [0.15]
     assert {s['gamma'] for s in sophia if s['max_iters'] > 300} == {gamma}
+
+
+def test_the_page_of_gpu_30m_is_of_its_records_which_are_the_runs_of_its_protocol():
+    runs, page = gpu_30m_results.read_runs(), (gpu_30m_results.HERE / 'README.md').read_text(encoding='utf-8')
+    assert all(table in page for table in gpu_30m_results.tables(runs))
+    rows = gpu_30m_results.draw_curves(runs)[1]
+    written = list(csv.DictReader((gpu_30m_results.HERE / 'curves.csv').open(encoding='utf-8')))
+    assert written == [{key: str(value) for key, value in row.items()} for row in rows]
+    recorded = studies.recorded(gpu_30m_results.HERE / 'runs.jsonl')
+    _, due = studies.next_runs(lambda asked: gpu_30m.protocol(asked, over=False),
+                               lambda run: recorded.pop(str(run.path), None))
+    assert not recorded and {run.part for run in due} <= {'e'}
 
 
 @pytest.mark.parametrize('file', ['metrics.jsonl', 'config.json'])

@@ -11,7 +11,7 @@ speed), tests (those marked gpu, and a run in float16), over (part D of the stud
 
 Call it again and it continues: finished work is skipped, interrupted runs resume. Everything finished is in
 out/gpu/records and in OUT/gpu.tar.gz, where OUT is out/gpu or from the environment. Unpacked into out/gpu on another
-machine, that archive makes it skip the same work.
+machine, that archive makes it skip the same work. Runs of the study in runs.jsonl beside this file are skipped as well.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from runtime.files import atomic_write, checksum, git_commit, write_json, write_
 SMOKE = bool(os.environ.get('SMOKE'))
 WORK = Path('out', 'gpu_smoke' if SMOKE else 'gpu')
 PIECE, EVERY = 10240, 45  # every 45th piece of 10,240 tokens of the training text is held out
+RUNS = WORK / 'records/gpu_30m/runs.jsonl'
 DEVICE = '--device=cpu' if SMOKE else '--device=cuda'
 JOBS = 2  # runs of the study at a time: one computes while the other starts
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=32', '--total_batch_size=4', '--batch_size=2',
@@ -114,9 +115,7 @@ def write_bins(folder, meta, **splits):
 
 def save():
     """Write the finished work into OUT/gpu.tar.gz."""
-    runs = WORK / 'records/gpu_30m/runs.jsonl'
-    runs.parent.mkdir(parents=True, exist_ok=True)
-    studies.collect([WORK / 'runs'], runs)
+    studies.collect([WORK / 'runs'], RUNS)
     with atomic_write(Path(os.environ.get('OUT', WORK)) / 'gpu.tar.gz') as file, \
             tarfile.open(fileobj=file, mode='w:gz') as archive:
         for pattern in ('records', 'logs/*', 'float16_*/metrics.jsonl', 'runs/**/log.txt'):
@@ -177,7 +176,7 @@ def start_planned(trial, _=None):
 
 def train_study(arms, over):
     """Train the runs of the study that are due: parts A to C, or all parts if `over`."""
-    find = studies.finder(WORK / 'records/gpu_30m/runs.jsonl', lambda trial: WORK / 'runs' / trial.path)
+    find = studies.finder(RUNS, lambda trial: WORK / 'runs' / trial.path)
     studies.train_due(partial(study.protocol, arms=arms, over=over), find, start_planned, JOBS, save)
 
 
@@ -188,7 +187,8 @@ def speed():
         measured = [n for n in micro_batches if (WORK / f'records/gpu/speed_{size}_micro{n}.json').exists()]
         for n in measured or micro_batches:
             adamw = f'--model_size={size} --total_batch_size=120 --batch_size={n}'
-            sophia = [f'{adamw} --optimizer_name={name}' for name in ('sophiag', 'sophiah')]
+            # 60 and 8 sequences, the paper's shares of a mini-batch
+            sophia = [f'{adamw} --optimizer_name=sophiag', f'{adamw} --optimizer_name=sophiah --hessian_batch_size=8']
             name, rounds = f'speed_{size}_micro{n}', 6 if together else 4
             more = [f'--profile={WORK}/records/gpu/profile_{name}.txt']
             if (WORK / 'data/nanoGPT').is_dir():
@@ -272,6 +272,10 @@ def carry_out(steps, minutes):
                        val=rng.integers(50257, size=PIECE).astype('<u2'))
             pack(bins)
         unpack()
+        RUNS.parent.mkdir(parents=True, exist_ok=True)
+        recorded = Path(__file__).with_name('runs.jsonl')
+        if recorded.exists() and not RUNS.exists() and not SMOKE:
+            shutil.copy(recorded, RUNS)
         for step in steps:
             try:
                 step()

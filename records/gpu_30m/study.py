@@ -70,6 +70,9 @@ def protocol(study, arms=THREE, over=True):
             arm.result(('b', seed), LONG, **best, seed=seed)
         if name in ('AdamW', 'Sophia-G'):
             arm.result(('c', 0), HALF, **best, seed=1338)
+        if name == 'Sophia-G':
+            for seed in (1338, 1339):
+                arm.result(('e', seed), LONG, **dict(best, learning_rate=best['learning_rate'] / 2), seed=seed)
         if over:
             arm.result(('d', 0), LONG, **best, seed=1340)
             for round_, factor in enumerate((2 ** 0.5, 2 ** -0.5), 1):
