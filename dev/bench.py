@@ -3,7 +3,8 @@
   python dev/bench.py                                                     AdamW, Sophia-G and Sophia-H at a usual size
   python dev/bench.py '--model_size=125M' '--model_size=125M --optimizer_name=sophiag' --output bench.json
   python dev/bench.py --baseline ~/nanoGPT '--model_size=125M --compile=True'   and nanoGPT's model and AdamW
-  python dev/bench.py --profile profile.txt '--model_size=125M'           the operators of one step, by time
+  python dev/bench.py --profile profile.txt '--model_size=125M'           the operators of one step, by time, and of
+                                                                          one with an estimate where there are any
 
 Each CONFIG is one quoted string with arguments of train.py. Each runs in a separate process, because compiled code
 would be shared, and they take turns, so that other load affects all alike. A baseline is a checkout whose model.py has
@@ -41,7 +42,7 @@ from model import GPT, GPTConfig
 from runtime import device as devices
 from runtime import optim
 from runtime.distributed import World
-from runtime.files import git_commit, write_json
+from runtime.files import git_commit, write_json, write_text
 from runtime.runlog import machine
 
 CPU_MODEL = '--model_size=30M --block_size=256 --total_batch_size=4 --batch_size=4'
@@ -67,7 +68,8 @@ def baseline_run(c, world, folder):
     model = baseline.GPT(baseline.GPTConfig(**shape)).to(device)
     model.load_state_dict(ours.state_dict())
     optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), device.type)
-    losses = torch.compile(Losses(model)) if c.compile else Losses(model)
+    # nanoGPT compiles the model alone, so its compiled code returns the logits and writes a gradient of zeros for them.
+    losses = Losses(torch.compile(model) if c.compile else model)
     scaler = torch.amp.GradScaler(device.type, enabled=c.dtype == 'float16')
     return train.Run(c, world, model, losses, optimizer, Hook(model, optimizer), scaler,
                      devices.autocast(device, c.dtype), list(model.parameters()), cross_entropy)
@@ -151,13 +153,12 @@ class Case:
         if self.device.type == 'cuda':
             torch.cuda.empty_cache()
 
-    def profile(self, path):
-        """Write the operators of one step without an estimate to `path`, by their own time on the device."""
+    def profile(self):
+        """Return the operators of one step, by their own time on the device; with an estimate if there are any."""
         with torch.profiler.profile() as found:
-            self.measure(1)
+            self.measure(0)
         device = 'cuda' if self.device.type == 'cuda' else 'cpu'
-        path.write_text(found.key_averages().table(sort_by=f'self_{device}_time_total', row_limit=40,
-                                                   max_name_column_width=90))
+        return found.key_averages().table(sort_by=f'self_{device}_time_total', row_limit=40, max_name_column_width=90)
 
 
 def set_up(text, folder):
@@ -179,7 +180,7 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--baseline', type=Path, metavar='PATH', help='a checkout to compare with')
     parser.add_argument('--rounds', type=int, default=15, help='steps of each kind and configuration (default: 15)')
-    parser.add_argument('--profile', type=Path, metavar='FILE', help='also write a profile of the first CONFIG')
+    parser.add_argument('--profile', type=Path, metavar='FILE', help='also write a profile of each CONFIG')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
     # A CONFIG may begin with --, like a flag, so the CONFIGs are what argparse leaves over.
     args, texts = parser.parse_known_args(argv)
@@ -200,9 +201,10 @@ def main(argv=None):
             print(f'round {round_ + 1} of {args.rounds}', file=sys.stderr)
             for process in processes:
                 process.submit(call, 'take_turn').result()
-        if args.profile:
-            processes[0].submit(call, 'profile', args.profile).result()
         names = [f'{folder.name}: {text}' if folder else text for text, folder in cases]
+        if args.profile:
+            write_text(args.profile, '\n'.join(f'{name}\n{process.submit(call, "profile").result()}'
+                                               for name, process in zip(names, processes)))
         rows = [dict(config=name, **process.submit(call, 'results').result())
                 for name, process in zip(names, processes)]
     print_table(rows)

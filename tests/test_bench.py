@@ -40,7 +40,8 @@ def test_every_column_is_measured_where_it_exists(tmp_path):
     bench.main(['--rounds', '1', '--baseline', str(tmp_path / 'peer'), '--output',
                 str(tmp_path / 'bench.json'), '--profile', str(tmp_path / 'profile.txt'),
                 MODEL, f'{MODEL} --optimizer_name=sophiag'])
-    assert 'aten::mm' in (tmp_path / 'profile.txt').read_text()
+    profiles = (tmp_path / 'profile.txt').read_text()
+    assert profiles.count('aten::mm ') == 3 and profiles.count(f'{MODEL}\n') == 2
     report = json.loads((tmp_path / 'bench.json').read_text())
     adamw, sophiag, peer = rows = report['results']
     assert 'optimizer_name=sophiag' in sophiag['config'] and peer['config'] == f'peer: {adamw["config"]}'
@@ -51,6 +52,14 @@ def test_every_column_is_measured_where_it_exists(tmp_path):
         assert ('hessian_ms' in row) == (row is sophiag)
         assert 'mfu' not in row  # of a CPU, whose peak is not known
     assert report['about']['torch'] == torch.__version__
+
+
+def test_a_baseline_is_compiled_as_nanogpt_compiles_it(tmp_path, monkeypatch):
+    (tmp_path / 'model.py').write_text(BASELINE)
+    compiled = []
+    monkeypatch.setattr(torch, 'compile', lambda module: compiled.append(type(module)) or module)
+    run = bench.baseline_run(train.resolve([*MODEL.split(), '--compile=True']), World('cpu', 'gloo'), tmp_path)
+    assert compiled == [type(run.raw_model)] and compiled[0].__module__ == 'baseline_model'
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
