@@ -19,6 +19,9 @@ def work(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, 'WORK', work)
     monkeypatch.setattr(gpu, 'RUNS', work / 'records/gpu_30m/runs.jsonl')
     monkeypatch.setenv('OUT', str(tmp_path))
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', '')  # is set by the program
+    for name in ('signal', 'setitimer'):  # pytest's own timeout has the alarm
+        monkeypatch.setattr(gpu.signal, name, lambda *_: None)
     work.mkdir()
     return work
 
@@ -36,7 +39,16 @@ def test_finished_work_is_archived_and_skipped(work, capfd):
     assert gpu.call('step', ['-c', 'raise SystemExit(1)'])
 
 
-def test_recorded_runs_are_not_trained_again(work, monkeypatch):
+def test_the_record_s_runs_are_not_trained_again(work, monkeypatch):
+    monkeypatch.setattr(gpu, 'unpack', lambda: None)
+    due = []
+    monkeypatch.setattr(studies, 'train_due', lambda protocol, find, *_: due.extend(
+        studies.next_runs(protocol, find)[1]))
+    gpu.carry_out([lambda: gpu.train_study(study.THREE, over=False)], minutes=1)
+    assert {run.part for run in due} <= {'e'}
+
+
+def test_finished_runs_are_not_trained_again(work, monkeypatch):
     trial, *_ = studies.next_runs(study.protocol, {}.get)[1]
     records = work / 'records/gpu_30m/runs.jsonl'
     records.parent.mkdir(parents=True)
@@ -74,10 +86,7 @@ def test_a_candidate_s_edit_fits_the_code(name):
 
 
 def test_a_failed_step_stops_no_other_and_the_end_of_the_time_stops_all(work, monkeypatch, capsys):
-    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', '')  # is set by the program
     monkeypatch.setattr(gpu, 'unpack', lambda: None)
-    for name in ('signal', 'setitimer'):  # pytest's own timeout has the alarm
-        monkeypatch.setattr(gpu.signal, name, lambda *_: None)
     taken = []
 
     def step(error=None):

@@ -115,6 +115,7 @@ def write_bins(folder, meta, **splits):
 
 def save():
     """Write the finished work into OUT/gpu.tar.gz."""
+    RUNS.parent.mkdir(parents=True, exist_ok=True)
     studies.collect([WORK / 'runs'], RUNS)
     with atomic_write(Path(os.environ.get('OUT', WORK)) / 'gpu.tar.gz') as file, \
             tarfile.open(fileobj=file, mode='w:gz') as archive:
@@ -272,9 +273,9 @@ def carry_out(steps, minutes):
                        val=rng.integers(50257, size=PIECE).astype('<u2'))
             pack(bins)
         unpack()
-        RUNS.parent.mkdir(parents=True, exist_ok=True)
         recorded = Path(__file__).with_name('runs.jsonl')
         if recorded.exists() and not RUNS.exists() and not SMOKE:
+            RUNS.parent.mkdir(parents=True)
             shutil.copy(recorded, RUNS)
         for step in steps:
             try:
