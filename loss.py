@@ -5,9 +5,13 @@ cross-entropy on labels drawn from the model, over the positions that count. The
 cross-entropy, so that runs with different training losses can be compared.
 """
 
+import math
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+BLOCK = 128  # labels of a block in `invert`
 
 
 def token_loss(logits, targets):
@@ -70,12 +74,29 @@ def sample_labels(logits, uniforms):
 
     logits: (n, ..., V); uniforms: (n, ...), in [0, 1), one per label. Returns (n, ...) int64.
     """
-    # A few sequences at a time, because the float32 probabilities and their sums take much memory.
+    # A few sequences at a time, because uncompiled the float32 probabilities take much memory.
     return torch.cat([invert(*part) for part in zip(logits.split(4), uniforms.split(4))])
 
 
 def invert(logits, uniforms):
-    """Return the labels at which the cumulative softmax of `logits` (..., V) first exceeds `uniforms` (...)."""
-    cumulative = logits.softmax(-1, dtype=torch.float32).cumsum_(-1)
-    t = uniforms.unsqueeze(-1) * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, t, right=True).squeeze(-1).clamp(max=logits.size(-1) - 1)
+    """Return the labels at which the cumulative softmax of `logits` (..., V) first exceeds `uniforms` (...).
+
+    It finds a block of labels by the blocks' sums, then the label in it: compiled code then reads the logits twice, and
+    writes nothing of their size.
+    """
+    blocks = F.pad(logits, (0, -logits.size(-1) % BLOCK), value=-math.inf).unflatten(-1, (-1, BLOCK))
+    largest = logits.amax(-1, keepdim=True).float()
+    sums = (blocks.float() - largest.unsqueeze(-1)).exp().sum(-1)
+    block, rest = first_above(sums, uniforms.unsqueeze(-1) * sums.sum(-1, keepdim=True))
+    inside = blocks.gather(-2, block.unsqueeze(-1).expand(*block.shape, BLOCK)).squeeze(-2)
+    label, _ = first_above((inside.float() - largest).exp(), rest)
+    return (BLOCK * block + label).squeeze(-1).clamp(max=logits.size(-1) - 1)  # for logits that are NaN
+
+
+def first_above(weights, t):
+    """Return the first index at which the cumulative sum of `weights` (..., n) exceeds t (..., 1), and t less the sum
+    before it."""
+    cumulative = weights.cumsum(-1)
+    t = t.minimum(cumulative[..., -1:] * (1 - 2 ** -23))  # after rounding t may be as large as the last sum
+    index = torch.searchsorted(cumulative, t, right=True).clamp(max=weights.size(-1) - 1)
+    return index, t - F.pad(cumulative, (1, 0)).gather(-1, index)

@@ -108,7 +108,17 @@ def test_sampled_labels_follow_the_softmax():
 
 def test_the_ends_of_the_unit_interval_give_possible_labels():
     logits = torch.tensor([-torch.inf, 0.0, 1.0, -torch.inf])
-    assert sample_labels(logits.expand(2, -1), torch.tensor([0.0, 1 - 2 ** -24])).tolist() == [1, 2]
+    ends = torch.tensor([0.0, 1 - 2 ** -24])
+    assert sample_labels(logits.expand(2, -1), ends).tolist() == [1, 2]
+    long = torch.full((1000,), -torch.inf)
+    long[300:700] = torch.randn(400, generator=torch.Generator().manual_seed(0))
+    assert sample_labels(long.expand(2, -1), ends).tolist() == [300, 699]
+
+
+def test_logits_that_are_not_finite_give_labels_in_the_vocabulary():
+    """A label outside of it would end a GPU's process; the estimate is found to be NaN later."""
+    labels = sample_labels(torch.full((8, 130), torch.nan), torch.rand(8))
+    assert labels.min() >= 0 and labels.max() < 130
 
 
 @needs_compiler
