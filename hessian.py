@@ -192,15 +192,17 @@ class GNBHook(HessianHook):
         return self.due
 
     def split(self, rows, size):
-        if not self.due or self.parts < 2:
+        if not self.due or self.parts < 2 and self.compile:  # a micro-batch of another size would be compiled, too
             return super().split(rows, size)
+        here = min(self.rows_left, rows)
+        rest = [slice(here + one.start, here + one.stop) for one in super().split(rows - here, size)]
+        if self.parts < 2:  # the second backward pass is over whole micro-batches
+            return super().split(here, size) + rest
         # Part p has the sequences p, p + parts, … of the mini-batch, however many ranks share it. Where parameters are
         # sharded, all ranks work on one part, which has other sequences: another draw of the same estimate.
-        here = min(self.rows_left, rows)
         n = self.parts if mesh_of(self.estimator.params) else self.parts // self.world_size
         self.part_slices = [slice(i, here, n) for i in range(min(n, here))]
-        rest = super().split(rows - here, size)
-        return self.part_slices + [slice(here + one.start, here + one.stop) for one in rest]
+        return self.part_slices + rest
 
     def labels(self, X, Y):
         n = self.take_rows(X)

@@ -133,6 +133,22 @@ def test_the_micro_batch_does_not_change_the_estimate(gpt, name):
         assert name == 'ef_clip' or not torch.equal(*whole)  # drawn anew in each iteration
 
 
+@pytest.mark.parametrize(('compile', 'parts', 'sizes'), [(False, 1, [3, 1, 3, 2]), (True, 1, [3, 3, 3]),
+                                                         (False, 4, [1] * 4 + [3, 2])])
+def test_the_second_backward_pass_is_over_the_estimate_only(gpt, monkeypatch, compile, parts, sizes):
+    """Of nine sequences four are of the estimate. Compiled, a size of its own would cost more than it saves."""
+    monkeypatch.setattr(hessian, 'keep_buffers', lambda: None)
+    hook = make_hook(gpt[0], 'sophiag', compile=compile, parts=parts, interval=2)
+    hook.start(0)
+    slices = hook.split(9, 3)
+    assert [len(range(9)[rows]) for rows in slices] == sizes
+    assert sorted(i for rows in slices for i in range(9)[rows]) == [*range(9)]
+    hook.first = False
+    monkeypatch.setattr(hook, 'state', lambda: {0: True})
+    hook.start(1)
+    assert [len(range(9)[rows]) for rows in hook.split(9, 3)] == [3, 3, 3]
+
+
 @pytest.mark.parametrize('parts', [2, 4])
 def test_the_number_of_ranks_does_not_change_an_estimate_by_parts(gpt, parts):
     """Four of six sequences; two ranks that do not know of each other each estimate from their own predictions."""
