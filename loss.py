@@ -15,7 +15,7 @@ BLOCK = 128  # labels of a block in `invert`
 
 
 def token_loss(logits, targets):
-    """Return the training loss of each prediction: logits (..., V), targets (...) → (...), 0 where the target is -1."""
+    """Return the training loss of each prediction: logits (..., V), targets (...) → (...), 0 for negative ones."""
     return cross_entropy(logits, targets)
 
 
@@ -39,7 +39,7 @@ class Losses(nn.Module):
 
         Args:
             idx: (B, T) token ids.
-            targets: (B, T) token ids, -1 where a position does not count.
+            targets: (B, T) token ids, negative where a position does not count.
             uniforms: (n, T) uniform numbers in [0, 1), n ≤ B, with which labels are drawn from softmax(logits).
             labels_hat: (n, T) token ids to use as labels instead.
 
@@ -59,12 +59,13 @@ class Losses(nn.Module):
 
 
 def cross_entropy(logits, targets):
-    """Return −log softmax(logits)[target] in float32: logits (..., V), targets (...) → (...), 0 where a target is -1.
+    """Return −log softmax(logits)[target] in float32: logits (..., V), targets (...) → (...), 0 for negative ones.
 
     Compiled, it keeps the logits in their dtype for the backward pass and nothing of their size in float32.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1, reduction='none')
+    labels = targets.flatten().clamp(min=-1)  # -100 is usual, too
+    losses = F.cross_entropy(logits.flatten(0, -2), labels, ignore_index=-1, reduction='none')
     return losses.view_as(targets)
 
 

@@ -118,8 +118,8 @@ class GPT(nn.Module):
 
         Args:
             idx: (B, T) token ids.
-            targets: (B, T) token ids, -1 where a position does not count. To leave out more positions, set them to -1
-                in place: the sampling of labels reads `targets` afterwards.
+            targets: (B, T) token ids, negative where a position does not count. To leave out more, set them to -1 in
+                place: the sampling of labels reads `targets` afterwards.
         """
         B, T = idx.shape
         if T > self.config.block_size:

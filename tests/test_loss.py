@@ -71,6 +71,15 @@ def test_losses_and_gradients_equal_pytorchs(two_backwards, kind, compile):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_any_negative_target_does_not_count():
+    model, (idx, targets) = tiny(), batch()
+    targets[0, :3] = -1
+    second = dict(uniforms=torch.rand(len(idx), targets.size(1)))
+    expected = Losses(model)(idx, targets, **second)[1:]
+    targets[targets == -1] = -100
+    torch.testing.assert_close(Losses(model)(idx, targets, **second)[1:], expected, rtol=0, atol=0)
+
+
 def test_only_the_losses_are_to_be_differentiated():
     model, tokens = tiny(), batch()
     logits, loss = Losses(model)(*tokens)
