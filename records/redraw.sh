@@ -1,5 +1,6 @@
 #!/bin/bash
-# Draws every picture in records/ again, with its numbers, from the records and nothing else. Run it in the repository.
+# Draws every picture in records/ again, with its numbers, from the records and nothing else, except
+# fresh_h/curvature.png, which needs a checkpoint. Run it in the repository.
 set -eu
 PY=${PY:-.venv/bin/python}
 cpu=records/cpu study=records/study
@@ -35,6 +36,10 @@ $PY scripts/paper/final_losses.py "$study/1200/adamw/*,$W,beta1=0.9,beta2=0.95,w
 # The dissection.
 $PY records/dissection/results.py gamma --output records/dissection/dissection.png
 $PY records/dissection/results.py curves --output records/dissection/curves.png
+
+# A fresh h, and 30M parameters.
+$PY records/fresh_h/results.py shares --output records/fresh_h/shares.png
+$PY records/gpu_30m/results.py curves --output records/gpu_30m/curves.png
 
 # What needs no run.
 $PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.csv
