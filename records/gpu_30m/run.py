@@ -6,8 +6,8 @@
   python records/gpu_30m/run.py study speed    these steps only
   SMOKE=1 python records/gpu_30m/run.py        a trial of all steps on CPU, with a tiny model
 
-Run it in the repository's root. Steps: study (parts A to C), speed (next to nanoGPT), candidates (changes that may gain
-speed), tests (those marked gpu, and a run in float16), over (part D of the study, for time left over).
+Run it in the repository's root. Steps: study (parts A to C and E), speed (next to nanoGPT), candidates (changes that
+may gain speed), tests (those marked gpu, and a run in float16), over (part D of the study, for time left over).
 
 Call it again and it continues: finished work is skipped, interrupted runs resume. Everything finished is in
 out/gpu/records and in OUT/gpu.tar.gz, where OUT is out/gpu or from the environment. Unpacked into out/gpu on another
@@ -176,7 +176,7 @@ def start_planned(trial, _=None):
 
 
 def train_study(arms, over):
-    """Train the runs of the study that are due: parts A to C, or all parts if `over`."""
+    """Train the runs of the study that are due: parts A to C and E, or all parts if `over`."""
     find = studies.finder(RUNS, lambda trial: WORK / 'runs' / trial.path)
     studies.train_due(partial(study.protocol, arms=arms, over=over), find, start_planned, JOBS, save)
 
