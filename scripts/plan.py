@@ -72,9 +72,11 @@ def memory(c, shape, ranks=1):
     elif hook.cost:
         parts['estimate'] = 4 * P / sharded
         # Two peaks without the logits' gradient: sampling labels, with softmax and cumulative sum of 4 sequences in
-        # float32; and the end of the estimate's backward pass, with its gradients before they are added up.
+        # float32; and the end of the estimate's backward pass, with its gradients before they are added up. One with
+        # it: where a micro-batch is partly of the estimate, the second loss's gradient is padded with zeros.
         sampled = 8 * logits * min(4, rows, c.batch_size) / c.batch_size
-        parts['while estimating'] = max(0, max(sampled, 4 * P / sharded) - (LOGIT - 2) * logits)
+        padded = 2 * logits if c.hessian_parts < 2 and rows % c.batch_size else 0
+        parts['while estimating'] = max(padded, max(sampled, 4 * P / sharded) - (LOGIT - 2) * logits)
         if c.parallel != 'ddp':  # the second loss's log-probabilities; at the end of its backward the gradients, too
             second = 4 * entries * min(1, rows / c.batch_size)
             parts['while estimating'] = second + max(0, 4 * P / sharded - 8 * entries)

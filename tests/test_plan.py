@@ -34,6 +34,18 @@ def test_memory_agrees_with_the_peaks_recorded_on_an_h100(size):
     assert sum(plan.memory(c, shape).values()) + logits == pytest.approx(1e9 * row['memory_gb'], rel=0.01)
 
 
+def test_memory_of_an_estimate_agrees_with_the_peaks_recorded_on_an_h200():
+    """Of whole micro-batches, and of half of one, whose gradient is padded."""
+    found = json.loads((ROOT / 'records/gpu/h200_30M.json').read_text())['results'][1]
+    lines = (ROOT / 'records/gpu_30m/runs.jsonl').read_text().splitlines()
+    half = next(run for run in map(json.loads, lines) if run['config']['config']['optimizer_name'] == 'sophiag')
+    flags = [f'--{key}={half["config"]["config"][key]}'
+             for key in ('model_size', 'optimizer_name', 'total_batch_size', 'batch_size', 'hessian_batch_size')]
+    for words, peak in ((found['config'].split(), found['memory_gb']),
+                        (flags, max(filter(None, half['metrics']['memory_gb'])))):
+        assert sum(plan.memory(*settings(*words)).values()) == pytest.approx(1e9 * peak, rel=0.01)
+
+
 def test_activations_are_what_autograd_saves():
     """Bytes per token and unit of width that one more block saves; what does not grow with the tokens is left out."""
     def saved(n_layer, batch_size):
