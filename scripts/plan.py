@@ -34,7 +34,8 @@ HEADROOM = 0.1  # of a GPU's memory: the CUDA context, workspaces of cuBLAS and 
 # norms, q, k, v and attention's result (2 each), the MLP's hidden units before and after GELU (8 each).
 BLOCK = 36
 OUTSIDE = 12  # the same for the last norm and the residual stream's gradients; chosen to fit the peaks in records/gpu
-LOGIT = 4  # bytes per logit in the backward pass: the logits (2), their gradient (2)
+LOGIT = 2  # bytes per logit in the backward pass: compiled, the gradient takes the place of the logits
+KEPT_LOGIT = 4  # the same where a second backward pass needs the logits: they and their gradient
 EAGER_LOGIT = 12  # the same under FSDP, which compiles blocks only: log-probabilities and two gradients, in float32
 STATES = dict(lion=1, clip=1, normalize=1)  # float32 numbers per parameter in the optimizer's state; others take 2
 
@@ -62,21 +63,20 @@ def memory(c, shape, ranks=1):
     parts['activations'] = c.batch_size * c.block_size * shape.n_embd * (kept + OUTSIDE) * half / 2
     entries = c.batch_size * c.block_size * shape.vocab_size
     logits = entries * half / 2
-    parts['logits'] = LOGIT * logits if c.parallel == 'ddp' else EAGER_LOGIT * entries
-
     hook, rows = row(c.optimizer_name).hook, c.hessian_batch_size // ranks
+    compiled = (KEPT_LOGIT if hook.samples_labels else LOGIT) * logits
+    parts['logits'] = compiled if c.parallel == 'ddp' else EAGER_LOGIT * entries
+
     if hook.hessian_products:  # after the backward pass; vector, product, sum and tangent have the model's size
         rows = rows_at_once(shape, rows, c.block_size, min(rows, c.batch_size))
         kept = 10 * rows * product_size(shape, c.block_size)
         parts['Hessian-vector product'] = max(0, kept + 16 * P - parts['activations'] - parts['logits'])
     elif hook.cost:
         parts['estimate'] = 4 * P / sharded
-        # Two peaks without the logits' gradient: sampling labels, with softmax and cumulative sum of 4 sequences in
-        # float32; and the end of the estimate's backward pass, with its gradients before they are added up. One with
-        # it: where a micro-batch is partly of the estimate, the second loss's gradient is padded with zeros.
-        sampled = 8 * logits * min(4, rows, c.batch_size) / c.batch_size
+        # Beside the logits' gradient, where a micro-batch is partly of the estimate, the second loss's, padded with
+        # zeros. Or after it, at the end of the estimate's backward pass, its gradients before they are added up.
         padded = 2 * logits if c.hessian_parts < 2 and rows % c.batch_size else 0
-        parts['while estimating'] = max(padded, max(sampled, 4 * P / sharded) - (LOGIT - 2) * logits)
+        parts['while estimating'] = max(padded, 4 * P / sharded - 2 * logits)
         if c.parallel != 'ddp':  # the second loss's log-probabilities; at the end of its backward the gradients, too
             second = 4 * entries * min(1, rows / c.batch_size)
             parts['while estimating'] = second + max(0, 4 * P / sharded - 8 * entries)

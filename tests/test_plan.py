@@ -26,24 +26,24 @@ def settings(*flags):
 
 @pytest.mark.parametrize('size', ['30M', '125M', '355M', '770M'])
 def test_memory_agrees_with_the_peaks_recorded_on_an_h100(size):
-    """nanoGPT's model, whose backward pass holds a gradient of zeros for the logits, too."""
+    """nanoGPT's model, whose backward pass holds two gradients of the logits, too, one of zeros."""
     row, = (row for row in json.loads((ROOT / f'records/gpu/speed_{size}.json').read_text())['results']
             if row['config'].startswith('nanoGPT: '))
     c, shape = settings(*(f'--{setting}' for setting in row['config'].split()[1:]))
     logits = 2 * c.batch_size * c.block_size * shape.vocab_size
-    assert sum(plan.memory(c, shape).values()) + logits == pytest.approx(1e9 * row['memory_gb'], rel=0.01)
+    assert sum(plan.memory(c, shape).values()) + 2 * logits == pytest.approx(1e9 * row['memory_gb'], rel=0.01)
 
 
-def test_memory_of_an_estimate_agrees_with_the_peaks_recorded_on_an_h200():
-    """Of whole micro-batches, and of half of one, whose gradient is padded."""
-    found = json.loads((ROOT / 'records/gpu/h200_30M.json').read_text())['results'][1]
+def test_memory_agrees_with_the_peaks_recorded_on_an_h200():
+    """AdamW; Sophia-G with an estimate of whole micro-batches, and of half of one, whose gradient is padded."""
+    adamw, found, *_ = json.loads((ROOT / 'records/gpu/h200_30M.json').read_text())['results']
     lines = (ROOT / 'records/gpu_30m/runs.jsonl').read_text().splitlines()
     half = next(run for run in map(json.loads, lines) if run['config']['config']['optimizer_name'] == 'sophiag')
     flags = [f'--{key}={half["config"]["config"][key]}'
              for key in ('model_size', 'optimizer_name', 'total_batch_size', 'batch_size', 'hessian_batch_size')]
-    for words, peak in ((found['config'].split(), found['memory_gb']),
+    for words, peak in ((adamw['config'].split(), adamw['memory_gb']), (found['config'].split(), found['memory_gb']),
                         (flags, max(filter(None, half['metrics']['memory_gb'])))):
-        assert sum(plan.memory(*settings(*words)).values()) == pytest.approx(1e9 * peak, rel=0.01)
+        assert sum(plan.memory(*settings(*words)).values()) == pytest.approx(1e9 * peak, rel=0.02)
 
 
 def test_activations_are_what_autograd_saves():
@@ -176,7 +176,7 @@ def test_a_card_is_named_by_its_last_word(capsys):
     assert first == '1 × RTX 4090, 24 GB and 165 TFLOP/s each, at an MFU of 0.5'
     assert [line.split()[0] for line in lines] == ['30M', '125M', '355M', '540M', '770M', '1.5B', '6.6B']
     fits = {line.split()[0]: ' '.join(line.split()[2:4]) for line in lines}
-    assert fits['355M'] == 'yes 10' and fits['770M'] == 'with checkpointing' and fits['1.5B'] == 'no –'
+    assert fits['355M'] == 'yes 12' and fits['770M'] == 'with checkpointing' and fits['1.5B'] == 'no –'
     plan.main(['--gpu=a100', '--gpus=8', '--memory_gb=80'])
     out = capsys.readouterr().out
     assert out.startswith('8 × A100, 80 GB and 312 TFLOP/s') and re.search('6.6B .* with fsdp ', out)
