@@ -254,16 +254,19 @@ class EmpiricalFisherHook(GNBHook):
 PRODUCT_SIZE = 2 ** 30
 
 
-def rows_at_once(config, rows, T, micro_batch):
+def rows_at_once(config, rows, T, micro_batch, lean):
     """Return how many of `rows` sequences of T tokens one Hessian-vector product takes: at most a micro-batch, within
     PRODUCT_SIZE, and a divisor of `rows`, because a second size would be compiled again."""
-    most = max(1, min(micro_batch, PRODUCT_SIZE // product_size(config, T)))
+    most = max(1, min(micro_batch, PRODUCT_SIZE // product_size(config, T, lean)))
     return max(n for n in range(1, most + 1) if rows % n == 0)
 
 
-def product_size(config, T):
-    """Return the number of attention weights and logits in a Hessian-vector product of a sequence of T tokens."""
-    return T * (config.n_layer * config.n_head * T + 4 * config.vocab_size)
+def product_size(config, T, lean):
+    """Return the number of attention weights and logits in a Hessian-vector product of a sequence of T tokens.
+
+    lean: whether it is compiled and in bfloat16, and so keeps about a quarter of the logits' bytes.
+    """
+    return T * (config.n_layer * config.n_head * T + (1 if lean else 4) * config.vocab_size)
 
 
 class HutchinsonHook(HessianHook):
@@ -284,7 +287,9 @@ class HutchinsonHook(HessianHook):
         if self.compile:
             # dynamic=False: PyTorch 2.11 fails to compile this for varying shapes; rows_at_once gives one.
             self.product = torch.compile(self.product, dynamic=False)
-        if getattr(self.autocast, 'fast_dtype', None) == torch.float16:
+        dtype = getattr(self.autocast, 'fast_dtype', None)
+        self.lean = self.compile and dtype == torch.bfloat16
+        if dtype == torch.float16:
             # Gradients and their derivatives along u differ too much in size for float16, whatever the loss scale.
             self.autocast = contextlib.nullcontext()
 
@@ -325,7 +330,7 @@ class HutchinsonHook(HessianHook):
         generator.manual_seed(keyed_seed(self.seed, VECTORS, self.iter_num))
         estimator = Hutchinson(self.params, generator, self.rademacher)
         X, Y = (torch.cat(parts) for parts in zip(*self.rows))
-        n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows))
+        n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows), self.lean)
         self.find_places()  # because a forward may have assigned buffers anew
         for x, y in zip(X.split(n), Y.split(n)):
             with self.autocast, self.differentiating():

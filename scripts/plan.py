@@ -68,8 +68,9 @@ def memory(c, shape, ranks=1):
     parts['logits'] = compiled if c.parallel == 'ddp' else EAGER_LOGIT * entries
 
     if hook.hessian_products:  # after the backward pass; vector, product, sum and tangent have the model's size
-        rows = rows_at_once(shape, rows, c.block_size, min(rows, c.batch_size))
-        kept = 10 * rows * product_size(shape, c.block_size)
+        lean = c.compile and c.dtype == 'bfloat16'
+        rows = rows_at_once(shape, rows, c.block_size, min(rows, c.batch_size), lean)
+        kept = 10 * rows * product_size(shape, c.block_size, lean)
         parts['Hessian-vector product'] = max(0, kept + 16 * P - parts['activations'] - parts['logits'])
     elif hook.cost:
         parts['estimate'] = 4 * P / sharded

@@ -208,7 +208,7 @@ def test_estimates_have_the_order_of_the_param_groups(gpt):
 def test_a_product_in_parts_is_the_product(gpt, monkeypatch):
     """4 sequences, of which as many fit at a time: 4, 2 (3 would leave one over), 1."""
     model, idx = gpt[:2]
-    one = hessian.product_size(model.config, idx.size(1) - 1)
+    one = hessian.product_size(model.config, idx.size(1) - 1, lean=False)
     sizes, product = [], hessian.HutchinsonHook.curvature_product
     monkeypatch.setattr(hessian.HutchinsonHook, 'curvature_product', lambda self, X, *args: (
         sizes.append(len(X)), product(self, X, *args))[1])
@@ -234,10 +234,13 @@ def test_a_product_of_a_model_that_has_a_block_twice(gpt):
     torch.testing.assert_close(found, flat(u) * flat(product))
 
 
-@pytest.mark.parametrize('size, rows, T, micro_batch, expected', [
-    ('125M', 32, 1024, 32, 2), ('125M', 30, 1024, 32, 3), ('770M', 32, 1024, 12, 1), ('30M', 32, 128, 12, 8)])
-def test_a_product_takes_as_many_sequences_as_fit(size, rows, T, micro_batch, expected):
-    assert rows_at_once(GPTConfig(**SIZES[size]), rows, T, micro_batch) == expected
+@pytest.mark.parametrize('size, rows, T, micro_batch, expected, lean', [
+    ('125M', 32, 1024, 32, 2, 4), ('125M', 30, 1024, 32, 3, 5), ('770M', 32, 1024, 12, 1, 1),
+    ('30M', 32, 128, 12, 8, 8), ('30M', 32, 1024, 30, 4, 8), ('355M', 32, 1024, 15, 1, 2)])
+def test_a_product_takes_as_many_sequences_as_fit(size, rows, T, micro_batch, expected, lean):
+    """More where less is kept of each."""
+    config = GPTConfig(**SIZES[size])
+    assert [rows_at_once(config, rows, T, micro_batch, kept) for kept in (False, True)] == [expected, lean]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
