@@ -35,13 +35,15 @@ def test_memory_agrees_with_the_peaks_recorded_on_an_h100(size):
 
 
 def test_memory_agrees_with_the_peaks_recorded_on_an_h200():
-    """AdamW; Sophia-G with an estimate of whole micro-batches, and of half of one, whose gradient is padded."""
-    adamw, found, *_ = json.loads((ROOT / 'records/gpu/h200_30M.json').read_text())['results']
+    """AdamW; Sophia-G with an estimate of whole micro-batches, and of half of one, whose gradient is padded; Sophia-H,
+    whose products had four sequences then."""
+    adamw, sophiag, sophiah, _ = json.loads((ROOT / 'records/gpu/h200_30M.json').read_text())['results']
     lines = (ROOT / 'records/gpu_30m/runs.jsonl').read_text().splitlines()
     half = next(run for run in map(json.loads, lines) if run['config']['config']['optimizer_name'] == 'sophiag')
     flags = [f'--{key}={half["config"]["config"][key]}'
              for key in ('model_size', 'optimizer_name', 'total_batch_size', 'batch_size', 'hessian_batch_size')]
-    for words, peak in ((adamw['config'].split(), adamw['memory_gb']), (found['config'].split(), found['memory_gb']),
+    for words, peak in (*((row['config'].split(), row['memory_gb']) for row in (adamw, sophiag)),
+                        ([*sophiah['config'].split(), '--hessian_batch_size=4'], sophiah['memory_gb']),
                         (flags, max(filter(None, half['metrics']['memory_gb'])))):
         assert sum(plan.memory(*settings(*words)).values()) == pytest.approx(1e9 * peak, rel=0.02)
 
