@@ -76,7 +76,6 @@ def tables(runs):
 
 def draw_curves(runs):
     """Draw the training loss of the fresh seeds minus AdamW's, and the norm of h in Sophia-G's runs of 3,000 steps.
-
     Return (figure, rows)."""
     fig, (apart, norm) = figure(2, width=4.8, height=3.5)
     fresh = {name: [run for run in runs if part_of(run) == 'b' and run.optimizer_name == name] for name in OPTIMIZERS}
