@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import random
+import re
 import runpy
 import shutil
 import signal
@@ -436,14 +437,15 @@ def test_a_forward_of_16_bit_kernels_is_checked_in_16_bits(main, tmp_path, monke
 
 
 @pytest.mark.parametrize('name, reentrant, words', [
-    ('sophiag', True, 'set use_reentrant=False'), ('sophiah', False, "don't yet support saved tensor hooks")])
+    ('sophiag', True, 'set use_reentrant=False'),
+    ('sophiah', False, "don't yet support saved tensor hooks|You must implement the jvp function")])  # 2.13, 2.11
 def test_a_forward_that_an_estimator_cannot_differentiate_is_one_line(main, tmp_path, monkeypatch, name, reentrant,
                                                                       words):
     forward = model.MLP.forward
     monkeypatch.setattr(model.MLP, 'forward', lambda self, x: (
         checkpointed(forward, self, x, use_reentrant=reentrant) if self.training else forward(self, x)))
     message = rejection(main, tmp_path, f'--optimizer_name={name}', '--eval_iters=1')
-    assert message.startswith('model.py: GPT.forward cannot be differentiated') and words in message
+    assert message.startswith('model.py: GPT.forward cannot be differentiated') and re.search(words, message)
 
 
 def test_the_first_update_is_checked_and_frees_what_the_check_needs(main, tmp_path, monkeypatch):
