@@ -47,6 +47,22 @@ def test_any_number_of_ranks_trains_as_one_does(run, name, parallel, flags, rank
     assert_same_metrics(run(name, parallel, *flags, ranks=ranks, machines=machines), run(name, ranks=1))
 
 
+@pytest.mark.parametrize('parallel, per_node, mesh', [
+    ('hsdp', 4, ((2, 4), ('replicate', 'shard'))), ('hsdp', 8, ((8,), ('shard',))), ('fsdp', 4, ((8,), ('shard',)))])
+def test_hsdp_shards_within_each_machine(monkeypatch, parallel, per_node, mesh):
+    """Sharded over all ranks it would train the same, only slower."""
+    monkeypatch.setenv('LOCAL_WORLD_SIZE', str(per_node))
+    monkeypatch.setattr('torch.distributed.device_mesh.init_device_mesh',
+                        lambda device, shape, mesh_dim_names: (shape, mesh_dim_names))
+    meshes = []
+    monkeypatch.setattr('torch.distributed.fsdp.fully_shard', lambda module, mesh, mp_policy: (
+        meshes.append(mesh), module)[1])
+    world = SimpleNamespace(size=8, parallel=parallel, device=torch.device('cpu'))
+    block = torch.nn.Linear(2, 2)
+    World._shard(world, torch.nn.Sequential(block), [block], False, torch.bfloat16)
+    assert meshes == [mesh, mesh]
+
+
 def test_an_averaging_optimizer_trains_as_replicas_do(train, tmp_path):
     """It evaluates other weights than it trains, which must not stay gathered until the next step. (Saving, which
     would free them, is left out.)"""
