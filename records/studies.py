@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from analysis.figures import argparser, save
 from analysis.runs import packed, read_packed, read_run
 from analysis.trials import launch, run_in_turns
 from runtime.files import write_text
@@ -138,6 +139,29 @@ def collect(out_dirs, path):
                 lines[name] = packed(record, name)
     write_text(path, ''.join(f'{lines[name]}\n' for name in sorted(lines)))
     print(f'{path}: {len(lines)} runs')
+
+
+def part_of(run):
+    """Return the name of the part of its study that a `RunRecord` in records/ belongs to."""
+    return run.out_dir.relative_to(Path(__file__).resolve().parent).parts[1]
+
+
+def show_results(doc, picture, read, tables, drawings, argv=None):
+    """Print the tables of a study, or draw one of its pictures: the program of a records/NAME/results.py.
+
+    Args:
+        picture: the name of its file unless --output gives one.
+        read: () → results.
+        tables: results → list of texts.
+        drawings: {name: function of the results → (figure, rows)}.
+    """
+    parser = argparser(doc, picture)
+    parser.add_argument('what', choices=['tables', *drawings])
+    args, results = parser.parse_args(argv), read()
+    if args.what == 'tables':
+        print('\n'.join(tables(results)))
+    else:
+        save(args.output, *drawings[args.what](results))
 
 
 def main(protocol, here, description, trees, tree_of, command):

@@ -160,13 +160,18 @@ def test_fresh_h_corrects_gamma_by_the_shares_so_far(share, found):
     assert all(target / 1.4 <= share(gamma) <= target * 1.4 for target, gamma in zip(targets, found))
 
 
+def assert_written(rows, path):
+    """The CSV file beside a picture has the numbers that its drawing returns."""
+    written = list(csv.DictReader(path.open(encoding='utf-8')))
+    assert written == [{key: '' if value is None else str(value) for key, value in row.items()} for row in rows]
+
+
 def test_the_page_of_fresh_h_is_of_its_records():
     found = fresh_h_results.read_results()
     page = (fresh_h.HERE / 'README.md').read_text(encoding='utf-8')
     assert all(table in page for table in fresh_h_results.tables(found)) and f'{len(found)} of about' in page
     rows = fresh_h_results.draw_shares(found)[1]
-    written = list(csv.DictReader((fresh_h.HERE / 'shares.csv').open(encoding='utf-8')))
-    assert written == [{key: '' if value is None else str(value) for key, value in row.items()} for row in rows]
+    assert_written(rows, fresh_h.HERE / 'shares.csv')
 
 
 @pytest.mark.parametrize(('best', 'factors'), [(0.5, [1, 2, 0.5]), (1, [1, 2, 0.5]), (2, [1, 2, 4]), (4, [1, 2, 4])])
@@ -202,8 +207,7 @@ def test_the_page_of_gpu_30m_is_of_its_records_which_are_the_runs_of_its_protoco
     runs, page = gpu_30m_results.read_runs(), (gpu_30m_results.HERE / 'README.md').read_text(encoding='utf-8')
     assert all(table in page for table in gpu_30m_results.tables(runs))
     rows = gpu_30m_results.draw_curves(runs)[1]
-    written = list(csv.DictReader((gpu_30m_results.HERE / 'curves.csv').open(encoding='utf-8')))
-    assert written == [{key: str(value) for key, value in row.items()} for row in rows]
+    assert_written(rows, gpu_30m_results.HERE / 'curves.csv')
     recorded = studies.recorded(gpu_30m_results.HERE / 'runs.jsonl')
     _, due = studies.next_runs(lambda asked: gpu_30m.protocol(asked, over=False),
                                lambda run: recorded.pop(str(run.path), None))
@@ -270,8 +274,7 @@ def test_the_plan_is_done_by_the_records():
 @pytest.mark.parametrize(('drawing', 'file'), [('curves', 'curves.csv'), ('gamma', 'dissection.csv')])
 def test_the_pictures_are_of_the_records(drawing, file):
     rows = results.DRAWINGS[drawing](find_runs([results.RECORDS]))[1]
-    written = list(csv.DictReader((results.RECORDS / file).open(encoding='utf-8')))
-    assert written == [{key: '' if value is None else str(value) for key, value in row.items()} for row in rows]
+    assert_written(rows, results.RECORDS / file)
 
 
 def test_the_tables_of_the_pages_are_of_the_records():

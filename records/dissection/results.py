@@ -11,10 +11,11 @@ from pathlib import Path
 
 RECORDS = Path(__file__).resolve().parent
 sys.path.insert(0, str(RECORDS.parents[1]))
-from analysis.figures import argparser, figure, legend, optimizer_label, save, styles
+from analysis.figures import figure, legend, optimizer_label, styles
 from analysis.runs import averaged, find_runs, mean_final_loss
 from analysis.significance import difference, holm
 from records.dissection.study import SEARCH_SEED
+from records.studies import part_of, show_results
 
 # The seeds of part A's tests. Sophia-G's best γ was chosen with TESTED, so Sophia-G is tested with seeds of its own.
 TESTED = range(1338, 1341)
@@ -29,11 +30,6 @@ SETTINGS = 'β1', 'warm-up', 'weight decay'  # `settings_of` but the learning ra
 def settings_of(run):
     """Return the settings that tell the runs of an arm apart."""
     return run.learning_rate, run.beta1, run.warmup_iters, run.weight_decay
-
-
-def part_of(run):
-    """Return the letter of the part that a run belongs to."""
-    return run.out_dir.relative_to(RECORDS).parts[0]
 
 
 def arms_of(runs, part):
@@ -206,15 +202,5 @@ def draw_curves(runs):
 DRAWINGS = dict(curves=draw_curves, gamma=draw_gamma)
 
 
-def main(argv=None):
-    parser = argparser(__doc__, 'dissection.png')
-    parser.add_argument('what', choices=['tables', *DRAWINGS])
-    args, runs = parser.parse_args(argv), find_runs([RECORDS])
-    if args.what == 'tables':
-        print('\n'.join(tables(runs)))
-    else:
-        save(args.output, *DRAWINGS[args.what](runs))
-
-
 if __name__ == '__main__':
-    main()
+    show_results(__doc__, 'dissection.png', lambda: find_runs([RECORDS]), tables, DRAWINGS)

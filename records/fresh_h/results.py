@@ -12,13 +12,13 @@ from scipy import stats
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from analysis.figures import argparser, figure, save, styles
+from analysis.figures import figure, styles
 from analysis.runs import find_runs, mean_and_sd
 from analysis.significance import difference, holm
 from records.dissection import results as dissection
 from records.dissection.results import mean_sd
 from records.fresh_h.study import ARMS, SEARCH_SEED, SECOND_SEED, A, B, C
-from records.studies import recorded
+from records.studies import part_of, recorded, show_results
 
 SPECIAL = 'beta2', 'hessian_parts'  # the settings that tell arms of one optimizer apart
 
@@ -105,7 +105,7 @@ def planned_tests(results):
     hutchinson = fresh(arms_of(results, 'C').get(None, {}), validation)
     if len(hutchinson) == 6:
         runs = find_runs([dissection.RECORDS])
-        sign = dissection.losses(run for run in runs if dissection.part_of(run) == 'F')
+        sign = dissection.losses(run for run in runs if part_of(run) == 'F')
         rows.append({'comparison': 'C: Sophia-H minus sign momentum', 'n': '6, 6', **difference(hutchinson, sign)})
     return rows
 
@@ -182,15 +182,5 @@ def draw_shares(results):
     return fig, rows
 
 
-def main(argv=None):
-    parser = argparser(__doc__, 'shares.png')
-    parser.add_argument('what', choices=['tables', 'shares'])
-    args, results = parser.parse_args(argv), read_results()
-    if args.what == 'tables':
-        print('\n'.join(tables(results)))
-    else:
-        save(args.output, *draw_shares(results))
-
-
 if __name__ == '__main__':
-    main()
+    show_results(__doc__, 'shares.png', read_results, tables, dict(shares=draw_shares))

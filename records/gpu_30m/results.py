@@ -10,10 +10,11 @@ from statistics import mean
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from analysis.figures import argparser, figure, optimizer_label, save, styles
+from analysis.figures import figure, optimizer_label, styles
 from analysis.runs import find_runs
-from records.dissection.results import markdown
+from records.dissection.results import interval, markdown
 from records.gpu_30m.study import ARMS, LONG, SEARCH_SEED, THREE
+from records.studies import part_of, show_results
 
 LOSSES = {'other books': 'val/loss', 'held-out text': 'val/loss/heldout'}
 OPTIMIZERS = [ARMS[arm][0] for arm in THREE]
@@ -23,11 +24,6 @@ COMPARISONS = ('sophiag', 'clip'), ('sophiag', 'adamw')  # primary, secondary
 def read_runs():
     """Return the runs of this study."""
     return find_runs([HERE])
-
-
-def part_of(run):
-    """Return the letter of the part that a run belongs to."""
-    return run.out_dir.relative_to(HERE).parts[0]
 
 
 def search_table(runs):
@@ -64,7 +60,7 @@ def fresh_table(runs):
         for one, two in COMPARISONS:
             apart = {column: losses[one][column] - losses[two][column] for column in losses[two]}
             rows.append({'fresh seeds': f'{optimizer_label(one)} minus {optimizer_label(two)}', 'loss on': place,
-                         **{column: f'{d:+.3f}'.replace('-', '−') for column, d in apart.items()}})
+                         **{column: interval(dict(difference=d, p=None)) for column, d in apart.items()}})
     columns = list(dict.fromkeys(column for row in rows for column in row))
     return [{column: row.get(column) for column in columns} for row in rows]
 
@@ -106,15 +102,5 @@ def smoothed(runs, width=100):
     return {step: mean(losses[step]) for step in sorted(losses)}
 
 
-def main(argv=None):
-    parser = argparser(__doc__, 'curves.png')
-    parser.add_argument('what', choices=['tables', 'curves'])
-    args, runs = parser.parse_args(argv), read_runs()
-    if args.what == 'tables':
-        print('\n'.join(tables(runs)))
-    else:
-        save(args.output, *draw_curves(runs))
-
-
 if __name__ == '__main__':
-    main()
+    show_results(__doc__, 'curves.png', read_runs, tables, dict(curves=draw_curves))
