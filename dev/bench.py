@@ -180,6 +180,8 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--baseline', type=Path, metavar='PATH', help='a checkout to compare with')
     parser.add_argument('--rounds', type=int, default=15, help='steps of each kind and configuration (default: 15)')
+    parser.add_argument('--jobs', type=int, default=1,
+                        help='set up so many CONFIGs at a time: compiles sooner, takes more memory (default: 1)')
     parser.add_argument('--profile', type=Path, metavar='FILE', help='also write a profile of each CONFIG')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
     # A CONFIG may begin with --, like a flag, so the CONFIGs are what argparse leaves over.
@@ -195,8 +197,11 @@ def main(argv=None):
     cases = [(text, None) for text in texts] + [(text, args.baseline) for text in adamw if args.baseline]
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))) for _ in cases]
-        for process, arguments in zip(processes, cases):
-            process.submit(set_up, *arguments).result()
+        for first in range(0, len(cases), args.jobs):
+            started = [process.submit(set_up, *arguments) for process, arguments
+                       in list(zip(processes, cases))[first:first + args.jobs]]
+            for one in started:
+                one.result()
         for round_ in range(args.rounds):
             print(f'round {round_ + 1} of {args.rounds}', file=sys.stderr)
             for process in processes:

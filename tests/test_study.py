@@ -189,7 +189,7 @@ def test_gpu_30m_tries_half_or_four_times_the_middle_rate(best, factors):
     assert rates['clip'] == [4e-4 * factor for factor in factors]
     assert rates['sophiag'] == [4e-4 * best] * 2
     parts = ''.join(run.part for run in made)
-    assert parts == 'a' * 10 + 'b' * 6 + 'c' * 2 + 'd' * 9 + 'e' * 2
+    assert parts == 'a' * 10 + 'b' * 6 + 'c' * 2 + 'd' * 10 + 'e' * 2
     added = [(run.optimizer, dict(run.settings)['learning_rate']) for run in made if run.part == 'e']
     assert added == [('sophiag', 2e-4 * best)] * 2
     assert [run.optimizer for run in made if run.part == 'b'] == ['adamw', 'sophiag', 'clip'] * 2

@@ -6,8 +6,9 @@
   python records/gpu_30m/run.py study speed    these steps only
   SMOKE=1 python records/gpu_30m/run.py        a trial of all steps on CPU, with a tiny model
 
-Run it in the repository's root. Steps: study (parts A to C and E), speed (next to nanoGPT), candidates (changes that
-may gain speed), tests (those marked gpu, and a run in float16), over (part D of the study, for time left over).
+Run it in the repository's root. Steps: study (parts A to C and E), speed (30M and 125M, next to nanoGPT), tests (those
+marked gpu, and runs in float16), large (speed of 355M and 770M), over (part D of the study, for time left over),
+candidates (changes that may gain speed).
 
 Call it again and it continues: finished work is skipped, interrupted runs resume. Everything finished is in
 out/gpu/records and in OUT/gpu.tar.gz, where OUT is out/gpu or from the environment. Unpacked into out/gpu on another
@@ -44,8 +45,9 @@ DEVICE = '--device=cpu' if SMOKE else '--device=cuda'
 JOBS = 2  # runs of the study at a time: one computes while the other starts
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=32', '--total_batch_size=4', '--batch_size=2',
         '--eval_iters=2', DEVICE]
-# Model size → (micro-batches to try, largest first; whether all four programs fit into 80 GB of memory together).
-SIZES = {'30M': ((30,), True), '125M': ((30,), True), '355M': ((30, 15), False), '770M': ((15, 6), False)}
+# Model size → (micro-batches to try, largest first; whether all four programs fit into 140 GB of memory together).
+SIZES = {'30M': ((30,), True), '125M': ((30,), True)}
+LARGE = {'355M': ((30, 15), False), '770M': ((15, 6), False)}
 # Name → (environment, flags, edit of model.py: old, new). The first and the last are the same, to show the noise.
 CANDIDATES = {
     'base': ({}, '', None),
@@ -155,7 +157,7 @@ def call(name, words, output=None, **environment):
 
 def bench(name, configs, rounds, script='dev/bench.py', more=(), **environment):
     """Benchmark `configs`, texts of flags; return whether it succeeded."""
-    return call(name, [str(script), f'--rounds={1 if SMOKE else rounds}', *more,
+    return call(name, [str(script), f'--rounds={1 if SMOKE else rounds}', '--jobs=4', *more,
                        f'--output={WORK}/records/gpu/{name}.json',
                        *(f'{" ".join(TINY)} --dtype=bfloat16' if SMOKE else config for config in configs)],
                 f'{name}.json', **environment)
@@ -181,10 +183,9 @@ def train_study(arms, over):
     studies.train_due(partial(study.protocol, arms=arms, over=over), find, start_planned, JOBS, save)
 
 
-def speed():
+def speed(sizes):
     """Measure speed and memory next to nanoGPT; each size with the first micro-batch that fits."""
-    for size in ('30M',) if SMOKE else SIZES:
-        micro_batches, together = SIZES[size]
+    for size, (micro_batches, together) in sizes.items():
         measured = [n for n in micro_batches if (WORK / f'records/gpu/speed_{size}_micro{n}.json').exists()]
         for n in measured or micro_batches:
             adamw = f'--model_size={size} --total_batch_size=120 --batch_size={n}'
@@ -244,8 +245,8 @@ def main(argv=None):
     parser.add_argument('--nanogpt', type=Path, metavar='PATH', help='for --pack: a checkout of nanoGPT')
     args = parser.parse_args(argv)
     arms = (*study.THREE, 'fresh') if args.fresh else study.THREE
-    steps = {'study': lambda: train_study(arms, over=False), 'speed': speed, 'candidates': candidates,
-             'tests': tests, 'over': lambda: train_study(arms, over=True)}
+    steps = {'study': lambda: train_study(arms, over=False), 'speed': lambda: speed(SIZES), 'tests': tests,
+             'large': lambda: speed(LARGE), 'over': lambda: train_study(arms, over=True), 'candidates': candidates}
     if unknown := set(args.steps) - steps.keys():
         parser.error(f'{min(unknown)}: unknown step; choose from {", ".join(steps)}')
     if args.pack:

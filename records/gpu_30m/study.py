@@ -71,8 +71,11 @@ def protocol(study, arms=THREE, over=True):
         if name in ('AdamW', 'Sophia-G'):
             arm.result(('c', 0), HALF, **best, seed=1338)
         if name == 'Sophia-G':
+            half = dict(best, learning_rate=best['learning_rate'] / 2)
             for seed in (1338, 1339):
-                arm.result(('e', seed), LONG, **dict(best, learning_rate=best['learning_rate'] / 2), seed=seed)
+                arm.result(('e', seed), LONG, **half, seed=seed)
+            if over:
+                arm.result(('d', 0), LONG, **half, seed=1340)
         if over:
             arm.result(('d', 0), LONG, **best, seed=1340)
             for round_, factor in enumerate((2 ** 0.5, 2 ** -0.5), 1):
