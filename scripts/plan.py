@@ -70,7 +70,7 @@ def memory(c, shape, ranks=1):
     if hook.hessian_products:  # after the backward pass; vector, product, sum and tangent have the model's size
         lean = c.compile and c.dtype == 'bfloat16'
         rows = rows_at_once(shape, rows, c.block_size, min(rows, c.batch_size), lean)
-        kept = 10 * rows * product_size(shape, c.block_size, lean)
+        kept = 11 * rows * product_size(shape, c.block_size, lean)
         parts['Hessian-vector product'] = max(0, kept + 16 * P - parts['activations'] - parts['logits'])
     elif hook.cost:
         parts['estimate'] = 4 * P / sharded

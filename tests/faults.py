@@ -57,6 +57,7 @@ def spoil(factor):
 def inject():
     """Makes the loader and the model of this process carry out what is planned."""
     advance, forward = loader.TrainLoader.__next__, model.GPT.forward
+    factors = FACTORS  # compiled code cannot find a global of this module once the script is `__main__`
 
     def faulty(self):
         for iteration, rank, action in PLANNED:
@@ -66,7 +67,7 @@ def inject():
 
     def spoiled(*args, **kwargs):
         logits, loss, *rest = forward(*args, **kwargs)
-        return logits, loss * FACTORS.pop() if FACTORS and loss is not None else loss, *rest
+        return logits, loss * factors.pop() if factors and loss is not None else loss, *rest
 
     loader.TrainLoader.__next__, model.GPT.forward = faulty, spoiled
 

@@ -209,9 +209,8 @@ def test_the_page_of_gpu_30m_is_of_its_records_which_are_the_runs_of_its_protoco
     rows = gpu_30m_results.draw_curves(runs)[1]
     assert_written(rows, gpu_30m_results.HERE / 'curves.csv')
     recorded = studies.recorded(gpu_30m_results.HERE / 'runs.jsonl')
-    _, due = studies.next_runs(lambda asked: gpu_30m.protocol(asked, over=False),
-                               lambda run: recorded.pop(str(run.path), None))
-    assert not recorded and {run.part for run in due} <= {'e'}
+    _, due = studies.next_runs(gpu_30m.protocol, lambda run: recorded.pop(str(run.path), None))
+    assert not recorded and {run.part for run in due} <= {'d'}
 
 
 @pytest.mark.parametrize('file', ['metrics.jsonl', 'config.json'])

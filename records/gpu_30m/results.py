@@ -12,13 +12,13 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 from analysis.figures import figure, optimizer_label, styles
 from analysis.runs import find_runs
+from analysis.significance import difference, holm
 from records.dissection.results import interval, markdown
-from records.gpu_30m.study import ARMS, LONG, SEARCH_SEED, THREE
+from records.gpu_30m.study import ARMS, HALF, LONG, SEARCH_SEED, THREE
 from records.studies import part_of, show_results
 
 LOSSES = {'other books': 'val/loss', 'held-out text': 'val/loss/heldout'}
 OPTIMIZERS = [ARMS[arm][0] for arm in THREE]
-COMPARISONS = ('sophiag', 'clip'), ('sophiag', 'adamw')  # primary, secondary
 
 
 def read_runs():
@@ -42,27 +42,58 @@ def search_table(runs):
     return rows
 
 
-def fresh_losses(runs, optimizer, key):
-    """Return {column: loss} of an optimizer: each fresh seed, their mean, and half of the steps (part C)."""
-    mine = {run.seed: run.last(key) for run in runs if part_of(run) == 'b' and run.optimizer_name == optimizer}
-    half = {f'T = {run.max_iters:,}, seed {run.seed}': run.last(key) for run in runs
-            if part_of(run) == 'c' and run.optimizer_name == optimizer}
-    return {f'seed {seed}': mine[seed] for seed in sorted(mine)} | {'mean': mean(mine.values())} | half
+def fresh_losses(runs, optimizer, rate, key):
+    """Return ({seed: loss} after 3,000 steps, {column: loss} of half of the steps) with fresh seeds."""
+    mine = [run for run in runs if (run.optimizer_name, run.learning_rate) == (optimizer, rate)
+            and run.seed != SEARCH_SEED]
+    return ({run.seed: run.last(key) for run in mine if run.max_iters == LONG['max_iters']},
+            {f'T = {run.max_iters:,}, seed {run.seed}': run.last(key) for run in mine
+             if run.max_iters == HALF['max_iters']})
+
+
+def fresh_arms(runs):
+    """Return {name: (optimizer, learning rate)}: the arms at their best rates, and Sophia-G at part E's."""
+    best = {run.optimizer_name: run.learning_rate for run in runs if part_of(run) == 'b'}
+    lower = next(run.learning_rate for run in runs if part_of(run) == 'e')
+    return {optimizer_label(name): (name, best[name]) for name in OPTIMIZERS} | {
+        f'Sophia-G, {lower:g}': ('sophiag', lower)}
 
 
 def fresh_table(runs):
-    """Return a row of texts for each optimizer and each comparison, for both losses: fresh seeds, mean, part C."""
-    rows = []
+    """Return a row of texts for each arm and each comparison, for both losses: fresh seeds, mean, p, part C.
+
+    The mean of a comparison has its 95 % interval. p is Holm's over the two planned comparisons; without correction for
+    the two with part E's rate, which were added.
+    """
+    rows, arms = [], fresh_arms(runs)
     for place, key in LOSSES.items():
-        losses = {name: fresh_losses(runs, name, key) for name in OPTIMIZERS}
-        rows += [{'fresh seeds': optimizer_label(name), 'loss on': place,
-                  **{column: f'{loss:.3f}' for column, loss in losses[name].items()}} for name in OPTIMIZERS]
-        for one, two in COMPARISONS:
-            apart = {column: losses[one][column] - losses[two][column] for column in losses[two]}
-            rows.append({'fresh seeds': f'{optimizer_label(one)} minus {optimizer_label(two)}', 'loss on': place,
-                         **{column: interval(dict(difference=d, p=None)) for column, d in apart.items()}})
+        losses = {name: fresh_losses(runs, *arm, key) for name, arm in arms.items()}
+        for name, (long, half) in losses.items():
+            rows.append({'fresh seeds': name, 'loss on': place} | {
+                column: f'{loss:.3f}' for column, loss in by_column(long, half, mean(long.values())).items()})
+        tests = {(one, two): difference(list(losses[one][0].values()), list(losses[two][0].values()))
+                 for one in losses if one.startswith('Sophia-G') for two in ('Sign momentum', 'AdamW')}
+        corrected = holm([tests['Sophia-G', two]['p'] for two in ('Sign momentum', 'AdamW')])
+        for (one, two), test in tests.items():
+            long, half = (minus(*pair) for pair in zip(losses[one], losses[two]))
+            columns = by_column(long, half, test['difference'])
+            columns = {column: interval(dict(difference=d, p=None)) for column, d in columns.items()}
+            p = corrected.pop(0) if one == 'Sophia-G' else test['p']
+            rows.append({'fresh seeds': f'{one} minus {two}', 'loss on': place,
+                         **columns, 'mean': interval(test), 'p': f'{p:.2f}'})
     columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns.sort(key=lambda column: column.startswith('T = '))
     return [{column: row.get(column) for column in columns} for row in rows]
+
+
+def by_column(long, half, average):
+    """Return {column: value} from {seed: value}, {column: value} and the mean over the seeds."""
+    return {f'seed {seed}': long[seed] for seed in sorted(long)} | {'mean': average} | half
+
+
+def minus(one, two):
+    """Return {key: difference} for the keys of both."""
+    return {key: one[key] - two[key] for key in one if key in two}
 
 
 def tables(runs):
@@ -74,23 +105,27 @@ def draw_curves(runs):
     """Draw the training loss of the fresh seeds minus AdamW's, and the norm of h in Sophia-G's runs of 3,000 steps.
     Return (figure, rows)."""
     fig, (apart, norm) = figure(2, width=4.8, height=3.5)
-    fresh = {name: [run for run in runs if part_of(run) == 'b' and run.optimizer_name == name] for name in OPTIMIZERS}
-    means = {name: smoothed(fresh[name]) for name in OPTIMIZERS}
-    for name, style in zip(OPTIMIZERS, styles(OPTIMIZERS)):
-        apart.plot(list(means[name]), [loss - means['adamw'][step] for step, loss in means[name].items()],
-                   label=optimizer_label(name), **style)
-    apart.set(ylim=(-0.1, 0.2), xlabel='steps', title="Training loss minus AdamW's, two fresh seeds")
-    apart.legend(frameon=False, fontsize=8)
-    sophia = [run for run in runs if run.optimizer_name == 'sophiag' and run.max_iters == LONG['max_iters']]
-    sophia.sort(key=lambda run: (run.learning_rate, run.seed))
-    for run, style in zip(sophia, styles([''] * len(sophia))):
-        norm.plot(*run.series('hessian_norm'), label=f'{run.learning_rate:g}, seed {run.seed}', **style)
+    long = [run for run in runs if run.max_iters == LONG['max_iters']]
+    arms = fresh_arms(runs)
+    means = {name: smoothed([run for run in long if (run.optimizer_name, run.learning_rate) == arm
+                             and run.seed != SEARCH_SEED]) for name, arm in arms.items()}
+    for name, style in zip(arms, styles(arms)):
+        apart.plot(list(means[name]), [loss - means['AdamW'][step] for step, loss in means[name].items()],
+                   label=name, **style)
+    apart.set(ylim=(-0.02, 0.2), xlabel='steps', title="Training loss minus AdamW's, three fresh seeds")
+    apart.legend(frameon=False, fontsize=8, loc='upper right')
+    sophia = sorted((run for run in long if run.optimizer_name == 'sophiag'), key=lambda run: run.learning_rate)
+    rates = list(dict.fromkeys(run.learning_rate for run in sophia))
+    for rate, style in zip(rates, styles(rates)):
+        mine = [run for run in sophia if run.learning_rate == rate]
+        for number, run in enumerate(mine):
+            label = f'{rate:g}, {len(mine)} seed{"s" * (len(mine) > 1)}' if not number else None
+            norm.plot(*run.series('hessian_norm'), label=label, **style)
     norm.set(yscale='log', xlabel='steps', title='Norm of h, Sophia-G, by learning rate')
     norm.legend(frameon=False, fontsize=8)
     for ax in (apart, norm):
         ax.xaxis.set_major_formatter('{x:,.0f}')
-    return fig, [dict(optimizer=name, steps=step, train_loss=loss) for name in OPTIMIZERS
-                 for step, loss in means[name].items()]
+    return fig, [dict(arm=name, steps=step, train_loss=loss) for name in arms for step, loss in means[name].items()]
 
 
 def smoothed(runs, width=100):
