@@ -6,6 +6,7 @@ import math
 import random
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -189,9 +190,11 @@ def test_gpu_30m_tries_half_or_four_times_the_middle_rate(best, factors):
     assert rates['clip'] == [4e-4 * factor for factor in factors]
     assert rates['sophiag'] == [4e-4 * best] * 2
     parts = ''.join(run.part for run in made)
-    assert parts == 'a' * 10 + 'b' * 6 + 'c' * 2 + 'd' * 10 + 'e' * 2
+    assert parts == 'a' * 10 + 'b' * 6 + 'c' * 2 + 'd' * 10 + 'e' * 2 + 'f' * 18
     added = [(run.optimizer, dict(run.settings)['learning_rate']) for run in made if run.part == 'e']
     assert added == [('sophiag', 2e-4 * best)] * 2
+    stable = [(run.optimizer, dict(run.settings)['learning_rate']) for run in made if run.part == 'f']
+    assert stable == [('sophiag', 2e-4 * best), ('clip', 4e-4 * best), ('gnb_permuted', 2e-4 * best)] * 6
     assert [run.optimizer for run in made if run.part == 'b'] == ['adamw', 'sophiag', 'clip'] * 2
 
 
@@ -203,6 +206,19 @@ def test_gpu_30m_corrects_gamma_once(share, gamma):
     assert {s['gamma'] for s in sophia if s['max_iters'] > 300} == {gamma}
 
 
+def test_gpu_30m_tests_part_f_once_it_is_complete():
+    def run(name, seed):
+        loss = dict(sophiag=4.07, clip=4.11, gnb_permuted=4.07)[name] + 0.001 * (seed % 3 + (name == 'clip') * seed)
+        return SimpleNamespace(out_dir=gpu_30m_results.HERE / 'f' / name, optimizer_name=name, seed=seed,
+                               last=lambda key: loss - 1.341 * (name == 'clip'))
+
+    runs = [run(name, seed) for name in gpu_30m_results.STABLE for seed in gpu_30m.STABLE_SEEDS]
+    assert gpu_30m_results.stable_table(runs[:-1]) == []
+    *_, sign, shuffled = gpu_30m_results.stable_table(runs)
+    assert sign['mean'].startswith('−0.04') and float(sign['p, Holm']) < 0.001
+    assert shuffled['mean'] == '+0.000 ± 0.001' and float(shuffled['p, Holm']) == 1
+
+
 def test_the_page_of_gpu_30m_is_of_its_records_which_are_the_runs_of_its_protocol():
     runs, page = gpu_30m_results.read_runs(), (gpu_30m_results.HERE / 'README.md').read_text(encoding='utf-8')
     assert all(table in page for table in gpu_30m_results.tables(runs))
@@ -210,7 +226,7 @@ def test_the_page_of_gpu_30m_is_of_its_records_which_are_the_runs_of_its_protoco
     assert_written(rows, gpu_30m_results.HERE / 'curves.csv')
     recorded = studies.recorded(gpu_30m_results.HERE / 'runs.jsonl')
     _, due = studies.next_runs(gpu_30m.protocol, lambda run: recorded.pop(str(run.path), None))
-    assert not recorded and {run.part for run in due} <= {'d'}
+    assert not recorded and {run.part for run in due} <= {'d', 'f'}
 
 
 @pytest.mark.parametrize('file', ['metrics.jsonl', 'config.json'])

@@ -14,11 +14,12 @@ from analysis.figures import figure, optimizer_label, styles
 from analysis.runs import find_runs
 from analysis.significance import difference, holm
 from records.dissection.results import interval, markdown
-from records.gpu_30m.study import ARMS, HALF, LONG, SEARCH_SEED, THREE
+from records.gpu_30m.study import ARMS, HALF, LONG, SEARCH_SEED, STABLE_SEEDS, THREE
 from records.studies import part_of, show_results
 
 LOSSES = {'other books': 'val/loss', 'held-out text': 'val/loss/heldout'}
 OPTIMIZERS = [ARMS[arm][0] for arm in THREE]
+STABLE = [ARMS[arm][0] for arm in ('Sophia-G', 'sign momentum', 'permuted')]  # of part F
 
 
 def read_runs():
@@ -45,7 +46,7 @@ def search_table(runs):
 def fresh_losses(runs, optimizer, rate, key):
     """Return ({seed: loss} after 3,000 steps, {column: loss} of half of the steps) with fresh seeds."""
     mine = [run for run in runs if (run.optimizer_name, run.learning_rate) == (optimizer, rate)
-            and run.seed != SEARCH_SEED]
+            and run.seed != SEARCH_SEED and part_of(run) != 'f']
     return ({run.seed: run.last(key) for run in mine if run.max_iters == LONG['max_iters']},
             {f'T = {run.max_iters:,}, seed {run.seed}': run.last(key) for run in mine
              if run.max_iters == HALF['max_iters']})
@@ -86,6 +87,24 @@ def fresh_table(runs):
     return [{column: row.get(column) for column in columns} for row in rows]
 
 
+def stable_table(runs):
+    """Return a row of texts for each arm and each planned test of part F; none before all of its runs are there."""
+    arms = {name: {run.seed: run.last('val/loss') for run in runs
+                   if part_of(run) == 'f' and run.optimizer_name == name} for name in STABLE}
+    if not all(set(mine) == set(STABLE_SEEDS) for mine in arms.values()):
+        return []
+    rows = [{'part F': optimizer_label(name), **{f'seed {seed}': f'{mine[seed]:.3f}' for seed in STABLE_SEEDS},
+             'mean': f'{mean(mine.values()):.3f}', 'p, Holm': None} for name, mine in arms.items()]
+    sophia, *others = STABLE
+    tests = [difference(list(arms[sophia].values()), list(arms[other].values())) for other in others]
+    for other, test, p in zip(others, tests, holm([1.0 if test['p'] is None else test['p'] for test in tests])):
+        apart = {f'seed {seed}': interval(dict(difference=d, p=None))
+                 for seed, d in minus(arms[sophia], arms[other]).items()}
+        rows.append({'part F': f'{optimizer_label(sophia)} minus {optimizer_label(other)}', **apart,
+                     'mean': interval(test), 'p, Holm': f'{p:.2g}'})
+    return rows
+
+
 def by_column(long, half, average):
     """Return {column: value} from {seed: value}, {column: value} and the mean over the seeds."""
     return {f'seed {seed}': long[seed] for seed in sorted(long)} | {'mean': average} | half
@@ -98,7 +117,7 @@ def minus(one, two):
 
 def tables(runs):
     """Return the tables of README.md, in its order."""
-    return [markdown(rows) for rows in (search_table(runs), fresh_table(runs))]
+    return [markdown(rows) for rows in (search_table(runs), fresh_table(runs), stable_table(runs)) if rows]
 
 
 def draw_curves(runs):
@@ -108,7 +127,7 @@ def draw_curves(runs):
     long = [run for run in runs if run.max_iters == LONG['max_iters']]
     arms = fresh_arms(runs)
     means = {name: smoothed([run for run in long if (run.optimizer_name, run.learning_rate) == arm
-                             and run.seed != SEARCH_SEED]) for name, arm in arms.items()}
+                             and run.seed != SEARCH_SEED and part_of(run) != 'f']) for name, arm in arms.items()}
     for name, style in zip(arms, styles(arms)):
         apart.plot(list(means[name]), [loss - means['AdamW'][step] for step, loss in means[name].items()],
                    label=name, **style)

@@ -6,7 +6,7 @@
   python records/gpu_30m/run.py study speed    these steps only
   SMOKE=1 python records/gpu_30m/run.py        a trial of all steps on CPU, with a tiny model
 
-Run it in the repository's root. Steps: study (parts A to C and E), speed (30M and 125M, next to nanoGPT), tests (those
+Run it in the repository's root. Steps: study (all parts but D), speed (30M and 125M, next to nanoGPT), tests (those
 marked gpu, and runs in float16), large (speed of 355M and 770M), over (part D of the study, for time left over),
 candidates (changes that may gain speed).
 
@@ -178,7 +178,7 @@ def start_planned(trial, _=None):
 
 
 def train_study(arms, over):
-    """Train the runs of the study that are due: parts A to C and E, or all parts if `over`."""
+    """Train the runs of the study that are due: all parts but D, or that as well if `over`."""
     find = studies.finder(RUNS, lambda trial: WORK / 'runs' / trial.path)
     studies.train_due(partial(study.protocol, arms=arms, over=over), find, start_planned, JOBS, save)
 

@@ -5,11 +5,12 @@ run.py trains them.
 
 SEARCH_SEED = 1337  # chooses settings, and takes part in no comparison
 ARMS = {'AdamW': ('adamw', 1.2e-3), 'Sophia-G': ('sophiag', 4e-4), 'sign momentum': ('clip', 4e-4),
-        'fresh': ('sophiag_fresh', 4e-4)}  # arm → (optimizer, middle learning rate)
+        'fresh': ('sophiag_fresh', 4e-4), 'permuted': ('gnb_permuted', 4e-4)}  # arm → (optimizer, middle learning rate)
 THREE = ('AdamW', 'Sophia-G', 'sign momentum')
 LONG, HALF = dict(max_iters=3000, warmup_iters=1000), dict(max_iters=1500, warmup_iters=500)
 LOOK = dict(max_iters=300, warmup_iters=150)
 FIRST_GAMMA, SHARE = 0.15, (0.25, 0.40)  # SHARE: of unclipped coordinates
+STABLE_SEEDS = range(1341, 1347)  # of part F
 DATASET = 'out/gpu/data/books:1,out/gpu/data/heldout:0'
 
 
@@ -74,8 +75,14 @@ def protocol(study, arms=THREE, over=True):
             half = dict(best, learning_rate=best['learning_rate'] / 2)
             for seed in (1338, 1339):
                 arm.result(('e', seed), LONG, **half, seed=seed)
+            for seed in STABLE_SEEDS:
+                arm.result(('f', seed), LONG, **half, seed=seed)
+                Arm(study, 'permuted', len(arms)).result(('f', seed), LONG, **half, seed=seed)
             if over:
                 arm.result(('d', 0), LONG, **half, seed=1340)
+        if name == 'sign momentum':
+            for seed in STABLE_SEEDS:
+                arm.result(('f', seed), LONG, **best, seed=seed)
         if over:
             arm.result(('d', 0), LONG, **best, seed=1340)
             for round_, factor in enumerate((2 ** 0.5, 2 ** -0.5), 1):
