@@ -124,22 +124,25 @@ def load_optimizer(optimizer, saved, names):
             group |= {key: value for key, value in saved['param_groups'][i].items()
                       if key != 'params' and not first_difference(now.get(key), then.get(key))}
     state = renamed(saved, {key: i for i, key in enumerate(keys)})['state']
+    params = dict(enumerate(parameters(optimizer)))
+    # Sharded first: load_state_dict moves all that it gets to the parameters' device.
+    state = {i: spread_all(entries, params.get(i)) for i, entries in state.items()}
     optimizer.load_state_dict(dict(saved, state=state, param_groups=groups))
-    for i, p in enumerate(parameters(optimizer)):
+    for i, p in params.items():
         if i in state:
-            optimizer.state[p] = as_saved(optimizer.state[p], state[i], p)
+            optimizer.state[p] = as_saved(optimizer.state[p], state[i])
 
 
-def as_saved(loaded, saved, p):
-    """Return the state `loaded` by load_state_dict for the parameter `p`, with the `saved` dtypes, sharded like `p`;
-    copied out of the memory-mapped file, whose disk space stays taken while anything refers to it."""
+def as_saved(loaded, saved):
+    """Return the state of a parameter that load_state_dict has `loaded`, with the `saved` dtypes; copied out of the
+    memory-mapped file, whose disk space stays taken while anything refers to it."""
     if isinstance(loaded, dict):
-        return {key: as_saved(value, saved[key], p) if key in saved else value for key, value in loaded.items()}
+        return {key: as_saved(value, saved[key]) if key in saved else value for key, value in loaded.items()}
     if isinstance(loaded, (list, tuple)):
-        return type(loaded)(as_saved(*pair, p) for pair in zip(loaded, saved))
-    if isinstance(saved, torch.Tensor) and not is_sharded(saved):
-        return spread(saved.to(loaded.device, copy=saved.device.type == 'cpu'), p)
-    return loaded
+        return type(loaded)(as_saved(*pair) for pair in zip(loaded, saved))
+    if is_sharded(saved):
+        return saved  # has memory of its own
+    return saved.to(loaded.device, copy=saved.device.type == 'cpu') if isinstance(saved, torch.Tensor) else loaded
 
 
 def spread(value, like):
@@ -148,6 +151,11 @@ def spread(value, like):
         from torch.distributed.tensor import distribute_tensor
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return value
+
+
+def spread_all(value, like):
+    """`spread` all tensors in nested dicts, lists and tuples."""
+    return map_tensors(value, lambda _, tensor: spread(tensor, like))
 
 
 def lost_in_round_trip(optimizer, fresh, saved, names):
