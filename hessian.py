@@ -159,8 +159,9 @@ class HessianHook(Hook):
         unreached = [self.name_of[p] for p, h_hat in zip(parameters(self.optimizer), estimates)
                      if p.requires_grad and is_zero(h_hat) and (p.grad is None or not is_zero(p.grad))]
         if unreached and self.rank == 0:
-            warn(f'the Hessian estimate is 0 for {", ".join(unreached)}: the loss that is estimated does not depend on '
-                 'them, so they are updated by sign momentum; see docs/hacking.md, "A second head"')
+            warn(f'the first Hessian estimate is 0 for {", ".join(unreached)}: the loss that is estimated does not '
+                 'depend on them, so they are updated by sign momentum; see docs/hacking.md, "A second head" (if they '
+                 'are skipped at random, as in stochastic depth, this is no mistake)')
 
 
 def fitting_parts(parts, batch_size, micro_batch, ranks, sharded):
