@@ -15,6 +15,8 @@ from runtime.device import can_compile, check_device
 from runtime.files import first_line
 from runtime.signals import UNDO
 
+TIMEOUT = timedelta(minutes=10)  # of a collective, after which the run ends as hung
+PATIENCE = timedelta(hours=3)  # with a rank that reads or writes files
 # Kept until the process ends: a replica's destructor waits for gloo's threads, which may wait for the interpreter.
 _REPLICAS = []
 
@@ -61,13 +63,14 @@ class World:
         if self.size > 1 and not (os.environ.get('MASTER_ADDR') and os.environ.get('MASTER_PORT')):
             raise SystemExit(f'WORLD_SIZE={self.size}: MASTER_ADDR or MASTER_PORT is not set; start with torchrun, or '
                              'unset WORLD_SIZE')
-        store = dist.HashStore() if self.size == 1 else None
-        if self.size > 1 and restarts() and os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
+        store = dist.HashStore() if self.size == 1 else next(dist.rendezvous('env://', timeout=TIMEOUT))[0]
+        if restarts() and os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
             # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
-            store = dist.PrefixStore(f'restart {restarts()}', next(dist.rendezvous('env://'))[0])
+            store = dist.PrefixStore(f'restart {restarts()}', store)
+        self._store, self._meetings = dist.PrefixStore('meetings', store), 0
         UNDO.callback(setattr, sys, 'excepthook', sys.excepthook)  # which the process group replaces
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size,
-                                timeout=timedelta(minutes=10), device_id=self.device if backend == 'nccl' else None)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT,
+                                device_id=self.device if backend == 'nccl' else None)
         UNDO.push(self._leave)
 
     def _leave(self, kind, error, trace):
@@ -188,8 +191,18 @@ class World:
         rows[self.rank] = tensor
         return self.sum(rows)
 
+    def meet(self):
+        """Wait until every rank is here, with PATIENCE: files may take longer than a collective waits."""
+        if self.size == 1:
+            return
+        self._meetings += 1
+        if self._store.add(f'{self._meetings}', 1) == self.size:
+            self._store.set(f'{self._meetings} complete', '')
+        self._store.wait([f'{self._meetings} complete'], PATIENCE)
+
     def from_master(self, number):
-        """Return rank 0's `number`, an int."""
+        """Return rank 0's `number`, an int, once every rank is here."""
+        self.meet()
         return int(self.sum(torch.tensor(number if self.is_master else 0, device=self.device)))
 
     @contextlib.contextmanager
@@ -203,6 +216,7 @@ class World:
             yield
         except SystemExit as raised:
             error = raised
+        self.meet()
         failed = self.gather(torch.tensor([float(error is not None)], device=self.device))
         if failed.any():
             raise error if failed.argmax() == self.rank else SystemExit(1)

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import INJECT, ROOT, command, finish, iterations, rejection
 
 from runtime import device, distributed
@@ -179,3 +181,24 @@ def test_the_time_limit_is_in_hours_since_the_start_of_the_run():
         world, before = World('cpu', 'gloo'), time.monotonic()
         with undo_at_end():
             assert StopSignals(world, hours).deadline == pytest.approx(before + 3600 * (hours or float('inf')), abs=1)
+
+
+def exit_together(world):
+    with world.exit_together():
+        pass
+
+
+@pytest.mark.parametrize('collective', [lambda world: world.from_master(7), exit_together])
+def test_a_rank_waits_for_one_that_writes_a_file_before_a_collective_that_could_time_out(collective, monkeypatch):
+    events, store = [], dist.HashStore()
+    worlds = [World.__new__(World) for _ in range(2)]
+    for rank, world in enumerate(worlds):
+        vars(world).update(rank=rank, size=2, is_master=rank == 0, device='cpu', _store=store, _meetings=0)
+    monkeypatch.setattr(World, 'sum', lambda self, tensor: events.append(f'rank {self.rank}') or tensor)
+    other = threading.Thread(target=collective, args=worlds[1:])
+    other.start()
+    other.join(0.3)  # would be the end of a rank that does not wait
+    events.append('saved')
+    collective(worlds[0])
+    other.join()
+    assert events[0] == 'saved' and sorted(events[1:]) == ['rank 0', 'rank 1']
