@@ -43,10 +43,15 @@ def search_table(runs):
     return rows
 
 
+def fresh_runs(runs, optimizer, rate):
+    """Return the runs of an arm with the fresh seeds of parts B to E."""
+    return [run for run in runs if (run.optimizer_name, run.learning_rate) == (optimizer, rate)
+            and part_of(run) in 'bcde' and run.seed != SEARCH_SEED]
+
+
 def fresh_losses(runs, optimizer, rate, key):
     """Return ({seed: loss} after 3,000 steps, {column: loss} of half of the steps) with fresh seeds."""
-    mine = [run for run in runs if (run.optimizer_name, run.learning_rate) == (optimizer, rate)
-            and run.seed != SEARCH_SEED and part_of(run) != 'f']
+    mine = fresh_runs(runs, optimizer, rate)
     return ({run.seed: run.last(key) for run in mine if run.max_iters == LONG['max_iters']},
             {f'T = {run.max_iters:,}, seed {run.seed}': run.last(key) for run in mine
              if run.max_iters == HALF['max_iters']})
@@ -126,8 +131,7 @@ def draw_curves(runs):
     fig, (apart, norm) = figure(2, width=4.8, height=3.5)
     long = [run for run in runs if run.max_iters == LONG['max_iters']]
     arms = fresh_arms(runs)
-    means = {name: smoothed([run for run in long if (run.optimizer_name, run.learning_rate) == arm
-                             and run.seed != SEARCH_SEED and part_of(run) != 'f']) for name, arm in arms.items()}
+    means = {name: smoothed(fresh_runs(long, *arm)) for name, arm in arms.items()}
     for name, style in zip(arms, styles(arms)):
         apart.plot(list(means[name]), [loss - means['AdamW'][step] for step, loss in means[name].items()],
                    label=name, **style)
@@ -137,9 +141,9 @@ def draw_curves(runs):
     rates = list(dict.fromkeys(run.learning_rate for run in sophia))
     for rate, style in zip(rates, styles(rates)):
         mine = [run for run in sophia if run.learning_rate == rate]
-        for number, run in enumerate(mine):
-            label = f'{rate:g}, {len(mine)} seed{"s" * (len(mine) > 1)}' if not number else None
-            norm.plot(*run.series('hessian_norm'), label=label, **style)
+        label = f'{rate:g}, {len(mine)} seed{"s" * (len(mine) > 1)}'
+        for run in mine:
+            norm.plot(*run.series('hessian_norm'), label=label if run is mine[0] else None, **style)
     norm.set(yscale='log', xlabel='steps', title='Norm of h, Sophia-G, by learning rate')
     norm.legend(frameon=False, fontsize=8)
     for ax in (apart, norm):
