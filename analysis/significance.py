@@ -43,7 +43,9 @@ def difference(one, two, pooled=(None, 0)):
 
 
 def holm(ps):
-    """Return the p-values of several tests adjusted by Holm's correction, in the order given."""
+    """Return the p-values of several tests adjusted by Holm's correction, in the order given. None, of a `difference`
+    without a test, counts as 1."""
+    ps = [1.0 if p is None else p for p in ps]
     order, adjusted, highest = sorted(range(len(ps)), key=ps.__getitem__), [0.0] * len(ps), 0.0
     for rank, i in enumerate(order):
         highest = max(highest, min(1.0, (len(ps) - rank) * ps[i]))

@@ -25,7 +25,7 @@ import shlex
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -34,6 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import shapes
 import train
+from analysis.arguments import at_least
 from analysis.figures import print_table
 from data.loader import vocab_size_of
 from hessian import Hook
@@ -179,8 +180,9 @@ def main(argv=None):
     parser = argparse.ArgumentParser(usage='%(prog)s [options] [CONFIG ...]', description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--baseline', type=Path, metavar='PATH', help='a checkout to compare with')
-    parser.add_argument('--rounds', type=int, default=15, help='steps of each kind and configuration (default: 15)')
-    parser.add_argument('--jobs', type=int, default=1,
+    parser.add_argument('--rounds', type=at_least(1), default=15,
+                        help='steps of each kind and configuration (default: 15)')
+    parser.add_argument('--jobs', type=at_least(1), default=1,
                         help='set up so many CONFIGs at a time: compiles sooner, takes more memory (default: 1)')
     parser.add_argument('--profile', type=Path, metavar='FILE', help='also write a profile of each CONFIG')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
@@ -197,11 +199,8 @@ def main(argv=None):
     cases = [(text, None) for text in texts] + [(text, args.baseline) for text in adamw if args.baseline]
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))) for _ in cases]
-        for first in range(0, len(cases), args.jobs):
-            started = [process.submit(set_up, *arguments) for process, arguments
-                       in list(zip(processes, cases))[first:first + args.jobs]]
-            for one in started:
-                one.result()
+        with ThreadPoolExecutor(args.jobs) as waiting:
+            list(waiting.map(lambda process, case: process.submit(set_up, *case).result(), processes, cases))
         for round_ in range(args.rounds):
             print(f'round {round_ + 1} of {args.rounds}', file=sys.stderr)
             for process in processes:

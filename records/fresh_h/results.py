@@ -100,7 +100,7 @@ def planned_tests(results):
             for arm in ('sign momentum', 'permuted', 'paper')
             if len(losses.get('fresh', [])) == len(losses.get(arm, [])) == 4]
     if len(rows) == 3:
-        for row, p in zip(rows, holm([1.0 if row['p'] is None else row['p'] for row in rows])):
+        for row, p in zip(rows, holm([row['p'] for row in rows])):
             row['p, Holm'] = p
     hutchinson = fresh(arms_of(results, 'C').get(None, {}), validation)
     if len(hutchinson) == 6:

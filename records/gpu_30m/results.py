@@ -82,8 +82,7 @@ def fresh_table(runs):
         corrected = holm([tests['Sophia-G', two]['p'] for two in ('Sign momentum', 'AdamW')])
         for (one, two), test in tests.items():
             long, half = (minus(*pair) for pair in zip(losses[one], losses[two]))
-            columns = by_column(long, half, test['difference'])
-            columns = {column: interval(dict(difference=d, p=None)) for column, d in columns.items()}
+            columns = signed(by_column(long, half, test['difference']))
             p = corrected.pop(0) if one == 'Sophia-G' else test['p']
             rows.append({'fresh seeds': f'{one} minus {two}', 'loss on': place,
                          **columns, 'mean': interval(test), 'p': f'{p:.2f}'})
@@ -102,9 +101,8 @@ def stable_table(runs):
              'mean': f'{mean(mine.values()):.3f}', 'p, Holm': None} for name, mine in arms.items()]
     sophia, *others = STABLE
     tests = [difference(list(arms[sophia].values()), list(arms[other].values())) for other in others]
-    for other, test, p in zip(others, tests, holm([1.0 if test['p'] is None else test['p'] for test in tests])):
-        apart = {f'seed {seed}': interval(dict(difference=d, p=None))
-                 for seed, d in minus(arms[sophia], arms[other]).items()}
+    for other, test, p in zip(others, tests, holm([test['p'] for test in tests])):
+        apart = signed({f'seed {seed}': d for seed, d in minus(arms[sophia], arms[other]).items()})
         rows.append({'part F': f'{optimizer_label(sophia)} minus {optimizer_label(other)}', **apart,
                      'mean': interval(test), 'p, Holm': f'{p:.2g}'})
     return rows
@@ -113,6 +111,11 @@ def stable_table(runs):
 def by_column(long, half, average):
     """Return {column: value} from {seed: value}, {column: value} and the mean over the seeds."""
     return {f'seed {seed}': long[seed] for seed in sorted(long)} | {'mean': average} | half
+
+
+def signed(differences):
+    """Return the texts of a dict of differences."""
+    return {key: interval(dict(difference=d, p=None)) for key, d in differences.items()}
 
 
 def minus(one, two):
