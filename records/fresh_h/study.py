@@ -36,8 +36,8 @@ ARMS = {
 # What comes first, as (part, arms): the planned tests of part A need its first four arms only; part B is where an h has
 # its best chance.
 ORDER = [('A', ('sign momentum', 'fresh', 'permuted', 'paper')), ('B', ('sign momentum', 'paper', 'fresh')),
-         ('B', ('permuted',)), ('A', ('mean', 'AdamW')), ('B', ('mean', 'AdamW')), ('C', ()),
-         ('A', ('short memory', 'parts'))]
+         ('B', ('permuted',)), ('A', ('mean', 'AdamW')), ('B', ('mean', 'AdamW')),
+         ('A', ('short memory', 'parts')), ('C', ())]
 A = dict(max_iters=2400, warmup_iters=1200)
 B = dict(max_iters=150, warmup_iters=50, total_batch_size=128)
 C = dict(max_iters=9600, warmup_iters=2400, gamma=0.05)
