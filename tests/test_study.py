@@ -170,7 +170,9 @@ def assert_written(rows, path):
 def test_the_page_of_fresh_h_is_of_its_records():
     found = fresh_h_results.read_results()
     page = (fresh_h.HERE / 'README.md').read_text(encoding='utf-8')
-    assert all(table in page for table in fresh_h_results.tables(found)) and f'{len(found)} of about' in page
+    assert all(table in page for table in fresh_h_results.tables(found))
+    due = studies.next_runs(fresh_h.protocol, lambda run: found.get(str(run.path)))[1]
+    assert f'{len(found)} of {len(found) + len(due)} runs' in page
     rows = fresh_h_results.draw_shares(found)[1]
     assert_written(rows, fresh_h.HERE / 'shares.csv')
 
