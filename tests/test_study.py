@@ -208,17 +208,32 @@ def test_gpu_30m_corrects_gamma_once(share, gamma):
     assert {s['gamma'] for s in sophia if s['max_iters'] > 300} == {gamma}
 
 
-def test_gpu_30m_tests_part_f_once_it_is_complete():
-    def run(name, seed):
+def part_f(**changes):
+    """Return runs of part F as `stable_table` reads them; `changes`: attributes of the last one, Sophia-G's 1346."""
+    def run(name, seed, failed=False, norm=5.0):
         loss = dict(sophiag=4.07, clip=4.11, gnb_permuted=4.07)[name] + 0.001 * (seed % 3)
         return SimpleNamespace(out_dir=gpu_30m_results.HERE / 'f' / name, optimizer_name=name, seed=seed,
-                               last=lambda key: loss)
+                               diverged=failed, last={'val/loss': loss, 'hessian_norm': norm}.get)
 
-    runs = [run(name, seed) for name in gpu_30m_results.STABLE for seed in gpu_30m.STABLE_SEEDS]
-    assert gpu_30m_results.stable_table(runs[:-1]) == []
-    *_, sign, shuffled = gpu_30m_results.stable_table(runs)
+    *runs, last = [(name, seed) for name in reversed(gpu_30m_results.STABLE) for seed in gpu_30m.STABLE_SEEDS]
+    return [run(*one) for one in runs] + [run(*last, **changes)]
+
+
+def test_gpu_30m_tests_part_f_once_it_is_complete():
+    assert gpu_30m_results.stable_table(part_f()[:-1]) == []
+    *_, sign, shuffled = gpu_30m_results.stable_table(part_f())
     assert sign['mean'].startswith('−0.04') and float(sign['p, Holm']) < 0.001
     assert shuffled['mean'] == '+0.000 ± 0.001' and float(shuffled['p, Holm']) == 1
+
+
+def test_gpu_30m_reports_runs_of_part_f_that_diverge_or_are_not_stable():
+    """The loss before a divergence enters no mean and no test."""
+    sophia, _, _, sign, shuffled = gpu_30m_results.stable_table(part_f(failed=True))
+    assert sophia['seed 1346'] == 'diverged' and sophia['mean'] is None
+    assert all(row['mean'] is row['p, Holm'] is None and row['seed 1346'] == '' != row['seed 1345']
+               for row in (sign, shuffled))
+    sophia, *_, sign, _ = gpu_30m_results.stable_table(part_f(norm=1369.0))
+    assert sophia['seed 1346'] == '4.072 (norm of h 1,369)' and sophia['mean'] == '4.071' and sign['mean']
 
 
 def test_the_page_of_gpu_30m_is_of_its_records_which_are_the_runs_of_its_protocol():

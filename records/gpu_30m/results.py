@@ -4,6 +4,7 @@
   python records/gpu_30m/results.py curves --output records/gpu_30m/curves.png          losses, and the norm of h
 """
 
+import math
 import sys
 from pathlib import Path
 from statistics import mean
@@ -27,6 +28,11 @@ def read_runs():
     return find_runs([HERE])
 
 
+def measured(run, key):
+    """Return the last value of `key`; math.inf if the run diverged, however low its losses had been before."""
+    return math.inf if run.diverged else run.last(key)
+
+
 def search_table(runs):
     """Return a row of texts for each optimizer: the two losses with the search's seed at each learning rate, and for
     Sophia-G the unclipped share at the end."""
@@ -37,7 +43,7 @@ def search_table(runs):
     for name in OPTIMIZERS:
         for what, key, digits in [*((place, key, '.3f') for place, key in LOSSES.items()),
                                   *[('unclipped', 'update_unclipped', '.2f')] * (name == 'sophiag')]:
-            mine = {lr: format(search[name, lr].last(key), digits) for lr in rates if (name, lr) in search}
+            mine = {lr: format(measured(search[name, lr], key), digits) for lr in rates if (name, lr) in search}
             rows.append({f'seed {SEARCH_SEED}': optimizer_label(name), 'value': what,
                          **{f'{lr:g}': mine.get(lr, '') for lr in rates}})
     return rows
@@ -52,8 +58,8 @@ def fresh_runs(runs, optimizer, rate):
 def fresh_losses(runs, optimizer, rate, key):
     """Return ({seed: loss} after 3,000 steps, {column: loss} of half of the steps) with fresh seeds."""
     mine = fresh_runs(runs, optimizer, rate)
-    return ({run.seed: run.last(key) for run in mine if run.max_iters == LONG['max_iters']},
-            {f'T = {run.max_iters:,}, seed {run.seed}': run.last(key) for run in mine
+    return ({run.seed: measured(run, key) for run in mine if run.max_iters == LONG['max_iters']},
+            {f'T = {run.max_iters:,}, seed {run.seed}': measured(run, key) for run in mine
              if run.max_iters == HALF['max_iters']})
 
 
@@ -92,20 +98,32 @@ def fresh_table(runs):
 
 
 def stable_table(runs):
-    """Return a row of texts for each arm and each planned test of part F; none before all of its runs are there."""
-    arms = {name: {run.seed: run.last('val/loss') for run in runs
-                   if part_of(run) == 'f' and run.optimizer_name == name} for name in STABLE}
-    if not all(set(mine) == set(STABLE_SEEDS) for mine in arms.values()):
+    """Return a row of texts for each arm and each planned test of part F; none before all of its runs are there. A loss
+    has a norm of h beside it where that ends above 50. An arm of which a run diverged has neither mean nor test."""
+    found = {name: {run.seed: run for run in runs if part_of(run) == 'f' and run.optimizer_name == name}
+             for name in STABLE}
+    if not all(set(mine) == set(STABLE_SEEDS) for mine in found.values()):
         return []
-    rows = [{'part F': optimizer_label(name), **{f'seed {seed}': f'{mine[seed]:.3f}' for seed in STABLE_SEEDS},
-             'mean': f'{mean(mine.values()):.3f}', 'p, Holm': None} for name, mine in arms.items()]
+    arms = {name: {seed: measured(run, 'val/loss') for seed, run in mine.items()} for name, mine in found.items()}
+    rows = [{'part F': optimizer_label(name), **{f'seed {seed}': how_it_ended(mine[seed]) for seed in STABLE_SEEDS},
+             'mean': f'{mean(arms[name].values()):.3f}' if math.inf not in arms[name].values() else None,
+             'p, Holm': None} for name, mine in found.items()]
     sophia, *others = STABLE
     tests = [difference(list(arms[sophia].values()), list(arms[other].values())) for other in others]
     for other, test, p in zip(others, tests, holm([test['p'] for test in tests])):
         apart = signed({f'seed {seed}': d for seed, d in minus(arms[sophia], arms[other]).items()})
+        tested = test['p'] is not None
         rows.append({'part F': f'{optimizer_label(sophia)} minus {optimizer_label(other)}', **apart,
-                     'mean': interval(test), 'p, Holm': f'{p:.2g}'})
+                     'mean': interval(test) if tested else None, 'p, Holm': f'{p:.2g}' if tested else None})
     return rows
+
+
+def how_it_ended(run):
+    """Return the final loss of a run as text, with the norm of h if that is above 50."""
+    if run.diverged:
+        return 'diverged'
+    h = run.last('hessian_norm') or 0  # sign momentum has none
+    return f'{run.last("val/loss"):.3f}' + (f' (norm of h {h:,.0f})' if h > 50 else '')
 
 
 def by_column(long, half, average):
@@ -114,8 +132,8 @@ def by_column(long, half, average):
 
 
 def signed(differences):
-    """Return the texts of a dict of differences."""
-    return {key: interval(dict(difference=d, p=None)) for key, d in differences.items()}
+    """Return the texts of a dict of differences, '' for a run that diverged."""
+    return {key: interval(dict(difference=d, p=None)) if math.isfinite(d) else '' for key, d in differences.items()}
 
 
 def minus(one, two):
