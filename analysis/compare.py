@@ -55,7 +55,7 @@ def finished_runs(paths, free=()):
     Settings with which another run diverged are left out. SystemExit without runs, or if they cannot be compared.
     """
     runs, kept = find_runs(paths), []
-    lost = {hyperparameters(run) for run in runs if run.diverged}
+    lost = {hyperparameters(run) for run in runs if run.diverged and run.is_trial}
     for run in runs:
         reason = run.rejected or ('another run of these settings diverged' if hyperparameters(run) in lost else None)
         if reason:
@@ -111,7 +111,7 @@ def tuned_at_each_T(runs, optimizer_name):
     lucky run is not enough. Hyperparameters that diverged with a seed are never the best.
     """
     found = {}
-    ended = [run for run in runs if run.optimizer_name == optimizer_name and (run.diverged or not run.rejected)]
+    ended = [run for run in runs if run.optimizer_name == optimizer_name and run.is_trial]
     # Diverged runs come first, because by_seed keeps the first of several runs with the same settings and seed.
     tried = by_seed(sorted(ended, key=lambda run: not run.diverged))
     for T in sorted({run.max_iters for run in ended}):

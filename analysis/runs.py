@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import functools
+import itertools
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 from analysis.figures import optimizer_label
 from configurator import HARMLESS, declarations, having, label_of
@@ -90,17 +92,25 @@ class RunRecord:
     @property
     def changed(self):
         """Which setting was changed at a resume, one clause, or None. A horizon may change before the decay begins."""
-        for change in self.about.get('changes', []):
-            key = change['key']
-            if key != 'code' and not (key in having('horizon') and self.on_schedule):  # see `code_changes`
-                return f'{key} was changed from {change["from"]} to {change["to"]} at iteration {change["iter"]}'
-        return None
+        changes = [change for change in self.about.get('changes', []) if change['key'] != 'code']  # see `code_changes`
+        wrong = [change for change in changes if change['key'] not in having('horizon')]
+        if not wrong and changes and not self.on_schedule:
+            wrong = changes
+        return next((f'{change["key"]} was changed from {change["from"]} to {change["to"]} at iteration '
+                     f'{change["iter"]}' for change in wrong), None)
 
     @property
     def on_schedule(self):
-        """Whether all learning rates in the log are as the settings say."""
+        """Whether all learning rates were as the settings say: the logged ones, and those before each resume, which
+        the log lacks where a checkpoint was copied to another directory."""
         from train import learning_rate_at  # which imports PyTorch
-        rates = zip(*self.series('lr'))
+        rates, before = [*zip(*self.series('lr'))], dict(self.config)
+        changes = sorted(self.about.get('changes', []), key=lambda change: -change['iter'])
+        resumes = [(i, [*group]) for i, group in itertools.groupby(changes, lambda change: change['iter'])]
+        for (resume, changed), earlier in zip(resumes, [i for i, _ in resumes[1:]] + [0]):
+            before.update({change['key']: change['from'] for change in reversed(changed)
+                           if change['key'] in before})
+            rates += [(i, learning_rate_at(SimpleNamespace(**before), i)) for i in range(earlier, resume)]
         return all(math.isclose(rate, learning_rate_at(self, iteration)) for iteration, rate in rates)
 
     @property
@@ -122,7 +132,12 @@ class RunRecord:
     @property
     def rejected(self):
         """Why the run cannot be compared with others, one clause, or None."""
-        return self.unfinished or self.off_schedule or self.changed
+        return self.changed or self.unfinished or self.off_schedule
+
+    @property
+    def is_trial(self):
+        """Whether the run is a trial of its settings: it can be compared, or it diverged with these from the start."""
+        return not self.rejected or self.diverged and not self.changed
 
     def flops_per_token(self):
         """Return the mean FLOPs of a training token, Hessian estimates included."""

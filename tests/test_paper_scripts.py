@@ -134,6 +134,11 @@ def test_max_lr_finds_the_largest_stable_rate(tmp_path):
     max_lr.main([str(tmp_path), '--output', str(tmp_path / 'max_lr.png')])
     assert [(row['attention_scaling'], float(row['largest_stable']), row['all_stable'])
             for row in rows_of(tmp_path / 'max_lr.csv')] == [('False', 1e-3, 'False'), ('True', 2e-3, 'False')]
+    # Without scaling another seed diverges at 1e-3, so that not even the lowest rate is stable.
+    (make(tmp_path, 'adamw', 100, 3.5, 1e-3, seed=2, end=50, argv=['--scale_attn_by_inverse_layer_idx=False'])
+     / 'failed.txt').write_text('iteration 50')
+    max_lr.main([str(tmp_path), '--output', str(tmp_path / 'max_lr.png')])
+    assert [row['largest_stable'] for row in rows_of(tmp_path / 'max_lr.csv')] == ['', '0.002']
     make(tmp_path, 'adamw', 100, 3.0, 5e-4, end=50)
     assert 'let the sweep finish' in rejection(max_lr.main, [str(tmp_path)])
     make(tmp_path, 'adamw', 100, 3.0, 5e-4, argv=['--n_layer=3'])

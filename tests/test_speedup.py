@@ -138,6 +138,19 @@ def test_a_run_that_diverged_is_a_trial(tmp_path):
     assert 'n_layer' in rejection(judge, tmp_path)  # a trial of another model
 
 
+def test_a_run_that_diverged_after_a_change_is_no_trial(tmp_path):
+    """It began with other settings, so these did not make it diverge."""
+    for lr, loss in (2e-3, 3.0), (1e-3, 3.2):
+        make(tmp_path, 'sophiag', 100, loss, lr=lr)
+    make(tmp_path, 'adamw', 100, 3.0)
+    changes = [dict(iter=20, key='learning_rate', **{'from': 4e-3, 'to': 2e-3})]
+    (make(tmp_path, 'sophiag', 100, 3.0, lr=2e-3, seed=2, end=30, changes=changes) / 'failed.txt').write_text('no')
+    result = judge(tmp_path)
+    assert result['same_T'][0]['candidate'] == pytest.approx(3.0) and result['same_T'][0]['trials'] == 2
+    assert [*result['rejected'].values()] == ['learning_rate was changed from 0.004 to 0.002 at iteration 20']
+    assert len(compare.finished_runs([tmp_path])) == 3
+
+
 def test_settings_that_diverged_with_one_seed_are_not_the_best(tmp_path):
     for seed, more in (1, 0.0), (2, 0.01), (3, -0.01):
         make(tmp_path, 'adamw', 100, 3.0 + more, seed=seed)
@@ -223,6 +236,19 @@ def test_a_horizon_may_change_before_the_decay_begins(tmp_path, argv, before, co
         tmp_path, 3.0, argv, lr=lambda i: train.learning_rate_at(first if i < iteration else second, i),
         changes=[{'iter': iteration, 'key': key, 'from': value, 'to': 100} for key, value in horizon.items()]))
     assert (run.rejected is None) == kept
+    lines = (tmp_path / 'metrics.jsonl').read_text().splitlines(keepends=True)  # in a directory of its own:
+    (tmp_path / 'metrics.jsonl').write_text(''.join(line for line in lines if json.loads(line)['iter'] >= iteration))
+    assert (runs.read_run(tmp_path).rejected is None) == kept
+
+
+def test_the_settings_between_two_resumes_count(tmp_path):
+    """A horizon that was changed back: only the iterations that it was for are off the schedule."""
+    for resumes, kept in ((5, 15), True), ((40, 60), False):
+        changes = [{'iter': resume, 'key': key, 'from': before, 'to': 100 if before == 1000 else 1000}
+                   for resume, before in zip(resumes, (100, 1000)) for key in ('max_iters', 'lr_decay_iters')]
+        changes += [dict(change, **{'from': change['to']}) for change in changes[-2:]]  # a resume without a step
+        run = runs.read_run(fake_run(tmp_path, 3.0, ['--max_iters=100', '--warmup_iters=20'], changes=changes))
+        assert (run.rejected is None) == kept
 
 
 @pytest.mark.parametrize(('options', 'what'), [

@@ -4,10 +4,11 @@
       scale_attn_by_inverse_layer_idx=True,False -- --model_size=355M --max_iters=4000
   python scripts/paper/max_lr.py out/max_lr
 
-A learning rate is stable if its run and all runs at lower rates end finite, each at most 0.5 above the lowest training
-loss seen up to its rate. Where all are stable, the largest is above those tried.
+A learning rate is stable if its runs, one for each seed, and all runs at lower rates end finite, each at most 0.5 above
+the lowest training loss seen up to its rate. Where all are stable, the largest is above those tried.
 """
 
+import itertools
 import statistics
 import sys
 from pathlib import Path
@@ -20,17 +21,19 @@ from analysis.runs import find_runs
 MARGIN = 0.5  # nats of training loss
 
 
-def stable_runs(runs):
-    """Return a list of (run, final training loss, a mean) of the stable ones of `runs`, whose learning rates rise."""
-    found, lowest = [], float('inf')
-    for run in runs:
-        if run.diverged:
+def stable_rates(runs):
+    """Return {learning rate: final training loss, a mean} of the stable rates of `runs`, whose learning rates rise."""
+    found, lowest = {}, float('inf')
+    for rate, group in itertools.groupby(runs, lambda run: run.learning_rate):
+        group = [*group]
+        if any(run.diverged for run in group):
             break
-        losses = run.series('train/loss')[1]
-        end, lowest = statistics.mean(losses[-max(1, len(losses) // 10):]), min(lowest, *losses)
-        if end > lowest + MARGIN:
+        losses = [run.series('train/loss')[1] for run in group]
+        ends = [statistics.mean(mine[-max(1, len(mine) // 10):]) for mine in losses]
+        lowest = min(lowest, *map(min, losses))
+        if max(ends) > lowest + MARGIN:
             break
-        found.append((run, end))
+        found[rate] = statistics.mean(ends)
     return found
 
 
@@ -50,10 +53,10 @@ def main(argv=None):
     rows, (fig, (ax,)) = [], figure()
     optimizers = sorted({optimizer for optimizer, _ in groups})
     for (optimizer, scaled), runs in sorted(groups.items()):
-        stable = stable_runs(runs)
-        rates, losses = [run.learning_rate for run, _ in stable], [loss for _, loss in stable]
+        stable, tried = stable_rates(runs), {run.learning_rate for run in runs}
+        rates, losses = [*stable], [*stable.values()]
         rows.append(dict(optimizer=optimizer, attention_scaling=scaled, largest_stable=max(rates, default=None),
-                         all_stable=len(stable) == len(runs), training_loss=losses[-1] if losses else None))
+                         all_stable=len(stable) == len(tried), training_loss=losses[-1] if losses else None))
         ax.plot(rates, losses, 'o-' if scaled else 'o--', color=f'C{optimizers.index(optimizer)}',
                 label=f'{optimizer}, {"with" if scaled else "without"} scaling')
     print_table(rows)
