@@ -52,7 +52,7 @@ def add_tokenizer_flag(parser):
     """Add --tokenizer, an argument of `load`."""
     parser.add_argument('--tokenizer', metavar='NAME|DIR',
                         help=f"{TOKENIZER_NAMES}, or the directory of a data set made with it; needed only if the "
-                             "checkpoint's data set is no longer here")
+                             "checkpoint does not hold its tokenizer")
 
 
 def dtype_name(args):
@@ -127,7 +127,8 @@ def open_bins(loaded, dataset, split):
     tokenizer, shape = loaded.tokenizer, loaded.model.config
     if not dataset:
         raise SystemExit(f'{loaded.path}: does not name its data set; pass --dataset')
-    bins = [Bin(data_dir(name), split, share, shape.block_size) for name, share in parts_of(dataset).items()]
+    bins = [Bin(data_dir(name), split, share, shape.block_size) for name, share in parts_of(dataset).items()
+            if share or split != 'train']  # a part of weight 0 is for validation only
     for data in bins:
         check_same_tokenizer(data, tokenizer and tokenizer.meta, loaded.path)
         if data.vocab_size > (ids := tokenizer.vocab_size if tokenizer else shape.vocab_size):

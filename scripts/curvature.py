@@ -33,7 +33,8 @@ from analysis.figures import argparser, figure, png_path, print_table, save
 from analysis.load import MODEL_HELP, load, open_bins
 from data.loader import Mixture, TrainLoader
 from hessian import GNBHook
-from optimizers import row as row_of
+from loss import cross_entropy
+from optimizers import OPTIMIZERS
 from optimizers import sophia as build_sophia
 from runtime import checkpoint
 from sophia import clip_, hutchinson, precondition
@@ -65,14 +66,22 @@ def share(mask):
     return mask.float().mean().item()
 
 
+def inputs_and_targets(tokens):
+    """Return X and Y (1, T) of a sequence (T + 1,); Y is a copy, in which GPT.forward may mask targets."""
+    return tokens[None, :-1].contiguous(), tokens[None, 1:].clone()
+
+
 def draw_gradients(model, params, sequences):
-    """Yield for each sequence (T + 1,) the gradients of its summed loss on sampled and on true labels, two vectors."""
+    """Yield for each sequence (T + 1,) the number of its predictions that count, and the gradients of their summed loss
+    on sampled and on true labels, two vectors."""
     for tokens in sequences:
-        logits = model(tokens[None, :-1], tokens[None, 1:])[0][0].float()
-        sampled = torch.distributions.Categorical(logits=logits).sample()
-        losses = [F.cross_entropy(logits, labels, reduction='sum') for labels in (sampled, tokens[1:])]
-        yield [flat(torch.autograd.grad(loss, params, retain_graph=loss is losses[0], materialize_grads=True))
-               for loss in losses]
+        X, Y = inputs_and_targets(tokens)
+        logits = model(X, Y)[0].float()
+        sampled = torch.where(Y >= 0, torch.distributions.Categorical(logits=logits).sample(), -1)
+        losses = [cross_entropy(logits, labels).sum() for labels in (sampled, Y)]
+        yield (Y >= 0).sum().item(), *(
+            flat(torch.autograd.grad(loss, params, retain_graph=loss is losses[0], materialize_grads=True))
+            for loss in losses)
 
 
 def trained(model):
@@ -88,13 +97,16 @@ class Gradients:
     """
 
     def __init__(self, model, params, sequences):
-        self.N, T = len(sequences), sequences.size(1) - 1
+        self.N, predictions = len(sequences), 0
         self.halves, self.squares, gradient, square, self.sampled = [0, 0], 0, 0, 0.0, 0.0
-        for i, (g, true) in enumerate(draw_gradients(model, params, sequences)):
-            self.halves[i % 2] = self.halves[i % 2] + g ** 2 / T / self.N
-            self.squares = self.squares + (g ** 2 / T) ** 2 / self.N
+        for i, (count, g, true) in enumerate(draw_gradients(model, params, sequences)):
+            predictions += count
+            self.halves[i % 2] = self.halves[i % 2] + g ** 2
+            self.squares = self.squares + g ** 4 / self.N
             gradient, square = gradient + true, square + true.square().sum().item() / self.N
             self.sampled += g.square().sum().item() / self.N
+        self.halves = [half / predictions for half in self.halves]
+        self.squares = self.squares / (predictions / self.N) ** 2
         self.signal = max(1e-30, (gradient.square().sum().item() / self.N - square) / (self.N - 1))  # without bias
         self.noise = square - self.signal
 
@@ -107,7 +119,7 @@ class Gradients:
         squared_mean = (self.halves[0] + self.halves[1])[at].square().mean()
         variance = (self.squares[at].mean() - squared_mean) * self.N / (self.N - 1)
         kurtosis = variance / (squared_mean - variance / self.N).clamp(min=squared_mean / self.N) - 2
-        return (2 / parts + kurtosis / size).sqrt().item()
+        return (2 / parts + kurtosis / size).clamp(min=0).sqrt().item()  # rounding may end below 0
 
 
 def diagonal_halves(model, params, sequences):
@@ -115,7 +127,7 @@ def diagonal_halves(model, params, sequences):
     halves = [0, 0]
     for i, tokens in enumerate(sequences):
         with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
-            estimate = flat(hutchinson(model(tokens[None, :-1], tokens[None, 1:])[1], params))
+            estimate = flat(hutchinson(model(*inputs_and_targets(tokens))[1], params))
         halves[i % 2] = halves[i % 2] + estimate / len(sequences)
     return halves
 
@@ -123,15 +135,20 @@ def diagonal_halves(model, params, sequences):
 def state_of_run(loaded, names):
     """Return (h, m) of a checkpoint as vectors in the order of the parameters' `names`; (None, None) unless it is
     of Sophia-G's estimates and update."""
-    saved = checkpoint.load_checkpoint(loaded.path)[1].get('optimizer')
+    path, state = checkpoint.load_checkpoint(loaded.path, weights=False)
+    saved = state.get('optimizer')
     if not saved or not any('hessian' in own for own in saved['state'].values()):
         return None, None
     name = loaded.state['config'].get('optimizer_name', 'sophiag')
-    if (row_of(name).build, row_of(name).hook) != (build_sophia, GNBHook):
+    row = OPTIMIZERS.get(name)  # not a library's, which would be imported by the name in a file
+    if not row or (row.build, row.hook) != (build_sophia, GNBHook):
         print(f'note: the h of {name} is not described; its estimates or its update are others', file=sys.stderr)
         return None, None
     if 'shapes' not in saved:
-        raise SystemExit(f'{loaded.path}: its optimizer state has no names; resume the run, which saves them')
+        raise SystemExit(f'{path}: its optimizer state has no names; resume the run, which saves them')
+    if path.is_dir():
+        from runtime.sharded import read_optimizer
+        saved = read_optimizer(path, saved, {})
     device = next(loaded.model.parameters()).device
     return [flat(saved['state'][name][key] for name in names).to(device) for key in ('hessian', 'exp_avg')]
 
@@ -159,15 +176,18 @@ def curvature_along(model, sequences, u):
     names, params = trained(model)
     tangents = tuple(part.view_as(p) for part, p in zip(u.split([p.numel() for p in params]), params))
     total = 0
+    predictions = 0
     for tokens in sequences:
-        def logits(*values, X=tokens[None, :-1]):  # with targets: nanoGPT's forward returns all logits only then
-            return functional_call(model, dict(zip(names, values)), (X, X))[0]
+        def logits(*values, tokens=tokens):  # with targets: nanoGPT's forward returns all logits only then
+            X, Y = inputs_and_targets(tokens)
+            return functional_call(model, dict(zip(names, values)), (X, Y))[0], Y >= 0
 
         with sdpa_kernel(SDPBackend.MATH):
-            z, moved = torch.func.jvp(logits, tuple(p.detach() for p in params), tangents)
+            z, moved, counts = torch.func.jvp(logits, tuple(p.detach() for p in params), tangents, has_aux=True)
         p = z.softmax(-1)
-        total += ((p * moved ** 2).sum(-1) - (p * moved).sum(-1) ** 2).mean().item()
-    return total / len(sequences) / u.square().sum().item()
+        total += (((p * moved ** 2).sum(-1) - (p * moved).sum(-1) ** 2) * counts).sum().item()
+        predictions += counts.sum().item()
+    return total / predictions / u.square().sum().item()
 
 
 def answers(total, facts, size, max_iters):
@@ -224,8 +244,9 @@ def main(argv=None):
                  sequences=args.sequences, parameters=ends[-1])
     h = None
     if args.estimator == 'gnb':
+        h, m = state_of_run(loaded, names)
         gradients = Gradients(model, params, sequences)
-        halves, (h, m) = gradients.halves, state_of_run(loaded, names)
+        halves = gradients.halves
         size, parts = config.get('hessian_batch_size') or 16, config.get('hessian_parts') or 1
         facts |= dict(signal_over_noise=gradients.signal / gradients.noise, empirical_fisher_over_gnb={
             b: (gradients.noise + b * gradients.signal) / gradients.sampled for b in (1, size, 480)})

@@ -151,7 +151,7 @@ def export(loaded, dest):
             if loaded.tokenizer.eot_id is not None:  # an edited model may treat the documents apart
                 idx[:, 1::5] = loaded.tokenizer.eot_id
             theirs = transformers.GPT2LMHeadModel.from_pretrained(partial).eval()(idx).logits
-            difference = (theirs - model(idx, idx)[0]).abs().max().item()
+            difference = (theirs - model(idx, idx.clone())[0]).abs().max().item()
             if not difference <= TOLERANCE:  # NaN, too
                 raise SystemExit(f'{dest}: not written; transformers computes other logits, by up to {difference:.2g}')
             partial.rename(dest)

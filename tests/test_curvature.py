@@ -32,7 +32,7 @@ def gpt():
 
 @pytest.mark.parametrize(('name', 'known'), [
     ('sophiag', True), ('sophiag_fresh', True), ('sophiah', False), ('adahessian', False), ('ef_clip', False),
-    ('gnb_mean', False), ('gnb_noclip', False)])
+    ('gnb_mean', False), ('gnb_noclip', False), ('this:Zen', False)])
 def test_h_of_other_estimates_and_updates_is_not_judged_by_these(tmp_path, capsys, name, known):
     state = dict(w=dict(hessian=torch.ones(2), exp_avg=torch.zeros(2)))
     save_pt(tmp_path / 'ckpt_00000001.pt', dict(model={}, model_args={}, iter_num=1, config={}, optimizer=dict(
@@ -46,7 +46,7 @@ def test_h_of_other_estimates_and_updates_is_not_judged_by_these(tmp_path, capsy
 def test_the_noise_of_an_estimate_by_parts(monkeypatch, size, parts):
     """Its variance from the moments of single gradients is that of many estimates, here of coin tosses and normals."""
     gs = torch.cat([torch.randn(40_000, 1), 2.0 * torch.randint(2, (40_000, 1)) - 1], 1)
-    monkeypatch.setattr(curvature, 'draw_gradients', lambda *_: ((g, g) for g in gs[:4000]))
+    monkeypatch.setattr(curvature, 'draw_gradients', lambda *_: ((3, g, g) for g in gs[:4000]))
     gradients = Gradients(None, None, torch.zeros(4000, 4))
     estimates = (gs.view(-1, parts, size // parts, 2).sum(2) ** 2).sum(1) / size
     torch.testing.assert_close(sum(gradients.halves) * 3, estimates.mean(0), rtol=0.1, atol=0)
@@ -81,7 +81,41 @@ def test_frozen_parameters_are_left_out(gpt):
     names, params = trained(model)
     assert set(us) - set(names) == {'transformer.wpe.weight'}
     assert curvature_along(model, sequences, flat(us[name] for name in names)) == pytest.approx(expected)
-    assert len(next(draw_gradients(model, params, sequences))[0]) == sum(p.numel() for p in params)
+    assert len(next(draw_gradients(model, params, sequences))[1]) == sum(p.numel() for p in params)
+
+
+class Masking(torch.nn.Module):
+    """A GPT that leaves targets of 3 out of its loss, in place, as docs/hacking.md says."""
+
+    def __init__(self, gpt):
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, idx, targets):
+        targets[targets == 3] = -1
+        return self.gpt(idx, targets)
+
+
+def test_masked_targets_are_left_out(gpt):
+    """Sampled labels and the curvature are of the positions that the loss counts; the sequences stay as they are."""
+    model, sequences = copy.deepcopy(gpt[0]).double(), gpt[1].clone()
+    masking, before = Masking(model), sequences.clone()
+    params = list(masking.parameters())
+    torch.manual_seed(1)
+    found = [*draw_gradients(masking, params, sequences)]
+    assert torch.equal(sequences, before)
+    for (count, _, true), tokens in zip(found, sequences):
+        targets = torch.where(tokens[1:] == 3, -1, tokens[1:])
+        assert count == (targets >= 0).sum()
+        if count:
+            loss = model(tokens[None, :-1], targets[None])[1] * count
+            torch.testing.assert_close(true, flat(torch.autograd.grad(loss, params)).float(), rtol=1e-4, atol=1e-5)
+    torch.manual_seed(1)
+    gradients = Gradients(masking, params, sequences)
+    expected = sum(g ** 2 for _, g, _ in found) / sum(count for count, *_ in found)
+    torch.testing.assert_close(sum(gradients.halves), expected)
+    tokens, u = torch.tensor([[1, 2, 3, 3, 3]]), torch.randn(len(expected), dtype=torch.float64)
+    assert curvature_along(masking, tokens, u) == pytest.approx(curvature_along(model, tokens[:, :2], u))
 
 
 def test_signal_and_noise_are_those_of_the_gradients(gpt):
@@ -89,7 +123,7 @@ def test_signal_and_noise_are_those_of_the_gradients(gpt):
     model = model.double()
     params = list(model.parameters())
     torch.manual_seed(1)
-    true = torch.stack([t for _, t in draw_gradients(model, params, sequences)])
+    true = torch.stack([t for *_, t in draw_gradients(model, params, sequences)])
     torch.testing.assert_close(true.sum(0), flat(torch.autograd.grad(
         model(sequences[:, :-1], sequences[:, 1:])[1] * 4 * len(sequences), params)).float(), rtol=1e-4, atol=1e-4)
     gradients = Gradients(model, params, sequences)

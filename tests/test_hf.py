@@ -165,6 +165,14 @@ def test_a_tokenizer_that_is_not_known_is_not_compared(tmp_path, monkeypatch, ca
     assert 'have the same tokenizer is not checked' in capsys.readouterr().err
 
 
+def test_a_model_that_masks_targets_is_exported(tmp_path):
+    save_checkpoint(tmp_path / 'run', get_tokenizer('byte'))
+    loaded = with_tokenizer(load(tmp_path / 'run'))
+    plain = loaded.model.forward
+    loaded.model.forward = lambda idx, targets=None: plain(idx, targets.masked_fill_(targets < 100, -1))
+    assert export(loaded, tmp_path / 'hf') < 1e-4
+
+
 def test_nothing_else_than_a_gpt2_is_exported(tmp_path):
     save_checkpoint(tmp_path / 'run', get_tokenizer('byte'))
 

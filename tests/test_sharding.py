@@ -17,6 +17,7 @@ from analysis.load import load
 from runtime import checkpoint, files, sharded
 from runtime.distributed import World
 from runtime.signals import NOT_FINITE, STOPPED, undo_at_end
+from scripts import curvature
 
 RUN = ['--n_layer=2', '--total_batch_size=8', '--dropout=0', '--learning_rate=2e-3', '--eval_iters=3']
 KEYS = ('train/loss', 'val/loss', 'grad_norm', 'momentum_norm', 'param_norm', 'hessian_norm', 'update_unclipped')
@@ -183,6 +184,16 @@ def load_shards(self, saved):
     load(self, saved)
 torch.optim.Optimizer.load_state_dict = load_shards
 """
+
+
+def test_the_curvature_script_reads_h_and_m_from_shards(stopped):
+    found = []
+    for parallel in 'fsdp', 'ddp':
+        path, state = checkpoint.load_checkpoint(stopped(parallel))
+        loaded = SimpleNamespace(path=path, state=state, model=torch.nn.Linear(1, 1))
+        found.append(curvature.state_of_run(loaded, [*state['optimizer']['shapes']]))
+    for shards, whole in zip(*found):
+        torch.testing.assert_close(shards, whole, rtol=1e-3, atol=1e-3 * whole.abs().max().item())
 
 
 @pytest.mark.parametrize('parallel, then_parallel, then_ranks', [
