@@ -106,6 +106,9 @@ def trials_of(spec, out_dir):
             argv = [*spec.get('base', []), *entry.get('base', [])]
             argv += [value if key == 'config' else f'--{key}={value}' for key, value in settings.items()]
             name = ','.join(f'{key}={in_name(value)}' for key, value in settings.items())
+            if len(name.encode()) > 255:
+                raise SystemExit(f'{Path(out_dir) / name}: too long for the name of a directory; set what all runs '
+                                 'share behind --, or in a config file')
             trial = Trial(Path(out_dir) / name, settings, argv)
             if trials.setdefault(name, trial).argv != argv:
                 raise SystemExit(f'{trial.out_dir}: two runs of this sweep would be in this directory, '
@@ -212,8 +215,10 @@ def start_trial(trial, launcher, slot, jobs):
     env = dict(os.environ)
     if jobs > 1:
         env.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // jobs)))
-        if found := gpus():
-            env['CUDA_VISIBLE_DEVICES'] = found[slot % len(found)]
+        if found := gpus():  # each job gets as many, as one of several ranks needs them
+            n = max(1, len(found) // jobs)
+            first = slot * n % len(found)
+            env['CUDA_VISIBLE_DEVICES'] = ','.join(found[first:first + n])
     return launch([*launcher, os.path.relpath(ROOT / 'train.py'), *trial.argv, f'--out_dir={trial.out_dir}',
                    '--auto_resume=True'], trial.out_dir, env=env)
 

@@ -39,6 +39,11 @@ def test_two_runs_of_one_directory_are_rejected(tmp_path):
     assert 'two runs of this sweep would be in this directory' in rejection(trials.trials_of, spec, tmp_path)
 
 
+def test_a_name_that_no_directory_can_have_is_rejected(tmp_path):
+    runs = [dict(optimizer_name='torch:NAdam', optimizer_args='momentum_decay=0.01' + ' ' * 240)]
+    assert 'too long for the name of a directory' in rejection(trials.trials_of, dict(runs=runs), tmp_path)
+
+
 def test_equal_numbers_are_one_trial(tmp_path):
     trial, = trials.trials_of(dict(base=SHAPE, runs=[dict(max_iters=['1e3', 1000, '1000.0'])]), tmp_path)
     assert trial.name == 'max_iters=1000'
@@ -134,6 +139,10 @@ def test_gpus_are_taken_in_turns(tmp_path, monkeypatch):
     for slot in range(3):
         trials.start_trial(trial, [], slot, 3)
     assert seen == ['0', '1', '0', '4', 'GPU-5a', '4']
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1,2,3,4')
+    for slot in range(2):  # for a launcher of several ranks
+        trials.start_trial(trial, [], slot, 2)
+    assert seen[6:] == ['0,1', '2,3']
 
 
 def table_of(text):
