@@ -137,9 +137,9 @@ class GPT(nn.Module):
             return logits, None
         return logits, mean_loss(logits, targets)
 
-    def generate(self, idx, max_new_tokens, **options):
+    def generate(self, idx, max_new_tokens, *args, **options):
         """Continue each row of `idx` (B, T) by up to `max_new_tokens` ids; see `shapes.generate`."""
-        return shapes.generate(self, idx, max_new_tokens, **options)
+        return shapes.generate(self, idx, max_new_tokens, *args, **options)
 
     @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):

@@ -42,6 +42,7 @@ def test_greedy_tokens_are_those_of_a_plain_loop(kwargs, length):
         expected = torch.cat((expected, logits.argmax(-1, keepdim=True)), dim=1)
     assert len(expected[:, length:].unique()) > 5
     assert torch.equal(model.generate(idx, 40, temperature=0), expected)
+    assert torch.equal(model.generate(idx, 40, 0), expected)  # by position, as in nanoGPT
     stopped = model.generate(idx, 40, temperature=0, stop=lambda ids: ids.size(1) == length + 5)
     assert torch.equal(stopped, expected[:, :length + 5])
 
