@@ -45,8 +45,8 @@ from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token
 out_dir = setting('out', role='run')  # where checkpoints, metrics.jsonl and config.json go
 eval_interval = setting(2000, at_least=1, role='run')  # iterations between evaluations
 log_interval = setting(10, at_least=1, role='run')  # iterations between lines of metrics
-eval_iters = setting(0, at_least=0, role='eval')  # micro-batches of validation sequences, over all devices; 0 = all
-eval_only = setting(False, role='run')  # evaluate the newest checkpoint, or init_from without one, and exit
+eval_iters = setting(0, at_least=0, role='eval')  # micro-batches of each validation set, over all devices; 0 = all
+eval_only = setting(False, role='run')  # evaluate and exit: pretrained weights of init_from, else the newest checkpoint
 always_save_checkpoint = setting(True, role='run')  # save after every evaluation, not only after the best one
 keep_checkpoints = setting(2, at_least=2, role='run')  # newest checkpoints to keep, in addition to the best one
 init_from = setting('scratch', role='protocol')  # or gpt2, …, or a Hugging Face folder, or resume (newest in out_dir)
