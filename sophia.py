@@ -226,7 +226,8 @@ class Sophia(HessianOptimizer):
 
     def unclipped_fraction(self):
         """Return the fraction of the coordinates of m / max(γ·h, ε) that the clip leaves as they are, a 0-d tensor;
-        None before the first step. Call it after `step`, before h changes. The paper keeps it between 0.1 and 0.5.
+        None before the first step. Call it after `step`, before h changes, and on every rank if the parameters are
+        sharded. The paper keeps it between 0.1 and 0.5.
         """
         counts, hs = [], []
         for group in self.param_groups:
@@ -310,12 +311,17 @@ class GaussNewtonBartlett:
 
     def __init__(self, optimizer, by_parts=False):
         self.params, self.by_parts = params_of(optimizer), by_parts
-        self.total = [torch.zeros_like(p) for p in self.params]  # G, or Σₚ Gₚ⊙Gₚ
-        self.predictions = 0  # B
+        self.total, self.predictions = None, 0  # G, or Σₚ Gₚ⊙Gₚ; B
+
+    def begin(self):
+        """Begin an estimate, unless one is under way."""
+        if self.total is None:
+            self.total = [torch.zeros_like(p) if p.requires_grad else None for p in self.params]
 
     def add(self, loss_hat, predictions, retain_graph=False):
         """Add the gradient of `loss_hat`, the loss on sampled labels *summed* over `predictions` predictions, a number
         or a 0-d tensor."""
+        self.begin()
         found = loss_gradients(loss_hat, self.params, retain_graph)
         for total, g in zip(local(self.total), local(found)):
             if g is not None:
@@ -324,14 +330,17 @@ class GaussNewtonBartlett:
 
     def estimate(self, loss_scale=1.0, group=None):
         """Return ĥ as a list of tensors, None for frozen parameters, the same on every rank of `group`; NaN when no
-        predictions were added.
+        predictions were added. What is added next belongs to another estimate.
 
         `loss_scale` is the factor by which the added losses were multiplied (float16's loss scaling).
         """
-        B = sum_over_ranks(self.total, int(self.predictions), group)
-        for total in self.total:
-            total.div_(loss_scale ** 2 * B) if self.by_parts else total.div_(loss_scale * B ** 0.5).square_()
-        return [total if p.requires_grad else None for p, total in zip(self.params, self.total)]
+        self.begin()
+        found, B = self.total, sum_over_ranks(self.total, int(self.predictions), group)
+        self.total, self.predictions = None, 0
+        for total in found:
+            if total is not None:
+                total.div_(loss_scale ** 2 * B) if self.by_parts else total.div_(loss_scale * B ** 0.5).square_()
+        return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -371,10 +380,12 @@ class Hutchinson:
 
     def __init__(self, optimizer, generator=None, rademacher=False):
         self.params = params_of(optimizer)
-        self.u = [torch.randn(p.shape, dtype=p.dtype, device=p.device, generator=generator) for p in self.params]
+        trained = [p if p.requires_grad else None for p in self.params]
+        self.u = [p if p is None else torch.randn(p.shape, dtype=p.dtype, device=p.device, generator=generator)
+                  for p in trained]
         if rademacher:
-            self.u = [torch.where(u < 0, -1.0, 1.0).to(u.dtype) for u in self.u]
-        self.product = [torch.zeros_like(p) for p in self.params]
+            self.u = [u if u is None else torch.where(u < 0, -1.0, 1.0).to(u.dtype) for u in self.u]
+        self.product = [p if p is None else torch.zeros_like(p) for p in trained]
         self.examples = 0
 
     def add(self, product, examples):
@@ -387,8 +398,7 @@ class Hutchinson:
     def estimate(self, group=None):
         """Return ĥ as a list of tensors, None for frozen parameters, the mean over the examples of `group`."""
         n = sum_over_ranks(self.product, self.examples, group)
-        return [hvp.div_(n).mul_(u) if p.requires_grad else None
-                for p, hvp, u in zip(self.params, self.product, self.u)]
+        return [hvp if hvp is None else hvp.div_(n).mul_(u) for hvp, u in zip(self.product, self.u)]
 
 
 def double_backward(loss, params, u):
@@ -587,6 +597,7 @@ def sum_over_ranks(tensors, count, group=None):
     """
     if ranks(group) < 2:
         return count
+    tensors = [t for t in tensors if t is not None]  # of frozen parameters
     device = tensors[0].device
     tensors = [t for t in tensors if not is_dtensor(t)]
     counts = torch.tensor([count], dtype=torch.float64, device=device)

@@ -52,6 +52,7 @@ class Classifier(lightning.LightningModule):
     def on_before_optimizer_step(self, optimizer):
         if self.hessian_due():
             optimizer.update_hessian(gauss_newton_bartlett(self.logits, optimizer))
+        self.logits = None  # a module with a graph cannot be copied, as for averages of its weights
 
 
 def main(steps=60):

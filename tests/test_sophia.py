@@ -540,3 +540,30 @@ def test_parameters_sharded_over_a_part_of_the_ranks_have_the_estimate_of_that_p
     for rank in two_ranks:
         torch.testing.assert_close(*rank['by_shards'])
     assert not torch.equal(two_ranks[0]['by_shards'][0][0], two_ranks[1]['by_shards'][0][0])
+
+
+def test_estimators_leave_quantized_frozen_parameters_alone():
+    """They have no arithmetic, and no estimate; the estimates of the others are as without them."""
+    model = torch.nn.Linear(4, 3)
+    model.base = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    optimizer, x = Sophia(model.parameters(), lr=1e-3), torch.randn(8, 4)
+    for estimate in (lambda params: gauss_newton_bartlett(model(x), params),
+                     lambda params: hutchinson(model(x).logsumexp(-1).mean(), params, rademacher=True)):
+        torch.manual_seed(1)
+        found = estimate(optimizer)
+        torch.manual_seed(1)
+        assert found[2] is None and torch.equal(found[0], estimate([model.weight, model.bias])[0])
+        optimizer.update_hessian(found)
+
+
+def test_an_estimator_can_be_used_again():
+    model, x = torch.nn.Linear(4, 3), torch.randn(8, 4)
+    again = GaussNewtonBartlett(model.parameters())
+    for seed in (1, 2):
+        found = []
+        for estimator in again, GaussNewtonBartlett(model.parameters()):
+            logits = model(x)
+            labels = torch.randint(3, (8,), generator=torch.Generator().manual_seed(seed))
+            estimator.add(F.cross_entropy(logits, labels, reduction='sum'), 8)
+            found.append(estimator.estimate())
+        assert all(map(torch.equal, *found))
