@@ -125,8 +125,7 @@ def expand(paths):
     """
     files = []
     for path in paths:
-        found = sorted(p for p in path.rglob('*') if p.is_symlink() or not p.is_dir()) if path.is_dir() else [path]
-        found = [p for p in found if not any(name[0] == '.' for name in p.relative_to(path).parts)]
+        found = sorted(below(path)) if path.is_dir() else [path]
         readable = [p for p in found if reader_of(p) and not p.is_dir()]
         if not readable:
             raise SystemExit(f'{path}: no .txt, .jsonl or .parquet file')
@@ -134,6 +133,18 @@ def expand(paths):
             print(f'note: {path}: not read: {names_of(others)}', file=sys.stderr)
         files += readable
     return files
+
+
+def below(directory):
+    """Yield the files and the links anywhere below a directory, but hidden ones. SystemExit where it cannot be read."""
+    def stop(error):
+        raise SystemExit(f'{error.filename}: cannot be read ({error.strerror})')
+
+    for folder, directories, files in os.walk(directory, onerror=stop):
+        directories[:] = [name for name in directories if name[0] != '.']
+        for path in (Path(folder, name) for name in (*directories, *files) if name[0] != '.'):
+            if path.is_symlink() or not path.is_dir():
+                yield path
 
 
 def read(path, text_key):

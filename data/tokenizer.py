@@ -137,15 +137,22 @@ class FileTokenizer(Tokenizer):
         try:
             text = path.read_bytes().decode()
             eos = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.is_file() else None
-        except (OSError, ValueError) as error:
+            eos = eos['content'] if isinstance(eos, dict) else eos
+            if not isinstance(eos, str | None):
+                raise ValueError(f'eos_token {eos!r}')
+        except (OSError, ValueError, AttributeError, KeyError) as error:
             raise SystemExit(f'{path}, or the tokenizer_config.json next to it: cannot be read '
                              f'({first_line(error)})') from None
         tokenizer = cls(text, path=path)
-        names = [eos['content'] if isinstance(eos, dict) else eos] if eos else END_OF_TEXT_NAMES
+        names = [eos] if eos else END_OF_TEXT_NAMES
         tokenizer.eot_id = next((i for i in map(tokenizer.bpe.token_to_id, names) if i is not None), None)
         if tokenizer.eot_id is None:
             raise SystemExit(f'{path}: none of its tokens ends a document ({", ".join(names)}); name the one that does '
                              'as "eos_token" in a tokenizer_config.json next to it')
+        end = tokenizer.bpe.id_to_token(tokenizer.eot_id)
+        if tokenizer.eot_id in tokenizer.encode(end):
+            raise SystemExit(f'{path}: {end} inside a text would end the document; make it an added token with '
+                             '"special": true there')
         return tokenizer
 
     @classmethod

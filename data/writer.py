@@ -96,7 +96,10 @@ def find_existing(out_dir, identity):
     """
     for name in ('progress.json', 'meta.json', *(f'{split}.bin' for split in SPLITS)):
         if (path := out_dir / name).exists():
-            meta = json.loads(path.read_text(encoding='utf-8')) if path.suffix == '.json' else {}
+            try:
+                meta = json.loads(path.read_text(encoding='utf-8')) if path.suffix == '.json' else {}
+            except ValueError as error:
+                raise SystemExit(f'{path}: not JSON ({error}); choose another --out_dir or pass --overwrite') from None
             if wrong := [key for key in identity if meta.get(key) != identity[key]]:
                 raise SystemExit(f'{path}: already there, of other data ({wrong[0]} {meta.get(wrong[0])!r}, not '
                                  f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
@@ -143,9 +146,10 @@ class Parts:
         if self.progress_path.exists():
             self.progress = json.loads(self.progress_path.read_text(encoding='utf-8'))
             print(f'{out_dir}: resuming after {self.count("documents"):,} documents, {self.count("tokens"):,} tokens')
-            for path in self.paths.values():
-                if not path.exists() and (bin := path.with_suffix('')).exists():  # the last run ended before meta.json
-                    bin.replace(path)
+            if self.progress.pop('complete', False):  # the last run ended before meta.json
+                for path in self.paths.values():
+                    if not path.exists() and (bin := path.with_suffix('')).exists():
+                        bin.replace(path)
         self.files = {split: path.open('ab') for split, path in self.paths.items()}
         for split, file in self.files.items():
             size = self.progress[split]['tokens'] * self.dtype.itemsize
@@ -186,6 +190,8 @@ class Parts:
         meta = {key: value for key, value in self.progress.items() if key != 'position'}
         for split, path in self.paths.items():
             meta[split] = {**meta[split], 'sha256': sha256(path)}
+        self.progress['complete'] = True  # so that bins without a part are these parts, not what they replace
+        self.save(end)
         self.progress_path.with_name('meta.json').unlink(missing_ok=True)  # of bins that these replace
         for split, path in self.paths.items():
             self.files[split].close()

@@ -332,13 +332,18 @@ def test_a_mixture_in_the_users_tokenizer_trains(tokenizer_file, tmp_path):
 
 def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_file):
     config = tokenizer_file.with_name('tokenizer_config.json')
-    for content, token in (({}, '</s>'), ({'eos_token': '<s>'}, '<s>'), ({'eos_token': {'content': 'a'}}, 'a')):
+    for content, token in (({}, '</s>'), ({'eos_token': '<s>'}, '<s>'), ({'eos_token': {'content': '<s>'}}, '<s>')):
         config.write_text(json.dumps(content))
         tokenizer = get_tokenizer(tokenizer_file)
         assert tokenizer.eot_id == tokenizer.bpe.token_to_id(token)
     config.write_text('{"eos_token": "none such"}')
     words = 'mine.json: none of its tokens ends a document (none such)'
     assert words in rejection(get_tokenizer, tokenizer_file)
+    config.write_text('{"eos_token": "a"}')
+    assert 'a inside a text would end the document' in rejection(get_tokenizer, tokenizer_file)
+    for damaged in ('[]', '{"eos_token": ["</s>"]}', '{"eos_token": {}}'):
+        config.write_text(damaged)
+        assert 'cannot be read' in rejection(get_tokenizer, tokenizer_file)
 
 
 def test_a_tokenizer_of_the_hub(tokenizer_file, monkeypatch):
@@ -520,6 +525,16 @@ def test_finished_bins_stay_until_others_are_complete(tmp_path):
     assert 'resumes where it stopped' in rejection(write_bins, interrupted(after, 1), BYTE, tmp_path, 1, True)
     assert json.loads((tmp_path / 'meta.json').read_text()) == before
     assert bytes(np.fromfile(tmp_path / 'val.bin', 'uint16').tolist()) == b'd\0'
+    kept = tmp_path / 'kept'
+    shutil.copytree(tmp_path, kept)
+    for part in kept.glob('*.part'):  # not the finished bins in their place
+        part.unlink()
+    progress = json.loads((kept / 'progress.json').read_text())
+    (kept / 'progress.json').write_text(json.dumps(progress | {'val': {'tokens': 2, 'documents': 1}}))
+    assert 'progress.json says' in rejection(write_bins, after, BYTE, kept, 1)
+    assert all((kept / f'{split}.bin').read_bytes() == (tmp_path / f'{split}.bin').read_bytes()
+               for split in ('train', 'val'))
+    shutil.rmtree(kept)
     assert write_bins(after, BYTE, tmp_path, 1)['revision'] == 'r2'
     assert [bytes(ids.tolist()) for ids in bins(tmp_path)[:2]] == [b'a\0b\0', b'e\0']
     assert left(tmp_path) == ['meta.json', 'train.bin', 'val.bin']
@@ -767,7 +782,7 @@ def test_no_file_is_in_both_splits(tmp_path):
     assert [pair for batch in corpus.open()[0] for pair in batch] == [('train', 'a'), ('val', 'b'), ('train', 'c')]
 
 
-def test_the_files_of_a_directory(tmp_path, capsys):
+def test_the_files_of_a_directory(tmp_path, capsys, monkeypatch):
     """The readable ones, in the order of their names, hidden ones left out; a note names the others."""
     folder, linked = tmp_path / 'corpus', tmp_path / 'elsewhere'
     for name in ('b/2.txt', 'a.jsonl.gz', 'b/1.TXT', 'c.txt', 'd.parquet/part.txt', '.hidden/x.txt', 'b/.x.txt',
@@ -781,6 +796,9 @@ def test_the_files_of_a_directory(tmp_path, capsys):
     assert sources.expand([tmp_path / 'one.txt', folder]) == [tmp_path / 'one.txt', *(
         folder / name for name in ('a.jsonl.gz', 'b/1.TXT', 'b/2.txt', 'c.txt', 'd.parquet/part.txt'))]
     assert capsys.readouterr().err == f'note: {folder}: not read: README.md linked.txt x.gz\n'
+    monkeypatch.setattr(os, 'scandir', lambda folder, scandir=os.scandir: scandir(
+        folder if Path(folder).name != 'b' else Path(folder, 'no permission')))
+    assert 'cannot be read' in rejection(sources.expand, [folder])
     (tmp_path / 'empty').mkdir()
     assert rejection(sources.expand, [tmp_path / 'empty']).endswith('empty: no .txt, .jsonl or .parquet file')
 

@@ -4,6 +4,7 @@
 --input; without it, the text is downloaded once and kept next to the bins as input.txt.
 """
 
+import http.client
 import sys
 import urllib.request
 from pathlib import Path
@@ -22,11 +23,14 @@ def download(path):
     try:
         with urllib.request.urlopen(URL, timeout=60) as response:
             text = response.read()
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise SystemExit(f'{URL}: cannot be downloaded ({error}); --input FILE takes a copy') from None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        file.write(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            file.write(text)
+    except OSError as error:
+        raise SystemExit(f'{path}: cannot be written ({error.strerror}); choose another --out_dir') from None
 
 
 def main():
