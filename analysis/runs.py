@@ -308,7 +308,7 @@ def find_runs(paths):
     """
     found = {}
     for path in map(Path, paths):
-        below = [(Path(folder), names) for folder, _, names in os.walk(path, followlinks=True)]
+        below = [*walk(path)]
         runs = [read_directory(folder) for folder, names in below if 'metrics.jsonl' in names]
         runs += [run for folder, names in below if 'runs.jsonl' in names for run in read_packed(folder / 'runs.jsonl')]
         runs += read_csv(path) if path.suffix == '.csv' and path.is_file() else []
@@ -319,11 +319,24 @@ def find_runs(paths):
         if not runs:
             raise SystemExit(f'{path}: no run there; give the out_dir of a run, or a directory of runs')
         for run in sorted(runs, key=lambda run: run.out_dir):
-            found.setdefault(run.out_dir, run)
+            found.setdefault(run.out_dir.resolve(), run)
     runs = list(found.values())
     if len({run.from_csv for run in runs}) > 1:
         raise SystemExit('runs of a CSV file and of train.py: their settings have different names; compare them apart')
     return runs if runs[0].from_csv else with_defaults(runs)
+
+
+def walk(path):
+    """Yield (directory, names of its files) for each directory below `path` and behind links, once."""
+    seen = set()
+    for folder, directories, names in os.walk(path, followlinks=True):
+        real = Path(folder).resolve()
+        if real in seen:
+            directories.clear()
+            continue
+        seen.add(real)
+        directories.sort(key=lambda name: (Path(folder, name).is_symlink(), name))  # a run has its own name
+        yield Path(folder), names
 
 
 def read_json(path):

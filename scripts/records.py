@@ -65,9 +65,12 @@ def main(argv=None):
         raise SystemExit(f'{len(incomplete)} of {len(runs)} records are incomplete'
                          + ('; nothing is packed' if args.pack else ''))
     if args.pack:
-        args.pack.mkdir(parents=True, exist_ok=True)
-        write_text(args.pack / 'runs.jsonl', ''.join(packed(run, run.out_dir.relative_to(args.out_dirs[0])) + '\n'
-                                                     for run in runs))
+        lines = [packed(run, run.out_dir.relative_to(args.out_dirs[0])) + '\n' for run in runs]
+        try:
+            args.pack.mkdir(parents=True, exist_ok=True)
+            write_text(args.pack / 'runs.jsonl', ''.join(lines))
+        except OSError as error:
+            raise SystemExit(f'--pack {args.pack}: cannot be written ({error.strerror}); choose another DIR') from None
     print(f'{len(runs)} records, all complete')
 
 

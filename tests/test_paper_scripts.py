@@ -1,6 +1,7 @@
 """The scripts that make the paper's figures and tables, the speed-up evaluator and the tools that train many runs."""
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -139,6 +140,9 @@ def test_max_lr_finds_the_largest_stable_rate(tmp_path):
      / 'failed.txt').write_text('iteration 50')
     max_lr.main([str(tmp_path), '--output', str(tmp_path / 'max_lr.png')])
     assert [row['largest_stable'] for row in rows_of(tmp_path / 'max_lr.csv')] == ['', '0.002']
+    other = make(tmp_path, 'adamw', 200, 3.0, 5e-4)
+    assert 'lr_decay_iters is 200 in one and 100 in the other' in rejection(max_lr.main, [str(tmp_path)])
+    shutil.rmtree(other)
     make(tmp_path, 'adamw', 100, 3.0, 5e-4, end=50)
     assert 'let the sweep finish' in rejection(max_lr.main, [str(tmp_path)])
     make(tmp_path, 'adamw', 100, 3.0, 5e-4, argv=['--n_layer=3'])

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, check_comparable
 from analysis.figures import argparser, figure, legend, parse, print_table, save
-from analysis.runs import find_runs
+from analysis.runs import find_runs, hyperparameters
 
 MARGIN = 0.5  # nats of training loss
 
@@ -48,7 +48,12 @@ def main(argv=None):
     for run in sorted(runs, key=lambda run: run.learning_rate):
         if (problem := run.unfinished or run.off_schedule) and not run.diverged:
             raise SystemExit(f'{run.out_dir}: {problem}; let the sweep finish, or leave the run out')
-        groups.setdefault((run.optimizer_label, run.scale_attn_by_inverse_layer_idx), []).append(run)
+        group = groups.setdefault((run.optimizer_label, run.scale_attn_by_inverse_layer_idx), [])
+        group.append(run)
+        one, other = (dict(hyperparameters(each)) for each in (group[0], run))
+        for key in [key for key in one if one[key] != other[key] and key not in ('learning_rate', 'min_lr')]:
+            raise SystemExit(f'{group[0].out_dir} and {run.out_dir}: {key} is {one[key]} in one and {other[key]} in '
+                             'the other; pass runs that differ only in learning rate, scaling and seed')
 
     rows, (fig, (ax,)) = [], figure()
     optimizers = sorted({optimizer for optimizer, _ in groups})
