@@ -41,9 +41,14 @@ def data_dir(dataset):
     return path if not inside.is_dir() and (path.is_dir() or len(path.parts) > 1) else inside
 
 
+def first_dir(dataset):
+    """Return the directory of --dataset, of a mixture its first part's. All parts have one tokenizer."""
+    return data_dir(next(iter(parts_of(dataset))))
+
+
 def vocab_size_of(dataset):
-    """Return the vocabulary size of --dataset, a mixture's from its first part; GPT-2's if it has no meta.json."""
-    return read_meta(data_dir(next(iter(parts_of(dataset)))))['vocab_size']  # all parts of a mixture have one tokenizer
+    """Return the vocabulary size of --dataset; GPT-2's if it has no meta.json."""
+    return read_meta(first_dir(dataset))['vocab_size']
 
 
 class Bin:

@@ -175,8 +175,7 @@ def curvature_along(model, sequences, u):
     """Return uᵀGu / ‖u‖² for the vector `u`, G the Gauss-Newton matrix on the sequences."""
     names, params = trained(model)
     tangents = tuple(part.view_as(p) for part, p in zip(u.split([p.numel() for p in params]), params))
-    total = 0
-    predictions = 0
+    total, predictions = 0, 0
     for tokens in sequences:
         def logits(*values, tokens=tokens):  # with targets: nanoGPT's forward returns all logits only then
             X, Y = inputs_and_targets(tokens)

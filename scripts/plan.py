@@ -23,7 +23,7 @@ import train
 from analysis.arguments import at_least
 from analysis.figures import print_table
 from analysis.runs import training_and_hessian_flops
-from data.loader import data_dir, parts_of, vocab_size_of
+from data.loader import first_dir, vocab_size_of
 from hessian import product_size, rows_at_once
 from model import GPT, GPTConfig
 from optimizers import row
@@ -193,7 +193,7 @@ def main(argv=None):
     for words in [[name] for name in configs] or [[]]:
         c = train.resolve(['--device=cuda', *flags, *words], world_size=args.gpus)  # whatever this machine has
         settings.append((c, shapes.config_of(GPTConfig, c.values, vocab_size_of(c.dataset))))
-        first = data_dir(next(iter(parts_of(c.dataset))))
+        first = first_dir(c.dataset)
         if not every and not any((first / name).is_file() for name in ('meta.json', 'train.bin')):
             print(f"note: {first} is not prepared; GPT-2's number of ids is assumed", file=sys.stderr)
     if every:

@@ -45,7 +45,7 @@ def main(argv=None):
         raise SystemExit(f'nothing to compare: no run of --candidate {" ".join(unknown)}')
     runs = [run for run in runs if run.optimizer_name in (baseline, *candidates)]
     kept = [run for run in runs if not run.rejected]
-    compare.check_comparable(kept + [run for run in runs if run.diverged and run.is_trial], args.tuned)
+    compare.check_comparable([run for run in runs if run.is_trial], args.tuned)
     counted = {run.out_dir for group in by_seed(kept) for run in group}
     rejected = {str(run.out_dir): run.rejected or 'another run has the same settings and seed'
                 for run in runs if run.out_dir not in counted}
