@@ -2,6 +2,7 @@
 
   python scripts/eval.py out/gpt2-small-sophiag                          on its data set
   python scripts/eval.py gpt2 --dataset=openwebtext
+  python scripts/eval.py out/gpt2-small-sophiag --bands=5                of frequent and of rare tokens, too
 
 The tokens are cut into sequences of block_size, as in train.py, without an incomplete one at the end. Prints a line of
 JSON, for a mixture of data sets a line for each part.
@@ -20,7 +21,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.arguments import at_least
 from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins
-from data.loader import ValidationLoader
+from data.loader import Bin, ValidationLoader
 from data.tokenizer import Byte, Char
 from loss import cross_entropy
 from runtime.device import autocast, set_matmul_precision
@@ -46,25 +47,46 @@ def bytes_per_id(tokenizer):
     return torch.tensor(sizes)
 
 
+def frequency_bands(data, n):
+    """Return the band of each id, (vocab_size,) int64: 0 for the most frequent, n − 1 for the rarest. Each band has
+    about 1/n of the tokens of `data`, a Bin; of a long one, of its `samples`."""
+    counts = np.bincount(data.samples().ravel(), minlength=data.vocab_size)
+    order = np.argsort(-counts, kind='stable')
+    middles = np.cumsum(counts[order]) - counts[order] / 2
+    bands = np.empty(len(counts), dtype=np.int64)
+    bands[order] = np.minimum(middles * n / counts.sum(), n - 1)
+    return torch.from_numpy(bands)
+
+
 @torch.no_grad()
 def measure(loaded, data, args):
     """Return the results of `loaded` on `data`, a Bin, as a dict."""
     block_size, precision = loaded.model.config.block_size, autocast(args.device, dtype_name(args))
     batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, 0, 1, args.device)
     sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
+    bands = frequency_bands(Bin(data.path.parent, 'train'), args.bands) if args.bands else None
     loss_sum, tokens, n_bytes = 0.0, 0, 0
+    band_sums, band_tokens = torch.zeros(args.bands, dtype=torch.float64), torch.zeros(args.bands, dtype=torch.int64)
     for X, Y in tqdm(batches, unit='batch', disable=not sys.stderr.isatty()):
         with precision:
             # A copy, because GPT.forward may mask targets in place: the loss is over all of them, as val/loss is.
-            loss_sum += cross_entropy(loaded.model(X, Y.clone())[0], Y).sum().item()
+            losses = cross_entropy(loaded.model(X, Y.clone())[0], Y)
+        loss_sum += losses.sum().item()
         counted = Y[Y >= 0].cpu()
         tokens += len(counted)
         n_bytes += 0 if sizes is None else sizes[counted].sum().item()
+        if bands is not None:
+            band_sums.index_add_(0, bands[counted], losses[Y >= 0].cpu().double())
+            band_tokens += bands[counted].bincount(minlength=args.bands)
     loss = loss_sum / tokens
     result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
                   block_size=block_size, tokens=tokens, loss=loss, perplexity=float(np.exp(loss)))
     if n_bytes:
         result |= dict(bytes=n_bytes, bits_per_byte=loss * tokens / n_bytes / math.log(2))
+    if bands is not None:
+        result['bands'] = [dict(ids=(bands == i).sum().item(), tokens=band_tokens[i].item(),
+                                loss=(band_sums[i] / band_tokens[i]).item() if band_tokens[i] else None)
+                           for i in range(args.bands)]
     return result
 
 
@@ -74,6 +96,8 @@ def main(argv=None):
     parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's)")
     parser.add_argument('--eval_iters', type=at_least(0), default=0, help='micro-batches, as in train.py; 0: all')
     parser.add_argument('--batch_size', type=at_least(1), default=8, help='sequences per forward pass (default: 8)')
+    parser.add_argument('--bands', type=at_least(0), default=0, metavar='N',
+                        help='the loss of N bands of ids, from frequent to rare in train.bin, each 1/N of its tokens')
     add_model_flags(parser)
     args = parser.parse_args(argv)
     loaded = load(args.checkpoint, args.device, args.tokenizer)
