@@ -64,7 +64,7 @@ def command(run):
     """Return the arguments of Python for a run."""
     return ['records/fresh_h/run.py', 'config/study.py', '--dataset=books_bpe', '--batch_size=4', '--eval_iters=400',
             '--eval_interval=2400', f'--optimizer_name={run.optimizer}',
-            *(f'--{key}={value:g}' for key, value in run.settings), '--init_from=auto']
+            *(f'--{key}={value:g}' for key, value in run.settings), '--auto_resume=True']
 
 
 if __name__ == '__main__':
