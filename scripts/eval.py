@@ -63,30 +63,26 @@ def measure(loaded, data, args):
     """Return the results of `loaded` on `data`, a Bin, as a dict."""
     block_size, precision = loaded.model.config.block_size, autocast(args.device, dtype_name(args))
     batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, 0, 1, args.device)
-    sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
-    bands = frequency_bands(Bin(data.path.parent, 'train'), args.bands) if args.bands else None
-    loss_sum, tokens, n_bytes = 0.0, 0, 0
-    band_sums, band_tokens = torch.zeros(args.bands, dtype=torch.float64), torch.zeros(args.bands, dtype=torch.int64)
+    sums, counts = (torch.zeros(data.vocab_size, dtype=dtype) for dtype in (torch.float64, torch.int64))  # of each id
     for X, Y in tqdm(batches, unit='batch', disable=not sys.stderr.isatty()):
         with precision:
             # A copy, because GPT.forward may mask targets in place: the loss is over all of them, as val/loss is.
             losses = cross_entropy(loaded.model(X, Y.clone())[0], Y)
-        loss_sum += losses.sum().item()
-        counted = Y[Y >= 0].cpu()
-        tokens += len(counted)
-        n_bytes += 0 if sizes is None else sizes[counted].sum().item()
-        if bands is not None:
-            band_sums.index_add_(0, bands[counted], losses[Y >= 0].cpu().double())
-            band_tokens += bands[counted].bincount(minlength=args.bands)
-    loss = loss_sum / tokens
+        ids, losses = Y[Y >= 0].cpu(), losses[Y >= 0].cpu()
+        sums.index_add_(0, ids, losses.double())
+        counts += ids.bincount(minlength=len(counts))
+    tokens = counts.sum().item()
+    loss = sums.sum().item() / tokens
     result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
                   block_size=block_size, tokens=tokens, loss=loss, perplexity=float(np.exp(loss)))
-    if n_bytes:
+    sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
+    if sizes is not None and (n_bytes := (counts * sizes[:len(counts)]).sum().item()):
         result |= dict(bytes=n_bytes, bits_per_byte=loss * tokens / n_bytes / math.log(2))
-    if bands is not None:
-        result['bands'] = [dict(ids=(bands == i).sum().item(), tokens=band_tokens[i].item(),
-                                loss=(band_sums[i] / band_tokens[i]).item() if band_tokens[i] else None)
-                           for i in range(args.bands)]
+    if args.bands:
+        of_id = frequency_bands(Bin(data.path.parent, 'train'), args.bands)
+        bands = [(of_id == band, counts[of_id == band].sum().item()) for band in range(args.bands)]
+        result['bands'] = [dict(ids=ids.sum().item(), tokens=n, loss=sums[ids].sum().item() / n if n else None)
+                           for ids, n in bands]
     return result
 
 

@@ -19,6 +19,8 @@ from records.fresh_h import results as fresh_h_results
 from records.fresh_h import study as fresh_h
 from records.gpu_30m import results as gpu_30m_results
 from records.gpu_30m import study as gpu_30m
+from records.small_batch import results as small_batch_results
+from records.small_batch import study as small_batch
 
 
 def make_all(loss_of, protocol=study.protocol, share_of=lambda run: None):
@@ -74,7 +76,7 @@ def test_parts_that_depend_on_the_best_warm_up():
     assert {dict(run.settings)['warmup_iters'] for run in made if run.part == 'H'} == {1200}
 
 
-@pytest.mark.parametrize('protocol', [study.protocol, fresh_h.protocol, gpu_30m.protocol])
+@pytest.mark.parametrize('protocol', [study.protocol, fresh_h.protocol, gpu_30m.protocol, small_batch.protocol])
 @pytest.mark.parametrize('seed', range(2))
 def test_any_losses_come_to_an_end(protocol, seed):
     rng = random.Random(seed)
@@ -159,6 +161,49 @@ def test_fresh_h_corrects_gamma_by_the_shares_so_far(share, found):
     targets = fresh_h.ARMS['fresh'][2]
     assert [search.share(target, gamma, 0) for target, gamma in targets.items()] == found
     assert all(target / 1.4 <= share(gamma) <= target * 1.4 for target, gamma in zip(targets, found))
+
+
+def small_batch_surface(run):
+    """A loss that is lowest at γ = 1.3, β2 = 0.98 and a learning rate of 0.001."""
+    s = dict(run.settings)
+    return (5 + 0.01 * math.log2(s['learning_rate'] / 0.001) ** 2 + 0.003 * abs(math.log(s.get('gamma', 1.3) / 1.3))
+            + abs(s.get('beta2', 0.98) - 0.98 if run.optimizer == 'adamw' else 0) + s['seed'] * 1e-6)
+
+
+def test_small_batch_tunes_gamma_then_the_rate_then_takes_fresh_seeds():
+    made = make_all(small_batch_surface, small_batch.protocol)
+    runs = {arm: [] for arm in small_batch.ARMS}
+    for run in made:
+        arm, settings = small_batch_results.arm_and_settings(str(run.path))
+        runs[arm].append(settings)
+    for arm, (_, _, middle, tuned) in small_batch.ARMS.items():
+        search = [s for s in runs[arm] if s['seed'] == fresh_h.SEARCH_SEED]
+        fresh = [s for s in runs[arm] if s not in search]
+        assert [s['seed'] for s in fresh] == [1338, 1339, 1340, 1341]
+        assert {s['learning_rate'] for s in fresh} == {0.001}
+        if tuned:
+            key, first = tuned[0], small_batch.rate_at(middle)
+            best = {s[key] for s in fresh}
+            assert len({s[key] for s in search if s['learning_rate'] == first}) >= 3 and len(best) == 1
+            assert {s[key] for s in search if s['learning_rate'] != first} == best
+            assert best <= ({0.98} if key == 'beta2' else {1.3, 1.6})
+    seeds = [dict(run.settings)['seed'] for run in made]
+    assert seeds == sorted(seeds, key=lambda seed: seed != fresh_h.SEARCH_SEED)  # all arms search first
+
+
+def test_small_batch_is_tested_as_planned():
+    loss = dict.fromkeys(small_batch.ARMS, 0.0) | {'fresh': -0.1, 'permuted': 0.1}
+    results = {}
+    for run in make_all(small_batch_surface, small_batch.protocol):
+        arm, _ = small_batch_results.arm_and_settings(str(run.path))
+        results[str(run.path)] = studies.Result(small_batch_surface(run) + loss[arm], 0, 0.1)
+    rows = small_batch_results.planned_tests(results)
+    assert [(row['comparison'], round(row['difference'], 2)) for row in rows] == [
+        ('fresh minus sign momentum', -0.1), ('mean minus sign momentum', 0.0), ('paper minus sign momentum', 0.0),
+        ('fresh minus permuted', -0.2)]
+    assert all(row['p'] <= row['p, Holm'] <= 4 * row['p'] for row in rows)
+    del results[next(name for name in results if name.startswith('A/clip') and 'seed=1341' in name)]
+    assert not small_batch_results.planned_tests(results)
 
 
 def assert_written(rows, path):

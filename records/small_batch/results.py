@@ -1,0 +1,91 @@
+"""Results of this study, from runs.jsonl and bands.jsonl beside this file.
+
+  python records/small_batch/results.py tables                                        the tables of README.md
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import mean
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+from analysis.significance import difference, holm
+from records.dissection.results import markdown, texts
+from records.fresh_h.results import fresh, search_table, validation
+from records.small_batch.study import ARMS, SEEDS
+from records.studies import recorded, show_results
+
+TESTS = [('fresh', 'sign momentum'), ('mean', 'sign momentum'), ('paper', 'sign momentum'), ('fresh', 'permuted')]
+
+
+def arm_and_settings(name):
+    """Return (arm, {setting: number}) of a run, given its name."""
+    optimizer, *words = name.rsplit('/', 1)[-1].split(',')
+    settings = {key: float(value) for key, value in (word.split('=') for word in words)}
+    parts = settings.get('hessian_parts')
+    arm = next(arm for arm, (other, special, *_) in ARMS.items()
+               if (other, special.get('hessian_parts')) == (optimizer, parts))
+    return arm, settings
+
+
+def arms_of(results):
+    """Group results, {name of a run: `Result`}: {arm: {(γ or β2, learning rate): {seed: `Result`}}}, None in place of γ
+    for sign momentum."""
+    arms = {arm: {} for arm in ARMS}
+    for name, result in results.items():
+        arm, settings = arm_and_settings(name)
+        tuned = ARMS[arm][3]
+        trial = tuned and settings[tuned[0]], settings['learning_rate']
+        arms[arm].setdefault(trial, {})[int(settings['seed'])] = result
+    return {arm: trials for arm, trials in arms.items() if trials}
+
+
+def planned_tests(results):
+    """Return a row for each planned test, corrected by Holm; none before all fresh seeds are there."""
+    losses = {arm: fresh(trials, validation) for arm, trials in arms_of(results).items()}
+    if not all(len(losses.get(arm, [])) == len(SEEDS) for pair in TESTS for arm in pair):
+        return []
+    rows = [{'comparison': f'{one} minus {two}', 'n': '4, 4', **difference(losses[one], losses[two])}
+            for one, two in TESTS]
+    return [row | {'p, Holm': p} for row, p in zip(rows, holm([row['p'] for row in rows]))]
+
+
+def read_bands():
+    """Return {arm: the results of scripts/eval.py --bands, a list of dicts} of the fresh seeds."""
+    found = {}
+    for line in (HERE / 'bands.jsonl').read_text(encoding='utf-8').splitlines():
+        result = json.loads(line)
+        found.setdefault(arm_and_settings(Path(result['checkpoint']).parent.name)[0], []).append(result)
+    return found
+
+
+def band_table(bands):
+    """Return a row of texts for each arm: its loss on each band of ids, averaged over the fresh seeds. Two rows before
+    say how many ids and which share of the tokens a band has."""
+    parts = next(iter(bands.values()))[0]['bands']
+    columns = [f'band {i + 1}' for i in range(len(parts))]
+    tokens = sum(part['tokens'] for part in parts)
+    rows = [dict(zip(['', *columns], ['ids', *(str(part['ids']) for part in parts)])),
+            dict(zip(['', *columns], ['tokens', *(f'{part["tokens"] / tokens:.0%}'.replace('%', ' %')
+                                                  for part in parts)]))]
+    for arm in [arm for arm in ARMS if arm in bands]:
+        losses = zip(*([part['loss'] for part in result['bands']] for result in bands[arm]))
+        rows.append(dict(zip(['', *columns], [arm, *(f'{mean(band):.3f}' for band in losses)])))
+    return rows
+
+
+def read_results():
+    """Return {name of a run: its `Result`} of this study."""
+    return recorded(HERE / 'runs.jsonl')
+
+
+def tables(results):
+    """Return the tables as Markdown: the planned tests, the losses by band, all trials."""
+    trials = [{'γ or β2' if key == 'γ' else key: text for key, text in row.items()}
+              for row in search_table(arms_of(results))]
+    return [markdown(rows) for rows in (texts(planned_tests(results)), band_table(read_bands()), trials)]
+
+
+if __name__ == '__main__':
+    show_results(__doc__, '', read_results, tables, {})
