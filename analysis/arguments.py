@@ -1,13 +1,15 @@
 """Types of command-line flags."""
 
 import argparse
+import math
 
 
-def at_least(low, kind=int):
-    """Return an argparse type: numbers of `kind` from `low` on."""
+def at_least(low, kind=int, at_most=math.inf):
+    """Return an argparse type: numbers of `kind` from `low` on, up to `at_most`."""
     def number(text):
         value = kind(text)
-        if not value >= low:
-            raise argparse.ArgumentTypeError(f'{text}: must be at least {low}')
+        if not low <= value <= at_most:
+            raise argparse.ArgumentTypeError(f'{text}: must be at least {low}'
+                                             + f' and at most {at_most}' * (at_most < math.inf))
         return value
     return number

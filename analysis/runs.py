@@ -104,14 +104,23 @@ class RunRecord:
         """Whether all learning rates were as the settings say: the logged ones, and those before each resume, which
         the log lacks where a checkpoint was copied to another directory."""
         from train import learning_rate_at  # which imports PyTorch
-        rates, before = [*zip(*self.series('lr'))], dict(self.config)
+        rates = [*zip(*self.series('lr'))]
+        for first, end, settings in self.earlier_settings():
+            rates += [(i, learning_rate_at(settings, i)) for i in range(first, end)]
+        return all(math.isclose(rate, learning_rate_at(self, i)) for i, rate in rates)
+
+    def earlier_settings(self):
+        """Return (first iteration, end, settings) of each stretch that ended at a resume with a change, latest first.
+        """
         changes = sorted(self.about.get('changes', []), key=lambda change: -change['iter'])
         resumes = [(i, [*group]) for i, group in itertools.groupby(changes, lambda change: change['iter'])]
-        for (resume, changed), earlier in zip(resumes, [i for i, _ in resumes[1:]] + [0]):
-            before.update({change['key']: change['from'] for change in reversed(changed)
-                           if change['key'] in before})
-            rates += [(i, learning_rate_at(SimpleNamespace(**before), i)) for i in range(earlier, resume)]
-        return all(math.isclose(rate, learning_rate_at(self, iteration)) for iteration, rate in rates)
+        starts = [i for i, _ in resumes[1:]] + [0]
+        found, settings = [], dict(self.config)
+        for start, (end, changed) in zip(starts, resumes):
+            # Of two changes of a setting at one resume, the first knows what it was before.
+            settings |= {change['key']: change['from'] for change in reversed(changed) if change['key'] in settings}
+            found.append((start, end, SimpleNamespace(**settings)))
+        return found
 
     @property
     def code_changes(self):
@@ -124,10 +133,14 @@ class RunRecord:
         """Whether training stopped because something was not finite, or the last loss is not."""
         return self.failed is not None or not math.isfinite(self.last('val/loss') or 0)
 
+    def final(self, key):
+        """Return the last value of `key`; math.inf if the run diverged, however low its losses had been before."""
+        return math.inf if self.diverged else self.last(key)
+
     @property
     def final_loss(self):
         """The last validation loss; math.inf if the run diverged."""
-        return math.inf if self.diverged else self.last('val/loss')
+        return self.final('val/loss')
 
     @property
     def rejected(self):

@@ -174,7 +174,7 @@ def main(argv=None):
     parser.add_argument('--gpus', type=at_least(1), help='number of them (default: 1 with --gpu, else 8)')
     parser.add_argument('--memory_gb', type=at_least(1, float), help="memory of each (default: the card's)")
     parser.add_argument('--tflops', type=at_least(1, float), help="dense 16-bit peak of each (default: the card's)")
-    parser.add_argument('--mfu', type=at_least(0.01, float), default=0.4,
+    parser.add_argument('--mfu', type=at_least(0.01, float, at_most=1), default=0.4,
                         help='share of the peak that the FLOPs reach (default: 0.4)')
     args, flags = parser.parse_known_args(argv)
     card = devices.gpu_named(args.gpu or 'H100')

@@ -6,12 +6,11 @@ import math
 import random
 import re
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 
-from analysis.runs import find_runs
+from analysis.runs import RunRecord, find_runs
 from records import studies
 from records.dissection import results, study
 from records.dissection.results import mean_sd
@@ -257,8 +256,8 @@ def part_f(**changes):
     """Return runs of part F as `stable_table` reads them; `changes`: attributes of the last one, Sophia-G's 1346."""
     def run(name, seed, failed=False, norm=5.0):
         loss = dict(sophiag=4.07, clip=4.11, gnb_permuted=4.07)[name] + 0.001 * (seed % 3)
-        return SimpleNamespace(out_dir=gpu_30m_results.HERE / 'f' / name, optimizer_name=name, seed=seed,
-                               diverged=failed, last={'val/loss': loss, 'hessian_norm': norm}.get)
+        return RunRecord(gpu_30m_results.HERE / 'f' / name, dict(optimizer_name=name, seed=seed), {},
+                         [{'val/loss': loss, 'hessian_norm': norm}], 'the loss is not finite' if failed else None)
 
     *runs, last = [(name, seed) for name in reversed(gpu_30m_results.STABLE) for seed in gpu_30m.STABLE_SEEDS]
     return [run(*one) for one in runs] + [run(*last, **changes)]

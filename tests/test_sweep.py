@@ -328,6 +328,7 @@ def test_a_search_keeps_nothing_within_the_noise(tmp_path, landscape):
     (sweep, ['--grid', 'seed=1', '--jobs=0', '--', *SHAPE], 'at least 1'), (sweep, [], 'pass --spec or --grid'),
     (sweep, ['--', *SHAPE], 'a spec has its arguments in "base"'),
     (plan, ['--gpus=0'], '--gpus: 0: must be at least 1'), (plan, ['--mfu=nan'], '--mfu: nan: must be at least 0.01'),
+    (plan, ['--mfu=40'], '--mfu: 40: must be at least 0.01 and at most 1'),
     (evaluation, ['gpt2', '--eval_iters=-1'], '--eval_iters: -1: must be at least 0'),
     (evaluation, ['gpt2', '--batch_size=x'], "--batch_size: invalid number value: 'x'"),
     (records, ['a', 'b', '--pack', 'c'], '--pack takes one OUT_DIR'),

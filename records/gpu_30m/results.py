@@ -28,11 +28,6 @@ def read_runs():
     return find_runs([HERE])
 
 
-def measured(run, key):
-    """Return the last value of `key`; math.inf if the run diverged, however low its losses had been before."""
-    return math.inf if run.diverged else run.last(key)
-
-
 def search_table(runs):
     """Return a row of texts for each optimizer: the two losses with the search's seed at each learning rate, and for
     Sophia-G the unclipped share at the end."""
@@ -43,7 +38,7 @@ def search_table(runs):
     for name in OPTIMIZERS:
         for what, key, digits in [*((place, key, '.3f') for place, key in LOSSES.items()),
                                   *[('unclipped', 'update_unclipped', '.2f')] * (name == 'sophiag')]:
-            mine = {lr: format(measured(search[name, lr], key), digits) for lr in rates if (name, lr) in search}
+            mine = {lr: format(search[name, lr].final(key), digits) for lr in rates if (name, lr) in search}
             rows.append({f'seed {SEARCH_SEED}': optimizer_label(name), 'value': what,
                          **{f'{lr:g}': mine.get(lr, '') for lr in rates}})
     return rows
@@ -58,8 +53,8 @@ def fresh_runs(runs, optimizer, rate):
 def fresh_losses(runs, optimizer, rate, key):
     """Return ({seed: loss} after 3,000 steps, {column: loss} of half of the steps) with fresh seeds."""
     mine = fresh_runs(runs, optimizer, rate)
-    return ({run.seed: measured(run, key) for run in mine if run.max_iters == LONG['max_iters']},
-            {f'T = {run.max_iters:,}, seed {run.seed}': measured(run, key) for run in mine
+    return ({run.seed: run.final(key) for run in mine if run.max_iters == LONG['max_iters']},
+            {f'T = {run.max_iters:,}, seed {run.seed}': run.final(key) for run in mine
              if run.max_iters == HALF['max_iters']})
 
 
@@ -104,7 +99,7 @@ def stable_table(runs):
              for name in STABLE}
     if not all(set(mine) == set(STABLE_SEEDS) for mine in found.values()):
         return []
-    arms = {name: {seed: measured(run, 'val/loss') for seed, run in mine.items()} for name, mine in found.items()}
+    arms = {name: {seed: run.final_loss for seed, run in mine.items()} for name, mine in found.items()}
     rows = [{'part F': optimizer_label(name), **{f'seed {seed}': how_it_ended(mine[seed]) for seed in STABLE_SEEDS},
              'mean': f'{mean(arms[name].values()):.3f}' if math.inf not in arms[name].values() else None,
              'p, Holm': None} for name, mine in found.items()]
