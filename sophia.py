@@ -370,7 +370,8 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
 
 
 class Hutchinson:
-    """Algorithm 1 over any number of micro-batches and ranks: ĥ = u ⊙ ∇²L u with one u for the whole mini-batch.
+    """Algorithm 1 over any number of micro-batches and ranks: ĥ = u ⊙ ∇²L u with one u for the whole mini-batch. Makes
+    one estimate: the next one needs another u.
 
     Args:
         optimizer: as for `hutchinson`.
@@ -390,6 +391,7 @@ class Hutchinson:
 
     def add(self, product, examples):
         """Add a micro-batch: `product` = ∇²L u with L its mean loss, `examples` its size."""
+        self.check_unused()
         for total, hvp in zip(self.product, product):
             if hvp is not None:
                 total.add_(hvp, alpha=examples)
@@ -397,8 +399,15 @@ class Hutchinson:
 
     def estimate(self, group=None):
         """Return ĥ as a list of tensors, None for frozen parameters, the mean over the examples of `group`."""
-        n = sum_over_ranks(self.product, self.examples, group)
-        return [hvp if hvp is None else hvp.div_(n).mul_(u) for hvp, u in zip(self.product, self.u)]
+        self.check_unused()
+        product, self.product = self.product, None
+        n = sum_over_ranks(product, self.examples, group)
+        return [hvp if hvp is None else hvp.div_(n).mul_(u) for hvp, u in zip(product, self.u)]
+
+    def check_unused(self):
+        """Raise RuntimeError after the estimate."""
+        if self.product is None:
+            raise RuntimeError('Hutchinson: this one has made its estimate; make another one, with another u')
 
 
 def double_backward(loss, params, u):

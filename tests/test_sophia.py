@@ -265,6 +265,15 @@ def test_algorithm_1():
     torch.testing.assert_close(found, reference.hutchinson(A, estimator.u[0]), rtol=1e-10, atol=0)
 
 
+def test_one_vector_makes_one_estimate():
+    estimator = Hutchinson([torch.nn.Parameter(torch.ones(3))])
+    estimator.add([torch.ones(3)], 2)
+    torch.testing.assert_close(estimator.estimate()[0], estimator.u[0])
+    for again in lambda: estimator.add([torch.ones(3)], 2), estimator.estimate:
+        with pytest.raises(RuntimeError, match='has made its estimate'):
+            again()
+
+
 @pytest.mark.parametrize('rademacher', [False, True])
 def test_hutchinson_is_unbiased_on_an_indefinite_quadratic(rademacher):
     A, theta = indefinite_matrix(6), torch.nn.Parameter(torch.randn(6))
