@@ -602,14 +602,18 @@ def check_seeds(device, group=None):
 def sum_over_ranks(tensors, count, group=None):
     """Add up `tensors` (in place) and the number `count` over the ranks of `group`, and return the summed count.
 
-    DTensors stay as they are, because FSDP's backward has summed them.
+    DTensors stay as they are, because FSDP's backward has summed them. ValueError where ranks have other tensors.
     """
     if ranks(group) < 2:
         return count
     tensors = [t for t in tensors if t is not None]  # of frozen parameters
-    device = tensors[0].device
-    tensors = [t for t in tensors if not is_dtensor(t)]
-    counts = torch.tensor([count], dtype=torch.float64, device=device)
-    for work in [dist.all_reduce(t, group=group, async_op=True) for t in [*tensors, counts]]:
+    shapes = hash(tuple(t.shape for t in tensors)) % 2 ** 20
+    counts = torch.tensor([count, shapes, shapes ** 2], dtype=torch.float64, device=tensors[0].device)
+    dist.all_reduce(counts, group=group)
+    count, total, squares = map(int, counts.tolist())
+    if total ** 2 != ranks(group) * squares:  # equal only if all are the same
+        raise ValueError('the ranks estimate for different parameters, such as those of the .optim in a '
+                         'ZeroRedundancyOptimizer; pass the whole one, or model.parameters()')
+    for work in [dist.all_reduce(t, group=group, async_op=True) for t in tensors if not is_dtensor(t)]:
         work.wait()
-    return int(counts.item())
+    return count

@@ -443,6 +443,7 @@ def on_each_of_two_ranks(rank, path):
     """Rank 0 has three of the eight examples for Gauss-Newton-Bartlett, half of them for Hutchinson."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
     torch.set_num_threads(1)
     dist.init_process_group('gloo', f'file://{path}/store', rank=rank, world_size=2)
     torch.set_default_dtype(torch.float64)
@@ -504,7 +505,24 @@ def on_each_of_two_ranks(rank, path):
     model.set_requires_gradient_sync(False)
     with pytest.raises(RuntimeError, match=r'set_requires_gradient_sync\(False\)'):
         gauss_newton_bartlett(model(x), optimizer, group=alone)
-    torch.save(dict(samples=samples, by_shards=by_shards, **estimates), f'{path}/{rank}.pt')
+    # Each rank's optimizer has a part of the parameters.
+    by_optimizer = []
+    for make in (lambda params: ZeroRedundancyOptimizer(params, Sophia, lr=0.1), lambda params: Sophia(params, lr=0.1)):
+        model = network()
+        optimizer = make(model.parameters())
+        own = getattr(optimizer, 'optim', optimizer)
+        torch.manual_seed(rank)
+        found = dict(zip(model.parameters(), gauss_newton_bartlett(model(x[half]), optimizer)))
+        own.update_hessian(found[p] for group in own.param_groups for p in group['params'])
+        F.cross_entropy(model(x), LABELS).backward()
+        optimizer.step()
+        by_optimizer.append(flat(model.parameters()).detach())
+        if own is not optimizer:
+            with pytest.raises(ValueError, match='different parameters, such as those of the .optim'):
+                gauss_newton_bartlett(model(x[half]), own)
+            with pytest.raises(ValueError, match='different parameters'):
+                hutchinson(F.cross_entropy(model(x), LABELS), own, torch.Generator().manual_seed(2))
+    torch.save(dict(samples=samples, by_shards=by_shards, by_optimizer=by_optimizer, **estimates), f'{path}/{rank}.pt')
     dist.destroy_process_group()
 
 
@@ -549,6 +567,11 @@ def test_parameters_sharded_over_a_part_of_the_ranks_have_the_estimate_of_that_p
     for rank in two_ranks:
         torch.testing.assert_close(*rank['by_shards'])
     assert not torch.equal(two_ranks[0]['by_shards'][0][0], two_ranks[1]['by_shards'][0][0])
+
+
+def test_an_optimizer_divided_over_ranks_makes_the_step_of_a_whole_one(two_ranks):
+    for rank in two_ranks:
+        torch.testing.assert_close(*rank['by_optimizer'])
 
 
 def test_estimators_leave_quantized_frozen_parameters_alone():
