@@ -1,6 +1,7 @@
 """Results of this study, from runs.jsonl and bands.jsonl beside this file.
 
-  python records/small_batch/results.py tables                                        the tables of README.md
+  python records/small_batch/results.py tables                                          the tables of README.md
+  python records/small_batch/results.py bands --output records/small_batch/bands.png    losses of frequent, rare tokens
 """
 
 import json
@@ -10,6 +11,7 @@ from statistics import mean
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
+from analysis.figures import figure, styles
 from analysis.significance import difference, holm
 from records.dissection.results import markdown, texts
 from records.fresh_h.results import fresh, search_table, validation
@@ -87,5 +89,28 @@ def tables(results):
     return [markdown(rows) for rows in (texts(planned_tests(results)), band_table(read_bands()), trials)]
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def draw_bands(results):
+    """Draw each arm's loss on each band of ids minus sign momentum's, means over the fresh seeds. Return (figure, rows).
+    """
+    bands, rows = read_bands(), []
+    losses = {arm: [mean(band) for band in zip(*([part['loss'] for part in result['bands']] for result in bands[arm]))]
+              for arm in ARMS if arm in bands}
+    others = [arm for arm in losses if arm != 'sign momentum']
+    fig, (ax,) = figure(width=5.6, height=3.4)
+    ax.axhline(0, color='0.4', linewidth=1)
+    for arm, style in zip(others, styles([''] * len(others))):
+        apart = [mine - sign for mine, sign in zip(losses[arm], losses['sign momentum'])]
+        ax.plot(range(1, len(apart) + 1), apart, 'o-', markersize=4, label=arm, **style)
+        rows += [dict(arm=arm, band=band, difference=found) for band, found in enumerate(apart, 1)]
+    ax.set(xlabel='band of ids, from frequent to rare', title='Loss minus sign momentum\'s, fresh seeds')
+    ax.set_xticks(range(1, len(apart) + 1))
+    ax.legend(frameon=False, fontsize=8)
+    return fig, rows
+
+
 if __name__ == '__main__':
-    show_results(__doc__, '', read_results, tables, {})
+    show_results(__doc__, 'bands.png', read_results, tables, dict(bands=draw_bands))
