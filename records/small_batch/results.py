@@ -94,8 +94,7 @@ def tables(results):
 
 
 def draw_bands(results):
-    """Draw each arm's loss on each band of ids minus sign momentum's, means over the fresh seeds. Return (figure, rows).
-    """
+    """Draw each arm's loss on each band of ids minus sign momentum's, means over fresh seeds. Return (figure, rows)."""
     bands, rows = read_bands(), []
     losses = {arm: [mean(band) for band in zip(*([part['loss'] for part in result['bands']] for result in bands[arm]))]
               for arm in ARMS if arm in bands}
