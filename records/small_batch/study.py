@@ -54,8 +54,9 @@ def tune(search, middle, tuned):
 
 def protocol(study):
     """Ask for all runs of the study, as far as the results are there."""
-    for place, (optimizer, settings, middle, tuned) in enumerate(ARMS.values()):
-        search = Search(study, (0, place), 'A', optimizer, settings | COMMON)
+    for place, (arm, (optimizer, settings, middle, tuned)) in enumerate(ARMS.items()):
+        stage = arm == 'AdamW'  # last, because no planned test needs it
+        search = Search(study, (stage, place), 'A', optimizer, settings | COMMON)
         if best := tune(search, middle, tuned):
             search.seeds(best, SEEDS)
 
