@@ -366,3 +366,12 @@ def test_the_tables_of_the_pages_are_of_the_records():
         rate = f'{float(row["learning_rate"]):g} ({row["trials"]})'
         assert f'| {T:,} | {row["optimizer"]} | {rate} | {loss} | {row["seeds"]} |' in page
         assert loss in re.search(rf'^\| {T:,} \| .*', front, flags=re.M)[0]
+
+
+def test_the_page_of_small_batch_is_of_its_records_which_are_the_runs_of_its_protocol():
+    found, page = small_batch_results.read_results(), (small_batch.HERE / 'README.md').read_text(encoding='utf-8')
+    assert all(table in page for table in small_batch_results.tables(found))
+    so_far, due = studies.next_runs(small_batch.protocol, lambda run: found.get(str(run.path)))
+    assert {str(run.path) for run in so_far.done} == set(found) and not due
+    assert f'{len(found)} of {len(found)} runs' in page
+    assert_written(small_batch_results.draw_bands(found)[1], small_batch.HERE / 'bands.csv')
