@@ -59,8 +59,8 @@ def frequency_bands(data, n):
 
 
 @torch.no_grad()
-def measure(loaded, data, args):
-    """Return the results of `loaded` on `data`, a Bin, as a dict."""
+def measure(loaded, data, args, bands=0):
+    """Return the results of `loaded` on `data`, a Bin, as a dict; `bands`: see --bands."""
     block_size, precision = loaded.model.config.block_size, autocast(args.device, dtype_name(args))
     batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, 0, 1, args.device)
     sums, counts = (torch.zeros(data.vocab_size, dtype=dtype) for dtype in (torch.float64, torch.int64))  # of each id
@@ -78,11 +78,11 @@ def measure(loaded, data, args):
     sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
     if sizes is not None and (n_bytes := (counts * sizes[:len(counts)]).sum().item()):
         result |= dict(bytes=n_bytes, bits_per_byte=loss * tokens / n_bytes / math.log(2))
-    if args.bands:
-        of_id = frequency_bands(Bin(data.path.parent, 'train'), args.bands)
-        bands = [(of_id == band, counts[of_id == band].sum().item()) for band in range(args.bands)]
+    if bands:
+        of_id = frequency_bands(Bin(data.path.parent, 'train'), bands)
+        parts = [(of_id == band, counts[of_id == band].sum().item()) for band in range(bands)]
         result['bands'] = [dict(ids=ids.sum().item(), tokens=n, loss=sums[ids].sum().item() / n if n else None)
-                           for ids, n in bands]
+                           for ids, n in parts]
     return result
 
 
@@ -99,7 +99,7 @@ def main(argv=None):
     loaded = load(args.checkpoint, args.device, args.tokenizer)
     set_matmul_precision(dtype_name(args))
     for data in open_bins(loaded, args.dataset, 'val'):
-        print(json.dumps(measure(loaded, data, args)))
+        print(json.dumps(measure(loaded, data, args, args.bands)))
 
 
 if __name__ == '__main__':
