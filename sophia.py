@@ -607,7 +607,7 @@ def sum_over_ranks(tensors, count, group=None):
     if ranks(group) < 2:
         return count
     tensors = [t for t in tensors if t is not None]  # of frozen parameters
-    shapes = hash(tuple(t.shape for t in tensors)) % 2 ** 20
+    shapes = hash(tuple(t.shape for t in tensors)) % 2 ** 20  # so small that sums of squares are exact
     counts = torch.tensor([count, shapes, shapes ** 2], dtype=torch.float64, device=tensors[0].device)
     dist.all_reduce(counts, group=group)
     count, total, squares = map(int, counts.tolist())

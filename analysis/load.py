@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from data.loader import Bin, data_dir, parts_of, read_meta
+from data.loader import Bin, data_dir, first_dir, parts_of, read_meta
 from data.tokenizer import (
     TOKENIZER_NAMES,
     Tokenizer,
@@ -157,7 +157,7 @@ def checkpoint_meta(state, name):
     it cannot be read and --tokenizer=`name` is given."""
     meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
     if meta is None and dataset:
-        folder = data_dir(next(iter(parts_of(dataset))))  # all parts of a mixture have one tokenizer
+        folder = first_dir(dataset)
         try:
             meta = read_meta(folder) if (folder / 'train.bin').is_file() else None
         except SystemExit:  # such as nanoGPT's meta.pkl

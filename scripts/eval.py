@@ -63,6 +63,7 @@ def measure(loaded, data, args, bands=0):
     """Return the results of `loaded` on `data`, a Bin, as a dict; `bands`: see --bands."""
     block_size, precision = loaded.model.config.block_size, autocast(args.device, dtype_name(args))
     batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, 0, 1, args.device)
+    band_of = frequency_bands(Bin(data.path.parent, 'train'), bands) if bands else None  # here, lest it fail at the end
     sums, counts = (torch.zeros(data.vocab_size, dtype=dtype) for dtype in (torch.float64, torch.int64))  # of each id
     for X, Y in tqdm(batches, unit='batch', disable=not sys.stderr.isatty()):
         with precision:
@@ -79,8 +80,7 @@ def measure(loaded, data, args, bands=0):
     if sizes is not None and (n_bytes := (counts * sizes[:len(counts)]).sum().item()):
         result |= dict(bytes=n_bytes, bits_per_byte=loss * tokens / n_bytes / math.log(2))
     if bands:
-        of_id = frequency_bands(Bin(data.path.parent, 'train'), bands)
-        parts = [(of_id == band, counts[of_id == band].sum().item()) for band in range(bands)]
+        parts = [(band_of == band, counts[band_of == band].sum().item()) for band in range(bands)]
         result['bands'] = [dict(ids=ids.sum().item(), tokens=n, loss=sums[ids].sum().item() / n if n else None)
                            for ids, n in parts]
     return result

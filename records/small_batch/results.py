@@ -54,27 +54,26 @@ def planned_tests(results):
 
 
 def read_bands():
-    """Return {arm: the results of scripts/eval.py --bands, a list of dicts} of the fresh seeds."""
-    found = {}
+    """Return {arm: [{'ids': number, 'tokens': number, 'loss': mean over the fresh seeds} of each band]}, by
+    scripts/eval.py --bands."""
+    found = {arm: [] for arm in ARMS}
     for line in (HERE / 'bands.jsonl').read_text(encoding='utf-8').splitlines():
         result = json.loads(line)
-        found.setdefault(arm_and_settings(Path(result['checkpoint']).parent.name)[0], []).append(result)
-    return found
+        found[arm_and_settings(Path(result['checkpoint']).parent.name)[0]].append(result['bands'])
+    # The runs of an arm differ in the losses only.
+    return {arm: [one[0] | dict(loss=mean(band['loss'] for band in one)) for one in zip(*runs)]
+            for arm, runs in found.items()}
 
 
 def band_table(bands):
-    """Return a row of texts for each arm: its loss on each band of ids, averaged over the fresh seeds. Two rows before
-    say how many ids and which share of the tokens a band has."""
-    parts = next(iter(bands.values()))[0]['bands']
-    columns = [f'band {i + 1}' for i in range(len(parts))]
+    """Return a row of texts for each arm: its loss on each band of ids. Two rows before say how many ids and which
+    share of the tokens a band has."""
+    parts = bands['sign momentum']
     tokens = sum(part['tokens'] for part in parts)
-    rows = [dict(zip(['', *columns], ['ids', *(str(part['ids']) for part in parts)])),
-            dict(zip(['', *columns], ['tokens', *(f'{part["tokens"] / tokens:.0%}'.replace('%', ' %')
-                                                  for part in parts)]))]
-    for arm in [arm for arm in ARMS if arm in bands]:
-        losses = zip(*([part['loss'] for part in result['bands']] for result in bands[arm]))
-        rows.append(dict(zip(['', *columns], [arm, *(f'{mean(band):.3f}' for band in losses)])))
-    return rows
+    rows = {'ids': [f'{part["ids"]}' for part in parts],
+            'tokens': [f'{part["tokens"] / tokens:.0%}'.replace('%', ' %') for part in parts],
+            **{arm: [f'{part["loss"]:.3f}' for part in mine] for arm, mine in bands.items()}}
+    return [{'': name, **{f'band {i}': text for i, text in enumerate(texts, 1)}} for name, texts in rows.items()]
 
 
 def read_results():
@@ -96,17 +95,15 @@ def tables(results):
 def draw_bands(results):
     """Draw each arm's loss on each band of ids minus sign momentum's, means over fresh seeds. Return (figure, rows)."""
     bands, rows = read_bands(), []
-    losses = {arm: [mean(band) for band in zip(*([part['loss'] for part in result['bands']] for result in bands[arm]))]
-              for arm in ARMS if arm in bands}
-    others = [arm for arm in losses if arm != 'sign momentum']
+    sign = bands.pop('sign momentum')
     fig, (ax,) = figure(width=5.6, height=3.4)
     ax.axhline(0, color='0.4', linewidth=1)
-    for arm, style in zip(others, styles([''] * len(others))):
-        apart = [mine - sign for mine, sign in zip(losses[arm], losses['sign momentum'])]
+    for (arm, mine), style in zip(bands.items(), styles([''] * len(bands))):
+        apart = [one['loss'] - other['loss'] for one, other in zip(mine, sign)]
         ax.plot(range(1, len(apart) + 1), apart, 'o-', markersize=4, label=arm, **style)
         rows += [dict(arm=arm, band=band, difference=found) for band, found in enumerate(apart, 1)]
     ax.set(xlabel='band of ids, from frequent to rare', title='Loss minus sign momentum\'s, fresh seeds')
-    ax.set_xticks(range(1, len(apart) + 1))
+    ax.set_xticks(range(1, len(sign) + 1))
     ax.legend(frameon=False, fontsize=8)
     return fig, rows
 

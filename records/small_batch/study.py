@@ -59,7 +59,7 @@ def protocol(study):
         search = Search(study, (stage, place), 'A', optimizer, settings | COMMON)
         if best := tune(search, middle, tuned):
             search.seeds(best, SEEDS)
-    # Added after the planned tests: the search for the fresh h ended at a γ below all others' in unclipped coordinates.
+    # Added after the planned tests: with a fresh h the search left 1 % unclipped. Had it stopped too early?
     added = Search(study, (0, len(ARMS)), 'B', 'sophiag', FRESH | COMMON)
     for gamma in (1.3, 4.0):
         added.result(gamma=gamma, learning_rate=rate_at(-3))
