@@ -475,10 +475,13 @@ def train(c):
 
 def metrics_of(run, step, lr):
     """Return the metrics of a step, but for its speed, as a dict."""
-    measured = dict(optimizers.optimizer_metrics(run.optimizer), param_norm=optim.global_norm(run.params))
-    numbers = torch.stack([*measured.values()]).tolist()  # one device sync
+    measured = dict(optimizers.optimizer_metrics(run.optimizer, run.raw_model),
+                    param_norm=optim.global_norm(run.params))
+    numbers = dict(zip(measured, torch.stack([*measured.values()]).tolist()))  # one device sync
+    if 'momentum_norm' in numbers and step.grad_norm:
+        numbers['momentum_ratio'] = numbers['momentum_norm'] / step.grad_norm
     return {'train/loss': step.loss, 'lr': lr, 'grad_norm': step.grad_norm,
-            'grad_clipped': run.state.clipped / (run.state.iter + 1), **dict(zip(measured, numbers))}
+            'grad_clipped': run.state.clipped / (run.state.iter + 1), **numbers}
 
 
 if __name__ == '__main__':

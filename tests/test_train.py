@@ -124,7 +124,7 @@ def test_the_time_of_an_iteration_holds_the_update_that_a_gpu_is_still_busy_with
     clip = program.optim.clip_gradients
     monkeypatch.setattr(program.optim, 'step', owe)
     monkeypatch.setattr(program.optim, 'clip_gradients', lambda *args: (wait(), clip(*args))[1])
-    monkeypatch.setattr(program.optimizers, 'optimizer_metrics', lambda _: wait() or {})
+    monkeypatch.setattr(program.optimizers, 'optimizer_metrics', lambda *_: wait() or {})
     monkeypatch.setattr(program.devices, 'synchronize', wait)
     monkeypatch.setattr(program.time, 'perf_counter', lambda: clock['now'])
     main(tmp_path, '--max_iters=4', '--eval_interval=4', f'--log_interval={log_interval}')
