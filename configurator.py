@@ -12,14 +12,15 @@ import difflib
 import functools
 import itertools
 import math
-import os
 import re
 from pathlib import Path
 from types import ModuleType
 
+from runtime.files import expanded
+
 # Other programs' names of settings: the official repository's configs, Hugging Face's trainer
 RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_size', lr='learning_rate')
-ELSEWHERE = dict(vocab_size="the data set's meta.json has it")
+ELSEWHERE = dict(vocab_size="the data set's meta.json has it", config='write the name of a config file without a flag')
 DASHES = '-\u2010\u2011\u2012\u2013\u2014\u2015\u2212'  # word processors and web pages make long ones of two hyphens
 ROOT = Path(__file__).resolve().parent
 
@@ -125,7 +126,7 @@ class Config:
         convert = from_text if source == 'flag' else from_python
         self.values[key], self.sources[key] = convert(name, value, one.type), source
         if one.type is str:
-            self.values[key] = os.path.expanduser(self.values[key])  # noqa: PTH111 - a shell leaves --key=~/x
+            self.values[key] = expanded(self.values[key], f'{name}=' if source == 'flag' else f'{name} = ')
         problem = one.problem(self.values[key])
         self.require(key, not problem, problem)
 

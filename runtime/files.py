@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,20 @@ import zlib
 from pathlib import Path
 
 FAILED = 'failed.txt'  # in a run's out_dir: the last message of a run that diverged
+
+
+def expanded(path, flag=''):
+    """Return the text `path` with ~ expanded, which a shell leaves in --KEY=~/x. SystemExit, which names the `flag`,
+    for an address: s3://bucket would become a directory s3: here."""
+    if re.match(r'[a-zA-Z][\w+.-]*://', path):
+        raise SystemExit(f'{flag}{path}: an address, not a path; download or mount it (rclone mount, gcsfuse, s3fs), '
+                         'and give the path there')
+    return os.path.expanduser(path)  # noqa: PTH111 - pathlib's raises where there is no such user
+
+
+def local_path(text):
+    """Return `text` as a Path, see `expanded`; a type for argparse."""
+    return Path(expanded(text))
 
 
 @contextlib.contextmanager

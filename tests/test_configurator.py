@@ -1,6 +1,7 @@
 """Config files and flags: types, rejections, precedence, provenance."""
 
 import re
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, rejection
@@ -10,6 +11,7 @@ import lifecycle
 import train
 from configurator import configure, setting
 from runtime import device
+from runtime.files import local_path
 
 DEFAULTS = {'steps': 10, 'rate': setting(0.5, at_least=0, below=9), 'name': 'a', 'fast': False, 'size': setting(int),
             'kind': setting('x', choices=('x', 'y'))}
@@ -75,10 +77,16 @@ def test_all_mistakes_are_told_at_once(tmp_path):
         '1 device(s); or set --total_batch_size=48']
 
 
-def test_a_tilde_is_the_home_directory(monkeypatch):
-    """Which a shell leaves as it is after =."""
+def test_a_tilde_is_the_home_directory_and_an_address_is_refused(monkeypatch):
+    """A shell leaves ~ as it is after =; Path('s3://a') would be a directory s3: here."""
     monkeypatch.setenv('HOME', '/home/me')
-    assert apply('--name=~/a')[1]['name'] == '/home/me/a'
+    assert apply('--name=~/a')[1]['name'] == '/home/me/a' and local_path('~/a') == Path('/home/me/a')
+    assert rejection(apply, '--name=s3://bucket/a').startswith('--name=s3://bucket/a: an address, not a path; ')
+    assert rejection(local_path, 'gs://bucket').startswith('gs://bucket: an address')
+
+
+def test_a_config_file_is_given_without_a_flag():
+    assert rejection(apply, '--config=a.py').endswith('unknown setting; write the name of a config file without a flag')
 
 
 def test_a_file_computes_with_its_own_values_in_functions_and_comprehensions(tmp_path):

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     'sophia.py': set(),
     'hessian.py': {'sophia', 'loss', 'model', 'data', 'runtime'},
     'optimizers.py': {'sophia', 'hessian', 'runtime'},
-    'configurator.py': set(),
+    'configurator.py': {'runtime'},
     'resume.py': {'configurator', 'model', 'shapes', 'optimizers', 'runtime'},
     'lifecycle.py': {'configurator', 'shapes', 'optimizers', 'runtime'},
     'runtime': set(),
