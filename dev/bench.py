@@ -34,7 +34,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import shapes
 import train
-from analysis.arguments import at_least
 from analysis.figures import print_table
 from data.loader import vocab_size_of
 from hessian import Hook
@@ -45,6 +44,7 @@ from runtime import optim
 from runtime.distributed import World
 from runtime.files import git_commit, write_json, write_text
 from runtime.runlog import machine
+from scripts.arguments import at_least
 
 CPU_MODEL = '--model_size=30M --block_size=256 --total_batch_size=4 --batch_size=4'
 CUDA_MODEL = '--model_size=125M --batch_size=30 --total_batch_size=120'

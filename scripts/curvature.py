@@ -28,15 +28,15 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.arguments import at_least
 from analysis.figures import argparser, figure, png_path, print_table, save
-from analysis.load import MODEL_HELP, load, open_bins
 from data.loader import Mixture, TrainLoader
 from hessian import GNBHook
 from loss import cross_entropy
 from optimizers import OPTIMIZERS
 from optimizers import sophia as build_sophia
 from runtime import checkpoint
+from scripts.arguments import at_least
+from scripts.load import MODEL_HELP, load, open_bins
 from sophia import clip_, hutchinson, precondition
 
 SEED = 1  # of sequences, labels and vectors

@@ -19,12 +19,12 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.arguments import at_least
-from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins
 from data.loader import Bin, ValidationLoader
 from data.tokenizer import Byte, Char
 from loss import cross_entropy
 from runtime.device import autocast, set_matmul_precision
+from scripts.arguments import at_least
+from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins
 
 
 def bytes_per_id(tokenizer):

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 from analysis.runs import read_metrics
 from data.loader import parts_of
 from data.tokenizer import END_OF_TEXT, GPT2, FileTokenizer
 from runtime.files import first_line
+from scripts.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 from shapes import ACTIVATIONS, TRANSPOSED, num_params
 
 TOLERANCE = 1e-4  # on logits, in float32

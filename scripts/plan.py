@@ -20,7 +20,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import shapes
 import train
-from analysis.arguments import at_least
 from analysis.figures import print_table
 from analysis.runs import training_and_hessian_flops
 from data.loader import first_dir, vocab_size_of
@@ -28,6 +27,7 @@ from hessian import product_size, rows_at_once
 from model import GPT, GPTConfig
 from optimizers import row
 from runtime import device as devices
+from scripts.arguments import at_least
 
 HEADROOM = 0.1  # of a GPU's memory: the CUDA context, workspaces of cuBLAS and NCCL, fragmentation
 # Activations that a block saves in 16 bits, bytes per token and unit of width: inputs (4) and outputs (2) of both layer

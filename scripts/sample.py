@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.arguments import at_least
-from analysis.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 from data.sources import lines
 from runtime.device import DTYPES
+from scripts.arguments import at_least
+from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 from shapes import continuation, num_params
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis import compare
-from analysis.arguments import at_least
 from analysis.figures import argparser, figure, legend, optimizer_label, parse, print_table, save, set_title, styles
 from analysis.runs import by_seed, find_runs, mean_final_loss, notes_on
 from analysis.significance import holm
+from scripts.arguments import at_least
 
 # The columns printed of the table at the same T; the .json has all.
 SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, Holm', 'test', 'seeds',

@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.runs import read_json
-from analysis.trials import show, split_values, sweep_argparser, train_all, trials_of
 from runtime.files import write_json
+from scripts.trials import show, split_values, sweep_argparser, train_all, trials_of
 
 
 def main(argv=None):

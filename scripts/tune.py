@@ -13,10 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
-from analysis.arguments import at_least
 from analysis.runs import RunRecord
-from analysis.trials import canonical, show, split_values, sweep_argparser, train_all, trials_of
 from runtime.files import write_json
+from scripts.arguments import at_least
+from scripts.trials import canonical, show, split_values, sweep_argparser, train_all, trials_of
 
 
 def tune(args, values):

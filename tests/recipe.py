@@ -179,9 +179,9 @@ def a_second_head():
 def pasted_model():
     """A model.py in nanoGPT's style instead of ours: it learns, resumes, is evaluated, sampled, sharded, compiled."""
     import model
-    from analysis.load import load
     from data.loader import Bin
     from scripts import eval as evaluation
+    from scripts.load import load
     from shapes import generate
     assert not hasattr(model, 'shapes')  # it is not ours
     found = trains()
@@ -202,7 +202,7 @@ def pasted_model():
 def architecture():
     """Attention within documents, too: an id before the end of one changes no logits after it."""
     import model
-    from analysis.load import load
+    from scripts.load import load
     model.END_OF_TEXT = 5
     follows()
     gpt, X, _ = random_model()
@@ -218,8 +218,8 @@ def architecture():
 
 def rotary_positions():
     """A setting: off, runs and checkpoints are as they were; on, everything follows."""
-    from analysis.load import load
     from runtime import checkpoint
+    from scripts.load import load
     off = run()
     assert off['train/loss'] == unedited('sophiag')['train/loss']
     args = checkpoint.load_checkpoint(off['out'])[1]['model_args']
@@ -234,8 +234,8 @@ def rotary_positions():
 
 def a_frozen_teacher():
     """The student's loss is half of the labels' and half of the teacher's, whose weights stay, and are not counted."""
-    from analysis.load import load
     from runtime import checkpoint
+    from scripts.load import load
     teacher = run('--bias=True', '--dropout=0.1')['out']
     saved, student = checkpoint.load_checkpoint(teacher)[1]['model'], resumes(f'--teacher={teacher}')
     state = checkpoint.load_checkpoint(student['out'])[1]['model']
@@ -253,8 +253,8 @@ def a_frozen_teacher():
 
 def a_constructor_with_values():
     """A model with a buffer, a tensor and a list that its checkpoints do not hold resumes, and loads."""
-    from analysis.load import load
     from model import GPT
+    from scripts.load import load
     init, forward, made = GPT.__init__, GPT.forward, []
 
     def init_with_values(self, config):

@@ -23,13 +23,13 @@ import pytest
 from conftest import ROOT, TINY, metrics, rejection
 
 import train
-from analysis.load import load
 from data import sources, writer
 from data.fineweb import prepare as fineweb
 from data.loader import Bin, read_meta
 from data.openwebtext import prepare as openwebtext
 from data.tokenizer import Char, GPT2Tokens, get_tokenizer, tokenizer_from_meta
 from data.writer import Corpus, write_bins
+from scripts.load import load
 
 EOT = '<|endoftext|>'
 BYTE = get_tokenizer('byte')

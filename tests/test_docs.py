@@ -19,7 +19,7 @@ from dev import tables
 
 PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
 # Where flags that several scripts have are added.
-SHARED = ['analysis/compare.py', 'analysis/figures.py', 'analysis/trials.py', 'analysis/load.py', 'data/sources.py']
+SHARED = ['analysis/compare.py', 'analysis/figures.py', 'scripts/trials.py', 'scripts/load.py', 'data/sources.py']
 
 
 def read(page):

@@ -11,10 +11,10 @@ import torch
 from conftest import TINY, metrics, rejection
 
 import train
-from analysis import load
 from data.loader import Bin
 from data.tokenizer import Char, FileTokenizer, get_tokenizer
 from scripts import eval as eval_script
+from scripts import load
 
 
 @pytest.fixture(scope='module')

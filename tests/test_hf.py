@@ -9,7 +9,6 @@ import torch
 from conftest import metrics, random_gpt, rejection, write_bins
 
 import train
-from analysis.load import Loaded, crop_vocab_size, load, with_tokenizer
 from analysis.runs import find_runs, read_run
 from data import tokenizer as tokenizer_module
 from data.tokenizer import Char, folder_meta, get_tokenizer, identifying, same_tokenizer
@@ -19,6 +18,7 @@ from runtime.files import save_pt
 from scripts import sweep
 from scripts.export_hf import export, model_card
 from scripts.export_hf import main as export_main
+from scripts.load import Loaded, crop_vocab_size, load, with_tokenizer
 
 transformers = pytest.importorskip('transformers', reason='needs requirements-hf.txt')
 

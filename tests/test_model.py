@@ -195,7 +195,7 @@ def test_pretrained_weights_without_one_that_an_edit_has_added_are_one_line():
     assert 'Missing key(s) in state_dict: "scale"' in message
 
 
-@pytest.mark.parametrize('script', ['train.py', 'analysis/load.py', 'analysis/trials.py', 'scripts/plan.py'])
+@pytest.mark.parametrize('script', ['train.py', 'scripts/load.py', 'scripts/trials.py', 'scripts/plan.py'])
 def test_a_model_file_without_its_classes_is_rejected(monkeypatch, script):
     monkeypatch.setitem(sys.modules, 'model', SimpleNamespace(GPT=GPT))
     monkeypatch.delitem(sys.modules, 'train', raising=False)

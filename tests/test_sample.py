@@ -1,4 +1,4 @@
-"""GPT.generate, its sampler, scripts/sample.py, and the checkpoints that analysis/load.py loads."""
+"""GPT.generate, its sampler, scripts/sample.py, and the checkpoints that scripts/load.py loads."""
 
 import contextlib
 import io
@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import rejection, write_bins
 
-from analysis.load import crop_vocab_size, load
 from data.sources import files_corpus
 from data.tokenizer import Char, get_tokenizer
 from data.writer import write_bins as prepare
 from model import GPT, GPTConfig
 from runtime.files import save_pt
 from scripts import sample
+from scripts.load import crop_vocab_size, load
 from shapes import sample_next
 
 TINY = dict(block_size=24, vocab_size=64, n_layer=3, n_head=2, n_embd=16)
@@ -135,7 +135,7 @@ def test_a_fork_may_have_no_module_for_its_head(tmp_path, capsys, monkeypatch):
         def forward(self, idx, targets=None):
             return self.unembed(self.transformer.ln_f(self.transformer.wte(idx))), None
 
-    monkeypatch.setattr('analysis.load.GPT', Headless)
+    monkeypatch.setattr('scripts.load.GPT', Headless)
     for vocab_size in (256, 320):
         model = Headless(GPTConfig(**{**TINY, 'vocab_size': vocab_size}))
         save_run(tmp_path / str(vocab_size), tokenizer=get_tokenizer('byte').meta, model=model.state_dict(),

@@ -13,11 +13,11 @@ from test_checkpoint import Exploit
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from analysis.load import load
 from runtime import checkpoint, files, sharded
 from runtime.distributed import World
 from runtime.signals import NOT_FINITE, STOPPED, undo_at_end
 from scripts import curvature
+from scripts.load import load
 
 RUN = ['--n_layer=2', '--total_batch_size=8', '--dropout=0', '--learning_rate=2e-3', '--eval_iters=3']
 KEYS = ('train/loss', 'val/loss', 'grad_norm', 'momentum_norm', 'param_norm', 'hessian_norm', 'update_unclipped')

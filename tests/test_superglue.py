@@ -8,8 +8,8 @@ from conftest import rejection
 from fake_runs import rows_of
 from test_sample import save_run
 
-from analysis.load import load, with_tokenizer
 from data.tokenizer import get_tokenizer
+from scripts.load import load, with_tokenizer
 from scripts.paper import superglue
 from scripts.paper.superglue import TASKS
 

@@ -1,4 +1,4 @@
-"""scripts/sweep.py and scripts/tune.py, which train through analysis/trials.py."""
+"""scripts/sweep.py and scripts/tune.py, which train through scripts/trials.py."""
 
 import json
 import math
@@ -13,10 +13,10 @@ import pytest
 from conftest import ROOT, TINY, rejection
 from fake_runs import SHAPE, fake_run, rows_of
 
-from analysis import runs, trials
+from analysis import runs
 from runtime import checkpoint, files
 from runtime.signals import undo_at_end
-from scripts import curvature, plan, records, speedup, sweep, tune
+from scripts import curvature, plan, records, speedup, sweep, trials, tune
 from scripts import eval as evaluation
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 import train
-from analysis.arguments import at_least
 from analysis.figures import print_table
 from analysis.runs import defaults, mean_final_loss, notes_on, read_run, validation_sequences
 from model import GPTConfig
 from runtime.files import code_hashes, differing_files
 from runtime.signals import undo_at_end
+from scripts.arguments import at_least
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 60  # for a run that was told to stop, to save its state

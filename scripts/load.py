@@ -23,7 +23,11 @@ from runtime.device import DTYPES, check_device, device_defaults
 from runtime.files import code_hashes, differing_files, one_line
 from runtime.rng import seed_all
 from shapes import HUB_MODELS, with_weights
-from train import GPT, GPTConfig  # which says in one line what model.py lacks
+
+try:
+    from train import GPT, GPTConfig  # those that training uses; a model.py without them is one line there
+except ImportError as error:
+    raise SystemExit(f'train.py: {error}; scripts load the GPT and GPTConfig that it imports') from None
 
 # Files in the repository's root that do not affect a model's outputs.
 NOT_OF_THE_MODEL = ('train.py', 'resume.py', 'lifecycle.py', 'optimizers.py', 'sophia.py', 'hessian.py',
