@@ -7,23 +7,22 @@ any number of ranks, sharded or not. `best.txt` names the checkpoint with the lo
 """
 
 import fcntl
-import json
 import os
 import pickle
 import re
 import shutil
 import socket
-import sys
 from pathlib import Path
 
 from runtime import optimizer_state
-from runtime.distributed import ranks_from_environment, restarts, run_id
-from runtime.files import FAILED, atomic_write, first_line, load_pt, one_line, put_in_place, save_pt, warn
+from runtime.files import FAILED as FAILED
+from runtime.files import atomic_write, complete, first_line, load_pt, one_line, put_in_place, save_pt, warn
 from runtime.optim import parameters
-from runtime.signals import NOT_FINITE, UNDO
+from runtime.signals import UNDO
 
 REQUIRED = 'model', 'model_args', 'iter_num', 'config'
-BEST_LINKS = 'best.pt', 'best'  # of older runs, in place of best.txt
+# What a killed run leaves; other programs' files stay.
+LEFT = re.compile(r'(ckpt_\d{8,18}(\.pt)?|(best|failed|wandb_id)\.txt|(config|metrics)\.jsonl?)(\..+\.\d+)?\.partial')
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Saving
@@ -101,17 +100,19 @@ def check_round_trip(world, model, optimizer, fresh):
 
 def name_best(path):
     """Write the name of the checkpoint `path` to best.txt."""
-    with atomic_write(path.with_name('best.txt'), 'w') as f:
+    with atomic_write(path.with_name('best.txt'), 'w', sync=True) as f:
         f.write(f'{path.name}\n')
-    for link in BEST_LINKS:
-        path.with_name(link).unlink(missing_ok=True)
 
 
 def prune(out_dir, iteration, keep):
     """Remove the checkpoints up to `iteration`, except for the `keep` newest of them and the best one."""
-    best = best_path(out_dir).resolve()
+    best, named = best_path(out_dir), out_dir / 'best.txt'
+    if not best and named.exists():
+        warn(f'{named}: names no checkpoint here, so none is removed; write the name of the best one into it, or '
+             'delete it')
+        return
     for old in [path for path in checkpoints(out_dir) if number(path) <= iteration][keep:]:
-        if old.resolve() != best:
+        if old != best:
             try:
                 remove(old)
             except OSError as error:  # another process reads it on NFS, for example
@@ -120,7 +121,7 @@ def prune(out_dir, iteration, keep):
 
 def remove(path):
     """Remove a file, or a directory with all its files."""
-    (shutil.rmtree if path.is_dir() else Path.unlink)(path)
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -139,11 +140,10 @@ def path_of(out_dir, iteration):
 
 
 def best_path(out_dir):
-    """Return the path of the checkpoint with the lowest validation loss; if there is none, it does not exist."""
-    name = Path(out_dir) / 'best.txt'
-    if name.is_file():
-        return name.with_name(name.read_text(encoding='utf-8').strip())
-    return next(filter(Path.exists, map(name.with_name, BEST_LINKS)), name.with_name('best.pt'))
+    """Return the path of the checkpoint with the lowest validation loss, which best.txt names; None without one."""
+    named = Path(out_dir) / 'best.txt'
+    name = named.read_text(encoding='utf-8', errors='replace').strip() if named.is_file() else ''
+    return next((path for path in checkpoints(out_dir) if path.name == name), None)
 
 
 def number(path):
@@ -166,11 +166,11 @@ def load_checkpoint(path, weights=True, check=True):
     none or it cannot be read.
     """
     path = Path(path)
-    if path.name in BEST_LINKS and not path.exists():
-        path = best_path(path.parent)
+    if path.name == 'best.pt' and not path.exists():
+        path = best_path(path.parent) or path
     if path.is_dir() and not is_shards(path):
         return load_newest(path, weights)
-    if not path.exists():
+    if not path.is_dir() and not path.is_file():
         raise SystemExit(f'{path}: no such file or directory; give an out_dir, a checkpoint or a Hugging Face folder')
     try:
         if path.is_dir():
@@ -218,34 +218,15 @@ def clean_state_dict(weights):
 
 def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=False):
     """Make `out_dir` this run's own, unless `read_only`, and load the checkpoint from which the run must or may resume.
-    One that torchrun has restarted may in any case. Return (path, state), or (None, None) without a checkpoint.
+    Return (path, state), or (None, None) without a checkpoint.
 
-    SystemExit when another run has the directory, it cannot be written, there is nothing to resume, the run would
-    overwrite checkpoints, or torchrun has restarted a run that had diverged.
+    SystemExit when another run has the directory, it cannot be written, there is nothing to resume, or the run would
+    overwrite checkpoints.
     """
     out_dir, path, state = Path(out_dir), None, None
     with world.exit_together():
         if world.is_master:
-            exist = checkpoints(out_dir) or list(out_dir.glob('ckpt_*.partial/state.pt'))
-            restarted = not read_only and was_restarted(out_dir)
-            resumes = must_resume or may_resume or restarted
-            if must_resume and not exist:
-                raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it, nothing to resume; check --out_dir, use '
-                                 "--auto_resume=True, or export nanoGPT's ckpt.pt with scripts/export_hf.py and set "
-                                 '--init_from=FOLDER')
-            if restarted and (out_dir / FAILED).is_file():
-                print(f'{out_dir / FAILED}: the run has diverged and would diverge again; it is not trained again',
-                      file=sys.stderr)
-                raise SystemExit(NOT_FINITE)
-            if not read_only:
-                lock_out_dir(out_dir)
-                if exist and not resumes:
-                    raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that '
-                                     'run with --auto_resume=True, or choose another --out_dir')
-            if exist and resumes:
-                path, state = load_newest(out_dir, weights=False)
-                if state.get('best') and not read_only:
-                    name_best(path)  # unless the run was killed before that
+            path, state = claim(out_dir, must_resume, may_resume, read_only)
     iteration = world.from_master(number(path) if path else -1)
     with world.exit_together():
         if world.sharded and not read_only and not (out_dir / 'lock').is_file():
@@ -256,16 +237,24 @@ def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=F
     return path, state
 
 
-def was_restarted(out_dir):
-    """Return whether torchrun has restarted the run in `out_dir`, that is, config.json has its run id. If it has
-    another, the directory belongs to another run, and the first attempt was refused."""
-    about = out_dir / 'config.json'
-    if not (restarts() and run_id() and about.is_file()):
-        return False
-    try:
-        return json.loads(about.read_text(encoding='utf-8')).get('run_id') == run_id()
-    except ValueError:
-        return False
+def claim(out_dir, must_resume, may_resume, read_only):
+    """Do rank 0's part of `open_run`."""
+    exist, resumes = checkpoints(out_dir) or complete(out_dir), must_resume or may_resume
+    if must_resume and not exist:
+        raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it, nothing to resume; check --out_dir, use '
+                         "--auto_resume=True, or export nanoGPT's ckpt.pt with scripts/export_hf.py and set "
+                         '--init_from=FOLDER')
+    if not read_only:
+        lock_out_dir(out_dir)
+        if exist and not resumes:
+            raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that run with '
+                             '--auto_resume=True, or choose another --out_dir')
+    if not exist or not resumes:
+        return None, None
+    path, state = load_newest(out_dir, weights=False)
+    if state.get('best') and not read_only:
+        name_best(path)  # unless the run was killed before that
+    return path, state
 
 
 def lock_out_dir(out_dir):
@@ -287,7 +276,8 @@ def lock_out_dir(out_dir):
         lock.flush()
         put_in_place(out_dir)
         for partial in out_dir.glob('*.partial'):
-            remove(partial)
+            if LEFT.fullmatch(partial.name):
+                remove(partial)
     except OSError as error:
         raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); set --out_dir to a writable '
                          'directory') from None
@@ -309,9 +299,6 @@ def load_tensors(path, state, model, optimizer, scaler):
             model.load_state_dict({name: optimizer_state.spread(value, targets.get(name))
                                    for name, value in state['model'].items()})
         optimizer_state.load_optimizer(optimizer, saved, names)
-        if 'built' not in saved and not ranks_from_environment()[0]:
-            warn(f'{path}: does not say what its param groups were built with; they are restored as saved, whatever '
-                 'the settings are')
         if state['scaler']:
             scaler.load_state_dict(state['scaler'])
     except Exception as error:

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -247,16 +246,6 @@ def under_torchrun():
 def restarts():
     """Return how often torchrun has restarted this run."""
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
-
-
-def run_id():
-    """Return the id that torchrun gives a run and its restarts, '' without torchrun.
-
-    Without --rdzv_id or --standalone that is 'none' for every run; then it is the name of torchrun's directory for the
-    run, which ends in random letters.
-    """
-    name, file = (os.environ.get(f'TORCHELASTIC_{key}', '') for key in ('RUN_ID', 'ERROR_FILE'))
-    return name if name != 'none' else Path(file).parent.parent.parent.name  # …/none_x7k2/attempt_0/0/error.json
 
 
 def ranks_from_environment():

@@ -52,9 +52,7 @@ def to_save(optimizer, names, sharded):
     """
     shards, params = {}, parameters(optimizer)
     state = dict(renamed(optimizer.state_dict(), dict(enumerate(names[p] for p in params))),
-                 shapes={names[p]: tuple(p.shape) for p in params})
-    if hasattr(optimizer, 'construction'):
-        state['built'] = optimizer.construction.groups
+                 shapes={names[p]: tuple(p.shape) for p in params}, built=optimizer.construction.groups)
 
     def placeholder(name, tensor):
         if is_sharded(tensor):
@@ -79,50 +77,37 @@ def renamed(state, keys):
 
 
 def keys_of(optimizer, saved, names):
-    """Return the key that each parameter of `optimizer` has in the state_dict `saved`: its name in the dict `names`,
-    {parameter: name}; in older checkpoints, which have none, its number in param-group order.
+    """Return the names of the optimizer's parameters, from the dict `names`, {parameter: name}, in param-group order.
 
-    ValueError unless parameters and shapes are the same here and there. In older checkpoints a tensor in the state with
-    the shape of any parameter tells the shape.
+    ValueError unless names and shapes are the same in the state_dict `saved`.
     """
-    params, groups = parameters(optimizer), saved['param_groups']
-    ours = {names[p]: tuple(p.shape) for p in params}
-    if 'shapes' in saved:
-        keys, theirs = list(ours), saved['shapes']
-    else:
-        keys, theirs = [key for group in groups for key in group['params']], dict(ours)
-        if [len(group['params']) for group in groups] != [len(group['params']) for group in optimizer.param_groups]:
-            raise ValueError('it has param groups of other sizes: was parameter_groups edited?')
-        for key, (name, shape) in zip(keys, ours.items()):
-            tensors = [t for t in saved['state'].get(key, {}).values() if isinstance(t, torch.Tensor) and t.dim()]
-            found = {tuple(t.shape) for t in tensors} & {*ours.values()}
-            theirs[name] = shape if shape in found or not found else min(found)
+    if 'shapes' not in saved:
+        raise ValueError('its optimizer state has no names, as before version 0.2')
+    ours, theirs = {names[p]: tuple(p.shape) for p in parameters(optimizer)}, saved['shapes']
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             raise ValueError(f'the optimizer has {name} of shape {theirs.get(name)} there, {ours.get(name)} here')
-    return keys
+    return [*ours]
 
 
 def load_optimizer(optimizer, saved, names):
     """Load the state_dict `saved` into `optimizer`, which was just built.
 
-    Each parameter gets the state that was saved under its name, see `keys_of`. A group gets the values of the group
-    that its parameters were in; but where it was built with another value than that group, it keeps its own. Older
-    checkpoints do not say what their groups were built with, so that all values are restored.
+    Each parameter gets the state that was saved under its name. A group gets the values of the group that its
+    parameters were in; but where it was built with another value than that group, it keeps its own.
     """
     keys, groups = keys_of(optimizer, saved, names), optimizer.state_dict()['param_groups']
-    built = optimizer.construction.groups if hasattr(optimizer, 'construction') else groups
-    built = map_tensors(built, lambda name, tensor: tensor)
+    built = map_tensors(optimizer.construction.groups, lambda name, tensor: tensor)
     group_of = {key: i for i, group in enumerate(saved['param_groups']) for key in group['params']}
-    for group, now in zip(groups, built):
-        before = {group_of[keys[i]]: keys[i] for i in group['params']}
-        if len(before) > 1:
-            raise ValueError(f'{" and ".join(before.values())} were in different param groups: was parameter_groups '
+    for group, built_here in zip(groups, built):
+        sources = {group_of[keys[i]]: keys[i] for i in group['params']}
+        if len(sources) > 1:
+            raise ValueError(f'{" and ".join(sources.values())} were in different param groups: was parameter_groups '
                              'edited?')
-        for i in before:  # none for a group without parameters
-            then = saved['built'][i] if 'built' in saved else now
+        for i in sources:  # none for a group without parameters
+            built_there = saved['built'][i]
             group |= {key: value for key, value in saved['param_groups'][i].items()
-                      if key != 'params' and not first_difference(now.get(key), then.get(key))}
+                      if key != 'params' and not first_difference(built_here.get(key), built_there.get(key))}
     state = renamed(saved, {key: i for i, key in enumerate(keys)})['state']
     params = dict(enumerate(parameters(optimizer)))
     # Sharded first: load_state_dict moves all that it gets to the parameters' device.
@@ -170,7 +155,7 @@ def lost_in_round_trip(optimizer, fresh, saved, names):
         return {**state, 'param_groups': groups, **attributes(one)}
 
     lost = first_difference(comparable(optimizer), comparable(fresh))
-    if not lost and hasattr(optimizer, 'construction'):
+    if not lost:
         optimizer.construction.restored = changed_attributes(optimizer)
     return lost
 
@@ -178,7 +163,7 @@ def lost_in_round_trip(optimizer, fresh, saved, names):
 def left_out(optimizer, saved):
     """Return what `saved`, the result of `to_save`, lacks of `optimizer`, as text; '' if nothing: an attribute that has
     changed since the construction, or an entry of the state of a parameter."""
-    if hasattr(optimizer, 'construction') and (new := changed_attributes(optimizer) - optimizer.construction.restored):
+    if new := changed_attributes(optimizer) - optimizer.construction.restored:
         return f'the attribute {min(new)}'
     for p, key in zip(parameters(optimizer), saved['shapes']):
         if entries := optimizer.state.get(p, {}).keys() - saved['state'].get(key, {}).keys():

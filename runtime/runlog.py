@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime.distributed import run_id
 from runtime.files import first_line, git_commit, warn, write_json, write_text
 
 
@@ -122,7 +121,7 @@ def describe_run(out_dir, values, sources, **more):
             versions[name] = metadata.version(name)
     write_json(Path(out_dir) / 'config.json', dict(
         config=values, provenance=sources, command=[Path(sys.executable).name, *sys.argv], **more, versions=versions,
-        machine=machine(), git_commit=git_commit(), run_id=run_id()))
+        machine=machine(), git_commit=git_commit()))
 
 
 def machine():

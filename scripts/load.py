@@ -74,7 +74,7 @@ def load(path, device='cpu', tokenizer=None):
     path, state = checkpoint.load_checkpoint(path)
     state.pop('optimizer', None)
     best = checkpoint.best_path(given)
-    if path.parent == given and best.exists() and not best.samefile(path):
+    if path.parent == given and best and best != path:
         print(f'note: {path} is the newest; {best} had the lowest validation loss', file=sys.stderr)
     if files := [name for name in differing_files(state.get('code'), code_hashes())
                  if '/' not in name and name not in NOT_OF_THE_MODEL]:

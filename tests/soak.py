@@ -141,9 +141,8 @@ def contents(out_dir):
     times, places and other harmless settings."""
     found = {'metrics.jsonl': [{key: value for key, value in json.loads(line).items() if key not in MEASURED}
                                for line in (out_dir / 'metrics.jsonl').read_text().splitlines()]}
-    for name, path in dict(last=checkpoint.checkpoints(out_dir)[0],
-                           best=checkpoint.best_path(out_dir)).items():
-        if path.exists():
+    for name, path in dict(last=checkpoint.checkpoints(out_dir)[0], best=checkpoint.best_path(out_dir)).items():
+        if path:
             _, state = checkpoint.load_checkpoint(path)
             if path.is_dir():
                 optimizer = state['optimizer']

@@ -302,34 +302,10 @@ at(3, fail, rank=1)
 
 def test_torchrun_restarts_resume(train, finished, tmp_path):
     """A rank is killed from outside; torchrun starts both again, and the run ends as if undisturbed."""
-    done = finish(start(tmp_path, name='sophiag', torchrun=['--nproc_per_node=2', '--max-restarts=1'], faults="""
+    done = finish(start(tmp_path, '--auto_resume=True', name='sophiag', torchrun=[
+        '--nproc_per_node=2', '--max-restarts=1'], faults="""
 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
     at(7, kill(signal.SIGKILL), rank=1)
 """))
     assert done.code == 0 and 'ckpt_00000005.pt at iteration 5 of 10' in done.out, done.err
     assert not soak.compare(tmp_path, finished(name='sophiag', ranks=2))
-
-
-def test_a_restart_continues_the_run_of_its_own_start_only(train, copy, tmp_path):
-    """A start that was refused is refused again, and a run that has diverged is not trained again. The clock of the
-    file system plays no role."""
-    def by_torchrun(restart, start='a', name='none'):
-        return (f"os.environ.update(TORCHELASTIC_RUN_ID='{name}', TORCHELASTIC_RESTART_COUNT='{restart}', "
-                f"TORCHELASTIC_ERROR_FILE='/tmp/logs/none_{start}/attempt_{restart}/0/error.json')\n")
-
-    before, diverged = content(copy), tmp_path / 'diverged'
-    for restart in 0, 1:
-        done = train(copy, '--max_iters=12', faults=by_torchrun(restart))
-        assert done.code == 1 and 'holds checkpoints, which a new run would overwrite' in done.err
-    assert content(copy) == before
-
-    assert train(diverged, faults=by_torchrun(0) + "at(7, spoil(float('nan')))").code == NOT_FINITE
-    assert json.loads((diverged / 'config.json').read_text())['run_id'] == 'none_a'
-    os.utime(diverged / 'config.json', (0, 0))
-    before = content(diverged)
-    done = train(diverged, faults=by_torchrun(1))
-    assert done.code == NOT_FINITE and 'diverged and would diverge again' in done.err and content(diverged) == before
-    for other in ('b', 'none'), ('a', 'mine'):
-        done = train(diverged, faults=by_torchrun(1, *other))
-        assert done.code == 1 and 'holds checkpoints' in done.err
-    assert train(diverged, '--auto_resume=True', faults=by_torchrun(1, 'b')).code == 0

@@ -357,7 +357,11 @@ class Toy(torch.optim.Optimizer):
                 state['step'] = state.get('step', 0) + 1
                 state['pair'] = [0.9 * state['pair'][0] + p.grad if 'pair' in state else p.grad.clone(), None]
                 p.sub_(state['pair'][0], alpha=group['lr'] * (1 + 1 / group['k'] + 1 / state['step']))
-optimizers.build_optimizer = lambda name, params, *, lr, **kwargs: Toy(params, lr)
+def build(name, params, *, lr, **kwargs):
+    toy = Toy(params, lr)
+    optimizers.optimizer_state.record_construction(toy)
+    return toy
+optimizers.build_optimizer = build
 """
 
 
