@@ -6,9 +6,10 @@
   python dev/bench.py --profile profile.txt '--model_size=125M'           the operators of one step, by time, and of
                                                                           one with an estimate where there are any
 
-Each CONFIG is one quoted string with arguments of train.py. Each runs in a separate process, because compiled code
-would be shared, and they take turns, so that other load affects all alike. A baseline is a checkout whose model.py has
-nanoGPT's GPT, GPTConfig and configure_optimizers; it gets weights, batch, dtype and compile of each CONFIG of AdamW.
+Each CONFIG is one quoted string with arguments of train.py, after variables of the environment, NAME=VALUE. Each runs
+in a separate process, because compiled code would be shared, and they take turns, so that other load affects all alike.
+A baseline is a checkout whose model.py has nanoGPT's GPT, GPTConfig and configure_optimizers; it gets weights, batch,
+dtype and compile of each CONFIG of AdamW.
 Tokens are random.
 
 Columns, medians over the rounds: loss of the fourth step, equal for programs that compute the same; step_ms, without an
@@ -21,6 +22,7 @@ import argparse
 import contextlib
 import importlib.util
 import multiprocessing
+import os
 import shlex
 import statistics
 import sys
@@ -165,10 +167,19 @@ class Case:
 def set_up(text, folder):
     """Set up this process's `case`: arguments `text` of train.py, with the baseline in `folder`, if any."""
     global case
-    config = train.resolve(shlex.split(text))
+    variables, words = environment_of(text)
+    os.environ.update(variables)
+    config = train.resolve(words)
     devices.set_matmul_precision(config.dtype)
     world = World(config.device, config.backend, 'ddp')
     case = Case(config, world, folder)
+
+
+def environment_of(text):
+    """Return the variables of the environment and the arguments of train.py in a CONFIG."""
+    words = shlex.split(text)
+    split = next((i for i, word in enumerate(words) if word.startswith('-') or '=' not in word), len(words))
+    return dict(word.split('=', 1) for word in words[:split]), words[split:]
 
 
 def call(method, *arguments):
@@ -195,7 +206,7 @@ def main(argv=None):
             raise SystemExit(f'{path}: cannot be written; name a file in a directory that exists')
     model = CUDA_MODEL if torch.cuda.is_available() else CPU_MODEL
     texts = texts or [f'{model} --optimizer_name={name}' for name in ('adamw', 'sophiag', 'sophiah')]
-    adamw = [text for text in texts if train.resolve(shlex.split(text)).optimizer_name == 'adamw']
+    adamw = [text for text in texts if train.resolve(environment_of(text)[1]).optimizer_name == 'adamw']
     cases = [(text, None) for text in texts] + [(text, args.baseline) for text in adamw if args.baseline]
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))) for _ in cases]

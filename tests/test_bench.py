@@ -34,6 +34,11 @@ class GPT(model.GPT):
 '''
 
 
+def test_a_config_may_begin_with_variables_of_the_environment():
+    assert bench.environment_of("A=1 B='x=2' --batch_size=3 C=4") == (dict(A='1', B='x=2'), ['--batch_size=3', 'C=4'])
+    assert bench.environment_of('config/quickstart.py --seed=1') == ({}, ['config/quickstart.py', '--seed=1'])
+
+
 def test_every_column_is_measured_where_it_exists(tmp_path):
     (tmp_path / 'peer').mkdir()
     (tmp_path / 'peer' / 'model.py').write_text(BASELINE)

@@ -7,7 +7,9 @@
 import math
 import sys
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
+
+from scipy.stats import mannwhitneyu
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
@@ -15,12 +17,21 @@ from analysis.figures import figure, optimizer_label, styles
 from analysis.runs import find_runs
 from analysis.significance import difference, holm
 from records.dissection.results import interval, markdown
-from records.gpu_30m.study import ARMS, HALF, LONG, SEARCH_SEED, STABLE_SEEDS, THREE
+from records.gpu_30m.study import (
+    ADAMW_DECAY,
+    ARMS,
+    HALF,
+    LONG,
+    LOWER_GAMMA,
+    PAIR_OF,
+    SEARCH_SEED,
+    STABLE_SEEDS,
+    THREE,
+)
 from records.studies import part_of, show_results
 
 LOSSES = {'other books': 'val/loss', 'held-out text': 'val/loss/heldout'}
 OPTIMIZERS = [ARMS[arm][0] for arm in THREE]
-STABLE = [ARMS[arm][0] for arm in ('Sophia-G', 'sign momentum', 'permuted')]  # of part F
 
 
 def read_runs():
@@ -93,32 +104,52 @@ def fresh_table(runs):
 
 
 def stable_table(runs):
-    """Return a row of texts for each arm and each planned test of part F; none before all of its runs are there. A loss
-    has a norm of h beside it where that ends above 50. An arm of which a run diverged has neither mean nor test."""
-    found = {name: {run.seed: run for run in runs if part_of(run) == 'f' and run.optimizer_name == name}
-             for name in STABLE}
-    if not all(set(mine) == set(STABLE_SEEDS) for mine in found.values()):
-        return []
-    arms = {name: {seed: run.final_loss for seed, run in mine.items()} for name, mine in found.items()}
-    rows = [{'part F': optimizer_label(name), **{f'seed {seed}': how_it_ended(mine[seed]) for seed in STABLE_SEEDS},
-             'mean': f'{mean(arms[name].values()):.3f}' if math.inf not in arms[name].values() else None,
-             'p, Holm': None} for name, mine in found.items()]
-    sophia, *others = STABLE
-    tests = [difference(list(arms[sophia].values()), list(arms[other].values())) for other in others]
-    for other, test, p in zip(others, tests, holm([test['p'] for test in tests])):
-        apart = signed({f'seed {seed}': d for seed, d in minus(arms[sophia], arms[other]).items()})
-        tested = test['p'] is not None
-        rows.append({'part F': f'{optimizer_label(sophia)} minus {optimizer_label(other)}', **apart,
-                     'mean': interval(test) if tested else None, 'p, Holm': f'{p:.2g}' if tested else None})
+    """Return a row of texts for each run of part F: its losses, and at the end the norm of h, the unclipped share and
+    the median of ‖m‖/‖g‖ over the last 200 steps."""
+    rows = []
+    for run in sorted((run for run in runs if part_of(run) == 'f'), key=pair_of):
+        different = [f'γ = {run.gamma:g}'] * (run.gamma == LOWER_GAMMA) + [
+            f'λ = {run.weight_decay:g}'] * (run.weight_decay == ADAMW_DECAY)
+        h, share = run.last('hessian_norm'), run.last('update_unclipped')
+        rows.append({'pair': f'{pair_of(run)}', 'arm': ', '.join([optimizer_label(run.optimizer_name), *different]),
+                     'learning rate': f'{run.learning_rate:g}', 'seed': f'{run.seed}',
+                     **{place: f'{run.final(key):.3f}' for place, key in LOSSES.items()},
+                     'norm of h': f'{h:,.1f}' if h else None, 'unclipped': f'{share:.0%}' if share else None,
+                     '‖m‖/‖g‖': f'{median(ratios(run)[-10:]):.2f}'})
     return rows
 
 
-def how_it_ended(run):
-    """Return the final loss of a run as text, with the norm of h if that is above 50."""
-    if run.diverged:
-        return 'diverged'
-    h = run.last('hessian_norm') or 0  # sign momentum has none
-    return f'{run.last("val/loss"):.3f}' + (f' (norm of h {h:,.0f})' if h > 50 else '')
+def pair_of(run):
+    """Return the number of the pair of part F that a run belongs to."""
+    if run.gamma == LOWER_GAMMA:
+        return PAIR_OF[LOWER_GAMMA, run.seed]
+    if run.weight_decay == ADAMW_DECAY:
+        return PAIR_OF[ADAMW_DECAY, run.seed]
+    return PAIR_OF['Sophia-G' if run.optimizer_name == 'sophiag' else 'sign momentum', run.seed]
+
+
+def ratios(run):
+    """Return ‖m‖/‖g‖ of each logged step of a run."""
+    return [m / g for m, g in zip(run.series('momentum_norm')[1], run.series('grad_norm')[1])]
+
+
+def rank_tests(runs):
+    """Return a row of texts for each look at part F's planned test, after the pairs 2 and 3: the exact rank sum,
+    one-sided, of Sophia-G's fresh seeds against sign momentum's four, on other books. Corrected: for both looks."""
+    *_, (_, lower) = fresh_arms(runs).values()
+    stable = {run.seed: run.final_loss for run in runs if part_of(run) == 'f' and run.optimizer_name == 'sophiag'
+              and run.learning_rate == lower}
+    sign = [run.final_loss for run in runs if run.optimizer_name == 'clip' and run.seed != SEARCH_SEED
+            and run.weight_decay != ADAMW_DECAY]
+    rows = []
+    for pair, seeds in {2: STABLE_SEEDS[:3], 3: STABLE_SEEDS}.items():
+        if all(seed in stable for seed in seeds) and len(sign) == 4:
+            mine = [stable[seed] for seed in seeds]
+            p = mannwhitneyu(mine, sign, alternative='less', method='exact').pvalue
+            rows.append({'after pair': f'{pair}', 'Sophia-G': f'{len(mine)}', 'sign momentum': f'{len(sign)}',
+                         'difference of means': interval(difference(mine, sign)), 'p': f'{p:.3f}',
+                         'p, corrected': f'{min(1, 2 * p):.3f}'})
+    return rows
 
 
 def by_column(long, half, average):
@@ -138,7 +169,8 @@ def minus(one, two):
 
 def tables(runs):
     """Return the tables of README.md, in its order."""
-    return [markdown(rows) for rows in (search_table(runs), fresh_table(runs), stable_table(runs)) if rows]
+    return [markdown(rows) for rows in (search_table(runs), fresh_table(runs), stable_table(runs),
+                                          rank_tests(runs)) if rows]
 
 
 def draw_curves(runs):
@@ -153,11 +185,11 @@ def draw_curves(runs):
                    label=name, **style)
     apart.set(ylim=(-0.02, 0.2), xlabel='steps', title="Training loss minus AdamW's, three fresh seeds")
     apart.legend(frameon=False, fontsize=8, loc='upper right')
-    sophia = sorted((run for run in long if run.optimizer_name == 'sophiag'), key=lambda run: run.learning_rate)
-    rates = list(dict.fromkeys(run.learning_rate for run in sophia))
-    for rate, style in zip(rates, styles(rates)):
-        mine = [run for run in sophia if run.learning_rate == rate]
-        label = f'{rate:g}, {len(mine)} seed{"s" * (len(mine) > 1)}'
+    sophia = [run for run in long if run.optimizer_name == 'sophiag']
+    clips = sorted({(run.learning_rate, run.gamma) for run in sophia})
+    for (rate, gamma), style in zip(clips, styles(clips)):
+        mine = [run for run in sophia if (run.learning_rate, run.gamma) == (rate, gamma)]
+        label = f'{rate:g}, γ = {gamma:g}, {len(mine)} seed{"s" * (len(mine) > 1)}'
         for run in mine:
             norm.plot(*run.series('hessian_norm'), label=label if run is mine[0] else None, **style)
     norm.set(yscale='log', xlabel='steps', title='Norm of h, Sophia-G, by learning rate')

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from records import studies
 from records.gpu_30m import study
-from runtime.files import atomic_write, checksum, git_commit, write_json, write_text
+from runtime.files import atomic_write, checksum, git_commit, write_json
 
 SMOKE = bool(os.environ.get('SMOKE'))
 WORK = Path('out', 'gpu_smoke' if SMOKE else 'gpu')
@@ -48,17 +48,12 @@ TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=32', '--total_
 # Model size → (micro-batches to try, largest first; whether all four programs fit into 80 GB of memory together).
 SIZES = {'30M': ((30,), True), '125M': ((30,), True)}
 LARGE = {'355M': ((30, 15), False), '770M': ((15, 6), False)}
-# Name → (environment, flags, edit of model.py: old, new). The first and the last are the same, to show the noise.
+# Name → variables of the environment and flags of dev/bench.py. The first and the last are alike, to show the noise.
 CANDIDATES = {
-    'base': ({}, '', None),
-    'bf16_residual': ({}, '', ('x = F.dropout(x, self.config.dropout, self.training)\n        divisors',
-                               'x = F.dropout(x.bfloat16(), self.config.dropout, self.training)\n        divisors')),
-    'separate_qkv': ({}, '', ('self.c_attn(x).split(C, dim=2))',
-                              '(F.linear(x, w) for w in self.c_attn.weight.split(C)))')),
-    'micro_15': ({}, '--batch_size=15', None),
-    'micro_60': ({}, '--batch_size=60', None),
-    'coordinate_descent': ({'TORCHINDUCTOR_COORDINATE_DESCENT_TUNING': '1'}, '', None),
-    'base_again': ({}, '', None),
+    'base': '--batch_size=30',
+    'coordinate_descent': 'TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 --batch_size=30',
+    'micro_120': '--batch_size=120',
+    'base_again': '--batch_size=30',
 }
 
 
@@ -126,7 +121,7 @@ def save():
                 archive.add(path, path.relative_to(WORK))
 
 
-def call(name, words, output=None, **environment):
+def call(name, words, output=None):
     """Run Python with `words` unless it has succeeded before; return whether it has.
 
     output: the name of the file in records/gpu that tells so; by default the program's log.
@@ -138,8 +133,7 @@ def call(name, words, output=None, **environment):
         path.parent.mkdir(parents=True, exist_ok=True)
     print(time.strftime('%H:%M:%S'), name, flush=True)
     with log.open('w') as file:
-        process = subprocess.Popen([sys.executable, *words], env=os.environ | environment, stdout=file, stderr=file,
-                                   start_new_session=True)
+        process = subprocess.Popen([sys.executable, *words], stdout=file, stderr=file, start_new_session=True)
         try:
             code = process.wait()
         finally:
@@ -155,11 +149,11 @@ def call(name, words, output=None, **environment):
     return True
 
 
-def bench(name, configs, rounds, script='dev/bench.py', more=(), **environment):
+def bench(name, configs, rounds, more=()):
     """Benchmark `configs`, texts of flags, set up side by side where the memory allows; return whether it succeeded."""
     words = [f'--rounds={1 if SMOKE else rounds}', *more, f'--output={WORK}/records/gpu/{name}.json',
              *(f'{" ".join(TINY)} --dtype=bfloat16' if SMOKE else config for config in configs)]
-    return any(call(name, [str(script), f'--jobs={jobs}', *words], f'{name}.json', **environment) for jobs in (4, 1))
+    return any(call(name, ['dev/bench.py', f'--jobs={jobs}', *words], f'{name}.json') for jobs in (4, 1))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -201,27 +195,10 @@ def speed(sizes):
 
 
 def candidates():
-    """Measure the candidates at 125M, and compare them with the unchanged program."""
-    for name, (environment, flags, edit) in CANDIDATES.items():
-        tree = edited_copy(WORK / 'candidates' / name, *edit) if edit else Path()
-        bench(f'candidate_{name}', [f'--model_size=125M --total_batch_size=120 --batch_size=30 {flags}'], 6,
-              tree / 'dev/bench.py', **environment)
-    rows = {name: json.loads(path.read_text())['results'][0] for name in CANDIDATES
-            if (path := WORK / f'records/gpu/candidate_{name}.json').exists()}
-    if base := rows.get('base'):
-        text = ''.join(f'{name}: tokens/s {row["tokens_per_sec"] / base["tokens_per_sec"]:.3f} of base, loss '
-                       f'{row["loss"] - base["loss"]:+.5f}, {row["memory_gb"]:.1f} GB\n' for name, row in rows.items())
-        write_text(WORK / 'records/gpu/candidates.txt', text)
-        print(text)
-
-
-def edited_copy(folder, old, new):
-    """Return a copy of the repository's code with an edit of model.py."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns('out', '.git', '.venv', '.*cache*', '*.jsonl', '*.bin'))
-    text = (ROOT / 'model.py').read_text(encoding='utf-8')
-    write_text(folder / 'model.py', text.replace(old, new))
-    return folder
+    """Measure the candidates at 30M in turns, with AdamW and then with Sophia-G."""
+    for name in ('adamw', 'sophiag'):
+        bench(f'candidates_30M_{name}', [f'{words} --model_size=30M --total_batch_size=120 --optimizer_name={name}'
+                                         for words in CANDIDATES.values()], 6)
 
 
 def tests():

@@ -5,12 +5,16 @@ run.py trains them.
 
 SEARCH_SEED = 1337  # chooses settings, and takes part in no comparison
 ARMS = {'AdamW': ('adamw', 1.2e-3), 'Sophia-G': ('sophiag', 4e-4), 'sign momentum': ('clip', 4e-4),
-        'fresh': ('sophiag_fresh', 4e-4), 'permuted': ('gnb_permuted', 4e-4)}  # arm → (optimizer, middle learning rate)
+        'fresh': ('sophiag_fresh', 4e-4)}  # arm → (optimizer, middle learning rate)
 THREE = ('AdamW', 'Sophia-G', 'sign momentum')
 LONG, HALF = dict(max_iters=3000, warmup_iters=1000), dict(max_iters=1500, warmup_iters=500)
 LOOK = dict(max_iters=300, warmup_iters=150)
 FIRST_GAMMA, SHARE = 0.15, (0.25, 0.40)  # SHARE: of unclipped coordinates
-STABLE_SEEDS = range(1341, 1347)  # of part F
+STABLE_SEEDS = range(1341, 1345)  # of part F
+EXPLODED, LOWER_GAMMA, ADAMW_DECAY = (1338, 1339), 0.05, 1.2  # ADAMW_DECAY: gives sign momentum AdamW's lr·λ, 4.8e-4
+# Part F's runs, two at a time: (arm, or the setting that differs; seed) → its pair
+PAIR_OF = {('Sophia-G', 1341): 1, ('sign momentum', 1341): 1, ('Sophia-G', 1342): 2, ('Sophia-G', 1343): 2,
+           ('Sophia-G', 1344): 3, (LOWER_GAMMA, 1338): 3, (LOWER_GAMMA, 1339): 4, (ADAMW_DECAY, 1341): 4}
 DATASET = 'out/gpu/data/books:1,out/gpu/data/heldout:0'
 
 
@@ -76,13 +80,15 @@ def protocol(study, arms=THREE, over=True):
             for seed in (1338, 1339):
                 arm.result(('e', seed), LONG, **half, seed=seed)
             for seed in STABLE_SEEDS:
-                arm.result(('f', seed), LONG, **half, seed=seed)
-                Arm(study, 'permuted', len(arms)).result(('f', seed), LONG, **half, seed=seed)
+                arm.result(('f', PAIR_OF[name, seed]), LONG, **half, seed=seed)
+            for seed in EXPLODED:
+                arm.result(('f', PAIR_OF[LOWER_GAMMA, seed]), LONG, **dict(best, gamma=LOWER_GAMMA), seed=seed)
             if over:
                 arm.result(('d', 0), LONG, **half, seed=1340)
         if name == 'sign momentum':
-            for seed in STABLE_SEEDS:
-                arm.result(('f', seed), LONG, **best, seed=seed)
+            seed = STABLE_SEEDS[0]
+            arm.result(('f', PAIR_OF[name, seed]), LONG, **best, seed=seed)
+            arm.result(('f', PAIR_OF[ADAMW_DECAY, seed]), LONG, **best, weight_decay=ADAMW_DECAY, seed=seed)
         if over:
             arm.result(('d', 0), LONG, **best, seed=1340)
             for round_, factor in enumerate((2 ** 0.5, 2 ** -0.5), 1):
