@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from runtime.files import one_line, warn
 from runtime.optim import OVERFLOWS, parameters
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
-from sophia import GaussNewtonBartlett, Hutchinson, add_shards, check_finite, hessian_vector_product, local, mesh_of
+from sophia import GaussNewtonBartlett, Hutchinson, add_shards, check_finite, hessian_vector_product, local, meshes_of
 
 
 class Hook:
@@ -201,7 +201,7 @@ class GNBHook(HessianHook):
             return super().split(here, size) + rest
         # Part p has the sequences p, p + parts, … of the mini-batch, however many ranks share it. Where parameters are
         # sharded, all ranks work on one part, which has other sequences: another draw of the same estimate.
-        n = self.parts if mesh_of(self.estimator.params) else self.parts // self.world_size
+        n = self.parts if meshes_of(self.estimator.params) else self.parts // self.world_size
         self.part_slices = [slice(i, here, n) for i in range(min(n, here))]
         return self.part_slices + rest
 

@@ -53,7 +53,6 @@ def clip_(update, rho):
 
 @functools.cache
 def compiled_update():
-    """Compile `sophia_update` to one kernel for many tensors."""
     return torch.compile(sophia_update)
 
 
@@ -62,11 +61,13 @@ def compiled_update():
 
 
 class GuardedOptimizer(Optimizer):
-    """Base class that checks settings, gradients and state before anything moves. A subclass defines `update`.
+    """Base class that checks settings, gradients and state before anything moves. A subclass defines
+    `update(group, params, grads)`, which moves `params`, of the param group `group`, and their state.
 
     nonfinite: 'raise' FloatingPointError when a gradient holds inf or NaN, 'skip' that step, or 'ignore' it (no check,
     so no wait for the device).
     """
+    keys = ('exp_avg',)  # of a parameter's state
 
     def __init__(self, params, defaults, nonfinite):
         if nonfinite not in ('raise', 'skip', 'ignore'):
@@ -75,16 +76,16 @@ class GuardedOptimizer(Optimizer):
         self.nonfinite = nonfinite
 
     def add_param_group(self, param_group):
-        """Add a group of parameters; ValueError, without adding any, if a setting or a parameter is not suitable."""
+        """Add a group of parameters; ValueError if a setting or a parameter is not suitable."""
         for key, value in {**self.defaults, **param_group}.items():
-            if key in IN_RANGE and not IN_RANGE[key](value):
+            if not in_range(key, value):
                 raise ValueError(f'{type(self).__name__}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
-        try:
-            check_params(self, [p for p in self.param_groups[-1]['params'] if p.requires_grad])
-        except (ValueError, RuntimeError):
-            del self.param_groups[-1]
-            raise
+        params = [p for p in self.param_groups[-1]['params'] if p.requires_grad]
+        check_params(self, params)
+        if any(p.dtype == torch.bfloat16 for p in params):
+            warnings.warn('bfloat16 parameters drop updates below 1/256 of a value, which most of the weight decay is; '
+                          'keep them in float32, and compute in bfloat16 by autocast', stacklevel=5)
 
     def __getstate__(self):
         # Optimizer's copies carry over only the attributes that it names.
@@ -92,11 +93,15 @@ class GuardedOptimizer(Optimizer):
         return super().__getstate__() | mine
 
     def __setstate__(self, state):
-        """Take a state, in load_state_dict or for a copy; ValueError if it is not of such an optimizer."""
+        """Take a state, in load_state_dict or for a copy; ValueError if it is of another optimizer."""
+        mine = getattr(self, 'defaults', None)  # a copy has none yet
         for group in state['param_groups']:
-            if odd := (getattr(self, 'defaults', group).keys() ^ group.keys()) & IN_RANGE.keys():
+            odd = [key for key in IN_RANGE if mine and (key in mine) != (key in group)]
+            if any(self.keys[-1] not in state['state'][p] for p in group['params'] if state['state'].get(p)):
+                odd.append(self.keys[-1])  # which AdaHessian has and AdamW has not
+            if odd:
                 raise ValueError(f'{type(self).__name__}: the state to load is of another optimizer; they differ in '
-                                 + ', '.join(sorted(odd)))
+                                 + ', '.join(odd))
         super().__setstate__(state)
 
     @torch.no_grad()
@@ -115,28 +120,18 @@ class GuardedOptimizer(Optimizer):
                     self.update(group, params, [p.grad for p in params])
         return loss
 
-    def update(self, group, params, grads):
-        """Update `params`, which belong to the param group `group`, and their state by the gradients `grads`."""
-        raise NotImplementedError
-
     def buffers(self, params, key):
         """Return the state `key` of each of `params`, zeros where there is none yet."""
         for p in params:
-            if key not in self.state[p]:
-                self.state[p][key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            for name in self.keys:  # all at once, because torch.distributed.checkpoint loads only complete states
+                if name not in self.state[p]:
+                    self.state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return [self.state[p][key] for p in params]
 
 
 class HessianOptimizer(GuardedOptimizer):
     """Base class with an EMA of Hessian estimates, or of a function of them, `averaged`, in the state `hessian`."""
-
-    def __setstate__(self, state):
-        """Take a state like `GuardedOptimizer`; ValueError also if it lacks h, as AdamW's does."""
-        params = [p for group in state['param_groups'] for p in group['params']]
-        if any('hessian' not in state['state'][p] for p in params if state['state'].get(p)):
-            raise ValueError(f'{type(self).__name__}: the state to load is of another optimizer; they differ in '
-                             'hessian')
-        super().__setstate__(state)
+    keys = ('exp_avg', 'hessian')
 
     def averaged(self, h_hat):
         """Return the quantity that the EMA averages: the estimate ĥ itself."""
@@ -154,9 +149,10 @@ class HessianOptimizer(GuardedOptimizer):
             raise ValueError(f'update_hessian got {len(estimates)} estimates for {len(params)} parameters')
         given = {p: h_hat for p, h_hat in zip(params, estimates) if h_hat is not None}
         for p, h_hat in given.items():
-            if h_hat.shape != p.shape:
+            if h_hat.shape != p.shape or is_dtensor(h_hat) != is_dtensor(p):
                 raise ValueError(f'update_hessian got an estimate of shape {tuple(h_hat.shape)} for a parameter of '
-                                 f'{tuple(p.shape)}; pass the optimizer to the estimator, which keeps their order')
+                                 f'{tuple(p.shape)}, or only one of them is sharded; pass the optimizer to the '
+                                 'estimator')
         check_params(self, given)
         targets = {p: self.averaged(h_hat.to(p.dtype)) for p, h_hat in given.items()}
         if check_finite(self.nonfinite, 'Hessian estimate', targets.values()):
@@ -180,13 +176,10 @@ class Sophia(HessianOptimizer):
     nor h is bias-corrected. A `step` before the first estimate is sign momentum, and warns.
 
     Args:
-        params: parameters or param groups, best in float32: bfloat16 drops updates below 1/256 of a value, which most
-            of the weight decay is. float16, where ε is 0, and complex ones are rejected.
+        params: parameters or param groups, in float32 or float64. bfloat16 warns; float16, where ε is 0, is rejected.
         lr: learning rate η, a float or a tensor of one element.
-        betas: (β1, β2).
+        betas, eps, weight_decay: (β1, β2), ε, and λ, which is decoupled.
         gamma: γ, scales h. The paper: 0.05 with Gauss-Newton-Bartlett, 0.01 with Hutchinson.
-        eps: ε.
-        weight_decay: λ, decoupled.
         nonfinite: 'raise', 'skip' or 'ignore', see `GuardedOptimizer`.
         compile: fuse the update to one pass over memory by torch.compile. Each new β1 or γ compiles it again, so that
             OneCycleLR needs cycle_momentum=False.
@@ -207,8 +200,9 @@ class Sophia(HessianOptimizer):
         if self._first and lr:  # warm-ups of other libraries begin at 0
             self._first = False
             # The state decides, because wrappers of an optimizer share nothing else with it.
-            if not any(h.any() for h in local(state['hessian'] for state in self.state.values() if 'hessian' in state)):
-                warnings.warn('Sophia.step() without any update_hessian() is sign momentum: h is 0', stacklevel=5)
+            if not any(h.any() for h in local(state['hessian'] for state in self.state.values() if state)):
+                warnings.warn('Sophia.step() while h is 0 everywhere is sign momentum: there was no update_hessian() '
+                              'yet, or its estimates were 0', stacklevel=5)
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
         rule = compiled_update() if self.compile else sophia_update
@@ -255,7 +249,8 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
 
     Args:
         outputs: (…, V) logits of B predictions with a graph; or an iterable, one for each micro-batch (a generator runs
-            the forwards one at a time). Leave out the positions that the loss ignores.
+            the forwards one at a time), such as `[(mu, log_sigma)]` if the `distribution` takes a tuple. Leave out the
+            positions that the loss ignores.
         optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order. Sharded
             ones (FSDP2, not tensor parallelism) must be all that the model trains, because FSDP's backward adds to the
             gradients of others.
@@ -271,31 +266,46 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
 
     Returns the list of tensors ĥ = B·ĝ⊙ĝ for `Sophia.update_hessian`.
     """
-    distribution, estimator, classes = distribution or categorical, GaussNewtonBartlett(optimizer, by_parts), set()
+    estimator, classes = GaussNewtonBartlett(optimizer, by_parts), set()
     check_seeds(estimator.params[0].device, group)
+    if isinstance(outputs, tuple) and (distribution or hasattr(outputs, '_fields')):
+        raise TypeError('gauss_newton_bartlett: a tuple may be the outputs of one forward or of several; pass '
+                        '[outputs] or list(outputs)')
     for f in [outputs] if isinstance(outputs, torch.Tensor) else outputs:
-        if isinstance(f, str):  # a key of a dict, such as Hugging Face's outputs
-            raise TypeError('gauss_newton_bartlett needs logits: pass output.logits, not the whole output')
+        if distribution is None:
+            check_logits(f, classes)
         if isinstance(f, torch.Tensor):  # in float16 labels of probability 0 are drawn, and sums overflow
             f = f.to(torch.promote_types(f.dtype, torch.float32))
-        likelihood = distribution(f)
-        if distribution is categorical:
-            classes.add(f.size(-1))
-            if len(classes) > 1:  # such as hidden states
-                raise ValueError(f'gauss_newton_bartlett: micro-batches of {min(classes)} and {max(classes)} classes; '
-                                 'if the model returns a tuple, pass only its logits')
-        nll = -likelihood.log_prob(likelihood.sample())  # line 4: ŷ ~ softmax(f)
+        likelihood = (distribution or categorical)(f)
+        with torch.no_grad():
+            labels = likelihood.sample().clone()  # line 4: ŷ ~ softmax(f); a copy, which no distribution has cached
+        nll = -likelihood.log_prob(labels)
         estimator.add(nll.sum(), nll.numel(), retain_graph)  # line 5: ĝ
     return estimator.estimate(group=group)  # line 6: B·ĝ⊙ĝ
 
 
 def categorical(logits):
     """Return Categorical(logits=…), of no predictions, too, which PyTorch's check of arguments rejects."""
-    if logits.dim() < 2 or logits.size(-1) < 2:
-        raise ValueError(f'gauss_newton_bartlett: outputs of shape {tuple(logits.shape)} are not logits (B, …, V) of '
-                         'V > 1 classes; for another loss than cross-entropy pass its distribution, such as Bernoulli '
-                         'or Normal')
     return torch.distributions.Categorical(logits=logits, validate_args=None if logits.numel() else False)
+
+
+def check_logits(f, classes):
+    """Raise where `f` are not the logits of one more micro-batch; `classes` is the set of their numbers so far."""
+    if not isinstance(f, torch.Tensor):  # such as a key of Hugging Face's outputs
+        raise TypeError('gauss_newton_bartlett needs logits: pass output.logits, not the whole output')
+    if f.dim() < 2 or f.size(-1) < 2:
+        raise ValueError(f'gauss_newton_bartlett: outputs of shape {tuple(f.shape)} are not logits (B, …, V) of V > 1 '
+                         'classes; of a tuple pass only the logits, and for another loss than cross-entropy its '
+                         'distribution, such as Bernoulli or Normal')
+    if not classes:
+        rows = f.detach().flatten(0, -2)[:16].float()
+        if len(rows) and ((rows >= 0).all() & ((rows.sum(-1) - 1).abs() < 0.01).all()):
+            warnings.warn('gauss_newton_bartlett: the outputs sum to 1, like probabilities; pass the logits, without '
+                          'softmax', stacklevel=3)
+    classes.add(f.size(-1))
+    if len(classes) > 1:  # such as hidden states
+        raise ValueError(f'gauss_newton_bartlett: micro-batches of {min(classes)} and {max(classes)} classes; of a '
+                         'tuple pass only the logits')
 
 
 class GaussNewtonBartlett:
@@ -311,20 +321,16 @@ class GaussNewtonBartlett:
 
     def __init__(self, optimizer, by_parts=False):
         self.params, self.by_parts = params_of(optimizer), by_parts
-        self.total, self.predictions = None, 0  # G, or Σₚ Gₚ⊙Gₚ; B
-
-    def begin(self):
-        """Begin an estimate, unless one is under way."""
-        if self.total is None:
-            self.total = [torch.zeros_like(p) if p.requires_grad else None for p in self.params]
+        self.total, self.predictions = [None] * len(self.params), 0  # G, or Σₚ Gₚ⊙Gₚ; B
 
     def add(self, loss_hat, predictions, retain_graph=False):
         """Add the gradient of `loss_hat`, the loss on sampled labels *summed* over `predictions` predictions, a number
         or a 0-d tensor."""
-        self.begin()
-        found = loss_gradients(loss_hat, self.params, retain_graph)
-        for total, g in zip(local(self.total), local(found)):
+        for i, g in enumerate(loss_gradients(loss_hat, self.params, retain_graph)):
             if g is not None:
+                if self.total[i] is None:
+                    self.total[i] = torch.zeros_like(self.params[i])
+                total, g = local([self.total[i], g])
                 total.addcmul_(g, g) if self.by_parts else total.add_(g)
         self.predictions += predictions
 
@@ -334,9 +340,10 @@ class GaussNewtonBartlett:
 
         `loss_scale` is the factor by which the added losses were multiplied (float16's loss scaling).
         """
-        self.begin()
-        found, B = self.total, sum_over_ranks(self.total, int(self.predictions), group)
-        self.total, self.predictions = None, 0
+        found = [torch.zeros_like(p) if total is None and p.requires_grad else total
+                 for total, p in zip(self.total, self.params)]
+        B = sum_over_ranks(found, float(self.predictions), group)
+        self.total, self.predictions = [None] * len(self.params), 0
         for total in found:
             if total is not None:
                 total.div_(loss_scale ** 2 * B) if self.by_parts else total.div_(loss_scale * B ** 0.5).square_()
@@ -351,19 +358,21 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
     """Estimate the Hessian's diagonal without bias, of any sign (Algorithm 1).
 
     Args:
-        losses: the mean loss of a mini-batch, a 0-d tensor with a graph that can be differentiated twice (without
-            flash attention or a compiled module); or an iterable, one for each micro-batch, which have equal sizes. A
-            torch.autograd.Function whose backward autograd cannot follow counts as linear, which is an error only
-            where a parameter's whole gradient has no graph.
-        optimizer: the optimizer that takes the estimate, or the list of its parameters.
+        losses: the mean loss of a mini-batch, a 0-d tensor with a graph that can be differentiated twice (no compiled
+            module, attention under sdpa_kernel(SDPBackend.MATH)); or an iterable, one for each micro-batch, which have
+            equal sizes. A torch.autograd.Function whose backward autograd cannot follow counts as linear, which is an
+            error only where a parameter's whole gradient has no graph.
+        optimizer, group: as for `gauss_newton_bartlett`, but not sharded.
         generator, rademacher: see `Hutchinson`. Over several ranks the generator is required.
-        group: process group over which the mini-batch is spread; default all ranks.
 
     Returns the list of tensors ĥ = u ⊙ ∇⟨∇L, u⟩ for `Sophia.update_hessian`.
     """
     if generator is None and ranks(group) > 1:
         raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
     estimator = Hutchinson(optimizer, generator, rademacher)
+    if meshes_of(estimator.params):
+        raise ValueError('hutchinson: parameters sharded by FSDP2 have no second derivative, because FSDP gathers them '
+                         'outside of autograd; use gauss_newton_bartlett')
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
         estimator.add(double_backward(loss, estimator.params, estimator.u), 1)
     return estimator.estimate(group)
@@ -381,53 +390,40 @@ class Hutchinson:
 
     def __init__(self, optimizer, generator=None, rademacher=False):
         self.params = params_of(optimizer)
-        trained = [p if p.requires_grad else None for p in self.params]
-        self.u = [p if p is None else torch.randn(p.shape, dtype=p.dtype, device=p.device, generator=generator)
-                  for p in trained]
+        self.u = [torch.randn(p.shape, dtype=p.dtype, device=p.device, generator=generator) if p.requires_grad else None
+                  for p in self.params]
         if rademacher:
             self.u = [u if u is None else torch.where(u < 0, -1.0, 1.0).to(u.dtype) for u in self.u]
-        self.product = [p if p is None else torch.zeros_like(p) for p in trained]
+        self.product = [u if u is None else torch.zeros_like(u) for u in self.u]
         self.examples = 0
 
     def add(self, product, examples):
         """Add a micro-batch: `product` = ∇²L u with L its mean loss, `examples` its size."""
-        self.check_unused()
+        if self.product is None:
+            raise RuntimeError('Hutchinson: this one has made its estimate; make another one, with another u')
         for total, hvp in zip(self.product, product):
-            if hvp is not None:
+            if total is not None and hvp is not None:  # of those trained at the start, and now
                 total.add_(hvp, alpha=examples)
         self.examples += examples
 
     def estimate(self, group=None):
         """Return ĥ as a list of tensors, None for frozen parameters, the mean over the examples of `group`."""
-        self.check_unused()
         product, self.product = self.product, None
         n = sum_over_ranks(product, self.examples, group)
         return [hvp if hvp is None else hvp.div_(n).mul_(u) for hvp, u in zip(product, self.u)]
 
-    def check_unused(self):
-        """Raise RuntimeError after the estimate."""
-        if self.product is None:
-            raise RuntimeError('Hutchinson: this one has made its estimate; make another one, with another u')
-
 
 def double_backward(loss, params, u):
     """Return ∇²L u = ∇⟨∇L, u⟩ of a mean loss with a graph, None where it does not depend on a parameter."""
-    if loss.dim():
-        raise ValueError(f'hutchinson: a loss of shape {tuple(loss.shape)}; pass the mean, a 0-d tensor')
     check_graph(loss, TWICE)
-    try:
-        gradient = gradients(loss, params, create_graph=True)
-        used = [(g, v) for g, v in zip(gradient, u) if g is not None]
-        linear = [i for i, g in enumerate(gradient) if g is not None and not g.requires_grad]
-        if linear or not used:
-            raise RuntimeError(f'the gradient of params {linear} has no graph; if the loss is linear in p, add '
-                               '0 * p.square().sum() to it' if linear else 'it depends on none of the params')
-        return gradients([g for g, _ in used], params, grad_outputs=[v for _, v in used])
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise RuntimeError('hutchinson: the loss cannot be differentiated twice; take it from an eager forward '
-                           f'(no torch.compile, attention under sdpa_kernel(SDPBackend.MATH)): {error}') from error
+    gradient = gradients(loss, params, create_graph=True)
+    used = [(g, v) for g, v in zip(gradient, u) if g is not None and v is not None]
+    if linear := [i for i, g in enumerate(gradient) if g is not None and not g.requires_grad]:
+        raise RuntimeError(f'hutchinson: the gradient of params {linear} has no graph; take the loss from an eager '
+                           'forward or, if it is linear in p, add 0 * p.square().sum() to it')
+    if not used:
+        raise RuntimeError('hutchinson: the loss depends on none of the params: another model?')
+    return gradients([g for g, _ in used], params, grad_outputs=[v for _, v in used])
 
 
 def hessian_vector_product(loss_fn, params, u):
@@ -446,17 +442,27 @@ IN_RANGE = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= be
                 weight_decay=lambda v: v >= 0)
 
 
+def in_range(key, value):
+    """Return whether a setting is one of another optimizer, or has a value that IN_RANGE accepts."""
+    try:
+        return key not in IN_RANGE or IN_RANGE[key](value)
+    except TypeError:  # a number for a pair, or text
+        return False
+
+
 def params_of(optimizer):
     """Return the parameters of an optimizer in param-group order, as a list; a list of parameters stays the same."""
     if isinstance(optimizer, torch.nn.Module):
         raise TypeError('pass the optimizer, whose order of parameters the estimates must have, not the model')
-    if hasattr(optimizer, 'param_groups'):  # wrappers, too
-        return [p for group in optimizer.param_groups for p in group['params']]
-    return list(optimizer)
+    groups = getattr(optimizer, 'param_groups', None)  # wrappers have them, too
+    params = [p for group in groups for p in group['params']] if groups else list(optimizer)
+    if not any(p.requires_grad for p in params):
+        raise ValueError('no parameter to estimate for: all are frozen, or a generator such as model.parameters() was '
+                         'used before; pass the optimizer')
+    return params
 
 
 def scalar(lr):
-    """Return a learning rate, a float or a tensor of one element, as a float or a 0-d tensor."""
     return lr.reshape(()) if isinstance(lr, torch.Tensor) else lr
 
 
@@ -476,10 +482,8 @@ def check_params(optimizer, params):
         own = optimizer.state.get(p, {})
         for t in p.grad, own.get('exp_avg'), own.get('hessian'):
             if t is not None and (t.dtype != p.dtype or t.shape != p.shape):
-                raise ValueError(f'{name}: a gradient or state has not the dtype and shape of its parameter, {p.dtype} '
-                                 f'{tuple(p.shape)}; make the optimizer after the last change of the model')
-        if p.grad is not None and p.grad.is_sparse:
-            raise RuntimeError(f'{name}: sparse gradients are not supported; leave out sparse=True')
+                raise ValueError(f'{name}: a gradient or state does not match the dtype and shape of its parameter, '
+                                 f'{p.dtype} {tuple(p.shape)}; build the optimizer after the last change to the model')
 
 
 def check_finite(nonfinite, what, tensors):
@@ -522,12 +526,6 @@ def check_graph(loss, forbidden):
             nodes += [following for following, _ in node.next_functions]
 
 
-def __getattr__(name):
-    if name == 'SophiaG':  # the official repository's name
-        raise ImportError('sophia.py has no SophiaG; use Sophia, see docs/sophia.md on migrating')
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Shards: parameters that are DTensors, and mini-batches spread over ranks. Rules act on each rank's shards.
 # Gauss-Newton-Bartlett takes its gradient through FSDP's own backward. Hutchinson's estimator cannot: FSDP's hooks
@@ -537,25 +535,40 @@ def __getattr__(name):
 def loss_gradients(loss, params, retain_graph=False):
     """Return d loss / d params, None where there is none; for sharded parameters the sum over the ranks that share
     them. RuntimeError if there is none at all."""
-    if mesh := mesh_of(params):
-        # FSDP gathers parameters for the computation, and only its own backward turns their gradients into shards: it
-        # leaves the mean over the ranks in .grad, so the loss is multiplied by their number.
-        before = [p.grad for p in params]
-        for p in params:
-            p.grad = None
-        (loss * mesh.size()).backward(retain_graph=retain_graph)
-        # Parameters that FSDP ignores are left with this rank's own gradient.
-        found = [p.grad if p.grad is None or is_dtensor(p) else p.grad / mesh.size() for p in params]
-        for p, grad in zip(params, before):
-            p.grad = grad
-        reason = ', or set_requires_gradient_sync(False)'
+    if meshes := meshes_of(params):
+        found = fsdp_gradients(loss, params, meshes, retain_graph)
     else:
         check_graph(loss, ONCE)
         found = gradients(loss, params, retain_graph=retain_graph)
-        reason = ''
     if all(g is None for g in found):
-        raise RuntimeError(f'the outputs depend on none of the params: another model{reason}?')
+        raise RuntimeError('the outputs depend on none of the params: another model, FSDP1 (use fully_shard), or '
+                           'set_requires_gradient_sync(False)?')
     return found
+
+
+def fsdp_gradients(loss, params, meshes, retain_graph):
+    """Return the gradients of `loss_gradients` by FSDP's own backward, which alone turns gradients into shards. It
+    leaves in .grad the mean over the ranks that share a parameter, so the loss is multiplied by their number."""
+    for p in params:
+        *outer, inner = getattr(p, 'placements', [None])
+        if inner and not (inner.is_shard() and all(one.is_replicate() for one in outer)):
+            raise ValueError(f'gauss_newton_bartlett: placements {p.placements}; tensor parallelism is not supported')
+    largest = max(mesh.size() for mesh in meshes)
+    before = [(p.grad, p._post_accumulate_grad_hooks) for p in params]
+    for p in params:
+        p.grad = p._post_accumulate_grad_hooks = None  # such hooks step optimizers
+    try:
+        (loss * largest).backward(retain_graph=retain_graph)
+        found = [p.grad for p in params]
+    finally:
+        for p, (grad, hooks) in zip(params, before):
+            p.grad, p._post_accumulate_grad_hooks = grad, hooks
+    if any(g is None for p, g in zip(params, found) if p.requires_grad and not is_dtensor(p)):
+        raise RuntimeError('gauss_newton_bartlett: an unsharded parameter has no gradient; list the parameters before '
+                           'the forward, in which FSDP replaces them, or pass the optimizer')
+    # A parameter that FSDP ignores is left with this rank's own gradient.
+    sizes = [p.device_mesh.size() if is_dtensor(p) else 1 for p in params]
+    return [g if g is None or size == largest else g * (size / largest) for g, size in zip(found, sizes)]
 
 
 def is_dtensor(tensor):
@@ -564,18 +577,18 @@ def is_dtensor(tensor):
 
 
 def local(tensors):
-    """Return `tensors`, each DTensor replaced by its local shard."""
     return [t.to_local() if is_dtensor(t) else t for t in tensors]
 
 
-def mesh_of(tensors):
-    """Return the DeviceMesh over which `tensors` are sharded; None if they are not."""
-    return next((t.device_mesh for t in tensors if is_dtensor(t)), None)
+def meshes_of(tensors):
+    """Return the DeviceMeshes over which `tensors` are sharded, none of them twice."""
+    return list(dict.fromkeys(t.device_mesh for t in tensors if is_dtensor(t)))
 
 
 def add_shards(count, tensors):
-    """Sum `count`, computed from the `local` shards of `tensors`, in place over the ranks that share them."""
-    if mesh := mesh_of(tensors):
+    """Sum `count`, computed from the `local` shards of `tensors`, in place over the ranks that share them; of several
+    meshes all counts have the same multiple."""
+    for mesh in meshes_of(tensors):
         for group in mesh.get_all_groups():
             dist.all_reduce(count, group=group)
     return count
@@ -586,15 +599,21 @@ def ranks(group=None):
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
+def gather(numbers, device, group):
+    """Return the numbers, below 2**53, of each rank of `group`, as a list of lists."""
+    own = torch.tensor(numbers, dtype=torch.float64, device=device)
+    found = [torch.empty_like(own) for _ in range(ranks(group))]
+    dist.all_gather(found, own, group=group)
+    return torch.stack(found).tolist()
+
+
 def check_seeds(device, group=None):
     """Raise ValueError when ranks of `group` would draw the same labels, which makes ĥ too large in expectation."""
     if ranks(group) > 1:
         # torch.initial_seed() is the CPU's; an accelerator has a generator of its own.
         initial_seed = getattr(torch.get_device_module(device), 'initial_seed', torch.initial_seed)
-        seed = torch.tensor([initial_seed() % 2 ** 63], device=device)
-        seeds = [torch.empty_like(seed) for _ in range(ranks(group))]
-        dist.all_gather(seeds, seed, group=group)
-        if len({int(s) for s in seeds}) < len(seeds):
+        seeds = gather([initial_seed() % 2 ** 53], device, group)
+        if len(set(map(tuple, seeds))) < len(seeds):
             raise ValueError('gauss_newton_bartlett: ranks with the same random seed would draw the same labels; '
                              'call torch.manual_seed(seed + rank) once the model is made')
 
@@ -607,13 +626,10 @@ def sum_over_ranks(tensors, count, group=None):
     if ranks(group) < 2:
         return count
     tensors = [t for t in tensors if t is not None]  # of frozen parameters
-    shapes = hash(tuple(t.shape for t in tensors)) % 2 ** 20  # so small that sums of squares are exact
-    counts = torch.tensor([count, shapes, shapes ** 2], dtype=torch.float64, device=tensors[0].device)
-    dist.all_reduce(counts, group=group)
-    count, total, squares = map(int, counts.tolist())
-    if total ** 2 != ranks(group) * squares:  # equal only if all are the same
-        raise ValueError('the ranks estimate for different parameters, such as those of the .optim in a '
-                         'ZeroRedundancyOptimizer; pass the whole one, or model.parameters()')
+    shapes = hash(tuple(t.shape for t in tensors)) % 2 ** 53
+    counts, shapes = zip(*gather([count, shapes], tensors[0].device, group))
+    if len(set(shapes)) > 1:
+        raise ValueError('ranks passed different parameters; pass the whole ZeroRedundancyOptimizer, not its .optim')
     for work in [dist.all_reduce(t, group=group, async_op=True) for t in tensors if not is_dtensor(t)]:
         work.wait()
-    return count
+    return sum(counts)

@@ -238,9 +238,9 @@ def test_settings_out_of_range_are_rejected(cls):
 @pytest.mark.parametrize('change, words', [
     (lambda p: p.data.half(), 'float16 parameters are not supported'),
     (lambda p: p.data.to(torch.complex64), 'complex64 parameters are not supported'),
-    (lambda p: p.data.double(), r'not the dtype and shape of its parameter, torch.float64 \(3,\); make the optimizer '
-                                'after'),
-    (lambda p: p.data[:2], r'not the dtype and shape .* \(2,\)')])
+    (lambda p: p.data.double(), r'not match the dtype and shape of its parameter, torch.float64 \(3,\); build '
+                                'the optimizer after'),
+    (lambda p: p.data[:2], r'not match the dtype and shape .* \(2,\)')])
 def test_what_an_update_would_get_wrong_moves_nothing(cls, change, words):
     """A model that is changed after its optimizer was made; in float16 ε is 0, and 0 / 0 would pass for a step. The
     group before it stays as it is."""

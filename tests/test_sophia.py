@@ -3,6 +3,7 @@
     pytest --noconftest tests/test_sophia.py
 """
 
+import collections
 import itertools
 import re
 import shutil
@@ -13,12 +14,24 @@ import reference
 import torch
 import torch.distributed as dist
 from reference import double_precision, flat, uniform  # noqa: F401 - for every test here
-from torch.distributions import Bernoulli, Categorical, Normal, Poisson
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributions import AffineTransform, Bernoulli, Categorical, Normal, Poisson, TransformedDistribution
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import sophia
-from sophia import GaussNewtonBartlett, Hutchinson, Sophia, gauss_newton_bartlett, hessian_vector_product, hutchinson
+from sophia import (
+    GaussNewtonBartlett,
+    Hutchinson,
+    Sophia,
+    check_logits,
+    gauss_newton_bartlett,
+    hessian_vector_product,
+    hutchinson,
+)
 
 needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
 
@@ -105,7 +118,7 @@ def test_the_first_step_that_moves_without_an_estimate_warns():
         optimizer.step()
         optimizer.param_groups[0]['lr'] = 0.1
         optimizer.update_hessian([None])
-        with pytest.raises(UserWarning, match='sign momentum'):
+        with pytest.raises(UserWarning, match='no update_hessian.. yet, or its estimates were 0'):
             optimizer.step()
         optimizer.step()
         resumed = Sophia([p], lr=0.1)
@@ -116,6 +129,21 @@ def test_the_first_step_that_moves_without_an_estimate_warns():
         wrapper.__dict__.update(wrapped.__dict__)  # as Lightning's
         wrapper.update_hessian([torch.ones(2)])
         wrapped.step()
+
+
+def test_the_defaults_are_the_papers_for_sophia_g():
+    group = Sophia([torch.nn.Parameter(torch.ones(1))], lr=1.0).defaults
+    assert group == dict(lr=1.0, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.2)
+
+
+def test_a_state_is_complete_from_the_first_estimate_on():
+    """torch.distributed.checkpoint cannot load a part of what a step makes."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = Sophia(model.parameters(), lr=0.1)
+    optimizer.update_hessian([torch.ones(2, 3), None])
+    _, saved = get_state_dict(model, optimizer)
+    assert {name: [*state] for name, state in saved['state'].items()} == {'weight': ['exp_avg', 'hessian']}
+    assert optimizer.unclipped_fraction() == 1
 
 
 @needs_compiler
@@ -213,6 +241,28 @@ def test_gauss_newton_bartlett_of_any_exponential_family(distribution):
     assert_mean_is(samples, flat(total) / (2 * B))
 
 
+class Reparametrized(Normal):
+    sample = Normal.rsample
+
+
+def cached(mu, sigma):
+    """A normal distribution that keeps its last sample, by which its log_prob would lose the gradient."""
+    return TransformedDistribution(Normal(torch.zeros_like(mu), 1.0), [AffineTransform(mu, sigma, cache_size=1)])
+
+
+@pytest.mark.parametrize('distribution', [Normal, Reparametrized, cached])
+def test_labels_are_constants(distribution):
+    """The Fisher information of (μ, σ) at (0, 1) is (1, 2). Outputs of two tensors are a list of one micro-batch."""
+    mu, sigma = torch.nn.Parameter(torch.zeros(())), torch.nn.Parameter(torch.ones(()))
+    outputs = [(mu.expand(64), sigma.expand(64))]
+    samples = torch.stack([flat(gauss_newton_bartlett(outputs, [mu, sigma], lambda f: distribution(*f)))
+                           for _ in range(600)])
+    assert_mean_is(samples, torch.tensor([1.0, 2.0]))
+    for tuples in outputs[0], collections.namedtuple('Outputs', 'mu sigma')(*outputs[0]):
+        with pytest.raises(TypeError, match='a tuple may be the outputs of one forward or of several'):
+            gauss_newton_bartlett(tuples, [mu, sigma], lambda f: distribution(*f))
+
+
 @pytest.mark.parametrize('micro_batches', [(8,), (3, 5)])
 def test_algorithm_2_with_given_labels(monkeypatch, micro_batches):
     """B counts the predictions of all micro-batches, and ĝ is squared once and not clipped: its norm is above 1."""
@@ -247,6 +297,33 @@ def test_gauss_newton_bartlett_keeps_the_graph_if_asked_and_undoes_the_loss_scal
     torch.testing.assert_close(*estimates)
 
 
+def test_predictions_may_be_fractions():
+    theta = torch.nn.Parameter(torch.tensor(2.0))
+    estimator = GaussNewtonBartlett([theta])
+    for _ in range(3):
+        estimator.add(1.5 * theta, 0.5)
+    assert estimator.estimate()[0].item() == pytest.approx(4.5 ** 2 / 1.5)
+
+
+@pytest.mark.parametrize('estimator', [gauss_newton_bartlett, hutchinson])
+def test_adapters_switched_between_micro_batches(estimator):
+    """Each has the estimate of its own micro-batches; Hutchinson's u is drawn for those that are trained at first."""
+    params, x, f = make_mlp(outputs=5)
+    head, other = params[-1], torch.nn.Parameter(torch.randn(4, 5))
+    head.requires_grad_(False)
+
+    def outputs():
+        for p in other, head:
+            other.requires_grad_(p is other)
+            head.requires_grad_(p is head)
+            logits = f([*params[:2], p], x)
+            yield F.cross_entropy(logits, LABELS) if estimator is hutchinson else logits
+
+    found = estimator(outputs(), [*params, other])
+    assert found[0].any() and found[3].any()
+    assert found[2] is None if estimator is hutchinson else found[2].any()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Algorithm 1
 
@@ -269,9 +346,8 @@ def test_one_vector_makes_one_estimate():
     estimator = Hutchinson([torch.nn.Parameter(torch.ones(3))])
     estimator.add([torch.ones(3)], 2)
     torch.testing.assert_close(estimator.estimate()[0], estimator.u[0])
-    for again in lambda: estimator.add([torch.ones(3)], 2), estimator.estimate:
-        with pytest.raises(RuntimeError, match='has made its estimate'):
-            again()
+    with pytest.raises(RuntimeError, match='has made its estimate'):
+        estimator.add([torch.ones(3)], 2)
 
 
 @pytest.mark.parametrize('rademacher', [False, True])
@@ -326,9 +402,9 @@ def test_hutchinson_rejects_a_gradient_without_a_graph():
     """As a compiled module or an operation with a derivative of its own can return; h would silently stay 0."""
     p, unused = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
     for params, named in ([p], '[0]'), ([unused, p], '[1]'):
-        with pytest.raises(RuntimeError, match=f'differentiated twice.*gradient of params {re.escape(named)} has no'):
+        with pytest.raises(RuntimeError, match=f'the gradient of params {re.escape(named)} has no graph'):
             hutchinson((2.0 * p).sum() + unused.square().sum(), params)
-    with pytest.raises(RuntimeError, match='cannot be differentiated twice.*depends on none of the params'):
+    with pytest.raises(RuntimeError, match='the loss depends on none of the params'):
         hutchinson((2.0 * p).sum(), [unused])
     estimates = hutchinson((p ** 2).sum(), [p, unused], rademacher=True)
     torch.testing.assert_close(estimates, [torch.full((3,), 2.0), torch.zeros(2)])
@@ -371,37 +447,40 @@ def test_the_state_of_frozen_parameters_stays():
     assert optimizer.unclipped_fraction() is not None
 
 
-def test_misuse_is_named():
-    """Estimates of another model would silently leave h at 0, and every step a sign step."""
-    params, x, f = make_mlp(outputs=5)
-    with pytest.raises(RuntimeError, match='depend on none of the params'):
-        gauss_newton_bartlett(f(params, x), [p.detach().clone().requires_grad_() for p in params])
-    for estimator in (gauss_newton_bartlett, hutchinson):
-        with pytest.raises(TypeError, match='pass the optimizer, .* not the model'):
-            estimator(f(params, x), torch.nn.Linear(2, 2))
-    for logits in f(params, x)[:, :1], f(params, x)[:, 0]:
-        with pytest.raises(ValueError, match=r'of shape \(8.*\) are not logits .* pass its distribution'):
-            gauss_newton_bartlett(logits, params)
-    hidden = torch.tanh(x @ params[0] + params[1])
-    with pytest.raises(ValueError, match='micro-batches of 4 and 5 classes; .* pass only its logits'):
-        gauss_newton_bartlett((f(params, x), hidden), params)
-    with pytest.raises(TypeError, match='pass output.logits'):
-        gauss_newton_bartlett(dict(loss=None, logits=f(params, x)), params)
-    embedding = torch.nn.Embedding(4, 2, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match='Sophia: sparse gradients are not supported'):
-        Sophia(embedding.parameters(), lr=0.1).step()
-    with pytest.raises(ValueError, match=r'betas = \(0.9,\) is out of range'):
-        Sophia(params, lr=0.1, betas=(0.9,))
-    with pytest.raises(ValueError, match='float16 parameters are not supported'):
-        optimizer = Sophia(params, lr=0.1)
-        optimizer.add_param_group(dict(params=[torch.nn.Parameter(torch.ones(2).half())]))
-    assert len(optimizer.param_groups) == 1
-    with pytest.raises(ValueError, match=r'a loss of shape \(7,\); pass the mean'):
-        hutchinson(torch.ones(7, requires_grad=True), params)
-    with pytest.raises(ImportError, match='has no SophiaG; use Sophia, see docs/sophia.md on migrating'):
-        from sophia import SophiaG  # noqa: F401
-    assert not hasattr(sophia, 'AdamW')
+MISUSE = {  # what → (error, its words)
+    'another model': (lambda m, x: gauss_newton_bartlett(m(x), [torch.nn.Parameter(torch.ones(2))]),
+                      'depend on none of the params'),
+    'the model': (lambda m, x: gauss_newton_bartlett(m(x), m), 'pass the optimizer, .* not the model'),
+    'a used generator': (lambda m, x: gauss_newton_bartlett(m(x), iter([])), 'generator .* was used before'),
+    'all frozen': (lambda m, x: hutchinson(m(x).sum(), [torch.ones(2)]), 'all are frozen'),
+    'one output': (lambda m, x: gauss_newton_bartlett(m(x)[:, :1], m.parameters()),
+                   r'of shape \(8, 1\) are not logits .* its distribution'),
+    'a vector': (lambda m, x: gauss_newton_bartlett(m(x)[:, 0], m.parameters()), r'of shape \(8,\) are not logits'),
+    'loss and logits': (lambda m, x: gauss_newton_bartlett((m(x).mean(), m(x)), m.parameters()),
+                        r'of shape \(\) are not logits .*; of a tuple pass only the logits'),
+    'hidden states': (lambda m, x: gauss_newton_bartlett((m(x), x), m.parameters()), 'of 3 and 5 classes; of a tuple'),
+    'a dict': (lambda m, x: gauss_newton_bartlett(dict(logits=m(x)), m.parameters()), 'pass output.logits'),
+    'probabilities': (lambda m, x: gauss_newton_bartlett(m(x).softmax(-1), m.parameters()), 'without softmax'),
+    'one beta': (lambda m, x: Sophia(m.parameters(), lr=0.1, betas=0.9), 'betas = 0.9 is out of range'),
+    'a tuple of one': (lambda m, x: Sophia(m.parameters(), lr=0.1, betas=(0.9,)), r'betas = \(0.9,\) is out of range'),
+    'text': (lambda m, x: Sophia(m.parameters(), lr='1e-3'), "lr = '1e-3' is out of range"),
+    'bfloat16': (lambda m, x: Sophia(m.bfloat16().parameters(), lr=0.1), 'keep them in float32'),
+}
+
+
+@pytest.mark.parametrize('what', MISUSE)
+@pytest.mark.filterwarnings('error')
+def test_misuse_is_named(what):
+    """Each would be a wrong estimate or update without a word, or an error that does not say what is wrong."""
+    use, words = MISUSE[what]
+    with pytest.raises((TypeError, ValueError, RuntimeError, UserWarning), match=words):
+        use(torch.nn.Linear(3, 5), torch.randn(8, 3))
+
+
+@pytest.mark.filterwarnings('error')
+def test_logits_are_not_taken_for_probabilities():
+    for logits in torch.randn(8, 5).log_softmax(-1), torch.zeros(8, 5), torch.ones(8, 5), torch.ones(0, 5):
+        check_logits(logits, set())
 
 
 @pytest.mark.parametrize('estimator', [gauss_newton_bartlett, hutchinson])
@@ -427,12 +506,50 @@ def test_a_micro_batch_without_predictions_adds_nothing():
     torch.testing.assert_close(both, gauss_newton_bartlett(model(x[0]), model.parameters()))
 
 
-def test_out_of_memory_is_not_called_something_else(monkeypatch):
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError('full')
-    monkeypatch.setattr('sophia.gradients', full)
-    with pytest.raises(torch.OutOfMemoryError, match='full'):
-        hutchinson(torch.ones(()), [torch.nn.Parameter(torch.ones(2))])
+# ----------------------------------------------------------------------------------------------------------------------
+# Sharded parameters, on one rank
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_an_estimate_calls_no_optimizer_that_steps_in_the_backward_pass(one_rank):
+    """Its gradient would be that of sampled labels. FSDP's own backward makes it."""
+    model, x, calls, found = fully_shard(torch.nn.Linear(3, 5)), torch.randn(8, 3), [], []
+    params = [*model.parameters()]
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append(flat(h.full_tensor() for h in gauss_newton_bartlett(model(x), params)))
+        for p in params:
+            p.register_post_accumulate_grad_hook(calls.append)
+    assert torch.equal(*found) and not calls
+    model(x).sum().backward()
+    assert len(calls) == 4  # two hooks of either parameter
+
+
+def test_parameters_that_fsdp_replaces_in_the_forward_are_named(one_rank):
+    """A generator of them is read after the forward, when those of the root module are not sharded."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5)), torch.randn(8, 3)
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = Sophia(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match='list the parameters before the forward'):
+        gauss_newton_bartlett(model(x), model.parameters())
+    with pytest.raises(ValueError, match='only one of them is sharded'):
+        optimizer.update_hessian([torch.ones(p.shape) for p in model.parameters()])
+    with pytest.raises(ValueError, match='sharded by FSDP2 have no second derivative'):
+        hutchinson(model(x).square().mean(), optimizer)
+
+
+def test_tensor_parallelism_is_refused(one_rank):
+    mesh = init_device_mesh('cpu', (1, 1), mesh_dim_names=('dp', 'tp'))
+    W = torch.nn.Parameter(distribute_tensor(torch.randn(3, 5), mesh, [Shard(0), Shard(1)]))
+    with pytest.raises(ValueError, match='tensor parallelism is not supported'):
+        gauss_newton_bartlett(torch.randn(8, 3) @ W.full_tensor(), [W])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -441,8 +558,6 @@ def test_out_of_memory_is_not_called_something_else(monkeypatch):
 
 def on_each_of_two_ranks(rank, path):
     """Rank 0 has three of the eight examples for Gauss-Newton-Bartlett, half of them for Hutchinson."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
     torch.set_num_threads(1)
     dist.init_process_group('gloo', f'file://{path}/store', rank=rank, world_size=2)
@@ -489,12 +604,28 @@ def on_each_of_two_ranks(rank, path):
     model = network()
     fully_shard(model, ignored_params={model[2].bias})
     *_, estimates['ignored'] = estimate(model.parameters(), model, [half])
+    # The first layer, an expert of each rank's own, on a mesh of 1, the second on a mesh of 2, in either order.
+    own_mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('each', 'own'))['own']
+    for order in 1, -1:
+        model = network()
+        fully_shard(model[0], mesh=own_mesh)
+        fully_shard(model)
+        params_in_order = [*model.parameters()][::order]
+        found = estimate(params_in_order, model, [half])[::order]
+        estimates[f'meshes {order}'] = [h_hat.full_tensor() for h_hat in found]
+    values = [p.to_local() for p in params_in_order]
+    values[-1] = values[-1] * (float('nan') if rank else 1)  # in the expert of rank 1
+    with pytest.raises(FloatingPointError):
+        sophia.check_finite('raise', 'gradient', [DTensor.from_local(v, p.device_mesh, p.placements)
+                                                  for v, p in zip(values, params_in_order)])
+    model = network()
+    estimates['its half'] = estimate(model.parameters(), model, [half], alone)
     # Sharded over a part of the ranks: over this one alone.
     by_shards = []
     for shards in False, True:
         model = network()
         if shards:
-            fully_shard(model, mesh=init_device_mesh('cpu', (2, 1), mesh_dim_names=('each', 'own'))['own'])
+            fully_shard(model, mesh=own_mesh)
         optimizer = Sophia(model.parameters(), lr=0.1)
         torch.manual_seed(rank)
         optimizer.update_hessian(gauss_newton_bartlett(model(x), optimizer, group=alone))
@@ -518,7 +649,7 @@ def on_each_of_two_ranks(rank, path):
         optimizer.step()
         by_optimizer.append(flat(model.parameters()).detach())
         if own is not optimizer:
-            with pytest.raises(ValueError, match='different parameters, such as those of the .optim'):
+            with pytest.raises(ValueError, match='ranks passed different parameters.*, not its .optim'):
                 gauss_newton_bartlett(model(x[half]), own)
             with pytest.raises(ValueError, match='different parameters'):
                 hutchinson(F.cross_entropy(model(x), LABELS), own, torch.Generator().manual_seed(2))
@@ -556,6 +687,15 @@ def test_parts_are_squared_before_they_are_added_up_over_ranks(two_ranks):
     for rank in two_ranks:
         torch.testing.assert_close(rank['parts'], expected)
         torch.testing.assert_close(rank['sharded parts'], rank['its parts'])
+
+
+@pytest.mark.parametrize('order', [1, -1])
+def test_each_parameter_has_the_sum_over_the_ranks_that_share_it(two_ranks, order):
+    """Of 8 predictions; a rank's own expert sees its half of them."""
+    for rank in two_ranks:
+        expert, shared = rank[f'meshes {order}'][:2], rank[f'meshes {order}'][2:]
+        torch.testing.assert_close(expert, [h_hat / 2 for h_hat in rank['its half'][:2]])
+        torch.testing.assert_close(shared[-1], rank['its estimate'])
 
 
 def test_parameters_that_fsdp_ignores_are_summed_over_ranks(two_ranks):
