@@ -93,8 +93,8 @@ def next_runs(protocol, find):
     return study, sorted(study.due, key=study.due.get)
 
 
-def train_due(protocol, find, start, jobs, after=lambda: None):
-    """Train until nothing is due, `jobs` runs at a time.
+def train_due(protocol, find, start, jobs, after=lambda: None, skip=0):
+    """Train until nothing is due but the first `skip` runs, `jobs` runs at a time.
 
     Args:
         find: `PlannedRun` → `Result`, None while the run is not finished.
@@ -102,11 +102,11 @@ def train_due(protocol, find, start, jobs, after=lambda: None):
         after: called when a run has finished.
     """
     def ended(run):
-        if find(run) is None:
-            raise SystemExit(f'{run.path}: the run failed; its last lines are in log.txt there')
+        if find(run) is None:  # the others may work
+            print(f'{run.path}: the run failed; its last lines are in log.txt there', file=sys.stderr, flush=True)
         after()
 
-    run_in_turns(lambda: next_runs(protocol, find)[1], start, jobs, ended)
+    run_in_turns(lambda: next_runs(protocol, find)[1][skip:], start, jobs, ended)
 
 
 def finder(runs_jsonl, out_dir_of):
@@ -165,7 +165,7 @@ def show_results(doc, picture, read, tables, drawings, argv=None):
 
 
 def main(protocol, here, description, trees, tree_of, command):
-    """Run a study from the command line.
+    """Run a study from the command line. Arguments behind -- go to every run.
 
     Args:
         protocol: function that asks a `Study` for results.
@@ -178,6 +178,9 @@ def main(protocol, here, description, trees, tree_of, command):
     for name in trees:
         parser.add_argument(f'--{name}', type=Path, required=True, help='a checkout of a commit, see README.md')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
+    parser.add_argument('--skip', type=int, default=0, help='leave out so many of the runs that are due')
+    parser.add_argument('--minutes', type=float, default=0, help='stop after so long; the same command resumes')
+    parser.add_argument('flags', nargs='*', help='of train.py, for every run')
     parser.add_argument('--list', action='store_true', help='print the runs that are due; train nothing')
     parser.add_argument('--collect', action='store_true', help='add finished runs to runs.jsonl')
     args = parser.parse_args()
@@ -186,10 +189,11 @@ def main(protocol, here, description, trees, tree_of, command):
 
     def start(run, _):
         out_dir = out_dirs[tree_of(run)]
-        return start_run(out_dir.parents[1], command(run), out_dir / run.path, OMP_NUM_THREADS='1',
+        return start_run(out_dir.parents[1], command(run) + args.flags, out_dir / run.path, OMP_NUM_THREADS='1',
                          GLIBC_TUNABLES=KEEP_MEMORY)
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    for stop in signal.SIGTERM, signal.SIGALRM:
+        signal.signal(stop, lambda *_: sys.exit(1))
     if args.collect:
         collect(out_dirs.values(), here / 'runs.jsonl')
     elif args.list:
@@ -197,4 +201,5 @@ def main(protocol, here, description, trees, tree_of, command):
         print('\n'.join(str(run.path) for run in due))
         print(f'{len(study.done)} runs finished, {len(due)} due')
     else:
-        train_due(protocol, find, start, args.jobs)
+        signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
+        train_due(protocol, find, start, args.jobs, skip=args.skip)

@@ -1,0 +1,123 @@
+"""Trains a run of this study: train.py with more optimizers, and a low-noise curvature measured at the end.
+
+  python records/sharpening/run.py config/study.py --optimizer_name=gnb_rows --key=value …
+
+It deletes the checkpoints of a finished run. COMMIT in the environment names the commit of a copy without git.
+"""
+
+import functools
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import train
+from data.loader import TrainLoader, open_dataset
+from hessian import GNBHook
+from optimizers import OPTIMIZERS, SOPHIA_G, SOPHIA_G_LR, Row, kind_of, sophia
+from runtime import checkpoint, runlog
+from scripts import curvature
+from sophia import Sophia
+
+SEQUENCES = 512  # of the low-noise curvature, as in scripts/curvature.py
+
+
+class Root(Sophia):
+    """p = ½: h ← √(h · mean of h over the tensor), so that γ keeps its meaning."""
+
+    def curvature(self, hs):
+        return [(h * h.mean()).sqrt_() for h in hs]
+
+
+@functools.cache
+def shuffled(shape, device):
+    """Return a random order of each row of a tensor, a function of its shape alone; a vector is one row."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.rand(shape, generator=generator).argsort(-1).to(device)
+
+
+class Rows(Sophia):
+    """The coordinates of h shuffled within each row, the same way in every step."""
+
+    def curvature(self, hs):
+        return [h.gather(-1, shuffled(h.shape, h.device)) for h in hs]
+
+
+class Proportional(Sophia):
+    """γ in proportion to the learning rate: θ ← θ − clip(m / (c·h), lr), c = γ / peak learning rate."""
+
+    def update(self, group, params, grads):
+        group['gamma'] = self.defaults['gamma'] * group['lr'] / self.defaults['lr']
+        super().update(group, params, grads)
+
+
+class Measured(Sophia):
+    """Sign momentum: h is estimated and logged, and not used."""
+
+    def curvature(self, hs):
+        return [torch.zeros_like(h) for h in hs]
+
+
+class ClippedHook(GNBHook):
+    """The estimate as if ĝ were clipped at norm 1 before it is squared.
+
+    With one part the sum of ĥ = B·ĝ⊙ĝ over all coordinates is B·‖ĝ‖², so clipping multiplies it by min(1, B / sum).
+    With parts the sum has the same expectation, and the same factor is used.
+    """
+
+    def diagonal(self):
+        B, estimates = self.estimator.predictions, super().diagonal()
+        factor = (B / sum(h_hat.sum() for h_hat in estimates)).clamp(max=1)
+        return [h_hat * factor for h_hat in estimates]
+
+
+def row(cls=Sophia, hook=GNBHook):
+    """Return the row of an optimizer that differs from Sophia-G's in its class or its hook."""
+    return Row(partial(sophia, cls=cls), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', hook)
+
+
+OPTIMIZERS.update(gnb_root=row(Root), gnb_rows=row(Rows), gnb_proportional=row(Proportional),
+                  gnb_measured=row(Measured), gnb_clipped=row(hook=ClippedHook))
+
+
+def measured(run):
+    """Return the low-noise curvature at the weights of a `train.Run`, as metrics: the norms of the diagonal, in all and
+    by kind of tensor, the relative distance of its halves, and the curvature along the signs of m."""
+    model, c = run.raw_model, run.config
+    loader = TrainLoader(open_dataset(c.dataset, c.block_size)[0], curvature.SEED, SEQUENCES, c.block_size, 0, 1,
+                         run.world.device)
+    sequences = next(loader)
+    loader.close()
+    torch.manual_seed(curvature.SEED)
+    names, params = curvature.trained(model)
+    one, two = curvature.Gradients(model, params, sequences).halves
+    found = {'curvature/all': (one + two).norm(), 'curvature/halves': (one - two).norm() / (one + two).norm()}
+    parts = (one + two).split([p.numel() for p in params])
+    kinds = [kind_of(name, p) for name, p in zip(names, params)]
+    found |= {f'curvature/{kind}': torch.cat([part for part, other in zip(parts, kinds) if other == kind]).norm()
+              for kind in sorted(set(kinds))}
+    sign = curvature.flat(run.optimizer.state[p]['exp_avg'] for p in params).sign()
+    return {key: value.item() for key, value in found.items()} | {
+        'curvature/sign': curvature.curvature_along(model, sequences[:32], sign)}
+
+
+def evaluate_and_save(run, wrapped=train.evaluate_and_save):
+    """Log the low-noise curvature before the last validation loss, with which a run is finished."""
+    if run.state.iter == run.config.max_iters:
+        run.log.record(run.state, 'measuring the curvature', measured(run))
+    wrapped(run)
+
+
+if __name__ == '__main__':
+    train.evaluate_and_save = evaluate_and_save
+    if commit := os.environ.get('COMMIT'):
+        runlog.git_commit = lambda: commit
+    config = train.resolve(sys.argv[1:])
+    train.train(config)
+    ends = checkpoint.checkpoints(config.out_dir)
+    if ends and checkpoint.number(ends[0]) == config.max_iters:
+        for path in ends:
+            path.unlink()
