@@ -219,7 +219,7 @@ def defaults():
 
 def read_metrics(path):
     """Return the lines of a metrics.jsonl, a list of dicts. The last line of an active run may be cut off."""
-    texts, lines = path.read_text(encoding='utf-8').splitlines(), []
+    texts, lines = path.read_bytes().splitlines(), []  # json.loads decodes them, so that a byte cannot spoil the file
     for number, text in enumerate(texts, 1):
         try:
             lines.append(json.loads(text))

@@ -30,7 +30,8 @@ def check_device(device):
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        raise SystemExit(f'--device={device}: {first_line(error)}; use cuda, cuda:N, mps or cpu') from None
+        here = [name for name in ('cuda', 'mps') if getattr(torch, name).is_available()]
+        raise SystemExit(f'--device={device}: {first_line(error)}; choose {" or ".join([*here, "cpu"])}') from None
     return torch.device(device)
 
 
@@ -78,9 +79,13 @@ def device_name(device):
 
 
 def peak_memory(device):
-    """Return the peak of memory in bytes: allocated on a GPU, else resident in this process."""
+    """Return the peak of memory in bytes: allocated on a GPU, else of this process, without mapped files on Linux."""
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device)
+    status = Path('/proc/self/status')
+    kib = dict(re.findall(r'(\w+):\s+(\d+) kB', status.read_text(encoding='utf-8'))) if status.is_file() else {}
+    if 'RssFile' in kib:
+        return 1024 * (int(kib['VmHWM']) - int(kib['RssFile']))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
 

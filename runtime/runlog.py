@@ -99,9 +99,9 @@ def start_wandb(path, values):
     """
     from wandb import init
     id_path = path.with_name('wandb_id.txt')
-    run_id = id_path.read_text(encoding='utf-8').strip() if id_path.is_file() else None
+    run_id = id_path.read_text(encoding='utf-8').strip() if id_path.is_file() else ''
     run = init(project=values['wandb_project'], name=values['wandb_run_name'] or values['out_dir'], config=values,
-               id=run_id, resume='allow')
+               id=run_id or None, resume='allow')
     write_text(id_path, f'{run.id}\n')
     run.define_metric('iter')
     run.define_metric('*', step_metric='iter')
@@ -150,11 +150,12 @@ def append_line(path, line):
 def rewind_log(path, iteration, last_eval_iter):
     """Remove from a metrics.jsonl torn lines, and lines that a run resumed at `iteration` will write again, but for
     the evaluation at `last_eval_iter`, which precedes that iteration's update."""
+    if path.is_symlink() or path.exists() and not path.is_file():
+        raise SystemExit(f'{path}: must be a regular file, because a resume writes it anew; move it away')
     kept = []
-    text = path.read_text(encoding='utf-8', errors='replace') if path.is_file() else ''
-    for line in text.split('\n'):
+    for line in path.read_bytes().split(b'\n') if path.is_file() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            entry = json.loads(line)
+            entry = json.loads(text := line.decode())
             if entry['iter'] < iteration or ('val/loss' in entry and entry['iter'] == iteration == last_eval_iter):
-                kept.append(line + '\n')
+                kept.append(f'{text}\n')
     write_text(path, ''.join(kept))

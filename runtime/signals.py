@@ -5,13 +5,16 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+
+from runtime.files import warn
 
 # Exit codes, in addition to 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR)
 STOPPED, NOT_FINITE = 75, 65
 LISTENED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-FORWARDING = 2  # seconds in which a launcher may send its processes a signal again that they all have
+FORWARDING = 2  # seconds in which torchrun may send its ranks a signal again that they all have
 UNDO = contextlib.ExitStack()  # the lock and the process group of the run in this process
 
 
@@ -56,7 +59,7 @@ def undo_at_end():
             yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: not installed by Python, which cannot restore it
+            if handler not in (None, signal.getsignal(number)):  # None: Python has not installed it and cannot again
                 signal.signal(number, handler)
 
 
@@ -75,6 +78,9 @@ class StopSignals:
         self.world, self.deadline = world, world.started + 3600 * (max_hours or float('inf'))
         self.reason, self.received_at = '', 0.0
         self.stopping = self.finished = self.save = False
+        if threading.current_thread() is not threading.main_thread():
+            warn('training in a thread: signals neither stop nor save it, because Python gives them to the main thread')
+            return
         for number in LISTENED:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._record)
@@ -89,7 +95,7 @@ class StopSignals:
             if self.world.is_master:  # by the system call, because the signal may have interrupted a print
                 with contextlib.suppress(OSError):
                     os.write(2, f'{name}: stopping after this iteration; Ctrl-C again ends it now\n'.encode())
-        elif now > self.received_at + FORWARDING:
+        elif 'TORCHELASTIC_RUN_ID' not in os.environ or now > self.received_at + FORWARDING:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -472,12 +472,18 @@ def test_changes_are_recorded_with_their_iteration(tmp_path):
 
 
 def test_metrics_jsonl_loses_torn_and_repeated_lines_at_resume(tmp_path):
-    """The evaluation of the checkpoint's own iteration stays."""
+    """The evaluation of the checkpoint's own iteration stays. A link would be replaced, a pipe block."""
     path = tmp_path / 'metrics.jsonl'
-    good = '{"iter": 4, "lr": 1}\n{"iter": 5, "val/loss": 3}\n'
-    path.write_text(good + '{"iter": 5, "lr": 1}\n{"iter": 6, "l\n3\n')
+    good = b'{"iter": 4, "lr": 1}\n{"iter": 5, "val/loss": 3}\n'
+    path.write_bytes(good + b'{"iter": 5, "lr": 1}\n{"iter": 3, "\xff": 1}\n{"iter": 6, "l\n3\n\0\0\0\0')
     runlog.rewind_log(path, 5, 5)
-    assert path.read_text() == good
+    assert path.read_bytes() == good
+    link, pipe = tmp_path / 'link', tmp_path / 'pipe'
+    link.symlink_to(path)
+    os.mkfifo(pipe)
+    for other in link, pipe:
+        assert 'must be a regular file' in rejection(runlog.rewind_log, other, 0, -1)
+    assert path.read_bytes() == good and 'no such file' in rejection(checkpoint.load_checkpoint, pipe)
 
 
 def test_an_atomic_write_that_fails_changes_nothing(tmp_path):

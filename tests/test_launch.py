@@ -3,6 +3,7 @@ the device, output streams."""
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -156,9 +157,33 @@ with open({str(tmp_path / 'file')!r}, 'w') as f:
 
 
 @pytest.mark.parametrize('name', ['meta', 'cuda:x'])
-def test_a_device_that_cannot_train_is_one_line(name):
-    message = rejection(device.check_device, name)
-    assert message.startswith(f'--device={name}: ') and message.endswith('; use cuda, cuda:N, mps or cpu')
+def test_a_device_that_cannot_train_is_one_line_that_names_what_can(name, monkeypatch):
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, 'is_available', lambda there=there: there)
+        message = rejection(device.check_device, name)
+        assert message.startswith(f'--device={name}: ') and message.endswith(f'; choose {"cuda or " * there}cpu')
+
+
+def test_the_mapped_corpus_is_not_memory_of_the_process(tmp_path):
+    if not Path('/proc/self/status').is_file():
+        pytest.skip('needs Linux')
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import numpy as np, torch
+from runtime.device import peak_memory
+cpu, path = torch.device('cpu'), {str(tmp_path / 'corpus')!r}
+with open(path, 'wb') as f:
+    f.truncate(2 ** 29)
+peaks = [peak_memory(cpu)]
+corpus = np.memmap(path, np.uint16)
+corpus[::1024].sum()
+peaks.append(peak_memory(cpu))
+np.ones(2 ** 26)
+print(*peaks, peak_memory(cpu))
+"""
+    first, mapped, allocated = map(int, subprocess.check_output([sys.executable, '-c', code]).split())
+    assert mapped < first + 2 ** 28 < allocated
 
 
 def test_a_stream_that_fails_or_lacks_a_character_ends_no_run():
@@ -181,6 +206,18 @@ def test_the_time_limit_is_in_hours_since_the_start_of_the_run():
         world, before = World('cpu', 'gloo'), time.monotonic()
         with undo_at_end():
             assert StopSignals(world, hours).deadline == pytest.approx(before + 3600 * (hours or float('inf')), abs=1)
+
+
+def test_a_run_in_a_thread_leaves_signals_alone(capsys):
+    def listen():
+        with undo_at_end():
+            StopSignals(World('cpu', 'gloo'))
+
+    before, thread = signal.getsignal(signal.SIGTERM), threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert capsys.readouterr().err.startswith('warning: training in a thread: signals neither stop nor save it')
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def exit_together(world):
