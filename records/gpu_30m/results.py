@@ -24,6 +24,7 @@ from records.gpu_30m.study import (
     LONG,
     LOWER_GAMMA,
     PAIR_OF,
+    PROPORTIONAL,
     SEARCH_SEED,
     STABLE_SEEDS,
     THREE,
@@ -121,6 +122,8 @@ def stable_table(runs):
 
 def pair_of(run):
     """Return the number of the pair of part F that a run belongs to."""
+    if run.optimizer_name == PROPORTIONAL:
+        return PAIR_OF[PROPORTIONAL, run.seed]
     if run.gamma == LOWER_GAMMA:
         return PAIR_OF[LOWER_GAMMA, run.seed]
     if run.weight_decay == ADAMW_DECAY:

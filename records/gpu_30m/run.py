@@ -170,10 +170,10 @@ def start_planned(trial, _=None):
     return studies.start_run(Path(), words, WORK / 'runs' / trial.path)
 
 
-def train_study(arms, over):
-    """Train the runs of the study that are due: all parts but D, or that as well if `over`."""
+def train_study(arms, over, pairs=4):
+    """Train the runs of the study that are due: all parts but D, or that as well if `over`; so many pairs of part F."""
     find = studies.finder(RUNS, lambda trial: WORK / 'runs' / trial.path)
-    studies.train_due(partial(study.protocol, arms=arms, over=over), find, start_planned, JOBS, save)
+    studies.train_due(partial(study.protocol, arms=arms, over=over, pairs=pairs), find, start_planned, JOBS, save)
 
 
 def speed(sizes):
@@ -216,13 +216,15 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('steps', nargs='*', metavar='STEP', help='by default all, in the order above')
     parser.add_argument('--minutes', type=float, default=9, help='stop after so long (default: 9)')
+    parser.add_argument('--pairs', type=int, default=4, help='of part F (default: 4)')
     parser.add_argument('--fresh', action='store_true', help='Sophia-G with a fresh h as a fourth arm')
     parser.add_argument('--pack', type=Path, metavar='BINS', help='compress a data set, and exit')
     parser.add_argument('--nanogpt', type=Path, metavar='PATH', help='for --pack: a checkout of nanoGPT')
     args = parser.parse_args(argv)
     arms = (*study.THREE, 'fresh') if args.fresh else study.THREE
-    steps = {'study': lambda: train_study(arms, over=False), 'speed': lambda: speed(SIZES), 'tests': tests,
-             'large': lambda: speed(LARGE), 'over': lambda: train_study(arms, over=True), 'candidates': candidates}
+    steps = {'study': lambda: train_study(arms, over=False, pairs=args.pairs), 'speed': lambda: speed(SIZES),
+             'tests': tests, 'large': lambda: speed(LARGE), 'over': lambda: train_study(arms, over=True),
+             'candidates': candidates}
     if unknown := set(args.steps) - steps.keys():
         parser.error(f'{min(unknown)}: unknown step; choose from {", ".join(steps)}')
     if args.pack:
