@@ -49,6 +49,9 @@ class Rows(Sophia):
 class Proportional(Sophia):
     """γ in proportion to the learning rate: θ ← θ − clip(m / (c·h), lr), c = γ / peak learning rate."""
 
+    def __init__(self, *args, compile, **settings):  # not compiled, because that would be done again for each γ
+        super().__init__(*args, **settings)
+
     def update(self, group, params, grads):
         group['gamma'] = self.defaults['gamma'] * group['lr'] / self.defaults['lr']
         super().update(group, params, grads)
