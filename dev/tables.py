@@ -1,6 +1,6 @@
-"""Write the tables of docs/settings.md and docs/optimizers.md, which come from train.py and optimizers.py.
+"""Write the tables of docs/optimizers.md, which come from optimizers.py.
 
-  python dev/tables.py            after a change to a setting or to the table of optimizers
+  python dev/tables.py            after a change to the table of optimizers
 
 A table stands between the lines <!-- table: NAME --> and <!-- end -->; all other text is written by hand.
 """
@@ -16,9 +16,9 @@ import optimizers
 import shapes
 import train
 from analysis.figures import optimizer_label
-from configurator import Config, label_of, sections
+from configurator import Config, label_of
 
-PAGES = ('docs/settings.md', 'docs/optimizers.md')
+PAGE = ROOT / 'docs/optimizers.md'
 
 
 def number(value):
@@ -33,14 +33,6 @@ def table(head, rows):
     """Return a Markdown table of strings."""
     lines = [head, ['---'] * len(head), *rows]
     return '\n'.join('| ' + ' | '.join(cell.replace('|', r'\|') for cell in line) + ' |' for line in lines)
-
-
-def settings():
-    """List train.py's settings by section, with their defaults and comments."""
-    declared = Config(train.DEFAULTS).declared
-    return '\n\n'.join(f'**{section.capitalize()}**\n\n' + table(['setting', 'default', ''], [
-        [f'`{key}`', '*derived*' if declared[key].default is None else f'`{declared[key].default!r}`', said['comment']]
-        for key, said in settings]) for section, settings in sections())
 
 
 def optimizer_settings():
@@ -66,18 +58,16 @@ def learning_rates():
 
 def current(text):
     """Return the text of a page with current tables."""
-    make = dict(settings=settings, optimizer_settings=optimizer_settings, learning_rates=learning_rates)
+    make = dict(optimizer_settings=optimizer_settings, learning_rates=learning_rates)
     return re.sub(r'(<!-- table: (\w+) -->\n).*?(?=<!-- end -->)',
                   lambda found: f'{found[1]}\n{make[found[2]]()}\n\n', text, flags=re.DOTALL)
 
 
 def main():
-    for page in PAGES:
-        path = ROOT / page
-        text = path.read_text(encoding='utf-8')
-        if (found := current(text)) != text:
-            path.write_text(found, encoding='utf-8')
-            print(f'wrote {page}')
+    text = PAGE.read_text(encoding='utf-8')
+    if (found := current(text)) != text:
+        PAGE.write_text(found, encoding='utf-8')
+        print(f'wrote {PAGE}')
 
 
 if __name__ == '__main__':

@@ -46,3 +46,6 @@ $PY records/gpu_30m/results.py curves --output records/gpu_30m/curves.png
 $PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.csv
 $PY records/paper/toy_landscape.py --output records/paper/toy_landscape.png
 $PY records/paper/clipped_newton.py --output records/paper/clipped_newton.png
+
+# The README.
+$PY dev/front.py --output records/front.png

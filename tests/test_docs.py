@@ -1,5 +1,6 @@
 """README.md and docs/: tables that come from the code, commands, links, the README's recipe."""
 
+import csv
 import itertools
 import os
 import re
@@ -15,7 +16,10 @@ import torch
 from conftest import ROOT
 
 import train
-from dev import tables
+from dev import front, tables
+from records.dissection import results as dissection
+from records.fresh_h import results as fresh_h
+from records.small_batch import results as small_batch
 
 PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
 # Where flags that several scripts have are added.
@@ -56,10 +60,9 @@ assert len(COMMANDS) > 40
 
 
 def test_the_tables_of_the_code_are_current():
-    for page in tables.PAGES:
-        assert tables.current(read(page)) == read(page), f'{page}: run python dev/tables.py'
-    text = read('docs/settings.md')
-    stale = text.replace('| `2000` |', '| `3000` |')
+    text = read('docs/optimizers.md')
+    assert tables.current(text) == text, 'run python dev/tables.py'
+    stale = text.replace('| 0.96 |', '| 0.5 |')
     assert stale != text and tables.current(stale) == text
 
 
@@ -67,6 +70,7 @@ def test_every_metric_of_a_run_is_explained(finished):
     out = finished(name='sophiag')
     explained = set(re.findall(r'^\| `([\w/]+)` \|', read('docs/settings.md').partition('## Metrics')[2], flags=re.M))
     logged = set(re.findall(r'"([\w/]+)": ', (out / 'metrics.jsonl').read_text(encoding='utf-8')))
+    logged = {re.sub('^hessian_norm/.*', 'hessian_norm/KIND', key) for key in logged}
     assert logged <= explained and explained - logged == {'val/loss/NAME', 'val/training_loss', 'mfu'}
 
 
@@ -104,8 +108,8 @@ def test_commands_name_what_exists(page, words, ranks, monkeypatch):
     script, *arguments = words
     arguments = [word for word in arguments if word not in ('…', '...')]
     if script == 'train.py':
-        if any(word.startswith('--init_from=out/') for word in arguments):
-            return  # of a run that is not here
+        if arguments == ['--help'] or any(word.startswith('--init_from=out/') for word in arguments):
+            return  # which prints and exits, or is of a run that is not here
         placeholder = [word for word in arguments if re.search(r'=(hf/|[A-Z]+$)', word) or word.isupper()]
         environment = dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE=str(ranks)) if ranks > 1 else {}
         with mock.patch.dict(os.environ, environment):
@@ -127,21 +131,41 @@ def test_commands_name_what_exists(page, words, ranks, monkeypatch):
             assert (ROOT / word).is_file(), word
 
 
-def test_the_recipe_of_the_readme():
-    """Its blocks of Python are one script: the three lines of the first screen, then the whole step."""
-    blocks = re.findall(r'```python\n(.*?)```', read('README.md'), flags=re.S)
+def test_the_readme_is_short_and_its_recipe_trains():
+    assert len(read('README.md').split()) <= 700
+    block, = re.findall(r'```python\n(.*?)```', read('README.md'), flags=re.S)
     torch.manual_seed(0)
     x = torch.randn(200, 4)
     y = (x @ torch.randn(4, 3)).argmax(1)
-    scope = dict(model=torch.nn.Linear(4, 3), batches=[(x, y)] * 300, x=x)
+    scope = dict(model=torch.nn.Linear(4, 3), batches=[(x, y)] * 300)
     with torch.no_grad():
         before = torch.nn.functional.cross_entropy(scope['model'](x), y).item()
-    exec('\n'.join(blocks), scope)
+    exec(block, scope)
     assert scope['loss'].item() < before - 0.1 and 0 <= scope['optimizer'].unclipped_fraction() <= 1
+    assert [group['weight_decay'] for group in scope['optimizer'].param_groups] == [0.2, 0.0]
 
 
-def test_the_readme_is_short():
-    assert len(read('README.md').split()) <= 1200
+def test_the_front_s_numbers_and_picture_are_of_the_records():
+    found = front.panels()
+    differences = [test for arms in found.values() for test in front.tests(arms).values()]
+    assert len(differences) == 3
+    for text in map(front.interval, differences):
+        assert text in read('README.md').partition('## Use')[0].partition('\n| ')[2] and text in read('docs/results.md')
+        assert text in re.search('alt="(.*)"', read('README.md'))[1]
+    rows = [{key: '' if value is None else str(value) for key, value in row.items()} for row in front.draw(found)[1]]
+    assert list(csv.DictReader((ROOT / 'records/front.csv').open(encoding='utf-8'))) == rows
+
+
+def test_the_results_of_the_planned_tests_are_of_the_records():
+    """As differences without a sign, because the page turns some around."""
+    planned = [*dissection.tests(dissection.find_runs([dissection.RECORDS])),
+               *fresh_h.planned_tests(fresh_h.read_results()), *small_batch.planned_tests(small_batch.read_results())]
+    assert len(planned) == 17
+    cells = read('docs/results.md').replace('−', '').replace('+', '')
+    weak = [row for row in planned if row['comparison'].startswith('A: ') and row['n'] == '3, 3'][1:]
+    for row in planned:
+        if row not in weak:
+            assert f'| {abs(row["difference"]):.3f} ± {row["plus_or_minus"]:.3f} |' in cells, row
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -327,14 +327,13 @@ def test_the_pictures_are_of_the_records(drawing, file):
 
 
 def test_the_tables_of_the_pages_are_of_the_records():
-    front, page = ((ROOT / name).read_text(encoding='utf-8') for name in ('README.md', 'records/dissection/README.md'))
-    tables = results.tables(find_runs([results.RECORDS]))
-    assert all(table in page for table in tables) and tables[3] in front
-    page = (ROOT / 'records/study/README.md').read_text(encoding='utf-8')
+    front, study, page = ((ROOT / name).read_text(encoding='utf-8') for name in (
+        'docs/results.md', 'records/study/README.md', 'records/dissection/README.md'))
+    assert all(table in page for table in results.tables(find_runs([results.RECORDS])))
     for row in csv.DictReader((ROOT / 'records/study/study.csv').open(encoding='utf-8')):
         T, loss = int(row['T']), mean_sd(float(row['val/loss']), float(row['sd']) if row['seeds'] != '2' else None)
         rate = f'{float(row["learning_rate"]):g} ({row["trials"]})'
-        assert f'| {T:,} | {row["optimizer"]} | {rate} | {loss} | {row["seeds"]} |' in page
+        assert f'| {T:,} | {row["optimizer"]} | {rate} | {loss} | {row["seeds"]} |' in study
         assert loss in re.search(rf'^\| {T:,} \| .*', front, flags=re.M)[0]
 
 
