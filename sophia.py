@@ -150,9 +150,8 @@ class HessianOptimizer(GuardedOptimizer):
         given = {p: h_hat for p, h_hat in zip(params, estimates) if h_hat is not None}
         for p, h_hat in given.items():
             if h_hat.shape != p.shape or is_dtensor(h_hat) != is_dtensor(p):
-                raise ValueError(f'update_hessian got an estimate of shape {tuple(h_hat.shape)} for a parameter of '
-                                 f'{tuple(p.shape)}, or only one of them is sharded; pass the optimizer to the '
-                                 'estimator')
+                raise ValueError(f'update_hessian: an estimate of shape {tuple(h_hat.shape)} for a parameter of shape '
+                                 f'{tuple(p.shape)}, or only one of them sharded; pass the optimizer to the estimator')
         check_params(self, given)
         targets = {p: self.averaged(h_hat.to(p.dtype)) for p, h_hat in given.items()}
         if check_finite(self.nonfinite, 'Hessian estimate', targets.values()):
@@ -252,12 +251,10 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
             the forwards one at a time), such as `[(mu, log_sigma)]` if the `distribution` takes a tuple. Leave out the
             positions that the loss ignores.
         optimizer: the optimizer that takes the estimate, or the list of its parameters in param-group order. Sharded
-            ones (FSDP2, not tensor parallelism) must be all that the model trains, because FSDP's backward adds to the
-            gradients of others.
+            ones (FSDP2 only) must be all that the model trains: FSDP's backward adds to the gradients of others.
         distribution: maps outputs to the `torch.distributions.Distribution` whose mean negative log-likelihood is the
             loss, an exponential family in its natural parameter. Default Categorical(logits=…), i.e. cross-entropy;
-            for ½(f − y)²: `lambda f: torch.distributions.Normal(f, 1.0)`. It cannot sample from outputs that are not
-            finite, so that these are an error whatever the optimizer's `nonfinite`.
+            for ½(f − y)²: `lambda f: torch.distributions.Normal(f, 1.0)`.
         group: process group over which the mini-batch is spread; default all ranks. If the parameters are sharded over
             only some of the ranks, the group of those. Seed torch differently on each rank.
         retain_graph: keep the graph of `outputs` for the gradient of the true loss.
@@ -290,7 +287,7 @@ def categorical(logits):
 
 
 def check_logits(f, classes):
-    """Raise where `f` are not the logits of one more micro-batch; `classes` is the set of their numbers so far."""
+    """Raise unless `f` are logits of one more micro-batch; `classes` is the set of the numbers of classes so far."""
     if not isinstance(f, torch.Tensor):  # such as a key of Hugging Face's outputs
         raise TypeError('gauss_newton_bartlett needs logits: pass output.logits, not the whole output')
     if f.dim() < 2 or f.size(-1) < 2:
@@ -370,9 +367,8 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
     if generator is None and ranks(group) > 1:
         raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
     estimator = Hutchinson(optimizer, generator, rademacher)
-    if meshes_of(estimator.params):
-        raise ValueError('hutchinson: parameters sharded by FSDP2 have no second derivative, because FSDP gathers them '
-                         'outside of autograd; use gauss_newton_bartlett')
+    if any(map(is_dtensor, estimator.params)):  # which FSDP gathers outside of autograd
+        raise ValueError('hutchinson: parameters sharded by FSDP2 have no second derivative; use gauss_newton_bartlett')
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
         estimator.add(double_backward(loss, estimator.params, estimator.u), 1)
     return estimator.estimate(group)
@@ -443,7 +439,7 @@ IN_RANGE = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= be
 
 
 def in_range(key, value):
-    """Return whether a setting is one of another optimizer, or has a value that IN_RANGE accepts."""
+    """Return whether IN_RANGE accepts the value of a setting, or does not have it."""
     try:
         return key not in IN_RANGE or IN_RANGE[key](value)
     except TypeError:  # a number for a pair, or text
@@ -457,8 +453,8 @@ def params_of(optimizer):
     groups = getattr(optimizer, 'param_groups', None)  # wrappers have them, too
     params = [p for group in groups for p in group['params']] if groups else list(optimizer)
     if not any(p.requires_grad for p in params):
-        raise ValueError('no parameter to estimate for: all are frozen, or a generator such as model.parameters() was '
-                         'used before; pass the optimizer')
+        raise ValueError('no trained parameters: all are frozen, or a generator such as model.parameters() was used '
+                         'before; pass the optimizer')
     return params
 
 
@@ -528,15 +524,12 @@ def check_graph(loss, forbidden):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Shards: parameters that are DTensors, and mini-batches spread over ranks. Rules act on each rank's shards.
-# Gauss-Newton-Bartlett takes its gradient through FSDP's own backward. Hutchinson's estimator cannot: FSDP's hooks
-# gather a block's parameters outside of autograd, so there is no derivative of the gradient.
 
 
 def loss_gradients(loss, params, retain_graph=False):
-    """Return d loss / d params, None where there is none; for sharded parameters the sum over the ranks that share
-    them. RuntimeError if there is none at all."""
-    if meshes := meshes_of(params):
-        found = fsdp_gradients(loss, params, meshes, retain_graph)
+    """Return d loss / d params, None where there is none, summed over the ranks that share a sharded parameter."""
+    if any(map(is_dtensor, params)):
+        found = fsdp_gradients(loss, params, retain_graph)
     else:
         check_graph(loss, ONCE)
         found = gradients(loss, params, retain_graph=retain_graph)
@@ -546,19 +539,18 @@ def loss_gradients(loss, params, retain_graph=False):
     return found
 
 
-def fsdp_gradients(loss, params, meshes, retain_graph):
+def fsdp_gradients(loss, params, retain_graph):
     """Return the gradients of `loss_gradients` by FSDP's own backward, which alone turns gradients into shards. It
     leaves in .grad the mean over the ranks that share a parameter, so the loss is multiplied by their number."""
-    for p in params:
-        *outer, inner = getattr(p, 'placements', [None])
-        if inner and not (inner.is_shard() and all(one.is_replicate() for one in outer)):
-            raise ValueError(f'gauss_newton_bartlett: placements {p.placements}; tensor parallelism is not supported')
-    largest = max(mesh.size() for mesh in meshes)
+    for *outer, inner in [p.placements for p in params if is_dtensor(p)]:
+        if not (inner.is_shard() and all(placement.is_replicate() for placement in outer)):
+            raise ValueError(f'gauss_newton_bartlett: placements {*outer, inner}; tensor parallelism is not supported')
+    sizes = [p.device_mesh.size() if is_dtensor(p) else 1 for p in params]  # of those that FSDP ignores 1
     before = [(p.grad, p._post_accumulate_grad_hooks) for p in params]
     for p in params:
         p.grad = p._post_accumulate_grad_hooks = None  # such hooks step optimizers
     try:
-        (loss * largest).backward(retain_graph=retain_graph)
+        (loss * max(sizes)).backward(retain_graph=retain_graph)
         found = [p.grad for p in params]
     finally:
         for p, (grad, hooks) in zip(params, before):
@@ -566,9 +558,7 @@ def fsdp_gradients(loss, params, meshes, retain_graph):
     if any(g is None for p, g in zip(params, found) if p.requires_grad and not is_dtensor(p)):
         raise RuntimeError('gauss_newton_bartlett: an unsharded parameter has no gradient; list the parameters before '
                            'the forward, in which FSDP replaces them, or pass the optimizer')
-    # A parameter that FSDP ignores is left with this rank's own gradient.
-    sizes = [p.device_mesh.size() if is_dtensor(p) else 1 for p in params]
-    return [g if g is None or size == largest else g * (size / largest) for g, size in zip(found, sizes)]
+    return [g if g is None or size == max(sizes) else g * (size / max(sizes)) for g, size in zip(found, sizes)]
 
 
 def is_dtensor(tensor):
@@ -586,8 +576,7 @@ def meshes_of(tensors):
 
 
 def add_shards(count, tensors):
-    """Sum `count`, computed from the `local` shards of `tensors`, in place over the ranks that share them; of several
-    meshes all counts have the same multiple."""
+    """Sum `count`, of the `local` shards of `tensors`, over their ranks, in place; with several meshes a multiple."""
     for mesh in meshes_of(tensors):
         for group in mesh.get_all_groups():
             dist.all_reduce(count, group=group)

@@ -50,8 +50,11 @@ def to_save(optimizer, names, sharded):
     `built` with. SystemExit at objects other than tensors and plain values and, if `sharded`, at tensors that may
     differ between ranks but are no DTensors.
     """
-    shards, params = {}, parameters(optimizer)
-    state = dict(renamed(optimizer.state_dict(), dict(enumerate(names[p] for p in params))),
+    shards, params, state = {}, parameters(optimizer), optimizer.state_dict()
+    if not {'state', 'param_groups'} <= state.keys():
+        raise SystemExit(f'{type(optimizer).__name__}: its state cannot be saved (its state_dict has '
+                         f'{", ".join(state)} instead of state and param_groups); use another optimizer')
+    state = dict(renamed(state, dict(enumerate(names[p] for p in params))),
                  shapes={names[p]: tuple(p.shape) for p in params}, built=optimizer.construction.groups)
 
     def placeholder(name, tensor):
