@@ -63,9 +63,9 @@ class World:
             raise SystemExit(f'WORLD_SIZE={self.size}: MASTER_ADDR or MASTER_PORT is not set; start with torchrun, or '
                              'unset WORLD_SIZE')
         store = dist.HashStore() if self.size == 1 else next(dist.rendezvous('env://', timeout=TIMEOUT))[0]
-        if restarts() and os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
+        if os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
             # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
-            store = dist.PrefixStore(f'restart {restarts()}', store)
+            store = dist.PrefixStore(f'restart {os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)}', store)
         self._store, self._meetings = dist.PrefixStore('meetings', store), 0
         UNDO.callback(setattr, sys, 'excepthook', sys.excepthook)  # which the process group replaces
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT,
@@ -241,11 +241,6 @@ def full_tensor(tensor):
 def under_torchrun():
     """Return whether torchrun started this process. It takes every exit code but 0 for a failure, and may restart."""
     return 'TORCHELASTIC_RUN_ID' in os.environ
-
-
-def restarts():
-    """Return how often torchrun has restarted this run."""
-    return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
 
 
 def ranks_from_environment():

@@ -35,13 +35,9 @@ def local_path(text):
 
 @contextlib.contextmanager
 def atomic_write(path, mode='wb', sync=False):
-    """Yield an open file that replaces `path` at the end of the block; an error leaves `path` unchanged.
-
-    `mode`: 'wb', or 'w' for UTF-8 text. `sync`: also wait until the content is on the disk. The new name is durable
-    after `sync_directory`.
-    """
-    path = Path(path)
-    # Several tasks of a sweep may write the same file.
+    """Yield an open file ('wb', or 'w' for UTF-8 text) that replaces `path` at the end of the block; an error leaves
+    `path` unchanged. `sync`: also wait until the content, not yet the name, is on the disk."""
+    path = Path(path)  # which several tasks of a sweep may write
     partial = path.with_name(f'{path.name}.{socket.gethostname()}.{os.getpid()}.partial')
     try:
         with partial.open(mode, encoding=None if 'b' in mode else 'utf-8') as f:

@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import iterations, metrics
+from conftest import iterations, metrics, rejection
 
 from analysis.runs import RunRecord
 from runtime import runlog
@@ -74,80 +74,54 @@ def test_lines_show_the_progress_and_the_end_says_what_to_try_next(train, tmp_pa
     assert stopped.out.splitlines()[-1] == 'the same command resumes it' and 'done: ' not in stopped.out
 
 
-# The part of Weights & Biases that is used.
-WANDB = """
-import json
-from pathlib import Path
-FILE = Path(__file__).with_name('wandb_calls.jsonl')
+class WandB:
+    """The part of Weights & Biases that is used: the module and its run. The server has received `summary`."""
+    id = 'abc'
 
-def add(*call):
-    with FILE.open('a') as f:
-        f.write(json.dumps(call) + chr(10))
+    def __init__(self, **summary):
+        self.calls, self.logged, self.summary = [], [], summary
+        self.log = self.logged.append
 
-def init(**arguments):
-    add('init', {key: value for key, value in arguments.items() if key != 'config'}, arguments['config']['seed'])
-    return Run(arguments['id'])
-
-class Run:
-    def __init__(self, id):
-        self.id, self.resumed = id or 'abc123', id is not None
-        # The server has received a line of iteration 2 when the process is killed.
-        self.summary = dict(iter=2) if self.resumed else {}
+    def init(self, config, **arguments):
+        self.calls.append(arguments)
+        return self
 
     def define_metric(self, name, step_metric=None):
-        add('define', name, step_metric)
-
-    def log(self, entry, step=None):
-        assert step is None
-        add('log', entry)
+        self.calls.append((name, step_metric))
 
     def finish(self):
-        add('finish')
-"""
+        self.calls.append('finish')
 
 
-def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_a_kill_has_lost(train, tmp_path):
-    """It is killed at iteration 8, and resumes from the checkpoint at 5."""
-    (tmp_path / 'wandb.py').write_text(WANDB)
-    path, out = f'sys.path.insert(0, {str(tmp_path)!r})\n', tmp_path / 'out'
-    flags = ['--wandb_log=True', '--wandb_project=p', '--wandb_run_name=n', '--auto_resume=True']
-    assert train(out, *flags, faults=path + 'at(8, kill(signal.SIGKILL))').code == -signal.SIGKILL
-    assert train(out, *flags, faults=path, ranks=2).code == 0  # one of two ranks logs
-    calls = [json.loads(line) for line in (tmp_path / 'wandb_calls.jsonl').read_text().splitlines()]
-    first, second = [call for call in calls if call[0] == 'init']
-    assert first == ['init', dict(project='p', name='n', id=None, resume='allow'), 1337]
-    assert second == ['init', dict(project='p', name='n', id='abc123', resume='allow'), 1337]
-    assert ['define', '*', 'iter'] in calls[:5] and calls[-1] == ['finish']
-    logged = [call[1] for call in calls[calls.index(second):] if call[0] == 'log']
-    ours = [json.loads(line) for line in (out / 'metrics.jsonl').read_text().splitlines()]
-    assert logged == [entry for entry in ours if entry['iter'] >= 2]
-    assert (out / 'wandb_id.txt').read_text() == 'abc123\n'
-    done = train(tmp_path / 'new', '--wandb_log=True', faults=path + """
-import wandb
-def init(**_):
-    raise RuntimeError('no API key\\nsecond line')
-wandb.init = init
-""")
-    assert done.code == 1 and done.err == '--wandb_log=True: RuntimeError: no API key\n'
-    (tmp_path / 'wandb.py').unlink()
-    (tmp_path / 'wandb').mkdir()  # where wandb keeps its runs
-    done = train(tmp_path / 'newer', '--wandb_log=True', faults=path)
-    assert done.code == 1 and done.err == (
-        '--wandb_log=True: the package wandb is not installed; pip install wandb, or set --wandb_log=False\n')
+@pytest.mark.parametrize('summary, sent', [(dict(iter=1), [1, 2]), ({}, [0, 1, 2])], ids=['online', 'offline'])
+def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_it_lacks(tmp_path, monkeypatch, summary, sent):
+    """All of it offline, where wandb knows of no earlier run. An empty id is none."""
+    values = dict(wandb_log=True, wandb_project='p', wandb_run_name='n', out_dir='x', warmup_iters=9)
+    init = dict(project='p', name='n', resume='allow')
+    (tmp_path / 'wandb_id.txt').touch()
+    for wandb, known, before in (WandB(), None, []), (WandB(**summary), 'abc', sent):
+        monkeypatch.setitem(sys.modules, 'wandb', wandb)
+        log = runlog.RunLog(tmp_path, values, enabled=True)
+        assert wandb.calls == [dict(init, id=known), ('iter', None), ('*', 'iter')]
+        assert [entry['iter'] for entry in wandb.logged] == before
+        for i in range(3):
+            log.record(SimpleNamespace(iter=i, tokens=0, seconds=0.0), '', {})
+        log.close()
+        assert wandb.calls[-1] == 'finish' and [entry['iter'] for entry in wandb.logged] == [*before, 0, 1, 2]
+    wandb = WandB()
+    monkeypatch.setitem(sys.modules, 'wandb', wandb)
+    runlog.RunLog(tmp_path, values, enabled=False)  # on another rank
+    assert not wandb.calls
 
 
-def test_a_run_that_resumes_offline_writes_all_its_lines_again(tmp_path, monkeypatch):
-    """wandb then knows of no earlier run. An empty id is none."""
-    logged, ids = [], []
-    run = SimpleNamespace(id='abc', resumed=False, summary={}, define_metric=lambda *_, **__: None, log=logged.append)
-    monkeypatch.setitem(sys.modules, 'wandb', SimpleNamespace(init=lambda id, **_: ids.append(id) or run))
-    path, values = tmp_path / 'metrics.jsonl', dict(wandb_project='p', wandb_run_name='', out_dir='x')
-    path.write_text('{"iter": 0}\n{"iter": 1}\n')
-    (tmp_path / 'wandb_id.txt').write_text('')
-    runlog.start_wandb(path, values)
-    assert logged == []  # of another run, which logged nothing to wandb
-    runlog.start_wandb(path, values)
-    assert logged == [{'iter': 0}, {'iter': 1}] and ids == [None, 'abc']
+@pytest.mark.parametrize('module, message', [
+    (SimpleNamespace(), 'the package wandb is not installed; pip install wandb, or set --wandb_log=False'),
+    (SimpleNamespace(init=lambda **_: int('no key')), "ValueError: invalid literal for int() with base 10: 'no key'")])
+def test_wandb_that_cannot_start_is_one_line(tmp_path, monkeypatch, module, message):
+    """A directory called wandb, where it keeps its runs, is imported as a module without `init`."""
+    monkeypatch.setitem(sys.modules, 'wandb', module)
+    values = dict(wandb_log=True, wandb_project='p', wandb_run_name='', out_dir='x')
+    assert rejection(runlog.RunLog, tmp_path, values, True).startswith(f'--wandb_log=True: {message}')
 
 
 def test_a_directory_with_spaces_is_quoted_in_what_comes_next(capsys):
