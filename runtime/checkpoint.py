@@ -29,13 +29,11 @@ LEFT = re.compile(r'(ckpt_\d{8,18}(\.pt)?|(best|failed|wandb_id)\.txt|(config|me
 
 
 def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
-    """Save a run as the checkpoint of state['iter_num']: rank 0 one file, or all ranks their shards.
+    """Save a run as the checkpoint of state['iter_num']: rank 0 one file, or all ranks their shards. Return its path;
+    None, with a warning, when the file system fails (a full disk). Collective: every rank must call it.
 
-    It gets its name once it is complete and synced. Of the checkpoints up to this one only the `keep` newest and the
-    best stay. `state` has, as plain values, everything but the tensors of `model` and `optimizer`; `best`: whether it
-    is the best one so far. Collective: every rank must call it.
-
-    Returns its path, or None, with a warning, when the file system fails (a full disk); the same on every rank.
+    The checkpoint gets its name once it is complete and synced. Of those up to this one the `keep` newest and the best
+    stay. `state` has everything but `model` and `optimizer`, as plain values; `best`: whether it is the best so far.
     """
     world.reshard(model)
     with world.exit_together():
@@ -70,8 +68,8 @@ def parameter_names(model):
 
 
 def check_plain(value, name):
-    """SystemExit unless `value`, called `name`, is plain, as all that it contains; a NumPy number, which is a float, is
-    not, and `load_pt` would reject the file."""
+    """Stop the run unless `value`, called `name` in the message, and all that it contains is plain. `load_pt` would
+    reject anything else, even a NumPy number, which is a float."""
     if type(value) in (dict, list, tuple):
         for key, item in value.items() if type(value) is dict else enumerate(value):
             check_plain(key, name)
@@ -82,8 +80,8 @@ def check_plain(value, name):
 
 
 def check_round_trip(world, model, optimizer, fresh):
-    """SystemExit unless a checkpoint would bring back the whole state of `optimizer` to `fresh`, the same optimizer
-    without a state. To be called after the first step, so that no run finds out at its first save or resume."""
+    """Stop the run, after its first step, unless a checkpoint would bring back the whole state of `optimizer` to
+    `fresh`, the same optimizer without a state."""
     names = parameter_names(model)
     with world.exit_together():
         saved, shards = optimizer_state.to_save(optimizer, names, world.sharded)
@@ -159,11 +157,10 @@ def checkpoints(out_dir):
 
 def load_checkpoint(path, weights=True, check=True):
     """Load the checkpoint at `path`, or the newest readable one of an out_dir; OUT_DIR/best.pt is the best one. Return
-    (path, state).
+    (path, state), or stop with one line.
 
-    Loads tensors and plain containers only: a .pt file memory-mapped; of a directory the model, unless `weights` is
-    False, and not the optimizer. The checksums of a directory's files are compared if `check`. SystemExit when there is
-    none or it cannot be read.
+    A .pt file is memory-mapped. Of a directory the model is read, unless `weights` is False, and not the optimizer; its
+    files' checksums are compared if `check`.
     """
     path = Path(path)
     if path.name == 'best.pt' and not path.exists():
@@ -218,11 +215,8 @@ def clean_state_dict(weights):
 
 def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=False):
     """Make `out_dir` this run's own, unless `read_only`, and load the checkpoint from which the run must or may resume.
-    Return (path, state), or (None, None) without a checkpoint.
-
-    SystemExit when another run has the directory, it cannot be written, there is nothing to resume, or the run would
-    overwrite checkpoints.
-    """
+    Return (path, state); (None, None) without one. Stop when another run has the directory, it cannot be written, there
+    is nothing to resume, or the run would overwrite checkpoints."""
     out_dir, path, state = Path(out_dir), None, None
     with world.exit_together():
         if world.is_master:
@@ -258,8 +252,8 @@ def claim(out_dir, must_resume, may_resume, read_only):
 
 
 def lock_out_dir(out_dir):
-    """Make `out_dir`, if need be, and lock it until the end of `undo_at_end` or of this process, which the lock names.
-    Remove what a killed run has left. SystemExit when another run has it, or it cannot be written."""
+    """Make `out_dir` if it is missing, lock it until the end of `undo_at_end` or of this process, which the lock names,
+    and remove what a killed run has left. Stop when another run has it, or it cannot be written."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         lock = (out_dir / 'lock').open('a+', encoding='utf-8')
@@ -285,8 +279,8 @@ def lock_out_dir(out_dir):
 
 
 def load_tensors(path, state, model, optimizer, scaler):
-    """Load the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler. No communication.
-    SystemExit when something does not fit."""
+    """Load the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler, without
+    communication. Stop the run when something does not fit."""
     try:
         saved, names = state['optimizer'], parameter_names(model)
         if path.is_dir():

@@ -42,9 +42,9 @@ def tied(model):
 
 def write(world, path, model, state, shards):
     """Write the checkpoint `state`, with the weights of `model` and the DTensors `shards` by name, as the directory
-    `path`: first under another name, where state.pt, with checksums, is the last file.
+    `path`. It has another name until it is complete; its last file is state.pt, which also holds the checksums.
 
-    Collective: every rank must call it. OSError where it failed, on rank 0 at least, and only after the collectives.
+    Collective: every rank must call it. A failure raises OSError, on rank 0 at least, after the collectives.
     """
     partial = path.with_suffix('.partial')
     if world.is_master:
@@ -70,8 +70,8 @@ def write(world, path, model, state, shards):
 
 
 def own_checksum(path, rank):
-    """Return the checksum of the file that `rank` has written in the directory `path`; NO_FILE if it had no tensors to
-    write, UNREADABLE if the file system fails."""
+    """Return the checksum of the file that `rank` has written in the directory `path`: NO_FILE if it had no tensors,
+    UNREADABLE if the file system fails."""
     try:
         return checksum(path / f'__{rank}_0.distcp')
     except FileNotFoundError:
@@ -93,7 +93,7 @@ class ShardWriter(dcp.FileSystemWriter):
 
 def read_state(path, weights=True, check=True):
     """Read the state of the directory `path`, its model as whole tensors unless `weights` is False; its 'optimizer' is
-    for `read_optimizer`. ValueError when, with `check`, a file does not fit its checksum."""
+    for `read_optimizer`. Raise ValueError when, with `check`, a file does not fit its checksum."""
     state = load_pt(path / 'state.pt')
     files, also = state.pop('files'), state.pop('tied')
     for name, crc in files.items():
@@ -110,7 +110,7 @@ def read_state(path, weights=True, check=True):
 
 
 def read_model(path, model):
-    """Fill the weights of `model`, sharded or not, from the directory `path`; ValueError when they do not fit."""
+    """Fill the weights of `model`, sharded or not, from the directory `path`, or raise ValueError."""
     targets = model_tensors(model)
     saved = {(name, entry.size) for name, entry in tensors_in(path).items() if name.startswith('model.')}
     if differing := saved ^ {(name, tensor.shape) for name, tensor in targets.items()}:
@@ -153,7 +153,7 @@ class ShardReader(dcp.FileSystemReader):
     """Reads shards without running code that a file may hold: tensors, and metadata of nothing else."""
 
     def read_metadata(self, *args, **kwargs):
-        """Read the metadata; UnpicklingError when it is about anything but tensors."""
+        """Read the metadata, or raise UnpicklingError when it is about anything but tensors."""
         with (Path(self.path) / '.metadata').open('rb') as f:
             metadata = MetadataUnpickler(f).load()
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
