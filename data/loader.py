@@ -1,13 +1,10 @@
-"""Sequences of tokens from memory-mapped bins: the stateless order, prefetch, validation sequences.
-
-Everything random in a run is a pure function of (seed, purpose, iteration), drawn with the counter-based generator
-Philox. So the data of iteration i depends neither on the number of ranks, nor on the micro-batch, nor on the optimizer,
-nor on how often the run was interrupted.
-"""
+"""Sequences of tokens from memory-mapped bins: the stateless order (see runtime/rng.py), prefetch, validation
+sequences."""
 
 import difflib
 import hashlib
 import json
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +13,8 @@ import numpy as np
 import torch
 
 from data.tokenizer import FileTokenizer, GPT2Tokens, identifying
-from runtime.rng import SEQUENCES, keyed_bits
+from runtime.files import expanded
+from runtime.rng import AUGMENTATION, SEQUENCES, keyed_bits, keyed_generator
 
 
 def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
@@ -32,13 +30,21 @@ def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
     part = np.minimum(np.searchsorted(edges, fraction, side='right'), len(sizes)) - 1
     inside = (fraction - edges[part]) / np.diff(edges)[part]
     choices = sizes[part] - block_size
-    return (np.cumsum(sizes) - sizes)[part] + np.minimum((inside * choices).astype(np.int64), choices - 1)
+    offset = np.minimum((inside * choices).astype(np.int64), choices - 1)
+    first = np.cumsum(sizes) - sizes  # where each part begins
+    return first[part] + offset
 
 
 def data_dir(dataset):
     """Return the directory of --dataset: data/DATASET, or the path itself if only that exists or if it has a slash."""
-    inside, path = Path('data') / dataset, Path(dataset)
-    return path if not inside.is_dir() and (path.is_dir() or len(path.parts) > 1) else inside
+    path = Path(expanded(str(dataset), '--dataset='))
+    inside = 'data' / path
+    return path if not is_dir(inside) and (is_dir(path) or len(path.parts) > 1) else inside
+
+
+def is_dir(path):
+    """Return whether a directory exists; False for a mixture's text that is too long for a name."""
+    return os.path.isdir(path)  # noqa: PTH112
 
 
 def first_dir(dataset):
@@ -72,7 +78,11 @@ class Bin:
             raise SystemExit(f'{self.path}: {tokens} tokens are too few for block_size = {block_size}; '
                              f'set --block_size to at most {tokens - 1}')
         self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
+        if split not in meta and tokens > 1 and not self.tokens[1:2 ** 20:2].any():
+            raise SystemExit(f'{self.path}: every second id is 0, as in uint32, but without a meta.json it is read as '
+                             'uint16; write one with its dtype and tokenizer, see docs/data.md, or prepare it again')
         self.vocab_size, self.tokenizer = meta['vocab_size'], identifying(meta)
+        self.text_bytes = meta.get(split, {}).get('bytes')  # None if unknown
 
     def __len__(self):
         return len(self.tokens)
@@ -134,7 +144,9 @@ def read_meta(data_dir):
             if hashlib.sha256(text).hexdigest() != meta['tokenizer_sha256']:
                 raise ValueError(f'{FileTokenizer.name} is not the one of the bins')
             meta['json'] = text.decode()
-        identifying(meta), meta['train']['tokens'], meta['val']['tokens']  # a KeyError if one is missing
+        identifying(meta)
+        if missing := {'train', 'val'} - meta.keys():
+            raise KeyError(*missing)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f'{path}: not a valid meta.json ({error!r}); prepare the data again') from None
     return meta
@@ -181,13 +193,14 @@ def fingerprint(bins):
 
 
 def parts_of(dataset):
-    """Return the parts of --dataset=a:0.7,b:0.3 as {name: share}; the shares sum to 1."""
+    """Return the parts of --dataset=a:0.7,b:0.3 as {name: share}; the shares sum to 1. An existing directory is one
+    data set, whatever its name."""
     dataset, parts = str(dataset), {}
-    if not {':', ','} & set(dataset):
+    if not {':', ','} & set(dataset) or is_dir(data_dir(dataset)):
         return {dataset: 1.0}
     for part in dataset.split(','):
         found = re.fullmatch(r'\s*(.+?)\s*:\s*(\d+\.?\d*|\.\d+)\s*', part)
-        if not found:
+        if not found or is_dir(data_dir(part)):
             raise SystemExit(f'--dataset={dataset}: {part!r} is not NAME:WEIGHT; a mixture is written a:0.7,b:0.3')
         name, weight = found.groups()
         if Path(name).name in [Path(other).name for other in parts]:
@@ -232,6 +245,14 @@ class TrainLoader:
         return sequence_starts(self.seed, iteration, self.total_batch_size, [len(bin) for bin in self.data.bins],
                                self.block_size, [bin.weight for bin in self.data.bins])
 
+    def augment(self, sequences, generators):
+        """Return the sequences as they are; the place for random changes of training data.
+
+        `generators` yields a NumPy generator for each sequence, keyed by the seed, the iteration and the sequence's
+        place in the mini-batch. Draw from these only: this runs in another thread, ahead of the training step.
+        """
+        return sequences
+
     def share(self, iteration, rank):
         """Return a rank's share of `starts`: every w-th for w ranks, so the first N are spread evenly over ranks."""
         starts = self.starts(iteration)
@@ -263,7 +284,10 @@ class TrainLoader:
         self.thread.shutdown(cancel_futures=True)
 
     def _load(self, iteration):
-        batch = as_tensor(self.data.sequences(self.share(iteration, self.rank), self.block_size + 1))
+        sequences = self.data.sequences(self.share(iteration, self.rank), self.block_size + 1)
+        places = range(self.rank, self.total_batch_size, self.world_size)
+        generators = (keyed_generator(self.seed, AUGMENTATION, iteration, place) for place in places)
+        batch = as_tensor(self.augment(sequences, generators))
         return batch.pin_memory() if self.device.type == 'cuda' else batch
 
 

@@ -84,6 +84,26 @@ def test_the_sequences_whose_loss_is_not_finite_are_named(corpus):
     loader.close()
 
 
+def test_random_changes_of_the_data_depend_on_the_seed_and_the_iteration_only(corpus, monkeypatch):
+    """Not on what else draws random numbers meanwhile, nor on the number of ranks, nor on where a run resumes."""
+    data = Mixture([Bin(corpus, 'train')])
+    plain = torch.stack(batches(data, 0, 3))
+
+    def augment(self, sequences, generators):
+        for sequence, generator in zip(sequences, generators):
+            sequence[generator.random(len(sequence)) < 0.5] = 255
+        return sequences
+
+    monkeypatch.setattr(TrainLoader, 'augment', augment)
+    changed = torch.stack(batches(data, 0, 3))
+    marks = changed == 255
+    assert torch.equal(changed[~marks], plain[~marks]) and 0.45 < marks.float().mean() < 0.55
+    assert len(marks.flatten(0, 1).unique(dim=0)) > 65  # of 72 sequences
+    np.random.seed(3)
+    assert torch.equal(batches(data, 2, 1)[0], changed[2])
+    assert torch.equal(torch.stack([batches(data, 1, 1, rank, 3)[0] for rank in range(3)], 1).flatten(0, 1), changed[1])
+
+
 @pytest.mark.parametrize('tokens, sequences', [(100, 9), (101, 10), (103, 10)])
 @pytest.mark.parametrize('world_size', [1, 2, 3])
 def test_validation_sequences_cover_the_split_once(tmp_path, world_size, tokens, sequences):
@@ -123,6 +143,14 @@ def test_nanogpt_bins_load_without_meta(tmp_path):
     assert data.vocab_size == 50257 and data.sequences([0], 4).tolist() == [[50256, 1, 2, 3]]
     (path / 'val.bin').write_bytes(b'abc')
     assert 'val.bin: empty or not complete (3 bytes for 1 tokens in uint16)' in rejection(Bin, path, 'val')
+
+
+def test_uint32_without_meta_is_not_read_as_uint16(tmp_path):
+    """Every second id would be 0, and the loss would fall."""
+    path = write_bins(tmp_path, [50256, 1, 2, 3], [0, 5, 0, 5], dtype='uint32', meta=False)
+    assert 'train.bin: every second id is 0, as in uint32' in rejection(Bin, path, 'train')
+    np.array([0, 5, 0, 5], '<u2').tofile(path / 'val.bin')
+    assert Bin(path, 'val').sequences([0], 4).tolist() == [[0, 5, 0, 5]]
 
 
 def test_a_fingerprint_tells_size_and_both_ends(tmp_path):
@@ -182,6 +210,20 @@ def test_a_data_set_is_named_by_its_directory_in_data_or_by_a_path(tmp_path, mon
     for name in ('mine', 'data/mine', './data/mine', tmp_path / 'data/mine'):
         assert data_dir(name).resolve() == tmp_path / 'data/mine'
     assert data_dir('missing') == Path('data/missing') and data_dir('data/missing') == Path('data/missing')
+
+
+def test_a_directory_that_exists_is_no_mixture(two, tmp_path, monkeypatch):
+    """Neither as a whole nor as a part without a weight, for another one would be opened."""
+    write_bins(tmp_path / 'data/a:2', [7] * 20, [7] * 20)
+    for name in ('a:2', 'data/a:2'):
+        train, val = open_dataset(name, 16)
+        assert train.sequences([0], 2).tolist() == [[7, 7]] and list(val) == ['a:2']
+    assert "'a:2' is not NAME:WEIGHT" in rejection(open_dataset, 'a:2,b:1', 16)
+    assert open_dataset('a:2:0.5,b:0.5', 16)[0].sequences([0], 2).tolist() == [[7, 7]]
+    monkeypatch.setenv('HOME', str(tmp_path / 'data'))
+    assert len(open_dataset('~/a:1,~/b:3', 16)[0]) == 5700
+    assert rejection(open_dataset, 'b:1,s3://c/a:1', 16).startswith('--dataset=s3://c/a:1: an address, not a path')
+    assert list(open_dataset(f'a:.{"1" * 150},b:.{"1" * 150}', 16)[1]) == ['a', 'b']  # too long for a name
 
 
 @pytest.mark.parametrize('weights', [[1.0], [0.2, 0.8], [0.999, 0.001], [0.1] * 10])  # ten times 0.1 is less than 1
@@ -255,11 +297,13 @@ def test_a_part_of_weight_0_is_only_validated_on(two):
     ('a:0,b:0', 'needs a weight above 0'),
     ('a:1,bb:1', '--dataset=bb: no directory data/bb; did you mean b?'),
     ('a:1,c:1', 'data/c/train.bin: made with another tokenizer (char) than data/a/train.bin (byte); prepare all'),
-    ('a:1,c:0', 'data/c/val.bin: made with another tokenizer (char)')])
+    ('a:1,c:0', 'data/c/val.bin: made with another tokenizer (char)'),
+    ('d:1,e:1', 'data/e/train.bin: made with another tokenizer (mine) than data/d/train.bin (mine)')])
 def test_mixtures_that_cannot_be_are_one_line(dataset, message, two):
-    c = write_bins(Path('data/c'), range(60), range(60))
-    meta = json.loads((c / 'meta.json').read_text())
-    (c / 'meta.json').write_text(json.dumps({**meta, 'tokenizer': 'char', 'chars': 'ab'}))
+    for name, tokenizer in dict(c={'tokenizer': 'char', 'chars': 'ab'}, d={'tokenizer': 'mine', 'words': ['a', 'b']},
+                                e={'tokenizer': 'mine', 'words': ['b', 'a']}).items():
+        path = write_bins(Path('data', name), range(60), range(60)) / 'meta.json'
+        path.write_text(json.dumps({**json.loads(path.read_text()), **tokenizer}))
     assert message in rejection(open_dataset, dataset, 16)
 
 
