@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.loader import Bin, ValidationLoader
-from data.tokenizer import Byte, Char
+from data.tokenizer import GPT2, Byte, Char
 from loss import cross_entropy
 from runtime.device import autocast, set_matmul_precision
 from scripts.arguments import at_least
@@ -28,18 +28,16 @@ from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bin
 
 
 def bytes_per_id(tokenizer):
-    """Return the number of text bytes of each id, (vocab_size,) int64, 0 for the end of text; None if unknown."""
-    bpe = getattr(tokenizer, 'bpe', None)
+    """Return the number of text bytes of each id, (vocab_size,) int64, 0 for the end of text.
+
+    None if the ids do not tell: a tokenizer.json may normalize the text, or leave out a part of it.
+    """
     if isinstance(tokenizer, Byte):
         sizes = [1] * tokenizer.vocab_size
     elif isinstance(tokenizer, Char):
         sizes = [len(char.encode()) for char in tokenizer.chars]
-    elif hasattr(bpe, 'decode_single_token_bytes'):  # tiktoken
-        sizes = [len(bpe.decode_single_token_bytes(i)) for i in range(tokenizer.vocab_size)]
-    elif 'ByteLevel' in type(getattr(bpe, 'decoder', None)).__name__:  # tokenizers, one character for each byte
-        added = bpe.get_added_tokens_decoder()
-        sizes = [len(added[i].content.encode()) if i in added else len(bpe.id_to_token(i) or '')
-                 for i in range(tokenizer.vocab_size)]
+    elif isinstance(tokenizer, GPT2):
+        sizes = [len(tokenizer.bpe.decode_single_token_bytes(i)) for i in range(tokenizer.vocab_size)]
     else:
         return None
     if tokenizer.eot_id is not None:
@@ -76,9 +74,16 @@ def measure(loaded, data, args, bands=0):
     loss = sums.sum().item() / tokens
     result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
                   block_size=block_size, tokens=tokens, loss=loss, perplexity=float(np.exp(loss)))
-    sizes = bytes_per_id(loaded.tokenizer) if loaded.tokenizer else None
-    if sizes is not None and (n_bytes := (counts * sizes[:len(counts)]).sum().item()):
-        result |= dict(bytes=n_bytes, bits_per_byte=loss * tokens / n_bytes / math.log(2))
+    sizes = bytes_per_id(loaded.tokenizer)
+    if sizes is not None:
+        n_bytes = (counts * sizes[:len(counts)]).sum().item()
+    else:  # in proportion, because only the whole split's are known
+        n_bytes = tokens * (data.text_bytes or 0) / len(data)
+    if n_bytes:
+        result |= dict(bytes=round(n_bytes), bits_per_byte=loss * tokens / n_bytes / math.log(2))
+    else:
+        print(f'note: {data.path}: no bits_per_byte, because its meta.json does not have the bytes of the text; '
+              'prepare the data again', file=sys.stderr)
     if bands:
         parts = [(band_of == band, counts[band_of == band].sum().item()) for band in range(bands)]
         result['bands'] = [dict(ids=ids.sum().item(), tokens=n, loss=sums[ids].sum().item() / n if n else None)

@@ -1,6 +1,5 @@
 """scripts/eval.py: train.py's own validation loss, bytes of ids, mixtures."""
 
-import importlib.util
 import json
 import math
 import shutil
@@ -12,7 +11,7 @@ from conftest import TINY, metrics, rejection
 
 import train
 from data.loader import Bin
-from data.tokenizer import Char, FileTokenizer, get_tokenizer
+from data.tokenizer import Char, get_tokenizer
 from scripts import eval as eval_script
 from scripts import load
 
@@ -59,15 +58,28 @@ def test_a_model_whose_code_has_changed_since_is_named(capsys, out_dir, monkeypa
 
 
 def test_bytes_per_id_adds_up(gpt2_cache):
-    text, gpt2, tokenizers = "It's 2,000 words\n\n\tand é ü 中文 😀 …", get_tokenizer('gpt2'), []
-    if importlib.util.find_spec('transformers'):
-        from scripts.export_hf import gpt2_tokenizer
-        tokenizers = [FileTokenizer(gpt2_tokenizer(gpt2).to_str(), gpt2.eot_id)]
-    for tokenizer in (get_tokenizer('byte'), gpt2, Char(sorted(set(text))), *tokenizers):
+    text = "It's 2,000 words\n\n\tand é ü 中文 😀 …"
+    for tokenizer in (get_tokenizer('byte'), get_tokenizer('gpt2'), Char(sorted(set(text)))):
         sizes = eval_script.bytes_per_id(tokenizer)
         assert len(sizes) == tokenizer.vocab_size
         assert sizes[torch.tensor(np.array(tokenizer.encode(text), dtype=np.int64))].sum() == len(text.encode())
         assert tokenizer.eot_id is None or sizes[tokenizer.eot_id] == 0
+
+
+def test_bits_per_byte_are_of_the_text_that_was_prepared(capsys, corpus, out_dir, tmp_path,
+                                                              monkeypatch):
+    """Not of what a tokenizer.json has made of it; without that number there are none, and a note."""
+    monkeypatch.setattr(eval_script, 'bytes_per_id', lambda tokenizer: None)
+    eval_script.main([str(out_dir), '--device=cpu'])
+    out, err = capsys.readouterr()
+    assert 'bits_per_byte' not in out and 'val.bin: no bits_per_byte, because its meta.json' in err
+    other = shutil.copytree(corpus, tmp_path / 'other')
+    meta = json.loads((other / 'meta.json').read_text())
+    meta['val']['bytes'] = meta['val']['tokens'] // 2
+    (other / 'meta.json').write_text(json.dumps(meta))
+    result = evaluate(capsys, out_dir, f'--dataset={other}')
+    assert result['bits_per_byte'] == pytest.approx(result['loss'] * 2 / math.log(2))
+    assert result['bytes'] == result['tokens'] // 2
 
 
 def test_bands_go_from_frequent_to_rare_ids_and_add_up(capsys, corpus, out_dir):
