@@ -4,18 +4,23 @@ All text is ordinary: `<|endoftext|>` written inside a document is spelled out, 
 """
 
 import hashlib
+import inspect
 import json
 import re
 from pathlib import Path
 
-from runtime.files import first_line, warn
+from runtime.files import expanded, first_line, warn
 
 END_OF_TEXT = '<|endoftext|>'
 END_OF_TEXT_NAMES = END_OF_TEXT, '<|end_of_text|>', '</s>', '<eos>'  # in the tokenizers of published models
 
 
 class Tokenizer:
-    """The interface of a tokenizer: the attributes below, encode (text to a list of ids) and decode."""
+    """The interface of a tokenizer: the attributes below, encode (text to a list of ids) and decode.
+
+    meta.json and checkpoints keep the arguments of the constructor, which are attributes of the same names; so a
+    vocabulary is an argument. A class of your own must be in TOKENIZERS.
+    """
 
     name = ''
     vocab_size = 0  # ids are 0 … vocab_size - 1
@@ -30,7 +35,13 @@ class Tokenizer:
     @property
     def meta(self):
         """Entries of meta.json that describe the tokenizer."""
-        return {'tokenizer': self.name, 'vocab_size': self.vocab_size, 'dtype': self.dtype, 'eot_id': self.eot_id}
+        return {'tokenizer': self.name, 'vocab_size': self.vocab_size, 'dtype': self.dtype, 'eot_id': self.eot_id,
+                **{key: getattr(self, key) for key in self.arguments()}}
+
+    @classmethod
+    def arguments(cls):
+        """Return the names of the constructor's arguments."""
+        return list(inspect.signature(cls).parameters)
 
 
 class GPT2Tokens(Tokenizer):
@@ -88,16 +99,11 @@ class Char(Tokenizer):
         self.ids = {char: i for i, char in enumerate(chars)}
         self.default_prompt = '\n' if '\n' in chars else chars[:1]
 
-    @property
-    def meta(self):
-        return {**super().meta, 'chars': self.chars}
-
     def encode(self, text):
         try:
             return [self.ids[char] for char in text]
         except KeyError as error:
-            raise SystemExit(f'character {error} is not among the {self.vocab_size} of this vocabulary: '
-                             f'{self.chars!r}') from None
+            raise SystemExit(f'character {error} is not among the {self.vocab_size} of this vocabulary') from None
 
     def decode(self, ids):
         return ''.join(self.chars[int(i)] for i in ids)
@@ -108,25 +114,25 @@ class FileTokenizer(Tokenizer):
 
     name = 'tokenizer.json'
 
-    def __init__(self, text, eot_id=None, path='tokenizer.json'):
-        self.text, self.eot_id = text, eot_id
+    def __init__(self, json, eot_id=None):
+        self.json, self.eot_id = json, eot_id
         try:
             import tokenizers
-            self.bpe = tokenizers.Tokenizer.from_str(text)
+            self.bpe = tokenizers.Tokenizer.from_str(json)
             self.vocab_size = 1 + max(self.bpe.get_vocab().values())
         except Exception as error:  # `tokenizers` raises plain Exception for what it cannot read
-            raise SystemExit(f'{path}: the package tokenizers cannot load it ({first_line(error)})') from None
+            raise SystemExit(f'the package tokenizers cannot load tokenizer.json ({first_line(error)})') from None
         self.bpe.encode_special_tokens = True  # as ordinary text
         self.bpe.no_truncation()  # published files may cut texts at 512 ids
         self.bpe.no_padding()
 
     def __reduce__(self):
         """Rebuild the tokenizer in a worker process: pickled, it would lose `encode_special_tokens`."""
-        return FileTokenizer, (self.text, self.eot_id)
+        return FileTokenizer, (self.json, self.eot_id)
 
     @property
     def meta(self):
-        return {**super().meta, 'tokenizer_sha256': hashlib.sha256(self.text.encode()).hexdigest(), 'json': self.text}
+        return {**super().meta, 'tokenizer_sha256': hashlib.sha256(self.json.encode()).hexdigest()}
 
     @classmethod
     def from_file(cls, path):
@@ -140,10 +146,10 @@ class FileTokenizer(Tokenizer):
             eos = eos['content'] if isinstance(eos, dict) else eos
             if not isinstance(eos, str | None):
                 raise ValueError(f'eos_token {eos!r}')
-        except (OSError, ValueError, AttributeError, KeyError) as error:
+            tokenizer = cls(text)
+        except (OSError, ValueError, AttributeError, KeyError, SystemExit) as error:
             raise SystemExit(f'{path}, or the tokenizer_config.json next to it: cannot be read '
                              f'({first_line(error)})') from None
-        tokenizer = cls(text, path=path)
         names = [eos] if eos else END_OF_TEXT_NAMES
         tokenizer.eot_id = next((i for i in map(tokenizer.bpe.token_to_id, names) if i is not None), None)
         if tokenizer.eot_id is None:
@@ -179,26 +185,31 @@ def utf8(text):
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace').encode()
 
 
-TOKENIZERS = {t.name: t for t in (GPT2, Byte)}
-TOKENIZER_NAMES = '|'.join([*TOKENIZERS, 'FILE.json', 'OWNER/NAME'])  # for the help of --tokenizer
+TOKENIZERS = {t.name: t for t in (GPT2, Byte, Char, FileTokenizer)}  # a class of your own goes here
+NAMED = [name for name, t in TOKENIZERS.items() if not t.arguments()]
+TOKENIZER_NAMES = '|'.join([*NAMED, 'FILE.json', 'FOLDER', 'OWNER/NAME'])  # for the help of --tokenizer
 
 
 def get_tokenizer(name):
-    """Load a tokenizer: 'gpt2', 'byte', the path of a tokenizer.json, or 'OWNER/NAME', a model on the Hub."""
-    if name in TOKENIZERS:
+    """Load a tokenizer: 'gpt2', 'byte', a tokenizer.json or the folder of one, or 'OWNER/NAME', a model on the Hub."""
+    if name in NAMED:
         return TOKENIZERS[name]()
-    if str(name).endswith('.json'):
-        return FileTokenizer.from_file(name)
+    path = Path(expanded(str(name), '--tokenizer='))
+    inside = path / FileTokenizer.name
+    if path.suffix == '.json' or inside.is_file():
+        return FileTokenizer.from_file(inside if inside.is_file() else path)
     if str(name).count('/') == 1:
         return FileTokenizer.from_hub(name)
-    raise SystemExit(f'--tokenizer={name}: unknown; there are {", ".join(TOKENIZERS)}, any tokenizer.json by its path, '
+    raise SystemExit(f'--tokenizer={name}: unknown; there are {", ".join(NAMED)}, any tokenizer.json or its folder, '
                      'and OWNER/NAME on the Hub')
 
 
 def identifying(meta):
-    """Return the entries of a meta.json's dict from which `tokenizer_from_meta` can build the tokenizer."""
-    keys = {'char': ['chars'], FileTokenizer.name: ['json', 'eot_id']}.get(meta['tokenizer'], [])
-    return {key: meta[key] for key in ['tokenizer', *keys]}
+    """Return the entries of a meta.json's dict from which `tokenizer_from_meta` can build the tokenizer; of a class
+    that is not in TOKENIZERS, all that do not describe the corpus."""
+    known = TOKENIZERS.get(meta['tokenizer'])
+    keys = known.arguments() if known else sorted(meta.keys() - {'source', 'revision', 'split', 'train', 'val'})
+    return {key: meta[key] for key in dict.fromkeys(['tokenizer', *keys])}
 
 
 def same_tokenizer(one, other):
@@ -239,6 +250,12 @@ def check_same_tokenizer(data, meta, model):
 
 def tokenizer_from_meta(meta):
     """Build the tokenizer of a meta.json, a dict."""
-    if meta['tokenizer'] == FileTokenizer.name:
-        return FileTokenizer(meta['json'], meta['eot_id'])
-    return Char(meta['chars']) if meta['tokenizer'] == 'char' else get_tokenizer(meta['tokenizer'])
+    check_known(meta['tokenizer'])
+    known = TOKENIZERS[meta['tokenizer']]
+    return known(*(meta[key] for key in known.arguments()))
+
+
+def check_known(name):
+    """Stop unless the class of a tokenizer is in TOKENIZERS."""
+    if name not in TOKENIZERS:
+        raise SystemExit(f'tokenizer {name}: unknown here; its class must be in TOKENIZERS in data/tokenizer.py')

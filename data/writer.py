@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from data.tokenizer import check_known
 from runtime.files import atomic_write, first_line, sync_directory
 
 SPLITS = ('train', 'val')
@@ -56,6 +57,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     process writes there or the input is bad (then the parts are removed), and after an interruption or an OSError (then
     the same command resumes).
     """
+    check_known(tokenizer.name)
     out_dir = Path(out_dir)
     about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}
     identity = {**about, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}

@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.runs import read_metrics
 from data.loader import parts_of
-from data.tokenizer import END_OF_TEXT, GPT2, FileTokenizer
+from data.tokenizer import END_OF_TEXT, GPT2, Byte, FileTokenizer
 from runtime.files import first_line
 from scripts.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 from shapes import ACTIVATIONS, TRANSPOSED, num_params
@@ -78,12 +78,16 @@ def byte_tokenizer():
 
 
 def write_tokenizer(tokenizer, folder, block_size):
-    """Write tokenizer.json and its config; neither for a character tokenizer, with a note."""
-    if tokenizer.name == 'char':  # nothing ends a document, which a tokenizer.json must have here
+    """Write tokenizer.json and its config; neither for tokenizers without such a form, with a note."""
+    if isinstance(tokenizer, FileTokenizer):
+        fast = tokenizer.bpe
+    elif isinstance(tokenizer, GPT2):
+        fast = gpt2_tokenizer(tokenizer)
+    elif isinstance(tokenizer, Byte):
+        fast = byte_tokenizer()
+    else:  # characters, which nothing ends, as a tokenizer.json's documents must here; or a fork's
         print(f'note: the tokenizer {tokenizer.name} is not exported', file=sys.stderr)
         return
-    fast = tokenizer.bpe if isinstance(tokenizer, FileTokenizer) else (
-        gpt2_tokenizer(tokenizer) if isinstance(tokenizer, GPT2) else byte_tokenizer())
     fast.save(str(folder / 'tokenizer.json'))
     end = fast.id_to_token(tokenizer.eot_id)
     config = dict(tokenizer_class='PreTrainedTokenizerFast', model_max_length=block_size,
@@ -110,7 +114,7 @@ def model_card(loaded, name):
         facts['lowest validation loss of the run'] = f'{lowest:.4f}'
     facts |= {f'`{key}`': config[key] for key in CARD_SETTINGS if config.get(key)}
     load = [f"model = AutoModelForCausalLM.from_pretrained('{name}')"]
-    if loaded.tokenizer.name != 'char':
+    if isinstance(loaded.tokenizer, (FileTokenizer, GPT2, Byte)):
         load.append(f"tokenizer = AutoTokenizer.from_pretrained('{name}')")
     return '\n'.join([
         '---', 'license: unknown  # fill in: what the training data and you allow', 'library_name: transformers',

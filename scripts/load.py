@@ -20,7 +20,7 @@ from data.tokenizer import (
 )
 from runtime import checkpoint
 from runtime.device import DTYPES, check_device, device_defaults
-from runtime.files import code_hashes, differing_files, one_line
+from runtime.files import code_hashes, differing_files, expanded, one_line
 from runtime.rng import seed_all
 from shapes import HUB_MODELS, with_weights
 
@@ -147,9 +147,8 @@ def chosen_tokenizer(name, meta, path):
     `meta` is from the training of the model at `path`. SystemExit if the two differ.
     """
     if name:
-        if Path(name).is_dir() and not Path(name, 'train.bin').is_file():
-            raise SystemExit(f'--tokenizer={name}: a directory without a data set (train.bin)')
-        named = read_meta(name) if Path(name).is_dir() else get_tokenizer(name).meta
+        folder = Path(expanded(name, '--tokenizer='))
+        named = read_meta(folder) if (folder / 'train.bin').is_file() else get_tokenizer(name).meta
         if meta and not same_tokenizer(identifying(named), identifying(meta)):
             raise SystemExit(f'--tokenizer={name}: {path} was trained with {meta["tokenizer"]}; leave the flag out')
         meta = named

@@ -17,6 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sources import lines
+from data.tokenizer import END_OF_TEXT
 from runtime.device import DTYPES
 from scripts.arguments import at_least
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
@@ -62,6 +63,8 @@ def main(argv=None):
     if prompt is None:
         prompt = tokenizer.default_prompt
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # where a document begins
+    if END_OF_TEXT in prompt:
+        print(f"note: {END_OF_TEXT} in the prompt is ordinary text; --start='' starts a document", file=sys.stderr)
     if ids == [None]:
         raise SystemExit(f"--start='': the tokenizer {tokenizer.name} has no end-of-text id; set a prompt")
     print(f'{loaded.path}: {num_params(model):,} parameters, tokenizer {tokenizer.name}', file=sys.stderr)

@@ -25,9 +25,9 @@ from conftest import ROOT, TINY, metrics, rejection
 import train
 from data import sources, writer
 from data.fineweb import prepare as fineweb
-from data.loader import Bin, read_meta
+from data.loader import Bin, open_dataset, read_meta
 from data.openwebtext import prepare as openwebtext
-from data.tokenizer import Char, GPT2Tokens, get_tokenizer, tokenizer_from_meta
+from data.tokenizer import TOKENIZERS, Char, GPT2Tokens, Tokenizer, get_tokenizer, tokenizer_from_meta
 from data.writer import Corpus, write_bins
 from scripts.load import load
 
@@ -346,6 +346,42 @@ def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_
         assert 'cannot be read' in rejection(get_tokenizer, tokenizer_file)
 
 
+def test_a_tokenizer_of_a_folder(tokenizer_file, tmp_path, monkeypatch):
+    """Of a model, say, on this disk."""
+    monkeypatch.chdir(tmp_path)
+    text = tokenizer_file.rename(tokenizer_file.with_name('tokenizer.json')).read_text()
+    for name in (tokenizer_file.parent, 'own', './own'):
+        assert get_tokenizer(name).json == text
+
+
+class Words(Tokenizer):
+    """A fork's tokenizer, whose vocabulary is its own."""
+
+    name, eot_id = 'words', 0
+
+    def __init__(self, words):
+        self.words, self.vocab_size = words, 1 + len(words)
+
+    def encode(self, text):
+        return [1 + self.words.index(word) for word in text.split()]
+
+    def decode(self, ids):
+        return ' '.join(self.words[i - 1] for i in ids)
+
+
+def test_a_tokenizer_with_a_vocabulary_of_its_own_is_kept_with_bins_and_checkpoints(tmp_path, monkeypatch):
+    assert 'tokenizer words: unknown here; its class must be in TOKENIZERS' in rejection(
+        write_bins, small_corpus(), Words(['a', 'b', 'd']), tmp_path / 'one', 1)
+    monkeypatch.setitem(TOKENIZERS, 'words', Words)
+    for name, words in dict(one=['a', 'b', 'd'], other=['b', 'd', 'a']).items():
+        write_bins(small_corpus(), Words(words), tmp_path / name, 1)
+    train.main([*TINY, f'--dataset={tmp_path}/one', f'--out_dir={tmp_path}/out', '--block_size=1', '--max_iters=1'])
+    kept = load(tmp_path / 'out').tokenizer
+    assert kept.words == ['a', 'b', 'd'] and kept.decode(kept.encode('d a')) == 'd a'
+    assert 'made with another tokenizer (words)' in rejection(
+        open_dataset, f'{tmp_path}/one:1,{tmp_path}/other:1', 1)
+
+
 def test_a_tokenizer_of_the_hub(tokenizer_file, monkeypatch):
     """Its files come from the Hub's cache, which has both in one folder."""
     huggingface_hub = pytest.importorskip('huggingface_hub')
@@ -354,14 +390,14 @@ def test_a_tokenizer_of_the_hub(tokenizer_file, monkeypatch):
     monkeypatch.setattr(huggingface_hub, 'hf_hub_download', lambda repository, name: {
         'EleutherAI/gpt-neox-20b': tokenizer_file.with_name(name)}[repository])
     tokenizer = get_tokenizer('EleutherAI/gpt-neox-20b')
-    assert (tokenizer.text, tokenizer.eot_id) == (text, 0)
+    assert (tokenizer.json, tokenizer.eot_id) == (text, 0)
 
 
 def test_a_tokenizer_that_cannot_be_is_one_line(tmp_path):
     pytest.importorskip('tokenizers', reason='the optional package tokenizers is not installed')
     (tmp_path / 'a.json').write_text('{"model": {"type": "BPE"}}')
     for name, words in [('gpt3', 'gpt2, byte'),
-                        (tmp_path / 'a.json', 'a.json: the package tokenizers cannot load it ('),
+                        (tmp_path / 'a.json', '(the package tokenizers cannot load tokenizer.json ('),
                         (tmp_path / 'none.json', 'none.json, or the tokenizer_config.json next to it: cannot be read')]:
         assert words in rejection(get_tokenizer, name)
 
@@ -434,24 +470,23 @@ def test_killed_and_started_again(tmp_path):
 
 
 class Deadly(type(BYTE)):
-    """The byte tokenizer; the worker is killed if it gets 'd' while the file exists."""
-
-    def __init__(self, file):
-        self.file = file
+    """The byte tokenizer; the worker is killed if it gets 'd' while the file `deadly` exists."""
 
     def encode(self, text):
-        if text == 'd' and self.file.exists():
+        if text == 'd' and self.deadly.exists():
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode(text)
 
 
 def test_a_killed_worker_is_one_line(tmp_path):
-    (deadly := tmp_path / 'deadly').touch()
-    message = rejection(write_bins, small_corpus(), Deadly(deadly), tmp_path / 'out', 2)
+    tokenizer = Deadly()
+    tokenizer.deadly = tmp_path / 'deadly'
+    tokenizer.deadly.touch()
+    message = rejection(write_bins, small_corpus(), tokenizer, tmp_path / 'out', 2)
     assert 'out: stopped (A process in the process pool was terminated abruptly' in message
     assert 'the same command, without --overwrite, resumes where it stopped (with a smaller --num_proc' in message
-    deadly.unlink()
-    write_bins(small_corpus(), Deadly(deadly), tmp_path / 'out', num_proc=2)
+    tokenizer.deadly.unlink()
+    write_bins(small_corpus(), tokenizer, tmp_path / 'out', num_proc=2)
     assert [documents_of(ids, BYTE) for ids in bins(tmp_path / 'out')[:2]] == [['a', 'b'], ['d']]
 
 

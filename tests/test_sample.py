@@ -221,7 +221,7 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
         Path('data/shakespeare_char', name).write_bytes(b'ab')
     assert 'meta.pkl: not read' in rejection(run, capsys, 'ckpt.pt')
     assert run(capsys, 'ckpt.pt', f'--tokenizer={prepared}') == by_directory
-    assert '--tokenizer=.: a directory' in rejection(run, capsys, 'ckpt.pt', '--tokenizer=.')
+    assert '--tokenizer=.: unknown; there are' in rejection(run, capsys, 'ckpt.pt', '--tokenizer=.')
 
 
 def test_a_better_checkpoint_than_the_newest_is_named(tmp_path, capsys):
