@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from scipy import stats
-
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 from analysis.figures import figure, styles
@@ -112,8 +110,7 @@ def planned_tests(results):
 
 def fixed_batch(results):
     """Return a row of texts for each arm of part B: the chosen settings, the training loss with each fresh seed, and
-    the mean difference to sign momentum with its 95 % interval, in pairs, because a seed also chooses the mini-batch.
-    """
+    the mean difference to sign momentum with its 95 % interval."""
     rows, sign, search = [], {}, (SEARCH_SEED, SECOND_SEED)
     for arm, trials in sorted(arms_of(results, 'B').items(), key=lambda item: [*ARMS].index(item[0])):
         twice = {trial: seeds for trial, seeds in trials.items() if SECOND_SEED in seeds}
@@ -126,10 +123,8 @@ def fixed_batch(results):
         sign = sign or mine  # the first arm
         row = {'arm': arm, 'γ': f'{gamma:g}' if gamma else '', 'learning rate': f'{lr:g}',
                **{f'seed {seed}': f'{mine[seed]:.3f}' for seed in sorted(mine)}, 'mean': f'{mean(mine.values()):.3f}'}
-        apart = [mine[seed] - sign[seed] for seed in mine]
-        width = stats.t.ppf(0.975, len(apart) - 1) * stats.sem(apart)
         rows.append(row | {'minus sign momentum, 95 %': '' if mine is sign else dissection.interval(
-            dict(difference=mean(apart), plus_or_minus=width, p=width))})
+            difference([*mine.values()], [*sign.values()]))})
     return rows
 
 
