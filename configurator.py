@@ -1,4 +1,5 @@
 """Settings from train.py's defaults, config files and --key=value flags: typed, checked, the source of each recorded.
+No experiment edits this file: a setting is a line at the top of train.py.
 
 train.py declares its settings as module-level names: plain values, or `setting(…)` for one with a range or choices.
 `setting(float)`, a type instead of a value, has no fixed default: train.py's `resolve` fills it in unless a config file

@@ -1,4 +1,5 @@
 """When, and on what, the Hessian is estimated: the callbacks that train_step calls.
+For other times, sequences or estimators, subclass a hook and name it in a row of optimizers.py.
 
 In each iteration train_step calls `start` and `split`; for each micro-batch `labels` before the forward and `add` after
 it; then, before the update, `finish`. Estimates are made at iterations 0, k, 2k, … on the first sequences of that

@@ -1,6 +1,7 @@
 """The loss of a language model, in plain PyTorch: the training loss, and the loss on labels drawn from the model.
+To train on another loss, edit `token_loss`; the rest is what training and Sophia-G call.
 
-To train on another loss, edit `token_loss`. Training and Sophia-H's estimator follow it. Sophia-G's estimator stays the
+Training and Sophia-H's estimator follow `token_loss`. Sophia-G's estimator stays the
 cross-entropy on labels drawn from the model, over the positions that count. The logged val/loss stays the plain
 cross-entropy, so that runs with different training losses can be compared.
 """

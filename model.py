@@ -1,8 +1,9 @@
-"""GPT-2: the model and its loss, sampling, weights from Hugging Face.
+"""GPT-2: its config, the table of sizes, the model, weights from Hugging Face.
+Edit the architecture here, or put another model.py with nanoGPT's `GPT` and `GPTConfig` in its place.
 
 The architecture is GPT-2's (learned positions, pre-norm blocks, GELU, tied head) in the paper's setting: no bias, no
-dropout, optional scaling of attention logits by the inverse layer index. Module names are nanoGPT's, and so is the
-contract: another model.py with `GPT`, `GPTConfig` and `forward(idx, targets=None)` → (logits, loss) trains as well.
+dropout, optional scaling of attention logits by the inverse layer index. Module names are nanoGPT's, and so is
+`forward(idx, targets=None)` → (logits, loss).
 """
 
 import math
@@ -13,8 +14,8 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-import shapes
 from loss import mean_loss
+from runtime import gpt
 from runtime.files import first_line
 
 INIT_STD = 0.02  # of the initial weights
@@ -32,6 +33,19 @@ class GPTConfig:
     bias: bool = False
     scale_attn_by_inverse_layer_idx: bool = False
     gelu_approximate: str = 'none'  # 'tanh' for the weights that OpenAI published
+
+
+# Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
+SIZES = {
+    'tiny': dict(n_layer=4, n_head=4, n_embd=128),
+    '30M': dict(n_layer=6, n_head=6, n_embd=384),
+    '125M': dict(n_layer=12, n_head=12, n_embd=768),
+    '355M': dict(n_layer=24, n_head=16, n_embd=1024),
+    '540M': dict(n_layer=30, n_head=18, n_embd=1152),
+    '770M': dict(n_layer=36, n_head=20, n_embd=1280),
+    '1.5B': dict(n_layer=48, n_head=24, n_embd=1536),
+    '6.6B': dict(n_layer=32, n_head=32, n_embd=4096),
+}
 
 
 class CausalSelfAttention(nn.Module):
@@ -138,16 +152,16 @@ class GPT(nn.Module):
         return logits, mean_loss(logits, targets)
 
     def generate(self, idx, max_new_tokens, *args, **options):
-        """Continue each row of `idx` (B, T) by up to `max_new_tokens` ids; see `shapes.generate`."""
-        return shapes.generate(self, idx, max_new_tokens, *args, **options)
+        """Continue each row of `idx` (B, T) by up to `max_new_tokens` ids; see `gpt.generate`."""
+        return gpt.generate(self, idx, max_new_tokens, *args, **options)
 
     @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):
-        """Load the GPT-2 `name`, one of shapes.HUB_MODELS or a folder with config.json and safetensors, and keep the
+        """Load the GPT-2 `name`, one of gpt.HUB_MODELS or a folder with config.json and safetensors, and keep the
         first `block_size` positions, by default all."""
         theirs = load_hf(name)
         c, weights = theirs.config, theirs.state_dict()
-        supported = dict(activation_function=[*shapes.ACTIVATIONS], n_inner=[None, 4 * c.n_embd],
+        supported = dict(activation_function=[*gpt.ACTIVATIONS], n_inner=[None, 4 * c.n_embd],
                          layer_norm_epsilon=[1e-5], scale_attn_weights=[True], add_cross_attention=[False])
         for key, values in supported.items():
             if getattr(c, key) not in values:
@@ -158,12 +172,12 @@ class GPT(nn.Module):
             raise SystemExit(f'--block_size={block_size}: {name} has {c.n_positions} positions; set at most that')
         # Hugging Face's GPT-2 always has biases. scripts/export_hf.py sets them to zero for a model without any.
         bias = getattr(c, 'bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
-        weights = {key: w.t().contiguous() if key.endswith(shapes.TRANSPOSED) else w for key, w in weights.items()
+        weights = {key: w.t().contiguous() if key.endswith(gpt.TRANSPOSED) else w for key, w in weights.items()
                    if bias or not key.endswith('.bias')}
         positions = weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size].clone()
-        return shapes.with_weights(cls, GPTConfig(
+        return gpt.with_weights(cls, GPTConfig(
             len(positions), c.vocab_size, c.n_layer, c.n_head, c.n_embd, dropout, bias,
-            c.scale_attn_by_inverse_layer_idx, shapes.ACTIVATIONS[c.activation_function]), weights)
+            c.scale_attn_by_inverse_layer_idx, gpt.ACTIVATIONS[c.activation_function]), weights)
 
 
 def load_hf(name):
@@ -172,7 +186,7 @@ def load_hf(name):
         import transformers
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        source = f'openai-community/{name}' if name in shapes.HUB_MODELS and not Path(name).exists() else name
+        source = f'openai-community/{name}' if name in gpt.HUB_MODELS and not Path(name).exists() else name
         model, report = transformers.GPT2LMHeadModel.from_pretrained(source, use_safetensors=True,
                                                                      output_loading_info=True)
     except ImportError:

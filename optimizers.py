@@ -1,7 +1,7 @@
-"""The optimizers a run can choose from: the baselines Lion and AdaHessian, the ablations of Sophia, and one table with
-how each optimizer is built, its settings, its learning rates and its Hessian hook.
+"""The optimizers of a run: one table with how each is built, its settings, learning rates and Hessian hook.
+Add an optimizer as a row of OPTIMIZERS; one of a library needs none, --optimizer_name=LIBRARY:CLASS.
 
-To add an optimizer, add a row to OPTIMIZERS. One of a library needs none: --optimizer_name=LIBRARY:CLASS.
+The baselines Lion and AdaHessian, the ablations of Sophia, and the param groups are here, too.
 """
 
 import ast
@@ -189,8 +189,8 @@ def lion(groups, s):
     return Lion(groups, s.learning_rate, betas(s), s.weight_decay, nonfinite='ignore')
 
 
-def sign_momentum(groups, s):
-    """Build Sophia with h = 0, or Lion with a single β."""
+def signum(groups, s):
+    """Build Signum, sign momentum: Sophia with h = 0, or Lion with a single β."""
     return Lion(groups, s.learning_rate, (s.beta1, s.beta1), s.weight_decay, nonfinite='ignore')
 
 
@@ -284,7 +284,7 @@ OPTIMIZERS = {
     'ah_clip': Row(partial(sophia, cls=SophiaSquared), SOPHIA_H, SOPHIA_H_LR, 'Table 3, sophiah', HutchinsonHook,
                    scale_hessian_batch=False),
     # Clip and Normalize have no preconditioner; the paper does not state β1. ε only bounds Normalize's denominator.
-    'clip': Row(sign_momentum, dict(beta1=0.96, weight_decay=0.2), LION_LR, 'Table 3, lion', shards=True),
+    'signum': Row(signum, dict(beta1=0.96, weight_decay=0.2), LION_LR, 'Table 3, lion', shards=True),
     'normalize': Row(normalize, dict(beta1=0.96, weight_decay=0.2, eps=1e-12), LION_LR, 'Table 3, lion', shards=True),
     # k = 2 is the paper's. Without the clip ε has to bound the step where h is tiny; the paper does not state it.
     'gnb_noclip': Row(partial(sophia, cls=SophiaUnclipped), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
@@ -304,6 +304,7 @@ OPTIMIZERS = {
                 {'tiny': 2.4e-2}, 'our table', library='pytorch_optimizer:SOAP'),
     # Rows of a fork:
 }
+OLD_NAMES = dict(clip='signum')  # of rows, in checkpoints, configs and records
 # Library optimizers that work on each coordinate by itself, or know DTensors
 SHARDABLE = {f'torch:{name}' for name in torch.optim.__all__} - {'torch:Muon', 'torch:Adafactor', 'torch:Rprop'} | {
     'schedulefree:AdamWScheduleFree'}
@@ -311,6 +312,7 @@ SHARDABLE = {f'torch:{name}' for name in torch.optim.__all__} - {'torch:Muon', '
 
 def row(optimizer_name):
     """Return the row of an optimizer, in the table or of a library."""
+    optimizer_name = OLD_NAMES.get(optimizer_name, optimizer_name)
     if ':' in optimizer_name:
         return unlisted_row(optimizer_name)
     if optimizer_name not in OPTIMIZERS:
@@ -456,6 +458,8 @@ def placeholders(config):
 
 def fill_settings(config):
     """Fill in the settings of the optimizer, hessian_batch_size for this run's mini-batch."""
+    if config.optimizer_name in OLD_NAMES:
+        config.set('optimizer_name', OLD_NAMES[config.optimizer_name], config.sources['optimizer_name'])
     name, chosen = config.optimizer_name, row(config.optimizer_name)
     settings = dict(chosen.settings)
     if 'hessian_batch_size' in settings:

@@ -1,4 +1,5 @@
-"""Pre-train a GPT-2: one loop for every optimizer.
+"""Pre-train a GPT-2: the settings, the learning rate, the training step, evaluation, and one loop for every optimizer.
+Edit any of these here; the model, the loss, the estimates and the optimizers have files of their own.
 
   python train.py config/quickstart.py                                   one process
   python train.py --model_size=125M --optimizer_name=sophiag             the paper's run, on one device
@@ -18,25 +19,29 @@ from typing import Any, NamedTuple
 import torch
 
 try:
+    import model as models
     from model import GPT, GPTConfig
 except ImportError as error:
     raise SystemExit(f'model.py: {error}; training needs GPT and GPTConfig, as in nanoGPT') from None
 import configurator
-import lifecycle
 import optimizers
 from configurator import setting
 from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
 from data.tokenizer import check_same_tokenizer, folder_meta
 from hessian import Hook
+from lifecycle import guards
+from lifecycle.resume import adopt_model_args, find_origin, finetunes
+from lifecycle.run import abort, build_buckets, check_step, close_run, not_finite, open_log, save
 from loss import Losses, cross_entropy
-from resume import adopt_model_args, find_origin, finetunes
 from runtime import checkpoint, optim
 from runtime import device as devices
 from runtime.distributed import World, one_message, ranks_from_environment
+from runtime.gpt import HUB_MODELS, config_of, flops_per_token, model_args, pretrained
 from runtime.rng import DROPOUT, keyed_seed, seed_all
 from runtime.signals import StopSignals, protect_streams, undo_at_end
 from runtime.speed import Speed
-from shapes import HUB_MODELS, SIZES, check_contract, config_of, flops_per_token, model_args, pretrained
+
+SIZES = getattr(models, 'SIZES', {})  # nanoGPT's model.py has none
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings. `resolve` fills in those without a default, `setting(type)`. Roles are configurator.ROLES.
@@ -121,7 +126,9 @@ def derive(c, world_size):
               or folder.is_dir() and not checkpoint.checkpoints(folder),
               f'scratch, resume, {", ".join(HUB_MODELS)} or a Hugging Face folder (scripts/export_hf.py makes a run '
               'one); --auto_resume=True resumes if there is a checkpoint')
-    c.fill(SIZES[c.model_size], f'model size {c.model_size}')
+    c.fill(SIZES.get(c.model_size, {}), f'model size {c.model_size}')
+    if None in (c.n_layer, c.n_head, c.n_embd):
+        raise SystemExit('model.py: has no table SIZES; set --n_layer, --n_head and --n_embd')
     optimizers.fill_settings(c)
     if 'learning_rate' not in c.given:
         if finetunes(c) and not c.eval_only:
@@ -254,7 +261,7 @@ def set_up(c, world, model):
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
     optimizer = make_optimizer(c, model)
     params = [p for p in model.parameters() if p.requires_grad]
-    optim.check_parameters(optimizer, model)
+    guards.check_parameters(optimizer, model)
     hessian = optimizers.build_hook(
         c.optimizer_name, model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
         parts=c.hessian_parts, rank=world.rank, world_size=world.size, autocast=autocast, compile=c.compile)
@@ -282,7 +289,7 @@ def begin(c):
     origin = find_origin(world, c, data, fingerprints)
     with world.exit_together():
         model, args = make_model(c, origin, data)
-        check_contract(model)
+        guards.check_contract(model)
     run = set_up(c, world, model)
     origin.restore(run)
     run.val_data, run.stops = val_data, StopSignals(world, c.max_hours)
@@ -291,7 +298,7 @@ def begin(c):
     if not c.eval_only:
         run.fresh = make_optimizer(c, model)
     with world.exit_together():
-        run.log = lifecycle.open_log(run, origin, data)
+        run.log = open_log(run, origin, data)
     return run, data
 
 
@@ -343,7 +350,7 @@ def train_step(run, sequences, iter_num):
     mean_loss, grad_norm = torch.stack([mean_loss, grad_norm]).tolist()  # the only device sync but for a GradScaler's
 
     # finish() hands the estimate to the optimizer.
-    problem = lifecycle.not_finite(loss=mean_loss, gradient=grad_norm) or hessian.finish()
+    problem = not_finite(loss=mean_loss, gradient=grad_norm) or hessian.finish()
     if not problem:
         optim.step(run.optimizer, scaler)
     scaler.update()
@@ -401,13 +408,13 @@ def evaluate_and_save(run):
         metrics['val/training_loss'] = training_loss
     run.log.record(state, f'iter {state.iter}: val loss {val_loss:.4f}', metrics)
     if state.iter >= c.max_iters and not math.isfinite(val_loss) and not c.eval_only:
-        lifecycle.abort(run, 'the validation loss is not finite')
+        abort(run, 'the validation loss is not finite')
 
     best = val_loss < state.best_val_loss
     due = best or c.always_save_checkpoint or state.iter >= c.max_iters
     if due and state.iter > 0 and not c.eval_only:
         before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
-        lifecycle.save(run, best)
+        save(run, best)
         if not run.saved:
             state.best_val_loss = before  # the lowest one that was saved
 
@@ -435,7 +442,9 @@ def train(c):
                          state.iter)
     speed = Speed(flops_per_token(run.raw_model), world)
     if not c.eval_only:
-        lifecycle.check_forward(run, loader.first()[:c.batch_size])
+        first = loader.first()[:c.batch_size]
+        guards.check_forward(run, first)
+        build_buckets(run, first)
 
     while not stops.stopping:
         lr = learning_rate_at(c, state.iter)
@@ -451,7 +460,8 @@ def train(c):
         started = time.perf_counter()
         sequences = next(loader)
         step = train_step(run, sequences, state.iter)
-        lifecycle.check_step(run, step, loader)
+        check_step(run, step, loader)
+        guards.check_first_update(run, step)
         logs = state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1
         if logs or world.size > 1:
             devices.synchronize(world.device)  # what follows would wait for the update, and is not timed
@@ -465,12 +475,12 @@ def train(c):
         state.tokens += step.tokens
         state.iter += 1
         if stops.exchange() and not stops.stopping:
-            lifecycle.save(run)
+            save(run)
 
     loader.close()
     if stops.stopping and state.iter > 0 and not c.eval_only:
-        lifecycle.save(run)
-    lifecycle.close_run(run)
+        save(run)
+    close_run(run)
 
 
 def metrics_of(run, step, lr):

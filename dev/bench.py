@@ -34,7 +34,6 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import shapes
 import train
 from analysis.figures import print_table
 from data.loader import vocab_size_of
@@ -42,7 +41,7 @@ from hessian import Hook
 from loss import Losses, cross_entropy
 from model import GPT, GPTConfig
 from runtime import device as devices
-from runtime import optim
+from runtime import gpt, optim
 from runtime.distributed import World
 from runtime.files import git_commit, write_json, write_text
 from runtime.runlog import machine
@@ -56,7 +55,7 @@ def our_model(c, device):
     """Build the model of the settings `c`, with the seed's weights, on the device: on one CPU core it takes minutes."""
     torch.manual_seed(c.seed)
     with device:
-        return GPT(shapes.config_of(GPTConfig, c.values, vocab_size_of(c.dataset)))
+        return GPT(gpt.config_of(GPTConfig, c.values, vocab_size_of(c.dataset)))
 
 
 def baseline_run(c, world, folder):
@@ -124,7 +123,7 @@ class Case:
             row.update(hessian_ms=1e3 * extra, hessian_share=extra / c.hessian_interval / plain)
         row['tokens_per_sec'] = c.total_batch_size * c.block_size / average
         if peak := devices.peak_flops(self.device):
-            row['mfu'] = shapes.flops_per_token(self.run.raw_model) * row['tokens_per_sec'] / peak
+            row['mfu'] = gpt.flops_per_token(self.run.raw_model) * row['tokens_per_sec'] / peak
         row['memory_gb'] = devices.peak_memory(self.device) / 1e9
         return {**row, **self.optimizer_step()}
 

@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import optimizers
-import shapes
 import train
 from analysis.figures import optimizer_label
 from configurator import Config, label_of
@@ -51,9 +50,9 @@ def learning_rates():
     """List the optimizers' peak learning rates by model size; equal ones share a row."""
     rows = {}
     for name in optimizers.OPTIMIZERS:
-        rates = (optimizers.peak_learning_rate(name, size)[0] for size in shapes.SIZES)
+        rates = (optimizers.peak_learning_rate(name, size)[0] for size in train.SIZES)
         rows.setdefault(tuple('–' if lr is None else number(lr) for lr in rates), []).append(optimizer_label(name))
-    return table(['', *shapes.SIZES], [['; '.join(labels), *rates] for rates, labels in rows.items()])
+    return table(['', *train.SIZES], [['; '.join(labels), *rates] for rates, labels in rows.items()])
 
 
 def current(text):

@@ -79,23 +79,6 @@ def check_plain(value, name):
                          'tensors in a buffer of the model')
 
 
-def check_round_trip(world, model, optimizer, fresh):
-    """Stop the run, after its first step, unless a checkpoint would bring back the whole state of `optimizer` to
-    `fresh`, the same optimizer without a state."""
-    names = parameter_names(model)
-    with world.exit_together():
-        saved, shards = optimizer_state.to_save(optimizer, names, world.sharded)
-        saved = optimizer_state.map_tensors(saved, lambda name, tensor: shards.get(name, tensor), 'optimizer')
-        try:
-            lost = optimizer_state.lost_in_round_trip(optimizer, fresh, saved, names)
-        except Exception as error:  # whatever the optimizer's load_state_dict raises
-            lost = first_line(error)
-        if lost:
-            raise SystemExit(f'{type(optimizer).__name__}: a checkpoint would not bring back its state ({lost}), so '
-                             'that the run could not be resumed; use another optimizer, or keep all state in `state` '
-                             'and `param_groups`, and optimizers inside it as parts of a runtime.optim.Together')
-
-
 def name_best(path):
     """Write the name of the checkpoint `path` to best.txt."""
     with atomic_write(path.with_name('best.txt'), 'w', sync=True) as f:

@@ -79,16 +79,6 @@ def clip_gradients(params, max_norm):
     return norm
 
 
-def check_parameters(optimizer, model):
-    """SystemExit unless the optimizer has exactly the trained parameters of `model`."""
-    mine, trained = set(parameters(optimizer)), {p: name for name, p in model.named_parameters() if p.requires_grad}
-    if missing := [name for p, name in trained.items() if p not in mine]:
-        raise SystemExit(f'{missing[0]}: is in no group of parameter_groups, so that it would not be trained; add it, '
-                         'or freeze it with requires_grad_(False)')
-    if len(mine) > len(trained):
-        raise SystemExit('parameter_groups: holds parameters that are frozen or not of the model; leave them out')
-
-
 def step(optimizer, scaler):
     """Make one update. SystemExit when a library's optimizer fails in its first."""
     try:

@@ -22,8 +22,8 @@ from analysis.runs import read_metrics
 from data.loader import parts_of
 from data.tokenizer import END_OF_TEXT, GPT2, Byte, FileTokenizer
 from runtime.files import first_line
+from runtime.gpt import ACTIVATIONS, TRANSPOSED, num_params
 from scripts.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
-from shapes import ACTIVATIONS, TRANSPOSED, num_params
 
 TOLERANCE = 1e-4  # on logits, in float32
 CARD_SETTINGS = ('optimizer_name', 'learning_rate', 'min_lr', 'schedule', 'warmup_iters', 'max_iters', 'beta1', 'beta2',

@@ -21,8 +21,8 @@ from data.tokenizer import (
 from runtime import checkpoint
 from runtime.device import DTYPES, check_device, device_defaults
 from runtime.files import code_hashes, differing_files, expanded, one_line
+from runtime.gpt import HUB_MODELS, with_weights
 from runtime.rng import seed_all
-from shapes import HUB_MODELS, with_weights
 
 try:
     from train import GPT, GPTConfig  # those that training uses; a model.py without them is one line there
@@ -30,7 +30,7 @@ except ImportError as error:
     raise SystemExit(f'train.py: {error}; scripts load the GPT and GPTConfig that it imports') from None
 
 # Files in the repository's root that do not affect a model's outputs.
-NOT_OF_THE_MODEL = ('train.py', 'resume.py', 'lifecycle.py', 'optimizers.py', 'sophia.py', 'hessian.py',
+NOT_OF_THE_MODEL = ('train.py', 'optimizers.py', 'sophia.py', 'hessian.py',
                     'configurator.py')
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(HUB_MODELS)
 

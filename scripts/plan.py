@@ -18,7 +18,6 @@ from dataclasses import astuple
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import shapes
 import train
 from analysis.figures import print_table
 from analysis.runs import training_and_hessian_flops
@@ -27,6 +26,7 @@ from hessian import product_size, rows_at_once
 from model import GPT, GPTConfig
 from optimizers import row
 from runtime import device as devices
+from runtime import gpt
 from scripts.arguments import at_least
 
 HEADROOM = 0.1  # of a GPU's memory: the CUDA context, workspaces of cuBLAS and NCCL, fragmentation
@@ -37,7 +37,7 @@ OUTSIDE = 12  # the same for the last norm and the residual stream's gradients; 
 LOGIT = 2  # bytes per logit in the backward pass: compiled, the gradient takes the place of the logits
 KEPT_LOGIT = 4  # the same where a second backward pass needs the logits: they and their gradient
 EAGER_LOGIT = 12  # the same under FSDP, which compiles blocks only: log-probabilities and two gradients, in float32
-STATES = dict(lion=1, clip=1, normalize=1)  # float32 numbers per parameter in the optimizer's state; others take 2
+STATES = dict(lion=1, signum=1, normalize=1)  # float32 numbers per parameter in the optimizer's state; others take 2
 
 
 def memory(c, shape, ranks=1):
@@ -87,9 +87,9 @@ def memory(c, shape, ranks=1):
 @functools.cache
 def number_of_parameters(*shape):
     """Count the parameters of a GPT, its blocks, and the blocks' matrices. `shape`: the fields of GPTConfig."""
-    model = shapes.without_values(GPT, GPTConfig(*shape))
+    model = gpt.without_values(GPT, GPTConfig(*shape))
     blocks = list(model.transformer.h.parameters())
-    return shapes.num_params(model), sum(p.numel() for p in blocks), sum(p.numel() for p in blocks if p.dim() == 2)
+    return gpt.num_params(model), sum(p.numel() for p in blocks), sum(p.numel() for p in blocks if p.dim() == 2)
 
 
 def largest_micro_batch(c, shape, ranks, limit):
@@ -108,7 +108,7 @@ def changed(c, **values):
 
 def step_cost(c, model, args):
     """Return a step's (seconds, FLOPs, FLOPs of Hessian estimates among them) with the settings `c`."""
-    gradient, hessian = training_and_hessian_flops(c.values, dict(flops_per_token=shapes.flops_per_token(model)))
+    gradient, hessian = training_and_hessian_flops(c.values, dict(flops_per_token=gpt.flops_per_token(model)))
     return (gradient + hessian) / (args.gpus * args.tflops * 1e12 * args.mfu), gradient + hessian, hessian
 
 
@@ -126,8 +126,8 @@ def ladder(settings, args):
     """Print a line for each (c, shape) of `settings`: the fastest mode that fits, and the hours."""
     rows = []
     for c, shape in settings:
-        model = shapes.without_values(GPT, shape)
-        parameters, seconds = shapes.num_params(model), step_cost(c, model, args)[0]
+        model = gpt.without_values(GPT, shape)
+        parameters, seconds = gpt.num_params(model), step_cost(c, model, args)[0]
         here, largest = next((mode for mode in modes(c, shape, args) if mode[1]), (None, None))
         line = {'size': c.model_size, 'parameters': parameters, 'fits': 'no'}
         if here:
@@ -143,10 +143,10 @@ def ladder(settings, args):
 
 def plan(c, shape, args):
     """Print the plan of the settings `c`."""
-    model, optimizer = shapes.without_values(GPT, shape), row(c.optimizer_name)
+    model, optimizer = gpt.without_values(GPT, shape), row(c.optimizer_name)
     seconds, flops, hessian = step_cost(c, model, args)
     hours, limit = seconds * c.max_iters / 3600, args.limit
-    print(f'{c.out_dir}: {c.optimizer_name}, {shapes.num_params(model):,} parameters, {flops / 1e12:,.0f} TFLOPs a '
+    print(f'{c.out_dir}: {c.optimizer_name}, {gpt.num_params(model):,} parameters, {flops / 1e12:,.0f} TFLOPs a '
           f'step, {hessian / flops:.1%} of them for the Hessian')
     print(f'  {seconds:.2f} s a step; {c.max_iters:,} steps take {hours / 24:.1f} days, {hours * args.gpus:,.1f} '
           'GPU-hours')
@@ -192,7 +192,7 @@ def main(argv=None):
     settings = []
     for words in [[name] for name in configs] or [[]]:
         c = train.resolve(['--device=cuda', *flags, *words], world_size=args.gpus)  # whatever this machine has
-        settings.append((c, shapes.config_of(GPTConfig, c.values, vocab_size_of(c.dataset))))
+        settings.append((c, gpt.config_of(GPTConfig, c.values, vocab_size_of(c.dataset))))
         first = first_dir(c.dataset)
         if not every and not any((first / name).is_file() for name in ('meta.json', 'train.bin')):
             print(f"note: {first} is not prepared; GPT-2's number of ids is assumed", file=sys.stderr)

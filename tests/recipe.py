@@ -180,10 +180,10 @@ def pasted_model():
     """A model.py in nanoGPT's style instead of ours: it learns, resumes, is evaluated, sampled, sharded, compiled."""
     import model
     from data.loader import Bin
+    from runtime.gpt import generate
     from scripts import eval as evaluation
     from scripts.load import load
-    from shapes import generate
-    assert not hasattr(model, 'shapes')  # it is not ours
+    assert not hasattr(model, 'SIZES')  # it is not ours
     found = trains()
     assert all(run[-1] < run[1] for run in map(list, found.values()))
     loaded = load('runs/0')

@@ -14,10 +14,10 @@ MODEL = '--n_layer=1 --n_head=2 --n_embd=32 --block_size=32 --total_batch_size=4
 BASELINE = '''
 import dataclasses
 import model
-import shapes
+from runtime import gpt
 import torch
 
-GPTConfig = dataclasses.make_dataclass('GPTConfig', shapes.NANOGPT_ARGS)
+GPTConfig = dataclasses.make_dataclass('GPTConfig', gpt.NANOGPT_ARGS)
 
 
 class GPT(model.GPT):

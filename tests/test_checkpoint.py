@@ -13,8 +13,8 @@ import pytest
 import torch
 from conftest import iterations, rejection
 
-import resume
 import train
+from lifecycle import guards, resume
 from optimizers import Lion
 from runtime import checkpoint, files, optim, optimizer_state, runlog
 from runtime.distributed import World
@@ -118,7 +118,7 @@ def saved(out_dir, model, optimizer, iteration, train_state=None, **kwargs):
 def test_a_resumed_optimizer_is_the_same_bit_for_bit(tmp_path, name):
     model, optimizer = made(name)
     trained(model, optimizer, range(1))
-    checkpoint.check_round_trip(WORLD, model, optimizer, built(name, model.parameters()))
+    guards.check_round_trip(WORLD, model, optimizer, built(name, model.parameters()))
     trained(model, optimizer, range(1, 6))
     path, state = checkpoint.load_checkpoint(saved(tmp_path, model, optimizer, 6))
     again, its = made(name)
@@ -181,7 +181,7 @@ def test_a_state_that_would_not_come_back_is_found_after_the_first_step(build, l
     model, optimizer = made(build)
     trained(model, optimizer, range(1))
     words = f'{build.__name__}: a checkpoint would not bring back its state {lost}'
-    assert words in rejection(checkpoint.check_round_trip, WORLD, model, optimizer, built(build, model.parameters()))
+    assert words in rejection(guards.check_round_trip, WORLD, model, optimizer, built(build, model.parameters()))
 
 
 class Dropping(Toy):
@@ -202,7 +202,7 @@ def test_a_state_that_first_changes_later_is_found_at_a_save(tmp_path, capsys):
             trained(model, optimizer, range(i, i + 1))
             scheduler.step()
             if i == 0:
-                checkpoint.check_round_trip(WORLD, model, optimizer, built(build, model.parameters()))
+                guards.check_round_trip(WORLD, model, optimizer, built(build, model.parameters()))
                 saved(tmp_path, model, optimizer, i)
                 assert not capsys.readouterr().err
         optimizer.state[model[0].bias]['late'] = 1.0
@@ -280,7 +280,7 @@ def test_what_no_checkpoint_can_hold_is_rejected_before_anything_is_written(tmp_
     optimizer.state[model[2].weight]['history'] = {1, 2}
     words = 'Toy: its state cannot be saved (optimizer.state.2.weight.history is of type set)'
     assert words in rejection(saved, tmp_path, model, optimizer, 1)
-    assert words in rejection(checkpoint.check_round_trip, WORLD, model, optimizer, built('toy', model.parameters()))
+    assert words in rejection(guards.check_round_trip, WORLD, model, optimizer, built('toy', model.parameters()))
     assert not list(tmp_path.iterdir())
     words = 'optimizer.state.0.weight.seen is a tensor that each rank has for itself'
     assert words in rejection(optimizer_state.to_save, optimizer, checkpoint.parameter_names(model), True)

@@ -97,7 +97,7 @@ def test_gradient_and_estimate_are_of_whole_micro_batches(monkeypatch, name, ran
     ('ef_clip', dict(optimizer_name='ef_clip', hessian_interval=10, hessian_batch_size=240)),
     ('ah_clip', dict(optimizer_name='ah_clip', hessian_interval=10, hessian_batch_size=32)),
     ('adahessian', dict(optimizer_name='adahessian', hessian_interval=1, beta1=0.92, beta2=0.99)),
-    ('clip', dict(optimizer_name='clip', hessian_interval=0)),
+    ('signum', dict(optimizer_name='signum', hessian_interval=0)),
     ('normalize', dict(optimizer_name='normalize', hessian_interval=0)),
     ('gnb_noclip', dict(optimizer_name='gnb_noclip', hessian_interval=2, hessian_batch_size=240)),
 ])

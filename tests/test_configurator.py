@@ -7,9 +7,9 @@ import pytest
 from conftest import ROOT, rejection
 
 import configurator
-import lifecycle
 import train
 from configurator import configure, setting
+from lifecycle.run import notes
 from runtime import device
 from runtime.files import local_path
 
@@ -207,15 +207,15 @@ def test_settings_that_are_valid_but_may_surprise_are_noted(monkeypatch):
     """In an image without a C compiler, or without Python.h, a run on a GPU is eager."""
     for compiler in (True, False):
         monkeypatch.setattr(device, 'can_compile', lambda _, found=compiler: found)
-        note, = lifecycle.notes(train.resolve(['--device=cuda']))
+        note, = notes(train.resolve(['--device=cuda']))
         assert note.startswith('note: the first iterations compile the model' if compiler else
                                'warning: compile = False because this machine has no C compiler')
-        assert not [*lifecycle.notes(train.resolve(['--device=cuda', '--compile=False']))]
+        assert not [*notes(train.resolve(['--device=cuda', '--compile=False']))]
     adamw = [str(ROOT / 'config/train_gpt2_small_sophiag.py'), '--device=cpu', '--optimizer_name=adamw']
-    (note,) = lifecycle.notes(train.resolve(adamw))
+    (note,) = notes(train.resolve(adamw))
     assert note.startswith('note: out_dir = out/gpt2-small-sophiag names sophiag, but this run is of adamw')
-    assert not [*lifecycle.notes(train.resolve([*adamw, '--out_dir=out/like-sophiag']))]
-    (note,) = lifecycle.notes(train.resolve(['--max_iters=500', '--device=cpu']))
+    assert not [*notes(train.resolve([*adamw, '--out_dir=out/like-sophiag']))]
+    (note,) = notes(train.resolve(['--max_iters=500', '--device=cpu']))
     assert note == 'note: the run of 500 iterations ends in its warm-up of 2000; see --warmup_iters'
 
 

@@ -13,11 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hessian
 from hessian import fitting_parts, rows_at_once
 from loss import Losses
-from model import GPT, GPTConfig
+from model import GPT, SIZES, GPTConfig
 from optimizers import build_hook, build_optimizer
 from runtime.optim import parameters
 from runtime.rng import VECTORS, keyed_seed
-from shapes import SIZES
 from sophia import Hutchinson, double_backward
 
 

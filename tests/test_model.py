@@ -14,12 +14,10 @@ from conftest import ROOT, needs_compiler, rejection
 from torch.nn import functional as F
 
 from loss import Losses
-from model import GPT, GPTConfig
+from model import GPT, SIZES, GPTConfig
 from runtime.distributed import World
-from runtime.rng import seed_all
-from shapes import (
+from runtime.gpt import (
     NANOGPT_ARGS,
-    SIZES,
     config_of,
     flops_per_token,
     model_args,
@@ -28,6 +26,7 @@ from shapes import (
     pretrained,
     with_weights,
 )
+from runtime.rng import seed_all
 
 
 @needs_compiler

@@ -132,7 +132,7 @@ def test_clip_is_sophia_without_curvature():
     """The ablation Clip, built as Lion with a single β, takes the steps of Algorithm 3 with h = 0."""
     settings, theta, gradients, _ = random_problem(0, eps=False)
     p, q = (torch.nn.Parameter(theta.clone()) for _ in range(2))
-    run(build_optimizer('clip', [p], **settings), p, gradients, [None] * 15)
+    run(build_optimizer('signum', [p], **settings), p, gradients, [None] * 15)
     run(Sophia([q], lr=settings['lr'], betas=(settings['beta1'], 0), weight_decay=settings['weight_decay']), q,
         gradients, [None] * 15)
     torch.testing.assert_close(p, q)
@@ -478,7 +478,7 @@ def test_settings_of_the_paper():
         found = resolve([f'--optimizer_name={name}', f'--total_batch_size={total}', '--batch_size=8'], world_size=1)
         assert found.hessian_batch_size == expected
     # Ablations have the learning rate of the optimizer that they are closest to.
-    for name, rate in dict(ef_clip=1e-3, gnb_noclip=1e-3, ah_clip=1e-3, clip=4e-4, normalize=4e-4).items():
+    for name, rate in dict(ef_clip=1e-3, gnb_noclip=1e-3, ah_clip=1e-3, signum=4e-4, normalize=4e-4).items():
         assert optimizers.peak_learning_rate(name, '30M')[0] == rate
     assert optimizers.peak_learning_rate('lion', '770M')[0] is None
 

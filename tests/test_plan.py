@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import optimizers
-import shapes
 import train
 from loss import Losses
 from model import GPT, GPTConfig
+from runtime import gpt
 from runtime.optim import parameters
 from scripts import plan
 
@@ -21,7 +21,7 @@ from scripts import plan
 def settings(*flags):
     """(settings, GPTConfig) of a run with GPT-2's vocabulary on a GPU."""
     c = train.resolve(['--device=cuda', *flags])
-    return c, shapes.config_of(GPTConfig, c.values, 50257)
+    return c, gpt.config_of(GPTConfig, c.values, 50257)
 
 
 @pytest.mark.parametrize('size', ['30M', '125M', '355M', '770M'])

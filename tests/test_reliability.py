@@ -14,8 +14,8 @@ from conftest import finish, iterations, metrics, start, write_bins
 
 from data.loader import sequence_starts
 from runtime import checkpoint
+from runtime.gpt import NANOGPT_ARGS
 from runtime.signals import NOT_FINITE, STOPPED, undo_at_end
-from shapes import NANOGPT_ARGS
 
 FULL_DISK = """
 import resource

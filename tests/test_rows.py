@@ -11,9 +11,10 @@ from conftest import TINY, metrics, rejection
 import optimizers
 import train as program
 from hessian import Hook
+from lifecycle import guards
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZERS, build_optimizer, parameter_groups
-from runtime import checkpoint, optim
+from runtime import optim
 from runtime.distributed import World
 from runtime.optimizer_state import first_difference
 
@@ -189,7 +190,7 @@ def first_step(name):
     model = tiny_gpt()
     optimizer, fresh = (build_optimizer(name, parameter_groups(model, 0.1), lr=LR) for _ in range(2))
     step(model, [optimizer], 0)
-    checkpoint.check_round_trip(World('cpu', 'gloo'), model, optimizer, fresh)
+    guards.check_round_trip(World('cpu', 'gloo'), model, optimizer, fresh)
 
 
 @pytest.mark.parametrize('name', [
@@ -259,7 +260,7 @@ def test_one_rank_says_that_an_optimizer_cannot_be_built(monkeypatch):
 def test_a_run_announces_the_settings_of_its_optimizer_only():
     """AdEMAMix has three betas, so ours are not its."""
     needs('pytorch_optimizer:AdEMAMix')
-    for name, has in [('adamw', {'beta1', 'beta2', 'eps', 'weight_decay'}), ('clip', {'beta1', 'weight_decay'}),
+    for name, has in [('adamw', {'beta1', 'beta2', 'eps', 'weight_decay'}), ('signum', {'beta1', 'weight_decay'}),
                       ('pytorch_optimizer:AdEMAMix', {'eps', 'weight_decay'})]:
         c = settings(f'--optimizer_name={name}', '--learning_rate=1e-3')
         announced = {line.split()[0] for line in c.lines()}

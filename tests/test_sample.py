@@ -14,9 +14,9 @@ from data.tokenizer import Char, get_tokenizer
 from data.writer import write_bins as prepare
 from model import GPT, GPTConfig
 from runtime.files import save_pt
+from runtime.gpt import sample_next
 from scripts import sample
 from scripts.load import crop_vocab_size, load
-from shapes import sample_next
 
 TINY = dict(block_size=24, vocab_size=64, n_layer=3, n_head=2, n_embd=16)
 

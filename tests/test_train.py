@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 import model
-import resume
 import train as program
 from analysis import runs
 from analysis.runs import read_run
 from data.loader import TrainLoader
 from hessian import Hook
+from lifecycle import resume
 from runtime import checkpoint
 from runtime.device import can_compile
 from runtime.files import differing_files
@@ -258,7 +258,7 @@ def test_draws_from_global_generators_are_the_same_in_a_resumed_run(main, tmp_pa
             drawn.append((torch.rand(()).item(), np.random.random(), random.random()))
         return original(*args, **kwargs)
     monkeypatch.setattr(owner, name, drawing)
-    monkeypatch.setattr(program.lifecycle, 'check_forward', lambda *args: None)  # another forward at each start
+    monkeypatch.setattr(program.guards, 'check_forward', lambda *args: None)  # another forward at each start
     main(tmp_path / 'a', '--max_iters=3')
     main(tmp_path / 'b', '--max_iters=2', '--lr_decay_iters=3')
     main(tmp_path / 'b', '--max_iters=3', '--init_from=resume')
@@ -356,7 +356,8 @@ def test_the_check_of_ranks_leaves_no_trace():
                           autocast=contextlib.nullcontext(), scaler=torch.amp.GradScaler('cpu', enabled=False),
                           optimizer=torch.optim.SGD(model.parameters()), hessian=Hook(None, None),
                           config=SimpleNamespace(compile=False))
-    program.lifecycle.check_forward(run, torch.ones(2, 4))
+    program.guards.check_forward(run, torch.ones(2, 4))
+    program.build_buckets(run, torch.ones(2, 4))
     assert model.seen == 0 and len(model.cache) == 0 and model.weight.grad is None
 
 
@@ -375,7 +376,7 @@ def test_the_check_of_the_forward_compiles_nothing():
     run = SimpleNamespace(world=world, raw_model=model,
                           autocast=contextlib.nullcontext(), scaler=torch.amp.GradScaler('cpu', enabled=False),
                           hessian=SimpleNamespace(samples_labels=False), config=SimpleNamespace(compile=True))
-    program.lifecycle.check_outputs(run, torch.ones(1, 4))
+    program.guards.check_outputs(run, torch.ones(1, 4))
     assert not compiled
     block(torch.ones(2, 4, 1))
     assert (2, 4, 1) in compiled[0]
@@ -450,16 +451,16 @@ def test_a_forward_that_an_estimator_cannot_differentiate_is_one_line(main, tmp_
 
 def test_the_first_update_is_checked_and_frees_what_the_check_needs(main, tmp_path, monkeypatch):
     """A second optimizer state, and a number that no checkpoint can hold."""
-    ended, check_step = [], program.lifecycle.check_step
+    ended, check = [], program.guards.check_first_update
     with monkeypatch.context() as patch:
-        patch.setattr(program.lifecycle, 'close_run', ended.append)
+        patch.setattr(program, 'close_run', ended.append)
         main(tmp_path / 'a', '--max_iters=1')
     assert ended[0].fresh is None
 
-    def spoiling(run, step, loader):
+    def spoiling(run, step):
         run.state.clipped = np.float64(0.5)
-        check_step(run, step, loader)
-    monkeypatch.setattr(program.lifecycle, 'check_step', spoiling)
+        check(run, step)
+    monkeypatch.setattr(program.guards, 'check_first_update', spoiling)
     assert 'TrainState.clipped: a checkpoint cannot hold a float64 there' in rejection(main, tmp_path / 'b')
     assert not checkpoint.checkpoints(tmp_path / 'b')
 

@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import shapes
 import train
 from analysis.figures import optimizer_label, print_table, write_csv
 from analysis.runs import read_run, training_and_hessian_flops
 from model import GPT, GPTConfig
 from optimizers import estimates_per_iteration
+from runtime import gpt
 
 # TFLOPs per step in the paper's Table 2. Its Sophia-G makes an extra forward pass to estimate.
 PAPER = {('adamw', '355M'): 1195, ('sophiah', '355M'): 1249, ('sophiag', '355M'): 1255,
@@ -29,8 +29,8 @@ PAPER = {('adamw', '355M'): 1195, ('sophiah', '355M'): 1249, ('sophiag', '355M')
 def planned(path):
     """Return (settings, config.json's facts of the model) for a config file and GPT-2's vocabulary."""
     config = train.resolve([path]).values
-    model = shapes.without_values(GPT, shapes.config_of(GPTConfig, config, 50257))
-    return config, dict(parameters=shapes.num_params(model), flops_per_token=shapes.flops_per_token(model))
+    model = gpt.without_values(GPT, gpt.config_of(GPTConfig, config, 50257))
+    return config, dict(parameters=gpt.num_params(model), flops_per_token=gpt.flops_per_token(model))
 
 
 def measured(run):

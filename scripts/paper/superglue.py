@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.figures import argparser, figure, legend, print_table, save
 from runtime.device import DTYPES
 from runtime.files import first_line
+from runtime.gpt import continuation
 from scripts.arguments import at_least
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
-from shapes import continuation
 
 SHOTS, DRAWS = 2, 5
 SEED = 1337  # of the draws

@@ -4,11 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import shapes
 from configurator import HARMLESS
 from model import GPTConfig
-from optimizers import placeholders
-from runtime import checkpoint, optim
+from optimizers import OLD_NAMES, placeholders
+from runtime import checkpoint, gpt, optim
 from runtime.files import code_hashes, differing_files
 
 # The keys of a checkpoint without which no run can resume; scripts need fewer.
@@ -101,7 +100,7 @@ def continued_config(c, path, saved, data):
 
     SystemExit when the settings `c` or the data ask for a different model.
     """
-    args, started_from = {**shapes.default_args(GPTConfig), **saved['model_args']}, first_weights(saved)
+    args, started_from = {**gpt.default_args(GPTConfig), **saved['model_args']}, first_weights(saved)
     if 'init_from' in c.given and c.init_from != 'resume' and Path(c.init_from) != Path(started_from):
         raise SystemExit(f'{path}: was started from init_from = {started_from}; continue it with --init_from=resume, '
                          'or choose another --out_dir')
@@ -112,7 +111,7 @@ def continued_config(c, path, saved, data):
         adopt_model_args(c, args, data)
     if started_from != c.init_from:
         c.set('init_from', started_from, str(path))
-    asked = shapes.arguments(shapes.config_of(GPTConfig, c.values, data.vocab_size))
+    asked = gpt.arguments(gpt.config_of(GPTConfig, c.values, data.vocab_size))
     if started_from != 'scratch':  # arguments without a setting also follow the pretrained weights
         asked = {**asked, **{key: value for key, value in args.items() if key in asked and key not in c.values}}
     if differing := [f'{key} ({args.get(key)} there, {asked.get(key)} asked for)' for key in asked | args
@@ -148,6 +147,7 @@ def compare(path, saved, c, fingerprints):
     if missing := [key for key in REQUIRED if key not in saved]:
         raise SystemExit(f'{path}: cannot be resumed (it has no {missing[0]})')
     before = {**placeholders(c), **c.defaults, **saved['config']}
+    before['optimizer_name'] = OLD_NAMES.get(before['optimizer_name'], before['optimizer_name'])
     for key in 'optimizer_name', 'optimizer_args':
         if before[key] != c.values[key]:
             raise SystemExit(f'{path}: was trained with --{key}={before[key]}; resume with it, or choose another '

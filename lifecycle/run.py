@@ -1,4 +1,4 @@
-"""The log of a run, checks before the first step, faults, saving, the end."""
+"""The log of a run, the start of its replicas, faults, saving, the end."""
 
 import contextlib
 import math
@@ -7,13 +7,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-import shapes
 from optimizers import OPTIMIZERS, hessian_flops_per_token
-from runtime import checkpoint, optim, runlog
+from runtime import checkpoint, gpt, optim, runlog
 from runtime.device import device_name
-from runtime.distributed import one_message, under_torchrun
+from runtime.distributed import under_torchrun
 from runtime.files import warn, write_text
 from runtime.signals import NOT_FINITE, STOPPED
 
@@ -24,7 +21,7 @@ from runtime.signals import NOT_FINITE, STOPPED
 def open_log(run, origin, train_data):
     """Return the `RunLog` of a run, and describe the run in config.json and on the terminal."""
     c, world, state = run.config, run.world, run.state
-    parameters, flops = shapes.num_params(run.raw_model), shapes.flops_per_token(run.raw_model)
+    parameters, flops = gpt.num_params(run.raw_model), gpt.flops_per_token(run.raw_model)
     writes = world.is_master and not c.eval_only
     if writes:
         (Path(c.out_dir) / checkpoint.FAILED).unlink(missing_ok=True)
@@ -61,16 +58,26 @@ def notes(c):
                '--warmup_iters')
 
 
-@one_message()
-def check_forward(run, sequences):
-    """Stop the run before the first step when the forward pass of the model is not fit for training or estimates.
+def build_buckets(run, sequences):
+    """Let DDP form its final buckets by a backward pass that changes nothing else.
 
-    Collective: every rank must call it. `sequences`: a micro-batch of this rank. Changes neither buffers nor gradients.
+    The order in which three or more ranks are added depends on the buckets, which DDP forms anew after its first sum
+    over ranks. A resumed run must have them from its first iteration on, like the uninterrupted one. Collective: every
+    rank must call it. `sequences`: a micro-batch of this rank.
     """
-    with same_buffers(run.raw_model):
-        check_outputs(run, sequences[:1])
-        if run.world.size > 1 and not run.world.sharded:
-            check_ranks(run, sequences)
+    if run.world.size > 1 and not run.world.sharded:
+        with same_buffers(run.raw_model):
+            try_backward(run, sequences, sync=True)
+        run.optimizer.zero_grad(set_to_none=True)
+
+
+def try_backward(run, sequences, sync):
+    """Compute the gradients of a micro-batch as a step does, so that what is compiled serves it; `sync`: averaged over
+    the ranks."""
+    run.world.set_gradient_sync(sync)
+    with run.autocast:
+        loss = run.model(sequences[:, :-1].contiguous(), sequences[:, 1:].clone())[1]
+    run.scaler.scale(loss).backward()
 
 
 @contextlib.contextmanager
@@ -83,84 +90,6 @@ def same_buffers(model):
         setattr(module, name, buffer.copy_(value))  # it may have been assigned anew, in another shape
 
 
-def check_ranks(run, sequences):
-    """Stop the run unless all parameters get gradients on all ranks.
-
-    Replicas wait for each other's gradients. A mixture of experts whose tokens miss an expert on one rank would hang
-    without saying why.
-    """
-    world, X = run.world, sequences[:, :-1].contiguous()  # as in a step, so that what is compiled serves it
-
-    def backward(sync):
-        world.set_gradient_sync(sync)
-        with run.autocast:
-            loss = run.model(X, sequences[:, 1:].clone())[1]
-        run.scaler.scale(loss).backward()
-
-    backward(sync=False)
-    has = world.gather(torch.tensor([float(p.grad is not None) for p in run.params], device=world.device)).bool()
-    run.optimizer.zero_grad(set_to_none=True)
-    missing = (~has).any(0).tolist()
-    if any(missing):
-        first = missing.index(True)
-        name = {p: name for name, p in run.raw_model.named_parameters()}[run.params[first]]
-        problem = ('has no gradient, for which the ranks would wait; remove it from the model, or freeze it with '
-                   'requires_grad_(False)')
-        if has[:, first].any():
-            problem = ('has a gradient on some ranks only; let every rank use it, see docs/hacking.md, "A mixture of '
-                       'experts"')
-        raise SystemExit(f'{name}: {problem}')
-    # After its first sum over ranks DDP forms other buckets, on which the order depends in which three or more ranks
-    # are added. A resumed run must have them from its first iteration on, like the uninterrupted one.
-    backward(sync=True)
-    run.optimizer.zero_grad(set_to_none=True)
-
-
-def check_outputs(run, sequences):
-    """Stop the run when the plain model does not return (logits, loss), changes what checkpoints hold of it, or masks
-    what `check_masks` finds."""
-    X, Y, masks = sequences[:, :-1], sequences[:, 1:].clone(), run.hessian.samples_labels
-    # Eager, because blocks compiled for one sequence are compiled again for any number, and so are slower.
-    eager = torch.compiler.set_stance('force_eager') if run.config.compile else contextlib.nullcontext()
-    before = shapes_of(run.raw_model)
-    with eager, run.autocast, torch.set_grad_enabled(masks):
-        outputs = run.raw_model(X, Y)
-    if changed := dict(shapes_of(run.raw_model).items() ^ before.items()):
-        raise SystemExit(f'model.py: GPT.forward makes or resizes the buffer {min(changed)}, so that no checkpoint '
-                         'could be loaded; make it in the constructor, or with persistent=False')
-    logits, loss = outputs[:2] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else (None, None)
-    if getattr(logits, 'shape', ())[:2] != Y.shape or getattr(loss, 'shape', None) != ():
-        raise SystemExit('model.py: with targets, GPT.forward must return the logits of all positions, (B, T, '
-                         'vocab_size), and the mean loss, a 0-d tensor')
-    if masks:
-        check_masks(run, Y, logits, loss)
-    run.world.reshard(run.raw_model)
-
-
-def shapes_of(model):
-    """Return {name: shape} of what a checkpoint holds of `model`."""
-    return {name: getattr(value, 'shape', None) for name, value in model.state_dict().items()}
-
-
-def check_masks(run, targets, logits, loss):
-    """Stop the run when the training loss leaves out positions that count in `targets` after the forward pass.
-
-    The labels that Gauss-Newton-Bartlett samples there would enter the estimate. A position is left out if the gradient
-    of the loss in its logits is 0 throughout.
-    """
-    gradient, = torch.autograd.grad(run.scaler.scale(loss), logits, allow_unused=True)
-    if gradient is None:
-        if run.world.is_master:
-            warn('model.py: the loss is not a function of the logits that GPT.forward returns; make sure that what it '
-                 'masks it sets to -1 in targets, in place')
-        return
-    left_out = int(run.world.sum(((targets >= 0) & (gradient == 0).all(-1)).sum()))
-    if left_out:
-        raise SystemExit(f'model.py: GPT.forward leaves {left_out} of {targets.numel() * run.world.size} positions out '
-                         'of the loss whose targets are not -1, so the Hessian estimate would take them; mask them in '
-                         'place (targets[…] = -1), see docs/hacking.md, "Another loss"')
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Faults
 
@@ -171,19 +100,11 @@ def not_finite(**numbers):
 
 
 def check_step(run, step, loader):
-    """Count a step whose update was skipped, and end the run after too many.
-
-    After the first update also end it, SystemExit, when no checkpoint could hold its state.
-    """
+    """Count a step whose update was skipped, and end the run after too many."""
     c, state = run.config, run.state
     if not step.problem:
         state.skipped_in_a_row = 0
         state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
-        if run.fresh is not None:
-            with run.world.exit_together():
-                checkpoint.check_plain(asdict(state), 'TrainState')
-            checkpoint.check_round_trip(run.world, run.raw_model, run.optimizer, run.fresh)
-            run.fresh = None  # frees its state
         return
     state.skipped_in_a_row += 1
     sequences = loader.describe(state.iter, run.world.gather(step.losses))

@@ -1,28 +1,16 @@
-"""Helpers for any GPT in nanoGPT's style: sizes, settings and checkpoints, parameters, FLOPs, sampling.
+"""Any GPT in nanoGPT's style: its config and a checkpoint's, weights, counts, FLOPs, sampling.
 
-Of a model they need `config`, a dataclass with nanoGPT's fields, `transformer.h`, its blocks, and its forward.
+Of a model these functions need `config`, a dataclass with nanoGPT's fields, and nanoGPT's forward.
 """
 
 import functools
 import inspect
 import math
-import operator
 from dataclasses import MISSING, fields
 
 import torch
 from torch import nn
 
-# Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
-SIZES = {
-    'tiny': dict(n_layer=4, n_head=4, n_embd=128),
-    '30M': dict(n_layer=6, n_head=6, n_embd=384),
-    '125M': dict(n_layer=12, n_head=12, n_embd=768),
-    '355M': dict(n_layer=24, n_head=16, n_embd=1024),
-    '540M': dict(n_layer=30, n_head=18, n_embd=1152),
-    '770M': dict(n_layer=36, n_head=20, n_embd=1280),
-    '1.5B': dict(n_layer=48, n_head=24, n_embd=1536),
-    '6.6B': dict(n_layer=32, n_head=32, n_embd=4096),
-}
 NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
 # GPT-2 models that init_from can download from the Hugging Face Hub
 HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
@@ -103,16 +91,6 @@ def pretrained(cls, name, block_size, dropout):
     except RuntimeError as error:  # an edit has added a weight, or changed a shape
         raise SystemExit(f'--init_from={name}: its weights do not fit model.py ({" ".join(str(error).split())[:200]}); '
                          'let from_pretrained make those that it lacks') from None
-
-
-def check_contract(model):
-    """Stop the run when `model` lacks a part of nanoGPT's GPT that training needs."""
-    for part in *(f'config.{key}' for key in NANOGPT_ARGS[:5]), 'transformer.h':
-        try:
-            operator.attrgetter(part)(model)
-        except AttributeError:
-            raise SystemExit(f'model.py: its GPT has no {part}, which training needs; name it as nanoGPT does'
-                             ) from None
 
 
 def num_params(model):

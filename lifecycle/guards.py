@@ -1,0 +1,143 @@
+"""Checks of what training takes from the model and the optimizer: each can be deleted without changing a run.
+
+They stop a run in one line where it would hang, could not be resumed, or would compute something else unseen.
+"""
+
+import contextlib
+import operator
+from dataclasses import asdict
+
+import torch
+
+from lifecycle.run import same_buffers, try_backward
+from runtime import optimizer_state
+from runtime.checkpoint import check_plain, parameter_names
+from runtime.distributed import one_message
+from runtime.files import first_line, warn
+from runtime.gpt import NANOGPT_ARGS
+from runtime.optim import parameters
+
+
+def check_contract(model):
+    """Stop the run when `model` lacks a part of nanoGPT's GPT that training needs."""
+    for part in *(f'config.{key}' for key in NANOGPT_ARGS[:5]), 'transformer.h':
+        try:
+            operator.attrgetter(part)(model)
+        except AttributeError:
+            raise SystemExit(f'model.py: its GPT has no {part}, which training needs; name it as nanoGPT does'
+                             ) from None
+
+
+def check_parameters(optimizer, model):
+    """SystemExit unless the optimizer has exactly the trained parameters of `model`."""
+    mine, trained = set(parameters(optimizer)), {p: name for name, p in model.named_parameters() if p.requires_grad}
+    if missing := [name for p, name in trained.items() if p not in mine]:
+        raise SystemExit(f'{missing[0]}: is in no group of parameter_groups, so that it would not be trained; add it, '
+                         'or freeze it with requires_grad_(False)')
+    if len(mine) > len(trained):
+        raise SystemExit('parameter_groups: holds parameters that are frozen or not of the model; leave them out')
+
+
+@one_message()
+def check_forward(run, sequences):
+    """Stop the run before the first step when the forward pass of the model is not fit for training or estimates.
+
+    Collective: every rank must call it. `sequences`: a micro-batch of this rank. Changes neither buffers nor gradients.
+    """
+    with same_buffers(run.raw_model):
+        check_outputs(run, sequences[:1])
+        if run.world.size > 1 and not run.world.sharded:
+            check_ranks(run, sequences)
+
+
+def check_ranks(run, sequences):
+    """Stop the run unless all parameters get gradients on all ranks.
+
+    Replicas wait for each other's gradients. A mixture of experts whose tokens miss an expert on one rank would hang
+    without saying why.
+    """
+    world = run.world
+    try_backward(run, sequences, sync=False)
+    has = world.gather(torch.tensor([float(p.grad is not None) for p in run.params], device=world.device)).bool()
+    run.optimizer.zero_grad(set_to_none=True)
+    missing = (~has).any(0).tolist()
+    if any(missing):
+        first = missing.index(True)
+        name = {p: name for name, p in run.raw_model.named_parameters()}[run.params[first]]
+        problem = ('has no gradient, for which the ranks would wait; remove it from the model, or freeze it with '
+                   'requires_grad_(False)')
+        if has[:, first].any():
+            problem = ('has a gradient on some ranks only; let every rank use it, see docs/hacking.md, "A mixture of '
+                       'experts"')
+        raise SystemExit(f'{name}: {problem}')
+
+
+def check_outputs(run, sequences):
+    """Stop the run when the plain model does not return (logits, loss), changes what checkpoints hold of it, or masks
+    what `check_masks` finds."""
+    X, Y, masks = sequences[:, :-1], sequences[:, 1:].clone(), run.hessian.samples_labels
+    # Eager, because blocks compiled for one sequence are compiled again for any number, and so are slower.
+    eager = torch.compiler.set_stance('force_eager') if run.config.compile else contextlib.nullcontext()
+    before = shapes_of(run.raw_model)
+    with eager, run.autocast, torch.set_grad_enabled(masks):
+        outputs = run.raw_model(X, Y)
+    if changed := dict(shapes_of(run.raw_model).items() ^ before.items()):
+        raise SystemExit(f'model.py: GPT.forward makes or resizes the buffer {min(changed)}, so that no checkpoint '
+                         'could be loaded; make it in the constructor, or with persistent=False')
+    logits, loss = outputs[:2] if isinstance(outputs, (tuple, list)) and len(outputs) > 1 else (None, None)
+    if getattr(logits, 'shape', ())[:2] != Y.shape or getattr(loss, 'shape', None) != ():
+        raise SystemExit('model.py: with targets, GPT.forward must return the logits of all positions, (B, T, '
+                         'vocab_size), and the mean loss, a 0-d tensor')
+    if masks:
+        check_masks(run, Y, logits, loss)
+    run.world.reshard(run.raw_model)
+
+
+def shapes_of(model):
+    """Return {name: shape} of what a checkpoint holds of `model`."""
+    return {name: getattr(value, 'shape', None) for name, value in model.state_dict().items()}
+
+
+def check_masks(run, targets, logits, loss):
+    """Stop the run when the training loss leaves out positions that count in `targets` after the forward pass.
+
+    The labels that Gauss-Newton-Bartlett samples there would enter the estimate. A position is left out if the gradient
+    of the loss in its logits is 0 throughout.
+    """
+    gradient, = torch.autograd.grad(run.scaler.scale(loss), logits, allow_unused=True)
+    if gradient is None:
+        if run.world.is_master:
+            warn('model.py: the loss is not a function of the logits that GPT.forward returns; make sure that what it '
+                 'masks it sets to -1 in targets, in place')
+        return
+    left_out = int(run.world.sum(((targets >= 0) & (gradient == 0).all(-1)).sum()))
+    if left_out:
+        raise SystemExit(f'model.py: GPT.forward leaves {left_out} of {targets.numel() * run.world.size} positions out '
+                         'of the loss whose targets are not -1, so the Hessian estimate would take them; mask them in '
+                         'place (targets[…] = -1), see docs/hacking.md, "Another loss"')
+
+
+def check_first_update(run, step):
+    """SystemExit when no checkpoint could hold the state of the run, once an update has been made."""
+    if run.fresh is not None and not step.problem:
+        with run.world.exit_together():
+            check_plain(asdict(run.state), 'TrainState')
+        check_round_trip(run.world, run.raw_model, run.optimizer, run.fresh)
+        run.fresh = None  # frees its state
+
+
+def check_round_trip(world, model, optimizer, fresh):
+    """Stop the run, after its first step, unless a checkpoint would bring back the whole state of `optimizer` to
+    `fresh`, the same optimizer without a state."""
+    names = parameter_names(model)
+    with world.exit_together():
+        saved, shards = optimizer_state.to_save(optimizer, names, world.sharded)
+        saved = optimizer_state.map_tensors(saved, lambda name, tensor: shards.get(name, tensor), 'optimizer')
+        try:
+            lost = optimizer_state.lost_in_round_trip(optimizer, fresh, saved, names)
+        except Exception as error:  # whatever the optimizer's load_state_dict raises
+            lost = first_line(error)
+        if lost:
+            raise SystemExit(f'{type(optimizer).__name__}: a checkpoint would not bring back its state ({lost}), so '
+                             'that the run could not be resumed; use another optimizer, or keep all state in `state` '
+                             'and `param_groups`, and optimizers inside it as parts of a runtime.optim.Together')
