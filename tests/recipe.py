@@ -179,11 +179,14 @@ def a_second_head():
 def pasted_model():
     """A model.py in nanoGPT's style instead of ours: it learns, resumes, is evaluated, sampled, sharded, compiled."""
     import model
+    import train
     from data.loader import Bin
     from runtime.gpt import generate
     from scripts import eval as evaluation
     from scripts.load import load
     assert not hasattr(model, 'SIZES')  # it is not ours
+    with pytest.raises(SystemExit, match='has no table SIZES; set --n_layer, --n_head and --n_embd'):
+        train.resolve(['--n_layer=2', '--n_head=2'])
     found = trains()
     assert all(run[-1] < run[1] for run in map(list, found.values()))
     loaded = load('runs/0')

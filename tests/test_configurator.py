@@ -158,6 +158,11 @@ def test_switching_the_optimizer_switches_its_settings():
     assert (adamw['learning_rate'], adamw['weight_decay'], adamw['hessian_interval']) == (6e-4, 0.1, 0)
 
 
+def test_an_optimizers_old_name_still_works():
+    config = train.resolve(['--optimizer_name=clip', '--model_size=30M'])
+    assert (config.optimizer_name, config.learning_rate) == ('signum', 4e-4)
+
+
 def test_official_command_lines_resolve(monkeypatch):
     """The official repository's README: 10 GPUs of 8 × 6 sequences."""
     monkeypatch.setenv('WORLD_SIZE', '10')
