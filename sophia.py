@@ -199,7 +199,7 @@ class Sophia(HessianOptimizer):
         if self._first and lr:  # warm-ups of other libraries begin at 0
             self._first = False
             # The state decides, because wrappers of an optimizer share nothing else with it.
-            if not any(h.any() for h in local(state['hessian'] for state in self.state.values() if state)):
+            if not any(h.any() for h in local(state['hessian'] for state in self.state.values() if 'hessian' in state)):
                 warnings.warn('Sophia.step() while h is 0 everywhere is sign momentum: there was no update_hessian() '
                               'yet, or its estimates were 0', stacklevel=5)
         if self.compile and not isinstance(lr, torch.Tensor):
