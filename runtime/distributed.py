@@ -59,9 +59,6 @@ class World:
             return
         if backend == 'nccl' and self.device.type != 'cuda':
             raise SystemExit(f'--backend=nccl: needs CUDA devices, not --device={device}; set --backend=gloo')
-        if self.size > 1 and not (os.environ.get('MASTER_ADDR') and os.environ.get('MASTER_PORT')):
-            raise SystemExit(f'WORLD_SIZE={self.size}: MASTER_ADDR or MASTER_PORT is not set; start with torchrun, or '
-                             'unset WORLD_SIZE')
         store = dist.HashStore() if self.size == 1 else next(dist.rendezvous('env://', timeout=TIMEOUT))[0]
         if os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
             # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
@@ -244,13 +241,9 @@ def under_torchrun():
 
 
 def ranks_from_environment():
-    """Return torchrun's (rank, local rank, number of ranks); (0, 0, 1) without it. SystemExit for invalid ones."""
-    defaults = dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1')
-    found = {key: os.environ.get(key, default) for key, default in defaults.items()}
-    for key, text in found.items():
-        if not text.isdecimal():
-            raise SystemExit(f'{key}={text}: must be a whole number; start with torchrun, or unset {key}')
-    rank, local_rank, size = map(int, found.values())
+    """Return torchrun's (rank, local rank, number of ranks); (0, 0, 1) without it."""
+    rank, local_rank, size = (int(os.environ.get(key) or default) for key, default in (
+        ('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
     if rank >= size:
         raise SystemExit(f'RANK={rank}: must be below WORLD_SIZE={size}; start with torchrun, or unset both')
     return rank, local_rank, size
