@@ -26,7 +26,7 @@ runs = itertools.count()
 def run(*flags, name='sophiag', out=None):
     """A short training run by train.py: its directory as 'out', and its metrics, {key: the values in order}."""
     import train
-    second_order = [] if name in ('adamw', 'muon', 'adopt', 'lookahead') else ['--hessian_interval=2', '--gamma=1e-3']
+    second_order = [] if name in ('adamw', 'muon', 'adopt') else ['--hessian_interval=2', '--gamma=1e-3']
     out = out or f'runs/{next(runs)}'
     train.main([*SHAPE, *second_order, f'--dataset={DATA}', f'--optimizer_name={name}', f'--out_dir={out}', *flags])
     found = dict(out=str(out))
@@ -134,10 +134,9 @@ def follows(objective=lambda logits, targets, hidden: F.cross_entropy(logits, ta
     assert all(torch.equal(longer[:, i], model(longer[:, i - 4:i])[0][:, -1].argmax(-1)) for i in (4, 5, 6))
 
 
-def z_loss_and_auxiliary_loss():
+def z_loss():
     """The validation loss stays the cross-entropy; the training loss is logged under a name of its own."""
-    follows(lambda logits, targets, x: F.cross_entropy(logits, targets) + 1e-4 * logits.logsumexp(-1).square().mean()
-            + 0.1 * x.abs().mean())
+    follows(lambda logits, targets, x: F.cross_entropy(logits, targets) + 1e-4 * logits.logsumexp(-1).square().mean())
     trains()
     found = run()
     assert found['val/loss'][0] == unedited('sophiag')['val/loss'][0] != found['val/training_loss'][0]
@@ -276,13 +275,7 @@ def a_constructor_with_values():
 
 
 def a_mixture_of_experts():
-    from model import CausalSelfAttention, GPTConfig
     follows()
-    attention, x = CausalSelfAttention(GPTConfig(n_head=4, n_embd=8)), torch.randn(1, 5, 8)  # 4 × 2, 2 × 2, 2 × 2
-    q, k, v = attention.c_attn(x).split((8, 4, 4), dim=-1)
-    heads = [F.scaled_dot_product_attention(q[..., 2 * i:][..., :2], k[..., i // 2 * 2:][..., :2],
-                                            v[..., i // 2 * 2:][..., :2], is_causal=True) for i in range(4)]
-    close(attention(x), attention.c_proj(torch.cat(heads, -1)))
     torch.save(trains()['sophiag'], 'one_rank.pt')
 
 
@@ -340,24 +333,6 @@ def muon_and_sophia():
     close(list(ours.parameters()), list(theirs.parameters()), rtol=0, atol=0)
     found = resumes(name='muon_sophiag')
     assert found['hessian_norm'][-1] > 0 and found['momentum_norm'][-1] > 0
-
-
-def a_wrapper():
-    """Every fifth point is halfway between the fifth one before and AdamW's."""
-    from lookahead import Lookahead
-    p, q = (torch.nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2))
-    wrapped, alone = Lookahead(torch.optim.AdamW([p], lr=0.1)), torch.optim.AdamW([q], lr=0.1)
-    slow = q.detach().clone()
-    for i in range(1, 12):
-        p.grad = q.grad = torch.tensor([float(i), -3.0])
-        wrapped.step()
-        alone.step()
-        if i % 5 == 0:
-            slow = (slow + q.detach()) / 2
-            q.data.copy_(slow)
-        close(p, q)
-    Lookahead.k = 2
-    resumes_and_shards('lookahead')
 
 
 def a_hessian_optimizer():
@@ -421,19 +396,6 @@ def batch_ramp():
             assert ramped[key][0] == small[key][0] and ramped[key][-1] != small[key][-1], key
         assert list(dict.fromkeys(ramped['tokens'])) == [32 * n for n in (0, 2, 6, 12, 20, 28, 36)]
     resumes('--total_batch_size=8', '--warmup_iters=3')
-
-
-def sequence_length_warm_up():
-    assert list(dict.fromkeys(run(name='adamw')['tokens'])) == [32 * n for n in (0, 2, 4, 8, 12, 16, 20)]
-    assert run('--hessian_batch_size=2', name='sophiah')['hessian_norm'][0] > 0
-    resumes()
-
-
-def estimates_at_other_times():
-    from hessian import HessianHook
-    h = run('--hessian_interval=4')['hessian_norm']
-    assert h[0] == h[1] != h[2] == h[3] != h[4]
-    assert HessianHook.estimates(10, 1000) == 200 and HessianHook.estimates(10, 2000) == 300
 
 
 def estimates_on_other_sequences():
