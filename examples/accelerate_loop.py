@@ -26,7 +26,9 @@ def main(steps=60):
     loader = DataLoader(TensorDataset(x, (x @ torch.randn(16, 8)).argmax(1)), batch_size=32, shuffle=True)
     # β2 = 0.9: h reaches its level within 20 estimates; the paper's 0.99 is meant for 100,000 steps. γ was chosen to
     # leave 0.1 to 0.5 of the coordinates unclipped.
-    sophia = Sophia(model.parameters(), lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
+    groups = [dict(params=[p for p in model.parameters() if p.dim() > 1]),
+              dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]  # norms and biases
+    sophia = Sophia(groups, lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
     # The wrapped optimizer has no `update_hessian`; the one inside, `optimizer.optimizer`, has.
     model, optimizer, loader = accelerator.prepare(model, sophia, loader)
     torch.manual_seed(1 + accelerator.process_index)  # ranks sample different labels

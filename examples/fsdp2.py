@@ -37,7 +37,9 @@ def main(argv=None):
     fully_shard(model)
     # β2 = 0.9: h reaches its level within 20 estimates; the paper's 0.99 is meant for 100,000 steps. γ was chosen to
     # leave 0.1 to 0.5 of the coordinates unclipped. The optimizer takes the parameters as `fully_shard` leaves them.
-    optimizer = Sophia(model.parameters(), lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
+    groups = [dict(params=[p for p in model.parameters() if p.dim() > 1]),
+              dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]  # norms and biases
+    optimizer = Sophia(groups, lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
     torch.manual_seed(1 + dist.get_rank())  # ranks draw different sequences and labels
     for step in range(args.steps):
         inputs = torch.randn(32, 16, device=device)

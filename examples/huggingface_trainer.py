@@ -54,7 +54,9 @@ def main(argv=None):
                                        eos_token_id=0))
     # β2 = 0.9: h reaches its level within 20 estimates; the paper's 0.99 is meant for 100,000 steps. γ was chosen to
     # leave 0.1 to 0.5 of the coordinates unclipped.
-    optimizer = Sophia(model.parameters(), lr=2e-3, betas=(0.96, 0.9), gamma=0.2, weight_decay=0.1)
+    groups = [dict(params=[p for p in model.parameters() if p.dim() > 1]),
+              dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]  # norms and biases
+    optimizer = Sophia(groups, lr=2e-3, betas=(0.96, 0.9), gamma=0.2, weight_decay=0.1)
     trainer = SophiaTrainer(model, train_dataset=sequences(512), optimizers=(optimizer, None), args=TrainingArguments(
         args.out_dir, max_steps=args.steps, per_device_train_batch_size=16, lr_scheduler_type='cosine', data_seed=0,
         save_steps=max(args.steps // 2, 1), logging_steps=10, report_to=[], disable_tqdm=True))

@@ -31,7 +31,9 @@ class Classifier(lightning.LightningModule):
     def configure_optimizers(self):
         # β2 = 0.9: h reaches its level within 20 estimates; the paper's 0.99 is meant for 100,000 steps. γ was chosen
         # to leave 0.1 to 0.5 of the coordinates unclipped.
-        return Sophia(self.parameters(), lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
+        groups = [dict(params=[p for p in self.parameters() if p.dim() > 1]),
+                  dict(params=[p for p in self.parameters() if p.dim() < 2], weight_decay=0.0)]  # norms and biases
+        return Sophia(groups, lr=5e-3, betas=(0.96, 0.9), gamma=0.5, weight_decay=0.1)
 
     def hessian_due(self):
         return self.global_step % 10 == 0  # k = 10

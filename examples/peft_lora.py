@@ -1,4 +1,5 @@
-"""Sophia-G on LoRA adapters of PEFT: h, m and the estimate cover the adapters alone. Needs transformers and peft.
+"""Sophia-G on PEFT's LoRA adapters and the biases beside them: h, m and the estimate cover these alone. Needs
+transformers and peft.
 
     python examples/peft_lora.py
 
@@ -29,13 +30,15 @@ def main(steps=60):
     base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2, bos_token_id=0,
                                       eos_token_id=0, initializer_range=0.2))
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules=['c_attn', 'c_fc', 'c_proj'],
-                                            fan_in_fan_out=True, task_type='CAUSAL_LM'))
-    adapters = [p for p in model.parameters() if p.requires_grad]
+                                            bias='lora_only', fan_in_fan_out=True, task_type='CAUSAL_LM'))
+    adapters = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    biases = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     # β2 = 0.9: h reaches its level within 20 estimates; the paper's 0.99 is meant for 100,000 steps. γ was chosen to
     # leave 0.1 to 0.5 of the coordinates unclipped.
     # LoRA's B starts at 0, and with it A's gradient and h: until the second estimate A's steps are sign momentum, which
     # the clip bounds.
-    optimizer = Sophia(adapters, lr=5e-3, betas=(0.96, 0.9), gamma=0.2, weight_decay=0.0)
+    optimizer = Sophia([dict(params=adapters), dict(params=biases, weight_decay=0.0)], lr=5e-3, betas=(0.96, 0.9),
+                       gamma=0.2, weight_decay=0.1)
     losses = []
     for step in range(steps):
         rows = sequences(16)

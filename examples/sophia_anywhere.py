@@ -45,7 +45,9 @@ def train(model, batch, loss_fn, distribution, steps, estimator):
     """
     gamma = 0.05 if estimator == 'gnb' else 0.01
     # β2 = 0.9: h reaches its level within 20 estimates; the paper's 0.99 is meant for 100,000 steps.
-    optimizer = Sophia(model.parameters(), lr=3e-3, betas=(0.96, 0.9), gamma=gamma, weight_decay=0.01)
+    groups = [dict(params=[p for p in model.parameters() if p.dim() > 1]),
+              dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]  # norms and biases
+    optimizer = Sophia(groups, lr=3e-3, betas=(0.96, 0.9), gamma=gamma, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
         x, y = batch(64)

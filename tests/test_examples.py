@@ -35,17 +35,23 @@ def example(name, *packages):
 @pytest.fixture
 def trace(monkeypatch):
     """trace(module): a list of what happens from here on: 'f' (a forward of such a module in training), 'h' (an
-    estimate enters the EMA), 's' (an update)."""
+    estimate enters the EMA), 's' (an update, with weight decay for matrices and none for vectors)."""
     events, hooks = [], []
 
-    def traced(method, letter):
-        def call(*args, **kwargs):
-            events.append(letter)
-            return method(*args, **kwargs)
-        return call
+    update_hessian, update = Sophia.update_hessian, Sophia.update
 
-    monkeypatch.setattr(Sophia, 'update_hessian', traced(Sophia.update_hessian, 'h'))
-    monkeypatch.setattr(Sophia, 'update', traced(Sophia.update, 's'))
+    def traced_update_hessian(*args):
+        events.append('h')
+        update_hessian(*args)
+
+    def traced_update(self, group, params, grads):
+        assert all((p.dim() > 1) == (group['weight_decay'] > 0) for p in params)
+        if group['weight_decay']:  # the first of two groups
+            events.append('s')
+        update(self, group, params, grads)
+
+    monkeypatch.setattr(Sophia, 'update_hessian', traced_update_hessian)
+    monkeypatch.setattr(Sophia, 'update', traced_update)
 
     def start(cls):
         def forward(module, args):
@@ -100,13 +106,14 @@ def test_lightning(trace, monkeypatch):
 def test_peft_lora(trace, monkeypatch):
     module = example('peft_lora', 'transformers', 'peft')
     taken = []
-    monkeypatch.setattr(module, 'Sophia', lambda params, *args, **kwargs: (
-        taken.extend(params), Sophia(params, *args, **kwargs))[1])
+    monkeypatch.setattr(module, 'Sophia', lambda groups, *args, **kwargs: (
+        taken.extend(groups), Sophia(groups, *args, **kwargs))[1])
     events = trace(type(module.GPT2LMHeadModel(module.GPT2Config(n_layer=1, n_embd=12)).transformer))
     losses = module.main(steps=40)
     assert events == steps(40)
     assert sum(losses[-5:]) / 5 < losses[0] - 0.3
-    assert taken and all(min(p.shape) == 8 for p in taken)  # adapters of rank 8 and nothing of the base model
+    adapters, biases = (group['params'] for group in taken)
+    assert adapters and all(min(p.shape) == 8 for p in adapters) and biases  # of rank 8, no matrix of the base model
 
 
 def test_huggingface_trainer(tmp_path, trace, monkeypatch):
