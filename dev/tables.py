@@ -14,7 +14,6 @@ sys.path.insert(0, str(ROOT))
 
 import optimizers
 import train
-from analysis.figures import optimizer_label
 from configurator import Config, label_of
 
 PAGE = ROOT / 'docs/optimizers.md'
@@ -34,30 +33,38 @@ def table(head, rows):
     return '\n'.join('| ' + ' | '.join(cell.replace('|', r'\|') for cell in line) + ' |' for line in lines)
 
 
-def optimizer_settings():
-    """List the settings of every optimizer, and whether it can be sharded."""
-    keys = [*optimizers.placeholders(Config(train.DEFAULTS))]
-    rows = [[optimizer_label(name), f'`{name}`',
-             *(number(row.settings[key]) if key in row.settings else '–' for key in keys),
-             row.hook.__name__.removesuffix('Hook') if 'hessian_interval' in row.settings else '–',
-             'yes' if row.shards and not row.hook.hessian_products else 'no']
-            for name, row in optimizers.OPTIMIZERS.items()]
+def shared(cells_of):
+    """Return a row for each distinct list of cells, {name: cells}, that begins with the names that share it."""
+    rows = {}
+    for name, cells in cells_of.items():
+        rows.setdefault(tuple(cells), []).append(f'`{name}`')
+    return [[', '.join(names), *cells] for cells, names in rows.items()]
+
+
+def optimizer_settings(hessian):
+    """List the settings of the optimizers with or without a Hessian, and whether they can be sharded."""
+    mine = {name: row for name, row in optimizers.OPTIMIZERS.items() if ('hessian_interval' in row.settings) == hessian}
+    keys = [key for key in optimizers.placeholders(Config(train.DEFAULTS))
+            if any(key in row.settings for row in mine.values())]
+    cells = {name: [*(number(row.settings[key]) if key in row.settings else '–' for key in keys),
+                    *[row.hook.__name__.removesuffix('Hook')] * hessian,
+                    'yes' if row.shards and not row.hook.hessian_products else 'no'] for name, row in mine.items()}
     labels = ['sequences of 480' if key == 'hessian_batch_size' else label_of(key) for key in keys]
-    return table(['optimizer', '`--optimizer_name`', *labels, 'estimate', 'fsdp'], rows)
+    return table(['`--optimizer_name`', *labels, *['estimate'] * hessian, 'fsdp'], shared(cells))
 
 
 def learning_rates():
-    """List the optimizers' peak learning rates by model size; equal ones share a row."""
-    rows = {}
-    for name in optimizers.OPTIMIZERS:
-        rates = (optimizers.peak_learning_rate(name, size)[0] for size in train.SIZES)
-        rows.setdefault(tuple('–' if lr is None else number(lr) for lr in rates), []).append(optimizer_label(name))
-    return table(['', *train.SIZES], [['; '.join(labels), *rates] for rates, labels in rows.items()])
+    """List the optimizers' peak learning rates by model size."""
+    rates = {name: [optimizers.peak_learning_rate(name, size)[0] for size in train.SIZES] for name in
+             optimizers.OPTIMIZERS}
+    return table(['', *train.SIZES], shared({name: ['–' if lr is None else number(lr) for lr in mine]
+                                             for name, mine in rates.items()}))
 
 
 def current(text):
     """Return the text of a page with current tables."""
-    make = dict(optimizer_settings=optimizer_settings, learning_rates=learning_rates)
+    make = dict(first_order=lambda: optimizer_settings(False), second_order=lambda: optimizer_settings(True),
+                learning_rates=learning_rates)
     return re.sub(r'(<!-- table: (\w+) -->\n).*?(?=<!-- end -->)',
                   lambda found: f'{found[1]}\n{make[found[2]]()}\n\n', text, flags=re.DOTALL)
 

@@ -398,27 +398,6 @@ def batch_ramp():
     resumes('--total_batch_size=8', '--warmup_iters=3')
 
 
-def estimates_on_other_sequences():
-    """Of four sequences two are for the gradient, two for the estimate, in an iteration that has one."""
-    from loss import Losses
-    forward, seen = Losses.forward, []
-
-    def recorded(self, idx, targets, **labels):
-        if torch.is_grad_enabled():
-            seen.append((idx, bool(labels)))
-        return forward(self, idx, targets, **labels)
-
-    Losses.forward = recorded
-    half = run('--hessian_batch_size=2')
-    (X, _), (others, _), *_ = seen
-    assert [estimates for _, estimates in seen[:6]] == [False, True, False, False, False, True]
-    assert len(torch.cat((X, others)).unique(dim=0)) == 4 and half['hessian_norm'][0] > 0
-    alone = run('--total_batch_size=2', name='adamw')
-    assert half['train/loss'][0] == alone['train/loss'][0] and half['grad_norm'][0] == alone['grad_norm'][0]
-    assert run('--hessian_batch_size=2', name='sophiah')['hessian_norm'][0] > 0
-    resumes('--hessian_batch_size=2')
-
-
 def early_stopping():
     """A run whose loss stays ends after the third evaluation that is not better, as finished."""
     from analysis.runs import read_run
