@@ -105,10 +105,10 @@ class Search:
             self.result(seed=seed, **dict(best))
 
 
-def around(middle, find, score):
-    """Return {k: find(k)} of the three integers around `middle`, and of more while the one with the lowest
+def around(middle, find, score, width=1):
+    """Return {k: find(k)} of the integers up to `width` from `middle`, and of more while the one with the lowest
     score(find(k)) is at the edge; None while a find(k) is None."""
-    found = {k: find(k) for k in (middle, middle - 1, middle + 1)}
+    found = {k: find(k) for k in sorted(range(middle - width, middle + width + 1), key=lambda k: abs(k - middle))}
     while None not in found.values():
         best = min(found, key=lambda k: score(found[k]))
         if min(found) < best < max(found):

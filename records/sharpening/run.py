@@ -114,13 +114,18 @@ def evaluate_and_save(run, wrapped=train.evaluate_and_save):
     wrapped(run)
 
 
-if __name__ == '__main__':
-    train.evaluate_and_save = evaluate_and_save
+def main(argv):
+    """Train as `argv` says; delete the checkpoints of a finished run."""
     if commit := os.environ.get('COMMIT'):
         runlog.git_commit = lambda: commit
-    config = train.resolve(sys.argv[1:])
+    config = train.resolve(argv)
     train.train(config)
     ends = checkpoint.checkpoints(config.out_dir)
     if ends and checkpoint.number(ends[0]) == config.max_iters:
         for path in ends:
             path.unlink()
+
+
+if __name__ == '__main__':
+    train.evaluate_and_save = evaluate_and_save
+    main(sys.argv[1:])

@@ -39,13 +39,15 @@ ARMS = {
 }
 
 
-def tune(search, middle, tuned):
+def tune(search, middle, tuned, width=1):
     """Tune the setting `tuned` at the learning rate rate_at(middle), then the learning rate. Return the best settings,
-    as pairs; None while runs are missing."""
+    as pairs; None while runs are missing. The setting has 2·`width` + 1 values, and more while the best is at the edge.
+    """
     if not tuned:
         return lowest([search.rates(middle)])
     key, value = tuned
-    found = around(0, lambda k: search.result(**{key: value(k)}, learning_rate=rate_at(middle)), search.score)
+    found = around(0, lambda k: search.result(**{key: value(k)}, learning_rate=rate_at(middle)), search.score,
+                   width)
     if not found:
         return None
     best = min(found, key=lambda k: search.score(found[k]))

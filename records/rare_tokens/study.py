@@ -1,0 +1,86 @@
+"""The protocol of this study (README.md states it in words) as a program: it alone decides which runs are due.
+
+  git worktree add ../rare_tokens COMMIT                     the commit is in README.md; the data as for small_batch
+  python records/rare_tokens/study.py --tree ../rare_tokens --jobs 2        trains what is missing
+  python records/rare_tokens/study.py --tree ../rare_tokens --jobs 12 --minutes 9 -- --device=cuda      on a GPU
+  python records/rare_tokens/study.py --tree ../rare_tokens --list          the runs that are due
+  python records/rare_tokens/study.py --tree ../rare_tokens --collect       adds finished runs to runs.jsonl
+"""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+from records import studies  # noqa: E402
+from records.fresh_h.study import Search, lowest  # noqa: E402
+from records.small_batch.study import COMMON, gammas, tune  # noqa: E402
+
+SEEDS = range(1342, 1348)  # that no other study of this kind has
+MORE = range(1348, 1352)  # where equivalence is claimed
+ESTIMATE = dict(hessian_batch_size=4, hessian_interval=5, hessian_parts=4)
+MEMORIES = {100: 0.95, 500: 0.99, 2500: 0.998}  # k / (1 − β2) in steps → β2
+FRESH = {memory: ESTIMATE | dict(beta2=beta2) for memory, beta2 in MEMORIES.items()}
+
+
+def beta2s(missing):
+    """Return k → β2 = 1 − `missing` / 3^k."""
+    return 'beta2', lambda k: float(f'{1 - missing / 3 ** k:.3g}' if k < 1 else f'{1 - missing / 3 ** k:.4g}')
+
+
+# Arm → (optimizer, its settings, k of the first learning rate in `rate_at`, the setting that is tuned with it, λ).
+ARMS = {
+    'mean': ('gnb_mean', FRESH[100], -3, gammas(0.54), 0.2),
+    'rms': ('rms', {}, -3, gammas(1), 0.2),
+    'mean_embedding': ('mean_embedding', FRESH[100], -3, gammas(0.54), 0.2),
+    'fresh_2500': ('sophiag', FRESH[2500], -3, gammas(0.45), 0.2),
+    'rows_2500': ('gnb_rows', FRESH[2500], -3, gammas(0.45), 0.2),
+    'AdamW': ('adamw', {}, 0, beta2s(0.0067), 0.1),
+    'sign_scaled': ('sign_scaled', {}, -3, gammas(0.33), 0.2),
+    'rms_embedding': ('rms_embedding', {}, -3, gammas(1), 0.2),
+    'mean_matrices': ('mean_matrices', FRESH[100], -3, gammas(0.54), 0.2),
+    'fresh_100': ('sophiag', FRESH[100], -3, gammas(0.45), 0.2),
+    'rows_100': ('gnb_rows', FRESH[100], -3, gammas(0.45), 0.2),
+    'fresh_500': ('sophiag', FRESH[500], -3, gammas(0.45), 0.2),
+    'rows_500': ('gnb_rows', FRESH[500], -3, gammas(0.45), 0.2),
+    'sampled_adam': ('sampled_adam', ESTIMATE, 0, beta2s(0.01), 0.1),
+}
+TESTS = [('rms', 'mean'), ('mean_embedding', 'mean'), ('fresh_2500', 'rows_2500'), ('root', 'AdamW')]
+EQUIVALENT = 0.012  # the first test: a difference within this
+
+
+def best_of(study, place, arm, optimizer, settings, middle, tuned, decay):
+    """Tune an arm: the setting `tuned`, the learning rate, then twice the weight decay. Return (loss of the search,
+    settings as pairs); None while runs are missing. Asks for its fresh seeds."""
+    search = Search(study, (place > 5, place), arm, optimizer, COMMON | settings)
+    best = tune(search, middle, tuned, width=2)
+    if not best:
+        return None
+    one = search.result(**dict(best))
+    two = search.result(**dict(best), weight_decay=2 * decay)
+    if two is None:
+        return None
+    scores = {best: one.loss, (*best, ('weight_decay', 2 * decay)): two.loss}
+    best = lowest([scores])
+    search.seeds(best, [*SEEDS, *(MORE if arm in TESTS[0] else ())])
+    return scores[best], best
+
+
+def protocol(study):
+    """Ask for all runs of the study, as far as the results are there."""
+    found = {arm: best_of(study, place, arm, *row) for place, (arm, row) in enumerate(ARMS.items())}
+    memories = {memory: found[f'fresh_{memory}'] for memory in MEMORIES}
+    if None not in memories.values():
+        memory = min(memories, key=memories.get)
+        best_of(study, len(ARMS), 'root', 'gnb_root', FRESH[memory], -3, gammas(0.45), 0.2)
+
+
+def command(run):
+    """Return the arguments of Python for a run."""
+    return ['records/rare_tokens/run.py', 'config/study.py', '--dataset=books_bpe', '--batch_size=4',
+            '--eval_iters=400', '--eval_interval=2400', f'--optimizer_name={run.optimizer}',
+            *(f'--{key}={value:g}' for key, value in run.settings), '--auto_resume=True']
+
+
+if __name__ == '__main__':
+    studies.main(protocol, HERE, __doc__, ['tree'], lambda run: 'tree', command)
