@@ -100,6 +100,11 @@ class Config:
         """The settings that have a default, key → default."""
         return {key: one.default for key, one in self.declared.items() if one.default is not None}
 
+    @property
+    def roles(self):
+        """The roles of settings other than 'tuned', key → role."""
+        return {key: one.role for key, one in self.declared.items() if one.role != 'tuned'}
+
     def __getattr__(self, key):
         try:
             return self.__dict__['values'][key]
@@ -245,14 +250,13 @@ def sections(path=ROOT / 'train.py'):
             itertools.groupby(declarations(path).items(), key=lambda item: item[1]['section'])]
 
 
-def having(*roles):
-    """Return the settings of train.py that have one of these roles, other than 'tuned', as a set of keys."""
-    return {key for key, said in declarations().items() if said.get('role') in roles}
-
-
-def label_of(key):
-    """Return the name of a setting in pictures and tables."""
-    return declarations().get(key, {}).get('label', key)
+def with_younger(config):
+    """Return the settings of a run with those that are younger than the run, as what it did had no name yet."""
+    squares = config.get('optimizer_name') in ('sophiag', 'ef_clip', 'gnb_noclip', 'gnb_mean', 'gnb_permuted')
+    found = dict(schedule='cosine', cooldown_iters=0, optimizer_args='', parallel='ddp', auto_resume=False,
+                 activation_checkpointing=False, hessian_parts=int(squares), hessian_sequences='own',
+                 hessian_bias_correction=False, branch_cooldown=0, trackio_log=False) | config
+    return found | dict(init_from='scratch') if found.get('init_from') == 'auto' else found  # auto_resume's older name
 
 
 def help_text(path, defaults):

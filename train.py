@@ -286,7 +286,7 @@ def begin(c):
     with world.exit_together():
         data, val_data = open_dataset(c.dataset, c.block_size)
     fingerprints = dict(train=fingerprint(data.bins), val=fingerprint(val_data.values()))
-    origin = find_origin(world, c, data, fingerprints)
+    origin = find_origin(world, c, data, fingerprints, learning_rate_at)
     with world.exit_together():
         model, args = make_model(c, origin, data)
         guards.check_contract(model)

@@ -4,12 +4,11 @@ import math
 import sys
 from dataclasses import dataclass
 
+from analysis.figures import label_of
 from analysis.runs import by_seed, find_runs, hyperparameters, mean_final_loss, measured_on, notes_on
-from analysis.significance import difference, expected_best, pooled_sd
-from configurator import having, label_of
+from analysis.significance import difference, expected_best
 
-# Settings that must agree in runs that are compared. Attention scaling belongs to the paper's AdamW and Lion.
-PROTOCOL = sorted(having('model', 'protocol') - {'scale_attn_by_inverse_layer_idx'})
+PAPERS_OWN = 'scale_attn_by_inverse_layer_idx'  # which its AdamW and Lion have: not part of the protocol
 
 
 def add_tuned(parser):
@@ -18,30 +17,41 @@ def add_tuned(parser):
                         help='settings of the protocol that were tuned, so that they may differ, such as warmup_iters')
 
 
-def check_comparable(runs, free=()):
+def side_of(run, by='optimizer_name'):
+    """Return the side of a comparison by the setting `by` that a run is on; for 'out_dir', the path that it was
+    found in."""
+    return run.found_in if by == 'out_dir' else str(run.config[by])
+
+
+def check_comparable(runs, free=(), by='optimizer_name'):
     """SystemExit unless all runs have the same data, validation sequences and protocol; settings in `free` may differ.
 
-    The protocol is every setting in PROTOCOL, the ratio of final to peak learning rate, warm-up and cooldown (the same
-    iterations, or the same share of the run), and β1 among the runs of one optimizer.
+    The protocol is every setting with the role 'model' or 'protocol', the ratio of final to peak learning rate, warm-up
+    and cooldown (the same iterations, or the same share of the run), the optimizer unless that is compared (`by`), and
+    β1 among the runs of one side.
     """
-    lengths = [key for key in ('warmup_iters', 'cooldown_iters')
-               if not all(same_share(key, runs[0], run) for run in runs)]
+    protocol = {key for run in runs for key in run.config if run.role(key) in ('model', 'protocol')} - {PAPERS_OWN}
+    protocol |= {key for key in ('warmup_iters', 'cooldown_iters') if not all(same_share(key, runs[0], run)
+                                                                              for run in runs)}
+    keys = sorted((protocol | ({'optimizer_name'} if by != 'optimizer_name' else set())) - {by})
 
-    def protocol(run):
-        return {**measured_on(run), **{key: run.config.get(key) for key in (*PROTOCOL, *lengths)},
-                'min_lr_ratio': round(run.config.get('min_lr', 0) / (run.learning_rate or 1), 4)}
+    def settings(run):
+        return {**measured_on(run), **{key: run.config[key] for key in keys},
+                'min_lr_ratio': round((run.min_lr or 0) / (run.learning_rate or 1), 4)}
 
     def check(runs, settings_of):
         for run in runs[1:]:
             expected, found = settings_of(runs[0]), settings_of(run)
-            for key in [key for key in found if found[key] != expected[key] and key not in free]:
-                hint = '' if ' ' in key else f'; leave one out, or give --tuned {key} if it was tuned'
-                raise SystemExit(f'{runs[0].out_dir} and {run.out_dir} cannot be compared: {key} is {expected[key]} in '
-                                 f'one and {found[key]} in the other{hint}')
+            if differing := [key for key in found if found[key] != expected[key] and key not in free]:
+                named = [key for key in differing if ' ' not in key]
+                raise SystemExit(
+                    f'{runs[0].out_dir} and {run.out_dir} cannot be compared: '
+                    + ', '.join(f'{key} is {expected[key]} in one and {found[key]} in the other' for key in differing)
+                    + (f'; leave one out, or give --tuned {" ".join(named)} if tuned' if named else ''))
 
-    check(runs, protocol)
-    for name in {run.optimizer_name for run in runs}:
-        check([run for run in runs if run.optimizer_name == name], lambda run: {'beta1': run.config.get('beta1')})
+    check(runs, settings)
+    for side in {side_of(run, by) for run in runs}:
+        check([run for run in runs if side_of(run, by) == side], lambda run: {'beta1': run.config.get('beta1')})
 
 
 def same_share(key, one, two):
@@ -72,11 +82,12 @@ def finished_runs(paths, free=()):
 
 @dataclass
 class Tuned:
-    """An optimizer at one horizon T.
+    """A side of a comparison at one horizon T.
 
     best: the runs of the best hyperparameters, one for each seed. tried: such a list for all hyperparameters tried.
     trials: their losses; for those that diverged with a seed, the loss at the start or else the highest of the others.
     """
+    side: str
     T: int
     best: list
     tried: list
@@ -90,12 +101,12 @@ class Tuned:
     def mean(self):
         return mean_final_loss(self.best)[0]
 
-    def row(self):
-        """Return the row of the table of best settings."""
-        first, (mean, sd) = self.best[0], mean_final_loss(self.best)
-        return {'optimizer': first.optimizer_label, 'T': self.T, 'val/loss': mean, 'sd': sd, 'seeds': len(self.best),
+    def row(self, column):
+        """Return the row of the table of best settings; `column` has the side."""
+        mean, sd = mean_final_loss(self.best)
+        return {column: self.side, 'T': self.T, 'val/loss': mean, 'sd': sd, 'seeds': len(self.best),
                 'trials': len(self.trials), 'diverged': sum(map(any_diverged, self.tried)),
-                'learning_rate': first.learning_rate, 'run': str(first.out_dir)}
+                'learning_rate': self.best[0].learning_rate, 'run': str(self.best[0].out_dir)}
 
 
 def any_diverged(group):
@@ -103,15 +114,15 @@ def any_diverged(group):
     return any(run.diverged for run in group)
 
 
-def tuned_at_each_T(runs, optimizer_name):
-    """Return {T: `Tuned`} of an optimizer, where it has a finished run.
+def tuned_at_each_T(side, runs):
+    """Return {T: `Tuned`} of the `runs` of a side, where it has a finished one.
 
     The best hyperparameters have the lowest mean loss among those with the most seeds. Others with fewer seeds replace
     them only if they share a seed and are lower in the mean over their own seeds and over the shared ones: a single
     lucky run is not enough. Hyperparameters that diverged with a seed are never the best.
     """
     found = {}
-    ended = [run for run in runs if run.optimizer_name == optimizer_name and run.is_trial]
+    ended = [run for run in runs if run.is_trial]
     # Diverged runs come first, because by_seed keeps the first of several runs with the same settings and seed.
     tried = by_seed(sorted(ended, key=lambda run: not run.diverged))
     for T in sorted({run.max_iters for run in ended}):
@@ -128,7 +139,7 @@ def tuned_at_each_T(runs, optimizer_name):
                     best = group
         highest = max(loss for group in groups for loss in finite_losses(group))
         trials = losses_of_shared_seeds(groups) + [next(iter(finite_losses(group)), highest) for group in lost]
-        found[T] = Tuned(T, best, groups + lost, trials)
+        found[T] = Tuned(side, T, best, groups + lost, trials)
     return found
 
 
@@ -148,23 +159,11 @@ def losses_of_shared_seeds(groups):
     return [mean_final_loss([run for run in group if run.seed in shared] or group)[0] for group in groups]
 
 
-def noise_of(groups):
-    """Return a function of T: (σ, degrees of freedom) of the noise over seeds within `groups`.
-
-    It takes the runs of T steps if they have at least four degrees of freedom; else, and without T, all runs.
-    """
-    def noise(T=None):
-        found = pooled_sd([[run.last('val/loss') for run in group] for group in groups
-                           if T is None or group[0].max_iters == T])
-        return found if T is None or found[1] >= 4 else noise()
-    return noise
-
-
-def same_horizon(candidate, baseline, noise):
+def same_horizon(candidate, baseline):
     """Return the row of the table that compares two `Tuned` at one T."""
     n = min(len(candidate.trials), len(baseline.trials))
     return {'T': candidate.T, 'candidate': candidate.mean, 'baseline': baseline.mean,
-            **difference(candidate.losses, baseline.losses, noise(candidate.T)),
+            **difference(candidate.losses, baseline.losses, cautious=True),
             'seeds': len(candidate.best), 'seeds of baseline': len(baseline.best),
             'trials': len(candidate.trials), 'trials of baseline': len(baseline.trials),
             'at equal trials': expected_best(candidate.trials, n),
@@ -189,7 +188,7 @@ def efficiency_at(candidate, baseline):
 
 def weaknesses(side):
     """Return sentences on what makes the best of a `Tuned` doubtful."""
-    who, found = f'{side.best[0].optimizer_label}, T = {side.T}', []
+    who, found = f'{side.side}, T = {side.T}', []
     best, *tried = (dict(hyperparameters(group[0])) for group in (side.best, *side.tried))
     for key in [key for key in best if type(best[key]) in (int, float)]:
         name, fixed = label_of(key), best.keys() - {key, 'min_lr'}

@@ -21,9 +21,19 @@ OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian'
                     'gnb_permuted': 'GNB, h permuted', 'sophiag_fresh': 'Sophia-G, fresh h', 'muon': 'Muon',
                     'soap': 'SOAP'}
 
+SETTING_LABELS = dict(learning_rate='learning rate', weight_decay='weight decay', beta1='β1', beta2='β2', eps='ε',
+                      gamma='γ', hessian_interval='k', hessian_parts='parts', max_iters='steps T',
+                      warmup_iters='warm-up', total_batch_size='sequences per step', block_size='tokens per sequence',
+                      n_layer='layers')
+
 # The optimizers that have the same color in all pictures: C0, C1, …
-COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'clip', 'gnb_mean', 'ef_clip', 'sophiag_fresh',
+COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'signum', 'gnb_mean', 'ef_clip', 'sophiag_fresh',
            'gnb_permuted']
+
+
+def label_of(key):
+    """Return the name of a setting in figures and tables."""
+    return SETTING_LABELS.get(key, key)
 
 
 def optimizer_label(name):
@@ -50,6 +60,7 @@ def figure(columns=1, width=5.0, height=3.7):
 
 def styles(names):
     """Return options of ax.plot for lines of the optimizers `names`: each one's color if no two are the same."""
+    names = ['signum' if name == 'clip' else name for name in names]  # its name in older records
     if len(set(names)) == len(names) and set(names) <= set(COLORED):
         return [dict(color=f'C{COLORED.index(name)}') for name in names]
     if len(names) <= 10:

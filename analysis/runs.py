@@ -1,9 +1,12 @@
-"""Training runs: read from their out_dirs, from a runs.jsonl in records/ or from a CSV file; grouped over seeds."""
+"""Training runs: read from their out_dirs, from a runs.jsonl in records/ or from a CSV file; grouped over seeds.
+
+The role of a setting, what it is to a comparison, is read from the run: train.py writes the roles that it declares into
+config.json. So each run is judged by the train.py that made it, also a fork's or another checkout's, and a picture
+takes neither PyTorch nor the source of train.py.
+"""
 
 import contextlib
 import csv
-import functools
-import itertools
 import json
 import math
 import os
@@ -12,28 +15,46 @@ from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from types import SimpleNamespace
 
-from analysis.figures import optimizer_label
-from configurator import HARMLESS, declarations, having, label_of
+from analysis.figures import label_of, optimizer_label
+from configurator import HARMLESS, with_younger
 from runtime.files import FAILED, differing_files
 
-# Settings that exist in records only → their value in runs that lack them
-REMOVED = dict(hessian_sequences='own', hessian_bias_correction=False, branch_cooldown=0, trackio_log=False)
+# The roles in CSV files and in runs whose config.json has none; any other setting must agree in runs that are compared.
+ROLES = {key: role for role, keys in {
+    'tuned': 'optimizer_name optimizer_args learning_rate weight_decay beta1 beta2 eps gamma hessian_interval '
+             'hessian_batch_size hessian_parts hessian_sequences hessian_bias_correction warmup_iters min_lr '
+             'min_lr_ratio',
+    'horizon': 'max_iters lr_decay_iters cooldown_iters branch_cooldown', 'chance': 'seed skip_nonfinite',
+    'eval': 'eval_iters', 'data': 'dataset',
+    'run': 'out_dir eval_interval log_interval eval_only always_save_checkpoint keep_checkpoints auto_resume '
+           'ignore_data_change max_hours show_config wandb_log wandb_project wandb_run_name trackio_log batch_size '
+           'gradient_accumulation_steps parallel activation_checkpointing backend device compile',
+}.items() for key in keys.split()}
+
+# FLOPs of a Hessian estimate, in forward and backward passes over its sequences, for runs whose config.json lacks them
+ESTIMATE = {**dict.fromkeys(('sophiag', 'ef_clip', 'gnb_noclip', 'gnb_mean', 'gnb_permuted', 'sophiag_fresh'), 2 / 3),
+            **dict.fromkeys(('sophiah', 'ah_clip', 'adahessian'), 8 / 3)}
 
 
 @dataclass
 class RunRecord:
     """One training run, as its files describe it.
 
-    out_dir: its directory, or its name below the folder of runs.jsonl. config: its settings, key → value. about: the
-    whole config.json. lines: of metrics.jsonl. failed: why it diverged, or None.
+    out_dir: its directory, its name below the folder of runs.jsonl, or FILE.csv:LINE. about: the whole config.json.
+    lines: of metrics.jsonl. failed: why it diverged, or None. config: its settings, key → value; max_iters is the
+    iteration at which it was ended as finished, if it was. found_in: the path by which it was found.
     """
     out_dir: Path
-    config: dict
     about: dict
     lines: list
     failed: str | None = None
+    found_in: str = ''
+
+    def __post_init__(self):
+        self.config = with_younger(self.about['config'])
+        if 'ended' in self.about:
+            self.config['max_iters'] = self.about['ended']['iter']
 
     def __getattr__(self, key):
         """Return a setting of the run: run.max_iters."""
@@ -50,6 +71,13 @@ class RunRecord:
     @property
     def optimizer_label(self):
         return optimizer_label(self.optimizer_name)
+
+    def role(self, key):
+        """Return the role of a setting, a key of configurator.ROLES."""
+        if 'roles' in self.about and key in self.about['config']:
+            return self.about['roles'].get(key, 'tuned')
+        role = ROLES.get(key, 'protocol')
+        return 'protocol' if self.from_csv and role in HARMLESS else role
 
     def series(self, key, x='steps'):
         """Return the measured values of `key` as (xs, ys), two lists, without lists; x is a key of AXES."""
@@ -71,8 +99,9 @@ class RunRecord:
         if self.diverged:
             return 'it diverged'
         done = max(self.series('val/loss')[0], default=0)
-        return None if done >= self.max_iters > 0 or 'ended' in self.about else (
-            f'it has a validation loss at iteration {done} of {self.max_iters} only')
+        if done >= self.max_iters > 0:
+            return None
+        return f'it has a validation loss at iteration {done} of {self.max_iters} only'
 
     @property
     def ended(self):
@@ -82,45 +111,19 @@ class RunRecord:
     @property
     def off_schedule(self):
         """Why its end is not the end of its decay, one clause; None if it is, or nothing decays."""
-        if self.decay_lr and self.warmup_iters >= self.max_iters:
-            return f'it ends within its warm-up of {self.warmup_iters} iterations'
-        iterations = self.about.get('ended', {}).get('iter', self.max_iters)
-        if not self.decay_lr or self.schedule == 'constant' or self.lr_decay_iters in (iterations, None):
+        if self.decay_lr is False:  # None: a CSV file does not say
             return None
-        return f'its learning rate decays over {self.lr_decay_iters} iterations, and it was run for {iterations}'
+        if self.warmup_iters >= self.max_iters:
+            return f'it ends within its warm-up of {self.warmup_iters} iterations'
+        if self.schedule == 'constant' or self.lr_decay_iters in (self.max_iters, None):
+            return None
+        return f'its learning rate decays over {self.lr_decay_iters} iterations, and it was run for {self.max_iters}'
 
     @property
     def changed(self):
-        """Which setting was changed at a resume, one clause, or None. A horizon may change before the decay begins."""
-        changes = [change for change in self.about.get('changes', []) if change['key'] != 'code']  # see `code_changes`
-        wrong = [change for change in changes if change['key'] not in having('horizon')]
-        if not wrong and changes and not self.on_schedule:
-            wrong = changes
+        """Which setting was changed at a resume, one clause, or None."""
         return next((f'{change["key"]} was changed from {change["from"]} to {change["to"]} at iteration '
-                     f'{change["iter"]}' for change in wrong), None)
-
-    @property
-    def on_schedule(self):
-        """Whether all learning rates were as the settings say: the logged ones, and those before each resume, which
-        the log lacks where a checkpoint was copied to another directory."""
-        from train import learning_rate_at  # which imports PyTorch
-        rates = [*zip(*self.series('lr'))]
-        for first, end, settings in self.earlier_settings():
-            rates += [(i, learning_rate_at(settings, i)) for i in range(first, end)]
-        return all(math.isclose(rate, learning_rate_at(self, i)) for i, rate in rates)
-
-    def earlier_settings(self):
-        """Return (first iteration, end, settings) of each stretch that ended at a resume with a change, latest first.
-        """
-        changes = sorted(self.about.get('changes', []), key=lambda change: -change['iter'])
-        resumes = [(i, [*group]) for i, group in itertools.groupby(changes, lambda change: change['iter'])]
-        starts = [i for i, _ in resumes[1:]] + [0]
-        found, settings = [], dict(self.config)
-        for start, (end, changed) in zip(starts, resumes):
-            # Of two changes of a setting at one resume, the first knows what it was before.
-            settings |= {change['key']: change['from'] for change in reversed(changed) if change['key'] in settings}
-            found.append((start, end, SimpleNamespace(**settings)))
-        return found
+                     f'{change["iter"]}' for change in self.about.get('changes', []) if change['key'] != 'code'), None)
 
     @property
     def code_changes(self):
@@ -173,9 +176,11 @@ def training_and_hessian_flops(config, about):
     if per_token is None:  # of a record: GPT-2 without biases, whose norms and positions multiply nothing
         L, d, T = config['n_layer'], config['n_embd'], config['block_size']
         per_token = 6 * (about['parameters'] - (2 * L + 1) * d - T * d) + 12 * L * d * T
-    if hessian is None:  # of a record, or of a plan
-        from optimizers import hessian_flops_per_token  # which imports PyTorch
-        hessian = hessian_flops_per_token(config, per_token)
+    if hessian is None:
+        interval, iterations = config['hessian_interval'], config['max_iters']
+        estimates = math.ceil(iterations / interval) / iterations if interval else 0
+        share = config['hessian_batch_size'] / config['total_batch_size']
+        hessian = ESTIMATE.get(config['optimizer_name'], 0) * share * estimates * per_token
     tokens = config['total_batch_size'] * config['block_size']
     return per_token * tokens, hessian * tokens
 
@@ -186,35 +191,22 @@ def training_and_hessian_flops(config, about):
 
 def read_run(out_dir):
     """Return the `RunRecord` of the directory `out_dir`."""
-    return with_defaults([read_directory(out_dir)])[0]
-
-
-def read_directory(out_dir):
-    """Return the `RunRecord` of the directory `out_dir`, with the settings that its config.json has."""
     out_dir = Path(out_dir)
-    about, metrics, failed = read_json(out_dir / 'config.json'), out_dir / 'metrics.jsonl', out_dir / FAILED
-    return RunRecord(out_dir, about['config'], about, read_metrics(metrics) if metrics.is_file() else [],
+    metrics, failed = out_dir / 'metrics.jsonl', out_dir / FAILED
+    return RunRecord(out_dir, read_json(out_dir / 'config.json'), read_metrics(metrics) if metrics.is_file() else [],
                      failed.read_text(encoding='utf-8').strip() if failed.is_file() else None)
 
 
-def with_defaults(runs):
-    """Give `runs` the same settings, and return them: those that older runs lack have their defaults, from train.py."""
-    if any(run.config.keys() != runs[0].config.keys() or declarations().keys() - run.config.keys() for run in runs):
-        for run in runs:
-            run.config = {**defaults(), **run.config}
-            if run.init_from == 'auto':  # an older name of --auto_resume
-                run.config['init_from'] = 'scratch'
+def with_same_settings(runs):
+    """Give `runs` the same settings, and return them. One that a run lacks has the default of a run that has it, or
+    else is None: it is younger than the run, or a fork's."""
+    default = dict.fromkeys(key for run in runs for key in run.config)
+    for run in runs:
+        sources = run.about.get('provenance', {})
+        default |= {key: value for key, value in run.config.items() if sources.get(key) == 'default'}
+    for run in runs:
+        run.config = {**default, **run.config}
     return runs
-
-
-@functools.cache
-def defaults():
-    """Return the default of every setting, for which train.py imports PyTorch."""
-    import train
-    from configurator import Config
-    from optimizers import placeholders
-    settings = Config(train.DEFAULTS)
-    return {**placeholders(settings), **settings.defaults, 'cooldown_iters': 0, **REMOVED}
 
 
 def read_metrics(path):
@@ -236,7 +228,7 @@ def read_packed(path):
         about, columns = entry['config'], entry['metrics']
         lines = [{key: value for key, value in zip(columns, values) if value is not None}
                  for values in zip(*columns.values())]
-        runs.append(RunRecord(path.parent / entry['run'], about['config'], about, lines, entry.get('failed')))
+        runs.append(RunRecord(path.parent / entry['run'], about, lines, entry.get('failed')))
     return runs
 
 
@@ -250,8 +242,9 @@ def packed(run, name):
 
 # Columns of a CSV file that are measured → their names in metrics.jsonl; all others say which run a row is of.
 MEASURED = {'steps': 'iter', 'loss': 'val/loss', 'tokens': 'tokens', 'flops': 'flops', 'seconds': 'time'}
+RENAMED = {'max_iters': 'horizon', 'lr': 'learning_rate'}
 # The settings of a run whose CSV file has no such column; nothing is known of its schedule.
-NOT_SAID = dict(learning_rate=None, decay_lr=False, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
+NOT_SAID = dict(learning_rate=None, decay_lr=None, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
                 lr_decay_iters=None, eval_iters=0, batch_size=0)
 TRUTH = {'true': True, 'false': False}  # so that decay_lr can be off
 EMPTY = '', 'nan'  # as programs write a setting that an optimizer lacks; NaN equals no NaN, so seeds would not group
@@ -262,16 +255,7 @@ SAID = {'horizon': 'whether the schedules ended at the last step', 'flops': 'the
 
 def read_csv(path):
     """Return the runs in a CSV file, as docs/verdict.md describes it. SystemExit where the file is not like that."""
-    try:
-        with path.open(encoding='utf-8-sig', newline='') as f:
-            reader = csv.DictReader(f, skipinitialspace=True)
-            reader.fieldnames = ['horizon' if name == 'max_iters' else name for name in reader.fieldnames or []]
-            rows = list(reader)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise SystemExit(f'{path}: not a CSV file in UTF-8 ({error})') from None
-    columns = list(rows[0]) if rows else []
-    if missing := [column for column in ('optimizer', 'seed', 'steps', 'loss') if column not in columns]:
-        raise SystemExit(f'{path}: no column {missing[0]}; it needs a header with optimizer, seed, steps and loss')
+    columns, rows = csv_rows(path)
     settings, found = [column for column in columns if column not in MEASURED], {}
     for number, row in enumerate(rows, 2):
         where = f'{path}:{number}'
@@ -283,24 +267,46 @@ def read_csv(path):
             raise SystemExit(f'{where}: steps, loss, tokens, flops and seconds must be numbers')
         if wrong := [column for column in NUMBERS if isinstance(as_number(row.get(column) or '0'), str)]:
             raise SystemExit(f'{where}: {wrong[0]} must be a number, or empty')
-        of_run = found.setdefault(tuple(row[column] for column in settings), {})
-        if of_run.setdefault(line['iter'], line) is not line:
+        if line['iter'] > as_number(row.get('horizon') or 'inf'):
+            raise SystemExit(f'{where}: step {row["steps"]} is beyond the horizon, {row["horizon"]}')
+        first, of_run = found.setdefault(tuple(row[column] for column in settings), (where, {}))
+        if line['iter'] in of_run:
             raise SystemExit(f'{where}: the second row of a run for step {row["steps"]}; add a column for the setting '
                              'that tells the two runs apart')
-    tuned = {*settings} - {'optimizer', 'seed', 'horizon'}
+        of_run[line['iter']] = line
     unsaid = ['whether model, data and validation set are the same',
-              *(['which hyperparameters differ (a column each)'] if not tuned else []),
-              *(f'{what} ({column})' for column, what in SAID.items() if column not in columns)]
-    about, runs = dict(unsaid=f'{path} does not say {"; ".join(unsaid)}'), []
-    for values, lines in found.items():
+              *(['which hyperparameters differ (a column each)'] if not {*settings} - {'optimizer', 'seed', 'horizon'}
+                else []), *(f'{what} ({column})' for column, what in SAID.items() if column not in columns)]
+    runs = []
+    for values, (first, lines) in found.items():
         cells, lines = dict(zip(settings, values)), [lines[step] for step in sorted(lines)]
         config = {column: NOT_SAID.get(column) if cell.lower() in EMPTY else TRUTH.get(cell.lower(), as_number(cell))
                   for column, cell in cells.items()}
         config.update(optimizer_name=cells['optimizer'], max_iters=config.pop('horizon', None) or lines[-1]['iter'])
         del config['optimizer']
-        name = ','.join(f'{column}={cell}' for column, cell in cells.items()).replace('/', '_')
-        runs.append(RunRecord(path / name, {**NOT_SAID, **config}, about, lines))
+        about = dict(config={**NOT_SAID, **config}, unsaid=f'{path} does not say {"; ".join(unsaid)}')
+        runs.append(RunRecord(Path(first), about, lines))
     return runs
+
+
+def csv_rows(path):
+    """Return (columns, rows as dicts) of a CSV file, whose cells commas, semicolons or tabs part."""
+    try:
+        with path.open(encoding='utf-8-sig', newline='') as f:
+            names = f.readline()
+            delimiter = max(',;\t', key=names.count)
+            columns = [RENAMED.get(name.strip().lower(), name.strip().lower())
+                       for name in next(csv.reader([names], delimiter=delimiter), [])]
+            rows = list(csv.DictReader(f, columns, delimiter=delimiter, skipinitialspace=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SystemExit(f'{path}: not a CSV file in UTF-8 ({error})') from None
+    if missing := [column for column in ('optimizer', 'seed', 'steps', 'loss') if column not in columns]:
+        raise SystemExit(f'{path}: no column {missing[0]}; it needs a header with optimizer, seed, steps and loss')
+    if twice := [column for column, count in Counter(columns).items() if count > 1]:
+        raise SystemExit(f'{path}: two columns {twice[0]}; leave one out')
+    if not rows:
+        raise SystemExit(f'{path}: has no rows')
+    return columns, rows
 
 
 def as_number(text):
@@ -322,7 +328,7 @@ def find_runs(paths):
     found = {}
     for path in map(Path, paths):
         below = [*walk(path)]
-        runs = [read_directory(folder) for folder, names in below if 'metrics.jsonl' in names]
+        runs = [read_run(folder) for folder, names in below if 'metrics.jsonl' in names]
         runs += [run for folder, names in below if 'runs.jsonl' in names for run in read_packed(folder / 'runs.jsonl')]
         runs += read_csv(path) if path.suffix == '.csv' and path.is_file() else []
         folder = next((parent for parent in path.parents if (parent / 'runs.jsonl').is_file()), None)
@@ -330,13 +336,14 @@ def find_runs(paths):
             runs = [run for run in read_packed(folder / 'runs.jsonl')
                     if any(fnmatch(str(run.out_dir), pattern) for pattern in (f'{path}', f'{path}/*'))]
         if not runs:
-            raise SystemExit(f'{path}: no run there; give the out_dir of a run, or a directory of runs')
-        for run in sorted(runs, key=lambda run: run.out_dir):
+            raise SystemExit(f'{path}: no runs found; give the out_dir of a run, or a directory of runs')
+        for run in runs if runs[0].from_csv else sorted(runs, key=lambda run: run.out_dir):
+            run.found_in = run.found_in or str(path)
             found.setdefault(run.out_dir.resolve(), run)
     runs = list(found.values())
     if len({run.from_csv for run in runs}) > 1:
         raise SystemExit('runs of a CSV file and of train.py: their settings have different names; compare them apart')
-    return runs if runs[0].from_csv else with_defaults(runs)
+    return with_same_settings(runs)
 
 
 def walk(path):
@@ -368,9 +375,8 @@ def read_json(path):
 
 def hyperparameters(run):
     """Return a hashable key of all that a run's final loss depends on, except the seed."""
-    ignored = having('eval', 'chance', *(() if run.from_csv else HARMLESS))
     return tuple(sorted([*measured_on(run).items(), *(
-        (key, value) for key, value in run.config.items() if key not in ignored)]))
+        (key, value) for key, value in run.config.items() if run.role(key) not in ('eval', 'chance', *HARMLESS))]))
 
 
 def by_seed(runs, repeats=False):

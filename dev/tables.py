@@ -14,7 +14,8 @@ sys.path.insert(0, str(ROOT))
 
 import optimizers
 import train
-from configurator import Config, label_of
+from analysis.figures import label_of
+from configurator import Config
 
 PAGE = ROOT / 'docs/optimizers.md'
 

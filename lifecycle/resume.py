@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from configurator import HARMLESS
+from configurator import HARMLESS, with_younger
 from model import GPTConfig
 from optimizers import OLD_NAMES, placeholders
 from runtime import checkpoint, gpt, optim
@@ -54,7 +55,7 @@ def finetunes(c):
     return c.init_from not in ('scratch', 'resume')
 
 
-def find_origin(world, c, data, fingerprints):
+def find_origin(world, c, data, fingerprints, learning_rate_at):
     """Return the `Origin` of the run with the settings `c`, whose out_dir becomes its own; see `checkpoint.open_run`.
 
     In a run that resumes, init_from becomes the checkpoint's: the weights that the run was started from. A run that
@@ -63,6 +64,7 @@ def find_origin(world, c, data, fingerprints):
     Args:
         data: the training data set.
         fingerprints: of the data, by split.
+        learning_rate_at: (settings, iteration) → learning rate.
 
     SystemExit when the checkpoint's model, optimizer or data set differs.
     """
@@ -77,7 +79,7 @@ def find_origin(world, c, data, fingerprints):
             raise SystemExit(f'{c.shown("max_iters")}: {path} is at iteration {saved["iter_num"]} already; set at '
                              'least that, or choose another --out_dir')
         config = continued_config(c, path, saved, data)
-        differences, changes = compare(path, saved, c, fingerprints)
+        differences, changes = compare(path, saved, c, fingerprints, learning_rate_at)
         if files := differing_files(saved.get('code'), code):
             differences.append(f'the code is not the one that saved the checkpoint ({", ".join(files)})')
             changes.append(dict(iter=saved['iter_num'], key='code', files=files))
@@ -135,18 +137,19 @@ def adopt_model_args(c, args, data):
             c.set(key, value, 'pretrained weights')
 
 
-def compare(path, saved, c, fingerprints):
+def compare(path, saved, c, fingerprints, learning_rate_at):
     """Compare the settings `c` and the data with those of the checkpoint `saved` from `path`.
 
-    A setting that is missing there counts as its default.
+    A setting that is missing there counts as its default, or as what a run did before the setting existed.
 
     Returns (lines, changes): the settings that differ, as text; and a list for config.json and later checkpoints of all
-    that changed at this resume and earlier ones, as dicts with iter, key, from and to, without harmless changes.
+    that changed at this resume and earlier ones, as dicts with iter, key, from and to, without harmless changes. Those
+    of a horizon are harmless while all learning rates so far are the present schedule's.
     SystemExit when the optimizer or the data set differs.
     """
     if missing := [key for key in REQUIRED if key not in saved]:
         raise SystemExit(f'{path}: cannot be resumed (it has no {missing[0]})')
-    before = {**placeholders(c), **c.defaults, **saved['config']}
+    before = {**placeholders(c), **c.defaults, **with_younger(saved['config'])}
     before['optimizer_name'] = OLD_NAMES.get(before['optimizer_name'], before['optimizer_name'])
     for key in 'optimizer_name', 'optimizer_args':
         if before[key] != c.values[key]:
@@ -159,7 +162,11 @@ def compare(path, saved, c, fingerprints):
     changed = {key: (before[key], value) for key, value in c.values.items() if key in before and before[key] != value}
     lines = [f'{key} = {now!r}, was {was!r}' for key, (was, now) in changed.items()
              if key not in ('auto_resume', 'out_dir')]
-    kept = {key: both for key, both in changed.items() if key not in c.having(*HARMLESS)}
+    past = SimpleNamespace(**before)
+    kept_pace = changed.keys() & c.having('horizon') and all(
+        learning_rate_at(past, i) == learning_rate_at(c, i) for i in range(saved['iter_num']))
+    harmless = c.having(*HARMLESS, *(['horizon'] if kept_pace else []))
+    kept = {key: both for key, both in changed.items() if key not in harmless}
     kept |= {f'data {split}': (saved['data'].get(split), fingerprints[split]) for split in other}
     changes = [{'iter': saved['iter_num'], 'key': key, 'from': was, 'to': now} for key, (was, now) in kept.items()]
     return lines, saved.get('changes', []) + changes

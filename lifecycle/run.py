@@ -26,7 +26,7 @@ def open_log(run, origin, train_data):
     if writes:
         (Path(c.out_dir) / checkpoint.FAILED).unlink(missing_ok=True)
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
-        runlog.describe_run(c.out_dir, c.values, c.sources, world_size=world.size, parameters=parameters,
+        runlog.describe_run(c.out_dir, c.values, c.sources, roles=c.roles, world_size=world.size, parameters=parameters,
                             flops_per_token=flops, hessian_flops_per_token=hessian_flops_per_token(c.values, flops),
                             data=run.about['data'], changes=origin.changes, device=device_name(world.device),
                             code=origin.code)

@@ -4,8 +4,9 @@
   python scripts/curvature.py out/gpt2-small-adamw --sequences 100 --estimator hutchinson        the paper's Figure "lt"
 
 It compares the checkpoint's h and update with those of a low-noise h, the mean of the squared gradients of single
-sequences on labels drawn from the model. Without Sophia-G's h and update, or with --estimator hutchinson, it only
-describes the diagonal. The table has a row for each kind of tensor; the .csv has one for each tensor.
+sequences on labels drawn from the model, as training draws them (`loss.Losses` and the hook). Without Sophia-G's h and
+update, or with --estimator hutchinson, it only describes the diagonal. The table has a row for each kind of tensor; the
+.csv has one for each tensor.
 
   positive          share of the diagonal's entries that are above 0
   agreement         correlation of the logarithms of two low-noise h, from different halves of the sequences
@@ -15,29 +16,38 @@ describes the diagonal. The table has a row for each kind of tensor; the .csv ha
   log_corr          correlation of log h of the run and of the low-noise h; if_only_noise: if h had only its noise
   scale             sum of h of the run, which begins at 0, over that of the low-noise h
   unclipped, _low   share of unclipped coordinates with h of the run, and with the low-noise h
+
+A second table is of the whole model:
+
+  signal_over_noise of the gradient of one sequence; it grows with their number
+  level             share of its level that h, which begins at 0, has reached
+  averaged          how many equally weighted estimates would have as much noise as h
+  mean_age          of the estimates in h, in iterations
+  along_run, _low   curvature along the update with h of the run, and with the low-noise h; along sign momentum it is 1
+
+More parts help where noise_of_h is large, say above 0.3; a lower β2 where log_corr is well below if_only_noise.
 """
 
+import functools
 import math
 import re
 import sys
 from pathlib import Path
 
 import torch
-from torch.func import functional_call
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import argparser, figure, png_path, print_table, save
 from data.loader import Mixture, TrainLoader
 from hessian import GNBHook
-from loss import cross_entropy
+from loss import Losses
 from optimizers import OPTIMIZERS
 from optimizers import sophia as build_sophia
 from runtime import checkpoint
 from scripts.arguments import at_least
 from scripts.load import MODEL_HELP, load, open_bins
-from sophia import clip_, hutchinson, precondition
+from sophia import Sophia, clip_, hutchinson, precondition
 
 SEED = 1  # of sequences, labels and vectors
 
@@ -73,15 +83,16 @@ def inputs_and_targets(tokens):
 
 def draw_gradients(model, params, sequences):
     """Yield for each sequence (T + 1,) the number of its predictions that count, and the gradients of their summed loss
-    on sampled and on true labels, two vectors."""
-    for tokens in sequences:
+    on sampled labels, as the hook draws them, and of their summed training loss, two vectors."""
+    losses = Losses(model)
+    hook = GNBHook(model, Sophia(params, 0.0), seed=SEED, interval=1, batch_size=1)
+    for i, tokens in enumerate(sequences):
         X, Y = inputs_and_targets(tokens)
-        logits = model(X, Y)[0].float()
-        sampled = torch.where(Y >= 0, torch.distributions.Categorical(logits=logits).sample(), -1)
-        losses = [cross_entropy(logits, labels).sum() for labels in (sampled, Y)]
-        yield (Y >= 0).sum().item(), *(
-            flat(torch.autograd.grad(loss, params, retain_graph=loss is losses[0], materialize_grads=True))
-            for loss in losses)
+        hook.start(i)
+        _, loss, loss_hat, predictions = losses(X, Y, **hook.labels(X, Y))
+        yield predictions.item(), *(
+            flat(torch.autograd.grad(total, params, retain_graph=total is loss_hat, materialize_grads=True))
+            for total in (loss_hat, loss * predictions if predictions else loss_hat * 0))
 
 
 def trained(model):
@@ -172,38 +183,35 @@ def weights_of(iterations, interval, beta2):
 
 
 def curvature_along(model, sequences, u):
-    """Return uᵀGu / ‖u‖² for the vector `u`, G the Gauss-Newton matrix on the sequences."""
-    names, params = trained(model)
-    tangents = tuple(part.view_as(p) for part, p in zip(u.split([p.numel() for p in params]), params))
+    """Return uᵀGu / ‖u‖² for the vector u, or a list of it for the columns of u, with the Gauss-Newton matrix G: the
+    mean square of the slope along u on labels drawn from the model, which are independent. Its standard deviation is
+    about √(2 / len(sequences))."""
+    _, params = trained(model)
     total, predictions = 0, 0
-    for tokens in sequences:
-        def logits(*values, tokens=tokens):  # with targets: nanoGPT's forward returns all logits only then
-            X, Y = inputs_and_targets(tokens)
-            return functional_call(model, dict(zip(names, values)), (X, Y))[0], Y >= 0
-
-        with sdpa_kernel(SDPBackend.MATH):
-            z, moved, counts = torch.func.jvp(logits, tuple(p.detach() for p in params), tangents, has_aux=True)
-        p = z.softmax(-1)
-        total += (((p * moved ** 2).sum(-1) - (p * moved).sum(-1) ** 2) * counts).sum().item()
-        predictions += counts.sum().item()
-    return total / predictions / u.square().sum().item()
+    for count, g, _ in draw_gradients(model, params, sequences):
+        total, predictions = total + (g @ u.float()).square(), predictions + count
+    return (total / predictions / u.square().sum(0)).tolist()
 
 
-def answers(total, facts, size, max_iters):
-    """Return sentences for a run from the table's last row, `facts` about h, and the sequences in an estimate."""
-    stale = total['log_corr'] < total['if_only_noise'] - 0.1
-    along = {name: value / facts['curvature']['sign'] for name, value in facts['curvature'].items()}
-    return [
-        f'More draws: the noise of an estimate is {total["cv_1"]:.2f} of its mean, and {total[f"cv_{size}"]:.2f} with '
-        f'{size} parts. h averages about {facts["averaged"]:.0f} estimates and has {total["noise_of_h"]:.2f}: more '
-        f'parts alone would {"help" if total["noise_of_h"] > 0.3 else "hardly help"}.',
-        f'A fresher h: log h and the log of the low-noise h correlate by {total["log_corr"]:.2f}; noise alone would '
-        f'leave {total["if_only_noise"]:.2f}. h is {facts["mean_age"]:.0f} iterations old on average, '
-        f'{facts["mean_age"] / max_iters:.0%} of the run, and has reached {facts["level"]:.0%} of its level: '
-        + ('lower β2, with more parts.' if stale else 'fresh enough.'),
-        f'The update: {total["unclipped"]:.0%} is unclipped; its cosine with sign momentum is '
-        f'{facts["cosine"]["sign"]:.2f}. The curvature along it is {along["run"]:.2f} of that along sign momentum, and '
-        f'would be {along["low_noise"]:.2f} of it with the low-noise h.']
+def describe(tensor, at, halves, noises, run=None):
+    """Return the row of the table for the coordinates `at` of the tensor, or of the tensors of a kind.
+
+    noises: number of parts → function of coordinates; None with Hutchinson's estimator. run: h, the noise of h over
+    that of one estimate, and which coordinates are unclipped with h and with the low-noise h.
+    """
+    low = (halves[0] + halves[1])[at]
+    row = dict(tensor=tensor, parameters=len(low), positive=share(low > 0),
+               agreement=log_correlation(halves[0][at], halves[1][at]))
+    if noises is None:
+        return row | dict(same_sign=share((halves[0] * halves[1] > 0)[at]))
+    row |= {f'cv_{n}': noise(at) for n, noise in noises.items()}
+    if run is None:
+        return row
+    h, parts, averaged, unclipped, unclipped_low = run
+    noise = row[f'cv_{parts}'] / averaged ** 0.5  # of h
+    return row | dict(noise_of_h=noise, log_corr=log_correlation(h[at], low),
+                      if_only_noise=log_correlation_of_noise(low, noise), scale=(h[at].sum() / low.sum()).item(),
+                      unclipped=share(unclipped[at]), unclipped_low=share(unclipped_low[at]))
 
 
 def draw(low, h, title, correlation):
@@ -241,12 +249,13 @@ def main(argv=None):
     places = {name: slice(end - p.numel(), end) for name, p, end in zip(names, params, ends)}
     facts = dict(checkpoint=loaded.name, iteration=loaded.state.get('iter_num'), estimator=args.estimator,
                  sequences=args.sequences, parameters=ends[-1])
-    h = None
+    h = noises = run = None
     if args.estimator == 'gnb':
         h, m = state_of_run(loaded, names)
         gradients = Gradients(model, params, sequences)
         halves = gradients.halves
         size, parts = config.get('hessian_batch_size') or 16, config.get('hessian_parts') or 1
+        noises = {n: functools.partial(gradients.cv, size, n) for n in sorted({1, parts, size})}
         facts |= dict(signal_over_noise=gradients.signal / gradients.noise, empirical_fisher_over_gnb={
             b: (gradients.noise + b * gradients.signal) / gradients.sampled for b in (1, size, 480)})
     else:
@@ -254,40 +263,25 @@ def main(argv=None):
     low = halves[0] + halves[1]
     if h is not None:
         (update, unclipped), (update_low, unclipped_low) = update_of(m, h, config), update_of(m, low, config)
-        updates = dict(sign=m.sign(), run=update, low_noise=update_low)
         facts |= weights_of(loaded.state['iter_num'], config['hessian_interval'], config['beta2'])
-        facts |= dict(
-            curvature={name: curvature_along(model, sequences[:32], u) for name, u in updates.items()},
-            cosine={name: F.cosine_similarity(update, u, dim=0).item() for name, u in updates.items()})
-
-    def describe(tensor, at):
-        row = dict(tensor=tensor, parameters=len(low[at]), positive=share(low[at] > 0),
-                   agreement=log_correlation(halves[0][at], halves[1][at]))
-        if args.estimator == 'hutchinson':
-            return row | dict(same_sign=share((halves[0] * halves[1] > 0)[at]))
-        row |= {f'cv_{n}': gradients.cv(size, n, at) for n in sorted({1, parts, size})}
-        if h is None:
-            return row
-        noise = gradients.cv(size, parts, at) / facts['averaged'] ** 0.5  # of h
-        return row | dict(noise_of_h=noise, log_corr=log_correlation(h[at], low[at]),
-                          if_only_noise=log_correlation_of_noise(low[at], noise),
-                          scale=(h[at].sum() / low[at].sum()).item(),
-                          unclipped=share(unclipped[at]), unclipped_low=share(unclipped_low[at]))
+        along = curvature_along(model, sequences, torch.stack([m.sign(), update, update_low], 1))
+        facts |= dict(curvature=dict(zip(('sign', 'run', 'low_noise'), along)),
+                      along_run=along[1] / along[0], along_low=along[2] / along[0])
+        run = h, parts, facts['averaged'], unclipped, unclipped_low
 
     index, kinds = torch.arange(ends[-1], device=low.device), {}
     for name in names:
         kinds.setdefault(re.sub(r'\.\d+\.', '.*.', name).removesuffix('.weight'), []).append(index[places[name]])
-    table = [describe(kind, torch.cat(found)) for kind, found in kinds.items()] + [describe('all', slice(None))]
+    kinds = {kind: torch.cat(found) for kind, found in kinds.items()} | {'all': slice(None)}
+    table = [describe(kind, at, halves, noises, run) for kind, at in kinds.items()]
     print_table(table)
+    whole = 'signal_over_noise', 'level', 'averaged', 'mean_age', 'along_run', 'along_low'
     if args.estimator == 'gnb':
-        print(f'A larger batch: signal over noise of the gradient is {facts["signal_over_noise"]:.2g} for one sequence '
-              f'and grows with their number; it is 1 at {1 / facts["signal_over_noise"]:.1f} sequences.')
-    if h is not None:
-        print('\n'.join(answers(table[-1], facts, size, config['max_iters'])))
+        print_table([{key: facts[key] for key in whole if key in facts}])
     fig = draw(low.cpu(), h if h is None else h.cpu(), f'{loaded.name}, {args.estimator}, {args.sequences} sequences',
                table[-1].get('log_corr'))
     output = args.output or png_path((loaded.path.parent if loaded.state else Path('out')) / 'curvature.png')
-    save(output, fig, [describe(name, at) for name, at in places.items()], **facts, table=table)
+    save(output, fig, [describe(name, at, halves, noises, run) for name, at in places.items()], **facts, table=table)
 
 
 if __name__ == '__main__':

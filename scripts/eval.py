@@ -2,7 +2,6 @@
 
   python scripts/eval.py out/gpt2-small-sophiag                          on its data set
   python scripts/eval.py gpt2 --dataset=openwebtext
-  python scripts/eval.py out/gpt2-small-sophiag --bands=5                of frequent and of rare tokens, too
 
 The tokens are cut into sequences of block_size, as in train.py, without an incomplete one at the end. Prints a line of
 JSON, for a mixture of data sets a line for each part.
@@ -19,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.loader import Bin, ValidationLoader
+from data.loader import ValidationLoader
 from data.tokenizer import GPT2, Byte, Char
 from loss import cross_entropy
 from runtime.device import autocast, set_matmul_precision
@@ -45,33 +44,19 @@ def bytes_per_id(tokenizer):
     return torch.tensor(sizes)
 
 
-def frequency_bands(data, n):
-    """Return the band of each id, (vocab_size,) int64: 0 for the most frequent, n − 1 for the rarest. Each band has
-    about 1/n of the tokens of `data`, a Bin; of a long one, of its `samples`."""
-    counts = np.bincount(data.samples().ravel(), minlength=data.vocab_size)
-    order = np.argsort(-counts, kind='stable')
-    middles = np.cumsum(counts[order]) - counts[order] / 2
-    bands = np.empty(len(counts), dtype=np.int64)
-    bands[order] = np.minimum(middles * n / counts.sum(), n - 1)
-    return torch.from_numpy(bands)
-
-
 @torch.no_grad()
-def measure(loaded, data, args, bands=0):
-    """Return the results of `loaded` on `data`, a Bin, as a dict; `bands`: see --bands."""
+def measure(loaded, data, args):
+    """Return the results of `loaded` on `data`, a Bin, as a dict."""
     block_size, precision = loaded.model.config.block_size, autocast(args.device, dtype_name(args))
     batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, 0, 1, args.device)
-    band_of = frequency_bands(Bin(data.path.parent, 'train'), bands) if bands else None  # here, lest it fail at the end
-    sums, counts = (torch.zeros(data.vocab_size, dtype=dtype) for dtype in (torch.float64, torch.int64))  # of each id
-    for X, Y in tqdm(batches, unit='batch', disable=not sys.stderr.isatty()):
+    total, counts = 0.0, torch.zeros(data.vocab_size, dtype=torch.int64)  # of each id
+    for X, Y in tqdm(batches, unit='batch', disable=None):  # on a terminal only
         with precision:
             # A copy, because GPT.forward may mask targets in place: the loss is over all of them, as val/loss is.
-            losses = cross_entropy(loaded.model(X, Y.clone())[0], Y)
-        ids, losses = Y[Y >= 0].cpu(), losses[Y >= 0].cpu()
-        sums.index_add_(0, ids, losses.double())
-        counts += ids.bincount(minlength=len(counts))
+            total += cross_entropy(loaded.model(X, Y.clone())[0], Y).double().sum().item()
+        counts += Y[Y >= 0].cpu().bincount(minlength=len(counts))
     tokens = counts.sum().item()
-    loss = sums.sum().item() / tokens
+    loss = total / tokens
     result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
                   block_size=block_size, tokens=tokens, loss=loss, perplexity=float(np.exp(loss)))
     sizes = bytes_per_id(loaded.tokenizer)
@@ -84,10 +69,6 @@ def measure(loaded, data, args, bands=0):
     else:
         print(f'note: {data.path}: no bits_per_byte, because its meta.json does not have the bytes of the text; '
               'prepare the data again', file=sys.stderr)
-    if bands:
-        parts = [(band_of == band, counts[band_of == band].sum().item()) for band in range(bands)]
-        result['bands'] = [dict(ids=ids.sum().item(), tokens=n, loss=sums[ids].sum().item() / n if n else None)
-                           for ids, n in parts]
     return result
 
 
@@ -97,14 +78,12 @@ def main(argv=None):
     parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's)")
     parser.add_argument('--eval_iters', type=at_least(0), default=0, help='micro-batches, as in train.py; 0: all')
     parser.add_argument('--batch_size', type=at_least(1), default=8, help='sequences per forward pass (default: 8)')
-    parser.add_argument('--bands', type=at_least(0), default=0, metavar='N',
-                        help='the loss of N bands of ids, from frequent to rare in train.bin, each 1/N of its tokens')
     add_model_flags(parser)
     args = parser.parse_args(argv)
     loaded = load(args.checkpoint, args.device, args.tokenizer)
     set_matmul_precision(dtype_name(args))
     for data in open_bins(loaded, args.dataset, 'val'):
-        print(json.dumps(measure(loaded, data, args, args.bands)))
+        print(json.dumps(measure(loaded, data, args)))
 
 
 if __name__ == '__main__':

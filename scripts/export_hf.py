@@ -10,7 +10,6 @@ has computed the same logits from it: an edited model whose weights happen to ha
 import argparse
 import base64
 import json
-import math
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +17,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.runs import read_metrics
+from analysis.runs import ROLES
+from configurator import HARMLESS
 from data.loader import parts_of
 from data.tokenizer import END_OF_TEXT, GPT2, Byte, FileTokenizer
 from runtime.files import first_line
@@ -26,9 +26,6 @@ from runtime.gpt import ACTIVATIONS, TRANSPOSED, num_params
 from scripts.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 
 TOLERANCE = 1e-4  # on logits, in float32
-CARD_SETTINGS = ('optimizer_name', 'learning_rate', 'min_lr', 'schedule', 'warmup_iters', 'max_iters', 'beta1', 'beta2',
-                 'eps', 'gamma', 'hessian_interval', 'hessian_batch_size', 'weight_decay', 'grad_clip', 'dropout',
-                 'total_batch_size', 'dtype', 'init_from', 'seed')
 
 
 def to_hf(model, eot_id):
@@ -97,31 +94,35 @@ def write_tokenizer(tokenizer, folder, block_size):
 
 def model_card(loaded, name):
     """Return the text of README.md."""
-    state, shape = loaded.state, loaded.model.config
-    config, done = state.get('config', {}), state.get('iter_num')
-    facts = {'parameters': f'{num_params(loaded.model):,}', 'context': f'{shape.block_size} tokens',
-             'layers, heads, width': f'{shape.n_layer}, {shape.n_head}, {shape.n_embd}',
-             'tokenizer': loaded.tokenizer.name}
+    from huggingface_hub import ModelCard, ModelCardData
+    state = loaded.state
+    facts = {'parameters': f'{num_params(loaded.model):,}', 'tokenizer': loaded.tokenizer.name}
     if 'train_state' in state:  # not of another program
-        facts['training data'] = ', '.join(Path(part).name for part in parts_of(config['dataset']))
+        facts['training data'] = ', '.join(Path(part).name for part in parts_of(state['config']['dataset']))
         facts['training tokens'] = f'{state["train_state"]["tokens"]:,}'
-    metrics = loaded.path.with_name('metrics.jsonl')
-    lines = read_metrics(metrics) if metrics.is_file() else []
-    losses = {line['iter']: line['val/loss'] for line in lines if 'val/loss' in line}
-    if done in losses:
-        facts['validation loss'] = f'{losses[done]:.4f} nats per token after {done:,} iterations'
-    if math.isfinite(lowest := float(state.get('best_val_loss', math.inf))):
-        facts['lowest validation loss of the run'] = f'{lowest:.4f}'
-    facts |= {f'`{key}`': config[key] for key in CARD_SETTINGS if config.get(key)}
-    load = [f"model = AutoModelForCausalLM.from_pretrained('{name}')"]
-    if isinstance(loaded.tokenizer, (FileTokenizer, GPT2, Byte)):
-        load.append(f"tokenizer = AutoTokenizer.from_pretrained('{name}')")
-    return '\n'.join([
-        '---', 'license: unknown  # fill in: what the training data and you allow', 'library_name: transformers',
-        'pipeline_tag: text-generation', '---', '', f'# {name}', '',
-        'A GPT-2, exported from a checkpoint of a training run.', '', '| | |', '|---|---|',
-        *(f'| {key} | {value} |' for key, value in facts.items()), '', '## Loading', '', '```python',
-        'from transformers import AutoModelForCausalLM, AutoTokenizer', *load, '```', ''])
+        facts['lowest validation loss of the run'] = f'{state["best_val_loss"]:.4f} nats per token'
+    facts |= {f'`{key}`': value for key, value in state.get('config', {}).items()
+              if value and ROLES.get(key) not in HARMLESS}
+    rows = ''.join(f'| {key} | {value} |\n' for key, value in facts.items())
+    data = ModelCardData(license='unknown', library_name='transformers', pipeline_tag='text-generation')
+    return str(ModelCard(f"""---
+{data.to_yaml()}
+---
+
+# {name}
+
+A GPT-2, exported from a checkpoint of a training run. Its licence is to be filled in above: what the training data and
+you allow.
+
+| | |
+|---|---|
+{rows}
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained('{name}')
+tokenizer = AutoTokenizer.from_pretrained('{name}')  # where it could be exported
+```
+"""))
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
   python scripts/speedup.py out/sweep                                       every other optimizer against AdamW
   python scripts/speedup.py out/sweep --baseline adamw --candidate sophiag --k 2
   python scripts/speedup.py losses.csv --baseline AdamW                     of runs that any program has made
+  python scripts/speedup.py out/sweep --by dropout                          values of a setting, not optimizers
+  python scripts/speedup.py out/main out/fork --by out_dir                  directories: two models, or two versions
 
 At the best hyperparameters tried, averaged over seeds, it compares final losses at the same horizon T and at equal
 trials, tests the paper's criterion, Eval(O1, T) ≥ Eval(O2, T/k) at every T, and finds the horizon at which the baseline
@@ -15,20 +17,34 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis import compare
-from analysis.figures import argparser, figure, legend, optimizer_label, parse, print_table, save, set_title, styles
-from analysis.runs import by_seed, find_runs, mean_final_loss, notes_on
-from analysis.significance import holm
+from analysis.figures import (
+    argparser,
+    figure,
+    label_of,
+    legend,
+    optimizer_label,
+    parse,
+    print_table,
+    save,
+    set_title,
+    styles,
+)
+from analysis.runs import as_number, by_seed, find_runs, mean_final_loss, notes_on
+from analysis.significance import holm, pooled_sd
 from scripts.arguments import at_least
 
 # The columns printed of the table at the same T; the .json has all.
-SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, Holm', 'test', 'seeds',
-          'seeds of baseline', 'at equal trials', 'baseline at equal trials']
+SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, Holm', 'seeds', 'seeds of baseline',
+          'at equal trials', 'baseline at equal trials']
 PANELS = ['loss', 'difference']
 
 
 def main(argv=None):
     parser = argparser(__doc__, 'speedup.png', '.csv and .json', of_runs=True)
-    parser.add_argument('--baseline', default='adamw', metavar='NAME', help='O1 (default: adamw)')
+    parser.add_argument('--by', default='optimizer_name', metavar='KEY',
+                        help='what is compared: a setting, or out_dir, the paths given (default: optimizer_name)')
+    parser.add_argument('--baseline', metavar='NAME',
+                        help='O1 (default: adamw; with --by the lowest value, or the first path)')
     parser.add_argument('--candidate', nargs='+', metavar='NAME', help='O2, one or several (default: all others)')
     parser.add_argument('--k', type=at_least(1, Fraction), default=Fraction(2),
                         help='the factor claimed, such as 2, 1.1 or 4/3 (default: 2)')
@@ -36,32 +52,31 @@ def main(argv=None):
     parser.add_argument('--panels', nargs='+', choices=PANELS, default=PANELS, help='default: all')
     args = parse(parser, argv)
     runs = find_runs(args.out_dirs)
-    baseline = next((run.optimizer_name for run in runs  # a CSV file may have AdamW
-                     if run.optimizer_name.lower() == args.baseline.lower()), args.baseline)
-    # The noise is of all optimizers, compared or not.
-    noise = compare.noise_of(by_seed([run for run in runs if not run.rejected]))
-    candidates = args.candidate or sorted({run.optimizer_name for run in runs} - {baseline})
-    if unknown := sorted({*candidates} - {run.optimizer_name for run in runs}):
-        raise SystemExit(f'nothing to compare: no run of --candidate {" ".join(unknown)}')
-    runs = [run for run in runs if run.optimizer_name in (baseline, *candidates)]
-    kept = [run for run in runs if not run.rejected]
-    compare.check_comparable([run for run in runs if run.is_trial], args.tuned)
-    counted = {run.out_dir for group in by_seed(kept) for run in group}
+    sides = group_by_side(runs, args)
+    baseline, *candidates = sides
+    labels = {side: label_of_side(side, args.by) for side in sides}
+    compared = [run for mine in sides.values() for run in mine]
+    compare.check_comparable([run for run in compared if run.is_trial], args.tuned, args.by)
+    kept = [run for run in compared if not run.rejected]
+    groups = [group for mine in sides.values() for group in by_seed([run for run in mine if not run.rejected])]
+    counted = [run for group in groups for run in group]
     rejected = {str(run.out_dir): run.rejected or 'another run has the same settings and seed'
-                for run in runs if run.out_dir not in counted}
+                for run in compared if run not in counted}
     for name, reason in rejected.items():
         print(f'rejected {name}: {reason}')
-    tuned = {name: compare.tuned_at_each_T(runs, name) for name in (baseline, *candidates)}
-    verdicts = [judge(name, baseline, tuned[name], tuned[baseline], args.k, noise) for name in candidates]
+    tuned = {side: compare.tuned_at_each_T(labels[side], mine) for side, mine in sides.items()}
+    verdicts = [judge(side, labels, tuned[side], tuned[baseline], baseline, args.k) for side in candidates]
     if not any(verdict['criterion'] or verdict['same_T'] for verdict in verdicts):
-        found = '; '.join(f'{name} at T = {sorted(sides) or "none"}' for name, sides in tuned.items())
-        raise SystemExit(f'nothing to compare: finished runs of {found}; scripts/paper/final_losses.py compares '
-                         'settings of one optimizer')
+        found = '; '.join(f'{side} at T = {sorted(mine) or "none"}' for side, mine in tuned.items())
+        raise SystemExit(f'nothing to compare: finished runs of {found}; name other sides with --by, --baseline and '
+                         '--candidate')
 
-    results = [side.row() for sides in tuned.values() for side in sides.values()]
+    column = 'optimizer' if args.by == 'optimizer_name' else args.by
+    results = [one.row(column) for mine in tuned.values() for one in mine.values()]
     print_table(results, [key for key in results[0] if key != 'run'])
-    if noise()[0]:
-        print('noise of one run over seeds, all T: σ = {:.4f} from {} degrees of freedom'.format(*noise()))
+    sd, df = pooled_sd([[run.final_loss for run in group] for group in groups])
+    if sd:
+        print(f'noise of one run over seeds, all T and settings: σ = {sd:.4f} from {df} degrees of freedom')
     for verdict in verdicts:
         print()
         for key in ('same_T', 'criterion', 'efficiency'):
@@ -69,18 +84,44 @@ def main(argv=None):
                 print_table(verdict[key], SAME_T if key == 'same_T' else None)
                 print()
         print('\n'.join(verdict['text']))
-    notes = notes_on(kept) + [note for sides in tuned.values() for side in sides.values()
-                              for note in compare.weaknesses(side)]
+    notes = notes_on(kept) + [note for mine in tuned.values() for one in mine.values()
+                              for note in compare.weaknesses(one)]
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
-    fig = draw(tuned, baseline, verdicts, args.panels)
+    fig = draw(tuned, labels, verdicts, args.panels)
     set_title(fig, args.title)
-    save(args.output, fig, results, baseline=baseline, k=float(args.k), noise=dict(zip(('sd', 'df'), noise())),
-         verdicts=verdicts, notes=notes, rejected=rejected)
+    save(args.output, fig, results, baseline=baseline, k=float(args.k), noise=dict(sd=sd, df=df), verdicts=verdicts,
+         notes=notes, rejected=rejected)
 
 
-def judge(name, baseline_name, candidate, baseline, k, noise):
+def group_by_side(runs, args):
+    """Return {side: runs} for --baseline, which comes first, and --candidate. SystemExit when one has no runs."""
+    if args.by != 'out_dir' and (without := [run for run in runs if args.by not in run.config]):
+        raise SystemExit(f'--by {args.by}: {without[0].out_dir} has no such setting; name one of config.json, or '
+                         'out_dir')
+    ordered = runs if args.by == 'out_dir' else sorted(runs, key=lambda run: (
+        isinstance(run.config[args.by], str), run.config[args.by] or 0))
+    sides = {}
+    for run in ordered:
+        sides.setdefault(compare.side_of(run, args.by), []).append(run)
+
+    def named(text):  # a CSV file may have AdamW, and 0.001 may be given as 1e-3
+        return next((side for side in sides if side.lower() == text.lower() or as_number(side) == as_number(text)),
+                    text)
+    baseline = named(args.baseline or ('adamw' if args.by == 'optimizer_name' else next(iter(sides))))
+    candidates = [named(text) for text in args.candidate or sides if named(text) != baseline]
+    if unknown := [side for side in (baseline, *candidates) if side not in sides]:
+        raise SystemExit(f'nothing to compare: no run of {" ".join(unknown)}; there are {", ".join(sides)}')
+    return {side: sides[side] for side in (baseline, *candidates)}
+
+
+def label_of_side(side, by):
+    """Return the name of a side in tables and pictures."""
+    return optimizer_label(side) if by == 'optimizer_name' else side if by == 'out_dir' else f'{label_of(by)} {side}'
+
+
+def judge(side, labels, candidate, baseline, baseline_side, k):
     """Return the verdict on a candidate: rows of three tables, lines of text, and whether the criterion holds."""
-    same = [compare.same_horizon(candidate[T], baseline[T], noise) for T in sorted(candidate.keys() & baseline.keys())]
+    same = [compare.same_horizon(candidate[T], baseline[T]) for T in sorted(candidate.keys() & baseline.keys())]
     tested = [row for row in same if row['p'] is not None]
     for row, p in zip(tested, holm([row['p'] for row in tested])):
         row['p, Holm'] = p
@@ -89,45 +130,53 @@ def judge(name, baseline_name, candidate, baseline, k, noise):
                   'holds': baseline[T].mean >= candidate[T / k].mean} for T in sorted(baseline) if T / k in candidate]
     efficiency = [row for T in sorted(candidate) if (row := compare.efficiency_at(candidate[T], baseline))]
     holds = all(row['holds'] for row in criterion) if criterion else None
-    text, one, two = [], optimizer_label(baseline_name), optimizer_label(name)
+    text, one, two = [], labels[baseline_side], labels[side]
     if criterion:
         text.append(f'{two} is {"" if holds else "not "}{k} times faster than {one} by the criterion (it holds at '
                     f'{sum(row["holds"] for row in criterion)} of {len(criterion)} T)')
-    for row in same:
-        difference, p, significance = f'{abs(row["difference"]):.4f}', row['p'], 'the noise is not known'
-        if p is not None:
-            difference += f' ± {row["plus_or_minus"]:.4f}'
-            significance = 'within the noise' if p > 0.05 else f'p = {p:.2g}, {row["test"]}'
-            if len(tested) > 1 and p <= 0.05:
-                significance += f'; {row["p, Holm"]:.2g} after Holm\'s correction for {len(tested)} horizons'
-        text.append(f'T = {row["T"]}: {two} ends {difference} {"above" if row["difference"] > 0 else "below"} {one} '
-                    f'({significance}; trials: {two} {row["trials"]}, {one} {row["trials of baseline"]})')
+    text += [sentence(row, one, two, len(tested)) for row in same]
     text += [f'T = {row["T"]}: {one} reaches that loss at {row["baseline steps"]:.0f} steps: {two} is '
              f'{row["ratio steps"]:.2f} times as efficient in steps'
              + (f', {row["ratio FLOPs"]:.2f} in FLOPs' if row['ratio FLOPs'] else '') for row in efficiency]
-    return dict(candidate=name, holds=holds, text=text, same_T=same, criterion=criterion, efficiency=efficiency)
+    return dict(candidate=side, holds=holds, text=text, same_T=same, criterion=criterion, efficiency=efficiency)
 
 
-def draw(tuned, baseline, verdicts, panels):
+def sentence(row, one, two, tests):
+    """Return the sentence on a row of the table at the same T: baseline `one`, candidate `two`, and of how many tests
+    its own is one."""
+    apart, p, significance = f'{abs(row["difference"]):.4f}', row['p'], 'no test: it takes two seeds a side that differ'
+    where = 'above' if row['difference'] > 0 else 'below'
+    if float(apart) == 0:
+        apart, where = 'level', 'with'
+    if p is not None:
+        apart += f' ± {row["plus_or_minus"]:.4f}'
+        significance = 'within the noise' if p > 0.05 else f'p = {p:.2g}'
+        if tests > 1 and p <= 0.05:
+            significance += f'; {row["p, Holm"]:.2g} after Holm\'s correction for {tests} horizons'
+    return (f'T = {row["T"]}: {two} ends {apart} {where} {one} ({significance}; trials: {two} {row["trials"]}, '
+            f'{one} {row["trials of baseline"]})')
+
+
+def draw(tuned, labels, verdicts, panels):
     """Return the figure of PANELS, side by side, against T: final losses with their standard deviation over seeds;
     differences to the baseline at the same T with their 95 % interval."""
     fig, axes = figure(len(panels), width=4.6, height=3.8)
-    looks = {name: dict(style, fmt='o-', capsize=3, markersize=4, label=optimizer_label(name))
-             for name, style in zip(tuned, styles(tuned))}
-    Ts = sorted({T for sides in tuned.values() for T in sides})
+    looks = {side: dict(style, fmt='o-', capsize=3, markersize=4, label=labels[side])
+             for side, style in zip(tuned, styles(tuned))}
+    baseline = next(iter(tuned))
+    Ts = sorted({T for mine in tuned.values() for T in mine})
     for ax, panel in zip(axes, panels):
         if panel == 'loss':
-            for name, sides in tuned.items():
-                ax.errorbar(list(sides), [side.mean for side in sides.values()],
-                            [mean_final_loss(side.best)[1] or 0 for side in sides.values()], **looks[name])
+            for side, mine in tuned.items():
+                ax.errorbar(list(mine), [one.mean for one in mine.values()],
+                            [mean_final_loss(one.best)[1] or 0 for one in mine.values()], **looks[side])
             ax.set(ylabel='final validation loss', title='Final loss at the best settings tried')
         else:
-            one = optimizer_label(baseline)
-            ax.axhline(0, color=looks[baseline]['color'], label=one)
-            for rows, name in [(verdict['same_T'], verdict['candidate']) for verdict in verdicts]:
+            ax.axhline(0, color=looks[baseline]['color'], label=labels[baseline])
+            for rows, side in [(verdict['same_T'], verdict['candidate']) for verdict in verdicts]:
                 ax.errorbar([row['T'] for row in rows], [row['difference'] for row in rows],
-                            [row['plus_or_minus'] or 0 for row in rows], **looks[name])
-            ax.set(ylabel=f"final loss minus {one}'s, 95 % interval", title='Difference at the same T')
+                            [row['plus_or_minus'] or 0 for row in rows], **looks[side])
+            ax.set(ylabel=f"final loss minus {labels[baseline]}'s, 95 % interval", title='Difference at the same T')
         ax.set(xscale='log', xlabel='steps T of the whole schedule')
         ax.set_xticks(Ts, [f'{T:,}' for T in Ts])
         ax.minorticks_off()

@@ -19,8 +19,10 @@ import torch
 
 import train
 from analysis.figures import print_table
-from analysis.runs import defaults, mean_final_loss, notes_on, read_run, validation_sequences
+from analysis.runs import mean_final_loss, notes_on, read_run, validation_sequences
+from configurator import with_younger
 from model import GPTConfig
+from optimizers import placeholders
 from runtime.files import code_hashes, differing_files
 from runtime.signals import undo_at_end
 from scripts.arguments import at_least
@@ -74,8 +76,9 @@ class Trial:
         unchecked = c.having('run', 'eval') | {'dtype'} - c.given  # whose default is this machine's
         if train.finetunes(c):  # these follow the pretrained weights
             unchecked |= asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
+        before = {**placeholders(c), **c.defaults, **with_younger(run.about['config'])}
         there, asked = ({**values, 'eval_iters × batch_size': validation_sequences(values)}
-                        for values in ({**defaults(), **run.config}, c.values))
+                        for values in (before, c.values))
         for key, value in asked.items():
             if key not in unchecked and value != there.get(key, value):
                 raise SystemExit(f'{self.out_dir}: holds a run with {key} = {there[key]!r}, asked for is '
@@ -111,7 +114,7 @@ def trials_of(spec, out_dir):
                                  'share behind --, or in a config file')
             trial = Trial(Path(out_dir) / name, settings, argv)
             if trials.setdefault(name, trial).argv != argv:
-                raise SystemExit(f'{trial.out_dir}: two runs of this sweep would be in this directory, '
+                raise SystemExit(f'{trial.out_dir}: two runs of this sweep would share this directory, '
                                  f'{" ".join(trials[name].argv)} and {" ".join(argv)}; make two sweeps')
     return list(trials.values())
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
-from analysis.runs import RunRecord
+from analysis.runs import RunRecord, as_number
 from runtime.files import write_json
 from scripts.arguments import at_least
 from scripts.trials import canonical, show, split_values, sweep_argparser, train_all, trials_of
@@ -22,7 +22,7 @@ from scripts.trials import canonical, show, split_values, sweep_argparser, train
 def tune(args, values):
     """Search `values`, setting → list; return (content of tuning.json, trials). SystemExit if a run has no result."""
     start = train.resolve(args.base).values
-    if problem := RunRecord(args.out_dir, start, {}, []).off_schedule:
+    if problem := RunRecord(args.out_dir, dict(config=start), []).off_schedule:
         raise SystemExit(f'runs could not be compared: {problem}; leave out --lr_decay_iters')
     for key, grid in values.items():
         if key not in start:
@@ -63,6 +63,13 @@ def tune(args, values):
     return record, list(trials.values())
 
 
+def edges(record):
+    """List the settings whose best value is the lowest or the highest of several numbers that were tried."""
+    tried = {key: {as_number(trial[key]) for trial in record['trials']} for key in record['best']}
+    return [key for key, values in tried.items() if len(values) > 1 and not any(isinstance(v, str) for v in values)
+            and as_number(record['best'][key]) in (min(values), max(values))]
+
+
 def main(argv=None):
     parser = sweep_argparser(__doc__)
     parser.add_argument('--values', required=True, nargs='+', metavar='KEY=V1,V2', help='settings and their values')
@@ -71,6 +78,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     record, trials = tune(args, split_values('--values', args.values))
     show(trials)
+    for key in edges(record):
+        print(f'note: the best {key}, {record["best"][key]}, is at the edge of its --values; give more there')
     print(f'best of {len(trials)} settings tried: ' +
           ' '.join(f'--{key}={value}' for key, value in record['best'].items()) +
           f', val loss {record["val/loss"]:.4f} ({args.out_dir / "tuning.json"})')

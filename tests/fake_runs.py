@@ -27,8 +27,8 @@ def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes
         metrics: further keys of every training line, a value or a function of the iteration.
     """
     out_dir = Path(out_dir)
-    config = train.resolve([*SHAPE, *argv, f'--out_dir={out_dir}']).values
-    T = config['max_iters']
+    c = train.resolve([*SHAPE, *argv, f'--out_dir={out_dir}'])
+    config, T = c.values, c.max_iters
     end = T if end is None else end
     lines = []
     for i in range(0, end + 1, max(1, T // 10)):
@@ -40,7 +40,8 @@ def fake_run(out_dir, val_loss, argv=(), end=None, data='a fingerprint', changes
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
     more = dict(data=data, changes=changes, machine=machine, code=code)
-    about = dict(config=config, parameters=PARAMETERS, **{key: value for key, value in more.items() if value})
+    about = dict(config=config, roles=c.roles, provenance=c.sources, parameters=PARAMETERS)
+    about.update({key: value for key, value in more.items() if value})
     (out_dir / 'config.json').write_text(json.dumps(about))
     return out_dir
 
@@ -50,6 +51,13 @@ def make(directory, optimizer, T, loss, lr=1e-3, seed=1, **options):
     argv = [f'--optimizer_name={optimizer}', f'--max_iters={T}', f'--learning_rate={lr}', f'--seed={seed}',
             *options.pop('argv', [])]
     return fake_run(directory / f'{optimizer}-{T}-{lr}-{seed}-{len(list(directory.glob("*")))}', loss, argv, **options)
+
+
+def edit(run, change):
+    """Lets `change` edit the contents of a run's config.json, a dict."""
+    about = json.loads((run / 'config.json').read_text())
+    change(about)
+    (run / 'config.json').write_text(json.dumps(about))
 
 
 def rows_of(path):

@@ -25,7 +25,8 @@ from conftest import HANG, write_bins
 from faults import fork
 
 import optimizers
-from configurator import HARMLESS, having
+import train
+from configurator import HARMLESS, Config
 from runtime import checkpoint, sharded
 from runtime.optimizer_state import first_difference
 from runtime.signals import NOT_FINITE, STOPPED
@@ -148,7 +149,8 @@ def contents(out_dir):
                 optimizer = state['optimizer']
                 state['optimizer'] = sharded.read_optimizer(path, optimizer, dict.fromkeys(optimizer['state']))
             del state['train_state']['seconds'], state['code']  # which may be edited meanwhile
-            state['config'] = {k: v for k, v in state['config'].items() if k not in having(*HARMLESS)}
+            state['config'] = {k: v for k, v in state['config'].items()
+                               if k not in Config(train.DEFAULTS).having(*HARMLESS)}
             for group in state['optimizer']['param_groups']:
                 group.pop('differentiable', None)  # PyTorch adds it at resume
             found[name] = state

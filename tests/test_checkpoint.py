@@ -275,7 +275,7 @@ def test_a_setting_that_the_checkpoint_lacks_had_its_default():
     del before['grad_clip']
     state = dict(train_state={}, optimizer={}, scaler={}, data={}, config=before, iter_num=4)
     for flags, changes in ([], []), (['--grad_clip=2'], [{'iter': 4, 'key': 'grad_clip', 'from': 1.0, 'to': 2.0}]):
-        assert resume.compare('x', state, train.resolve(flags), {})[1] == changes
+        assert resume.compare('x', state, train.resolve(flags), {}, train.learning_rate_at)[1] == changes
 
 
 def test_what_no_checkpoint_can_hold_is_rejected_before_anything_is_written(tmp_path):
@@ -466,17 +466,44 @@ def test_changes_are_recorded_with_their_iteration(tmp_path):
     state = dict(config=before, data=data, iter_num=3, changes=[dict(iter=1)], train_state={}, optimizer={}, scaler={})
     flags = ['--dataset=moved', '--grad_clip=0.2', '--log_interval=3']
     c = train.resolve(flags)
-    lines, changes = resume.compare(path, state, c, data)
+    rate = train.learning_rate_at
+    lines, changes = resume.compare(path, state, c, data, rate)
     first = {'iter': 3, 'key': 'grad_clip', 'from': 0.1, 'to': 0.2}
     assert lines == ['log_interval = 3, was 10', "dataset = 'moved', was 'here'", 'grad_clip = 0.2, was 0.1']
     assert changes == [{'iter': 1}, first]
     later = dict(state, config=c.values, iter_num=7, changes=changes)
-    assert resume.compare(path, later, c, data) == ([], changes)
-    assert 'was not trained on' in rejection(resume.compare, path, later, c, dict(data, val=[3]))
-    _, changes = resume.compare(path, later, train.resolve([*flags, '--ignore_data_change=True']), dict(data, val=[3]))
+    assert resume.compare(path, later, c, data, rate) == ([], changes)
+    assert 'was not trained on' in rejection(resume.compare, path, later, c, dict(data, val=[3]), rate)
+    asked = train.resolve([*flags, '--ignore_data_change=True'])
+    _, changes = resume.compare(path, later, asked, dict(data, val=[3]), rate)
     assert changes[1:] == [first, {'iter': 7, 'key': 'data val', 'from': [2], 'to': [3]}]
     del state['scaler']
-    assert 'cannot be resumed (it has no scaler)' in rejection(resume.compare, path, state, c, data)
+    assert 'cannot be resumed (it has no scaler)' in rejection(resume.compare, path, state, c, data, rate)
+
+
+WSD = ['--schedule=wsd', '--cooldown_iters=30']
+
+
+@pytest.mark.parametrize(('flags', 'before', 'iteration', 'recorded'), [
+    ([], [], 20, False), ([], [], 31, True),  # the cosine has begun
+    (WSD, [], 70, False), (WSD, [], 81, True),
+    (WSD, ['--max_iters=60'], 40, True),  # under the former settings the decay had begun
+    ([], ['--max_iters=1000', '--schedule=wsd'], 20, False),  # a run that is branched off to decay
+    (['--schedule=constant'], [], 90, False), ([], ['--learning_rate=1'], 10, True)])
+def test_a_change_of_the_horizon_is_recorded_once_the_decay_has_begun(tmp_path, flags, before, iteration, recorded):
+    data, common = dict(train=[1], val=[2]), ['--warmup_iters=20']
+    saved = train.resolve([*common, *flags, '--max_iters=1000', *before]).values
+    state = dict(config=saved, data=data, iter_num=iteration, train_state={}, optimizer={}, scaler={})
+    c = train.resolve([*common, *flags, '--max_iters=100'])
+    _, changes = resume.compare(tmp_path, state, c, data, train.learning_rate_at)
+    assert ('max_iters' in {change['key'] for change in changes}) is recorded
+
+
+def test_a_setting_that_is_younger_than_the_checkpoint_has_not_changed(tmp_path):
+    c, data = train.resolve(['--optimizer_name=sophiag']), dict(train=[1], val=[2])
+    config = {key: value for key, value in c.values.items() if key not in ('hessian_parts', 'schedule')}
+    state = dict(config=config, data=data, iter_num=3, train_state={}, optimizer={}, scaler={})
+    assert resume.compare(tmp_path, state, c, data, train.learning_rate_at) == ([], [])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from conftest import ROOT, rejection
 
 import configurator
 import train
+from analysis import runs
 from configurator import configure, setting
 from lifecycle.run import notes
 from runtime import device
@@ -229,11 +230,14 @@ def test_what_train_py_says_of_its_settings_is_read_without_running_it(tmp_path)
     declared = configurator.Config(train.DEFAULTS).declared
     assert {key: said.get('role', 'tuned') for key, said in configurator.declarations().items()} == {
         key: one.role for key, one in declared.items()}
-    for role in configurator.ROLES.keys() - {'tuned'}:
-        assert configurator.having(role) == {key for key, one in declared.items() if one.role == role} != set()
-    assert all(configurator.label_of(key) == one.label or key for key, one in declared.items())
-    assert {'out_dir', 'compile', 'dataset'} < configurator.having(*configurator.HARMLESS)
-    assert not {'learning_rate', 'max_iters', 'seed', 'eval_iters'} & configurator.having(*configurator.HARMLESS)
+    roles = configurator.Config(train.DEFAULTS).roles
+    assert {*roles.values()} == configurator.ROLES.keys() - {'tuned'}
+    assert {key for key in declared if key not in roles} > {'learning_rate', 'warmup_iters'}
+    harmless = {key for key, role in roles.items() if role in configurator.HARMLESS}
+    assert {'out_dir', 'compile', 'dataset'} < harmless
+    assert not {'learning_rate', 'max_iters', 'seed', 'eval_iters'} & harmless
+    older = {key: runs.ROLES.get(key, roles.get(key)) for key in declared}
+    assert older == {key: roles.get(key, 'tuned') for key in declared} | dict(model_size=None)
     edited = tmp_path / 'train.py'
     edited.write_text("# model\nrope = setting(\n    False, role='model')\nx = -1  # y\nother = run()\na.b = 1  # c\n")
     assert configurator.declarations(edited) == {'rope': dict(section='model', comment='', role='model'),

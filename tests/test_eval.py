@@ -10,7 +10,6 @@ import torch
 from conftest import TINY, metrics, rejection
 
 import train
-from data.loader import Bin
 from data.tokenizer import Char, get_tokenizer
 from scripts import eval as eval_script
 from scripts import load
@@ -80,27 +79,6 @@ def test_bits_per_byte_are_of_the_text_that_was_prepared(capsys, corpus, out_dir
     result = evaluate(capsys, out_dir, f'--dataset={other}')
     assert result['bits_per_byte'] == pytest.approx(result['loss'] * 2 / math.log(2))
     assert result['bytes'] == result['tokens'] // 2
-
-
-def test_bands_go_from_frequent_to_rare_ids_and_add_up(capsys, corpus, out_dir):
-    plain, result = evaluate(capsys, out_dir), evaluate(capsys, out_dir, '--bands=4')
-    bands = result.pop('bands')
-    assert result == plain and len(bands) == 4
-    assert sum(band['ids'] for band in bands) == 256
-    assert sum(band['tokens'] for band in bands) == result['tokens']
-    assert sum(band['loss'] * band['tokens'] for band in bands) / result['tokens'] == pytest.approx(result['loss'])
-    data = Bin(corpus, 'train')
-    counts = np.bincount(data.samples().ravel(), minlength=256)
-    of_id = eval_script.frequency_bands(data, 4).numpy()
-    for band in range(4):
-        assert abs(counts[of_id == band].sum() / counts.sum() - 1 / 4) <= counts.max() / counts.sum()
-        assert counts[of_id == band].min() >= counts[of_id > band].max(initial=0)
-
-
-def test_a_band_without_tokens_has_no_loss(capsys, corpus, out_dir):
-    bands = evaluate(capsys, out_dir, '--bands=300')['bands']  # more than there are ids
-    empty = [band for band in bands if not band['ids']]
-    assert empty and all(band['tokens'] == 0 and band['loss'] is None for band in empty)
 
 
 def test_data_of_another_tokenizer_is_rejected(out_dir, corpus, tmp_path):

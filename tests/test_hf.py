@@ -212,7 +212,7 @@ def test_transformers_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
 def test_a_model_card_has_the_tokens_of_the_run():
     """Of all its mini-batches, whose size may have changed at a resume."""
     config = dict(dataset='x', total_batch_size=4, block_size=24)
-    state = dict(config=config, iter_num=2, train_state=dict(tokens=1234))
+    state = dict(config=config, iter_num=2, train_state=dict(tokens=1234), best_val_loss=2.5)
     loaded = Loaded('x', Path('x/ckpt_00000002.pt'), GPT(GPTConfig(24, 64, 1, 2, 16)), get_tokenizer('byte'),
                     state)
     assert '| training tokens | 1,234 |' in model_card(loaded, 'x')
@@ -235,8 +235,8 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
     card = (tmp_path / 'back/README.md').read_text()
     loss, = metrics(tmp_path / 'tuned', 'val/loss')[-1:]
     for line in (f'| training data | {corpus.name} |', '| training tokens | 256 |', '| `optimizer_name` | adamw |',
-                 f'| validation loss | {loss:.4f} nats per token after 2 iterations |',
-                 "tokenizer = AutoTokenizer.from_pretrained('back')"):
+                 f'| lowest validation loss of the run | {loss:.4f} nats per token |',
+                 "tokenizer = AutoTokenizer.from_pretrained('back')  # where it could be exported"):
         assert line in card.splitlines()
     assert 'license: unknown' in card and '`gamma`' not in card
     settings = json.loads((tmp_path / 'tuned/config.json').read_text())['config']
@@ -249,7 +249,7 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
     assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4)
     resumed = read_run(tmp_path / 'tuned')
     assert resumed.config['init_from'] == str(tmp_path / 'hf')  # however it was resumed
-    assert {change['key'] for change in resumed.about['changes']} == {'max_iters', 'lr_decay_iters'}
+    assert not resumed.about['changes']  # all learning rates were 0
 
     # Checkpoints of before auto_resume say how the run was continued, and apart from that whether it was fine-tuned.
     path = checkpoint.path_of(tmp_path / 'tuned', 6)

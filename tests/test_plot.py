@@ -155,7 +155,7 @@ def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_rejected(run):
 
 @pytest.mark.parametrize(('flags', 'message'), [
     (['--metrics', 'mfu'], 'mfu: no such metric'), (['--output', 'loss.pdf'], 'must end in .png'),
-    (['{run}/nowhere'], 'nowhere: no run there')])
+    (['{run}/nowhere'], 'nowhere: no runs found')])
 def test_what_is_rejected(run, flags, message):
     assert message in rejection(plot.main, [str(run), *(flag.format(run=run) for flag in flags)])
     assert not (run / 'loss.png').exists()

@@ -99,7 +99,7 @@ def test_runs_are_chosen_by_name_or_wildcard(pair, selection, count):
         assert len(runs.find_runs([path])) == count
         assert len(runs.find_runs([path, pair[1]])) == 5  # each once
     else:
-        assert f'{path}: no run there' in rejection(runs.find_runs, [path])
+        assert f'{path}: no runs found' in rejection(runs.find_runs, [path])
 
 
 def test_records_are_finished_runs_of_one_schedule():

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, rejection
-from fake_runs import SHAPE, fake_run, make, rows_of
+from fake_runs import edit, make, rows_of
 
-import train
 from analysis import compare, runs
 from scripts import plot, speedup
 
@@ -68,44 +67,40 @@ def test_a_difference_is_tested_against_the_noise_over_seeds(tmp_path):
         make(tmp_path, 'sophiag', 100, loss - 0.1, seed=seed)
         make(tmp_path, 'lion', 100, loss + 0.004, seed=seed)
     lion, sophia = (verdict['same_T'][0] for verdict in judge(tmp_path)['verdicts'])
-    assert sophia['test'] == lion['test'] == 'Welch' and lion['p'] > 0.5
-    assert sophia['difference'] == pytest.approx(-0.1) and sophia['p'] < 0.001 and sophia['p, Holm'] == sophia['p']
+    assert lion['p'] > 0.5 and sophia['difference'] == pytest.approx(-0.1)
+    assert sophia['p'] == pytest.approx(2 / (2 + 150) / (1 + math.sqrt(150 / 152)), rel=1e-6)  # t² = 150, 2 degrees
+    assert sophia['p, Holm'] == sophia['p']
     assert 'within the noise' in judge(tmp_path, '--candidate', 'lion')['text'][-1]
 
 
 def test_several_horizons_are_corrected_by_holm(tmp_path):
-    """σ = 0.01 and 4 degrees of freedom each: t = 3.06, p = 0.038 at T = 100; none at 200."""
-    for T, difference in ((100, 0.025), (200, 0)):
+    """t = 7.35 with 2 degrees of freedom, p = 0.018, at T = 100; a tie at 200."""
+    for T, difference in ((100, 0.06), (200, 0)):
         for seed, loss in enumerate([3.00, 3.01, 3.02]):
             make(tmp_path, 'adamw', T, loss, seed=seed)
             make(tmp_path, 'sophiag', T, loss + difference, seed=seed)
     result = judge(tmp_path)
     one, two = result['same_T']
-    assert one['p'] == pytest.approx(0.0376, abs=1e-4)
+    assert one['p'] == pytest.approx(0.01802, abs=1e-5)
     assert (one['p, Holm'], two['p, Holm']) == (pytest.approx(2 * one['p']), 1)
-    assert "p = 0.038, Welch; 0.075 after Holm's correction for 2 horizons" in '\n'.join(result['text'])
+    text = '\n'.join(result['text'])
+    assert "p = 0.018; 0.036 after Holm's correction for 2 horizons" in text
+    assert 'T = 200: Sophia-G ends level ± 0.0351 with AdamW (within the noise' in text
 
 
-def test_a_single_run_is_tested_against_the_pooled_noise_or_not_at_all(tmp_path):
-    make(tmp_path, 'adamw', 100, 3.0)
+def test_two_seeds_a_side_are_tested_and_one_is_not(tmp_path):
+    """By their own noise alone: a third setting with many seeds does not help."""
+    for seed, loss in enumerate([3.0, 3.0, 3.0001, 3.0001]):
+        make(tmp_path, 'adamw', 100, loss + 1, lr=5e-4, seed=seed)
+    make(tmp_path, 'adamw', 100, 3.0, seed=8)
     make(tmp_path, 'sophiag', 100, 2.9)
-    result = judge(tmp_path)
-    assert result['same_T'][0]['p'] is None and 'the noise is not known' in result['text'][-1]
-    for seed, loss in ((1, 3.30), (2, 3.32)):
-        make(tmp_path, 'adamw', 100, loss, lr=5e-4, seed=seed)
-    (row,) = judge(tmp_path)['same_T']
-    assert row['test'] == 'pooled σ' and row['standard_error'] == pytest.approx(0.02) and row['df'] == 1
-
-
-def test_the_noise_is_of_the_same_T_where_enough_seeds_tell_it(tmp_path):
-    """Over all optimizers in the directory, compared or not."""
-    for T, spread in ((100, 0.1), (200, 0.01)):
-        for seed in range(3):
-            make(tmp_path, 'adamw', T, 3.0 + spread * (seed - 1), seed=seed)
-            make(tmp_path, 'lion', T, 3.0 + spread * (seed - 1), seed=seed)
-        make(tmp_path, 'sophiag', T, 2.9, seed=0)
-    rows = judge(tmp_path, '--candidate', 'sophiag')['same_T']
-    assert [row['standard_error'] for row in rows] == pytest.approx([0.1 * math.sqrt(4 / 3), 0.01 * math.sqrt(4 / 3)])
+    result = judge(tmp_path, '--tuned', 'beta1')
+    assert result['same_T'][0]['p'] is None and 'it takes two seeds a side' in result['text'][-1]
+    for seed, loss in ((1, 3.02), (2, 2.92)):
+        make(tmp_path, 'adamw' if loss > 3 else 'sophiag', 100, loss, seed=seed)
+    row, = judge(tmp_path)['same_T']
+    assert (row['seeds'], row['seeds of baseline'], row['df']) == (2, 2, 1)
+    assert row['standard_error'] == pytest.approx(math.sqrt(2) * 0.01)
 
 
 def test_unequal_tuning_is_named_and_evened_out(tmp_path):
@@ -209,46 +204,13 @@ def test_runs_that_do_not_count_are_named(tmp_path, options, reason):
 
 def test_without_finished_runs_of_both_there_is_nothing_to_compare(tmp_path):
     make(tmp_path, 'adamw', 100, 3.5)
-    assert 'final_losses.py compares settings of one optimizer' in rejection(judge, tmp_path)
+    assert 'name other sides with --by, --baseline and --candidate' in rejection(judge, tmp_path)
     make(tmp_path, 'sophiag', 50, 3.0, end=40)
     assert 'finished runs of adamw at T = [100]; sophiag at T = none; ' in rejection(judge, tmp_path)
     assert 'nothing to compare' in rejection(judge, tmp_path, '--candidate', 'lion', '--baseline', 'muon')
     make(tmp_path, 'sophiag', 100, 3.0)
     message = rejection(judge, tmp_path, '--candidate', 'sophiag', 'sophiagg')
-    assert message == 'nothing to compare: no run of --candidate sophiagg'
-
-
-WSD = ['--schedule=wsd', '--cooldown_iters=30']
-
-
-@pytest.mark.parametrize(('argv', 'before', 'cooldown', 'iteration', 'kept'), [
-    (['--warmup_iters=20'], 1000, 0, 20, True), (['--warmup_iters=20'], 1000, 0, 31, False),  # the cosine has begun
-    (WSD, 1000, 30, 70, True), (WSD, 1000, 30, 81, False),
-    (WSD, 60, 30, 70, False), (WSD, 2000, 1980, 60, False),  # under the former settings the decay had begun
-    (WSD, 2000, 400, 60, True),  # docs/optimizers.md, "Schedules": a run that is branched off to decay
-    (['--schedule=constant'], 1000, 0, 90, True)])
-def test_a_horizon_may_change_before_the_decay_begins(tmp_path, argv, before, cooldown, iteration, kept):
-    horizon = {'max_iters': before, 'lr_decay_iters': before, **({'cooldown_iters': cooldown} if cooldown else {})}
-    first = train.resolve([*SHAPE, *argv, '--learning_rate=1', *(f'--{key}={value}' for key, value in horizon.items())])
-    argv = [*argv, '--learning_rate=1', '--max_iters=100']
-    second = train.resolve([*SHAPE, *argv])
-    run = runs.read_run(fake_run(
-        tmp_path, 3.0, argv, lr=lambda i: train.learning_rate_at(first if i < iteration else second, i),
-        changes=[{'iter': iteration, 'key': key, 'from': value, 'to': 100} for key, value in horizon.items()]))
-    assert (run.rejected is None) == kept
-    lines = (tmp_path / 'metrics.jsonl').read_text().splitlines(keepends=True)  # in a directory of its own:
-    (tmp_path / 'metrics.jsonl').write_text(''.join(line for line in lines if json.loads(line)['iter'] >= iteration))
-    assert (runs.read_run(tmp_path).rejected is None) == kept
-
-
-def test_the_settings_between_two_resumes_count(tmp_path):
-    """A horizon that was changed back: only the iterations that it was for are off the schedule."""
-    for resumes, kept in ((5, 15), True), ((40, 60), False):
-        changes = [{'iter': resume, 'key': key, 'from': before, 'to': 100 if before == 1000 else 1000}
-                   for resume, before in zip(resumes, (100, 1000)) for key in ('max_iters', 'lr_decay_iters')]
-        changes += [dict(change, **{'from': change['to']}) for change in changes[-2:]]  # a resume without a step
-        run = runs.read_run(fake_run(tmp_path, 3.0, ['--max_iters=100', '--warmup_iters=20'], changes=changes))
-        assert (run.rejected is None) == kept
+    assert message == 'nothing to compare: no run of sophiagg; there are adamw, sophiag'
 
 
 @pytest.mark.parametrize(('options', 'what'), [
@@ -277,17 +239,14 @@ def test_the_warm_up_may_be_a_share_of_the_run_or_a_number_of_steps(tmp_path, ar
         assert 'cannot be compared' in rejection(compare.check_comparable, found)
 
 
-def test_a_setting_that_an_edit_gives_the_model_is_part_of_the_protocol(tmp_path, monkeypatch):
-    """A run that is older than the setting has its default."""
-    monkeypatch.setattr(compare, 'PROTOCOL', [*compare.PROTOCOL, 'rope'])
-    monkeypatch.setitem(runs.defaults(), 'rope', False)
-    paths = [make(tmp_path, name, 100, 3.0) for name in ('adamw', 'lion')]
-    about = json.loads((paths[1] / 'config.json').read_text())
-    for value in (False, True):
-        about['config']['rope'] = value
-        (paths[1] / 'config.json').write_text(json.dumps(about))
+def test_a_setting_that_an_edit_gives_the_model_is_part_of_the_protocol(tmp_path):
+    """The run's config.json says so; an older run has the setting's default."""
+    older, younger = (make(tmp_path, name, 100, 3.0) for name in ('adamw', 'lion'))
+    for value, source in (False, 'default'), (True, 'flag'):
+        edit(younger, lambda about: [about[part].update(rope=new) for part, new in
+                                     dict(config=value, roles='model', provenance=source).items()])  # noqa: B023
         if value:
-            assert 'rope is False in one and True in the other' in rejection(judge, tmp_path)
+            assert 'rope is None in one and True in the other; leave one out' in rejection(judge, tmp_path)
         else:
             assert judge(tmp_path)['same_T']
 
@@ -327,16 +286,65 @@ def test_runs_of_different_code_are_named(tmp_path):
     assert judge(tmp_path)['same_T'][0]['seeds'] == 3
 
 
-def test_older_config_files_lack_settings_and_have_removed_ones(tmp_path):
-    make(tmp_path, 'adamw', 100, 3.0)
-    make(tmp_path, 'sophiag', 100, 2.9)
-    for seed, remove, more in ((2, {'schedule', 'cooldown_iters', 'optimizer_args'}, {}),
-                               (3, {}, dict(hessian_sequences='own', hessian_bias_correction=False))):
-        path = make(tmp_path, 'sophiag', 100, 2.92, seed=seed) / 'config.json'
-        about = json.loads(path.read_text())
-        about['config'] = {key: value for key, value in about['config'].items() if key not in remove} | more
-        path.write_text(json.dumps(about))
-    assert judge(tmp_path)['same_T'][0]['seeds'] == 3
+@pytest.mark.parametrize('name', ['sophiag', 'sophiah', 'adamw'])
+def test_older_runs_are_seeds_of_the_same_settings(tmp_path, name):
+    """They lack settings, the roles of all, and have removed ones. Sophia-G's estimate was of one part."""
+    make(tmp_path, 'lion', 100, 3.0)
+    make(tmp_path, name, 100, 2.9)
+    for seed, lacks, more in ((2, 'schedule cooldown_iters optimizer_args hessian_parts', {}),
+                              (3, 'hessian_parts', dict(hessian_sequences='own', hessian_bias_correction=False))):
+        def make_older(about, lacks=lacks, more=more):
+            about['config'] = {key: value for key, value in about['config'].items() if key not in lacks.split()} | more
+            del about['roles']
+        edit(make(tmp_path, name, 100, 2.92, seed=seed), make_older)
+    assert judge(tmp_path, '--baseline', 'lion')['same_T'][0]['seeds'] == 3
+
+
+def test_a_run_that_was_ended_early_is_of_the_horizon_that_it_reached(tmp_path):
+    for seed in 1, 2:
+        make(tmp_path, 'adamw', 50, 3.0, seed=seed, argv=['--schedule=constant'])
+        ended = make(tmp_path, 'sophiag', 100, 2.0, seed=seed, end=50, argv=['--schedule=constant', '--warmup_iters=1'])
+        edit(ended, lambda about: about.update(ended=dict(iter=50, reason='early stopping')))
+    row, = judge(tmp_path)['same_T']
+    assert (row['T'], row['candidate'], row['baseline']) == (50, 3.5, 3.0)
+    edit(ended, lambda about: about['config'].update(schedule='cosine'))  # which had not decayed to its end
+    assert 'decays over 100 iterations, and it was run for 50' in str(judge(tmp_path)['rejected'])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Other sides than optimizers
+
+
+def test_values_of_a_setting_are_compared(tmp_path):
+    for seed, noise in enumerate([0.0, 0.01, 0.02]):
+        for lr in 1e-3, 2e-3:
+            make(tmp_path, 'adamw', 100, 3.0 + noise + 100 * lr, seed=seed, lr=lr)
+            make(tmp_path, 'adamw', 100, 3.1 + noise + 100 * lr, seed=seed, lr=lr, argv=['--dropout=0.1'])
+    assert 'no run of sophiag; there are adamw' in rejection(judge, tmp_path, '--candidate', 'sophiag')
+    assert '--by zloss: ' in rejection(judge, tmp_path, '--by', 'zloss')
+    result = judge(tmp_path, '--by', 'dropout')
+    row, = result['same_T']
+    assert result['baseline'] == '0.0' and row['trials'] == row['trials of baseline'] == 2
+    assert row['difference'] == pytest.approx(0.1) and 'dropout 0.1 ends 0.1000 ± 0.0351 above dropout 0.0' in (
+        result['text'][0])
+    assert [row['dropout'] for row in rows_of(tmp_path / 'speedup.csv')] == ['dropout 0.0', 'dropout 0.1']
+    assert judge(tmp_path, '--by', 'dropout', '--baseline', '1e-1')['candidate'] == '0.0'
+    make(tmp_path, 'lion', 100, 3.0, argv=['--dropout=0.1'])  # a gain of the optimizer, not of dropout
+    assert 'optimizer_name is adamw in one and lion in the other' in rejection(judge, tmp_path, '--by', 'dropout')
+
+
+def test_directories_are_compared(tmp_path):
+    """Two checkouts or two models: the same settings and seeds in two places."""
+    for seed, noise in enumerate([0.0, 0.01, 0.02]):
+        for place, loss in (('main', 3.0), ('fork', 2.9)):
+            make(tmp_path / place, 'adamw', 100, loss + noise, seed=seed)
+    argv = [f'{tmp_path}/main', f'{tmp_path}/fork', f'--output={tmp_path}/speedup.png', '--by=out_dir']
+    speedup.main(argv)
+    verdict, = json.loads((tmp_path / 'speedup.json').read_text())['verdicts']
+    assert f'{tmp_path}/fork ends 0.1000 ± 0.0351 below {tmp_path}/main (p = 0.0066; trials' in verdict['text'][0]
+    make(tmp_path / 'fork', 'adamw', 100, 2.9, argv=['--n_layer=3'])
+    assert 'n_layer is 2 in one and 3 in the other; leave one out, or give --tuned n_layer' in rejection(
+        speedup.main, argv)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -397,12 +405,13 @@ def test_what_a_csv_file_does_not_say_is_said(tmp_path):
     assert notes == [f'{path} does not say whether model, data and validation set are the same; which '
                      'hyperparameters differ (a column each); whether the schedules ended at the last step (horizon); '
                      'the FLOPs of a step (flops)']
-    assert 'losses.csv/optimizer=AdamW,seed=0: no tokens at iteration 0' in rejection(
+    assert 'losses.csv:2: no tokens at iteration 0' in rejection(
         plot.main, [str(path), '--x', 'tokens', '--output', str(tmp_path / 'loss.png')])
 
 
 @pytest.mark.parametrize(('cells', 'reason'), [
-    (',', None), ('false,600000', None), ('True,', None), ('true,100', None),
+    (',', None), (',200', 'its learning rate decays over 200 iterations, and it was run for 100'),
+    ('false,600000', None), ('True,', None), ('true,100', None),
     ('True,200', 'its learning rate decays over 200 iterations, and it was run for 100')])
 def test_a_csv_file_may_say_whether_the_learning_rate_decays(tmp_path, cells, reason):
     (tmp_path / 'x.csv').write_text(f'optimizer,seed,steps,loss,decay_lr,lr_decay_iters\na,1,100,3,{cells}\n')
@@ -424,11 +433,36 @@ def test_a_csv_file_of_another_program(tmp_path):
         'it has a validation loss at iteration 0 of 0 only', None]
 
 
+@pytest.mark.parametrize('delimiter', [',', ';', '\t'])
+def test_a_csv_file_as_spreadsheets_write_it(tmp_path, delimiter):
+    rows = [['Optimizer', 'Seed', 'Steps', 'Loss', 'LR'], ['AdamW', '1', '100', '3.0', '0.001']]
+    (tmp_path / 'x.csv').write_text('\r\n'.join(delimiter.join(row) for row in rows), encoding='utf-8-sig')
+    run, = runs.find_runs([tmp_path / 'x.csv'])
+    assert (run.optimizer_name, run.seed, run.max_iters, run.final_loss) == ('AdamW', 1, 100, 3)
+    assert run.learning_rate == 0.001
+
+
+@pytest.mark.parametrize('column', ['dataset', 'model_size', 'batch_size', 'width'])
+def test_only_columns_that_are_known_to_be_tuned_may_differ(tmp_path, column):
+    """Else the easier data, or the larger model, would be the best setting."""
+    path = tmp_path / 'x.csv'
+    rows = [f'{name},{seed},100,{3 - value},{value},{value}' for name in 'ab' for seed in (1, 2) for value in (1, 2)]
+    path.write_text('\n'.join([f'optimizer,seed,steps,loss,{column},gamma', *rows]))
+    argv = [str(path), '--baseline', 'a', '--output', str(tmp_path / 'speedup.png')]
+    assert rejection(speedup.main, argv) == (
+        f'{path}:2 and {path}:3 cannot be compared: {column} is 1 in one and 2 in the other; leave one out, or give '
+        f'--tuned {column} if tuned')
+    speedup.main([*argv, '--tuned', column])
+
+
 @pytest.mark.parametrize(('text', 'message'), [
     ('', ': no column optimizer'), ('optimizer,seed,step,loss\na,1,2,3\n', ': no column steps'),
     ('optimizer,seed,steps,loss\na,1,2\n', ':2: not as many columns'),
     ('optimizer,seed,steps,loss\na,1,2,low\n', ':2: steps, loss'), ('optimizer,seed,steps,loss\na,1,,3\n', ':2: steps'),
     ('optimizer,seed,steps,loss\na,1,2,3\na,1,2,4\n', ':3: the second row of a run for step 2'),
+    ('optimizer,seed,steps,loss\n', ': has no rows'),
+    ('optimizer,seed,steps,loss,LOSS\na,1,2,3,4\n', ': two columns loss'),
+    ('optimizer,seed,max_iters,steps,loss\na,1,100,120,3\n', ':2: step 120 is beyond the horizon, 100'),
     *((f'optimizer,seed,steps,loss,{column}\na,1,2,3,\nb,1,2,3,10%\n', f':3: {column} must be a number, or empty')
       for column in runs.NUMBERS)])
 def test_a_csv_file_that_cannot_be_read_is_named(tmp_path, text, message):
@@ -436,4 +470,4 @@ def test_a_csv_file_that_cannot_be_read_is_named(tmp_path, text, message):
     assert f'{tmp_path}/x.csv{message}' in rejection(runs.find_runs, [tmp_path / 'x.csv'])
     (tmp_path / 'x.csv').write_text(text, encoding='utf-16')
     assert f'{tmp_path}/x.csv: not a CSV file in UTF-8' in rejection(runs.find_runs, [tmp_path / 'x.csv'])
-    assert f'{tmp_path}/y.csv: no run there' in rejection(runs.find_runs, [tmp_path / 'y.csv'])
+    assert f'{tmp_path}/y.csv: no runs found' in rejection(runs.find_runs, [tmp_path / 'y.csv'])

@@ -36,7 +36,7 @@ def test_a_spec_becomes_trials_in_order_with_stable_names(tmp_path):
 
 def test_two_runs_of_one_directory_are_rejected(tmp_path):
     spec = dict(runs=[dict(config=['a/run.py', 'b/run.py'])])
-    assert 'two runs of this sweep would be in this directory' in rejection(trials.trials_of, spec, tmp_path)
+    assert 'two runs of this sweep would share this directory' in rejection(trials.trials_of, spec, tmp_path)
 
 
 def test_a_name_that_no_directory_can_have_is_rejected(tmp_path):
@@ -286,9 +286,15 @@ def test_a_search_finds_the_best_settings_and_records_every_trial(tmp_path, land
     assert len(record['trials']) == len(landscape) == len(set(landscape))  # nothing is trained twice
     assert [trial['val/loss'] for trial in record['trials'] if trial['learning_rate'] == '1'] == [None] * len(
         [run for run in landscape if run[0] == 1])
-    assert '--learning_rate=0.004 --gamma=0.2, val loss 3.0000' in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert '--learning_rate=0.004 --gamma=0.2, val loss 3.0000' in out and 'edge' not in out
     tune.main(argv)
     assert len(record['trials']) == len(landscape)
+
+
+def test_a_best_value_at_the_edge_is_named(tmp_path, landscape, capsys):
+    tune.main(['--out_dir', str(tmp_path), '--values', 'learning_rate=1e-3,2e-3', 'gamma=0.1', '--noise=0', *BASE])
+    assert 'note: the best learning_rate, 0.002, is at the edge of its --values' in capsys.readouterr().out
 
 
 def test_a_search_that_starts_where_runs_diverge_is_recorded_as_json(tmp_path, landscape):
@@ -365,6 +371,6 @@ def test_the_curvature_at_a_checkpoint(swept, tmp_path, capsys, estimator):
         assert 0.3 < total['positive'] < 0.9 and 0.3 < total['same_sign'] < 0.9
         return
     assert total['positive'] > 0.95 and total['agreement'] > 0.5
-    assert 0 < summary['cosine']['sign'] <= 1 and summary['curvature']['sign'] > 0 and 0 <= total['unclipped'] <= 1
+    assert summary['curvature']['sign'] > 0 and 0 <= total['unclipped'] <= 1
     out = capsys.readouterr().out
-    assert all(question in out for question in ('A larger batch', 'More draws', 'A fresher h', 'The update'))
+    assert 'signal_over_noise' in out and 'along_low' in out

@@ -30,7 +30,7 @@ def test_a_log_takes_lists_of_finite_numbers(tmp_path):
     log.record(SimpleNamespace(iter=0, tokens=0, seconds=0.0), '', dict(
         a=[1, 0.5], b=[1, float('nan')], c=1, d=float('inf')))
     assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == dict(iter=0, tokens=0, time=0, a=[1, 0.5], c=1)
-    record = RunRecord(tmp_path, {}, {}, [dict(iter=0, a=[1, 0.5], c=1)])
+    record = RunRecord(tmp_path, dict(config={}), [dict(iter=0, a=[1, 0.5], c=1)])
     assert record.series('a') == ([], [])  # a plot leaves them out
 
 

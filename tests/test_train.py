@@ -68,7 +68,6 @@ def test_it_learns_and_leaves_its_records(finished, name, monkeypatch):
     assert described['config']['learning_rate'] == 0.01 and described['provenance']['learning_rate'] == 'flag'
     assert described['provenance']['weight_decay'] == f'optimizer {name}'
     assert (described['provenance']['gamma'] == f'not a setting of {name}') == (name == 'adamw')
-    monkeypatch.setattr(runs, 'defaults', None)  # nothing more is needed to read it
     run, = runs.find_runs([out])
     about = {key: value for key, value in run.about.items() if key != 'hessian_flops_per_token'}
     assert sum(runs.training_and_hessian_flops(run.config, about)) == pytest.approx(

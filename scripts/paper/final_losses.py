@@ -19,9 +19,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, finished_runs
-from analysis.figures import argparser, figure, legend, parse, print_table, save, set_title, styles
+from analysis.figures import argparser, figure, label_of, legend, parse, print_table, save, set_title, styles
 from analysis.runs import by_seed, mean_final_loss
-from configurator import label_of
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
      'learning_rate': 'peak learning rate'}
