@@ -27,16 +27,15 @@ import configurator
 import optimizers
 from configurator import setting
 from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
-from data.tokenizer import check_same_tokenizer, folder_meta
 from hessian import Hook
 from lifecycle import guards
-from lifecycle.resume import adopt_model_args, find_origin, finetunes
+from lifecycle.resume import find_origin, finetunes, pretrained_model
 from lifecycle.run import abort, build_buckets, check_step, close_run, not_finite, open_log, save
 from loss import Losses, cross_entropy
 from runtime import checkpoint, optim
 from runtime import device as devices
 from runtime.distributed import World, one_message, ranks_from_environment
-from runtime.gpt import HUB_MODELS, config_of, flops_per_token, model_args, pretrained
+from runtime.gpt import HUB_MODELS, config_of, flops_per_token, model_args
 from runtime.rng import DROPOUT, keyed_seed, seed_all
 from runtime.signals import StopSignals, protect_streams, undo_at_end
 from runtime.speed import Speed
@@ -54,7 +53,7 @@ eval_iters = setting(0, at_least=0, role='eval')  # micro-batches of each valida
 eval_only = setting(False, role='run')  # evaluate and exit: pretrained weights of init_from, else the newest checkpoint
 always_save_checkpoint = setting(True, role='run')  # save after every evaluation, not only after the best one
 keep_checkpoints = setting(2, at_least=2, role='run')  # newest checkpoints to keep, in addition to the best one
-init_from = setting('scratch', role='protocol')  # or gpt2, …, or a Hugging Face folder, or resume (newest in out_dir)
+init_from = setting('scratch', role='protocol')  # resume; or weights: gpt2, …, a Hugging Face folder, another out_dir
 auto_resume = setting(False, role='run')  # resume if out_dir has a checkpoint; if not, start from init_from
 ignore_data_change = setting(False, role='run')  # resume although the data set is not the one trained on before
 max_hours = setting(0.0, at_least=0, role='run')  # save and stop after this many hours; 0 = no limit
@@ -121,11 +120,9 @@ def resolve(argv, world_size=None):
 
 def derive(c, world_size):
     """Set the settings that neither a config file nor a flag has set. SystemExit when some do not go together."""
-    folder = Path(c.init_from)
-    c.require('init_from', not finetunes(c) or c.init_from in HUB_MODELS
-              or folder.is_dir() and not checkpoint.checkpoints(folder),
-              f'scratch, resume, {", ".join(HUB_MODELS)} or a Hugging Face folder (scripts/export_hf.py makes a run '
-              'one); --auto_resume=True resumes if there is a checkpoint')
+    c.require('init_from', not finetunes(c) or c.init_from in HUB_MODELS or Path(c.init_from).is_dir()
+              or checkpoint.exists(c.init_from), f'scratch, resume, {", ".join(HUB_MODELS)}, a Hugging Face folder, or '
+              'an out_dir or checkpoint to start anew from; --auto_resume=True resumes if there is a checkpoint')
     c.fill(SIZES.get(c.model_size, {}), f'model size {c.model_size}')
     if None in (c.n_layer, c.n_head, c.n_embd):
         raise SystemExit('model.py: has no table SIZES; set --n_layer, --n_head and --n_embd')
@@ -244,9 +241,7 @@ def make_model(c, origin, data):
     """
     seed_all(c.seed)
     if finetunes(c) and not origin.path:
-        model = pretrained(GPT, c.init_from, c.block_size, c.dropout)
-        adopt_model_args(c, vars(model.config), data)
-        check_same_tokenizer(data, folder_meta(c.init_from, model.config.vocab_size), c.init_from)
+        model = pretrained_model(GPT, c, data, origin)
         return model, model_args(model.config)
     config = origin.config or config_of(GPTConfig, c.values, data.vocab_size)
     args = model_args(config)  # before the constructor, which may change the config

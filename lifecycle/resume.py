@@ -1,4 +1,4 @@
-"""How a run resumes: what continues, what may change, what is refused."""
+"""How a run resumes, or starts from trained weights: what continues, what may change, what is refused."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from configurator import HARMLESS, with_younger
+from data.tokenizer import check_same_tokenizer, folder_meta, tokenizer_from_meta
 from model import GPTConfig
 from optimizers import OLD_NAMES, placeholders
 from runtime import checkpoint, gpt, optim
-from runtime.files import code_hashes, differing_files
+from runtime.files import code_hashes, differing_files, one_line
 
 # The keys of a checkpoint without which no run can resume; scripts need fewer.
 REQUIRED = 'train_state', 'optimizer', 'scaler', 'data'
@@ -51,7 +52,7 @@ class Origin:
 
 
 def finetunes(c):
-    """Return whether the run begins with the weights of a Hugging Face model."""
+    """Return whether the run begins with trained weights."""
     return c.init_from not in ('scratch', 'resume')
 
 
@@ -89,20 +90,12 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
     return Origin(code, path, saved, config, differences, changes, comparable)
 
 
-def first_weights(saved):
-    """Return the init_from that a run was started from, given its checkpoint or config.json, a dict."""
-    started_from = saved['config'].get('init_from', 'scratch')
-    if started_from in ('auto', 'resume'):  # an old checkpoint says here how the run was continued
-        return 'pretrained weights' if saved.get('finetuned') else 'scratch'
-    return started_from
-
-
 def continued_config(c, path, saved, data):
     """Return the GPTConfig of the model in the checkpoint `saved` from `path`; set init_from to the checkpoint's.
 
     SystemExit when the settings `c` or the data ask for a different model.
     """
-    args, started_from = {**gpt.default_args(GPTConfig), **saved['model_args']}, first_weights(saved)
+    args, started_from = {**gpt.default_args(GPTConfig), **saved['model_args']}, saved['config']['init_from']
     if 'init_from' in c.given and c.init_from != 'resume' and Path(c.init_from) != Path(started_from):
         raise SystemExit(f'{path}: was started from init_from = {started_from}; continue it with --init_from=resume, '
                          'or choose another --out_dir')
@@ -123,8 +116,50 @@ def continued_config(c, path, saved, data):
     return GPTConfig(**asked)
 
 
+def pretrained_model(cls, c, data, origin):
+    """Return a model `cls` with the weights that init_from names: of a Hugging Face model, or of a checkpoint."""
+    if checkpoint.exists(c.init_from):
+        return weights_of_run(cls, c, data, origin)
+    model = gpt.pretrained(cls, c.init_from, c.block_size, c.dropout)
+    adopt_model_args(c, vars(model.config), data)
+    check_same_tokenizer(data, folder_meta(c.init_from, model.config.vocab_size), c.init_from)
+    return model
+
+
+def weights_of_run(cls, c, data, origin):
+    """Return a model `cls` with the weights and the size of the checkpoint that init_from names.
+
+    What the checkpoint lacks stays as a new model has it, and origin.differences says so: rows for ids that its
+    tokenizer does not have, and weights that model.py has added.
+    """
+    path, saved = checkpoint.load_checkpoint(c.init_from)
+    if missing := [key for key in ('train_state', 'tokenizer') if key not in saved]:
+        raise SystemExit(f'--init_from={c.init_from}: is of another program (it has no {missing[0]}); convert it with '
+                         'scripts/export_hf.py, and give the folder')
+    check_same_tokenizer(data, saved['tokenizer'], path)
+    args, notes = {**gpt.default_args(GPTConfig), **saved['model_args']}, origin.differences
+    rows = args['vocab_size']
+    if saved['tokenizer'] != data.tokenizer:
+        rows = tokenizer_from_meta(saved['tokenizer']).vocab_size  # without the padding
+    if data.vocab_size > rows:
+        args['vocab_size'] = max(args['vocab_size'], gpt.padded_vocab_size(data.vocab_size))
+        notes.append(f'the ids {rows} to {data.vocab_size - 1} are new, and so are their embeddings')
+    if 'block_size' in c.given:
+        args['block_size'] = c.block_size
+    adopt_model_args(c, args, data)
+    if 'model.py' in differing_files(saved.get('code'), origin.code):
+        notes.append(f'model.py is not the one that trained {path}')
+    try:
+        model = cls(GPTConfig(**{**args, 'dropout': c.dropout}))
+        added = gpt.take_weights(model, saved['model'], min(rows, data.vocab_size))
+    except (TypeError, RuntimeError) as error:
+        raise SystemExit(f'{path}: does not fit model.py ({one_line(error)})') from None
+    notes.extend(f'{name} is new, because {path} does not have it' for name in added)
+    return model
+
+
 def adopt_model_args(c, args, data):
-    """Make the settings `c` follow `args`, the arguments of pretrained weights; block_size and dropout are the run's.
+    """Make the settings `c` follow `args`, the arguments of pretrained weights; dropout is the run's.
 
     SystemExit when a config file or a flag contradicts them, or when `data`, a data set, has a different vocabulary.
     """
@@ -132,7 +167,7 @@ def adopt_model_args(c, args, data):
         raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the pretrained weights '
                          f'have {args["vocab_size"]}; prepare the data with their tokenizer')
     for key, value in args.items():
-        if key in c.values and key not in ('block_size', 'dropout') and value != c.values[key]:
+        if key in c.values and key != 'dropout' and value != c.values[key]:
             c.require(key, key not in c.given, f'{value}, as in the pretrained weights')
             c.set(key, value, 'pretrained weights')
 

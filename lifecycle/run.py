@@ -11,7 +11,7 @@ from optimizers import OPTIMIZERS, hessian_flops_per_token
 from runtime import checkpoint, gpt, optim, runlog
 from runtime.device import device_name
 from runtime.distributed import under_torchrun
-from runtime.files import warn, write_text
+from runtime.files import FAILED, warn, write_text
 from runtime.signals import NOT_FINITE, STOPPED
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -24,7 +24,7 @@ def open_log(run, origin, train_data):
     parameters, flops = gpt.num_params(run.raw_model), gpt.flops_per_token(run.raw_model)
     writes = world.is_master and not c.eval_only
     if writes:
-        (Path(c.out_dir) / checkpoint.FAILED).unlink(missing_ok=True)
+        (Path(c.out_dir) / FAILED).unlink(missing_ok=True)
         runlog.rewind_log(Path(c.out_dir) / 'metrics.jsonl', state.iter, state.last_eval_iter)
         runlog.describe_run(c.out_dir, c.values, c.sources, roles=c.roles, world_size=world.size, parameters=parameters,
                             flops_per_token=flops, hessian_flops_per_token=hessian_flops_per_token(c.values, flops),
@@ -129,7 +129,7 @@ def abort(run, problem, otherwise='', where=''):
         line = (f'iteration {run.state.iter}: {problem}; {advice} with a lower --learning_rate{otherwise}. Nothing of '
                 f'the iteration was saved{where}')
         print(line, file=sys.stderr)
-        write_text(out_dir / checkpoint.FAILED, line + '\n')
+        write_text(out_dir / FAILED, line + '\n')
     raise SystemExit(NOT_FINITE)
 
 

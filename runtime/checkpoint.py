@@ -15,7 +15,6 @@ import socket
 from pathlib import Path
 
 from runtime import optimizer_state
-from runtime.files import FAILED as FAILED
 from runtime.files import atomic_write, complete, first_line, load_pt, one_line, put_in_place, save_pt, warn
 from runtime.optim import parameters
 from runtime.signals import UNDO
@@ -136,6 +135,12 @@ def number(path):
 def checkpoints(out_dir):
     """List the checkpoints in `out_dir`, newest iteration first."""
     return sorted((p for p in Path(out_dir).glob('ckpt_*') if number(p) is not None), key=number, reverse=True)
+
+
+def exists(path):
+    """Return whether `load_checkpoint` would take `path` for a checkpoint, or for an out_dir that holds some."""
+    path = Path(path)
+    return path.is_file() or is_shards(path) or bool(checkpoints(path)) or path.name == 'best.pt'
 
 
 def load_checkpoint(path, weights=True, check=True):

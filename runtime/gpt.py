@@ -80,6 +80,20 @@ def with_weights(cls, config, weights):
     return model
 
 
+def take_weights(model, weights, rows):
+    """Copy the state_dict `weights` of a smaller vocabulary, or of more positions, into `model`: the embeddings of the
+    first `rows` ids. Return the names of the weights that it keeps. RuntimeError if they do not fit."""
+    own, taken = model.state_dict(), dict(weights)
+    for name in {'transformer.wte.weight', 'lm_head.weight', 'lm_head.bias'} & own.keys() & taken.keys():
+        taken[name] = torch.cat([taken[name][:rows], own[name][rows:]])
+    if 'transformer.wpe.weight' in taken:
+        taken['transformer.wpe.weight'] = taken['transformer.wpe.weight'][:model.config.block_size]
+    missing, unexpected = model.load_state_dict(taken, strict=False)
+    if unexpected:
+        raise RuntimeError(f'{unexpected[0]} is in the checkpoint only')
+    return missing
+
+
 def pretrained(cls, name, block_size, dropout):
     """Return a model `cls` with the weights called `name`. SystemExit when model.py has no method for them, or they
     do not fit."""

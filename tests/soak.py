@@ -28,6 +28,7 @@ import optimizers
 import train
 from configurator import HARMLESS, Config
 from runtime import checkpoint, sharded
+from runtime.files import FAILED
 from runtime.optimizer_state import first_difference
 from runtime.signals import NOT_FINITE, STOPPED
 
@@ -126,8 +127,8 @@ def attempt(rng, directory, train):
     if ended != code:
         return f'{about}then {ended}, not {code}\n{err}'
     if code == NOT_FINITE:
-        same = (plain / checkpoint.FAILED).read_text() == (broken / checkpoint.FAILED).read_text()
-        return '' if same else f'{about}another {checkpoint.FAILED}'
+        same = (plain / FAILED).read_text() == (broken / FAILED).read_text()
+        return '' if same else f'{about}another {FAILED}'
     differs = compare(plain, broken)
     return f'{about}{differs}' if differs else ''
 

@@ -193,8 +193,8 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
     (['--model_size=540M', '--optimizer_name=lion'], 'Table 3 has no learning rate for lion at 540M; set '
                                                      '--learning_rate'),
     (['--init_from=gpt2'], 'Table 3 is for training from scratch, not for init_from = gpt2; set --learning_rate'),
-    (['--init_from=gtp2'], '--init_from=gtp2: must be scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl '
-                           'or a Hugging Face folder (scripts/export_hf.py makes a run one); --auto_resume=True '
+    (['--init_from=gtp2'], '--init_from=gtp2: must be scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl, '
+                           'a Hugging Face folder, or an out_dir or checkpoint to start anew from; --auto_resume=True '
                            'resumes if there is a checkpoint'),
     (['--n_head=5'], '--n_head=5: must be a divisor of n_embd = 768'),
     (['--dtype=int8'], '--dtype=int8: must be one of float32, bfloat16, float16'),
@@ -202,11 +202,6 @@ def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
 ])
 def test_mistakes_are_named_with_what_helps(argv, message):
     assert rejection(train.resolve, argv) == message
-
-
-def test_a_run_is_no_hugging_face_folder(tmp_path):
-    (tmp_path / 'ckpt_00000010.pt').touch()
-    assert 'scripts/export_hf.py' in rejection(train.resolve, [f'--init_from={tmp_path}', '--learning_rate=1e-3'])
 
 
 def test_settings_that_are_valid_but_may_surprise_are_noted(monkeypatch):

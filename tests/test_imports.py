@@ -15,7 +15,7 @@ MAY_IMPORT = {
     'hessian.py': {'sophia', 'loss', 'runtime'},
     'optimizers.py': {'sophia', 'hessian', 'runtime'},
     'configurator.py': {'runtime'},
-    'lifecycle': {'configurator', 'model', 'optimizers', 'runtime'},
+    'lifecycle': {'configurator', 'data', 'model', 'optimizers', 'runtime'},
     'runtime': set(),
     'data': {'runtime'},
     'examples': {'sophia'},

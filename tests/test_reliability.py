@@ -5,17 +5,23 @@ import os
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import soak
 import torch
-from conftest import finish, iterations, metrics, start, write_bins
+from conftest import finish, iterations, metrics, rejection, start, write_bins
 
 from data.loader import sequence_starts
+from lifecycle import resume
+from model import GPT
 from runtime import checkpoint
+from runtime.files import FAILED
 from runtime.gpt import NANOGPT_ARGS
 from runtime.signals import NOT_FINITE, STOPPED, undo_at_end
+from scripts import eval as evaluation
+from train import resolve
 
 FULL_DISK = """
 import resource
@@ -118,6 +124,55 @@ def test_eval_only_writes_nothing(train, copy, tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Starts from the weights of another run
+
+
+def test_a_run_starts_from_the_weights_of_another(train, finished, tmp_path, capsys):
+    """With an optimizer and a schedule of its own, by the same command after an interruption; eval.py reads it."""
+    source, out = finished(), tmp_path / 'new'
+    flags = [f'--init_from={source}', '--schedule=constant', '--auto_resume=True']
+    assert train(out, *flags, name='lion', faults='at(7, kill(signal.SIGTERM))').code == STOPPED
+    assert metrics(out, 'val/loss')[0] == metrics(source, 'val/loss')[-1]
+    train(out, *flags, name='lion', check=True)
+    evaluation.main([str(out), '--device=cpu', '--batch_size=2', '--eval_iters=4'])
+    assert json.loads(capsys.readouterr().out)['loss'] == pytest.approx(metrics(out, 'val/loss')[-1], rel=1e-5)
+
+
+class Adapted(GPT):
+    """A model to which weights have been added."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.adapter = torch.nn.Parameter(torch.zeros(3))
+
+
+def test_what_a_checkpoint_lacks_is_new_and_said(finished, monkeypatch):
+    monkeypatch.setattr(resume, 'check_same_tokenizer', lambda *_: None)
+    data = SimpleNamespace(path='bins', vocab_size=300, tokenizer=dict(tokenizer='bytes and 44 more ids'))
+    path, weights = checkpoint.path_of(finished(), 10), state(finished())['model']
+
+    def started(*flags, cls=GPT):
+        origin = resume.Origin({})
+        c = resolve([f'--init_from={path.parent}', '--learning_rate=1', '--device=cpu', *flags])
+        return c, resume.pretrained_model(cls, c, data, origin), origin.differences
+
+    c, model, notes = started(cls=Adapted)
+    assert (c.n_layer, c.n_embd, c.block_size) == (1, 32, 32)  # the model's
+    assert notes == ['the ids 256 to 299 are new, and so are their embeddings',
+                     f'adapter is new, because {path} does not have it']
+    rows = model.lm_head.weight
+    assert rows is model.transformer.wte.weight and len(rows) == 300 and (rows[256:].std(1) > 0).all()
+    assert torch.equal(rows[:256], weights['lm_head.weight'])
+    first = started('--block_size=16')[1].transformer.wpe.weight
+    assert torch.equal(first, weights['transformer.wpe.weight'][:16])
+    for flag, words in [('--n_layer=2', '--n_layer=2: must be 1, as in the pretrained weights'),
+                        ('--block_size=64', 'does not fit model.py (Error(s) in loading state_dict for GPT: size mi')]:
+        assert words in rejection(started, flag)
+    data.tokenizer, data.vocab_size = state(finished())['tokenizer'], 256
+    assert started()[2] == [] and len(started()[1].lm_head.weight) == 256
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Saving
 
 
@@ -183,7 +238,7 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
     path = checkpoint.path_of(older, 10)
     saved = torch.load(path, weights_only=True)
     torch.save(dict(saved, train_state=dict(saved['train_state'], latest_losses=[1.0])), path)
-    (copy / checkpoint.FAILED).write_text('iteration 11: the loss is not finite\n')
+    (copy / FAILED).write_text('iteration 11: the loss is not finite\n')
     before = content(tmp_path)
     # flags, out_dir, words of the message
     cases = [
@@ -204,7 +259,7 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
         assert done.code == 1 and len(lines) == 1 and words in lines[0], (flags, done.err)
     assert content(tmp_path) == before
     done = train(copy, '--init_from=resume', f'--dataset={other}', '--ignore_data_change=True', '--max_iters=12')
-    assert done.code == 0 and iterations(copy)[0] == 12 and not (copy / checkpoint.FAILED).exists()
+    assert done.code == 0 and iterations(copy)[0] == 12 and not (copy / FAILED).exists()
     assert state(copy, 12)['best_val_loss'] == min(metrics(copy, 'val/loss')[-2:])  # of this data set: at 10 and 12
 
 

@@ -14,7 +14,7 @@ from conftest import ROOT, TINY, rejection
 from fake_runs import SHAPE, fake_run, rows_of
 
 from analysis import runs
-from runtime import checkpoint, files
+from runtime import files
 from runtime.signals import undo_at_end
 from scripts import curvature, plan, records, speedup, sweep, trials, tune
 from scripts import eval as evaluation
@@ -266,7 +266,7 @@ def landscape(monkeypatch):
         argv = ['--max_iters=100', '--optimizer_name=sophiag', f'--learning_rate={lr}', f'--gamma={gamma}']
         fake_run(trial.out_dir, loss, argv, end=30 if lr == 1 else 100)
         if lr == 1:
-            (trial.out_dir / checkpoint.FAILED).write_text('iteration 30: the loss is not finite')
+            (trial.out_dir / files.FAILED).write_text('iteration 30: the loss is not finite')
         return SimpleNamespace(poll=lambda: 0, terminate=lambda: None, wait=lambda _: 0, kill=lambda: None)
     monkeypatch.setattr(trials, 'start_trial', start)
     monkeypatch.setattr(trials.time, 'sleep', lambda _: None)
