@@ -37,8 +37,9 @@ $PY scripts/paper/final_losses.py "$study/1200/adamw/*,$W,beta1=0.9,beta2=0.95,w
 $PY records/dissection/results.py gamma --output records/dissection/dissection.png
 $PY records/dissection/results.py curves --output records/dissection/curves.png
 
-# A fresh h, rare tokens, and 30M parameters.
+# A fresh h, its runaway, rare tokens, and 30M parameters.
 $PY records/fresh_h/results.py shares --output records/fresh_h/shares.png
+$PY records/sharpening/results.py norms --output records/sharpening/norms.png
 $PY records/small_batch/results.py bands --output records/small_batch/bands.png
 $PY records/gpu_30m/results.py curves --output records/gpu_30m/curves.png
 
