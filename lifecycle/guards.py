@@ -63,7 +63,7 @@ def check_ranks(run, sequences):
     missing = (~has).any(0).tolist()
     if any(missing):
         first = missing.index(True)
-        name = {p: name for name, p in run.raw_model.named_parameters()}[run.params[first]]
+        name = parameter_names(run.raw_model)[run.params[first]]
         problem = ('has no gradient, for which the ranks would wait; remove it from the model, or freeze it with '
                    'requires_grad_(False)')
         if has[:, first].any():

@@ -21,7 +21,7 @@ from analysis.runs import ROLES
 from configurator import HARMLESS
 from data.loader import parts_of
 from data.tokenizer import END_OF_TEXT, GPT2, Byte, FileTokenizer
-from runtime.files import first_line
+from runtime.files import first_line, local_path
 from runtime.gpt import ACTIVATIONS, TRANSPOSED, num_params
 from scripts.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 
@@ -168,7 +168,7 @@ def export(loaded, dest):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', metavar='OUT_DIR', help=MODEL_HELP)
-    parser.add_argument('dest', metavar='DEST', help='folder to write')
+    parser.add_argument('dest', metavar='DEST', type=local_path, help='folder to write')
     add_tokenizer_flag(parser)
     args = parser.parse_args(argv)
     loaded = with_tokenizer(load(args.checkpoint, tokenizer=args.tokenizer))

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import print_table
 from analysis.runs import find_runs, packed
-from runtime.files import write_text
+from runtime.files import local_path, write_text
 
 
 def problems(run):
@@ -45,7 +45,7 @@ def row(run):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='records, or directories of records')
-    parser.add_argument('--pack', metavar='DIR', type=Path,
+    parser.add_argument('--pack', metavar='DIR', type=local_path,
                         help='write DIR/runs.jsonl, each run named by its path below the one OUT_DIR')
     args = parser.parse_args(argv)
     if args.pack and (len(args.out_dirs) > 1 or not Path(args.out_dirs[0]).is_dir()):

@@ -23,7 +23,7 @@ from analysis.runs import mean_final_loss, notes_on, read_run, validation_sequen
 from configurator import with_younger
 from model import GPTConfig
 from optimizers import placeholders
-from runtime.files import code_hashes, differing_files
+from runtime.files import code_hashes, differing_files, local_path
 from runtime.signals import undo_at_end
 from scripts.arguments import at_least
 
@@ -156,7 +156,7 @@ def sweep_argparser(doc):
     """Return an ArgumentParser with the arguments of train.py, --out_dir, --jobs, and --launcher, a list of words."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
-    parser.add_argument('--out_dir', required=True, type=Path, help='each run gets a directory in it')
+    parser.add_argument('--out_dir', required=True, type=local_path, help='each run gets a directory in it')
     parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
     parser.add_argument('--launcher', type=shlex.split, default=[sys.executable], metavar='COMMAND',
                         help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')

@@ -9,6 +9,7 @@ from conftest import ROOT, rejection
 import configurator
 import train
 from analysis import runs
+from analysis.figures import png_path
 from configurator import configure, setting
 from lifecycle.run import notes
 from runtime import device
@@ -83,7 +84,8 @@ def test_a_tilde_is_the_home_directory_and_an_address_is_refused(monkeypatch):
     monkeypatch.setenv('HOME', '/home/me')
     assert apply('--name=~/a')[1]['name'] == '/home/me/a' and local_path('~/a') == Path('/home/me/a')
     assert rejection(apply, '--name=s3://bucket/a').startswith('--name=s3://bucket/a: an address, not a path; ')
-    assert rejection(local_path, 'gs://bucket').startswith('gs://bucket: an address')
+    for path_of in local_path, png_path:
+        assert rejection(path_of, 'gs://bucket').startswith('gs://bucket: an address')
 
 
 def test_a_config_file_is_given_without_a_flag():
