@@ -35,7 +35,8 @@ class PlannedRun:
     @property
     def path(self):
         """The run's directory, below the study's."""
-        return Path(self.part, ','.join([self.optimizer, *(f'{key}={value:g}' for key, value in self.settings)]))
+        return Path(self.part, ','.join([self.optimizer, *(
+            f'{key}={value:g}' if isinstance(value, float) else f'{key}={value}' for key, value in self.settings)]))
 
 
 @dataclass

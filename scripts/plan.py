@@ -5,7 +5,7 @@
   python scripts/plan.py config/train_neox_{1.5b,6.6b}_sophiag.py --gpu A100 --gpus 64 --mfu 0.3
 
 Arguments are train.py's: config files, one plan each, and --key=value flags for all of them; by default, a table of the
-published configs for Sophia-G. GB are 1e9 bytes. FLOPs (analysis/runs.py) run at --mfu of the peak; activation
+published configs for Sophia-G. GB are 1e9 bytes. FLOPs (`step_cost`) run at --mfu of the peak; activation
 checkpointing adds up to a third, communication is not counted. Memory is a formula (`memory`) for compiled steps of the
 GPT in model.py; dev/bench.py measures it, also of an edited model, loss or optimizer.
 """
@@ -20,11 +20,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.figures import print_table
-from analysis.runs import training_and_hessian_flops
 from data.loader import first_dir, vocab_size_of
 from hessian import product_size, rows_at_once
 from model import GPT, GPTConfig
-from optimizers import row
+from optimizers import hessian_flops_per_token, row
 from runtime import device as devices
 from runtime import gpt
 from scripts.arguments import at_least
@@ -108,7 +107,9 @@ def changed(c, **values):
 
 def step_cost(c, model, args):
     """Return a step's (seconds, FLOPs, FLOPs of Hessian estimates among them) with the settings `c`."""
-    gradient, hessian = training_and_hessian_flops(c.values, dict(flops_per_token=gpt.flops_per_token(model)))
+    per_token = gpt.flops_per_token(model)
+    gradient, hessian = (n * c.total_batch_size * c.block_size
+                         for n in (per_token, hessian_flops_per_token(c.values, per_token)))
     return (gradient + hessian) / (args.gpus * args.tflops * 1e12 * args.mfu), gradient + hessian, hessian
 
 
@@ -122,6 +123,18 @@ def modes(c, shape, args):
     return [(here, largest_micro_batch(here, shape, args.gpus, args.limit)) for here in found]
 
 
+def number(x):
+    """Format a positive number: 1,561.2, 4.2 or 0.0042."""
+    return f'{x:,.1f}' if x >= 10 else f'{x:.2g}'
+
+
+def duration(seconds):
+    """Format a time in the largest unit of which there are two or more."""
+    unit, size = next(((unit, size) for unit, size in dict(days=86400, hours=3600, minutes=60).items()
+                       if seconds >= 2 * size), ('seconds', 1))
+    return f'{number(seconds / size)} {unit}'
+
+
 def ladder(settings, args):
     """Print a line for each (c, shape) of `settings`: the fastest mode that fits, and the hours."""
     rows = []
@@ -133,10 +146,10 @@ def ladder(settings, args):
         if here:
             needed = ['fsdp'] * (here.parallel == 'fsdp') + ['checkpointing'] * here.activation_checkpointing
             line |= {'fits': f'with {" and ".join(needed)}' if needed else 'yes', 'largest batch_size': largest,
-                     's a step': f'{seconds:.2f}'}
+                     's a step': number(seconds)}
             for name, steps in (('20 tokens a parameter', 20 * parameters / c.total_batch_size / c.block_size),
                                 (f'{c.max_iters:,} steps', c.max_iters)):
-                line[f'hours, {name}'] = f'{seconds * steps / 3600:,.1f}'
+                line[f'hours, {name}'] = number(seconds * steps / 3600)
         rows.append(line)
     print_table(sorted(rows, key=lambda row: row['parameters']))
 
@@ -146,10 +159,10 @@ def plan(c, shape, args):
     model, optimizer = gpt.without_values(GPT, shape), row(c.optimizer_name)
     seconds, flops, hessian = step_cost(c, model, args)
     hours, limit = seconds * c.max_iters / 3600, args.limit
-    print(f'{c.out_dir}: {c.optimizer_name}, {gpt.num_params(model):,} parameters, {flops / 1e12:,.0f} TFLOPs a '
+    print(f'{c.out_dir}: {c.optimizer_name}, {gpt.num_params(model):,} parameters, {number(flops / 1e12)} TFLOPs a '
           f'step, {hessian / flops:.1%} of them for the Hessian')
-    print(f'  {seconds:.2f} s a step; {c.max_iters:,} steps take {hours / 24:.1f} days, {hours * args.gpus:,.1f} '
-          'GPU-hours')
+    print(f'  {number(seconds)} s a step; {c.max_iters:,} steps take {duration(seconds * c.max_iters)}, '
+          f'{number(hours * args.gpus)} GPU-hours')
     if optimizer.library and c.optimizer_name != 'muon':
         print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, and may be '
               'much larger: dev/bench.py measures it')

@@ -171,8 +171,14 @@ def test_what_is_printed(capsys):
     assert out.startswith('16 × H100, 10 GB and 989 TFLOP/s each, at an MFU of 0.4; assumed, name another card')
     assert '124,373,760 parameters' in out and 'of 9 GB (90% of 10)' in out
     assert re.search(r'\* ddp .*batch_size=30: .* GB \(too much\); largest: \d+\n +parameters 0.5', out)
-    plan.main(['--optimizer_name=sophiah', '--gpus=8'])
-    assert 'fsdp' not in capsys.readouterr().out
+    for flags in ['--optimizer_name=sophiah', '--gpus=8'], ['--optimizer_name=sophiag', '--gpus=1']:
+        plan.main(flags)
+        assert 'fsdp' not in capsys.readouterr().out
+    for flags, told in ((['--model_size=30M', '--max_iters=600'], '0.26 s a step; 600 steps take 2.6 minutes, 0.043'),
+                        (['--model_size=30M', '--max_iters=50000'], '0.26 s a step; 50,000 steps take 3.6 hours, 3.6'),
+                        (['--model_size=355M'], '3 s a step; 100,000 steps take 3.5 days, 83.6')):
+        plan.main([*flags, '--gpu=H100'])
+        assert f'  {told} GPU-hours' in capsys.readouterr().out
 
 
 def test_a_card_is_named_by_its_last_word(capsys):

@@ -18,7 +18,7 @@ import train
 from analysis.figures import optimizer_label, print_table, write_csv
 from analysis.runs import read_run, training_and_hessian_flops
 from model import GPT, GPTConfig
-from optimizers import estimates_per_iteration
+from optimizers import estimates_per_iteration, hessian_flops_per_token
 from runtime import gpt
 
 # TFLOPs per step in the paper's Table 2. Its Sophia-G makes an extra forward pass to estimate.
@@ -30,7 +30,9 @@ def planned(path):
     """Return (settings, config.json's facts of the model) for a config file and GPT-2's vocabulary."""
     config = train.resolve([path]).values
     model = gpt.without_values(GPT, gpt.config_of(GPTConfig, config, 50257))
-    return config, dict(parameters=gpt.num_params(model), flops_per_token=gpt.flops_per_token(model))
+    flops = gpt.flops_per_token(model)
+    return config, dict(parameters=gpt.num_params(model), flops_per_token=flops,
+                        hessian_flops_per_token=hessian_flops_per_token(config, flops))
 
 
 def measured(run):
