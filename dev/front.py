@@ -13,6 +13,7 @@ from analysis.figures import argparser, figure, save
 from analysis.significance import difference
 from records.dissection import results as dissection
 from records.gpu_30m import results as gpu_30m
+from records.studies import part_of
 
 
 def panels():
@@ -21,10 +22,14 @@ def panels():
     small = {label: dissection.losses(dissection.fresh_runs(C, name, dissection.SIX))
              for name, label in (('adamw', 'AdamW'), ('sophiag', 'Sophia-G'))}
     runs = gpu_30m.read_runs()
-    rates = {label: rate for label, (name, rate) in gpu_30m.fresh_arms(runs).items() if name == 'sophiag'}
-    arms = {'AdamW': gpu_30m.fresh_arms(runs)['AdamW'],
-            **{f'Sophia-G, {rate:g}': ('sophiag', rate) for rate in rates.values()}}
-    large = {label: [*gpu_30m.fresh_losses(runs, *arm, 'val/loss')[0].values()] for label, arm in arms.items()}
+    arms = gpu_30m.fresh_arms(runs)
+    gamma = next(run.gamma for run in runs if part_of(run) == 'b' and run.optimizer_name == 'sophiag')
+    mine = {'AdamW': (*arms['AdamW'], 0.0), **{f'Sophia-G, {rate:g}': (name, rate, gamma)
+                                               for name, rate in arms.values() if name == 'sophiag'}}
+    large = {label: [run.final_loss for run in runs if run.max_iters == gpu_30m.LONG['max_iters']
+                     and run.seed != gpu_30m.SEARCH_SEED
+                     and (run.optimizer_name, run.learning_rate, run.gamma) == settings]
+             for label, settings in mine.items()}
     return {'0.8M parameters, 9,600 steps, both tuned': small,
             '30M parameters, 3,000 steps, Sophia-G at two learning rates': large}
 
