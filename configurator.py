@@ -22,7 +22,6 @@ from runtime.files import expanded
 # Other programs' names of settings: the official repository's configs, Hugging Face's trainer
 RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_size', lr='learning_rate')
 ELSEWHERE = dict(vocab_size="the data set's meta.json has it", config='write the name of a config file without a flag')
-DASHES = '-\u2010\u2011\u2012\u2013\u2014\u2015\u2212'  # word processors and web pages make long ones of two hyphens
 ROOT = Path(__file__).resolve().parent
 
 
@@ -194,23 +193,21 @@ def configure(defaults, argv, script=None, finish=lambda config: None):
         print(help_text(script, defaults))
         raise SystemExit
     config = Config(defaults)
-    flags, files, before = [], [], ''
+    flags, files = [], []
     for arg in argv:
-        bare = arg.lstrip(DASHES)
-        key, equals, value = bare.partition('=')
-        if arg == bare and not (equals and key in config.declared):
-            if not (before.startswith('--') and before[2:] in config.declared):  # else a value, written without =
-                files.append(arg)
-        elif arg != f'--{bare}':
-            config.problems.append(f'{arg}: flags begin with two dashes; write --{bare}')
-        elif not equals and key in config.declared:
-            config.problems.append(f'{arg}: write {arg}=VALUE')
-        else:
+        key, equals, value = arg.removeprefix('--').partition('=')
+        if arg.startswith('--') and equals:
             flags.append((key, value))
-        before = arg
+        elif arg.startswith('-'):
+            config.problems.append(f'{arg}: write --KEY=VALUE')
+        else:
+            files.append(arg)
     for name in files:
-        for key, value in read_file(name, config.values).items():
-            config.give(key, value, name)
+        try:
+            for key, value in read_file(name, config.values).items():
+                config.give(key, value, name)
+        except SystemExit as error:
+            config.problems.append(error.code)
     for key, value in flags:
         config.give(key, value, 'flag')
     if not config.problems:  # else `finish` might find only what follows from them
@@ -278,7 +275,7 @@ def read_file(name, values):
         raise SystemExit(f'{name}: a directory, not a config file')
     if not path.is_file():
         near = difflib.get_close_matches(name, [str(p) for p in Path('config').rglob('*.py')], n=1)
-        hint = f'; did you mean {near[0]}?' if near else ''
+        hint = f'; did you mean {near[0]}?' if near else '; flags are --KEY=VALUE' if '=' in name else ''
         if (ROOT / path).is_file():
             hint = f'; it is in {ROOT}, start train.py from there'
         raise SystemExit(f'{name}: no such config file{hint}')

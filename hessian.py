@@ -18,8 +18,8 @@ from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
 from sophia import GaussNewtonBartlett, Hutchinson, add_shards, check_finite, hessian_vector_product, local, meshes_of
 
 
-class Hook:
-    """The callbacks of first-order optimizers, which estimate nothing."""
+class StepHook:
+    """Callbacks of a training step; these, of first-order optimizers, estimate nothing."""
 
     hessian_products = False  # whether estimates are Hessian-vector products, which need an unsharded eager model
     samples_labels = False  # whether estimates take labels for the model's logits
@@ -45,15 +45,16 @@ class Hook:
         """Return further arguments of `loss.Losses` for a micro-batch, X and Y (B, T) int64, a dict."""
         return {}
 
-    def add(self, loss_hat=None, predictions=None):
-        """Differentiate the loss on these labels, a sum over `predictions` predictions. Its graph is kept."""
+    def add(self, loss_hat, predictions):
+        """Differentiate the loss on such labels, a sum over `predictions` predictions. Its graph is kept."""
+        raise NotImplementedError
 
     def finish(self):
         """Pass the estimate to the optimizer. Return why the iteration must be skipped, or ''."""
         return ''
 
 
-class HessianHook(Hook):
+class HessianHook(StepHook):
     """Base class of estimators, at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch.
 
     Checkpoints hold only what a hook puts into the optimizer's param groups, so its results must depend on nothing else
@@ -96,8 +97,8 @@ class HessianHook(Hook):
         self.scale = min(loss_scale, group.get('hessian_scale', loss_scale))
         # Until there is an h every iteration estimates, because steps without one are sign steps: after a skipped
         # iteration 0, or an estimate that overflowed while the update was made.
-        self.first = not any(self.state().values()) or 'no_hessian_yet' in group
-        self.due = self.first or self.is_due(iter_num, self.interval)
+        self.has_h = any(self.state().values()) and 'no_hessian_yet' not in group
+        self.due = not self.has_h or self.is_due(iter_num, self.interval)
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         return self.due
 
@@ -123,7 +124,7 @@ class HessianHook(Hook):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if not self.first:
+            if self.has_h:
                 raise
             raise SystemExit(f'model.py: GPT.forward cannot be differentiated for the Hessian estimate '
                              f'({one_line(error)}); change it, or use another optimizer') from None
@@ -133,27 +134,30 @@ class HessianHook(Hook):
             return ''
         estimates = self.diagonal()
         if not check_finite('skip', 'Hessian estimate', [h_hat for h_hat in estimates if h_hat is not None]):
-            expected = self.loss_scale != 1 and self.overflows < OVERFLOWS  # occasional in float16
-            self.overflows += 1
-            if not expected:
-                return 'a Hessian estimate is not finite'
-            self.optimizer.param_groups[0]['hessian_scale'] = self.scale / 2
-            if self.first:
-                self.optimizer.param_groups[0]['no_hessian_yet'] = True
-            if self.rank == 0:
-                warn(f'iteration {self.iter_num}: the Hessian estimate overflowed in float16 and was left out; its '
-                     f'loss scale falls to {self.scale / 2:g}')
-            return ''
+            return self.overflowed()
         self.overflows = 0
-        if self.first:
+        if not self.has_h:
             self.warn_of_unreached(estimates)
             self.optimizer.param_groups[0].pop('no_hessian_yet', None)
         self.optimizer.update_hessian(estimates)
         return ''
 
+    def overflowed(self):
+        """Halve the estimate's loss scale. Return '' for an occasional overflow of float16, else why to skip."""
+        self.overflows += 1
+        if self.loss_scale == 1 or self.overflows > OVERFLOWS:
+            return 'a Hessian estimate is not finite'
+        self.optimizer.param_groups[0]['hessian_scale'] = self.scale / 2
+        if not self.has_h:
+            self.optimizer.param_groups[0]['no_hessian_yet'] = True
+        if self.rank == 0:
+            warn(f'iteration {self.iter_num}: the Hessian estimate overflowed in float16 and was left out; its loss '
+                 f'scale falls to {self.scale / 2:g}')
+        return ''
+
     def warn_of_unreached(self, estimates):
-        """Warn of trained parameters whose estimate is all zeros, because sign momentum would update them. Those whose
-        gradient is, too, may be behind weights that are 0 at the start, as LoRA's and some heads."""
+        """Warn of trained parameters whose estimate is all zeros, because sign momentum would update them. Skip those
+        whose gradient is also zero: they may sit behind zero-initialized weights, as in LoRA."""
         def is_zero(tensor):
             return not add_shards(local([tensor])[0].count_nonzero(), [tensor])
 
@@ -194,17 +198,23 @@ class GNBHook(HessianHook):
         return self.due
 
     def split(self, rows, size):
-        if not self.due or self.parts < 2 and self.compile:  # a micro-batch of another size would be compiled, too
+        if not self.due:
             return super().split(rows, size)
         here = min(self.rows_left, rows)
         rest = [slice(here + one.start, here + one.stop) for one in super().split(rows - here, size)]
-        if self.parts < 2:  # the second backward pass is over whole micro-batches
-            return super().split(here, size) + rest
+        if self.parts > 1:
+            self.part_slices = self.slices_of_parts(here)
+            return self.part_slices + rest
+        if self.compile:  # a micro-batch of another size would be compiled again
+            return super().split(rows, size)
+        return super().split(here, size) + rest  # the second backward pass is over whole micro-batches
+
+    def slices_of_parts(self, rows):
+        """Return the parts of this rank's first `rows` sequences, as slices of them."""
         # Part p has the sequences p, p + parts, … of the mini-batch, however many ranks share it. Where parameters are
         # sharded, all ranks work on one part, which has other sequences: another draw of the same estimate.
         n = self.parts if meshes_of(self.estimator.params) else self.parts // self.world_size
-        self.part_slices = [slice(i, here, n) for i in range(min(n, here))]
-        return self.part_slices + rest
+        return [slice(i, rows, n) for i in range(min(n, rows))]
 
     def labels(self, X, Y):
         n = self.take_rows(X)
@@ -225,10 +235,9 @@ class GNBHook(HessianHook):
         uniforms, self.uniforms = self.uniforms[:len(Y)], self.uniforms[len(Y):]
         return dict(uniforms=uniforms)
 
-    def add(self, loss_hat=None, predictions=None):
-        if loss_hat is not None:
-            with self.differentiating():
-                self.estimator.add(loss_hat * self.weight, predictions, retain_graph=True)
+    def add(self, loss_hat, predictions):
+        with self.differentiating():
+            self.estimator.add(loss_hat * self.weight, predictions, retain_graph=True)
 
     def diagonal(self):
         estimator, self.estimator = self.estimator, None
@@ -337,7 +346,8 @@ class HutchinsonHook(HessianHook):
         for x, y in zip(X.split(n), Y.split(n)):
             with self.autocast, self.differentiating():
                 product = self.product(x, y, estimator.u)
-            estimator.add(product, n)
+            # Like the loss, over the predictions; the model's forward has masked targets in place.
+            estimator.add(product, int((y >= 0).sum()) / y.size(1))
             del product  # frees the memory for the next one
         self.rows = []
         estimates = dict(zip(self.params, estimator.estimate()))

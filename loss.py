@@ -21,8 +21,8 @@ def token_loss(logits, targets):
 
 
 def mean_loss(logits, targets):
-    """Average `token_loss` over the targets that count: logits (B, T, V), targets (B, T) → 0-d."""
-    return token_loss(logits, targets).sum() / (targets >= 0).sum()
+    """Average `token_loss` over the targets that count, 0 if none does: logits (B, T, V), targets (B, T) → 0-d."""
+    return token_loss(logits, targets).sum() / (targets >= 0).sum().clamp(min=1)
 
 
 class Losses(nn.Module):

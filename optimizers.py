@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 from torch.optim import AdamW
 
-from hessian import AdaHessianHook, EmpiricalFisherHook, GNBHook, HessianHook, Hook, HutchinsonHook, fitting_parts
+from hessian import AdaHessianHook, EmpiricalFisherHook, GNBHook, HessianHook, HutchinsonHook, StepHook, fitting_parts
 from runtime import optim, optimizer_state
 from runtime.distributed import full_tensor
 from runtime.files import first_line
@@ -169,7 +169,7 @@ class Row:
     settings: dict  # its values of train.py's settings; hessian_batch_size is for a mini-batch of 480 sequences
     learning_rates: dict | float  # peak learning rate by model size, or one for all sizes
     source: str = 'Table 3'  # where the learning rates come from
-    hook: type[Hook] = Hook  # the class of its per-step callbacks, see hessian.py
+    hook: type[StepHook] = StepHook  # the class of its per-step callbacks, see hessian.py
     scale_hessian_batch: bool = True  # whether hessian_batch_size grows and shrinks with the mini-batch
     scales_attention: bool = False  # whether the paper divides its attention logits by the layer index
     library: str = ''  # 'LIBRARY:CLASS' of a library's optimizer
@@ -235,13 +235,12 @@ def rank_of(p):
 
 def matrices_and_rest(groups):
     """Return the param groups of the matrices that Muon is for, which are in the blocks, and the groups of the rest."""
-    matrices, rest = [], []
-    for group in groups:
-        hidden = group.get('role') != 'embedding'
-        for part, wanted in ((matrices, True), (rest, False)):
-            if params := [p for p in group['params'] if (hidden and rank_of(p) == 2) == wanted]:
-                part.append(dict(group, params=params))
-    return matrices, rest
+    def for_muon(group, p):
+        return group.get('role') != 'embedding' and rank_of(p) == 2
+
+    matrices = [dict(group, params=[p for p in group['params'] if for_muon(group, p)]) for group in groups]
+    rest = [dict(group, params=[p for p in group['params'] if not for_muon(group, p)]) for group in groups]
+    return [[group for group in part if group['params']] for part in (matrices, rest)]
 
 
 def muon(groups, s):
@@ -251,7 +250,7 @@ def muon(groups, s):
     if rest:
         parts.append(AdamW(rest, lr=s.learning_rate, betas=(0.9, s.beta2), eps=s.eps, weight_decay=s.weight_decay,
                            fused=True))
-    return optim.Together(*parts)
+    return optim.CombinedOptimizer(*parts)
 
 
 # Peak learning rates, Table 3. 'tiny' is ours (records/).

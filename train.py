@@ -27,7 +27,7 @@ import configurator
 import optimizers
 from configurator import setting
 from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
-from hessian import Hook
+from hessian import StepHook
 from lifecycle import guards
 from lifecycle.resume import find_origin, finetunes, pretrained_model
 from lifecycle.run import abort, build_buckets, check_step, close_run, not_finite, open_log, save
@@ -120,9 +120,10 @@ def resolve(argv, world_size=None):
 
 def derive(c, world_size):
     """Set the settings that neither a config file nor a flag has set. SystemExit when some do not go together."""
-    c.require('init_from', not finetunes(c) or c.init_from in HUB_MODELS or Path(c.init_from).is_dir()
-              or checkpoint.exists(c.init_from), f'scratch, resume, {", ".join(HUB_MODELS)}, a Hugging Face folder, or '
-              'an out_dir or checkpoint to start anew from; --auto_resume=True resumes if there is a checkpoint')
+    if finetunes(c) and c.init_from not in HUB_MODELS:
+        c.require('init_from', Path(c.init_from).is_dir() or checkpoint.exists(c.init_from),
+                  f'scratch, resume, {", ".join(HUB_MODELS)}, a Hugging Face folder, or an out_dir or checkpoint to '
+                  'start anew from; --auto_resume=True resumes if there is a checkpoint')
     c.fill(SIZES.get(c.model_size, {}), f'model size {c.model_size}')
     if None in (c.n_layer, c.n_head, c.n_embd):
         raise SystemExit('model.py: has no table SIZES; set --n_layer, --n_head and --n_embd')
@@ -155,23 +156,17 @@ def derive(c, world_size):
 
 
 def fit_batch_sizes(c, ranks):
-    """Set gradient_accumulation_steps. SystemExit, which names the nearest values that fit, where total_batch_size is
-    not gradient_accumulation_steps × batch_size × `ranks`."""
+    """Set gradient_accumulation_steps, total_batch_size / (batch_size × `ranks`); SystemExit where that is no whole
+    number, or another one was given."""
     share, rest = divmod(c.total_batch_size, ranks)
-    step, given = c.batch_size * ranks, c.gradient_accumulation_steps
-    whole = c.total_batch_size // step
-    fitting = '0' if c.total_batch_size % step else f'0 or {whole}'
-    c.require('gradient_accumulation_steps', not given or given * step == c.total_batch_size,
-              f'{fitting}, for --total_batch_size={c.total_batch_size} with --batch_size={c.batch_size} on {ranks} '
-              f'device(s); or set --total_batch_size={given * step}')
-    nearest = f'{whole * step} or {(whole + 1) * step}' if whole else step
-    c.require('total_batch_size', not rest, f'a multiple of {ranks}, the number of devices; set --total_batch_size='
-              f'{nearest}')
-    divisors = sorted((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - c.batch_size))
-    c.require('batch_size', share % c.batch_size == 0, f'a divisor of {share}, the sequences of each device; set '
-              f'--batch_size={" or ".join(map(str, sorted(divisors[:2])))}')
-    if not given:
-        c.set('gradient_accumulation_steps', share // c.batch_size, 'total_batch_size / (batch_size × devices)')
+    c.require('total_batch_size', not rest, f'a multiple of {ranks}, the number of devices')
+    c.require('batch_size', share % c.batch_size == 0, f'a divisor of {share}, the sequences of each device')
+    steps = share // c.batch_size
+    c.require('gradient_accumulation_steps', c.gradient_accumulation_steps in (0, steps),
+              f'0 or {steps}, for --total_batch_size={c.total_batch_size} with --batch_size={c.batch_size} on {ranks} '
+              'device(s)')
+    if not c.gradient_accumulation_steps:
+        c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
 
 
 def learning_rate_at(c, iteration):
@@ -218,7 +213,7 @@ class Run:
     raw_model: GPT  # neither compiled nor replicated
     model: Any  # what training calls: `Losses` of raw_model, perhaps compiled and replicated
     optimizer: torch.optim.Optimizer
-    hessian: Hook
+    hessian: StepHook
     scaler: torch.amp.GradScaler
     autocast: Any
     params: list
@@ -303,12 +298,11 @@ def begin(c):
 
 class Step(NamedTuple):
     """The result of a training step."""
-    loss: float  # mean over the mini-batch
+    loss: float  # mean over the predictions of the mini-batch
     tokens: int  # over all devices
     grad_norm: float  # before clipping
     estimated: bool  # whether it estimated the Hessian
     problem: str  # why the update was skipped, or ''
-    losses: torch.Tensor  # for each of this rank's sequences, the mean loss of its micro-batch
 
 
 def train_step(run, sequences, iter_num):
@@ -323,7 +317,7 @@ def train_step(run, sequences, iter_num):
     estimating = hessian.start(iter_num, scaler.get_scale())  # the scale is 1 unless float16
 
     micro_batches = hessian.split(len(sequences), c.batch_size)
-    losses = torch.empty(len(sequences), device=sequences.device)
+    positions, total = sequences[:, 1:].numel(), world.zeros(2)  # sum of the loss, number of predictions
     for micro_step, rows in enumerate(micro_batches):
         # Copies, because GPT.forward may mask targets in place, and nanoGPT's takes views of them.
         X, Y = sequences[rows, :-1].contiguous(), sequences[rows, 1:].clone()
@@ -332,17 +326,20 @@ def train_step(run, sequences, iter_num):
             # Only Sophia-G has labels of its own: for AdamW this is run.model(X, Y). Another term of the loss belongs
             # in loss.py or GPT.forward, so that evaluation and Sophia-H see it, too.
             _, loss, *second = run.model(X, Y, **hessian.labels(X, Y))
-        hessian.add(*second)  # every k iterations a second backward pass, through the same forward
-        losses[rows] = loss.detach()
-        scaler.scale(loss * (len(X) / len(sequences))).backward()
+        if second:  # every k iterations a second backward pass, through the same forward
+            hessian.add(*second)
+        count = (Y >= 0).sum()  # now, because GPT.forward may have masked some
+        total += torch.stack([loss.detach() * count, count])
+        scaler.scale(loss * (count / positions)).backward()
 
     # What draws from here on does so alike on every rank. So noise for a sharded p is distribute_tensor(torch.randn(
     # p.shape, device=p.device), p.device_mesh, p.placements): torch.randn_like would give all shards the same noise.
     seed_all(keyed_seed(c.seed, DROPOUT, iter_num))
     scaler.unscale_(run.optimizer)
-    grad_norm = optim.clip_gradients(run.params, c.grad_clip)
-    mean_loss = world.sum(losses.mean()) / world.size
-    mean_loss, grad_norm = torch.stack([mean_loss, grad_norm]).tolist()  # the only device sync but for a GradScaler's
+    loss, predictions = world.sum(total)
+    # Of a sum over the predictions, divided by the positions of a rank, to the mean over the predictions of all ranks
+    grad_norm = optim.clip_gradients(run.params, c.grad_clip, positions * world.size / predictions)
+    mean_loss, grad_norm = torch.stack([loss / predictions, grad_norm]).tolist()  # the only device sync but a scaler's
 
     # finish() hands the estimate to the optimizer.
     problem = not_finite(loss=mean_loss, gradient=grad_norm) or hessian.finish()
@@ -350,7 +347,7 @@ def train_step(run, sequences, iter_num):
         optim.step(run.optimizer, scaler)
     scaler.update()
     world.zero_grad(run.optimizer)
-    return Step(mean_loss, sequences[:, 1:].numel() * world.size, grad_norm, estimating, problem, losses)
+    return Step(mean_loss, positions * world.size, grad_norm, estimating, problem)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -359,11 +356,11 @@ def train_step(run, sequences, iter_num):
 
 @torch.no_grad()
 def evaluate(run, data):
-    """Return (mean cross-entropy, mean training loss) over the validation set `data`, each rank its share. Breaks off,
+    """Return (mean cross-entropy, mean training loss) over the validation set `data`, each rank its share. Stops early,
     with run.stops.stopping, when a rank was asked to stop."""
     c, world = run.config, run.world
     run.raw_model.eval()
-    total = world.zeros(2, 2)  # the sum of each loss, and the number of its predictions
+    total = world.zeros(4)  # sum and count of val/loss, sum and count of the training loss
     for X, Y in ValidationLoader(data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank, world.size,
                                  world.device):
         run.stops.exchange()
@@ -376,11 +373,11 @@ def evaluate(run, data):
         count = (targets >= 0).sum()
         # A rank's last batches may be padding only; their mean training loss is 0 / 0.
         training_loss = torch.where(count > 0, training_loss * count, 0)
-        total += torch.stack([val_loss, (Y >= 0).sum(), training_loss, count]).to(total).view(2, 2)
+        total += torch.stack([val_loss, (Y >= 0).sum(), training_loss, count]).to(total)
     run.raw_model.train()
     world.reshard(run.raw_model)
-    sums, counts = world.sum(total).T
-    return (sums / counts).tolist()
+    val_loss, n, training_loss, m = world.sum(total)
+    return torch.stack([val_loss / n, training_loss / m]).tolist()
 
 
 def evaluate_and_save(run):
@@ -394,11 +391,12 @@ def evaluate_and_save(run):
     if run.stops.stopping:
         return
     state.last_eval_iter = state.iter
-    val_loss, training_loss = (sum(data.weight * losses[name][i] for name, data in run.val_data.items())
-                               for i in (0, 1))
+    weight = {name: data.weight for name, data in run.val_data.items()}
+    val_loss = sum(weight[name] * val for name, (val, _) in losses.items())
+    training_loss = sum(weight[name] * training for name, (_, training) in losses.items())
     metrics = {'val/loss': val_loss}
     if len(losses) > 1:  # a mixture
-        metrics |= {f'val/loss/{name}': part for name, (part, _) in losses.items()}
+        metrics |= {f'val/loss/{name}': val for name, (val, _) in losses.items()}
     if abs(training_loss - val_loss) > 1e-4 * val_loss:  # the training loss is not the plain cross-entropy
         metrics['val/training_loss'] = training_loss
     run.log.record(state, f'iter {state.iter}: val loss {val_loss:.4f}', metrics)
@@ -447,7 +445,8 @@ def train(c):
 
         # Once in a while, and at the end: evaluate on the validation set, and save.
         last = state.iter >= c.max_iters
-        if c.eval_only or (last or state.iter % c.eval_interval == 0) and state.last_eval_iter != state.iter:
+        due = last or state.iter % c.eval_interval == 0
+        if c.eval_only or due and state.last_eval_iter != state.iter:
             evaluate_and_save(run)
         if last or stops.stopping or c.eval_only:
             break
@@ -455,20 +454,19 @@ def train(c):
         started = time.perf_counter()
         sequences = next(loader)
         step = train_step(run, sequences, state.iter)
-        check_step(run, step, loader)
+        check_step(run, step)
         guards.check_first_update(run, step)
         logs = state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1
         if logs or world.size > 1:
             devices.synchronize(world.device)  # what follows would wait for the update, and is not timed
         seconds = time.perf_counter() - started
         speed.add(seconds, step.tokens, step.estimated)
-        state.seconds += seconds
-
         if logs:
             metrics = {**metrics_of(run, step, lr), **speed.metrics()}
             log.record(state, log.progress_line(state.iter, metrics), metrics)
-        state.tokens += step.tokens
         state.iter += 1
+        state.tokens += step.tokens
+        state.seconds += seconds
         if stops.exchange() and not stops.stopping:
             save(run)
 

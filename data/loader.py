@@ -179,11 +179,6 @@ class Mixture:
         """Return (len(starts), length) tokens."""
         return np.concatenate([self.bins[i].sequences([start], length) for i, start in zip(*self._by_bin(starts))])
 
-    def where(self, starts):
-        """Say where the sequences start: the files and the places in them."""
-        index, starts = self._by_bin(starts)
-        return ', '.join(f'{self.bins[i].path} at {starts[index == i].tolist()}' for i in np.unique(index))
-
 
 def fingerprint(bins):
     """Return a hash of the data and weights of several Bins; for a single Bin, its fingerprint."""
@@ -259,15 +254,6 @@ class TrainLoader:
         if len(starts) != self.total_batch_size:
             raise ValueError(f'{len(starts)} sequence starts for a mini-batch of {self.total_batch_size} sequences')
         return starts[rank::self.world_size]
-
-    def describe(self, iteration, losses):
-        """Say which sequences have non-finite `losses` (ranks, sequences); '' if every loss is finite."""
-        named = []
-        for rank, bad in enumerate((~losses.isfinite()).cpu().numpy()):
-            if bad.any():  # by index, because a mini-batch that a fork has shortened has fewer losses than `starts`
-                starts = self.share(iteration, rank)[np.flatnonzero(bad)]
-                named.append(f'rank {rank}: sequences of {self.data.where(starts)}')
-        return '; '.join(named)
 
     def first(self):
         """Return what `next` will return, without moving on."""

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.figures import print_table
 from data.loader import vocab_size_of
-from hessian import Hook
+from hessian import StepHook
 from loss import Losses, cross_entropy
 from model import GPT, GPTConfig
 from runtime import device as devices
@@ -73,7 +73,7 @@ def baseline_run(c, world, folder):
     # nanoGPT compiles the model alone, so its compiled code returns the logits and writes a gradient of zeros for them.
     losses = Losses(torch.compile(model) if c.compile else model)
     scaler = torch.amp.GradScaler(device.type, enabled=c.dtype == 'float16')
-    return train.Run(c, world, model, losses, optimizer, Hook(model, optimizer), scaler,
+    return train.Run(c, world, model, losses, optimizer, StepHook(model, optimizer), scaler,
                      devices.autocast(device, c.dtype), list(model.parameters()), cross_entropy)
 
 

@@ -140,4 +140,4 @@ def check_round_trip(world, model, optimizer, fresh):
         if lost:
             raise SystemExit(f'{type(optimizer).__name__}: a checkpoint would not bring back its state ({lost}), so '
                              'that the run could not be resumed; use another optimizer, or keep all state in `state` '
-                             'and `param_groups`, and optimizers inside it as parts of a runtime.optim.Together')
+                             'and `param_groups`, and optimizers inside it as parts of a CombinedOptimizer')

@@ -108,11 +108,11 @@ def continued_config(c, path, saved, data):
         c.set('init_from', started_from, str(path))
     asked = gpt.arguments(gpt.config_of(GPTConfig, c.values, data.vocab_size))
     if started_from != 'scratch':  # arguments without a setting also follow the pretrained weights
-        asked = {**asked, **{key: value for key, value in args.items() if key in asked and key not in c.values}}
-    if differing := [f'{key} ({args.get(key)} there, {asked.get(key)} asked for)' for key in asked | args
-                     if args.get(key) != asked.get(key)]:
-        raise SystemExit(f'{path}: the model differs in {", ".join(differing)}; resume with its settings, or '
-                         'choose another --out_dir')
+        asked |= {key: args[key] for key in asked.keys() & args.keys() - c.values.keys()}
+    if differing := [key for key in asked | args if asked.get(key) != args.get(key)]:
+        both = [f'{key} ({args.get(key)} there, {asked.get(key)} asked for)' for key in differing]
+        raise SystemExit(f'{path}: the model differs in {", ".join(both)}; resume with its settings, or choose another '
+                         '--out_dir')
     return GPTConfig(**asked)
 
 
@@ -121,10 +121,8 @@ def pretrained_model(cls, c, data, origin):
     if checkpoint.exists(c.init_from):
         return weights_of_run(cls, c, data, origin)
     model = gpt.pretrained(cls, c.init_from, c.block_size, c.dropout)
-    rows = model.config.vocab_size
-    meta = folder_meta(c.init_from, rows)
-    adopt_model_args(c, vars(model.config), data, at_least=0 if meta else rows - 63)  # an unknown tokenizer
-    check_same_tokenizer(data, meta, c.init_from)
+    adopt_model_args(c, vars(model.config), data)
+    check_same_tokenizer(data, folder_meta(c.init_from, model.config.vocab_size), c.init_from)
     return model
 
 
@@ -160,13 +158,12 @@ def weights_of_run(cls, c, data, origin):
     return model
 
 
-def adopt_model_args(c, args, data, at_least=0):
+def adopt_model_args(c, args, data):
     """Make the settings `c` follow `args`, the arguments of pretrained weights; dropout is the run's.
 
-    SystemExit when a config file or a flag contradicts them, or when `data`, a data set, has more ids than the weights,
-    some of which may be padding, or fewer than `at_least`.
+    SystemExit when a config file or a flag contradicts them, or when `data`, a data set, has a different vocabulary.
     """
-    if not at_least <= data.vocab_size <= args['vocab_size']:
+    if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
         raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the pretrained weights '
                          f'have {args["vocab_size"]}; prepare the data with their tokenizer')
     for key, value in args.items():

@@ -48,7 +48,7 @@ def notes(c):
                'slower; install gcc and python3-dev')
     if c.compile:
         yield 'note: the first iterations compile the model, which takes a minute or more'
-    if c.sources['optimizer_name'] == 'flag' != c.sources['out_dir']:
+    if c.sources['optimizer_name'] == 'flag' and c.sources['out_dir'] != 'flag':
         others = OPTIMIZERS.keys() - {c.optimizer_name}
         if named := others & {*re.split('[^a-z_]', Path(c.out_dir).name)}:
             yield (f'note: out_dir = {c.out_dir} names {min(named)}, but this run is of {c.optimizer_name}; set '
@@ -99,7 +99,7 @@ def not_finite(**numbers):
     return next((f'the {name} is not finite' for name, number in numbers.items() if not math.isfinite(number)), '')
 
 
-def check_step(run, step, loader):
+def check_step(run, step):
     """Count a step whose update was skipped, and end the run after too many."""
     c, state = run.config, run.state
     if not step.problem:
@@ -107,27 +107,23 @@ def check_step(run, step, loader):
         state.clipped += bool(c.grad_clip and c.grad_clip < step.grad_norm)
         return
     state.skipped_in_a_row += 1
-    sequences = loader.describe(state.iter, run.world.gather(step.losses))
-    where = f' ({sequences})' if sequences else ''
     overflow = run.scaler.is_enabled() and 'gradient' in step.problem  # of the scaled loss
-    if state.skipped_in_a_row > (max(c.skip_nonfinite, optim.OVERFLOWS) if overflow else c.skip_nonfinite):
-        abort(run, step.problem, f', or skip it with --skip_nonfinite={state.skipped_in_a_row}', where)
+    allowed = max(c.skip_nonfinite, optim.OVERFLOWS) if overflow else c.skip_nonfinite
+    if state.skipped_in_a_row > allowed:
+        abort(run, step.problem, f', or skip it with --skip_nonfinite={state.skipped_in_a_row}')
     if not overflow:
-        run.log.print(f'iter {state.iter}: {step.problem}; skipped{where}')
+        run.log.print(f'iter {state.iter}: {step.problem}; skipped')
 
 
-def abort(run, problem, otherwise='', where=''):
-    """End a run that cannot continue, with one line on stderr and in failed.txt. Collective: every rank must call it.
-
-    The line holds the problem, what might help (a lower learning rate or `otherwise`), and `where` it happened, which
-    is appended unchanged.
-    """
+def abort(run, problem, otherwise=''):
+    """End a run that cannot continue, with one line on stderr and in failed.txt: the problem, and what might help, a
+    lower learning rate or `otherwise`. Collective: every rank must call it."""
     run.log.close()
     if run.world.is_master:
         out_dir = Path(run.config.out_dir)
         advice = 'resume' if checkpoint.checkpoints(out_dir) else 'start again'
         line = (f'iteration {run.state.iter}: {problem}; {advice} with a lower --learning_rate{otherwise}. Nothing of '
-                f'the iteration was saved{where}')
+                'the iteration was saved')
         print(line, file=sys.stderr)
         write_text(out_dir / FAILED, line + '\n')
     raise SystemExit(NOT_FINITE)

@@ -63,7 +63,7 @@ class World:
         if os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
             # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
             store = dist.PrefixStore(f'restart {os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)}', store)
-        self._store, self._meetings = dist.PrefixStore('meetings', store), 0
+        self._store, self._barriers = dist.PrefixStore('barriers', store), 0
         UNDO.callback(setattr, sys, 'excepthook', sys.excepthook)  # which the process group replaces
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT,
                                 device_id=self.device if backend == 'nccl' else None)
@@ -187,18 +187,18 @@ class World:
         rows[self.rank] = tensor
         return self.sum(rows)
 
-    def meet(self):
+    def barrier(self):
         """Wait until every rank is here, with PATIENCE: files may take longer than a collective waits."""
         if self.size == 1:
             return
-        self._meetings += 1
-        if self._store.add(f'{self._meetings}', 1) == self.size:
-            self._store.set(f'{self._meetings} complete', '')
-        self._store.wait([f'{self._meetings} complete'], PATIENCE)
+        self._barriers += 1
+        if self._store.add(f'{self._barriers}', 1) == self.size:
+            self._store.set(f'{self._barriers} complete', '')
+        self._store.wait([f'{self._barriers} complete'], PATIENCE)
 
     def from_master(self, number):
         """Return rank 0's `number`, an int, once every rank is here."""
-        self.meet()
+        self.barrier()
         return int(self.sum(torch.tensor(number if self.is_master else 0, device=self.device)))
 
     @contextlib.contextmanager
@@ -212,7 +212,7 @@ class World:
             yield
         except SystemExit as raised:
             error = raised
-        self.meet()
+        self.barrier()
         failed = self.gather(torch.tensor([float(error is not None)], device=self.device))
         if failed.any():
             raise error if failed.argmax() == self.rank else SystemExit(1)

@@ -26,7 +26,7 @@ def parameters(optimizer):
 
 
 def parts(optimizer):
-    """Return a list of the optimizer and the optimizers that it consists of, see `Together`."""
+    """Return a list of the optimizer and the optimizers that it consists of, see `CombinedOptimizer`."""
     return [optimizer, *(part for one in getattr(optimizer, 'optimizers', []) for part in parts(one))]
 
 
@@ -69,13 +69,17 @@ def global_norm(tensors):
     return full_tensor(torch.nn.utils.get_total_norm(tensors))
 
 
-def clip_gradients(params, max_norm):
-    """Clip the gradients of `params` at the norm `max_norm` (0: no clipping). Return their norm before that, a 0-d
-    tensor, over all ranks."""
-    params = [p for p in params if p.grad is not None]  # it is None in modules that this forward did not use
-    norm = global_norm([p.grad for p in params])
+@torch.no_grad()
+def clip_gradients(params, max_norm, scale):
+    """Multiply the gradients of `params` by `scale`, a 0-d tensor, and clip them at the norm `max_norm` (0: no
+    clipping). Return their norm before the clipping, a 0-d tensor, over all ranks."""
+    gradients = [p.grad for p in params if p.grad is not None]  # it is None in modules that this forward did not use
+    norm = global_norm(gradients)
+    scale = scale.to(norm)
+    norm *= scale
     if max_norm:
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, scale)
     return norm
 
 
@@ -95,7 +99,7 @@ def step(optimizer, scaler):
 # Several optimizers as one
 
 
-class Together(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers as one, and the base class of optimizers that wrap others.
 
     Its param groups are theirs, in order, its `defaults` the settings that all of them have. They keep their state in

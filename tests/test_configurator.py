@@ -39,9 +39,9 @@ def test_flags_are_typed(flag, key, value):
     ('--setps=7', '--setps: unknown setting; did you mean --steps?'), ('--zzz=1', 'python train.py --help'),
     ('--steps=1.5', "--steps: '1.5' is not a whole number"), ('--steps=ten', 'not a whole number'),
     ('--steps=inf', 'not a whole number'), ('--rate=fast', "--rate: 'fast' is not a number"),
-    ('--fast=2', 'not True or False'), ('--steps', 'write --steps=VALUE'), ('--__name__=x', 'unknown setting'),
-    ('-steps=5', '-steps=5: flags begin with two dashes; write --steps=5'),
-    ('—steps=5', '—steps=5: flags begin with two dashes; write --steps=5'), ('steps=5', 'write --steps=5'),
+    ('--fast=2', 'not True or False'), ('--steps', '--steps: write --KEY=VALUE'), ('--__name__=x', 'unknown setting'),
+    ('-steps=5', '-steps=5: write --KEY=VALUE'), ('steps=5', 'steps=5: no such config file; flags are --KEY=VALUE'),
+    ('—steps=5', '—steps=5: no such config file; flags are --KEY=VALUE'),
     ('--vocab_size=9', "--vocab_size: unknown setting; the data set's meta.json has it"),
     ('--name=', '--name=: must be non-empty (is a shell variable unset?)'), ('--name=\udcff', 'must be valid UTF-8'),
     ('--rate=9', '--rate=9.0: must be at least 0 and below 9'), ('--rate=nan', '--rate=nan: must be finite'),
@@ -76,7 +76,7 @@ def test_all_mistakes_are_told_at_once(tmp_path):
         *(f'{path}: {theirs}: unknown setting; did you mean {ours}?' for theirs, ours in (
             ('total_bs', 'total_batch_size'), ('rho', 'gamma'), ('interval', 'hessian_interval'))),
         f'{path}: gradient_accumulation_steps = 6: must be 0 or 60, for --total_batch_size=480 with --batch_size=8 on '
-        '1 device(s); or set --total_batch_size=48']
+        '1 device(s)']
 
 
 def test_a_tilde_is_the_home_directory_and_an_address_is_refused(monkeypatch):
@@ -142,7 +142,9 @@ def test_missing_file_names_the_nearest(monkeypatch):
 
 
 def test_a_value_after_a_space_is_not_taken_for_a_file():
-    assert rejection(apply, '--steps', '5') == '--steps: write --steps=VALUE'
+    with pytest.raises(SystemExit) as stopped:
+        apply('--steps', '5')
+    assert stopped.value.code == '--steps: write --KEY=VALUE\n5: no such config file'
 
 
 def test_a_sweeps_spec_is_no_config_file():
@@ -257,20 +259,13 @@ def test_help_lists_every_setting_with_its_comment(capsys, flag):
 
 
 @pytest.mark.parametrize('ranks, settings, message', [
-    (1, dict(batch_size=14), '--batch_size=14: must be a divisor of 480, the sequences of each device; set '
-     '--batch_size=12 or 15'),
-    (2, dict(batch_size=7), '--batch_size=7: must be a divisor of 240, the sequences of each device; set '
-     '--batch_size=6 or 8'),
-    (1, dict(total_batch_size=1, batch_size=2), '--batch_size=2: must be a divisor of 1, the sequences of each device; '
-     'set --batch_size=1'),
-    (7, dict(batch_size=8), 'default: total_batch_size = 480: must be a multiple of 7, the number of devices; set '
-     '--total_batch_size=448 or 504'),
-    (7, dict(total_batch_size=3, batch_size=1), '--total_batch_size=3: must be a multiple of 7, the number of devices; '
-     'set --total_batch_size=7'),
-    (1, dict(batch_size=64, gradient_accumulation_steps=1), '--gradient_accumulation_steps=1: must be 0, for '
-     '--total_batch_size=480 with --batch_size=64 on 1 device(s); or set --total_batch_size=64'),
+    (1, dict(batch_size=14), '--batch_size=14: must be a divisor of 480, the sequences of each device'),
+    (2, dict(batch_size=7), '--batch_size=7: must be a divisor of 240, the sequences of each device'),
+    (1, dict(total_batch_size=1, batch_size=2), '--batch_size=2: must be a divisor of 1, the sequences of each device'),
+    (7, dict(batch_size=8), 'default: total_batch_size = 480: must be a multiple of 7, the number of devices'),
+    (7, dict(total_batch_size=3), '--total_batch_size=3: must be a multiple of 7, the number of devices'),
     (8, dict(batch_size=12, gradient_accumulation_steps=40), '--gradient_accumulation_steps=40: must be 0 or 5, for '
-     '--total_batch_size=480 with --batch_size=12 on 8 device(s); or set --total_batch_size=3840')])
+     '--total_batch_size=480 with --batch_size=12 on 8 device(s)')])
 def test_batch_sizes_that_do_not_fit(ranks, settings, message):
     flags = [f'--{key}={value}' for key, value in settings.items()]
     assert rejection(train.resolve, flags, ranks) == message

@@ -1,4 +1,4 @@
-"""docs/hacking.md: each recipe, applied to a copy of the repository as it stands there, does what it says."""
+"""The recipes of docs/hacking/, applied to a copy of the repository, do what the page says."""
 
 import json
 import os
@@ -13,47 +13,20 @@ import pytest
 import recipe
 from conftest import ROOT, write_bins
 
+from dev.apply import RECIPES, apply
+
 # Functions of recipe.py by the recipes that they check, which are edits of one copy.
 CHECKS = {
-    ('z-loss',): 'z_loss',
-    ('A second head',): 'a_second_head a_second_head_with_true_labels',
-    ('RMSNorm, QK-norm, an untied head', 'Document masking'): 'architecture',
-    ('Rotary positions', 'A frozen teacher'): 'rotary_positions a_frozen_teacher a_constructor_with_values',
-    ('A mixture of experts',): 'a_mixture_of_experts',
-    ('A first-order optimizer', 'A Hessian optimizer', 'A Hessian estimator', 'Muon and Sophia',
-     'Average of the weights', 'Another schedule', 'Another metric'):
-        'a_first_order_optimizer a_hessian_optimizer a_hessian_estimator muon_and_sophia '
-        'average_of_the_weights another_schedule another_metric',
-    ('Batch ramp', 'Learning rates and weight decay by layer', 'Early stopping'):
-        'batch_ramp learning_rates_and_weight_decay_by_layer early_stopping',
+    'z_loss': 'z_loss',
+    'second_head': 'a_second_head a_second_head_with_true_labels',
+    'rms_norm document_masking': 'architecture',
+    'rotary frozen_teacher': 'rotary_positions a_frozen_teacher a_constructor_with_values',
+    'mixture_of_experts': 'a_mixture_of_experts',
+    'adopt adaptive_gamma gauss_newton_product muon_and_sophia weight_average sqrt_schedule metrics':
+        'a_first_order_optimizer a_hessian_optimizer a_hessian_estimator muon_and_sophia average_of_the_weights '
+        'another_schedule another_metric',
+    'batch_ramp rates_by_layer early_stopping': 'batch_ramp learning_rates_and_weight_decay_by_layer early_stopping',
 }
-
-
-def recipes():
-    """{title: {file: places}} of the sections with a diff; a place is a list of lines with their signs."""
-    found = {}
-    text = (ROOT / 'docs/hacking.md').read_text(encoding='utf-8')
-    for title, section in re.findall(r'^##+ (.*)\n((?:(?!##).*\n)*)', text, flags=re.M):
-        for diff in re.findall(r'```diff\n(.*?)```', section, flags=re.S):
-            files = re.findall(r'^--- (\S+)\n((?:(?!--- ).*\n)*)', diff, flags=re.M)
-            found[title] = {name: [place.splitlines() for place in body.split('@@\n')[1:]] for name, body in files}
-    return found
-
-
-RECIPES = recipes()
-
-
-def apply(title, copy):
-    """Makes the edits of a recipe in the directory `copy`; each place must be there once."""
-    for name, places in RECIPES[title].items():
-        path = copy / name
-        text = path.read_text(encoding='utf-8') if path.exists() else ''
-        for lines in places:
-            before, after = (''.join(f'{line[1:]}\n' for line in lines if line[:1] != sign) for sign in '+-')
-            assert text.count(before) == 1, f'{title}, {name}: not there once:\n{before}'
-            text = text.replace(before, after)
-        compile(text, name, 'exec')
-        path.write_text(text, encoding='utf-8')
 
 
 def copy_repository(target):
@@ -96,18 +69,19 @@ def test_a_model_in_nanogpts_style_trains(data, tmp_path):
     assert out.endswith('the checks passed\n'), out[-4000:]
 
 
-def test_every_recipe_has_a_check():
-    assert sorted(title for titles in CHECKS for title in titles) == sorted(RECIPES)
+def test_every_recipe_has_a_check_and_a_place_on_the_page():
+    page = (ROOT / 'docs/hacking.md').read_text(encoding='utf-8')
+    assert sorted(' '.join(CHECKS).split()) == sorted(RECIPES) == sorted(set(re.findall(r'hacking/(\w+)\.diff', page)))
 
 
-@pytest.mark.parametrize('titles', CHECKS, ids=lambda titles: titles[0])
-def test_a_recipe(titles, data, tmp_path):
+@pytest.mark.parametrize('names', CHECKS)
+def test_a_recipe(names, data, tmp_path):
     copy = copy_repository(tmp_path)
-    for title in titles:
-        apply(title, copy)
-    out = check(CHECKS[titles], copy, data).communicate()[0]
+    for name in names.split():
+        apply(name, copy)
+    out = check(CHECKS[names], copy, data).communicate()[0]
     assert out.endswith('the checks passed\n'), out[-4000:]
-    if titles[0] == 'A mixture of experts':
+    if names == 'mixture_of_experts':
         with socket.create_server(('127.0.0.1', 0)) as free:
             port = free.getsockname()[1]
         ranks = [check('a_mixture_of_experts_on_two_ranks', copy, data, RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE='2',

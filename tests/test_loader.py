@@ -74,16 +74,6 @@ def test_an_edited_order_is_shared_over_the_ranks(corpus, monkeypatch):
         batches(data, 0, 1)
 
 
-def test_the_sequences_whose_loss_is_not_finite_are_named(corpus):
-    """Also of a mini-batch that a batch ramp has made shorter: two sequences of the twelve that it would have."""
-    data = Mixture([Bin(corpus, 'train')])
-    loader = TrainLoader(data, 7, 24, 16, 1, 2, 'cpu')
-    words = loader.describe(0, torch.tensor([[1.0, 1.0], [1.0, float('nan')]]))
-    assert words == f'rank 1: sequences of {data.where(loader.starts(0)[3:4])}'
-    assert loader.describe(0, torch.ones(2, 2)) == ''
-    loader.close()
-
-
 def test_random_changes_of_the_data_depend_on_the_seed_and_the_iteration_only(corpus, monkeypatch):
     """Not on what else draws random numbers meanwhile, nor on the number of ranks, nor on where a run resumes."""
     data = Mixture([Bin(corpus, 'train')])
@@ -261,9 +251,8 @@ def test_a_mixture_draws_its_parts_by_their_weights(two):
         'a': ('data/a/val.bin', 0.7), 'b': ('data/b/val.bin', 0.3)}
 
 
-def test_a_mixture_tells_where_its_sequences_are(two):
+def test_a_mixture_finds_its_sequences(two):
     data, _ = open_dataset('a:0.5,b:0.5', 16)
-    assert data.where(np.array([3, 5000, 4983, 5683])) == 'data/a/train.bin at [3, 4983], data/b/train.bin at [0, 683]'
     assert data.sequences([4983, 5000], 17)[:, [0, 16]].tolist() == [[83, 99], [100, 116]]
 
 

@@ -393,7 +393,7 @@ def test_several_optimizers_take_what_torchs_do():
     assert [group.get('param_names') for group in muon(torch.nn.ParameterList(params).named_parameters()).param_groups
             ] == [['0'], ['1']]
     assert len(muon(params[0]).param_groups) == 1
-    assert optim.Together(*optimizer.optimizers).state == optimizer.state
+    assert optim.CombinedOptimizer(*optimizer.optimizers).state == optimizer.state
     assert optimizer.step(lambda: params[0].sum().square().backward() or 3.0) == 3.0
 
 
@@ -401,7 +401,7 @@ def test_several_optimizers_under_schedulers():
     params = make_params()
     with pytest.raises(ValueError, match='must support momentum'):  # Muon's is called momentum, AdamW's β1
         torch.optim.lr_scheduler.OneCycleLR(muon(params), max_lr=0.1, total_steps=20)
-    both = optim.Together(Lion(params[:1], lr=0.1), torch.optim.AdamW(params[1:], lr=0.1))
+    both = optim.CombinedOptimizer(Lion(params[:1], lr=0.1), torch.optim.AdamW(params[1:], lr=0.1))
     for optimizer, cycles in (muon(params), False), (both, True):
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20, cycle_momentum=cycles)
         for _ in range(3):
@@ -409,7 +409,7 @@ def test_several_optimizers_under_schedulers():
             scheduler.step()
         assert {group['lr'] for part in optimizer.optimizers for group in part.param_groups} == set(
             scheduler.get_last_lr()) != {0.1}
-    with pytest.raises(ValueError, match='Together: add param groups to its parts before they are put together'):
+    with pytest.raises(ValueError, match='CombinedOptimizer: add param groups to its parts before'):
         both.add_param_group(dict(params=make_params()))
 
 
@@ -427,7 +427,7 @@ def test_adahessian_needs_an_estimate_before_its_first_step():
 def test_adahessian_counts_its_steps_beside_an_optimizer_that_counts_otherwise():
     params = make_params()
     adahessian, adamw = AdaHessian(params[1:], lr=0.1), torch.optim.AdamW(params[:1], lr=0.1)
-    both = optim.Together(adamw, adahessian)
+    both = optim.CombinedOptimizer(adamw, adahessian)
     for p in params:
         p.grad = torch.ones_like(p)
     adamw.step()
@@ -548,14 +548,14 @@ def test_kinds_of_tensors():
                      'ln_f.weight': 'norm'}
 
 
-@pytest.mark.parametrize('max_norm', [0, 0.5, 100.0])
-def test_clipping_is_that_of_pytorch(max_norm):
+@pytest.mark.parametrize('max_norm, scale', [(0, 3.0), (0.5, 1.0), (0.5, 3.0), (100.0, 3.0)])
+def test_clipping_is_that_of_pytorch(max_norm, scale):
     """Parameters without a gradient, as of a module that a forward did not use, are left out."""
     params, twins = make_params(), make_params()
     for p, q in zip(params, twins):
         p.grad = torch.randn_like(p)
-        q.grad = p.grad.clone()
-    norm = optim.clip_gradients([*params, torch.nn.Parameter(torch.ones(2))], max_norm)
+        q.grad = scale * p.grad
+    norm = optim.clip_gradients([*params, torch.nn.Parameter(torch.ones(2))], max_norm, torch.tensor(scale))
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(twins, max_norm or float('inf')))
     torch.testing.assert_close([p.grad for p in params], [q.grad for q in twins])
 

@@ -1,6 +1,7 @@
 """Failures in a run of days, done to train.py as a process: it resumes exactly, or says why not."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,13 +13,12 @@ import soak
 import torch
 from conftest import finish, iterations, metrics, rejection, start, write_bins
 
-from data.loader import sequence_starts
 from lifecycle import resume
 from model import GPT
 from runtime import checkpoint
 from runtime.files import FAILED
 from runtime.gpt import NANOGPT_ARGS
-from runtime.signals import NOT_FINITE, STOPPED
+from runtime.signals import NOT_FINITE, STOPPED, undo_at_end
 from scripts import eval as evaluation
 from train import resolve
 
@@ -241,6 +241,7 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
     before = content(tmp_path)
     # flags, out_dir, words of the message
     cases = [
+        ([], copy, 'holds checkpoints, which a new run would overwrite; continue that run with --auto_resume=True'),
         (['--auto_resume=True', f'--init_from={tmp_path}', '--learning_rate=1e-3'], copy,
          'was started from init_from = scratch; continue it with --init_from=resume'),
         (['--init_from=resume', '--n_embd=64'], copy, 'the model differs in n_embd (32 there, 64 asked for); '),
@@ -248,6 +249,7 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
         (['--init_from=resume', '--max_iters=5'], copy, 'is at iteration 10 already; set at least that'),
         (['--auto_resume=True', f'--dataset={other}'], copy, '(train, val.bin differs)'),
         (['--auto_resume=True'], older, 'was saved by a different train.py (its TrainState has latest_losses)'),
+        (['--init_from=resume'], tmp_path / 'nowhere', 'nothing to resume; check --out_dir'),
         ([], tmp_path / 'file' / 'out', 'cannot be written (Not a directory); set --out_dir'),
     ]
     for flags, directory, words in cases:
@@ -260,17 +262,25 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
     assert state(copy, 12)['best_val_loss'] == min(metrics(copy, 'val/loss')[-2:])  # of this data set: at 10 and 12
 
 
+def test_one_run_in_an_out_dir(train, tmp_path):
+    with undo_at_end():
+        checkpoint.lock_out_dir(tmp_path)
+        done = train(tmp_path, ranks=2)
+    assert done.code == 1
+    assert done.err.count(f'{tmp_path}: another run (process {os.getpid()} on ') == 1  # not once per rank
+    assert not (tmp_path / 'metrics.jsonl').exists()
+    assert train(tmp_path, '--max_iters=1').code == 0
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Numbers that are not finite
 
 
-def test_nan_on_one_rank_stops_all_and_names_the_sequences(train, corpus, tmp_path):
+def test_nan_on_one_rank_stops_all(train, tmp_path):
     done = train(tmp_path, ranks=2, faults='at(6, spoil(float("nan")), rank=1)')
-    starts = sequence_starts(1337, 6, 4, 50_000, 32)[1::2].tolist()
     assert done.code == NOT_FINITE
     line = ('iteration 6: the loss is not finite; resume with a lower --learning_rate, or skip it with '
-            '--skip_nonfinite=1. Nothing of the iteration was saved (rank 1: sequences of '
-            f'{corpus}/train.bin at {starts})')
+            '--skip_nonfinite=1. Nothing of the iteration was saved')
     assert done.err.splitlines() == [line] and (tmp_path / 'failed.txt').read_text().strip() == line
     assert iterations(tmp_path) == [5] and len(metrics(tmp_path)) == 6
 
@@ -282,7 +292,7 @@ def test_skip_nonfinite_skips_and_lets_nothing_in(train, tmp_path):
         train(tmp_path / out, '--skip_nonfinite=1', name='sophiag',
               faults=f'at({first}, spoil(float("inf")))\nat(7, spoil(float("nan")))')
         for out, first in (('one', 4), ('two', 6)))
-    assert tolerant.code == 0 and 'iter 4: the loss is not finite; skipped (rank 0: sequences of' in tolerant.out
+    assert tolerant.code == 0 and 'iter 4: the loss is not finite; skipped\n' in tolerant.out
     lines = {line['iter']: line for line in map(json.loads, (tmp_path / 'one/metrics.jsonl').open()) if 'lr' in line}
     for key in ('momentum_norm', 'hessian_norm', 'param_norm'):
         assert lines[4][key] == lines[3][key]

@@ -10,7 +10,7 @@ from conftest import TINY, metrics, rejection
 
 import optimizers
 import train as program
-from hessian import Hook
+from hessian import StepHook
 from lifecycle import guards
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZERS, build_optimizer, parameter_groups
@@ -119,7 +119,7 @@ def test_a_learning_rate_of_a_groups_own_reaches_every_optimizer(name):
 
 def estimates(name):
     """Whether the optimizer takes Hessian estimates."""
-    return name in OPTIMIZERS and OPTIMIZERS[name].hook is not Hook
+    return name in OPTIMIZERS and OPTIMIZERS[name].hook is not StepHook
 
 
 def arguments(corpus, out, name, *flags):

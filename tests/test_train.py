@@ -26,7 +26,7 @@ import train as program
 from analysis import runs
 from analysis.runs import read_run
 from data.loader import TrainLoader
-from hessian import Hook
+from hessian import StepHook
 from lifecycle import resume
 from runtime import checkpoint
 from runtime.device import can_compile
@@ -192,6 +192,35 @@ def test_a_batch_ramp_weights_every_sequence_alike_and_counts_its_tokens(main, t
             assert line['tokens_per_sec'] * line['step_ms'] / 1e3 == pytest.approx(3 * 32)
 
 
+MASK = """
+def forward(self, idx, targets=None, forward=model.GPT.forward):
+    if targets is not None:
+        targets[torch.arange(idx.size(1)) < 8 * (idx[:, :1] % 5)] = -1
+    return forward(self, idx, targets)
+model.GPT.forward = forward
+"""
+
+
+@pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
+def test_a_mean_is_over_the_predictions_however_they_are_split(main, train, tmp_path, monkeypatch, name):
+    """Of many sequences only some positions count, of some none. Without a single one a mini-batch stops the run."""
+    monkeypatch.setattr(model.GPT, 'forward', model.GPT.forward)
+    exec(MASK, dict(torch=torch, model=model))
+    flags = ['--total_batch_size=8', '--max_iters=6', '--eval_iters=1', '--weight_decay=0.1', '--dropout=0.0',
+             *(['--hessian_interval=2', '--hessian_batch_size=6'] if name != 'adamw' else [])]
+    for size in 8, 2, 1:
+        main(tmp_path / f'{size}', *flags, f'--optimizer_name={name}', f'--batch_size={size}')
+    train(tmp_path / 'ranks', *flags, '--batch_size=1', name=name, ranks=2, faults=MASK, check=True)
+    for key in 'train/loss', 'grad_norm', 'param_norm', *(['hessian_norm'] if name != 'adamw' else []):
+        whole = metrics(tmp_path / '8', key)
+        for other in '2', '1', 'ranks':
+            assert metrics(tmp_path / other, key) == pytest.approx(whole, rel=1e-4), (key, other)
+    monkeypatch.setattr(model.GPT, 'forward', lambda self, idx, targets, forward=model.GPT.forward: (
+        targets.fill_(-1), forward(self, idx, targets))[1])
+    with pytest.raises(SystemExit, match=str(NOT_FINITE)):
+        main(tmp_path / 'none', *flags, f'--optimizer_name={name}')
+
+
 def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(main, tmp_path, monkeypatch, capsys):
     main(tmp_path, '--max_iters=1')
     described = json.loads((tmp_path / 'config.json').read_text())
@@ -353,7 +382,7 @@ def test_the_check_of_ranks_leaves_no_trace():
                             reshard=lambda _: None, gather=lambda t: torch.stack([t, t]))
     run = SimpleNamespace(world=world, model=model, raw_model=model, params=[model.weight],
                           autocast=contextlib.nullcontext(), scaler=torch.amp.GradScaler('cpu', enabled=False),
-                          optimizer=torch.optim.SGD(model.parameters()), hessian=Hook(None, None),
+                          optimizer=torch.optim.SGD(model.parameters()), hessian=StepHook(None, None),
                           config=SimpleNamespace(compile=False))
     program.guards.check_forward(run, torch.ones(2, 4))
     program.build_buckets(run, torch.ones(2, 4))
