@@ -246,8 +246,10 @@ def test_state_goes_to_the_parameter_of_its_name(tmp_path):
     def restored(*groups, state=state):
         other = built(torch.optim.AdamW, [dict(params=list(params)) for params in groups])
         checkpoint.load_tensors(path, state, model, other, None)
-        for p in model.parameters():
-            assert torch.equal(other.state[p]['exp_avg'], optimizer.state[p]['exp_avg'])
+        for name, p in model.named_parameters():
+            loaded, mapped = other.state[p]['exp_avg'], state['optimizer']['state'][name]['exp_avg']
+            assert torch.equal(loaded, optimizer.state[p]['exp_avg'])
+            assert loaded.data_ptr() != mapped.data_ptr()  # which is in the file, and keeps its disk space taken
 
     restored([last, bias, weight])
     restored([last], [bias, weight])
