@@ -89,7 +89,8 @@ def keys_of(optimizer, saved, names):
     ours, theirs = {names[p]: tuple(p.shape) for p in parameters(optimizer)}, saved['shapes']
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
-            raise ValueError(f'the optimizer has {name} of shape {theirs.get(name)} there, {ours.get(name)} here')
+            raise ValueError(f"the optimizer's {name} is {theirs.get(name, 'missing')} in the checkpoint, "
+                             f'{ours.get(name, "missing")} here')
     return [*ours]
 
 
@@ -113,7 +114,7 @@ def load_optimizer(optimizer, saved, names):
                       if key != 'params' and not first_difference(built_here.get(key), built_there.get(key))}
     state = renamed(saved, {key: i for i, key in enumerate(keys)})['state']
     params = dict(enumerate(parameters(optimizer)))
-    # Sharded first: load_state_dict moves all that it gets to the parameters' device.
+    # Sharded before load_state_dict, which moves everything it gets to the parameters' device
     state = {i: spread_all(entries, params.get(i)) for i, entries in state.items()}
     optimizer.load_state_dict(dict(saved, state=state, param_groups=groups))
     for i, p in params.items():

@@ -253,10 +253,10 @@ def test_state_goes_to_the_parameter_of_its_name(tmp_path):
 
     restored([last, bias, weight])
     restored([last], [bias, weight])
-    words = 'the optimizer has 2.weight of shape (3, 6) there, None here'
+    words = "the optimizer's 2.weight is (3, 6) in the checkpoint, missing here"
     assert words in rejection(lambda: restored([weight, bias]))
     state['optimizer']['shapes']['0.bias'] = (7,)
-    assert 'the optimizer has 0.bias of shape (7,) there, (6,) here' in rejection(lambda: restored(model.parameters()))
+    assert '0.bias is (7,) in the checkpoint, (6,) here' in rejection(lambda: restored(model.parameters()))
     two = built(torch.optim.AdamW, [dict(params=[weight, bias]), dict(params=[last])])
     path, state = checkpoint.load_checkpoint(saved(tmp_path, model, two, 4))
     words = '2.weight and 0.weight were in different param groups'
