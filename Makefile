@@ -43,13 +43,13 @@ clean:  ## remove build files and, after a y, the runs in out/; keeps .venv and 
 	@test ! -e out || { du -sh out/*; $(call ask,remove these runs?); }
 	rm -rf out
 
-PREPARED = $(wildcard data/*/*.bin data/*/*.bin.part data/*/*.partial data/*/meta.json data/*/progress.json)
+PREPARED = $(wildcard data/*/*.bin data/*/parts.* data/*/*.partial data/*/meta.json)
 
 clean-data:  ## list the prepared data, some of it hours of work, and remove it after a y
 	@test -n "$(PREPARED)" || { echo "no prepared data in data/"; exit 1; }
 	@du -ch $(PREPARED)
 	@$(call ask,remove these files?)
-	rm -f $(PREPARED)
+	rm -rf $(PREPARED)
 
 .PHONY: help install quickstart test lint clean clean-data
 .DEFAULT_GOAL := help

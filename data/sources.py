@@ -1,6 +1,7 @@
 """Documents from .txt, .jsonl and .parquet files on disk, and the flags that every prepare.py has."""
 
 import argparse
+import gzip
 import hashlib
 import io
 import json
@@ -11,9 +12,9 @@ from pathlib import Path
 
 from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES
 from data.writer import Corpus, sha256
-from runtime.files import first_line
+from runtime.files import first_line, local_path
 
-CHARS = 2 ** 20  # characters of text in one batch
+CHARS = 2 ** 23  # characters of text in one batch
 
 
 def argument_parser(doc, script, tokenizer=None):
@@ -21,8 +22,11 @@ def argument_parser(doc, script, tokenizer=None):
 
     `tokenizer`: default of --tokenizer; None for no such flag.
     """
+    for stream in sys.stdout, sys.stderr:
+        if hasattr(stream, 'reconfigure'):  # the terminal may not encode a file's name
+            stream.reconfigure(errors='backslashreplace')
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out_dir', type=Path, default=Path(script).resolve().parent,
+    parser.add_argument('--out_dir', type=local_path, default=Path(script).resolve().parent,
                         help="where the bins go (default: this script's directory)")
     parser.add_argument('--num_proc', type=at_least_one, help='processes (default: one per core)',
                         default=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
@@ -37,6 +41,11 @@ def at_least_one(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError('must be a whole number, at least 1')
     return int(text)
+
+
+def distinct(paths):
+    """Return the paths without a second one of the same file, which would count twice."""
+    return list({path.resolve(): path for path in paths}.values())
 
 
 def local_files(paths):
@@ -59,9 +68,9 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
     A file counts once, one of `val_files` for val only, unless train would have no other. If there are no `val_files`,
     `val_fraction` of the text is for val.
     """
-    files, val_files = ({path.resolve(): path for path in expand(paths)} for paths in (files, val_files))
-    files = [path for place, path in files.items() if place not in val_files] or list(files.values())
-    val_files = list(val_files.values())
+    files, val_files = distinct(expand(files)), distinct(expand(val_files))
+    places = {path.resolve() for path in val_files}
+    files = [path for path in files if path.resolve() not in places] or files
     source, revision = local_files([*files, *val_files])
     if any(reader_of(path) is not txt for path in [*files, *val_files]):
         source += f', key {text_key!r}'  # part of the bins' identity
@@ -128,7 +137,7 @@ def expand(paths):
         found = sorted(below(path)) if path.is_dir() else [path]
         readable = [p for p in found if reader_of(p) and not p.is_dir()]
         if not readable:
-            raise SystemExit(f'{path}: no .txt, .jsonl or .parquet file')
+            raise SystemExit(f'{path}: no .txt, .jsonl or .parquet file; copy or link other text to a name in .txt')
         if others := [p for p in found if p not in readable]:
             print(f'note: {path}: not read: {names_of(others)}', file=sys.stderr)
         files += readable
@@ -165,10 +174,10 @@ def lines(path):
 
     Only a newline ends a line.
     """
-    with path.open('rb') as file:
-        if kind := COMPRESSED.get(path.suffix.lower()):
-            import pyarrow  # unlike gzip and zstandard, it fails when a file is truncated
-            file = io.BufferedReader(pyarrow.input_stream(file, compression=kind))
+    with gzip.open(path) if path.suffix.lower() == '.gz' else path.open('rb') as file:
+        if path.suffix.lower() == '.zst':
+            import pyarrow  # unlike zstandard, it fails when a file is truncated
+            file = io.BufferedReader(pyarrow.input_stream(file, compression='zstd'))
         for number, line in enumerate(file, 1):
             try:
                 text = line.decode('utf-8-sig' if number == 1 else 'utf-8')
@@ -206,16 +215,12 @@ def parquet(path, text_key):
     from pyarrow.parquet import ParquetFile
     with path.open('rb') as opened:
         file = ParquetFile(opened)
-        names = file.schema_arrow.names
-        if text_key not in names and file.metadata.num_rows:
-            raise SystemExit(f'{path}: no column {text_key!r}, only {", ".join(names)}; see --text_key')
         for rows in file.iter_batches(16, columns=[text_key]):  # few, because documents may be large
             yield from rows[text_key].to_pylist()
 
 
-READERS = {'.txt': txt, '.jsonl': jsonl, '.parquet': parquet}
-COMPRESSED = {'.gz': 'gzip', '.zst': 'zstd'}
-READERS |= {f'{kind}{packed}': READERS[kind] for kind in ('.txt', '.jsonl') for packed in COMPRESSED}
+READERS = {'.parquet': parquet, **{f'.txt{packed}': txt for packed in ('', '.gz', '.zst')},
+           **{f'.jsonl{packed}': jsonl for packed in ('', '.gz', '.zst')}}
 
 
 def reader_of(path):

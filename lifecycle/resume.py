@@ -121,8 +121,10 @@ def pretrained_model(cls, c, data, origin):
     if checkpoint.exists(c.init_from):
         return weights_of_run(cls, c, data, origin)
     model = gpt.pretrained(cls, c.init_from, c.block_size, c.dropout)
-    adopt_model_args(c, vars(model.config), data)
-    check_same_tokenizer(data, folder_meta(c.init_from, model.config.vocab_size), c.init_from)
+    rows = model.config.vocab_size
+    meta = folder_meta(c.init_from, rows)
+    adopt_model_args(c, vars(model.config), data, at_least=0 if meta else rows - 63)  # an unknown tokenizer
+    check_same_tokenizer(data, meta, c.init_from)
     return model
 
 
@@ -158,12 +160,13 @@ def weights_of_run(cls, c, data, origin):
     return model
 
 
-def adopt_model_args(c, args, data):
+def adopt_model_args(c, args, data, at_least=0):
     """Make the settings `c` follow `args`, the arguments of pretrained weights; dropout is the run's.
 
-    SystemExit when a config file or a flag contradicts them, or when `data`, a data set, has a different vocabulary.
+    SystemExit when a config file or a flag contradicts them, or when `data`, a data set, has more ids than the weights,
+    some of which may be padding, or fewer than `at_least`.
     """
-    if not args['vocab_size'] - 64 < data.vocab_size <= args['vocab_size']:
+    if not at_least <= data.vocab_size <= args['vocab_size']:
         raise SystemExit(f'{data.path}: made with a tokenizer of {data.vocab_size} ids, but the pretrained weights '
                          f'have {args["vocab_size"]}; prepare the data with their tokenizer')
     for key, value in args.items():

@@ -1,5 +1,6 @@
 """Checkpoints without a run: any optimizer's state, other programs' files, damage, retention; config.json."""
 
+import contextlib
 import errno
 import json
 import os
@@ -7,6 +8,7 @@ import pickle
 import stat
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -367,6 +369,34 @@ def test_the_newest_readable_checkpoint_is_loaded(good, capsys):
     words = 'none of its 2 checkpoints can be read'
     assert words in rejection(checkpoint.load_checkpoint, out_dir)
     assert words in rejection(lambda: checkpoint.open_run(WORLD, out_dir, may_resume=True, read_only=True))
+
+
+def test_one_run_at_a_time_has_an_out_dir_and_none_overwrites_another(good):
+    def opened(**kwargs):
+        return checkpoint.open_run(WORLD, good.parent, **kwargs)
+
+    with undo_at_end():
+        assert 'holds checkpoints, which a new run would overwrite' in rejection(opened)
+    for _ in range(2):
+        with undo_at_end():
+            assert opened(may_resume=True)[0] == opened(must_resume=True, read_only=True)[0] == good
+            assert f'another run (process {os.getpid()} on' in rejection(lambda: opened(may_resume=True))
+    assert opened(read_only=True) == (None, None)
+    good.unlink()
+    assert 'nothing to resume' in rejection(lambda: opened(must_resume=True))
+
+
+def test_every_rank_opens_what_rank_0_has_found(good):
+    found = 3
+    rank = SimpleNamespace(is_master=False, rank=1, sharded=True, exit_together=contextlib.nullcontext,
+                           from_master=lambda _: found)
+    words = 'rank 1 does not see what rank 0 has written there'
+    assert words in rejection(checkpoint.open_run, rank, good.parent)
+    assert checkpoint.open_run(rank, good.parent, read_only=True)[0] == good
+    (good.parent / 'lock').touch()
+    assert checkpoint.open_run(rank, good.parent)[0] == good
+    found = -1
+    assert checkpoint.open_run(rank, good.parent) == (None, None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import metrics, random_gpt, rejection, write_bins
+from conftest import TINY, metrics, random_gpt, rejection, write_bins
 
 import train
 from analysis.runs import find_runs, read_run
@@ -206,6 +206,20 @@ def test_transformers_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'transformers', None)
     message = rejection(export_main, [str(tmp_path / 'run'), 'hf'])
     assert message == 'hf: needs the package transformers; pip install -r requirements-hf.txt'
+
+
+def test_weights_with_much_padding_are_their_tokenizers(tmp_path, corpus):
+    """Where the folder does not have it, the number of ids tells."""
+    export_bytes(tmp_path, block_size=32)
+    padded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / 'hf')
+    padded.resize_token_embeddings(400, mean_resizing=False)
+    padded.save_pretrained(tmp_path / 'hf')
+    flags = [*TINY, f'--dataset={corpus}', f'--init_from={tmp_path / "hf"}', '--learning_rate=0', '--max_iters=1']
+    flags = [flag for flag in flags if not flag.startswith('--n_')]
+    train.main([*flags, f'--out_dir={tmp_path / "tuned"}'])
+    assert load(tmp_path / 'tuned').model.config.vocab_size == 400
+    (tmp_path / 'hf/tokenizer.json').unlink()
+    assert 'made with a tokenizer of 256 ids, but the pretrained weights have 400' in rejection(train.main, flags)
 
 
 def test_a_model_card_has_the_tokens_of_the_run():

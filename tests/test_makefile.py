@@ -14,9 +14,9 @@ def test_nothing_is_removed_without_a_yes_and_no_input_ever(tmp_path):
     folder.mkdir(parents=True)
     run.mkdir(parents=True)
     inputs, prepared = (set(names) for names in (('prepare.py', 'input.txt', 'tokenizer.json'), (
-        'train.bin', 'val.bin.part', 'meta.json', 'progress.json')))
+        'train.bin', 'parts.0123456789ab', 'meta.json', 'val.bin.host.1.partial')))
     for name in inputs | prepared:
-        (folder / name).touch()
+        (folder / name).mkdir()
     for answer, left in ('n\n', inputs | prepared), ('y\n', inputs):
         for target in 'clean', 'clean-data':
             subprocess.run(['make', target], cwd=tmp_path, input=answer, capture_output=True, text=True)

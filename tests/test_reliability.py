@@ -1,7 +1,6 @@
 """Failures in a run of days, done to train.py as a process: it resumes exactly, or says why not."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -18,7 +17,7 @@ from model import GPT
 from runtime import checkpoint
 from runtime.files import FAILED
 from runtime.gpt import NANOGPT_ARGS
-from runtime.signals import NOT_FINITE, STOPPED, undo_at_end
+from runtime.signals import NOT_FINITE, STOPPED
 from scripts import eval as evaluation
 from train import resolve
 
@@ -241,7 +240,6 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
     before = content(tmp_path)
     # flags, out_dir, words of the message
     cases = [
-        ([], copy, 'holds checkpoints, which a new run would overwrite; continue that run with --auto_resume=True'),
         (['--auto_resume=True', f'--init_from={tmp_path}', '--learning_rate=1e-3'], copy,
          'was started from init_from = scratch; continue it with --init_from=resume'),
         (['--init_from=resume', '--n_embd=64'], copy, 'the model differs in n_embd (32 there, 64 asked for); '),
@@ -249,7 +247,6 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
         (['--init_from=resume', '--max_iters=5'], copy, 'is at iteration 10 already; set at least that'),
         (['--auto_resume=True', f'--dataset={other}'], copy, '(train, val.bin differs)'),
         (['--auto_resume=True'], older, 'was saved by a different train.py (its TrainState has latest_losses)'),
-        (['--init_from=resume'], tmp_path / 'nowhere', 'nothing to resume; check --out_dir'),
         ([], tmp_path / 'file' / 'out', 'cannot be written (Not a directory); set --out_dir'),
     ]
     for flags, directory, words in cases:
@@ -260,16 +257,6 @@ def test_errors_are_one_line_and_overwrite_nothing(train, copy, tmp_path):
     done = train(copy, '--init_from=resume', f'--dataset={other}', '--ignore_data_change=True', '--max_iters=12')
     assert done.code == 0 and iterations(copy)[0] == 12 and not (copy / FAILED).exists()
     assert state(copy, 12)['best_val_loss'] == min(metrics(copy, 'val/loss')[-2:])  # of this data set: at 10 and 12
-
-
-def test_one_run_in_an_out_dir(train, tmp_path):
-    with undo_at_end():
-        checkpoint.lock_out_dir(tmp_path)
-        done = train(tmp_path, ranks=2)
-    assert done.code == 1
-    assert done.err.count(f'{tmp_path}: another run (process {os.getpid()} on ') == 1  # not once per rank
-    assert not (tmp_path / 'metrics.jsonl').exists()
-    assert train(tmp_path, '--max_iters=1').code == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------

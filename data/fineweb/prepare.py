@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, at_least_one, local_files
+from data.sources import argument_parser, at_least_one, distinct, local_files
 from data.tokenizer import GPT2Tokens
 from data.writer import Corpus, write_bins
-from runtime.files import first_line
+from runtime.files import first_line, local_path
 
 REPOSITORY, SHARDS = 'kjj0/fineweb10B-gpt2', 103
 HEADER = 256  # int32s: magic number, version, number of tokens, zeros
 MAGIC, VERSION = 20240520, 1
-PIECE = 2 ** 20  # tokens in one batch
+PIECE = 2 ** 24  # tokens in one batch
 
 
 def download(n):
@@ -56,16 +56,15 @@ def main():
     parser = argument_parser(__doc__, __file__)
     shards = parser.add_mutually_exclusive_group(required=True)
     shards.add_argument('--download', type=at_least_one, metavar='N', help=f'the first N shards of {REPOSITORY}')
-    shards.add_argument('--tokens', nargs='+', type=Path, metavar='FILE', help='shards on disk')
-    parser.add_argument('--val_file', type=Path, metavar='FILE', help='of --tokens, for val.bin (default: the last)')
+    shards.add_argument('--tokens', nargs='+', type=local_path, metavar='FILE', help='shards on disk')
+    parser.add_argument('--val_file', type=local_path, metavar='FILE', help='for val.bin (default: the last shard)')
     args = parser.parse_args()
-    if args.val_file and args.val_file not in (args.tokens or ()):
-        parser.error(f'--val_file={args.val_file}: must be one of --tokens')
     if args.download and args.download > SHARDS:
         parser.error(f'--download={args.download}: there are {SHARDS} shards')
     files = args.tokens or download(args.download)
     val = args.val_file or files[-1]
-    train = [path for path in files if path.resolve() != val.resolve()]  # *.bin may have named it, too
+    files = distinct([*files, val])  # *.bin may have named it, too
+    train = [path for path in files if path.resolve() != val.resolve()]
     names, revision = local_files(files)
     for path in files:
         check(path)

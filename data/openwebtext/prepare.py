@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, local_files
+from data.sources import argument_parser, distinct, local_files
 from data.tokenizer import get_tokenizer
 from data.writer import Corpus, write_bins
-from runtime.files import first_line
+from runtime.files import first_line, local_path
 
 REPOSITORY, REVISION = 'Skylion007/openwebtext', '79d93d786212f7344586290adb811d4ae6a1762c'
 FILES = [f'hf://datasets/{REPOSITORY}@{REVISION}/plain_text/train-{i:05d}-of-00080.parquet' for i in range(80)]
 SPLIT = {'test_size': 0.0005, 'seed': 2357, 'shuffle': True}  # nanoGPT's
-ROWS = 1000  # documents in one batch
+ROWS = 4000  # documents in one batch
 
 
 def split_table(files, num_proc):
@@ -43,12 +43,12 @@ def rows(table, start, split):
 
 def main():
     parser = argument_parser(__doc__, __file__, tokenizer='gpt2')
-    parser.add_argument('--data_files', nargs='+', type=Path, metavar='FILE', help='instead of those on the Hub')
+    parser.add_argument('--data_files', nargs='+', type=local_path, metavar='FILE', help='instead of those on the Hub')
     args = parser.parse_args()
     files, source, revision = FILES, REPOSITORY, REVISION
     if args.data_files:
-        files = [glob.escape(str(path)) for path in args.data_files]
-        source, revision = local_files(args.data_files)
+        paths = distinct(args.data_files)
+        files, (source, revision) = [glob.escape(str(path)) for path in paths], local_files(paths)
     corpus = Corpus(source, revision, f'train_test_split: {SPLIT}', lambda: split_table(files, args.num_proc))
     write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
 

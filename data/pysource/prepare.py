@@ -40,9 +40,9 @@ def main():
             digest.update(name + b'\0' + data)
             number = int.from_bytes(hashlib.sha256(name).digest()[:8], 'big')
             documents.append(('train' if number % 10 else 'val', text))
-    segments = [[documents[start:start + 50]] for start in range(0, len(documents), 50)]
+    batches = [documents[start:start + 50] for start in range(0, len(documents), 50)]
     corpus = Corpus(f'Python {platform.python_version()} standard library', f'sha256:{digest.hexdigest()}',
-                    'val: one file in ten, by the hash of its path', lambda: segments)
+                    'val: one file in ten, by the hash of its path', lambda: [batches])
     write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
 
 

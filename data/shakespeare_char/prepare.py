@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, lines, local_files
 from data.tokenizer import Char
 from data.writer import Corpus, write_bins
-from runtime.files import atomic_write
+from runtime.files import atomic_write, local_path
 
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 
@@ -21,21 +21,16 @@ URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 def download(path):
     """Download the text to `path`."""
     try:
-        with urllib.request.urlopen(URL, timeout=60) as response:
-            text = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise SystemExit(f'{URL}: cannot be downloaded ({error}); --input FILE takes a copy') from None
-    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as file:
-            file.write(text)
-    except OSError as error:
-        raise SystemExit(f'{path}: cannot be written ({error.strerror}); choose another --out_dir') from None
+        with urllib.request.urlopen(URL, timeout=60) as response, atomic_write(path) as file:
+            file.write(response.read())
+    except (OSError, http.client.HTTPException) as error:
+        raise SystemExit(f'{URL}: cannot be downloaded to {path} ({error}); --input FILE takes a copy') from None
 
 
 def main():
     parser = argument_parser(__doc__, __file__)
-    parser.add_argument('--input', type=Path, help='a text file to take instead of the download')
+    parser.add_argument('--input', type=local_path, help='a text file to take instead of the download')
     args = parser.parse_args()
     path = args.input or args.out_dir / 'input.txt'
     if not args.input and not path.is_file():

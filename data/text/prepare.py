@@ -14,14 +14,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, files_corpus
 from data.tokenizer import get_tokenizer
 from data.writer import write_bins
+from runtime.files import local_path
 
 SHORT = 4 * 1024  # tokens: a few sequences of the default block_size
 
 
 def main():
     parser = argument_parser(__doc__, __file__, tokenizer='gpt2')
-    parser.add_argument('files', nargs='+', type=Path, metavar='PATH')
-    parser.add_argument('--val_file', nargs='+', type=Path, default=[], metavar='PATH', help='files for val.bin')
+    parser.add_argument('files', nargs='+', type=local_path, metavar='PATH')
+    parser.add_argument('--val_file', nargs='+', type=local_path, default=[], metavar='PATH', help='files for val.bin')
     parser.add_argument('--val_fraction', type=float, default=0.01, help='the part for val.bin (default: 0.01)')
     parser.add_argument('--text_key', default='text', help='key of the text in .jsonl and .parquet (default: text)')
     args = parser.parse_args()
