@@ -165,19 +165,16 @@ def show_results(doc, picture, read, tables, drawings, argv=None):
         save(args.output, *drawings[args.what](results))
 
 
-def main(protocol, here, description, trees, tree_of, command):
+def main(protocol, here, description, command):
     """Run a study from the command line. Arguments behind -- go to every run.
 
     Args:
         protocol: function that asks a `Study` for results.
         here: the record's folder.
-        trees: the names of the checkouts, each an option.
-        tree_of: `PlannedRun` → the name of its checkout.
         command: `PlannedRun` → the arguments of Python, without --out_dir.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in trees:
-        parser.add_argument(f'--{name}', type=Path, required=True, help='a checkout of a commit, see README.md')
+    parser.add_argument('--tree', type=Path, required=True, help='a checkout of the commit in README.md')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
     parser.add_argument('--skip', type=int, default=0, help='leave out so many of the runs that are due')
     parser.add_argument('--minutes', type=float, default=0, help='stop after so long; the same command resumes')
@@ -185,18 +182,17 @@ def main(protocol, here, description, trees, tree_of, command):
     parser.add_argument('--list', action='store_true', help='print the runs that are due; train nothing')
     parser.add_argument('--collect', action='store_true', help='add finished runs to runs.jsonl')
     args = parser.parse_args()
-    out_dirs = {name: getattr(args, name).resolve() / 'out' / here.name for name in trees}
-    find = finder(here / 'runs.jsonl', lambda run: out_dirs[tree_of(run)] / run.path)
+    tree, runs = args.tree.resolve(), args.tree.resolve() / 'out' / here.name
+    find = finder(here / 'runs.jsonl', lambda run: runs / run.path)
 
     def start(run, _):
-        out_dir = out_dirs[tree_of(run)]
-        return start_run(out_dir.parents[1], command(run) + args.flags, out_dir / run.path, OMP_NUM_THREADS='1',
+        return start_run(tree, command(run) + args.flags, runs / run.path, OMP_NUM_THREADS='1',
                          GLIBC_TUNABLES=KEEP_MEMORY)
 
     for stop in signal.SIGTERM, signal.SIGALRM:
         signal.signal(stop, lambda *_: sys.exit(1))
     if args.collect:
-        collect(out_dirs.values(), here / 'runs.jsonl')
+        collect([runs], here / 'runs.jsonl')
     elif args.list:
         study, due = next_runs(protocol, find)
         print('\n'.join(str(run.path) for run in due))

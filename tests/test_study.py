@@ -1,7 +1,8 @@
-"""Studies: their records are the runs of their protocols, their pages and pictures those of the records."""
+"""Studies: protocols, what trains and collects their runs; pages and pictures are those of the records."""
 
 import csv
 import json
+import math
 import re
 
 import pytest
@@ -9,30 +10,21 @@ from conftest import ROOT
 
 from analysis.runs import find_runs
 from records import studies
-from records.dissection import results, study
+from records.dissection import results
 from records.dissection.results import mean_sd
 from records.fresh_h import results as fresh_h_results
-from records.fresh_h import study as fresh_h
 from records.gpu_30m import results as gpu_30m_results
 from records.gpu_30m import study as gpu_30m
+from records.rare_tokens import study as rare_tokens
+from records.sharpening import results as sharpening_results
+from records.sharpening import study as sharpening
 from records.small_batch import results as small_batch_results
-from records.small_batch import study as small_batch
 
 
 def assert_written(rows, path):
     """The CSV file beside a picture has the numbers that its drawing returns."""
     written = list(csv.DictReader(path.open(encoding='utf-8')))
     assert written == [{key: '' if value is None else str(value) for key, value in row.items()} for row in rows]
-
-
-def test_the_page_of_fresh_h_is_of_its_records():
-    found = fresh_h_results.read_results()
-    page = (fresh_h.HERE / 'README.md').read_text(encoding='utf-8')
-    assert all(table in page for table in fresh_h_results.tables(found))
-    due = studies.next_runs(fresh_h.protocol, lambda run: found.get(str(run.path)))[1]
-    assert f'{len(found)} of {len(found) + len(due)} runs' in page
-    rows = fresh_h_results.draw_shares(found)[1]
-    assert_written(rows, fresh_h.HERE / 'shares.csv')
 
 
 def test_the_page_of_gpu_30m_is_of_its_records_which_are_the_runs_of_its_protocol():
@@ -77,8 +69,7 @@ row = {'iter': 1, 'val/loss': loss, 'train/loss': float(os.environ['OMP_NUM_THRE
 
     def run(*flags):
         monkeypatch.setattr('sys.argv', ['study.py', f'--tree={tree}', *flags])
-        studies.main(protocol, here, 'A toy.', ['tree'], lambda run: 'tree',
-                     lambda run: ['program.py', str(dict(run.settings)['learning_rate'])])
+        studies.main(protocol, here, 'A toy.', lambda run: ['program.py', str(dict(run.settings)['learning_rate'])])
         return capsys.readouterr().out
 
     assert 'A/adamw,learning_rate=2\n0 runs finished, 1 due' in run('--list')
@@ -101,13 +92,6 @@ def test_recorded_runs_are_kept(tmp_path):
     assert studies.recorded(path) == {'A/one': studies.Result(1.5, 2.0), 'A/two': studies.Result()}
 
 
-def test_the_plan_is_done_by_the_records():
-    """But for part D, which was dropped."""
-    records = studies.recorded(results.RECORDS / 'runs.jsonl')
-    plan, due = studies.next_runs(study.protocol, lambda run: records.get(str(run.path)))
-    assert len(plan.done) == len(records) and {run.part for run in due} == {'D'}
-
-
 @pytest.mark.parametrize(('drawing', 'file'), [('curves', 'curves.csv'), ('gamma', 'dissection.csv')])
 def test_the_pictures_are_of_the_records(drawing, file):
     rows = results.DRAWINGS[drawing](find_runs([results.RECORDS]))[1]
@@ -125,10 +109,41 @@ def test_the_tables_of_the_pages_are_of_the_records():
         assert loss in re.search(rf'^\| {T:,} \| .*', front, flags=re.M)[0]
 
 
-def test_the_page_of_small_batch_is_of_its_records_which_are_the_runs_of_its_protocol():
-    found, page = small_batch_results.read_results(), (small_batch.HERE / 'README.md').read_text(encoding='utf-8')
-    assert all(table in page for table in small_batch_results.tables(found))
-    so_far, due = studies.next_runs(small_batch.protocol, lambda run: found.get(str(run.path)))
-    assert {str(run.path) for run in so_far.done} == set(found) and not due
-    assert f'{len(found)} of {len(found)} runs' in page
-    assert_written(small_batch_results.draw_bands(found)[1], small_batch.HERE / 'bands.csv')
+@pytest.mark.parametrize(('study', 'read', 'draw', 'file'), [
+    (fresh_h_results, fresh_h_results.read_results, fresh_h_results.draw_shares, 'shares.csv'),
+    (small_batch_results, small_batch_results.read_results, small_batch_results.draw_bands, 'bands.csv'),
+    (sharpening_results, sharpening_results.read_runs, sharpening_results.draw_norms, 'norms.csv'),
+])
+def test_the_page_and_the_picture_of_a_study_are_of_its_records(study, read, draw, file):
+    found, page = read(), (study.HERE / 'README.md').read_text(encoding='utf-8')
+    assert all(table in page for table in study.tables(found))
+    assert_written(draw(found)[1], study.HERE / file)
+
+
+def test_the_records_of_the_runaway_are_runs_of_its_protocol():
+    """In order of their worth, three seeds each, as the protocol says."""
+    recorded = studies.recorded(sharpening.HERE / 'runs.jsonl')
+    so_far, due = studies.next_runs(sharpening.protocol, lambda run: recorded.pop(str(run.path), None))
+    assert not recorded and len(so_far.done) + len(due) == 126
+    *_, order = studies.next_runs(sharpening.protocol, lambda run: None)
+    assert [run.part for run in order[:12]] == ['p=1', 'rows', 'proportional', 'clipped'] * 3
+
+
+def test_rare_tokens_searches_each_arm_alike_and_then_takes_fresh_seeds():
+    """The loss is lowest at a learning rate of 0.001, the middle of what is tuned, and the row's weight decay."""
+    def loss_of(run):
+        s = dict(run.settings)
+        return (5 + abs(math.log2(s['learning_rate'] / 0.001)) + 0.1 * ('weight_decay' in s) + s['seed'] * 1e-6
+                + abs(math.log(s.get('gamma', 0.45) / 0.45)) + 0.01 * (s.get('beta2') != 0.99))
+
+    made = {}
+    while due := studies.next_runs(rare_tokens.protocol, made.get)[1]:
+        made[due[0]] = studies.Result(loss_of(due[0]))
+    for arm in [*rare_tokens.ARMS, 'root']:
+        runs = [dict(run.settings) for run in made if run.part == arm]
+        search = [s for s in runs if s['seed'] == 1337]
+        fresh = [s for s in runs if s['seed'] != 1337]
+        assert {s['seed'] for s in fresh} == {*range(1342, 1352 if arm in ('rms', 'mean') else 1348)}
+        assert {(s['learning_rate'], s.get('weight_decay')) for s in fresh} == {(0.001, None)}
+        assert sum('weight_decay' in s for s in search) == 1 and len(search) >= 5 + 2 + 1
+    assert {dict(run.settings)['beta2'] for run in made if run.part == 'root'} == {0.99}

@@ -14,7 +14,7 @@ sys.path.insert(0, str(RECORDS.parents[1]))
 from analysis.figures import figure, legend, optimizer_label, styles
 from analysis.runs import averaged, find_runs, mean_final_loss
 from analysis.significance import difference, holm
-from records.dissection.study import SEARCH_SEED
+from records.search import SEARCH_SEED
 from records.studies import part_of, show_results
 
 # The seeds of part A's tests. Sophia-G's best γ was chosen with TESTED, so Sophia-G is tested with seeds of its own.

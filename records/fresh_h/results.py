@@ -15,16 +15,23 @@ from analysis.runs import find_runs, mean_and_sd
 from analysis.significance import difference, holm
 from records.dissection import results as dissection
 from records.dissection.results import mean_sd
-from records.fresh_h.study import ARMS, SEARCH_SEED, SECOND_SEED, A, B, C
+from records.search import SEARCH_SEED
 from records.studies import part_of, recorded, show_results
 
+SECOND_SEED = 1336  # decided in part B between the two best
+FRESH = dict(beta2=0.9, hessian_parts=16)
+# Arm → (optimizer, what tells it from other arms of this optimizer).
+ARMS = {'sign momentum': ('clip', {}), 'fresh': ('sophiag', FRESH), 'permuted': ('gnb_permuted', FRESH),
+        'paper': ('sophiag', {}), 'mean': ('gnb_mean', FRESH), 'AdamW': ('adamw', {}),
+        'short memory': ('sophiag', dict(beta2=0.9)), 'parts': ('sophiag', dict(hessian_parts=16))}
+STEPS = dict(A=2400, B=150, C=9600)
 SPECIAL = 'beta2', 'hessian_parts'  # the settings that tell arms of one optimizer apart
 
 
 def arm_of(optimizer, settings):
     """Return the name of the arm that a run belongs to, given its settings as texts; None for Sophia-H."""
     mine = {key: float(settings[key]) for key in SPECIAL if key in settings}
-    return next((arm for arm, (name, special, _) in ARMS.items() if (name, special) == (optimizer, mine)), None)
+    return next((arm for arm, (name, special) in ARMS.items() if (name, special) == (optimizer, mine)), None)
 
 
 def arms_of(results, part):
@@ -32,7 +39,7 @@ def arms_of(results, part):
 
     results: {name of a run: `Result`}, see `studies.recorded`. Runs of another length are left out: B's first two.
     """
-    arms, length = {}, dict(A=A, B=B, C=C)[part]['max_iters']
+    arms, length = {}, STEPS[part]
     for name, result in results.items():
         if not name.startswith(f'{part}/'):
             continue

@@ -13,11 +13,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 from records import studies  # noqa: E402
-from records.fresh_h.study import Search, lowest  # noqa: E402
-from records.small_batch.study import COMMON, gammas, tune  # noqa: E402
+from records.search import Search, gammas  # noqa: E402
 
 SEEDS = range(1342, 1348)  # that no other study of this kind has
 MORE = range(1348, 1352)  # where equivalence is claimed
+COMMON = dict(beta1=0.96, total_batch_size=4, max_iters=2400, warmup_iters=1200)
 ESTIMATE = dict(hessian_batch_size=4, hessian_interval=5, hessian_parts=4)
 MEMORIES = {100: 0.95, 500: 0.99, 2500: 0.998}  # k / (1 − β2) in steps → β2
 FRESH = {memory: ESTIMATE | dict(beta2=beta2) for memory, beta2 in MEMORIES.items()}
@@ -50,20 +50,19 @@ EQUIVALENT = 0.012  # the first test: a difference within this
 
 
 def best_of(study, place, arm, optimizer, settings, middle, tuned, decay):
-    """Tune an arm: the setting `tuned`, the learning rate, then twice the weight decay. Return (loss of the search,
-    settings as pairs); None while runs are missing. Asks for its fresh seeds."""
+    """Tune an arm: the setting `tuned`, the learning rate, then twice the weight decay; ask for its fresh seeds. Return
+    the lowest loss of the search; None while runs are missing."""
     search = Search(study, (place > 5, place), arm, optimizer, COMMON | settings)
-    best = tune(search, middle, tuned, width=2)
-    if not best:
+    found = search.tune(middle, *tuned, width=2)
+    more = found and search.result(**found[1], weight_decay=2 * decay)
+    if more is None:
         return None
-    one = search.result(**dict(best))
-    two = search.result(**dict(best), weight_decay=2 * decay)
-    if two is None:
-        return None
-    scores = {best: one.loss, (*best, ('weight_decay', 2 * decay)): two.loss}
-    best = lowest([scores])
-    search.seeds(best, [*SEEDS, *(MORE if arm in TESTS[0] else ())])
-    return scores[best], best
+    loss, best = found
+    if more.loss < loss:
+        loss, best = more.loss, best | dict(weight_decay=2 * decay)
+    for seed in [*SEEDS, *(MORE if arm in TESTS[0] else ())]:
+        search.result(seed=seed, **best)
+    return loss
 
 
 def protocol(study):
@@ -83,4 +82,4 @@ def command(run):
 
 
 if __name__ == '__main__':
-    studies.main(protocol, HERE, __doc__, ['tree'], lambda run: 'tree', command)
+    studies.main(protocol, HERE, __doc__, command)

@@ -61,4 +61,4 @@ def command(run):
 
 
 if __name__ == '__main__':
-    studies.main(protocol, HERE, __doc__, ['tree'], lambda run: 'tree', command)
+    studies.main(protocol, HERE, __doc__, command)

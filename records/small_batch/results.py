@@ -15,9 +15,13 @@ from analysis.figures import figure, styles
 from analysis.significance import difference, holm
 from records.dissection.results import markdown, texts
 from records.fresh_h.results import fresh, search_table, validation
-from records.small_batch.study import ARMS, SEEDS
 from records.studies import recorded, show_results
 
+SEEDS = range(1338, 1342)  # of the tests
+# Arm → (optimizer, parts of an estimate if it is not one, the setting that was tuned with the learning rate).
+ARMS = {'sign momentum': ('clip', None, None), 'fresh': ('sophiag', 4, 'gamma'),
+        'permuted': ('gnb_permuted', 4, 'gamma'), 'paper': ('sophiag', None, 'gamma'), 'mean': ('gnb_mean', 4, 'gamma'),
+        'AdamW': ('adamw', None, 'beta2')}
 TESTS = [('fresh', 'sign momentum'), ('mean', 'sign momentum'), ('paper', 'sign momentum'), ('fresh', 'permuted')]
 
 
@@ -26,8 +30,7 @@ def arm_and_settings(name):
     optimizer, *words = name.rsplit('/', 1)[-1].split(',')
     settings = {key: float(value) for key, value in (word.split('=') for word in words)}
     parts = settings.get('hessian_parts')
-    arm = next(arm for arm, (other, special, *_) in ARMS.items()
-               if (other, special.get('hessian_parts')) == (optimizer, parts))
+    arm = next(arm for arm, (other, own, _) in ARMS.items() if (other, own) == (optimizer, parts))
     return arm, settings
 
 
@@ -37,8 +40,8 @@ def arms_of(results):
     arms = {arm: {} for arm in ARMS}
     for name, result in results.items():
         arm, settings = arm_and_settings(name)
-        tuned = ARMS[arm][3]
-        trial = tuned and settings[tuned[0]], settings['learning_rate']
+        tuned = ARMS[arm][2]
+        trial = tuned and settings[tuned], settings['learning_rate']
         arms[arm].setdefault(trial, {})[int(settings['seed'])] = result
     return {arm: trials for arm, trials in arms.items() if trials}
 
