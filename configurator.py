@@ -10,8 +10,6 @@ all files.
 import ast
 import builtins
 import difflib
-import functools
-import itertools
 import math
 import re
 from pathlib import Path
@@ -47,14 +45,13 @@ class Setting:
         at_least, below: the range of a number.
         choices: the possible values of a string.
         role: a key of ROLES.
-        label: its name in pictures and tables, where this is another.
     """
 
-    def __init__(self, default, at_least=-math.inf, below=math.inf, choices=(), role='tuned', label=''):
+    def __init__(self, default, at_least=-math.inf, below=math.inf, choices=(), role='tuned'):
         if role not in ROLES:
             raise ValueError(f'role = {role!r}: must be one of {", ".join(ROLES)}')
         self.type, self.default = (default, None) if isinstance(default, type) else (type(default), default)
-        self.at_least, self.below, self.choices, self.role, self.label = at_least, below, tuple(choices), role, label
+        self.at_least, self.below, self.choices, self.role = at_least, below, tuple(choices), role
 
     def problem(self, value):
         """Return the rule that `value` breaks, as the end of 'must be …'; '' when it may be set."""
@@ -220,33 +217,6 @@ def configure(defaults, argv, script=None, finish=lambda config: None):
     return config
 
 
-@functools.cache
-def declarations(path=ROOT / 'train.py'):
-    """Parse the settings that a file declares: {key: a dict of its section, the comment behind it, and those arguments
-    of `setting` that are literals}.
-
-    The file is read, not imported, because train.py imports PyTorch.
-    """
-    found, section, source = {}, '', Path(path).read_text(encoding='utf-8')
-    nodes = {node.lineno: node for node in ast.parse(source).body if isinstance(node, ast.Assign)
-             and re.match(r'''[a-z]\w* = (setting\(|True|False|'|"|-?\d)''', ast.unparse(node))}
-    for number, line in enumerate(lines := source.splitlines(), 1):
-        if match := re.match('# ([a-z].*)$', line):
-            section = match[1]
-        elif node := nodes.get(number):
-            literals = {one.arg: one.value.value for one in getattr(node.value, 'keywords', ())
-                        if isinstance(one.value, ast.Constant)}
-            comment = lines[node.end_lineno - 1].partition('  # ')[2]
-            found[node.targets[0].id] = dict(literals, section=section, comment=comment)
-    return found
-
-
-def sections(path=ROOT / 'train.py'):
-    """Return the `declarations` of a file by section: (section, [(key, declaration)])."""
-    return [(section, [*group]) for section, group in
-            itertools.groupby(declarations(path).items(), key=lambda item: item[1]['section'])]
-
-
 def with_younger(config):
     """Return the settings of a run with those that are younger than the run, as what it did had no name yet."""
     squares = config.get('optimizer_name') in ('sophiag', 'ef_clip', 'gnb_noclip', 'gnb_mean', 'gnb_permuted')
@@ -257,14 +227,17 @@ def with_younger(config):
 
 
 def help_text(path, defaults):
-    """Format the docstring of a file and the settings that it declares, with their defaults."""
-    declared, intro = Config(defaults).declared, ast.get_docstring(ast.parse(Path(path).read_text(encoding='utf-8')))
-    rows = [intro.strip(), '', 'Settings (a config file sets them as key = value):']
-    for section, settings in sections(path):
-        rows.append(f'\n{section}')
-        for key, said in settings:
-            value = f'({declared[key].type.__name__})' if declared[key].default is None else repr(declared[key].default)
-            rows.append(f'{f"  --{key}={value}":<45} {said["comment"]}')
+    """Format the docstring of a file and the settings that it declares, a line each, with their defaults."""
+    declared, source = Config(defaults).declared, Path(path).read_text(encoding='utf-8')
+    rows = [ast.get_docstring(ast.parse(source)), '', 'Settings (a config file sets them as key = value):']
+    for line in source.splitlines():
+        key, _, comment = line.partition(' = ')[0], *line.rpartition('  # ')[1:]
+        if section := re.match('# ([a-z].*)$', line):
+            rows.append(f'\n{section[1]}')
+        elif key in declared:
+            one = declared[key]
+            value = f'({one.type.__name__})' if one.default is None else repr(one.default)
+            rows.append(f'{f"  --{key}={value}":<45} {comment}')
     return '\n'.join(rows)
 
 

@@ -65,13 +65,13 @@ wandb_project = setting('sophia', role='run')  # its project
 wandb_run_name = setting('', role='run')  # its run name; empty = out_dir
 # data
 dataset = setting('openwebtext', role='data')  # a directory under data/, or a path; A:0.7,B:0.3 is a mixture
-total_batch_size = setting(480, at_least=1, role='protocol', label='sequences per step')  # per iteration, all devices
+total_batch_size = setting(480, at_least=1, role='protocol')  # sequences per iteration, over all devices
 batch_size = setting(15, at_least=1, role='run')  # sequences per micro-batch of one device
 gradient_accumulation_steps = setting(0, at_least=0, role='run')  # micro-batches per device and iteration; 0 = derived
-block_size = setting(1024, at_least=1, role='model', label='tokens per sequence')  # tokens per sequence
+block_size = setting(1024, at_least=1, role='model')  # tokens per sequence
 # model
 model_size = setting('125M', choices=SIZES)  # row of the tables of sizes and peak learning rates
-n_layer = setting(int, at_least=1, role='model', label='layers')  # blocks
+n_layer = setting(int, at_least=1, role='model')  # blocks
 n_head = setting(int, at_least=1, role='model')  # attention heads per block
 n_embd = setting(int, at_least=1, role='model')  # width
 dropout = setting(0.0, at_least=0, below=1, role='model')  # dropout probability
@@ -80,21 +80,21 @@ scale_attn_by_inverse_layer_idx = setting(bool, role='model')  # divide attentio
 # optimizer
 optimizer_name = 'adamw'  # a row of the table in optimizers.py, or LIBRARY:CLASS (torch:NAdam, …)
 optimizer_args = ''  # more arguments of a library's optimizer, 'nesterov=True, momentum=0.9'
-learning_rate = setting(float, at_least=0, label='learning rate')  # peak learning rate
-weight_decay = setting(float, at_least=0, label='weight decay')  # decoupled, on matrices only
-beta1 = setting(float, at_least=0, below=1, label='β1')  # EMA of the gradient
-beta2 = setting(float, at_least=0, below=1, label='β2')  # EMA of the second moment, Hessian (Sophia), momentum (Lion)
-eps = setting(float, at_least=0, label='ε')  # lower bound of the denominator (Sophia), or added to it (AdamW, …)
-gamma = setting(float, at_least=0, label='γ')  # Sophia's γ in clip(m / max(γ·h, ε), 1)
-hessian_interval = setting(int, at_least=0, label='k')  # k, iterations between Hessian estimates
+learning_rate = setting(float, at_least=0)  # peak learning rate
+weight_decay = setting(float, at_least=0)  # decoupled, on matrices only
+beta1 = setting(float, at_least=0, below=1)  # EMA of the gradient
+beta2 = setting(float, at_least=0, below=1)  # EMA of the second moment, Hessian (Sophia), momentum (Lion)
+eps = setting(float, at_least=0)  # lower bound of the denominator (Sophia), or added to it (AdamW, …)
+gamma = setting(float, at_least=0)  # Sophia's γ in clip(m / max(γ·h, ε), 1)
+hessian_interval = setting(int, at_least=0)  # k, iterations between Hessian estimates
 hessian_batch_size = setting(int, at_least=0)  # sequences of the mini-batch, over all devices, in an estimate
-hessian_parts = setting(int, at_least=0, label='parts')  # parts of these, each squared by itself; 1 = Algorithm 2
+hessian_parts = setting(int, at_least=0)  # parts of these, each squared by itself; 1 = Algorithm 2
 grad_clip = setting(1.0, at_least=0, role='protocol')  # clip gradients at this norm; 0 = off
 # schedule
-max_iters = setting(100000, at_least=1, role='horizon', label='steps T')  # T, number of iterations
+max_iters = setting(100000, at_least=1, role='horizon')  # T, number of iterations
 schedule = setting('cosine', choices=('cosine', 'linear', 'constant', 'wsd'), role='protocol')  # see `learning_rate_at`
 decay_lr = setting(True, role='protocol')  # warm-up and schedule; False = learning_rate throughout
-warmup_iters = setting(2000, at_least=0, label='warm-up')  # linear warm-up
+warmup_iters = setting(2000, at_least=0)  # linear warm-up
 lr_decay_iters = setting(int, at_least=0, role='horizon')  # iteration at which the decay ends
 cooldown_iters = setting(int, at_least=0, role='horizon')  # length of the decay to lr_decay_iters; 0 = from the warm-up
 min_lr = setting(float, at_least=0)  # final learning rate

@@ -224,11 +224,8 @@ def test_settings_that_are_valid_but_may_surprise_are_noted(monkeypatch):
     assert note == 'note: the run of 500 iterations ends in its warm-up of 2000; see --warmup_iters'
 
 
-def test_what_train_py_says_of_its_settings_is_read_without_running_it(tmp_path):
-    """As the running program has it; and what resumes and comparisons rest on."""
+def test_roles_of_settings():
     declared = configurator.Config(train.DEFAULTS).declared
-    assert {key: said.get('role', 'tuned') for key, said in configurator.declarations().items()} == {
-        key: one.role for key, one in declared.items()}
     roles = configurator.Config(train.DEFAULTS).roles
     assert {*roles.values()} == configurator.ROLES.keys() - {'tuned'}
     assert {key for key in declared if key not in roles} > {'learning_rate', 'warmup_iters'}
@@ -237,10 +234,6 @@ def test_what_train_py_says_of_its_settings_is_read_without_running_it(tmp_path)
     assert not {'learning_rate', 'max_iters', 'seed', 'eval_iters'} & harmless
     older = {key: runs.ROLES.get(key, roles.get(key)) for key in declared}
     assert older == {key: roles.get(key, 'tuned') for key in declared} | dict(model_size=None)
-    edited = tmp_path / 'train.py'
-    edited.write_text("# model\nrope = setting(\n    False, role='model')\nx = -1  # y\nother = run()\na.b = 1  # c\n")
-    assert configurator.declarations(edited) == {'rope': dict(section='model', comment='', role='model'),
-                                                 'x': dict(section='model', comment='y')}
     with pytest.raises(ValueError, match="role = 'protokol': must be one of tuned, model, protocol"):
         setting(1, role='protokol')
 
