@@ -418,7 +418,7 @@ def double_backward(loss, params, u):
         raise RuntimeError(f'hutchinson: the gradient of params {linear} has no graph; take the loss from an eager '
                            'forward or, if it is linear in p, add 0 * p.square().sum() to it')
     if not used:
-        raise RuntimeError('hutchinson: the loss depends on none of the params: another model?')
+        raise RuntimeError('hutchinson: the loss depends on none of the params: another model, or FSDP1?')
     return gradients([g for g, _ in used], params, grad_outputs=[v for _, v in used])
 
 
@@ -500,7 +500,7 @@ def check_finite(nonfinite, what, tensors):
     return False
 
 
-# Words in the names of autograd's nodes → what is wrong with their first, or with their second derivatives.
+# Part of the name of an autograd node → why its derivative is wrong: the first one, and the second one as well.
 ONCE = {'CheckpointFunctionBackward': 'the outputs were made under checkpoint(…, use_reentrant=True), which hides its '
                                       'parameters; set use_reentrant=False'}
 TWICE = ONCE | {
