@@ -1,15 +1,12 @@
-"""records/gpu_30m/run.py: skips what is finished, and packs its data without loss."""
+"""dev/gpu.py: skips what is finished, and packs its data without loss."""
 
-import json
 import tarfile
 
 import numpy as np
 import pytest
 
 from data.loader import open_dataset
-from records import studies
-from records.gpu_30m import run as gpu
-from records.gpu_30m import study
+from dev import gpu
 
 
 @pytest.fixture
@@ -17,7 +14,6 @@ def work(tmp_path, monkeypatch):
     """The directory of the program."""
     work = tmp_path / 'out'
     monkeypatch.setattr(gpu, 'WORK', work)
-    monkeypatch.setattr(gpu, 'RUNS', work / 'records/gpu_30m/runs.jsonl')
     monkeypatch.setenv('OUT', str(tmp_path))
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', '')  # is set by the program
     for name in ('signal', 'setitimer'):  # pytest's own timeout has the alarm
@@ -37,33 +33,6 @@ def test_finished_work_is_archived_and_skipped(work, capfd):
         work.rename(work.parent / 'before')
         archive.extractall(work, filter='data')
     assert gpu.call('step', ['-c', 'raise SystemExit(1)'])
-
-
-def test_the_record_s_runs_are_not_trained_again(work, monkeypatch):
-    monkeypatch.setattr(gpu, 'unpack', lambda: None)
-    due = []
-    monkeypatch.setattr(studies, 'train_due', lambda protocol, find, *_: due.extend(
-        studies.next_runs(protocol, find)[1]))
-    gpu.carry_out([lambda: gpu.train_study(study.THREE, over=False)], minutes=1)
-    assert {run.part for run in due} <= {'f'}
-
-
-def test_finished_runs_are_not_trained_again(work, monkeypatch):
-    trial, *_ = studies.next_runs(study.protocol, {}.get)[1]
-    records = work / 'records/gpu_30m/runs.jsonl'
-    records.parent.mkdir(parents=True)
-    metrics = {'val/loss': [4.0], 'train/loss': [3.0]}
-    records.write_text(json.dumps(dict(run=str(trial.path), config=dict(config={}), metrics=metrics)))
-    launched = []
-
-    def start(due, _):
-        launched.append(due)
-        raise gpu.TimeIsUp
-
-    monkeypatch.setattr(gpu, 'start_planned', start)
-    with pytest.raises(gpu.TimeIsUp):
-        gpu.train_study(study.THREE, over=False)
-    assert launched == studies.next_runs(study.protocol, {trial: studies.Result(4.0, 3.0)}.get)[1][:1] != [trial]
 
 
 def test_packed_data_come_back_and_the_pieces_held_out_are_not_for_training(work, monkeypatch, capsys):

@@ -17,22 +17,16 @@ from analysis.figures import figure, optimizer_label, styles
 from analysis.runs import find_runs
 from analysis.significance import difference, holm
 from records.dissection.results import interval, markdown
-from records.gpu_30m.study import (
-    ADAMW_DECAY,
-    ARMS,
-    HALF,
-    LONG,
-    LOWER_GAMMA,
-    PAIR_OF,
-    PROPORTIONAL,
-    SEARCH_SEED,
-    STABLE_SEEDS,
-    THREE,
-)
+from records.search import SEARCH_SEED
 from records.studies import part_of, show_results
 
 LOSSES = {'other books': 'val/loss', 'held-out text': 'val/loss/heldout'}
-OPTIMIZERS = [ARMS[arm][0] for arm in THREE]
+OPTIMIZERS = ['adamw', 'sophiag', 'clip']
+LONG, HALF = 3000, 1500  # steps
+STABLE_SEEDS = range(1341, 1345)  # of part F
+LOWER_GAMMA, ADAMW_DECAY = 0.05, 1.2  # ADAMW_DECAY: gives sign momentum AdamW's lr·λ, 4.8e-4
+PAIRS = {1: {('sophiag', 1341), ('clip', 1341)}, 2: {('sophiag', 1342), ('sophiag', 1343)},
+         3: {('sophiag', 1344), ('lower γ', 1338)}, 4: {('lower γ', 1339), ('decay', 1341)}}
 
 
 def read_runs():
@@ -44,7 +38,7 @@ def search_table(runs):
     """Return a row of texts for each optimizer: the two losses with the search's seed at each learning rate, and for
     Sophia-G the unclipped share at the end."""
     search = {(run.optimizer_name, run.learning_rate): run for run in runs
-              if part_of(run) == 'a' and run.max_iters == LONG['max_iters']}
+              if part_of(run) == 'a' and run.max_iters == LONG}
     rates = sorted({lr for _, lr in search})
     rows = []
     for name in OPTIMIZERS:
@@ -65,9 +59,9 @@ def fresh_runs(runs, optimizer, rate):
 def fresh_losses(runs, optimizer, rate, key):
     """Return ({seed: loss} after 3,000 steps, {column: loss} of half of the steps) with fresh seeds."""
     mine = fresh_runs(runs, optimizer, rate)
-    return ({run.seed: run.final(key) for run in mine if run.max_iters == LONG['max_iters']},
+    return ({run.seed: run.final(key) for run in mine if run.max_iters == LONG},
             {f'T = {run.max_iters:,}, seed {run.seed}': run.final(key) for run in mine
-             if run.max_iters == HALF['max_iters']})
+             if run.max_iters == HALF})
 
 
 def fresh_arms(runs):
@@ -122,13 +116,8 @@ def stable_table(runs):
 
 def pair_of(run):
     """Return the number of the pair of part F that a run belongs to."""
-    if run.optimizer_name == PROPORTIONAL:
-        return PAIR_OF[PROPORTIONAL, run.seed]
-    if run.gamma == LOWER_GAMMA:
-        return PAIR_OF[LOWER_GAMMA, run.seed]
-    if run.weight_decay == ADAMW_DECAY:
-        return PAIR_OF[ADAMW_DECAY, run.seed]
-    return PAIR_OF['Sophia-G' if run.optimizer_name == 'sophiag' else 'sign momentum', run.seed]
+    what = 'lower γ' if run.gamma == LOWER_GAMMA else 'decay' if run.weight_decay == ADAMW_DECAY else run.optimizer_name
+    return next(pair for pair, runs in PAIRS.items() if (what, run.seed) in runs)
 
 
 def ratios(run):
@@ -180,7 +169,7 @@ def draw_curves(runs):
     """Draw the training loss of the fresh seeds minus AdamW's, and the norm of h in Sophia-G's runs of 3,000 steps.
     Return (figure, rows)."""
     fig, (apart, norm) = figure(2, width=4.8, height=3.5)
-    long = [run for run in runs if run.max_iters == LONG['max_iters']]
+    long = [run for run in runs if run.max_iters == LONG]
     arms = fresh_arms(runs)
     means = {name: smoothed(fresh_runs(long, *arm)) for name, arm in arms.items()}
     for name, style in zip(arms, styles(arms)):

@@ -1,18 +1,13 @@
-"""This study and all else that waits for a GPU, the most important first, in stretches of minutes.
+"""Measure speed next to nanoGPT, try what may gain speed, and run the tests that need a GPU, in stretches of minutes.
 
-  python data/text/prepare.py BOOKS.txt --val_file OTHER_AUTHORS.txt --out_dir=data/books
-  python records/gpu_30m/run.py --pack data/books --nanogpt ../nanoGPT    out/gpu/data.tar.xz: data, nanoGPT's model.py
-  python records/gpu_30m/run.py                on the machine with the GPU: whatever is missing, for nine minutes
-  python records/gpu_30m/run.py study speed    these steps only
-  SMOKE=1 python records/gpu_30m/run.py        a trial of all steps on CPU, with a tiny model
+  python dev/gpu.py --pack data/books --nanogpt ../nanoGPT    out/gpu/data.tar.xz: data, nanoGPT's model.py
+  python dev/gpu.py                on the machine with the GPU: whatever is missing, for nine minutes
+  python dev/gpu.py speed          these steps only
+  SMOKE=1 python dev/gpu.py        a trial of all steps on CPU, with a tiny model
 
-Run it in the repository's root. Steps: study (all parts but D), speed (30M and 125M, next to nanoGPT), tests (those
-marked gpu, and runs in float16), large (speed of 355M and 770M), over (part D of the study, for time left over),
-candidates (changes that may gain speed).
-
-Call it again and it continues: finished work is skipped, interrupted runs resume. Everything finished is in
-out/gpu/records and in OUT/gpu.tar.gz, where OUT is out/gpu or from the environment. Unpacked into out/gpu on another
-machine, that archive makes it skip the same work. Runs of the study in runs.jsonl beside this file are skipped as well.
+Run it in the repository's root. Steps: candidates (changes that may gain speed, at 30M), speed (30M and 125M, next to
+nanoGPT), tests (those marked gpu, and runs in float16), large (speed of 355M and 770M). Finished steps are skipped;
+everything finished is in out/gpu/records and in OUT/gpu.tar.gz, where OUT is out/gpu or from the environment.
 """
 
 import argparse
@@ -26,23 +21,18 @@ import sys
 import tarfile
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from records import studies
-from records.gpu_30m import study
 from runtime.files import atomic_write, checksum, git_commit, write_json
 
 SMOKE = bool(os.environ.get('SMOKE'))
 WORK = Path('out', 'gpu_smoke' if SMOKE else 'gpu')
 PIECE, EVERY = 10240, 45  # every 45th piece of 10,240 tokens of the training text is held out
-RUNS = WORK / 'records/gpu_30m/runs.jsonl'
 DEVICE = '--device=cpu' if SMOKE else '--device=cuda'
-JOBS = 2  # runs of the study at a time: one computes while the other starts
 TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--block_size=32', '--total_batch_size=4', '--batch_size=2',
         '--eval_iters=2', DEVICE]
 # Model size → (micro-batches to try, largest first; whether all four programs fit into 80 GB of memory together).
@@ -112,11 +102,10 @@ def write_bins(folder, meta, **splits):
 
 def save():
     """Write the finished work into OUT/gpu.tar.gz."""
-    RUNS.parent.mkdir(parents=True, exist_ok=True)
-    studies.collect([WORK / 'runs'], RUNS)
+    WORK.mkdir(parents=True, exist_ok=True)
     with atomic_write(Path(os.environ.get('OUT', WORK)) / 'gpu.tar.gz') as file, \
             tarfile.open(fileobj=file, mode='w:gz') as archive:
-        for pattern in ('records', 'logs/*', 'float16_*/metrics.jsonl', 'runs/**/log.txt'):
+        for pattern in ('records', 'logs/*', 'float16_*/metrics.jsonl'):
             for path in WORK.glob(pattern):
                 archive.add(path, path.relative_to(WORK))
 
@@ -160,22 +149,6 @@ def bench(name, configs, rounds, more=()):
 # Steps
 
 
-def start_planned(trial, _=None):
-    """Start a run of the study; return its process."""
-    words = [*study.command(trial), DEVICE]
-    if SMOKE:
-        steps = dict(trial.settings)['max_iters'] // 150
-        words += [*TINY, f'--max_iters={steps}', f'--warmup_iters={steps // 3}', '--log_interval=1',
-                  f'--dataset={study.DATASET.replace("out/gpu/", "out/gpu_smoke/")}']
-    return studies.start_run(Path(), words, WORK / 'runs' / trial.path)
-
-
-def train_study(arms, over, pairs=4):
-    """Train the runs of the study that are due: all parts but D, or that as well if `over`; so many pairs of part F."""
-    find = studies.finder(RUNS, lambda trial: WORK / 'runs' / trial.path)
-    studies.train_due(partial(study.protocol, arms=arms, over=over, pairs=pairs), find, start_planned, JOBS, save)
-
-
 def speed(sizes):
     """Measure speed and memory next to nanoGPT; each size with the first micro-batch that fits."""
     for size, (micro_batches, together) in sizes.items():
@@ -216,15 +189,10 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('steps', nargs='*', metavar='STEP', help='by default all, in the order above')
     parser.add_argument('--minutes', type=float, default=9, help='stop after so long (default: 9)')
-    parser.add_argument('--pairs', type=int, default=4, help='of part F (default: 4)')
-    parser.add_argument('--fresh', action='store_true', help='Sophia-G with a fresh h as a fourth arm')
     parser.add_argument('--pack', type=Path, metavar='BINS', help='compress a data set, and exit')
     parser.add_argument('--nanogpt', type=Path, metavar='PATH', help='for --pack: a checkout of nanoGPT')
     args = parser.parse_args(argv)
-    arms = (*study.THREE, 'fresh') if args.fresh else study.THREE
-    steps = {'study': lambda: train_study(arms, over=False, pairs=args.pairs), 'speed': lambda: speed(SIZES),
-             'tests': tests, 'large': lambda: speed(LARGE), 'over': lambda: train_study(arms, over=True),
-             'candidates': candidates}
+    steps = {'candidates': candidates, 'speed': lambda: speed(SIZES), 'tests': tests, 'large': lambda: speed(LARGE)}
     if unknown := set(args.steps) - steps.keys():
         parser.error(f'{min(unknown)}: unknown step; choose from {", ".join(steps)}')
     if args.pack:
@@ -252,10 +220,6 @@ def carry_out(steps, minutes):
                        val=rng.integers(50257, size=PIECE).astype('<u2'))
             pack(bins)
         unpack()
-        recorded = Path(__file__).with_name('runs.jsonl')
-        if recorded.exists() and not RUNS.exists() and not SMOKE:
-            RUNS.parent.mkdir(parents=True)
-            shutil.copy(recorded, RUNS)
         for step in steps:
             try:
                 step()
