@@ -16,6 +16,9 @@ from data.tokenizer import FileTokenizer, GPT2Tokens, identifying
 from runtime.files import expanded
 from runtime.rng import AUGMENTATION, SEQUENCES, keyed_bits, keyed_generator
 
+ROOT = Path(__file__).resolve().parents[1]
+is_dir = os.path.isdir  # noqa: PTH112 - False for a mixture's text, which may be too long for a name
+
 
 def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
     """Return where the `n` sequences of a mini-batch start: int64 (n,), uniform over all sequences of the split.
@@ -40,11 +43,6 @@ def data_dir(dataset):
     path = Path(expanded(str(dataset), '--dataset='))
     inside = 'data' / path
     return path if not is_dir(inside) and (is_dir(path) or len(path.parts) > 1) else inside
-
-
-def is_dir(path):
-    """Return whether a directory exists; False for a mixture's text that is too long for a name."""
-    return os.path.isdir(path)  # noqa: PTH112
 
 
 def first_dir(dataset):
@@ -111,16 +109,11 @@ class Bin:
 
 def missing(path):
     """Return the error message for a bin that does not exist, with what may help."""
-    folder, script = path.parent, path.with_name('prepare.py')
-    if folder.suffix == '.bin':
-        return f'--dataset={folder}: must be the directory of train.bin and val.bin; set --dataset={folder.parent}'
+    folder = path.parent
     near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob('*')], n=1)
     if near and not folder.exists():
         return f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?'
-    if not path.is_absolute() and not Path('data').is_dir():
-        return f'{path}: no such file; start from {Path(__file__).resolve().parents[1]}, where data/ is'
-    command = script if script.is_file() else f'data/text/prepare.py FILE... --out_dir {folder}'
-    return f'{path}: no such file; --dataset is a directory with train.bin and val.bin, made by python {command}'
+    return f'{path}: no such file; --dataset is a directory made by a prepare.py, and data/ is in {ROOT}'
 
 
 def read_meta(data_dir):
@@ -145,8 +138,7 @@ def read_meta(data_dir):
                 raise ValueError(f'{FileTokenizer.name} is not the one of the bins')
             meta['json'] = text.decode()
         identifying(meta)
-        if missing := {'train', 'val'} - meta.keys():
-            raise KeyError(*missing)
+        meta['train']['tokens'], meta['val']['tokens']
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f'{path}: not a valid meta.json ({error!r}); prepare the data again') from None
     return meta
@@ -170,14 +162,11 @@ class Mixture:
     def __len__(self):
         return int(self.first[-1])
 
-    def _by_bin(self, starts):
-        """Return (index of the bin, start within it) for each of `starts`."""
-        index = np.searchsorted(self.first, starts, side='right') - 1
-        return index, starts - self.first[index]
-
     def sequences(self, starts, length):
         """Return (len(starts), length) tokens."""
-        return np.concatenate([self.bins[i].sequences([start], length) for i, start in zip(*self._by_bin(starts))])
+        index = np.searchsorted(self.first, starts, side='right') - 1  # of each sequence's bin
+        inside = starts - self.first[index]
+        return np.concatenate([self.bins[i].sequences([start], length) for i, start in zip(index, inside)])
 
 
 def fingerprint(bins):
@@ -248,13 +237,6 @@ class TrainLoader:
         """
         return sequences
 
-    def share(self, iteration, rank):
-        """Return a rank's share of `starts`: every w-th for w ranks, so the first N are spread evenly over ranks."""
-        starts = self.starts(iteration)
-        if len(starts) != self.total_batch_size:
-            raise ValueError(f'{len(starts)} sequence starts for a mini-batch of {self.total_batch_size} sequences')
-        return starts[rank::self.world_size]
-
     def first(self):
         """Return what `next` will return, without moving on."""
         return on_device(self.ahead.result(), self.device)
@@ -270,8 +252,11 @@ class TrainLoader:
         self.thread.shutdown(cancel_futures=True)
 
     def _load(self, iteration):
-        sequences = self.data.sequences(self.share(iteration, self.rank), self.block_size + 1)
-        places = range(self.rank, self.total_batch_size, self.world_size)
+        starts = self.starts(iteration)
+        if len(starts) != self.total_batch_size:
+            raise ValueError(f'{len(starts)} sequence starts for a mini-batch of {self.total_batch_size} sequences')
+        places = range(self.rank, len(starts), self.world_size)  # so the first N are spread evenly over the ranks
+        sequences = self.data.sequences(starts[places], self.block_size + 1)
         generators = (keyed_generator(self.seed, AUGMENTATION, iteration, place) for place in places)
         batch = as_tensor(self.augment(sequences, generators))
         return batch.pin_memory() if self.device.type == 'cuda' else batch

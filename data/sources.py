@@ -84,10 +84,7 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
                     for split, paths in (('train', files), ('val', val_files)) for path in paths]
     else:
         enough = int(1 / val_fraction) + 1
-        try:
-            lengths = [len(text) for text in islice(documents(files), enough)]
-        except OSError as error:
-            raise SystemExit(str(error)) from None
+        lengths = [len(text) for text in islice(documents(files), enough)]
         if len(lengths) == enough:
             rule = f'val: {val_fraction:g} of the documents'  # at 0.01 the documents 100, 200, 300, …
             pairs = (('val' if int(val_fraction * i) > int(val_fraction * (i - 1)) else 'train', text)
@@ -219,10 +216,8 @@ def parquet(path, text_key):
             yield from rows[text_key].to_pylist()
 
 
-READERS = {'.parquet': parquet, **{f'.txt{packed}': txt for packed in ('', '.gz', '.zst')},
-           **{f'.jsonl{packed}': jsonl for packed in ('', '.gz', '.zst')}}
-
-
 def reader_of(path):
     """Return the function that reads a file of this name, None if there is none."""
-    return next((reader for ending, reader in READERS.items() if path.name.lower().endswith(ending)), None)
+    name = path.name.lower()
+    kind = Path(name.removesuffix('.gz').removesuffix('.zst')).suffix
+    return parquet if name.endswith('.parquet') else {'.txt': txt, '.jsonl': jsonl}.get(kind)

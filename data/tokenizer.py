@@ -250,12 +250,12 @@ def check_same_tokenizer(data, meta, model):
 
 def tokenizer_from_meta(meta):
     """Build the tokenizer of a meta.json, a dict."""
-    check_known(meta['tokenizer'])
-    known = TOKENIZERS[meta['tokenizer']]
+    known = class_of(meta['tokenizer'])
     return known(*(meta[key] for key in known.arguments()))
 
 
-def check_known(name):
-    """Stop unless the class of a tokenizer is in TOKENIZERS."""
+def class_of(name):
+    """Return the class of a tokenizer; SystemExit if it is not in TOKENIZERS."""
     if name not in TOKENIZERS:
         raise SystemExit(f'tokenizer {name}: unknown here; its class must be in TOKENIZERS in data/tokenizer.py')
+    return TOKENIZERS[name]

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.tokenizer import check_known, utf8
+from data.tokenizer import class_of, utf8
 from runtime.files import atomic_write, first_line, sync_directory
 
 SPLITS = ('train', 'val')
@@ -55,7 +55,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     process writes there or the input is bad (then the parts are removed), and after an interruption or an OSError (then
     the same command resumes).
     """
-    check_known(tokenizer.name)
+    class_of(tokenizer.name)  # which sampling will need
     out_dir = Path(out_dir)
     about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}
     identity = {**about, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}
@@ -82,10 +82,7 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
 
 
 def lock(out_dir):
-    """Make and lock `out_dir`, and return an open file; closing it ends the lock.
-
-    It is a POSIX lock: worker processes do not inherit it, and network file systems support it.
-    """
+    """Make and lock `out_dir`, and return an open file, whose closing ends the lock. Workers do not inherit it."""
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         file = (out_dir / 'prepare.lock').open('a')

@@ -1,7 +1,6 @@
 """The corpora: tokenizers, sources, the writer of bins, and every prepare.py."""
 
 import contextlib
-import errno
 import gzip
 import hashlib
 import importlib
@@ -352,21 +351,6 @@ def test_a_tokenizer_file_is_kept_with_the_bins(tokenizer_file, tmp_path):
     assert 'meta.json: not a valid meta.json' in message and 'tokenizer.json is not the one' in message
 
 
-def test_a_mixture_in_the_users_tokenizer_trains(tokenizer_file, tmp_path):
-    """Each part is a validation set; the checkpoint carries the tokenizer, so the data may be gone."""
-    for name, seed in (('a', 1), ('b', 2)):
-        path = write_jsonl(tmp_path / f'{name}.jsonl', texts(100, seed))
-        write_bins(sources.files_corpus([path], val_fraction=0.2), get_tokenizer(tokenizer_file), tmp_path / name, 1)
-    train.main([*TINY, f'--dataset={tmp_path}/a:3,{tmp_path}/b:1', f'--out_dir={tmp_path}/out', '--max_iters=1',
-                '--eval_iters=2'])
-    whole, a, b = (metrics(tmp_path / 'out', f'val/loss{key}') for key in ('', '/a', '/b'))
-    assert whole == pytest.approx([0.75 * left + 0.25 * right for left, right in zip(a, b)]) and whole
-    ids = get_tokenizer(tokenizer_file).encode('the Hessian')
-    for path in ('own', 'a', 'b'):
-        shutil.rmtree(tmp_path / path)
-    assert load(tmp_path / 'out').tokenizer.encode('the Hessian') == ids
-
-
 def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_file):
     config = tokenizer_file.with_name('tokenizer_config.json')
     for content, token in (({}, '</s>'), ({'eos_token': '<s>'}, '<s>'), ({'eos_token': {'content': '<s>'}}, '<s>')):
@@ -407,16 +391,21 @@ class Words(Tokenizer):
 
 
 def test_a_tokenizer_with_a_vocabulary_of_its_own_is_kept_with_bins_and_checkpoints(tmp_path, monkeypatch):
+    """Each part of a mixture is a validation set."""
     assert 'tokenizer words: unknown here; its class must be in TOKENIZERS' in rejection(
-        write_bins, small_corpus(), Words(['a', 'b', 'd']), tmp_path / 'one', 1)
+        write_bins, small_corpus(), Words(['a', 'b', 'd', 'e']), tmp_path / 'one', 1)
     monkeypatch.setitem(TOKENIZERS, 'words', Words)
-    for name, words in dict(one=['a', 'b', 'd'], other=['b', 'd', 'a']).items():
-        write_bins(small_corpus(), Words(words), tmp_path / name, 1)
-    train.main([*TINY, f'--dataset={tmp_path}/one', f'--out_dir={tmp_path}/out', '--block_size=1', '--max_iters=1'])
+    for name, words, val in ('one', 'abde', 'd'), ('two', 'abde', 'e'), ('other', 'badd', 'd'):
+        write_bins(small_corpus(val=val), Words([*words]), tmp_path / name, 1)
+    train.main([*TINY, f'--dataset={tmp_path}/one:3,{tmp_path}/two:1', f'--out_dir={tmp_path}/out', '--block_size=1',
+                '--max_iters=1'])
+    whole, one, two = (metrics(tmp_path / 'out', f'val/loss{key}') for key in ('', '/one', '/two'))
+    assert whole == pytest.approx([0.75 * left + 0.25 * right for left, right in zip(one, two)]) and one != two
+    shutil.rmtree(tmp_path / 'one')
     kept = load(tmp_path / 'out').tokenizer
-    assert kept.words == ['a', 'b', 'd'] and kept.decode(kept.encode('d a')) == 'd a'
+    assert kept.words == ['a', 'b', 'd', 'e'] and kept.decode(kept.encode('d a')) == 'd a'
     assert 'made with another tokenizer (words)' in rejection(
-        open_dataset, f'{tmp_path}/one:1,{tmp_path}/other:1', 1)
+        open_dataset, f'{tmp_path}/two:1,{tmp_path}/other:1', 1)
 
 
 def test_a_tokenizer_of_the_hub(tokenizer_file, monkeypatch):
@@ -526,20 +515,13 @@ def small_corpus(revision='r1', val='d'):
 
 
 def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
-    real = writer.atomic_write
-
-    def stop_at_meta(path, *args, **kwargs):
-        if path.name == 'meta.json':
-            raise KeyboardInterrupt
-        return real(path, *args, **kwargs)
-
-    monkeypatch.setattr(writer, 'atomic_write', stop_at_meta)
-    message = rejection(write_bins, small_corpus(), BYTE, tmp_path, 1, True)
-    assert 'the same command, without --overwrite, resumes' in message
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.json, 'dumps', lambda meta, indent=None, real=json.dumps: 1 / 0 if indent else real(meta))
+        with pytest.raises(ZeroDivisionError):
+            write_bins(small_corpus(), BYTE, tmp_path, 1, True)
     assert left(tmp_path) == ['parts', 'train.bin', 'val.bin']
-    monkeypatch.setattr(writer, 'atomic_write', real)
     write_bins(small_corpus(), BYTE, tmp_path, num_proc=1)
-    assert [bytes(ids.tolist()) for ids in bins(tmp_path)[:2]] == [b'a\0b\0', b'd\0']
+    assert content(tmp_path) == (b'a\0b\0', b'd\0')
 
 
 def test_ids_above_65536_are_uint32(tmp_path):
@@ -551,6 +533,11 @@ def test_ids_above_65536_are_uint32(tmp_path):
     assert np.array_equal(train, np.arange(len(text)))
     assert list(val) == [len(text) - 2, len(text) - 1]
     assert meta['eot_id'] is None
+
+
+def content(out_dir):
+    """The two bins of small ids as bytes."""
+    return tuple(bytes(ids.tolist()) for ids in bins(out_dir)[:2])
 
 
 def test_other_bins_in_the_way(tmp_path, capsys):
@@ -572,47 +559,31 @@ def test_other_bins_in_the_way(tmp_path, capsys):
 
 
 def test_finished_bins_stay_until_others_are_complete(tmp_path):
-    """Whether their input cannot be opened, cannot be read to its end, or the writing is interrupted."""
+    """Whether their input cannot be read to its end, or the writing is interrupted."""
     before = write_bins(small_corpus(), BYTE, tmp_path, 1)
 
     def unreadable():
+        yield [('train', 'x')]
         raise SystemExit('a.txt: cannot be read')
 
-    def unreadable_later():
-        yield [('train', 'x')]
-        unreadable()
-
-    for opened in unreadable, lambda: [unreadable_later()]:
-        message = rejection(write_bins, Corpus('small', 'r2', 'by hand', opened), BYTE, tmp_path, 1, True)
-        assert 'cannot be read' in message and bins(tmp_path)[2] == before
-        assert left(tmp_path) == ['meta.json', 'train.bin', 'val.bin']
-    after = small_corpus('r2', val='e')
-    for stopped in (interrupted(small_corpus('r3'), 1), interrupted(after, 1)):
-        assert 'resumes where it stopped' in rejection(write_bins, stopped, BYTE, tmp_path, 1, True)
+    bad, after = Corpus('small', 'r2', 'by hand', lambda: [unreadable()]), small_corpus('r2', val='e')
+    stopped = interrupted(small_corpus('r3'), 1), interrupted(after, 1)
+    for corpus, words, parts in (bad, 'cannot be read', []), *((one, 'resumes', ['parts']) for one in stopped):
+        assert words in rejection(write_bins, corpus, BYTE, tmp_path, 1, True)
+        assert left(tmp_path) == ['meta.json', *parts, 'train.bin', 'val.bin']
         assert json.loads((tmp_path / 'meta.json').read_text()) == before
-        assert bytes(np.fromfile(tmp_path / 'val.bin', 'uint16').tolist()) == b'd\0'
-    assert write_bins(after, BYTE, tmp_path, 1)['revision'] == 'r2'
-    assert [bytes(ids.tolist()) for ids in bins(tmp_path)[:2]] == [b'a\0b\0', b'e\0']
+        assert (tmp_path / 'val.bin').read_bytes() == b'd\0\0\0'
+    assert write_bins(after, BYTE, tmp_path, 1)['revision'] == 'r2' and content(tmp_path) == (b'a\0b\0', b'e\0')
 
 
 def test_overwrite_does_not_take_the_parts_of_an_interrupted_run(tmp_path):
     """The code that made them may have been wrong."""
     assert 'stopped' in rejection(write_bins, interrupted(small_corpus(), 1), BYTE, tmp_path, 1)
-    assert done(tmp_path) == 1
-    write_bins(small_corpus(val='e'), BYTE, tmp_path, 1, overwrite=True)
-    assert bytes(bins(tmp_path)[1].tolist()) == b'e\0'
+    write_bins(Corpus('small', 'r1', 'by hand', lambda: [[[('train', 'x'), ('val', 'y')]]]), BYTE, tmp_path, 1, True)
+    assert content(tmp_path) == (b'x\0', b'y\0')
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_disk_that_is_full_from_the_start_is_one_line(tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, 'No space left on device')
-    monkeypatch.setattr(writer, 'atomic_write', full)
-    (tmp_path / 'a.txt').write_text('some text\n' * 9)
-    message = prepare('text', tmp_path / 'a.txt', '--tokenizer', 'byte', '--out_dir', tmp_path / 'out', ok=False)
-    assert message.startswith(f'{tmp_path}/out: stopped ([Errno 28] No space left on device); the same command')
 
 
 def test_only_the_file_of_that_very_name_is_read(tmp_path):
@@ -639,25 +610,21 @@ def test_what_is_done_is_kept_where_the_same_command_can_get_further(tmp_path, m
 
 def test_a_network_that_fails_between_two_files_of_the_hub_leaves_what_is_done(tmp_path, monkeypatch):
     import datasets
-    real, calls = datasets.load_dataset, []
+    real, network = datasets.load_dataset, ['00.jsonl']
 
     def load_dataset(kind, data_files, **kwargs):
-        calls.append(data_files)
-        if len(calls) == 2:
+        if (name := Path(data_files).stem) not in network:
             raise ConnectionError('no route to host')
-        name = Path(data_files.removesuffix('.zst')).name
-        return real(kind, data_files=str(tmp_path / name), **kwargs)
+        return real(kind, data_files=str(write_jsonl(tmp_path / name, [name])), **kwargs)
 
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
-    files = {name: texts(5, seed) for seed, name in enumerate(('00.jsonl', '01.jsonl', 'val.jsonl'))}
-    for name, documents in files.items():
-        write_jsonl(tmp_path / name, documents)
     command = ['pile', '--num_files', 2, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out']
     message = prepare(*command, ok=False)
     assert 'train/01.jsonl.zst: ConnectionError: no route to host); the same command, without --overwrite' in message
-    assert left(tmp_path / 'out') == ['parts']
-    prepare(*command)
-    assert documents_of(bins(tmp_path / 'out')[0], BYTE) == files['00.jsonl'] + files['01.jsonl']
+    assert done(tmp_path / 'out') == 1
+    network += ['01.jsonl', 'val.jsonl']
+    assert 'resuming after 1 parts' in prepare(*command)
+    assert [documents_of(ids, BYTE) for ids in bins(tmp_path / 'out')[:2]] == [['00.jsonl', '01.jsonl'], ['val.jsonl']]
 
 
 def test_bad_tables_are_one_line(tmp_path):
@@ -692,56 +659,35 @@ def shard_ids(seed):
 
 
 def test_shards_are_joined(tmp_path, monkeypatch):
-    """In their order, the last one for val, in pieces and without a tokenizer; an interrupted run can go on."""
+    """In their order, the last one for val, in pieces and without a tokenizer, each once; no network is left alone."""
+    huggingface_hub = pytest.importorskip('huggingface_hub')
     monkeypatch.setattr(fineweb, 'PIECE', 70)
     monkeypatch.setattr('data.tokenizer.GPT2.__init__', lambda self: pytest.fail('the tokenizer is loaded'))
-    files = [write_shard(tmp_path / f'{seed}.bin', shard_ids(seed)) for seed in (3, 1, 2)]
-    real, command = fineweb.batches, ['fineweb', '--tokens', *files, '--out_dir', tmp_path / 'out', '--num_proc', 1]
-
-    def failing(path, split):
-        for batch in real(path, split):
-            assert len(batch[0][1]) <= 70
-            yield batch
-        if path == files[1]:
-            raise OSError(errno.EIO, 'Input/output error')
-
-    monkeypatch.setattr(fineweb, 'batches', failing)
-    assert 'resumes' in prepare(*command, ok=False) and done(tmp_path / 'out') > 5
-    monkeypatch.setattr(fineweb, 'batches', real)
-    prepare(*command)
-    prepare('fineweb', '--tokens', *files, '--val_file', files[0], '--out_dir', tmp_path / 'named')
-    assert bins(tmp_path / 'named')[1].tolist() == shard_ids(3).tolist()
-    prepare('fineweb', '--tokens', *files, *files, '--val_file', files[1], '--out_dir', tmp_path / 'twice')
-    assert bins(tmp_path / 'twice')[0].tolist() == [*shard_ids(3), *shard_ids(2)]
-    train, val, meta = bins(tmp_path / 'out')
-    assert train.tolist() == [*shard_ids(3), *shard_ids(1)] and val.tolist() == shard_ids(2).tolist()
-    assert {key: meta[key] for key in GPT2Tokens().meta} == GPT2Tokens().meta
-    assert (meta['train']['documents'], meta['val']['documents']) == (60, 30)
-    assert (meta['source'], meta['split']) == ('3.bin 1.bin 2.bin', 'val: 2.bin')
-
-
-def test_shards_are_downloaded_when_asked(tmp_path, monkeypatch):
-    """One after another, so that the same command goes on where the network failed."""
-    huggingface_hub = pytest.importorskip('huggingface_hub')
     names = ['fineweb_train_000001.bin', 'fineweb_train_000002.bin', 'fineweb_val_000000.bin']
-    network = ['fineweb_train_000001.bin']
+    files, network = [write_shard(tmp_path / name, shard_ids(i)) for i, name in enumerate(names)], names[:1]
 
     def hf_hub_download(repository, name, repo_type):
         assert (repository, repo_type) == ('kjj0/fineweb10B-gpt2', 'dataset')
         if name not in network:
             raise ConnectionError(f'no route to {name}')
-        return str(write_shard(tmp_path / name, shard_ids(names.index(name))))
+        return str(tmp_path / name)
 
     monkeypatch.setattr(huggingface_hub, 'hf_hub_download', hf_hub_download)
-    command = ['fineweb', '--download', 2, '--out_dir', tmp_path / 'out']
-    assert prepare(*command, ok=False) == (
+    assert prepare('fineweb', '--download', 2, ok=False) == (
         'kjj0/fineweb10B-gpt2: cannot be downloaded (no route to fineweb_train_000002.bin); the same command resumes, '
         'and --tokens FILE... takes local copies')
     network += names[1:]
-    prepare(*command)
-    train, val, meta = bins(tmp_path / 'out')
-    assert train.tolist() == [*shard_ids(0), *shard_ids(1)] and val.tolist() == shard_ids(2).tolist()
-    assert meta['source'] == 'kjj0/fineweb10B-gpt2 ' + ' '.join(names)
+    for out, flags, first, last, source in [
+            ('hub', ['--download', 2], (0, 1), 2, f'kjj0/fineweb10B-gpt2 {" ".join(names)}'),
+            ('disk', ['--tokens', *files, *files[1:]], (0, 1), 2, ' '.join(names)),
+            ('named', ['--tokens', *files, *files, '--val_file', files[1]], (0, 2), 1, ' '.join(names))]:
+        prepare('fineweb', *flags, '--out_dir', tmp_path / out)
+        train_ids, val_ids, meta = bins(tmp_path / out)
+        assert train_ids.tolist() == [i for seed in first for i in shard_ids(seed)]
+        assert val_ids.tolist() == shard_ids(last).tolist()
+        assert {key: meta[key] for key in GPT2Tokens().meta} == GPT2Tokens().meta
+        assert (meta['train']['documents'], meta['val']['documents'], meta['source']) == (60, 30, source)
+        assert 'bytes' not in meta['train'] and meta['split'] == f'val: {names[last]}'
 
 
 def test_shards_that_cannot_be_are_one_line(tmp_path):
