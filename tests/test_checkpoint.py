@@ -295,7 +295,8 @@ def test_what_no_checkpoint_can_hold_is_rejected_before_anything_is_written(tmp_
     assert words in rejection(saved, tmp_path, model, optimizer, 1)
     assert words in rejection(guards.check_round_trip, WORLD, model, optimizer, built('toy', model.parameters()))
     assert not list(tmp_path.iterdir())
-    words = 'optimizer.state.0.weight.seen is a tensor that each rank has for itself'
+    words = ('optimizer.state.0.weight.seen is a tensor that each rank has for itself); keep plain numbers and tensors '
+             'there, or use --parallel=ddp')
     assert words in rejection(optimizer_state.to_save, optimizer, checkpoint.parameter_names(model), True)
     optimizer.state_dict = lambda: dict(base={})
     words = 'its state_dict has base instead of state and param_groups'
