@@ -398,6 +398,12 @@ def batch_ramp():
     resumes('--total_batch_size=8', '--warmup_iters=3')
 
 
+def random_tokens():
+    """A run with changed tokens resumes, whatever draws from the global generators meanwhile."""
+    assert resumes('--dropout=0.1', name='adamw')['train/loss'] != unedited('adamw')['train/loss']
+    assert run(name='adamw')['val/loss'] != unedited('adamw')['val/loss']
+
+
 def early_stopping():
     """A run whose loss stays ends after the third evaluation that is not better, as finished."""
     from analysis.runs import read_run

@@ -25,6 +25,7 @@ CHECKS = {
     'adopt adaptive_gamma gauss_newton_product muon_and_sophia weight_average sqrt_schedule metrics':
         'a_first_order_optimizer a_hessian_optimizer a_hessian_estimator muon_and_sophia average_of_the_weights '
         'another_schedule another_metric',
+    'random_tokens': 'random_tokens',
     'batch_ramp rates_by_layer early_stopping': 'batch_ramp learning_rates_and_weight_decay_by_layer early_stopping',
 }
 

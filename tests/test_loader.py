@@ -209,13 +209,15 @@ def test_a_directory_that_exists_is_no_mixture(two, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('weights', [[1.0], [0.2, 0.8], [0.999, 0.001], [0.1] * 10])  # ten times 0.1 is less than 1
-def test_no_sequence_leaves_its_part(weights):
+def test_no_sequence_leaves_its_part(weights, monkeypatch):
     sizes = [20, 18, 10 ** 12, 17, 40, 20, 20, 20, 20, 20][:len(weights)]
     starts = sequence_starts(0, 0, 10_000, sizes, 16, weights)
     ends = np.cumsum(sizes)
     part = np.searchsorted(ends, starts, side='right')
     assert set(part) == set(range(len(weights))) and (starts >= 0).all()
     assert (starts + 17 <= ends[part]).all()
+    monkeypatch.setattr('data.loader.keyed_bits', lambda *_: np.array([0, 2 ** 64 - 1], np.uint64))
+    assert sequence_starts(0, 0, 2, sizes, 16, weights).tolist() == [0, ends[-1] - 17]
 
 
 @pytest.fixture
