@@ -6,9 +6,12 @@ import math
 import re
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, TINY, iterations
 
+import train
 from analysis.runs import find_runs
+from optimizers import OPTIMIZERS
 from records import studies
 from records.dissection import results
 from records.dissection.results import mean_sd
@@ -18,6 +21,7 @@ from records.rare_tokens import study as rare_tokens
 from records.sharpening import results as sharpening_results
 from records.sharpening import study as sharpening
 from records.small_batch import results as small_batch_results
+from sophia import GaussNewtonBartlett
 
 
 def assert_written(rows, path):
@@ -143,3 +147,54 @@ def test_rare_tokens_searches_each_arm_alike_and_then_takes_fresh_seeds():
         assert {(s['learning_rate'], s.get('weight_decay')) for s in fresh} == {(0.001, None)}
         assert sum('weight_decay' in s for s in search) == 1 and len(search) >= 5 + 2 + 1
     assert {dict(run.settings)['beta2'] for run in made if run.part == 'root'} == {0.99}
+
+
+@pytest.fixture(scope='module')
+def programs():
+    """The programs of two studies, which add rows to the table of optimizers."""
+    before = dict(OPTIMIZERS)
+    from records.rare_tokens import run as rare
+    from records.sharpening import run as sharp
+    yield sharp, rare
+    OPTIMIZERS.clear()
+    OPTIMIZERS.update(before)
+
+
+def test_the_arms_of_the_runaway_change_what_the_protocol_says(programs):
+    sharp, _ = programs
+    h = torch.rand(4, 6)
+    assert torch.allclose(sharp.Root.curvature(None, [h])[0], (h * h.mean()).sqrt())
+    rows, = sharp.Rows.curvature(None, [h])
+    assert torch.equal(rows.sort(-1)[0], h.sort(-1)[0]) and not torch.equal(rows, h)
+    assert torch.equal(rows, sharp.Rows.curvature(None, [h])[0])
+    p, g = torch.zeros(4, 6, requires_grad=True), torch.randn(4, 6)
+    optimizer = sharp.Proportional([p], 0.03, (0, 0), gamma=0.6, weight_decay=0, compile=False)
+    optimizer.update_hessian([h])
+    optimizer.param_groups[0]['lr'], p.grad = 0.01, g
+    optimizer.step()
+    assert torch.allclose(p, -(g / (0.6 / 0.03 * h)).clamp(-0.01, 0.01))  # θ ← θ − clip(m / (c·h), lr)
+
+
+@pytest.mark.parametrize('scale', [0.1, 10])
+def test_an_estimate_of_one_part_is_scaled_as_if_its_gradient_were_clipped(programs, scale):
+    sharp, _ = programs
+    w, x, B = torch.ones(5, requires_grad=True), scale * torch.randn(7, 5), 7
+    hook = object.__new__(sharp.ClippedHook)
+    hook.estimator, hook.weight = GaussNewtonBartlett([w]), 1.0
+    hook.estimator.add((x @ w).sum(), B)
+    g = x.mean(0)
+    clipped = g * (1 / g.norm()).clamp(max=1)
+    assert torch.allclose(hook.diagonal()[0], B * clipped.square())
+
+
+@pytest.mark.parametrize('optimizer', ['gnb_clipped', 'rms_embedding'])
+def test_a_run_of_a_study_ends_with_its_curvature_and_without_checkpoints(programs, optimizer, corpus, tmp_path,
+                                                                          monkeypatch):
+    sharp, _ = programs
+    monkeypatch.setattr(train, 'evaluate_and_save', sharp.evaluate_and_save)
+    monkeypatch.setattr(sharp, 'SEQUENCES', 32)
+    sharp.main([*TINY, '--max_iters=2', f'--dataset={corpus}', f'--optimizer_name={optimizer}',
+                f'--out_dir={tmp_path / "out"}'])
+    *_, curvature, last = map(json.loads, (tmp_path / 'out/metrics.jsonl').read_text().splitlines())
+    assert curvature['iter'] == last['iter'] == 2 and curvature['curvature/all'] > 0 and 'val/loss' in last
+    assert not iterations(tmp_path / 'out')

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from hessian import GNBHook, Hook
-from optimizers import OPTIMIZERS, SOPHIA_G, SOPHIA_G_LR, AdaHessian, Row, SophiaTensorMean, betas, sign_momentum
+from hessian import GNBHook
+from optimizers import OPTIMIZERS, SOPHIA_G, SOPHIA_G_LR, AdaHessian, Row, SophiaTensorMean, betas, signum
 from optimizers import sophia as build_sophia
 from records.sharpening.run import main, row
 from sophia import Sophia
@@ -21,7 +21,7 @@ PREDICTIONS = 4 * 128  # in an estimate
 
 def scaled(groups, s):
     """Build sign momentum whose learning rate for the embeddings is γ times the others'."""
-    return sign_momentum([group | dict(lr_scale=s.gamma) if group.get('role') == 'embedding' else group
+    return signum([group | dict(lr_scale=s.gamma) if group.get('role') == 'embedding' else group
                           for group in groups], s)
 
 
@@ -66,9 +66,9 @@ def sampled_adam(groups, s):
 WITHOUT_H = {key: SOPHIA_G[key] for key in ('beta1', 'beta2', 'gamma', 'eps', 'weight_decay')}
 OPTIMIZERS.update(
     sign_scaled=Row(scaled, WITHOUT_H, SOPHIA_G_LR, 'Table 3, sophiag'),
-    rms=Row(partial(build_sophia, cls=partial(Rms, everywhere=True)), WITHOUT_H, SOPHIA_G_LR, 'Table 3, sophiag', Hook),
+    rms=Row(partial(build_sophia, cls=partial(Rms, everywhere=True)), WITHOUT_H, SOPHIA_G_LR, 'Table 3, sophiag'),
     rms_embedding=Row(partial(build_sophia, cls=partial(Rms, everywhere=False)), WITHOUT_H, SOPHIA_G_LR,
-                      'Table 3, sophiag', Hook),
+                      'Table 3, sophiag'),
     mean_embedding=row(partial(MeanOf, role='embedding')),
     mean_matrices=row(partial(MeanOf, role=None)),
     sampled_adam=Row(sampled_adam, SOPHIA_G | dict(eps=1e-8, weight_decay=0.1), SOPHIA_G_LR, 'Table 3, sophiag',
