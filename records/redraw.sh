@@ -22,9 +22,9 @@ $PY scripts/plot.py records/quickstart --metrics val/loss --ylim 1.6 3.2 --outpu
 
 # The study on books.
 $PY scripts/speedup.py $study --tuned warmup_iters beta1 --output $study/study.png \
-    --title 'Muon and SOAP end below AdamW at every horizon, Sophia-G level with it from 1,200 steps on'
+    --title 'Muon and SOAP end below AdamW at every horizon; Sophia-G differs little from it'
 $PY scripts/speedup.py $study --candidate sophiag --panels difference --tuned warmup_iters beta1 \
-    --title 'Sophia-G is behind AdamW at 600 steps, then level' --output $study/study_difference.png
+    --title 'Sophia-G minus AdamW: no difference is shown after correction' --output $study/study_difference.png
 W=warmup_iters=600  # one seed, the search's, at each learning rate
 $PY scripts/paper/final_losses.py "$study/1200/adamw/*,$W,beta1=0.9,beta2=0.95,weight_decay=0.1" \
     "$study/1200/muon/*,$W,beta1=0.95,beta2=0.95,weight_decay=0.1" \
