@@ -146,6 +146,8 @@ def weights_of_run(cls, c, data, origin):
     if data.vocab_size > rows:
         args['vocab_size'] = max(args['vocab_size'], gpt.padded_vocab_size(data.vocab_size))
         notes.append(f'the ids {rows} to {data.vocab_size - 1} are new, and so are their embeddings')
+    else:
+        rows = args['vocab_size']
     if 'block_size' in c.given:
         args['block_size'] = c.block_size
     adopt_model_args(c, args, data)
@@ -153,7 +155,7 @@ def weights_of_run(cls, c, data, origin):
         notes.append(f'model.py is not the one that trained {path}')
     try:
         model = cls(GPTConfig(**{**args, 'dropout': c.dropout}))
-        added = gpt.take_weights(model, saved['model'], min(rows, data.vocab_size))
+        added = gpt.take_weights(model, saved['model'], rows)
     except (TypeError, RuntimeError) as error:
         raise SystemExit(f'{path}: does not fit model.py ({one_line(error)})') from None
     notes.extend(f'{name} is new, because {path} does not have it' for name in added)

@@ -15,7 +15,7 @@ from conftest import finish, iterations, metrics, rejection, start, write_bins
 from lifecycle import resume
 from model import GPT
 from runtime import checkpoint
-from runtime.files import FAILED
+from runtime.files import FAILED, save_pt
 from runtime.gpt import NANOGPT_ARGS
 from runtime.signals import NOT_FINITE, STOPPED
 from scripts import eval as evaluation
@@ -144,7 +144,7 @@ class Adapted(GPT):
         self.adapter = torch.nn.Parameter(torch.zeros(3))
 
 
-def test_what_a_checkpoint_lacks_is_new_and_said(finished, monkeypatch):
+def test_what_a_checkpoint_lacks_is_new_and_said(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(resume, 'check_same_tokenizer', lambda *_: None)
     data = SimpleNamespace(path='bins', vocab_size=300, tokenizer=dict(tokenizer='bytes and 44 more ids'))
     path, weights = checkpoint.path_of(finished(), 10), state(finished())['model']
@@ -166,8 +166,17 @@ def test_what_a_checkpoint_lacks_is_new_and_said(finished, monkeypatch):
     for flag, words in [('--n_layer=2', '--n_layer=2: must be 1, as in the pretrained weights'),
                         ('--block_size=64', 'does not fit model.py (Error(s) in loading state_dict for GPT: size mi')]:
         assert words in rejection(started, flag)
-    data.tokenizer, data.vocab_size = state(finished())['tokenizer'], 256
-    assert started()[2] == [] and len(started()[1].lm_head.weight) == 256
+
+    # Padding stays as it is, or becomes new ids.
+    saved = state(finished())
+    padded = torch.cat([weights['lm_head.weight'], torch.ones(64, 32)])
+    saved['model'] |= {'lm_head.weight': padded, 'transformer.wte.weight': padded}
+    path = tmp_path / 'ckpt_00000010.pt'
+    save_pt(path, dict(saved, model_args=dict(saved['model_args'], vocab_size=320)))
+    rows = started()[1].lm_head.weight
+    assert torch.equal(rows[:256], padded[:256]) and (rows[256:] != 1).all()
+    data.tokenizer, data.vocab_size = saved['tokenizer'], 256
+    assert torch.equal(started()[1].lm_head.weight, padded) and not started()[2]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
