@@ -26,7 +26,7 @@ def panels():
     gamma = next(run.gamma for run in runs if part_of(run) == 'b' and run.optimizer_name == 'sophiag')
     mine = {'AdamW': (*arms['AdamW'], 0.0), **{f'Sophia-G, {rate:g}': (name, rate, gamma)
                                                for name, rate in arms.values() if name == 'sophiag'}}
-    large = {label: [run.final_loss for run in runs if run.max_iters == gpu_30m.LONG['max_iters']
+    large = {label: [run.final_loss for run in runs if run.max_iters == gpu_30m.LONG
                      and run.seed != gpu_30m.SEARCH_SEED
                      and (run.optimizer_name, run.learning_rate, run.gamma) == settings]
              for label, settings in mine.items()}
