@@ -11,7 +11,8 @@ update, or with --estimator hutchinson, it only describes the diagonal. The tabl
   positive          share of the diagonal's entries that are above 0
   agreement         correlation of the logarithms of two low-noise h, from different halves of the sequences
   same_sign         share of entries with the same sign in these two; 0.5 is noise
-  cv_1, cv_n        standard deviation of one estimate over its mean, with 1 and n parts (--hessian_parts)
+  cv_1, cv_n        standard deviation of one estimate over its mean, with 1 and n parts (--hessian_parts); with
+                    --estimator hutchinson of one sequence and one vector
   noise_of_h        the same of the run's h, an average of estimates
   log_corr          correlation of log h of the run and of the low-noise h; if_only_noise: if h had only its noise
   scale             sum of h of the run, which begins at 0, over that of the low-noise h
@@ -134,13 +135,20 @@ class Gradients:
 
 
 def diagonal_halves(model, params, sequences):
-    """Return two vectors whose sum is the mean of Algorithm 1's estimates, from half of the sequences each."""
-    halves = [0, 0]
+    """Return two vectors whose sum is the mean of Algorithm 1's estimates, from half of the sequences each; and a
+    function of coordinates: the standard deviation over the mean of one estimate, both root mean squares."""
+    halves, squares, N = [0, 0], 0, len(sequences)
     for i, tokens in enumerate(sequences):
         with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
             estimate = flat(hutchinson(model(*inputs_and_targets(tokens))[1], params))
-        halves[i % 2] = halves[i % 2] + estimate / len(sequences)
-    return halves
+        halves[i % 2] = halves[i % 2] + estimate / N
+        squares = squares + estimate ** 2 / N
+
+    def cv(at):
+        mean = (halves[0] + halves[1])[at].square().mean()
+        variance = (squares[at].mean() - mean) * N / (N - 1)
+        return (variance / (mean - variance / N).clamp(min=mean / N)).sqrt().item()
+    return halves, cv
 
 
 def state_of_run(loaded, names):
@@ -196,14 +204,14 @@ def curvature_along(model, sequences, u):
 def describe(tensor, at, halves, noises, run=None):
     """Return the row of the table for the coordinates `at` of the tensor, or of the tensors of a kind.
 
-    noises: number of parts → function of coordinates; None with Hutchinson's estimator. run: h, the noise of h over
+    noises: number of parts → function of coordinates. run: h, the noise of h over
     that of one estimate, and which coordinates are unclipped with h and with the low-noise h.
     """
     low = (halves[0] + halves[1])[at]
     row = dict(tensor=tensor, parameters=len(low), positive=share(low > 0),
                agreement=log_correlation(halves[0][at], halves[1][at]))
-    if noises is None:
-        return row | dict(same_sign=share((halves[0] * halves[1] > 0)[at]))
+    if (low < 0).any():  # Hutchinson's
+        row |= dict(same_sign=share((halves[0] * halves[1] > 0)[at]))
     row |= {f'cv_{n}': noise(at) for n, noise in noises.items()}
     if run is None:
         return row
@@ -259,7 +267,8 @@ def main(argv=None):
         facts |= dict(signal_over_noise=gradients.signal / gradients.noise, empirical_fisher_over_gnb={
             b: (gradients.noise + b * gradients.signal) / gradients.sampled for b in (1, size, 480)})
     else:
-        halves = diagonal_halves(model, params, sequences)
+        halves, cv = diagonal_halves(model, params, sequences)
+        noises = {1: cv}
     low = halves[0] + halves[1]
     if h is not None:
         (update, unclipped), (update_low, unclipped_low) = update_of(m, h, config), update_of(m, low, config)
