@@ -2,12 +2,20 @@
 
 import copy
 import functools
+import types
+from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from runtime.distributed import is_sharded
 from runtime.optim import parameters, parts
+
+PLAIN = bool, int, float, complex, str, bytes, type(None)
+CONTAINERS = dict, list, tuple, set, frozenset, deque
+NO_VALUES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, torch.dtype,
+             torch.device, torch.nn.Module, np.memmap)
 
 
 def map_tensors(value, function, name=''):
@@ -178,7 +186,7 @@ def left_out(optimizer, saved):
 def changed_attributes(optimizer):
     """Return the names of the attributes that have changed since the construction."""
     now, then = attributes(optimizer), optimizer.construction.attributes
-    return {name.split('.')[2] for name in now.keys() | then.keys()
+    return {name.split('.')[2].removesuffix(' (length)') for name in now.keys() | then.keys()
             if name not in now or name not in then or not equal(now[name], then[name])}
 
 
@@ -186,21 +194,21 @@ def changed_attributes(optimizer):
 def no_state():
     """Return the names of attributes that PyTorch keeps in any optimizer, or that checkpoints hold. A function, because
     building an optimizer imports torch._dynamo."""
-    return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction'}
+    return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction', 'library'}
 
 
 def attributes(optimizer):
     """Return {attributes.PART.NAME…: value} of what may be state of an optimizer or its parts, and is not in their
-    state_dict: numbers, tensors but parameters, containers, and optimizers that are not parts.
+    state_dict, through containers and objects.
 
     Flags with an underscore are left out: schedulers and optimizers note there what they have checked or warned of.
     """
-    known = parts(optimizer)
-    own = [{name: value for name, value in vars(part).items() if name not in no_state()
-            and (isinstance(value, (int, float, torch.Tensor, list, tuple, dict)) or hasattr(value, 'param_groups'))
-            and not (name.startswith('_') and isinstance(value, bool))} for part in known]
-    return {name: value for name, value in leaves(own, 'attributes')
-            if id(value) not in {*map(id, known)} and not isinstance(value, torch.nn.Parameter)}
+    own = {i: {name: value for name, value in vars(part).items()
+               if name not in no_state() and not (name.startswith('_') and isinstance(value, bool))}
+           for i, part in enumerate(parts(optimizer))}
+    seen = {id(part): part for part in parts(optimizer)}
+    return {name: value for name, value in leaves(own, 'attributes', seen)
+            if name.count('.') > 1 and not isinstance(value, torch.nn.Parameter)}
 
 
 def first_difference(a, b, name='state'):
@@ -212,13 +220,51 @@ def first_difference(a, b, name='state'):
     return next((f'{key} differs' for key in a if not equal(a[key], b[key])), '')
 
 
-def leaves(value, name):
-    """Yield (name, value) of everything in nested dicts, lists and tuples that is not one of these."""
-    if not isinstance(value, (dict, list, tuple)):
+def leaves(value, name, seen=None):
+    """Yield (name, value) of the tensors and plain values in nested containers and objects: arrays as tensors, of
+    containers also the length, iterators and optimizers as they are.
+
+    `seen`: objects to leave out, {id: object}; this adds those that it finds. Code and modules are left out, too.
+    """
+    seen = {} if seen is None else seen
+    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.memmap):
+        value = torch.from_numpy(value.copy()) if getattr(value, 'shape', 0) and value.dtype.kind in 'biuf' else (
+            value.tolist())
+    if isinstance(value, (*PLAIN, torch.Tensor)):
         yield name, value
-        return
-    for i, (key, item) in enumerate(value.items() if isinstance(value, dict) else enumerate(value)):
-        yield from leaves(item, f'{name}.{i if isinstance(key, torch.Tensor) else key}')
+    elif isinstance(value, CONTAINERS):
+        yield f'{name} (length)', len(value)
+        for key, item in inside(value):
+            yield from leaves(item, f'{name}.{key}', seen)
+    elif id(value) not in seen and not isinstance(value, NO_VALUES):
+        seen[id(value)] = value
+        if isinstance(value, torch.optim.Optimizer) or hasattr(value, '__next__') and not reduced(value):
+            yield name, value
+            return
+        for key, item in inside(value):
+            yield from leaves(item, f'{name}.{key}', seen)
+
+
+def inside(value):
+    """Yield the (name, value) pairs of a container or an object, as far as Python tells them."""
+    if isinstance(value, dict):
+        yield from ((key if isinstance(key, (str, int)) else i, item) for i, (key, item) in enumerate(value.items()))
+    elif isinstance(value, CONTAINERS):
+        yield from enumerate(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+    else:
+        yield from enumerate(reduced(value))
+        yield from getattr(value, '__dict__', {}).items()
+
+
+def reduced(value):
+    """Return the state that a class of its own way to be pickled gives, such as a generator's, as a list."""
+    kind = type(value)
+    if (kind.__reduce__, kind.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__):
+        return []
+    try:
+        return [list(part) if hasattr(part, '__next__') else part for part in value.__reduce_ex__(4)[1:]]
+    except Exception:  # it cannot be pickled
+        return []
 
 
 def equal(a, b):

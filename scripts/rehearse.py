@@ -1,0 +1,293 @@
+"""What to run after an edit: a run must not depend on how it is carried out.
+
+  python scripts/rehearse.py config/quickstart.py --optimizer_name=sophiah
+
+trains a few steps of train.py with the config's optimizer, schedule and data, but a small model and short sequences, in
+float32 on a CPU: in one go; again, with batches that are read late; stopped halfway and resumed; in smaller
+micro-batches; on two ranks; compiled. It compares losses, gradient norms, weights and the optimizer's state after every
+step, and prints a line for each: equal; equal up to rounding; or the first step and the first number or tensor that
+differ, and what a resume did not bring back. Exit status 1 if something differs.
+"""
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import train
+from data import loader
+from runtime import optim, runlog
+from runtime.device import can_compile
+from runtime.optimizer_state import leaves, no_state
+from runtime.signals import STOPPED
+from scripts.arguments import at_least
+
+NAMES = 'again', 'resumed', 'micro-batches', 'two ranks', 'compiled'
+TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
+MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests', 'site-packages'}  # folders without experiments
+CHECKED = '.py', '.pyc', '.bin', 'meta.json', 'tokenizer.json'  # files whose change a resume notices
+REMEDY = '(state may live in TrainState, param_groups, the state of the optimizer and buffers, nowhere else)'
+# What a run is rebuilt with, and what a checkpoint holds: other fields of Run may be a fork's state
+REBUILT = {'world', 'model', 'log', 'stops', 'val_data', 'about', 'fresh', 'saved', 'scaler', 'autocast', 'params',
+           'state', 'cross_entropy'}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A session: training in a process of its own
+
+
+class Reader:
+    """The loader's thread without a race: it reads a batch at once, or `late`, when it is asked for."""
+
+    def __init__(self, late):
+        self.late = late
+
+    def submit(self, function, *args):
+        """Return a future of function(*args)."""
+        read = functools.cache(partial(function, *args))
+        if not self.late:
+            read()
+        return SimpleNamespace(result=read)
+
+    def shutdown(self, **options):
+        """Do nothing."""
+
+
+def session(path, stop, late, flags):
+    """Train with `flags`, up to iteration `stop` if there is one. Write to `path`, as JSON, 'steps', the digests of
+    what checkpoints hold at the start of each iteration and of its metrics; 'unsaved', those of what they do not hold,
+    halfway; and 'files', what else was read."""
+    steps, unsaved, opened, runs = {}, {}, {}, []
+    begin, set_learning_rate, record = train.begin, optim.set_learning_rate, runlog.RunLog.record
+
+    def recorded_begin(c):
+        run, data = begin(c)
+        runs.append(run)
+        return run, data
+
+    def recorded_start(optimizer, lr):
+        run, state = runs[-1], runs[-1].state
+        steps[state.iter] = digests(leaf for key, part in saved_state(run).items() for leaf in leaves(part, key))
+        if state.iter == run.config.max_iters // 2:
+            unsaved.update(digests(unsaved_state(run)))
+        set_learning_rate(optimizer, lr)
+
+    def recorded_metrics(log, state, line, metrics):
+        steps[state.iter] |= digests((key, value) for key, value in metrics.items()
+                                     if 'loss' in key or key in ('lr', 'grad_norm'))
+        if state.iter + 1 == stop and 'train/loss' in metrics:
+            os.kill(os.getpid(), signal.SIGTERM)
+        record(log, state, line, metrics)
+
+    def note(event, args):
+        if event == 'open' and isinstance(args[0], str) and not (args[1] or 'r').strip('rbt'):
+            opened[str(Path(args[0]).absolute())] = True
+
+    train.begin, optim.set_learning_rate, runlog.RunLog.record = recorded_begin, recorded_start, recorded_metrics
+    loader.ThreadPoolExecutor = lambda *args: Reader(late)
+    sys.addaudithook(note)
+    try:
+        train.main(flags)
+    finally:
+        if runs and runs[0].world.is_master:
+            settings = {str(value) for key, value in runs[0].config.values.items() if key != 'dataset'}
+            found = [name for name in opened if not is_expected(Path(name), settings - {''})]
+            Path(path).write_text(json.dumps(dict(steps=steps, unsaved=unsaved, files=found)), encoding='utf-8')
+
+
+def saved_state(run):
+    """Return what a checkpoint holds of the `Run`, a dict."""
+    names = {p: name for name, p in run.raw_model.named_parameters()}
+    return {'weights': run.raw_model.state_dict(),
+            'state': {names.get(p, str(p)): state for p, state in run.optimizer.state.items()},
+            'param_groups': [{key: value for key, value in group.items() if key not in ('params', 'lr')}
+                             for group in run.optimizer.param_groups],
+            'TrainState': {key: value for key, value in vars(run.state).items() if key != 'seconds'}}
+
+
+def unsaved_state(run):
+    """Yield (name, leaf) of all else that the code of an experiment may keep from one iteration to the next."""
+    models = {key: value for key, value in vars(run).items() if isinstance(value, torch.nn.Module) and key != 'model'}
+    code = {name: module for name, module in [*sys.modules.items()] if is_experiment(module)}
+    parts = [('Run', run, REBUILT | {'config'}), ('config', SimpleNamespace(**run.config.values), ()),
+             *(('optimizer', part, no_state()) for part in optim.parts(run.optimizer)), ('hook', run.hessian, ()),
+             *((f'{key}.{name}'.rstrip('.'), module, ()) for key, one in models.items()
+               for name, module in one.named_modules()),
+             *((name, module, ()) for name, module in code.items()),
+             *((f'{name}.{key}', value, ()) for name, module in code.items() for key, value in vars(module).items()
+               if isinstance(value, (type, FunctionType)) and value.__module__ == name)]
+    seen = {id(one): one for one in (run.config, *(part for _, part, _ in parts), *(
+        getattr(run, key, None) for key in REBUILT))}
+    for name, part, known in parts:
+        for key, value in [*vars(part).items()]:
+            if key not in known and key[:2] != '__':
+                yield from leaves(value, f'{name}.{key}', seen)
+
+
+def is_experiment(module):
+    """Return whether a module is one of this repository's that experiments edit or add."""
+    path = Path(getattr(module, '__file__', None) or '/').resolve()
+    return ROOT in path.parents and path.is_file() and not MACHINERY & {*path.relative_to(ROOT).parts}
+
+
+def is_expected(path, settings):
+    """Return whether a file that was read is the machine's, or one that `settings` name or that a resume checks."""
+    folders = [sys.prefix, sys.base_prefix, '/usr', '/lib', '/etc', '/opt', '/proc', '/sys', '/dev']
+    return (path.name.endswith(CHECKED) or not path.is_file() or any(part[0] == '.' for part in path.parts)
+            or bool({Path(name).absolute() for name in (*folders, *settings)} & {path, *path.parents})
+            or 'torchinductor' in str(path))
+
+
+def digests(named):
+    """Return {name: [text, norm, number]}: texts differ where values do, and numbers by about a difference's norm."""
+    found = {}
+    for name, value in named:
+        found[name] = [repr(value), 0.0, 0.0]
+        if isinstance(value, torch.Tensor):
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+            text = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest() if flat.numel() else ''
+            signs = torch.randint(2, flat.shape, generator=torch.Generator().manual_seed(0)).double() * 2 - 1
+            found[name] = [f'{value.dtype} {tuple(value.shape)} {text}', float(flat.double().norm()),
+                           float(flat.double() @ signs)]
+        elif isinstance(value, (bool, int, float)):
+            found[name][1:] = abs(value), value
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sessions that must agree
+
+
+def shrunk(argv, steps):
+    """Return the flags of a small run of so many `steps` with the settings of `argv`, whose own flags come last."""
+    c = train.resolve(argv, world_size=1)
+    few = dict(warmup_iters=2, cooldown_iters=steps // 2, block_size=32)
+    if c.init_from in ('scratch', 'resume'):
+        few |= dict(n_layer=2, n_head=2, n_embd=64)
+    own = train.optimizers.row(c.optimizer_name).settings.keys()
+    few |= {key: 2 for key in ('hessian_interval', 'hessian_parts') if key in own}
+    small = {key: min(c.values[key], most) for key, most in few.items()} | dict(
+        max_iters=steps, lr_decay_iters=steps, eval_interval=2, eval_iters=2, log_interval=1, total_batch_size=8,
+        batch_size=4, gradient_accumulation_steps=0, dtype='float32', parallel='ddp', compile=False, device='cpu',
+        backend='gloo', auto_resume=True, always_save_checkpoint=True, eval_only=False, wandb_log=False, max_hours=0)
+    small |= dict.fromkeys(own & {'hessian_batch_size'}, 4)  # of which each of two ranks has two
+    return [arg for arg in argv if arg[:2] != '--'] + [f'--{key}={value}' for key, value in small.items()] + [
+        arg for arg in argv if arg[:2] == '--'], c.dropout
+
+
+def launch(argv, ranks):
+    """Run this script with `argv` on `ranks` ranks. Return the first exit code that is not 0, and their output."""
+    environment = [dict(os.environ, OMP_NUM_THREADS='1') for _ in range(ranks)]
+    if ranks > 1:
+        with socket.create_server(('127.0.0.1', 0)) as free:
+            port = str(free.getsockname()[1])
+        for rank, one in enumerate(environment):
+            one.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+                       MASTER_ADDR='127.0.0.1', MASTER_PORT=port)
+    processes = [subprocess.Popen([sys.executable, __file__, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                  text=True, env=one) for one in environment]
+    texts = [process.communicate()[0] for process in processes]
+    return next((process.returncode for process in processes if process.returncode), 0), ''.join(texts)
+
+
+def once(folder, flags, out, stop=None, late=False, ranks=1):
+    """Return what a session with `flags` writes; SystemExit with its last line where it fails."""
+    path = Path(folder, f'{out}-{stop}.json')
+    code, text = launch(['--session', json.dumps([str(path), stop, late]), *flags, f'--out_dir={Path(folder, out)}'],
+                        ranks)
+    if code != (STOPPED if stop else 0):
+        raise SystemExit(f'STOPS with exit code {code}: {(text.strip().splitlines() or [""])[-1]}')
+    return json.loads(path.read_text(encoding='utf-8'))
+
+
+def resumed(folder, flags, half):
+    """Return what two sessions write, the first of which is stopped halfway."""
+    first, second = once(folder, flags, 'resumed', stop=half), once(folder, flags, 'resumed')
+    return dict(second, steps=first['steps'] | second['steps'])
+
+
+def difference(ours, theirs, tolerance):
+    """Compare {iteration: digests}. Return (whether they agree, and a text that says how far)."""
+    largest, place = 0.0, ''
+    for step in sorted(ours.keys() | theirs.keys(), key=int):
+        a, b = ours.get(step, {}), theirs.get(step, {})
+        for name in {**a, **b}:
+            x, y = a.get(name, ['nothing', 0, 0]), b.get(name, ['nothing', 0, 0])
+            if x[0] != y[0]:
+                relative = abs(x[2] - y[2]) / (max(x[1], y[1]) or 1)
+                if not 0 < relative <= tolerance:
+                    return False, f'DIFFERS from step {step}: {name} is {shown(y)} instead of {shown(x)}'
+                largest, place = max((largest, place), (relative, f'{name} at step {step}'))
+    return True, f'equal up to rounding (at most {largest:.1g}, {place})' if largest else 'equal'
+
+
+def shown(digest):
+    """Return a value as a message gives it, of a tensor its norm."""
+    return digest[0] if len(digest[0]) < 30 else f'a tensor of norm {digest[1]:.9g}'
+
+
+def lost(whole, again, after):
+    """Return what a resume has not brought back, of the values that do not differ between any two runs."""
+    return [f'{name} ({shown(theirs)} instead of {shown(ours)})' for name, ours in whole['unsaved'].items()
+            if again['unsaved'].get(name) == ours and (theirs := after['unsaved'].get(name, ours))[0] != ours[0]]
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ['--session']:
+        session(*json.loads(argv[1]), argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, usage='%(prog)s CONFIG [--KEY=VALUE ...]',
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--half', type=at_least(1), default=5, help='steps before the stop, and after (default: 5)')
+    parser.add_argument('--only', choices=NAMES, nargs='+', default=NAMES, help='some of the comparisons')
+    args, flags = parser.parse_known_args(argv)
+    flags, dropout = shrunk(flags, 2 * args.half)
+    plain = [*flags, '--dropout=0']  # which draws by micro-batch
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = {'whole': partial(once, folder, flags, 'whole'),
+                'again': partial(once, folder, flags, 'again', late=True),
+                'resumed': partial(resumed, folder, flags, args.half),
+                'plain': partial(once, folder, plain, 'plain'),
+                'micro-batches': partial(once, folder, [*plain, '--batch_size=2', '--eval_iters=4'], 'micro'),
+                'two ranks': partial(once, folder, plain, 'ranks', ranks=2),
+                'compiled': partial(once, folder, [*plain, '--compile=True'], 'compiled')}
+        futures = {name: pool.submit(job) for name, job in jobs.items()
+                   if name in ('whole', 'again', *args.only) and (name != 'compiled' or can_compile('cpu'))
+                   or name == 'plain' and dropout}
+        for name in args.only:
+            if name not in futures:
+                print(f'{name:<15} skipped: no C++ compiler or no Python.h')
+                continue
+            exact = name in ('again', 'resumed')
+            try:
+                ours = futures['whole' if exact or not dropout else 'plain'].result()
+                agrees, text = difference(ours['steps'], futures[name].result()['steps'], 0 if exact else TOLERANCE)
+                if name == 'resumed' and (names := lost(ours, futures['again'].result(), futures[name].result())):
+                    agrees, text = False, f'{text}; a resume does not bring back {", ".join(names[:4])}'
+            except SystemExit as error:
+                agrees, text = False, str(error)
+            print(f'{name:<15} {text}', *[REMEDY] * (name == 'resumed' and not agrees), flush=True)
+            failed += not agrees
+        for name in futures['whole'].result()['files']:
+            print(f'note: training reads {name}; a resume does not notice when it is replaced')
+    raise SystemExit(bool(failed))
+
+
+if __name__ == '__main__':
+    main()

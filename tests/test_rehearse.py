@@ -1,0 +1,156 @@
+"""scripts/rehearse.py: the unedited repository passes, and edits that keep state in a wrong place are found."""
+
+import pytest
+
+from scripts import rehearse
+
+TINY = ['--model_size=tiny', '--optimizer_name=sophiag', '--n_layer=1', '--n_embd=16', '--block_size=16', '--half', '3']
+
+
+@pytest.fixture
+def report(fork, corpus, monkeypatch, capsys):
+    """report(code, *argv): the exit status and the output of a rehearsal of the repository with the edits of `code`."""
+    def run(code, *argv):
+        def launch(argv, ranks):
+            done = fork('scripts/rehearse.py', *argv, faults=code, ranks=ranks)
+            return done.code, done.out + done.err
+
+        monkeypatch.setattr(rehearse, 'launch', launch)
+        monkeypatch.setattr(rehearse.os, 'cpu_count', lambda: 1)  # `fork` is for one thread
+        with pytest.raises(SystemExit) as ended:
+            rehearse.main([*TINY, f'--dataset={corpus}', *argv])
+        return ended.value.code, capsys.readouterr().out
+    return run
+
+
+def test_the_repository_passes(report):
+    status, text = report('', '--dropout=0.1', '--only', 'again', 'resumed', 'micro-batches', 'two ranks')
+    assert not status, text
+    again, resumed, micro, ranks = text.splitlines()
+    assert again.split() == ['again', 'equal'] and resumed.split() == ['resumed', 'equal']
+    assert 'equal' in micro and 'equal' in ranks
+
+
+RUN = '''
+import dataclasses, train
+@dataclasses.dataclass
+class Run(train.Run):
+    worse: int = 0
+    best: float = 9e9
+    average: dict = dataclasses.field(default_factory=dict)
+train.Run = Run
+step, evaluate = train.train_step, train.evaluate_and_save
+'''
+# The edits of a fork: (its code; what a rehearsal compares; what it says)
+WINDOW = '''
+import collections, sophia
+update = sophia.Sophia.update_hessian
+def update_hessian(self, estimates):
+    window = vars(self).setdefault('window', collections.deque(maxlen=3))
+    window.append([h.clone() for h in estimates])
+    update(self, [sum(hs) / len(hs) for hs in zip(*window)])
+sophia.Sophia.update_hessian = update_hessian
+'''
+MODULE = '''
+import sophia
+sophia.SECOND_MOMENT = {}
+step = sophia.Sophia.step
+@torch.no_grad()
+def scaled(self, closure=None):
+    for group in self.param_groups:
+        for p in group['params']:
+            v = sophia.SECOND_MOMENT.setdefault(p, torch.zeros_like(p)).lerp_(p.grad ** 2, 0.1)
+            p.grad.div_(v.sqrt() + 1e-3)
+    return step(self, closure)
+sophia.Sophia.step = scaled
+'''
+HOOK = '''
+import hessian
+finish = hessian.HessianHook.finish
+def adapted(self):
+    self.interval += self.due
+    return finish(self)
+hessian.HessianHook.finish = adapted
+'''
+AVERAGE = RUN + '''
+def averaged(run, *args):
+    found = step(run, *args)
+    with torch.no_grad():
+        for p in run.params:
+            run.average.setdefault(p, p.clone()).lerp_(p, 0.5)
+    return found
+def evaluate_the_average(run):
+    mine = [p.detach().clone() for p in run.params]
+    with torch.no_grad():
+        for p in run.params:
+            p.copy_(run.average.get(p, p))
+        evaluate(run)
+        for p, q in zip(run.params, mine):
+            p.copy_(q)
+train.train_step, train.evaluate_and_save = averaged, evaluate_the_average
+'''
+PLATEAU = RUN + '''
+def plateau(run):
+    evaluate(run)
+    gain, run.best = run.state.best_val_loss < run.best, min(run.best, run.state.best_val_loss)
+    run.worse = 0 if gain else run.worse + 1
+    if run.worse == 3:
+        for group in run.optimizer.param_groups:
+            group['lr_scale'] = 0.5
+train.evaluate_and_save = plateau
+'''
+MODEL = '''
+forward = model.GPT.forward
+def counting(self, idx, targets=None):
+    self.calls = vars(self).get('calls', 0) + 1
+    logits, loss = forward(self, idx, targets)
+    return logits, loss if loss is None else loss * (1 + 0.01 * self.calls)
+model.GPT.forward = counting
+'''
+RAMP = '''
+import train
+advance = loader.TrainLoader.__next__
+def ramped(self):
+    self.total_batch_size = min(8, 2 + 2 * (self.iteration // 3))
+    return advance(self)
+loader.TrainLoader.__next__ = ramped
+'''
+STREAM = '''
+def starts(self, iteration):
+    self.stream = vars(self).get('stream') or iter(range(0, 9999, 7))
+    return loader.np.array([next(self.stream) for _ in range(self.total_batch_size)])
+loader.TrainLoader.starts = starts
+'''
+ORDER = '''
+def starts(self, iteration):
+    return loader.np.load('{}')[iteration]
+loader.TrainLoader.starts = starts
+'''
+RANDOM = '''
+def augment(self, sequences, generators):
+    return (sequences + loader.np.random.randint(0, 2, sequences.shape).astype(sequences.dtype)) % 251
+loader.TrainLoader.augment = augment
+'''
+
+
+@pytest.mark.parametrize('code, comparison, words', [
+    (WINDOW, 'resumed', 'window'),
+    (MODULE, 'resumed', 'a resume does not bring back sophia.SECOND_MOMENT (length) (0 instead of '),
+    (HOOK, 'resumed', 'a resume does not bring back hook.interval (2 instead of '),
+    (AVERAGE, 'resumed', 'a resume does not bring back Run.average (length) (0 instead of '),
+    (PLATEAU, 'resumed', 'a resume does not bring back Run.best (9000000000.0 instead of '),
+    (MODEL, 'resumed', 'a resume does not bring back raw_model.calls ('),
+    (RAMP, 'resumed', 'DIFFERS from step 3: train/loss is '),
+    (STREAM, 'resumed', 'DIFFERS from step 3: train/loss is '),
+    (RANDOM, 'again', 'DIFFERS from step 1: train/loss is '),
+], ids=['window', 'module', 'hook', 'average', 'plateau', 'model', 'ramp', 'stream', 'random'])
+def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
+    status, text = report(code, '--only', comparison)
+    assert status and text.startswith(comparison) and words in text
+    assert ('TrainState' in text) == (comparison == 'resumed')
+
+
+def test_a_file_that_decides_the_order_is_named(report, tmp_path):
+    rehearse.loader.np.save(tmp_path / 'order.npy', rehearse.loader.np.arange(160).reshape(20, 8))
+    status, text = report(ORDER.format(tmp_path / 'order.npy'), '--only', 'again')
+    assert f'note: training reads {tmp_path}/order.npy; a resume does not notice' in text and not status
