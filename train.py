@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 try:
     import model as models
@@ -361,8 +362,10 @@ def evaluate(run, data):
     c, world = run.config, run.world
     run.raw_model.eval()
     total = world.zeros(4)  # sum and count of val/loss, sum and count of the training loss
-    for X, Y in ValidationLoader(data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank, world.size,
-                                 world.device):
+    batches = ValidationLoader(data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank, world.size,
+                               world.device)
+    # A progress bar where it takes longer than five seconds, on a terminal
+    for X, Y in tqdm(batches, 'evaluating', leave=False, delay=5, disable=None if world.is_master else True):
         run.stops.exchange()
         if run.stops.stopping:
             break
