@@ -225,6 +225,7 @@ class Run:
     stops: Any = None
     about: dict = field(default_factory=dict)  # what checkpoints say of the run: model_args, data, tokenizer, code, …
     fresh: Any = None  # an optimizer without a state, until the first update has shown that a checkpoint can hold one
+    runaway: Any = None  # the detector of a runaway of h, until it has warned
     saved: bool = True  # whether the latest checkpoint that was due has been saved
 
 
@@ -288,6 +289,7 @@ def begin(c):
                      code=origin.code)
     if not c.eval_only:
         run.fresh = make_optimizer(c, model)
+        run.runaway = guards.Runaway(c) if c.gamma else None
     with world.exit_together():
         run.log = open_log(run, origin, data)
     return run, data
@@ -467,6 +469,7 @@ def train(c):
         if logs:
             metrics = {**metrics_of(run, step, lr), **speed.metrics()}
             log.record(state, log.progress_line(state.iter, metrics), metrics)
+            guards.warn_of_runaway(run, metrics)
         state.iter += 1
         state.tokens += step.tokens
         state.seconds += seconds
