@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import re
 
 import pytest
 import torch
@@ -99,14 +98,12 @@ def test_the_pictures_are_of_the_records(drawing, file):
 
 
 def test_the_tables_of_the_pages_are_of_the_records():
-    front, study, page = ((ROOT / name).read_text(encoding='utf-8') for name in (
-        'docs/results.md', 'records/study/README.md', 'records/dissection/README.md'))
+    study, page = ((ROOT / f'records/{name}/README.md').read_text(encoding='utf-8') for name in ('study', 'dissection'))
     assert all(table in page for table in results.tables(find_runs([results.RECORDS])))
     for row in csv.DictReader((ROOT / 'records/study/study.csv').open(encoding='utf-8')):
         T, loss = int(row['T']), mean_sd(float(row['val/loss']), float(row['sd']) if row['seeds'] != '2' else None)
         rate = f'{float(row["learning_rate"]):g} ({row["trials"]})'
         assert f'| {T:,} | {row["optimizer"]} | {rate} | {loss} | {row["seeds"]} |' in study
-        assert loss in re.search(rf'^\| {T:,} \| .*', front, flags=re.M)[0]
 
 
 @pytest.mark.parametrize(('study', 'read', 'draw', 'file'), [
