@@ -194,6 +194,13 @@ def test_a_state_that_would_not_come_back_is_found_after_the_first_step(build, l
     assert words in rejection(guards.check_round_trip, WORLD, model, optimizer, built(build, model.parameters()))
 
 
+def test_tensors_of_another_dtype_or_shape_differ():
+    one = torch.tensor([1.0, float('nan')])
+    assert not first_difference([one, float('nan')], [one.clone(), float('nan')])
+    for other in one.double(), one[None], one[:1]:
+        assert first_difference(dict(a=[one]), dict(a=[other]), 'x') == 'x.a.0 differs'
+
+
 class Dropping(Toy):
     """Leaves a state out of its state_dict."""
 
