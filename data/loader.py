@@ -76,7 +76,7 @@ class Bin:
             raise SystemExit(f'{self.path}: {tokens} tokens are too few for block_size = {block_size}; '
                              f'set --block_size to at most {tokens - 1}')
         self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
-        if split not in meta and tokens > 1 and not self.tokens[1:2 ** 20:2].any():
+        if split not in meta and not self.tokens[1:2 ** 20:2].any():
             raise SystemExit(f'{self.path}: every second id is 0, as in uint32, but without a meta.json it is read as '
                              'uint16; write one with its dtype and tokenizer, see docs/data.md, or prepare it again')
         self.vocab_size, self.tokenizer = meta['vocab_size'], identifying(meta)

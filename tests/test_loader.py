@@ -30,8 +30,9 @@ def test_data_order_never_changes():
     assert not np.array_equal(sequence_starts(1338, 5, 3, 9_000, 64), sequence_starts(1337, 5, 3, 9_000, 64))
     assert sequence_starts(1337, 5, 4, [10 ** 9, 10 ** 6], 1024, [0.7, 0.3]).tolist() == (
         [495930125, 1000669885, 477469151, 238625459])
-    starts = sequence_starts(1337, 5, 100, [9_000_000_000], 1024, [1.0])
-    assert np.array_equal(starts, sequence_starts(1337, 5, 100, 9_000_000_000, 1024))
+    starts = sequence_starts(1337, 5, 100, 9_000_000_000, 1024)
+    for sizes, weights in ([9_000_000_000], [1.0]), ([9_000_000_000, 2_000], [1.0, 0.0]):
+        assert np.array_equal(starts, sequence_starts(1337, 5, 100, sizes, 1024, weights))
 
 
 def test_sequences_are_uniform_over_all_starts():
@@ -144,13 +145,13 @@ def test_uint32_without_meta_is_not_read_as_uint16(tmp_path):
 
 
 def test_a_fingerprint_tells_size_and_both_ends(tmp_path):
-    """Of splits so long that only parts of them are looked at."""
-    plain, longer, first, last = (np.zeros(n, dtype=np.uint16) for n in (2 ** 21, 2 ** 21 + 1, 2 ** 21, 2 ** 21))
-    first[0] = last[-1] = 7
+    """Of splits so long that only parts of them are looked at. Pinned, for checkpoints have it."""
+    plain, longer, first, last = (np.arange(n) % 251 for n in (2 ** 21, 2 ** 21 + 1, 2 ** 21, 2 ** 21))
+    first[0] = last[-1] = 252
     bins = [Bin(write_bins(tmp_path / str(i), tokens, [0]), 'train') for i, tokens in enumerate(
         (plain, longer, first, last))]
     assert len({data.fingerprint() for data in bins}) == 4
-    assert bins[0].samples().size <= 2 ** 20
+    assert bins[0].samples().size <= 2 ** 20 and bins[0].fingerprint().startswith('b0df12bcb6b9f9a3')
 
 
 def test_nanogpts_character_bins_are_not_taken_for_gpt2s(tmp_path):
