@@ -14,7 +14,6 @@ from runtime.files import warn
 # Exit codes, in addition to 0 = finished and 1 = bad input or a crash (sysexits.h: EX_TEMPFAIL, EX_DATAERR)
 STOPPED, NOT_FINITE = 75, 65
 LISTENED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-FORWARDING = 2  # seconds in which torchrun may send its ranks a signal again that they all have
 UNDO = contextlib.ExitStack()  # the lock and the process group of the run in this process
 
 
@@ -95,7 +94,8 @@ class StopSignals:
             if self.world.is_master:  # by the system call, because the signal may have interrupted a print
                 with contextlib.suppress(OSError):
                     os.write(2, f'{name}: stopping after this iteration; Ctrl-C again ends it now\n'.encode())
-        elif 'TORCHELASTIC_RUN_ID' not in os.environ or now > self.received_at + FORWARDING:
+        # torchrun sends its ranks a signal again that they all had; `timeout` sends it to the process and to its group.
+        elif now > self.received_at + (2 if 'TORCHELASTIC_RUN_ID' in os.environ else 0.2):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

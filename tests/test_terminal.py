@@ -45,8 +45,10 @@ at(3, lambda: time.sleep(0.5), rank={rank})
     assert done.err == 'SIGINT: stopping after this iteration; Ctrl-C again ends it now\n'
     assert done.out.splitlines()[-2:] == ['stopped at iteration 4 by SIGINT',
                                           'the same command with --auto_resume=True resumes it']
-    done = train(tmp_path, '--auto_resume=True', faults='at(6, kill(signal.SIGINT)); at(6, kill(signal.SIGTERM))')
-    assert done.code == -signal.SIGTERM
+    at_once = 'at(6, kill(signal.SIGTERM)); ' * 2
+    assert train(tmp_path, '--auto_resume=True', faults=at_once).code == STOPPED  # as the command `timeout` sends it
+    later = 'at(8, kill(signal.SIGINT)); at(8, lambda: time.sleep(0.3)); at(8, kill(signal.SIGTERM))'
+    assert train(tmp_path, '--auto_resume=True', faults=later).code == -signal.SIGTERM
 
 
 def test_a_first_signal_does_not_end_a_run_that_stops_at_its_time_limit(train, tmp_path):
