@@ -222,10 +222,8 @@ class TrainLoader:
         self.ahead = self.thread.submit(self._load, first_iteration)
 
     def starts(self, iteration):
-        """Return the order of the data: where the sequences of a mini-batch start, over all ranks, (B,) int64.
-
-        It must depend on nothing but the seed and the iteration.
-        """
+        """Return the order of the data, a function of the seed and the iteration only: where the sequences of a
+        mini-batch start, over all ranks, (B,) int64."""
         return sequence_starts(self.seed, iteration, self.total_batch_size, [len(bin) for bin in self.data.bins],
                                self.block_size, [bin.weight for bin in self.data.bins])
 

@@ -18,10 +18,8 @@ CHARS = 2 ** 23  # characters of text in one batch
 
 
 def argument_parser(doc, script, tokenizer=None):
-    """Return the parser of a prepare.py, from its docstring and __file__, with the flags that they share.
-
-    `tokenizer`: default of --tokenizer; None for no such flag.
-    """
+    """Return the parser of a prepare.py, from its docstring and __file__, with the flags that they share; --tokenizer
+    is one of them if it has a default, `tokenizer`."""
     for stream in sys.stdout, sys.stderr:
         if hasattr(stream, 'reconfigure'):  # the terminal may not encode a file's name
             stream.reconfigure(errors='backslashreplace')
@@ -69,8 +67,7 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
     `val_fraction` of the text is for val.
     """
     files, val_files = distinct(expand(files)), distinct(expand(val_files))
-    places = {path.resolve() for path in val_files}
-    files = [path for path in files if path.resolve() not in places] or files
+    files = distinct([*val_files, *files])[len(val_files):] or files
     source, revision = local_files([*files, *val_files])
     if any(reader_of(path) is not txt for path in [*files, *val_files]):
         source += f', key {text_key!r}'  # part of the bins' identity
@@ -125,10 +122,8 @@ def batched(documents):
 
 
 def expand(paths):
-    """Return the paths, with directories replaced by the readable files anywhere below them, sorted by name.
-
-    Hidden files are left out; a note names others that are not read, among them links to directories.
-    """
+    """Return the paths, with directories replaced by the readable files below them, sorted by name. A note names what
+    is not read there, links to directories included; hidden files are left out."""
     files = []
     for path in paths:
         found = sorted(below(path)) if path.is_dir() else [path]
@@ -142,7 +137,7 @@ def expand(paths):
 
 
 def below(directory):
-    """Yield the files and the links anywhere below a directory, but hidden ones. SystemExit where it cannot be read."""
+    """Yield all non-hidden files and links below a directory. SystemExit where it cannot be read."""
     def stop(error):
         raise SystemExit(f'{error.filename}: cannot be read ({error.strerror})')
 
@@ -167,10 +162,8 @@ def read(path, text_key):
 
 
 def lines(path):
-    """Yield the lines of a UTF-8 file, perhaps a .gz or .zst, without its byte order mark. SystemExit if not UTF-8.
-
-    Only a newline ends a line.
-    """
+    """Yield the lines of a UTF-8 file, perhaps a .gz or .zst, without its byte order mark; only a newline ends a line.
+    SystemExit if it is not UTF-8."""
     with gzip.open(path) if path.suffix.lower() == '.gz' else path.open('rb') as file:
         if path.suffix.lower() == '.zst':
             import pyarrow  # unlike zstandard, it fails when a file is truncated

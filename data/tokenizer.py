@@ -213,10 +213,8 @@ def identifying(meta):
 
 
 def same_tokenizer(one, other):
-    """Return whether two tokenizers, dicts from `identifying`, agree on the text of every id that both have.
-
-    So GPT-2's as a tokenizer.json is GPT-2's. Warns and returns True if one of them cannot be loaded.
-    """
+    """Return whether two tokenizers, dicts from `identifying`, agree on the text of every id that both have, as GPT-2
+    and its tokenizer.json do. Warns and returns True if one of them cannot be loaded."""
     if one == other:
         return True
     if FileTokenizer.name not in (one['tokenizer'], other['tokenizer']):

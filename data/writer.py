@@ -95,9 +95,7 @@ def lock(out_dir):
 
 def find_existing(out_dir, identity):
     """Return meta.json of the finished bins in `out_dir`, None if there are none, or damaged ones of this identity.
-
-    SystemExit if other bins are there.
-    """
+    SystemExit if other bins are there."""
     files = [out_dir / name for name in ('meta.json', *(f'{split}.bin' for split in SPLITS))]
     there = [path for path in files if path.exists()]
     try:
@@ -106,7 +104,7 @@ def find_existing(out_dir, identity):
         raise SystemExit(f'{files[0]}: not JSON ({error}); choose another --out_dir or pass --overwrite') from None
     wrong = [key for key in identity if meta.get(key) != identity[key]]
     if there and wrong:
-        raise SystemExit(f'{there[0]}: already there, of other data ({wrong[0]} {meta.get(wrong[0])!r}, not '
+        raise SystemExit(f'{there[0]}: made from other data ({wrong[0]} {meta.get(wrong[0])!r}, not '
                          f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
     sizes = [meta[split]['tokens'] * np.dtype(meta['dtype']).itemsize for split in SPLITS if there]
     return meta if there == files and [path.stat().st_size for path in files[1:]] == sizes else None
@@ -123,7 +121,7 @@ def write_parts(segments, tokenizer, parts, num_proc):
     try:
         with tqdm(unit=' documents', mininterval=0.5 if sys.stderr.isatty() else 30) as bar:
             for path, batch in missing_parts(segments, parts):
-                under_way.append((path, batch and pool.submit(encode, batch, path)))
+                under_way.append((path, None if batch is None else pool.submit(encode, batch, path)))
                 if len(under_way) > 2 * num_proc:
                     bar.update(finish(*under_way.popleft()))
             while under_way:
@@ -146,10 +144,10 @@ def missing_parts(segments, parts):
 
 def finish(path, future):
     """Wait for a part, or mark a segment whose parts are all there; return the number of documents."""
-    if future:
-        return future.result()
-    path.touch()
-    return 0
+    if future is None:
+        path.touch()
+        return 0
+    return future.result()
 
 
 def join(parts, identity, tokenizer_json=None):
@@ -162,18 +160,18 @@ def join(parts, identity, tokenizer_json=None):
         files = [stack.enter_context(atomic_write(out_dir / f'{split}.bin', sync=True)) for split in SPLITS]
         for path in sorted(parts.glob('*.npz')):
             with np.load(path) as part:
-                for file, digest, split in zip(files, digests, SPLITS):
-                    ids = part[split].astype(dtype, copy=False).data
-                    file.write(ids)
-                    digest.update(ids)
-                total += np.column_stack([[len(part[split]) for split in SPLITS], part['counts']])
+                for i, split in enumerate(SPLITS):
+                    ids = part[split].astype(dtype, copy=False)
+                    files[i].write(ids.data)
+                    digests[i].update(ids.data)
+                    total[i] += len(ids), *part['counts'][i]
         for split, tokens in zip(SPLITS, total[:, 0]):
             if not tokens:
                 raise SystemExit(f'{identity["source"]}: there is no text for {split}.bin')
         (out_dir / 'meta.json').unlink(missing_ok=True)  # of bins that these replace
     meta = dict(identity)
     for split, (tokens, documents, size), digest in zip(SPLITS, total.tolist(), digests):
-        known = dict(bytes=size) if size else {}  # of what was tokenized already it is not
+        known = {'bytes': size} if size else {}  # not of what was tokenized already
         meta[split] = {'tokens': tokens, 'documents': documents, **known, 'sha256': digest.hexdigest()}
     for name, text in (('tokenizer.json', tokenizer_json), ('meta.json', json.dumps(meta, indent=2))):
         if text:

@@ -507,7 +507,7 @@ def test_other_bins_in_the_way(tmp_path, capsys):
 
     (tmp_path / 'val.bin').write_bytes(b'\1\0')
     message = rejection(write, small_corpus())
-    assert 'val.bin: already there, of other data' in message and '--overwrite' in message
+    assert 'val.bin: made from other data' in message and '--overwrite' in message
     assert left(tmp_path) == ['val.bin']
     before = write(small_corpus(), overwrite=True)
     assert write(small_corpus()) == before == bins(tmp_path)[2]
