@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, zeros
 from runtime.files import checksum, first_line, load_pt, put_in_place, save_pt
 from runtime.optimizer_state import map_tensors
 
-NO_FILE, UNREADABLE = -1, -2  # what a rank says in place of a checksum
+NO_FILE, UNREADABLE = -1, -2  # in place of a checksum: the rank had no tensors to write, or the file system fails
 
 
 def model_tensors(model):
@@ -55,7 +55,12 @@ def write(world, path, model, state, shards):
         rank, (cause, _) = next(iter(error.failures.items()))
         shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f'rank {rank}: {getattr(cause, "strerror", None) or first_line(cause)}') from None
-    sums = world.gather(torch.tensor([own_checksum(partial, world.rank)], device=world.device)).flatten()
+    shard = partial / f'__{world.rank}_0.distcp'
+    try:
+        crc = checksum(shard) if shard.exists() else NO_FILE
+    except OSError:
+        crc = UNREADABLE
+    sums = world.gather(torch.tensor([crc], device=world.device)).flatten()
     if (sums == UNREADABLE).any():
         raise OSError(f'rank {int((sums == UNREADABLE).int().argmax())}: its shard cannot be read back')
     if world.is_master:
@@ -67,17 +72,6 @@ def write(world, path, model, state, shards):
             shutil.rmtree(partial, ignore_errors=True)
             raise
         put_in_place(path.parent)
-
-
-def own_checksum(path, rank):
-    """Return the checksum of the file that `rank` has written in the directory `path`: NO_FILE if it had no tensors,
-    UNREADABLE if the file system fails."""
-    try:
-        return checksum(path / f'__{rank}_0.distcp')
-    except FileNotFoundError:
-        return NO_FILE
-    except OSError:
-        return UNREADABLE
 
 
 class ShardWriter(dcp.FileSystemWriter):
