@@ -8,8 +8,6 @@ from analysis.figures import label_of
 from analysis.runs import by_seed, find_runs, hyperparameters, mean_final_loss, measured_on, notes_on
 from analysis.significance import difference, expected_best
 
-PAPERS_OWN = 'scale_attn_by_inverse_layer_idx'  # which its AdamW and Lion have: not part of the protocol
-
 
 def add_tuned(parser):
     """Add the flag --tuned to an ArgumentParser."""
@@ -30,10 +28,12 @@ def check_comparable(runs, free=(), by='optimizer_name'):
     and cooldown (the same iterations, or the same share of the run), the optimizer unless that is compared (`by`), and
     β1 among the runs of one side.
     """
-    protocol = {key for run in runs for key in run.config if run.role(key) in ('model', 'protocol')} - {PAPERS_OWN}
-    protocol |= {key for key in ('warmup_iters', 'cooldown_iters') if not all(same_share(key, runs[0], run)
-                                                                              for run in runs)}
-    keys = sorted((protocol | ({'optimizer_name'} if by != 'optimizer_name' else set())) - {by})
+    protocol = {key for run in runs for key in run.config if run.role(key) in ('model', 'protocol')}
+    protocol |= {key for key in ('warmup_iters', 'cooldown_iters')
+                 if not all(same_share(key, runs[0], run) for run in runs)}
+    # The paper's AdamW and Lion scale attention, its Sophia does not.
+    keys = sorted((protocol | {'optimizer_name'}) - {'scale_attn_by_inverse_layer_idx'})
+    free = {*free, by}
 
     def settings(run):
         return {**measured_on(run), **{key: run.config[key] for key in keys},

@@ -153,7 +153,7 @@ def parse(parser, argv):
 
 def png_path(output):
     """Return `output` as a Path, which must end in .png; make its folder."""
-    output = files.local_path(output)
+    output = files.local_path(str(output))
     if output.suffix != '.png':
         raise SystemExit(f'--output={output}: must end in .png; the numbers go next to it as .csv or .json')
     try:

@@ -243,11 +243,11 @@ def packed(run, name):
 # Columns of a CSV file that are measured → their names in metrics.jsonl; all others say which run a row is of.
 MEASURED = {'steps': 'iter', 'loss': 'val/loss', 'tokens': 'tokens', 'flops': 'flops', 'seconds': 'time'}
 RENAMED = {'max_iters': 'horizon', 'lr': 'learning_rate'}
-# The settings of a run whose CSV file has no such column; nothing is known of its schedule.
+# Placeholders for settings without a column
 NOT_SAID = dict(learning_rate=None, decay_lr=None, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
                 lr_decay_iters=None, eval_iters=0, batch_size=0)
 TRUTH = {'true': True, 'false': False}  # so that decay_lr can be off
-EMPTY = '', 'nan'  # as programs write a setting that an optimizer lacks; NaN equals no NaN, so seeds would not group
+EMPTY = '', 'nan'  # a setting that an optimizer lacks; NaN would tell seeds apart, because it does not equal itself
 NUMBERS = 'horizon', 'learning_rate', 'min_lr', 'warmup_iters', 'cooldown_iters', 'lr_decay_iters'  # if they are there
 # Columns whose absence a note names → what they would say
 SAID = {'horizon': 'whether the schedules ended at the last step', 'flops': 'the FLOPs of a step'}

@@ -152,8 +152,8 @@ def diagonal_halves(model, params, sequences):
 
 
 def state_of_run(loaded, names):
-    """Return (h, m) of a checkpoint as vectors in the order of the parameters' `names`; (None, None) unless it is
-    of Sophia-G's estimates and update."""
+    """Return (h, m) of a checkpoint as vectors in the order of the parameters' `names`; (None, None) unless its
+    optimizer uses Sophia-G's estimates and update."""
     path, state = checkpoint.load_checkpoint(loaded.path, weights=False)
     saved = state.get('optimizer')
     if not saved or not any('hessian' in own for own in saved['state'].values()):
@@ -204,8 +204,8 @@ def curvature_along(model, sequences, u):
 def describe(tensor, at, halves, noises, run=None):
     """Return the row of the table for the coordinates `at` of the tensor, or of the tensors of a kind.
 
-    noises: number of parts → function of coordinates. run: h, the noise of h over
-    that of one estimate, and which coordinates are unclipped with h and with the low-noise h.
+    noises: number of parts → function of coordinates. run: h, the parts and the number of its estimates, and which
+    coordinates are unclipped with h and with the low-noise h.
     """
     low = (halves[0] + halves[1])[at]
     row = dict(tensor=tensor, parameters=len(low), positive=share(low > 0),

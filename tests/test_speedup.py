@@ -329,8 +329,11 @@ def test_values_of_a_setting_are_compared(tmp_path):
         result['text'][0])
     assert [row['dropout'] for row in rows_of(tmp_path / 'speedup.csv')] == ['dropout 0.0', 'dropout 0.1']
     assert judge(tmp_path, '--by', 'dropout', '--baseline', '1e-1')['candidate'] == '0.0'
+    make(tmp_path, 'adamw', 100, 3.0, argv=['--min_lr_ratio=0.1', '--scale_attn_by_inverse_layer_idx=True'])
+    assert judge(tmp_path, '--by', 'min_lr_ratio', '--tuned', 'dropout')['baseline'] == '0.05'
     make(tmp_path, 'lion', 100, 3.0, argv=['--dropout=0.1'])  # a gain of the optimizer, not of dropout
-    assert 'optimizer_name is adamw in one and lion in the other' in rejection(judge, tmp_path, '--by', 'dropout')
+    assert 'optimizer_name is adamw in one and lion in the other' in rejection(
+        judge, tmp_path, '--by', 'dropout', '--tuned', 'min_lr_ratio')
 
 
 def test_directories_are_compared(tmp_path):

@@ -60,7 +60,7 @@ def draw_lines(runs, x, by):
     best = best_groups(runs, lambda run: (line_of(run, by), x_value(run, x)))
     rows = [{'line': line, x: value, **row} for (line, value), row in best.items()]
     lines = list(dict.fromkeys(row['line'] for row in rows))
-    if len(lines) == len(rows) > 2:  # a point each: the names on an axis say more than colors
+    if len(lines) == len(rows) > 2:  # a point each: labeled on the axis, not by colors
         fig, (ax,) = figure(width=6.5, height=1.2 + 0.28 * len(rows))
         ordered = sorted(rows, key=lambda row: -row['val/loss'])
         ax.errorbar([row['val/loss'] for row in ordered], [row['line'] for row in ordered],
