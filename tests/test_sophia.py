@@ -461,6 +461,8 @@ MISUSE = {  # what → (error, its words)
     'hidden states': (lambda m, x: gauss_newton_bartlett((m(x), x), m.parameters()), 'of 3 and 5 classes; of a tuple'),
     'a dict': (lambda m, x: gauss_newton_bartlett(dict(logits=m(x)), m.parameters()), 'pass output.logits'),
     'probabilities': (lambda m, x: gauss_newton_bartlett(m(x).softmax(-1), m.parameters()), 'without softmax'),
+    'a smaller estimate': (lambda m, x: Sophia(m.parameters(), lr=0.1).update_hessian([torch.ones(3), torch.ones(5)]),
+                           r'an estimate of shape \(3,\) for a parameter of shape \(5, 3\)'),
     'one beta': (lambda m, x: Sophia(m.parameters(), lr=0.1, betas=0.9), 'betas = 0.9 is out of range'),
     'a tuple of one': (lambda m, x: Sophia(m.parameters(), lr=0.1, betas=(0.9,)), r'betas = \(0.9,\) is out of range'),
     'text': (lambda m, x: Sophia(m.parameters(), lr='1e-3'), "lr = '1e-3' is out of range"),
@@ -618,6 +620,8 @@ def on_each_of_two_ranks(rank, path):
     with pytest.raises(FloatingPointError):
         sophia.check_finite('raise', 'gradient', [DTensor.from_local(v, p.device_mesh, p.placements)
                                                   for v, p in zip(values, params_in_order)])
+    single = distribute_tensor(torch.ones(1), model[2].bias.device_mesh, [Shard(0)])  # rank 1 has nothing of it
+    assert sophia.check_finite('raise', 'gradient', [single])
     model = network()
     estimates['its half'] = estimate(model.parameters(), model, [half], alone)
     # Sharded over a part of the ranks: over this one alone.
