@@ -4,7 +4,10 @@
   python scripts/paper/superglue.py out/gpt2-small-sophiag gpt2 --tasks boolq rte --output compare.png
 
 An answer is right if the first word of the model's line is. A bar chart goes to --output, the numbers next to it.
-docs/models.md explains the columns.
+Columns: accuracy over the draws of examples, and stdev, its scatter over them; standard_error, from the number of
+validation examples; majority, the accuracy of the most frequent answer, and random; no_answer, the fraction of outputs
+whose first word is no answer (they count as wrong); prompts_cut, the fraction of prompts that exceed the context and
+lose their beginning.
 """
 
 import random
