@@ -51,7 +51,7 @@ def test_distributions(tmp_path):
     assert {'torch<=2.13.0,>=2.11', 'tiktoken>=0.7'} <= extras['train'] and extras['train'] < extras['dev']
     assert extras['examples'] < extras['dev']
     citation = dict(re.findall(r'^(title|version): "?([^"\n]+)', (ROOT / 'CITATION.cff').read_text(), flags=re.M))
-    release = re.search(r'^## (.*)$', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'), flags=re.M)[1]
+    release = re.search(r'^## (\d.*)$', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'), flags=re.M)[1]
     assert metadata['Version'] == sophia.__version__ == citation['version'] == release
     assert (ROOT / 'README.md').read_text(encoding='utf-8').startswith(f'# {citation["title"]}\n')
     # twine check --strict asks for these two.
