@@ -305,6 +305,10 @@ def test_what_no_checkpoint_can_hold_is_rejected_before_anything_is_written(tmp_
     words = ('optimizer.state.0.weight.seen is a tensor that each rank has for itself); keep plain numbers and tensors '
              'there, or use --parallel=ddp')
     assert words in rejection(optimizer_state.to_save, optimizer, checkpoint.parameter_names(model), True)
+    optimizer.state.clear()
+    optimizer.state[model[0].bias]['step'] = torch.tensor(3.0)  # is the same on every rank
+    state, _ = optimizer_state.to_save(optimizer, checkpoint.parameter_names(model), True)
+    assert state['state']['0.bias']['step'] == 3
     optimizer.state_dict = lambda: dict(base={})
     words = 'its state_dict has base instead of state and param_groups'
     assert words in rejection(optimizer_state.to_save, optimizer, checkpoint.parameter_names(model), False)
@@ -403,8 +407,13 @@ def test_every_rank_opens_what_rank_0_has_found(good):
     assert checkpoint.open_run(rank, good.parent, read_only=True)[0] == good
     (good.parent / 'lock').touch()
     assert checkpoint.open_run(rank, good.parent)[0] == good
-    found = -1
+    found, sent = -1, []
     assert checkpoint.open_run(rank, good.parent) == (None, None)
+    rank.is_master, rank.from_master = True, lambda number: sent.append(number) or number
+    for out in good.parent, good.parent / 'new':
+        with undo_at_end():
+            checkpoint.open_run(rank, out, may_resume=True)
+    assert sent == [3, -1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
