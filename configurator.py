@@ -108,7 +108,11 @@ class Config:
             raise AttributeError(f'no setting {key!r}') from None
 
     def __setattr__(self, name, value):
-        """Assign to an attribute; for a setting, `set` it, so that the run, its model and its records see one value."""
+        """Assign to an attribute; for a setting, `set` it, so that the run, its model and its records see one value.
+        SystemExit when the loop has begun, because what was built with the value would not follow."""
+        if self.__dict__.get('frozen'):
+            raise SystemExit(f'c.{name} = {value!r}: a setting keeps its value once training has begun; put what '
+                             'changes into TrainState or param_groups')
         if name in self.__dict__.get('declared', ()):
             self.set(name, value, 'code')
             self.given.add(name)

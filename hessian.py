@@ -78,7 +78,6 @@ class HessianHook(StepHook):
         self.rank, self.world_size, self.compile = rank, world_size, compile
         self.autocast = autocast or contextlib.nullcontext()
         self.name_of = {p: name for name, p in model.named_parameters()}
-        self.overflows = 0  # estimates skipped in a row
 
     @classmethod
     def is_due(cls, iter_num, interval):
@@ -135,7 +134,7 @@ class HessianHook(StepHook):
         estimates = self.diagonal()
         if not check_finite('skip', 'Hessian estimate', [h_hat for h_hat in estimates if h_hat is not None]):
             return self.overflowed()
-        self.overflows = 0
+        self.optimizer.param_groups[0].pop('hessian_overflows', None)
         if not self.has_h:
             self.warn_of_unreached(estimates)
             self.optimizer.param_groups[0].pop('no_hessian_yet', None)
@@ -144,12 +143,13 @@ class HessianHook(StepHook):
 
     def overflowed(self):
         """Halve the estimate's loss scale. Return '' for an occasional overflow of float16, else why to skip."""
-        self.overflows += 1
-        if self.loss_scale == 1 or self.overflows > OVERFLOWS:
+        group = self.optimizer.param_groups[0]
+        group['hessian_overflows'] = group.get('hessian_overflows', 0) + 1  # in a row
+        if self.loss_scale == 1 or group['hessian_overflows'] > OVERFLOWS:
             return 'a Hessian estimate is not finite'
-        self.optimizer.param_groups[0]['hessian_scale'] = self.scale / 2
+        group['hessian_scale'] = self.scale / 2
         if not self.has_h:
-            self.optimizer.param_groups[0]['no_hessian_yet'] = True
+            group['no_hessian_yet'] = True
         if self.rank == 0:
             warn(f'iteration {self.iter_num}: the Hessian estimate overflowed in float16 and was left out; its loss '
                  f'scale falls to {self.scale / 2:g}')

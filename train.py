@@ -31,7 +31,7 @@ from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
 from hessian import StepHook
 from lifecycle import guards
 from lifecycle.resume import find_origin, finetunes, pretrained_model
-from lifecycle.run import abort, build_buckets, check_step, close_run, not_finite, open_log, save
+from lifecycle.run import abort, build_buckets, check_step, close_run, not_finite, note_unsaved, open_log, save
 from loss import Losses, cross_entropy
 from runtime import checkpoint, optim
 from runtime import device as devices
@@ -206,9 +206,13 @@ class TrainState:
     last_eval_iter: int = -1
 
 
-@dataclass
+@dataclass(slots=True)
 class Run:
-    """Everything that lives as long as a run. `train_step` alone needs no more than the fields without a default."""
+    """Everything that lives as long as a run. `train_step` alone needs no more than the fields without a default.
+
+    Nothing here is saved but `state` and the tensors of `raw_model` and `optimizer`: what an iteration leaves for later
+    ones belongs in TrainState, the optimizer's `state` and `param_groups`, or a buffer of the model.
+    """
     config: configurator.Config
     world: World
     raw_model: GPT  # neither compiled nor replicated
@@ -227,6 +231,7 @@ class Run:
     fresh: Any = None  # an optimizer without a state, until the first update has shown that a checkpoint can hold one
     runaway: Any = None  # the detector of a runaway of h, until it has warned
     saved: bool = True  # whether the latest checkpoint that was due has been saved
+    before: dict = field(default_factory=dict)  # what no checkpoint holds, at the start, see lifecycle/run.py
 
 
 def make_model(c, origin, data):
@@ -443,6 +448,8 @@ def train(c):
         first = loader.first()[:c.batch_size]
         guards.check_forward(run, first)
         build_buckets(run, first)
+        note_unsaved(run)
+    c.frozen = True
 
     while not stops.stopping:
         lr = learning_rate_at(c, state.iter)

@@ -4,15 +4,21 @@ import contextlib
 import math
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
+import torch
+
 from optimizers import OPTIMIZERS, hessian_flops_per_token
-from runtime import checkpoint, gpt, optim, runlog
+from runtime import checkpoint, gpt, optim, optimizer_state, runlog
 from runtime.device import device_name
 from runtime.distributed import under_torchrun
 from runtime.files import FAILED, warn, write_text
 from runtime.signals import NOT_FINITE, STOPPED
+
+# Fields of Run that a checkpoint holds, or that are the same again after a resume
+REBUILT = {'config', 'world', 'raw_model', 'model', 'optimizer', 'hessian', 'scaler', 'autocast', 'params',
+           'cross_entropy', 'state', 'val_data', 'log', 'stops', 'about', 'fresh', 'saved', 'before', 'runaway'}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The start
@@ -137,6 +143,7 @@ def save(run, best=False):
     """Save a checkpoint; run.saved says whether that succeeded. Collective: every rank must call it."""
     c, state = run.config, run.state
     check_weights(run)
+    warn_of_unsaved(run)
     run.stops.save = False  # a request to save is answered
     with optim.evaluating(run.optimizer):
         path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
@@ -162,6 +169,46 @@ def check_weights(run):
         if world.is_master and (norms / norms[0] - 1).abs().max() > 1e-6:
             warn(f"the ranks' weights have drifted apart (norms {norms.min():.7g} to {norms.max():.7g}), and rank 0's "
                  'are saved; let nothing that changes weights or gradients differ between ranks')
+
+
+def unsaved(run, *more):
+    """Yield (name, value) of the plain values and tensors that an experiment may keep and no checkpoint holds: in
+    fields that it has added to Run, in the hook, in attributes of modules.
+
+    `more`: further parts, as (name, object, names of attributes to leave out).
+    """
+    parts = [('Run', run, REBUILT), ('hook', run.hessian, ()), *more]
+    for key in sorted({f.name for f in fields(run)} - REBUILT | {'raw_model'}):
+        if isinstance(getattr(run, key), torch.nn.Module):
+            parts += [(f'{key}.{name}'.rstrip('.'), module, vars(torch.nn.Module()))
+                      for name, module in getattr(run, key).named_modules()]
+    seen = {id(one): one for one in (*(getattr(run, key) for key in REBUILT), *(part for _, part, _ in parts))}
+    saved = {id(tensor) for tensor in run.raw_model.state_dict(keep_vars=True).values()}
+    for name, part, known in parts:
+        named = {f.name: getattr(part, f.name) for f in fields(part)} if part is run else vars(part)
+        if isinstance(part, torch.nn.Module):
+            named = named | {key: part._buffers[key] for key in part._non_persistent_buffers_set}
+        for key, value in [*named.items()]:
+            if key not in known and key[:2] != '__':
+                yield from (leaf for leaf in optimizer_state.leaves(value, f'{name}.{key}', seen)
+                            if id(leaf[1]) not in saved)
+
+
+def note_unsaved(run):
+    """Keep copies of the values that no checkpoint holds, for `warn_of_unsaved`."""
+    run.before = {name: optimizer_state.copied(value) for name, value in unsaved(run)}
+
+
+def warn_of_unsaved(run):
+    """Warn of what has changed since `note_unsaved` and is in no checkpoint; once of each."""
+    now = dict(unsaved(run))
+    changed = [name for name, value in run.before.items()
+               if name in now and not optimizer_state.equal(value, now[name])]
+    for name in changed:
+        del run.before[name]
+    if changed and run.world.is_master:
+        warn(f'{changed[0]}: has changed, but no checkpoint holds it, so a resumed run may differ; keep it in '
+             'TrainState, in state or param_groups of the optimizer, or in a buffer of the model')
 
 
 def close_run(run):

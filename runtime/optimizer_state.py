@@ -41,13 +41,13 @@ def record_construction(optimizer):
     """Keep with `optimizer`, which was just built, copies of the values of its param groups, which checkpoints hold,
     too, and of its `attributes`. A round trip adds the names of those that a load brings back."""
     groups = [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
-    optimizer.construction = SimpleNamespace(groups=copy.deepcopy(groups), attributes=copied(attributes(optimizer)),
-                                             restored=set())
+    values = {name: copied(value) for name, value in attributes(optimizer).items()}
+    optimizer.construction = SimpleNamespace(groups=copy.deepcopy(groups), attributes=values, restored=set())
 
 
-def copied(values):
-    """Return a copy of a dict, with copies of its tensors."""
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+def copied(value):
+    """Return a copy of a tensor, and anything else as it is."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def to_save(optimizer, names, sharded):

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import train
 from data import loader
+from lifecycle.run import unsaved
 from runtime import optim, runlog
 from runtime.device import can_compile
 from runtime.optimizer_state import leaves, no_state
@@ -41,9 +42,6 @@ TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm o
 MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests', 'site-packages'}  # folders without experiments
 CHECKED = '.py', '.pyc', '.bin', 'meta.json', 'tokenizer.json'  # files whose change a resume notices
 REMEDY = '(state may live in TrainState, param_groups, the state of the optimizer and buffers, nowhere else)'
-# What a run is rebuilt with, and what a checkpoint holds: other fields of Run may be a fork's state
-REBUILT = {'world', 'model', 'log', 'stops', 'val_data', 'about', 'fresh', 'saved', 'scaler', 'autocast', 'params',
-           'state', 'cross_entropy'}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A session: training in a process of its own
@@ -120,21 +118,13 @@ def saved_state(run):
 
 def unsaved_state(run):
     """Yield (name, leaf) of all else that the code of an experiment may keep from one iteration to the next."""
-    models = {key: value for key, value in vars(run).items() if isinstance(value, torch.nn.Module) and key != 'model'}
     code = {name: module for name, module in [*sys.modules.items()] if is_experiment(module)}
-    parts = [('Run', run, REBUILT | {'config'}), ('config', SimpleNamespace(**run.config.values), ()),
-             *(('optimizer', part, no_state()) for part in optim.parts(run.optimizer)), ('hook', run.hessian, ()),
-             *((f'{key}.{name}'.rstrip('.'), module, ()) for key, one in models.items()
-               for name, module in one.named_modules()),
-             *((name, module, ()) for name, module in code.items()),
-             *((f'{name}.{key}', value, ()) for name, module in code.items() for key, value in vars(module).items()
-               if isinstance(value, (type, FunctionType)) and value.__module__ == name)]
-    seen = {id(one): one for one in (run.config, *(part for _, part, _ in parts), *(
-        getattr(run, key, None) for key in REBUILT))}
-    for name, part, known in parts:
-        for key, value in [*vars(part).items()]:
-            if key not in known and key[:2] != '__':
-                yield from leaves(value, f'{name}.{key}', seen)
+    yield from unsaved(
+        run, ('config', SimpleNamespace(**run.config.values), ()),
+        *(('optimizer', part, no_state()) for part in optim.parts(run.optimizer)),
+        *((name, module, ()) for name, module in code.items()),
+        *((f'{name}.{key}', value, ()) for name, module in code.items() for key, value in vars(module).items()
+          if isinstance(value, (type, FunctionType)) and value.__module__ == name))
 
 
 def is_experiment(module):
@@ -211,7 +201,8 @@ def once(folder, flags, out, stop=None, late=False, ranks=1):
                         ranks)
     if code != (STOPPED if stop else 0):
         raise SystemExit(f'STOPS with exit code {code}: {(text.strip().splitlines() or [""])[-1]}')
-    return json.loads(path.read_text(encoding='utf-8'))
+    warnings = [line for line in text.splitlines() if line.startswith('warning: ')]
+    return dict(json.loads(path.read_text(encoding='utf-8')), warnings=warnings)
 
 
 def resumed(folder, flags, half):
@@ -284,8 +275,9 @@ def main(argv=None):
                 agrees, text = False, str(error)
             print(f'{name:<15} {text}', *[REMEDY] * (name == 'resumed' and not agrees), flush=True)
             failed += not agrees
-        for name in futures['whole'].result()['files']:
-            print(f'note: training reads {name}; a resume does not notice when it is replaced')
+        print('\n'.join(futures['whole'].result()['warnings'] + [
+            f'note: training reads {name}; a resume does not notice when it is replaced'
+            for name in futures['whole'].result()['files']]))
     raise SystemExit(bool(failed))
 
 

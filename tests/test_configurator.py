@@ -60,6 +60,8 @@ def test_an_assignment_sets_a_setting():
     config.fill(dict(size=4), 'a table')
     assert config.size == 3
     assert rejection(setattr, config, 'kind', 'z') == "code: kind = 'z': must be one of x, y"
+    config.frozen = True  # as in train.py's loop
+    assert rejection(setattr, config, 'size', 5).startswith('c.size = 5: a setting keeps its value once training')
 
 
 def test_all_mistakes_are_told_at_once(tmp_path):

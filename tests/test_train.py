@@ -45,6 +45,17 @@ def main(corpus):
     return call
 
 
+@pytest.mark.parametrize('edit, words', [
+    (lambda run: setattr(run.config, 'total_batch_size', 2), 'total_batch_size = 2: a setting keeps its value'),
+    (lambda run: setattr(run, 'ema_loss', 0.0), "no attribute 'ema_loss'"),
+])
+def test_what_the_loop_would_not_follow_is_an_error(main, tmp_path, monkeypatch, edit, words):
+    """A setting that is assigned while training, and an attribute of Run that is none of its fields."""
+    monkeypatch.setattr(program, 'train_step', lambda run, *args: edit(run))
+    with pytest.raises((SystemExit, AttributeError), match=words):
+        main(tmp_path)
+
+
 def test_a_last_evaluation_that_is_not_finite_is_a_divergence(main, tmp_path, monkeypatch, capsys):
     """Evaluations before the last one may be."""
     monkeypatch.setattr(program, 'evaluate', lambda *args: (math.nan, math.nan))
