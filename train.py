@@ -50,7 +50,8 @@ SIZES = getattr(models, 'SIZES', {})  # nanoGPT's model.py has none
 out_dir = setting('out', role='run')  # where checkpoints, metrics.jsonl and config.json go
 eval_interval = setting(2000, at_least=1, role='run')  # iterations between evaluations
 log_interval = setting(10, at_least=1, role='run')  # iterations between lines of metrics
-eval_iters = setting(0, at_least=0, role='eval')  # micro-batches of each validation set, over all devices; 0 = all
+eval_iters = setting(0, at_least=0, role='eval')  # mini-batches of total_batch_size to evaluate on; 0 = all
+eval_sequences = setting(int, at_least=0, role='eval')  # sequences of each validation set to evaluate on; 0 = all
 eval_only = setting(False, role='run')  # evaluate and exit: pretrained weights of init_from, else the newest checkpoint
 always_save_checkpoint = setting(True, role='run')  # save after every evaluation, not only after the best one
 keep_checkpoints = setting(2, at_least=2, role='run')  # newest checkpoints to keep, in addition to the best one
@@ -128,6 +129,8 @@ def derive(c, world_size):
     c.fill(SIZES.get(c.model_size, {}), f'model size {c.model_size}')
     if None in (c.n_layer, c.n_head, c.n_embd):
         raise SystemExit('model.py: has no table SIZES; set --n_layer, --n_head and --n_embd')
+    if 'eval_sequences' not in c.given or c.sources['eval_iters'] == 'flag' and c.sources['eval_sequences'] != 'flag':
+        c.set('eval_sequences', c.eval_iters * c.total_batch_size, 'eval_iters × total_batch_size')
     optimizers.fill_settings(c)
     if 'learning_rate' not in c.given:
         if finetunes(c) and not c.eval_only:
@@ -369,7 +372,7 @@ def evaluate(run, data):
     c, world = run.config, run.world
     run.raw_model.eval()
     total = world.zeros(4)  # sum and count of val/loss, sum and count of the training loss
-    batches = ValidationLoader(data, c.eval_iters * c.batch_size, c.batch_size, c.block_size, world.rank, world.size,
+    batches = ValidationLoader(data, c.eval_sequences, c.batch_size, c.block_size, world.rank, world.size,
                                world.device)
     # A progress bar where it takes longer than five seconds, on a terminal
     for X, Y in tqdm(batches, 'evaluating', leave=False, delay=5, disable=None if world.is_master else True):

@@ -26,7 +26,7 @@ ROLES = {key: role for role, keys in {
              'hessian_batch_size hessian_parts hessian_sequences hessian_bias_correction warmup_iters min_lr '
              'min_lr_ratio',
     'horizon': 'max_iters lr_decay_iters cooldown_iters branch_cooldown', 'chance': 'seed skip_nonfinite',
-    'eval': 'eval_iters', 'data': 'dataset',
+    'eval': 'eval_iters eval_sequences', 'data': 'dataset',
     'run': 'out_dir eval_interval log_interval eval_only always_save_checkpoint keep_checkpoints auto_resume '
            'ignore_data_change max_hours show_config wandb_log wandb_project wandb_run_name trackio_log batch_size '
            'gradient_accumulation_steps parallel activation_checkpointing backend device compile',
@@ -394,7 +394,7 @@ def by_seed(runs, repeats=False):
 
 def validation_sequences(config):
     """Return the number of validation sequences under the settings `config`, a dict; 'all' without a limit."""
-    return config['eval_iters'] * config['batch_size'] or 'all'
+    return config['eval_sequences'] or 'all'
 
 
 def measured_on(run):

@@ -12,4 +12,4 @@ warmup_iters = 700
 max_iters = 2000  # of 19,560
 lr_decay_iters = 19_560
 eval_interval = 250
-eval_iters = 640  # 10,485,760 tokens
+eval_sequences = 10_240  # 10,485,760 tokens

@@ -11,6 +11,6 @@ total_batch_size = 32
 batch_size = 4
 max_iters = 200
 eval_interval = 20
-eval_iters = 40
+eval_sequences = 160
 log_interval = 5
 always_save_checkpoint = False

@@ -11,5 +11,5 @@ max_iters = 600
 beta1 = 0.9
 warmup_iters = 300
 eval_interval = 100
-eval_iters = 20
+eval_sequences = 320
 log_interval = 10

@@ -6,5 +6,5 @@ optimizer_name = 'adamw'
 block_size = 2048
 total_batch_size = 512
 batch_size = 4
-eval_iters = 500  # 2,000 sequences; the validation set would take hours
+eval_sequences = 2000  # the whole validation set would take hours
 parallel = 'fsdp'

@@ -6,5 +6,5 @@ optimizer_name = 'sophiag'
 block_size = 2048
 total_batch_size = 1024
 batch_size = 2
-eval_iters = 1000  # 2,000 sequences; the validation set would take hours
+eval_sequences = 2000  # the whole validation set would take hours
 parallel = 'fsdp'

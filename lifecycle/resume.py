@@ -84,9 +84,8 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
         if files := differing_files(saved.get('code'), code):
             differences.append(f'the code is not the one that saved the checkpoint ({", ".join(files)})')
             changes.append(dict(iter=saved['iter_num'], key='code', files=files))
-    before = saved['config']
     comparable = saved['data']['val'] == fingerprints['val'] and (
-        c.eval_iters * c.batch_size == before['eval_iters'] * before['batch_size'])
+        c.eval_sequences == with_younger(saved['config'])['eval_sequences'])
     return Origin(code, path, saved, config, differences, changes, comparable)
 
 

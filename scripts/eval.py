@@ -48,7 +48,7 @@ def bytes_per_id(tokenizer):
 def measure(loaded, data, args):
     """Return the results of `loaded` on `data`, a Bin, as a dict."""
     block_size, precision = loaded.model.config.block_size, autocast(args.device, dtype_name(args))
-    batches = ValidationLoader(data, args.eval_iters * args.batch_size, args.batch_size, block_size, 0, 1, args.device)
+    batches = ValidationLoader(data, args.eval_sequences, args.batch_size, block_size, 0, 1, args.device)
     total, counts = 0.0, torch.zeros(data.vocab_size, dtype=torch.int64)  # of each id
     for X, Y in tqdm(batches, unit='batch', disable=None):  # on a terminal only
         with precision:
@@ -76,7 +76,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', help=MODEL_HELP)
     parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's)")
-    parser.add_argument('--eval_iters', type=at_least(0), default=0, help='micro-batches, as in train.py; 0: all')
+    parser.add_argument('--eval_sequences', type=at_least(0), default=0, help='as in train.py; 0 (default): all')
     parser.add_argument('--batch_size', type=at_least(1), default=8, help='sequences per forward pass (default: 8)')
     add_model_flags(parser)
     args = parser.parse_args(argv)

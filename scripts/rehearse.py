@@ -171,7 +171,7 @@ def shrunk(argv, steps):
     own = train.optimizers.row(c.optimizer_name).settings.keys()
     few |= {key: 2 for key in ('hessian_interval', 'hessian_parts') if key in own}
     small = {key: min(c.values[key], most) for key, most in few.items()} | dict(
-        max_iters=steps, lr_decay_iters=steps, eval_interval=2, eval_iters=2, log_interval=1, total_batch_size=8,
+        max_iters=steps, lr_decay_iters=steps, eval_interval=2, eval_sequences=16, log_interval=1, total_batch_size=8,
         batch_size=4, gradient_accumulation_steps=0, dtype='float32', parallel='ddp', compile=False, device='cpu',
         backend='gloo', auto_resume=True, always_save_checkpoint=True, eval_only=False, wandb_log=False, max_hours=0)
     small |= dict.fromkeys(own & {'hessian_batch_size'}, 4)  # of which each of two ranks has two
@@ -255,7 +255,7 @@ def main(argv=None):
                 'again': partial(once, folder, flags, 'again', late=True),
                 'resumed': partial(resumed, folder, flags, args.half),
                 'plain': partial(once, folder, plain, 'plain'),
-                'micro-batches': partial(once, folder, [*plain, '--batch_size=2', '--eval_iters=4'], 'micro'),
+                'micro-batches': partial(once, folder, [*plain, '--batch_size=2'], 'micro'),
                 'two ranks': partial(once, folder, plain, 'ranks', ranks=2),
                 'compiled': partial(once, folder, [*plain, '--compile=True'], 'compiled')}
         futures = {name: pool.submit(job) for name, job in jobs.items()

@@ -19,7 +19,7 @@ import torch
 
 import train
 from analysis.figures import print_table
-from analysis.runs import mean_final_loss, notes_on, read_run, validation_sequences
+from analysis.runs import mean_final_loss, notes_on, read_run
 from configurator import with_younger
 from model import GPTConfig
 from optimizers import placeholders
@@ -73,15 +73,13 @@ class Trial:
         c = train.resolve(argv, run.about.get('world_size') if run else None)
         if not run:
             return
-        unchecked = c.having('run', 'eval') | {'dtype'} - c.given  # whose default is this machine's
+        unchecked = c.having('run') | {'eval_iters'} | {'dtype'} - c.given  # whose default is this machine's
         if train.finetunes(c):  # these follow the pretrained weights
             unchecked |= asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
         before = {**placeholders(c), **c.defaults, **with_younger(run.about['config'])}
-        there, asked = ({**values, 'eval_iters × batch_size': validation_sequences(values)}
-                        for values in (before, c.values))
-        for key, value in asked.items():
-            if key not in unchecked and value != there.get(key, value):
-                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {there[key]!r}, asked for is '
+        for key, value in c.values.items():
+            if key not in unchecked and value != before.get(key, value):
+                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {before[key]!r}, asked for is '
                                  f'{value!r}; choose another --out_dir or remove it')
 
 

@@ -192,7 +192,7 @@ def pasted_model():
     assert isinstance(loaded.model, model.GPT)
     assert generate(loaded.model, torch.tensor([[1, 2]]), 3).shape == (1, 5)
     loaded.tokenizer = None
-    arguments = SimpleNamespace(eval_iters=1, batch_size=2, device='cpu', dtype=None)
+    arguments = SimpleNamespace(eval_sequences=2, batch_size=2, device='cpu', dtype=None)
     assert evaluation.measure(loaded, Bin(DATA, 'val'), arguments)['loss'] < 4.2
     with pytest.raises(SystemExit, match='must be False because GPTConfig in model.py has no scale_attn'):
         run('--scale_attn_by_inverse_layer_idx=True')

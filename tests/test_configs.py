@@ -44,7 +44,7 @@ NEOX_RUNS = {f'train_neox_{name}_{optimizer}.py': dict(
                  n_head=heads, n_layer=depth, learning_rate=rate, min_lr=pytest.approx(0.05 * rate), max_iters=100_000,
                  dataset='pile', block_size=2048, total_batch_size=sequences, parallel='fsdp',
                  batch_size=2 if size == '6.6B' else 4,
-                 eval_iters=1000 if size == '6.6B' else 500,  # 2,000 sequences both
+                 eval_sequences=2000,
                  scale_attn_by_inverse_layer_idx=optimizer == 'adamw')
              for name, size, width, heads, depth, *rates, sequences in NEOX
              for optimizer, rate in zip(('adamw', 'sophiag'), rates)}

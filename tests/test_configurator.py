@@ -170,6 +170,13 @@ def test_an_optimizers_old_name_still_works():
     assert (config.optimizer_name, config.learning_rate) == ('signum', 4e-4)
 
 
+def test_the_validation_set_does_not_depend_on_the_micro_batch():
+    """A flag in nanoGPT's name overrides a config file."""
+    file, flags = str(ROOT / 'config/quickstart.py'), ['--total_batch_size=8', '--eval_iters=3']
+    for argv, expected in ((flags, 24), ([file], 320), ([file, *flags], 24), ([file, '--eval_iters=0'], 0)):
+        assert {train.resolve([*argv, f'--batch_size={n}'], 1).eval_sequences for n in (2, 4)} == {expected}
+
+
 def test_official_command_lines_resolve(monkeypatch):
     """The official repository's README: 10 GPUs of 8 × 6 sequences."""
     monkeypatch.setenv('WORLD_SIZE', '10')

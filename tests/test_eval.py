@@ -38,7 +38,7 @@ def test_is_the_validation_loss_of_train(capsys, corpus, out_dir):
     assert result['bytes'] == result['tokens'] - ends.sum()  # every other token is a byte
     assert result['bits_per_byte'] == pytest.approx(result['loss'] * result['tokens'] / result['bytes'] / math.log(2))
     assert evaluate(capsys, out_dir, '--batch_size=7')['loss'] == pytest.approx(result['loss'], rel=1e-6)
-    assert evaluate(capsys, out_dir, '--eval_iters=2', '--batch_size=3')['tokens'] == 2 * 3 * 32
+    assert evaluate(capsys, out_dir, '--eval_sequences=6', '--batch_size=3')['tokens'] == 6 * 32
 
 
 @pytest.mark.parametrize('terminal', [True, False])
@@ -46,7 +46,7 @@ def test_a_terminal_shows_progress(out_dir, monkeypatch, terminal):
     stream = io.StringIO()
     stream.isatty = lambda: terminal
     monkeypatch.setattr('sys.stderr', stream)
-    eval_script.main([str(out_dir), '--device=cpu', '--eval_iters=2'])
+    eval_script.main([str(out_dir), '--device=cpu', '--eval_sequences=16'])
     assert ('2/2' in stream.getvalue()) is terminal
 
 
@@ -62,7 +62,7 @@ def test_targets_that_the_training_loss_leaves_out_count(capsys, out_dir, monkey
 
 def test_a_model_whose_code_has_changed_since_is_named(capsys, out_dir, monkeypatch):
     monkeypatch.setattr(load, 'code_hashes', lambda: {'model.py': 'edited', 'train.py': 'edited'})
-    eval_script.main([str(out_dir), '--device=cpu', '--eval_iters=1'])
+    eval_script.main([str(out_dir), '--device=cpu', '--eval_sequences=8'])
     assert 'note: model.py changed since' in capsys.readouterr().err
 
 

@@ -132,7 +132,7 @@ def test_a_run_starts_from_the_weights_of_another(train, finished, tmp_path, cap
     assert train(out, *flags, name='lion', faults='at(7, kill(signal.SIGTERM))').code == STOPPED
     assert metrics(out, 'val/loss')[0] == metrics(source, 'val/loss')[-1]
     train(out, *flags, name='lion', check=True)
-    evaluation.main([str(out), '--device=cpu', '--batch_size=2', '--eval_iters=4'])
+    evaluation.main([str(out), '--device=cpu', '--eval_sequences=16'])
     assert json.loads(capsys.readouterr().out)['loss'] == pytest.approx(metrics(out, 'val/loss')[-1], rel=1e-5)
 
 

@@ -84,13 +84,13 @@ def test_a_run_is_checked_on_the_ranks_that_trained_it(tmp_path):
 
 @pytest.mark.parametrize('flags, there, asked', [
     (['--dtype=bfloat16'], "dtype = 'float32'", "'bfloat16'"),
-    (['--batch_size=1'], 'eval_iters × batch_size = 8', '4'),
+    (['--eval_sequences=8'], 'eval_sequences = 16', '8'),
     (['--total_batch_size=8'], 'total_batch_size = 4', '8')])
 def test_a_run_that_is_there_with_other_settings_is_rejected(tmp_path, flags, there, asked):
-    argv = [*SHAPE, '--eval_iters=4', '--batch_size=2']
+    argv = [*SHAPE, '--eval_sequences=16', '--batch_size=2']
     fake_run(tmp_path, 3.0, [*argv, '--dtype=float32'])
     trials.Trial(tmp_path, {}, [*argv, '--log_interval=3']).check()
-    trials.Trial(tmp_path, {}, [*argv, '--batch_size=1', '--eval_iters=8']).check()  # on the same sequences
+    trials.Trial(tmp_path, {}, [*argv, '--batch_size=1']).check()
     message = rejection(trials.Trial(tmp_path, {}, [*argv, *flags]).check)
     assert f'holds a run with {there}, asked for is {asked}; ' in message
 
@@ -335,7 +335,7 @@ def test_a_search_keeps_nothing_within_the_noise(tmp_path, landscape):
     (sweep, ['--', *SHAPE], 'a spec has its arguments in "base"'),
     (plan, ['--gpus=0'], '--gpus: 0: must be at least 1'), (plan, ['--mfu=nan'], '--mfu: nan: must be at least 0.01'),
     (plan, ['--mfu=40'], '--mfu: 40: must be at least 0.01 and at most 1'),
-    (evaluation, ['gpt2', '--eval_iters=-1'], '--eval_iters: -1: must be at least 0'),
+    (evaluation, ['gpt2', '--eval_sequences=-1'], '--eval_sequences: -1: must be at least 0'),
     (evaluation, ['gpt2', '--batch_size=x'], "--batch_size: invalid number value: 'x'"),
     (records, ['a', 'b', '--pack', 'c'], '--pack takes one OUT_DIR'),
     (records, ['records/study/9600', '--pack', 'c'], '--pack takes one OUT_DIR'),

@@ -7,4 +7,4 @@ beta1 = 0.9
 max_iters = 9200
 warmup_iters = 2300
 eval_interval = 1000
-eval_iters = 100
+eval_sequences = 3200

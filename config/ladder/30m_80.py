@@ -7,4 +7,4 @@ beta1 = 0.9
 max_iters = 36_800
 warmup_iters = 9200
 eval_interval = 4000
-eval_iters = 100
+eval_sequences = 3200
