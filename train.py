@@ -207,6 +207,7 @@ class TrainState:
     skipped_in_a_row: int = 0  # latest iterations whose loss or gradient was not finite
     best_val_loss: float = float('inf')
     last_eval_iter: int = -1
+    lowest_hessian_norm: float = float('inf')  # for guards.warn_of_runaway
 
 
 @dataclass(slots=True)
@@ -232,7 +233,6 @@ class Run:
     stops: Any = None
     about: dict = field(default_factory=dict)  # what checkpoints say of the run: model_args, data, tokenizer, code, …
     fresh: Any = None  # an optimizer without a state, until the first update has shown that a checkpoint can hold one
-    runaway: Any = None  # the detector of a runaway of h, until it has warned
     saved: bool = True  # whether the latest checkpoint that was due has been saved
     before: dict = field(default_factory=dict)  # what no checkpoint holds, at the start, see lifecycle/run.py
 
@@ -297,7 +297,6 @@ def begin(c):
                      code=origin.code)
     if not c.eval_only:
         run.fresh = make_optimizer(c, model)
-        run.runaway = guards.Runaway(c) if c.gamma else None
     with world.exit_together():
         run.log = open_log(run, origin, data)
     return run, data
