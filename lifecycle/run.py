@@ -18,7 +18,7 @@ from runtime.signals import NOT_FINITE, STOPPED
 
 # Fields of Run that a checkpoint holds, or that are the same again after a resume
 REBUILT = {'config', 'world', 'raw_model', 'model', 'optimizer', 'hessian', 'scaler', 'autocast', 'params',
-           'cross_entropy', 'state', 'val_data', 'log', 'stops', 'about', 'fresh', 'saved', 'before', 'runaway'}
+           'cross_entropy', 'state', 'val_data', 'log', 'stops', 'about', 'fresh', 'saved', 'before'}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The start
