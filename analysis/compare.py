@@ -16,8 +16,7 @@ def add_tuned(parser):
 
 
 def side_of(run, by='optimizer_name'):
-    """Return the side of a comparison by the setting `by` that a run is on; for 'out_dir', the path that it was
-    found in."""
+    """Return the side that a run is on: its value of the setting `by`, or for 'out_dir' the path it was found in."""
     return run.found_in if by == 'out_dir' else str(run.config[by])
 
 
@@ -105,13 +104,8 @@ class Tuned:
         """Return the row of the table of best settings; `column` has the side."""
         mean, sd = mean_final_loss(self.best)
         return {column: self.side, 'T': self.T, 'val/loss': mean, 'sd': sd, 'seeds': len(self.best),
-                'trials': len(self.trials), 'diverged': sum(map(any_diverged, self.tried)),
+                'trials': len(self.trials), 'diverged': sum(group[0].diverged for group in self.tried),
                 'learning_rate': self.best[0].learning_rate, 'run': str(self.best[0].out_dir)}
-
-
-def any_diverged(group):
-    """Return whether one of the runs diverged."""
-    return any(run.diverged for run in group)
 
 
 def tuned_at_each_T(side, runs):
@@ -127,8 +121,8 @@ def tuned_at_each_T(side, runs):
     tried = by_seed(sorted(ended, key=lambda run: not run.diverged))
     for T in sorted({run.max_iters for run in ended}):
         at_T = [group for group in tried if group[0].max_iters == T]
-        lost = [group for group in at_T if any_diverged(group)]
-        groups = [group for group in at_T if not any_diverged(group)]
+        lost = [group for group in at_T if group[0].diverged]  # see the order above
+        groups = [group for group in at_T if not group[0].diverged]
         if not groups:
             continue
         best, *others = sorted(groups, key=lambda group: (-len(group), mean_final_loss(group)[0]))
@@ -200,7 +194,7 @@ def weaknesses(side):
         elif len(values) == 1 and key == 'learning_rate':
             found.append(f'{who}: one learning rate only'
                          + (' with the other settings of the best' if len(tried) > 1 else ', so nothing was tuned'))
-    most = max(len(group) for group in side.tried if not any_diverged(group))
+    most = max(len(group) for group in side.tried if not group[0].diverged)
     if len(side.best) < most:
         found.append(f'{who}: the best has fewer seeds ({len(side.best)}) than another setting ({most})')
     return found

@@ -26,11 +26,10 @@ def difference(one, two, cautious=False):
     """Test by Welch's t whether mean(one) − mean(two) is more than noise, which may differ between the two.
 
     cautious: with the degrees of freedom of the shorter list (Hsu's test), so that at most 5 % of equal sides have
-    p < 0.05 however unequal their noise. With Welch's own estimate, which suits planned tests of equally many seeds,
-    it is up to 6 % with three or four a side, and 10 % with two against four.
+    p < 0.05 however unequal their noise. With Welch's estimate it is up to 6 % with three or four losses a side.
 
-    Returns a dict; plus_or_minus is half of the 95 % interval. A list needs two losses, or three unless `cautious`.
-    With fewer, without noise, or with an infinite loss, there is no test, and all but the difference are None.
+    Returns a dict; plus_or_minus is half of the 95 % interval. Without noise, with an infinite loss, or with fewer than
+    three losses in a list (two if `cautious`) there is no test, and all but the difference are None.
     """
     found = dict(difference=mean(one) - mean(two), standard_error=None, df=None, p=None, plus_or_minus=None)
     n = min(len(one), len(two))

@@ -2,12 +2,15 @@
 
 import contextlib
 import io
+import runpy
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import rejection, write_bins
+from conftest import ROOT, rejection, write_bins
 
 from data.sources import files_corpus
 from data.tokenizer import Char, get_tokenizer
@@ -246,3 +249,10 @@ def test_another_tokenizer_than_the_models_is_rejected(tmp_path, capsys, gpt2_ca
     assert 'check --tokenizer' in rejection(run, capsys, save_run(tmp_path / 'unknown'), '--tokenizer=gpt2')
     known = save_run(tmp_path / 'known', tokenizer=get_tokenizer('byte').meta)
     assert 'was trained with byte; leave the flag out' in rejection(run, capsys, known, '--tokenizer=gpt2')
+
+
+def test_a_train_py_of_another_model_is_one_line(monkeypatch):
+    """As of a fork that imports a class of another name: eval, sample, export and curvature load with scripts/load.py."""
+    monkeypatch.setitem(sys.modules, 'train', SimpleNamespace(Mamba=None))
+    message = rejection(runpy.run_path, str(ROOT / 'scripts/load.py'))
+    assert message.startswith("train.py: cannot import name 'GPT' from ") and 'scripts load the GPT' in message
