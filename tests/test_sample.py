@@ -252,7 +252,7 @@ def test_another_tokenizer_than_the_models_is_rejected(tmp_path, capsys, gpt2_ca
 
 
 def test_a_train_py_of_another_model_is_one_line(monkeypatch):
-    """As of a fork that imports a class of another name: eval, sample, export and curvature load with scripts/load.py."""
+    """As of a fork whose class has another name: eval, sample, export and curvature load by scripts/load.py."""
     monkeypatch.setitem(sys.modules, 'train', SimpleNamespace(Mamba=None))
     message = rejection(runpy.run_path, str(ROOT / 'scripts/load.py'))
     assert message.startswith("train.py: cannot import name 'GPT' from ") and 'scripts load the GPT' in message
