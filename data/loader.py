@@ -130,7 +130,7 @@ def read_meta(data_dir):
         return GPT2Tokens().meta
     try:
         meta = json.loads(path.read_text(encoding='utf-8'))
-        if not 0 < meta['vocab_size'] <= {'uint16': 2 ** 16, 'uint32': 2 ** 32}[meta['dtype']]:
+        if meta['vocab_size'] > {'uint16': 2 ** 16, 'uint32': 2 ** 32}[meta['dtype']]:
             raise ValueError(f'vocab_size {meta["vocab_size"]} in {meta["dtype"]}')
         if meta['tokenizer'] == FileTokenizer.name:
             text = path.with_name(FileTokenizer.name).read_bytes()

@@ -80,6 +80,7 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
             raise SystemExit(f'{c.shown("max_iters")}: {path} is at iteration {saved["iter_num"]} already; set at '
                              'least that, or choose another --out_dir')
         config = continued_config(c, path, saved, data)
+        check_same_tokenizer(data, saved.get('tokenizer'), path)
         differences, changes = compare(path, saved, c, fingerprints, learning_rate_at)
         if files := differing_files(saved.get('code'), code):
             differences.append(f'the code is not the one that saved the checkpoint ({", ".join(files)})')

@@ -27,7 +27,7 @@ from conftest import ROOT, TINY, metrics, rejection
 import train
 from data import sources, writer
 from data.fineweb import prepare as fineweb
-from data.loader import Bin, open_dataset, read_meta
+from data.loader import Bin, read_meta
 from data.openwebtext import prepare as openwebtext
 from data.tokenizer import TOKENIZERS, Char, GPT2Tokens, Tokenizer, get_tokenizer, tokenizer_from_meta
 from data.writer import Corpus, write_bins
@@ -379,15 +379,17 @@ def test_a_tokenizer_with_a_vocabulary_of_its_own_is_kept_with_bins_and_checkpoi
     monkeypatch.setitem(TOKENIZERS, 'words', Words)
     for name, words, val in ('one', 'abde', 'd'), ('two', 'abde', 'e'), ('other', 'badd', 'd'):
         write_bins(small_corpus(val=val), Words([*words]), tmp_path / name, 1)
-    train.main([*TINY, f'--dataset={tmp_path}/one:3,{tmp_path}/two:1', f'--out_dir={tmp_path}/out', '--block_size=1',
-                '--max_iters=1'])
+    command = [*TINY, f'--dataset={tmp_path}/one:3,{tmp_path}/two:1', f'--out_dir={tmp_path}/out', '--block_size=1',
+               '--max_iters=1']
+    train.main(command)
     whole, one, two = (metrics(tmp_path / 'out', f'val/loss{key}') for key in ('', '/one', '/two'))
     assert whole == pytest.approx([0.75 * left + 0.25 * right for left, right in zip(one, two)]) and one != two
     shutil.rmtree(tmp_path / 'one')
     kept = load(tmp_path / 'out').tokenizer
     assert kept.words == ['a', 'b', 'd', 'e'] and kept.decode(kept.encode('d a')) == 'd a'
-    assert 'made with another tokenizer (words)' in rejection(
-        open_dataset, f'{tmp_path}/two:1,{tmp_path}/other:1', 1)
+    for others in (f'{tmp_path}/two:1,{tmp_path}/other:1',), (f'{tmp_path}/other', '--ignore_data_change=True'):
+        assert 'made with another tokenizer (words)' in rejection(
+            train.main, [*command, '--init_from=resume', '--max_iters=2', *(f'--dataset={others[0]}', *others[1:])])
 
 
 def test_a_tokenizer_of_a_folder_and_of_the_hub(tokenizer_file, tmp_path, monkeypatch):

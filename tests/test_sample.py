@@ -114,6 +114,8 @@ def test_script(tmp_path, capsys):
         with pytest.raises(SystemExit):
             sample.main(flags)
         assert words in capsys.readouterr().err
+    sample.main([str(out), '--start=<|endoftext|>', '--max_new_tokens=1', '--num_samples=1', '--device=cpu'])
+    assert "note: <|endoftext|> in the prompt is ordinary text; --start='' starts a document" in capsys.readouterr().err
     assert run(capsys, out).startswith('\n') and run(capsys, out, '--start=').count('-----')  # a document's beginning
 
 
