@@ -43,7 +43,7 @@ def test_sequences_are_uniform_over_all_starts():
 
 def batches(data, first, n, rank=0, world_size=1):
     """This rank's share of n mini-batches of 24 sequences, from the iteration `first` on."""
-    loader = TrainLoader(data, 7, 24, 16, rank, world_size, 'cpu', first)
+    loader = TrainLoader(data, 7, 24, 16, rank, world_size, 'cpu', *[first] * bool(first))  # 0 is the default
     found = [next(loader) for _ in range(n)]
     loader.close()
     return found
