@@ -131,6 +131,8 @@ class Config:
         name = f'--{key}' if source == 'flag' else f'{source}: {key}'
         convert = from_text if source == 'flag' else from_python
         self.values[key], self.sources[key] = convert(name, value, one.type), source
+        if one.type is int and abs(self.values[key]) > 2 ** 64:  # Python does not print an integer of 5,000 digits
+            raise SystemExit(f'{name}: does not fit in 64 bits')
         if one.type is str:
             self.values[key] = expanded(self.values[key], f'{name}=' if source == 'flag' else f'{name} = ')
         problem = one.problem(self.values[key])

@@ -417,8 +417,9 @@ def library_class(path):
     flag = f'--optimizer_name={path}'
     try:
         module = importlib.import_module('torch.optim' if library == 'torch' else library)
-    except (ImportError, TypeError, ValueError):  # the last two: import_module of '.x' and of ''
-        raise SystemExit(f'{flag}: the package {library} is not installed; check its name, or install it') from None
+    except (ImportError, TypeError, ValueError) as error:  # the last two: import_module of '.x' and of ''
+        raise SystemExit(f'{flag}: {library} cannot be imported ({first_line(error)}); check its name, or install what '
+                         'is missing') from None
     cls = getattr(module, name, None)
     if not inspect.isclass(cls) or not issubclass(cls, torch.optim.Optimizer):
         raise SystemExit(f'{flag}: {library} has no such optimizer; see its documentation')
@@ -510,7 +511,7 @@ def check_settings(config):
     name, chosen = config.optimizer_name, row(config.optimizer_name)
     config.require('parallel', chosen.shards or chosen.hook.hessian_products or config.parallel == 'ddp',
                    f'ddp for {name}, whose row in optimizers.py does not say shards=True')
-    positive = {'eps', 'gamma', 'hessian_parts'} & chosen.settings.keys()
+    positive = {'eps', 'gamma', 'hessian_parts'} & chosen.settings.keys() if name in OPTIMIZERS else set()
     if issubclass(chosen.hook, HessianHook):
         positive |= {'hessian_interval', 'hessian_batch_size'}
     for key in (*placeholders(config), 'optimizer_args'):

@@ -93,7 +93,7 @@ hessian_batch_size = setting(int, at_least=0)  # sequences of the mini-batch, ov
 hessian_parts = setting(int, at_least=0)  # parts of these, each squared by itself; 1 = Algorithm 2
 grad_clip = setting(1.0, at_least=0, role='protocol')  # clip gradients at this norm; 0 = off
 # schedule
-max_iters = setting(100000, at_least=1, role='horizon')  # T, number of iterations
+max_iters = setting(100000, at_least=1, below=10 ** 10, role='horizon')  # T, number of iterations
 schedule = setting('cosine', choices=('cosine', 'linear', 'constant', 'wsd'), role='protocol')  # see `learning_rate_at`
 decay_lr = setting(True, role='protocol')  # warm-up and schedule; False = learning_rate throughout
 warmup_iters = setting(2000, at_least=0)  # linear warm-up
@@ -138,7 +138,9 @@ def derive(c, world_size):
                              '--learning_rate')
         optimizers.fill_learning_rate(c)
     c.fill(dict(lr_decay_iters=c.max_iters), 'max_iters')
-    c.fill(dict(cooldown_iters=c.lr_decay_iters // 5 if c.schedule == 'wsd' else 0), f'schedule {c.schedule}')
+    most = max(0, c.lr_decay_iters - c.warmup_iters)
+    c.fill(dict(cooldown_iters=min(most, c.lr_decay_iters // 5) if c.schedule == 'wsd' else 0),
+           f'schedule {c.schedule}')
     c.fill(dict(min_lr=c.min_lr_ratio * c.learning_rate), 'min_lr_ratio × learning_rate')
     c.fill(dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'this machine')
     c.fill(*devices.device_defaults(c.device))
@@ -154,7 +156,6 @@ def derive(c, world_size):
     c.require('dtype', c.parallel == 'ddp' or c.dtype != 'float16', f'bfloat16 or float32 for --parallel={c.parallel}')
     c.require('min_lr', c.min_lr <= c.learning_rate or not c.decay_lr, f'at most learning_rate = {c.learning_rate}')
     c.require('cooldown_iters', c.schedule != 'constant' or not c.cooldown_iters, '0 for --schedule=constant')
-    most = max(0, c.lr_decay_iters - c.warmup_iters)
     c.require('cooldown_iters', c.cooldown_iters <= most or not c.decay_lr,
               f'at most {most}, because the decay ends at {c.lr_decay_iters} and the warm-up at {c.warmup_iters}')
 

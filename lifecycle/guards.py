@@ -118,6 +118,23 @@ def check_masks(run, targets, logits, loss):
         raise SystemExit(f'model.py: GPT.forward leaves {left_out} of {targets.numel() * run.world.size} positions out '
                          'of the loss whose targets are not -1, so the Hessian estimate would take them; mask them in '
                          'place (targets[…] = -1), see docs/hacking.md, "Another loss"')
+    if run.world.is_master and (targets >= 0).any():
+        warn_of_weights(targets, logits.detach().float(), gradient.float() / run.scaler.get_scale())
+
+
+def warn_of_weights(targets, logits, gradient):
+    """Warn where predictions have weights in the training loss, by its `gradient` in the logits.
+
+    Gauss-Newton-Bartlett estimates the Hessian of the plain cross-entropy.
+    """
+    plain = logits.softmax(-1)
+    plain.scatter_add_(-1, targets.clamp(min=0).unsqueeze(-1), -torch.ones_like(plain[..., :1]))  # of the sum
+    counts = targets >= 0
+    weights = (plain * gradient).sum(-1) * counts.sum() / plain.square().sum(-1).clamp(min=1e-12)
+    low, high = (round(weights[counts].quantile(q).item(), 2) for q in (0.05, 0.95))
+    if not 0.9 <= low <= high <= 1.1:
+        warn(f'model.py: predictions have weights of {low:g} to {high:g} in the loss, which the Hessian estimate does '
+             'not see; multiply --gamma by their mean, and see docs/hacking.md, "Another loss"')
 
 
 def warn_of_runaway(run, metrics):

@@ -70,8 +70,8 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
     SystemExit when the checkpoint's model, optimizer or data set differs.
     """
     path, saved = checkpoint.open_run(
-        world, c.out_dir, must_resume=c.init_from == 'resume',
-        may_resume=c.auto_resume or c.eval_only and not finetunes(c), read_only=c.eval_only)
+        world, c.out_dir, must_resume=c.init_from == 'resume' or c.eval_only and not finetunes(c),
+        may_resume=c.auto_resume, read_only=c.eval_only)
     code = code_hashes()
     if path is None:
         return Origin(code)

@@ -88,7 +88,7 @@ def step(optimizer, scaler):
     try:
         scaler.step(optimizer)
     except Exception as error:
-        if not getattr(optimizer, 'library', ''):
+        if not getattr(optimizer, 'library', '') or isinstance(error, torch.OutOfMemoryError):
             raise
         raise SystemExit(f'--optimizer_name={optimizer.library}: its first step failed ({first_line(error)}); this '
                          'training loop cannot use it as it is') from None

@@ -163,7 +163,7 @@ def test_the_number_of_ranks_does_not_change_an_estimate_by_parts(gpt, parts):
 @pytest.mark.parametrize('parts, batch_size, micro_batch, ranks, sharded, expected', [
     (1, 240, 15, 8, False, 1), (16, 240, 15, 1, False, 16), (16, 240, 15, 8, False, 16), (16, 240, 5, 8, False, 48),
     (16, 240, 15, 8, True, 30), (16, 16, 16, 1, False, 16), (3, 8, 8, 2, False, 4), (99, 8, 8, 2, False, 8),
-    (2, 9, 9, 1, False, 3), (0, 0, 8, 1, False, 0)])
+    (2, 9, 9, 1, False, 3), (0, 0, 8, 1, False, 0), (2, 12, 12, 2, False, 2)])
 def test_parts_fit_ranks_and_micro_batches(parts, batch_size, micro_batch, ranks, sharded, expected):
     assert fitting_parts(parts, batch_size, micro_batch, ranks, sharded) == expected
 

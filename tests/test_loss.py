@@ -122,6 +122,9 @@ def test_the_ends_of_the_unit_interval_give_possible_labels():
     long = torch.full((1000,), -torch.inf)
     long[300:700] = torch.randn(400, generator=torch.Generator().manual_seed(0))
     assert sample_labels(long.expand(2, -1), ends).tolist() == [300, 699]
+    many = torch.randn(800, 1000, generator=torch.Generator().manual_seed(0))
+    many[:, 700:] = -torch.inf
+    assert sample_labels(many, ends[1].expand(800)).max() == 699  # whatever the rounding of the sums
 
 
 def test_logits_that_are_not_finite_give_labels_in_the_vocabulary():

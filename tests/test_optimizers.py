@@ -471,7 +471,8 @@ def test_param_groups_serve_several_optimizers():
 
 def test_settings_of_the_paper():
     """tests/test_configs.py has the published runs' settings."""
-    assert optimizers.peak_learning_rate('lion', 'tiny')[0] == 4e-3
+    for name, rate in dict(lion=4e-3, adahessian=0.3, muon=4.8e-2, soap=2.4e-2).items():
+        assert optimizers.peak_learning_rate(name, 'tiny')[0] == rate
     # Of another mini-batch Gauss-Newton keeps its half, AdaHessian the whole, Hutchinson its 32 where they fit.
     for name, total, expected in [('sophiag', 40, 20), ('adahessian', 40, 40), ('sophiah', 40, 32), ('sophiah', 8, 8),
                                   ('adahessian', 1024, 1024)]:

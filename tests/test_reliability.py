@@ -118,7 +118,8 @@ def test_eval_only_writes_nothing(train, copy, tmp_path):
     done = train(copy, '--eval_only=True')  # of the newest checkpoint
     assert done.code == 0 and f'val loss {metrics(copy, "val/loss")[-1]:.4f}' in done.out
     assert content(copy) == before
-    assert train(tmp_path / 'new', '--eval_only=True').code == 0 and not (tmp_path / 'new').exists()
+    done = train(tmp_path / 'new', '--eval_only=True')
+    assert done.code == 1 and 'no checkpoint ckpt_*.pt in it' in done.err and not (tmp_path / 'new').exists()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
