@@ -166,9 +166,10 @@ def test_settings_that_diverged_with_one_seed_are_not_the_best(tmp_path):
 def test_data_efficiency_is_read_between_the_baselines_horizons(tmp_path):
     for T, loss in ((100, 4.0), (200, 3.5), (400, 3.0)):
         make(tmp_path, 'adamw', T, loss)
-    for T, loss in ((100, 3.75), (200, 3.0), (400, 2.9)):  # in the middle; on the last point; beyond it
+    for T, loss in ((50, 4.0), (100, 3.75), (200, 3.0), (400, 2.9)):  # the first point; between; the last one; beyond
         make(tmp_path, 'sophiag', T, loss)
-    one, two = judge(tmp_path)['efficiency']
+    first, one, two = judge(tmp_path)['efficiency']
+    assert first['baseline steps'] == pytest.approx(100)
     assert one['baseline steps'] == pytest.approx(100 * math.sqrt(2)) and two['ratio steps'] == pytest.approx(2)
     # Sophia-G's estimate: two thirds of half of the mini-batch in every tenth step.
     assert two['ratio FLOPs'] == pytest.approx(2 / (1 + 1 / 30), rel=2e-3)
@@ -178,8 +179,11 @@ def test_weak_tuning_is_noted(tmp_path):
     make(tmp_path, 'adamw', 100, 3.5)
     for lr, gamma, loss in ((1e-3, 0.1, 3.5), (1e-3, 0.05, 3.4), (2e-3, 0.05, 3.45), (5e-4, 0.1, 3.6)):
         make(tmp_path, 'sophiag', 100, loss, lr=lr, argv=[f'--gamma={gamma}'])
+    for lr, beta2 in (1e-3, 0.98), (2e-3, 0.9):
+        make(tmp_path, 'lion', 100, 3.5 + lr, lr=lr, argv=[f'--beta2={beta2}'])
     notes = judge(tmp_path)['notes']
     assert 'AdamW, T = 100: one learning rate only, so nothing was tuned' in notes
+    assert 'Lion, T = 100: one learning rate only with the other settings of the best' in notes
     assert 'Sophia-G, T = 100: the best γ, 0.05, is at the edge of those tried (0.05 to 0.1)' in notes
     edge = 'Sophia-G, T = 100: the best learning rate, 0.001, is at the edge of those tried (0.001 to 0.002)'
     assert edge in notes  # 5e-4 was tried with another γ
