@@ -224,7 +224,6 @@ def from_library(groups, s, **arguments):
     if not all('lr' in group for group in optimizer.param_groups):
         raise SystemExit(f'{flag}: keeps no learning rate in its param groups, as this training loop needs; choose '
                          'another optimizer')
-    optimizer.library = path  # for the message where its first step fails
     return optimizer
 
 

@@ -355,7 +355,7 @@ def train_step(run, sequences, iter_num):
     # finish() hands the estimate to the optimizer.
     problem = not_finite(loss=mean_loss, gradient=grad_norm) or hessian.finish()
     if not problem:
-        optim.step(run.optimizer, scaler)
+        scaler.step(run.optimizer)
     scaler.update()
     world.zero_grad(run.optimizer)
     return Step(mean_loss, positions * world.size, grad_norm, estimating, problem)

@@ -120,7 +120,7 @@ def pretrained_model(cls, c, data, origin):
     """Return a model `cls` with the weights that init_from names: of a Hugging Face model, or of a checkpoint."""
     if checkpoint.exists(c.init_from):
         return weights_of_run(cls, c, data, origin)
-    model = gpt.pretrained(cls, c.init_from, c.block_size, c.dropout)
+    model = cls.from_pretrained(c.init_from, c.block_size, c.dropout)
     rows = model.config.vocab_size
     meta = folder_meta(c.init_from, rows)
     adopt_model_args(c, vars(model.config), data, at_least=0 if meta else rows - 63)  # an unknown tokenizer

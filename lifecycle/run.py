@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import re
 import sys
 from dataclasses import asdict, fields
@@ -12,7 +13,6 @@ import torch
 from optimizers import OPTIMIZERS, hessian_flops_per_token
 from runtime import checkpoint, gpt, optim, optimizer_state, runlog
 from runtime.device import device_name
-from runtime.distributed import under_torchrun
 from runtime.files import FAILED, warn, write_text
 from runtime.signals import NOT_FINITE, STOPPED
 
@@ -226,5 +226,5 @@ def close_run(run):
     if not run.saved:
         newest = next(iter(checkpoint.checkpoints(c.out_dir)), 'none')
         raise SystemExit(f'{c.out_dir}: the last checkpoint could not be saved; the newest one there: {newest}')
-    if to_resume and not under_torchrun():  # which takes every exit code but 0 for a failure
+    if to_resume and 'TORCHELASTIC_RUN_ID' not in os.environ:  # torchrun takes every exit code but 0 for a failure
         raise SystemExit(STOPPED)

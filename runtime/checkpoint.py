@@ -15,7 +15,7 @@ import socket
 from pathlib import Path
 
 from runtime import optimizer_state
-from runtime.files import atomic_write, complete, first_line, load_pt, one_line, put_in_place, save_pt, warn
+from runtime.files import atomic_write, complete, first_line, load_pt, put_in_place, save_pt, warn
 from runtime.optim import parameters
 from runtime.signals import UNDO
 
@@ -183,10 +183,7 @@ def load_newest(out_dir, weights=True):
             return load_checkpoint(path_of(out_dir, number(path)), weights)
         except SystemExit as error:
             warn(f'{error}; it is skipped')
-    if found:
-        raise SystemExit(f'{out_dir}: none of its {len(found)} checkpoints can be read; restore one of them, or start '
-                         'from scratch in another --out_dir')
-    raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it; train first, or name the file')
+    raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it{" can be read" if found else ""}')
 
 
 def clean_state_dict(weights):
@@ -203,8 +200,8 @@ def clean_state_dict(weights):
 
 def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=False):
     """Make `out_dir` this run's own, unless `read_only`, and load the checkpoint from which the run must or may resume.
-    Return (path, state); (None, None) without one. Stop when another run has the directory, it cannot be written, there
-    is nothing to resume, or the run would overwrite checkpoints."""
+    Return (path, state); (None, None) without one. Stop when another run has the directory, there is nothing to resume,
+    or the run would overwrite checkpoints."""
     out_dir, path, state = Path(out_dir), None, None
     with world.exit_together():
         if world.is_master:
@@ -223,9 +220,7 @@ def claim(out_dir, must_resume, may_resume, read_only):
     """Do rank 0's part of `open_run`."""
     exist, resumes = checkpoints(out_dir) or complete(out_dir), must_resume or may_resume
     if must_resume and not exist:
-        raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it, nothing to resume; check --out_dir, use '
-                         "--auto_resume=True, or export nanoGPT's ckpt.pt with scripts/export_hf.py and set "
-                         '--init_from=FOLDER')
+        raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it, nothing to resume; check --out_dir')
     if not read_only:
         lock_out_dir(out_dir)
         if exist and not resumes:
@@ -241,49 +236,40 @@ def claim(out_dir, must_resume, may_resume, read_only):
 
 def lock_out_dir(out_dir):
     """Make `out_dir` if it is missing, lock it until the end of `undo_at_end` or of this process, which the lock names,
-    and remove what a killed run has left. Stop when another run has it, or it cannot be written."""
+    and remove what a killed run has left. Stop when another run has it."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    lock = (out_dir / 'lock').open('a+', encoding='utf-8')
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        lock = (out_dir / 'lock').open('a+', encoding='utf-8')
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise SystemExit(f'{out_dir}: another run (process {lock.read().strip()}) is writing there; stop it, or '
-                             'choose another --out_dir') from None
-        except OSError as error:
-            warn(f'{out_dir}: the file system has no locks ({error.strerror}); make sure that no other run uses it')
-        lock.truncate(0)
-        lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
-        lock.flush()
-        put_in_place(out_dir)
-        for partial in out_dir.glob('*.partial'):
-            if LEFT.fullmatch(partial.name):
-                remove(partial)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise SystemExit(f'{out_dir}: another run (process {lock.read().strip()}) is writing there; choose another '
+                         '--out_dir') from None
     except OSError as error:
-        raise SystemExit(f'{out_dir}: cannot be written ({error.strerror}); set --out_dir to a writable '
-                         'directory') from None
+        warn(f'{out_dir}: the file system has no locks ({error.strerror}); make sure that no other run uses it')
+    lock.truncate(0)
+    lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
+    lock.flush()
+    put_in_place(out_dir)
+    for partial in out_dir.glob('*.partial'):
+        if LEFT.fullmatch(partial.name):
+            remove(partial)
     UNDO.enter_context(lock)
 
 
 def load_tensors(path, state, model, optimizer, scaler):
     """Load the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler, without
-    communication. Stop the run when something does not fit."""
-    try:
-        saved, names = state['optimizer'], parameter_names(model)
-        if path.is_dir():
-            from runtime import sharded
-            sharded.read_model(path, model)
-            keys = optimizer_state.keys_of(optimizer, saved, names)
-            saved = sharded.read_optimizer(path, saved, dict(zip(keys, parameters(optimizer))))
-        else:
-            targets = model.state_dict()
-            model.load_state_dict({name: optimizer_state.spread(value, targets.get(name))
-                                   for name, value in state['model'].items()})
-        optimizer_state.load_optimizer(optimizer, saved, names)
-        if state['scaler']:
-            scaler.load_state_dict(state['scaler'])
-    except Exception as error:
-        # Not first_line: load_state_dict's names no weight.
-        raise SystemExit(f'{path}: does not fit this run ({one_line(error)}); resume with its own settings and '
-                         'code') from None
+    communication. RuntimeError or ValueError when something does not fit."""
+    saved, names = state['optimizer'], parameter_names(model)
+    if path.is_dir():
+        from runtime import sharded
+        sharded.read_model(path, model)
+        keys = optimizer_state.keys_of(optimizer, saved, names)
+        saved = sharded.read_optimizer(path, saved, dict(zip(keys, parameters(optimizer))))
+    else:
+        targets = model.state_dict()
+        model.load_state_dict({name: optimizer_state.spread(value, targets.get(name))
+                               for name, value in state['model'].items()})
+    optimizer_state.load_optimizer(optimizer, saved, names)
+    if state['scaler']:
+        scaler.load_state_dict(state['scaler'])

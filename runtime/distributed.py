@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from runtime.device import can_compile, check_device
+from runtime.device import check_device
 from runtime.files import first_line
 from runtime.signals import UNDO
 
@@ -39,8 +39,8 @@ class World:
     """
 
     def __init__(self, device, backend, parallel='ddp'):
-        """Join the process group, until the end of `undo_at_end`. SystemExit when the environment, the device ('cuda':
-        the local rank's) or the backend does not allow it.
+        """Join the process group, until the end of `undo_at_end`. SystemExit when the device ('cuda': the local rank's)
+        does not work.
 
         `parallel`: 'ddp': every rank holds the model. 'fsdp': all ranks together hold it once. 'hsdp': the ranks of
         each machine do.
@@ -57,8 +57,6 @@ class World:
             torch.cuda.set_device(self.device)
         if self.size == 1 and not self.sharded:
             return
-        if backend == 'nccl' and self.device.type != 'cuda':
-            raise SystemExit(f'--backend=nccl: needs CUDA devices, not --device={device}; set --backend=gloo')
         store = dist.HashStore() if self.size == 1 else next(dist.rendezvous('env://', timeout=TIMEOUT))[0]
         if os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
             # torchrun keeps one store for all restarts on a machine; the addresses of dead ranks are still in it.
@@ -93,9 +91,6 @@ class World:
             compute_dtype: dtype in which sharded parameters are gathered, by default theirs. Shards, gradients and
                 their sums stay float32.
         """
-        if compile and not can_compile(self.device.type):
-            raise SystemExit('--compile=True: this machine has no C++ compiler or no Python.h; install g++ and '
-                             'python3-dev, or set --compile=False')
         blocks = list(blocks)
         if activation_checkpointing:
             from torch.utils.checkpoint import checkpoint
@@ -131,15 +126,11 @@ class World:
         # Inputs of blocks keep their dtype: the residual stream stays float32.
         options = dict(mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),
                        mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False))
-        try:
-            for block in blocks:
-                if compile:  # inside FSDP's hooks
-                    block.forward = torch.compile(block.forward)
-                fully_shard(block, **options)
-            model = fully_shard(model, **options)
-        except Exception as error:  # shared parameters, blocks that are used twice, scalar parameters, …
-            raise SystemExit(f'--parallel={self.parallel}: FSDP cannot shard this model ({first_line(error)}); use '
-                             '--parallel=ddp') from None
+        for block in blocks:
+            if compile:  # inside FSDP's hooks
+                block.forward = torch.compile(block.forward)
+            fully_shard(block, **options)
+        model = fully_shard(model, **options)
         model.register_forward_pre_hook(share_buffers)
         return model
 
@@ -203,15 +194,15 @@ class World:
 
     @contextlib.contextmanager
     def exit_together(self):
-        """Make all ranks exit when SystemExit is raised on any rank inside; only the first of them prints its message.
-
-        No collective may be called inside.
-        """
+        """Make all ranks exit when SystemExit or OSError is raised on any rank inside; only the first of them prints a
+        message, of an OSError the file and the reason. No collective may be called inside."""
         error = None
         try:
             yield
         except SystemExit as raised:
             error = raised
+        except OSError as raised:
+            error = SystemExit(f'{raised.filename}: {raised.strerror}' if raised.filename else first_line(raised))
         self.barrier()
         failed = self.gather(torch.tensor([float(error is not None)], device=self.device))
         if failed.any():
@@ -233,11 +224,6 @@ def is_sharded(tensor):
 def full_tensor(tensor):
     """Return `tensor`, gathered if it is sharded; then every rank must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
-
-
-def under_torchrun():
-    """Return whether torchrun started this process. It takes every exit code but 0 for a failure, and may restart."""
-    return 'TORCHELASTIC_RUN_ID' in os.environ
 
 
 def ranks_from_environment():

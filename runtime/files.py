@@ -53,12 +53,9 @@ def atomic_write(path, mode='wb', sync=False):
 
 
 def write_text(path, text):
-    """Replace the file `path` by `atomic_write`. SystemExit when it cannot be written."""
-    try:
-        with atomic_write(path, 'w') as f:
-            f.write(text)
-    except OSError as error:
-        raise SystemExit(f'{path}: cannot be written ({error.strerror})') from None
+    """Replace the file `path` by `atomic_write`."""
+    with atomic_write(path, 'w') as f:
+        f.write(text)
 
 
 def write_json(path, value):

@@ -94,19 +94,6 @@ def take_weights(model, weights, rows):
     return missing
 
 
-def pretrained(cls, name, block_size, dropout):
-    """Return a model `cls` with the weights called `name`. SystemExit when model.py has no method for them, or they
-    do not fit."""
-    method = getattr(cls, 'from_pretrained', None)
-    if method is None or not {'block_size', 'dropout'} <= inspect.signature(method).parameters.keys():
-        raise SystemExit(f'--init_from={name}: GPT in model.py has no from_pretrained(name, block_size, dropout)')
-    try:
-        return method(name, block_size, dropout)
-    except RuntimeError as error:  # an edit has added a weight, or changed a shape
-        raise SystemExit(f'--init_from={name}: its weights do not fit model.py ({" ".join(str(error).split())[:200]}); '
-                         'let from_pretrained make those that it lacks') from None
-
-
 def num_params(model):
     """Count the trained parameters, a tied head once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,18 +1,13 @@
-"""Any optimizer in the training loop: learning rates, clipping, averaged weights, updates, several as one."""
+"""Any optimizer in the training loop: learning rates, clipping, averaged weights, several as one."""
 
 import contextlib
 
 import torch
 
 from runtime.distributed import full_tensor, is_sharded
-from runtime.files import first_line
 
 # float16's loss scale starts at 2^16 and is halved at each overflow, so 40 in a row are normal.
 OVERFLOWS = 40
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Any optimizer
-
 
 def set_learning_rate(optimizer, lr):
     """Set the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
@@ -81,22 +76,6 @@ def clip_gradients(params, max_norm, scale):
         scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, scale)
     return norm
-
-
-def step(optimizer, scaler):
-    """Make one update. SystemExit when a library's optimizer fails in its first."""
-    try:
-        scaler.step(optimizer)
-    except Exception as error:
-        if not getattr(optimizer, 'library', '') or isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise SystemExit(f'--optimizer_name={optimizer.library}: its first step failed ({first_line(error)}); this '
-                         'training loop cannot use it as it is') from None
-    optimizer.library = ''  # later errors are not about what the optimizer supports
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Several optimizers as one
 
 
 class CombinedOptimizer(torch.optim.Optimizer):

@@ -92,8 +92,6 @@ def keys_of(optimizer, saved, names):
 
     ValueError unless names and shapes are the same in the state_dict `saved`.
     """
-    if 'shapes' not in saved:
-        raise ValueError('its optimizer state has no names, as before version 0.2')
     ours, theirs = {names[p]: tuple(p.shape) for p in parameters(optimizer)}, saved['shapes']
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
@@ -151,7 +149,6 @@ def spread(value, like):
 
 
 def spread_all(value, like):
-    """`spread` all tensors in nested dicts, lists and tuples."""
     return map_tensors(value, lambda _, tensor: spread(tensor, like))
 
 
@@ -194,7 +191,7 @@ def changed_attributes(optimizer):
 def no_state():
     """Return the names of attributes that PyTorch keeps in any optimizer, or that checkpoints hold. A function, because
     building an optimizer imports torch._dynamo."""
-    return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction', 'library'}
+    return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction'}
 
 
 def attributes(optimizer):

@@ -15,11 +15,10 @@ SEQUENCES, LABELS, VECTORS, DROPOUT, AUGMENTATION = range(5)
 
 def keyed_bits(seed, stream, iteration, n=1):
     """Return `n` random uint64, a pure function of the arguments, the same in every version of NumPy (raw Philox)."""
-    key = np.array([seed % 2 ** 64, stream], dtype=np.uint64)
-    return np.random.Philox(key=key, counter=np.array([0, 0, 0, iteration], dtype=np.uint64)).random_raw(n)
+    return keyed_generator(seed, stream, iteration).bit_generator.random_raw(n)
 
 
-def keyed_generator(seed, stream, iteration, place):
+def keyed_generator(seed, stream, iteration, place=0):
     """Return a NumPy generator for one of the `place`s of an iteration, a pure function of the arguments."""
     key = np.array([seed % 2 ** 64, stream], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, place, iteration], dtype=np.uint64)))

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime.files import first_line, git_commit, warn, write_json, write_text
+from runtime.files import git_commit, warn, write_json, write_text
 
 
 class RunLog:
@@ -28,13 +28,7 @@ class RunLog:
         self.values, self.enabled, self.wandb = values, enabled, None
         self.advised = False
         if self.path and values.get('wandb_log'):
-            try:
-                self.wandb = start_wandb(self.path, values)
-            except ImportError:  # or a directory called wandb, which wandb itself makes
-                raise SystemExit('--wandb_log=True: the package wandb is not installed; pip install wandb, or set '
-                                 '--wandb_log=False') from None
-            except Exception as error:  # no login, no network, …
-                raise SystemExit(f'--wandb_log=True: {type(error).__name__}: {first_line(error)}') from None
+            self.wandb = start_wandb(self.path, values)
 
     def record(self, state, line, metrics):
         """Add the finite `metrics` of iteration state.iter, numbers and lists, to metrics.jsonl; print `line`."""
@@ -150,12 +144,10 @@ def append_line(path, line):
 def rewind_log(path, iteration, last_eval_iter):
     """Remove from a metrics.jsonl torn lines, and lines that a run resumed at `iteration` will write again, but for
     the evaluation at `last_eval_iter`, which precedes that iteration's update."""
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise SystemExit(f'{path}: must be a regular file, because a resume writes it anew; move it away')
     kept = []
     for line in path.read_bytes().split(b'\n') if path.is_file() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             entry = json.loads(text := line.decode())
             if entry['iter'] < iteration or ('val/loss' in entry and entry['iter'] == iteration == last_eval_iter):
                 kept.append(f'{text}\n')
-    write_text(path, ''.join(kept))
+    write_text(path.resolve(), ''.join(kept))  # a link stays one

@@ -36,10 +36,6 @@ def tied(model):
     return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Writing
-
-
 def write(world, path, model, state, shards):
     """Write the checkpoint `state`, with the weights of `model` and the DTensors `shards` by name, as the directory
     `path`. It has another name until it is complete; its last file is state.pt, which also holds the checksums.
@@ -79,10 +75,6 @@ class ShardWriter(dcp.FileSystemWriter):
 
     def storage_meta(self):
         return None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reading
 
 
 def read_state(path, weights=True, check=True):

@@ -262,23 +262,15 @@ def test_state_goes_to_the_parameter_of_its_name(tmp_path):
 
     restored([last, bias, weight])
     restored([last], [bias, weight])
-    words = "the optimizer's 2.weight is (3, 6) in the checkpoint, missing here"
-    assert words in rejection(lambda: restored([weight, bias]))
+    with pytest.raises(ValueError, match=r"optimizer's 2.weight is \(3, 6\) in the checkpoint, missing here"):
+        restored([weight, bias])
     state['optimizer']['shapes']['0.bias'] = (7,)
-    assert '0.bias is (7,) in the checkpoint, (6,) here' in rejection(lambda: restored(model.parameters()))
+    with pytest.raises(ValueError, match=r'0.bias is \(7,\) in the checkpoint, \(6,\) here'):
+        restored(model.parameters())
     two = built(torch.optim.AdamW, [dict(params=[weight, bias]), dict(params=[last])])
     path, state = checkpoint.load_checkpoint(saved(tmp_path, model, two, 4))
-    words = '2.weight and 0.weight were in different param groups'
-    assert words in rejection(lambda: restored([last, bias, weight], state=state))
-
-
-def test_the_weight_that_an_edit_of_the_model_has_added_is_named(tmp_path):
-    model, optimizer = made('adamw')
-    trained(model, optimizer, range(1))
-    path, state = checkpoint.load_checkpoint(saved(tmp_path, model, optimizer, 1))
-    model.scale = torch.nn.Parameter(torch.ones(1))
-    message = rejection(checkpoint.load_tensors, path, state, model, optimizer, None)
-    assert 'does not fit this run (' in message and 'Missing key(s) in state_dict: "scale"' in message
+    with pytest.raises(ValueError, match='2.weight and 0.weight were in different param groups'):
+        restored([last, bias, weight], state=state)
 
 
 def test_a_setting_that_the_checkpoint_lacks_had_its_default():
@@ -378,9 +370,7 @@ def test_the_newest_readable_checkpoint_is_loaded(good, capsys):
     assert checkpoint.load_checkpoint(out_dir)[0] == path == good
     assert 'ckpt_00000009.pt: not a checkpoint' in capsys.readouterr().err
     good.write_bytes(b'')
-    words = 'none of its 2 checkpoints can be read'
-    assert words in rejection(checkpoint.load_checkpoint, out_dir)
-    assert words in rejection(lambda: checkpoint.open_run(WORLD, out_dir, may_resume=True, read_only=True))
+    assert 'no checkpoint ckpt_*.pt in it can be read' in rejection(checkpoint.load_checkpoint, out_dir)
 
 
 def test_one_run_at_a_time_has_an_out_dir_and_none_overwrites_another(good):
@@ -560,18 +550,13 @@ def test_a_setting_that_is_younger_than_the_checkpoint_has_not_changed(tmp_path)
 
 
 def test_metrics_jsonl_loses_torn_and_repeated_lines_at_resume(tmp_path):
-    """The evaluation of the checkpoint's own iteration stays. A link would be replaced, a pipe block."""
-    path = tmp_path / 'metrics.jsonl'
+    """The evaluation of the checkpoint's own iteration stays, and a link a link."""
+    path, link = tmp_path / 'metrics.jsonl', tmp_path / 'link'
     good = b'{"iter": 4, "lr": 1}\n{"iter": 5, "val/loss": 3}\n'
     path.write_bytes(good + b'{"iter": 5, "lr": 1}\n{"iter": 3, "\xff": 1}\n{"iter": 6, "l\n3\n\0\0\0\0')
-    runlog.rewind_log(path, 5, 5)
-    assert path.read_bytes() == good
-    link, pipe = tmp_path / 'link', tmp_path / 'pipe'
     link.symlink_to(path)
-    os.mkfifo(pipe)
-    for other in link, pipe:
-        assert 'must be a regular file' in rejection(runlog.rewind_log, other, 0, -1)
-    assert path.read_bytes() == good and 'no such file' in rejection(checkpoint.load_checkpoint, pipe)
+    runlog.rewind_log(link, 5, 5)
+    assert path.read_bytes() == good and link.is_symlink()
 
 
 def test_an_atomic_write_that_fails_changes_nothing(tmp_path):
@@ -581,6 +566,5 @@ def test_an_atomic_write_that_fails_changes_nothing(tmp_path):
         f.write('half')
         raise KeyError
     assert path.read_text() == 'first' and list(tmp_path.iterdir()) == [path]
-    assert 'cannot be written (No such file' in rejection(files.write_text, tmp_path / 'none' / 'a.txt', '')
     files.write_json(path, {'a': [1]})
     assert json.loads(path.read_text()) == {'a': [1]}

@@ -23,7 +23,6 @@ from runtime.gpt import (
     model_args,
     num_params,
     padded_vocab_size,
-    pretrained,
     with_weights,
 )
 from runtime.rng import seed_all
@@ -176,22 +175,6 @@ def test_a_model_of_given_weights_shares_their_memory():
     assert again.lm_head.weight is again.transformer.wte.weight and again.lm_head.weight.requires_grad
     with pytest.raises(RuntimeError, match='size mismatch'):
         with_weights(GPT, GPTConfig(**asdict(model.config) | dict(n_embd=64)), weights)
-
-
-def test_pretrained_weights_without_one_that_an_edit_has_added_are_one_line():
-    class Edited(GPT):
-        def __init__(self, config):
-            super().__init__(config)
-            self.scale = torch.nn.Parameter(torch.ones(1))
-
-        @classmethod
-        def from_pretrained(cls, name, block_size, dropout):
-            return with_weights(cls, model.config, model.state_dict())
-
-    model = tiny()
-    message = rejection(pretrained, Edited, 'gpt2', 16, 0.0)
-    assert message.startswith('--init_from=gpt2: its weights do not fit model.py (')
-    assert 'Missing key(s) in state_dict: "scale"' in message
 
 
 @pytest.mark.parametrize('script', ['train.py', 'scripts/load.py', 'scripts/trials.py', 'scripts/plan.py'])

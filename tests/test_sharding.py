@@ -90,18 +90,6 @@ model.GPT.__init__, model.GPT.forward = with_buffer, counting
     assert len(seen) > 6 and sorted(seen)[2:] == [n // 2 for n in range(len(seen) - 2)]  # a check leaves no trace
 
 
-def test_a_model_that_fsdp_cannot_shard_is_one_line(train, tmp_path):
-    done = train(tmp_path, *RUN, '--parallel=fsdp', faults="""
-init = model.GPT.__init__
-def with_scalar(self, config):
-    init(self, config)
-    self.scale = torch.nn.Parameter(torch.ones(()))
-model.GPT.__init__ = with_scalar
-""")
-    assert done.code == 1 and done.err.startswith('--parallel=fsdp: FSDP cannot shard this model (')
-    assert len(done.err.splitlines()) == 1
-
-
 def test_replicas_of_a_model_compiled_in_parts_train_as_eager_ones_do(run, train, tmp_path):
     """DDP has torch.compile cut a model at its buckets of gradients, of 1 MB and more. Gauss-Newton-Bartlett goes back
     through the parts twice."""

@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import iterations, metrics, rejection
+from conftest import iterations, metrics
 
 from analysis.runs import RunRecord
 from runtime import runlog
@@ -114,16 +114,6 @@ def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_it_lacks(tmp
     monkeypatch.setitem(sys.modules, 'wandb', wandb)
     runlog.RunLog(tmp_path, values, enabled=False)  # on another rank
     assert not wandb.calls
-
-
-@pytest.mark.parametrize('module, message', [
-    (SimpleNamespace(), 'the package wandb is not installed; pip install wandb, or set --wandb_log=False'),
-    (SimpleNamespace(init=lambda **_: int('no key')), "ValueError: invalid literal for int() with base 10: 'no key'")])
-def test_wandb_that_cannot_start_is_one_line(tmp_path, monkeypatch, module, message):
-    """A directory called wandb, where it keeps its runs, is imported as a module without `init`."""
-    monkeypatch.setitem(sys.modules, 'wandb', module)
-    values = dict(wandb_log=True, wandb_project='p', wandb_run_name='', out_dir='x')
-    assert rejection(runlog.RunLog, tmp_path, values, True).startswith(f'--wandb_log=True: {message}')
 
 
 def test_a_directory_with_spaces_is_quoted_in_what_comes_next(capsys):

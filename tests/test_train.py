@@ -128,12 +128,12 @@ def test_the_time_of_an_iteration_holds_the_update_that_a_gpu_is_still_busy_with
     def wait(device=None):
         clock.update(now=clock['now'] + clock['owed'], owed=0.0)
 
-    def owe(*args, step=program.optim.step):
+    def owe(*args, step=torch.amp.GradScaler.step):
         clock['owed'] += 10
         step(*args)
 
     clip = program.optim.clip_gradients
-    monkeypatch.setattr(program.optim, 'step', owe)
+    monkeypatch.setattr(torch.amp.GradScaler, 'step', owe)
     monkeypatch.setattr(program.optim, 'clip_gradients', lambda *args: (wait(), clip(*args))[1])
     monkeypatch.setattr(program.optimizers, 'optimizer_metrics', lambda *_: wait() or {})
     monkeypatch.setattr(program.devices, 'synchronize', wait)
@@ -335,13 +335,12 @@ def test_a_parameter_without_a_gradient_stops_replicas_in_one_line(train, tmp_pa
 
 def test_replicas_that_drift_apart_are_noticed(train, tmp_path):
     done = train(tmp_path, '--max_iters=2', ranks=2, faults="""
-import runtime.optim
-step = runtime.optim.step
-def drifting(optimizer, scaler):
-    step(optimizer, scaler)
+step = torch.amp.GradScaler.step
+def drifting(scaler, optimizer):
+    step(scaler, optimizer)
     with torch.no_grad():
         next(iter(optimizer.param_groups[0]['params'])).add_(float(os.environ['RANK']))
-runtime.optim.step = drifting
+torch.amp.GradScaler.step = drifting
 """)
     assert done.code == 0 and "warning: the ranks' weights have drifted apart" in done.err
 
