@@ -144,7 +144,7 @@ def warn_of_runaway(run, metrics):
     metrics: those of a logged step.
     """
     c, state = run.config, run.state
-    if 'update_unclipped' not in metrics or state.iter < c.max_iters / 10:
+    if 'update_unclipped' not in metrics or not c.hessian_interval or state.iter < c.max_iters / 10:
         return
     norm = metrics['hessian_norm'] / (1 - c.beta2 ** (state.iter // c.hessian_interval + 1))
     if norm > RUNAWAY * state.lowest_hessian_norm:
