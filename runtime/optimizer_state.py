@@ -271,4 +271,4 @@ def equal(a, b):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
         return bool(((a == b) | ((a != a) & (b != b))).all())
-    return a is b or a == b or (a != a and b != b)
+    return isinstance(a, torch.Tensor) == isinstance(b, torch.Tensor) and (a is b or a == b or (a != a and b != b))
