@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import soak
 import torch
-from conftest import finish, iterations, metrics, rejection, start, write_bins
+from conftest import TINY, finish, iterations, metrics, rejection, start, write_bins
 
+import train as program
 from lifecycle import resume
 from model import GPT
 from runtime import checkpoint
@@ -90,21 +91,18 @@ def test_a_shorter_horizon_from_a_copied_checkpoint_is_the_uninterrupted_run(tra
                                [theirs['model'], theirs['optimizer']['state']])
 
 
-def test_a_config_that_its_class_and_the_model_change_is_saved_as_it_was_asked_for(train, tmp_path):
-    faults = """
-config, gpt = model.GPTConfig.__init__, model.GPT.__init__
-def with_head_size(self, *args, **kwargs):
-    config(self, *args, **kwargs)
-    self.head_size = self.n_embd // self.n_head
-def changing(self, config):
-    config.gelu_approximate = 'tanh'
-    gpt(self, config)
-model.GPTConfig.__init__, model.GPT.__init__ = with_head_size, changing
-"""
-    assert train(tmp_path, '--max_iters=5', '--lr_decay_iters=10', faults=faults).code == 0
-    done = train(tmp_path, '--init_from=resume', faults=faults)
-    assert done.code == 0 and 'at iteration 5 of 10' in done.out, done.err
-    assert tuple(state(tmp_path)['model_args']) == NANOGPT_ARGS
+def test_a_config_that_its_class_and_the_model_change_is_saved_as_it_was_asked_for(monkeypatch):
+    class Changing(GPT):
+        def __init__(self, config):
+            config.gelu_approximate = 'tanh'
+            super().__init__(config)
+
+    init = program.GPTConfig.__init__
+    monkeypatch.setattr(program.GPTConfig, '__init__', lambda self, **args: (
+        init(self, **args), setattr(self, 'head_size', 16))[0])
+    monkeypatch.setattr(program, 'GPT', Changing)
+    args = program.make_model(resolve(TINY), resume.Origin({}), SimpleNamespace(vocab_size=256))[1]
+    assert tuple(args) == NANOGPT_ARGS
 
 
 def test_sigusr1_saves_and_continues(train, finished, tmp_path):

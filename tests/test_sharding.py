@@ -19,6 +19,8 @@ from runtime.signals import NOT_FINITE, STOPPED, undo_at_end
 from scripts import curvature
 from scripts.load import load
 
+pytestmark = pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
+ALONE = SimpleNamespace(is_master=True, rank=0, device='cpu', gather=lambda tensor: tensor[None])
 RUN = ['--n_layer=2', '--total_batch_size=8', '--dropout=0', '--learning_rate=2e-3', '--eval_sequences=6']
 KEYS = ('train/loss', 'val/loss', 'grad_norm', 'momentum_norm', 'param_norm', 'hessian_norm', 'update_unclipped')
 
@@ -210,7 +212,6 @@ sharded.save_pt = interrupted
     assert metrics(tmp_path) == metrics(run('adamw', 'fsdp'))
 
 
-@pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
 def test_pytorchs_own_functions_read_a_directory(run):
     """Model and optimizer by the names of get_state_dict."""
     path = checkpoint.path_of(run('adamw', 'fsdp'), 10)
@@ -230,17 +231,15 @@ def test_pytorchs_own_functions_read_a_directory(run):
         assert torch.equal(optimizer.state[p]['exp_avg_sq'], saved[name]['exp_avg_sq'])
 
 
-@pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
 def test_a_second_save_of_an_iteration_leaves_the_first_until_it_is_complete(tmp_path, monkeypatch):
     """Whenever it fails; once complete, it gets its name at the next start."""
     def failing(*args):
         raise OSError(errno.EIO, 'Input/output error')
 
-    world = SimpleNamespace(is_master=True, rank=0, device='cpu', gather=lambda tensor: tensor[None])
     path, state = tmp_path / 'ckpt_00000010', dict(model_args={}, iter_num=10, config={}, best=False)
 
     def save(model):
-        sharded.write(world, path, model, state, {})
+        sharded.write(ALONE, path, model, state, {})
 
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     save(first)
@@ -254,7 +253,6 @@ def test_a_second_save_of_an_iteration_leaves_the_first_until_it_is_complete(tmp
     assert sorted(p.name for p in tmp_path.iterdir()) == ['ckpt_00000010', 'lock']
 
 
-@pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
 @pytest.mark.parametrize('rank', [0, 1])
 def test_a_shard_that_cannot_be_read_back_fails_on_all_ranks_after_they_met(tmp_path, monkeypatch, rank):
     def failing(path):
@@ -271,14 +269,12 @@ def test_a_shard_that_cannot_be_read_back_fails_on_all_ranks_after_they_met(tmp_
         sharded.write(world, tmp_path / 'ckpt_00000010', torch.nn.Linear(2, 2), dict(model_args={}), {})
 
 
-@pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
 def test_a_buffer_of_any_dtype_comes_back(tmp_path):
     """Rotary positions, for example, are often kept as complex numbers."""
-    world = SimpleNamespace(is_master=True, rank=0, device='cpu', gather=lambda tensor: tensor[None])
     model = torch.nn.Linear(2, 2)
     for dtype in torch.complex64, torch.float8_e4m3fn, torch.uint16:
         model.register_buffer(str(dtype)[6:], torch.ones(2).to(dtype))
-    sharded.write(world, tmp_path / 'ckpt_00000010', model, dict(model_args={}, iter_num=10, config={}), {})
+    sharded.write(ALONE, tmp_path / 'ckpt_00000010', model, dict(model_args={}, iter_num=10, config={}), {})
     weights = checkpoint.load_checkpoint(tmp_path)[1]['model']
     for name, value in model.state_dict().items():
         assert weights[name].dtype == value.dtype

@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from conftest import iterations
@@ -62,44 +63,24 @@ checkpoint.save_run = lambda *args: (kill(signal.SIGTERM)(), save(*args))[1]
     assert 'stopped at iteration 4 by max_hours' in done.out
 
 
-class WandB:
-    """The part of Weights & Biases that is used: the module and its run. The server has received `summary`."""
-    id = 'abc'
-
-    def __init__(self, **summary):
-        self.calls, self.logged, self.summary = [], [], summary
-        self.log = self.logged.append
-
-    def init(self, config, **arguments):
-        self.calls.append(arguments)
-        return self
-
-    def define_metric(self, name, step_metric=None):
-        self.calls.append((name, step_metric))
-
-    def finish(self):
-        self.calls.append('finish')
-
-
 @pytest.mark.parametrize('summary, sent', [(dict(iter=1), [1, 2]), ({}, [0, 1, 2])], ids=['online', 'offline'])
 def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_it_lacks(tmp_path, monkeypatch, summary, sent):
     """All of it offline, where wandb knows of no earlier run. An empty id is none."""
     values = dict(wandb_log=True, wandb_project='p', wandb_run_name='n', out_dir='x', warmup_iters=9)
-    init = dict(project='p', name='n', resume='allow')
     (tmp_path / 'wandb_id.txt').touch()
-    for wandb, known, before in (WandB(), None, []), (WandB(**summary), 'abc', sent):
-        monkeypatch.setitem(sys.modules, 'wandb', wandb)
+    for known, before in (None, []), ('abc', sent):
+        run = mock.Mock(id='abc', summary=summary)  # of which the server has received the summary
+        monkeypatch.setitem(sys.modules, 'wandb', wandb := mock.Mock(init=mock.Mock(return_value=run)))
         log = runlog.RunLog(tmp_path, values, enabled=True)
-        assert wandb.calls == [dict(init, id=known), ('iter', None), ('*', 'iter')]
-        assert [entry['iter'] for entry in wandb.logged] == before
+        wandb.init.assert_called_once_with(project='p', name='n', config=values, id=known, resume='allow')
+        assert run.define_metric.mock_calls == [mock.call('iter'), mock.call('*', step_metric='iter')]
         for i in range(3):
             log.record(SimpleNamespace(iter=i, tokens=0, seconds=0.0), '', {})
         log.close()
-        assert wandb.calls[-1] == 'finish' and [entry['iter'] for entry in wandb.logged] == [*before, 0, 1, 2]
-    wandb = WandB()
-    monkeypatch.setitem(sys.modules, 'wandb', wandb)
+        run.finish.assert_called_once()
+        assert [call.args[0]['iter'] for call in run.log.mock_calls] == [*before, 0, 1, 2]
     runlog.RunLog(tmp_path, values, enabled=False)  # on another rank
-    assert not wandb.calls
+    wandb.init.assert_called_once()
 
 
 def test_a_directory_with_spaces_is_quoted_in_what_comes_next(capsys):
