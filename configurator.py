@@ -251,8 +251,6 @@ def help_text(path, defaults):
 def read_file(name, values):
     """Execute the config file `name`, which may read the settings' `values` so far. Return what it sets, as a dict."""
     path = Path(name)
-    if path.is_dir():
-        raise SystemExit(f'{name}: a directory, not a config file')
     if not path.is_file():
         near = difflib.get_close_matches(name, [str(p) for p in Path('config').rglob('*.py')], n=1)
         hint = f'; did you mean {near[0]}?' if near else '; flags are --KEY=VALUE' if '=' in name else ''

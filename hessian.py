@@ -12,6 +12,7 @@ import torch
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from runtime.checkpoint import parameter_names
 from runtime.files import one_line, warn
 from runtime.optim import OVERFLOWS, parameters
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
@@ -77,7 +78,7 @@ class HessianHook(StepHook):
         self.interval, self.batch_size, self.parts = interval, batch_size, parts
         self.rank, self.world_size, self.compile = rank, world_size, compile
         self.autocast = autocast or contextlib.nullcontext()
-        self.name_of = {p: name for name, p in model.named_parameters()}
+        self.name_of = parameter_names(model)
 
     @classmethod
     def is_due(cls, iter_num, interval):

@@ -100,12 +100,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT-2 language model. ValueError when n_embd is not a multiple of n_head."""
+    """A GPT-2 language model."""
 
     def __init__(self, config):
         super().__init__()
-        if config.n_embd % config.n_head:
-            raise ValueError(f'n_embd = {config.n_embd} is not a multiple of n_head = {config.n_head}')
         self.config = config
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(config.vocab_size, config.n_embd),

@@ -177,7 +177,6 @@ class Row:
 
 
 def betas(s):
-    """Return (β1, β2) of the settings `s`."""
     return s.beta1, s.beta2
 
 
@@ -228,8 +227,7 @@ def from_library(groups, s, **arguments):
 
 
 def rank_of(p):
-    """Return the number of dimensions of a parameter, with or without its name."""
-    return (p[1] if isinstance(p, tuple) else p).dim()
+    return (p[1] if isinstance(p, tuple) else p).dim()  # named_parameters() gives pairs
 
 
 def matrices_and_rest(groups):
@@ -331,7 +329,6 @@ def unlisted_row(path):
 
 
 def all_settings():
-    """Return the names of the settings that any row has."""
     return {key for chosen in OPTIMIZERS.values() for key in chosen.settings}
 
 
@@ -349,13 +346,7 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
     groups = [dict(group, params=listed(group['params'])) for group in groups]  # copies, to which settings are added
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
     s = SimpleNamespace(**own, optimizer_name=name, learning_rate=lr, compile=compile)
-    try:
-        optimizer = chosen.build(groups, s)
-    except AttributeError as error:
-        if error.obj is not s:
-            raise
-        raise SystemExit(f'optimizers.py: {name} is built with {error.name}, which its row does not set; add it there'
-                         ) from None
+    optimizer = chosen.build(groups, s)  # AttributeError where its row lacks a setting
     for group in optimizer.param_groups:  # a learning rate of a group's own follows the schedule, too
         if group['lr'] != lr and lr:
             group.setdefault('lr_scale', group['lr'] / lr)
@@ -365,7 +356,6 @@ def build_optimizer(name, params, *, lr, compile=False, **settings):
 
 
 def listed(params):
-    """Return a list of `params`, an iterable or one tensor."""
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 

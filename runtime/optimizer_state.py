@@ -46,7 +46,6 @@ def record_construction(optimizer):
 
 
 def copied(value):
-    """Return a copy of a tensor, and anything else as it is."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
