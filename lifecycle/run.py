@@ -65,16 +65,18 @@ def notes(c):
 
 
 def build_buckets(run, sequences):
-    """Let DDP form its final buckets by a backward pass that changes nothing else.
+    """Let DDP form its final buckets by two backward passes that change nothing else.
 
-    The order in which three or more ranks are added depends on the buckets, which DDP forms anew after its first sum
-    over ranks. A resumed run must have them from its first iteration on, like the uninterrupted one. Collective: every
-    rank must call it. `sequences`: a micro-batch of this rank.
+    DDP forms its buckets anew after its first sum over ranks, and the order in which three or more ranks are added
+    depends on them. Then it divides gradients that are views of a bucket by the number of ranks, but multiplies others
+    by its inverse. A resumed run must do as the uninterrupted one from its first iteration on. Collective: every rank
+    must call it. `sequences`: a micro-batch of this rank.
     """
     if run.world.size > 1 and not run.world.sharded:
         with same_buffers(run.raw_model):
-            try_backward(run, sequences, sync=True)
-        run.optimizer.zero_grad(set_to_none=True)
+            for _ in range(2):  # the second makes the gradients views of the new buckets
+                try_backward(run, sequences, sync=True)
+        run.world.zero_grad(run.optimizer)
 
 
 def try_backward(run, sequences, sync):

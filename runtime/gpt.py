@@ -11,8 +11,6 @@ from dataclasses import MISSING, fields
 import torch
 from torch import nn
 
-from runtime.files import one_line
-
 NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
 # GPT-2 models that init_from can download from the Hugging Face Hub
 HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')

@@ -61,12 +61,12 @@ def content(out):
 @pytest.mark.parametrize('name, ranks, fault', [
     ('schedulefree:AdamWScheduleFree', 1, 'at(7, kill(signal.SIGTERM))'), ('sophiah', 1, 'at(4, kill(signal.SIGHUP))'),
     ('sophiag', 2, 'at(4, kill(signal.SIGINT), rank=1)'), ('sophiag', 2, STOP_IN_EVALUATION),
-    ('sophiag', 4, 'at(4, kill(signal.SIGTERM))')],
-    ids=['schedulefree', 'sophiah', 'sophiag on two ranks', 'in an evaluation', 'four ranks'])
+    ('sophiag', 3, 'at(4, kill(signal.SIGTERM))')],
+    ids=['schedulefree', 'sophiah', 'sophiag on two ranks', 'in an evaluation', 'three ranks'])
 def test_a_signal_stops_all_ranks_and_the_resumed_run_is_the_same(train, finished, tmp_path, name, ranks, fault):
     """Between Hessian estimates, or in an evaluation, which the resumed run makes again. Schedule-free optimizers save
-    other weights than they train."""
-    one_each = ['--batch_size=1'] if ranks > 2 else []
+    other weights than they train. Sums over three ranks round differently in another order."""
+    one_each = ['--batch_size=1', '--total_batch_size=3'] if ranks > 2 else []
     done = train(tmp_path, *one_each, name=name, ranks=ranks, faults=fault)
     iteration, = re.findall(r'stopped at iteration (\d) by', done.out)
     assert done.code == STOPPED and iterations(tmp_path)[0] == int(iteration), done.err

@@ -390,7 +390,8 @@ def test_the_check_of_ranks_leaves_no_trace():
 
     model = Model()
     world = SimpleNamespace(size=2, sharded=False, device='cpu', set_gradient_sync=lambda _: None,
-                            reshard=lambda _: None, gather=lambda t: torch.stack([t, t]))
+                            reshard=lambda _: None, gather=lambda t: torch.stack([t, t]),
+                            zero_grad=lambda optimizer: optimizer.zero_grad())
     run = SimpleNamespace(world=world, model=model, raw_model=model, params=[model.weight],
                           autocast=contextlib.nullcontext(), scaler=torch.amp.GradScaler('cpu', enabled=False),
                           optimizer=torch.optim.SGD(model.parameters()), hessian=StepHook(None, None),
