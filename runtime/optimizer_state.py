@@ -182,7 +182,7 @@ def left_out(optimizer, saved):
 def changed_attributes(optimizer):
     """Return the names of the attributes that have changed since the construction."""
     now, then = attributes(optimizer), optimizer.construction.attributes
-    return {name.split('.')[2].removesuffix(' (length)') for name in now.keys() | then.keys()
+    return {name.split('.')[2] for name in now.keys() | then.keys()
             if name not in now or name not in then or not equal(now[name], then[name])}
 
 
@@ -217,8 +217,8 @@ def first_difference(a, b, name='state'):
 
 
 def leaves(value, name, seen=None):
-    """Yield (name, value) of the tensors and plain values in nested containers and objects: arrays as tensors, of
-    containers also the length, iterators and optimizers as they are.
+    """Yield (name, value) of the tensors and plain values in nested containers and objects, and the length of each
+    container and the type of each object as text: arrays as tensors, iterators and optimizers as they are.
 
     `seen`: objects to leave out, {id: object}; this adds those that it finds. Code and modules are left out, too.
     """
@@ -229,7 +229,7 @@ def leaves(value, name, seen=None):
     if isinstance(value, (*PLAIN, torch.Tensor)):
         yield name, value
     elif isinstance(value, CONTAINERS):
-        yield f'{name} (length)', len(value)
+        yield name, f'{len(value)} items'
         for key, item in inside(value):
             yield from leaves(item, f'{name}.{key}', seen)
     elif id(value) not in seen and not isinstance(value, NO_VALUES):
@@ -237,6 +237,7 @@ def leaves(value, name, seen=None):
         if isinstance(value, torch.optim.Optimizer) or hasattr(value, '__next__') and not reduced(value):
             yield name, value
             return
+        yield name, type(value).__qualname__
         for key, item in inside(value):
             yield from leaves(item, f'{name}.{key}', seen)
 

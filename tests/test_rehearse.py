@@ -135,9 +135,9 @@ loader.TrainLoader.augment = augment
 
 @pytest.mark.parametrize('code, comparison, words', [
     (WINDOW, 'resumed', 'window'),
-    (MODULE, 'resumed', 'a resume does not bring back sophia.SECOND_MOMENT (length) (0 instead of '),
+    (MODULE, 'resumed', "a resume does not bring back sophia.SECOND_MOMENT ('0 items' instead of "),
     (HOOK, 'resumed', 'a resume does not bring back hook.interval (2 instead of '),
-    (AVERAGE, 'resumed', 'a resume does not bring back Run.average (length) (0 instead of '),
+    (AVERAGE, 'resumed', "a resume does not bring back Run.average ('0 items' instead of "),
     (PLATEAU, 'resumed', 'a resume does not bring back Run.best (9000000000.0 instead of '),
     (MODEL, 'resumed', 'a resume does not bring back raw_model.calls ('),
     (RAMP, 'resumed', 'DIFFERS from step 3: train/loss is '),
