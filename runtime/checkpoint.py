@@ -31,9 +31,8 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
     """Save a run as the checkpoint of state['iter_num']: rank 0 one file, or all ranks their shards. Return its path;
     None, with a warning, when the file system fails (a full disk). Collective: every rank must call it.
 
-    The checkpoint gets its name once it is complete and synced. Of those up to this one the `keep` newest and the best
-    stay. `state` has everything but `model` and `optimizer`, as plain values; `best`: whether it is the best so far.
-    """
+    `state` has all but `model` and `optimizer`, as plain values; `best`: whether it is the best so far. Of the
+    checkpoints up to this one the `keep` newest and the best stay."""
     world.reshard(model)
     with world.exit_together():
         check_plain(state['train_state'], 'TrainState')
@@ -79,7 +78,6 @@ def check_plain(value, name):
 
 
 def name_best(path):
-    """Write the name of the checkpoint `path` to best.txt."""
     with atomic_write(path.with_name('best.txt'), 'w', sync=True) as f:
         f.write(f'{path.name}\n')
 
@@ -88,19 +86,17 @@ def prune(out_dir, iteration, keep):
     """Remove the checkpoints up to `iteration`, except for the `keep` newest of them and the best one."""
     best, named = best_path(out_dir), out_dir / 'best.txt'
     if not best and named.exists():
-        warn(f'{named}: names no checkpoint here, so none is removed; write the name of the best one into it, or '
-             'delete it')
+        warn(f'{named}: names no checkpoint here, so none is removed; delete it')
         return
     for old in [path for path in checkpoints(out_dir) if number(path) <= iteration][keep:]:
         if old != best:
             try:
                 remove(old)
-            except OSError as error:  # another process reads it on NFS, for example
+            except OSError as error:  # another process reads it on NFS
                 warn(f'{old}: could not be removed ({error.strerror})')
 
 
 def remove(path):
-    """Remove a file, or a directory with all its files."""
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -109,7 +105,6 @@ def remove(path):
 
 
 def is_shards(path):
-    """Return whether `path` is the directory of a sharded checkpoint."""
     return (path / 'state.pt').is_file()
 
 
@@ -145,18 +140,15 @@ def exists(path):
 
 def load_checkpoint(path, weights=True, check=True):
     """Load the checkpoint at `path`, or the newest readable one of an out_dir; OUT_DIR/best.pt is the best one. Return
-    (path, state), or stop with one line.
-
-    A .pt file is memory-mapped. Of a directory the model is read, unless `weights` is False, and not the optimizer; its
-    files' checksums are compared if `check`.
-    """
+    (path, state), or stop with one line. Of a directory the model is read, unless `weights` is False, and not the
+    optimizer; its files' checksums are compared if `check`."""
     path = Path(path)
     if path.name == 'best.pt' and not path.exists():
         path = best_path(path.parent) or path
     if path.is_dir() and not is_shards(path):
         return load_newest(path, weights)
     if not path.is_dir() and not path.is_file():
-        raise SystemExit(f'{path}: no such file or directory; give an out_dir, a checkpoint or a Hugging Face folder')
+        raise SystemExit(f'{path}: no such file or directory')
     try:
         if path.is_dir():
             from runtime import sharded

@@ -30,8 +30,7 @@ def check_device(device):
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        here = [name for name in ('cuda', 'mps') if getattr(torch, name).is_available()]
-        raise SystemExit(f'--device={device}: {first_line(error)}; choose {" or ".join([*here, "cpu"])}') from None
+        raise SystemExit(f'--device={device}: {first_line(error)}; set --device=cpu') from None
     return torch.device(device)
 
 

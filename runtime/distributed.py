@@ -35,16 +35,12 @@ class World:
     """The ranks of this run, from torchrun's environment, and their collectives.
 
     Attributes: rank, size, is_master (rank 0), device (torch.device of this rank), started (time of the run's start);
-    sharded: whether parameters are spread over the ranks. If so, all ranks must take part in every forward.
+    sharded: whether parameters are spread over the ranks, so that all must take part in every forward.
     """
 
     def __init__(self, device, backend, parallel='ddp'):
-        """Join the process group, until the end of `undo_at_end`. SystemExit when the device ('cuda': the local rank's)
-        does not work.
-
-        `parallel`: 'ddp': every rank holds the model. 'fsdp': all ranks together hold it once. 'hsdp': the ranks of
-        each machine do.
-        """
+        """Join the process group, until the end of `undo_at_end`. The `device` 'cuda' is the local rank's. `parallel`:
+        every rank holds the model ('ddp'), all together ('fsdp'), or those of each machine together ('hsdp')."""
         self.started = time.monotonic()
         self.rank, local_rank, self.size = ranks_from_environment()
         self.is_master = self.rank == 0
@@ -83,13 +79,8 @@ class World:
         """Move `model`, with the same weights on every rank, to the ranks' devices. Return what training calls:
         `losses`, a module around `model`, perhaps compiled and replicated.
 
-        If the world is sharded, the parameters of `model` become DTensors in place; build the optimizer afterwards.
-        Otherwise `model` itself stays eager.
-
-        Args:
-            blocks: the repeated blocks of the model: units of FSDP, its compilation and activation checkpointing.
-            compute_dtype: dtype in which sharded parameters are gathered, by default theirs. Shards, gradients and
-                their sums stay float32.
+        If the world is sharded, the parameters of `model` become DTensors in place, gathered as `compute_dtype`; build
+        the optimizer afterwards. `blocks`: units of FSDP, its compilation and activation checkpointing.
         """
         blocks = list(blocks)
         if activation_checkpointing:
@@ -140,12 +131,9 @@ class World:
             model.reshard()
 
     def set_gradient_sync(self, last, estimating=False):
-        """Let DDP average gradients over ranks only in an iteration's `last` micro-batch.
-
-        Sharded gradients are reduced in every micro-batch, because whole ones would take the memory that sharding
-        saves. HSDP's reduction between machines waits for the last one, unless the iteration makes a second backward
-        pass (`estimating`), whose gradients must not be added to the waiting ones.
-        """
+        """Let DDP average gradients over ranks only in an iteration's `last` micro-batch. Shards are reduced in each,
+        because whole gradients would take the memory that sharding saves. HSDP's reduction between machines waits for
+        the last one, unless a second backward pass (`estimating`) would add its gradients to the waiting ones."""
         if self.parallel == 'hsdp':
             self.reducer.set_requires_all_reduce(last or estimating)
         elif self.size > 1 and not self.sharded:

@@ -21,10 +21,8 @@ TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'ml
 
 
 def padded_vocab_size(vocab_size):
-    """Round `vocab_size` up to a multiple of 64, for faster matmuls. 50,257 becomes 50,304.
-
-    Not below 1,024 ids, where the padding would be a large part of the vocabulary and raise the first losses.
-    """
+    """Round `vocab_size` up to a multiple of 64, for faster matmuls: 50,257 becomes 50,304. Not below 1,024 ids, where
+    the padding would raise the first losses."""
     return vocab_size if vocab_size < 1024 else math.ceil(vocab_size / 64) * 64
 
 
@@ -53,8 +51,7 @@ def model_args(config):
 
 
 def without_values(cls, config):
-    """Return a model `cls(config)` to count its parameters, on the device 'meta' unless its constructor needs values.
-    """
+    """Return a model `cls(config)` to count, on the device 'meta' unless its constructor needs values."""
     try:
         with torch.device('meta'):
             return cls(config)
@@ -63,10 +60,8 @@ def without_values(cls, config):
 
 
 def with_weights(cls, config, weights):
-    """Return a model `cls(config)` that shares the memory of the state_dict `weights`. RuntimeError if they do not fit.
-
-    Its constructor runs as in training, because `weights` may lack what it computes: buffers, plain tensors, lists.
-    """
+    """Return a model `cls(config)`, constructed as in training, that shares the memory of the state_dict `weights`.
+    RuntimeError if they do not fit."""
     model, names = cls(config), {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -114,10 +109,7 @@ def flops_per_token(model):
 @torch.no_grad()
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None):
     """Continue each row of `idx` (B, T) by up to `max_new_tokens` ids, until `stop`, a function of the ids so far,
-    returns True; return (B, ≤ T + max_new_tokens). See `sample_next` for the other arguments.
-
-    Each id costs a forward pass over the last block_size ids of the row.
-    """
+    returns True; return (B, ≤ T + max_new_tokens). See `sample_next` for the other arguments."""
     for _ in range(max_new_tokens):
         logits = model(idx[:, -model.config.block_size:])[0][:, -1]
         idx = torch.cat((idx, sample_next(logits, temperature, top_k, top_p, generator)[:, None]), dim=1)

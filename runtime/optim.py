@@ -79,15 +79,12 @@ def clip_gradients(params, max_norm, scale):
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one, and the base class of optimizers that wrap others.
+    """Several `optimizers` as one, with their param groups in order and their state in its `state`, and the base class
+    of optimizers that wrap others. `owners`: the number of the optimizer that each param group belongs to.
 
-    Its param groups are theirs, in order, its `defaults` the settings that all of them have. They keep their state in
-    its `state`: checkpoints, schedulers and training loops see one optimizer. A wrapper, such as Lookahead, is a
-    subclass that overrides `step`. It keeps all that a resume needs in `state` and `param_groups`, and adds to a
-    parameter's state only after the parts' first step, because many optimizers take a parameter that has any state for
-    one that has theirs.
-
-    Attributes: optimizers, the parts; owners, the number of the part that each param group belongs to.
+    A wrapper, such as Lookahead, overrides `step`. It keeps all that a resume needs in `state` and `param_groups`, and
+    adds to a parameter's state only after the parts' first step, because many optimizers take a parameter that has any
+    state for one that has theirs.
     """
 
     def __init__(self, *optimizers):

@@ -51,12 +51,11 @@ def copied(value):
 
 def to_save(optimizer, names, sharded):
     """Return the state_dict of `optimizer` in plain containers, and the dict of its DTensors by name, in whose place
-    the former has tensors on the device 'meta'.
+    the former has tensors on the device 'meta'. SystemExit at objects other than tensors and plain values and, if
+    `sharded`, at tensors that may differ between ranks.
 
     Its parameters have `names`, {parameter: name}, not numbers, and it also has their `shapes` and what the groups were
-    `built` with. SystemExit at objects other than tensors and plain values and, if `sharded`, at tensors that may
-    differ between ranks but are no DTensors.
-    """
+    `built` with."""
     shards, params, state = {}, parameters(optimizer), optimizer.state_dict()
     if not {'state', 'param_groups'} <= state.keys():
         raise SystemExit(f'{type(optimizer).__name__}: its state cannot be saved (its state_dict has '
@@ -88,9 +87,7 @@ def renamed(state, keys):
 
 def keys_of(optimizer, saved, names):
     """Return the names of the optimizer's parameters, from the dict `names`, {parameter: name}, in param-group order.
-
-    ValueError unless names and shapes are the same in the state_dict `saved`.
-    """
+    ValueError unless names and shapes are the same in the state_dict `saved`."""
     ours, theirs = {names[p]: tuple(p.shape) for p in parameters(optimizer)}, saved['shapes']
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
@@ -100,11 +97,8 @@ def keys_of(optimizer, saved, names):
 
 
 def load_optimizer(optimizer, saved, names):
-    """Load the state_dict `saved` into `optimizer`, which was just built.
-
-    Each parameter gets the state that was saved under its name. A group gets the values of the group that its
-    parameters were in; but where it was built with another value than that group, it keeps its own.
-    """
+    """Load the state_dict `saved` into `optimizer`, which was just built. Each parameter gets the state under its name,
+    a group the values of the group that its parameters were in, except where the two were built with other values."""
     keys, groups = keys_of(optimizer, saved, names), optimizer.state_dict()['param_groups']
     built = map_tensors(optimizer.construction.groups, lambda name, tensor: tensor)
     group_of = {key: i for i, group in enumerate(saved['param_groups']) for key in group['params']}
@@ -194,11 +188,8 @@ def no_state():
 
 
 def attributes(optimizer):
-    """Return {attributes.PART.NAME…: value} of what may be state of an optimizer or its parts, and is not in their
-    state_dict, through containers and objects.
-
-    Flags with an underscore are left out: schedulers and optimizers note there what they have checked or warned of.
-    """
+    """Return {attributes.PART.NAME…: value} of what may be state of an optimizer or its parts and is not in their
+    state_dict. Left out are flags with an underscore, where schedulers note what they have checked or warned of."""
     own = {i: {name: value for name, value in vars(part).items()
                if name not in no_state() and not (name.startswith('_') and isinstance(value, bool))}
            for i, part in enumerate(parts(optimizer))}
@@ -218,10 +209,8 @@ def first_difference(a, b, name='state'):
 
 def leaves(value, name, seen=None):
     """Yield (name, value) of the tensors and plain values in nested containers and objects, and the length of each
-    container and the type of each object as text: arrays as tensors, iterators and optimizers as they are.
-
-    `seen`: objects to leave out, {id: object}; this adds those that it finds. Code and modules are left out, too.
-    """
+    container and the type of each object as text: arrays as tensors, iterators and optimizers as they are. Left out are
+    code, modules and those that are `seen`, {id: object}, to which this adds."""
     seen = {} if seen is None else seen
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.memmap):
         value = torch.from_numpy(value.copy()) if getattr(value, 'shape', 0) and value.dtype.kind in 'biuf' else (

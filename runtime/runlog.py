@@ -25,8 +25,7 @@ class RunLog:
         """Start to report on the run with the settings `values`: to the terminal only if `out_dir` is None, and not at
         all on ranks where it is not `enabled`."""
         self.path = Path(out_dir) / 'metrics.jsonl' if enabled and out_dir else None
-        self.values, self.enabled, self.wandb = values, enabled, None
-        self.advised = False
+        self.values, self.enabled, self.wandb, self.advised = values, enabled, None, False
         if self.path and values.get('wandb_log'):
             self.wandb = start_wandb(self.path, values)
 
@@ -39,10 +38,14 @@ class RunLog:
             if self.wandb:
                 self.wandb.log(entry)
         self.print(line)
-        self._advise(state.iter, metrics.get('update_unclipped', 0.5))
+        unclipped = metrics.get('update_unclipped', 0.5)
+        if not (self.advised or state.iter < self.values['warmup_iters'] or 0.01 <= unclipped <= 0.9):
+            self.advised = True
+            way = 'raise' if unclipped < 0.5 else 'lower'
+            self.print(f'note: {unclipped:.1%} of the coordinates are unclipped; {way} --gamma until update_unclipped '
+                       'is between 0.1 and 0.5')
 
     def print(self, line):
-        """Print `line`."""
         if self.enabled:
             print(line, flush=True)
 
@@ -76,21 +79,11 @@ class RunLog:
         if self.wandb:
             self.wandb.finish()
 
-    def _advise(self, iteration, unclipped):
-        """Advise once, after the warm-up, to change γ if nearly all or hardly any coordinates are clipped."""
-        if self.advised or iteration < self.values['warmup_iters'] or 0.01 <= unclipped <= 0.9:
-            return
-        self.advised = True
-        self.print(f'note: {unclipped:.1%} of the coordinates are unclipped; {"raise" if unclipped < 0.5 else "lower"} '
-                   '--gamma until update_unclipped is between 0.1 and 0.5')
-
 
 def start_wandb(path, values):
-    """Start a run in Weights & Biases, or continue the one in wandb_id.txt next to metrics.jsonl, `path`.
-
-    Sends again the lines that a killed process had not sent; offline all, because `wandb sync` replaces the run. The
-    x-axis is the iteration, because wandb's step must never fall, and resumed runs repeat iterations.
-    """
+    """Start a run in Weights & Biases, or continue the one in wandb_id.txt next to metrics.jsonl, `path`, and send what
+    a killed process had not sent; offline all, because `wandb sync` replaces the run. The x-axis is the iteration,
+    because wandb's step must never fall, and resumed runs repeat iterations."""
     from wandb import init
     id_path = path.with_name('wandb_id.txt')
     run_id = id_path.read_text(encoding='utf-8').strip() if id_path.is_file() else ''

@@ -1,9 +1,8 @@
 """Checkpoints of sharded models: a directory to which every rank writes its part.
 
-Tensors are as torch.distributed.checkpoint (DCP) saves the dicts of its get_state_dict, which can load them. Everything
-else is in state.pt. Unlike DCP's functions, this module reads plain values and metadata without running code, and all
-entries of an optimizer's state, not only those that one step of a fresh optimizer makes. One process can read all
-shards, a weight with two names is written once, and every file has a checksum.
+Tensors are as torch.distributed.checkpoint (DCP) saves the dicts of its get_state_dict, which can load them; all else
+is in state.pt. Unlike DCP, this module reads metadata without running code, and all entries of an optimizer's state.
+One process can read all shards, a weight with two names is written once, and every file has a checksum.
 """
 
 import functools
@@ -39,9 +38,7 @@ def tied(model):
 def write(world, path, model, state, shards):
     """Write the checkpoint `state`, with the weights of `model` and the DTensors `shards` by name, as the directory
     `path`. It has another name until it is complete; its last file is state.pt, which also holds the checksums.
-
-    Collective: every rank must call it. A failure raises OSError, on rank 0 at least, after the collectives.
-    """
+    Collective: every rank must call it. A failure raises OSError, on rank 0 at least, after the collectives."""
     partial = path.with_suffix('.partial')
     if world.is_master:
         shutil.rmtree(partial, ignore_errors=True)

@@ -63,10 +63,8 @@ def undo_at_end():
 
 
 class StopSignals:
-    """Requests to stop (SIGTERM, SIGINT, SIGHUP, the time limit) or to save (SIGUSR1).
-
-    Signal handlers only record the request; a second signal to stop ends the process. The ranks exchange requests once
-    an iteration, so that all act in the same one.
+    """Requests to stop (SIGTERM, SIGINT, SIGHUP, the time limit) or to save (SIGUSR1), which the ranks exchange once an
+    iteration, so that all act in the same one. A second signal to stop ends the process.
 
     Attributes: reason (this rank's first signal, 'max_hours' or the reason of `end`); stopping, whether the ranks have
     agreed to stop; finished, whether the run cannot be resumed; save, whether this rank is yet to save.

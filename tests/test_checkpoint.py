@@ -283,8 +283,7 @@ def test_damaged_and_foreign_files_are_rejected(good, tmp_path, monkeypatch):
     data, bad, rng = good.read_bytes(), tmp_path / 'ckpt_00000009.pt', np.random.default_rng(0)
     intact = torch.load(good, weights_only=True)
     for missing in bad, tmp_path / 'best.pt':
-        words = f'{missing}: no such file or directory; give an out_dir'
-        assert words in rejection(checkpoint.load_checkpoint, missing)
+        assert f'{missing}: no such file or directory' in rejection(checkpoint.load_checkpoint, missing)
     for size in 0, 1000, len(data) - 1:
         bad.write_bytes(data[:size])
         assert str(bad) in rejection(checkpoint.load_checkpoint, bad)

@@ -127,11 +127,8 @@ with open({str(tmp_path / 'file')!r}, 'w') as f:
 
 
 @pytest.mark.parametrize('name', ['meta', 'cuda:x'])
-def test_a_device_that_cannot_train_is_one_line_that_names_what_can(name, monkeypatch):
-    for there in (False, True):
-        monkeypatch.setattr(torch.cuda, 'is_available', lambda there=there: there)
-        message = rejection(device.check_device, name)
-        assert message.startswith(f'--device={name}: ') and message.endswith(f'; choose {"cuda or " * there}cpu')
+def test_a_device_that_cannot_train_is_one_line(name):
+    assert rejection(device.check_device, name).startswith(f'--device={name}: ')
 
 
 def test_the_mapped_corpus_is_not_memory_of_the_process(monkeypatch):
