@@ -1,4 +1,5 @@
 """Sophia (Liu et al., 2023): the paper's three algorithms in one file that needs nothing but PyTorch.
+Edit the update rule and the estimators here; for use elsewhere copy the file.
 
 - `Sophia`: Algorithm 3, the optimizer; `sophia_update` is its update rule.
 - `gauss_newton_bartlett`: Algorithm 2, the estimator of Sophia-G.

@@ -101,8 +101,22 @@ class World:
         if self.size == 1:
             return losses
         from torch.nn.parallel import DistributedDataParallel
+
+        class Replica(DistributedDataParallel):
+            """A replica that says in one line that a parameter got no gradient in the step before."""
+
+            def forward(self, *args, **kwargs):
+                try:
+                    return super().forward(*args, **kwargs)
+                except RuntimeError as error:
+                    if 'finished reduction' not in str(error):
+                        raise
+                    raise SystemExit('--parallel=ddp: a parameter got no gradient in the last step, and the ranks wait '
+                                     'for it; use all in every step, and freeze by lr_scale = 0 in its param group'
+                                     ) from None
+
         device_ids = [self.device.index] if self.device.type == 'cuda' else None
-        self.reducer = DistributedDataParallel(losses, device_ids=device_ids, gradient_as_bucket_view=True)
+        self.reducer = Replica(losses, device_ids=device_ids, gradient_as_bucket_view=True)
         _REPLICAS.append(self.reducer)
         return self.reducer
 

@@ -333,6 +333,22 @@ def test_a_parameter_without_a_gradient_stops_replicas_in_one_line(train, tmp_pa
     assert done.err.startswith(f'transformer.h.0.mlp.c_fc.weight: {words}') and advice in done.err
 
 
+FREEZE = '''
+forward, calls = model.MLP.forward, []
+def freezing(self, x):
+    calls.append(self.c_fc.weight.requires_grad_(len(calls) < 9))
+    return forward(self, x)
+model.MLP.forward = freezing
+'''
+
+
+def test_a_parameter_that_replicas_freeze_while_training_is_one_line(train, tmp_path):
+    done = train(tmp_path, '--eval_iters=1', ranks=2, faults=FREEZE)
+    last = done.err.splitlines()[-1]
+    assert done.code == 1 and 'Traceback' not in done.err
+    assert last.startswith('--parallel=ddp: a parameter got no gradient in the last step')
+
+
 def test_replicas_that_drift_apart_are_noticed(train, tmp_path):
     done = train(tmp_path, '--max_iters=2', ranks=2, faults="""
 step = torch.amp.GradScaler.step
