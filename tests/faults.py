@@ -90,16 +90,9 @@ PRELOAD = ['faults', 'pytest', 'tqdm', 'torch._dynamo', 'torch.distributed.fsdp'
 
 
 def fork(script, *argv, logs, seconds, faults='', ranks=1, machines=1):
-    """Runs a script of the repository in `ranks` forked processes, without torchrun, on as if several `machines`.
-
-    Args:
-        faults: CODE.
-        logs: a directory for the output.
-        seconds: after which a process is killed.
-
-    Returns Done: the first exit code that is not 0 (-n after signal n; None when a process hung), and the output of
-    one process after the other.
-    """
+    """Runs a script of the repository in `ranks` forked processes, without torchrun, on as if several `machines`, each
+    for at most `seconds`, with the CODE `faults` and with its output in the directory `logs`. Returns Done: the first
+    exit code that is not 0 (-n after signal n; None when a process hung), and the output of one after the other."""
     with mock.patch.dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=f'{ROOT}/tests'):
         context = multiprocessing.get_context('forkserver')
         context.set_forkserver_preload(PRELOAD)

@@ -81,9 +81,8 @@ def test_compiling_needs_a_compiler_and_pythons_headers(monkeypatch, name, tool)
 
 
 @pytest.mark.parametrize('name, peak', [
-    ('NVIDIA H100 80GB HBM3', 989e12), ('NVIDIA H100 PCIe', 756e12), ('NVIDIA H200 NVL', 835e12), ('Tesla T4', 65e12),
-    ('NVIDIA A100-SXM4-40GB', 312e12), ('NVIDIA L40S', 362e12), ('NVIDIA T400', None), ('NVIDIA A10', None),
-    ('NVIDIA GeForce RTX 3090 Ti', None), ('NVIDIA GeForce RTX 5090 D', None), ('NVIDIA GeForce GTX 1080', None),
+    ('NVIDIA H100 80GB HBM3', 989e12), ('NVIDIA H100 PCIe', 756e12), ('Tesla T4', 65e12), ('NVIDIA T400', None),
+    ('NVIDIA GeForce RTX 3090 Ti', None), ('NVIDIA GeForce GTX 1080', None),
     ('NVIDIA H100 80GB HBM3 MIG 1g.10gb', None), ('NVIDIA GeForce RTX 4090 Laptop GPU', None)])
 def test_the_peak_is_that_of_the_very_card(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda _: name)
