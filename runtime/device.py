@@ -89,8 +89,6 @@ def peak_memory(device):
 
 def peak_flops(device):
     """Return the peak FLOP/s of `device` in 16-bit matmuls, None if unknown."""
-    if device.type != 'cuda':
-        return None
     return (GPUS.get(gpu_named(device_name(device))) or [None])[0]
 
 

@@ -93,9 +93,8 @@ def start_wandb(path, values):
     run.define_metric('iter')
     run.define_metric('*', step_metric='iter')
     if run_id and path.is_file():
-        received = run.summary.get('iter', -1)
         for entry in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
-            if entry['iter'] >= received:  # an iteration may have two lines and only the first was received
+            if entry['iter'] >= run.summary.get('iter', -1):  # of its two lines perhaps only one arrived
                 run.log(entry)
     return run
 

@@ -158,20 +158,6 @@ def contents(out_dir):
     return found
 
 
-def soak(seed, minutes, train, directory):
-    """Attempts with seed, seed + 1, … until the time is over. Prints and counts failures; returns (tries, failures)."""
-    end, tries, failures = time.monotonic() + 60 * minutes, 0, 0
-    while tries == 0 or time.monotonic() < end:
-        out = directory / str(seed + tries)
-        differs = attempt(random.Random(seed + tries), out, train)
-        if differs:
-            print(f'seed {seed + tries}: {differs}', file=sys.stderr, flush=True)
-        else:
-            shutil.rmtree(out)
-        tries, failures = tries + 1, failures + bool(differs)
-    return tries, failures
-
-
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--minutes', type=float, default=10)
@@ -181,8 +167,16 @@ if __name__ == '__main__':
     tokens = np.cumsum(np.random.default_rng(0).choice([1, 2, 7], p=[0.8, 0.1, 0.1], size=60_000)) % 251
     corpus = write_bins(directory / 'corpus', tokens[:50_000], tokens[50_000:])
     run = functools.partial(fork, 'train.py', logs=directory, seconds=HANG)
-    tries, failures = soak(args.seed, args.minutes, lambda out, *flags, **kwargs: run(
-        f'--out_dir={out}', f'--dataset={corpus}', *flags, **kwargs), directory)
+    end, tries, failures = time.monotonic() + 60 * args.minutes, 0, 0
+    while tries == 0 or time.monotonic() < end:
+        seed, tries = args.seed + tries, tries + 1
+        out = directory / str(seed)
+        if differs := attempt(random.Random(seed), out, lambda out, *flags, **kwargs: run(
+                f'--out_dir={out}', f'--dataset={corpus}', *flags, **kwargs)):
+            print(f'seed {seed}: {differs}', file=sys.stderr, flush=True)
+            failures += 1
+        else:
+            shutil.rmtree(out)
     print(f'{tries - failures} of {tries} runs ended as the run without faults did, from seed {args.seed}')
     if failures:
         raise SystemExit(f'{directory}: what is left of the others')
