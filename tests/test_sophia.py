@@ -42,7 +42,8 @@ needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('cl
 
 @pytest.mark.parametrize('seed', range(3))
 def test_update_rule(seed):
-    """Random hyperparameters, two param groups, estimates of either sign at some of the steps, some of them None."""
+    """Random hyperparameters, two param groups, estimates of either sign at some of the steps, some of them None. Where
+    h is negative or 0 that is the sign step."""
     torch.manual_seed(seed)
     settings = [dict(lr=10 ** uniform(-4, -1), beta1=uniform(0, 0.99), beta2=uniform(0, 0.99),
                      gamma=10 ** uniform(-2, 1), eps=10 ** uniform(-12, -2), weight_decay=uniform(0, 0.5))
@@ -71,40 +72,24 @@ def test_update_rule(seed):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_negative_and_zero_curvature_fall_back_to_the_sign_step():
-    """A Newton step would go uphill where h < 0."""
-    p = torch.nn.Parameter(torch.zeros(4))
-    optimizer = Sophia([p], lr=0.1, betas=(0, 0), gamma=1.0, weight_decay=0)
-    optimizer.update_hessian([torch.tensor([-5.0, 0.0, -1e-9, 4.0])])
-    p.grad = torch.tensor([3.0, -2.0, 0.5, 1.0])
-    optimizer.step()
-    torch.testing.assert_close(p.detach(), torch.tensor([-0.1, 0.1, -0.1, -0.025]))
-
-
-def test_unclipped_fraction():
-    p, q = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(1))
-    optimizer = Sophia([p, q], lr=0.1, betas=(0, 0), gamma=0.5)
-    assert optimizer.unclipped_fraction() is None and optimizer.metrics() == {}
-    optimizer.update_hessian([torch.tensor([1.0, 4.0, -1.0, 1.0]), torch.tensor([10.0])])
-    p.grad, q.grad = torch.tensor([0.4, 3.0, 1e-3, 0.6]), torch.tensor([1.0])
-    optimizer.step()
-    assert optimizer.unclipped_fraction().item() == pytest.approx(2 / 5)
-    assert optimizer.metrics() == dict(update_unclipped=optimizer.unclipped_fraction())
-
-
 def test_the_unclipped_fraction_follows_an_edit_of_the_rule(monkeypatch):
     def clip_at_two(update, rho):
         torch._foreach_clamp_min_(update, -2.0)
         torch._foreach_clamp_max_(update, 2.0)
 
-    monkeypatch.setattr('sophia.clip_', clip_at_two)
-    p = torch.nn.Parameter(torch.zeros(3))
-    optimizer = Sophia([p], lr=1.0, betas=(0, 0), gamma=1.0, weight_decay=0)
-    optimizer.update_hessian([torch.ones(3)])
-    p.grad = torch.tensor([0.5, -1.5, 3.0])
+    p, q = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(1))
+    optimizer = Sophia([p, q], lr=1.0, betas=(0, 0), gamma=0.5, weight_decay=0)
+    assert optimizer.unclipped_fraction() is None and optimizer.metrics() == {}
+    optimizer.update_hessian([torch.tensor([1.0, 4.0, -1.0, 1.0]), torch.tensor([10.0])])
+    p.grad, q.grad = torch.tensor([0.4, 5.0, 1e-3, 0.6]), torch.tensor([1.0])
     optimizer.step()
-    assert p.tolist() == [-0.5, 1.5, -2.0]
-    assert optimizer.unclipped_fraction().item() == pytest.approx(2 / 3)
+    assert optimizer.unclipped_fraction().item() == pytest.approx(2 / 5)
+    assert optimizer.metrics() == dict(update_unclipped=optimizer.unclipped_fraction())
+    monkeypatch.setattr('sophia.clip_', clip_at_two)
+    assert optimizer.unclipped_fraction().item() == pytest.approx(3 / 5)
+    before = p.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(before - p.detach(), torch.tensor([0.8, 2.0, 2.0, 1.2]))
 
 
 def test_the_first_step_that_moves_without_an_estimate_warns():
@@ -289,9 +274,8 @@ def test_gauss_newton_bartlett_keeps_the_graph_if_asked_and_undoes_the_loss_scal
     out = f(params, x)
     gauss_newton_bartlett(out, params, retain_graph=True)
     out.sum().backward()
-    estimates = []
+    estimates, estimator = [], GaussNewtonBartlett(params)  # which can be used again
     for scale in (1.0, 1024.0):
-        estimator = GaussNewtonBartlett(params)
         estimator.add(scale * F.cross_entropy(f(params, x), LABELS, reduction='sum'), 8)
         estimates.append(flat(estimator.estimate(scale)))
     torch.testing.assert_close(*estimates)
@@ -335,13 +319,6 @@ def indefinite_matrix(n):
     return A
 
 
-def test_algorithm_1():
-    A, theta = indefinite_matrix(6), torch.nn.Parameter(torch.randn(6))
-    estimator = Hutchinson([theta], torch.Generator().manual_seed(3))
-    found, = hutchinson(0.5 * theta @ A @ theta, [theta], torch.Generator().manual_seed(3))
-    torch.testing.assert_close(found, reference.hutchinson(A, estimator.u[0]), rtol=1e-10, atol=0)
-
-
 def test_one_vector_makes_one_estimate():
     estimator = Hutchinson([torch.nn.Parameter(torch.ones(3))])
     estimator.add([torch.ones(3)], 2)
@@ -351,11 +328,13 @@ def test_one_vector_makes_one_estimate():
 
 
 @pytest.mark.parametrize('rademacher', [False, True])
-def test_hutchinson_is_unbiased_on_an_indefinite_quadratic(rademacher):
+def test_algorithm_1_is_unbiased_on_an_indefinite_quadratic(rademacher):
     A, theta = indefinite_matrix(6), torch.nn.Parameter(torch.randn(6))
+    u, = Hutchinson([theta], torch.Generator().manual_seed(1), rademacher).u
     generator = torch.Generator().manual_seed(1)
     samples = torch.stack([hutchinson(0.5 * theta @ A @ theta, [theta], generator, rademacher)[0]
                            for _ in range(1000)])
+    torch.testing.assert_close(samples[0], reference.hutchinson(A, u), rtol=1e-10, atol=0)
     z = (samples.mean(0) - A.diagonal()) / (samples.std(0) / 1000 ** 0.5)
     assert z.abs().max() < 4.5
     assert (samples.mean(0)[[0, -1]] - torch.tensor([-2.0, 2.0])).abs().max() < 0.5
@@ -384,7 +363,7 @@ def test_estimators_take_the_optimizer_and_keep_its_order():
 
 
 def test_hessian_vector_product():
-    """Forward over reverse is double backward, and a central difference of gradients."""
+    """Forward over reverse is double backward."""
     params, x, f = make_mlp(outputs=5)
     values, u = tuple(p.detach() for p in params), [torch.randn_like(p) for p in params]
 
@@ -394,8 +373,6 @@ def test_hessian_vector_product():
     product = hessian_vector_product(loss_fn, values, u)
     gradient = torch.autograd.grad(loss_fn(params), params, create_graph=True)
     torch.testing.assert_close(product, torch.autograd.grad(gradient, params, u))
-    up, down = (torch.func.grad(loss_fn)(tuple(p + s * v for p, v in zip(values, u))) for s in (1e-5, -1e-5))
-    torch.testing.assert_close(flat(product), (flat(up) - flat(down)) / 2e-5, rtol=1e-5, atol=1e-7)
 
 
 def test_hutchinson_rejects_a_gradient_without_a_graph():
@@ -431,19 +408,26 @@ def test_a_loss_without_a_second_derivative_is_named():
 
 
 def test_the_state_of_frozen_parameters_stays():
-    """A layer that is not trained, or not at present, may stay in the lists, as with other optimizers."""
+    """A layer that is not trained, or not at present, may stay in the lists, as with other optimizers, and so may
+    quantized weights, which have no arithmetic. The estimates of the others are as without them."""
     params, x, f = make_mlp(outputs=5)
-    optimizer = Sophia(params, lr=0.1)
-    optimizer.update_hessian([torch.ones_like(p) for p in params])
-    params[-1].requires_grad_(False)
-    before = params[-1].clone(), optimizer.state[params[-1]]['hessian'].clone()
-    loss = F.cross_entropy(f(params, x), LABELS)
-    for estimates in (gauss_newton_bartlett(f(params, x), params), hutchinson(loss, params)):
-        assert estimates[-1] is None and estimates[0].any()
-        optimizer.update_hessian(estimates)
+    quantized = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    optimizer = Sophia([*params, quantized], lr=0.1)
+    optimizer.update_hessian([*map(torch.ones_like, params), None])
+    frozen = params[-1].requires_grad_(False)
+    before = frozen.clone(), optimizer.state[frozen]['hessian'].clone()
+    for estimate in (lambda of: gauss_newton_bartlett(f(params, x), of),
+                     lambda of: hutchinson(F.cross_entropy(f(params, x), LABELS), of, rademacher=True)):
+        found = []
+        for of in optimizer, params[:-1]:
+            torch.manual_seed(1)
+            found.append(estimate(of))
+        optimizer.update_hessian(found[0])
+        assert found[0][2:] == [None, None] and flat(found[1]).any()
+        assert all(map(torch.equal, found[0][:2], found[1]))
     F.cross_entropy(f(params, x), LABELS).backward()
     optimizer.step()
-    torch.testing.assert_close((params[-1], optimizer.state[params[-1]]['hessian']), before, rtol=0, atol=0)
+    torch.testing.assert_close((frozen, optimizer.state[frozen]['hessian']), before, rtol=0, atol=0)
     assert optimizer.unclipped_fraction() is not None
 
 
@@ -455,7 +439,6 @@ MISUSE = {  # what → (error, its words)
     'all frozen': (lambda m, x: hutchinson(m(x).sum(), [torch.ones(2)]), 'all are frozen'),
     'one output': (lambda m, x: gauss_newton_bartlett(m(x)[:, :1], m.parameters()),
                    r'of shape \(8, 1\) are not logits .* its distribution'),
-    'a vector': (lambda m, x: gauss_newton_bartlett(m(x)[:, 0], m.parameters()), r'of shape \(8,\) are not logits'),
     'loss and logits': (lambda m, x: gauss_newton_bartlett((m(x).mean(), m(x)), m.parameters()),
                         r'of shape \(\) are not logits .*; of a tuple pass only the logits'),
     'hidden states': (lambda m, x: gauss_newton_bartlett((m(x), x), m.parameters()), 'of 3 and 5 classes; of a tuple'),
@@ -465,7 +448,6 @@ MISUSE = {  # what → (error, its words)
                            r'an estimate of shape \(3,\) for a parameter of shape \(5, 3\)'),
     'one beta': (lambda m, x: Sophia(m.parameters(), lr=0.1, betas=0.9), 'betas = 0.9 is out of range'),
     'a tuple of one': (lambda m, x: Sophia(m.parameters(), lr=0.1, betas=(0.9,)), r'betas = \(0.9,\) is out of range'),
-    'text': (lambda m, x: Sophia(m.parameters(), lr='1e-3'), "lr = '1e-3' is out of range"),
     'bfloat16': (lambda m, x: Sophia(m.bfloat16().parameters(), lr=0.1), 'keep them in float32'),
 }
 
@@ -699,47 +681,13 @@ def test_each_parameter_has_the_sum_over_the_ranks_that_share_it(two_ranks, orde
     for rank in two_ranks:
         expert, shared = rank[f'meshes {order}'][:2], rank[f'meshes {order}'][2:]
         torch.testing.assert_close(expert, [h_hat / 2 for h_hat in rank['its half'][:2]])
-        torch.testing.assert_close(shared[-1], rank['its estimate'])
+        for whole in shared[-1], rank['ignored']:  # a parameter that FSDP ignores is summed, too
+            torch.testing.assert_close(whole, rank['its estimate'])
 
 
-def test_parameters_that_fsdp_ignores_are_summed_over_ranks(two_ranks):
-    for rank in two_ranks:
-        torch.testing.assert_close(rank['ignored'], rank['its estimate'])
-
-
-def test_parameters_sharded_over_a_part_of_the_ranks_have_the_estimate_of_that_part(two_ranks):
+def test_sharded_and_divided_optimizers_make_the_step_of_a_whole_one(two_ranks):
+    """Parameters sharded over a part of the ranks have the estimate of that part."""
     for rank in two_ranks:
         torch.testing.assert_close(*rank['by_shards'])
-    assert not torch.equal(two_ranks[0]['by_shards'][0][0], two_ranks[1]['by_shards'][0][0])
-
-
-def test_an_optimizer_divided_over_ranks_makes_the_step_of_a_whole_one(two_ranks):
-    for rank in two_ranks:
         torch.testing.assert_close(*rank['by_optimizer'])
-
-
-def test_estimators_leave_quantized_frozen_parameters_alone():
-    """They have no arithmetic, and no estimate; the estimates of the others are as without them."""
-    model = torch.nn.Linear(4, 3)
-    model.base = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
-    optimizer, x = Sophia(model.parameters(), lr=1e-3), torch.randn(8, 4)
-    for estimate in (lambda params: gauss_newton_bartlett(model(x), params),
-                     lambda params: hutchinson(model(x).logsumexp(-1).mean(), params, rademacher=True)):
-        torch.manual_seed(1)
-        found = estimate(optimizer)
-        torch.manual_seed(1)
-        assert found[2] is None and torch.equal(found[0], estimate([model.weight, model.bias])[0])
-        optimizer.update_hessian(found)
-
-
-def test_an_estimator_can_be_used_again():
-    model, x = torch.nn.Linear(4, 3), torch.randn(8, 4)
-    again = GaussNewtonBartlett(model.parameters())
-    for seed in (1, 2):
-        found = []
-        for estimator in again, GaussNewtonBartlett(model.parameters()):
-            logits = model(x)
-            labels = torch.randint(3, (8,), generator=torch.Generator().manual_seed(seed))
-            estimator.add(F.cross_entropy(logits, labels, reduction='sum'), 8)
-            found.append(estimator.estimate())
-        assert all(map(torch.equal, *found))
+    assert not torch.equal(two_ranks[0]['by_shards'][0][0], two_ranks[1]['by_shards'][0][0])
