@@ -115,8 +115,7 @@ def test_validation_sequences_cover_the_split_once(tmp_path, world_size, tokens,
 
 
 def test_validation_sequences_are_spread_over_the_split(corpus):
-    """Of 312 sequences the first of each seventh."""
-    loader = ValidationLoader(Bin(corpus, 'val'), 7, 4, 32, 0, 1, 'cpu')
+    loader = ValidationLoader(Bin(corpus, 'val'), 7, 4, 32, 0, 1, 'cpu')  # the first of each seventh of 312
     assert loader.starts.tolist() == [32 * sequence for sequence in (0, 44, 89, 133, 178, 222, 267)]
 
 
@@ -129,19 +128,15 @@ def test_large_ids_survive(tmp_path, dtype, ids):
 
 
 def test_nanogpt_bins_load_without_meta(tmp_path):
-    path = write_bins(tmp_path, [50256, 1, 2, 3], [1, 2, 3], meta=False)
+    """uint32 read as uint16 would have 0 as every second id, and a loss that falls."""
+    path = write_bins(tmp_path, [50256, 1, 2, 3], [0, 5, 0, 5], meta=False)
     data = Bin(path, 'train')
     assert data.vocab_size == 50257 and data.sequences([0], 4).tolist() == [[50256, 1, 2, 3]]
-    (path / 'val.bin').write_bytes(b'abc')
-    assert 'val.bin: empty or not complete (3 bytes for 1 tokens in uint16)' in rejection(Bin, path, 'val')
-
-
-def test_uint32_without_meta_is_not_read_as_uint16(tmp_path):
-    """Every second id would be 0, and the loss would fall."""
-    path = write_bins(tmp_path, [50256, 1, 2, 3], [0, 5, 0, 5], dtype='uint32', meta=False)
-    assert 'train.bin: every second id is 0, as in uint32' in rejection(Bin, path, 'train')
-    np.array([0, 5, 0, 5], '<u2').tofile(path / 'val.bin')
     assert Bin(path, 'val').sequences([0], 4).tolist() == [[0, 5, 0, 5]]
+    write_bins(tmp_path, [50256, 1, 2, 3], [1], dtype='uint32', meta=False)
+    assert 'train.bin: every second id is 0, as in uint32' in rejection(Bin, path, 'train')
+    (path / 'meta.pkl').touch()  # nanoGPT's, of characters
+    assert rejection(Bin, path, 'train').startswith(f'{path}/meta.pkl: not read')
 
 
 def test_a_fingerprint_tells_size_and_both_ends(tmp_path):
@@ -154,45 +149,25 @@ def test_a_fingerprint_tells_size_and_both_ends(tmp_path):
     assert bins[0].samples().size <= 2 ** 20 and bins[0].fingerprint().startswith('b0df12bcb6b9f9a3')
 
 
-def test_nanogpts_character_bins_are_not_taken_for_gpt2s(tmp_path):
-    path = write_bins(tmp_path, range(60), range(60), meta=False)
-    (path / 'meta.pkl').touch()
-    message = rejection(Bin, path, 'train')
-    assert message.startswith(f'{path}/meta.pkl: not read') and 'shakespeare_char/prepare.py --input FILE' in message
-
-
-def test_a_missing_data_set_is_named_with_what_helps(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = f'no such file; --dataset is a directory made by a prepare.py, and data/ is in {ROOT}'
-    assert rejection(Bin, data_dir('mine'), 'val') == f'data/mine/val.bin: {words}'
-    write_bins(tmp_path / 'data/pysource', [1], [1])
-    assert rejection(open_dataset, 'pysorce', 1) == (
-        '--dataset=pysorce: no directory data/pysorce; did you mean pysource?')
-    for dataset, path in ('mine', 'data/mine'), ('data/mine', 'data/mine'), ('x/y', 'x/y'):
-        assert rejection(open_dataset, dataset, 1) == f'{path}/train.bin: {words}'
-
-
-def test_bins_that_do_not_fit_are_rejected(tmp_path):
-    path = write_bins(tmp_path, np.arange(100), np.arange(50))
-    (path / 'train.bin').write_bytes(b'abcd')
-    assert 'train.bin: empty or not complete (4 bytes for 100 tokens in uint16)' in rejection(Bin, path, 'train')
-    (path / 'meta.json').write_bytes(b'{"dtype": "uint16"}')
-    assert 'meta.json: not a valid meta.json' in rejection(Bin, path, 'train')
-
-
-def test_a_bad_token_stops_the_training_thread_with_its_message(tmp_path):
-    data = Bin(write_bins(tmp_path, np.full(100, 95), np.arange(50), vocab_size=90), 'train')
-    loader = TrainLoader(Mixture([data]), 0, 4, 8, 0, 1, 'cpu')
-    assert 'train.bin: token id 95 is beyond the vocabulary of 90' in rejection(next, loader)
-    loader.close()
-
-
 def test_a_data_set_is_named_by_its_directory_in_data_or_by_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path('data/mine').mkdir(parents=True)
-    for name in ('mine', 'data/mine', './data/mine', tmp_path / 'data/mine'):
-        assert data_dir(name).resolve() == tmp_path / 'data/mine'
-    assert data_dir('missing') == Path('data/missing') and data_dir('data/missing') == Path('data/missing')
+    write_bins(tmp_path / 'data/pysource', [1], [1])
+    for name in ('pysource', 'data/pysource', './data/pysource', tmp_path / 'data/pysource'):
+        assert data_dir(name).resolve() == tmp_path / 'data/pysource'
+    for dataset, path in ('mine', 'data/mine'), ('data/mine', 'data/mine'), ('x/y', 'x/y'):
+        assert rejection(open_dataset, dataset, 1) == (
+            f'{path}/train.bin: no such file; --dataset is a directory made by a prepare.py, and data/ is in {ROOT}')
+    assert rejection(open_dataset, 'pysorce', 1) == (
+        '--dataset=pysorce: no directory data/pysorce; did you mean pysource?')
+
+
+@pytest.mark.parametrize('meta', [True, False])
+def test_bins_that_do_not_fit_are_rejected(tmp_path, meta):
+    path = write_bins(tmp_path, np.arange(100), np.arange(50), meta=meta)
+    (path / 'train.bin').write_bytes(b'abc')
+    assert 'train.bin: empty or not complete (3 bytes for ' in rejection(Bin, path, 'train')
+    (path / 'meta.json').write_bytes(b'{"dtype": "uint16"}')
+    assert 'meta.json: not a valid meta.json' in rejection(Bin, path, 'train')
 
 
 def test_a_directory_that_exists_is_no_mixture(two, tmp_path, monkeypatch):
@@ -229,11 +204,6 @@ def two(tmp_path, monkeypatch):
     write_bins(tmp_path / 'data/b', np.arange(700) % 100 + 100, np.arange(300) % 100 + 100)
 
 
-def test_a_mixture_has_the_vocabulary_of_its_parts(two):
-    assert vocab_size_of('a:0.7,b:0.3') == vocab_size_of('a') == Bin(Path('data/a'), 'train').vocab_size
-    assert vocab_size_of('elsewhere') == 50257
-
-
 def test_a_mixture_draws_its_parts_by_their_weights(two):
     data, val = open_dataset('a:7,b:3', 16)
     found = torch.cat(batches(data, 0, 200))
@@ -242,13 +212,10 @@ def test_a_mixture_draws_its_parts_by_their_weights(two):
     assert set(of_b.tolist()) == {0.0, 1.0}  # no sequence crosses from one part to the other
     assert of_b.mean().item() == pytest.approx(0.3, abs=5 * (0.21 / 4800) ** 0.5)
     assert sorted(found[of_b == 0][:, 0].unique().tolist()) == list(range(100))
+    assert data.sequences([4983, 5000], 17)[:, [0, 16]].tolist() == [[83, 99], [100, 116]]
     assert {key: (str(bin.path), bin.weight) for key, bin in val.items()} == {
         'a': ('data/a/val.bin', 0.7), 'b': ('data/b/val.bin', 0.3)}
-
-
-def test_a_mixture_finds_its_sequences(two):
-    data, _ = open_dataset('a:0.5,b:0.5', 16)
-    assert data.sequences([4983, 5000], 17)[:, [0, 16]].tolist() == [[83, 99], [100, 116]]
+    assert vocab_size_of('a:0.7,b:0.3') == Bin(Path('data/a'), 'train').vocab_size and vocab_size_of('none') == 50257
 
 
 def test_the_fingerprint_of_a_mixture_covers_all_of_it(two, tmp_path):
@@ -270,8 +237,6 @@ def test_a_part_of_weight_0_is_only_validated_on(two):
     train, val = open_dataset('a:2,b:0', 16)
     assert [str(bin.path) for bin in train.bins] == ['data/a/train.bin']
     assert {key: bin.weight for key, bin in val.items()} == {'a': 1.0, 'b': 0.0}
-    train, val = open_dataset('a', 16)
-    assert len(train.bins) == 1 and list(val) == ['a'] and val['a'].weight == 1
 
 
 @pytest.mark.parametrize('dataset, message', [
@@ -292,7 +257,10 @@ def test_mixtures_that_cannot_be_are_one_line(dataset, message, two):
 
 
 def test_open_dataset_checks_the_length_and_the_ids_of_each_split(two):
+    """Ids of the rest are checked when they are read, in another thread."""
     assert rejection(open_dataset, 'a:1,b:1', 400) == (
         'data/b/val.bin: 300 tokens are too few for block_size = 400; set --block_size to at most 299')
     write_bins(Path('data/b'), np.full(700, 99), np.full(300, 99), vocab_size=90)
-    assert 'data/b/train.bin: token id 99 is beyond the vocabulary of 90' in rejection(open_dataset, 'b', 16)
+    message = 'data/b/train.bin: token id 99 is beyond the vocabulary of 90'
+    assert message in rejection(open_dataset, 'b', 16)
+    assert message in rejection(batches, Mixture([Bin('data/b', 'train')]), 0, 1)
