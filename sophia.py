@@ -79,7 +79,7 @@ class GuardedOptimizer(Optimizer):
     def add_param_group(self, param_group):
         """Add a group of parameters; ValueError if a setting or a parameter is not suitable."""
         for key, value in {**self.defaults, **param_group}.items():
-            if not in_range(key, value):
+            if key in IN_RANGE and not IN_RANGE[key](value):
                 raise ValueError(f'{type(self).__name__}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
         params = [p for p in self.param_groups[-1]['params'] if p.requires_grad]
@@ -145,10 +145,7 @@ class HessianOptimizer(GuardedOptimizer):
         estimates: an iterable of tensors, one per parameter in param-group order; None leaves that h as it is. An inf
         or NaN is treated as in a gradient; 'skip' leaves out all of them.
         """
-        params, estimates = params_of(self), list(estimates)
-        if len(estimates) != len(params):
-            raise ValueError(f'update_hessian got {len(estimates)} estimates for {len(params)} parameters')
-        given = {p: h_hat for p, h_hat in zip(params, estimates) if h_hat is not None}
+        given = {p: h_hat for p, h_hat in zip(params_of(self), estimates, strict=True) if h_hat is not None}
         for p, h_hat in given.items():
             if h_hat.shape != p.shape or is_dtensor(h_hat) != is_dtensor(p):
                 raise ValueError(f'update_hessian: an estimate of shape {tuple(h_hat.shape)} for a parameter of shape '
@@ -439,18 +436,8 @@ IN_RANGE = dict(lr=lambda v: v >= 0, betas=lambda v: len(v) == 2 and all(0 <= be
                 weight_decay=lambda v: v >= 0)
 
 
-def in_range(key, value):
-    """Return whether IN_RANGE accepts the value of a setting, or does not have it."""
-    try:
-        return key not in IN_RANGE or IN_RANGE[key](value)
-    except TypeError:  # a number for a pair, or text
-        return False
-
-
 def params_of(optimizer):
     """Return the parameters of an optimizer in param-group order, as a list; a list of parameters stays the same."""
-    if isinstance(optimizer, torch.nn.Module):
-        raise TypeError('pass the optimizer, whose order of parameters the estimates must have, not the model')
     groups = getattr(optimizer, 'param_groups', None)  # wrappers have them, too
     params = [p for group in groups for p in group['params']] if groups else list(optimizer)
     if not any(p.requires_grad for p in params):
@@ -563,8 +550,7 @@ def fsdp_gradients(loss, params, retain_graph):
 
 
 def is_dtensor(tensor):
-    """Return whether a tensor is a DTensor; without importing that class, which costs half a second."""
-    return hasattr(tensor, 'placements')
+    return hasattr(tensor, 'placements')  # to import the class costs half a second
 
 
 def local(tensors):
@@ -585,7 +571,6 @@ def add_shards(count, tensors):
 
 
 def ranks(group=None):
-    """Return the number of ranks in `group`; 1 without torch.distributed."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES
 from data.writer import Corpus, sha256
 from runtime.files import first_line, local_path
+from scripts.arguments import at_least
 
 CHARS = 2 ** 23  # characters of text in one batch
 
@@ -26,19 +27,12 @@ def argument_parser(doc, script, tokenizer=None):
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', type=local_path, default=Path(script).resolve().parent,
                         help="where the bins go (default: this script's directory)")
-    parser.add_argument('--num_proc', type=at_least_one, help='processes (default: one per core)',
+    parser.add_argument('--num_proc', type=at_least(1), help='processes (default: one per core)',
                         default=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
     parser.add_argument('--overwrite', action='store_true', help='replace other bins in out_dir')
     if tokenizer:
         parser.add_argument('--tokenizer', metavar=TOKENIZER_NAMES, default=tokenizer, help=f'default: {tokenizer}')
     return parser
-
-
-def at_least_one(text):
-    """Convert an argument of argparse to an int of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError('must be a whole number, at least 1')
-    return int(text)
 
 
 def distinct(paths):

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, at_least_one, distinct, local_files
+from data.sources import argument_parser, distinct, local_files
 from data.tokenizer import GPT2Tokens
 from data.writer import Corpus, write_bins
-from runtime.files import first_line, local_path
+from runtime.files import local_path
+from scripts.arguments import at_least
 
 REPOSITORY, SHARDS = 'kjj0/fineweb10B-gpt2', 103
 HEADER = 256  # int32s: magic number, version, number of tokens, zeros
@@ -24,13 +25,9 @@ PIECE = 2 ** 24  # tokens in one batch
 
 def download(n):
     """Download the first n training shards and the validation shard to HF_HOME and return their paths."""
+    from huggingface_hub import hf_hub_download
     names = [*(f'fineweb_train_{i:06d}.bin' for i in range(1, n + 1)), 'fineweb_val_000000.bin']
-    try:
-        from huggingface_hub import hf_hub_download
-        return [Path(hf_hub_download(REPOSITORY, name, repo_type='dataset')) for name in names]
-    except (Exception, KeyboardInterrupt) as error:  # import, network, Hub and file system have no common class
-        raise SystemExit(f'{REPOSITORY}: cannot be downloaded ({first_line(error)}); the same command resumes, and '
-                         '--tokens FILE... takes local copies') from None
+    return [Path(hf_hub_download(REPOSITORY, name, repo_type='dataset')) for name in names]
 
 
 def check(path):
@@ -55,12 +52,11 @@ def batches(path, split):
 def main():
     parser = argument_parser(__doc__, __file__)
     shards = parser.add_mutually_exclusive_group(required=True)
-    shards.add_argument('--download', type=at_least_one, metavar='N', help=f'the first N shards of {REPOSITORY}')
+    shards.add_argument('--download', type=at_least(1, at_most=SHARDS), metavar='N', 
+                        help=f'the first N shards of {REPOSITORY}')
     shards.add_argument('--tokens', nargs='+', type=local_path, metavar='FILE', help='shards on disk')
     parser.add_argument('--val_file', type=local_path, metavar='FILE', help='for val.bin (default: the last shard)')
     args = parser.parse_args()
-    if args.download and args.download > SHARDS:
-        parser.error(f'--download={args.download}: there are {SHARDS} shards')
     files = args.tokens or download(args.download)
     val = args.val_file or files[-1]
     files = distinct([*files, val])  # *.bin may have named it, too

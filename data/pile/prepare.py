@@ -11,10 +11,11 @@ from itertools import repeat
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, at_least_one, batched
+from data.sources import argument_parser, batched
 from data.tokenizer import get_tokenizer
 from data.writer import Corpus, write_bins
 from runtime.files import first_line
+from scripts.arguments import at_least
 
 REPOSITORY, REVISION = 'monology/pile-uncopyrighted', '3be90335b66f24456a5d6659d9c8d208c0357119'
 HUB = f'hf://datasets/{REPOSITORY}@{REVISION}'
@@ -33,7 +34,7 @@ def stream(file):
 
 def main():
     parser = argument_parser(__doc__, __file__, tokenizer='EleutherAI/gpt-neox-20b')
-    parser.add_argument('--num_files', type=at_least_one, default=30, help='training files to take (default: all 30)')
+    parser.add_argument('--num_files', type=at_least(1), default=30, help='training files to take (default: all 30)')
     args = parser.parse_args()
     files = [('train', f'train/{i:02d}.jsonl.zst') for i in range(args.num_files)] + [('val', 'val.jsonl.zst')]
     segments = [batched(zip(repeat(split), stream(f'{HUB}/{name}'))) for split, name in files]

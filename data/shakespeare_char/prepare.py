@@ -4,7 +4,6 @@
 --input; without it, the text is downloaded once and kept next to the bins as input.txt.
 """
 
-import http.client
 import sys
 import urllib.request
 from pathlib import Path
@@ -18,23 +17,15 @@ from runtime.files import atomic_write, local_path
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 
 
-def download(path):
-    """Download the text to `path`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(URL, timeout=60) as response, atomic_write(path) as file:
-            file.write(response.read())
-    except (OSError, http.client.HTTPException) as error:
-        raise SystemExit(f'{URL}: cannot be downloaded to {path} ({error}); --input FILE takes a copy') from None
-
-
 def main():
     parser = argument_parser(__doc__, __file__)
     parser.add_argument('--input', type=local_path, help='a text file to take instead of the download')
     args = parser.parse_args()
     path = args.input or args.out_dir / 'input.txt'
     if not args.input and not path.is_file():
-        download(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(URL, timeout=60) as response, atomic_write(path) as file:
+            file.write(response.read())
     source, revision = local_files([path])
     text = ''.join(lines(path))
     start = int(0.9 * len(text))
