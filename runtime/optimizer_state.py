@@ -209,7 +209,7 @@ def first_difference(a, b, name='state'):
 
 def leaves(value, name, seen=None):
     """Yield (name, value) of the tensors and plain values in nested containers and objects, and the length of each
-    container and the type of each object as text: arrays as tensors, iterators and optimizers as they are. Left out are
+    container and the type of each object as text: arrays as tensors, iterators as they are. Left out are
     code, modules and those that are `seen`, {id: object}, to which this adds."""
     seen = {} if seen is None else seen
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.memmap):
@@ -223,7 +223,7 @@ def leaves(value, name, seen=None):
             yield from leaves(item, f'{name}.{key}', seen)
     elif id(value) not in seen and not isinstance(value, NO_VALUES):
         seen[id(value)] = value
-        if isinstance(value, torch.optim.Optimizer) or hasattr(value, '__next__') and not reduced(value):
+        if hasattr(value, '__next__') and not reduced(value):
             yield name, value
             return
         yield name, type(value).__qualname__
@@ -237,6 +237,8 @@ def inside(value):
         yield from ((key if isinstance(key, (str, int)) else i, item) for i, (key, item) in enumerate(value.items()))
     elif isinstance(value, CONTAINERS):
         yield from enumerate(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from dict(state=value.state, param_groups=value.param_groups).items()
     else:
         yield from enumerate(reduced(value))
         yield from getattr(value, '__dict__', {}).items()
