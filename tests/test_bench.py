@@ -84,4 +84,4 @@ def test_it_steps_as_train_py_does(corpus, tmp_path, name, monkeypatch):
 def test_errors(tmp_path):
     assert 'no model.py' in rejection(bench.main, ['--baseline', str(tmp_path)])
     assert 'cannot be written' in rejection(bench.main, ['--output', str(tmp_path / 'no' / 'file')])
-    assert '--unknown: unknown setting' in rejection(bench.main, ['--unknown'])
+    assert '--unknown: unknown setting' in rejection(bench.main, ['--unknown=1'])

@@ -52,7 +52,7 @@ def batches(path, split):
 def main():
     parser = argument_parser(__doc__, __file__)
     shards = parser.add_mutually_exclusive_group(required=True)
-    shards.add_argument('--download', type=at_least(1, at_most=SHARDS), metavar='N', 
+    shards.add_argument('--download', type=at_least(1, at_most=SHARDS), metavar='N',
                         help=f'the first N shards of {REPOSITORY}')
     shards.add_argument('--tokens', nargs='+', type=local_path, metavar='FILE', help='shards on disk')
     parser.add_argument('--val_file', type=local_path, metavar='FILE', help='for val.bin (default: the last shard)')
