@@ -154,11 +154,12 @@ def lost_in_round_trip(optimizer, fresh, saved, names):
         state = one.state_dict()
         groups = [{key: group.get(key) for key in compared}  # load_state_dict may add settings
                   for group, compared in zip(state['param_groups'], optimizer.param_groups)]
-        return {**state, 'param_groups': groups, **attributes(one)}
+        return {**state, 'param_groups': groups, **attributes(one, objects=False)}
 
     lost = first_difference(comparable(optimizer), comparable(fresh))
     if not lost:
-        optimizer.construction.restored = changed_attributes(optimizer)
+        optimizer.construction.restored = (
+            changed_attributes(optimizer) - differing(attributes(optimizer), attributes(fresh)))
     return lost
 
 
@@ -175,9 +176,13 @@ def left_out(optimizer, saved):
 
 def changed_attributes(optimizer):
     """Return the names of the attributes that have changed since the construction."""
-    now, then = attributes(optimizer), optimizer.construction.attributes
-    return {name.split('.')[2] for name in now.keys() | then.keys()
-            if name not in now or name not in then or not equal(now[name], then[name])}
+    return differing(attributes(optimizer), optimizer.construction.attributes)
+
+
+def differing(ours, theirs):
+    """Return the names of the attributes that differ between two results of `attributes`."""
+    return {name.split('.')[2] for name in ours.keys() | theirs.keys()
+            if name not in ours or name not in theirs or not equal(ours[name], theirs[name])}
 
 
 @functools.cache
@@ -187,11 +192,13 @@ def no_state():
     return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction'}
 
 
-def attributes(optimizer):
+def attributes(optimizer, objects=True):
     """Return {attributes.PART.NAME…: value} of what may be state of an optimizer or its parts and is not in their
-    state_dict. Left out are flags with an underscore, where schedulers note what they have checked or warned of."""
+    state_dict; unless `objects` is False, also inside objects, which some optimizers set anew in every step. Left out
+    are flags with an underscore, where schedulers note what they have checked or warned of."""
     own = {i: {name: value for name, value in vars(part).items()
-               if name not in no_state() and not (name.startswith('_') and isinstance(value, bool))}
+               if name not in no_state() and not (name.startswith('_') and isinstance(value, bool))
+               and (objects or isinstance(value, (*PLAIN, torch.Tensor, list, tuple, dict, torch.optim.Optimizer)))}
            for i, part in enumerate(parts(optimizer))}
     seen = {id(part): part for part in parts(optimizer)}
     return {name: value for name, value in leaves(own, 'attributes', seen)
