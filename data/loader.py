@@ -1,5 +1,4 @@
-"""Sequences of tokens from memory-mapped bins: the stateless order (see runtime/rng.py), prefetch, validation
-sequences."""
+"""Sequences of tokens from memory-mapped bins: the stateless order (see runtime/rng.py), prefetch, validation."""
 
 import difflib
 import hashlib
@@ -163,7 +162,6 @@ class Mixture:
         return int(self.first[-1])
 
     def sequences(self, starts, length):
-        """Return (len(starts), length) tokens."""
         index = np.searchsorted(self.first, starts, side='right') - 1  # of each sequence's bin
         inside = starts - self.first[index]
         return np.concatenate([self.bins[i].sequences([start], length) for i, start in zip(index, inside)])
@@ -246,7 +244,6 @@ class TrainLoader:
         return batch
 
     def close(self):
-        """Stop the prefetching thread."""
         self.thread.shutdown(cancel_futures=True)
 
     def _load(self, iteration):
@@ -293,7 +290,7 @@ class ValidationLoader:
 
 
 def as_tensor(tokens):
-    """Return token ids in torch's signed type of the same width; its unsigned types lack most operations."""
+    # Signed types of the same width, because torch's unsigned ones lack most operations.
     return torch.from_numpy(tokens.view(np.int16 if tokens.itemsize == 2 else np.int32))
 
 

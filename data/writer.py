@@ -98,10 +98,7 @@ def find_existing(out_dir, identity):
     SystemExit if other bins are there."""
     files = [out_dir / name for name in ('meta.json', *(f'{split}.bin' for split in SPLITS))]
     there = [path for path in files if path.exists()]
-    try:
-        meta = json.loads(files[0].read_text(encoding='utf-8')) if files[0] in there else {}
-    except ValueError as error:
-        raise SystemExit(f'{files[0]}: not JSON ({error}); choose another --out_dir or pass --overwrite') from None
+    meta = json.loads(files[0].read_text(encoding='utf-8')) if files[0] in there else {}
     wrong = [key for key in identity if meta.get(key) != identity[key]]
     if there and wrong:
         raise SystemExit(f'{there[0]}: made from other data ({wrong[0]} {meta.get(wrong[0])!r}, not '
@@ -131,8 +128,7 @@ def write_parts(segments, tokenizer, parts, num_proc):
 
 
 def missing_parts(segments, parts):
-    """Yield (path, batch) for each batch whose part is not in the directory `parts`; after a segment (its end, None).
-    """
+    """Yield (path, batch) for each batch whose part is not in `parts`, and (its end, None) after a segment."""
     for number, segment in enumerate(segments):
         end = parts / f'{number:06d}.end'
         if not end.exists():
@@ -214,7 +210,6 @@ def encode(batch, path):
 
 
 def sha256(path):
-    """Return the hex SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open('rb') as file:
         while block := file.read(2 ** 20):

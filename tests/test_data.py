@@ -349,7 +349,7 @@ def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_
     assert words in rejection(get_tokenizer, tokenizer_file)
     config.write_text('{"eos_token": "a"}')
     assert 'a inside a text would end the document' in rejection(get_tokenizer, tokenizer_file)
-    for damaged in ('[]', '{"eos_token": ["</s>"]}', '{"eos_token": {}}'):
+    for damaged in '[]', '{"eos_token": {}}':
         config.write_text(damaged)
         assert 'cannot be read' in rejection(get_tokenizer, tokenizer_file)
     config.unlink()
@@ -569,13 +569,10 @@ def test_a_network_that_fails_between_two_files_of_the_hub_leaves_what_is_done(t
 def test_bad_tables_are_one_line(tmp_path):
     good, out = write_jsonl(tmp_path / 'a.jsonl', texts(5)), ('--out_dir', tmp_path / 'out', '--tokenizer', 'byte')
     table = write_parquet(tmp_path / 'other.parquet', texts(5), key='content')
-    for flags, words in [(['--data_files', good], 'a.jsonl: cannot be read'), ([], 'hf://datasets/Skylion007'),
-                         (['--data_files', table], 'No match for FieldRef.Name(text)')]:
-        message = prepare('openwebtext', *flags, *out, ok=False)
-        assert words in message and '--data_files takes local parquet files with a column text' in message
-    message = prepare('text', table, '--val_file', good, *out, ok=False)
-    assert """other.parquet: cannot be read (KeyError: 'Field "text" does not exist""" in message
-    assert not left(tmp_path / 'out')
+    for command, words in [(['openwebtext', '--data_files', table], 'No match for FieldRef.Name(text)'),
+                           (['openwebtext'], 'cannot be read, or the files after it'),
+                           (['text', table, '--val_file', good], 'Field "text" does not exist')]:
+        assert words in prepare(*command, *out, ok=False) and not left(tmp_path / 'out')
 
 
 # ---- shards of tokens ------------------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ def split_table(files, num_proc):
 
 
 def rows(table, start, split):
-    """Yield a batch, the rows of a table from `start` on."""
     yield [(split, text) for text in table[start:start + ROWS]['text']]
 
 
