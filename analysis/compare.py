@@ -143,7 +143,6 @@ def finite_losses(runs):
 
 
 def shared_seeds(groups):
-    """Return the set of seeds that all groups of runs have."""
     return set.intersection(*({run.seed for run in group} for group in groups))
 
 

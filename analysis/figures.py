@@ -2,7 +2,6 @@
 
 import argparse
 import csv
-import io
 import math
 import shlex
 import sys
@@ -32,17 +31,12 @@ COLORED = ['adamw', 'sophiag', 'muon', 'soap', 'lion', 'sophiah', 'signum', 'gnb
 
 
 def label_of(key):
-    """Return the name of a setting in figures and tables."""
     return SETTING_LABELS.get(key, key)
 
 
 def optimizer_label(name):
     """Return an optimizer's name in figures and tables; for LIBRARY:CLASS, the class."""
     return OPTIMIZER_LABELS.get(name, name.rpartition(':')[2])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Figures
 
 
 def figure(columns=1, width=5.0, height=3.7):
@@ -102,12 +96,9 @@ def save(output, fig, rows, **data):
     it: `rows`, a list of dicts, as .csv, and `data`, if any, as .json."""
     from matplotlib import pyplot as plt
     plain_log_ticks(fig)
-    try:
-        with files.atomic_write(output) as f:
-            fig.savefig(f, dpi=150, format='png', metadata=dict(Command=shlex.join(sys.argv),
-                                                                Commit=files.git_commit() or 'unknown'))
-    except OSError as error:
-        raise SystemExit(f'{output}: cannot be written ({error.strerror})') from None
+    made_by = dict(Command=shlex.join(sys.argv), Commit=files.git_commit() or 'unknown')
+    with files.atomic_write(output) as f:
+        fig.savefig(f, dpi=150, format='png', metadata=made_by)
     plt.close(fig)
     written = [output, output.with_suffix('.csv')]
     write_csv(written[1], rows)
@@ -156,15 +147,8 @@ def png_path(output):
     output = files.local_path(str(output))
     if output.suffix != '.png':
         raise SystemExit(f'--output={output}: must end in .png; the numbers go next to it as .csv or .json')
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SystemExit(f'--output={output}: cannot be written ({error.filename}: {error.strerror})') from None
+    output.parent.mkdir(parents=True, exist_ok=True)
     return output
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Tables
 
 
 def print_table(rows, columns=None):
@@ -188,8 +172,7 @@ def cell(value):
 def write_csv(path, rows):
     """Write `rows`, a list of dicts, as a CSV file; a key that a row lacks stays empty."""
     header = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, header, lineterminator='\n')
-    writer.writeheader()
-    writer.writerows(rows)
-    files.write_text(path, text.getvalue())
+    with files.atomic_write(path, 'w') as f:
+        writer = csv.DictWriter(f, header, lineterminator='\n')
+        writer.writeheader()
+        writer.writerows(rows)

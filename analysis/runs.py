@@ -363,8 +363,6 @@ def read_json(path):
     """Return the contents of a JSON file."""
     try:
         return json.loads(Path(path).read_text(encoding='utf-8'))
-    except OSError as error:
-        raise SystemExit(f'{path}: cannot be read ({error.strerror})') from None
     except ValueError as error:
         raise SystemExit(f'{path}: not JSON ({error})') from None
 
@@ -392,15 +390,10 @@ def by_seed(runs, repeats=False):
     return list(groups.values())
 
 
-def validation_sequences(config):
-    """Return the number of validation sequences under the settings `config`, a dict; 'all' without a limit."""
-    return config['eval_sequences'] or 'all'
-
-
 def measured_on(run):
     """Return the data that a run's loss is measured on, {name: value}; losses on other data cannot be compared."""
     return {'the data (fingerprint)': json.dumps(run.about.get('data')),
-            'the number of validation sequences': validation_sequences(run.config)}
+            'the number of validation sequences': run.config['eval_sequences'] or 'all'}
 
 
 def notes_on(runs):

@@ -73,7 +73,6 @@ def log_correlation_of_noise(h, cv):
 
 
 def share(mask):
-    """Return the share of true entries."""
     return mask.float().mean().item()
 
 
@@ -163,8 +162,6 @@ def state_of_run(loaded, names):
     if not row or (row.build, row.hook) != (build_sophia, GNBHook):
         print(f'note: the h of {name} is not described; its estimates or its update are others', file=sys.stderr)
         return None, None
-    if 'shapes' not in saved:
-        raise SystemExit(f'{path}: its optimizer state has no names; resume the run, which saves them')
     if path.is_dir():
         from runtime.sharded import read_optimizer
         saved = read_optimizer(path, saved, {})

@@ -21,7 +21,7 @@ from analysis.runs import ROLES
 from configurator import HARMLESS
 from data.loader import parts_of
 from data.tokenizer import END_OF_TEXT, GPT2, Byte, FileTokenizer
-from runtime.files import first_line, local_path
+from runtime.files import local_path
 from runtime.gpt import ACTIVATIONS, TRANSPOSED, num_params
 from scripts.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 
@@ -29,7 +29,7 @@ TOLERANCE = 1e-4  # on logits, in float32
 
 
 def to_hf(model, eot_id):
-    """Return the transformers GPT2LMHeadModel with the weights of a GPT. SystemExit if it has other weights."""
+    """Return the transformers GPT2LMHeadModel with the weights of a GPT. RuntimeError if it has others."""
     import transformers
     c, gelu = model.config, getattr(model.config, 'gelu_approximate', 'none')  # nanoGPT's config has fewer fields
     activation = next(name for name, approximate in ACTIVATIONS.items() if approximate == gelu)
@@ -41,10 +41,7 @@ def to_hf(model, eot_id):
         bias=c.bias))  # `bias` is for GPT.from_pretrained: Hugging Face's GPT-2 always has biases
     zeros = {key: torch.zeros_like(w) for key, w in theirs.state_dict().items() if key.endswith('.bias')}
     weights = {key: w.t() if key.endswith(TRANSPOSED) else w for key, w in model.state_dict().items()}
-    try:
-        theirs.load_state_dict(zeros | weights)
-    except RuntimeError as error:
-        raise SystemExit(f'not written; the model is not a GPT-2 ({" ".join(str(error).split())})') from None
+    theirs.load_state_dict(zeros | weights)
     return theirs
 
 
@@ -131,37 +128,31 @@ def export(loaded, dest):
 
     The folder gets its name when it is complete and checked; after an error nothing is left.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise SystemExit(f'{dest}: needs the package transformers; pip install -r requirements-hf.txt') from None
+    import transformers
     transformers.logging.disable_progress_bar()
     dest, model = Path(dest), loaded.model
     if dest.exists():
         raise SystemExit(f'{dest}: exists; give another folder, or remove it')
-    try:
-        dest.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory('.partial', f'{dest.name}.', dest.parent) as folder:
-            partial = Path(folder, 'model')
-            exported = to_hf(model, loaded.tokenizer.eot_id)
-            exported.save_pretrained(partial)
-            if exported.config.scale_attn_by_inverse_layer_idx:
-                print('note: transformers before 5.4 scales attention by layer only with attn_implementation="eager", '
-                      'which config.json asks for; do not override it there', file=sys.stderr)
-                config = json.loads((partial / 'config.json').read_text()) | dict(_attn_implementation='eager')
-                (partial / 'config.json').write_text(json.dumps(config, indent=2))
-            write_tokenizer(loaded.tokenizer, partial, model.config.block_size)
-            (partial / 'README.md').write_text(model_card(loaded, dest.name), encoding='utf-8')
-            idx = torch.randint(model.config.vocab_size, (2, model.config.block_size))
-            if loaded.tokenizer.eot_id is not None:  # an edited model may treat the documents apart
-                idx[:, 1::5] = loaded.tokenizer.eot_id
-            theirs = transformers.GPT2LMHeadModel.from_pretrained(partial).eval()(idx).logits
-            difference = (theirs - model(idx, idx.clone())[0]).abs().max().item()
-            if not difference <= TOLERANCE:  # NaN, too
-                raise SystemExit(f'{dest}: not written; transformers computes other logits, by up to {difference:.2g}')
-            partial.rename(dest)
-    except OSError as error:
-        raise SystemExit(f'{dest}: cannot be written ({first_line(error)}); give another folder') from None
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory('.partial', f'{dest.name}.', dest.parent) as folder:
+        partial = Path(folder, 'model')
+        exported = to_hf(model, loaded.tokenizer.eot_id)
+        exported.save_pretrained(partial)
+        if exported.config.scale_attn_by_inverse_layer_idx:
+            print('note: transformers before 5.4 scales attention by layer only with attn_implementation="eager", '
+                  'which config.json asks for; do not override it there', file=sys.stderr)
+            config = json.loads((partial / 'config.json').read_text()) | dict(_attn_implementation='eager')
+            (partial / 'config.json').write_text(json.dumps(config, indent=2))
+        write_tokenizer(loaded.tokenizer, partial, model.config.block_size)
+        (partial / 'README.md').write_text(model_card(loaded, dest.name), encoding='utf-8')
+        idx = torch.randint(model.config.vocab_size, (2, model.config.block_size))
+        if loaded.tokenizer.eot_id is not None:  # an edited model may treat the documents apart
+            idx[:, 1::5] = loaded.tokenizer.eot_id
+        theirs = transformers.GPT2LMHeadModel.from_pretrained(partial).eval()(idx).logits
+        difference = (theirs - model(idx, idx.clone())[0]).abs().max().item()
+        if not difference <= TOLERANCE:  # NaN, too
+            raise SystemExit(f'{dest}: not written; transformers computes other logits, by up to {difference:.2g}')
+        partial.rename(dest)
     return difference
 
 

@@ -7,31 +7,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from data import tokenizer as tokenizers
 from data.loader import Bin, data_dir, first_dir, parts_of, read_meta
-from data.tokenizer import (
-    TOKENIZER_NAMES,
-    Tokenizer,
-    check_same_tokenizer,
-    folder_meta,
-    get_tokenizer,
-    identifying,
-    same_tokenizer,
-    tokenizer_from_meta,
-)
 from runtime import checkpoint
 from runtime.device import DTYPES, check_device, device_defaults
-from runtime.files import code_hashes, differing_files, expanded, one_line
+from runtime.files import code_hashes, differing_files, expanded
 from runtime.gpt import HUB_MODELS, with_weights
 from runtime.rng import seed_all
-
-try:
-    from train import GPT, GPTConfig  # those that training uses; a model.py without them is one line there
-except ImportError as error:
-    raise SystemExit(f'train.py: {error}; scripts load the GPT and GPTConfig that it imports') from None
+from train import GPT, GPTConfig  # those that training uses
 
 # Files in the repository's root that do not affect a model's outputs.
-NOT_OF_THE_MODEL = ('train.py', 'optimizers.py', 'sophia.py', 'hessian.py',
-                    'configurator.py')
+NOT_OF_THE_MODEL = 'train.py', 'optimizers.py', 'sophia.py', 'hessian.py', 'configurator.py'
 MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or ' + ', '.join(HUB_MODELS)
 
 
@@ -41,7 +27,7 @@ class Loaded:
     name: str  # last part of the path
     path: Path
     model: GPT
-    tokenizer: Tokenizer | None  # None if unknown
+    tokenizer: tokenizers.Tokenizer | None  # None if unknown
     state: dict = field(default_factory=dict)  # the checkpoint without weights and optimizer, {} for Hugging Face's
 
 
@@ -55,8 +41,8 @@ def add_model_flags(parser):
 def add_tokenizer_flag(parser):
     """Add --tokenizer, an argument of `load`."""
     parser.add_argument('--tokenizer', metavar='NAME|DIR',
-                        help=f"{TOKENIZER_NAMES}, or the directory of a data set made with it; needed only if the "
-                             "checkpoint does not hold its tokenizer")
+                        help=f'{tokenizers.TOKENIZER_NAMES}, or the directory of a data set made with it; needed only '
+                             'if the checkpoint does not hold its tokenizer')
 
 
 def dtype_name(args):
@@ -69,7 +55,7 @@ def load(path, device='cpu', tokenizer=None):
     device, given = check_device(device), Path(path)
     if any(given.glob('*.safetensors')) or str(path) in HUB_MODELS and not given.exists():
         model = GPT.from_pretrained(path)
-        meta = folder_meta(given, model.config.vocab_size)
+        meta = tokenizers.folder_meta(given, model.config.vocab_size)
         return Loaded(given.name, given, model.to(device).eval(), chosen_tokenizer(tokenizer, meta, path))
     path, state = checkpoint.load_checkpoint(path)
     state.pop('optimizer', None)
@@ -83,11 +69,7 @@ def load(path, device='cpu', tokenizer=None):
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
         args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
     seed_all(state['config'].get('seed', 0))  # as in training, for what the constructor draws and no checkpoint holds
-    try:
-        model = with_weights(GPT, GPTConfig(**args), weights)
-    except (TypeError, RuntimeError) as error:
-        raise SystemExit(f'{path}: does not fit model.py ({one_line(error)}); load it with the model.py '
-                         'that trained it') from None
+    model = with_weights(GPT, GPTConfig(**args), weights)
     chosen = chosen_tokenizer(tokenizer, checkpoint_meta(state, tokenizer), path)
     return Loaded(given.resolve().name, path, model.to(device).eval(), chosen, state)
 
@@ -96,8 +78,8 @@ def with_tokenizer(loaded):
     """Return `loaded` with its vocabulary cut to its tokenizer's, so that padding is never sampled."""
     tokenizer, size = loaded.tokenizer, loaded.model.config.vocab_size
     if tokenizer is None:
-        raise SystemExit(f'{loaded.path}: its tokenizer is unknown; pass --tokenizer={TOKENIZER_NAMES}|DIR, where DIR '
-                         'is a data set made with it, or prepare the data set again')
+        raise SystemExit(f'{loaded.path}: its tokenizer is unknown; pass --tokenizer={tokenizers.TOKENIZER_NAMES}|DIR, '
+                         'where DIR is a data set made with it, or prepare the data set again')
     if tokenizer.vocab_size > size:
         raise SystemExit(f'{loaded.path}: the model has {size} ids, fewer than the tokenizer {tokenizer.name} '
                          f'({tokenizer.vocab_size}); check --tokenizer')
@@ -106,15 +88,10 @@ def with_tokenizer(loaded):
 
 
 def crop_vocab_size(model, vocab_size):
-    """Remove the ids from `vocab_size` on, the padding, from a GPT. SystemExit when its embeddings or head are missing.
-    """
+    """Remove the ids from `vocab_size` on, the padding, from a GPT."""
     if model.config.vocab_size == vocab_size:
         return
-    try:
-        embedding, head = model.transformer.wte, model.lm_head
-    except AttributeError:
-        raise SystemExit('model.py: its GPT has no transformer.wte or no lm_head, from which the padding of the '
-                         'vocabulary has to be removed; name them as nanoGPT does') from None
+    embedding, head = model.transformer.wte, model.lm_head
     tied = head.weight is embedding.weight
     for module in (embedding, head):
         module.weight = nn.Parameter(module.weight.detach()[:vocab_size].clone())
@@ -134,7 +111,7 @@ def open_bins(loaded, dataset, split):
     bins = [Bin(data_dir(name), split, share, shape.block_size) for name, share in parts_of(dataset).items()
             if share or split != 'train']  # a part of weight 0 is for validation only
     for data in bins:
-        check_same_tokenizer(data, tokenizer and tokenizer.meta, loaded.path)
+        tokenizers.check_same_tokenizer(data, tokenizer and tokenizer.meta, loaded.path)
         if data.vocab_size > (ids := tokenizer.vocab_size if tokenizer else shape.vocab_size):
             raise SystemExit(f'{data.path}: has {data.vocab_size} ids, but {loaded.path} has {ids}; prepare the data '
                              'with the tokenizer of the model')
@@ -148,11 +125,11 @@ def chosen_tokenizer(name, meta, path):
     """
     if name:
         folder = Path(expanded(name, '--tokenizer='))
-        named = read_meta(folder) if (folder / 'train.bin').is_file() else get_tokenizer(name).meta
-        if meta and not same_tokenizer(identifying(named), identifying(meta)):
+        named = read_meta(folder) if (folder / 'train.bin').is_file() else tokenizers.get_tokenizer(name).meta
+        if meta and not tokenizers.same_tokenizer(tokenizers.identifying(named), tokenizers.identifying(meta)):
             raise SystemExit(f'--tokenizer={name}: {path} was trained with {meta["tokenizer"]}; leave the flag out')
         meta = named
-    return tokenizer_from_meta(meta) if meta else None
+    return tokenizers.tokenizer_from_meta(meta) if meta else None
 
 
 def checkpoint_meta(state, name):

@@ -99,7 +99,6 @@ def largest_micro_batch(c, shape, ranks, limit):
 
 
 def changed(c, **values):
-    """Copy the settings `c` with other values."""
     c = copy.copy(c)
     c.values = {**c.values, **values}
     return c

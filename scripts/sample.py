@@ -24,8 +24,7 @@ from scripts.arguments import at_least
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 
 
-def parse(argv):
-    """Parse and check the command line."""
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', nargs='?', help=f'{MODEL_HELP} (default: out)')
     parser.add_argument('--out_dir', help="the same, as nanoGPT's flag")
@@ -33,32 +32,23 @@ def parse(argv):
                                         '(default: a newline)')
     parser.add_argument('--num_samples', type=at_least(1), default=10, help='(default: 10)')
     parser.add_argument('--max_new_tokens', type=at_least(1), default=500, help='(default: 500)')
-    parser.add_argument('--temperature', type=float, default=0.8, help='0: always the likeliest token (default: 0.8)')
-    parser.add_argument('--top_k', type=int, default=200, help='only the k likeliest tokens; 0: all (default: 200)')
-    parser.add_argument('--top_p', type=float, default=1.0,
+    parser.add_argument('--temperature', type=at_least(0, float), default=0.8,
+                        help='0: always the likeliest token (default: 0.8)')
+    parser.add_argument('--top_k', type=at_least(0), default=200,
+                        help='only the k likeliest tokens; 0: all (default: 200)')
+    parser.add_argument('--top_p', type=at_least(0, float, at_most=1), default=1.0,
                         help='only the likeliest tokens that together have this probability (default: 1)')
     parser.add_argument('--seed', type=int, default=1337)
     add_model_flags(parser)
     args = parser.parse_args(argv)
     if args.checkpoint and args.out_dir:
         parser.error(f'{args.checkpoint} and --out_dir={args.out_dir}: pass only one')
-    args.checkpoint = args.checkpoint or args.out_dir or 'out'
-    if not (args.temperature >= 0 and args.top_k >= 0 and 0 < args.top_p <= 1):
-        parser.error('--temperature and --top_k must be 0 or more, --top_p above 0 and at most 1')
-    return args
-
-
-def main(argv=None):
-    args = parse(argv)
     if hasattr(sys.stdout, 'reconfigure'):  # the terminal may not encode all that a model writes
         sys.stdout.reconfigure(errors='replace')
     prompt = args.start
     if prompt and prompt.startswith('FILE:'):
-        try:
-            prompt = ''.join(lines(Path(prompt.removeprefix('FILE:'))))
-        except OSError as error:
-            raise SystemExit(f'--start={prompt}: cannot be read ({error.strerror})') from None
-    loaded = with_tokenizer(load(args.checkpoint, args.device, args.tokenizer))
+        prompt = ''.join(lines(Path(prompt.removeprefix('FILE:'))))
+    loaded = with_tokenizer(load(args.checkpoint or args.out_dir or 'out', args.device, args.tokenizer))
     model, tokenizer = loaded.model.to(DTYPES[dtype_name(args)]), loaded.tokenizer
     if prompt is None:
         prompt = tokenizer.default_prompt

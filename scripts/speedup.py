@@ -16,19 +16,8 @@ from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis import compare
-from analysis.figures import (
-    argparser,
-    figure,
-    label_of,
-    legend,
-    optimizer_label,
-    parse,
-    print_table,
-    save,
-    set_title,
-    styles,
-)
+from analysis import compare, figures
+from analysis.figures import print_table
 from analysis.runs import as_number, by_seed, find_runs, mean_final_loss, notes_on
 from analysis.significance import holm, pooled_sd
 from scripts.arguments import at_least
@@ -40,7 +29,7 @@ PANELS = ['loss', 'difference']
 
 
 def main(argv=None):
-    parser = argparser(__doc__, 'speedup.png', '.csv and .json', of_runs=True)
+    parser = figures.argparser(__doc__, 'speedup.png', '.csv and .json', of_runs=True)
     parser.add_argument('--by', default='optimizer_name', metavar='KEY',
                         help='what is compared: a setting, or out_dir, the paths given (default: optimizer_name)')
     parser.add_argument('--baseline', metavar='NAME',
@@ -50,7 +39,7 @@ def main(argv=None):
                         help='the factor claimed, such as 2, 1.1 or 4/3 (default: 2)')
     compare.add_tuned(parser)
     parser.add_argument('--panels', nargs='+', choices=PANELS, default=PANELS, help='default: all')
-    args = parse(parser, argv)
+    args = figures.parse(parser, argv)
     runs = find_runs(args.out_dirs)
     sides = group_by_side(runs, args)
     baseline, *candidates = sides
@@ -88,9 +77,9 @@ def main(argv=None):
                               for note in compare.weaknesses(one)]
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
     fig = draw(tuned, labels, verdicts, args.panels)
-    set_title(fig, args.title)
-    save(args.output, fig, results, baseline=baseline, k=float(args.k), noise=dict(sd=sd, df=df), verdicts=verdicts,
-         notes=notes, rejected=rejected)
+    figures.set_title(fig, args.title)
+    figures.save(args.output, fig, results, baseline=baseline, k=float(args.k), noise=dict(sd=sd, df=df),
+                 verdicts=verdicts, notes=notes, rejected=rejected)
 
 
 def group_by_side(runs, args):
@@ -116,7 +105,9 @@ def group_by_side(runs, args):
 
 def label_of_side(side, by):
     """Return the name of a side in tables and pictures."""
-    return optimizer_label(side) if by == 'optimizer_name' else side if by == 'out_dir' else f'{label_of(by)} {side}'
+    if by == 'optimizer_name':
+        return figures.optimizer_label(side)
+    return side if by == 'out_dir' else f'{figures.label_of(by)} {side}'
 
 
 def judge(side, labels, candidate, baseline, baseline_side, k):
@@ -160,9 +151,9 @@ def sentence(row, one, two, tests):
 def draw(tuned, labels, verdicts, panels):
     """Return the figure of PANELS, side by side, against T: final losses with their standard deviation over seeds;
     differences to the baseline at the same T with their 95 % interval."""
-    fig, axes = figure(len(panels), width=4.6, height=3.8)
+    fig, axes = figures.figure(len(panels), width=4.6, height=3.8)
     looks = {side: dict(style, fmt='o-', capsize=3, markersize=4, label=labels[side])
-             for side, style in zip(tuned, styles(tuned))}
+             for side, style in zip(tuned, figures.styles(tuned))}
     baseline = next(iter(tuned))
     Ts = sorted({T for mine in tuned.values() for T in mine})
     for ax, panel in zip(axes, panels):
@@ -180,7 +171,7 @@ def draw(tuned, labels, verdicts, panels):
         ax.set(xscale='log', xlabel='steps T of the whole schedule')
         ax.set_xticks(Ts, [f'{T:,}' for T in Ts])
         ax.minorticks_off()
-    legend(fig, axes[0])
+    figures.legend(fig, axes[0])
     return fig
 
 

@@ -37,12 +37,7 @@ def main(argv=None):
     if args.grid:
         spec = dict(base=args.base, runs=[split_values('--grid', entry) for entry in args.grid])
     else:
-        path = args.spec or stored
-        spec = read_json(path)
-        entries = spec.get('runs') if isinstance(spec, dict) else None
-        if not (entries and isinstance(entries, list) and all(
-                isinstance(entry, dict) and isinstance(entry.get('base', []), list) for entry in [spec, *entries])):
-            raise SystemExit(f'{path}: a spec is an object with "runs", a list of objects; see sweep.py --help')
+        spec = read_json(args.spec or stored)
     trials = trials_of(spec, args.out_dir)
     # Config files are programs: printing a table of a received directory must not execute those that it names.
     if args.table:

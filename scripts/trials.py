@@ -54,11 +54,6 @@ class Trial:
         return run is not None and run.ended
 
     @property
-    def outcome(self):
-        """The `outcome_of` the run so far."""
-        return outcome_of(self.run)
-
-    @property
     def last_line(self):
         """The last line of its log.txt."""
         path = self.out_dir / 'log.txt'
@@ -102,14 +97,9 @@ def trials_of(spec, out_dir):
         grid = {key: value if isinstance(value, list) else [value] for key, value in entry.items() if key != 'base'}
         for values in itertools.product(*grid.values()):
             settings = {key: canonical(value) for key, value in zip(grid, values)}
-            if 'out_dir' in settings:
-                raise SystemExit('out_dir is not a setting to try; each run gets a directory in --out_dir')
             argv = [*spec.get('base', []), *entry.get('base', [])]
             argv += [value if key == 'config' else f'--{key}={value}' for key, value in settings.items()]
             name = ','.join(f'{key}={in_name(value)}' for key, value in settings.items())
-            if len(name.encode()) > 255:
-                raise SystemExit(f'{Path(out_dir) / name}: too long for the name of a directory; set what all runs '
-                                 'share behind --, or in a config file')
             trial = Trial(Path(out_dir) / name, settings, argv)
             if trials.setdefault(name, trial).argv != argv:
                 raise SystemExit(f'{trial.out_dir}: two runs of this sweep would share this directory, '
@@ -144,10 +134,6 @@ def split_values(flag, pairs):
         one = key == 'optimizer_args' or key == 'dataset' and ':' in values
         found[key] = [values] if one else values.split(',')
     return found
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Training
 
 
 def sweep_argparser(doc):
@@ -216,32 +202,20 @@ def start_trial(trial, launcher, slot, jobs):
     env = dict(os.environ)
     if jobs > 1:
         env.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // jobs)))
-        if found := gpus():  # each job gets as many, as one of several ranks needs them
-            n = max(1, len(found) // jobs)
-            first = slot * n % len(found)
-            env['CUDA_VISIBLE_DEVICES'] = ','.join(found[first:first + n])
+        gpus = [name for name in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if name]
+        if gpus := gpus or [*map(str, range(torch.cuda.device_count()))]:
+            n = max(1, len(gpus) // jobs)  # each job gets as many, as one of several ranks needs them
+            first = slot * n % len(gpus)
+            env['CUDA_VISIBLE_DEVICES'] = ','.join(gpus[first:first + n])
     return launch([*launcher, os.path.relpath(ROOT / 'train.py'), *trial.argv, f'--out_dir={trial.out_dir}',
                    '--auto_resume=True'], trial.out_dir, env=env)
 
 
 def launch(words, out_dir, **options):
-    """Start a program, whose output goes to log.txt in `out_dir`; return the process. SystemExit when it cannot."""
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        with (out_dir / 'log.txt').open('a') as log:
-            return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, **options)
-    except OSError as error:
-        raise SystemExit(f'{out_dir}: cannot be started ({error.filename}: {error.strerror})') from None
-
-
-def gpus():
-    """Return the names of the GPUs that this process sees, for CUDA_VISIBLE_DEVICES."""
-    visible = [name for name in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if name]
-    return visible or [*map(str, range(torch.cuda.device_count()))]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The table
+    """Start a program, whose output goes to log.txt in `out_dir`; return the process."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with (out_dir / 'log.txt').open('a') as log:
+        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, **options)
 
 
 def show(trials):

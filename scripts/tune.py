@@ -16,7 +16,7 @@ import train
 from analysis.runs import RunRecord, as_number
 from runtime.files import write_json
 from scripts.arguments import at_least
-from scripts.trials import canonical, show, split_values, sweep_argparser, train_all, trials_of
+from scripts.trials import canonical, outcome_of, show, split_values, sweep_argparser, train_all, trials_of
 
 
 def tune(args, values):
@@ -25,8 +25,6 @@ def tune(args, values):
     if problem := RunRecord(args.out_dir, dict(config=start), []).off_schedule:
         raise SystemExit(f'runs could not be compared: {problem}; leave out --lr_decay_iters')
     for key, grid in values.items():
-        if key not in start:
-            raise SystemExit(f'--values {key}=…: not a setting; see python train.py --help')
         for value in grid:
             train.resolve([*args.base, f'--{key}={value}'])  # which rejects invalid values
     best, trials = {key: canonical(start[key]) for key in values}, {}
@@ -39,7 +37,7 @@ def tune(args, values):
         train_all(found, args.jobs, args.launcher)
         losses = []
         for trial in found:
-            loss, state = trial.outcome
+            loss, state = outcome_of(trial.run)
             if loss is None:
                 raise SystemExit(f'{trial.out_dir}: {state}; {trial.last_line}. Then run the same command again')
             if trial.name not in trials:

@@ -1,6 +1,5 @@
 """scripts/eval.py: train.py's own validation loss, bytes of ids, mixtures."""
 
-import io
 import json
 import math
 import shutil
@@ -39,15 +38,6 @@ def test_is_the_validation_loss_of_train(capsys, corpus, out_dir):
     assert result['bits_per_byte'] == pytest.approx(result['loss'] * result['tokens'] / result['bytes'] / math.log(2))
     assert evaluate(capsys, out_dir, '--batch_size=7')['loss'] == pytest.approx(result['loss'], rel=1e-6)
     assert evaluate(capsys, out_dir, '--eval_sequences=6', '--batch_size=3')['tokens'] == 6 * 32
-
-
-@pytest.mark.parametrize('terminal', [True, False])
-def test_a_terminal_shows_progress(out_dir, monkeypatch, terminal):
-    stream = io.StringIO()
-    stream.isatty = lambda: terminal
-    monkeypatch.setattr('sys.stderr', stream)
-    eval_script.main([str(out_dir), '--device=cpu', '--eval_sequences=16'])
-    assert ('2/2' in stream.getvalue()) is terminal
 
 
 def test_targets_that_the_training_loss_leaves_out_count(capsys, out_dir, monkeypatch):

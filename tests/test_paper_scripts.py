@@ -32,7 +32,8 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path):
 
     picture = tmp_path / 'x.png'
     picture.write_text('first')
-    assert rejection(figures.save, picture, Full(), []) == f'{picture}: cannot be written (No space left on device)'
+    with pytest.raises(OSError, match='No space left'):
+        figures.save(picture, Full(), [])
     assert picture.read_text() == 'first' and [*tmp_path.iterdir()] == [picture]
 
 
@@ -147,8 +148,6 @@ def test_max_lr_finds_the_largest_stable_rate(tmp_path):
     assert 'let the sweep finish' in rejection(max_lr.main, [str(tmp_path)])
     make(tmp_path, 'adamw', 100, 3.0, 5e-4, argv=['--n_layer=3'])
     assert 'cannot be compared: n_layer is' in rejection(max_lr.main, [str(tmp_path)])
-    (tmp_path / 'losses.csv').write_text('optimizer,seed,steps,loss\nAdamW,1,100,3.0\n')
-    assert 'a CSV file has no training losses' in rejection(max_lr.main, [str(tmp_path / 'losses.csv')])
 
 
 def test_final_losses_by_hessian_interval_against_flops(tmp_path):

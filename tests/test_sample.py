@@ -2,15 +2,12 @@
 
 import contextlib
 import io
-import runpy
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, rejection, write_bins
+from conftest import rejection, write_bins
 
 from data.sources import files_corpus
 from data.tokenizer import Char, get_tokenizer
@@ -109,11 +106,6 @@ def test_script(tmp_path, capsys):
     assert len(set(run(capsys, out, '--start=abc', '--temperature=0').split('\n---------------\n'))) == 2
     (tmp_path / 'prompt.txt').write_bytes('\ufeffone\r\ntwo\n'.encode())
     assert run(capsys, out, f'--start=FILE:{tmp_path / "prompt.txt"}').startswith('one\r\ntwo\n')  # as prepare reads
-    assert str(tmp_path / 'nothing') in rejection(run, capsys, out, f'--start=FILE:{tmp_path / "nothing"}')
-    for flags, words in ((['--temperature=-1'], '--temperature and --top_k must'), (['a', '--out_dir=b'], 'only one')):
-        with pytest.raises(SystemExit):
-            sample.main(flags)
-        assert words in capsys.readouterr().err
     sample.main([str(out), '--start=<|endoftext|>', '--max_new_tokens=1', '--num_samples=1', '--device=cpu'])
     assert "note: <|endoftext|> in the prompt is ordinary text; --start='' starts a document" in capsys.readouterr().err
     assert run(capsys, out).startswith('\n') and run(capsys, out, '--start=').count('-----')  # a document's beginning
@@ -130,7 +122,7 @@ def test_a_fork_may_replace_generate(tmp_path, capsys, monkeypatch):
 
 
 def test_a_fork_may_have_no_module_for_its_head(tmp_path, capsys, monkeypatch):
-    """The embeddings are its head, by whatever name. Only the padding of a vocabulary could not be removed."""
+    """The embeddings are its head, by whatever name."""
     class Headless(GPT):
         def __init__(self, config):
             super().__init__(config)
@@ -141,14 +133,11 @@ def test_a_fork_may_have_no_module_for_its_head(tmp_path, capsys, monkeypatch):
             return self.unembed(self.transformer.ln_f(self.transformer.wte(idx))), None
 
     monkeypatch.setattr('scripts.load.GPT', Headless)
-    for vocab_size in (256, 320):
-        model = Headless(GPTConfig(**{**TINY, 'vocab_size': vocab_size}))
-        save_run(tmp_path / str(vocab_size), tokenizer=get_tokenizer('byte').meta, model=model.state_dict(),
-                 model_args=asdict(model.config))
-    loaded = load(tmp_path / '256').model
+    model = Headless(GPTConfig(**{**TINY, 'vocab_size': 256}))
+    save_run(tmp_path, tokenizer=get_tokenizer('byte').meta, model=model.state_dict(), model_args=asdict(model.config))
+    loaded = load(tmp_path).model
     assert loaded.unembed.weight is loaded.transformer.wte.weight
-    assert run(capsys, tmp_path / '256', '--start=a').startswith('a')
-    assert 'has no transformer.wte or no lm_head' in rejection(run, capsys, tmp_path / '320')
+    assert run(capsys, tmp_path, '--start=a').startswith('a')
 
 
 def test_a_vocabulary_without_newlines_has_another_first_prompt(tmp_path, capsys):
@@ -206,8 +195,8 @@ def test_a_checkpoint_with_a_head_of_its_own_is_not_taken_for_a_tied_one(tmp_pat
     model = make_model()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
     foreign_checkpoint(tmp_path / 'ckpt.pt', model)
-    message = rejection(load, tmp_path / 'ckpt.pt')
-    assert 'does not fit model.py (lm_head.weight is tied to transformer.wte.weight here, not there)' in message
+    with pytest.raises(RuntimeError, match='lm_head.weight is tied to transformer.wte.weight here, not there'):
+        load(tmp_path / 'ckpt.pt')
 
 
 def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, capsys, monkeypatch):
@@ -239,22 +228,9 @@ def test_a_better_checkpoint_than_the_newest_is_named(tmp_path, capsys):
     assert f'{out / "ckpt_00000005.pt"} had the lowest validation loss' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(('there', 'words'), [
-    (dict(n_layer=2), 'Unexpected key'), (dict(rope=True), "argument 'rope'")])
-def test_a_checkpoint_of_another_model_file_is_one_line(tmp_path, there, words):
-    out = save_run(tmp_path / 'run', model_args=dict(TINY, vocab_size=320) | there)
-    message = rejection(load, out)
-    assert message.startswith(f'{out}/ckpt_00000005.pt: does not fit model.py (') and words in message
-
-
 def test_another_tokenizer_than_the_models_is_rejected(tmp_path, capsys, gpt2_cache):
     assert 'check --tokenizer' in rejection(run, capsys, save_run(tmp_path / 'unknown'), '--tokenizer=gpt2')
     known = save_run(tmp_path / 'known', tokenizer=get_tokenizer('byte').meta)
     assert 'was trained with byte; leave the flag out' in rejection(run, capsys, known, '--tokenizer=gpt2')
 
 
-def test_a_train_py_of_another_model_is_one_line(monkeypatch):
-    """As of a fork whose class has another name: eval, sample, export and curvature load by scripts/load.py."""
-    monkeypatch.setitem(sys.modules, 'train', SimpleNamespace(Mamba=None))
-    message = rejection(runpy.run_path, str(ROOT / 'scripts/load.py'))
-    assert message.startswith("train.py: cannot import name 'GPT' from ") and 'scripts load the GPT' in message

@@ -120,8 +120,6 @@ def main(argv=None):
     for key in varying:
         if any(key not in run.config for run in runs):
             raise SystemExit(f'{"--grid" if args.grid else "--by"} {key}: not a setting of all of these runs')
-        if args.grid and len({isinstance(run.config[key], str) or run.config[key] is None for run in runs}) > 1:
-            raise SystemExit(f'--grid {key}: a number in some runs only; leave out the others')
     fig, rows = draw_grid(runs, args.grid) if args.grid else draw_lines(runs, args.x, args.by)
     print_table(rows, [key for key in rows[0] if key != 'run'])
     set_title(fig, args.title)

@@ -42,8 +42,6 @@ def main(argv=None):
     add_tuned(parser)
     args = parse(parser, argv)
     runs, groups = find_runs(args.out_dirs), {}
-    if runs[0].from_csv:
-        raise SystemExit(f'{args.out_dirs[0]}: a CSV file has no training losses; pass the out_dirs of train.py')
     check_comparable(runs, args.tuned)
     for run in sorted(runs, key=lambda run: run.learning_rate):
         if (problem := run.unfinished or run.off_schedule) and not run.diverged:
