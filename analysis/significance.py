@@ -13,10 +13,8 @@ def expected_best(losses, n):
 
 
 def pooled_sd(groups):
-    """Return (σ, degrees of freedom) of the noise over seeds, from lists of losses that differ in their seed only.
-
-    (None, 0) when no list has two.
-    """
+    """Return (σ, degrees of freedom) of the noise over seeds, from lists of losses that differ in their seed only;
+    (None, 0) when no list has two."""
     df = sum(len(group) - 1 for group in groups)
     squares = sum((len(group) - 1) * variance(group) for group in groups if len(group) > 1)
     return (math.sqrt(squares / df), df) if df else (None, 0)

@@ -48,8 +48,6 @@ def main(argv=None):
     parser.add_argument('--pack', metavar='DIR', type=local_path,
                         help='write DIR/runs.jsonl, each run named by its path below the one OUT_DIR')
     args = parser.parse_args(argv)
-    if args.pack and (len(args.out_dirs) > 1 or not Path(args.out_dirs[0]).is_dir()):
-        parser.error('--pack takes one OUT_DIR, a directory')
     if args.pack and (args.pack / 'runs.jsonl').exists():
         raise SystemExit(f'--pack {args.pack}: already holds a record, runs.jsonl; choose another DIR or remove it')
     runs = find_runs(args.out_dirs)

@@ -19,7 +19,7 @@ import torch
 
 import train
 from analysis.figures import print_table
-from analysis.runs import mean_final_loss, notes_on, read_run
+from analysis.runs import as_number, mean_final_loss, notes_on, read_run
 from configurator import with_younger
 from model import GPTConfig
 from optimizers import placeholders
@@ -109,12 +109,8 @@ def trials_of(spec, out_dir):
 
 def canonical(value):
     """Return a setting's value as text, numbers in one way: 1e-3 as 0.001, and 1e3 as 1000."""
-    with contextlib.suppress(ValueError):
-        return str(int(str(value)))
-    with contextlib.suppress(ValueError):
-        number = float(str(value))  # of a JSON true, not 1
-        return str(int(number) if number.is_integer() else number)
-    return str(value)
+    number = as_number(str(value))  # of a JSON true, not 1
+    return str(int(number) if isinstance(number, float) and number.is_integer() else number)
 
 
 def in_name(value):
@@ -154,7 +150,7 @@ def train_all(trials, jobs, launcher):
     SystemExit when this process is told to stop (Ctrl-C, SIGTERM).
     """
     def report(trial):
-        state = trial.outcome[1] if trial.ended else f'failed: {trial.last_line} ({trial.out_dir}/log.txt)'
+        state = outcome_of(trial.run)[1] if trial.ended else f'failed: {trial.last_line} ({trial.out_dir}/log.txt)'
         print(f'{trial.name}: {state}', file=sys.stderr, flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt

@@ -7,12 +7,11 @@ import torch
 from conftest import TINY, metrics, random_gpt, rejection, write_bins
 
 import train
-from analysis.runs import find_runs, read_run
+from analysis.runs import read_run
 from data import tokenizer as tokenizer_module
 from data.tokenizer import Char, folder_meta, get_tokenizer, identifying, same_tokenizer
 from model import GPT
 from runtime.files import save_pt
-from scripts import sweep
 from scripts.export_hf import export
 from scripts.export_hf import main as export_main
 from scripts.load import crop_vocab_size, load, with_tokenizer
@@ -244,17 +243,3 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
     resumed = read_run(tmp_path / 'tuned')
     assert resumed.config['init_from'] == str(tmp_path / 'hf')  # however it was resumed
     assert not resumed.about['changes']  # all learning rates were 0
-
-
-def test_a_sweep_of_fine_tuning_starts_from_the_weights(tmp_path, corpus):
-    """With a learning rate of 0 its run has the exported model's loss; its table takes it for the spec's."""
-    export_bytes(tmp_path, block_size=32)
-    base = [f'--dataset={corpus}', '--learning_rate=0', '--model_size=tiny', '--block_size=32', '--total_batch_size=4',
-            '--batch_size=2', '--eval_iters=8', '--warmup_iters=1', '--device=cpu', '--max_iters=2']
-    argv = ['--out_dir', str(tmp_path / 'sweep'), '--grid', 'seed=1', '--', *base]
-    sweep.main([*argv, f'--init_from={tmp_path / "hf"}'])
-    sweep.main([*argv, f'--init_from={tmp_path / "hf"}'])
-    run, = find_runs([tmp_path / 'sweep'])
-    train.main([*base, f'--init_from={tmp_path / "hf"}', f'--out_dir={tmp_path / "direct"}'])
-    assert run.final_loss == read_run(tmp_path / 'direct').final_loss
-    assert 'holds a run with init_from' in rejection(sweep.main, argv)

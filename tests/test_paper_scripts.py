@@ -117,17 +117,6 @@ def test_settings_of_which_a_seed_diverged_are_not_drawn(tmp_path, capsys):
     assert rejection(final_losses.main, [*argv, '--by', 'gama']) == '--by gama: not a setting of all of these runs'
 
 
-def test_losses_of_another_protocol_are_not_drawn(tmp_path, capsys):
-    make(tmp_path, 'adamw', 100, 3.0)
-    make(tmp_path, 'adamw', 100, 3.1)  # the same run again
-    make(tmp_path, 'adamw', 100, 3.3, argv=['--init_from=gpt2'])
-    argv = [str(tmp_path), '--output', str(tmp_path / 'figure.png')]
-    assert 'init_from is scratch in one and gpt2 in the other' in rejection(final_losses.main, argv)
-    final_losses.main([*argv, '--tuned', 'init_from'])
-    (row,) = rows_of(tmp_path / 'figure.csv')
-    assert (row['val/loss'], row['seeds'], row['tried']) == ('3.0', '1', '2')
-
-
 def test_max_lr_finds_the_largest_stable_rate(tmp_path):
     # With scaling 4e-3 ends high, and 8e-3 low again; without, 2e-3 ends on a plateau.
     for scaled, losses in [(True, {1e-3: 3.5, 2e-3: 3.3, 4e-3: 6.5, 8e-3: 3.2}), (False, {1e-3: 3.5, 2e-3: 4.9})]:

@@ -188,11 +188,3 @@ def test_a_card_is_named_by_its_last_word(capsys):
     fits = {line.split()[0]: ' '.join(line.split()[2:4]) for line in lines}
     assert fits['355M'] == 'yes 12' and fits['770M'] == 'with checkpointing' and fits['1.5B'] == 'no –'
     assert '--gpu=1080: not in the table; pass --memory_gb' in rejection(plan.main, ['--gpu=1080'])
-
-
-def test_a_state_that_is_not_known_is_said_to_be(capsys):
-    for name in ('adamw', 'muon', 'soap', 'torch:NAdam'):
-        plan.main([f'--optimizer_name={name}', '--model_size=125M', '--learning_rate=1e-3'])
-        assert ('is counted as AdamW' in capsys.readouterr().out) is (name in ('soap', 'torch:NAdam'))
-
-

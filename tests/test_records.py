@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 from conftest import ROOT, rejection
-from fake_runs import fake_run, make
+from fake_runs import edit, fake_run, make
 from PIL import Image
 
 from analysis import runs
@@ -20,9 +20,8 @@ def record(tmp_path):
 
 def change(run, **entries):
     """Replaces entries of a config.json."""
-    about = dict(git_commit='0' * 40, command=['python', 'train.py', '--out_dir=out/x'])
-    about = {**json.loads((run / 'config.json').read_text()), **about, **entries}
-    (run / 'config.json').write_text(json.dumps(about))
+    edit(run, lambda about: about.update(dict(git_commit='0' * 40, command=['python', 'train.py', '--out_dir=out/x'])
+                                         | entries))
 
 
 @pytest.mark.parametrize(('entries', 'what'), [

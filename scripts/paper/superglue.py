@@ -70,8 +70,7 @@ def make_prompt(task, exemplars, example):
 
 def read_answer(task, text):
     """Return the index of the answer that the first line of `text` begins with, None for any other word."""
-    word = re.search(r'\w+', text.split('\n')[0])
-    word = word.group().lower() if word else None
+    word = next(iter(re.findall(r'\w+', text.split('\n')[0].lower())), None)
     return task.answers.index(word) if word in task.answers else None
 
 
