@@ -152,7 +152,7 @@ def warn_of_runaway(run, metrics):
         run.log.print(f'warning: the norm of h is {growth:.0f} times its lowest and runs away; begin again, or at an '
                       'earlier checkpoint, with a lower --gamma or --learning_rate, see docs/troubleshooting.md')
         state.lowest_hessian_norm = math.inf  # so that it is said again only after as much growth again
-    state.lowest_hessian_norm = min(state.lowest_hessian_norm, norm)
+    state.lowest_hessian_norm = min(state.lowest_hessian_norm, norm or math.inf)  # 0: no estimate was finite yet
 
 
 def check_first_update(run, step):
