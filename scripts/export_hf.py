@@ -124,10 +124,7 @@ tokenizer = AutoTokenizer.from_pretrained('{name}')  # where it could be exporte
 
 @torch.no_grad()
 def export(loaded, dest):
-    """Write `loaded` to `dest`, a new folder; return the largest difference between transformers' logits and ours.
-
-    The folder gets its name when it is complete and checked; after an error nothing is left.
-    """
+    """Write `loaded` to `dest`, a new folder; return the largest difference between transformers' logits and ours."""
     import transformers
     transformers.logging.disable_progress_bar()
     dest, model = Path(dest), loaded.model

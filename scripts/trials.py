@@ -88,10 +88,7 @@ def outcome_of(run):
 
 
 def trials_of(spec, out_dir):
-    """Return the `Trial`s of a spec, a dict that scripts/sweep.py describes, in its order; equal ones once.
-
-    SystemExit where two different runs would have the same directory.
-    """
+    """Return the `Trial`s of a spec, a dict that scripts/sweep.py describes, in its order; equal ones once."""
     trials = {}
     for entry in spec['runs']:
         grid = {key: value if isinstance(value, list) else [value] for key, value in entry.items() if key != 'base'}
@@ -145,10 +142,7 @@ def sweep_argparser(doc):
 
 @undo_at_end()
 def train_all(trials, jobs, launcher):
-    """Train `trials`, `jobs` at a time, each from where it stopped, unless it has ended. Reports each on stderr.
-
-    SystemExit when this process is told to stop (Ctrl-C, SIGTERM).
-    """
+    """Train `trials`, `jobs` at a time, each from where it stopped, unless it has ended. Reports each on stderr."""
     def report(trial):
         state = outcome_of(trial.run)[1] if trial.ended else f'failed: {trial.last_line} ({trial.out_dir}/log.txt)'
         print(f'{trial.name}: {state}', file=sys.stderr, flush=True)

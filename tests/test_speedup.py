@@ -200,7 +200,6 @@ def test_without_finished_runs_of_both_there_is_nothing_to_compare(tmp_path):
     assert 'name other sides with --by, --baseline and --candidate' in rejection(judge, tmp_path)
     make(tmp_path, 'sophiag', 50, 3.0, end=40)
     assert 'finished runs of adamw at T = [100]; sophiag at T = none; ' in rejection(judge, tmp_path)
-    assert 'nothing to compare' in rejection(judge, tmp_path, '--candidate', 'lion', '--baseline', 'muon')
     make(tmp_path, 'sophiag', 100, 3.0)
     message = rejection(judge, tmp_path, '--candidate', 'sophiag', 'sophiagg')
     assert message == 'nothing to compare: no run of sophiagg; there are adamw, sophiag'
@@ -334,13 +333,9 @@ def test_directories_are_compared(tmp_path):
     for seed, noise in enumerate([0.0, 0.01, 0.02]):
         for place, loss in (('main', 3.0), ('fork', 2.9)):
             make(tmp_path / place, 'adamw', 100, loss + noise, seed=seed)
-    argv = [f'{tmp_path}/main', f'{tmp_path}/fork', f'--output={tmp_path}/speedup.png', '--by=out_dir']
-    speedup.main(argv)
+    speedup.main([f'{tmp_path}/main', f'{tmp_path}/fork', f'--output={tmp_path}/speedup.png', '--by=out_dir'])
     verdict, = json.loads((tmp_path / 'speedup.json').read_text())['verdicts']
     assert f'{tmp_path}/fork ends 0.1000 ± 0.0351 below {tmp_path}/main (p = 0.0066; trials' in verdict['text'][0]
-    make(tmp_path / 'fork', 'adamw', 100, 2.9, argv=['--n_layer=3'])
-    assert 'n_layer is 2 in one and 3 in the other; leave one out, or give --tuned n_layer' in rejection(
-        speedup.main, argv)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -444,7 +439,7 @@ def test_only_columns_that_are_known_to_be_tuned_may_differ(tmp_path, column):
     ('optimizer,seed,steps,loss\na,1,2\n', ':2: not as many columns'),
     ('optimizer,seed,steps,loss\na,1,2,low\n', ':2: steps, loss'), ('optimizer,seed,steps,loss\na,1,,3\n', ':2: steps'),
     ('optimizer,seed,steps,loss\na,1,2,3\na,1,2,4\n', ':3: the second row of a run for step 2'),
-    ('optimizer,seed,steps,loss\n', ': has no rows'),
+    ('optimizer,seed,steps,loss\n', ': no runs found'),
     ('optimizer,seed,steps,loss,LOSS\na,1,2,3,4\n', ': two columns loss'),
     ('optimizer,seed,max_iters,steps,loss\na,1,100,120,3\n', ':2: step 120 is beyond the horizon, 100'),
     *((f'optimizer,seed,steps,loss,{column}\na,1,2,3,\nb,1,2,3,10%\n', f':3: {column} must be a number, or empty')
