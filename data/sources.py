@@ -21,9 +21,6 @@ CHARS = 2 ** 23  # characters of text in one batch
 def argument_parser(doc, script, tokenizer=None):
     """Return the parser of a prepare.py, from its docstring and __file__, with the flags that they share; --tokenizer
     is one of them if it has a default, `tokenizer`."""
-    for stream in sys.stdout, sys.stderr:
-        if hasattr(stream, 'reconfigure'):  # the terminal may not encode a file's name
-            stream.reconfigure(errors='backslashreplace')
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', type=local_path, default=Path(script).resolve().parent,
                         help="where the bins go (default: this script's directory)")

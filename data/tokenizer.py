@@ -138,7 +138,6 @@ class FileTokenizer(Tokenizer):
     def from_file(cls, path):
         """Load a tokenizer.json. The eos_token of the tokenizer_config.json next to it ends documents, by default the
         first of END_OF_TEXT_NAMES that the vocabulary has."""
-        path = Path(path)
         config = path.with_name('tokenizer_config.json')
         try:
             text = path.read_bytes().decode()
@@ -168,7 +167,7 @@ class FileTokenizer(Tokenizer):
         except Exception as error:  # import, network, Hub and file system have no common class
             raise SystemExit(f'--tokenizer={repository}: cannot be downloaded ({first_line(error)}); give the path of '
                              'its tokenizer.json instead') from None
-        return cls.from_file(path)
+        return cls.from_file(Path(path))
 
     def encode(self, text):
         return self.bpe.encode(utf8(text).decode(), add_special_tokens=False).ids

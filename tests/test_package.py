@@ -1,7 +1,6 @@
 """The package that pip installs: the module `sophia` alone."""
 
 import email
-import os
 import re
 import shutil
 import subprocess
@@ -16,8 +15,8 @@ import sophia
 
 
 def test_distributions(tmp_path):
-    """The sdist holds sophia.py with its manual and builds; the wheel installs sophia.py alone, which imports from
-    anywhere; what training needs is an extra; package indexes can show the description."""
+    """The sdist holds sophia.py with its manual and builds; the wheel installs sophia.py alone; what training needs is
+    an extra; package indexes can show the description."""
     pytest.importorskip('setuptools', '77', reason='needs setuptools>=77: pip install -r requirements-dev.txt')
     source = tmp_path / 'source'
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns('.*', 'out', 'wandb', 'records', 'build', '*.egg-info',
@@ -41,7 +40,6 @@ def test_distributions(tmp_path):
         files = {name for name in archive.namelist() if '.dist-info/' not in name}
         metadata, = (name for name in archive.namelist() if name.endswith('.dist-info/METADATA'))
         metadata = email.message_from_bytes(archive.read(metadata))
-        archive.extractall(tmp_path / 'site')
     assert files == {'sophia.py'}
     needed = metadata.get_all('Requires-Dist')
     assert [line for line in needed if 'extra ==' not in line] == ['torch>=2.11']
@@ -57,6 +55,3 @@ def test_distributions(tmp_path):
     # twine check --strict asks for these two.
     assert metadata['Description-Content-Type'] == 'text/markdown'
     assert metadata.get_payload(decode=True).decode().startswith('# Sophia in PyTorch')
-    where = subprocess.run([sys.executable, '-c', 'import sophia; print(sophia.__file__)'], cwd=tmp_path, text=True,
-                           capture_output=True, timeout=HANG, env=dict(os.environ, PYTHONPATH=str(tmp_path / 'site')))
-    assert where.stdout.strip() == str(tmp_path / 'site/sophia.py'), where.stderr[-3000:]
