@@ -53,10 +53,7 @@ class InProcess:
 
     def submit(self, function, *args):
         future = Future()
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
+        future.set_result(function(*args))
         return future
 
     def shutdown(self, cancel_futures):
