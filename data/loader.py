@@ -64,7 +64,12 @@ class Bin:
     def __init__(self, data_dir, split, weight=1.0, block_size=0):
         self.path, self.weight = Path(data_dir) / f'{split}.bin', weight
         if not self.path.is_file():
-            raise SystemExit(missing(self.path))
+            folder = self.path.parent
+            near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob('*')], n=1)
+            if near and not folder.exists():
+                raise SystemExit(f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?')
+            raise SystemExit(f'{self.path}: no such file; --dataset is a directory made by a prepare.py, and data/ is '
+                             f'in {ROOT}')
         meta, size = read_meta(data_dir), self.path.stat().st_size
         dtype = np.dtype(meta['dtype']).newbyteorder('<')
         tokens = meta[split]['tokens'] if split in meta else size // dtype.itemsize
@@ -104,15 +109,6 @@ class Bin:
     def fingerprint(self):
         """Return the hex SHA-256 of the data's size and of `samples`; it does not depend on meta.json."""
         return hashlib.sha256(f'{self.tokens.dtype.str} {len(self)} '.encode() + self.samples().tobytes()).hexdigest()
-
-
-def missing(path):
-    """Return the error message for a bin that does not exist, with what may help."""
-    folder = path.parent
-    near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob('*')], n=1)
-    if near and not folder.exists():
-        return f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?'
-    return f'{path}: no such file; --dataset is a directory made by a prepare.py, and data/ is in {ROOT}'
 
 
 def read_meta(data_dir):
