@@ -13,16 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from loss import Losses
 from runtime.files import save_pt
 from scripts import curvature
-from scripts.curvature import (
-    Gradients,
-    curvature_along,
-    draw_gradients,
-    log_correlation,
-    log_correlation_of_noise,
-    state_of_run,
-    trained,
-    weights_of,
-)
+from scripts.curvature import Gradients, curvature_along, draw_gradients, log_correlation, trained
 
 
 @pytest.fixture(scope='module')
@@ -39,7 +30,7 @@ def test_h_of_other_estimates_and_updates_is_not_judged_by_these(tmp_path, capsy
     save_pt(tmp_path / 'ckpt_00000001.pt', dict(model={}, model_args={}, iter_num=1, config={}, optimizer=dict(
         state=state, shapes={})))
     loaded = SimpleNamespace(path=tmp_path, state=dict(config=dict(optimizer_name=name)), model=torch.nn.Linear(1, 1))
-    h, _ = state_of_run(loaded, ['w'])
+    h, _ = curvature.state_of_run(loaded, ['w'])
     assert (h is not None) == known == (f'note: the h of {name}' not in capsys.readouterr().err)
 
 
@@ -153,7 +144,7 @@ def test_noise_lowers_the_log_correlation():
     for cv in (0.1, 0.5, 1.4):
         shape = torch.full_like(h, 1 / cv ** 2)
         noisy = h * torch.distributions.Gamma(shape, shape).sample()
-        assert log_correlation_of_noise(h, cv) == pytest.approx(log_correlation(h, noisy), abs=0.02) != 1
+        assert curvature.log_correlation_of_noise(h, cv) == pytest.approx(log_correlation(h, noisy), abs=0.02) != 1
 
 
 @pytest.mark.parametrize('iterations', [1, 20, 605])
@@ -163,4 +154,5 @@ def test_the_weights_in_h_are_those_of_its_recursion(iterations):
     for i in range(iterations):
         if i % 10 == 0:
             h, age, variance = 0.99 * h + 0.01, 0.99 * age + 0.01 * i, 0.99 ** 2 * variance + 0.01 ** 2
-    assert [*weights_of(iterations, 10, 0.99).values()] == pytest.approx([h, h ** 2 / variance, iterations - age / h])
+    found = curvature.weights_of(iterations, 10, 0.99)
+    assert [*found.values()] == pytest.approx([h, h ** 2 / variance, iterations - age / h])
