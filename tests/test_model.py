@@ -12,16 +12,8 @@ from torch.nn import functional as F
 
 from loss import Losses
 from model import GPT, SIZES, GPTConfig
+from runtime import gpt
 from runtime.distributed import World
-from runtime.gpt import (
-    NANOGPT_ARGS,
-    config_of,
-    flops_per_token,
-    model_args,
-    num_params,
-    padded_vocab_size,
-    with_weights,
-)
 from runtime.rng import seed_all
 
 
@@ -107,11 +99,11 @@ def test_parameter_counts(size, block_size, millions):
     c = model.config
     # Written out: token and position embeddings, 12 d² per block and its two norms, the final norm.
     expected = (50304 + block_size) * c.n_embd + c.n_layer * (12 * c.n_embd ** 2 + 2 * c.n_embd) + c.n_embd
-    assert num_params(model) == expected
-    assert num_params(model) / 1e6 == pytest.approx(millions, abs=max(0.1, 0.002 * millions))
+    assert gpt.num_params(model) == expected
+    assert gpt.num_params(model) / 1e6 == pytest.approx(millions, abs=max(0.1, 0.002 * millions))
     if size == '125M':  # with biases and its own vocabulary OpenAI's GPT-2 small
         with torch.device('meta'):
-            assert num_params(GPT(GPTConfig(**SIZES[size], vocab_size=50257, bias=True))) == 124_439_808
+            assert gpt.num_params(GPT(GPTConfig(**SIZES[size], vocab_size=50257, bias=True))) == 124_439_808
 
 
 def test_flops_per_token_counts_the_matrix_products():
@@ -123,10 +115,10 @@ def test_flops_per_token_counts_the_matrix_products():
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(idx, idx)[1].backward()
     expected = counter.get_total_flops() / idx.numel()
-    assert flops_per_token(model) == expected
+    assert gpt.flops_per_token(model) == expected
     model.transformer.mtp = torch.nn.Linear(8, 5)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # untied: as many products
-    assert flops_per_token(model) == expected + 6 * 8 * 5
+    assert gpt.flops_per_token(model) == expected + 6 * 8 * 5
 
 
 def test_a_frozen_part_keeps_its_weights_and_is_not_counted(monkeypatch):
@@ -144,23 +136,23 @@ def test_a_frozen_part_keeps_its_weights_and_is_not_counted(monkeypatch):
     model = tiny()
     assert all(torch.equal(p, expected[name]) for name, p in teacher.named_parameters())
     assert len(list(model.parameters())) == len(list(plain.parameters())) + len(expected)
-    assert (num_params(model), flops_per_token(model)) == (num_params(plain), flops_per_token(plain))
+    assert (gpt.num_params(model), gpt.flops_per_token(model)) == (gpt.num_params(plain), gpt.flops_per_token(plain))
 
 
 def test_shape_of_a_run_and_in_a_checkpoint():
-    assert [padded_vocab_size(n) for n in (65, 257, 50257, 50277, 50304)] == [65, 257, 50304, 50304, 50304]
+    assert [gpt.padded_vocab_size(n) for n in (65, 257, 50257, 50277, 50304)] == [65, 257, 50304, 50304, 50304]
     settings = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, dropout=0.1, learning_rate=1.0,
                     scale_attn_by_inverse_layer_idx=False)
-    config = config_of(GPTConfig, settings, 50257)
+    config = gpt.config_of(GPTConfig, settings, 50257)
     assert config == GPTConfig(16, 50304, 2, 2, 32, 0.1, True)
-    assert tuple(model_args(config)) == NANOGPT_ARGS  # which nanoGPT reads
+    assert tuple(gpt.model_args(config)) == gpt.NANOGPT_ARGS  # which nanoGPT reads
     config.gelu_approximate = 'tanh'
-    assert GPTConfig(**model_args(config)) == config and asdict(config).keys() > model_args(config).keys()
+    assert GPTConfig(**gpt.model_args(config)) == config and asdict(config).keys() > gpt.model_args(config).keys()
 
 
 def test_a_model_of_given_weights_shares_their_memory():
     model = tiny()
-    again = with_weights(GPT, model.config, model.state_dict())
+    again = gpt.with_weights(GPT, model.config, model.state_dict())
     assert again.transformer.wte.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
     assert again.lm_head.weight is again.transformer.wte.weight and again.lm_head.weight.requires_grad
 
