@@ -12,8 +12,8 @@ from pathlib import Path
 
 from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES
 from data.writer import Corpus, sha256
+from runtime.arguments import at_least
 from runtime.files import first_line, local_path
-from scripts.arguments import at_least
 
 CHARS = 2 ** 23  # characters of text in one batch
 

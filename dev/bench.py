@@ -42,10 +42,10 @@ from loss import Losses, cross_entropy
 from model import GPT, GPTConfig
 from runtime import device as devices
 from runtime import gpt, optim
+from runtime.arguments import at_least
 from runtime.distributed import World
 from runtime.files import git_commit, write_json, write_text
 from runtime.runlog import machine
-from scripts.arguments import at_least
 
 CPU_MODEL = '--model_size=30M --block_size=256 --total_batch_size=4 --batch_size=4'
 CUDA_MODEL = '--model_size=125M --batch_size=30 --total_batch_size=120'

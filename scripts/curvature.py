@@ -46,7 +46,7 @@ from loss import Losses
 from optimizers import OPTIMIZERS
 from optimizers import sophia as build_sophia
 from runtime import checkpoint
-from scripts.arguments import at_least
+from runtime.arguments import at_least
 from scripts.load import MODEL_HELP, load, open_bins
 from sophia import Sophia, clip_, hutchinson, precondition
 

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.loader import ValidationLoader
 from data.tokenizer import GPT2, Byte, Char
 from loss import cross_entropy
+from runtime.arguments import at_least
 from runtime.device import autocast, set_matmul_precision
-from scripts.arguments import at_least
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins
 
 

@@ -26,7 +26,7 @@ from model import GPT, GPTConfig
 from optimizers import hessian_flops_per_token, row
 from runtime import device as devices
 from runtime import gpt
-from scripts.arguments import at_least
+from runtime.arguments import at_least
 
 HEADROOM = 0.1  # of a GPU's memory: the CUDA context, workspaces of cuBLAS and NCCL, fragmentation
 # Activations that a block saves in 16 bits, bytes per token and unit of width: inputs (4) and outputs (2) of both layer

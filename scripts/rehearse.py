@@ -34,10 +34,10 @@ import train
 from data import loader
 from lifecycle.run import unsaved
 from runtime import optim, runlog
+from runtime.arguments import at_least
 from runtime.device import can_compile
 from runtime.optimizer_state import leaves, no_state
 from runtime.signals import STOPPED
-from scripts.arguments import at_least
 
 NAMES = 'again', 'resumed', 'micro-batches', 'two ranks', 'compiled'
 TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor

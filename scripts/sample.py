@@ -18,9 +18,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sources import lines
 from data.tokenizer import END_OF_TEXT
+from runtime.arguments import at_least
 from runtime.device import DTYPES
 from runtime.gpt import continuation, num_params
-from scripts.arguments import at_least
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 
 

@@ -20,7 +20,7 @@ from analysis import compare, figures
 from analysis.figures import print_table
 from analysis.runs import as_number, by_seed, find_runs, mean_final_loss, notes_on
 from analysis.significance import holm, pooled_sd
-from scripts.arguments import at_least
+from runtime.arguments import at_least
 
 # The columns printed of the table at the same T; the .json has all.
 SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, Holm', 'seeds', 'seeds of baseline',

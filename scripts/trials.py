@@ -23,9 +23,9 @@ from analysis.runs import as_number, mean_final_loss, notes_on, read_run
 from configurator import with_younger
 from model import GPTConfig
 from optimizers import placeholders
+from runtime.arguments import at_least
 from runtime.files import code_hashes, differing_files, local_path
 from runtime.signals import undo_at_end
-from scripts.arguments import at_least
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 60  # for a run that was told to stop, to save its state

@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.runs import RunRecord, as_number
+from runtime.arguments import at_least
 from runtime.files import write_json
-from scripts.arguments import at_least
 from scripts.trials import canonical, outcome_of, show, split_values, sweep_argparser, train_all, trials_of
 
 

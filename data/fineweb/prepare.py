@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, distinct, local_files
 from data.tokenizer import GPT2Tokens
 from data.writer import Corpus, write_bins
+from runtime.arguments import at_least
 from runtime.files import local_path
-from scripts.arguments import at_least
 
 REPOSITORY, SHARDS = 'kjj0/fineweb10B-gpt2', 103
 HEADER = 256  # int32s: magic number, version, number of tokens, zeros

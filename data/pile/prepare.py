@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, batched
 from data.tokenizer import get_tokenizer
 from data.writer import Corpus, write_bins
+from runtime.arguments import at_least
 from runtime.files import first_line
-from scripts.arguments import at_least
 
 REPOSITORY, REVISION = 'monology/pile-uncopyrighted', '3be90335b66f24456a5d6659d9c8d208c0357119'
 HUB = f'hf://datasets/{REPOSITORY}@{REVISION}'
