@@ -16,13 +16,14 @@ BLOCK = 128  # labels of a block in `invert`
 
 
 def token_loss(logits, targets):
-    """Return the training loss of each prediction: logits (..., V), targets (...) → (...), 0 for negative ones."""
+    """Return the training loss of each prediction: logits (..., V), targets (...) → (...), unused for negative ones."""
     return cross_entropy(logits, targets)
 
 
 def mean_loss(logits, targets):
     """Average `token_loss` over the targets that count, 0 if none does: logits (B, T, V), targets (B, T) → 0-d."""
-    return token_loss(logits, targets).sum() / (targets >= 0).sum().clamp(min=1)
+    counts = targets >= 0
+    return torch.where(counts, token_loss(logits, targets), 0).sum() / counts.sum().clamp(min=1)
 
 
 class Losses(nn.Module):

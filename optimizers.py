@@ -380,7 +380,7 @@ def hessian_flops_per_token(settings, flops_per_token):
 
 def parameter_groups(model, weight_decay):
     """Return the param groups of the embeddings (and an untied head) and of the blocks' matrices, both with weight
-    decay, and of norms and biases, without.
+    decay (None: the optimizer's own), and of norms and biases, without.
 
     A group's `lr_scale` multiplies its learning rate. The `role` 'embedding' keeps matrices from Muon, which is for
     hidden layers.
@@ -390,8 +390,8 @@ def parameter_groups(model, weight_decay):
     hidden = [p for p in trained if p.dim() > 1 and p in in_blocks]
     others = [p for p in trained if p.dim() > 1 and p not in in_blocks]
     vectors = [p for p in trained if p.dim() < 2]
-    groups = [dict(params=others, weight_decay=weight_decay, role='embedding'),
-              dict(params=hidden, weight_decay=weight_decay),
+    decay = {} if weight_decay is None else dict(weight_decay=weight_decay)
+    groups = [dict(params=others, role='embedding', **decay), dict(params=hidden, **decay),
               dict(params=vectors, weight_decay=0.0)]
     return [group for group in groups if group['params']]
 

@@ -274,9 +274,9 @@ def set_up(c, world, model):
 
 def make_optimizer(c, model):
     """Build the optimizer of the settings `c` for the parameters of `model`."""
-    return optimizers.build_optimizer(
-        c.optimizer_name, optimizers.parameter_groups(model, c.weight_decay), lr=c.learning_rate, compile=c.compile,
-        **{key: c.values[key] for key in optimizers.row(c.optimizer_name).settings})
+    settings = {key: c.values[key] for key in optimizers.row(c.optimizer_name).settings}
+    groups = optimizers.parameter_groups(model, settings.get('weight_decay'))
+    return optimizers.build_optimizer(c.optimizer_name, groups, lr=c.learning_rate, compile=c.compile, **settings)
 
 
 def begin(c):

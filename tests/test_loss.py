@@ -100,6 +100,15 @@ def test_losses_in_sixteen_bits_are_float32():
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
 
 
+def test_a_loss_counts_where_its_target_does(monkeypatch):
+    """A term of `token_loss` that does not look at the targets must not depend on padding."""
+    monkeypatch.setattr('loss.token_loss', lambda logits, targets: logits.square().sum(-1))
+    logits, targets = torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.int64)
+    whole = mean_loss(logits[:1], targets[:1])
+    targets[1] = -1
+    torch.testing.assert_close(mean_loss(logits, targets), whole)
+
+
 def test_sampled_labels_follow_the_softmax():
     """Evenly spaced uniform numbers give every label its share. Impossible ones never come."""
     torch.manual_seed(0)

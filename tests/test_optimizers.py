@@ -496,6 +496,15 @@ def test_a_builder_may_give_a_group_its_own_learning_rate(monkeypatch):
     assert [group['lr'] for group in optimizer.param_groups] == pytest.approx([0.05, 0.5])
 
 
+def test_a_row_without_weight_decay_keeps_its_optimizer_s_own(monkeypatch):
+    """But for norms, which have none."""
+    build = lambda groups, s: torch.optim.SGD(groups, lr=s.learning_rate, weight_decay=5.0)  # noqa: E731
+    monkeypatch.setitem(optimizers.OPTIMIZERS, 'mine', optimizers.Row(build, {}, 0.1))
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=8, block_size=8))
+    groups = train_py.make_optimizer(resolve(['--optimizer_name=mine', '--device=cpu']), model).param_groups
+    assert [group['weight_decay'] for group in groups] == [5.0, 5.0, 0.0]
+
+
 def test_a_row_that_lacks_a_setting_is_named(monkeypatch):
     """train.py has a value for every setting, but 0 is no ε."""
     mine = optimizers.Row(optimizers.adamw, dict(beta1=0.9, beta2=0.95, weight_decay=0.1), 0.1)
