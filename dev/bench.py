@@ -193,7 +193,7 @@ def main(argv=None):
     parser.add_argument('--rounds', type=at_least(1), default=15,
                         help='steps of each kind and configuration (default: 15)')
     parser.add_argument('--jobs', type=at_least(1), default=1,
-                        help='set up so many CONFIGs at a time: compiles sooner, takes more memory (default: 1)')
+                        help='CONFIGs set up at a time: more compile sooner, and take more memory (default: 1)')
     parser.add_argument('--profile', type=Path, metavar='FILE', help='also write a profile of each CONFIG')
     parser.add_argument('--output', type=Path, metavar='FILE.json', help='also write everything measured as JSON')
     # A CONFIG may begin with --, like a flag, so the CONFIGs are what argparse leaves over.

@@ -1,1 +1,1 @@
-"""What keeps a run alive and knows its settings: checks, resuming, log, faults, saving, the end."""
+"""The parts of a run that know its settings: checks, resuming, log, faults, saving, the end."""

@@ -176,7 +176,7 @@ def main(protocol, here, description, command):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--tree', type=Path, required=True, help='a checkout of the commit in README.md')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
-    parser.add_argument('--skip', type=int, default=0, help='leave out so many of the runs that are due')
+    parser.add_argument('--skip', type=int, default=0, help='number of due runs to leave out')
     parser.add_argument('--minutes', type=float, default=0, help='stop after so long; the same command resumes')
     parser.add_argument('flags', nargs='*', help='of train.py, for every run')
     parser.add_argument('--list', action='store_true', help='print the runs that are due; train nothing')

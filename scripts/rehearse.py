@@ -1,4 +1,4 @@
-"""What to run after an edit: a run must not depend on how it is carried out.
+"""Rehearse a run after an edit: its numbers must not depend on how it is carried out.
 
   python scripts/rehearse.py config/quickstart.py --optimizer_name=sophiah
 
@@ -175,7 +175,7 @@ def digests(named):
 
 
 def shrunk(argv, steps):
-    """Return the flags of a small run of so many `steps` with the settings of `argv`, whose own flags come last."""
+    """Return the flags of a small run of `steps` steps with the settings of `argv`, whose own flags come last."""
     c = train.resolve(argv, world_size=1)
     few = dict(warmup_iters=2, cooldown_iters=steps // 2, block_size=32)
     if c.init_from in ('scratch', 'resume'):

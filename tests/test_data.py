@@ -497,7 +497,7 @@ def test_other_bins_in_the_way(tmp_path, capsys):
 @pytest.mark.parametrize('error', [KeyboardInterrupt, BrokenProcessPool('killed'), OSError(5, 'Input/output error'),
                                    SystemExit('a.txt: cannot be read')])
 def test_finished_bins_stay_until_others_are_complete(error, tmp_path):
-    """What is done is kept where the same command can get further. A bad file needs another file: other data."""
+    """Finished parts are kept where the same command can get further. A bad file needs another file: other data."""
     before, after = write_bins(small_corpus(), BYTE, tmp_path, 1), small_corpus('r2', val='e')
     for corpus in small_corpus('r3'), after:
         message = rejection(write_bins, interrupted(corpus, 1, error), BYTE, tmp_path, 1, True)
