@@ -145,7 +145,11 @@ class HessianOptimizer(GuardedOptimizer):
         estimates: an iterable of tensors, one per parameter in param-group order; None leaves that h as it is. An inf
         or NaN is treated as in a gradient; 'skip' leaves out all of them.
         """
-        given = {p: h_hat for p, h_hat in zip(params_of(self), estimates, strict=True) if h_hat is not None}
+        params, estimates = params_of(self), list(estimates)
+        if len(estimates) != len(params):
+            raise ValueError(f'update_hessian got {len(estimates)} estimates for {len(params)} parameters; pass the '
+                             'optimizer to the estimator')
+        given = {p: h_hat for p, h_hat in zip(params, estimates) if h_hat is not None}
         for p, h_hat in given.items():
             if h_hat.shape != p.shape or is_dtensor(h_hat) != is_dtensor(p):
                 raise ValueError(f'update_hessian: an estimate of shape {tuple(h_hat.shape)} for a parameter of shape '
