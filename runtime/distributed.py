@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.device import check_device
-from runtime.files import first_line
+from runtime.files import reason
 from runtime.signals import UNDO
 
 TIMEOUT = timedelta(minutes=10)  # of a collective, after which the run ends as hung
@@ -204,7 +204,7 @@ class World:
         except SystemExit as raised:
             error = raised
         except OSError as raised:
-            error = SystemExit(f'{raised.filename}: {raised.strerror}' if raised.filename else first_line(raised))
+            error = SystemExit(reason(raised))
         self.barrier()
         failed = self.gather(torch.tensor([float(error is not None)], device=self.device))
         if failed.any():

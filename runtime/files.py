@@ -169,6 +169,20 @@ def one_line(error):
     return ' '.join(str(error).split())[:200] or type(error).__name__
 
 
+def reason(error):
+    """Return an OSError as one line: its file and the reason."""
+    return f'{error.filename}: {error.strerror}' if error.filename else first_line(error)
+
+
+@contextlib.contextmanager
+def one_line_errors():
+    """Turn an OSError inside into a SystemExit with its `reason`; a decorator for the `main` of a script."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(reason(error)) from None
+
+
 def first_line(error):
     """Return the first 200 characters of an exception's first line; its type if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -47,6 +47,7 @@ from optimizers import OPTIMIZERS
 from optimizers import sophia as build_sophia
 from runtime import checkpoint
 from runtime.arguments import at_least
+from runtime.files import one_line_errors
 from scripts.load import MODEL_HELP, load, open_bins
 from sophia import Sophia, clip_, hutchinson, precondition
 
@@ -233,6 +234,7 @@ def draw(low, h, title, correlation):
     return fig
 
 
+@one_line_errors()
 def main(argv=None):
     parser = argparser(__doc__, 'curvature.png', '.csv and .json')
     parser.set_defaults(output=None)  # beside the checkpoint

@@ -23,6 +23,7 @@ from data.tokenizer import GPT2, Byte, Char
 from loss import cross_entropy
 from runtime.arguments import at_least
 from runtime.device import autocast, set_matmul_precision
+from runtime.files import one_line_errors
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins
 
 
@@ -72,6 +73,7 @@ def measure(loaded, data, args):
     return result
 
 
+@one_line_errors()
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', help=MODEL_HELP)

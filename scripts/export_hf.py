@@ -21,7 +21,7 @@ from analysis.runs import ROLES
 from configurator import HARMLESS
 from data.loader import parts_of
 from data.tokenizer import END_OF_TEXT, GPT2, Byte, FileTokenizer
-from runtime.files import local_path
+from runtime.files import local_path, one_line_errors
 from runtime.gpt import ACTIVATIONS, TRANSPOSED, num_params
 from scripts.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 
@@ -153,6 +153,7 @@ def export(loaded, dest):
     return difference
 
 
+@one_line_errors()
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', metavar='OUT_DIR', help=MODEL_HELP)

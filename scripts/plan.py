@@ -27,6 +27,7 @@ from optimizers import hessian_flops_per_token, row
 from runtime import device as devices
 from runtime import gpt
 from runtime.arguments import at_least
+from runtime.files import one_line_errors
 
 HEADROOM = 0.1  # of a GPU's memory: the CUDA context, workspaces of cuBLAS and NCCL, fragmentation
 # Activations that a block saves in 16 bits, bytes per token and unit of width: inputs (4) and outputs (2) of both layer
@@ -177,6 +178,7 @@ def plan(c, shape, args):
             print('      ' + ', '.join(f'{part} {size / 1e9:.1f}' for part, size in parts.items() if size))
 
 
+@one_line_errors()
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)

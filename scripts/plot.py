@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import AXES, argparser, figure, legend, parse, save, set_title, styles
 from analysis.runs import averaged, by_seed, find_runs, labels_of, notes_on
+from runtime.files import one_line_errors
 
 NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_norm': 'ℓ2 norm of h',
          'update_unclipped': 'unclipped share of the coordinates (grey: the paper\'s advice)',
@@ -29,6 +30,7 @@ def described(run):
     return ', '.join(words) + (f': validation loss {losses[-1]:.3f} after {steps[-1]:,} iterations' if steps else '')
 
 
+@one_line_errors()
 def main(argv=None):
     parser = argparser(__doc__, 'loss.png', of_runs=True)
     parser.add_argument('--x', choices=AXES, default='steps', help='x-axis (default: steps)')

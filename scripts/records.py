@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import print_table
 from analysis.runs import find_runs, packed
-from runtime.files import local_path, write_text
+from runtime.files import local_path, one_line_errors, write_text
 
 
 def problems(run):
@@ -42,6 +42,7 @@ def row(run):
             'machine': machine.get('gpu') or machine.get('cpu'), 'commit': str(run.about.get('git_commit'))[:10]}
 
 
+@one_line_errors()
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='records, or directories of records')

@@ -36,6 +36,7 @@ from lifecycle.run import unsaved
 from runtime import optim, runlog
 from runtime.arguments import at_least
 from runtime.device import can_compile
+from runtime.files import one_line_errors
 from runtime.optimizer_state import leaves, no_state
 from runtime.signals import STOPPED
 
@@ -270,6 +271,7 @@ def lost(whole, again, after):
             if again['unsaved'].get(name) == ours and (theirs := after['unsaved'].get(name, ours))[0] != ours[0]]
 
 
+@one_line_errors()
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ['--session']:

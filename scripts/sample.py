@@ -20,10 +20,12 @@ from data.sources import lines
 from data.tokenizer import END_OF_TEXT
 from runtime.arguments import at_least
 from runtime.device import DTYPES
+from runtime.files import one_line_errors
 from runtime.gpt import continuation, num_params
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 
 
+@one_line_errors()
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('checkpoint', nargs='?', help=f'{MODEL_HELP} (default: out)')

@@ -21,6 +21,7 @@ from analysis.figures import print_table
 from analysis.runs import as_number, by_seed, find_runs, mean_final_loss, notes_on
 from analysis.significance import holm, pooled_sd
 from runtime.arguments import at_least
+from runtime.files import one_line_errors
 
 # The columns printed of the table at the same T; the .json has all.
 SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, Holm', 'seeds', 'seeds of baseline',
@@ -28,6 +29,7 @@ SAME_T = ['T', 'candidate', 'baseline', 'difference', 'plus_or_minus', 'p', 'p, 
 PANELS = ['loss', 'difference']
 
 
+@one_line_errors()
 def main(argv=None):
     parser = figures.argparser(__doc__, 'speedup.png', '.csv and .json', of_runs=True)
     parser.add_argument('--by', default='optimizer_name', metavar='KEY',

@@ -18,10 +18,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.runs import read_json
-from runtime.files import write_json
+from runtime.files import one_line_errors, write_json
 from scripts.trials import show, split_values, sweep_argparser, train_all, trials_of
 
 
+@one_line_errors()
 def main(argv=None):
     parser = sweep_argparser(__doc__)
     parser.add_argument('--spec', help='JSON file (default: OUT_DIR/sweep.json)')

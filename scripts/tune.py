@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.runs import RunRecord, as_number
 from runtime.arguments import at_least
-from runtime.files import write_json
+from runtime.files import one_line_errors, write_json
 from scripts.trials import canonical, outcome_of, show, split_values, sweep_argparser, train_all, trials_of
 
 
@@ -68,6 +68,7 @@ def edges(record):
             and as_number(record['best'][key]) in (min(values), max(values))]
 
 
+@one_line_errors()
 def main(argv=None):
     parser = sweep_argparser(__doc__)
     parser.add_argument('--values', required=True, nargs='+', metavar='KEY=V1,V2', help='settings and their values')

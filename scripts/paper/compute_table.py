@@ -20,6 +20,7 @@ from analysis.runs import read_run, training_and_hessian_flops
 from model import GPT, GPTConfig
 from optimizers import estimates_per_iteration, hessian_flops_per_token
 from runtime import gpt
+from runtime.files import one_line_errors
 
 # TFLOPs per step in the paper's Table 2. Its Sophia-G makes an extra forward pass to estimate.
 PAPER = {('adamw', '355M'): 1195, ('sophiah', '355M'): 1249, ('sophiag', '355M'): 1255,
@@ -49,6 +50,7 @@ def measured(run):
     return {**row, 'tokens/s': (last['tokens'] - first['tokens']) / seconds, 'memory GB': last['memory_gb']}
 
 
+@one_line_errors()
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('sources', nargs='+', metavar='OUT_DIR_OR_CONFIG')

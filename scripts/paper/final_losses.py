@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, finished_runs
 from analysis.figures import argparser, figure, label_of, legend, parse, print_table, save, set_title, styles
 from analysis.runs import by_seed, mean_final_loss
+from runtime.files import one_line_errors
 
 X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'parameters': 'parameters',
      'learning_rate': 'peak learning rate'}
@@ -105,6 +106,7 @@ def draw_grid(runs, keys):
     return fig, [{**dict(zip(keys, cell)), **row} for cell, row in best.items()]
 
 
+@one_line_errors()
 def main(argv=None):
     parser = argparser(__doc__, 'final_losses.png', of_runs=True)
     parser.add_argument('--x', choices=X, default='max_iters')

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.compare import add_tuned, check_comparable
 from analysis.figures import argparser, figure, legend, parse, print_table, save
 from analysis.runs import find_runs, hyperparameters
+from runtime.files import one_line_errors
 
 MARGIN = 0.5  # nats of training loss
 
@@ -37,6 +38,7 @@ def stable_rates(runs):
     return found
 
 
+@one_line_errors()
 def main(argv=None):
     parser = argparser(__doc__, 'max_lr.png', of_runs=True)
     add_tuned(parser)

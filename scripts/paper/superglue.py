@@ -25,6 +25,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.figures import argparser, figure, legend, print_table, save
 from runtime.device import DTYPES
+from runtime.files import one_line_errors
 from runtime.gpt import continuation
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 
@@ -118,6 +119,7 @@ def draw_figure(table, names):
     return fig
 
 
+@one_line_errors()
 def main(argv=None):
     parser = argparser(__doc__, 'superglue.png')
     parser.add_argument('checkpoints', nargs='+', metavar='CHECKPOINT', help=MODEL_HELP)
