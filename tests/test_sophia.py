@@ -423,7 +423,7 @@ MISUSE = {  # what → (error, its words)
     'a smaller estimate': (lambda m, x: Sophia(m.parameters(), lr=0.1).update_hessian([torch.ones(3), torch.ones(5)]),
                            r'an estimate of shape \(3,\) for a parameter of shape \(5, 3\)'),
     'a tuple of one': (lambda m, x: Sophia(m.parameters(), lr=0.1, betas=(0.9,)), r'betas = \(0.9,\) is out of range'),
-    'too few': (lambda m, x: Sophia(m.parameters(), lr=0.1).update_hessian([torch.ones(5, 3)]), 'got 1 estimates for 2'),
+    'too few': (lambda m, x: Sophia(m.parameters(), lr=0.1).update_hessian([torch.ones(5, 3)]), 'got 1 estimates'),
     'bfloat16': (lambda m, x: Sophia(m.bfloat16().parameters(), lr=0.1), 'keep them in float32'),
 }
 
