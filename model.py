@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from loss import mean_loss
 from runtime import gpt
-from runtime.files import first_line
+from runtime.files import one_line
 
 INIT_STD = 0.02  # of the initial weights
 
@@ -190,7 +190,7 @@ def load_hf(name):
     except ImportError:
         raise SystemExit(f'{name}: needs the package transformers; pip install -r requirements-hf.txt') from None
     except Exception as error:  # damaged folders and the network have no common class
-        raise SystemExit(f'{name}: cannot be loaded from Hugging Face\'s format ({first_line(error)})') from None
+        raise SystemExit(f'{name}: cannot be loaded from Hugging Face\'s format ({one_line(error)})') from None
     if problems := [*report['missing_keys'], *report['mismatched_keys'], *report['unexpected_keys']]:
         raise SystemExit(f'{name}: its weights do not fit its config.json ({problems[0]})')
     return model.float()

@@ -20,7 +20,7 @@ from torch.optim import AdamW
 from hessian import AdaHessianHook, EmpiricalFisherHook, GNBHook, HessianHook, HutchinsonHook, StepHook, fitting_parts
 from runtime import optim, optimizer_state
 from runtime.distributed import full_tensor
-from runtime.files import first_line
+from runtime.files import one_line
 from sophia import GuardedOptimizer, HessianOptimizer, Sophia, local, scalar
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def from_library(groups, s, **arguments):
     try:
         optimizer = library_class(path)(groups, lr=s.learning_rate, **arguments, **more)
     except Exception as error:  # whatever the library raises
-        raise SystemExit(f'{flag}: cannot be built with its settings ({first_line(error)}); see --optimizer_args'
+        raise SystemExit(f'{flag}: cannot be built with its settings ({one_line(error)}); see --optimizer_args'
                          ) from None
     if not all('lr' in group for group in optimizer.param_groups):
         raise SystemExit(f'{flag}: keeps no learning rate in its param groups, as this training loop needs; choose '
@@ -407,7 +407,7 @@ def library_class(path):
     try:
         module = importlib.import_module('torch.optim' if library == 'torch' else library)
     except (ImportError, TypeError, ValueError) as error:  # the last two: import_module of '.x' and of ''
-        raise SystemExit(f'{flag}: {library} cannot be imported ({first_line(error)}); check its name, or install what '
+        raise SystemExit(f'{flag}: {library} cannot be imported ({one_line(error)}); check its name, or install what '
                          'is missing') from None
     cls = getattr(module, name, None)
     if not inspect.isclass(cls) or not issubclass(cls, torch.optim.Optimizer):

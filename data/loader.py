@@ -1,6 +1,5 @@
 """Sequences of tokens from memory-mapped bins: the stateless order (see runtime/rng.py), prefetch, validation."""
 
-import difflib
 import hashlib
 import json
 import os
@@ -15,7 +14,6 @@ from data.tokenizer import FileTokenizer, GPT2Tokens, identifying
 from runtime.files import expanded
 from runtime.rng import AUGMENTATION, SEQUENCES, keyed_bits, keyed_generator
 
-ROOT = Path(__file__).resolve().parents[1]
 is_dir = os.path.isdir  # noqa: PTH112 - False for a mixture's text, which may be too long for a name
 
 
@@ -58,18 +56,11 @@ class Bin:
     """One split of a data set: a memory-mapped file, checked against the meta.json next to it.
 
     Without a meta.json the file is read as GPT-2's uint16 (nanoGPT's bins). `weight`: its share in a Mixture.
-    SystemExit when it is missing, truncated, at odds with meta.json or too short for a sequence.
+    SystemExit when it is truncated, at odds with meta.json or too short for a sequence.
     """
 
     def __init__(self, data_dir, split, weight=1.0, block_size=0):
         self.path, self.weight = Path(data_dir) / f'{split}.bin', weight
-        if not self.path.is_file():
-            folder = self.path.parent
-            near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob('*')], n=1)
-            if near and not folder.exists():
-                raise SystemExit(f'--dataset={folder.name}: no directory {folder}; did you mean {near[0]}?')
-            raise SystemExit(f'{self.path}: no such file; --dataset is a directory made by a prepare.py, and data/ is '
-                             f'in {ROOT}')
         meta, size = read_meta(data_dir), self.path.stat().st_size
         dtype = np.dtype(meta['dtype']).newbyteorder('<')
         tokens = meta[split]['tokens'] if split in meta else size // dtype.itemsize
@@ -95,7 +86,8 @@ class Bin:
 
     def check_ids(self, tokens):
         """Return `tokens`; SystemExit when one of them is beyond the vocabulary."""
-        if (top := int(tokens.max())) >= self.vocab_size:
+        top = int(tokens.max())
+        if top >= self.vocab_size:
             raise SystemExit(f'{self.path}: token id {top} is beyond the vocabulary of {self.vocab_size}; '
                              'prepare it again (ids above 65,535 need a meta.json that says uint32)')
         return tokens
@@ -184,9 +176,7 @@ def parts_of(dataset):
         if Path(name).name in [Path(other).name for other in parts]:
             raise SystemExit(f'--dataset={dataset}: two parts have the same name')
         parts[name] = float(weight)
-    if not (total := sum(parts.values())):
-        raise SystemExit(f'--dataset={dataset}: needs a weight above 0')
-    return {name: weight / total for name, weight in parts.items()}
+    return {name: weight / sum(parts.values()) for name, weight in parts.items()}
 
 
 def open_dataset(dataset, block_size):

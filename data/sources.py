@@ -7,13 +7,13 @@ import io
 import json
 import os
 import sys
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
 
-from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES
+from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES, get_tokenizer
 from data.writer import Corpus, sha256
 from runtime.arguments import at_least
-from runtime.files import first_line, local_path
+from runtime.files import local_path, one_line
 
 CHARS = 2 ** 23  # characters of text in one batch
 
@@ -28,7 +28,8 @@ def argument_parser(doc, script, tokenizer=None):
                         default=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
     parser.add_argument('--overwrite', action='store_true', help='replace other bins in out_dir')
     if tokenizer:
-        parser.add_argument('--tokenizer', metavar=TOKENIZER_NAMES, default=tokenizer, help=f'default: {tokenizer}')
+        parser.add_argument('--tokenizer', type=get_tokenizer, metavar=TOKENIZER_NAMES, default=tokenizer,
+                            help=f'default: {tokenizer}')
     return parser
 
 
@@ -39,10 +40,7 @@ def distinct(paths):
 
 def local_files(paths):
     """Return (source, revision) of files on disk: their names, and the SHA-256 of the list of their SHA-256s."""
-    try:
-        listed = ''.join(map(sha256, paths))
-    except OSError as error:
-        raise SystemExit(f'{error.filename}: cannot be read ({error.strerror})') from None
+    listed = ''.join(map(sha256, paths))
     return names_of(paths), f'sha256:{hashlib.sha256(listed.encode()).hexdigest()}'
 
 
@@ -68,8 +66,7 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
 
     if val_files:
         rule = 'val: ' + names_of(val_files)
-        segments = [batched(zip(repeat(split), documents([path])))
-                    for split, paths in (('train', files), ('val', val_files)) for path in paths]
+        pairs = chain(zip(repeat('train'), documents(files)), zip(repeat('val'), documents(val_files)))
     else:
         enough = int(1 / val_fraction) + 1
         lengths = [len(text) for text in islice(documents(files), enough)]
@@ -81,8 +78,7 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
             rule = f'val: about the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
             pairs = by_position(documents(files), sum(lengths), val_fraction)
         print(f'{source}: {rule}')
-        segments = [batched(pairs)]
-    return Corpus(source, revision, rule, open=lambda: segments)
+    return Corpus(source, revision, rule, open=lambda: [batched(pairs)])
 
 
 def by_position(texts, size, fraction):
@@ -128,11 +124,11 @@ def expand(paths):
 
 
 def below(directory):
-    """Yield all non-hidden files and links below a directory. SystemExit where it cannot be read."""
-    def stop(error):
-        raise SystemExit(f'{error.filename}: cannot be read ({error.strerror})')
+    """Yield all non-hidden files and links below a directory."""
+    def fail(error):  # where os.walk would leave out what it cannot read
+        raise error
 
-    for folder, directories, files in os.walk(directory, onerror=stop):
+    for folder, directories, files in os.walk(directory, onerror=fail):
         directories[:] = [name for name in directories if name[0] != '.']
         for path in (Path(folder, name) for name in (*directories, *files) if name[0] != '.'):
             if path.is_symlink() or not path.is_dir():
@@ -141,31 +137,27 @@ def below(directory):
 
 def read(path, text_key):
     """Yield the texts of a file. SystemExit when its content is bad, OSError when the file system fails."""
+    number = 0
     try:
-        for number, text in enumerate(reader_of(path)(path, text_key), 1):
+        for text in reader_of(path)(path, text_key):
             if not isinstance(text, str):
-                raise SystemExit(f'{path}: {text_key!r} of document {number} is {text!r:.60}, not text')
+                raise TypeError(f'{text_key!r} is {text!r:.60}, not text')
+            number += 1
             yield text
     except Exception as error:  # parsers and decompressors have no common class
         if getattr(error, 'errno', None):
             raise
-        raise SystemExit(f'{path}: cannot be read ({type(error).__name__}: {first_line(error)})') from None
+        raise SystemExit(f'{path}: cannot be read after document {number} ({type(error).__name__}: {one_line(error)})'
+                         ) from None
 
 
 def lines(path):
-    """Yield the lines of a UTF-8 file, perhaps a .gz or .zst, without its byte order mark; only a newline ends a line.
-    SystemExit if it is not UTF-8."""
+    """Yield the lines of a UTF-8 file, perhaps a .gz or .zst, without its byte order mark; only newlines end them."""
     with gzip.open(path) if path.suffix.lower() == '.gz' else path.open('rb') as file:
         if path.suffix.lower() == '.zst':
             import pyarrow  # unlike zstandard, it fails when a file is truncated
             file = io.BufferedReader(pyarrow.input_stream(file, compression='zstd'))
-        for number, line in enumerate(file, 1):
-            try:
-                text = line.decode('utf-8-sig' if number == 1 else 'utf-8')
-            except UnicodeDecodeError as error:
-                raise SystemExit(f'{path}, line {number}: not UTF-8 text (byte {line[error.start]:#04x}, '
-                                 f'{error.reason})') from None
-            yield text
+        yield from io.TextIOWrapper(file, encoding='utf-8-sig', newline='\n')
 
 
 def txt(path, text_key):
@@ -182,13 +174,9 @@ def txt(path, text_key):
 
 def jsonl(path, text_key):
     """Yield the text in each line of a .jsonl file; blank lines are skipped."""
-    for number, line in enumerate(lines(path), 1):
+    for line in lines(path):
         if line.strip():
-            try:
-                yield json.loads(line)[text_key]
-            except (ValueError, KeyError, TypeError):
-                raise SystemExit(f'{path}, line {number}: not a JSON object with the key {text_key!r}; '
-                                 'see --text_key') from None
+            yield json.loads(line)[text_key]
 
 
 def parquet(path, text_key):

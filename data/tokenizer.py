@@ -6,10 +6,9 @@ All text is ordinary: `<|endoftext|>` written inside a document is spelled out, 
 import hashlib
 import inspect
 import json
-import re
 from pathlib import Path
 
-from runtime.files import expanded, first_line, warn
+from runtime.files import expanded, one_line, warn
 
 END_OF_TEXT = '<|endoftext|>'
 END_OF_TEXT_NAMES = END_OF_TEXT, '<|end_of_text|>', '</s>', '<eos>'  # in the tokenizers of published models
@@ -53,25 +52,12 @@ class GPT2Tokens(Tokenizer):
 class GPT2(GPT2Tokens):
     """GPT-2's byte-pair encoding, through tiktoken."""
 
-    most_blanks = 900_000  # tiktoken fails on a million blanks in a row
-
     def __init__(self):
-        try:
-            import tiktoken
-            self.bpe = tiktoken.get_encoding('gpt2')
-        except (ImportError, OSError, ValueError) as error:  # requests' are OSErrors; a damaged download, a ValueError
-            raise SystemExit(f'tokenizer gpt2: cannot be loaded ({first_line(error)}); it needs the package tiktoken, '
-                             'and the network or a copy of its cache in TIKTOKEN_CACHE_DIR') from None
+        import tiktoken
+        self.bpe = tiktoken.get_encoding('gpt2')
 
     def encode(self, text):
-        if len(text) <= self.most_blanks:
-            return self.bpe.encode_ordinary(text)
-        ids, start = [], 0
-        for run in re.finditer(r'\s+', text):
-            for end in range(run.start() + self.most_blanks, run.end(), self.most_blanks):
-                ids += self.bpe.encode_ordinary(text[start:end])
-                start = end
-        return ids + self.bpe.encode_ordinary(text[start:])
+        return self.bpe.encode_ordinary(text)
 
     def decode(self, ids):
         return self.bpe.decode([int(i) for i in ids])
@@ -115,13 +101,10 @@ class FileTokenizer(Tokenizer):
     name = 'tokenizer.json'
 
     def __init__(self, json, eot_id=None):
+        import tokenizers
         self.json, self.eot_id = json, eot_id
-        try:
-            import tokenizers
-            self.bpe = tokenizers.Tokenizer.from_str(json)
-            self.vocab_size = 1 + max(self.bpe.get_vocab().values())
-        except Exception as error:  # `tokenizers` raises plain Exception for what it cannot read
-            raise SystemExit(f'the package tokenizers cannot load tokenizer.json ({first_line(error)})') from None
+        self.bpe = tokenizers.Tokenizer.from_str(json)
+        self.vocab_size = 1 + max(self.bpe.get_vocab().values())
         self.bpe.encode_special_tokens = True  # as ordinary text
         self.bpe.no_truncation()  # published files may cut texts at 512 ids
         self.bpe.no_padding()
@@ -144,9 +127,9 @@ class FileTokenizer(Tokenizer):
             eos = json.loads(config.read_text(encoding='utf-8')).get('eos_token') if config.is_file() else None
             eos = eos['content'] if isinstance(eos, dict) else eos
             tokenizer = cls(text)
-        except (OSError, ValueError, AttributeError, KeyError, SystemExit) as error:
-            raise SystemExit(f'{path}, or the tokenizer_config.json next to it: cannot be read '
-                             f'({first_line(error)})') from None
+        except Exception as error:  # `tokenizers` raises plain Exception for what it cannot read
+            raise SystemExit(f'{path}, or the tokenizer_config.json next to it: cannot be read ({one_line(error)})'
+                             ) from None
         names = [eos] if eos else END_OF_TEXT_NAMES
         tokenizer.eot_id = next((i for i in map(tokenizer.bpe.token_to_id, names) if i is not None), None)
         if tokenizer.eot_id is None:
@@ -160,14 +143,9 @@ class FileTokenizer(Tokenizer):
 
     @classmethod
     def from_hub(cls, repository):
-        try:
-            from huggingface_hub import hf_hub_download
-            hf_hub_download(repository, 'tokenizer_config.json')
-            path = hf_hub_download(repository, cls.name)
-        except Exception as error:  # import, network, Hub and file system have no common class
-            raise SystemExit(f'--tokenizer={repository}: cannot be downloaded ({first_line(error)}); give the path of '
-                             'its tokenizer.json instead') from None
-        return cls.from_file(Path(path))
+        from huggingface_hub import hf_hub_download
+        hf_hub_download(repository, 'tokenizer_config.json')
+        return cls.from_file(Path(hf_hub_download(repository, cls.name)))
 
     def encode(self, text):
         return self.bpe.encode(utf8(text).decode(), add_special_tokens=False).ids
@@ -217,8 +195,8 @@ def same_tokenizer(one, other):
         return False
     try:
         one, other = tokenizer_from_meta(one), tokenizer_from_meta(other)
-    except SystemExit as error:
-        warn(f'{error}; whether data and weights have the same tokenizer is not checked')
+    except Exception as error:  # a package or the network is missing
+        warn(f'{one_line(error)}; whether data and weights have the same tokenizer is not checked')
         return True
     ids = range(min(one.vocab_size, other.vocab_size))
     if one.name == other.name:  # its decoder may drop a space at the beginning

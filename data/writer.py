@@ -7,7 +7,6 @@ command resumes and writes the same bytes.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -27,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.tokenizer import class_of, utf8
-from runtime.files import atomic_write, first_line, sync_directory
+from runtime.files import atomic_write, lock, one_line, sync_directory
 
 SPLITS = ('train', 'val')
 
@@ -39,7 +38,7 @@ class Corpus:
     open: function that returns the text, called only if the bins are missing: segments, iterables of batches of a few
         megabytes, each of which a worker process makes a part of the bins. A batch is a list of (split, document); an
         array of ids stands for documents that are tokenized already. Segments and batches are the same in every run; a
-        resumed run skips finished segments unread.
+        resumed run does not read finished segments again.
     """
 
     source: str
@@ -52,15 +51,14 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     """Write a corpus to `out_dir` with `num_proc` worker processes and return the content of meta.json.
 
     Finished bins of the same corpus are kept. SystemExit when `out_dir` holds other bins (unless `overwrite`), another
-    process writes there or the input is bad (then the parts are removed), and after an interruption or an OSError (then
-    the same command resumes).
+    process writes there or the input is bad, and after an interruption or an OSError; then the same command resumes.
     """
     class_of(tokenizer.name)  # which sampling will need
     out_dir = Path(out_dir)
     about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}
     identity = {**about, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}
     parts = out_dir / f'parts.{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}'
-    with lock(out_dir):
+    with lock(out_dir / 'prepare.lock'):
         if overwrite:  # finished bins stay until the new ones are complete
             shutil.rmtree(parts, ignore_errors=True)
         meta = None if overwrite or parts.exists() else find_existing(out_dir, identity)
@@ -71,87 +69,56 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
                 write_parts(corpus.open(), tokenizer, parts, num_proc)
                 meta = join(parts, identity, tokenizer.meta.get('json'))
             except (KeyboardInterrupt, BrokenProcessPool, OSError) as error:
-                raise SystemExit(f'{out_dir}: stopped ({first_line(error)}); the same command, without --overwrite, '
+                raise SystemExit(f'{out_dir}: stopped ({one_line(error)}); the same command, without --overwrite, '
                                  'resumes where it stopped (with a smaller --num_proc, if memory is short)') from None
-            except SystemExit:
-                shutil.rmtree(parts, ignore_errors=True)
-                raise
     for split in SPLITS:
         print(f'{out_dir / split}.bin: {meta[split]["tokens"]:,} tokens, {meta[split]["documents"]:,} documents')
     return meta
 
 
-def lock(out_dir):
-    """Make and lock `out_dir`, and return an open file, whose closing ends the lock. Workers do not inherit it."""
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        file = (out_dir / 'prepare.lock').open('a')
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise SystemExit(f'{out_dir}: cannot be locked, or another process is writing there ({error.strerror}); '
-                         'choose another --out_dir') from None
-    return file
-
-
 def find_existing(out_dir, identity):
-    """Return meta.json of the finished bins in `out_dir`, None if there are none, or damaged ones of this identity.
-    SystemExit if other bins are there."""
-    files = [out_dir / name for name in ('meta.json', *(f'{split}.bin' for split in SPLITS))]
-    there = [path for path in files if path.exists()]
-    meta = json.loads(files[0].read_text(encoding='utf-8')) if files[0] in there else {}
-    wrong = [key for key in identity if meta.get(key) != identity[key]]
-    if there and wrong:
+    """Return meta.json of the bins in `out_dir`, None if they are not complete. SystemExit if other bins are there."""
+    there = [path for path in (out_dir / name for name in ('meta.json', 'train.bin', 'val.bin')) if path.exists()]
+    if not there:
+        return None
+    meta = json.loads(there[0].read_text(encoding='utf-8')) if there[0].name == 'meta.json' else {}
+    if wrong := [key for key in identity if meta.get(key) != identity[key]]:
         raise SystemExit(f'{there[0]}: made from other data ({wrong[0]} {meta.get(wrong[0])!r}, not '
                          f'{identity[wrong[0]]!r}); choose another --out_dir or pass --overwrite')
-    sizes = [meta[split]['tokens'] * np.dtype(meta['dtype']).itemsize for split in SPLITS if there]
-    return meta if there == files and [path.stat().st_size for path in files[1:]] == sizes else None
+    return meta if len(there) == 3 else None
 
 
 def write_parts(segments, tokenizer, parts, num_proc):
-    """Tokenize the parts that are missing in the directory `parts`; in memory are at most two per process."""
+    """Tokenize the parts that are missing in the directory `parts`; in memory are at most two batches per process."""
     parts.mkdir(exist_ok=True)
     if done := len([*parts.glob('*.npz')]):
         print(f'{parts.parent}: resuming after {done} parts')
     # Not fork, Linux's default before Python 3.14: a lock held by a thread at that moment would stay locked.
-    pool = ProcessPoolExecutor(num_proc, multiprocessing.get_context('forkserver'), start_worker, (tokenizer,))
-    under_way = deque()
-    try:
-        with tqdm(unit=' documents', mininterval=0.5 if sys.stderr.isatty() else 30) as bar:
-            for path, batch in missing_parts(segments, parts):
-                under_way.append((path, None if batch is None else pool.submit(encode, batch, path)))
-                if len(under_way) > 2 * num_proc:
-                    bar.update(finish(*under_way.popleft()))
-            while under_way:
-                bar.update(finish(*under_way.popleft()))
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def missing_parts(segments, parts):
-    """Yield (path, batch) for each batch whose part is not in `parts`, and (its end, None) after a segment."""
-    for number, segment in enumerate(segments):
-        end = parts / f'{number:06d}.end'
-        if not end.exists():
+    context = multiprocessing.get_context('forkserver')
+    with (ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer,)) as pool,
+          tqdm(unit=' documents', mininterval=0.5 if sys.stderr.isatty() else 30) as bar):
+        for number, segment in enumerate(segments):
+            end, under_way = parts / f'{number:06d}.end', deque()
+            if end.exists():
+                continue
             for n, batch in enumerate(segment):
-                if not (path := parts / f'{number:06d}.{n:06d}.npz').exists():
-                    yield path, batch
-            yield end, None
-
-
-def finish(path, future):
-    """Wait for a part, or mark a segment whose parts are all there; return the number of documents."""
-    if future is None:
-        path.touch()
-        return 0
-    return future.result()
+                path = parts / f'{number:06d}.{n:06d}.npz'
+                if path.exists():
+                    continue
+                under_way.append(pool.submit(encode, batch, path))
+                if len(under_way) > 2 * num_proc:
+                    bar.update(under_way.popleft().result())
+            for part in under_way:
+                bar.update(part.result())
+            end.touch()
 
 
 def join(parts, identity, tokenizer_json=None):
     """Write the bins from the parts, tokenizer.json, if any, and meta.json, whose content is returned."""
     out_dir, dtype = parts.parent, np.dtype(identity['dtype']).newbyteorder('<')
     total, digests = np.zeros((len(SPLITS), 3), dtype=np.int64), [hashlib.sha256() for _ in SPLITS]
-    for path in (path for split in SPLITS for path in out_dir.glob(f'{split}.bin.*.partial')):
-        path.unlink()  # left by a kill
+    for path in out_dir.glob('*.bin.*.partial'):  # left by a kill
+        path.unlink()
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(atomic_write(out_dir / f'{split}.bin', sync=True)) for split in SPLITS]
         for path in sorted(parts.glob('*.npz')):
@@ -203,13 +170,14 @@ def encode(batch, path):
             counts[SPLITS.index(split)] += 1, len(utf8(text))
         except BaseException as error:  # a panic of Rust is not an Exception, and cannot be pickled
             raise SystemExit(f'the tokenizer {tokenizer.name} cannot encode the document for {split}.bin that begins '
-                             f'with {str(text)[:60]!r} ({type(error).__name__}: {first_line(error)})') from None
+                             f'with {str(text)[:60]!r} ({type(error).__name__}: {one_line(error)})') from None
     with atomic_write(path, sync=True) as file:
         np.savez(file, **{split: np.concatenate(found) for split, found in ids.items()}, counts=counts)
     return int(counts[:, 0].sum())
 
 
 def sha256(path):
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open('rb') as file:
         while block := file.read(2 ** 20):

@@ -10,11 +10,11 @@ from dataclasses import asdict
 
 import torch
 
-from lifecycle.run import same_buffers, try_backward
+from lifecycle.run import same_buffers, try_backward, warn_of_unsaved
 from runtime import optimizer_state
 from runtime.checkpoint import check_plain, parameter_names
 from runtime.distributed import one_message
-from runtime.files import first_line, warn
+from runtime.files import one_line, warn
 from runtime.gpt import NANOGPT_ARGS
 from runtime.optim import parameters
 
@@ -161,6 +161,7 @@ def check_first_update(run, step):
         with run.world.exit_together():
             check_plain(asdict(run.state), 'TrainState')
         check_round_trip(run.world, run.raw_model, run.optimizer, run.fresh)
+        warn_of_unsaved(run)
         run.fresh = None  # frees its state
 
 
@@ -174,7 +175,7 @@ def check_round_trip(world, model, optimizer, fresh):
         try:
             lost = optimizer_state.lost_in_round_trip(optimizer, fresh, saved, names)
         except Exception as error:  # whatever the optimizer's load_state_dict raises
-            lost = first_line(error)
+            lost = one_line(error)
         if lost:
             raise SystemExit(f'{type(optimizer).__name__}: a checkpoint would not bring back its state ({lost}), so '
                              'that the run could not be resumed; use another optimizer, or keep all state in `state` '

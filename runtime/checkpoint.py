@@ -6,16 +6,13 @@ Where the model is sharded, a checkpoint is a directory `ckpt_ITERATION`, see sh
 any number of ranks, sharded or not. `best.txt` names the checkpoint with the lowest validation loss.
 """
 
-import fcntl
-import os
 import pickle
 import re
 import shutil
-import socket
 from pathlib import Path
 
 from runtime import optimizer_state
-from runtime.files import atomic_write, complete, first_line, load_pt, put_in_place, save_pt, warn
+from runtime.files import atomic_write, complete, load_pt, lock, one_line, put_in_place, save_pt, warn
 from runtime.optim import parameters
 from runtime.signals import UNDO
 
@@ -37,10 +34,6 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
     with world.exit_together():
         check_plain(state['train_state'], 'TrainState')
         saved_optimizer, shards = optimizer_state.to_save(optimizer, parameter_names(model), world.sharded)
-    lost = optimizer_state.left_out(optimizer, saved_optimizer)
-    if lost and world.is_master:
-        warn(f'{type(optimizer).__name__}: no checkpoint holds {lost}, so a resumed run would differ; keep all state '
-             'in `state` and `param_groups`')
     path, saved = Path(out_dir) / f'ckpt_{state["iter_num"]:08d}{"" if world.sharded else ".pt"}', True
     state = dict(state, best=best, optimizer=saved_optimizer)
     try:
@@ -163,7 +156,7 @@ def load_checkpoint(path, weights=True, check=True):
     except pickle.UnpicklingError:  # torch's message advises to load it nevertheless
         reason = 'it holds objects that could run code, which no checkpoint does'
     except Exception as error:  # whatever a damaged or foreign file makes torch raise
-        reason = first_line(error)
+        reason = one_line(error)
     raise SystemExit(f'{path}: not a checkpoint of this repository ({reason})')
 
 
@@ -227,26 +220,12 @@ def claim(out_dir, must_resume, may_resume, read_only):
 
 
 def lock_out_dir(out_dir):
-    """Make `out_dir` if it is missing, lock it until the end of `undo_at_end` or of this process, which the lock names,
-    and remove what a killed run has left. Stop when another run has it."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    lock = (out_dir / 'lock').open('a+', encoding='utf-8')
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        raise SystemExit(f'{out_dir}: another run (process {lock.read().strip()}) is writing there; choose another '
-                         '--out_dir') from None
-    except OSError as error:
-        warn(f'{out_dir}: the file system has no locks ({error.strerror}); make sure that no other run uses it')
-    lock.truncate(0)
-    lock.write(f'{os.getpid()} on {socket.gethostname()}\n')
-    lock.flush()
+    """Lock `out_dir` until the end of `undo_at_end` or of this process, and remove what a killed run has left."""
+    UNDO.enter_context(lock(out_dir / 'lock'))
     put_in_place(out_dir)
     for partial in out_dir.glob('*.partial'):
         if LEFT.fullmatch(partial.name):
             remove(partial)
-    UNDO.enter_context(lock)
 
 
 def load_tensors(path, state, model, optimizer, scaler):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.files import first_line
+from runtime.files import one_line
 
 # The values of --dtype
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -30,7 +30,7 @@ def check_device(device):
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        raise SystemExit(f'--device={device}: {first_line(error)}; set --device=cpu') from None
+        raise SystemExit(f'--device={device}: {one_line(error)}; set --device=cpu') from None
     return torch.device(device)
 
 

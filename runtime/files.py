@@ -3,6 +3,7 @@ that only plot stay light."""
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -50,6 +51,25 @@ def atomic_write(path, mode='wb', sync=False):
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def lock(path):
+    """Lock the file `path`, whose directory is made if it is missing, for this process, which it then names. Return it
+    open; closing it ends the lock. SystemExit when another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open('a+', encoding='utf-8')
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise SystemExit(f'{path.parent}: process {file.read().strip()} is writing there; choose another --out_dir'
+                         ) from None
+    except OSError as error:
+        warn(f'{path.parent}: the file system has no locks ({error.strerror}); make sure that nothing else uses it')
+    file.truncate(0)
+    file.write(f'{os.getpid()} on {socket.gethostname()}\n')
+    file.flush()
+    return file
 
 
 def write_text(path, text):
@@ -171,7 +191,7 @@ def one_line(error):
 
 def reason(error):
     """Return an OSError as one line: its file and the reason."""
-    return f'{error.filename}: {error.strerror}' if error.filename else first_line(error)
+    return f'{error.filename}: {error.strerror}' if error.filename else one_line(error)
 
 
 @contextlib.contextmanager
@@ -181,8 +201,3 @@ def one_line_errors():
         yield
     except OSError as error:
         raise SystemExit(reason(error)) from None
-
-
-def first_line(error):
-    """Return the first 200 characters of an exception's first line; its type if it has no message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.tensor import DTensor, Replicate, zeros
 
-from runtime.files import checksum, first_line, load_pt, put_in_place, save_pt
+from runtime.files import checksum, load_pt, one_line, put_in_place, save_pt
 from runtime.optimizer_state import map_tensors
 
 NO_FILE, UNREADABLE = -1, -2  # in place of a checksum: the rank had no tensors to write, or the file system fails
@@ -47,7 +47,7 @@ def write(world, path, model, state, shards):
     except CheckpointException as error:  # the same on all ranks
         rank, (cause, _) = next(iter(error.failures.items()))
         shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(f'rank {rank}: {getattr(cause, "strerror", None) or first_line(cause)}') from None
+        raise OSError(f'rank {rank}: {getattr(cause, "strerror", None) or one_line(cause)}') from None
     shard = partial / f'__{world.rank}_0.distcp'
     try:
         crc = checksum(shard) if shard.exists() else NO_FILE

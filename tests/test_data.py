@@ -51,13 +51,16 @@ class InProcess:
     def __init__(self, num_proc, context, initializer, initargs):
         writer.encode.tokenizer, = initargs
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
     def submit(self, function, *args):
         future = Future()
         future.set_result(function(*args))
         return future
-
-    def shutdown(self, cancel_futures):
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +171,7 @@ def pinned_corpus(kind, folder):
     rows = documents(300)
     if kind == 'table':
         path = write_parquet(folder / 'table.parquet', documents(2500))
-        return Corpus('table', 'r1', 'nanoGPT', open=lambda: openwebtext.split_table([str(path)], 1))
+        return Corpus('table', 'r1', 'nanoGPT', open=lambda: [openwebtext.split_table([str(path)], 1)])
     (folder / 'a.txt').write_bytes(EOT.join(rows[:100]).encode())
     if kind == 'few':
         return sources.files_corpus([folder / 'a.txt'], val_fraction=0.005)
@@ -264,22 +267,12 @@ def test_tokenizer(name, vocab_size, eot_id):
     assert again.encode('the same') == tokenizer.encode('the same')
 
 
-def test_long_runs_of_blanks_are_encoded_in_pieces(monkeypatch):
-    tokenizer = get_tokenizer('gpt2')
-    text = f'one {" " * 1_100_000}two\n\n{chr(10) * 30}\tthree'
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    monkeypatch.setattr(tokenizer, 'most_blanks', 10)
-    assert tokenizer.encode(short := f'one{" " * 10}two{" " * 9} three') == tokenizer.bpe.encode_ordinary(short)
-    assert tokenizer.encode(f'a{" " * 25}b') == [i for part in (f'a{" " * 10}', ' ' * 10, f'{" " * 5}b')
-                                               for i in tokenizer.bpe.encode_ordinary(part)]
-
-
-def test_a_document_that_cannot_be_encoded_is_named_and_leaves_no_parts_behind(tmp_path):
+def test_a_document_that_cannot_be_encoded_is_named(tmp_path):
     panic = BaseException('called `Result::unwrap()` on an `Err` value\nstack backtrace')  # as of one in Rust
     with patch.object(Char, 'encode', side_effect=panic):
         message = rejection(write_bins, small_corpus(), Char('ab'), tmp_path, 1)
     assert message == ("the tokenizer char cannot encode the document for train.bin that begins with 'a' ("
-                       'BaseException: called `Result::unwrap()` on an `Err` value)') and not left(tmp_path)
+                       'BaseException: called `Result::unwrap()` on an `Err` value stack backtrace)')
 
 
 @pytest.fixture
@@ -336,7 +329,8 @@ def test_a_tokenizer_file_ends_documents_with_the_token_that_is_named(tokenizer_
         assert 'cannot be read' in rejection(get_tokenizer, tokenizer_file)
     config.unlink()
     tokenizer_file.write_text('{"model": {"type": "BPE"}}')
-    assert '(the package tokenizers cannot load tokenizer.json (' in rejection(get_tokenizer, tokenizer_file)
+    assert 'mine.json, or the tokenizer_config.json next to it: cannot be read (' in rejection(
+        get_tokenizer, tokenizer_file)
     assert '--tokenizer=gpt3: unknown; there are gpt2, byte' in rejection(get_tokenizer, 'gpt3')
 
 
@@ -388,12 +382,8 @@ def test_a_tokenizer_of_a_folder_and_of_the_hub(tokenizer_file, tmp_path, monkey
         assert (tokenizer.json, tokenizer.eot_id) == (text, 0)
 
 
-def test_no_tokenizer_and_no_network_is_one_line(tmp_path, monkeypatch):
-    (tmp_path / 'a.txt').write_text('some text')
-    monkeypatch.setattr('tiktoken.get_encoding', lambda name: Path('/none').read_text())  # OSError, as requests'
-    message = prepare('text', tmp_path / 'a.txt', '--out_dir', tmp_path / 'out', ok=False)
-    assert 'tokenizer gpt2: cannot be loaded (' in message and 'TIKTOKEN_CACHE_DIR' in message
-    assert '--tokenizer=EleutherAI/gpt-neox-20b: cannot be downloaded' in prepare('pile', ok=False)
+def test_no_tokenizer_and_no_network_is_one_line(tmp_path):
+    assert 'locate the file on the Hub' in prepare('pile', '--out_dir', tmp_path / 'out', ok=False)
     assert not (tmp_path / 'out').exists()
 
 
@@ -431,7 +421,7 @@ def test_killed_and_started_again(tmp_path):
                 time.sleep(0.01)
             for overwrite in (False, True):
                 message = rejection(write_bins, small_corpus(), BYTE, killed, 1, overwrite)
-                assert 'killed: cannot be locked, or another process is writing there' in message
+                assert message.startswith(f'{killed}: process {first.pid} on ')
         finally:
             first.kill()
         first.communicate(timeout=300)  # returns when nobody holds the pipe any more: the workers have ended too
@@ -441,7 +431,7 @@ def test_killed_and_started_again(tmp_path):
         path.with_name(f'{path.name}.host.1.partial').write_bytes(b'not complete')
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert 'resuming after 9 parts' in out
-    assert 'segment 0' not in out and 'segment 1' in out
+    assert 'segment 1' not in out and 'segment 2' in out
     train, val, _ = bins(killed)
     assert documents_of(train, BYTE) == [f'document {segment}.{batch}' for segment in range(3) for batch in (1, 2, 3)]
     assert documents_of(val, BYTE) == [f'document {segment}.0' for segment in range(3)]
@@ -497,15 +487,15 @@ def test_other_bins_in_the_way(tmp_path, capsys):
 @pytest.mark.parametrize('error', [KeyboardInterrupt, BrokenProcessPool('killed'), OSError(5, 'Input/output error'),
                                    SystemExit('a.txt: cannot be read')])
 def test_finished_bins_stay_until_others_are_complete(error, tmp_path):
-    """Finished parts are kept where the same command can get further. A bad file needs another file: other data."""
+    """And so do finished parts."""
     before, after = write_bins(small_corpus(), BYTE, tmp_path, 1), small_corpus('r2', val='e')
     for corpus in small_corpus('r3'), after:
         message = rejection(write_bins, interrupted(corpus, 1, error), BYTE, tmp_path, 1, True)
         assert ('the same command, without --overwrite, resumes where it stopped (with a smaller --num_proc' in message
-                ) == bool(done(tmp_path)) == (not isinstance(error, SystemExit))
+                ) == (not isinstance(error, SystemExit))
         assert json.loads((tmp_path / 'meta.json').read_text()) == before
         assert (tmp_path / 'val.bin').read_bytes() == b'd\0\0\0'
-    assert write_bins(after, BYTE, tmp_path, 1, not done(tmp_path))['revision'] == 'r2'
+    assert done(tmp_path) and write_bins(after, BYTE, tmp_path, 1)['revision'] == 'r2'
     assert content(tmp_path) == (b'a\0b\0', b'e\0')
 
 
@@ -523,7 +513,7 @@ def test_an_error_of_the_disk_is_not_one_of_the_text(tmp_path, monkeypatch):
     good, bad, out_dir = write_jsonl(tmp_path / 'a.jsonl', texts(9)), tmp_path / 'b.jsonl', tmp_path / 'out'
     bad.write_text('{"text": \n')
     command = ['text', bad, '--val_file', good, '--tokenizer', 'byte', '--out_dir', out_dir]
-    assert prepare(*command, ok=False).startswith(f'{bad}, line 1: not a JSON object') and not left(out_dir)
+    assert prepare(*command, ok=False).startswith(f'{bad}: cannot be read after document 0 (JSONDecodeError: ')
     monkeypatch.setattr(sources, 'lines', lambda path: path.open('x'))
     assert 'the same command, without --overwrite, resumes' in prepare(*command, ok=False)
 
@@ -540,20 +530,17 @@ def test_a_network_that_fails_between_two_files_of_the_hub_leaves_what_is_done(t
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
     command = ['pile', '--num_files', 2, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out']
     message = prepare(*command, ok=False)
-    assert 'train/01.jsonl.zst: ConnectionError: no route to host); the same command, without --overwrite' in message
+    assert 'stopped (no route to host); the same command, without --overwrite' in message
     assert done(tmp_path / 'out') == 1
     network += ['01.jsonl', 'val.jsonl']
     assert 'resuming after 1 parts' in prepare(*command)
     assert [documents_of(ids, BYTE) for ids in bins(tmp_path / 'out')[:2]] == [['00.jsonl', '01.jsonl'], ['val.jsonl']]
 
 
-def test_bad_tables_are_one_line(tmp_path):
+def test_a_table_without_the_column_is_one_line(tmp_path):
     good, out = write_jsonl(tmp_path / 'a.jsonl', texts(5)), ('--out_dir', tmp_path / 'out', '--tokenizer', 'byte')
     table = write_parquet(tmp_path / 'other.parquet', texts(5), key='content')
-    for command, words in [(['openwebtext', '--data_files', table], 'No match for FieldRef.Name(text)'),
-                           (['openwebtext'], 'cannot be read, or the files after it'),
-                           (['text', table, '--val_file', good], 'Field "text" does not exist')]:
-        assert words in prepare(*command, *out, ok=False) and not left(tmp_path / 'out')
+    assert 'Field "text" does not exist' in prepare('text', table, '--val_file', good, *out, ok=False)
 
 
 # ---- shards of tokens ------------------------------------------------------------------------------------------------
@@ -601,14 +588,12 @@ def test_shards_that_cannot_be_are_one_line(tmp_path):
     for change, flags, words in [
             (dict(magic=20240801, version=7, tokens=301), [bad, good], f'{bad}: not a complete shard of GPT-2 tokens: '
              f'{header}'), (dict(version=2), [bad, good], 'version 2 (not 1)'),
-            (dict(tokens=299), [bad, good], '1,624 bytes (not 1,622)'), ({}, [bad], 'there is no text for train.bin'),
-            (dict(ids=[50257]), [bad, good], f"{bad}: token id 50257 is not one of GPT-2's 50,257")]:
+            (dict(tokens=299), [bad, good], '1,624 bytes (not 1,622)'), ({}, [bad], 'there is no text for train.bin')]:
         write_shard(bad, **{'ids': shard_ids(0), **change})
         assert words in prepare('fineweb', '--tokens', *flags, '--out_dir', tmp_path / 'out', ok=False)
-        assert not left(tmp_path / 'out')
     assert '104: must be at least 1 and at most 103' in prepare('fineweb', '--download', 104, ok=False)
     for fraction in (0.9, 0):
-        assert 'must be above 0 and at most 0.5' in prepare('text', bad, '--val_fraction', fraction, ok=False)
+        assert 'and at most 0.5' in prepare('text', bad, '--val_fraction', fraction, ok=False)
 
 
 # ---- a user's own files ----------------------------------------------------------------------------------------------
@@ -695,7 +680,8 @@ def test_the_files_of_a_directory(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err == f'note: {folder}: not read: README.md linked.txt x.gz\n'
     monkeypatch.setattr(os, 'scandir', lambda folder, scandir=os.scandir: scandir(
         folder if Path(folder).name != 'b' else Path(folder, 'no permission')))
-    assert 'cannot be read' in rejection(sources.expand, [folder])
+    with pytest.raises(FileNotFoundError):  # os.walk would leave the folder out
+        sources.expand([folder])
     (tmp_path / 'empty').mkdir()
     assert rejection(sources.expand, [tmp_path / 'empty']).endswith(
         'empty: no .txt, .jsonl or .parquet file; copy or link other text to a name in .txt')
@@ -713,11 +699,12 @@ def test_only_a_byte_order_mark_and_blank_documents_are_left_out(name, mark, tmp
 
 
 @pytest.mark.parametrize('name, content, message', [
-    ('a.jsonl', b'{"text": "good"}\n{"text": \n', 'a.jsonl, line 2: not a JSON object'),
-    ('a.jsonl', b'{"text": 3}\n', "a.jsonl: 'text' of document 1 is 3, not text"),
-    ('a.txt', b'good\n' * 9999 + b'\xff\xfe', 'a.txt, line 10000: not UTF-8 text (byte 0xff, invalid start byte)'),
-    ('a.txt.gz', gzip.compress(b'text', mtime=0)[:-4], 'a.txt.gz: cannot be read (EOFError: '),
-    ('a.txt.zst', b'(\xb5/\xfd', 'a.txt.zst: cannot be read (OSError: Truncated'),
+    ('a.jsonl', b'{"text": "good"}\n{"text": \n', 'a.jsonl: cannot be read after document 1 (JSONDecodeError: Exp'),
+    ('a.jsonl', b'{"text": 3}\n', "a.jsonl: cannot be read after document 0 (TypeError: 'text' is 3, not text)"),
+    ('a.jsonl', b'{"content": "x"}\n', "a.jsonl: cannot be read after document 0 (KeyError: 'text')"),
+    ('a.txt', b'good\n' * 9999 + b'\xff\xfe', "(UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position"),
+    ('a.txt.gz', gzip.compress(b'text', mtime=0)[:-4], 'a.txt.gz: cannot be read after document 0 (EOFError: '),
+    ('a.txt.zst', b'(\xb5/\xfd', 'a.txt.zst: cannot be read after document 0 (OSError: Truncated'),
     ('a.csv', b'text\n', 'a.csv: no .txt'),
     ('a.txt', b' \n ', 'no text for train.bin'),
 ])
@@ -725,9 +712,7 @@ def test_bad_text_is_one_line(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     assert message in rejection(lambda: write_bins(
         sources.files_corpus([tmp_path / name]), BYTE, tmp_path / 'out', num_proc=1))
-    assert not left(tmp_path / 'out')
-    if b'\xff\xfe' in content:
-        assert f'{name}, line 10000: not UTF-8' in prepare('shakespeare_char', '--input', tmp_path / name, ok=False)
+    assert 'meta.json' not in left(tmp_path / 'out')
 
 
 # ---- every prepare.py ------------------------------------------------------------------------------------------------
@@ -742,7 +727,7 @@ def test_flags(name, tmp_path):
              'fineweb': ['--tokens']}.get(name)
     if flags:
         message = prepare(name, *flags, '~/none.txt', '--out_dir', tmp_path / 'out', ok=False)
-        assert message == f'{Path.home()}/none.txt: cannot be read (No such file or directory)'
+        assert message == f'{Path.home()}/none.txt: No such file or directory'
     assert prepare(name, '--out_dir', 's3://bucket', ok=False).startswith('s3://bucket: an address, not a path')
 
 

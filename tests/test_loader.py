@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, rejection, write_bins
+from conftest import rejection, write_bins
 
 from data.loader import (
     Bin,
@@ -155,10 +155,8 @@ def test_a_data_set_is_named_by_its_directory_in_data_or_by_a_path(tmp_path, mon
     for name in ('pysource', 'data/pysource', './data/pysource', tmp_path / 'data/pysource'):
         assert data_dir(name).resolve() == tmp_path / 'data/pysource'
     for dataset, path in ('mine', 'data/mine'), ('data/mine', 'data/mine'), ('x/y', 'x/y'):
-        assert rejection(open_dataset, dataset, 1) == (
-            f'{path}/train.bin: no such file; --dataset is a directory made by a prepare.py, and data/ is in {ROOT}')
-    assert rejection(open_dataset, 'pysorce', 1) == (
-        '--dataset=pysorce: no directory data/pysorce; did you mean pysource?')
+        with pytest.raises(FileNotFoundError, match=f"'{path}/train.bin'"):
+            open_dataset(dataset, 1)
 
 
 @pytest.mark.parametrize('meta', [True, False])
@@ -243,8 +241,6 @@ def test_a_part_of_weight_0_is_only_validated_on(two):
     ('a:0.7,b', "--dataset=a:0.7,b: 'b' is not NAME:WEIGHT; a mixture is written a:0.7,b:0.3"),
     ('a:-1,b:2', "'a:-1' is not"), ('a:nan,b:2', "'a:nan' is not"), (':1,b:2', "':1' is not"),
     ('a:1,./data/a:1', 'two parts have the same name'),
-    ('a:0,b:0', 'needs a weight above 0'),
-    ('a:1,bb:1', '--dataset=bb: no directory data/bb; did you mean b?'),
     ('a:1,c:1', 'data/c/train.bin: made with another tokenizer (char) than data/a/train.bin (byte); prepare all'),
     ('a:1,c:0', 'data/c/val.bin: made with another tokenizer (char)'),
     ('d:1,e:1', 'data/e/train.bin: made with another tokenizer (mine) than data/d/train.bin (mine)')])

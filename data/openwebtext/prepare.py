@@ -11,9 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, distinct, local_files
-from data.tokenizer import get_tokenizer
 from data.writer import Corpus, write_bins
-from runtime.files import first_line, local_path
+from runtime.files import local_path, one_line_errors
 
 REPOSITORY, REVISION = 'Skylion007/openwebtext', '79d93d786212f7344586290adb811d4ae6a1762c'
 FILES = [f'hf://datasets/{REPOSITORY}@{REVISION}/plain_text/train-{i:05d}-of-00080.parquet' for i in range(80)]
@@ -22,24 +21,17 @@ ROWS = 4000  # documents in one batch
 
 
 def split_table(files, num_proc):
-    """Return the segments of parquet files, split by `datasets`' train_test_split, each part in its order."""
-    try:
-        from datasets import load_dataset
-        table = load_dataset('parquet', data_files=files, columns=['text'], split='train',
-                             num_proc=min(num_proc, len(files)))
-        parts = table.train_test_split(**SPLIT)
-    except Exception as error:  # import, network, Hub, file system and parsers have no common class
-        error = error.__cause__ or error
-        raise SystemExit(f'{files[0]}: cannot be read, or the files after it ({type(error).__name__}: '
-                         f'{first_line(error)}); --data_files takes local parquet files with a column text') from None
-    return [rows(parts[part], start, split) for split, part in (('train', 'train'), ('val', 'test'))
-            for start in range(0, len(parts[part]), ROWS)]
+    """Yield batches of parquet files, split by `datasets`' train_test_split, each part in its order."""
+    from datasets import load_dataset
+    table = load_dataset('parquet', data_files=files, columns=['text'], split='train',
+                         num_proc=min(num_proc, len(files)))
+    parts = table.train_test_split(**SPLIT)
+    for split, part in ('train', parts['train']), ('val', parts['test']):
+        for start in range(0, len(part), ROWS):
+            yield [(split, text) for text in part[start:start + ROWS]['text']]
 
 
-def rows(table, start, split):
-    yield [(split, text) for text in table[start:start + ROWS]['text']]
-
-
+@one_line_errors()
 def main():
     parser = argument_parser(__doc__, __file__, tokenizer='gpt2')
     parser.add_argument('--data_files', nargs='+', type=local_path, metavar='FILE', help='instead of those on the Hub')
@@ -48,8 +40,8 @@ def main():
     if args.data_files:
         paths = distinct(args.data_files)
         files, (source, revision) = [glob.escape(str(path)) for path in paths], local_files(paths)
-    corpus = Corpus(source, revision, f'train_test_split: {SPLIT}', lambda: split_table(files, args.num_proc))
-    write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
+    corpus = Corpus(source, revision, f'train_test_split: {SPLIT}', lambda: [split_table(files, args.num_proc)])
+    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':

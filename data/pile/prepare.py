@@ -12,26 +12,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, batched
-from data.tokenizer import get_tokenizer
 from data.writer import Corpus, write_bins
 from runtime.arguments import at_least
-from runtime.files import first_line
+from runtime.files import one_line_errors
 
 REPOSITORY, REVISION = 'monology/pile-uncopyrighted', '3be90335b66f24456a5d6659d9c8d208c0357119'
 HUB = f'hf://datasets/{REPOSITORY}@{REVISION}'
 
 
 def stream(file):
-    """Yield the texts of a .jsonl file on the Hub. OSError, which keeps finished work, when it cannot be read."""
-    try:
-        from datasets import load_dataset
-        table = load_dataset('json', data_files=file, split='train', streaming=True)
-        for part in table.with_format('arrow').iter(1000):
-            yield from part['text'].to_pylist()
-    except Exception as error:  # import, network, Hub and parsers have no common class
-        raise OSError(f'{file}: {type(error).__name__}: {first_line(error)}') from None
+    """Yield the texts of a .jsonl file on the Hub."""
+    from datasets import load_dataset
+    table = load_dataset('json', data_files=file, split='train', streaming=True)
+    for part in table.with_format('arrow').iter(1000):
+        yield from part['text'].to_pylist()
 
 
+@one_line_errors()
 def main():
     parser = argument_parser(__doc__, __file__, tokenizer='EleutherAI/gpt-neox-20b')
     parser.add_argument('--num_files', type=at_least(1), default=30, help='training files to take (default: all 30)')
@@ -39,7 +36,7 @@ def main():
     files = [('train', f'train/{i:02d}.jsonl.zst') for i in range(args.num_files)] + [('val', 'val.jsonl.zst')]
     segments = [batched(zip(repeat(split), stream(f'{HUB}/{name}'))) for split, name in files]
     corpus = Corpus(REPOSITORY, REVISION, f'{args.num_files} files for train, 1 for val', lambda: segments)
-    write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':

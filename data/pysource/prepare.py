@@ -15,12 +15,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser
-from data.tokenizer import get_tokenizer
 from data.writer import Corpus, write_bins
+from runtime.files import one_line_errors
 
 LEFT_OUT = {'test', 'tests', 'idle_test', '__pycache__', 'site-packages', 'dist-packages'}
 
 
+@one_line_errors()
 def main():
     args = argument_parser(__doc__, __file__, tokenizer='byte').parse_args()
     root = Path(sysconfig.get_path('stdlib'))
@@ -43,7 +44,7 @@ def main():
     batches = [documents[start:start + 50] for start in range(0, len(documents), 50)]
     corpus = Corpus(f'Python {platform.python_version()} standard library', f'sha256:{digest.hexdigest()}',
                     'val: one file in ten, by the hash of its path', lambda: [batches])
-    write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
+    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':

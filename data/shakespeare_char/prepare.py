@@ -12,11 +12,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, lines, local_files
 from data.tokenizer import Char
 from data.writer import Corpus, write_bins
-from runtime.files import atomic_write, local_path
+from runtime.files import atomic_write, local_path, one_line_errors
 
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 
 
+@one_line_errors()
 def main():
     parser = argument_parser(__doc__, __file__)
     parser.add_argument('--input', type=local_path, help='a text file to take instead of the download')

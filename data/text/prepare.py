@@ -12,24 +12,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.sources import argument_parser, files_corpus
-from data.tokenizer import get_tokenizer
 from data.writer import write_bins
-from runtime.files import local_path
+from runtime.arguments import at_least
+from runtime.files import local_path, one_line_errors
 
 SHORT = 4 * 1024  # tokens: a few sequences of the default block_size
 
 
+@one_line_errors()
 def main():
     parser = argument_parser(__doc__, __file__, tokenizer='gpt2')
     parser.add_argument('files', nargs='+', type=local_path, metavar='PATH')
     parser.add_argument('--val_file', nargs='+', type=local_path, default=[], metavar='PATH', help='files for val.bin')
-    parser.add_argument('--val_fraction', type=float, default=0.01, help='the part for val.bin (default: 0.01)')
+    parser.add_argument('--val_fraction', type=at_least(1e-9, float, at_most=0.5), default=0.01,
+                        help='the part for val.bin (default: 0.01)')
     parser.add_argument('--text_key', default='text', help='key of the text in .jsonl and .parquet (default: text)')
     args = parser.parse_args()
-    if not 0 < args.val_fraction <= 0.5:
-        parser.error(f'--val_fraction={args.val_fraction}: must be above 0 and at most 0.5')
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
-    meta = write_bins(corpus, get_tokenizer(args.tokenizer), args.out_dir, args.num_proc, args.overwrite)
+    meta = write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
     if meta['val']['tokens'] < SHORT:
         print(f'note: val.bin has fewer than {SHORT:,} tokens, so its loss is a rough estimate; set a larger '
               '--val_fraction or --val_file', file=sys.stderr)
