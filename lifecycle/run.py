@@ -19,6 +19,7 @@ from runtime.signals import NOT_FINITE, STOPPED
 # Fields of Run that a checkpoint holds, or that are the same again after a resume
 REBUILT = {'config', 'world', 'raw_model', 'model', 'optimizer', 'hessian', 'scaler', 'autocast', 'params',
            'cross_entropy', 'state', 'val_data', 'log', 'stops', 'about', 'fresh', 'saved', 'before'}
+SAID = object()  # in place of a value that `warn_of_unsaved` has named
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The start
@@ -175,11 +176,13 @@ def check_weights(run):
 
 def unsaved(run, *more):
     """Yield (name, value) of the plain values and tensors that an experiment may keep and no checkpoint holds: in
-    fields that it has added to Run, in the hook, in attributes of modules.
+    fields that it has added to Run, in the hook, in attributes of optimizers and modules.
 
-    `more`: further parts, as (name, object, names of attributes to leave out).
+    Flags with an underscore are left out, in which PyTorch notes what it has checked or warned of. `more`: further
+    parts, as (name, object, names of attributes to leave out).
     """
     parts = [('Run', run, REBUILT), ('hook', run.hessian, ()), *more]
+    parts += [('optimizer', part, optimizer_state.no_state()) for part in optim.parts(run.optimizer)]
     for key in sorted({f.name for f in fields(run)} - REBUILT | {'raw_model'}):
         if isinstance(getattr(run, key), torch.nn.Module):
             parts += [(f'{key}.{name}'.rstrip('.'), module, vars(torch.nn.Module()))
@@ -191,7 +194,7 @@ def unsaved(run, *more):
         if isinstance(part, torch.nn.Module):
             named = named | {key: part._buffers[key] for key in part._non_persistent_buffers_set}
         for key, value in [*named.items()]:
-            if key not in known and key[:2] != '__':
+            if key not in known and key[:2] != '__' and not (key[0] == '_' and isinstance(value, bool)):
                 yield from (leaf for leaf in optimizer_state.leaves(value, f'{name}.{key}', seen)
                             if id(leaf[1]) not in saved)
 
@@ -202,12 +205,16 @@ def note_unsaved(run):
 
 
 def warn_of_unsaved(run):
-    """Warn of what has changed since `note_unsaved` and is in no checkpoint; once of each."""
-    now = dict(unsaved(run))
-    changed = [name for name, value in run.before.items()
-               if name in now and not optimizer_state.equal(value, now[name])]
-    for name in changed:
-        del run.before[name]
+    """Warn of what has changed since `note_unsaved` and is in no checkpoint; once of each.
+
+    Of what is new, only attributes of optimizers count: a hook or a module may set some anew in every iteration.
+    """
+    changed = []
+    for name, value in unsaved(run):
+        before = run.before.get(name, None if re.fullmatch(r'optimizer\.\w+', name) else value)
+        if before is not SAID and not optimizer_state.equal(value, before):
+            changed.append(name)
+            run.before[name] = SAID
     if changed and run.world.is_master:
         warn(f'{changed[0]}: has changed, but no checkpoint holds it, so a resumed run may differ; keep it in '
              'TrainState, in state or param_groups of the optimizer, or in a buffer of the model')

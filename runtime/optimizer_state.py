@@ -4,13 +4,12 @@ import copy
 import functools
 import types
 from collections import deque
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from runtime.distributed import is_sharded
-from runtime.optim import parameters, parts
+from runtime.optim import parameters
 
 PLAIN = bool, int, float, complex, str, bytes, type(None)
 CONTAINERS = dict, list, tuple, set, frozenset, deque
@@ -38,15 +37,9 @@ def map_tensors(value, function, name=''):
 
 
 def record_construction(optimizer):
-    """Keep with `optimizer`, which was just built, copies of the values of its param groups, which checkpoints hold,
-    too, and of its `attributes`. A round trip adds the names of those that a load brings back."""
-    groups = [{key: value for key, value in group.items() if key != 'params'} for group in optimizer.param_groups]
-    values = {name: copied(value) for name, value in attributes(optimizer).items()}
-    optimizer.construction = SimpleNamespace(groups=copy.deepcopy(groups), attributes=values, restored=set())
-
-
-def copied(value):
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    """Keep with `optimizer`, which was just built, a copy of the values of its param groups, for its checkpoints."""
+    optimizer.construction = copy.deepcopy([{key: value for key, value in group.items() if key != 'params'}
+                                            for group in optimizer.param_groups])
 
 
 def to_save(optimizer, names, sharded):
@@ -61,7 +54,7 @@ def to_save(optimizer, names, sharded):
         raise SystemExit(f'{type(optimizer).__name__}: its state cannot be saved (its state_dict has '
                          f'{", ".join(state)} instead of state and param_groups); use another optimizer')
     state = dict(renamed(state, dict(enumerate(names[p] for p in params))),
-                 shapes={names[p]: tuple(p.shape) for p in params}, built=optimizer.construction.groups)
+                 shapes={names[p]: tuple(p.shape) for p in params}, built=optimizer.construction)
 
     def placeholder(name, tensor):
         if is_sharded(tensor):
@@ -100,7 +93,7 @@ def load_optimizer(optimizer, saved, names):
     """Load the state_dict `saved` into `optimizer`, which was just built. Each parameter gets the state under its name,
     a group the values of the group that its parameters were in, except where the two were built with other values."""
     keys, groups = keys_of(optimizer, saved, names), optimizer.state_dict()['param_groups']
-    built = map_tensors(optimizer.construction.groups, lambda name, tensor: tensor)
+    built = map_tensors(optimizer.construction, lambda name, tensor: tensor)
     group_of = {key: i for i, group in enumerate(saved['param_groups']) for key in group['params']}
     for group, built_here in zip(groups, built):
         sources = {group_of[keys[i]]: keys[i] for i in group['params']}
@@ -141,48 +134,22 @@ def spread(value, like):
     return value
 
 
-def spread_all(value, like):
-    return map_tensors(value, lambda _, tensor: spread(tensor, like))
+def spread_all(entries, like):
+    return map_tensors(entries, lambda _, tensor: spread(tensor, like))
 
 
 def lost_in_round_trip(optimizer, fresh, saved, names):
     """Return the first difference between `optimizer` and `fresh`, built alike but without a state, after `fresh` has
     loaded the state_dict `saved`; '' when there is none."""
     load_optimizer(fresh, saved, names)
-
-    def comparable(one):
-        state = one.state_dict()
-        groups = [{key: group.get(key) for key in compared}  # load_state_dict may add settings
-                  for group, compared in zip(state['param_groups'], optimizer.param_groups)]
-        return {**state, 'param_groups': groups, **attributes(one, objects=False)}
-
-    lost = first_difference(comparable(optimizer), comparable(fresh))
-    if not lost:
-        optimizer.construction.restored = (
-            changed_attributes(optimizer) - differing(attributes(optimizer), attributes(fresh)))
-    return lost
+    ours, theirs = optimizer.state_dict(), fresh.state_dict()
+    theirs['param_groups'] = [{key: group.get(key) for key in compared}  # load_state_dict may add settings
+                              for group, compared in zip(theirs['param_groups'], ours['param_groups'])]
+    return first_difference(ours, theirs)
 
 
-def left_out(optimizer, saved):
-    """Return what `saved`, the result of `to_save`, lacks of `optimizer`, as text; '' if nothing: an attribute that has
-    changed since the construction, or an entry of the state of a parameter."""
-    if new := changed_attributes(optimizer) - optimizer.construction.restored:
-        return f'the attribute {min(new)}'
-    for p, key in zip(parameters(optimizer), saved['shapes']):
-        if entries := optimizer.state.get(p, {}).keys() - saved['state'].get(key, {}).keys():
-            return f'the state {min(entries)} of {key}'
-    return ''
-
-
-def changed_attributes(optimizer):
-    """Return the names of the attributes that have changed since the construction."""
-    return differing(attributes(optimizer), optimizer.construction.attributes)
-
-
-def differing(ours, theirs):
-    """Return the names of the attributes that differ between two results of `attributes`."""
-    return {name.split('.')[2] for name in ours.keys() | theirs.keys()
-            if name not in ours or name not in theirs or not equal(ours[name], theirs[name])}
+# ----------------------------------------------------------------------------------------------------------------------
+# Comparing the values in any objects
 
 
 @functools.cache
@@ -192,17 +159,9 @@ def no_state():
     return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction'}
 
 
-def attributes(optimizer, objects=True):
-    """Return {attributes.PART.NAME…: value} of what may be state of an optimizer or its parts and is not in their
-    state_dict; unless `objects` is False, also inside objects, which some optimizers set anew in every step. Left out
-    are flags with an underscore, where schedulers note what they have checked or warned of."""
-    own = {i: {name: value for name, value in vars(part).items()
-               if name not in no_state() and not (name.startswith('_') and isinstance(value, bool))
-               and (objects or isinstance(value, (*PLAIN, torch.Tensor, list, tuple, dict, torch.optim.Optimizer)))}
-           for i, part in enumerate(parts(optimizer))}
-    seen = {id(part): part for part in parts(optimizer)}
-    return {name: value for name, value in leaves(own, 'attributes', seen)
-            if name.count('.') > 1 and not isinstance(value, torch.nn.Parameter)}
+def copied(value):
+    """Return a leaf as it is now."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def first_difference(a, b, name='state'):
@@ -215,13 +174,13 @@ def first_difference(a, b, name='state'):
 
 
 def leaves(value, name, seen=None):
-    """Yield (name, value) of the tensors and plain values in nested containers and objects, and the length of each
-    container and the type of each object as text: arrays as tensors, iterators as they are. Left out are
-    code, modules and those that are `seen`, {id: object}, to which this adds."""
+    """Yield (name, value) of the tensors and plain values in nested containers and objects, and as text the length of
+    each container and the type of each object. Arrays are yielded as tensors. Left out are code, modules and objects
+    that are `seen`, {id: object}, to which this adds."""
     seen = {} if seen is None else seen
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.memmap):
-        value = torch.from_numpy(value.copy()) if getattr(value, 'shape', 0) and value.dtype.kind in 'biuf' else (
-            value.tolist())
+        numbers = getattr(value, 'shape', ()) and value.dtype.kind in 'biuf'
+        value = torch.from_numpy(value.copy()) if numbers else value.tolist()
     if isinstance(value, (*PLAIN, torch.Tensor)):
         yield name, value
     elif isinstance(value, CONTAINERS):
@@ -230,36 +189,26 @@ def leaves(value, name, seen=None):
             yield from leaves(item, f'{name}.{key}', seen)
     elif id(value) not in seen and not isinstance(value, NO_VALUES):
         seen[id(value)] = value
-        if hasattr(value, '__next__') and not reduced(value):
-            yield name, value
-            return
         yield name, type(value).__qualname__
         for key, item in inside(value):
             yield from leaves(item, f'{name}.{key}', seen)
 
 
 def inside(value):
-    """Yield the (name, value) pairs of a container or an object, as far as Python tells them."""
+    """Return the (name, value) pairs of a container, or of an object as far as Python or pickle tells them."""
     if isinstance(value, dict):
-        yield from ((key if isinstance(key, (str, int)) else i, item) for i, (key, item) in enumerate(value.items()))
-    elif isinstance(value, CONTAINERS):
-        yield from enumerate(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
-    elif isinstance(value, torch.optim.Optimizer):
-        yield from dict(state=value.state, param_groups=value.param_groups).items()
-    else:
-        yield from enumerate(reduced(value))
-        yield from getattr(value, '__dict__', {}).items()
-
-
-def reduced(value):
-    """Return the state that a class of its own way to be pickled gives, such as a generator's, as a list."""
-    kind = type(value)
-    if (kind.__reduce__, kind.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__):
-        return []
+        return [(key if isinstance(key, (str, int)) else i, item) for i, (key, item) in enumerate(value.items())]
+    if isinstance(value, CONTAINERS):
+        return enumerate(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+    if isinstance(value, torch.optim.Optimizer):
+        return dict(state=value.state, param_groups=value.param_groups).items()
+    kind, named = type(value), getattr(value, '__dict__', {})
+    if named and (kind.__reduce__, kind.__reduce_ex__) == (object.__reduce__, object.__reduce_ex__):
+        return named.items()
     try:
-        return [list(part) if hasattr(part, '__next__') else part for part in value.__reduce_ex__(4)[1:]]
+        return enumerate(value.__reduce_ex__(4)[1:])  # such as the state of a random generator
     except Exception:  # it cannot be pickled
-        return []
+        return named.items()
 
 
 def equal(a, b):

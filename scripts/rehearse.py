@@ -37,7 +37,7 @@ from runtime import optim, runlog
 from runtime.arguments import at_least
 from runtime.device import can_compile
 from runtime.files import one_line_errors
-from runtime.optimizer_state import leaves, no_state
+from runtime.optimizer_state import leaves
 from runtime.signals import STOPPED
 
 NAMES = 'again', 'resumed', 'micro-batches', 'two ranks', 'compiled'
@@ -134,7 +134,6 @@ def unsaved_state(run, data, loader):
     yield from unsaved(
         run, ('config', SimpleNamespace(**run.config.values), ()), ('loader', loader, ()), ('data', data, ()),
         *((key, getattr(run, key), {'advised'}) for key in ('log', 'stops', 'world')),
-        *(('optimizer', part, no_state()) for part in optim.parts(run.optimizer)),
         *((name, module, ()) for name, module in code.items()),
         *((f'{name}.{key}', value, ()) for name, module in code.items() for key, value in vars(module).items()
           if isinstance(value, (type, FunctionType)) and value.__module__ == name))

@@ -148,7 +148,7 @@ def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, '--only', comparison)
     assert status and text.startswith(comparison) and words in text
     # A run alone says so of what is an attribute or a field, at its first save.
-    assert ('has changed, but no checkpoint holds it' in text) == (code in (HOOK, AVERAGE, PLATEAU, MODEL))
+    assert ('has changed, but no checkpoint holds it' in text) == (code in (WINDOW, HOOK, AVERAGE, PLATEAU, MODEL))
     assert ('TrainState' in text) == (comparison == 'resumed')
 
 
