@@ -143,6 +143,8 @@ class Config:
         place, dashes = ('', '--') if source == 'flag' else (f'{source}: ', '')
         near = [RENAMED[key]] if key in RENAMED else difflib.get_close_matches(key, self.declared, n=1)
         hint = f'did you mean {dashes}{near[0]}?' if near else 'see python train.py --help'
+        if source != 'flag' and key not in RENAMED:
+            hint += " (a name of the file's own begins with _)"
         return f'{place}{dashes}{key}: unknown setting; {ELSEWHERE.get(key, hint)}'
 
     def give(self, key, value, source):
@@ -260,13 +262,17 @@ def read_file(name, values):
     if path.suffix != '.py':
         raise SystemExit(f'{name}: config files end in .py; a .json file is for scripts/sweep.py --spec')
     # As built-ins of the file, so that what it sets itself stands apart
-    scope = {'__builtins__': {**vars(builtins), **values}}
+    known = {key: value for key, value in values.items() if value is not None}
+    scope = {'__builtins__': {**vars(builtins), **known}}
     try:
         exec(compile(path.read_bytes(), name, 'exec'), scope)
     except SyntaxError as error:
         raise SystemExit(f'{name}:{error.lineno}: {error.msg}: {(error.text or "").strip()}') from None
     except Exception as error:
         line = error.__traceback__.tb_next.tb_lineno if error.__traceback__.tb_next else '?'
+        if isinstance(error, NameError) and error.name in values:
+            raise SystemExit(f'{name}:{line}: {error.name} has no value yet; set it above, or in a config file before'
+                             ) from None
         raise SystemExit(f'{name}:{line}: {type(error).__name__}: {error}') from None
     return {key: value for key, value in scope.items()
             if not key.startswith('_') and not isinstance(value, ModuleType) and not callable(value)}

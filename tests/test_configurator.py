@@ -126,6 +126,8 @@ def test_files_then_flags_in_order(tmp_path):
     ('rate = -1', 'bad.py: rate = -1.0: must be at least 0'),
     ('fast = 1', 'not True or False'), ('x = (', 'bad.py:1:'), ('steps = 1 / 0', 'bad.py:1: ZeroDivisionError'),
     ('\nsteps = stpes', 'bad.py:2: NameError'),
+    ('from math import pi', "bad.py: pi: unknown setting; see python train.py --help (a name of the file's own begins"),
+    ('name = f"out/{size}"', 'bad.py:1: size has no value yet; set it above'),
 ])
 def test_bad_files_are_rejected_in_one_line(tmp_path, text, words):
     path = tmp_path / 'bad.py'
