@@ -39,7 +39,8 @@ class StepHook:
         return False
 
     def split(self, rows, size):
-        """Return the micro-batches, each of at most `size` of this rank's `rows` sequences, as slices of them."""
+        """Return the micro-batches, each of at most `size` of this rank's `rows` sequences, as slices of them. In an
+        iteration with an estimate they may be of several sizes."""
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
     def labels(self, X, Y):

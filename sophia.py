@@ -122,7 +122,8 @@ class GuardedOptimizer(Optimizer):
         return loss
 
     def buffers(self, params, key):
-        """Return the state `key` of each of `params`, zeros where there is none yet."""
+        """Return the state `key` of each of `params`, zeros where there is none yet. A subclass may set others before.
+        """
         for p in params:
             for name in self.keys:  # all at once, because torch.distributed.checkpoint loads only complete states
                 if name not in self.state[p]:
@@ -224,7 +225,7 @@ class Sophia(HessianOptimizer):
         None before the first step. Call it after `step`, before h changes, and on every rank if the parameters are
         sharded. The paper keeps it between 0.1 and 0.5.
         """
-        counts, hs = [], []
+        counts, ms = [], []
         for group in self.param_groups:
             for state in [self.state[p] for p in group['params'] if 'exp_avg' in self.state.get(p, {})]:
                 m, h = local([state['exp_avg'], state['hessian']])
@@ -232,12 +233,12 @@ class Sophia(HessianOptimizer):
                 clipped = update.clone()
                 clip_([clipped], self.rho)
                 counts.append((clipped == update).sum())
-                hs.append(state['hessian'])
+                ms.append(state['exp_avg'])
         if not counts:
             return None
         counts = torch.stack([count.to(counts[0].device) for count in counts])  # layers may be on several devices
-        total = counts.new_full((), sum(h.numel() for h in local(hs)))  # filled on the device, without a wait
-        unclipped, total = add_shards(torch.stack([counts.sum(), total]), hs)
+        total = counts.new_full((), sum(m.numel() for m in local(ms)))  # filled on the device, without a wait
+        unclipped, total = add_shards(torch.stack([counts.sum(), total]), ms)
         return unclipped / total
 
 
@@ -467,8 +468,7 @@ def check_params(optimizer, params):
         if p.dtype not in dtypes:
             raise ValueError(f'{name}: {p.dtype} parameters are not supported; keep them in float32, and compute in '
                              'float16 by autocast')
-        own = optimizer.state.get(p, {})
-        for t in p.grad, own.get('exp_avg'), own.get('hessian'):
+        for t in p.grad, optimizer.state.get(p, {}).get('exp_avg'):  # h may have the shape that a subclass gives it
             if t is not None and (t.dtype != p.dtype or t.shape != p.shape):
                 raise ValueError(f'{name}: a gradient or state does not match the dtype and shape of its parameter, '
                                  f'{p.dtype} {tuple(p.shape)}; build the optimizer after the last change to the model')

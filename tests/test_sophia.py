@@ -123,6 +123,31 @@ def test_a_state_is_complete_from_the_first_estimate_on():
     assert optimizer.unclipped_fraction() == 1
 
 
+class ByRow(Sophia):
+    """Sophia with one h for each row of a matrix."""
+
+    def averaged(self, h_hat):
+        return h_hat.mean(-1, keepdim=True)
+
+    def buffers(self, params, key):
+        for p in params:
+            self.state[p].setdefault('hessian', p.new_zeros(len(p), 1))
+        return super().buffers(params, key)
+
+
+def test_a_subclass_may_keep_an_h_of_another_shape():
+    p, q = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
+    optimizers = ByRow([p], lr=0.1, gamma=0.5), Sophia([q], lr=0.1, gamma=0.5)
+    estimate = torch.tensor([[1.0, 2.0, 6.0], [300.0, 300.0, 300.0]])
+    for optimizer, h_hat in zip(optimizers, (estimate, estimate.mean(-1, keepdim=True).expand(2, 3))):
+        for _ in range(2):
+            optimizer.update_hessian([h_hat])
+            optimizer.param_groups[0]['params'][0].grad = torch.ones(2, 3)
+            optimizer.step()
+    assert optimizers[0].state[p]['hessian'].shape == (2, 1) and torch.equal(p, q)
+    assert optimizers[0].unclipped_fraction() == optimizers[1].unclipped_fraction() == 0.5
+
+
 @needs_compiler
 def test_the_compiled_update_equals_the_plain_one():
     torch.compiler.reset()  # PyTorch compiles eight graphs of a function, and then no more
