@@ -208,6 +208,7 @@ class TrainState:
     skipped_in_a_row: int = 0  # latest iterations whose loss or gradient was not finite
     best_val_loss: float = float('inf')
     last_eval_iter: int = -1
+    order: str = ''  # of the data, a hash
     lowest_hessian_norm: float = float('inf')  # for guards.warn_of_runaway
 
 
@@ -327,7 +328,7 @@ def train_step(run, sequences, iter_num):
     seed_all(keyed_seed(c.seed, DROPOUT, iter_num, world.rank))
     estimating = hessian.start(iter_num, scaler.get_scale())  # the scale is 1 unless float16
 
-    micro_batches = hessian.split(len(sequences), c.batch_size)
+    micro_batches = hessian.split(len(sequences), c.batch_size)  # of several sizes where it estimates
     positions, total = sequences[:, 1:].numel(), world.zeros(2)  # sum of the loss, number of predictions
     for micro_step, rows in enumerate(micro_batches):
         # Copies, because GPT.forward may mask targets in place, and nanoGPT's takes views of them.
@@ -342,6 +343,7 @@ def train_step(run, sequences, iter_num):
         count = (Y >= 0).sum()  # now, because GPT.forward may have masked some
         total += torch.stack([loss.detach() * count, count])
         scaler.scale(loss * (count / positions)).backward()
+    world.check_reduced()
 
     # What draws from here on does so alike on every rank. So noise for a sharded p is distribute_tensor(torch.randn(
     # p.shape, device=p.device), p.device_mesh, p.placements): torch.randn_like would give all shards the same noise.
@@ -446,6 +448,9 @@ def train(c):
     world, state, log, stops = run.world, run.state, run.log, run.stops
     loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          state.iter)
+    if state.order not in ('', loader.order()):
+        log.print('changed: the order of the data')
+    state.order = loader.order()
     speed = Speed(flops_per_token(run.raw_model), world)
     if not c.eval_only:
         first = loader.first()[:c.batch_size]

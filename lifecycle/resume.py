@@ -75,6 +75,10 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
     code = code_hashes()
     if path is None:
         return Origin(code)
+    if saved.get('ended') and c.init_from != 'resume' and not c.eval_only:
+        if world.is_master:
+            print(f'{path}: the run has ended ({saved["ended"]}); --init_from=resume continues it')
+        raise SystemExit
     with world.exit_together():
         if saved['iter_num'] > c.max_iters and not c.eval_only:
             raise SystemExit(f'{c.shown("max_iters")}: {path} is at iteration {saved["iter_num"]} already; set at '

@@ -40,7 +40,8 @@ def open_log(run, origin, train_data):
     log = runlog.RunLog(c.out_dir if writes else None, c.values, world.is_master)
     if origin.path:
         log.print(f'resuming from {origin.path} at iteration {state.iter} of {c.max_iters}')
-    for line in (*(f'changed: {line}' for line in origin.differences), *c.lines(), *notes(c)):
+    for line in (*(f'changed: {line}' for line in origin.differences), *c.lines(), *notes(c),
+                 *rate_notes(run.optimizer)):
         log.print(line)
     log.print(f'{parameters:,} parameters; {len(train_data):,} training tokens; '
               f'{c.total_batch_size * c.block_size:,} tokens per iteration = {world.size} device(s) × '
@@ -63,6 +64,17 @@ def notes(c):
     if c.decay_lr and c.warmup_iters >= c.max_iters:
         yield (f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
                '--warmup_iters')
+
+
+def rate_notes(optimizer):
+    """Yield lines about learning rates that are not the logged one."""
+    scales = sorted({group.get('lr_scale', 1.0) for group in optimizer.param_groups})
+    if scales != [1.0]:
+        yield (f'note: param groups have learning rates of {scales[0]:g} to {scales[-1]:g} times the logged one '
+               '(lr_scale)')
+    if owner := next((part for part in optim.parts(optimizer) if hasattr(part, 'lr')), None):
+        yield (f'warning: no schedule changes the attribute lr of {type(owner).__name__}; let its step read the lr of '
+               'each param group')
 
 
 def build_buckets(run, sequences):
@@ -151,7 +163,8 @@ def save(run, best=False):
     with optim.evaluating(run.optimizer):
         path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
             iter_num=state.iter, best_val_loss=state.best_val_loss, config=c.values, train_state=asdict(state),
-            scaler=run.scaler.state_dict(), **run.about), best, c.keep_checkpoints)
+            scaler=run.scaler.state_dict(), ended=run.stops.reason if run.stops.finished else '',
+            **run.about), best, c.keep_checkpoints)
     run.saved = path is not None
     if run.saved:
         run.log.print(f'saved {path}')

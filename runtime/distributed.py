@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import sys
 import time
 from datetime import timedelta
@@ -67,7 +68,10 @@ class World:
         """Leave the process group at the end of a run. After a crash kill this rank instead, so that torchrun ends the
         others: a normal exit can deadlock."""
         if kind and self.size > 1 and not issubclass(kind, SystemExit):
-            sys.excepthook(kind, error, trace)  # the process group's, which names the rank
+            if re.search('by peer|remote process exited', str(error)):
+                print(f'rank {self.rank}: another rank has ended, or cannot be reached', file=sys.stderr)
+            else:
+                sys.excepthook(kind, error, trace)  # the process group's, which names the rank
             sys.stdout.flush()
             os._exit(1)
         # The pause lets a gloo thread release the tensor of its last collective. That takes the GIL, which DDP's
@@ -101,22 +105,8 @@ class World:
         if self.size == 1:
             return losses
         from torch.nn.parallel import DistributedDataParallel
-
-        class Replica(DistributedDataParallel):
-            """A replica that says in one line that a parameter got no gradient in the step before."""
-
-            def forward(self, *args, **kwargs):
-                try:
-                    return super().forward(*args, **kwargs)
-                except RuntimeError as error:
-                    if 'finished reduction' not in str(error):
-                        raise
-                    raise SystemExit('--parallel=ddp: a parameter got no gradient in the last step, and the ranks wait '
-                                     'for it; use all in every step, and freeze by lr_scale = 0 in its param group'
-                                     ) from None
-
         device_ids = [self.device.index] if self.device.type == 'cuda' else None
-        self.reducer = Replica(losses, device_ids=device_ids, gradient_as_bucket_view=True)
+        self.reducer = DistributedDataParallel(losses, device_ids=device_ids, gradient_as_bucket_view=True)
         _REPLICAS.append(self.reducer)
         return self.reducer
 
@@ -152,6 +142,16 @@ class World:
             self.reducer.set_requires_all_reduce(last or estimating)
         elif self.size > 1 and not self.sharded:
             self.reducer.require_backward_grad_sync = last
+
+    def check_reduced(self):
+        """SystemExit if a parameter of a replica got no gradient in the backward pass, for which the other ranks wait.
+        """
+        if self.size > 1 and not self.sharded:
+            try:
+                self.reducer._check_reducer_finalized()
+            except RuntimeError:
+                raise SystemExit('--parallel=ddp: a parameter got no gradient in this step, and other ranks wait for '
+                                 'it; use all in every step, and freeze by lr_scale = 0 in its param group') from None
 
     def zero_grad(self, optimizer):
         """Reset the gradients. DDP's become zero, not None, because they are views of its buckets."""

@@ -4,15 +4,26 @@ import contextlib
 
 import torch
 
-from runtime.distributed import full_tensor, is_sharded
+from runtime.distributed import full_tensor, is_sharded, one_message
 
 # float16's loss scale starts at 2^16 and is halved at each overflow, so 40 in a row are normal.
 OVERFLOWS = 40
 
+
+@one_message()
 def set_learning_rate(optimizer, lr):
-    """Set the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one."""
+    """Set the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one. SystemExit
+    if something else has changed the rates since the call before, because its schedule would have no effect."""
+    if lrs_of(optimizer) != getattr(optimizer, 'scheduled', lrs_of(optimizer)):
+        raise SystemExit(f'{type(optimizer).__name__}: a scheduler, or its own step, has changed the learning rate, '
+                         "which train.py sets in each iteration; edit learning_rate_at, or set a group's lr_scale")
     for group in optimizer.param_groups:
         group['lr'] = lr * group.get('lr_scale', 1.0)
+    optimizer.scheduled = lrs_of(optimizer)
+
+
+def lrs_of(optimizer):
+    return [group['lr'] for group in optimizer.param_groups]
 
 
 def parameters(optimizer):

@@ -156,7 +156,7 @@ def lost_in_round_trip(optimizer, fresh, saved, names):
 def no_state():
     """Return the names of attributes that PyTorch keeps in any optimizer, or that checkpoints hold. A function, because
     building an optimizer imports torch._dynamo."""
-    return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction'}
+    return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction', 'scheduled'}
 
 
 def copied(value):

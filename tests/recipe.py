@@ -409,6 +409,10 @@ def early_stopping():
     ended = read_run(found['out'])
     assert len(found['val/loss']) == 5 and ended.about['ended'] == dict(iter=4, reason='early stopping')
     assert not ended.unfinished and 'it was run for 4' in ended.off_schedule
+    with pytest.raises(SystemExit) as stopped:
+        run('--auto_resume=True', name='adamw', out=found['out'])
+    assert stopped.value.code is None and read_run(found['out']).about['ended'] == ended.about['ended']
+    assert len(run('--init_from=resume', '--max_iters=5', name='adamw', out=found['out'])['val/loss']) > 5
 
 
 def another_schedule():

@@ -1,6 +1,7 @@
 """train.py: it learns, its losses do not depend on how a mini-batch is split, and nothing fools a fork silently."""
 
 import contextlib
+import functools
 import json
 import math
 import random
@@ -55,6 +56,34 @@ def test_what_the_loop_would_not_follow_is_an_error(main, tmp_path, monkeypatch,
     monkeypatch.setattr(program, 'train_step', lambda run, *args: edit(run))
     with pytest.raises((SystemExit, AttributeError), match=words):
         main(tmp_path)
+
+
+def scheduled(optimizer, lr):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.register_step_post_hook(lambda *args: scheduler.step())
+
+
+@pytest.mark.parametrize('own, words', [
+    (lambda optimizer, lr: optimizer, ''),
+    (lambda optimizer, lr: setattr(optimizer, 'lr', lr), 'no schedule changes the attribute lr of AdamW'),
+    (lambda optimizer, lr: optimizer.param_groups[0].update(lr=0.02), 'param groups have learning rates of 1 to 2 ti'),
+    (scheduled, 'AdamW: a scheduler, or its own step, has changed the learning rate')])
+def test_a_learning_rate_that_is_not_the_schedules(main, tmp_path, monkeypatch, capsys, own, words):
+    """It is said, and a scheduler that the loop would overrule stops the run."""
+    def build(groups, s):
+        optimizer = torch.optim.AdamW(groups, lr=s.learning_rate)
+        own(optimizer, s.learning_rate)
+        return optimizer
+
+    monkeypatch.setitem(program.optimizers.OPTIMIZERS, 'mine', program.optimizers.Row(build, {}, 0.1))
+    stopped = ''
+    try:
+        main(tmp_path, '--optimizer_name=mine', '--max_iters=3', '--eval_iters=1')
+    except SystemExit as error:
+        stopped = str(error)
+    out = capsys.readouterr().out
+    assert bool(stopped) == words.startswith('AdamW') and words in out + stopped
+    assert bool(words) == bool(stopped or 'learning rates of' in out or 'attribute lr' in out)
 
 
 def test_a_last_evaluation_that_is_not_finite_is_a_divergence(main, tmp_path, monkeypatch, capsys):
@@ -251,6 +280,14 @@ def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(
     assert read_run(tmp_path).code_changes == ['its code was changed at iteration 2 (loss.py)']
 
 
+def test_an_order_of_the_data_that_a_file_has_is_noticed_when_it_is_replaced(main, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(TrainLoader, 'starts', lambda self, iteration: np.load(tmp_path / 'order.npy')[iteration])
+    for i in (1, 2, 3):
+        np.save(tmp_path / 'order.npy', np.arange(40).reshape(10, 4) * (1 if i < 3 else 2) + 1)
+        main(tmp_path / 'out', f'--max_iters={i}', '--auto_resume=True', '--eval_iters=1')
+        assert ('changed: the order of the data' in capsys.readouterr().out) == (i == 3)
+
+
 @pytest.mark.skipif(not shutil.which('git'), reason='needs git')
 def test_a_copy_has_a_commit_only_if_its_repository_tracks_it(tmp_path):
     """A source archive may lie in an unrelated repository, and someone may make it one."""
@@ -340,13 +377,22 @@ def freezing(self, x):
     return forward(self, x)
 model.MLP.forward = freezing
 '''
+SKIP = '''
+block, calls = model.Block.forward, []
+def skipping(self, x, divisor):
+    calls.append(x)
+    return x if len(calls) > 14 and os.environ['RANK'] == '1' and self.training else block(self, x, divisor)
+model.Block.forward = skipping
+'''
 
 
-def test_a_parameter_that_replicas_freeze_while_training_is_one_line(train, tmp_path):
-    done = train(tmp_path, '--eval_iters=1', ranks=2, faults=FREEZE)
-    last = done.err.splitlines()[-1]
-    assert done.code == 1 and 'Traceback' not in done.err
-    assert last.startswith('--parallel=ddp: a parameter got no gradient in the last step')
+@pytest.mark.parametrize('faults', [FREEZE, SKIP])
+def test_replicas_that_would_wait_for_a_gradient_end_with_a_line_each(train, tmp_path, faults):
+    """All ranks freeze a parameter while training, or one skips a block."""
+    done = train(tmp_path, '--eval_iters=1', ranks=2, faults=faults)
+    assert done.code == 1 and len(lines := sorted(done.err.splitlines())) == 2
+    assert lines[0].startswith('--parallel=ddp: a parameter got no gradient in this step')
+    assert lines[1] == (lines[0] if faults == FREEZE else 'rank 0: another rank has ended, or cannot be reached')
 
 
 def test_replicas_that_drift_apart_are_noticed(train, tmp_path):
@@ -393,6 +439,7 @@ def test_the_check_of_ranks_leaves_no_trace():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
+            self.config = SimpleNamespace(vocab_size=4)
             self.weight = torch.nn.Parameter(torch.ones(3))
             self.register_buffer('cache', torch.zeros(0), persistent=False)
             self.register_buffer('seen', torch.zeros(()))
@@ -405,7 +452,7 @@ def test_the_check_of_ranks_leaves_no_trace():
             return logits, logits.sum()
 
     model = Model()
-    world = SimpleNamespace(size=2, sharded=False, device='cpu', set_gradient_sync=lambda _: None,
+    world = SimpleNamespace(size=2, sharded=False, device='cpu', set_gradient_sync=lambda _: None, is_master=False,
                             reshard=lambda _: None, gather=lambda t: torch.stack([t, t]),
                             zero_grad=lambda optimizer: optimizer.zero_grad())
     run = SimpleNamespace(world=world, model=model, raw_model=model, params=[model.weight],
@@ -436,6 +483,21 @@ def test_the_check_of_the_forward_compiles_nothing():
     assert not compiled
     block(torch.ones(2, 4, 1))
     assert (2, 4, 1) in compiled[0]
+
+
+@pytest.mark.parametrize('edit, leaks', [
+    (dict(scaled_dot_product_attention=lambda sdpa, *qkv, is_causal, **options: sdpa(*qkv, **options)), True),
+    (dict(scaled_dot_product_attention=lambda sdpa, q, *kv, is_causal, **options: sdpa(
+        q, *kv, attn_mask=torch.ones(32, 32, dtype=bool).tril(1), **options)), True),
+    (dict(dropout=lambda dropout, x, p, training: dropout(x, p)), True),
+    ({}, False)])
+@pytest.mark.parametrize('flags', [[], ['--optimizer_name=sophiag', '--dtype=bfloat16', '--parallel=fsdp']])
+def test_later_tokens_and_dropout_in_evaluation_are_noticed(main, tmp_path, monkeypatch, capsys, edit, leaks, flags):
+    """Attention to all positions, or to the next one; the model itself is causal, with dropout, too."""
+    for name, edited in edit.items():
+        monkeypatch.setattr(torch.nn.functional, name, functools.partial(edited, getattr(torch.nn.functional, name)))
+    main(tmp_path, *flags, '--dropout=0.2', '--max_iters=1', '--eval_iters=1')
+    assert ('change the logits of the first position' in capsys.readouterr().err) == leaks
 
 
 def masking(in_place):
