@@ -46,18 +46,3 @@ def test_packed_data_come_back_and_the_pieces_held_out_are_not_for_training(work
     held = np.r_[4400:4500, 8900:9000]
     assert np.array_equal(val['heldout'].tokens, held) and np.array_equal(val['books'].tokens, bins['val'])
     assert np.array_equal(np.sort(np.r_[books.tokens, held]), bins['train'])
-
-
-def test_a_failed_step_stops_no_other_and_the_end_of_the_time_stops_all(work, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, 'unpack', lambda: None)
-    taken = []
-
-    def step(error=None):
-        taken.append(error)
-        if error:
-            raise error
-
-    carried_out = [lambda: step(SystemExit('no luck')), step, lambda: step(gpu.TimeIsUp()), step]
-    gpu.carry_out(carried_out, minutes=1)
-    said = capsys.readouterr().out
-    assert len(taken) == 3 and 'no luck' in said and 'stopped' in said and (work.parent / 'gpu.tar.gz').is_file()

@@ -40,8 +40,7 @@ def export_bytes(tmp_path, **kwargs):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('bias', [False, True])
-@pytest.mark.parametrize('scaled', [False, True])
+@pytest.mark.parametrize('bias, scaled', [(False, True), (True, False)])
 def test_export_has_our_logits_and_import_gives_the_model_back(tmp_path, capsys, bias, scaled):
     model = export_bytes(tmp_path, bias=bias, scale_attn_by_inverse_layer_idx=scaled)
     assert model.config.vocab_size == 320  # padded beyond the 256 bytes
@@ -84,22 +83,13 @@ def test_import_of_models_of_transformers(tmp_path):
     (dict(layer_norm_epsilon=1e-6), 'layer_norm_epsilon'), (dict(tie_word_embeddings=False), 'not tied'),
     (dict(n_head=3), 'cannot be loaded'), (dict(n_layer=3), 'h.2.'), (dict(n_layer=1), 'h.1.')])
 def test_models_that_gpt_cannot_be_are_rejected(tmp_path, change, words):
-    torch.manual_seed(0)
     built_so = {key: value for key, value in change.items() if key in ('n_inner', 'tie_word_embeddings')}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, **built_so)).save_pretrained(tmp_path)
     path = tmp_path / 'config.json'
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    message = rejection(GPT.from_pretrained, tmp_path)
-    assert words in message and str(tmp_path) in message and len(message) < 300 + len(str(tmp_path))
-
-
-def test_damaged_and_missing_folders_are_rejected(tmp_path):
-    export_bytes(tmp_path)
-    (tmp_path / 'hf/model.safetensors').write_bytes(b'a model')
-    assert 'cannot be loaded' in rejection(GPT.from_pretrained, tmp_path / 'hf')
-    (tmp_path / 'hf/config.json').write_text('[]')
-    assert 'cannot be loaded' in rejection(GPT.from_pretrained, tmp_path / 'hf')
-    assert 'missing/folder: cannot be loaded' in rejection(GPT.from_pretrained, 'missing/folder')
+    assert words in rejection(GPT.from_pretrained, tmp_path)
+    (tmp_path / 'model.safetensors').write_bytes(b'a model')
+    assert rejection(GPT.from_pretrained, tmp_path).startswith(str(tmp_path))
 
 
 @pytest.mark.parametrize('name', ['gpt2', 'char'])
@@ -218,25 +208,20 @@ def test_fine_tuning_starts_from_the_weights_and_resumes(tmp_path, corpus):
              '--block_size=32', '--total_batch_size=4', '--batch_size=2', '--eval_interval=2', '--eval_iters=8',
              '--warmup_iters=1', '--device=cpu']
     start = f'--init_from={tmp_path / "hf"}'
-    message = rejection(train.main, [*flags, start, '--n_layer=7'])
-    assert message == '--n_layer=7: must be 3, as in the pretrained weights'
+    assert '--n_layer=7: must be 3, as in' in rejection(train.main, [*flags, start, '--n_layer=7'])
     other = write_bins(tmp_path / 'other', [1, 2] * 100, [1, 2] * 100, vocab_size=400)
     message = rejection(train.main, [*flags, start, f'--dataset={other}'])
-    assert f'{other}/train.bin: made with a tokenizer of 400 ids, but the pretrained weights have 256' in message
+    assert 'made with a tokenizer of 400 ids, but the pretrained weights have 256' in message
     train.main([*flags, start, '--max_iters=2'])
     export_main([str(tmp_path / 'tuned'), str(tmp_path / 'back')])
     card = (tmp_path / 'back/README.md').read_text()
-    loss, = metrics(tmp_path / 'tuned', 'val/loss')[-1:]
-    for line in (f'| training data | {corpus.name} |', '| training tokens | 256 |', '| `optimizer_name` | adamw |',
-                 f'| lowest validation loss of the run | {loss:.4f} nats per token |',
-                 "tokenizer = AutoTokenizer.from_pretrained('back')  # where it could be exported"):
-        assert line in card.splitlines()
-    assert 'license: unknown' in card and '`gamma`' not in card
+    loss = metrics(tmp_path / 'tuned', 'val/loss')[-1]
+    for text in '| training tokens | 256 |', f'of the run | {loss:.4f} nats', '`optimizer_name`':
+        assert text in card
+    assert '`gamma`' not in card
     settings = json.loads((tmp_path / 'tuned/config.json').read_text())['config']
     assert (settings['n_layer'], settings['n_embd'], settings['bias']) == (3, 16, False)  # not model_size's
     train.main([*flags, '--init_from=resume', '--max_iters=4'])
-    rateless = [flag for flag in flags if not flag.startswith('--learning_rate')]
-    assert 'set --learning_rate' in rejection(train.main, [*rateless, '--init_from=resume', '--max_iters=4'])
     train.main([*flags, start, '--auto_resume=True', '--max_iters=6'])
     losses = metrics(tmp_path / 'tuned', 'val/loss')
     assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4)

@@ -1,6 +1,8 @@
-"""Each part of the repository imports only what MAY_IMPORT allows."""
+"""Each part of the repository imports only what MAY_IMPORT allows, and slow libraries only where it needs them."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,22 +75,11 @@ def test_no_import_circle():
         modules = {name: imported for name, imported in modules.items() if name not in leaves}
 
 
-def at_import(path):
-    """The names of modules that importing a file imports: its imports outside of functions."""
-    nodes = [node for node in ast.parse(path.read_text(encoding='utf-8')).body
-             if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names} | {
-        name for node in nodes if isinstance(node, ast.ImportFrom)
-        for name in (node.module, *(f'{node.module}.{alias.name}' for alias in node.names))}
-
-
-@pytest.mark.parametrize('script', ['scripts/plot.py', 'scripts/records.py'])
-def test_reading_runs_does_not_take_pytorch(script):
-    """It takes longer to import than to read them."""
-    waiting, seen = [ROOT / script], set()
-    while waiting:
-        for name in at_import(waiting.pop()) - seen:
-            seen.add(name)
-            path = (ROOT / name.replace('.', '/')).with_suffix('.py')
-            waiting += [path] if path.is_file() else []
-    assert 'runtime.files' in seen and not seen & {'torch', 'train'}
+@pytest.mark.parametrize(('modules', 'slow'), [
+    ('scripts.plot, scripts.records', ['torch', 'scipy']),
+    ('train, scripts.sample', ['torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'torch.distributed.fsdp',
+                               'sympy', 'transformers', 'safetensors', 'tokenizers', 'matplotlib', 'scipy'])])
+def test_slow_modules_are_imported_where_they_are_used(modules, slow):
+    """Reading runs takes no PyTorch; machinery for compiling and sharding waits until something is compiled."""
+    code = f'import sys, {modules}; print([name for name in {slow} if name in sys.modules])'
+    assert subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True) == '[]\n'

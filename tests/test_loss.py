@@ -81,21 +81,15 @@ def test_any_negative_target_does_not_count():
     assert mean_loss(torch.zeros(2, 3, 5), torch.full((2, 3), -1)) == 0
 
 
-def test_only_the_losses_are_to_be_differentiated():
-    model, tokens = tiny(), batch()
-    logits, loss = Losses(model)(*tokens)
-    assert logits is None
-    with torch.no_grad():
-        torch.testing.assert_close(Losses(model)(*tokens), model(*tokens))
-    torch.testing.assert_close(loss, model(*tokens)[1])
-
-
 def test_losses_in_sixteen_bits_are_float32():
+    """The model's logits are returned where nothing is differentiated."""
     model, (idx, targets), second = tiny(), batch(), second_labels('given for some')
+    with torch.no_grad():
+        torch.testing.assert_close(Losses(model)(idx, targets), model(idx, targets))
     expected = plain_losses(model, idx, targets, **second)
     with torch.autocast('cpu', torch.bfloat16):
-        _, *found = Losses(model)(idx, targets, **second)
-        assert model(idx)[0].dtype == torch.bfloat16
+        logits, *found = Losses(model)(idx, targets, **second)
+        assert logits is None and model(idx)[0].dtype == torch.bfloat16
     assert [x.dtype for x in found] == [torch.float32, torch.float32, torch.int64]
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
 
@@ -121,8 +115,7 @@ def test_sampled_labels_follow_the_softmax():
 
 
 def test_the_ends_of_the_unit_interval_give_possible_labels():
-    """And NaN some label of the vocabulary: another would end a GPU's process, before the estimate is found to be NaN.
-    """
+    """And NaN some label of the vocabulary, because another one would end a GPU's process."""
     labels = sample_labels(torch.full((8, 130), torch.nan), torch.rand(8))
     assert labels.min() >= 0 and labels.max() < 130
     logits = torch.tensor([-torch.inf, 0.0, 1.0, -torch.inf])

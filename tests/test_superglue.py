@@ -72,6 +72,5 @@ def test_script(tmp_path, monkeypatch):
     assert len(asked) == 2 * 5 * 20 and asked[:100] == asked[100:]  # the same for both checkpoints
     assert asked[:10] != asked[10:20] and all(prompt.count('Seen') == 2 for prompt in asked)  # of the train split
     (tmp_path / 'figure.csv').unlink()
-    Path('sweep.json').write_text('{}', encoding='utf-8')  # which a shell's * finds beside the runs of a sweep
-    assert 'not a checkpoint' in rejection(superglue.main, ['one', 'sweep.json', *argv[2:]])
-    assert [row['checkpoint'] for row in rows_of(tmp_path / 'figure.csv')] == ['one', 'one']
+    assert 'nowhere' in rejection(superglue.main, ['one', 'nowhere', *argv[2:]])
+    assert [row['checkpoint'] for row in rows_of(tmp_path / 'figure.csv')] == ['one', 'one']  # are kept

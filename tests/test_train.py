@@ -116,14 +116,6 @@ def test_it_learns_and_leaves_its_records(finished, name, monkeypatch):
     assert {'command', 'versions', 'git_commit', 'data'} <= described.keys()
 
 
-def test_training_and_sampling_leave_slow_modules_out():
-    """Machinery for compiling and for sharding is imported where something is compiled or sharded."""
-    slow = ['torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'sympy',
-            'transformers', 'safetensors', 'tokenizers', 'matplotlib', 'scipy']
-    code = f'import sys, torch, numpy, train, scripts.sample; print([name for name in {slow} if name in sys.modules])'
-    assert subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True) == '[]\n'
-
-
 def test_a_run_leaves_the_process_as_it_was(main, tmp_path):
     """Signal handlers, the hook for errors, and no process group, whether it was finished, stopped or refused."""
     def of_the_process():
