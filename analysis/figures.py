@@ -135,7 +135,7 @@ def parse(parser, argv):
     while not folder.is_dir():  # a file, or the name of a run in a runs.jsonl
         folder = folder.parent
     args.output = args.output or png_path(folder / args.name)
-    inputs = [(Path(path) / name).resolve() for path in args.out_dirs for name in ('', 'sweep.json', 'tuning.json')]
+    inputs = [(Path(path) / name).resolve() for path in args.out_dirs for name in ('', 'sweep.json')]
     for numbers in args.output.with_suffix('.csv'), args.output.with_suffix('.json'):
         if numbers.resolve() in inputs:
             raise SystemExit(f'{numbers}: the numbers of the picture would replace it; choose another --output')

@@ -18,7 +18,7 @@ from pathlib import Path
 from analysis.figures import argparser, save
 from analysis.runs import packed, read_packed, read_run
 from runtime.files import write_text
-from scripts.trials import launch, run_in_turns
+from scripts.sweep import launch, run_in_turns
 
 # glibc does not give the memory of a step's activations back to the system: the same bits, 7 % sooner.
 KEEP_MEMORY = ':'.join(f'glibc.malloc.{name}' for name in ('hugetlb=1', 'trim_threshold=4294967296',

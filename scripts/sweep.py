@@ -10,21 +10,240 @@ A spec is a JSON object: "base", arguments of train.py for every run, and "runs"
 setting → list of values. Every combination of the values is a run. In these objects "config" stands for a config file,
 and "base" for more arguments. Other keys, such as "about", are comments. A run's directory is named after its settings;
 OUT_DIR/sweep.json keeps the spec. A run that diverged is not trained again unless its directory is removed.
-scripts/tune.py searches one setting after another.
 """
 
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import shlex
+import signal
+import statistics
+import subprocess
 import sys
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.runs import read_json
-from runtime.files import one_line_errors, write_json
-from scripts.trials import show, split_values, sweep_argparser, train_all, trials_of
+import train
+from analysis.figures import print_table
+from analysis.runs import as_number, mean_final_loss, notes_on, read_run
+from configurator import with_younger
+from model import GPTConfig
+from optimizers import placeholders
+from runtime.arguments import at_least
+from runtime.files import code_hashes, differing_files, local_path, one_line_errors, write_json
+from runtime.signals import undo_at_end
+
+ROOT = Path(__file__).resolve().parents[1]
+GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
+
+
+@dataclass
+class Trial:
+    """One run: its directory, the settings that tell it from others, and the arguments of train.py."""
+    out_dir: Path
+    settings: dict
+    argv: list
+
+    @property
+    def name(self):
+        return self.out_dir.name
+
+    @property
+    def run(self):
+        """The `RunRecord` so far, or None."""
+        return read_run(self.out_dir) if (self.out_dir / 'config.json').is_file() else None
+
+    @property
+    def ended(self):
+        """Whether the run is finished, or has diverged."""
+        run = self.run
+        return run is not None and run.ended
+
+    @property
+    def last_line(self):
+        """The last line of its log.txt."""
+        text = (self.out_dir / 'log.txt').read_text(encoding='utf-8', errors='replace')
+        return text.rstrip().split('\n')[-1].strip()
+
+    def check(self):
+        """SystemExit unless train.py accepts the arguments, and a run that is there has them. Executes config files."""
+        run = self.run
+        # The launcher sets the number of ranks; a run says how many trained it.
+        argv = [*self.argv, '--gradient_accumulation_steps=0']
+        c = train.resolve(argv, run.about.get('world_size') if run else None)
+        if not run:
+            return
+        unchecked = c.having('run') | {'eval_iters'} | {'dtype'} - c.given  # whose default is this machine's
+        if train.finetunes(c):  # these follow the pretrained weights
+            unchecked |= asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
+        before = {**placeholders(c), **c.defaults, **with_younger(run.about['config'])}
+        for key, value in c.values.items():
+            if key not in unchecked and value != before.get(key, value):
+                raise SystemExit(f'{self.out_dir}: holds a run with {key} = {before[key]!r}, asked for is '
+                                 f'{value!r}; choose another --out_dir or remove it')
+
+
+def outcome_of(run):
+    """Return (final validation loss, math.inf if the run diverged; 'finished'), or (None, why it does not count)."""
+    if run is None:
+        return None, 'not begun'
+    if run.diverged:
+        return math.inf, f'diverged: {run.failed}'
+    return (None, run.rejected) if run.rejected else (run.final_loss, 'finished')
+
+
+def trials_of(spec, out_dir):
+    """Return the `Trial`s of a spec, see the top of this file, in its order; equal ones once."""
+    trials = {}
+    for entry in spec['runs']:
+        grid = {key: value if isinstance(value, list) else [value] for key, value in entry.items() if key != 'base'}
+        for values in itertools.product(*grid.values()):
+            settings = {key: canonical(value) for key, value in zip(grid, values)}
+            argv = [*spec.get('base', []), *entry.get('base', [])]
+            argv += [value if key == 'config' else f'--{key}={value}' for key, value in settings.items()]
+            name = ','.join(f'{key}={in_name(value)}' for key, value in settings.items())
+            trial = Trial(Path(out_dir) / name, settings, argv)
+            if trials.setdefault(name, trial).argv != argv:
+                raise SystemExit(f'{trial.out_dir}: two runs of this sweep would share this directory, '
+                                 f'{" ".join(trials[name].argv)} and {" ".join(argv)}; make two sweeps')
+    return list(trials.values())
+
+
+def canonical(value):
+    """Return a setting's value as text, numbers in one way: 1e-3 as 0.001, and 1e3 as 1000."""
+    number = as_number(str(value))  # of a JSON true, not 1
+    return str(int(number) if isinstance(number, float) and number.is_integer() else number)
+
+
+def in_name(value):
+    """Return a setting's value as part of a directory's name: a config file without folder and .py."""
+    return Path(value).stem if value.endswith('.py') else value.replace('/', '_').replace(',', '_')
+
+
+def split_values(pairs):
+    """Parse KEY=V1,V2 into {setting: list of values}. A mixture of data sets is one value, as is optimizer_args."""
+    found = {}
+    for pair in pairs:
+        key, _, values = pair.partition('=')
+        one = key == 'optimizer_args' or key == 'dataset' and ':' in values
+        found[key] = [values] if one else values.split(',')
+    return found
+
+
+@undo_at_end()
+def train_all(trials, jobs, launcher):
+    """Train `trials`, `jobs` at a time, each from where it stopped, unless it has ended. Reports each on stderr."""
+    def report(trial):
+        state = outcome_of(trial.run)[1] if trial.ended else f'failed: {trial.last_line} ({trial.out_dir}/log.txt)'
+        print(f'{trial.name}: {state}', file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
+    waiting = [trial for trial in trials if not trial.ended]
+    try:
+        run_in_turns(lambda: waiting, lambda trial, slot: start_trial(trial, launcher, slot, jobs), jobs, report)
+    except KeyboardInterrupt:
+        raise SystemExit('interrupted; the same command resumes where it stopped') from None
+
+
+def run_in_turns(due, start, jobs, ended):
+    """Run a process for each item of `due()`, `jobs` at a time, until none is left. On an error all save their state.
+
+    Args:
+        due: function that returns the items to run, in order; called when a process has ended.
+        start: (item, slot) → process; slot: a number below `jobs`.
+        ended: called with each item whose process has ended.
+    """
+    started, running = [], {}  # running: slot → (item, process)
+    try:
+        while True:
+            waiting = [item for item in due() if item not in started]
+            for slot, item in zip([slot for slot in range(jobs) if slot not in running], waiting):
+                started.append(item)
+                running[slot] = item, start(item, slot)
+            if not running:
+                return
+            while not (done := [slot for slot, (_, process) in running.items() if process.poll() is not None]):
+                time.sleep(0.1)
+            for slot in done:
+                ended(running.pop(slot)[0])
+    finally:
+        if running:
+            print('stopping: the runs save their state', file=sys.stderr, flush=True)
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            process.kill()
+
+
+def start_trial(trial, launcher, slot, jobs):
+    """Start train.py on a trial, the `slot`-th of `jobs` at a time; return the process."""
+    env = dict(os.environ)
+    if jobs > 1:
+        env.setdefault('OMP_NUM_THREADS', str(max(1, (os.cpu_count() or 1) // jobs)))
+        gpus = [name for name in os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',') if name]
+        if gpus := gpus or [*map(str, range(torch.cuda.device_count()))]:
+            n = max(1, len(gpus) // jobs)  # each job gets as many, as one of several ranks needs them
+            first = slot * n % len(gpus)
+            env['CUDA_VISIBLE_DEVICES'] = ','.join(gpus[first:first + n])
+    return launch([*launcher, os.path.relpath(ROOT / 'train.py'), *trial.argv, f'--out_dir={trial.out_dir}',
+                   '--auto_resume=True'], trial.out_dir, env=env)
+
+
+def launch(words, out_dir, **options):
+    """Start a program, whose output goes to log.txt in `out_dir`; return the process."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with (out_dir / 'log.txt').open('a') as log:
+        return subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, **options)
+
+
+def show(trials):
+    """Print a table of `trials`, averaged over seeds, the lowest validation loss first, and notes on what differs."""
+    groups = {}
+    for trial in trials:
+        settings = tuple((key, value) for key, value in trial.settings.items() if key != 'seed')
+        groups.setdefault(settings, []).append(trial.run)
+    rows = [row(dict(settings), group) for settings, group in groups.items()]
+    runs = [run for group in groups.values() for run in group if run]
+    print_table(sorted(rows, key=lambda row: math.inf if row['val/loss'] is None else row['val/loss']))
+    notes = notes_on(runs)
+    if files := differing_files(code_hashes(), *(run.about.get('code') for run in runs)):
+        notes.append(f'{", ".join(files)} changed since some of these runs were trained; choose another --out_dir to '
+                     'train them with the present code')
+    for note in notes:
+        print(f'note: {note}')
+
+
+def row(settings, runs):
+    """Return the row of runs that differ in their seed only, None for one that has not begun. Means are over all seeds,
+    or None."""
+    losses, states = zip(*map(outcome_of, runs))
+    counted = [] if None in losses else runs
+    mean, sd = mean_final_loss(counted) if counted else (None, None)
+    shares = {}
+    for key in ('update_unclipped', 'grad_clipped'):
+        values = [run.last(key) for run in counted]
+        shares[key] = statistics.mean(values) if values and None not in values else None
+    return {**settings, 'val/loss': mean, 'sd': sd, 'seeds': len(runs), **shares,
+            'state': '; '.join(dict.fromkeys(states))}
 
 
 @one_line_errors()
 def main(argv=None):
-    parser = sweep_argparser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
+    parser.add_argument('--out_dir', required=True, type=local_path, help='each run gets a directory in it')
+    parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
+    parser.add_argument('--launcher', type=shlex.split, default=[sys.executable], metavar='COMMAND',
+                        help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
     parser.add_argument('--spec', help='JSON file (default: OUT_DIR/sweep.json)')
     parser.add_argument('--grid', nargs='+', action='append', metavar='KEY=V1,V2',
                         help='settings and their values; given several times, several grids')
@@ -33,12 +252,10 @@ def main(argv=None):
     stored = args.out_dir / 'sweep.json'
     if args.grid and args.spec or args.base and not args.grid:
         parser.error('pass --spec, or --grid with arguments after --, not both; a spec has its arguments in "base"')
-    if not (args.grid or args.spec or stored.is_file()):
-        parser.error(f'{stored}: not there; pass --spec or --grid')
     if args.grid:
-        spec = dict(base=args.base, runs=[split_values('--grid', entry) for entry in args.grid])
+        spec = dict(base=args.base, runs=[split_values(entry) for entry in args.grid])
     else:
-        spec = read_json(args.spec or stored)
+        spec = json.loads(Path(args.spec or stored).read_text(encoding='utf-8'))
     trials = trials_of(spec, args.out_dir)
     # Config files are programs: printing a table of a received directory must not execute those that it names.
     if args.table:

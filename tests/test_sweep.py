@@ -1,13 +1,11 @@
-"""scripts/sweep.py and scripts/tune.py, which train through scripts/trials.py."""
+"""scripts/sweep.py."""
 
 import json
-import math
 import os
 import re
 import signal
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, TINY, rejection
@@ -16,7 +14,7 @@ from fake_runs import SHAPE, edit, fake_run, rows_of
 from analysis import runs
 from runtime import files
 from runtime.signals import undo_at_end
-from scripts import curvature, plan, sweep, trials, tune
+from scripts import curvature, plan, sweep
 from scripts import eval as evaluation
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -26,7 +24,7 @@ from scripts import eval as evaluation
 def test_a_spec_becomes_trials_in_order_with_stable_names(tmp_path):
     spec = dict(base=['--seed=3'], runs=[dict(learning_rate=[1e-3, '2e-3', '0.001'], gamma='1e-1'),
                                          dict(config='config/quickstart.py'), dict(base=['--bias=True'], gamma=0.2)])
-    found = trials.trials_of(spec, tmp_path)
+    found = sweep.trials_of(spec, tmp_path)
     assert [trial.out_dir.name for trial in found] == [
         'learning_rate=0.001,gamma=0.1', 'learning_rate=0.002,gamma=0.1', 'config=quickstart', 'gamma=0.2']
     assert found[1].argv == ['--seed=3', '--learning_rate=0.002', '--gamma=0.1']
@@ -36,29 +34,27 @@ def test_a_spec_becomes_trials_in_order_with_stable_names(tmp_path):
 
 def test_two_runs_of_one_directory_are_rejected(tmp_path):
     spec = dict(runs=[dict(config=['a/run.py', 'b/run.py'])])
-    assert 'two runs of this sweep would share this directory' in rejection(trials.trials_of, spec, tmp_path)
+    assert 'two runs of this sweep would share this directory' in rejection(sweep.trials_of, spec, tmp_path)
 
 
 def test_equal_numbers_are_one_trial(tmp_path):
-    trial, = trials.trials_of(dict(base=SHAPE, runs=[dict(max_iters=['1e3', 1000, '1000.0'])]), tmp_path)
+    trial, = sweep.trials_of(dict(base=SHAPE, runs=[dict(max_iters=['1e3', 1000, '1000.0'])]), tmp_path)
     assert trial.name == 'max_iters=1000'
     trial.check()  # train.py takes no fraction there
 
 
 def test_values_of_a_grid():
-    assert trials.canonical(True) == 'True'
-    assert trials.split_values('--grid', ['seed=1,2', 'dataset=a,b']) == dict(seed=['1', '2'], dataset=['a', 'b'])
+    assert sweep.canonical(True) == 'True'
+    assert sweep.split_values(['seed=1,2', 'dataset=a,b']) == dict(seed=['1', '2'], dataset=['a', 'b'])
     for one in ('dataset=a:0.7,b:0.3', 'optimizer_args=a=1, b=2'):
         key, _, value = one.partition('=')
-        assert trials.split_values('--grid', [one]) == {key: [value]}
-    assert 'write KEY=V1,V2' in rejection(trials.split_values, '--grid', ['seed'])
-    assert 'seed is there twice' in rejection(trials.split_values, '--grid', ['seed=1', 'gamma=1', 'seed=2'])
+        assert sweep.split_values([one]) == {key: [value]}
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').rglob('*.json')), ids=lambda path: path.stem)
 def test_shipped_specs_resolve(path, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    found = trials.trials_of(runs.read_json(path), tmp_path)
+    found = sweep.trials_of(json.loads(path.read_text()), tmp_path)
     assert len(found) > 3
     for trial in found[::5]:
         trial.check()
@@ -68,7 +64,7 @@ def test_a_run_is_checked_on_the_ranks_that_trained_it(tmp_path):
     """How many these are, the launcher decides; estimates are rounded to a multiple."""
     argv = [*SHAPE, '--optimizer_name=sophiag', '--total_batch_size=48', '--batch_size=16',
             '--gradient_accumulation_steps=1', '--hessian_batch_size=25']
-    trial = trials.Trial(tmp_path, {}, argv)
+    trial = sweep.Trial(tmp_path, {}, argv)
     trial.check()
     fake_run(tmp_path, 3.0, [*argv, '--gradient_accumulation_steps=0', '--hessian_batch_size=27'])
     edit(tmp_path, lambda about: about.update(world_size=3))
@@ -82,24 +78,24 @@ def test_a_run_is_checked_on_the_ranks_that_trained_it(tmp_path):
 def test_a_run_that_is_there_with_other_settings_is_rejected(tmp_path, flags, there, asked):
     argv = [*SHAPE, '--eval_sequences=16', '--batch_size=2']
     fake_run(tmp_path, 3.0, [*argv, '--dtype=float32'])
-    trials.Trial(tmp_path, {}, [*argv, '--log_interval=3']).check()
-    trials.Trial(tmp_path, {}, [*argv, '--batch_size=1']).check()
-    message = rejection(trials.Trial(tmp_path, {}, [*argv, *flags]).check)
+    sweep.Trial(tmp_path, {}, [*argv, '--log_interval=3']).check()
+    sweep.Trial(tmp_path, {}, [*argv, '--batch_size=1']).check()
+    message = rejection(sweep.Trial(tmp_path, {}, [*argv, *flags]).check)
     assert f'holds a run with {there}, asked for is {asked}; ' in message
 
 
 def test_the_shape_of_a_fine_tuned_run_is_that_of_its_weights(tmp_path):
     tuned = [*SHAPE, '--init_from=gpt2', '--learning_rate=1e-3']
     edit(fake_run(tmp_path, 3.0, tuned), lambda about: about['config'].update(n_layer=12, n_embd=768))
-    trials.Trial(tmp_path, {}, tuned).check()
-    assert 'holds a run with init_from' in rejection(trials.Trial(tmp_path, {}, [*tuned, '--init_from=scratch']).check)
+    sweep.Trial(tmp_path, {}, tuned).check()
+    assert 'holds a run with init_from' in rejection(sweep.Trial(tmp_path, {}, [*tuned, '--init_from=scratch']).check)
 
 
 def test_a_run_has_the_default_of_a_setting_that_is_younger(tmp_path):
     fake_run(tmp_path, 3.0, SHAPE)
     edit(tmp_path, lambda about: about['config'].pop('skip_nonfinite'))
-    trials.Trial(tmp_path, {}, SHAPE).check()
-    message = rejection(trials.Trial(tmp_path, {}, [*SHAPE, '--skip_nonfinite=2']).check)
+    sweep.Trial(tmp_path, {}, SHAPE).check()
+    message = rejection(sweep.Trial(tmp_path, {}, [*SHAPE, '--skip_nonfinite=2']).check)
     assert 'holds a run with skip_nonfinite = 0, asked for is 2' in message
 
 
@@ -107,10 +103,10 @@ def test_code_that_changed_since_the_runs_is_named(tmp_path, capsys):
     present = files.code_hashes()
     for seed, code in enumerate([present, present | {'loss.py': 'before'}]):
         fake_run(tmp_path / str(seed), 3.0, SHAPE, code=code)
-    made = [trials.Trial(tmp_path / str(seed), {}, SHAPE) for seed in range(2)]
-    trials.show(made[:1])
+    made = [sweep.Trial(tmp_path / str(seed), {}, SHAPE) for seed in range(2)]
+    sweep.show(made[:1])
     assert 'note' not in capsys.readouterr().out
-    trials.show(made)
+    sweep.show(made)
     said = capsys.readouterr().out
     assert 'note: the runs are of different code (loss.py)' in said
     assert 'note: loss.py changed since some of these runs were trained; choose another --out_dir' in said
@@ -122,25 +118,25 @@ def test_code_that_changed_since_the_runs_is_named(tmp_path, capsys):
 def test_a_run_ends_with_its_last_iteration(tmp_path, flags, rejected):
     """Whether or not its learning rate is at its end, it is not trained again."""
     fake_run(tmp_path, 3.0, [*SHAPE, *flags, '--max_iters=100', '--lr_decay_iters=200', '--warmup_iters=0'])
-    trial = trials.Trial(tmp_path, {}, [])
+    trial = sweep.Trial(tmp_path, {}, [])
     assert trial.ended and trial.run.rejected == rejected
-    assert trials.outcome_of(trial.run)[1] == (rejected or 'finished')
+    assert sweep.outcome_of(trial.run)[1] == (rejected or 'finished')
 
 
 def test_gpus_are_taken_in_turns(tmp_path, monkeypatch):
-    seen, trial = [], trials.Trial(tmp_path, {}, [])
-    monkeypatch.setattr(trials, 'launch', lambda words, out_dir, env: seen.append(env['CUDA_VISIBLE_DEVICES']))
-    monkeypatch.setattr(trials.torch.cuda, 'device_count', lambda: 2)
+    seen, trial = [], sweep.Trial(tmp_path, {}, [])
+    monkeypatch.setattr(sweep, 'launch', lambda words, out_dir, env: seen.append(env['CUDA_VISIBLE_DEVICES']))
+    monkeypatch.setattr(sweep.torch.cuda, 'device_count', lambda: 2)
     monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
     for slot in range(3):
-        trials.start_trial(trial, [], slot, 3)
+        sweep.start_trial(trial, [], slot, 3)
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,GPU-5a')
     for slot in range(3):
-        trials.start_trial(trial, [], slot, 3)
+        sweep.start_trial(trial, [], slot, 3)
     assert seen == ['0', '1', '0', '4', 'GPU-5a', '4']
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1,2,3,4')
     for slot in range(2):  # for a launcher of several ranks
-        trials.start_trial(trial, [], slot, 2)
+        sweep.start_trial(trial, [], slot, 2)
     assert seen[6:] == ['0,1', '2,3']
 
 
@@ -151,12 +147,12 @@ def table_of(text):
 
 
 def test_the_table_has_no_loss_of_runs_that_cannot_be_compared(tmp_path, capsys):
-    found = trials.trials_of(dict(base=SHAPE, runs=[dict(gamma=[1, 2, 3, 4, 5], max_iters=100)]), tmp_path)
+    found = sweep.trials_of(dict(base=SHAPE, runs=[dict(gamma=[1, 2, 3, 4, 5], max_iters=100)]), tmp_path)
     for trial, loss, end in zip(found, (2.0, 3.2, 3.1), (50, 100, 100)):
         fake_run(trial.out_dir, loss, ['--max_iters=100'], end=end)
     fake_run(found[3].out_dir, 3.0, ['--max_iters=100'],
              changes=[{'iter': 40, 'key': 'learning_rate', 'from': 1, 'to': 2}])
-    trials.show(found)
+    sweep.show(found)
     assert [(row['gamma'], row.get('val/loss'), row['state']) for row in table_of(capsys.readouterr().out)] == [
         ('3', '3.1000', 'finished'), ('2', '3.2000', 'finished'),
         ('1', None, 'it has a validation loss at iteration 50 of 100 only'),
@@ -164,10 +160,10 @@ def test_the_table_has_no_loss_of_runs_that_cannot_be_compared(tmp_path, capsys)
 
 
 def test_the_table_is_averaged_over_seeds(tmp_path, capsys):
-    found = trials.trials_of(dict(base=SHAPE, runs=[dict(gamma=[0.1, 0.2, 0.3], seed=[1, 2], max_iters=100)]), tmp_path)
+    found = sweep.trials_of(dict(base=SHAPE, runs=[dict(gamma=[0.1, 0.2, 0.3], seed=[1, 2], max_iters=100)]), tmp_path)
     for trial, loss in zip(found, (3.0, 3.1, 2.9, 2.95, 2.8)):
         fake_run(trial.out_dir, loss, ['--max_iters=100'], grad_clipped=loss / 10)
-    trials.show(found)
+    sweep.show(found)
     common = dict(max_iters='100', seeds='2', state='finished')
     assert table_of(capsys.readouterr().out) == [
         dict(common, gamma='0.2', sd='0.0354', grad_clipped='0.2925', **{'val/loss': '2.9250'}),
@@ -240,90 +236,15 @@ def test_a_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
     assert 'resuming from' in (tmp_path / 'seed=1' / 'log.txt').read_text()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The coordinate search
-
-
-@pytest.fixture
-def landscape(monkeypatch):
-    """Runs in place of training: their loss is lowest, 3, at learning_rate = 0.004 and gamma = 0.2, where the best
-    learning rate rises with γ; a learning rate of 1 diverges. Yields the list of the runs that were trained."""
-    trained = []
-
-    def start(trial, *_):
-        lr, gamma = (float(trial.settings[key]) for key in ('learning_rate', 'gamma'))
-        trained.append((lr, gamma))
-        octaves = math.log2(lr / 0.004), math.log2(gamma / 0.2)
-        loss = 3 + 0.05 * octaves[0] ** 2 + 0.05 * octaves[1] ** 2 + 0.02 * (octaves[0] - octaves[1]) ** 2
-        argv = ['--max_iters=100', '--optimizer_name=sophiag', f'--learning_rate={lr}', f'--gamma={gamma}']
-        fake_run(trial.out_dir, loss, argv, end=30 if lr == 1 else 100)
-        if lr == 1:
-            (trial.out_dir / files.FAILED).write_text('iteration 30: the loss is not finite')
-        return SimpleNamespace(poll=lambda: 0, terminate=lambda: None, wait=lambda _: 0, kill=lambda: None)
-    monkeypatch.setattr(trials, 'start_trial', start)
-    monkeypatch.setattr(trials.time, 'sleep', lambda _: None)
-    return trained
-
-
-VALUES = ['--values', 'learning_rate=1e-3,2e-3,4e-3,8e-3,1', 'gamma=0.05,0.1,0.2,0.4']
-BASE = ['--', *SHAPE, '--max_iters=100', '--optimizer_name=sophiag', '--learning_rate=1e-3']
-
-
-def test_a_search_finds_the_best_settings_and_records_every_trial(tmp_path, landscape, capsys):
-    argv = ['--out_dir', str(tmp_path), *VALUES, '--noise=0', *BASE]
-    tune.main(argv)
-    record = json.loads((tmp_path / 'tuning.json').read_text())
-    assert record['best'] == dict(learning_rate='0.004', gamma='0.2') and record['val/loss'] == pytest.approx(3)
-    assert record['start'] == dict(learning_rate='0.001', gamma='0.05')
-    assert len(record['trials']) == len(landscape) == len(set(landscape))  # nothing is trained twice
-    assert [trial['val/loss'] for trial in record['trials'] if trial['learning_rate'] == '1'] == [None] * len(
-        [run for run in landscape if run[0] == 1])
-    out = capsys.readouterr().out
-    assert '--learning_rate=0.004 --gamma=0.2, val loss 3.0000' in out and 'edge' not in out
-    tune.main(argv)
-    assert len(record['trials']) == len(landscape)
-
-
-def test_a_best_value_at_the_edge_is_named(tmp_path, landscape, capsys):
-    tune.main(['--out_dir', str(tmp_path), '--values', 'learning_rate=1e-3,2e-3', 'gamma=0.1', '--noise=0', *BASE])
-    assert 'note: the best learning_rate, 0.002, is at the edge of its --values' in capsys.readouterr().out
-
-
-def test_an_interrupted_search_continues(tmp_path, landscape, monkeypatch):
-    start = trials.start_trial
-
-    def interrupted(*args):
-        if len(landscape) == 3:
-            raise KeyboardInterrupt
-        return start(*args)
-    monkeypatch.setattr(trials, 'start_trial', interrupted)
-    argv = ['--out_dir', str(tmp_path), *VALUES, '--noise=0.01', *BASE]
-    assert 'the same command resumes' in rejection(tune.main, argv)
-    monkeypatch.setattr(trials, 'start_trial', start)
-    tune.main(argv)
-    assert len(landscape) == len(set(landscape))
-    assert json.loads((tmp_path / 'tuning.json').read_text())['val/loss'] == pytest.approx(3)
-
-
-def test_a_search_keeps_nothing_within_the_noise(tmp_path, landscape):
-    once = 1 + 4 + 3  # the start, then every other value of either setting once
-    for noise, count in (('10', once), ('0.01', once + 1)):
-        tune.main(['--out_dir', str(tmp_path / noise), *VALUES, f'--noise={noise}', *BASE])
-        record = json.loads((tmp_path / noise / 'tuning.json').read_text())
-        assert len(record['trials']) >= count and (record['best'] == record['start']) is (noise == '10')
-
-
 @pytest.mark.parametrize(('script', 'argv', 'message'), [
-    (tune, ['--values', 'seed=1', '--noise=nan'], 'at least 0'), (tune, ['--values', 'no=1', '--noise=0'], '--no'),
-    (tune, ['--values', 'seed=1', '--noise=0', '--', *SHAPE, '--max_iters=9', '--lr_decay_iters=20'],
-     'runs could not be compared: its learning rate decays over 20 iterations, and it was run for 9'),
-    (sweep, [], 'pass --spec or --grid'),
+    (sweep, ['--jobs=0'], '--jobs: 0: must be at least 1'),
+    (sweep, ['--table'], 'sweep.json: No such file or directory'),
     (sweep, ['--', *SHAPE], 'a spec has its arguments in "base"'),
     (plan, ['--mfu=40'], '--mfu: 40: must be at least 0.01 and at most 1'),
     (evaluation, ['gpt2', '--batch_size=x'], "--batch_size: invalid number value: 'x'")])
 def test_flags_that_make_no_sense_are_rejected(tmp_path, script, argv, message, capsys):
     with pytest.raises(SystemExit) as stopped:
-        script.main([*(['--out_dir', str(tmp_path)] if script in (tune, sweep) else []), *argv])
+        script.main([*(['--out_dir', str(tmp_path)] if script is sweep else []), *argv])
     assert message in capsys.readouterr().err + str(stopped.value)
 
 
