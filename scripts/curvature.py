@@ -5,18 +5,15 @@
 
 It compares the checkpoint's h and update with those of a low-noise h, the mean of the squared gradients of single
 sequences on labels drawn from the model, as training draws them (`loss.Losses` and the hook). Without Sophia-G's h and
-update, or with --estimator hutchinson, it only describes the diagonal. The table has a row for each kind of tensor; the
-.csv has one for each tensor.
+update, or with --estimator hutchinson, it only describes the diagonal. The table has a row for each kind of tensor.
 
   positive          share of the diagonal's entries that are above 0
   agreement         correlation of the logarithms of two low-noise h, from different halves of the sequences
-  same_sign         share of entries with the same sign in these two; 0.5 is noise
   cv_1, cv_n        standard deviation of one estimate over its mean, with 1 and n parts (--hessian_parts); with
                     --estimator hutchinson of one sequence and one vector
   noise_of_h        the same of the run's h, an average of estimates
-  log_corr          correlation of log h of the run and of the low-noise h; if_only_noise: if h had only its noise
+  log_corr          correlation of log h of the run and of the low-noise h
   scale             sum of h of the run, which begins at 0, over that of the low-noise h
-  unclipped, _low   share of unclipped coordinates with h of the run, and with the low-noise h
 
 A second table is of the whole model:
 
@@ -26,11 +23,11 @@ A second table is of the whole model:
   mean_age          of the estimates in h, in iterations
   along_run, _low   curvature along the update with h of the run, and with the low-noise h; along sign momentum it is 1
 
-More parts help where noise_of_h is large, say above 0.3; a lower β2 where log_corr is well below if_only_noise.
+More parts help where noise_of_h is large, say above 0.3. Where it is small and log_corr is well below agreement, h is
+stale, and a lower β2 helps.
 """
 
 import functools
-import math
 import re
 import sys
 from pathlib import Path
@@ -62,19 +59,7 @@ def flat(tensors):
 def log_correlation(a, b):
     """Return the correlation of log a and log b over the entries where both are positive."""
     both = (a > 0) & (b > 0)
-    if both.sum() < 3:
-        return math.nan
     return torch.corrcoef(torch.stack([a[both].log(), b[both].log()]))[0, 1].item()
-
-
-def log_correlation_of_noise(h, cv):
-    """Return the expected `log_correlation` of h with h times Gamma variables of mean 1 and standard deviation `cv`."""
-    signal = h[h > 0].log().var().item()
-    return (signal / (signal + torch.polygamma(1, torch.tensor(1 / cv ** 2)).item())) ** 0.5
-
-
-def share(mask):
-    return mask.float().mean().item()
 
 
 def inputs_and_targets(tokens):
@@ -105,18 +90,17 @@ class Gradients:
     """Means over the gradients g of the summed loss of single sequences at a checkpoint.
 
     halves: low-noise h from half of the sequences each; their sum is the low-noise h. squares: the mean square of an
-    estimate from one sequence. signal, noise: ‖E g‖² and E‖g − E g‖². sampled: E‖g‖² on labels drawn from the model.
+    estimate from one sequence. signal, noise: ‖E g‖² and E‖g − E g‖², of the training loss.
     """
 
     def __init__(self, model, params, sequences):
         self.N, predictions = len(sequences), 0
-        self.halves, self.squares, gradient, square, self.sampled = [0, 0], 0, 0, 0.0, 0.0
+        self.halves, self.squares, gradient, square = [0, 0], 0, 0, 0.0
         for i, (count, g, true) in enumerate(draw_gradients(model, params, sequences)):
             predictions += count
             self.halves[i % 2] = self.halves[i % 2] + g ** 2
             self.squares = self.squares + g ** 4 / self.N
             gradient, square = gradient + true, square + true.square().sum().item() / self.N
-            self.sampled += g.square().sum().item() / self.N
         self.halves = [half / predictions for half in self.halves]
         self.squares = self.squares / (predictions / self.N) ** 2
         self.signal = max(1e-30, (gradient.square().sum().item() / self.N - square) / (self.N - 1))  # without bias
@@ -171,11 +155,10 @@ def state_of_run(loaded, names):
 
 
 def update_of(m, h, config):
-    """Return clip(m / max(γ·h, ε), 1), and which of its coordinates the clip leaves alone."""
+    """Return clip(m / max(γ·h, ε), 1)."""
     update, = precondition([m], [h], config['gamma'], config['eps'])
-    unclipped = update.abs() < 1
     clip_([update], 1.0)
-    return update, unclipped
+    return update
 
 
 def weights_of(iterations, interval, beta2):
@@ -199,25 +182,20 @@ def curvature_along(model, sequences, u):
     return (total / predictions / u.square().sum(0)).tolist()
 
 
-def describe(tensor, at, halves, noises, run=None):
-    """Return the row of the table for the coordinates `at` of the tensor, or of the tensors of a kind.
+def describe(kind, at, halves, noises, run=None):
+    """Return the row of the table for the coordinates `at` of a kind of tensor.
 
-    noises: number of parts → function of coordinates. run: h, the parts and the number of its estimates, and which
-    coordinates are unclipped with h and with the low-noise h.
+    noises: number of parts → function of coordinates. run: h, the parts and the number of its estimates.
     """
     low = (halves[0] + halves[1])[at]
-    row = dict(tensor=tensor, parameters=len(low), positive=share(low > 0),
-               agreement=log_correlation(halves[0][at], halves[1][at]))
-    if (low < 0).any():  # Hutchinson's
-        row |= dict(same_sign=share((halves[0] * halves[1] > 0)[at]))
-    row |= {f'cv_{n}': noise(at) for n, noise in noises.items()}
-    if run is None:
-        return row
-    h, parts, averaged, unclipped, unclipped_low = run
-    noise = row[f'cv_{parts}'] / averaged ** 0.5  # of h
-    return row | dict(noise_of_h=noise, log_corr=log_correlation(h[at], low),
-                      if_only_noise=log_correlation_of_noise(low, noise), scale=(h[at].sum() / low.sum()).item(),
-                      unclipped=share(unclipped[at]), unclipped_low=share(unclipped_low[at]))
+    row = dict(tensor=kind, parameters=len(low), positive=(low > 0).float().mean().item(),
+               agreement=log_correlation(halves[0][at], halves[1][at]),
+               **{f'cv_{n}': noise(at) for n, noise in noises.items()})
+    if run:
+        h, parts, averaged = run
+        row |= dict(noise_of_h=row[f'cv_{parts}'] / averaged ** 0.5, log_corr=log_correlation(h[at], low),
+                    scale=(h[at].sum() / low.sum()).item())
+    return row
 
 
 def draw(low, h, title, correlation):
@@ -252,44 +230,39 @@ def main(argv=None):
     loader.close()
 
     names, params = trained(model)
-    ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
-    places = {name: slice(end - p.numel(), end) for name, p, end in zip(names, params, ends)}
+    sizes = [p.numel() for p in params]
     facts = dict(checkpoint=loaded.name, iteration=loaded.state.get('iter_num'), estimator=args.estimator,
-                 sequences=args.sequences, parameters=ends[-1])
-    h = noises = run = None
+                 sequences=args.sequences, parameters=sum(sizes))
+    whole, h, run = {}, None, None
     if args.estimator == 'gnb':
-        h, m = state_of_run(loaded, names)
         gradients = Gradients(model, params, sequences)
-        halves = gradients.halves
+        halves, whole['signal_over_noise'] = gradients.halves, gradients.signal / gradients.noise
         size, parts = config.get('hessian_batch_size') or 16, config.get('hessian_parts') or 1
         noises = {n: functools.partial(gradients.cv, size, n) for n in sorted({1, parts, size})}
-        facts |= dict(signal_over_noise=gradients.signal / gradients.noise, empirical_fisher_over_gnb={
-            b: (gradients.noise + b * gradients.signal) / gradients.sampled for b in (1, size, 480)})
+        h, m = state_of_run(loaded, names)
     else:
         halves, cv = diagonal_halves(model, params, sequences)
         noises = {1: cv}
     low = halves[0] + halves[1]
     if h is not None:
-        (update, unclipped), (update_low, unclipped_low) = update_of(m, h, config), update_of(m, low, config)
-        facts |= weights_of(loaded.state['iter_num'], config['hessian_interval'], config['beta2'])
-        along = curvature_along(model, sequences, torch.stack([m.sign(), update, update_low], 1))
-        facts |= dict(curvature=dict(zip(('sign', 'run', 'low_noise'), along)),
-                      along_run=along[1] / along[0], along_low=along[2] / along[0])
-        run = h, parts, facts['averaged'], unclipped, unclipped_low
+        whole |= weights_of(loaded.state['iter_num'], config['hessian_interval'], config['beta2'])
+        sign, along, along_low = curvature_along(model, sequences, torch.stack(
+            [m.sign(), update_of(m, h, config), update_of(m, low, config)], 1))
+        whole |= dict(along_run=along / sign, along_low=along_low / sign)
+        run = h, parts, whole['averaged']
 
-    index, kinds = torch.arange(ends[-1], device=low.device), {}
-    for name in names:
-        kinds.setdefault(re.sub(r'\.\d+\.', '.*.', name).removesuffix('.weight'), []).append(index[places[name]])
-    kinds = {kind: torch.cat(found) for kind, found in kinds.items()} | {'all': slice(None)}
+    kinds = {}
+    for name, place in zip(names, torch.arange(sum(sizes), device=low.device).split(sizes)):
+        kinds.setdefault(re.sub(r'\.\d+\.', '.*.', name).removesuffix('.weight'), []).append(place)
+    kinds = {kind: torch.cat(places) for kind, places in kinds.items()} | {'all': slice(None)}
     table = [describe(kind, at, halves, noises, run) for kind, at in kinds.items()]
     print_table(table)
-    whole = 'signal_over_noise', 'level', 'averaged', 'mean_age', 'along_run', 'along_low'
-    if args.estimator == 'gnb':
-        print_table([{key: facts[key] for key in whole if key in facts}])
+    if whole:
+        print_table([whole])
     fig = draw(low.cpu(), h if h is None else h.cpu(), f'{loaded.name}, {args.estimator}, {args.sequences} sequences',
                table[-1].get('log_corr'))
     output = args.output or png_path((loaded.path.parent if loaded.state else Path('out')) / 'curvature.png')
-    save(output, fig, [describe(name, at, halves, noises, run) for name, at in places.items()], **facts, table=table)
+    save(output, fig, table, **facts, **whole)
 
 
 if __name__ == '__main__':

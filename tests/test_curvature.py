@@ -138,13 +138,9 @@ def test_signal_and_noise_are_those_of_the_gradients(gpt):
     assert gradients.signal == pytest.approx(true.mean(0).square().sum().item() - noise / len(true), rel=1e-3, abs=1e-6)
 
 
-def test_noise_lowers_the_log_correlation():
+def test_the_log_correlation_does_not_depend_on_scale():
     h = torch.rand(20_000).exp()
     assert log_correlation(h, 3 * h) == pytest.approx(1) and abs(log_correlation(h, h[torch.randperm(len(h))])) < 0.05
-    for cv in (0.1, 0.5, 1.4):
-        shape = torch.full_like(h, 1 / cv ** 2)
-        noisy = h * torch.distributions.Gamma(shape, shape).sample()
-        assert curvature.log_correlation_of_noise(h, cv) == pytest.approx(log_correlation(h, noisy), abs=0.02) != 1
 
 
 @pytest.mark.parametrize('iterations', [1, 20, 605])
