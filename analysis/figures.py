@@ -44,7 +44,6 @@ def figure(columns=1, width=5.0, height=3.7):
     import matplotlib
     matplotlib.use('Agg')
     from matplotlib import pyplot as plt
-    plt.rcParams['text.parse_math'] = False  # a name with two dollar signs is not a formula
     fig, axes = plt.subplots(1, columns, figsize=(width * columns, height), squeeze=False, layout='constrained')
     for ax in axes[0]:
         ax.grid(alpha=0.3)
@@ -77,25 +76,10 @@ def set_title(fig, text):
     fig.suptitle(textwrap.fill(text, int(fig.get_figwidth() * 12)), fontsize=10)
 
 
-def plain_log_ticks(fig):
-    """Label logarithmic axes 0.001 or 1,000,000: matplotlib's powers of ten are formulas, which `figure` turns off."""
-    from matplotlib.ticker import LogFormatter
-
-    class Plain(LogFormatter):
-        def __call__(self, x, pos=None):
-            return super().__call__(x, pos) and (f'{x:,.0f}' if x >= 1 else f'{x:g}')
-
-    for axis in [axis for ax in fig.axes for axis in (ax.xaxis, ax.yaxis)]:
-        for kind in 'major', 'minor':
-            if isinstance(getattr(axis, f'get_{kind}_formatter')(), LogFormatter):
-                getattr(axis, f'set_{kind}_formatter')(Plain())
-
-
 def save(output, fig, rows, **data):
     """Write the figure as `output`, a PNG whose text chunks Command and Commit say what drew it, and its numbers beside
     it: `rows`, a list of dicts, as .csv, and `data`, if any, as .json."""
     from matplotlib import pyplot as plt
-    plain_log_ticks(fig)
     made_by = dict(Command=shlex.join(sys.argv), Commit=files.git_commit() or 'unknown')
     with files.atomic_write(output) as f:
         fig.savefig(f, dpi=150, format='png', metadata=made_by)
@@ -109,10 +93,8 @@ def save(output, fig, rows, **data):
 
 
 def argparser(doc, output, numbers='.csv', of_runs=False):
-    """Return an ArgumentParser for a script that draws, with --output.
-
-    of_runs: it draws runs: also with OUT_DIR and --title, and `parse` puts the picture beside them.
-    """
+    """Return an ArgumentParser for a script that draws, with --output; `of_runs`: also with OUT_DIR and --title, for
+    `parse`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     default, where = (None, f'{output} beside the runs') if of_runs else (f'out/{output}', f'out/{output}')
     parser.add_argument('--output', default=default, type=png_path, metavar='FILE.png',

@@ -193,7 +193,8 @@ def read_run(out_dir):
     """Return the `RunRecord` of the directory `out_dir`."""
     out_dir = Path(out_dir)
     metrics, failed = out_dir / 'metrics.jsonl', out_dir / FAILED
-    return RunRecord(out_dir, read_json(out_dir / 'config.json'), read_metrics(metrics) if metrics.is_file() else [],
+    about = json.loads((out_dir / 'config.json').read_text(encoding='utf-8'))
+    return RunRecord(out_dir, about, read_metrics(metrics) if metrics.is_file() else [],
                      failed.read_text(encoding='utf-8').strip() if failed.is_file() else None)
 
 
@@ -211,13 +212,10 @@ def with_same_settings(runs):
 
 def read_metrics(path):
     """Return the lines of a metrics.jsonl, a list of dicts. The last line of an active run may be cut off."""
-    texts, lines = path.read_bytes().splitlines(), []  # json.loads decodes them, so that a byte cannot spoil the file
-    for number, text in enumerate(texts, 1):
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            if number < len(texts):
-                raise SystemExit(f'{path}:{number}: not a JSON object; the file is damaged') from None
+    *whole, last = path.read_bytes().splitlines() or [b'']
+    lines = [json.loads(text) for text in whole]
+    with contextlib.suppress(ValueError):
+        lines.append(json.loads(last))
     return lines
 
 
@@ -243,14 +241,13 @@ def packed(run, name):
 # Columns of a CSV file that are measured → their names in metrics.jsonl; all others say which run a row is of.
 MEASURED = {'steps': 'iter', 'loss': 'val/loss', 'tokens': 'tokens', 'flops': 'flops', 'seconds': 'time'}
 RENAMED = {'max_iters': 'horizon', 'lr': 'learning_rate'}
+REQUIRED = 'optimizer', 'seed', 'steps', 'loss'
+NUMBERS = 'horizon', 'learning_rate', 'min_lr', 'warmup_iters', 'cooldown_iters', 'lr_decay_iters'  # or empty
 # Placeholders for settings without a column
 NOT_SAID = dict(learning_rate=None, decay_lr=None, schedule=None, warmup_iters=0, cooldown_iters=0, min_lr=0,
                 lr_decay_iters=None, eval_iters=0, batch_size=0)
-TRUTH = {'true': True, 'false': False}  # so that decay_lr can be off
-EMPTY = '', 'nan'  # a setting that an optimizer lacks; NaN would tell seeds apart, because it does not equal itself
-NUMBERS = 'horizon', 'learning_rate', 'min_lr', 'warmup_iters', 'cooldown_iters', 'lr_decay_iters'  # if they are there
-# Columns whose absence a note names → what they would say
-SAID = {'horizon': 'whether the schedules ended at the last step', 'flops': 'the FLOPs of a step'}
+# An empty cell and NaN stand for a setting that an optimizer lacks; NaN does not equal itself, and would part seeds.
+WORDS = {'true': True, 'false': False, '': None, 'nan': None}
 
 
 def read_csv(path):
@@ -261,12 +258,11 @@ def read_csv(path):
         where = f'{path}:{number}'
         if None in row or None in row.values():
             raise SystemExit(f'{where}: not as many columns as in the header')
-        line = {name: as_number(row[column] or 'nan') for column, name in MEASURED.items() if column in columns
-                and (row[column] or column in ('steps', 'loss'))}
-        if any(isinstance(value, str) for value in line.values()) or not math.isfinite(line['iter']):
-            raise SystemExit(f'{where}: steps, loss, tokens, flops and seconds must be numbers')
-        if wrong := [column for column in NUMBERS if isinstance(as_number(row.get(column) or '0'), str)]:
-            raise SystemExit(f'{where}: {wrong[0]} must be a number, or empty')
+        for column in (*MEASURED, *NUMBERS):
+            if isinstance(as_number(row.get(column) or 'nan'), str) or not row['steps']:
+                raise SystemExit(f'{where}: {column} must be a number')
+        line = {name: as_number(row[column] or 'nan') for column, name in MEASURED.items()
+                if row.get(column) or column == 'loss'}
         if line['iter'] > as_number(row.get('horizon') or 'inf'):
             raise SystemExit(f'{where}: step {row["steps"]} is beyond the horizon, {row["horizon"]}')
         first, of_run = found.setdefault(tuple(row[column] for column in settings), (where, {}))
@@ -274,36 +270,31 @@ def read_csv(path):
             raise SystemExit(f'{where}: the second row of a run for step {row["steps"]}; add a column for the setting '
                              'that tells the two runs apart')
         of_run[line['iter']] = line
-    unsaid = ['whether model, data and validation set are the same',
-              *(['which hyperparameters differ (a column each)'] if not {*settings} - {'optimizer', 'seed', 'horizon'}
-                else []), *(f'{what} ({column})' for column, what in SAID.items() if column not in columns)]
+    unsaid = f'{path} does not say whether model, data and validation set are the same'
+    if missing := [column for column in ('horizon', 'learning_rate', 'flops') if column not in columns]:
+        unsaid += f'; it has no column {", ".join(missing)}'
     runs = []
     for values, (first, lines) in found.items():
         cells, lines = dict(zip(settings, values)), [lines[step] for step in sorted(lines)]
-        config = {column: NOT_SAID.get(column) if cell.lower() in EMPTY else TRUTH.get(cell.lower(), as_number(cell))
-                  for column, cell in cells.items()}
-        config.update(optimizer_name=cells['optimizer'], max_iters=config.pop('horizon', None) or lines[-1]['iter'])
+        config = {column: WORDS.get(cell.lower(), as_number(cell)) for column, cell in cells.items()}
+        config = NOT_SAID | {column: value for column, value in config.items() if value is not None}
+        config['optimizer_name'], config['max_iters'] = cells['optimizer'], config.pop('horizon', lines[-1]['iter'])
         del config['optimizer']
-        about = dict(config={**NOT_SAID, **config}, unsaid=f'{path} does not say {"; ".join(unsaid)}')
-        runs.append(RunRecord(Path(first), about, lines))
+        runs.append(RunRecord(Path(first), dict(config=config, unsaid=unsaid), lines))
     return runs
 
 
 def csv_rows(path):
     """Return (columns, rows as dicts) of a CSV file, whose cells commas, semicolons or tabs part."""
-    try:
-        with path.open(encoding='utf-8-sig', newline='') as f:
-            names = f.readline()
-            delimiter = max(',;\t', key=names.count)
-            columns = [RENAMED.get(name.strip().lower(), name.strip().lower())
-                       for name in next(csv.reader([names], delimiter=delimiter), [])]
-            rows = list(csv.DictReader(f, columns, delimiter=delimiter, skipinitialspace=True))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise SystemExit(f'{path}: not a CSV file in UTF-8 ({error})') from None
-    if missing := [column for column in ('optimizer', 'seed', 'steps', 'loss') if column not in columns]:
-        raise SystemExit(f'{path}: no column {missing[0]}; it needs a header with optimizer, seed, steps and loss')
-    if twice := [column for column, count in Counter(columns).items() if count > 1]:
-        raise SystemExit(f'{path}: two columns {twice[0]}; leave one out')
+    with path.open(encoding='utf-8-sig', newline='') as f:
+        header = f.readline()
+        delimiter = max(',;\t', key=header.count)
+        columns = [name.strip().lower() for name in next(csv.reader([header], delimiter=delimiter), [])]
+        columns = [RENAMED.get(name, name) for name in columns]
+        rows = list(csv.DictReader(f, columns, delimiter=delimiter, skipinitialspace=True))
+    if wrong := [column for column in (*REQUIRED, *columns) if columns.count(column) != 1]:
+        raise SystemExit(f'{path}: {columns.count(wrong[0])} columns {wrong[0]}; its first line must name each column '
+                         'once, and optimizer, seed, steps and loss')
     return columns, rows
 
 
@@ -338,10 +329,7 @@ def find_runs(paths):
         for run in runs if runs[0].from_csv else sorted(runs, key=lambda run: run.out_dir):
             run.found_in = run.found_in or str(path)
             found.setdefault(run.out_dir.resolve(), run)
-    runs = list(found.values())
-    if len({run.from_csv for run in runs}) > 1:
-        raise SystemExit('runs of a CSV file and of train.py: their settings have different names; compare them apart')
-    return with_same_settings(runs)
+    return with_same_settings(list(found.values()))
 
 
 def walk(path):
@@ -355,14 +343,6 @@ def walk(path):
         seen.add(real)
         directories.sort(key=lambda name: (Path(folder, name).is_symlink(), name))  # a run has its own name
         yield Path(folder), names
-
-
-def read_json(path):
-    """Return the contents of a JSON file."""
-    try:
-        return json.loads(Path(path).read_text(encoding='utf-8'))
-    except ValueError as error:
-        raise SystemExit(f'{path}: not JSON ({error})') from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

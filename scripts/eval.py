@@ -13,13 +13,11 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.loader import ValidationLoader
-from data.tokenizer import GPT2, Byte, Char
 from loss import cross_entropy
 from runtime.arguments import at_least
 from runtime.device import autocast, set_matmul_precision
@@ -27,46 +25,22 @@ from runtime.files import one_line_errors
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins
 
 
-def bytes_per_id(tokenizer):
-    """Return the number of text bytes of each id, (vocab_size,) int64, 0 for the end of text.
-
-    None if the ids do not tell: a tokenizer.json may normalize the text, or leave out a part of it.
-    """
-    if isinstance(tokenizer, Byte):
-        sizes = [1] * tokenizer.vocab_size
-    elif isinstance(tokenizer, Char):
-        sizes = [len(char.encode()) for char in tokenizer.chars]
-    elif isinstance(tokenizer, GPT2):
-        sizes = [len(tokenizer.bpe.decode_single_token_bytes(i)) for i in range(tokenizer.vocab_size)]
-    else:
-        return None
-    if tokenizer.eot_id is not None:
-        sizes[tokenizer.eot_id] = 0
-    return torch.tensor(sizes)
-
-
 @torch.no_grad()
 def measure(loaded, data, args):
     """Return the results of `loaded` on `data`, a Bin, as a dict."""
     block_size, precision = loaded.model.config.block_size, autocast(args.device, dtype_name(args))
     batches = ValidationLoader(data, args.eval_sequences, args.batch_size, block_size, 0, 1, args.device)
-    total, counts = 0.0, torch.zeros(data.vocab_size, dtype=torch.int64)  # of each id
+    total, tokens = 0.0, 0
     for X, Y in tqdm(batches, unit='batch', disable=None):  # on a terminal only
         with precision:
             # A copy, because GPT.forward may mask targets in place: the loss is over all of them, as val/loss is.
             total += cross_entropy(loaded.model(X, Y.clone())[0], Y).double().sum().item()
-        counts += Y[Y >= 0].cpu().bincount(minlength=len(counts))
-    tokens = counts.sum().item()
+        tokens += (Y >= 0).sum().item()
     loss = total / tokens
     result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
-                  block_size=block_size, tokens=tokens, loss=loss, perplexity=float(np.exp(loss)))
-    sizes = bytes_per_id(loaded.tokenizer)
-    if sizes is not None:
-        n_bytes = (counts * sizes[:len(counts)]).sum().item()
-    else:  # in proportion, because only the whole split's are known
-        n_bytes = tokens * (data.text_bytes or 0) / len(data)
-    if n_bytes:
-        result |= dict(bytes=round(n_bytes), bits_per_byte=loss * tokens / n_bytes / math.log(2))
+                  block_size=block_size, tokens=tokens, loss=loss, perplexity=math.exp(loss))
+    if data.text_bytes:
+        result['bits_per_byte'] = loss / math.log(2) * len(data) / data.text_bytes
     else:
         print(f'note: {data.path}: no bits_per_byte, because its meta.json does not have the bytes of the text; '
               'prepare the data again', file=sys.stderr)

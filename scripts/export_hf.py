@@ -1,5 +1,4 @@
-"""Exports a checkpoint as a Hugging Face GPT-2: config.json, model.safetensors, the tokenizer if it can, and a model
-card, README.md, whose licence is yours to fill in.
+"""Export a checkpoint as a Hugging Face GPT-2: config.json, model.safetensors, and the tokenizer if it can.
 
   python scripts/export_hf.py out/gpt2-small-sophiag hf/gpt2-small-sophiag
 
@@ -17,9 +16,6 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.runs import ROLES
-from configurator import HARMLESS
-from data.loader import parts_of
 from data.tokenizer import END_OF_TEXT, GPT2, Byte, FileTokenizer
 from runtime.files import local_path, one_line_errors
 from runtime.gpt import ACTIVATIONS, TRANSPOSED, num_params
@@ -89,39 +85,6 @@ def write_tokenizer(tokenizer, folder, block_size):
     (folder / 'tokenizer_config.json').write_text(json.dumps(config, indent=2))
 
 
-def model_card(loaded, name):
-    """Return the text of README.md."""
-    from huggingface_hub import ModelCard, ModelCardData
-    state = loaded.state
-    facts = {'parameters': f'{num_params(loaded.model):,}', 'tokenizer': loaded.tokenizer.name}
-    if 'train_state' in state:  # not of another program
-        facts['training data'] = ', '.join(Path(part).name for part in parts_of(state['config']['dataset']))
-        facts['training tokens'] = f'{state["train_state"]["tokens"]:,}'
-        facts['lowest validation loss of the run'] = f'{state["best_val_loss"]:.4f} nats per token'
-    facts |= {f'`{key}`': value for key, value in state.get('config', {}).items()
-              if value and ROLES.get(key) not in HARMLESS}
-    rows = ''.join(f'| {key} | {value} |\n' for key, value in facts.items())
-    data = ModelCardData(license='unknown', library_name='transformers', pipeline_tag='text-generation')
-    return str(ModelCard(f"""---
-{data.to_yaml()}
----
-
-# {name}
-
-A GPT-2, exported from a checkpoint of a training run. Its licence is to be filled in above: what the training data and
-you allow.
-
-| | |
-|---|---|
-{rows}
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained('{name}')
-tokenizer = AutoTokenizer.from_pretrained('{name}')  # where it could be exported
-```
-"""))
-
-
 @torch.no_grad()
 def export(loaded, dest):
     """Write `loaded` to `dest`, a new folder; return the largest difference between transformers' logits and ours."""
@@ -141,7 +104,6 @@ def export(loaded, dest):
             config = json.loads((partial / 'config.json').read_text()) | dict(_attn_implementation='eager')
             (partial / 'config.json').write_text(json.dumps(config, indent=2))
         write_tokenizer(loaded.tokenizer, partial, model.config.block_size)
-        (partial / 'README.md').write_text(model_card(loaded, dest.name), encoding='utf-8')
         idx = torch.randint(model.config.vocab_size, (2, model.config.block_size))
         if loaded.tokenizer.eot_id is not None:  # an edited model may treat the documents apart
             idx[:, 1::5] = loaded.tokenizer.eot_id

@@ -1,16 +1,13 @@
-"""scripts/eval.py: train.py's own validation loss, bytes of ids, mixtures."""
+"""scripts/eval.py: train.py's own validation loss, bits per byte, mixtures."""
 
 import json
 import math
 import shutil
 
-import numpy as np
 import pytest
-import torch
 from conftest import TINY, metrics, rejection
 
 import train
-from data.tokenizer import Char, get_tokenizer
 from scripts import eval as eval_script
 from scripts import load
 
@@ -28,14 +25,11 @@ def evaluate(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-def test_is_the_validation_loss_of_train(capsys, corpus, out_dir):
+def test_is_the_validation_loss_of_train(capsys, out_dir):
     result = evaluate(capsys, out_dir, '--batch_size=2')
     assert result['loss'] == pytest.approx(metrics(out_dir, 'val/loss')[-1], rel=1e-6)
     assert result['tokens'] == 9_999 // 32 * 32 and result['iter'] == 10
     assert result['perplexity'] == pytest.approx(math.exp(result['loss']))
-    ends = np.fromfile(corpus / 'val.bin', dtype='<u2')[1:result['tokens'] + 1] == 0  # of documents
-    assert result['bytes'] == result['tokens'] - ends.sum()  # every other token is a byte
-    assert result['bits_per_byte'] == pytest.approx(result['loss'] * result['tokens'] / result['bytes'] / math.log(2))
     assert evaluate(capsys, out_dir, '--batch_size=7')['loss'] == pytest.approx(result['loss'], rel=1e-6)
     assert evaluate(capsys, out_dir, '--eval_sequences=6', '--batch_size=3')['tokens'] == 6 * 32
 
@@ -56,19 +50,8 @@ def test_a_model_whose_code_has_changed_since_is_named(capsys, out_dir, monkeypa
     assert 'note: model.py changed since' in capsys.readouterr().err
 
 
-def test_bytes_per_id_adds_up(gpt2_cache):
-    text = "It's 2,000 words\n\n\tand é ü 中文 😀 …"
-    for tokenizer in (get_tokenizer('byte'), get_tokenizer('gpt2'), Char(sorted(set(text)))):
-        sizes = eval_script.bytes_per_id(tokenizer)
-        assert len(sizes) == tokenizer.vocab_size
-        assert sizes[torch.tensor(np.array(tokenizer.encode(text), dtype=np.int64))].sum() == len(text.encode())
-        assert tokenizer.eot_id is None or sizes[tokenizer.eot_id] == 0
-
-
-def test_bits_per_byte_are_of_the_text_that_was_prepared(capsys, corpus, out_dir, tmp_path,
-                                                              monkeypatch):
-    """Not of what a tokenizer.json has made of it; without that number there are none, and a note."""
-    monkeypatch.setattr(eval_script, 'bytes_per_id', lambda tokenizer: None)
+def test_bits_per_byte_are_of_the_text_that_was_prepared(capsys, corpus, out_dir, tmp_path):
+    """Without the number of its bytes there are none, and a note."""
     eval_script.main([str(out_dir), '--device=cpu'])
     out, err = capsys.readouterr()
     assert 'bits_per_byte' not in out and 'val.bin: no bits_per_byte, because its meta.json' in err
@@ -78,7 +61,6 @@ def test_bits_per_byte_are_of_the_text_that_was_prepared(capsys, corpus, out_dir
     (other / 'meta.json').write_text(json.dumps(meta))
     result = evaluate(capsys, out_dir, f'--dataset={other}')
     assert result['bits_per_byte'] == pytest.approx(result['loss'] * 2 / math.log(2))
-    assert result['bytes'] == result['tokens'] // 2
 
 
 def test_data_of_another_tokenizer_is_rejected(out_dir, corpus, tmp_path):
