@@ -33,7 +33,6 @@ import train
 from analysis.runs import read_metrics
 from data import loader
 from lifecycle.run import unsaved
-from runtime import optim
 from runtime.arguments import at_least
 from runtime.device import can_compile
 from runtime.files import one_line_errors
