@@ -52,9 +52,9 @@ def make_hook(model, name, params=None, **options):
     return build_hook(name, model, optimizer, **{'interval': 1, 'batch_size': 4, 'seed': 7, **options})
 
 
-def iteration(hook, X, Y, micro_batch=4, number=0, loss_scale=1.0):
+def iteration(hook, X, Y, micro_batch=4, number=0, **scale):
     """The calls of an iteration of train_step: one forward, two backward passes."""
-    hook.start(number, loss_scale)
+    hook.start(number, **scale)
     for rows in hook.split(len(X), micro_batch):
         x, y = X[rows], Y[rows].clone()
         _, loss, *second = Losses(hook.model)(x, y, **hook.labels(x, y))
@@ -251,23 +251,27 @@ def test_hessian_vector_products_in_low_precision(gpt):
     model, idx = copy.deepcopy(gpt[0]).float(), gpt[1]
     torch.set_default_dtype(torch.float32)
     exact, = estimates(model, idx, 'sophiah')
-    rough, = estimates(model, idx, 'sophiah', autocast=torch.autocast('cpu', torch.bfloat16))
+    bfloat16 = torch.autocast('cpu', torch.bfloat16)
+    rough, = estimates(model, idx, 'sophiah', autocast=bfloat16)
     assert 0 < (rough - exact).norm() < 0.05 * exact.norm()
     half, = estimates(model, idx, 'sophiah', autocast=torch.autocast('cpu', torch.float16))
     torch.testing.assert_close(half, exact, rtol=0, atol=0)
+    assert [make_hook(model, 'sophiah', compile=compile, autocast=autocast).lean
+            for compile in (False, True) for autocast in (None, bfloat16)] == [False, False, False, True]
 
 
-@pytest.mark.parametrize('name, loss_scale', [('sophiag', 1.0), ('sophiag', 2.0), ('sophiah', 1.0), ('sophiah', 2.0)])
-def test_an_estimate_that_is_not_finite_is_not_used(gpt, name, loss_scale):
+@pytest.mark.parametrize('scale', [{}, dict(loss_scale=2.0)])
+@pytest.mark.parametrize('name', ['sophiag', 'sophiah'])
+def test_an_estimate_that_is_not_finite_is_not_used(gpt, name, scale):
     """A model whose derivatives are NaN; under loss scaling Gauss-Newton's overflows are skipped, up to 40 in a row.
     Hutchinson's products are not scaled."""
     model = copy.deepcopy(gpt[0])
     with torch.no_grad():
         model.transformer.ln_f.weight[0] = torch.nan
     hook, idx = make_hook(model, name), gpt[1]
-    for _ in range(40 if name == 'sophiag' and loss_scale > 1 else 0):
-        assert not iteration(hook, idx[:, :-1], idx[:, 1:], loss_scale=loss_scale)
-    assert iteration(hook, idx[:, :-1], idx[:, 1:], loss_scale=loss_scale) == 'a Hessian estimate is not finite'
+    for _ in range(40 if name == 'sophiag' and scale else 0):
+        assert not iteration(hook, idx[:, :-1], idx[:, 1:], **scale)
+    assert iteration(hook, idx[:, :-1], idx[:, 1:], **scale) == 'a Hessian estimate is not finite'
     assert not any(hook.optimizer.state.values())
 
 
