@@ -137,8 +137,10 @@ def test_the_micro_batch_does_not_change_the_estimate(gpt, name):
                                                          (False, 4, [1] * 4 + [3, 2])])
 def test_the_second_backward_pass_is_over_the_estimate_only(gpt, monkeypatch, compile, parts, sizes):
     """Of nine sequences four are of the estimate. Compiled, a size of its own would cost more than it saves."""
-    monkeypatch.setattr(hessian, 'keep_buffers', lambda: None)
+    kept = []
+    monkeypatch.setattr(hessian, 'keep_buffers', lambda: kept.append(True))
     hook = make_hook(gpt[0], 'sophiag', compile=compile, parts=parts, interval=2)
+    assert bool(kept) == compile
     hook.start(0)
     slices = hook.split(9, 3)
     assert [len(range(9)[rows]) for rows in slices] == sizes
