@@ -132,9 +132,22 @@ def split_values(pairs):
     found = {}
     for pair in pairs:
         key, _, values = pair.partition('=')
+        if key in found:
+            raise SystemExit(f'{pair}: {key} is there twice; pass all its values at once')
         one = key == 'optimizer_args' or key == 'dataset' and ':' in values
         found[key] = [values] if one else values.split(',')
     return found
+
+
+def sweep_argparser(doc):
+    """Return an ArgumentParser with the arguments of train.py, --out_dir, --jobs, and --launcher, a list of words."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
+    parser.add_argument('--out_dir', required=True, type=local_path, help='each run gets a directory in it')
+    parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
+    parser.add_argument('--launcher', type=shlex.split, default=[sys.executable], metavar='COMMAND',
+                        help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
+    return parser
 
 
 @undo_at_end()
@@ -238,12 +251,7 @@ def row(settings, runs):
 
 @one_line_errors()
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
-    parser.add_argument('--out_dir', required=True, type=local_path, help='each run gets a directory in it')
-    parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')
-    parser.add_argument('--launcher', type=shlex.split, default=[sys.executable], metavar='COMMAND',
-                        help='starts train.py, e.g. "torchrun --standalone --nproc_per_node=8" (default: this Python)')
+    parser = sweep_argparser(__doc__)
     parser.add_argument('--spec', help='JSON file (default: OUT_DIR/sweep.json)')
     parser.add_argument('--grid', nargs='+', action='append', metavar='KEY=V1,V2',
                         help='settings and their values; given several times, several grids')

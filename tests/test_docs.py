@@ -110,7 +110,7 @@ def test_commands_name_what_exists(page, words, ranks, monkeypatch):
     for word in arguments:
         if word.startswith('--') and word != '--':
             flag = word.partition('=')[0]
-            passed_on = 'train.resolve' in own and flag[2:] in train.DEFAULTS
+            passed_on = re.search(r'train\.resolve|sweep_argparser', own) and flag[2:] in train.DEFAULTS
             assert f"'{flag}'" in source or passed_on, f'{script} has no {flag}'
         elif re.fullmatch(r'config/[\w/.]+', word):
             assert (ROOT / word).is_file(), word

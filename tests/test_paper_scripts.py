@@ -10,12 +10,12 @@ from fake_runs import make, rows_of
 
 from analysis import figures
 from records.paper import clipped_newton, toy_landscape
-from scripts import curvature, plot, records, speedup, sweep
+from scripts import curvature, plot, records, speedup, sweep, tune
 from scripts.paper import compute_table, final_losses, max_lr
 
 
 @pytest.mark.parametrize('script', [clipped_newton, compute_table, curvature, final_losses, max_lr, plot,
-                                    records, speedup, sweep, toy_landscape], ids=lambda script: script.__name__)
+                                    records, speedup, sweep, toy_landscape, tune], ids=lambda script: script.__name__)
 def test_help(script, capsys):
     with pytest.raises(SystemExit) as stopped:
         script.main(['--help'])

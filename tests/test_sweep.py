@@ -1,6 +1,7 @@
-"""scripts/sweep.py."""
+"""scripts/sweep.py and scripts/tune.py."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from fake_runs import SHAPE, edit, fake_run, rows_of
 from analysis import runs
 from runtime import files
 from runtime.signals import undo_at_end
-from scripts import curvature, plan, sweep
+from scripts import curvature, plan, sweep, tune
 from scripts import eval as evaluation
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -236,7 +237,41 @@ def test_a_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
     assert 'resuming from' in (tmp_path / 'seed=1' / 'log.txt').read_text()
 
 
+def search(values, noise):
+    """A search of a loss that is lowest, 3, at a learning rate of 0.004 and γ = 0.2, where the best learning rate rises
+    with γ; a learning rate of 1 diverges. Returns the result, and the settings that were tried, in order."""
+    asked = []
+
+    def losses_of(candidates):
+        asked.extend(candidates)
+        octaves = [(math.log2(float(s['lr']) / 0.004), math.log2(float(s['gamma']) / 0.2)) for s in candidates]
+        return [math.inf if s['lr'] == '1' else 3 + 0.05 * (a * a + b * b) + 0.02 * (a - b) ** 2
+                for s, (a, b) in zip(candidates, octaves)]
+    return tune.search(values, dict(lr='0.001', gamma='0.05'), noise, losses_of), asked
+
+
+def test_a_search_keeps_what_lowers_the_loss_by_more_than_the_noise():
+    values = dict(lr=['0.001', '0.002', '0.004', '0.008', '1'], gamma=['0.05', '0.1', '0.2', '0.4'])
+    (best, loss), _ = search(values, 0)
+    assert best == dict(lr='0.004', gamma='0.2') and loss == pytest.approx(3)
+    (best, _), asked = search(values, 10)
+    assert best == asked[0] == dict(lr='0.001', gamma='0.05') and len(asked) == 1 + 4 + 3
+
+
+def test_a_search_trains_its_candidates_once_and_names_edges(tmp_path, corpus, capsys):
+    argv = ['--out_dir', str(tmp_path), '--noise=0', '--values', 'learning_rate=1e-3,1e-2', 'beta1=0.9', '--', *TINY,
+            f'--dataset={corpus}', '--max_iters=10', '--learning_rate=0.001']
+    for _ in range(2):
+        tune.main(argv)
+        out = capsys.readouterr().out
+        assert 'note: the best learning_rate, 0.01, is at the edge of its --values' in out and 'beta1, ' not in out
+        assert 'best of 2 settings tried: --learning_rate=0.01 --beta1=0.9, val loss' in out
+    assert len(runs.find_runs([tmp_path])) == 2
+
+
 @pytest.mark.parametrize(('script', 'argv', 'message'), [
+    (tune, ['--values', 'no=1', '--noise=0'], '--no: unknown setting'),
+    (sweep, ['--grid', 'seed=1', 'gamma=1', 'seed=2'], 'seed=2: seed is there twice'),
     (sweep, ['--jobs=0'], '--jobs: 0: must be at least 1'),
     (sweep, ['--table'], 'sweep.json: No such file or directory'),
     (sweep, ['--', *SHAPE], 'a spec has its arguments in "base"'),
@@ -244,7 +279,7 @@ def test_a_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
     (evaluation, ['gpt2', '--batch_size=x'], "--batch_size: invalid number value: 'x'")])
 def test_flags_that_make_no_sense_are_rejected(tmp_path, script, argv, message, capsys):
     with pytest.raises(SystemExit) as stopped:
-        script.main([*(['--out_dir', str(tmp_path)] if script is sweep else []), *argv])
+        script.main([*(['--out_dir', str(tmp_path)] if script in (sweep, tune) else []), *argv])
     assert message in capsys.readouterr().err + str(stopped.value)
 
 

@@ -1,0 +1,77 @@
+"""Search the best settings one at a time (coordinate search), by training; resumable.
+
+  python scripts/tune.py --out_dir out/tune --noise=0.004 --values learning_rate=5e-4,1e-3,2e-3 gamma=0.05,0.15,0.5 \\
+      -- config/quickstart.py --optimizer_name=sophiag
+
+The search starts from the settings of the arguments after --. It tries all values of one setting after another, with
+the others unchanged, and keeps the best value if it lowers the validation loss by more than --noise. It ends after a
+round without a change.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train
+from analysis.runs import as_number
+from runtime.arguments import at_least
+from runtime.files import one_line_errors
+from scripts.sweep import canonical, outcome_of, show, split_values, sweep_argparser, train_all, trials_of
+
+
+def search(values, start, noise, losses_of):
+    """Return the best settings of a coordinate search and their loss.
+
+    Args:
+        values: setting → list of its values, as texts. start: setting → the value to begin with.
+        losses_of: list of settings → list of their losses.
+    """
+    best, before = start, None
+    lowest, = losses_of([best])
+    while best != before:
+        before = best
+        for key, grid in values.items():
+            others = [{**best, key: value} for value in grid if value != best[key]]
+            losses = losses_of(others)
+            if others and min(losses) < lowest - noise:
+                best, lowest = others[losses.index(min(losses))], min(losses)
+    return best, lowest
+
+
+@one_line_errors()
+def main(argv=None):
+    parser = sweep_argparser(__doc__)
+    parser.add_argument('--values', required=True, nargs='+', metavar='KEY=V1,V2', help='settings and their values')
+    parser.add_argument('--noise', required=True, type=at_least(0, float), metavar='LOSS',
+                        help='keep a value only if it lowers the loss by more, e.g. two standard deviations over seeds')
+    args = parser.parse_args(argv)
+    values = {key: [*map(canonical, grid)] for key, grid in split_values(args.values).items()}
+    begin, tried = train.resolve(args.base).values, {}
+    for trial in trials_of(dict(base=args.base, runs=[{key: grid} for key, grid in values.items()]), args.out_dir):
+        train.resolve(trial.argv)  # which rejects invalid values before the first run
+
+    def losses_of(candidates):
+        found = trials_of(dict(base=args.base, runs=candidates), args.out_dir)
+        for trial in found:
+            trial.check()
+        train_all(found, args.jobs, args.launcher)
+        tried.update((trial.name, trial) for trial in found)
+        for trial in found:
+            loss, state = outcome_of(trial.run)
+            if loss is None:
+                raise SystemExit(f'{trial.out_dir}: {state}; {trial.last_line}. Then run the same command again')
+        return [outcome_of(trial.run)[0] for trial in found]
+
+    best, loss = search(values, {key: canonical(begin[key]) for key in values}, args.noise, losses_of)
+    show(tried.values())
+    for key, value in best.items():
+        numbers = {as_number(trial.settings[key]) for trial in tried.values()}
+        if len(numbers) > 1 and not any(isinstance(one, str) for one in numbers) and (
+                as_number(value) in (min(numbers), max(numbers))):
+            print(f'note: the best {key}, {value}, is at the edge of its --values; give more there')
+    print(f'best of {len(tried)} settings tried: {" ".join(f"--{key}={value}" for key, value in best.items())}, '
+          f'val loss {loss:.4f}')
+
+
+if __name__ == '__main__':
+    main()
