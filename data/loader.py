@@ -18,10 +18,10 @@ is_dir = os.path.isdir  # noqa: PTH112 - False for a mixture's text, which may b
 
 
 def sequence_starts(seed, iteration, n, num_tokens, block_size, weights=(1.0,)):
-    """Return where the `n` sequences of a mini-batch start: int64 (n,), uniform over all sequences of the split.
+    """Return where the `n` sequences, of block_size + 1 tokens, of a mini-batch start: int64 (n,), uniform over all.
 
-    A sequence is block_size + 1 tokens. For a mixture, `num_tokens` is a list, and starts count through its parts as if
-    they were concatenated; no sequence crosses from one to the next. ValueError unless its `weights` sum to 1.
+    For a mixture, `num_tokens` is a list, and starts count through its parts as if they were concatenated; no sequence
+    crosses from one to the next. ValueError unless its `weights` sum to 1.
     """
     fraction = (keyed_bits(seed, SEQUENCES, iteration, n) >> np.uint64(11)) * 2.0 ** -53
     sizes, edges = np.atleast_1d(num_tokens), np.cumsum([0.0, *weights])
@@ -43,7 +43,7 @@ def data_dir(dataset):
 
 
 def first_dir(dataset):
-    """Return the directory of --dataset, of a mixture its first part's. All parts have one tokenizer."""
+    """Return the directory of --dataset, of a mixture its first part's."""
     return data_dir(next(iter(parts_of(dataset))))
 
 
@@ -53,10 +53,9 @@ def vocab_size_of(dataset):
 
 
 class Bin:
-    """One split of a data set: a memory-mapped file, checked against the meta.json next to it.
+    """One split of a data set: a memory-mapped file. `weight`: its share in a Mixture.
 
-    Without a meta.json the file is read as GPT-2's uint16 (nanoGPT's bins). `weight`: its share in a Mixture.
-    SystemExit when it is truncated, at odds with meta.json or too short for a sequence.
+    SystemExit when it is at odds with the meta.json next to it, or too short for a sequence.
     """
 
     def __init__(self, data_dir, split, weight=1.0, block_size=0):
@@ -81,7 +80,7 @@ class Bin:
         return len(self.tokens)
 
     def sequences(self, starts, length):
-        """Return (len(starts), length) tokens in the file's dtype, checked by `check_ids`."""
+        """Return (len(starts), length) tokens in the file's dtype."""
         return self.check_ids(np.stack([self.tokens[s:s + length] for s in starts]))
 
     def check_ids(self, tokens):
@@ -106,8 +105,8 @@ class Bin:
 def read_meta(data_dir):
     """Return the dict of data_dir/meta.json, with the text of a tokenizer.json next to it as 'json'.
 
-    Without a meta.json, as for nanoGPT's bins, it is the part for GPT-2's tokens. SystemExit when it is not valid, or
-    when there is nanoGPT's meta.pkl, whose bins are not in GPT-2's tokens.
+    Without a meta.json, as for nanoGPT's bins, it is that of GPT-2's tokens. SystemExit when it is not valid, or when
+    nanoGPT's meta.pkl says that the tokens are others.
     """
     path = Path(data_dir) / 'meta.json'
     if not path.is_file():
@@ -117,15 +116,12 @@ def read_meta(data_dir):
         return GPT2Tokens().meta
     try:
         meta = json.loads(path.read_text(encoding='utf-8'))
-        if meta['vocab_size'] > {'uint16': 2 ** 16, 'uint32': 2 ** 32}[meta['dtype']]:
-            raise ValueError(f'vocab_size {meta["vocab_size"]} in {meta["dtype"]}')
         if meta['tokenizer'] == FileTokenizer.name:
             text = path.with_name(FileTokenizer.name).read_bytes()
             if hashlib.sha256(text).hexdigest() != meta['tokenizer_sha256']:
                 raise ValueError(f'{FileTokenizer.name} is not the one of the bins')
             meta['json'] = text.decode()
-        identifying(meta)
-        meta['train']['tokens'], meta['val']['tokens']
+        identifying(meta), meta['vocab_size'], meta['dtype'], meta['train']['tokens'], meta['val']['tokens']
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f'{path}: not a valid meta.json ({error!r}); prepare the data again') from None
     return meta
@@ -133,9 +129,7 @@ def read_meta(data_dir):
 
 class Mixture:
     """The training Bins, read by TrainLoader as one: each sequence comes from a bin that is drawn by its `weight`.
-
-    Starts count through the bins as if they were concatenated. SystemExit when their tokenizers differ.
-    """
+    SystemExit when their tokenizers differ."""
 
     def __init__(self, bins):
         self.bins, self.path = bins, ' + '.join(str(bin.path) for bin in bins)
@@ -163,8 +157,8 @@ def fingerprint(bins):
 
 
 def parts_of(dataset):
-    """Return the parts of --dataset=a:0.7,b:0.3 as {name: share}; the shares sum to 1. An existing directory is one
-    data set, whatever its name."""
+    """Return the parts of --dataset=a:0.7,b:0.3 as {name: share}. An existing directory is one data set, whatever its
+    name."""
     dataset, parts = str(dataset), {}
     if not {':', ','} & set(dataset) or is_dir(data_dir(dataset)):
         return {dataset: 1.0}
@@ -196,7 +190,7 @@ class TrainLoader:
     """This rank's share of each mini-batch, from `first_iteration` on, read one iteration ahead.
 
     `next(loader)` returns an int64 tensor (total_batch_size / world_size, block_size + 1) on `device`; inputs are
-    [:, :-1] and targets [:, 1:]. Token ids stay in the file's 2 or 4 bytes until they are on the device.
+    [:, :-1] and targets [:, 1:].
     """
 
     def __init__(self, data, seed, total_batch_size, block_size, rank, world_size, device, first_iteration=0):
@@ -206,8 +200,7 @@ class TrainLoader:
         self.ahead = self.thread.submit(self._load, first_iteration)
 
     def starts(self, iteration):
-        """Return the order of the data, a function of the seed and the iteration only: where the sequences of a
-        mini-batch start, over all ranks, (B,) int64."""
+        """Return where the sequences of a mini-batch start, over all ranks, (B,) int64: the order of the data."""
         return sequence_starts(self.seed, iteration, self.total_batch_size, [len(bin) for bin in self.data.bins],
                                self.block_size, [bin.weight for bin in self.data.bins])
 
@@ -218,14 +211,14 @@ class TrainLoader:
     def augment(self, sequences, generators):
         """Return the sequences as they are; the place for random changes of training data.
 
-        `generators` yields a NumPy generator for each sequence, keyed by the seed, the iteration and the sequence's
-        place in the mini-batch. Draw from these only: this runs in another thread, ahead of the training step.
+        `generators` yields a NumPy generator for each sequence. Draw from these only: this runs in another thread,
+        ahead of the training step.
         """
         return sequences
 
     def first(self):
-        """Return what `next` will return, without moving on."""
-        return on_device(self.ahead.result(), self.device)
+        """Return what `next` will return."""
+        return self.ahead.result().to(self.device, non_blocking=True)
 
     def __next__(self):
         batch = self.first()
@@ -243,7 +236,7 @@ class TrainLoader:
         places = range(self.rank, len(starts), self.world_size)  # so the first N are spread evenly over the ranks
         sequences = self.data.sequences(starts[places], self.block_size + 1)
         generators = (keyed_generator(self.seed, AUGMENTATION, iteration, place) for place in places)
-        batch = as_tensor(self.augment(sequences, generators))
+        batch = torch.from_numpy(self.augment(sequences, generators).astype(np.int64))
         return batch.pin_memory() if self.device.type == 'cuda' else batch
 
 
@@ -272,19 +265,8 @@ class ValidationLoader:
             starts = self.mine[i * self.batch_size:(i + 1) * self.batch_size]
             missing = self.batch_size - len(starts)
             tokens = self.data.sequences(np.pad(starts, (0, missing)), self.block_size + 1)
-            batch = on_device(as_tensor(tokens), self.device)
+            batch = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
             # Copies: other strides than in training would be compiled for, too, and a forward may `view` its inputs.
             inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].clone()
             targets[self.batch_size - missing:] = -1
             yield inputs, targets
-
-
-def as_tensor(tokens):
-    # Signed types of the same width, because torch's unsigned ones lack most operations.
-    return torch.from_numpy(tokens.view(np.int16 if tokens.itemsize == 2 else np.int32))
-
-
-def on_device(ids, device):
-    """Move ids from `as_tensor` to `device` and widen them to int64."""
-    mask = 0xFFFF if ids.dtype == torch.int16 else 0xFFFFFFFF
-    return ids.to(device, non_blocking=True).to(torch.int64).bitwise_and_(mask)

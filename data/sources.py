@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import os
-import sys
 from itertools import chain, islice, repeat
 from pathlib import Path
 
@@ -19,8 +18,7 @@ CHARS = 2 ** 23  # characters of text in one batch
 
 
 def argument_parser(doc, script, tokenizer=None):
-    """Return the parser of a prepare.py, from its docstring and __file__, with the flags that they share; --tokenizer
-    is one of them if it has a default, `tokenizer`."""
+    """Return the parser of a prepare.py, from its docstring and __file__; --tokenizer exists if it has a default."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out_dir', type=local_path, default=Path(script).resolve().parent,
                         help="where the bins go (default: this script's directory)")
@@ -50,11 +48,8 @@ def names_of(paths):
 
 
 def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
-    """Return the Corpus of .txt, .jsonl and .parquet files, and directories of them, without blank documents.
-
-    A file counts once, one of `val_files` for val only, unless train would have no other. If there are no `val_files`,
-    `val_fraction` of the text is for val.
-    """
+    """Return the Corpus of .txt, .jsonl and .parquet files, and directories of them, without blank documents. A file
+    counts once, one of `val_files` for val only, unless train would have no other."""
     files, val_files = distinct(expand(files)), distinct(expand(val_files))
     files = distinct([*val_files, *files])[len(val_files):] or files
     source, revision = local_files([*files, *val_files])
@@ -109,30 +104,17 @@ def batched(documents):
 
 
 def expand(paths):
-    """Return the paths, with directories replaced by the readable files below them, sorted by name. A note names what
-    is not read there, links to directories included; hidden files are left out."""
+    """Return the paths, with directories replaced by the files below them that can be read, sorted by name, without
+    hidden ones."""
     files = []
     for path in paths:
-        found = sorted(below(path)) if path.is_dir() else [path]
-        readable = [p for p in found if reader_of(p) and not p.is_dir()]
-        if not readable:
+        below = sorted(path.rglob('*')) if path.is_dir() else [path]
+        found = [p for p in below if reader_of(p) and not p.is_dir()
+                 and not any(part[0] == '.' for part in p.relative_to(path).parts)]
+        if not found:
             raise SystemExit(f'{path}: no .txt, .jsonl or .parquet file; copy or link other text to a name in .txt')
-        if others := [p for p in found if p not in readable]:
-            print(f'note: {path}: not read: {names_of(others)}', file=sys.stderr)
-        files += readable
+        files += found
     return files
-
-
-def below(directory):
-    """Yield all non-hidden files and links below a directory."""
-    def fail(error):  # where os.walk would leave out what it cannot read
-        raise error
-
-    for folder, directories, files in os.walk(directory, onerror=fail):
-        directories[:] = [name for name in directories if name[0] != '.']
-        for path in (Path(folder, name) for name in (*directories, *files) if name[0] != '.'):
-            if path.is_symlink() or not path.is_dir():
-                yield path
 
 
 def read(path, text_key):

@@ -17,8 +17,7 @@ END_OF_TEXT_NAMES = END_OF_TEXT, '<|end_of_text|>', '</s>', '<eos>'  # in the to
 class Tokenizer:
     """The interface of a tokenizer: the attributes below, encode (text to a list of ids) and decode.
 
-    meta.json and checkpoints keep the arguments of the constructor, which are attributes of the same names; so a
-    vocabulary is an argument. A class of your own must be in TOKENIZERS.
+    meta.json and checkpoints keep the arguments of the constructor, which are attributes of the same names.
     """
 
     name = ''
@@ -39,7 +38,6 @@ class Tokenizer:
 
     @classmethod
     def arguments(cls):
-        """Return the names of the constructor's arguments."""
         return list(inspect.signature(cls).parameters)
 
 
@@ -110,7 +108,7 @@ class FileTokenizer(Tokenizer):
         self.bpe.no_padding()
 
     def __reduce__(self):
-        """Rebuild the tokenizer in a worker process: pickled, it would lose `encode_special_tokens`."""
+        # In a worker process: pickled, it would lose `encode_special_tokens`.
         return FileTokenizer, (self.json, self.eot_id)
 
     @property
@@ -179,16 +177,15 @@ def get_tokenizer(name):
 
 
 def identifying(meta):
-    """Return the entries of a meta.json's dict from which `tokenizer_from_meta` can build the tokenizer; of a class
-    that is not in TOKENIZERS, all that do not describe the corpus."""
+    """Return the entries of a meta.json's dict that tell the tokenizer; of an unknown one, all but the corpus's."""
     known = TOKENIZERS.get(meta['tokenizer'])
     keys = known.arguments() if known else sorted(meta.keys() - {'source', 'revision', 'split', 'train', 'val'})
     return {key: meta[key] for key in dict.fromkeys(['tokenizer', *keys])}
 
 
 def same_tokenizer(one, other):
-    """Return whether two tokenizers, dicts from `identifying`, agree on the text of every id that both have, as GPT-2
-    and its tokenizer.json do. Warns and returns True if one of them cannot be loaded."""
+    """Return whether two tokenizers, dicts from `identifying`, agree on the text of every id that both have. Warns and
+    returns True if one of them cannot be loaded."""
     if one == other:
         return True
     if FileTokenizer.name not in (one['tokenizer'], other['tokenizer']):

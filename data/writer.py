@@ -1,9 +1,8 @@
 """The writer of token bins: a Corpus in, `train.bin`, `val.bin` and `meta.json` out.
 
 A bin is headerless little-endian uint16 (uint32 above 65,536 ids): the documents' ids, each document followed by the
-end-of-text id, as in nanoGPT. Until all is tokenized, a directory `parts.HASH` holds the parts that are done, each in a
-file that is complete or absent; then they are joined, and meta.json comes last. So after a kill at any moment the same
-command resumes and writes the same bytes.
+end-of-text id, as in nanoGPT. Until all is tokenized, a directory `parts.HASH` holds the parts that are done; then they
+are joined, and meta.json comes last. So after a kill at any moment the same command resumes and writes the same bytes.
 """
 
 import contextlib
@@ -48,11 +47,8 @@ class Corpus:
 
 
 def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
-    """Write a corpus to `out_dir` with `num_proc` worker processes and return the content of meta.json.
-
-    Finished bins of the same corpus are kept. SystemExit when `out_dir` holds other bins (unless `overwrite`), another
-    process writes there or the input is bad, and after an interruption or an OSError; then the same command resumes.
-    """
+    """Write a corpus to `out_dir` with `num_proc` worker processes and return the content of meta.json. SystemExit when
+    `out_dir` holds other bins, unless `overwrite`."""
     class_of(tokenizer.name)  # which sampling will need
     out_dir = Path(out_dir)
     about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}
@@ -147,7 +143,7 @@ def join(parts, identity, tokenizer_json=None):
 
 
 def start_worker(tokenizer):
-    """Prepare a worker process for `encode`: it leaves Ctrl-C to the parent and ends with the parent."""
+    """Prepare a worker process, which leaves Ctrl-C to the parent and ends with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -177,7 +173,6 @@ def encode(batch, path):
 
 
 def sha256(path):
-    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open('rb') as file:
         while block := file.read(2 ** 20):

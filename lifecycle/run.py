@@ -214,7 +214,7 @@ def unsaved(run, *more):
 
 def note_unsaved(run):
     """Keep copies of the values that no checkpoint holds, for `warn_of_unsaved`."""
-    run.before = {name: optimizer_state.copied(value) for name, value in unsaved(run)}
+    run.before = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in unsaved(run)}
 
 
 def warn_of_unsaved(run):

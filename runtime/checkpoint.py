@@ -6,6 +6,7 @@ Where the model is sharded, a checkpoint is a directory `ckpt_ITERATION`, see sh
 any number of ranks, sharded or not. `best.txt` names the checkpoint with the lowest validation loss.
 """
 
+import contextlib
 import pickle
 import re
 import shutil
@@ -17,8 +18,6 @@ from runtime.optim import parameters
 from runtime.signals import UNDO
 
 REQUIRED = 'model', 'model_args', 'iter_num', 'config'
-# What a killed run leaves; other programs' files stay.
-LEFT = re.compile(r'(ckpt_\d{8,18}(\.pt)?|(best|failed|wandb_id)\.txt|(config|metrics)\.jsonl?)(\..+\.\d+)?\.partial')
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Saving
@@ -49,6 +48,7 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
     except OSError as error:
         saved = False
         if world.is_master:
+            shutil.rmtree(path.with_suffix('.partial'), ignore_errors=True)  # of shards
             warn(f'{path}: could not be saved ({error.strerror or error}); training continues')
     return path if world.from_master(int(saved)) else None
 
@@ -77,16 +77,11 @@ def name_best(path):
 
 def prune(out_dir, iteration, keep):
     """Remove the checkpoints up to `iteration`, except for the `keep` newest of them and the best one."""
-    best, named = best_path(out_dir), out_dir / 'best.txt'
-    if not best and named.exists():
-        warn(f'{named}: names no checkpoint here, so none is removed; delete it')
-        return
+    best = best_path(out_dir)
     for old in [path for path in checkpoints(out_dir) if number(path) <= iteration][keep:]:
         if old != best:
-            try:
+            with contextlib.suppress(OSError):  # another process reads it on NFS; the next save tries again
                 remove(old)
-            except OSError as error:  # another process reads it on NFS
-                warn(f'{old}: could not be removed ({error.strerror})')
 
 
 def remove(path):
@@ -140,19 +135,18 @@ def load_checkpoint(path, weights=True, check=True):
         path = best_path(path.parent) or path
     if path.is_dir() and not is_shards(path):
         return load_newest(path, weights)
-    if not path.is_dir() and not path.is_file():
-        raise SystemExit(f'{path}: no such file or directory')
     try:
         if path.is_dir():
             from runtime import sharded
             state = sharded.read_state(path, weights, check)
         else:
             state = load_pt(path)
-        if missing := [key for key in REQUIRED if key not in state]:
-            raise ValueError(f'it has no {missing[0]}')
-        if 'train_state' not in state:  # of another program; here the names are the model's own
-            state['model'] = clean_state_dict(state['model'])
-        return path, state
+        missing = [key for key in REQUIRED if key not in state]
+        if not missing:
+            if 'train_state' not in state:  # of another program; here the names are the model's own
+                state['model'] = clean_state_dict(state['model'])
+            return path, state
+        reason = f'it has no {missing[0]}'
     except pickle.UnpicklingError:  # torch's message advises to load it nevertheless
         reason = 'it holds objects that could run code, which no checkpoint does'
     except Exception as error:  # whatever a damaged or foreign file makes torch raise
@@ -204,28 +198,20 @@ def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=F
 def claim(out_dir, must_resume, may_resume, read_only):
     """Do rank 0's part of `open_run`."""
     exist, resumes = checkpoints(out_dir) or complete(out_dir), must_resume or may_resume
-    if must_resume and not exist:
-        raise SystemExit(f'{out_dir}: no checkpoint ckpt_*.pt in it, nothing to resume; check --out_dir')
     if not read_only:
-        lock_out_dir(out_dir)
+        UNDO.enter_context(lock(out_dir / 'lock'))
         if exist and not resumes:
             raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that run with '
                              '--auto_resume=True, or choose another --out_dir')
-    if not exist or not resumes:
+        put_in_place(out_dir)
+        for left_by_a_kill in out_dir.glob(f'ckpt_{"[0-9]" * 8}*.partial'):
+            remove(left_by_a_kill)
+    if not must_resume and not (may_resume and exist):
         return None, None
     path, state = load_newest(out_dir, weights=False)
     if state.get('best') and not read_only:
         name_best(path)  # unless the run was killed before that
     return path, state
-
-
-def lock_out_dir(out_dir):
-    """Lock `out_dir` until the end of `undo_at_end` or of this process, and remove what a killed run has left."""
-    UNDO.enter_context(lock(out_dir / 'lock'))
-    put_in_place(out_dir)
-    for partial in out_dir.glob('*.partial'):
-        if LEFT.fullmatch(partial.name):
-            remove(partial)
 
 
 def load_tensors(path, state, model, optimizer, scaler):

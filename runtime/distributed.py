@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.device import check_device
-from runtime.files import reason
+from runtime.files import one_line_errors
 from runtime.signals import UNDO
 
 TIMEOUT = timedelta(minutes=10)  # of a collective, after which the run ends as hung
@@ -86,7 +86,6 @@ class World:
         If the world is sharded, the parameters of `model` become DTensors in place, gathered as `compute_dtype`; build
         the optimizer afterwards. `blocks`: units of FSDP, its compilation and activation checkpointing.
         """
-        blocks = list(blocks)
         if activation_checkpointing:
             from torch.utils.checkpoint import checkpoint
             for block in blocks:
@@ -200,11 +199,10 @@ class World:
         message, of an OSError the file and the reason. No collective may be called inside."""
         error = None
         try:
-            yield
+            with one_line_errors():
+                yield
         except SystemExit as raised:
             error = raised
-        except OSError as raised:
-            error = SystemExit(reason(raised))
         self.barrier()
         failed = self.gather(torch.tensor([float(error is not None)], device=self.device))
         if failed.any():

@@ -12,7 +12,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -47,10 +46,9 @@ def atomic_write(path, mode='wb', sync=False):
                 f.flush()
                 os.fsync(f.fileno())
         partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
+    finally:
+        with contextlib.suppress(OSError):  # it has its name
             partial.unlink()
-        raise
 
 
 def lock(path):
@@ -101,9 +99,7 @@ def load_pt(path):
     with zipfile.ZipFile(path) as archive:
         if archive.testzip():
             raise ValueError('its content does not fit its checksums')
-    with warnings.catch_warnings():  # about pickles of other programs
-        warnings.simplefilter('ignore')
-        return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    return torch.load(path, map_location='cpu', weights_only=True, mmap=True)
 
 
 def sync_directory(path):
@@ -144,17 +140,15 @@ def checksum(path):
 
 
 def git_commit():
-    """Return this repository's commit, with a + if tracked Python files have changed; None without git, and in a copy
-    that the surrounding repository does not track."""
-    def git(*words):
-        return subprocess.run(['git', *words], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    """Return the commit of the repository that tracks this file, with a + if tracked Python files have changed; None
+    without git or one."""
+    def git(words):
+        return subprocess.run(['git', *words.split()], cwd=Path(__file__).parent, capture_output=True, text=True).stdout
     try:
-        if git('ls-files', '--full-name', Path(__file__).name) != 'runtime/files.py':
-            return None
-        commit, changed = git('rev-parse', '--verify', 'HEAD'), git('status', '--porcelain', '-uno', '--', '../*.py')
+        tracked, commit = git('ls-files files.py'), git('rev-parse --verify HEAD').strip()
+        return commit + '+' * bool(git('status --porcelain -uno -- ../*.py')) if tracked else None
     except OSError:
         return None
-    return f'{commit}+' if changed else commit or None
 
 
 def code_hashes():

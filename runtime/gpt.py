@@ -60,18 +60,13 @@ def without_values(cls, config):
 
 
 def with_weights(cls, config, weights):
-    """Return a model `cls(config)`, constructed as in training, that shares the memory of the state_dict `weights`.
-    RuntimeError if they do not fit."""
-    model, names = cls(config), {}
+    """Return a model `cls(config)`, constructed as in training, with the state_dict `weights`. RuntimeError if they do
+    not fit."""
+    model = cls(config)
+    model.load_state_dict(weights)
     for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(p, []).append(name)
-    model.load_state_dict(weights, assign=True)
-    for first, *others in names.values():  # assigning unties them
-        for name in others:
-            if not torch.equal(model.get_parameter(first), model.get_parameter(name)):
-                raise RuntimeError(f'{name} is tied to {first} here, not there')
-            module, _, key = name.rpartition('.')
-            setattr(model.get_submodule(module), key, model.get_parameter(first))
+        if not torch.equal(p, weights[name].to(p.dtype)):
+            raise RuntimeError(f'{name} is tied to another weight here, not there')
     return model
 
 
@@ -119,8 +114,8 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
 
 def continuation(model):
-    """Return the function with which scripts continue ids: the model's own `generate`, which a fork may have edited, if
-    it takes the arguments of the one here; else, as for nanoGPT's, the one here."""
+    """Return the function with which scripts continue ids: the model's own `generate` if it takes the arguments of the
+    one here; else, as for nanoGPT's, the one here."""
     own = getattr(model, 'generate', None)
     try:
         inspect.signature(own).bind(None, 1, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None)

@@ -114,11 +114,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             optimizer.param_groups = [group for group, owner in zip(self.param_groups, self.owners) if owner == i]
             optimizer.state = self.state
 
-    def __getstate__(self):
-        # Optimizer's copies carry over only the attributes that it names.
-        return dict(super().__getstate__(), optimizers=self.optimizers, owners=self.owners)
-
-    def __setstate__(self, state):  # of a copy, and the end of load_state_dict
+    def __setstate__(self, state):  # the end of load_state_dict
         super().__setstate__(state)
         self.share()
 

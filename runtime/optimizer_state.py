@@ -159,11 +159,6 @@ def no_state():
     return {*vars(torch.optim.Optimizer([torch.zeros(1)], {})), 'optimizers', 'construction', 'scheduled'}
 
 
-def copied(value):
-    """Return a leaf as it is now."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
 def first_difference(a, b, name='state'):
     """Return the first difference of two nested states, as text; '' when they are equal (of DTensors, this rank's
     shards)."""

@@ -1,7 +1,6 @@
 """The logs of a run: config.json and metrics.jsonl in its out_dir, its lines on the terminal."""
 
 import contextlib
-import errno
 import json
 import os
 import platform
@@ -122,14 +121,13 @@ def machine():
 
 def append_line(path, line):
     """Append `line` to the file `path`, whole or not at all; warn when that fails."""
-    data = f'{line}\n'.encode()
+    size = path.stat().st_size if path.exists() else 0
     try:
-        with path.open('ab', buffering=0) as f:
-            size = f.tell()
-            if f.write(data) < len(data):
-                f.truncate(size)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with path.open('ab') as f:
+            f.write(f'{line}\n'.encode())
     except OSError as error:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
         warn(f'{path}: a line could not be written ({error.strerror}); training continues')
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, zeros
 from runtime.files import checksum, load_pt, one_line, put_in_place, save_pt
 from runtime.optimizer_state import map_tensors
 
-NO_FILE, UNREADABLE = -1, -2  # in place of a checksum: the rank had no tensors to write, or the file system fails
+NO_FILE = -1  # in place of the checksum of a rank that had no tensors to write
 
 
 def model_tensors(model):
@@ -38,7 +38,7 @@ def tied(model):
 def write(world, path, model, state, shards):
     """Write the checkpoint `state`, with the weights of `model` and the DTensors `shards` by name, as the directory
     `path`. It has another name until it is complete; its last file is state.pt, which also holds the checksums.
-    Collective: every rank must call it. A failure raises OSError, on rank 0 at least, after the collectives."""
+    Collective: every rank must call it. OSError when the file system fails, on rank 0 at least."""
     partial = path.with_suffix('.partial')
     if world.is_master:
         shutil.rmtree(partial, ignore_errors=True)
@@ -46,24 +46,14 @@ def write(world, path, model, state, shards):
         dcp.save(model_tensors(model) | shards, storage_writer=ShardWriter(partial))
     except CheckpointException as error:  # the same on all ranks
         rank, (cause, _) = next(iter(error.failures.items()))
-        shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f'rank {rank}: {getattr(cause, "strerror", None) or one_line(cause)}') from None
     shard = partial / f'__{world.rank}_0.distcp'
-    try:
-        crc = checksum(shard) if shard.exists() else NO_FILE
-    except OSError:
-        crc = UNREADABLE
+    crc = checksum(shard) if shard.exists() else NO_FILE
     sums = world.gather(torch.tensor([crc], device=world.device)).flatten()
-    if (sums == UNREADABLE).any():
-        raise OSError(f'rank {int((sums == UNREADABLE).int().argmax())}: its shard cannot be read back')
     if world.is_master:
         files = {f'__{rank}_0.distcp': crc for rank, crc in enumerate(sums.tolist()) if crc != NO_FILE}
         files['.metadata'] = checksum(partial / '.metadata')
-        try:
-            save_pt(partial / 'state.pt', dict(state, files=files, tied=tied(model)))
-        except OSError:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        save_pt(partial / 'state.pt', dict(state, files=files, tied=tied(model)))
         put_in_place(path.parent)
 
 

@@ -150,11 +150,13 @@ def test_shape_of_a_run_and_in_a_checkpoint():
     assert GPTConfig(**gpt.model_args(config)) == config and asdict(config).keys() > gpt.model_args(config).keys()
 
 
-def test_a_model_of_given_weights_shares_their_memory():
+def test_a_model_of_given_weights_has_them():
     model = tiny()
-    again = gpt.with_weights(GPT, model.config, model.state_dict())
-    assert again.transformer.wte.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
-    assert again.lm_head.weight is again.transformer.wte.weight and again.lm_head.weight.requires_grad
+    weights = model.state_dict()
+    again = gpt.with_weights(GPT, model.config, weights)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    with pytest.raises(RuntimeError, match='transformer.wte.weight is tied to another weight here, not there'):
+        gpt.with_weights(GPT, model.config, dict(weights, **{'lm_head.weight': weights['lm_head.weight'] + 1}))
 
 
 def test_impossible_shapes_are_rejected():

@@ -164,7 +164,7 @@ def muon(params, **settings):
 
 
 @pytest.mark.parametrize('make', [*(partial(cls, lr=1e-2, nonfinite='skip')
-                                    for cls in (Sophia, Lion, AdaHessian, Normalize)), muon])
+                                    for cls in (Sophia, Lion, AdaHessian, Normalize))])
 @pytest.mark.parametrize('copied', [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_continues_identically(make, copied):
     params = make_params()
@@ -174,10 +174,7 @@ def test_a_copy_continues_identically(make, copied):
     train(optimizer, params, 3, first=3)
     train(other, twins, 3, first=3)
     assert all(torch.equal(p, q) for p, q in zip(params, twins))
-    if make is muon:  # several optimizers with one state
-        assert all(part.state is other.state for part in other.optimizers)
-    else:
-        assert other.nonfinite == 'skip'
+    assert other.nonfinite == 'skip'
 
 
 @OPTIMIZERS

@@ -1,7 +1,7 @@
 """FineWeb, already in GPT-2's tokens: shards of them in the format of llm.c and modded-nanogpt. No tokenizer is loaded.
 
 --download N takes the first N training shards, of 103, with 100 million tokens each, and the validation shard of
-kjj0/fineweb10B-gpt2, 0.2 GB each. --tokens takes such files from disk, the last one, or --val_file, for val.bin.
+kjj0/fineweb10B-gpt2, 0.2 GB each. --tokens takes such files from disk, the last one for val.bin.
 The end-of-text id comes before each document.
 """
 
@@ -53,15 +53,13 @@ def main():
     shards.add_argument('--download', type=at_least(1, at_most=SHARDS), metavar='N',
                         help=f'the first N shards of {REPOSITORY}')
     shards.add_argument('--tokens', nargs='+', type=local_path, metavar='FILE', help='shards on disk')
-    parser.add_argument('--val_file', type=local_path, metavar='FILE', help='for val.bin (default: the last shard)')
     args = parser.parse_args()
     files = args.tokens or download(args.download)
-    val = args.val_file or files[-1]
-    files = distinct([*files, val])  # *.bin may have named it, too
-    train = [path for path in files if path.resolve() != val.resolve()]
+    files = distinct(files[::-1])[::-1]  # the last one is for val.bin, even if *.bin has named it, too
     names, revision = local_files(files)
     for path in files:
         check(path)
+    *train, val = files
     segments = [*(batches(path, 'train') for path in train), batches(val, 'val')]
     source = f'{REPOSITORY} {names}' if args.download else names
     write_bins(Corpus(source, revision, f'val: {val.name}', lambda: segments), GPT2Tokens(), args.out_dir,

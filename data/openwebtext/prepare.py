@@ -5,14 +5,13 @@ cache (HF_HOME); the bins are 18 GB. The split is nanoGPT's, in documents and or
 8,013,769 documents, 9,035,582,198 tokens in train.bin and 4,434,897 in val.bin.
 """
 
-import glob
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.sources import argument_parser, distinct, local_files
+from data.sources import argument_parser
 from data.writer import Corpus, write_bins
-from runtime.files import local_path, one_line_errors
+from runtime.files import one_line_errors
 
 REPOSITORY, REVISION = 'Skylion007/openwebtext', '79d93d786212f7344586290adb811d4ae6a1762c'
 FILES = [f'hf://datasets/{REPOSITORY}@{REVISION}/plain_text/train-{i:05d}-of-00080.parquet' for i in range(80)]
@@ -33,14 +32,8 @@ def split_table(files, num_proc):
 
 @one_line_errors()
 def main():
-    parser = argument_parser(__doc__, __file__, tokenizer='gpt2')
-    parser.add_argument('--data_files', nargs='+', type=local_path, metavar='FILE', help='instead of those on the Hub')
-    args = parser.parse_args()
-    files, source, revision = FILES, REPOSITORY, REVISION
-    if args.data_files:
-        paths = distinct(args.data_files)
-        files, (source, revision) = [glob.escape(str(path)) for path in paths], local_files(paths)
-    corpus = Corpus(source, revision, f'train_test_split: {SPLIT}', lambda: [split_table(files, args.num_proc)])
+    args = argument_parser(__doc__, __file__, tokenizer='gpt2').parse_args()
+    corpus = Corpus(REPOSITORY, REVISION, f'train_test_split: {SPLIT}', lambda: [split_table(FILES, args.num_proc)])
     write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 

@@ -1,7 +1,7 @@
 """Your own text: .txt (documents divided by <|endoftext|>), .jsonl and .parquet files.
 
-The first two may be compressed (.gz, .zst). A directory stands for all such files below it, sorted by name; links to
-directories are not followed.
+The first two may be compressed (.gz, .zst). A directory stands for all such files below it, sorted by name; hidden
+ones are left out, and links to directories are not followed.
 
 Without --val_file, val_fraction of the documents go to val.bin: every 100th at 0.01, the 3rd and 5th of every 5 at 0.4.
 Where there are too few documents, val.bin gets the last val_fraction of the text, from a line end if one is near.
@@ -16,8 +16,6 @@ from data.writer import write_bins
 from runtime.arguments import at_least
 from runtime.files import local_path, one_line_errors
 
-SHORT = 4 * 1024  # tokens: a few sequences of the default block_size
-
 
 @one_line_errors()
 def main():
@@ -29,10 +27,7 @@ def main():
     parser.add_argument('--text_key', default='text', help='key of the text in .jsonl and .parquet (default: text)')
     args = parser.parse_args()
     corpus = files_corpus(args.files, args.val_file, args.val_fraction, args.text_key)
-    meta = write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
-    if meta['val']['tokens'] < SHORT:
-        print(f'note: val.bin has fewer than {SHORT:,} tokens, so its loss is a rough estimate; set a larger '
-              '--val_fraction or --val_file', file=sys.stderr)
+    write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 
 if __name__ == '__main__':
