@@ -139,12 +139,6 @@ class FileTokenizer(Tokenizer):
                              '"special": true there')
         return tokenizer
 
-    @classmethod
-    def from_hub(cls, repository):
-        from huggingface_hub import hf_hub_download
-        hf_hub_download(repository, 'tokenizer_config.json')
-        return cls.from_file(Path(hf_hub_download(repository, cls.name)))
-
     def encode(self, text):
         return self.bpe.encode(utf8(text).decode(), add_special_tokens=False).ids
 
@@ -171,7 +165,9 @@ def get_tokenizer(name):
     if path.suffix == '.json' or inside.is_file():
         return FileTokenizer.from_file(inside if inside.is_file() else path)
     if str(name).count('/') == 1:
-        return FileTokenizer.from_hub(name)
+        from huggingface_hub import hf_hub_download
+        hf_hub_download(name, 'tokenizer_config.json')  # to the same folder of the cache
+        return FileTokenizer.from_file(Path(hf_hub_download(name, FileTokenizer.name)))
     raise SystemExit(f'--tokenizer={name}: unknown; there are {", ".join(NAMED)}, any tokenizer.json or its folder, '
                      'and OWNER/NAME on the Hub')
 

@@ -55,7 +55,7 @@ def can_compile(device):
 
 
 def autocast(device, dtype_name):
-    """Return a reusable context manager in which matmuls on `device` run in DTYPES[dtype_name]."""
+    """Return a reusable context manager for matmuls in DTYPES[dtype_name]."""
     kind = torch.device(device).type
     return torch.autocast(kind, DTYPES[dtype_name]) if dtype_name != 'float32' else contextlib.nullcontext()
 

@@ -18,8 +18,8 @@ NO_VALUES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionTy
 
 
 def map_tensors(value, function, name=''):
-    """Copy nested dicts, lists and tuples with function(name, tensor) in the place of each tensor, and Python's
-    numbers in the place of NumPy's and of enums; `name` is the keys, joined by dots. TypeError at other types."""
+    """Copy nested containers with function(name, tensor) for each tensor, and Python's numbers for NumPy's and enums;
+    `name` is the keys, joined by dots. TypeError at other types."""
     if isinstance(value, torch.Tensor):
         return function(name, value)
     if isinstance(value, dict):
@@ -44,11 +44,11 @@ def record_construction(optimizer):
 
 def to_save(optimizer, names, sharded):
     """Return the state_dict of `optimizer` in plain containers, and the dict of its DTensors by name, in whose place
-    the former has tensors on the device 'meta'. SystemExit at objects other than tensors and plain values and, if
-    `sharded`, at tensors that may differ between ranks.
+    the former has tensors on the device 'meta'. Its parameters have `names`, {parameter: name}, not numbers, and it
+    also has their `shapes` and what the groups were `built` with.
 
-    Its parameters have `names`, {parameter: name}, not numbers, and it also has their `shapes` and what the groups were
-    `built` with."""
+    SystemExit where no checkpoint could hold it, and, if `sharded`, at tensors that may differ between ranks.
+    """
     shards, params, state = {}, parameters(optimizer), optimizer.state_dict()
     if not {'state', 'param_groups'} <= state.keys():
         raise SystemExit(f'{type(optimizer).__name__}: its state cannot be saved (its state_dict has '
@@ -146,10 +146,6 @@ def lost_in_round_trip(optimizer, fresh, saved, names):
     theirs['param_groups'] = [{key: group.get(key) for key in compared}  # load_state_dict may add settings
                               for group, compared in zip(theirs['param_groups'], ours['param_groups'])]
     return first_difference(ours, theirs)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Comparing the values in any objects
 
 
 @functools.cache

@@ -41,17 +41,16 @@ class SafeStream:
 def protect_streams():
     """Wrap stdout and stderr in a `SafeStream` each. Closed standard descriptors (`>&-`) become /dev/null: a checkpoint
     that got one would receive what libraries print."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+    while os.open(os.devnull, os.O_RDWR) <= 2:
         pass
-    os.close(descriptor)
     sys.stdout, sys.stderr = (SafeStream(stream or Path(os.devnull).open('w'))  # noqa: SIM115
                               for stream in (sys.stdout, sys.stderr))
 
 
 @contextlib.contextmanager
 def undo_at_end():
-    """Undo, at the end of a context or a decorated function, what a run changes in its process: signal handlers, and
-    what is in UNDO. So the process can train again, however the run has ended."""
+    """Undo, at the end of a context or a decorated function, what a run changes in its process, so that it can train
+    again: signal handlers, and what is in UNDO."""
     before = {number: signal.getsignal(number) for number in LISTENED}
     try:
         with UNDO:
@@ -63,15 +62,14 @@ def undo_at_end():
 
 
 class StopSignals:
-    """Requests to stop (SIGTERM, SIGINT, SIGHUP, the time limit) or to save (SIGUSR1), which the ranks exchange once an
-    iteration, so that all act in the same one. A second signal to stop ends the process.
+    """Requests to stop (SIGTERM, SIGINT, SIGHUP, max_hours since the start; 0: no limit) or to save (SIGUSR1), which
+    the ranks exchange once an iteration, so that all act in the same one. A second signal to stop ends the process.
 
     Attributes: reason (this rank's first signal, 'max_hours' or the reason of `end`); stopping, whether the ranks have
     agreed to stop; finished, whether the run cannot be resumed; save, whether this rank is yet to save.
     """
 
     def __init__(self, world, max_hours=0.0):
-        """Start to listen. `max_hours` (0: no limit) count from the construction of `world`, the start of the run."""
         self.world, self.deadline = world, world.started + 3600 * (max_hours or float('inf'))
         self.reason, self.received_at = '', 0.0
         self.stopping = self.finished = self.save = False

@@ -579,11 +579,10 @@ def test_shards_are_joined(tmp_path, monkeypatch):
 
 def test_shards_that_cannot_be_are_one_line(tmp_path):
     good, bad = write_shard(tmp_path / 'good.bin', shard_ids(1)), tmp_path / 'bad.bin'
-    header = 'magic number 20240801 (not 20240520), version 7 (not 1) or 1,624 bytes (not 1,626)'
     for change, flags, words in [
-            (dict(magic=20240801, version=7, tokens=301), [bad, good], f'{bad}: not a complete shard of GPT-2 tokens: '
-             f'{header}'), (dict(version=2), [bad, good], 'version 2 (not 1)'),
-            (dict(tokens=299), [bad, good], '1,624 bytes (not 1,622)'), ({}, [bad], 'there is no text for train.bin')]:
+            (dict(magic=20240801), [bad, good], f'{bad}: not a complete shard of GPT-2 tokens (magic number and ver'
+             'sion [20240801, 1], 300 tokens)'), (dict(version=2), [bad, good], '[20240520, 2]'),
+            (dict(tokens=299), [bad, good], '299 tokens)'), ({}, [bad], 'there is no text for train.bin')]:
         write_shard(bad, **{'ids': shard_ids(0), **change})
         assert words in prepare('fineweb', '--tokens', *flags, '--out_dir', tmp_path / 'out', ok=False)
     assert '104: must be at least 1 and at most 103' in prepare('fineweb', '--download', 104, ok=False)

@@ -32,11 +32,10 @@ def download(n):
 
 def check(path):
     """Stop unless the file is a complete shard."""
-    magic, version, tokens = [*np.fromfile(path, '<i4', 3).tolist(), 0, 0, 0][:3]
-    size, expected = path.stat().st_size, 4 * HEADER + 2 * tokens
-    if (magic, version, size) != (MAGIC, VERSION, expected):
-        raise SystemExit(f'{path}: not a complete shard of GPT-2 tokens: magic number {magic} (not {MAGIC}), '
-                         f'version {version} (not {VERSION}) or {size:,} bytes (not {expected:,})')
+    *kind, tokens = np.fromfile(path, '<i4', 3).tolist()
+    if kind != [MAGIC, VERSION] or path.stat().st_size != 4 * HEADER + 2 * tokens:
+        raise SystemExit(f'{path}: not a complete shard of GPT-2 tokens (magic number and version {kind}, {tokens:,} '
+                         'tokens)')
 
 
 def batches(path, split):
