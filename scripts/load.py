@@ -70,8 +70,10 @@ def load(path, device='cpu', tokenizer=None):
         args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
     seed_all(state['config'].get('seed', 0))  # as in training, for what the constructor draws and no checkpoint holds
     model = with_weights(GPT, GPTConfig(**args), weights)
-    chosen = chosen_tokenizer(tokenizer, checkpoint_meta(state, tokenizer), path)
-    return Loaded(given.resolve().name, path, model.to(device).eval(), chosen, state)
+    meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
+    if meta is None and dataset and not tokenizer and (first_dir(dataset) / 'train.bin').is_file():
+        meta = read_meta(first_dir(dataset))  # nanoGPT's checkpoints do not hold it
+    return Loaded(given.resolve().name, path, model.to(device).eval(), chosen_tokenizer(tokenizer, meta, path), state)
 
 
 def with_tokenizer(loaded):
@@ -130,17 +132,3 @@ def chosen_tokenizer(name, meta, path):
             raise SystemExit(f'--tokenizer={name}: {path} was trained with {meta["tokenizer"]}; leave the flag out')
         meta = named
     return tokenizers.tokenizer_from_meta(meta) if meta else None
-
-
-def checkpoint_meta(state, name):
-    """Return the meta of a checkpoint's tokenizer or, if it has none, of its data set; None if that is gone, or if
-    it cannot be read and --tokenizer=`name` is given."""
-    meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
-    if meta is None and dataset:
-        folder = first_dir(dataset)
-        try:
-            meta = read_meta(folder) if (folder / 'train.bin').is_file() else None
-        except SystemExit:  # such as nanoGPT's meta.pkl
-            if not name:
-                raise
-    return meta

@@ -110,7 +110,7 @@ def step_cost(c, model, args):
     per_token = gpt.flops_per_token(model)
     gradient, hessian = (n * c.total_batch_size * c.block_size
                          for n in (per_token, hessian_flops_per_token(c.values, per_token)))
-    return (gradient + hessian) / (args.gpus * args.tflops * 1e12 * args.mfu), gradient + hessian, hessian
+    return (gradient + hessian) / (args.gpus * args.flops * args.mfu), gradient + hessian, hessian
 
 
 def modes(c, shape, args):
@@ -126,13 +126,6 @@ def modes(c, shape, args):
 def number(x):
     """Format a positive number: 1,561.2, 4.2 or 0.0042."""
     return f'{x:,.1f}' if x >= 10 else f'{x:.2g}'
-
-
-def duration(seconds):
-    """Format a time in the largest unit of which there are two or more."""
-    unit, size = next(((unit, size) for unit, size in dict(days=86400, hours=3600, minutes=60).items()
-                       if seconds >= 2 * size), ('seconds', 1))
-    return f'{number(seconds / size)} {unit}'
 
 
 def ladder(settings, args):
@@ -161,7 +154,7 @@ def plan(c, shape, args):
     hours, limit = seconds * c.max_iters / 3600, args.limit
     print(f'{c.out_dir}: {c.optimizer_name}, {gpt.num_params(model):,} parameters, {number(flops / 1e12)} TFLOPs a '
           f'step, {hessian / flops:.1%} of them for the Hessian')
-    print(f'  {number(seconds)} s a step; {c.max_iters:,} steps take {duration(seconds * c.max_iters)}, '
+    print(f'  {number(seconds)} s a step; {c.max_iters:,} steps take {number(hours)} hours, '
           f'{number(hours * args.gpus)} GPU-hours')
     if optimizer.library and c.optimizer_name != 'muon':
         print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, and may be '
@@ -186,21 +179,18 @@ def main(argv=None):
     parser.add_argument('--gpu', metavar='NAME', help='the card: ' + ', '.join(filter(devices.GPUS.get, devices.GPUS))
                         + ', or its last word (default: H100)')
     parser.add_argument('--gpus', type=at_least(1), help='number of them (default: 1 with --gpu, else 8)')
-    parser.add_argument('--memory_gb', type=at_least(1, float), help="memory of each (default: the card's)")
-    parser.add_argument('--tflops', type=at_least(1, float), help="dense 16-bit peak of each (default: the card's)")
     parser.add_argument('--mfu', type=at_least(0.01, float, at_most=1), default=0.4,
                         help='share of the peak that the FLOPs reach (default: 0.4)')
     args, flags = parser.parse_known_args(argv)
     card = devices.gpu_named(args.gpu or 'H100')
     if not devices.GPUS.get(card):
-        raise SystemExit(f'--gpu={args.gpu}: not in the table; pass --memory_gb and --tflops instead, or one of '
+        raise SystemExit(f'--gpu={args.gpu}: not in the table GPUS of runtime/device.py; add it there, or pass one of '
                          + ', '.join(filter(devices.GPUS.get, devices.GPUS)))
-    peak, memory_gb = devices.GPUS[card]
-    args.tflops, args.memory_gb = args.tflops or peak / 1e12, args.memory_gb or memory_gb
+    args.flops, args.memory_gb = devices.GPUS[card]
     args.gpus = args.gpus or (1 if args.gpu else 8)
     args.limit = (1 - HEADROOM) * args.memory_gb * 1e9
-    print(f'{args.gpus} × {card}, {args.memory_gb:g} GB and {args.tflops:g} TFLOP/s each, at an MFU of {args.mfu:g}'
-          + ('' if args.gpu else '; assumed, name another card with --gpu'))
+    print(f'{args.gpus} × {card}, {args.memory_gb} GB and {args.flops / 1e12:g} TFLOP/s each, at an MFU of {args.mfu:g}'
+          + ('' if args.gpu else '; name another card with --gpu'))
     every = not (args.configs or flags)
     configs = map(str, (Path(__file__).parents[1] / 'config').glob('train_*_sophiag.py')) if every else args.configs
     settings = []

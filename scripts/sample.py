@@ -43,8 +43,6 @@ def main(argv=None):
     parser.add_argument('--seed', type=int, default=1337)
     add_model_flags(parser)
     args = parser.parse_args(argv)
-    if args.checkpoint and args.out_dir:
-        parser.error(f'{args.checkpoint} and --out_dir={args.out_dir}: pass only one')
     if hasattr(sys.stdout, 'reconfigure'):  # the terminal may not encode all that a model writes
         sys.stdout.reconfigure(errors='replace')
     prompt = args.start

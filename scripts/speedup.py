@@ -86,9 +86,6 @@ def main(argv=None):
 
 def group_by_side(runs, args):
     """Return {side: runs} for --baseline, which comes first, and --candidate. SystemExit when one has no runs."""
-    if args.by != 'out_dir' and (without := [run for run in runs if args.by not in run.config]):
-        raise SystemExit(f'--by {args.by}: {without[0].out_dir} has no such setting; name one of config.json, or '
-                         'out_dir')
     ordered = runs if args.by == 'out_dir' else sorted(runs, key=lambda run: (
         isinstance(run.config[args.by], str), run.config[args.by] or 0))
     sides = {}

@@ -30,13 +30,8 @@ X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'p
 def x_value(run, x):
     """Return the run's place on the x-axis."""
     if x == 'flops':
-        cost = run.flops_per_iteration()
-        value = cost and cost * run.max_iters
-    else:
-        value = run.about.get(x, run.config.get(x))
-    if value is None:
-        raise SystemExit(f'{run.out_dir}: --x {x}: a CSV file needs a column {x}')
-    return value
+        return run.series('val/loss', 'flops')[0][-1]
+    return run.about['parameters'] if x == 'parameters' else run.config[x]
 
 
 def line_of(run, by):
@@ -117,11 +112,7 @@ def main(argv=None):
     add_tuned(parser)
     args = parse(parser, argv)
     sizes = ['n_layer', 'n_head', 'n_embd'] if args.x == 'parameters' else []
-    varying = args.grid or [*args.by, *sizes]
-    runs = finished_runs(args.out_dirs, (*args.tuned, *varying))
-    for key in varying:
-        if any(key not in run.config for run in runs):
-            raise SystemExit(f'{"--grid" if args.grid else "--by"} {key}: not a setting of all of these runs')
+    runs = finished_runs(args.out_dirs, (*args.tuned, *(args.grid or [*args.by, *sizes])))
     fig, rows = draw_grid(runs, args.grid) if args.grid else draw_lines(runs, args.x, args.by)
     print_table(rows, [key for key in rows[0] if key != 'run'])
     set_title(fig, args.title)
