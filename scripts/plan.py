@@ -1,13 +1,14 @@
-"""Memory, FLOPs, days and GPU-hours of a run, computed before anything is trained.
+"""Memory, FLOPs, hours and GPU-hours of a run, computed before anything is trained.
 
   python scripts/plan.py --gpu 4090                                      which sizes fit one RTX 4090
   python scripts/plan.py config/train_gpt2_small_sophiag.py --gpus 8     on eight H100
   python scripts/plan.py config/train_neox_{1.5b,6.6b}_sophiag.py --gpu A100 --gpus 64 --mfu 0.3
 
-Arguments are train.py's: config files, one plan each, and --key=value flags for all of them; by default, a table of the
-published configs for Sophia-G. GB are 1e9 bytes. FLOPs (`step_cost`) run at --mfu of the peak; activation
-checkpointing adds up to a third, communication is not counted. Memory is a formula (`memory`) for compiled steps of the
-GPT in model.py; dev/bench.py measures it, also of an edited model, loss or optimizer.
+Arguments are train.py's: config files, one plan each, and --key=value flags for all of them; by default, the published
+configs for Sophia-G. A data set that is not prepared is taken to have GPT-2's ids. GB are 1e9 bytes. FLOPs
+(`step_cost`) run at --mfu of the peak; activation checkpointing adds up to a third, communication is not counted.
+Memory is a formula (`memory`) for compiled steps of the GPT in model.py; dev/bench.py measures it, also of an edited
+model, loss or optimizer.
 """
 
 import argparse
@@ -19,8 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
-from analysis.figures import print_table
-from data.loader import first_dir, vocab_size_of
+from data.loader import vocab_size_of
 from hessian import product_size, rows_at_once
 from model import GPT, GPTConfig
 from optimizers import hessian_flops_per_token, row
@@ -128,32 +128,13 @@ def number(x):
     return f'{x:,.1f}' if x >= 10 else f'{x:.2g}'
 
 
-def ladder(settings, args):
-    """Print a line for each (c, shape) of `settings`: the fastest mode that fits, and the hours."""
-    rows = []
-    for c, shape in settings:
-        model = gpt.without_values(GPT, shape)
-        parameters, seconds = gpt.num_params(model), step_cost(c, model, args)[0]
-        here, largest = next((mode for mode in modes(c, shape, args) if mode[1]), (None, None))
-        line = {'size': c.model_size, 'parameters': parameters, 'fits': 'no'}
-        if here:
-            needed = ['fsdp'] * (here.parallel == 'fsdp') + ['checkpointing'] * here.activation_checkpointing
-            line |= {'fits': f'with {" and ".join(needed)}' if needed else 'yes', 'largest batch_size': largest,
-                     's a step': number(seconds)}
-            for name, steps in (('20 tokens a parameter', 20 * parameters / c.total_batch_size / c.block_size),
-                                (f'{c.max_iters:,} steps', c.max_iters)):
-                line[f'hours, {name}'] = number(seconds * steps / 3600)
-        rows.append(line)
-    print_table(sorted(rows, key=lambda row: row['parameters']))
-
-
 def plan(c, shape, args):
     """Print the plan of the settings `c`."""
     model, optimizer = gpt.without_values(GPT, shape), row(c.optimizer_name)
     seconds, flops, hessian = step_cost(c, model, args)
     hours, limit = seconds * c.max_iters / 3600, args.limit
-    print(f'{c.out_dir}: {c.optimizer_name}, {gpt.num_params(model):,} parameters, {number(flops / 1e12)} TFLOPs a '
-          f'step, {hessian / flops:.1%} of them for the Hessian')
+    print(f'{c.out_dir}: {c.optimizer_name}, {gpt.num_params(model):,} parameters, {shape.vocab_size:,} ids, '
+          f'{number(flops / 1e12)} TFLOPs a step, {hessian / flops:.1%} of them for the Hessian')
     print(f'  {number(seconds)} s a step; {c.max_iters:,} steps take {number(hours)} hours, '
           f'{number(hours * args.gpus)} GPU-hours')
     if optimizer.library and c.optimizer_name != 'muon':
@@ -191,20 +172,12 @@ def main(argv=None):
     args.limit = (1 - HEADROOM) * args.memory_gb * 1e9
     print(f'{args.gpus} × {card}, {args.memory_gb} GB and {args.flops / 1e12:g} TFLOP/s each, at an MFU of {args.mfu:g}'
           + ('' if args.gpu else '; name another card with --gpu'))
-    every = not (args.configs or flags)
-    configs = map(str, (Path(__file__).parents[1] / 'config').glob('train_*_sophiag.py')) if every else args.configs
-    settings = []
+    configs = args.configs
+    if not (configs or flags):
+        configs = map(str, sorted((Path(__file__).parents[1] / 'config').glob('train_*_sophiag.py')))
     for words in [[name] for name in configs] or [[]]:
         c = train.resolve(['--device=cuda', *flags, *words], world_size=args.gpus)  # whatever this machine has
-        settings.append((c, gpt.config_of(GPTConfig, c.values, vocab_size_of(c.dataset))))
-        first = first_dir(c.dataset)
-        if not every and not any((first / name).is_file() for name in ('meta.json', 'train.bin')):
-            print(f"note: {first} is not prepared; GPT-2's number of ids is assumed", file=sys.stderr)
-    if every:
-        ladder(settings, args)
-    else:
-        for c, shape in settings:
-            plan(c, shape, args)
+        plan(c, gpt.config_of(GPTConfig, c.values, vocab_size_of(c.dataset)), args)
 
 
 if __name__ == '__main__':

@@ -52,8 +52,6 @@ def main(argv=None):
     if args.pack and (args.pack / 'runs.jsonl').exists():
         raise SystemExit(f'--pack {args.pack}: already holds a record, runs.jsonl; choose another DIR or remove it')
     runs = find_runs(args.out_dirs)
-    if any(run.from_csv for run in runs):
-        raise SystemExit(f'{args.out_dirs[0]}: a CSV file is not a record; pass the out_dirs of train.py')
     rows = sorted(map(row, runs), key=lambda row: (row['parameters'], row['T'], row['optimizer'],
                                                    row['val/loss'] or math.inf))
     print_table(rows)
