@@ -231,9 +231,8 @@ def main(argv=None):
 
     names, params = trained(model)
     sizes = [p.numel() for p in params]
-    facts = dict(checkpoint=loaded.name, iteration=loaded.state.get('iter_num'), estimator=args.estimator,
-                 sequences=args.sequences, parameters=sum(sizes))
-    whole, h, run = {}, None, None
+    whole = dict(iteration=loaded.state.get('iter_num'), sequences=args.sequences)
+    h = run = None
     if args.estimator == 'gnb':
         gradients = Gradients(model, params, sequences)
         halves, whole['signal_over_noise'] = gradients.halves, gradients.signal / gradients.noise
@@ -257,12 +256,11 @@ def main(argv=None):
     kinds = {kind: torch.cat(places) for kind, places in kinds.items()} | {'all': slice(None)}
     table = [describe(kind, at, halves, noises, run) for kind, at in kinds.items()]
     print_table(table)
-    if whole:
-        print_table([whole])
+    print_table([whole])
     fig = draw(low.cpu(), h if h is None else h.cpu(), f'{loaded.name}, {args.estimator}, {args.sequences} sequences',
                table[-1].get('log_corr'))
     output = args.output or png_path((loaded.path.parent if loaded.state else Path('out')) / 'curvature.png')
-    save(output, fig, table, **facts, **whole)
+    save(output, fig, table, **whole)
 
 
 if __name__ == '__main__':

@@ -144,7 +144,6 @@ def digests(named):
         found[name] = [repr(value), 0.0, 0.0]
         if isinstance(value, torch.Tensor):
             flat = value.detach().cpu().contiguous().reshape(-1)
-            flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
             text = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest() if flat.numel() else ''
             signs = torch.randint(2, flat.shape, generator=torch.Generator().manual_seed(0)).double() * 2 - 1
             found[name] = [f'{value.dtype} {tuple(value.shape)} {text}', float(flat.double().norm()),
@@ -225,7 +224,8 @@ def difference(ours, theirs, nudged=None):
     for step in sorted(ours.keys() | theirs.keys(), key=int):
         a, b = ours.get(step, {}), theirs.get(step, {})
         for name in a if nudged else ():
-            drift[kind(name)] = max(drift.get(kind(name), 0.0), apart(a[name], nudged[step][name]))
+            other = nudged.get(step, {}).get(name, missing)
+            drift[kind(name)] = max(drift.get(kind(name), 0.0), apart(a[name], other))
         for name in {**a, **b}:
             x, y = a.get(name, missing), b.get(name, missing)
             relative = apart(x, y)

@@ -52,10 +52,6 @@ class Trial:
     argv: list
 
     @property
-    def name(self):
-        return self.out_dir.name
-
-    @property
     def run(self):
         """The `RunRecord` so far, or None."""
         return read_run(self.out_dir) if (self.out_dir / 'config.json').is_file() else None
@@ -154,8 +150,8 @@ def sweep_argparser(doc):
 def train_all(trials, jobs, launcher):
     """Train `trials`, `jobs` at a time, each from where it stopped, unless it has ended. Reports each on stderr."""
     def report(trial):
-        state = outcome_of(trial.run)[1] if trial.ended else f'failed: {trial.last_line} ({trial.out_dir}/log.txt)'
-        print(f'{trial.name}: {state}', file=sys.stderr, flush=True)
+        state = outcome_of(trial.run)[1] if trial.ended else f'failed: {trial.last_line} (its log.txt)'
+        print(f'{trial.out_dir}: {state}', file=sys.stderr, flush=True)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which raises KeyboardInterrupt
     waiting = [trial for trial in trials if not trial.ended]
@@ -276,7 +272,7 @@ def main(argv=None):
     train_all(trials, args.jobs, args.launcher)
     show(trials)
     if left := [trial for trial in trials if not trial.ended]:
-        raise SystemExit(f'not finished: {len(left)} of {len(trials)} runs; {left[0].name}: {left[0].last_line}')
+        raise SystemExit(f'not finished: {len(left)} of {len(trials)} runs; {left[0].out_dir}: {left[0].last_line}')
 
 
 if __name__ == '__main__':

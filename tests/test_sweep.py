@@ -40,7 +40,7 @@ def test_two_runs_of_one_directory_are_rejected(tmp_path):
 
 def test_equal_numbers_are_one_trial(tmp_path):
     trial, = sweep.trials_of(dict(base=SHAPE, runs=[dict(max_iters=['1e3', 1000, '1000.0'])]), tmp_path)
-    assert trial.name == 'max_iters=1000'
+    assert trial.out_dir == tmp_path / 'max_iters=1000'
     trial.check()  # train.py takes no fraction there
 
 
@@ -203,7 +203,7 @@ def test_a_sweep_trains_what_is_missing_and_sorts_by_loss(swept, capsys):
 
 def test_a_sweep_shows_the_last_line_of_a_run_that_failed(tmp_path, capsys):
     argv = ['--out_dir', str(tmp_path), '--launcher', 'sh -c "echo first; echo last"', '--grid', 'seed=1', '--', *SHAPE]
-    assert rejection(sweep.main, argv) == 'not finished: 1 of 1 runs; seed=1: last'
+    assert rejection(sweep.main, argv) == f'not finished: 1 of 1 runs; {tmp_path}/seed=1: last'
     assert 'seed=1: failed: last' in capsys.readouterr().err
 
 
@@ -295,8 +295,8 @@ def test_the_curvature_at_a_checkpoint(swept, tmp_path, capsys, estimator):
     summary = json.loads((tmp_path / 'curvature.json').read_text())
     *tensors, total = ({key: float(value) for key, value in row.items() if key != 'tensor'}
                        for row in rows_of(tmp_path / 'curvature.csv'))
-    assert summary['iteration'] == 10 and summary['estimator'] == estimator
-    assert sum(row['parameters'] for row in tensors) == summary['parameters'] == total['parameters']
+    assert (summary['iteration'], summary['sequences']) == (10, 32)
+    assert sum(row['parameters'] for row in tensors) == total['parameters']
     if estimator == 'hutchinson':  # the Hessian's own diagonal, unlike Gauss-Newton's, is not positive
         assert 0.3 < total['positive'] < 0.9 and 'signal_over_noise' not in summary
         return
