@@ -1,4 +1,4 @@
-"""Statistics of a few final losses: noise over seeds, tests of a difference, the expected best of n trials."""
+"""Statistics of a few final losses: tests of a difference, the expected best of n trials."""
 
 import math
 from statistics import mean, variance
@@ -10,14 +10,6 @@ def expected_best(losses, n):
     """Return the expected lowest of n of these losses, drawn without replacement: the result of n trials."""
     N = len(losses)
     return sum(loss * math.comb(N - 1 - i, n - 1) for i, loss in enumerate(sorted(losses))) / math.comb(N, n)
-
-
-def pooled_sd(groups):
-    """Return (σ, degrees of freedom) of the noise over seeds, from lists of losses that differ in their seed only;
-    (None, 0) when no list has two."""
-    df = sum(len(group) - 1 for group in groups)
-    squares = sum((len(group) - 1) * variance(group) for group in groups if len(group) > 1)
-    return (math.sqrt(squares / df), df) if df else (None, 0)
 
 
 def difference(one, two, cautious=False):

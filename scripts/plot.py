@@ -22,14 +22,6 @@ NAMES = {'val/loss': 'validation loss', 'train/loss': 'training loss', 'hessian_
          'grad_clipped': 'share of the steps whose gradient was clipped'}
 
 
-def described(run):
-    """Return a title for one run: its optimizer, model, data, and validation loss."""
-    words, (steps, losses) = [run.optimizer_label], run.series('val/loss')
-    if 'parameters' in run.about:
-        words.append(f'{run.about["parameters"] / 1e6:.2g}M parameters, {Path(run.dataset).name}')
-    return ', '.join(words) + (f': validation loss {losses[-1]:.3f} after {steps[-1]:,} iterations' if steps else '')
-
-
 @one_line_errors()
 def main(argv=None):
     parser = argparser(__doc__, 'loss.png', of_runs=True)
@@ -69,7 +61,7 @@ def main(argv=None):
         ax.set_title('' if together else NAMES.get(metric, metric), fontsize=9)
         if metric == 'update_unclipped':
             ax.axhspan(0.1, 0.5, color='0.5', alpha=0.15)
-    set_title(fig, args.title or (described(runs[0]) if together else ''))
+    set_title(fig, args.title or (str(runs[0].out_dir) if together else ''))
     legend(fig, max(axes, key=lambda ax: len(ax.lines)))
     save(args.output, fig, rows)
 

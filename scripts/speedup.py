@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis import compare, figures
 from analysis.figures import print_table
 from analysis.runs import as_number, by_seed, find_runs, mean_final_loss, notes_on
-from analysis.significance import holm, pooled_sd
+from analysis.significance import holm
 from runtime.arguments import at_least
 from runtime.files import one_line_errors
 
@@ -65,9 +65,6 @@ def main(argv=None):
     column = 'optimizer' if args.by == 'optimizer_name' else args.by
     results = [one.row(column) for mine in tuned.values() for one in mine.values()]
     print_table(results, [key for key in results[0] if key != 'run'])
-    sd, df = pooled_sd([[run.final_loss for run in group] for group in groups])
-    if sd:
-        print(f'noise of one run over seeds, all T and settings: σ = {sd:.4f} from {df} degrees of freedom')
     for verdict in verdicts:
         print()
         for key in ('same_T', 'criterion', 'efficiency'):
@@ -80,8 +77,8 @@ def main(argv=None):
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
     fig = draw(tuned, labels, verdicts, args.panels)
     figures.set_title(fig, args.title)
-    figures.save(args.output, fig, results, baseline=baseline, k=float(args.k), noise=dict(sd=sd, df=df),
-                 verdicts=verdicts, notes=notes, rejected=rejected)
+    figures.save(args.output, fig, results, baseline=baseline, k=float(args.k), verdicts=verdicts, notes=notes,
+                 rejected=rejected)
 
 
 def group_by_side(runs, args):

@@ -7,7 +7,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from analysis.significance import difference, expected_best, holm, pooled_sd
+from analysis.significance import difference, expected_best, holm
 
 
 def test_welch_needs_three_of_each():
@@ -49,11 +49,6 @@ def test_fewer_seeds_give_no_smaller_p():
 @pytest.mark.parametrize('cautious', [False, True])
 def test_without_noise_there_is_no_test(one, two, cautious):
     assert difference(one, two, cautious)['p'] is None
-
-
-def test_pooled_sd_weighs_by_degrees_of_freedom():
-    assert pooled_sd([[1.0], [1.0, 3.0], [0.0, 1.0, 2.0]]) == (pytest.approx(math.sqrt((2 + 2) / 3)), 3)
-    assert pooled_sd([[1.0], [2.0]]) == (None, 0)
 
 
 def test_expected_best_is_the_mean_over_all_choices():
