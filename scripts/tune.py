@@ -55,7 +55,7 @@ def main(argv=None):
         for trial in found:
             trial.check()
         train_all(found, args.jobs, args.launcher)
-        tried.update((trial.name, trial) for trial in found)
+        tried.update((trial.out_dir, trial) for trial in found)
         for trial in found:
             loss, state = outcome_of(trial.run)
             if loss is None:
