@@ -195,7 +195,8 @@ def unsaved(run, *more):
     parts, as (name, object, names of attributes to leave out).
     """
     parts = [('Run', run, REBUILT), ('hook', run.hessian, ()), *more]
-    parts += [('optimizer', part, optimizer_state.no_state()) for part in optim.parts(run.optimizer)]
+    parts += [(f'optimizer{i or ""}', part, optimizer_state.no_state())
+              for i, part in enumerate(optim.parts(run.optimizer))]
     for key in sorted({f.name for f in fields(run)} - REBUILT | {'raw_model'}):
         if isinstance(getattr(run, key), torch.nn.Module):
             parts += [(f'{key}.{name}'.rstrip('.'), module, vars(torch.nn.Module()))
@@ -224,7 +225,7 @@ def warn_of_unsaved(run):
     """
     changed = []
     for name, value in unsaved(run):
-        before = run.before.get(name, None if re.fullmatch(r'optimizer\.\w+', name) else value)
+        before = run.before.get(name, None if re.fullmatch(r'optimizer\d*\.\w+', name) else value)
         if before is not SAID and not optimizer_state.equal(value, before):
             changed.append(name)
             run.before[name] = SAID

@@ -183,15 +183,10 @@ def one_line(error):
     return ' '.join(str(error).split())[:200] or type(error).__name__
 
 
-def reason(error):
-    """Return an OSError as one line: its file and the reason."""
-    return f'{error.filename}: {error.strerror}' if error.filename else one_line(error)
-
-
 @contextlib.contextmanager
 def one_line_errors():
-    """Turn an OSError inside into a SystemExit with its `reason`; a decorator for the `main` of a script."""
+    """Turn an OSError inside into a SystemExit with its file and reason; a decorator for the `main` of a script."""
     try:
         yield
     except OSError as error:
-        raise SystemExit(reason(error)) from None
+        raise SystemExit(f'{error.filename}: {error.strerror}' if error.filename else one_line(error)) from None
