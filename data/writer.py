@@ -34,10 +34,9 @@ SPLITS = ('train', 'val')
 class Corpus:
     """A text, and its source, revision and split, which with the tokenizer identify bins.
 
-    open: function that returns the text, called only if the bins are missing: segments, iterables of batches of a few
-        megabytes, each of which a worker process makes a part of the bins. A batch is a list of (split, document); an
-        array of ids stands for documents that are tokenized already. Segments and batches are the same in every run; a
-        resumed run does not read finished segments again.
+    open: function that returns the text, called only if the bins are missing: segments, which a resumed run does not
+        read again once they are done, iterables of batches of a few megabytes. A batch is a list of (split, document);
+        an array of ids stands for documents that are tokenized already. Batches are the same in every run.
     """
 
     source: str

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from runtime import optimizer_state
-from runtime.files import atomic_write, complete, load_pt, lock, one_line, put_in_place, save_pt, warn
+from runtime.files import atomic_write, load_pt, lock, one_line, put_in_place, save_pt, warn
 from runtime.optim import parameters
 from runtime.signals import UNDO
 
@@ -27,8 +27,8 @@ def save_run(world, out_dir, model, optimizer, state, best=False, keep=2):
     """Save a run as the checkpoint of state['iter_num']: rank 0 one file, or all ranks their shards. Return its path;
     None, with a warning, when the file system fails (a full disk). Collective: every rank must call it.
 
-    `state` has all but `model` and `optimizer`, as plain values; `best`: whether it is the best so far. Of the
-    checkpoints up to this one the `keep` newest and the best stay."""
+    `state` has all but `model` and `optimizer`, as plain values. Of the checkpoints up to this one the `keep` newest
+    and the best stay."""
     world.reshard(model)
     with world.exit_together():
         check_plain(state['train_state'], 'TrainState')
@@ -179,8 +179,7 @@ def clean_state_dict(weights):
 
 def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=False):
     """Make `out_dir` this run's own, unless `read_only`, and load the checkpoint from which the run must or may resume.
-    Return (path, state); (None, None) without one. Stop when another run has the directory, there is nothing to resume,
-    or the run would overwrite checkpoints."""
+    Return (path, state); (None, None) without one. SystemExit when the run would overwrite checkpoints."""
     out_dir, path, state = Path(out_dir), None, None
     with world.exit_together():
         if world.is_master:
@@ -197,15 +196,15 @@ def open_run(world, out_dir, *, must_resume=False, may_resume=False, read_only=F
 
 def claim(out_dir, must_resume, may_resume, read_only):
     """Do rank 0's part of `open_run`."""
-    exist, resumes = checkpoints(out_dir) or complete(out_dir), must_resume or may_resume
     if not read_only:
         UNDO.enter_context(lock(out_dir / 'lock'))
-        if exist and not resumes:
-            raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that run with '
-                             '--auto_resume=True, or choose another --out_dir')
         put_in_place(out_dir)
         for left_by_a_kill in out_dir.glob(f'ckpt_{"[0-9]" * 8}*.partial'):
             remove(left_by_a_kill)
+    exist = checkpoints(out_dir)
+    if exist and not (must_resume or may_resume or read_only):
+        raise SystemExit(f'{out_dir}: holds checkpoints, which a new run would overwrite; continue that run with '
+                         '--auto_resume=True, or choose another --out_dir')
     if not must_resume and not (may_resume and exist):
         return None, None
     path, state = load_newest(out_dir, weights=False)

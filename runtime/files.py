@@ -114,19 +114,14 @@ def sync_directory(path):
         os.close(fd)
 
 
-def complete(out_dir):
-    """List the directories CHECKPOINT.partial in `out_dir` that are complete, because they have a state.pt."""
-    return [state.parent for state in Path(out_dir).glob(f'ckpt_{"[0-9]" * 8}*.partial/state.pt')]
-
-
 def put_in_place(out_dir):
-    """Give the `complete` directories in `out_dir` the checkpoints' names, for which older ones make way. If it is
-    killed, a call at the next start completes it."""
-    for partial in complete(out_dir):
-        path = partial.with_suffix('')
+    """Give the directories CHECKPOINT.partial in `out_dir` that are complete, as they have a state.pt, the checkpoints'
+    names, for which older ones make way. If it is killed, a call at the next start completes it."""
+    for state in [*Path(out_dir).glob(f'ckpt_{"[0-9]" * 8}*.partial/state.pt')]:
+        path = state.parent.with_suffix('')
         if path.is_dir():  # this iteration's checkpoint from before its evaluation
             shutil.rmtree(path)
-        partial.replace(path)
+        state.parent.replace(path)
         sync_directory(out_dir)
 
 

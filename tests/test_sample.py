@@ -193,7 +193,7 @@ def test_a_checkpoint_with_a_head_of_its_own_is_not_taken_for_a_tied_one(tmp_pat
     model = make_model()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
     foreign_checkpoint(tmp_path / 'ckpt.pt', model)
-    with pytest.raises(RuntimeError, match='lm_head.weight is tied to transformer.wte.weight here, not there'):
+    with pytest.raises(RuntimeError, match='is tied to another weight here, not there'):
         load(tmp_path / 'ckpt.pt')
 
 
