@@ -7,9 +7,9 @@ takes neither PyTorch nor the source of train.py.
 
 import contextlib
 import csv
+import glob
 import json
 import math
-import os
 import statistics
 from collections import Counter
 from dataclasses import dataclass
@@ -316,33 +316,22 @@ def find_runs(paths):
     """
     found = {}
     for path in map(Path, paths):
-        below = [*walk(path)]
-        runs = [read_run(folder) for folder, names in below if 'metrics.jsonl' in names]
-        runs += [run for folder, names in below if 'runs.jsonl' in names for run in read_packed(folder / 'runs.jsonl')]
+        pattern = f'{glob.escape(str(path))}/**/*.jsonl'
+        names = glob.glob(pattern, recursive=True)  # noqa: PTH207 - pathlib's follows no links
+        below = [Path(name) for name in names]
+        runs = [read_run(file.parent) for file in below if file.name == 'metrics.jsonl']
+        runs += [run for file in below if file.name == 'runs.jsonl' for run in read_packed(file)]
         runs += read_csv(path) if path.suffix == '.csv' and path.is_file() else []
         folder = next((parent for parent in path.parents if (parent / 'runs.jsonl').is_file()), None)
         if folder and not runs:
             runs = [run for run in read_packed(folder / 'runs.jsonl')
-                    if any(fnmatch(str(run.out_dir), pattern) for pattern in (f'{path}', f'{path}/*'))]
+                    if any(fnmatch(str(run.out_dir), wanted) for wanted in (f'{path}', f'{path}/*'))]
         if not runs:
             raise SystemExit(f'{path}: no runs found; give the out_dir of a run, or a directory of runs')
         for run in runs if runs[0].from_csv else sorted(runs, key=lambda run: run.out_dir):
             run.found_in = run.found_in or str(path)
             found.setdefault(run.out_dir.resolve(), run)
     return with_same_settings(list(found.values()))
-
-
-def walk(path):
-    """Yield (directory, names of its files) for each directory below `path` and behind links, once."""
-    seen = set()
-    for folder, directories, names in os.walk(path, followlinks=True):
-        real = Path(folder).resolve()
-        if real in seen:
-            directories.clear()
-            continue
-        seen.add(real)
-        directories.sort(key=lambda name: (Path(folder, name).is_symlink(), name))  # a run has its own name
-        yield Path(folder), names
 
 
 # ----------------------------------------------------------------------------------------------------------------------

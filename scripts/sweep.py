@@ -7,9 +7,9 @@
   python scripts/sweep.py --out_dir out/sensitivity --table    only the table; reads files, executes nothing
 
 A spec is a JSON object: "base", arguments of train.py for every run, and "runs", a list of objects setting → value or
-setting → list of values. Every combination of the values is a run. In these objects "config" stands for a config file,
-and "base" for more arguments. Other keys, such as "about", are comments. A run's directory is named after its settings;
-OUT_DIR/sweep.json keeps the spec. A run that diverged is not trained again unless its directory is removed.
+setting → list of values. Every combination of the values is a run. Other keys, such as "about", are comments. A run's
+directory is named after its settings; OUT_DIR/sweep.json keeps the spec. A run that diverged is not trained again
+unless its directory is removed.
 """
 
 import argparse
@@ -98,17 +98,15 @@ def outcome_of(run):
 def trials_of(spec, out_dir):
     """Return the `Trial`s of a spec, see the top of this file, in its order; equal ones once."""
     trials = {}
-    for entry in spec['runs']:
-        grid = {key: value if isinstance(value, list) else [value] for key, value in entry.items() if key != 'base'}
-        for values in itertools.product(*grid.values()):
+    for grid in spec['runs']:
+        for values in itertools.product(*(value if isinstance(value, list) else [value] for value in grid.values())):
             settings = {key: canonical(value) for key, value in zip(grid, values)}
-            argv = [*spec.get('base', []), *entry.get('base', [])]
-            argv += [value if key == 'config' else f'--{key}={value}' for key, value in settings.items()]
-            name = ','.join(f'{key}={in_name(value)}' for key, value in settings.items())
-            trial = Trial(Path(out_dir) / name, settings, argv)
-            if trials.setdefault(name, trial).argv != argv:
+            words = [f'{key}={value}' for key, value in settings.items()]
+            name = ','.join(word.replace('/', '_').replace(',', '_') for word in words)
+            trial = Trial(Path(out_dir) / name, settings, [*spec.get('base', []), *(f'--{word}' for word in words)])
+            if trials.setdefault(name, trial).settings != settings:
                 raise SystemExit(f'{trial.out_dir}: two runs of this sweep would share this directory, '
-                                 f'{" ".join(trials[name].argv)} and {" ".join(argv)}; make two sweeps')
+                                 f'{" ".join(trials[name].argv)} and {" ".join(trial.argv)}; make two sweeps')
     return list(trials.values())
 
 
@@ -116,11 +114,6 @@ def canonical(value):
     """Return a setting's value as text, numbers in one way: 1e-3 as 0.001, and 1e3 as 1000."""
     number = as_number(str(value))  # of a JSON true, not 1
     return str(int(number) if isinstance(number, float) and number.is_integer() else number)
-
-
-def in_name(value):
-    """Return a setting's value as part of a directory's name: a config file without folder and .py."""
-    return Path(value).stem if value.endswith('.py') else value.replace('/', '_').replace(',', '_')
 
 
 def split_values(pairs):

@@ -23,18 +23,16 @@ from scripts import eval as evaluation
 
 
 def test_a_spec_becomes_trials_in_order_with_stable_names(tmp_path):
-    spec = dict(base=['--seed=3'], runs=[dict(learning_rate=[1e-3, '2e-3', '0.001'], gamma='1e-1'),
-                                         dict(config='config/quickstart.py'), dict(base=['--bias=True'], gamma=0.2)])
+    spec = dict(base=['--seed=3'], runs=[dict(learning_rate=[1e-3, '2e-3', '0.001'], gamma='1e-1'), dict(gamma=0.2)])
     found = sweep.trials_of(spec, tmp_path)
     assert [trial.out_dir.name for trial in found] == [
-        'learning_rate=0.001,gamma=0.1', 'learning_rate=0.002,gamma=0.1', 'config=quickstart', 'gamma=0.2']
+        'learning_rate=0.001,gamma=0.1', 'learning_rate=0.002,gamma=0.1', 'gamma=0.2']
     assert found[1].argv == ['--seed=3', '--learning_rate=0.002', '--gamma=0.1']
-    assert found[2].argv == ['--seed=3', 'config/quickstart.py']
-    assert found[3].argv == ['--seed=3', '--bias=True', '--gamma=0.2']
+    assert found[2].argv == ['--seed=3', '--gamma=0.2']
 
 
 def test_two_runs_of_one_directory_are_rejected(tmp_path):
-    spec = dict(runs=[dict(config=['a/run.py', 'b/run.py'])])
+    spec = dict(runs=[dict(dataset=['a/b', 'a_b'])])
     assert 'two runs of this sweep would share this directory' in rejection(sweep.trials_of, spec, tmp_path)
 
 
