@@ -303,7 +303,7 @@ def main(argv=None):
         print('\n'.join(whole.result()['warnings'] + [
             f'note: training reads {name}; a resume does not notice when it is replaced'
             for name in whole.result()['files']]))
-    raise SystemExit(bool(failed))
+    sys.exit(bool(failed))
 
 
 if __name__ == '__main__':

@@ -50,13 +50,11 @@ def main(argv=None):
         prompt = ''.join(lines(Path(prompt.removeprefix('FILE:'))))
     loaded = with_tokenizer(load(args.checkpoint or args.out_dir or 'out', args.device, args.tokenizer))
     model, tokenizer = loaded.model.to(DTYPES[dtype_name(args)]), loaded.tokenizer
-    if prompt is None:
+    if prompt is None or prompt == '' and tokenizer.eot_id is None:
         prompt = tokenizer.default_prompt
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # where a document begins
     if END_OF_TEXT in prompt:
         print(f"note: {END_OF_TEXT} in the prompt is ordinary text; --start='' starts a document", file=sys.stderr)
-    if ids == [None]:
-        raise SystemExit(f"--start='': the tokenizer {tokenizer.name} has no end-of-text id; set a prompt")
     print(f'{loaded.path}: {num_params(model):,} parameters, tokenizer {tokenizer.name}', file=sys.stderr)
 
     idx, generate = torch.tensor([ids], device=args.device), continuation(model)
