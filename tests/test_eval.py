@@ -44,12 +44,6 @@ def test_targets_that_the_training_loss_leaves_out_count(capsys, out_dir, monkey
     assert evaluate(capsys, out_dir) == plain
 
 
-def test_a_model_whose_code_has_changed_since_is_named(capsys, out_dir, monkeypatch):
-    monkeypatch.setattr(load, 'code_hashes', lambda: {'model.py': 'edited', 'train.py': 'edited'})
-    eval_script.main([str(out_dir), '--device=cpu', '--eval_sequences=8'])
-    assert 'note: model.py changed since' in capsys.readouterr().err
-
-
 def test_bits_per_byte_are_of_the_text_that_was_prepared(capsys, corpus, out_dir, tmp_path):
     """Without the number of its bytes there are none, and a note."""
     eval_script.main([str(out_dir), '--device=cpu'])

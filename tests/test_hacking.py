@@ -18,7 +18,7 @@ from dev.apply import RECIPES, apply
 # Functions of recipe.py by the recipes that they check, which are edits of one copy.
 CHECKS = {
     'z_loss': 'z_loss',
-    'second_head': 'a_second_head a_second_head_with_true_labels',
+    'second_head': 'a_second_head',
     'rms_norm document_masking': 'architecture',
     'rotary frozen_teacher': 'rotary_positions a_frozen_teacher a_constructor_with_values',
     'mixture_of_experts': 'a_mixture_of_experts',

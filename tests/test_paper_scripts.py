@@ -1,7 +1,6 @@
 """The scripts that make the paper's figures and tables, the speed-up evaluator and the tools that train many runs."""
 
 import math
-import shutil
 
 import numpy as np
 import pytest
@@ -10,16 +9,7 @@ from fake_runs import make, rows_of
 
 from analysis import figures
 from records.paper import clipped_newton, toy_landscape
-from scripts import curvature, plot, records, speedup, sweep, tune
 from scripts.paper import compute_table, final_losses, max_lr
-
-
-@pytest.mark.parametrize('script', [clipped_newton, compute_table, curvature, final_losses, max_lr, plot,
-                                    records, speedup, sweep, toy_landscape, tune], ids=lambda script: script.__name__)
-def test_help(script, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        script.main(['--help'])
-    assert stopped.value.code == 0 and '--' in capsys.readouterr().out
 
 
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path):
@@ -109,13 +99,10 @@ def test_settings_of_which_a_seed_diverged_are_not_drawn(tmp_path, capsys):
         make(tmp_path, 'adamw', 100, 2.0, lr=4e-3, seed=seed)
         make(tmp_path, 'adamw', 100, 3.0, seed=seed)
     (make(tmp_path, 'adamw', 100, 2.0, lr=4e-3, seed=3, end=30) / 'failed.txt').write_text('iteration 30')
-    argv = [str(tmp_path), '--output', str(tmp_path / 'figure.png')]
-    final_losses.main(argv)
-    (row,) = rows_of(tmp_path / 'figure.csv')
+    final_losses.main([str(tmp_path), '--output', str(tmp_path / 'figure.png')])
+    row, = rows_of(tmp_path / 'figure.csv')
     assert float(row['val/loss']) == pytest.approx(3.0)
     assert capsys.readouterr().err.count('another run of these settings diverged') == 2
-    with pytest.raises(KeyError, match='gama'):
-        final_losses.main([*argv, '--by', 'gama'])
 
 
 def test_max_lr_finds_the_largest_stable_rate(tmp_path):
@@ -131,13 +118,10 @@ def test_max_lr_finds_the_largest_stable_rate(tmp_path):
      / 'failed.txt').write_text('iteration 50')
     max_lr.main([str(tmp_path), '--output', str(tmp_path / 'max_lr.png')])
     assert [row['largest_stable'] for row in rows_of(tmp_path / 'max_lr.csv')] == ['', '0.002']
-    other = make(tmp_path, 'adamw', 200, 3.0, 5e-4)
+    make(tmp_path, 'adamw', 200, 3.0, 5e-4)
     assert 'lr_decay_iters is 200 in one and 100 in the other' in rejection(max_lr.main, [str(tmp_path)])
-    shutil.rmtree(other)
     make(tmp_path, 'adamw', 100, 3.0, 5e-4, end=50)
     assert 'let the sweep finish' in rejection(max_lr.main, [str(tmp_path)])
-    make(tmp_path, 'adamw', 100, 3.0, 5e-4, argv=['--n_layer=3'])
-    assert 'cannot be compared: n_layer is' in rejection(max_lr.main, [str(tmp_path)])
 
 
 def test_final_losses_by_hessian_interval_against_flops(tmp_path):
@@ -157,11 +141,9 @@ def test_a_grid_shows_losses(tmp_path):
     final_losses.main([str(tmp_path), '--grid', 'gamma', 'beta2', '--output', str(tmp_path / 'g.png')])
     cells = {(float(row['gamma']), float(row['beta2'])): float(row['val/loss']) for row in rows_of(tmp_path / 'g.csv')}
     assert cells == {(g, b): pytest.approx(3 + g + b) for g in (0.01, 0.02) for b in (0.95, 0.99)}
-    final_losses.main([str(tmp_path), '--grid', 'schedule', 'max_iters', '--output', str(tmp_path / 's.png')])
-    assert [row['schedule'] for row in rows_of(tmp_path / 's.csv')] == ['cosine']
     make(tmp_path, 'adamw', 100, 3.5, lr=1e-3)
     message = rejection(final_losses.main, [str(tmp_path), '--grid', 'schedule', 'max_iters'])
-    assert 'not of AdamW, Sophia-H; scripts/speedup.py compares them' in message
+    assert 'not of AdamW, Sophia-H' in message
 
 
 @pytest.mark.parametrize('size', ['medium', 'large'])

@@ -35,8 +35,7 @@ def test_memory_agrees_with_the_peaks_recorded_on_an_h100(size):
 
 
 def test_memory_agrees_with_the_peaks_recorded_on_an_h200():
-    """AdamW, Sophia-H; Sophia-G with an estimate of whole micro-batches, and of half of one, whose gradient is padded.
-    AdamW at 355M took 4 % more than Sophia-H, whose step has the same peak."""
+    """Sophia-G with an estimate of whole micro-batches, and of half of one, too. AdamW at 355M took 4 % more."""
     rows = [row for name in ('30M', '125M', '355M', '355M_sophia')
             for row in json.loads((ROOT / f'records/gpu/h200_{name}.json').read_text())['results']]
     peaks = {tuple(row['config'].split()): row['memory_gb'] for row in rows if 'nanoGPT' not in row['config']}
@@ -121,13 +120,6 @@ def test_the_largest_micro_batch_divides_and_fits():
         assert plan.largest_micro_batch(c, shape, 8, limit) == expected
 
 
-def test_hutchinson_needs_more_memory_where_attention_weights_are_large():
-    def product(block_size):
-        return plan.memory(*settings('--optimizer_name=sophiah', '--batch_size=1', f'--block_size={block_size}'))[
-            'Hessian-vector product']
-    assert product(256) < product(4096) and product(4096) > 10 * 12 * 12 * 4096 ** 2 / 2
-
-
 @pytest.mark.parametrize(('configs', 'hours'), [
     ('gpt2_small_{adamw,lion,sophiah,sophiag}', 119), ('gpt2_medium_{adamw,lion,sophiah,sophiag}', 339),
     ('gpt2_large_{adamw,sophiah,sophiag}', 548), ('neox_1.5b_{adamw,sophiag}', 1561),
@@ -163,9 +155,6 @@ def test_the_largest_micro_batches_of_the_cost_page():
 
 
 def test_what_is_printed(capsys):
-    plan.main(['--model_size=125M', '--optimizer_name=sophiag', '--gpus=16', '--gpu=T4', '--batch_size=30'])
-    assert re.search(r'\* ddp .*batch_size=30: .* GB \(too much\); largest: \d+\n +parameters 0.5',
-                     capsys.readouterr().out)
     for flags in ['--optimizer_name=sophiah', '--gpus=8'], ['--optimizer_name=sophiag', '--gpus=1']:
         plan.main(flags)
         assert 'fsdp' not in capsys.readouterr().out

@@ -7,7 +7,6 @@ from conftest import rejection
 from fake_runs import GRADIENT_FLOPS, fake_run, rows_of
 from PIL import Image
 
-import optimizers
 from analysis import figures
 from scripts import plot, speedup
 
@@ -61,16 +60,6 @@ def test_seeds_are_averaged_where_all_of_them_were_measured(tmp_path, capsys):
     assert 'is drawn up to step 20, where a seed ends' in capsys.readouterr().err
 
 
-def test_the_picture_of_several_runs_goes_beside_them(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ('a', 'b'):
-        fake_run(tmp_path / 'out' / name, 3.0, ['--max_iters=100'])
-    for paths in (['out'], ['out/a', 'out/b']):
-        plot.main([*paths, '--metrics', 'val/loss'])
-        (tmp_path / 'out/loss.png').unlink()
-    assert [path.name for path in tmp_path.iterdir()] == ['out']
-
-
 def test_the_file_that_is_read_is_not_overwritten(tmp_path):
     path = tmp_path / 'loss.csv'
     path.write_text('optimizer,seed,steps,loss\nAdamW,1,100,3.0\n')
@@ -107,12 +96,6 @@ def test_lines_are_named_after_what_tells_them_apart(tmp_path):
     assert {row['run'] for row in rows_of(tmp_path / 'x.csv')} == {'adamw0.001', 'adamw0.002', 'lion0.001', 'again'}
 
 
-def test_every_optimizer_of_the_table_has_a_name_for_people():
-    labels = [figures.optimizer_label(name) for name in optimizers.OPTIMIZERS]
-    assert not set(labels) & set(optimizers.OPTIMIZERS) and len(set(labels)) == len(labels)
-    assert figures.optimizer_label('torch:NAdam') == 'NAdam'
-
-
 def test_a_panel_for_each_metric(tmp_path, monkeypatch):
     """Figure "dynamics": AdamW has no h and no clipped updates, and appears where it has values."""
     fake_run(tmp_path / 'sophiag', 3.0, ['--max_iters=100', '--optimizer_name=sophiag'], update_unclipped=0.4,
@@ -140,9 +123,6 @@ def test_a_run_that_is_being_written_is_drawn_and_a_damaged_one_rejected(run):
         plot.main([str(run)])
 
 
-@pytest.mark.parametrize(('flags', 'message'), [
-    (['--metrics', 'mfu'], 'mfu: no such metric'), (['--output', 'loss.pdf'], 'must end in .png'),
-    (['{run}/nowhere'], 'nowhere: no runs found')])
-def test_what_is_rejected(run, flags, message):
-    assert message in rejection(plot.main, [str(run), *(flag.format(run=run) for flag in flags)])
+def test_a_metric_that_no_run_has_is_named(run):
+    assert 'mfu: no such metric' in rejection(plot.main, [str(run), '--metrics', 'mfu'])
     assert not (run / 'loss.png').exists()

@@ -73,12 +73,6 @@ def test_packed_runs_are_the_runs(pair):
     assert [run.failed for run in after if run.diverged] == ['iteration 30: the loss is not finite']
 
 
-def test_runs_are_found_through_links(pair, tmp_path):
-    (tmp_path / 'compared').mkdir()
-    (tmp_path / 'compared/adamw').symlink_to(pair[0] / 'adamw')
-    assert len(runs.find_runs([tmp_path / 'compared'])) == 3
-
-
 def test_packing_replaces_nothing_and_waits_for_complete_records(pair, tmp_path):
     out, folder = pair
     before = (folder / 'runs.jsonl').read_bytes()

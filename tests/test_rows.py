@@ -246,28 +246,6 @@ def test_an_optimizer_by_its_librarys_name():
         ((0.5, 0.999), 0.01, False, decay) for decay in (0.3, 0.3, 0.0)]
 
 
-def test_one_rank_says_that_an_optimizer_cannot_be_built(monkeypatch):
-    c = settings('--optimizer_name=torch:NAdam', '--learning_rate=1', '--optimizer_args=a=1')
-    world = World('cpu', 'gloo')
-    for rank, code in ('0', '--optimizer_args=a=1: a is not an argument of torch:NAdam'), ('1', '^1$'):
-        monkeypatch.setenv('RANK', rank)
-        monkeypatch.setenv('WORLD_SIZE', '2')
-        with pytest.raises(SystemExit, match=code):
-            program.set_up(c, world, tiny_gpt())
-
-
-def test_a_run_announces_the_settings_of_its_optimizer_only():
-    """AdEMAMix has three betas, so ours are not its."""
-    needs('pytorch_optimizer:AdEMAMix')
-    for name, has in [('adamw', {'beta1', 'beta2', 'eps', 'weight_decay'}), ('signum', {'beta1', 'weight_decay'}),
-                      ('pytorch_optimizer:AdEMAMix', {'eps', 'weight_decay'})]:
-        c = settings(f'--optimizer_name={name}', '--learning_rate=1e-3')
-        announced = {line.split()[0] for line in c.lines()}
-        assert announced & optimizers.placeholders(c).keys() == has
-        everything = [line for line in c.lines(everything=True) if line.startswith('gamma')]
-        assert len(everything) == 1 and everything[0].endswith(f'not a setting of {name}')
-
-
 @pytest.mark.parametrize('flags, message', [
     (['muno'], '--optimizer_name=muno: unknown optimizer; choose from adamw, lion'),
     (['torch:NAdamW'], '--optimizer_name=torch:NAdamW: torch has no such optimizer'),

@@ -138,12 +138,6 @@ def test_a_fork_may_have_no_module_for_its_head(tmp_path, capsys, monkeypatch):
     assert run(capsys, tmp_path, '--start=a').startswith('a')
 
 
-def test_a_vocabulary_without_newlines_has_another_first_prompt(tmp_path, capsys):
-    out = save_run(tmp_path / 'run', tokenizer=Char('ACGT').meta)
-    assert set(run(capsys, out)) - set('-\n') <= set('ACGT')
-    assert "character '\\n' is not among the 4" in rejection(run, capsys, out, '--start=\n')
-
-
 def test_a_sample_ends_with_its_document(tmp_path, capsys, monkeypatch):
     """A model that counts down: from 'c' it writes 'b', 'a', and 0, the end of the document."""
     out = save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)
@@ -230,5 +224,3 @@ def test_another_tokenizer_than_the_models_is_rejected(tmp_path, capsys, gpt2_ca
     assert 'check --tokenizer' in rejection(run, capsys, save_run(tmp_path / 'unknown'), '--tokenizer=gpt2')
     known = save_run(tmp_path / 'known', tokenizer=get_tokenizer('byte').meta)
     assert 'was trained with byte; leave the flag out' in rejection(run, capsys, known, '--tokenizer=gpt2')
-
-

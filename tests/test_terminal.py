@@ -83,11 +83,6 @@ def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_it_lacks(tmp
     wandb.init.assert_called_once()
 
 
-def test_a_directory_with_spaces_is_quoted_in_what_comes_next(capsys):
-    runlog.RunLog(None, dict(out_dir='my run'), True).print_what_next(10, 3.0, False)
-    assert "next: python scripts/sample.py 'my run', python scripts/plot.py 'my run'" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize('flags, message', [
     (['--gamma=0.1'], '--gamma has no effect with adamw; leave it out'),  # before the ranks have met
     (['--dataset=pysorce'], 'data/pysorce/train.bin: No such file or directory'),  # and after
