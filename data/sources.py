@@ -73,7 +73,7 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
             rule = f'val: about the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
             pairs = by_position(documents(files), sum(lengths), val_fraction)
         print(f'{source}: {rule}')
-    return Corpus(source, revision, rule, open=lambda: [batched(pairs)])
+    return Corpus(source, revision, rule, open=lambda: batched(pairs))
 
 
 def by_position(texts, size, fraction):

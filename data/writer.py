@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -34,15 +34,14 @@ SPLITS = ('train', 'val')
 class Corpus:
     """A text, and its source, revision and split, which with the tokenizer identify bins.
 
-    open: function that returns the text, called only if the bins are missing: segments, which a resumed run does not
-        read again once they are done, iterables of batches of a few megabytes. A batch is a list of (split, document);
-        an array of ids stands for documents that are tokenized already. Batches are the same in every run.
+    open: function that returns the text, called only if the bins are missing: batches of a few megabytes, the same in
+        every run. A batch is a list of (split, document); an array of ids stands for documents that are tokenized.
     """
 
     source: str
     revision: str
     split: str
-    open: Callable[[], Sequence[Iterable]]
+    open: Callable[[], Iterable]
 
 
 def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
@@ -83,7 +82,7 @@ def find_existing(out_dir, identity):
     return meta if len(there) == 3 else None
 
 
-def write_parts(segments, tokenizer, parts, num_proc):
+def write_parts(batches, tokenizer, parts, num_proc):
     """Tokenize the parts that are missing in the directory `parts`; in memory are at most two batches per process."""
     parts.mkdir(exist_ok=True)
     if done := len([*parts.glob('*.npz')]):
@@ -92,20 +91,15 @@ def write_parts(segments, tokenizer, parts, num_proc):
     context = multiprocessing.get_context('forkserver')
     with (ProcessPoolExecutor(num_proc, context, start_worker, (tokenizer,)) as pool,
           tqdm(unit=' documents', mininterval=0.5 if sys.stderr.isatty() else 30) as bar):
-        for number, segment in enumerate(segments):
-            end, under_way = parts / f'{number:06d}.end', deque()
-            if end.exists():
-                continue
-            for n, batch in enumerate(segment):
-                path = parts / f'{number:06d}.{n:06d}.npz'
-                if path.exists():
-                    continue
+        under_way = deque()
+        for number, batch in enumerate(batches):
+            path = parts / f'{number:09d}.npz'
+            if not path.exists():
                 under_way.append(pool.submit(encode, batch, path))
-                if len(under_way) > 2 * num_proc:
-                    bar.update(under_way.popleft().result())
-            for part in under_way:
-                bar.update(part.result())
-            end.touch()
+            if len(under_way) > 2 * num_proc:
+                bar.update(under_way.popleft().result())
+        for part in under_way:
+            bar.update(part.result())
 
 
 def join(parts, identity, tokenizer_json=None):

@@ -136,8 +136,8 @@ def documents_of(ids, tokenizer):
 def by_split(corpus):
     """The documents of a corpus, in order: {'train': [...], 'val': [...]}."""
     found = {'train': [], 'val': []}
-    for segment in corpus.open():
-        for split, text in (document for batch in segment for document in batch):
+    for batch in corpus.open():
+        for split, text in batch:
             found[split].append(text)
     return found
 
@@ -171,7 +171,7 @@ def pinned_corpus(kind, folder):
     rows = documents(300)
     if kind == 'table':
         path = write_parquet(folder / 'table.parquet', documents(2500))
-        return Corpus('table', 'r1', 'nanoGPT', open=lambda: [openwebtext.split_table([str(path)], 1)])
+        return Corpus('table', 'r1', 'nanoGPT', open=lambda: openwebtext.split_table([str(path)], 1))
     (folder / 'a.txt').write_bytes(EOT.join(rows[:100]).encode())
     if kind == 'few':
         return sources.files_corpus([folder / 'a.txt'], val_fraction=0.005)
@@ -181,15 +181,13 @@ def pinned_corpus(kind, folder):
 
 def interrupted(corpus, after, error=KeyboardInterrupt):
     """The corpus, with a Ctrl-C after some batches have been read."""
-    countdown = iter(range(after))
-
-    def stopping(segment):
-        for batch in segment:
-            if next(countdown, None) is None:
+    def stopping():
+        for i, batch in enumerate(corpus.open()):
+            if i == after:
                 raise error
             yield batch
 
-    return replace(corpus, open=lambda: [stopping(segment) for segment in corpus.open()])
+    return replace(corpus, open=stopping)
 
 
 @pytest.mark.parametrize('kind, tokenizer, train, val', [
@@ -385,34 +383,33 @@ def test_no_tokenizer_and_no_network_is_one_line(tmp_path):
 
 # ---- the writer ------------------------------------------------------------------------------------------------------
 
-# Writes 3 segments of 4 batches; given a third argument, it waits before the last but two.
+# Writes 12 batches; given a third argument, it waits before the last but two.
 DRIVER = '''
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from data import writer
 from data.tokenizer import get_tokenizer
 
-def segment(number):
-    print('segment', number, flush=True)
-    for batch in range(4):
-        if (number, batch) == (2, 1) and sys.argv[3:]:
+def batches():
+    for i in range(12):
+        if i == 9 and sys.argv[3:]:
             time.sleep(600)
-        yield [('train' if batch else 'val', f'document {number}.{batch}')]
+        yield [('train' if i % 4 else 'val', f'document {i}')]
 
 if __name__ == '__main__':
-    corpus = writer.Corpus('driver', 'r1', 'by number', lambda: [segment(i) for i in range(3)])
+    corpus = writer.Corpus('driver', 'r1', 'by number', batches)
     writer.write_bins(corpus, get_tokenizer('byte'), sys.argv[2], num_proc=2)
 '''
 
 
 def test_killed_and_started_again(tmp_path):
-    """With kill -9; a second process is kept out, and finished segments are not read again."""
+    """With kill -9; a second process is kept out."""
     driver, killed = tmp_path / 'driver.py', tmp_path / 'killed'
     driver.write_text(DRIVER)
     command = [sys.executable, driver, ROOT, killed]
     with subprocess.Popen([*command, 'wait'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as first:
         try:
-            while done(killed) < 9:
+            while done(killed) < 5:  # five more may be on their way
                 assert first.poll() is None, 'the process ended early'
                 time.sleep(0.01)
             for overwrite in (False, True):
@@ -423,19 +420,18 @@ def test_killed_and_started_again(tmp_path):
         first.communicate(timeout=300)  # returns when nobody holds the pipe any more: the workers have ended too
     assert left(killed) == ['parts']
     parts, = killed.glob('parts.*')
-    for path in (parts / '000002.000001.npz', killed / 'train.bin'):
+    for path in (parts / '000000009.npz', killed / 'train.bin'):
         path.with_name(f'{path.name}.host.1.partial').write_bytes(b'not complete')
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert 'resuming after 9 parts' in out
-    assert 'segment 1' not in out and 'segment 2' in out
+    assert re.search('resuming after [5-9] parts', out)
     train, val, _ = bins(killed)
-    assert documents_of(train, BYTE) == [f'document {segment}.{batch}' for segment in range(3) for batch in (1, 2, 3)]
-    assert documents_of(val, BYTE) == [f'document {segment}.0' for segment in range(3)]
+    assert documents_of(train, BYTE) == [f'document {i}' for i in range(12) if i % 4]
+    assert documents_of(val, BYTE) == [f'document {i}' for i in (0, 4, 8)]
 
 
 def small_corpus(revision='r1', val='d'):
     documents = [('train', 'a'), ('train', 'b'), ('val', val)]
-    return Corpus('small', revision, 'by hand', open=lambda: [[documents[:1]], [documents[1:]]])
+    return Corpus('small', revision, 'by hand', open=lambda: [documents[:1], documents[1:]])
 
 
 def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
@@ -450,7 +446,7 @@ def test_ended_between_the_renaming_and_meta(tmp_path, monkeypatch):
 
 def test_ids_above_65536_are_uint32(tmp_path):
     text = ''.join(chr(i) for i in range(70_000) if not 0xd800 <= i < 0xe000)
-    corpus = Corpus('many', 'r', 'by hand', open=lambda: [[[('train', text), ('val', text[-2:])]]])
+    corpus = Corpus('many', 'r', 'by hand', open=lambda: [[('train', text), ('val', text[-2:])]])
     write_bins(corpus, Char(text), tmp_path, num_proc=1)
     train, val, meta = bins(tmp_path)
     assert train.dtype == np.uint32 and np.array_equal(train, np.arange(len(text))) and meta['eot_id'] is None
@@ -498,7 +494,7 @@ def test_finished_bins_stay_until_others_are_complete(error, tmp_path):
 def test_overwrite_does_not_take_the_parts_of_an_interrupted_run(tmp_path):
     """The code that made them may have been wrong."""
     assert 'stopped' in rejection(write_bins, interrupted(small_corpus(), 1), BYTE, tmp_path, 1)
-    write_bins(Corpus('small', 'r1', 'by hand', lambda: [[[('train', 'x'), ('val', 'y')]]]), BYTE, tmp_path, 1, True)
+    write_bins(Corpus('small', 'r1', 'by hand', lambda: [[('train', 'x'), ('val', 'y')]]), BYTE, tmp_path, 1, True)
     assert content(tmp_path) == (b'x\0', b'y\0')
 
 
@@ -524,6 +520,7 @@ def test_a_network_that_fails_between_two_files_of_the_hub_leaves_what_is_done(t
         return real(kind, data_files=str(write_jsonl(tmp_path / name, [name])), **kwargs)
 
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
+    monkeypatch.setattr(sources, 'CHARS', 1)
     command = ['pile', '--num_files', 2, '--tokenizer', 'byte', '--out_dir', tmp_path / 'out']
     message = prepare(*command, ok=False)
     assert 'stopped (no route to host); the same command, without --overwrite' in message
@@ -619,7 +616,7 @@ def test_few_large_documents_are_not_in_memory_together(tmp_path, monkeypatch):
     tracemalloc.start()
     try:
         corpus = sources.files_corpus([tmp_path / 'a.txt'])
-        assert sum(len(text) for batch in corpus.open()[0] for _, text in batch) > 2 * 10 ** 7
+        assert sum(len(text) for batch in corpus.open() for _, text in batch) > 2 * 10 ** 7
         assert tracemalloc.get_traced_memory()[1] < 10 ** 7
     finally:
         tracemalloc.stop()
@@ -652,10 +649,10 @@ def test_no_file_is_in_both_splits(tmp_path):
     for name in 'abc':
         (tmp_path / f'{name}.txt').write_text(name)
     corpus = sources.files_corpus([tmp_path, tmp_path / 'a.txt'], [tmp_path / '..' / tmp_path.name / 'b.txt'])
-    assert [pair for segment in corpus.open() for batch in segment for pair in batch] == [
+    assert [pair for batch in corpus.open() for pair in batch] == [
         ('train', 'a'), ('train', 'c'), ('val', 'b')]
     corpus = sources.files_corpus([tmp_path / 'a.txt', tmp_path], val_fraction=0.5)
-    assert [pair for batch in corpus.open()[0] for pair in batch] == [('train', 'a'), ('val', 'b'), ('train', 'c')]
+    assert [pair for batch in corpus.open() for pair in batch] == [('train', 'a'), ('val', 'b'), ('train', 'c')]
 
 
 def test_the_files_of_a_directory(tmp_path):

@@ -6,6 +6,7 @@ The end-of-text id comes before each document.
 """
 
 import sys
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +39,12 @@ def check(path):
                          'tokens)')
 
 
-def batches(path, split):
-    """Yield the tokens of a shard in batches."""
-    tokens = np.memmap(path, '<u2', 'r', offset=4 * HEADER)
-    for start in range(0, len(tokens), PIECE):
-        yield [(split, np.array(tokens[start:start + PIECE]))]
+def batches(train, val):
+    """Yield the tokens of shards in batches."""
+    for split, path in [*zip(repeat('train'), train), ('val', val)]:
+        tokens = np.memmap(path, '<u2', 'r', offset=4 * HEADER)
+        for start in range(0, len(tokens), PIECE):
+            yield [(split, np.array(tokens[start:start + PIECE]))]
 
 
 @one_line_errors()
@@ -59,9 +61,8 @@ def main():
     for path in files:
         check(path)
     *train, val = files
-    segments = [*(batches(path, 'train') for path in train), batches(val, 'val')]
     source = f'{REPOSITORY} {names}' if args.download else names
-    write_bins(Corpus(source, revision, f'val: {val.name}', lambda: segments), GPT2Tokens(), args.out_dir,
+    write_bins(Corpus(source, revision, f'val: {val.name}', lambda: batches(train, val)), GPT2Tokens(), args.out_dir,
                args.num_proc, args.overwrite)
 
 

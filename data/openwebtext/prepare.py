@@ -33,7 +33,7 @@ def split_table(files, num_proc):
 @one_line_errors()
 def main():
     args = argument_parser(__doc__, __file__, tokenizer='gpt2').parse_args()
-    corpus = Corpus(REPOSITORY, REVISION, f'train_test_split: {SPLIT}', lambda: [split_table(FILES, args.num_proc)])
+    corpus = Corpus(REPOSITORY, REVISION, f'train_test_split: {SPLIT}', lambda: split_table(FILES, args.num_proc))
     write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 

@@ -2,12 +2,11 @@
 
 The Pile is no longer distributed. This mirror, monology/pile-uncopyrighted on the Hub, lacks Books3, BookCorpus2,
 OpenSubtitles, YTSubtitles and OWT2, so losses on it do not compare with the paper's. About 340 GB are streamed and not
-stored; --num_files takes only the first of the 30 training files, some 11 GB each. Needs the package zstandard. For
-files on disk use data/text/prepare.py.
+stored, by a resumed run again; --num_files takes only the first of the 30 training files, some 11 GB each. Needs the
+package zstandard. For files on disk use data/text/prepare.py.
 """
 
 import sys
-from itertools import repeat
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -20,12 +19,13 @@ REPOSITORY, REVISION = 'monology/pile-uncopyrighted', '3be90335b66f24456a5d6659d
 HUB = f'hf://datasets/{REPOSITORY}@{REVISION}'
 
 
-def stream(file):
-    """Yield the texts of a .jsonl file on the Hub."""
+def stream(files):
+    """Yield (split, text) of .jsonl files on the Hub, given as (split, name)."""
     from datasets import load_dataset
-    table = load_dataset('json', data_files=file, split='train', streaming=True)
-    for part in table.with_format('arrow').iter(1000):
-        yield from part['text'].to_pylist()
+    for split, name in files:
+        table = load_dataset('json', data_files=f'{HUB}/{name}', split='train', streaming=True)
+        for part in table.with_format('arrow').iter(1000):
+            yield from ((split, text) for text in part['text'].to_pylist())
 
 
 @one_line_errors()
@@ -34,8 +34,8 @@ def main():
     parser.add_argument('--num_files', type=at_least(1), default=30, help='training files to take (default: all 30)')
     args = parser.parse_args()
     files = [('train', f'train/{i:02d}.jsonl.zst') for i in range(args.num_files)] + [('val', 'val.jsonl.zst')]
-    segments = [batched(zip(repeat(split), stream(f'{HUB}/{name}'))) for split, name in files]
-    corpus = Corpus(REPOSITORY, REVISION, f'{args.num_files} files for train, 1 for val', lambda: segments)
+    rule = f'{args.num_files} files for train, 1 for val'
+    corpus = Corpus(REPOSITORY, REVISION, rule, lambda: batched(stream(files)))
     write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 

@@ -43,7 +43,7 @@ def main():
             documents.append(('train' if number % 10 else 'val', text))
     batches = [documents[start:start + 50] for start in range(0, len(documents), 50)]
     corpus = Corpus(f'Python {platform.python_version()} standard library', f'sha256:{digest.hexdigest()}',
-                    'val: one file in ten, by the hash of its path', lambda: [batches])
+                    'val: one file in ten, by the hash of its path', lambda: batches)
     write_bins(corpus, args.tokenizer, args.out_dir, args.num_proc, args.overwrite)
 
 

@@ -31,7 +31,7 @@ def main():
     text = ''.join(lines(path))
     start = int(0.9 * len(text))
     documents = [('train', text[:start]), ('val', text[start:])]
-    corpus = Corpus(source, revision, 'val: the last tenth of the text', lambda: [[documents]])
+    corpus = Corpus(source, revision, 'val: the last tenth of the text', lambda: [documents])
     write_bins(corpus, Char(''.join(sorted(set(text)))), args.out_dir, args.num_proc, args.overwrite)
 
 
