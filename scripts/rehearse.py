@@ -34,9 +34,10 @@ from analysis.runs import read_metrics
 from data import loader
 from lifecycle.run import unsaved
 from runtime.arguments import at_least
+from runtime.checkpoint import parameter_names
 from runtime.device import can_compile
 from runtime.files import one_line_errors
-from runtime.optimizer_state import leaves
+from runtime.optimizer_state import leaves, to_save
 from runtime.signals import STOPPED
 
 EXACT = 'again', 'resumed'
@@ -74,7 +75,10 @@ def session(path, stop, late, nudge, flags):
         if iteration + 1 == stop:
             os.kill(os.getpid(), signal.SIGTERM)
         step = train_step(run, sequences, iteration)
-        steps[iteration] = digests(leaf for key, part in saved_state(run).items() for leaf in leaves(part, key))
+        optimizer, _ = to_save(run.optimizer, parameter_names(run.raw_model), False)
+        progress = {key: value for key, value in vars(run.state).items() if key != 'seconds'}
+        saved = dict(weights=run.raw_model.state_dict(), optimizer=optimizer, TrainState=progress)
+        steps[iteration] = digests(leaf for key, part in saved.items() for leaf in leaves(part, key))
         return step
 
     def note(event, args):
@@ -101,16 +105,6 @@ def reader(late):
             read()
         return SimpleNamespace(result=read)
     return SimpleNamespace(submit=submit, shutdown=lambda **options: None)
-
-
-def saved_state(run):
-    """Return what a checkpoint holds of the `Run`, a dict."""
-    names = {p: name for name, p in run.raw_model.named_parameters()}
-    return {'weights': run.raw_model.state_dict(),
-            'state': {names.get(p, str(p)): state for p, state in run.optimizer.state.items()},
-            'param_groups': [{key: value for key, value in group.items() if key not in ('params', 'lr')}
-                             for group in run.optimizer.param_groups],
-            'TrainState': {key: value for key, value in vars(run.state).items() if key != 'seconds'}}
 
 
 def unsaved_state(run, loader):
@@ -239,7 +233,7 @@ def difference(ours, theirs, nudged=None):
 
 
 def kind(name):
-    """Return what the names of comparable values share: 'weights', 'state' and an entry's name, a metric."""
+    """Return what the names of comparable values share: 'weights.weight', 'optimizer.exp_avg', a metric."""
     return re.sub(r'\..*\.', '.', name)
 
 

@@ -1,15 +1,11 @@
 """Final validation losses of many runs: one line per optimizer, or a heat map over two settings.
 
-  Figure "add_res":       final_losses.py out/sweep
-  Figure "head" (d):      final_losses.py out/sizes --x parameters
-  Figure "ablation" (a):  final_losses.py out/interval --by optimizer_name hessian_interval --x flops
-  Figure "ablation" (b):  final_losses.py out/preconditioners
-  Figure "ablation" (c):  final_losses.py out/clipping
-  Figure "66b":           final_losses.py out/rates --x learning_rate
-  Figure "stability" (c): final_losses.py out/sensitivity --grid gamma beta2
+  python scripts/paper/final_losses.py out/sweep
+  python scripts/paper/final_losses.py out/interval --by optimizer_name hessian_interval --x flops
+  python scripts/paper/final_losses.py out/sensitivity --grid gamma beta2
 
-Each is started as `python scripts/paper/final_losses.py`. Runs that differ only in seed are averaged. Of several
-settings at one point or in one cell the best is drawn. Unfinished runs are left out.
+docs/reproduce.md has the command of each figure. Runs that differ only in seed are averaged. Of several settings at one
+point or in one cell the best is drawn. Unfinished runs are left out.
 """
 
 import sys
