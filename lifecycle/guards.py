@@ -183,7 +183,7 @@ def check_first_update(run, step):
         with run.world.exit_together():
             check_plain(asdict(run.state), 'TrainState')
         check_round_trip(run.world, run.raw_model, run.optimizer, run.fresh)
-        warn_of_unsaved(run)
+        warn_of_unsaved(run, run.fresh)
         run.fresh = None  # frees its state
 
 

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -218,17 +218,19 @@ def note_unsaved(run):
     run.before = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in unsaved(run)}
 
 
-def warn_of_unsaved(run):
+def warn_of_unsaved(run, loaded=None):
     """Warn of what has changed since `note_unsaved` and is in no checkpoint; once of each.
 
     Of what is new, only attributes of optimizers count: a hook or a module may set some anew in every iteration.
+    `loaded`: an optimizer that has loaded the state of the run's. Attributes that this has brought back are saved.
     """
-    changed = []
+    changed, brought_back = [], dict(unsaved(replace(run, optimizer=loaded))) if loaded else {}
     for name, value in unsaved(run):
         before = run.before.get(name, None if re.fullmatch(r'optimizer\d*\.\w+', name) else value)
         if before is not SAID and not optimizer_state.equal(value, before):
-            changed.append(name)
             run.before[name] = SAID
+            if not (name.startswith('optimizer') and optimizer_state.equal(value, brought_back.get(name))):
+                changed.append(name)
     if changed and run.world.is_master:
         warn(f'{changed[0]}: has changed, but no checkpoint holds it, so a resumed run may differ; keep it in '
              'TrainState, in state or param_groups of the optimizer, or in a buffer of the model')

@@ -147,6 +147,20 @@ def test_an_attribute_that_no_checkpoint_holds_is_named_once(before, after, caps
     assert capsys.readouterr().err.startswith('warning: optimizer.more: has changed, but no checkpoint holds it')
 
 
+def test_an_attribute_that_a_load_brings_back_is_saved(capsys):
+    model, optimizer = made('toy')
+    run = train.Run(None, WORLD, model, model, optimizer, SimpleNamespace(), None, None, [], None)
+    note_unsaved(run)
+    loaded = built('toy', model.parameters())
+    optimizer.seen = loaded.seen = 3
+    optimizer.lost = 4
+    warn_of_unsaved(run, loaded)
+    assert capsys.readouterr().err.startswith('warning: optimizer.lost: ')
+    optimizer.seen = 5
+    warn_of_unsaved(run)
+    assert not capsys.readouterr().err
+
+
 def test_tensors_of_another_dtype_or_shape_differ():
     one = torch.tensor([1.0, float('nan')])
     assert not first_difference([one, float('nan')], [one.clone(), float('nan')])
