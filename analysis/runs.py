@@ -213,7 +213,10 @@ def with_same_settings(runs):
 def read_metrics(path):
     """Return the lines of a metrics.jsonl, a list of dicts. The last line of an active run may be cut off."""
     *whole, last = path.read_bytes().splitlines() or [b'']
-    lines = [json.loads(text) for text in whole]
+    try:
+        lines = [json.loads(text) for text in whole]
+    except ValueError as error:
+        raise SystemExit(f'{path}: damaged; a line is not JSON ({error})') from None
     with contextlib.suppress(ValueError):
         lines.append(json.loads(last))
     return lines

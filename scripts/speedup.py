@@ -83,6 +83,8 @@ def main(argv=None):
 
 def group_by_side(runs, args):
     """Return {side: runs} for --baseline, which comes first, and --candidate. SystemExit when one has no runs."""
+    if args.by != 'out_dir' and any(args.by not in run.config for run in runs):
+        raise SystemExit(f'--by {args.by}: not a setting of all of these runs')
     ordered = runs if args.by == 'out_dir' else sorted(runs, key=lambda run: (
         isinstance(run.config[args.by], str), run.config[args.by] or 0))
     sides = {}

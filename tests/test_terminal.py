@@ -85,7 +85,8 @@ def test_a_resumed_run_continues_its_curves_in_wandb_and_sends_what_it_lacks(tmp
 
 @pytest.mark.parametrize('flags, message', [
     (['--gamma=0.1'], '--gamma has no effect with adamw; leave it out'),  # before the ranks have met
-    (['--dataset=pysorce'], 'data/pysorce/train.bin: No such file or directory'),  # and after
+    (['--dataset=pysorce'], 'data/pysorce/train.bin: no such file; --dataset is a directory made by a prepare.py, see '
+     'docs/data.md'),  # and after
 ])
 def test_of_several_ranks_one_prints_the_error(train, tmp_path, flags, message):
     done = train(tmp_path / 'out', *flags, ranks=2)
