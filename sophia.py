@@ -518,7 +518,7 @@ def check_graph(loss, forbidden):
 # Shards: parameters that are DTensors, and mini-batches spread over ranks. Rules act on each rank's shards.
 
 
-def loss_gradients(loss, params, retain_graph=False):
+def loss_gradients(loss, params, retain_graph):
     """Return d loss / d params, None where there is none, summed over the ranks that share a sharded parameter."""
     if any(map(is_dtensor, params)):
         found = fsdp_gradients(loss, params, retain_graph)

@@ -287,7 +287,7 @@ def test_the_state_of_another_optimizer_is_not_loaded(cls, other):
         for _ in range(2):  # PyTorch's loading adds a default
             ours.load_state_dict(saved)
         return
-    with pytest.raises(ValueError, match='the state to load is of another optimizer; they differ in .*'):
+    with pytest.raises(ValueError, match='the state to load is of another optimizer; they differ in (?!exp_avg).'):
         ours.load_state_dict(theirs.state_dict())
     torch.testing.assert_close(ours.state_dict(), before, rtol=0, atol=0)
 
@@ -394,11 +394,12 @@ def test_several_optimizers_take_what_torchs_do():
     assert optimizer.step(lambda: params[0].sum().square().backward() or 3.0) == 3.0
 
 
+@pytest.mark.filterwarnings('ignore:Sophia.step')
 def test_several_optimizers_under_schedulers():
     params = make_params()
     with pytest.raises(ValueError, match='must support momentum'):  # Muon's is called momentum, AdamW's β1
         torch.optim.lr_scheduler.OneCycleLR(muon(params), max_lr=0.1, total_steps=20)
-    both = optim.CombinedOptimizer(Lion(params[:1], lr=0.1), torch.optim.AdamW(params[1:], lr=0.1))
+    both = optim.CombinedOptimizer(torch.optim.AdamW(params[1:], lr=0.1), Sophia(params[:1], lr=0.1))
     for optimizer, cycles in (muon(params), False), (both, True):
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20, cycle_momentum=cycles)
         for _ in range(3):
