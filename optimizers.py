@@ -506,7 +506,7 @@ def check_settings(config):
     for key in (*placeholders(config), 'optimizer_args'):
         if key in positive:
             config.require(key, config.values[key] > 0, f'above 0 for {name}')
-        if key not in chosen.settings and config.sources[key] == 'flag' and config.values[key]:
+        if key not in chosen.settings and config.sources[key] == 'flag':
             raise SystemExit(f'--{key} has no effect with {name}; leave it out')
     if chosen.hook.hessian_products:
         for key, only in dict(parallel='ddp', activation_checkpointing=False).items():

@@ -167,9 +167,11 @@ def test_official_command_lines_resolve(monkeypatch):
 
 def test_hessian_batch_is_made_to_fit_and_says_so(monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '12')
-    config = train.resolve(['--optimizer_name=sophiah', '--batch_size=8'])
-    assert config.values['hessian_batch_size'] == 36
-    assert config.sources['hessian_batch_size'] == '32 made to fit 480 sequences on 12 device(s)'
+    config = train.resolve(['--optimizer_name=sophiag', '--batch_size=8', '--hessian_batch_size=32',
+                            '--hessian_parts=16'])
+    assert [(config.values[key], config.sources[key]) for key in ('hessian_batch_size', 'hessian_parts')] == [
+        (36, '32 made to fit 480 sequences on 12 device(s)'),
+        (36, '16 made to fit 36 sequences on 12 device(s), at most 8 sequences a part')]
 
 
 @pytest.mark.parametrize('argv, message', [
