@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from analysis.compare import add_tuned, check_comparable
+from analysis.compare import check_comparable
 from analysis.figures import argparser, figure, legend, parse, print_table, save
 from analysis.runs import find_runs, hyperparameters
 from runtime.files import one_line_errors
@@ -41,10 +41,9 @@ def stable_rates(runs):
 @one_line_errors()
 def main(argv=None):
     parser = argparser(__doc__, 'max_lr.png', of_runs=True)
-    add_tuned(parser)
     args = parse(parser, argv)
     runs, groups = find_runs(args.out_dirs), {}
-    check_comparable(runs, args.tuned)
+    check_comparable(runs)
     for run in sorted(runs, key=lambda run: run.learning_rate):
         if (problem := run.unfinished or run.off_schedule) and not run.diverged:
             raise SystemExit(f'{run.out_dir}: {problem}; let the sweep finish, or leave the run out')

@@ -5,9 +5,8 @@
 
 An answer is right if the first word of the model's line is. A bar chart goes to --output, the numbers next to it.
 Columns: accuracy over the draws of examples, and stdev, its scatter over them; standard_error, from the number of
-validation examples; majority, the accuracy of the most frequent answer, and random; no_answer, the fraction of outputs
-whose first word is no answer (they count as wrong); prompts_cut, the fraction of prompts that exceed the context and
-lose their beginning.
+validation examples; prompts_cut, the fraction of prompts that exceed the context and lose their beginning; majority,
+the accuracy of the most frequent answer, and random.
 """
 
 import random
@@ -80,7 +79,7 @@ def run_task(loaded, task, examples, draws):
     model, tokenizer, device = loaded.model, loaded.tokenizer, next(loaded.model.parameters()).device
     # One token more than the longest answer, which shows where the word ends.
     n = 1 + max(len(tokenizer.encode(f' {answer}')) for answer in task.answers)
-    accuracies, no_answer, cut = [], 0, 0
+    accuracies, cut = [], 0
     for exemplars in draws:
         right = 0
         for example in tqdm(examples, desc=f'{loaded.name} {task.title}', disable=None):
@@ -89,15 +88,13 @@ def run_task(loaded, task, examples, draws):
             idx = torch.tensor([[int(i) for i in prompt[n - model.config.block_size:]]], device=device)
             ids = continuation(model)(idx, n, temperature=0)[0, idx.size(1):].tolist()
             end = ids.index(tokenizer.eot_id) if tokenizer.eot_id in ids else n
-            answer = read_answer(task, tokenizer.decode(ids[:end]))
-            right += answer == example['label']
-            no_answer += answer is None
+            right += read_answer(task, tokenizer.decode(ids[:end])) == example['label']
         accuracies.append(right / len(examples))
-    accuracy, prompts = statistics.mean(accuracies), len(draws) * len(examples)
+    accuracy = statistics.mean(accuracies)
     most_frequent = Counter(example['label'] for example in examples).most_common(1)[0][1]
     return dict(accuracy=accuracy, stdev=statistics.stdev(accuracies),
                 standard_error=(accuracy * (1 - accuracy) / len(examples)) ** 0.5,  # the draws share the examples
-                no_answer=no_answer / prompts, prompts_cut=cut / prompts,
+                prompts_cut=cut / len(draws) / len(examples),
                 majority=most_frequent / len(examples), random=1 / len(task.answers))
 
 
