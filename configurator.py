@@ -253,27 +253,22 @@ def help_text(path, defaults):
 def read_file(name, values):
     """Execute the config file `name`, which may read the settings' `values` so far. Return what it sets, as a dict."""
     path = Path(name)
-    if not path.is_file():
+    if not path.is_file() or path.suffix != '.py':
         near = difflib.get_close_matches(name, [str(p) for p in Path('config').rglob('*.py')], n=1)
-        hint = f'; did you mean {near[0]}?' if near else '; flags are --KEY=VALUE' if '=' in name else ''
-        if (ROOT / path).is_file():
-            hint = f'; it is in {ROOT}, start train.py from there'
-        raise SystemExit(f'{name}: no such config file{hint}')
-    if path.suffix != '.py':
-        raise SystemExit(f'{name}: config files end in .py; a .json file is for scripts/sweep.py --spec')
+        hint = f'did you mean {near[0]}?' if near else 'flags are --KEY=VALUE'
+        if (ROOT / path).is_file() and not path.is_file():
+            hint = f'it is in {ROOT}, start train.py from there'
+        raise SystemExit(f'{name}: no such config file, which would end in .py; {hint}')
     # As built-ins of the file, so that what it sets itself stands apart
     known = {key: value for key, value in values.items() if value is not None}
     scope = {'__builtins__': {**vars(builtins), **known}}
     try:
         exec(compile(path.read_bytes(), name, 'exec'), scope)
-    except SyntaxError as error:
-        raise SystemExit(f'{name}:{error.lineno}: {error.msg}: {(error.text or "").strip()}') from None
     except Exception as error:
-        line = error.__traceback__.tb_next.tb_lineno if error.__traceback__.tb_next else '?'
-        if isinstance(error, NameError) and error.name in values:
-            raise SystemExit(f'{name}:{line}: {error.name} has no value yet; set it above, or in a config file before'
-                             ) from None
-        raise SystemExit(f'{name}:{line}: {type(error).__name__}: {error}') from None
+        trace = error.__traceback__.tb_next  # None for a SyntaxError, whose message has the line
+        hint = '; set it above, or in a config file before' if getattr(error, 'name', '') in values else ''
+        raise SystemExit(f'{name}{f":{trace.tb_lineno}" if trace else ""}: {type(error).__name__}: {error}{hint}'
+                         ) from None
     return {key: value for key, value in scope.items()
             if not key.startswith('_') and not isinstance(value, ModuleType) and not callable(value)}
 
@@ -287,9 +282,7 @@ def from_text(name, text, type_):
         if type_ is bool:
             return {'true': True, 'false': False}[text.lower()]
         if type_ is int and not re.fullmatch(r'[+-]?\d+', text):
-            if not float(text).is_integer():
-                raise ValueError
-            return int(float(text))
+            return from_python(name, float(text), int)
         return type_(text)
     except (KeyError, ValueError):
         raise SystemExit(f'{name}: {text!r} is not {KINDS[type_]}') from None

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime.checkpoint import parameter_names
-from runtime.files import one_line, warn
+from runtime.files import warn
 from runtime.optim import OVERFLOWS, parameters
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
 from sophia import GaussNewtonBartlett, Hutchinson, add_shards, check_finite, hessian_vector_product, local, meshes_of
@@ -44,12 +44,9 @@ class StepHook:
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
     def labels(self, X, Y):
-        """Return further arguments of `loss.Losses` for a micro-batch, X and Y (B, T) int64, a dict."""
+        """Return further arguments of `loss.Losses` for a micro-batch, X and Y (B, T) int64, a dict. Where these are
+        labels, `add(loss_hat, predictions)` gets the loss on them, a sum over `predictions` predictions."""
         return {}
-
-    def add(self, loss_hat, predictions):
-        """Differentiate the loss on such labels, a sum over `predictions` predictions. Its graph is kept."""
-        raise NotImplementedError
 
     def finish(self):
         """Pass the estimate to the optimizer. Return why the iteration must be skipped, or ''."""
@@ -57,7 +54,8 @@ class StepHook:
 
 
 class HessianHook(StepHook):
-    """Base class of estimators, at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch.
+    """Base class of estimators, at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch. A
+    subclass defines `diagonal()`, which returns the estimate of the iteration, a list of tensors in param-group order.
 
     Checkpoints hold only what a hook puts into the optimizer's param groups, so its results must depend on nothing else
     of earlier iterations.
@@ -98,37 +96,17 @@ class HessianHook(StepHook):
         self.scale = min(loss_scale, group.get('hessian_scale', loss_scale))
         # Until there is an h every iteration estimates, because steps without one are sign steps: after a skipped
         # iteration 0, or an estimate that overflowed while the update was made.
-        self.has_h = any(self.state().values()) and 'no_hessian_yet' not in group
+        taker = getattr(self.optimizer.update_hessian, '__self__', self.optimizer)  # which may be inside a wrapper
+        self.has_h = any(taker.state.values()) and 'no_hessian_yet' not in group
         self.due = not self.has_h or self.is_due(iter_num, self.interval)
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         return self.due
-
-    def state(self):
-        """Return the state of the optimizer that takes the estimates, which may be inside a wrapper."""
-        return getattr(self.optimizer.update_hessian, '__self__', self.optimizer).state
 
     def take_rows(self, X):
         """Return how many of the micro-batch's first rows belong to the estimate, and count them off."""
         n = min(self.rows_left, X.size(0))
         self.rows_left -= n
         return n
-
-    def diagonal(self):
-        """Return the estimate of this iteration, a list of tensors in param-group order."""
-        raise NotImplementedError
-
-    @contextlib.contextmanager
-    def differentiating(self):
-        """SystemExit, with PyTorch's reason, where the first estimate cannot differentiate the model."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if self.has_h:
-                raise
-            raise SystemExit(f'model.py: GPT.forward cannot be differentiated for the Hessian estimate '
-                             f'({one_line(error)}); change it, or use another optimizer') from None
 
     def finish(self):
         if not self.due:
@@ -238,8 +216,7 @@ class GNBHook(HessianHook):
         return dict(uniforms=uniforms)
 
     def add(self, loss_hat, predictions):
-        with self.differentiating():
-            self.estimator.add(loss_hat * self.weight, predictions, retain_graph=True)
+        self.estimator.add(loss_hat * self.weight, predictions, retain_graph=True)
 
     def diagonal(self):
         estimator, self.estimator = self.estimator, None
@@ -345,7 +322,7 @@ class HutchinsonHook(HessianHook):
         n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows), self.lean)
         self.find_places()  # because a forward may have assigned buffers anew
         for x, y in zip(X.split(n), Y.split(n)):
-            with self.autocast, self.differentiating():
+            with self.autocast:
                 product = self.product(x, y, estimator.u)
             # Like the loss, over the predictions; the model's forward has masked targets in place.
             estimator.add(product, int((y >= 0).sum()) / y.size(1))

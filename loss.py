@@ -1,9 +1,9 @@
 """The loss of a language model, in plain PyTorch: the training loss, and the loss on labels drawn from the model.
 To train on another loss, edit `token_loss`; the rest is what training and Sophia-G call.
 
-Training and Sophia-H's estimator follow `token_loss`. Sophia-G's estimator stays the
-cross-entropy on labels drawn from the model, over the positions that count. The logged val/loss stays the plain
-cross-entropy, so that runs with different training losses can be compared.
+Training and Sophia-H's estimator follow `token_loss`. Sophia-G's estimator stays the cross-entropy on labels drawn from
+the model, over the positions that count. The logged val/loss stays the plain cross-entropy, by which runs with
+different training losses can be compared.
 """
 
 import math

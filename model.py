@@ -166,8 +166,6 @@ class GPT(nn.Module):
                 raise SystemExit(f'{name}: {key} = {getattr(c, key)!r} is not supported; it must be one of {values}')
         if not torch.equal(weights['lm_head.weight'], weights['transformer.wte.weight']):
             raise SystemExit(f'{name}: its output head is not tied to the embeddings, which is not supported')
-        if (block_size or 0) > c.n_positions:
-            raise SystemExit(f'--block_size={block_size}: {name} has {c.n_positions} positions; set at most that')
         # Hugging Face's GPT-2 always has biases. scripts/export_hf.py sets them to zero for a model without any.
         bias = getattr(c, 'bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
         weights = {key: w.t().contiguous() if key.endswith(gpt.TRANSPOSED) else w for key, w in weights.items()
@@ -187,10 +185,8 @@ def load_hf(name):
         source = f'openai-community/{name}' if name in gpt.HUB_MODELS and not Path(name).exists() else name
         model, report = transformers.GPT2LMHeadModel.from_pretrained(source, use_safetensors=True,
                                                                      output_loading_info=True)
-    except ImportError:
-        raise SystemExit(f'{name}: needs the package transformers; pip install -r requirements-hf.txt') from None
     except Exception as error:  # damaged folders and the network have no common class
-        raise SystemExit(f'{name}: cannot be loaded from Hugging Face\'s format ({one_line(error)})') from None
+        raise SystemExit(f'{name}: transformers (requirements-hf.txt) cannot load it ({one_line(error)})') from None
     if problems := [*report['missing_keys'], *report['mismatched_keys'], *report['unexpected_keys']]:
         raise SystemExit(f'{name}: its weights do not fit its config.json ({problems[0]})')
     return model.float()

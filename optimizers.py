@@ -21,7 +21,7 @@ from hessian import AdaHessianHook, EmpiricalFisherHook, GNBHook, HessianHook, H
 from runtime import optim, optimizer_state
 from runtime.distributed import full_tensor
 from runtime.files import one_line
-from sophia import GuardedOptimizer, HessianOptimizer, Sophia, local, scalar
+from sophia import GuardedOptimizer, HessianOptimizer, Sophia, local
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Baselines
@@ -37,7 +37,7 @@ class Lion(GuardedOptimizer):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), nonfinite)
 
     def update(self, group, params, grads):
-        lr, (beta1, beta2) = scalar(group['lr']), group['betas']
+        lr, (beta1, beta2) = group['lr'], group['betas']
         # PyTorch 2.11 lacks some of these operators for DTensors; each rank updates its shards.
         ms, params, grads = local(self.buffers(params, 'exp_avg')), local(params), local(grads)
         update = torch._foreach_lerp(ms, grads, 1 - beta1)
@@ -66,7 +66,7 @@ class AdaHessian(HessianOptimizer):
         return h_hat.square()
 
     def update(self, group, params, grads):
-        lr, (beta1, beta2) = scalar(group['lr']), group['betas']
+        lr, (beta1, beta2) = group['lr'], group['betas']
         ms, vs, counts = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian'), self.counts(params)
         if not any(self.state[p]['step'][1] for p in optim.parameters(self) if self.state.get(p)):
             if lr:
@@ -145,7 +145,7 @@ class Normalize(GuardedOptimizer):
         super().__init__(params, dict(lr=lr, momentum=momentum, eps=eps, weight_decay=weight_decay), nonfinite)
 
     def update(self, group, params, grads):
-        lr, ms = scalar(group['lr']), self.buffers(params, 'exp_avg')
+        lr, ms = group['lr'], self.buffers(params, 'exp_avg')
         params, grads, shards = local(params), local(grads), local(ms)
         torch._foreach_lerp_(shards, grads, 1 - group['momentum'])
         # The norm of a tensor takes all of its shards; every other line is about one coordinate at a time.
@@ -226,14 +226,11 @@ def from_library(groups, s, **arguments):
     return optimizer
 
 
-def rank_of(p):
-    return (p[1] if isinstance(p, tuple) else p).dim()  # named_parameters() gives pairs
-
-
 def matrices_and_rest(groups):
     """Return the param groups of the matrices that Muon is for, which are in the blocks, and the groups of the rest."""
     def for_muon(group, p):
-        return group.get('role') != 'embedding' and rank_of(p) == 2
+        p = p[1] if isinstance(p, tuple) else p  # named_parameters() gives pairs
+        return group.get('role') != 'embedding' and p.dim() == 2
 
     matrices = [dict(group, params=[p for p in group['params'] if for_muon(group, p)]) for group in groups]
     rest = [dict(group, params=[p for p in group['params'] if not for_muon(group, p)]) for group in groups]
@@ -359,11 +356,6 @@ def listed(params):
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
-def build_hook(name, model, optimizer, **options):
-    """Build the per-step callbacks for the optimizer called `name`; `options` as for `hessian.HessianHook`."""
-    return row(name).hook(model, optimizer, **options)
-
-
 def estimates_per_iteration(name, interval, iterations):
     """Return the mean number of Hessian estimates per iteration of a run; optimizers outside the table have none."""
     return OPTIMIZERS[name].hook.estimates(interval, iterations) / max(1, iterations) if name in OPTIMIZERS else 0.0
@@ -403,16 +395,11 @@ def parameter_groups(model, weight_decay):
 def library_class(path):
     """Return the optimizer class 'LIBRARY:CLASS'; torch stands for torch.optim."""
     library, _, name = path.partition(':')
-    flag = f'--optimizer_name={path}'
     try:
-        module = importlib.import_module('torch.optim' if library == 'torch' else library)
-    except (ImportError, TypeError, ValueError) as error:  # the last two: import_module of '.x' and of ''
-        raise SystemExit(f'{flag}: {library} cannot be imported ({one_line(error)}); check its name, or install what '
-                         'is missing') from None
-    cls = getattr(module, name, None)
-    if not inspect.isclass(cls) or not issubclass(cls, torch.optim.Optimizer):
-        raise SystemExit(f'{flag}: {library} has no such optimizer; see its documentation')
-    return cls
+        return getattr(importlib.import_module('torch.optim' if library == 'torch' else library), name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two for '.x' and for ''
+        raise SystemExit(f'--optimizer_name={path}: cannot be imported ({one_line(error)}); check its name, or install '
+                         'what is missing') from None
 
 
 def parse_arguments(text, path, taken):

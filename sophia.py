@@ -62,8 +62,8 @@ def compiled_update():
 
 
 class GuardedOptimizer(Optimizer):
-    """Base class that checks settings, gradients and state before anything moves. A subclass defines
-    `update(group, params, grads)`, which moves `params`, of the param group `group`, and their state.
+    """Base class that checks settings and gradients before anything moves. A subclass defines `update(group, params,
+    grads)`, which moves `params`, of the param group `group`, and their state.
 
     nonfinite: 'raise' FloatingPointError when a gradient holds inf or NaN, 'skip' that step, or 'ignore' it (no check,
     so no wait for the device).
@@ -77,14 +77,12 @@ class GuardedOptimizer(Optimizer):
         self.nonfinite = nonfinite
 
     def add_param_group(self, param_group):
-        """Add a group of parameters; ValueError if a setting or a parameter is not suitable."""
+        """Add a group of parameters; ValueError if a setting is not suitable."""
         for key, value in {**self.defaults, **param_group}.items():
             if key in IN_RANGE and not IN_RANGE[key](value):
                 raise ValueError(f'{type(self).__name__}: {key} = {value!r} is out of range')
         super().add_param_group(param_group)
-        params = [p for p in self.param_groups[-1]['params'] if p.requires_grad]
-        check_params(self, params)
-        if any(p.dtype == torch.bfloat16 for p in params):
+        if any(p.dtype == torch.bfloat16 and p.requires_grad for p in self.param_groups[-1]['params']):
             warnings.warn('bfloat16 parameters drop updates below 1/256 of a value, which most of the weight decay is; '
                           'keep them in float32, and compute in bfloat16 by autocast', stacklevel=5)
 
@@ -113,9 +111,7 @@ class GuardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = [(group, [p for p in group['params'] if p.grad is not None]) for group in self.param_groups]
-        moved = [p for _, params in groups for p in params]
-        check_params(self, moved)
-        if check_finite(self.nonfinite, 'gradient', [p.grad for p in moved]):
+        if check_finite(self.nonfinite, 'gradient', [p.grad for _, params in groups for p in params]):
             for group, params in groups:
                 if params:
                     self.update(group, params, [p.grad for p in params])
@@ -127,6 +123,9 @@ class GuardedOptimizer(Optimizer):
         for p in params:
             for name in self.keys:  # all at once, because torch.distributed.checkpoint loads only complete states
                 if name not in self.state[p]:
+                    if p.dtype == torch.float16:  # in which ε is 0
+                        raise ValueError(f'{type(self).__name__}: float16 parameters are not supported; keep them in '
+                                         'float32, and compute in float16 by autocast')
                     self.state[p][name] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return [self.state[p][key] for p in params]
 
@@ -148,14 +147,12 @@ class HessianOptimizer(GuardedOptimizer):
         """
         params, estimates = params_of(self), list(estimates)
         if len(estimates) != len(params):
-            raise ValueError(f'update_hessian got {len(estimates)} estimates for {len(params)} parameters; pass the '
-                             'optimizer to the estimator')
+            raise ValueError(f'update_hessian got {len(estimates)} estimates for {len(params)} parameters')
         given = {p: h_hat for p, h_hat in zip(params, estimates) if h_hat is not None}
         for p, h_hat in given.items():
             if h_hat.shape != p.shape or is_dtensor(h_hat) != is_dtensor(p):
                 raise ValueError(f'update_hessian: an estimate of shape {tuple(h_hat.shape)} for a parameter of shape '
                                  f'{tuple(p.shape)}, or only one of them sharded; pass the optimizer to the estimator')
-        check_params(self, given)
         targets = {p: self.averaged(h_hat.to(p.dtype)) for p, h_hat in given.items()}
         if check_finite(self.nonfinite, 'Hessian estimate', targets.values()):
             for group in self.param_groups:
@@ -179,7 +176,7 @@ class Sophia(HessianOptimizer):
 
     Args:
         params: parameters or param groups, in float32 or float64. bfloat16 warns; float16, where ε is 0, is rejected.
-        lr: learning rate η, a float or a tensor of one element.
+        lr: learning rate η, a float or a 0-d tensor.
         betas, eps, weight_decay: (β1, β2), ε, and λ, which is decoupled.
         gamma: γ, scales h. The paper: 0.05 with Gauss-Newton-Bartlett, 0.01 with Hutchinson.
         nonfinite: 'raise', 'skip' or 'ignore', see `GuardedOptimizer`.
@@ -197,7 +194,7 @@ class Sophia(HessianOptimizer):
         self.compile = compile
 
     def update(self, group, params, grads):
-        lr = scalar(group['lr'])
+        lr = group['lr']
         ms, hs = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')
         if self._first and lr:  # warm-ups of other libraries begin at 0
             self._first = False
@@ -212,7 +209,7 @@ class Sophia(HessianOptimizer):
              group['eps'], group['weight_decay'], self.rho)
 
     def curvature(self, hs):
-        """Return the h of the update, from the state: the same."""
+        """Return the h of the update, given the state `hessian`."""
         return hs
 
     def metrics(self):
@@ -291,21 +288,17 @@ def categorical(logits):
 
 def check_logits(f, classes):
     """Raise unless `f` are logits of one more micro-batch; `classes` is the set of the numbers of classes so far."""
-    if not isinstance(f, torch.Tensor):  # such as a key of Hugging Face's outputs
-        raise TypeError('gauss_newton_bartlett needs logits: pass output.logits, not the whole output')
-    if f.dim() < 2 or f.size(-1) < 2:
-        raise ValueError(f'gauss_newton_bartlett: outputs of shape {tuple(f.shape)} are not logits (B, …, V) of V > 1 '
-                         'classes; of a tuple pass only the logits, and for another loss than cross-entropy its '
-                         'distribution, such as Bernoulli or Normal')
+    shape = tuple(getattr(f, 'shape', ()))  # of Hugging Face's outputs f is a key
+    if len(shape) < 2 or shape[-1] < 2 or classes - {shape[-1]}:
+        raise ValueError(f'gauss_newton_bartlett: outputs of shape {shape} are not logits (B, …, V) of as many classes '
+                         'V > 1 as others; pass output.logits, or of a tuple only the logits, and for another loss '
+                         'than cross-entropy its distribution, such as Bernoulli or Normal')
     if not classes:
         rows = f.detach().flatten(0, -2)[:16].float()
         if len(rows) and ((rows >= 0).all() & ((rows.sum(-1) - 1).abs() < 0.01).all()):
             warnings.warn('gauss_newton_bartlett: the outputs sum to 1, like probabilities; pass the logits, without '
                           'softmax', stacklevel=3)
-    classes.add(f.size(-1))
-    if len(classes) > 1:  # such as hidden states
-        raise ValueError(f'gauss_newton_bartlett: micro-batches of {min(classes)} and {max(classes)} classes; of a '
-                         'tuple pass only the logits')
+    classes.add(shape[-1])
 
 
 class GaussNewtonBartlett:
@@ -370,8 +363,6 @@ def hutchinson(losses, optimizer, generator=None, rademacher=False, group=None):
     if generator is None and ranks(group) > 1:
         raise ValueError('hutchinson: several ranks need the same u; pass a generator seeded alike on all of them')
     estimator = Hutchinson(optimizer, generator, rademacher)
-    if any(map(is_dtensor, estimator.params)):  # which FSDP gathers outside of autograd
-        raise ValueError('hutchinson: parameters sharded by FSDP2 have no second derivative; use gauss_newton_bartlett')
     for loss in [losses] if isinstance(losses, torch.Tensor) else losses:
         estimator.add(double_backward(loss, estimator.params, estimator.u), 1)
     return estimator.estimate(group)
@@ -398,8 +389,6 @@ class Hutchinson:
 
     def add(self, product, examples):
         """Add a micro-batch: `product` = ∇²L u with L its mean loss, `examples` its size."""
-        if self.product is None:
-            raise RuntimeError('Hutchinson: this one has made its estimate; make another one, with another u')
         for total, hvp in zip(self.product, product):
             if total is not None and hvp is not None:  # of those trained at the start, and now
                 total.add_(hvp, alpha=examples)
@@ -417,11 +406,9 @@ def double_backward(loss, params, u):
     check_graph(loss, TWICE)
     gradient = gradients(loss, params, create_graph=True)
     used = [(g, v) for g, v in zip(gradient, u) if g is not None and v is not None]
-    if linear := [i for i, g in enumerate(gradient) if g is not None and not g.requires_grad]:
-        raise RuntimeError(f'hutchinson: the gradient of params {linear} has no graph; take the loss from an eager '
-                           'forward or, if it is linear in p, add 0 * p.square().sum() to it')
     if not used:
-        raise RuntimeError('hutchinson: the loss depends on none of the params: another model, or FSDP1?')
+        raise RuntimeError('hutchinson: the loss depends on none of the params: another model, or sharded by FSDP, '
+                           'which has no second derivative? Use gauss_newton_bartlett')
     return gradients([g for g, _ in used], params, grad_outputs=[v for _, v in used])
 
 
@@ -451,27 +438,10 @@ def params_of(optimizer):
     return params
 
 
-def scalar(lr):
-    return lr.reshape(()) if isinstance(lr, torch.Tensor) else lr
-
-
 def gradients(outputs, params, **options):
     """Call torch.autograd.grad, with None for a parameter that is frozen or that `outputs` do not depend on."""
     found = iter(torch.autograd.grad(outputs, [p for p in params if p.requires_grad], allow_unused=True, **options))
     return [next(found) if p.requires_grad else None for p in params]
-
-
-def check_params(optimizer, params):
-    """Raise, before anything moves, where an update of `params` by `optimizer` would fail or be wrong."""
-    name, dtypes = type(optimizer).__name__, (torch.float32, torch.float64, torch.bfloat16)  # not float16: ε is 0
-    for p in params:
-        if p.dtype not in dtypes:
-            raise ValueError(f'{name}: {p.dtype} parameters are not supported; keep them in float32, and compute in '
-                             'float16 by autocast')
-        for t in p.grad, optimizer.state.get(p, {}).get('exp_avg'):  # h may have the shape that a subclass gives it
-            if t is not None and (t.dtype != p.dtype or t.shape != p.shape):
-                raise ValueError(f'{name}: a gradient or state does not match the dtype and shape of its parameter, '
-                                 f'{p.dtype} {tuple(p.shape)}; build the optimizer after the last change to the model')
 
 
 def check_finite(nonfinite, what, tensors):

@@ -19,12 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-try:
-    import model as models
-    from model import GPT, GPTConfig
-except ImportError as error:
-    raise SystemExit(f'model.py: {error}; training needs GPT and GPTConfig, as in nanoGPT') from None
 import configurator
+import model as models
 import optimizers
 from configurator import setting
 from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
@@ -33,6 +29,7 @@ from lifecycle import guards
 from lifecycle.resume import find_origin, finetunes, pretrained_model
 from lifecycle.run import abort, build_buckets, check_step, close_run, not_finite, note_unsaved, open_log, save
 from loss import Losses, cross_entropy
+from model import GPT, GPTConfig
 from runtime import checkpoint, optim
 from runtime import device as devices
 from runtime.distributed import World, one_message, ranks_from_environment
@@ -240,10 +237,9 @@ class Run:
 
 
 def make_model(c, origin, data):
-    """Return the GPT with random or pretrained weights, which those of a checkpoint replace later, see
-    `Origin.restore`; and its `model_args`.
+    """Return the GPT with random or pretrained weights, and its `model_args`. A checkpoint, `origin`, replaces the
+    weights later; it lacks plain tensors and some buffers, so these are made as at the start.
 
-    A checkpoint, `origin`, lacks plain tensors and some buffers, so these are made in the same way as at the start.
     SystemExit when the pretrained weights fit neither the settings nor the training `data`.
     """
     seed_all(c.seed)
@@ -264,8 +260,8 @@ def set_up(c, world, model):
     optimizer = make_optimizer(c, model)
     params = [p for p in model.parameters() if p.requires_grad]
     guards.check_parameters(optimizer, model)
-    hessian = optimizers.build_hook(
-        c.optimizer_name, model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
+    hessian = optimizers.row(c.optimizer_name).hook(
+        model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
         parts=c.hessian_parts, rank=world.rank, world_size=world.size, autocast=autocast, compile=c.compile)
     scaler = torch.amp.GradScaler(world.device.type, enabled=c.dtype == 'float16')
     model.train()
@@ -291,7 +287,6 @@ def begin(c):
     origin = find_origin(world, c, data, fingerprints, learning_rate_at)
     with world.exit_together():
         model, args = make_model(c, origin, data)
-        guards.check_contract(model)
     run = set_up(c, world, model)
     origin.restore(run)
     run.val_data, run.stops = val_data, StopSignals(world, c.max_hours)
@@ -406,9 +401,8 @@ def evaluate_and_save(run):
     if run.stops.stopping:
         return
     state.last_eval_iter = state.iter
-    weight = {name: data.weight for name, data in run.val_data.items()}
-    val_loss = sum(weight[name] * val for name, (val, _) in losses.items())
-    training_loss = sum(weight[name] * training for name, (_, training) in losses.items())
+    val_loss = sum(run.val_data[name].weight * val for name, (val, _) in losses.items())
+    training_loss = sum(run.val_data[name].weight * training for name, (_, training) in losses.items())
     metrics = {'val/loss': val_loss}
     if len(losses) > 1:  # a mixture
         metrics |= {f'val/loss/{name}': val for name, (val, _) in losses.items()}

@@ -5,7 +5,6 @@ They stop a run in one line where it would hang, could not be resumed, or would 
 
 import contextlib
 import math
-import operator
 from dataclasses import asdict
 
 import torch
@@ -15,30 +14,17 @@ from runtime import optimizer_state
 from runtime.checkpoint import check_plain, parameter_names
 from runtime.distributed import one_message
 from runtime.files import one_line, warn
-from runtime.gpt import NANOGPT_ARGS
 from runtime.optim import parameters
 
 RUNAWAY = 25  # sees all 35 recorded runs of Sophia that pass ‖h‖ = 100, and of the 372 others one, which ends at 81
 
 
-def check_contract(model):
-    """Stop the run when `model` lacks a part of nanoGPT's GPT that training needs."""
-    for part in *(f'config.{key}' for key in NANOGPT_ARGS[:5]), 'transformer.h':
-        try:
-            operator.attrgetter(part)(model)
-        except AttributeError:
-            raise SystemExit(f'model.py: its GPT has no {part}, which training needs; name it as nanoGPT does'
-                             ) from None
-
-
 def check_parameters(optimizer, model):
-    """SystemExit unless the optimizer has exactly the trained parameters of `model`."""
-    mine, trained = set(parameters(optimizer)), {p: name for name, p in model.named_parameters() if p.requires_grad}
-    if missing := [name for p, name in trained.items() if p not in mine]:
+    """SystemExit unless the optimizer has all parameters of `model` that are trained."""
+    mine = set(parameters(optimizer))
+    if missing := [name for name, p in model.named_parameters() if p.requires_grad and p not in mine]:
         raise SystemExit(f'{missing[0]}: is in no group of parameter_groups, so that it would not be trained; add it, '
                          'or freeze it with requires_grad_(False)')
-    if len(mine) > len(trained):
-        raise SystemExit('parameter_groups: holds parameters that are frozen or not of the model; leave them out')
 
 
 @one_message()

@@ -10,10 +10,7 @@ from data.tokenizer import check_same_tokenizer, folder_meta, tokenizer_from_met
 from model import GPTConfig
 from optimizers import OLD_NAMES, placeholders
 from runtime import checkpoint, gpt, optim
-from runtime.files import code_hashes, differing_files, one_line
-
-# The keys of a checkpoint without which no run can resume; scripts need fewer.
-REQUIRED = 'train_state', 'optimizer', 'scaler', 'data'
+from runtime.files import code_hashes, differing_files
 
 
 @dataclass
@@ -104,9 +101,6 @@ def continued_config(c, path, saved, data):
         raise SystemExit(f'{path}: was started from init_from = {started_from}; continue it with --init_from=resume, '
                          'or choose another --out_dir')
     if started_from != 'scratch':
-        if 'learning_rate' not in c.given and not c.eval_only:
-            raise SystemExit(f'{path}: was started from {started_from}, for which Table 3 has no learning rate; set '
-                             '--learning_rate')
         adopt_model_args(c, args, data)
     if started_from != c.init_from:
         c.set('init_from', started_from, str(path))
@@ -157,11 +151,8 @@ def weights_of_run(cls, c, data, origin):
     adopt_model_args(c, args, data)
     if 'model.py' in differing_files(saved.get('code'), origin.code):
         notes.append(f'model.py is not the one that trained {path}')
-    try:
-        model = cls(GPTConfig(**{**args, 'dropout': c.dropout}))
-        added = gpt.take_weights(model, saved['model'], rows)
-    except (TypeError, RuntimeError) as error:
-        raise SystemExit(f'{path}: does not fit model.py ({one_line(error)})') from None
+    model = cls(GPTConfig(**{**args, 'dropout': c.dropout}))
+    added = gpt.take_weights(model, saved['model'], rows)
     notes.extend(f'{name} is new, because {path} does not have it' for name in added)
     return model
 
@@ -191,8 +182,6 @@ def compare(path, saved, c, fingerprints, learning_rate_at):
     of a horizon are harmless while all learning rates so far are the present schedule's.
     SystemExit when the optimizer or the data set differs.
     """
-    if missing := [key for key in REQUIRED if key not in saved]:
-        raise SystemExit(f'{path}: cannot be resumed (it has no {missing[0]})')
     before = {**placeholders(c), **c.defaults, **with_younger(saved['config'])}
     before['optimizer_name'] = OLD_NAMES.get(before['optimizer_name'], before['optimizer_name'])
     for key in 'optimizer_name', 'optimizer_args':

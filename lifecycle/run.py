@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from optimizers import OPTIMIZERS, hessian_flops_per_token
+from optimizers import hessian_flops_per_token
 from runtime import checkpoint, gpt, optim, optimizer_state, runlog
 from runtime.device import device_name
 from runtime.files import FAILED, warn, write_text
@@ -56,11 +56,6 @@ def notes(c):
                'slower; install gcc and python3-dev')
     if c.compile:
         yield 'note: the first iterations compile the model, which takes a minute or more'
-    if c.sources['optimizer_name'] == 'flag' and c.sources['out_dir'] != 'flag':
-        others = OPTIMIZERS.keys() - {c.optimizer_name}
-        if named := others & {*re.split('[^a-z_]', Path(c.out_dir).name)}:
-            yield (f'note: out_dir = {c.out_dir} names {min(named)}, but this run is of {c.optimizer_name}; set '
-                   '--out_dir')
     if c.decay_lr and c.warmup_iters >= c.max_iters:
         yield (f'note: the run of {c.max_iters} iterations ends in its warm-up of {c.warmup_iters}; see '
                '--warmup_iters')

@@ -14,7 +14,7 @@ import hessian
 from hessian import fitting_parts, rows_at_once
 from loss import Losses
 from model import GPT, SIZES, GPTConfig
-from optimizers import build_hook, build_optimizer
+from optimizers import build_optimizer, row
 from runtime.optim import parameters
 from runtime.rng import VECTORS, keyed_seed
 from sophia import Hutchinson, double_backward
@@ -49,7 +49,7 @@ def make_hook(model, name, params=None, **options):
     """train.py's hook, which estimates in every iteration on four sequences. With β2 = 0 the state is the estimate."""
     params = params or [p for p in model.parameters() if p.requires_grad]
     optimizer = build_optimizer(name, params, lr=0.0, beta2=0.0, weight_decay=0.0)
-    return build_hook(name, model, optimizer, **{'interval': 1, 'batch_size': 4, 'seed': 7, **options})
+    return row(name).hook(model, optimizer, **{'interval': 1, 'batch_size': 4, 'seed': 7, **options})
 
 
 def iteration(hook, X, Y, micro_batch=4, number=0, **scale):
@@ -394,7 +394,7 @@ def test_an_optimizer_needs_update_hessian_and_nothing_else(gpt, name):
             self.received = list(estimates)
 
     model, idx = gpt[:2]
-    hook = build_hook(name, model, Newton(model.parameters(), lr=0.1), interval=1, batch_size=4, seed=7)
+    hook = row(name).hook(model, Newton(model.parameters(), lr=0.1), interval=1, batch_size=4, seed=7)
     iteration(hook, idx[:, :-1], idx[:, 1:])
     expected = make_hook(model, name)
     iteration(expected, idx[:, :-1], idx[:, 1:])
@@ -414,7 +414,7 @@ def test_a_first_estimate_is_due_by_the_state_of_the_optimizer_that_takes_it(gpt
     model, idx = gpt[:2]
     inner = make_hook(model, 'sophiag', interval=4).optimizer
     for state in {}, {next(model.parameters()): dict(slow=1)}:
-        hook = build_hook('sophiag', model, Shell(inner, state), interval=4, batch_size=4, seed=7)
+        hook = row('sophiag').hook(model, Shell(inner, state), interval=4, batch_size=4, seed=7)
         assert hook.start(1)
         iteration(hook, idx[:, :-1], idx[:, 1:])
         assert inner.state and not hook.start(1)

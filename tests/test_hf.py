@@ -75,13 +75,12 @@ def test_import_of_models_of_transformers(tmp_path):
         ours = GPT.from_pretrained(tmp_path / name, block_size=20).eval()
         assert ours.config.gelu_approximate == 'tanh' and ours.config.bias and ours.config.block_size == 20
         torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, atol=1e-4, rtol=0)
-    assert '--block_size=33' in rejection(GPT.from_pretrained, tmp_path / 'head', 33)
 
 
 @pytest.mark.parametrize('change, words', [
     (dict(activation_function='relu'), "activation_function = 'relu'"), (dict(n_inner=32), 'n_inner = 32'),
     (dict(layer_norm_epsilon=1e-6), 'layer_norm_epsilon'), (dict(tie_word_embeddings=False), 'not tied'),
-    (dict(n_head=3), 'cannot be loaded'), (dict(n_layer=3), 'h.2.'), (dict(n_layer=1), 'h.1.')])
+    (dict(n_head=3), 'cannot load it'), (dict(n_layer=3), 'h.2.'), (dict(n_layer=1), 'h.1.')])
 def test_models_that_gpt_cannot_be_are_rejected(tmp_path, change, words):
     built_so = {key: value for key, value in change.items() if key in ('n_inner', 'tie_word_embeddings')}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, **built_so)).save_pretrained(tmp_path)

@@ -232,32 +232,16 @@ def test_settings_out_of_range_are_rejected(cls):
 
 
 @OPTIMIZERS
-@pytest.mark.parametrize('change, words', [
-    (lambda p: p.data.half(), 'float16 parameters are not supported'),
-    (lambda p: p.data.to(torch.complex64), 'complex64 parameters are not supported'),
-    (lambda p: p.data.double(), r'not match the dtype and shape of its parameter, torch.float64 \(3,\); build '
-                                'the optimizer after'),
-    (lambda p: p.data[:2], r'not match the dtype and shape .* \(2,\)')])
-def test_what_an_update_would_get_wrong_moves_nothing(cls, change, words):
-    """A model that is changed after its optimizer was made; in float16 ε is 0, and 0 / 0 would pass for a step. The
-    group before it stays as it is."""
-    first, second = make_params()
-    optimizer = cls([dict(params=[first]), dict(params=[second])], lr=0.1)
-    train(optimizer, [first, second], 1)
-    before = copy.deepcopy((first, optimizer.state_dict()))
-    second.grad = None
-    second.data = change(second)
-    second.grad = torch.ones_like(second)
-    uses = [optimizer.step]
+def test_float16_is_refused(cls):
+    """There ε is 0, and 0 / 0 would pass for a step."""
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    p.grad = torch.ones_like(p)
+    optimizer = cls([p], lr=0.1)
+    with pytest.raises(ValueError, match='float16 parameters are not supported'):
+        optimizer.step()
     if isinstance(optimizer, HessianOptimizer):
-        uses.append(lambda: optimizer.update_hessian([torch.ones_like(first), torch.ones_like(second)]))
-    for use in uses:
-        with pytest.raises(ValueError, match=words):
-            use()
-    torch.testing.assert_close((first, optimizer.state_dict()), before, rtol=0, atol=0)
-    if 'supported' in words:
-        with pytest.raises(ValueError, match=words):
-            cls([second], lr=0.1)
+        with pytest.raises(ValueError, match='float16 parameters are not supported'):
+            optimizer.update_hessian([torch.ones_like(p)])
 
 
 class OfficialSophiaG(torch.optim.SGD):

