@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import torch
 
-from lifecycle.run import same_buffers, try_backward, warn_of_unsaved
+from lifecycle.run import same_buffers, warn_of_unsaved
 from runtime import optimizer_state
 from runtime.checkpoint import check_plain, parameter_names
 from runtime.distributed import one_message
@@ -31,35 +31,11 @@ def check_parameters(optimizer, model):
 def check_forward(run, sequences):
     """Stop the run before the first step when the forward pass of the model is not fit for training or estimates.
 
-    Collective: every rank must call it. `sequences`: a micro-batch of this rank. Changes neither buffers nor gradients.
+    Collective: every rank must call it. `sequences`: some of this rank. Changes neither buffers nor gradients.
     """
     with same_buffers(run.raw_model):
         check_outputs(run, sequences[:1])
         warn_of_leaks(run, sequences[:1, :-1])
-        if run.world.size > 1 and not run.world.sharded:
-            check_ranks(run, sequences)
-
-
-def check_ranks(run, sequences):
-    """Stop the run unless all parameters get gradients on all ranks.
-
-    Replicas wait for each other's gradients. A mixture of experts whose tokens miss an expert on one rank would hang
-    without saying why.
-    """
-    world = run.world
-    try_backward(run, sequences, sync=False)
-    has = world.gather(torch.tensor([float(p.grad is not None) for p in run.params], device=world.device)).bool()
-    run.optimizer.zero_grad(set_to_none=True)
-    missing = (~has).any(0).tolist()
-    if any(missing):
-        first = missing.index(True)
-        name = parameter_names(run.raw_model)[run.params[first]]
-        problem = ('has no gradient, for which the ranks would wait; remove it from the model, or freeze it with '
-                   'requires_grad_(False)')
-        if has[:, first].any():
-            problem = ('has a gradient on some ranks only; let every rank use it, see docs/hacking.md, "A mixture of '
-                       'experts"')
-        raise SystemExit(f'{name}: {problem}')
 
 
 def check_outputs(run, sequences):

@@ -78,22 +78,19 @@ def build_buckets(run, sequences):
     DDP forms its buckets anew after its first sum over ranks, and the order in which three or more ranks are added
     depends on them. Then it divides gradients that are views of a bucket by the number of ranks, but multiplies others
     by its inverse. A resumed run must do as the uninterrupted one from its first iteration on. Collective: every rank
-    must call it. `sequences`: a micro-batch of this rank.
+    must call it. `sequences`: a micro-batch of this rank, so that what is compiled here serves a step.
     """
-    if run.world.size > 1 and not run.world.sharded:
-        with same_buffers(run.raw_model):
-            for _ in range(2):  # the second makes the gradients views of the new buckets
-                try_backward(run, sequences, sync=True)
-        run.world.zero_grad(run.optimizer)
-
-
-def try_backward(run, sequences, sync):
-    """Compute the gradients of a micro-batch as a step does, so that what is compiled serves it; `sync`: averaged over
-    the ranks."""
-    run.world.set_gradient_sync(sync)
-    with run.autocast:
-        loss = run.model(sequences[:, :-1].contiguous(), sequences[:, 1:].clone())[1]
-    run.scaler.scale(loss).backward()
+    world = run.world
+    if world.size == 1 or world.sharded:
+        return
+    world.set_gradient_sync(True)
+    with same_buffers(run.raw_model):
+        for _ in range(2):  # the second makes the gradients views of the new buckets
+            with run.autocast:
+                loss = run.model(sequences[:, :-1].contiguous(), sequences[:, 1:].clone())[1]
+            run.scaler.scale(loss).backward()
+            world.check_reduced()
+    world.zero_grad(run.optimizer)
 
 
 @contextlib.contextmanager

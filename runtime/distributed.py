@@ -106,6 +106,7 @@ class World:
         from torch.nn.parallel import DistributedDataParallel
         device_ids = [self.device.index] if self.device.type == 'cuda' else None
         self.reducer = DistributedDataParallel(losses, device_ids=device_ids, gradient_as_bucket_view=True)
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         _REPLICAS.append(self.reducer)
         return self.reducer
 
@@ -148,9 +149,12 @@ class World:
         if self.size > 1 and not self.sharded:
             try:
                 self.reducer._check_reducer_finalized()
-            except RuntimeError:
-                raise SystemExit('--parallel=ddp: a parameter got no gradient in this step, and other ranks wait for '
-                                 'it; use all in every step, and freeze by lr_scale = 0 in its param group') from None
+            except RuntimeError as error:
+                name = self.names[int(re.search(r'did not receive grad for rank \d+: (\d+)', str(error))[1])]
+                raise SystemExit(f'{name}: has no gradient on rank {self.rank}, and the ranks wait for each other; use '
+                                 'it in every step (see docs/hacking.md, "A mixture of experts"), or freeze it: with '
+                                 'requires_grad_(False) from the start, else by lr_scale = 0 in its param group'
+                                 ) from None
 
     def zero_grad(self, optimizer):
         """Reset the gradients. DDP's become zero, not None, because they are views of its buckets."""
