@@ -20,8 +20,6 @@ from runtime.files import expanded
 # Other programs' names of settings: the official repository's configs, Hugging Face's trainer
 RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_size', lr='learning_rate')
 ELSEWHERE = dict(vocab_size="the data set's meta.json has it", config='write the name of a config file without a flag')
-ROOT = Path(__file__).resolve().parent
-
 
 # What a setting is to a resume and to comparisons of runs
 ROLES = {
@@ -89,7 +87,6 @@ class Config:
         self.values = {key: one.default for key, one in declared.items()}
         self.sources = dict.fromkeys(declared, 'default')
         self.given = set()
-        self.renamed, self.problems = [], []  # messages about what config files and flags give
 
     @property
     def defaults(self):
@@ -114,8 +111,7 @@ class Config:
             raise SystemExit(f'c.{name} = {value!r}: a setting keeps its value once training has begun; put what '
                              'changes into TrainState or param_groups')
         if name in self.__dict__.get('declared', ()):
-            self.set(name, value, 'code')
-            self.given.add(name)
+            self.give(name, value, 'code')
         else:
             super().__setattr__(name, value)
 
@@ -148,16 +144,9 @@ class Config:
         return f'{place}{dashes}{key}: unknown setting; {ELSEWHERE.get(key, hint)}'
 
     def give(self, key, value, source):
-        """Set what a config file or a flag gives, and keep the message where that is wrong, so that all are told at
-        once. A setting under another program's name is set, so that later checks are of what was meant."""
-        try:
-            if key in RENAMED:
-                self.renamed.append(self.unknown(key, source))
-                key = RENAMED[key]
-            self.set(key, value, source)
-            self.given.add(key)
-        except SystemExit as error:
-            self.problems.append(error.code)
+        """Set what a config file or a flag gives."""
+        self.set(key, value, source)
+        self.given.add(key)
 
     def fill(self, settings, source):
         """Give each setting in the dict `settings` its value, unless a config file or a flag has set it."""
@@ -192,7 +181,7 @@ def configure(defaults, argv, script=None, finish=lambda config: None):
         script: the path of the file that declares the settings; --help prints them and exits.
         finish: sets and checks in the Config what follows from what was given.
 
-    SystemExit with a line for each mistake in what was given, and for the first one that `finish` finds.
+    SystemExit with a line for the first mistake.
     """
     if script and {'--help', '-h'} & {*argv}:
         print(help_text(script, defaults))
@@ -204,24 +193,15 @@ def configure(defaults, argv, script=None, finish=lambda config: None):
         if arg.startswith('--') and equals:
             flags.append((key, value))
         elif arg.startswith('-'):
-            config.problems.append(f'{arg}: write --KEY=VALUE')
+            raise SystemExit(f'{arg}: write --KEY=VALUE')
         else:
             files.append(arg)
     for name in files:
-        try:
-            for key, value in read_file(name, config.values).items():
-                config.give(key, value, name)
-        except SystemExit as error:
-            config.problems.append(error.code)
+        for key, value in read_file(name, config.values).items():
+            config.give(key, value, name)
     for key, value in flags:
         config.give(key, value, 'flag')
-    if not config.problems:  # else `finish` might find only what follows from them
-        try:
-            finish(config)
-        except SystemExit as error:
-            config.problems.append(error.code)
-    if messages := config.renamed + config.problems:
-        raise SystemExit('\n'.join(messages))
+    finish(config)
     return config
 
 
@@ -256,8 +236,6 @@ def read_file(name, values):
     if not path.is_file() or path.suffix != '.py':
         near = difflib.get_close_matches(name, [str(p) for p in Path('config').rglob('*.py')], n=1)
         hint = f'did you mean {near[0]}?' if near else 'flags are --KEY=VALUE'
-        if (ROOT / path).is_file() and not path.is_file():
-            hint = f'it is in {ROOT}, start train.py from there'
         raise SystemExit(f'{name}: no such config file, which would end in .py; {hint}')
     # As built-ins of the file, so that what it sets itself stands apart
     known = {key: value for key, value in values.items() if value is not None}

@@ -214,7 +214,7 @@ def from_library(groups, s, **arguments):
     if not arguments:
         arguments = {name: getattr(s, name) for name in ('eps', 'weight_decay') if hasattr(s, name)}
         arguments |= dict(betas=betas(s)) if hasattr(s, 'beta2') else {}
-    more = parse_arguments(s.optimizer_args, path, arguments)
+    more = parse_arguments(s.optimizer_args, path)
     try:
         optimizer = library_class(path)(groups, lr=s.learning_rate, **arguments, **more)
     except Exception as error:  # whatever the library raises
@@ -402,9 +402,9 @@ def library_class(path):
                          'what is missing') from None
 
 
-def parse_arguments(text, path, taken):
+def parse_arguments(text, path):
     """Return the setting optimizer_args, 'nesterov=True, momentum=0.9' in Python literals, as a dict. SystemExit unless
-    they are arguments of the class `path`, but none of `taken`, which other settings give."""
+    they are arguments of the class `path`, because some classes take any."""
     flag = f'--optimizer_args={text}'
     try:
         call = ast.parse(f'dict({text})', mode='eval').body
@@ -413,12 +413,9 @@ def parse_arguments(text, path, taken):
             raise ValueError
     except (AttributeError, SyntaxError, ValueError):
         raise SystemExit(f'{flag}: write NAME=VALUE, NAME=VALUE, … with Python literals') from None
-    free = [name for name, parameter in inspect.signature(library_class(path)).parameters.items()
-            if name not in ('params', 'lr', *taken) and parameter.kind != parameter.VAR_KEYWORD]
-    for name in found:
-        if name not in free:
-            raise SystemExit(f'{flag}: {name} is not an argument of {path}, or another setting gives it; choose from '
-                             f'{", ".join(free)}')
+    known = inspect.signature(library_class(path)).parameters
+    if unknown := found.keys() - known.keys():
+        raise SystemExit(f'{flag}: {min(unknown)} is not an argument of {path}; choose from {", ".join(known)}')
     return found
 
 
@@ -505,25 +502,12 @@ def check_settings(config):
 # Metrics
 
 
-def optimizer_metrics(optimizer, model):
+def optimizer_metrics(optimizer):
     """Return metrics as 0-d tensors: the ℓ2 norms of m and h, `momentum_norm` and `hessian_norm`, if there are such,
-    that of h also by the kind of tensor, `hessian_norm/KIND`, and the result of the optimizer's method `metrics()`, if
-    it has one (Sophia: update_unclipped)."""
+    and the result of the optimizer's method `metrics()`, if it has one (Sophia: update_unclipped)."""
     found = {}
     for metric, keys in dict(momentum_norm=('exp_avg', 'momentum_buffer'), hessian_norm=('hessian',)).items():
         tensors = [optimizer.state.get(p, {}).get(key) for p in optim.parameters(optimizer) for key in keys]
         if tensors := [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]:
             found[metric] = optim.global_norm(tensors)
-    kinds = {}
-    for name, p in model.named_parameters() if 'hessian_norm' in found else ():
-        if 'hessian' in optimizer.state.get(p, {}):
-            kinds.setdefault(kind_of(name, p), []).append(optimizer.state[p]['hessian'])
-    found.update({f'hessian_norm/{kind}': optim.global_norm(hs) for kind, hs in sorted(kinds.items())})
     return found | (optimizer.metrics() if hasattr(optimizer, 'metrics') else {})
-
-
-def kind_of(name, p):
-    """Return the kind of a GPT's parameter: norm (biases, too), attention, mlp, or embedding (an untied head, too)."""
-    if p.dim() < 2:
-        return 'norm'
-    return 'attention' if '.attn.' in name else 'mlp' if '.h.' in name else 'embedding'

@@ -66,16 +66,6 @@ def test_an_assignment_sets_a_setting():
     assert rejection(setattr, config, 'size', 5).startswith('c.size = 5: a setting keeps its value once training')
 
 
-def test_all_mistakes_are_told_at_once(tmp_path):
-    """The keys of the official repository's configs, on one device."""
-    path = tmp_path / 'sophiag.py'
-    path.write_text('batch_size = 8\ngradient_accumulation_steps = 6\ntotal_bs = 480\nrho = 0.03\ninterval = 10\n')
-    with pytest.raises(SystemExit) as stopped:
-        train.resolve([str(path), '--optimizer_name=sophiag'], 1)
-    assert [line.split(': ')[1] for line in stopped.value.code.splitlines()] == [
-        'total_bs', 'rho', 'interval', 'gradient_accumulation_steps = 6']
-
-
 def test_a_tilde_is_the_home_directory_and_an_address_is_refused(monkeypatch):
     """A shell leaves ~ as it is after =; Path('s3://a') would be a directory s3: here."""
     monkeypatch.setenv('HOME', '/home/me')

@@ -73,7 +73,8 @@ def counting(self, *args, **kwargs):
 model.GPT.__init__, model.GPT.forward = with_buffer, counting
 """)
     seen = [float(line.split()[1]) for line in done.out.splitlines() if line.startswith('seen ')]
-    assert len(seen) > 6 and sorted(seen)[2:] == [n // 2 for n in range(len(seen) - 2)]  # a check leaves no trace
+    n = len(seen) // 2
+    assert n > 4 and seen == [0, 1, *range(n - 2)] * 2  # two forwards of checks leave no trace
 
 
 def test_replicas_of_a_model_compiled_in_parts_train_as_eager_ones_do(run, train, tmp_path):
