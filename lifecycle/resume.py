@@ -21,7 +21,6 @@ class Origin:
     saved: the checkpoint, until `restore` has used it.
     config: the GPTConfig of its model.
     differences, changes: how the settings differ from the checkpoint's, see `compare`.
-    comparable: whether validation losses before and after are of the same sequences.
     """
     code: dict
     path: Path | None = None
@@ -29,7 +28,6 @@ class Origin:
     config: Any = None
     differences: list = field(default_factory=list)
     changes: list = field(default_factory=list)
-    comparable: bool = True
 
     def restore(self, run):
         """Put the checkpoint's tensors and progress into their places in the `Run`."""
@@ -43,8 +41,6 @@ class Origin:
             checkpoint.load_tensors(self.path, self.saved, run.raw_model, run.optimizer, run.scaler)
             optim.back_to_training(run.optimizer)  # checkpoints are saved in evaluation mode
         vars(run.state).update(progress)
-        if not self.comparable:
-            run.state.best_val_loss, run.state.last_eval_iter = float('inf'), -1
         self.saved = None  # frees the memory
 
 
@@ -57,14 +53,8 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
     """Return the `Origin` of the run with the settings `c`, whose out_dir becomes its own; see `checkpoint.open_run`.
 
     In a run that resumes, init_from becomes the checkpoint's: the weights that the run was started from. A run that
-    only evaluates takes the newest checkpoint, unless init_from names pretrained weights.
-
-    Args:
-        data: the training data set.
-        fingerprints: of the data, by split.
-        learning_rate_at: (settings, iteration) → learning rate.
-
-    SystemExit when the checkpoint's model, optimizer or data set differs.
+    only evaluates takes the newest checkpoint, unless init_from names pretrained weights. SystemExit when the
+    checkpoint's model, optimizer or data set differs. `fingerprints`: of the data, by split.
     """
     path, saved = checkpoint.open_run(
         world, c.out_dir, must_resume=c.init_from == 'resume' or c.eval_only and not finetunes(c),
@@ -86,9 +76,10 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
         if files := differing_files(saved.get('code'), code):
             differences.append(f'the code is not the one that saved the checkpoint ({", ".join(files)})')
             changes.append(dict(iter=saved['iter_num'], key='code', files=files))
-    comparable = saved['data']['val'] == fingerprints['val'] and (
-        c.eval_sequences == with_younger(saved['config'])['eval_sequences'])
-    return Origin(code, path, saved, config, differences, changes, comparable)
+    if saved['data']['val'] != fingerprints['val'] or (
+            c.eval_sequences != with_younger(saved['config'])['eval_sequences']):
+        saved['train_state'] |= dict(best_val_loss=float('inf'), last_eval_iter=-1)  # losses of other sequences
+    return Origin(code, path, saved, config, differences, changes)
 
 
 def continued_config(c, path, saved, data):
@@ -174,8 +165,6 @@ def adopt_model_args(c, args, data, at_least=0):
 
 def compare(path, saved, c, fingerprints, learning_rate_at):
     """Compare the settings `c` and the data with those of the checkpoint `saved` from `path`.
-
-    A setting that is missing there counts as its default, or as what a run did before the setting existed.
 
     Returns (lines, changes): the settings that differ, as text; and a list for config.json and later checkpoints of all
     that changed at this resume and earlier ones, as dicts with iter, key, from and to, without harmless changes. Those
