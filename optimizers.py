@@ -502,12 +502,25 @@ def check_settings(config):
 # Metrics
 
 
-def optimizer_metrics(optimizer):
+def optimizer_metrics(optimizer, model):
     """Return metrics as 0-d tensors: the ℓ2 norms of m and h, `momentum_norm` and `hessian_norm`, if there are such,
-    and the result of the optimizer's method `metrics()`, if it has one (Sophia: update_unclipped)."""
+    that of h also by the kind of tensor, `hessian_norm/KIND`, and the result of the optimizer's method `metrics()`, if
+    it has one (Sophia: update_unclipped)."""
     found = {}
     for metric, keys in dict(momentum_norm=('exp_avg', 'momentum_buffer'), hessian_norm=('hessian',)).items():
         tensors = [optimizer.state.get(p, {}).get(key) for p in optim.parameters(optimizer) for key in keys]
         if tensors := [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]:
             found[metric] = optim.global_norm(tensors)
+    kinds = {}
+    for name, p in model.named_parameters() if 'hessian_norm' in found else ():
+        if 'hessian' in optimizer.state.get(p, {}):
+            kinds.setdefault(kind_of(name, p), []).append(optimizer.state[p]['hessian'])
+    found.update({f'hessian_norm/{kind}': optim.global_norm(hs) for kind, hs in sorted(kinds.items())})
     return found | (optimizer.metrics() if hasattr(optimizer, 'metrics') else {})
+
+
+def kind_of(name, p):
+    """Return the kind of a GPT's parameter: norm (biases, too), attention, mlp, or embedding (an untied head, too)."""
+    if p.dim() < 2:
+        return 'norm'
+    return 'attention' if '.attn.' in name else 'mlp' if '.h.' in name else 'embedding'

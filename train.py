@@ -493,7 +493,8 @@ def train(c):
 
 def metrics_of(run, step, lr):
     """Return the metrics of a step, but for its speed, as a dict."""
-    measured = optimizers.optimizer_metrics(run.optimizer) | dict(param_norm=optim.global_norm(run.params))
+    measured = optimizers.optimizer_metrics(run.optimizer, run.raw_model)
+    measured['param_norm'] = optim.global_norm(run.params)
     numbers = dict(zip(measured, torch.stack([*measured.values()]).tolist()))  # one device sync
     if 'momentum_norm' in numbers and step.grad_norm:
         numbers['momentum_ratio'] = numbers['momentum_norm'] / step.grad_norm

@@ -520,17 +520,27 @@ def test_metrics():
             return dict(temperature=torch.tensor(2.0))
 
     model = torch.nn.ParameterDict(dict(a=torch.zeros(2), b=torch.zeros(1, 2)))
+    kinds = {'hessian_norm/norm': 800 ** 0.5, 'hessian_norm/embedding': 800 ** 0.5}
     for optimizer, expected in (
             (Own(model.parameters(), lr=0.1, momentum=0.9), dict(momentum_norm=2.0, temperature=2.0)),
             (Sophia(model.parameters(), lr=0.1, betas=(0.5, 0.5)), dict(
-                momentum_norm=1.0, hessian_norm=40.0, update_unclipped=1.0))):
+                momentum_norm=1.0, hessian_norm=40.0, update_unclipped=1.0, **kinds))):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         if isinstance(optimizer, Sophia):
             optimizer.update_hessian([torch.full_like(p, 40.0) for p in model.parameters()])
         optimizer.step()
-        found = {key: value.item() for key, value in optimizers.optimizer_metrics(optimizer).items()}
+        found = {key: value.item() for key, value in optimizers.optimizer_metrics(optimizer, model).items()}
         assert found == pytest.approx(expected)
+
+
+def test_kinds_of_tensors():
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=8, block_size=8))
+    found = {name.removeprefix('transformer.'): optimizers.kind_of(name, p) for name, p in model.named_parameters()}
+    assert found == {'wte.weight': 'embedding', 'wpe.weight': 'embedding', 'h.0.ln_1.weight': 'norm',
+                     'h.0.attn.c_attn.weight': 'attention', 'h.0.attn.c_proj.weight': 'attention',
+                     'h.0.ln_2.weight': 'norm', 'h.0.mlp.c_fc.weight': 'mlp', 'h.0.mlp.c_proj.weight': 'mlp',
+                     'ln_f.weight': 'norm'}
 
 
 @pytest.mark.parametrize('max_norm, scale', [(0, 3.0), (0.5, 1.0), (0.5, 3.0), (100.0, 3.0)])
