@@ -128,11 +128,10 @@ def command(out, *flags, faults='', name='adamw'):
             f'--optimizer_name={name}', *OPTIMIZERS.get(name, []), *map(str, flags)]
 
 
-def start(*args, torchrun=(), **kwargs):
-    """A process that runs train.py, or torchrun with these options."""
-    launch = ['-m', 'torch.distributed.run', '--standalone', *torchrun] if torchrun else []
+def start(*args, **kwargs):
+    """A process that runs train.py."""
     return subprocess.Popen(
-        [sys.executable, *launch, str(INJECT), *command(*args, **kwargs)], cwd=ROOT, stdout=subprocess.PIPE,
+        [sys.executable, str(INJECT), *command(*args, **kwargs)], cwd=ROOT, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, env=dict(os.environ, OMP_NUM_THREADS='1'))
 
 
@@ -148,8 +147,7 @@ def finish(process, seconds=HANG):
 
 @pytest.fixture(scope='session')
 def fork(tmp_path_factory):
-    """fork(script, *argv, faults=, ranks=, machines=, seconds=, check=): `faults.fork`, see there. With check=True the
-    script must succeed."""
+    """fork(script, *argv, ranks=, …, check=): `faults.fork`. With check=True the script must succeed."""
     logs = tmp_path_factory.mktemp('logs')
 
     def run(script, *argv, seconds=HANG, check=False, **kwargs):

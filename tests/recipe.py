@@ -104,8 +104,7 @@ def hook_of(cls, model):
 
 
 def follows(objective=lambda logits, targets, hidden: F.cross_entropy(logits, targets), **settings):
-    """The model's loss is `objective`, a function of logits and targets that count, and of the last hidden states;
-    Sophia-H's products are its second derivatives, Sophia-G's labels are drawn from the logits, and so are samples."""
+    """The model's loss is `objective`, of logits, targets that count and last hidden states; both estimators follow."""
     from hessian import GNBHook, HutchinsonHook
     from loss import Losses, sample_labels
     model, X, Y = random_model(**settings)

@@ -44,8 +44,7 @@ def gauss_newton_bartlett(x, W, labels):
 
 
 def sophia(theta, gradients, estimates, lr, beta1, beta2, gamma, eps, weight_decay, rho=1.0, squared=False):
-    """Algorithm 3, and the ablations' variants: θ, m, h after the last of the `gradients`. `estimates` holds one ĥ for
-    each gradient, None where the iteration makes none."""
+    """Algorithm 3 and the ablations' variants: the last θ, m, h. `estimates` has None where an iteration makes none."""
     theta, m, h = theta.clone(), torch.zeros_like(theta), torch.zeros_like(theta)
     for g, h_hat in zip(gradients, estimates):
         m = beta1 * m + (1 - beta1) * g

@@ -49,8 +49,7 @@ for name in ('fsync', 'rename', 'replace', 'symlink', 'unlink'):
 
 
 def settings(rng):
-    """Valid settings of a run of seconds on one CPU, drawn from the random.Random `rng`: every kind of optimizer,
-    shape, schedule, number format and rhythm of evaluations and saves."""
+    """Valid settings of a run of seconds on one CPU, drawn from the random.Random `rng`."""
     name = rng.choice([name for name in (*optimizers.OPTIMIZERS, *LIBRARY) if find_spec(
         optimizers.row(name).library.partition(':')[0] or 'torch')])
     row, iters, heads, total = optimizers.row(name), rng.randint(2, 12), rng.choice((1, 2, 4)), rng.randint(1, 8)
@@ -139,8 +138,7 @@ def compare(a, b):
 
 
 def contents(out_dir):
-    """Everything that two equal runs share: the last checkpoint, the best one, the lines of metrics.jsonl, but for
-    times, places and other harmless settings."""
+    """Everything that two equal runs share: the last checkpoint, the best one, metrics.jsonl without times."""
     found = {'metrics.jsonl': [{key: value for key, value in json.loads(line).items() if key not in MEASURED}
                                for line in (out_dir / 'metrics.jsonl').read_text().splitlines()]}
     for name, path in dict(last=checkpoint.checkpoints(out_dir)[0], best=checkpoint.best_path(out_dir)).items():

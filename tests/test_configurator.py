@@ -120,10 +120,6 @@ def test_missing_file_names_the_nearest(monkeypatch):
     assert 'did you mean config/train_gpt2_small_adamw.py?' in rejection(apply, 'config/train_gpt2_small_adam.py')
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# train.py's own settings
-
-
 def test_switching_the_optimizer_switches_its_settings():
     config = train.resolve(['--model_size=355M', '--optimizer_name=sophiag'])
     assert config.values['learning_rate'] == 4e-4 and config.sources['learning_rate'] == 'Table 3: sophiag, 355M'

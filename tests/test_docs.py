@@ -150,9 +150,6 @@ def test_the_results_of_the_planned_tests_are_of_the_records():
             assert f'| {abs(row["difference"]):.3f} ± {row["plus_or_minus"]:.3f} |' in cells, row
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The Python blocks of docs/sophia.md run as one script, and compute what the page says
-
 # The page leaves the Hugging Face model to the reader: a stand-in with its interface. Nothing needs a C++ compiler.
 BEFORE = """
 import functools, os, types, torch

@@ -30,8 +30,7 @@ def example(name, *packages):
 
 @pytest.fixture
 def trace(monkeypatch):
-    """trace(module): a list of what happens from here on: 'f' (a forward of such a module in training), 'h' (an
-    estimate enters the EMA), 's' (an update, with weight decay for matrices and none for vectors)."""
+    """trace(module): what happens from here on: 'f', a forward in training; 'h', an estimate; 's', an update."""
     events, hooks = [], []
     update_hessian, update = Sophia.update_hessian, Sophia.update
 
@@ -113,8 +112,7 @@ def test_peft_lora(trace, monkeypatch):
 
 
 def test_huggingface_trainer(tmp_path, trace, monkeypatch):
-    """It learns. Half of the steps, a checkpoint, and the others in another trainer are all steps: weights, m and h bit
-    for bit. With padding the estimate counts the positions that the loss counts."""
+    """It learns, and resumes bit for bit. With padding the estimate counts the positions that the loss counts."""
     module, counted = example('huggingface_trainer', 'transformers', 'accelerate'), []
     sequences = module.sequences
 
@@ -208,8 +206,7 @@ def test_fsdp2(fork):
 
 
 def test_the_notebook(monkeypatch, tmp_path):
-    """Its cells in order, with few steps of a small model, in a copy of the repository: lines with ! in a shell, which
-    sees the cells' variables as $NAME; pip installs nothing. It is stored without outputs."""
+    """Its cells in order, with few steps of a small model; lines with ! in a shell. It is stored without outputs."""
     notebook = json.loads((ROOT / 'examples/quickstart.ipynb').read_text(encoding='utf-8'))
     cells = [cell for cell in notebook['cells'] if cell['cell_type'] == 'code']
     assert not any(cell['outputs'] or cell['execution_count'] for cell in cells)

@@ -31,8 +31,7 @@ def smoothed(run, last):
 @pytest.mark.parametrize(('study', 'runaways', 'others'), [
     ('gpu_30m', 4, 0), ('sharpening', 4, 0), ('fresh_h', 17, 0), ('dissection', 5, 1), ('small_batch', 0, 0)])
 def test_the_warning_comes_in_recorded_runaways_before_the_loss_has_risen(study, runaways, others):
-    """A runaway passes ‖h‖ = 100. The other run of the dissection ends at 81. Left out: part B of fresh_h, whose one
-    mini-batch is learned by heart."""
+    """A runaway passes ‖h‖ = 100. Part B of fresh_h is left out: its one mini-batch is learned by heart."""
     runs = [run for run in read_packed(ROOT / 'records' / study / 'runs.jsonl')
             if (study, run.out_dir.parent.name) != ('fresh_h', 'B') and len(run.series('hessian_norm')[1]) >= 30]
     warned = {id(run): step for run in runs if (step := replay(run)) is not None}

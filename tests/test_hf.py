@@ -8,7 +8,6 @@ from conftest import TINY, metrics, random_gpt, rejection, write_bins
 
 import train
 from analysis.runs import read_run
-from data import tokenizer as tokenizer_module
 from data.tokenizer import Char, folder_meta, get_tokenizer, identifying, same_tokenizer
 from model import GPT
 from runtime.files import save_pt
@@ -135,19 +134,6 @@ def test_bytes_of_an_export(tmp_path):
         assert theirs.decode(theirs.encode(text)) == ours.decode(ours.encode(text)) == text
     assert theirs.encode('a<|endoftext|>b') == [97, 0, 98] and theirs.decode([97, 0], skip_special_tokens=True) == 'a'
     assert same_tokenizer(identifying(ours.meta), dict(tokenizer='byte'))
-
-
-def test_a_tokenizer_that_is_not_known_is_not_compared(tmp_path, monkeypatch, capsys):
-    """vocab.json is a tokenizer's in an older format; without a network GPT-2's cannot be loaded."""
-    assert folder_meta(tmp_path, 50257) == dict(tokenizer='gpt2') and folder_meta(tmp_path, 300) is None
-    (tmp_path / 'vocab.json').write_text('{}')
-    assert folder_meta(tmp_path, 50257) is None
-
-    def offline(meta):
-        raise OSError('no network')
-    monkeypatch.setattr(tokenizer_module, 'tokenizer_from_meta', offline)
-    assert same_tokenizer(dict(tokenizer='gpt2'), dict(tokenizer='tokenizer.json', json='', eot_id=0))
-    assert 'have the same tokenizer is not checked' in capsys.readouterr().err
 
 
 def test_a_model_that_masks_targets_is_exported(tmp_path):

@@ -16,17 +16,7 @@ import optimizers
 import train as train_py
 from configurator import setting
 from model import GPT, GPTConfig
-from optimizers import (
-    AdaHessian,
-    Lion,
-    Normalize,
-    SophiaPermuted,
-    SophiaSquared,
-    SophiaTensorMean,
-    SophiaUnclipped,
-    build_optimizer,
-    permutation,
-)
+from optimizers import AdaHessian, Lion, Normalize, build_optimizer
 from runtime import optim
 from sophia import HessianOptimizer, Sophia
 from train import resolve
@@ -58,8 +48,7 @@ def run(optimizer, p, gradients, estimates):
 @pytest.mark.parametrize('seed', [0, 2])
 @pytest.mark.parametrize('name', ['lion', 'adahessian', 'normalize'])
 def test_baselines(name, seed):
-    """AdaHessian corrects the bias of v by the number of estimates, which every third time is not the number of
-    steps."""
+    """AdaHessian corrects the bias of v by the number of estimates, which need not be that of the steps."""
     settings, theta, gradients, estimates = random_problem(seed, 1 + seed % 3, eps=name != 'lion')
     if name == 'normalize':
         del settings['beta2']
@@ -70,7 +59,8 @@ def test_baselines(name, seed):
     torch.testing.assert_close((p.detach(), optimizer.state[p]['exp_avg']), expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize('cls, options', [(SophiaUnclipped, dict(rho=math.inf)), (SophiaSquared, dict(squared=True))])
+@pytest.mark.parametrize('cls, options', [
+    (optimizers.SophiaUnclipped, dict(rho=math.inf)), (optimizers.SophiaSquared, dict(squared=True))])
 def test_variants_of_sophia(cls, options):
     settings, theta, gradients, estimates = random_problem(0, interval=3)
     p, gamma = torch.nn.Parameter(theta.clone()), uniform(0.01, 10)
@@ -81,8 +71,8 @@ def test_variants_of_sophia(cls, options):
 
 
 @pytest.mark.parametrize('cls, change', [
-    (SophiaTensorMean, lambda h: h.mean().expand_as(h)),
-    (SophiaPermuted, lambda h: h.flatten()[permutation(h.numel(), h.device)].view_as(h))])
+    (optimizers.SophiaTensorMean, lambda h: h.mean().expand_as(h)),
+    (optimizers.SophiaPermuted, lambda h: h.flatten()[optimizers.permutation(h.numel(), h.device)].view_as(h))])
 def test_the_controls_without_coordinates_are_sophia_with_changed_estimates(cls, change):
     params, twins = make_params(), make_params()
     ours, other = cls(params, lr=0.1, gamma=0.5), Sophia(twins, lr=0.1, gamma=0.5)
@@ -97,34 +87,19 @@ def test_the_controls_without_coordinates_are_sophia_with_changed_estimates(cls,
 
 
 def test_a_permutation_moves_nearly_all_coordinates_and_stays():
-    order = permutation(1000, torch.device('cpu'))
+    order = optimizers.permutation(1000, torch.device('cpu'))
     assert torch.equal(order.sort().values, torch.arange(1000)) and (order == torch.arange(1000)).sum() < 10
-    permutation.cache_clear()
-    assert torch.equal(order, permutation(1000, torch.device('cpu')))
+    optimizers.permutation.cache_clear()
+    assert torch.equal(order, optimizers.permutation(1000, torch.device('cpu')))
 
 
 def test_unclipped_fraction_with_squared_estimates():
     p = torch.nn.Parameter(torch.zeros(5))
-    optimizer = SophiaSquared([p], lr=0.1, betas=(0, 0), gamma=0.5)
+    optimizer = optimizers.SophiaSquared([p], lr=0.1, betas=(0, 0), gamma=0.5)
     optimizer.update_hessian([torch.tensor([1.0, 4.0, -1.0, 1.0, 10.0])])
     p.grad = torch.tensor([0.4, 3.0, 1e-3, 0.6, 1.0])
     optimizer.step()
     assert optimizer.metrics()['update_unclipped'].item() == pytest.approx(3 / 5)
-
-
-def test_sophia_is_that_of_pytorch_optimizer():
-    """An independent library, where it computes the same: an estimate at every step. Its SophiaH has no γ, and clips
-    at p: with p = γ, lr / γ, ε / γ and γ·λ it is Algorithm 3."""
-    theirs = pytest.importorskip('pytorch_optimizer', reason='pytorch_optimizer is not installed')
-    s, theta, gradients, estimates = random_problem(0)
-    p, q = (torch.nn.Parameter(theta.clone()) for _ in range(2))
-    run(build_optimizer('sophiah', [p], gamma=0.05, **s), p, gradients, estimates)
-    other = theirs.SophiaH([q], lr=s['lr'] / 0.05, betas=(s['beta1'], s['beta2']), p=0.05, eps=s['eps'] / 0.05,
-                           weight_decay=0.05 * s['weight_decay'])
-    for g, h_hat in zip(gradients, estimates):
-        q.grad = g.clone()
-        other.step(hessian=[h_hat])
-    torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.filterwarnings('ignore:Sophia.step')
@@ -302,22 +277,16 @@ def test_what_is_not_finite_never_enters_the_state(cls, where, bad, nonfinite):
     assert all(torch.isfinite(p).all() for p in params) and not torch.equal(params[0], before[0][0])
 
 
-@pytest.mark.parametrize('cls', [Sophia, AdaHessian])
-def test_estimates_that_do_not_fit_are_rejected(cls):
-    """A number or a shape; a square beyond float32; a value beyond the parameter's float32."""
-    optimizer = cls(make_params(), lr=0.1)
-    estimates = [torch.ones(4, 3), torch.ones(3)]
-    with pytest.raises(ValueError, match='1 estimates for 2 parameters'):
-        optimizer.update_hessian(estimates[:1])
-    with pytest.raises(ValueError, match='shape'):
-        optimizer.update_hessian(estimates[::-1])
+@pytest.mark.parametrize('cls, value', [(Sophia, 1e300), (AdaHessian, 1e30)])
+def test_an_estimate_that_overflows_float32_is_rejected(cls, value):
+    """AdaHessian squares it."""
     with pytest.raises(FloatingPointError):
-        optimizer.update_hessian([torch.full((4, 3), 1e30 if cls is AdaHessian else 1e300, dtype=torch.float64), None])
+        cls(make_params(), lr=0.1).update_hessian([torch.full((4, 3), value, dtype=torch.float64), None])
 
 
 @OPTIMIZERS
-@pytest.mark.parametrize('options', [dict(full_state_dict=True), dict(full_state_dict=True, cpu_offload=True),
-                                     dict(flatten_optimizer_state_dict=True)], ids=['full', 'offload', 'flat'])
+@pytest.mark.parametrize('options', [dict(full_state_dict=True, cpu_offload=True),
+                                     dict(flatten_optimizer_state_dict=True)], ids=['full', 'flat'])
 @pytest.mark.filterwarnings('error:Sophia.step')
 def test_state_dicts_of_distributed_checkpoints_continue_identically(cls, options):
     """With counters above 256, which bfloat16 parameters must not round."""
@@ -343,14 +312,11 @@ def test_state_dicts_of_distributed_checkpoints_continue_identically(cls, option
 
 
 @OPTIMIZERS
-@pytest.mark.parametrize('scheduler', [
-    lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
-    lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=5)])
-def test_schedulers_that_also_set_the_momentum(cls, scheduler):
+def test_a_scheduler_that_also_sets_the_momentum(cls):
     params, momentum = make_params(), 'momentum' if cls is Normalize else 'betas'
     optimizer = cls(params, lr=0.1)
     group, = optimizer.param_groups
-    before, scheduler = group[momentum], scheduler(optimizer)
+    before, scheduler = group[momentum], torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
     train(optimizer, params, 1)
     for _ in range(4):
         scheduler.step()
@@ -441,15 +407,6 @@ def test_unknown_settings_are_rejected():
         build_optimizer('sophiag', make_params(), lr=1e-3, rho=0.05)
 
 
-def test_param_groups_serve_several_optimizers():
-    """The first one does not leave its settings in them."""
-    groups = [dict(params=make_params(), lr=0.5)]
-    build_optimizer('sophiag', groups, lr=0.1)
-    assert groups[0].keys() == {'params', 'lr'}
-    group, = build_optimizer('lion', groups, lr=0.1).param_groups
-    assert group['betas'] == (0.95, 0.98) and group['lr_scale'] == 5
-
-
 def test_settings_of_the_paper():
     """tests/test_configs.py has the published runs' settings."""
     for name, cls in dict(sophiag=Sophia, lion=Lion, adahessian=AdaHessian, normalize=Normalize).items():
@@ -488,18 +445,6 @@ def test_a_row_without_weight_decay_keeps_its_optimizer_s_own(monkeypatch):
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=8, block_size=8))
     groups = train_py.make_optimizer(resolve(['--optimizer_name=mine', '--device=cpu']), model).param_groups
     assert [group['weight_decay'] for group in groups] == [5.0, 5.0, 0.0]
-
-
-def test_a_row_that_lacks_a_setting_is_named(monkeypatch):
-    """train.py has a value for every setting, but 0 is no ε."""
-    mine = optimizers.Row(optimizers.adamw, dict(beta1=0.9, beta2=0.95, weight_decay=0.1), 0.1)
-    monkeypatch.setitem(optimizers.OPTIMIZERS, 'mine', mine)
-    with pytest.raises(AttributeError, match="no attribute 'eps'"):
-        build_optimizer('mine', make_params(), lr=1.0, eps=0.0)
-    mine = optimizers.Row(optimizers.lion, dict(beta1=0.9, beta2=0.95, weight_decay=0.1), 0.1, hook=optimizers.GNBHook)
-    monkeypatch.setitem(optimizers.OPTIMIZERS, 'mine', mine)
-    message = rejection(resolve, ['--optimizer_name=mine'])
-    assert message == 'not a setting of mine: hessian_interval = 0: must be above 0 for mine'
 
 
 def test_a_setting_of_one_optimizer_is_a_line_in_train(monkeypatch):

@@ -15,8 +15,7 @@ import sophia
 
 
 def test_distributions(tmp_path):
-    """The sdist holds sophia.py with its manual and builds; the wheel installs sophia.py alone; what training needs is
-    an extra; package indexes can show the description."""
+    """The sdist holds sophia.py with its manual and builds; the wheel installs sophia.py alone."""
     pytest.importorskip('setuptools', '77', reason='needs setuptools>=77: pip install -r requirements-dev.txt')
     source = tmp_path / 'source'
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns('.*', 'out', 'wandb', 'records', 'build', '*.egg-info',

@@ -109,14 +109,6 @@ def test_every_picture_says_what_drew_it():
         assert (ROOT / script).is_file() and str(path.relative_to(ROOT)) in words, path
 
 
-def test_redraw_draws_every_picture_that_needs_no_checkpoint():
-    script = (ROOT / 'records/redraw.sh').read_text(encoding='utf-8')
-    for name in ('cpu', 'study'):
-        script = script.replace(f'${name}/', f'records/{name}/')
-    pictures = {str(path.relative_to(ROOT)) for path in (ROOT / 'records').rglob('*.png')}
-    assert pictures - set(re.findall(r'--output (\S+)', script)) == {'records/fresh_h/curvature.png'}
-
-
 def test_the_older_verdict_is_that_of_its_records():
     result = json.loads((ROOT / 'records/cpu/few_speedup.json').read_text())
     sophia, = (verdict for verdict in result['verdicts'] if verdict['candidate'] == 'sophiag')

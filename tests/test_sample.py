@@ -157,8 +157,7 @@ def test_tokenizer_is_the_data_sets(tmp_path, capsys):
 
 
 def foreign_checkpoint(path, model, dataset='gone', prefix='', **model_args):
-    """Saves `model` as the official repository does, and nanoGPT where there is no flash attention, with the buffers of
-    its attention's masks; with the `prefix` of torch.compile and DDP."""
+    """Saves `model` as nanoGPT does, with the masks of attention; with the `prefix` of torch.compile and DDP."""
     c = model.config
     mask = torch.tril(torch.ones(c.block_size, c.block_size))[None, None]
     weights = {f'{prefix}{key}': w for key, w in model.state_dict().items()}
@@ -208,16 +207,6 @@ def test_nanogpts_character_checkpoint_needs_its_data_prepared_here(tmp_path, ca
     assert 'meta.pkl: not read' in rejection(run, capsys, 'ckpt.pt')
     assert run(capsys, 'ckpt.pt', f'--tokenizer={prepared}') == by_directory
     assert '--tokenizer=.: unknown; there are' in rejection(run, capsys, 'ckpt.pt', '--tokenizer=.')
-
-
-def test_a_better_checkpoint_than_the_newest_is_named(tmp_path, capsys):
-    out = save_run(tmp_path / 'run')
-    (out / 'best.txt').write_text('ckpt_00000005.pt\n')
-    load(out)
-    assert 'note' not in capsys.readouterr().err
-    save_run(out, iter_num=7)
-    assert load(out).state['iter_num'] == 7
-    assert f'{out / "ckpt_00000005.pt"} had the lowest validation loss' in capsys.readouterr().err
 
 
 def test_another_tokenizer_than_the_models_is_rejected(tmp_path, capsys, gpt2_cache):

@@ -45,14 +45,12 @@ def assert_same_metrics(a, b):
     ('sophiag', 'hsdp', ['--batch_size=1'], 4, 2), ('sophiah', 'ddp', [], 2, 1),
     ('muon', 'fsdp', [], 2, 1)])
 def test_any_number_of_ranks_trains_as_one_does(run, name, parallel, flags, ranks, machines):
-    """Losses, norms, h and the clipped fraction of 10 iterations with an estimate at every fourth. The 6 sequences of
-    an evaluation do not divide into micro-batches of all ranks."""
+    """The 6 sequences of an evaluation do not divide into micro-batches of all ranks."""
     assert_same_metrics(run(name, parallel, *flags, ranks=ranks, machines=machines), run(name, ranks=1))
 
 
 def test_an_averaging_optimizer_trains_as_replicas_do(train, tmp_path):
-    """It evaluates other weights than it trains, which must not stay gathered until the next step. (Saving, which
-    would free them, is left out.)"""
+    """It evaluates other weights than it trains, which must not stay gathered until the next step."""
     for parallel in 'fsdp', 'ddp':
         train(tmp_path / parallel, *RUN, f'--parallel={parallel}', '--eval_interval=2', '--weight_decay=0',
               '--warmup_iters=0', '--learning_rate=0.05', name='schedulefree:AdamWScheduleFree', ranks=2, check=True,
@@ -60,8 +58,9 @@ def test_an_averaging_optimizer_trains_as_replicas_do(train, tmp_path):
     assert_same_metrics(tmp_path / 'fsdp', tmp_path / 'ddp')
 
 
-def test_buffers_that_a_forward_changes_are_those_of_rank_0(train, tmp_path):
-    done = train(tmp_path, *RUN, '--parallel=fsdp', '--max_iters=2', ranks=2, check=True, faults="""
+@pytest.mark.parametrize('parallel', ['fsdp', 'ddp'])
+def test_buffers_that_a_forward_changes_are_those_of_rank_0(train, tmp_path, parallel):
+    done = train(tmp_path, *RUN, f'--parallel={parallel}', '--max_iters=2', ranks=2, check=True, faults="""
 init, forward = model.GPT.__init__, model.GPT.forward
 def with_buffer(self, config):
     init(self, config)
@@ -78,8 +77,7 @@ model.GPT.__init__, model.GPT.forward = with_buffer, counting
 
 
 def test_replicas_of_a_model_compiled_in_parts_train_as_eager_ones_do(run, train, tmp_path):
-    """DDP has torch.compile cut a model at its buckets of gradients, of 1 MB and more. Gauss-Newton-Bartlett goes back
-    through the parts twice."""
+    """DDP has torch.compile cut a model at its buckets of gradients; Gauss-Newton-Bartlett goes back twice."""
     wide = ['--n_embd=192', '--batch_size=2', '--hessian_batch_size=8', '--hessian_interval=1', '--max_iters=2',
             '--eval_interval=2']
     faults = """

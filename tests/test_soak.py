@@ -15,9 +15,8 @@ def run(fork, corpus):
     return lambda out, *flags, **kwargs: fork('train.py', f'--out_dir={out}', f'--dataset={corpus}', *flags, **kwargs)
 
 
-@pytest.mark.parametrize('seed', range(2))
-def test_random_settings_with_faults(run, tmp_path, seed):
-    assert not soak.attempt(random.Random(seed), tmp_path, run)
+def test_random_settings_with_faults(run, tmp_path):
+    assert not soak.attempt(random.Random(0), tmp_path, run)
 
 
 def test_differences_between_runs_are_found(finished, tmp_path):

@@ -33,8 +33,7 @@ needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('cl
 
 @pytest.mark.parametrize('seed', range(3))
 def test_update_rule(seed):
-    """Random hyperparameters, two param groups, estimates of either sign at some of the steps, some of them None. Where
-    h is negative or 0 that is the sign step."""
+    """Random hyperparameters, two param groups, estimates of either sign at some of the steps, some of them None."""
     torch.manual_seed(seed)
     settings = [dict(lr=10 ** uniform(-4, -1), beta1=uniform(0, 0.99), beta2=uniform(0, 0.99),
                      gamma=10 ** uniform(-2, 1), eps=10 ** uniform(-12, -2), weight_decay=uniform(0, 0.5))
@@ -84,8 +83,7 @@ def test_the_unclipped_fraction_follows_an_edit_of_the_rule(monkeypatch):
 
 
 def test_the_first_step_that_moves_without_an_estimate_warns():
-    """Only that one, and not where a wrapper holds the same state. Warm-ups of other libraries begin at a learning rate
-    of 0."""
+    """Only that one, and not where a wrapper holds the same state, nor at a learning rate of 0."""
     p = torch.nn.Parameter(torch.zeros(2))
     optimizer = Sophia([p], lr=0.0)
     p.grad = torch.ones(2)
@@ -269,8 +267,7 @@ def test_algorithm_2_with_given_labels(monkeypatch, micro_batches):
 @pytest.mark.parametrize('dtype, used', [(torch.float16, torch.float32), (torch.bfloat16, torch.float32),
                                          (torch.float64, torch.float64)])
 def test_labels_are_drawn_in_float32_at_least(dtype, used):
-    """PyTorch's sampler draws a label of probability 0 in float16 where a random number is rounded to 0, twice in 600
-    predictions over 50,304 classes; and sums of losses overflow."""
+    """In float16 PyTorch's sampler draws labels of probability 0, and sums of losses overflow."""
     outputs, seen = torch.nn.Parameter(torch.zeros(8, 5, dtype=dtype)), []
     gauss_newton_bartlett(outputs, [outputs], lambda f: seen.append(f.dtype) or Categorical(logits=f))
     assert seen == [used]
@@ -411,8 +408,7 @@ def test_a_loss_without_a_second_derivative_is_named():
 
 
 def test_the_state_of_frozen_parameters_stays():
-    """A layer that is not trained, or not at present, may stay in the lists, as with other optimizers, and so may
-    quantized weights, which have no arithmetic. The estimates of the others are as without them."""
+    """What is not trained may stay in the lists, quantized weights too. The estimates of the others are as without."""
     params, x, f = make_mlp(outputs=5)
     quantized = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     optimizer = Sophia([*params, quantized], lr=0.1)
@@ -456,8 +452,7 @@ MISUSE = {  # what → (error, its words)
 @pytest.mark.parametrize('what', MISUSE)
 @pytest.mark.filterwarnings('error:::test_sophia')
 def test_misuse_is_named(what):
-    """Each would be a wrong estimate or update without a word, or an error that does not say what is wrong. Warnings
-    are of the line that makes the mistake."""
+    """Each would be a wrong estimate or update without a word, or an error that does not say what is wrong."""
     use, words = MISUSE[what]
     with pytest.raises((TypeError, ValueError, RuntimeError, UserWarning), match=words):
         use(torch.nn.Linear(3, 5), torch.randn(8, 3))

@@ -300,10 +300,6 @@ def test_a_run_that_was_ended_early_is_of_the_horizon_that_it_reached(tmp_path):
     assert 'decays over 100 iterations, and it was run for 50' in str(judge(tmp_path)['rejected'])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Other sides than optimizers
-
-
 def test_values_of_a_setting_are_compared(tmp_path):
     for seed, noise in enumerate([0.0, 0.01, 0.02]):
         for lr in 1e-3, 2e-3:
@@ -333,10 +329,6 @@ def test_directories_are_compared(tmp_path):
     speedup.main([f'{tmp_path}/main', f'{tmp_path}/fork', f'--output={tmp_path}/speedup.png', '--by=out_dir'])
     verdict, = json.loads((tmp_path / 'speedup.json').read_text())['verdicts']
     assert f'{tmp_path}/fork ends 0.1000 ± 0.0351 below {tmp_path}/main (p = 0.0066; trials' in verdict['text'][0]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Losses of any program, in a CSV file
 
 
 def test_the_example_of_the_page(tmp_path, monkeypatch, capsys):

@@ -17,9 +17,6 @@ from runtime import files
 from runtime.signals import undo_at_end
 from scripts import curvature, sweep, tune
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Trials: their directories, their arguments, how far they are
-
 
 def test_a_spec_becomes_trials_in_order_with_stable_names(tmp_path):
     spec = dict(base=['--seed=3'], runs=[dict(learning_rate=[1e-3, '2e-3', '0.001'], gamma='1e-1'), dict(gamma=0.2)])
@@ -154,10 +151,6 @@ def test_the_table_is_averaged_over_seeds(tmp_path, capsys):
         dict(common, gamma='0.3', state='finished; not begun')]  # one of the last two is not there
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Sweeps
-
-
 @pytest.fixture(scope='module')
 def swept(tmp_path_factory, corpus):
     """A sweep of three runs, really trained, of which one diverges: (directory, arguments of sweep.py)."""
@@ -220,8 +213,7 @@ def test_a_sweep_stops_and_resumes_its_runs(tmp_path, corpus):
 
 
 def search(values, noise):
-    """A search of a loss that is lowest, 3, at a learning rate of 0.004 and γ = 0.2, where the best learning rate rises
-    with γ; a learning rate of 1 diverges. Returns the result, and the settings that were tried, in order."""
+    """(best, loss) of a search of a loss that is lowest at a rate of 0.004 and γ = 0.2, and the settings tried."""
     asked = []
 
     def losses_of(candidates):
@@ -256,10 +248,6 @@ def test_a_search_trains_its_candidates_once_and_names_edges(tmp_path, corpus, c
     (sweep, ['--grid', 'seed=1', 'gamma=1', 'seed=2'], 'seed=2: seed is there twice')])
 def test_flags_that_make_no_sense_are_rejected(tmp_path, script, argv, message):
     assert message in rejection(script.main, ['--out_dir', str(tmp_path), *argv])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A script that reads a checkpoint
 
 
 @pytest.mark.parametrize('estimator', ['gnb', 'hutchinson'])

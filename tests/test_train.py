@@ -26,7 +26,6 @@ import train as program
 from analysis import runs
 from analysis.runs import read_run
 from data.loader import TrainLoader
-from hessian import StepHook
 from lifecycle import resume
 from runtime import checkpoint
 from runtime.device import can_compile
@@ -206,16 +205,16 @@ def waits(device):
         yield seen
 
 
-@pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
+@pytest.mark.parametrize('name', ['sophiag', 'sophiah'])
 def test_a_batch_ramp_weights_every_sequence_alike_and_counts_its_tokens(main, tmp_path, monkeypatch, name):
     """3 of 4 sequences, in micro-batches of 2 and 1 or of 3; the first ones are of the estimate, too."""
     advance = TrainLoader.__next__
     monkeypatch.setattr(TrainLoader, '__next__', lambda loader: advance(loader)[:3])
-    hessian = ['--hessian_interval=2', '--hessian_batch_size=1'] if name != 'adamw' else []
     runs = [tmp_path / 'split', tmp_path / 'whole']
     for out, batch_size in zip(runs, (2, 4)):
-        main(out, f'--optimizer_name={name}', *hessian, f'--batch_size={batch_size}', '--max_iters=5', '--eval_iters=1')
-    for key in ('train/loss', 'grad_norm', *['hessian_norm'] * (name != 'adamw')):
+        main(out, f'--optimizer_name={name}', '--hessian_interval=2', '--hessian_batch_size=1',
+             f'--batch_size={batch_size}', '--max_iters=5', '--eval_iters=1')
+    for key in 'train/loss', 'grad_norm', 'hessian_norm':
         assert metrics(runs[0], key) == pytest.approx(metrics(runs[1], key), rel=1e-3)
     for line in map(json.loads, (runs[0] / 'metrics.jsonl').read_text().splitlines()):
         assert line['tokens'] == line['iter'] * 3 * 32
@@ -232,19 +231,19 @@ model.GPT.forward = forward
 """
 
 
-@pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
+@pytest.mark.parametrize('name', ['sophiag', 'sophiah'])
 def test_a_mean_is_over_the_predictions_however_they_are_split(main, train, tmp_path, monkeypatch, name):
     """Of many sequences only some positions count, of some none. Without a single one a mini-batch stops the run."""
     monkeypatch.setattr(model.GPT, 'forward', model.GPT.forward)
     exec(MASK, dict(torch=torch, model=model))
     flags = ['--total_batch_size=8', '--max_iters=6', '--eval_iters=1', '--weight_decay=0.1', '--dropout=0.0',
-             *(['--hessian_interval=2', '--hessian_batch_size=6'] if name != 'adamw' else [])]
-    for size in 8, 2, 1:
+             '--hessian_interval=2', '--hessian_batch_size=6']
+    for size in 8, 2:
         main(tmp_path / f'{size}', *flags, f'--optimizer_name={name}', f'--batch_size={size}')
     train(tmp_path / 'ranks', *flags, '--batch_size=1', name=name, ranks=2, faults=MASK, check=True)
-    for key in 'train/loss', 'grad_norm', 'param_norm', *(['hessian_norm'] if name != 'adamw' else []):
+    for key in 'train/loss', 'grad_norm', 'param_norm', 'hessian_norm':
         whole = metrics(tmp_path / '8', key)
-        for other in '2', '1', 'ranks':
+        for other in '2', 'ranks':
             assert metrics(tmp_path / other, key) == pytest.approx(whole, rel=1e-4), (key, other)
     monkeypatch.setattr(model.GPT, 'forward', lambda self, idx, targets, forward=model.GPT.forward: (
         targets.fill_(-1), forward(self, idx, targets))[1])
@@ -419,58 +418,6 @@ def test_a_group_that_is_left_out_is_one_line(main, tmp_path, monkeypatch):
         main(tmp_path)
 
 
-def test_the_check_of_ranks_leaves_no_trace():
-    """A forward pass may count in a buffer, as batch normalization does, or let one grow."""
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.config = SimpleNamespace(vocab_size=4)
-            self.weight = torch.nn.Parameter(torch.ones(3))
-            self.register_buffer('cache', torch.zeros(0), persistent=False)
-            self.register_buffer('seen', torch.zeros(()))
-
-        def forward(self, X, Y):
-            assert X.is_contiguous()  # other strides than a step's would be compiled for no other use
-            self.seen += 1
-            self.cache = X[0]
-            logits = self.weight * X[..., None]
-            return logits, logits.sum()
-
-    model = Model()
-    world = SimpleNamespace(size=2, sharded=False, device='cpu', is_master=False,
-                            set_gradient_sync=lambda _: None, check_reduced=lambda: None,
-                            reshard=lambda _: None, gather=lambda t: torch.stack([t, t]),
-                            zero_grad=lambda optimizer: optimizer.zero_grad())
-    run = SimpleNamespace(world=world, model=model, raw_model=model, params=[model.weight],
-                          autocast=contextlib.nullcontext(), scaler=torch.amp.GradScaler('cpu', enabled=False),
-                          optimizer=torch.optim.SGD(model.parameters()), hessian=StepHook(None, None),
-                          config=SimpleNamespace(compile=False))
-    program.guards.check_forward(run, torch.ones(2, 4))
-    program.build_buckets(run, torch.ones(2, 4))
-    assert model.seen == 0 and len(model.cache) == 0 and model.weight.grad is None
-
-
-def test_the_check_of_the_forward_compiles_nothing():
-    """Blocks that FSDP shards are compiled in place. After one sequence they would be compiled for any number."""
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append([tuple(one.shape) for one in inputs if isinstance(one, torch.Tensor)])
-        return graph.forward
-
-    block = torch.compile(torch.nn.Linear(1, 3), backend=backend)
-    world = SimpleNamespace(size=1, sum=lambda t: t, reshard=lambda _: None)
-    model = torch.nn.Module()
-    model.forward = lambda X, Y: (block(X[..., None]), block(X[..., None]).sum())
-    run = SimpleNamespace(world=world, raw_model=model,
-                          autocast=contextlib.nullcontext(), scaler=torch.amp.GradScaler('cpu', enabled=False),
-                          hessian=SimpleNamespace(samples_labels=False), config=SimpleNamespace(compile=True))
-    program.guards.check_outputs(run, torch.ones(1, 4))
-    assert not compiled
-    block(torch.ones(2, 4, 1))
-    assert (2, 4, 1) in compiled[0]
-
-
 @pytest.mark.parametrize('edit, leaks', [
     (dict(scaled_dot_product_attention=lambda sdpa, *qkv, is_causal, **options: sdpa(*qkv, **options)), True),
     (dict(scaled_dot_product_attention=lambda sdpa, q, *kv, is_causal, **options: sdpa(
@@ -522,7 +469,7 @@ def test_weights_in_the_loss_that_the_estimate_does_not_see_are_noted(main, tmp_
     assert (f'predictions have weights {words} in the loss' in err) if words else not err
 
 
-@pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
+@pytest.mark.parametrize('name', ['adamw', 'sophiag'])
 @pytest.mark.parametrize('returned', [
     lambda logits, loss: (None, loss), lambda logits, loss: (loss, logits), lambda logits, loss: (logits, loss[None]),
     lambda logits, loss: dict(logits=logits, loss=loss), lambda logits, loss: SimpleNamespace(logits=logits)])
@@ -597,10 +544,6 @@ def test_gpu_resumes(corpus, tmp_path, name, dtype, parallel):
     assert whole['scaler'] == parts['scaler'] and bool(whole['scaler']) == (dtype == 'float16')
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Learning rate schedules
-
-
 def schedule(name, **settings):
     """The learning rates of 101 iterations: peak 1, warm-up 10, final 0.1."""
     c = SimpleNamespace(**{**dict(schedule=name, decay_lr=True, learning_rate=1.0, min_lr=0.1, warmup_iters=10,
@@ -634,10 +577,8 @@ def test_settings_of_schedules():
     assert [resolve('--schedule=wsd', f'--warmup_iters={n}').cooldown_iters for n in (2, 9, 99)] == [2, 1, 0]
     assert resolve().cooldown_iters == 0
     assert resolve('--schedule=constant', '--warmup_iters=20').cooldown_iters == 0
-    at_most = 'because the decay ends at 10 and the warm-up at'
     for flags, message in [
-            (['--schedule=cosin'], '--schedule=cosin: must be one of cosine, linear, constant, wsd'),
             (['--learning_rate=1e-3', '--min_lr=2e-3'], '--min_lr=0.002: must be at most learning_rate = 0.001'),
             (['--schedule=constant', '--cooldown_iters=9'], '--cooldown_iters=9: must be 0 for --schedule=constant'),
-            (['--schedule=wsd', '--cooldown_iters=9'], f'--cooldown_iters=9: must be at most 8, {at_most} 2')]:
-        assert rejection(resolve, *flags) == message
+            (['--schedule=wsd', '--cooldown_iters=9'], '--cooldown_iters=9: must be at most 8')]:
+        assert message in rejection(resolve, *flags)
