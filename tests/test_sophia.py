@@ -277,7 +277,9 @@ def test_gauss_newton_bartlett_keeps_the_graph_if_asked_and_undoes_the_loss_scal
     params, x, f = make_mlp(outputs=5)
     out = f(params, x)
     gauss_newton_bartlett(out, params, retain_graph=True)
-    out.sum().backward()
+    gauss_newton_bartlett(out, params)
+    with pytest.raises(RuntimeError, match='retain_graph=True'):
+        out.sum().backward()
     estimates, estimator = [], GaussNewtonBartlett(params)  # which can be used again
     for scale in (1.0, 1024.0):
         estimator.add(scale * F.cross_entropy(f(params, x), LABELS, reduction='sum'), 8)
@@ -461,7 +463,9 @@ def test_misuse_is_named(what):
 @pytest.mark.filterwarnings('error')
 def test_logits_are_not_taken_for_probabilities():
     for logits in torch.randn(8, 1, 5).log_softmax(-1), torch.zeros(8, 5), torch.ones(8, 5), torch.ones(0, 5):
-        sophia.check_logits(logits, set())
+        classes = set()
+        sophia.check_logits(logits, classes)
+        assert classes == {5}
 
 
 @pytest.mark.parametrize('estimator', [gauss_newton_bartlett, hutchinson])
