@@ -272,6 +272,7 @@ class HutchinsonHook(HessianHook):
         super().__init__(*args, **kwargs)
         self.params = [p for p in parameters(self.optimizer) if p.requires_grad]
         self.names = [self.name_of[p] for p in self.params]
+        self.find_places()
         self.product = self.curvature_product
         if self.compile:
             # dynamic=False: PyTorch 2.11 fails to compile this for varying shapes; rows_at_once gives one.
