@@ -412,6 +412,7 @@ def test_settings_of_the_paper():
     for name, cls in dict(sophiag=Sophia, lion=Lion, adahessian=AdaHessian, normalize=Normalize).items():
         built = build_optimizer(name, make_params(), lr=0.1)
         assert built.defaults == cls(make_params(), lr=0.1).defaults  # by themselves, too
+        assert not getattr(built, 'compile', False)
     assert build_optimizer('adamw', make_params(), lr=0.1).defaults['fused']
     for name, rate in dict(lion=4e-3, adahessian=0.3, muon=4.8e-2, soap=2.4e-2).items():
         assert optimizers.peak_learning_rate(name, 'tiny')[0] == rate
