@@ -328,7 +328,6 @@ class HutchinsonHook(HessianHook):
             # Like the loss, over the predictions; the model's forward has masked targets in place.
             estimator.add(product, int((y >= 0).sum()) / y.size(1))
             del product  # frees the memory for the next one
-        self.rows = []
         estimates = dict(zip(self.params, estimator.estimate()))
         return [estimates.get(p) for p in parameters(self.optimizer)]
 
