@@ -35,9 +35,6 @@ Done = collections.namedtuple('Done', 'code out err')
 PLANNED = []  # (iteration, rank, action)
 FACTORS = []  # of the next losses
 
-# ----------------------------------------------------------------------------------------------------------------------
-# For CODE
-
 
 def at(iteration, action, rank=0):
     """Has `rank` call `action` before the gradients of `iteration`."""
@@ -81,9 +78,6 @@ def run(code, script, argv):
     exec(code, globals())
     runpy.run_path(str(script), run_name='__main__')
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Forked processes
 
 LOGS = itertools.count()
 PRELOAD = ['faults', 'pytest', 'tqdm', 'torch._dynamo', 'torch.distributed.fsdp', 'torch.distributed.checkpoint']

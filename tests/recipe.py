@@ -77,10 +77,6 @@ def sharded_and_compiled(found, *names):
         close(losses(compiled), losses(eager), rtol=1e-4, atol=0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Losses and architectures
-
-
 def random_model(**settings):
     """(model, X, Y): a GPT in float64 with weights far from 0, and a batch in which one position does not count."""
     from model import GPT, GPTConfig
@@ -279,10 +275,6 @@ def a_mixture_of_experts_on_two_ranks():
     close(losses(run('--batch_size=1', out='runs/ranks')), torch.load('one_rank.pt'), rtol=1e-5, atol=0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Optimizers
-
-
 def a_first_order_optimizer():
     from adopt import ADOPT
     p = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
@@ -371,10 +363,6 @@ def average_of_the_weights():
     state = checkpoint.load_checkpoint(found['out'])[1]
     close([state['model'][name] for name in state['optimizer']['shapes']], average)
     resumes_and_shards('averaged')
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Data, and the loop
 
 
 def batch_ramp():

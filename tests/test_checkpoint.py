@@ -273,17 +273,6 @@ def test_damaged_and_foreign_files_are_rejected(good, tmp_path, monkeypatch):
     assert 'could run code' in rejection(checkpoint.load_checkpoint, bad) and not (tmp_path / 'exploited').exists()
 
 
-def test_names_like_those_of_other_programs_are_kept(tmp_path):
-    """Of a block that the model's constructor compiles, for example, and of its attention's mask."""
-    model = torch.nn.ModuleDict(dict(module=torch.nn.ModuleDict(dict(
-        _orig_mod=torch.nn.Linear(2, 2), attn=torch.nn.Module()))))
-    model['module']['attn'].register_buffer('bias', torch.ones(1, 1, 2, 2))
-    optimizer = built('adamw', model.parameters())
-    path, state = checkpoint.load_checkpoint(saved(tmp_path, model, optimizer, 3))
-    assert state['model'].keys() == model.state_dict().keys()
-    checkpoint.load_tensors(path, state, model, optimizer, None)
-
-
 def test_the_newest_readable_checkpoint_is_loaded(good, capsys):
     out_dir = good.parent
     (out_dir / 'ckpt_00000009.pt').write_bytes(good.read_bytes()[:-1])

@@ -142,9 +142,6 @@ def write_jsonl(path, rows, key='text'):
     return path
 
 
-# ---- bytes that never change -----------------------------------------------------------------------------------------
-
-
 def pinned_corpus(kind, folder):
     def documents(n):
         return [f'{i} ' + "Sophia's clipped\r\nupdate  naïve\t数学 🙂 3.14. \n\n" * (i * 7 % 13) + EOT[:i % 13]
@@ -221,9 +218,6 @@ def test_shakespeare_char_is_nanogpts(tmp_path):
     assert [*train, *val] == [chars.index(c) for c in text] and len(train) == int(0.9 * len(text))
     assert rejection(tokenizer_from_meta(meta).encode, 'z') == (
         f"character 'z' is not among the {len(chars)} of this vocabulary")
-
-
-# ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('name, vocab_size, eot_id', [('gpt2', 50257, 50256), ('byte', 256, 0)])
@@ -346,8 +340,6 @@ def test_a_tokenizer_of_a_folder_and_of_the_hub(tokenizer_file, tmp_path, monkey
         assert (tokenizer.json, tokenizer.eot_id) == (text, 0)
 
 
-# ---- the writer ------------------------------------------------------------------------------------------------------
-
 # Writes 12 batches; given a third argument, it waits before the last but two.
 DRIVER = '''
 import sys, time
@@ -463,9 +455,6 @@ def test_overwrite_does_not_take_the_parts_of_an_interrupted_run(tmp_path):
     assert content(tmp_path) == (b'x\0', b'y\0')
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
-
-
 def test_an_error_of_the_disk_is_not_one_of_the_text(tmp_path, monkeypatch):
     good, bad, out_dir = write_jsonl(tmp_path / 'a.jsonl', texts(9)), tmp_path / 'b.jsonl', tmp_path / 'out'
     bad.write_text('{"text": \n')
@@ -499,9 +488,6 @@ def test_a_table_without_the_column_is_one_line(tmp_path):
     good, out = write_jsonl(tmp_path / 'a.jsonl', texts(5)), ('--out_dir', tmp_path / 'out', '--tokenizer', 'byte')
     table = write_parquet(tmp_path / 'other.parquet', texts(5), key='content')
     assert 'Field "text" does not exist' in prepare('text', table, '--val_file', good, *out, ok=False)
-
-
-# ---- shards of tokens ------------------------------------------------------------------------------------------------
 
 
 def write_shard(path, ids, magic=20240520, version=1, tokens=None):
@@ -545,9 +531,6 @@ def test_shards_that_cannot_be_are_one_line(tmp_path):
         write_shard(bad, **{'ids': shard_ids(0), **change})
         message = prepare('fineweb', '--tokens', bad, good, '--out_dir', tmp_path / 'out', ok=False)
         assert message.startswith(f'{bad}: not a complete shard of GPT-2 tokens')
-
-
-# ---- a user's own files ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('fraction, share, first', [

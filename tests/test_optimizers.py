@@ -21,9 +21,6 @@ from runtime import optim
 from sophia import HessianOptimizer, Sophia
 from train import resolve
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Against references
-
 
 def random_problem(seed, interval=1, eps=True):
     """Random hyperparameters, θ, 15 gradients, and an estimate at every `interval`-th of them, in float64."""
@@ -112,9 +109,6 @@ def test_clip_is_sophia_without_curvature():
         gradients, [None] * 15)
     torch.testing.assert_close(p, q)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What PyTorch users expect
 
 OPTIMIZERS = pytest.mark.parametrize('cls', [Sophia, Lion, AdaHessian, Normalize])
 
@@ -396,10 +390,6 @@ def test_adahessian_does_not_move_what_has_no_curvature_yet(estimates):
             p.grad = torch.ones_like(p)
         optimizer.step()
     assert 0.01 < (params[1] - before).abs().max() < 1
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The table, metrics
 
 
 def test_unknown_settings_are_rejected():

@@ -7,24 +7,8 @@ import pytest
 from conftest import ROOT, rejection
 from fake_runs import make, rows_of
 
-from analysis import figures
 from records.paper import clipped_newton, toy_landscape
 from scripts.paper import compute_table, final_losses, max_lr
-
-
-def test_a_picture_is_written_whole_or_not_at_all(tmp_path):
-    class Full:
-        axes = []
-
-        def savefig(self, f, **_):
-            f.write(b'half')
-            raise OSError(28, 'No space left on device')
-
-    picture = tmp_path / 'x.png'
-    picture.write_text('first')
-    with pytest.raises(OSError, match='No space left'):
-        figures.save(picture, Full(), [])
-    assert picture.read_text() == 'first' and [*tmp_path.iterdir()] == [picture]
 
 
 def test_toy_derivatives_are_those_of_the_footnotes_functions():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import TINY, metrics, rejection
 
-import optimizers
 import train as program
 from hessian import StepHook
 from lifecycle import guards
@@ -196,18 +195,6 @@ def test_optimizers_of_libraries_that_do_not(name, message):
     needs(name)
     found = rejection(first_step, name)
     assert message in found and name.partition(':')[2] in found
-
-
-def test_a_run_ends_after_the_first_step_where_a_checkpoint_would_not_bring_back_the_state(
-        corpus, tmp_path, monkeypatch):
-    class Forgetful(torch.optim.SGD):
-        def load_state_dict(self, state_dict):
-            pass
-
-    monkeypatch.setitem(OPTIMIZERS, 'forgetful', optimizers.Row(
-        lambda groups, s: Forgetful(groups, lr=s.learning_rate, momentum=0.9), {}, 0.1))
-    assert 'would not bring back its state' in rejection(run, corpus, tmp_path, 'forgetful')
-    assert not list(tmp_path.glob('ckpt_*'))
 
 
 def settings(*flags):

@@ -10,8 +10,6 @@ import pytest
 import torch
 from conftest import iterations, metrics, rejection
 from test_checkpoint import Exploit
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from runtime import checkpoint, files, sharded
 from runtime.distributed import World
@@ -177,22 +175,6 @@ def test_scripts_take_a_directory_for_a_checkpoint(run):
     for (name, p), (other, q) in zip(ours.model.named_parameters(), theirs.model.named_parameters()):
         assert name == other and torch.allclose(p, q, atol=1e-4)
     assert load(run(parallel='fsdp') / 'best.pt').state['iter_num'] == 10
-
-
-def test_pytorchs_own_functions_read_a_directory(run):
-    """Model and optimizer by the names of get_state_dict."""
-    path = checkpoint.path_of(run('adamw', 'fsdp'), 10)
-    loaded = load(path).model
-    model = type(loaded)(loaded.config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = dict(zip(('model', 'optimizer'), get_state_dict(model, optimizer)))
-    torch.distributed.checkpoint.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
-    set_state_dict(model, optimizer, model_state_dict=state['model'], optim_state_dict=state['optimizer'])
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters()))
-    saved = checkpoint.load_checkpoint(path)[1]['optimizer']
-    saved = sharded.read_optimizer(path, saved, {})['state']
-    for name, p in model.named_parameters():
-        assert torch.equal(optimizer.state[p]['exp_avg_sq'], saved[name]['exp_avg_sq'])
 
 
 def test_a_second_save_of_an_iteration_leaves_the_first_until_it_is_complete(tmp_path, monkeypatch):

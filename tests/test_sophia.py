@@ -27,10 +27,6 @@ from sophia import GaussNewtonBartlett, Hutchinson, Sophia, gauss_newton_bartlet
 needs_compiler = pytest.mark.skipif(not (shutil.which('g++') or shutil.which('clang++')), reason='needs a C++ compiler')
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Algorithm 3
-
-
 @pytest.mark.parametrize('seed', range(3))
 def test_update_rule(seed):
     """Random hyperparameters, two param groups, estimates of either sign at some of the steps, some of them None."""
@@ -169,10 +165,6 @@ def test_the_compiled_update_equals_the_plain_one():
     assert sophia.compiled_update.cache_info() != used
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Algorithm 2
-
-
 LABELS = torch.arange(8) % 5
 
 
@@ -308,10 +300,6 @@ def test_adapters_switched_between_micro_batches(estimator):
     found = estimator(outputs(), [*params, other])
     assert found[0].any() and found[3].any()
     assert found[2] is None if estimator is hutchinson else found[2].any()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Algorithm 1
 
 
 def indefinite_matrix(n):
@@ -491,10 +479,6 @@ def test_a_micro_batch_without_predictions_adds_nothing():
     torch.testing.assert_close(both, gauss_newton_bartlett(model(x[0]), model.parameters()))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Sharded parameters, on one rank
-
-
 @pytest.fixture
 def one_rank():
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
@@ -535,10 +519,6 @@ def test_tensor_parallelism_is_refused(one_rank):
     W = torch.nn.Parameter(distribute_tensor(torch.randn(3, 5), mesh, [Shard(0), Shard(1)]))
     with pytest.raises(ValueError, match='tensor parallelism is not supported'):
         gauss_newton_bartlett(torch.randn(8, 3) @ W.full_tensor(), [W])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Two ranks
 
 
 def on_each_of_two_ranks(rank, path):

@@ -13,7 +13,6 @@ from conftest import ROOT, TINY, rejection
 from fake_runs import SHAPE, edit, fake_run, rows_of
 
 from analysis import runs
-from runtime import files
 from runtime.signals import undo_at_end
 from scripts import curvature, sweep, tune
 
@@ -79,17 +78,6 @@ def test_the_shape_of_a_fine_tuned_run_is_that_of_its_weights(tmp_path):
     tuned = [*SHAPE, '--init_from=gpt2', '--learning_rate=1e-3']
     edit(fake_run(tmp_path, 3.0, tuned), lambda about: about['config'].update(n_layer=12, n_embd=768))
     sweep.Trial(tmp_path, {}, tuned).check()
-
-
-def test_code_that_changed_since_the_runs_is_named(tmp_path, capsys):
-    present = files.code_hashes()
-    for seed, code in enumerate([present, present | {'loss.py': 'before'}]):
-        fake_run(tmp_path / str(seed), 3.0, SHAPE, code=code)
-    made = [sweep.Trial(tmp_path / str(seed), {}, SHAPE) for seed in range(2)]
-    sweep.show(made)
-    said = capsys.readouterr().out
-    assert 'note: the runs are of different code (loss.py)' in said
-    assert 'note: loss.py changed since some of these runs were trained; choose another --out_dir' in said
 
 
 @pytest.mark.parametrize('flags, rejected', [
