@@ -81,18 +81,6 @@ def test_a_config_is_no_more_than_its_two_flags(name):
     assert {key for key in from_file if from_file[key] != from_flags[key]} == {'out_dir'}
 
 
-@pytest.mark.parametrize('ranks', [1, 8])
-@pytest.mark.parametrize('name', PUBLISHED)
-def test_gradient_and_estimate_are_of_whole_micro_batches(monkeypatch, name, ranks):
-    """A micro-batch of another size would be compiled again."""
-    monkeypatch.setenv('WORLD_SIZE', str(ranks))
-    values = resolve(CONFIG / name)
-    micro_batch, of_estimate = values['batch_size'], values['hessian_batch_size'] // ranks
-    assert values['total_batch_size'] // ranks % micro_batch == 0
-    if values['optimizer_name'] == 'sophiag':  # Sophia-H chooses the size of its products itself
-        assert of_estimate > 0 and of_estimate % micro_batch == 0
-
-
 @pytest.mark.parametrize('name, interval, of_estimate', [
     ('ef_clip', 10, 240), ('ah_clip', 10, 32), ('adahessian', 1, 480), ('signum', 0, 0), ('normalize', 0, 0),
     ('gnb_noclip', 2, 240)])

@@ -123,11 +123,6 @@ with open({str(tmp_path / 'file')!r}, 'w') as f:
     assert int((tmp_path / 'file').read_text()) > 2
 
 
-@pytest.mark.parametrize('name', ['meta', 'cuda:x'])
-def test_a_device_that_cannot_train_is_one_line(name):
-    assert rejection(device.check_device, name).startswith(f'--device={name}: ')
-
-
 def test_the_mapped_corpus_is_not_memory_of_the_process(monkeypatch):
     cpu = torch.device('cpu')
     assert 1e7 < device.peak_memory(cpu) < 1e12

@@ -157,8 +157,3 @@ def test_a_model_of_given_weights_has_them():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
     with pytest.raises(RuntimeError, match='transformer.wte.weight is tied to another weight here, not there'):
         gpt.with_weights(GPT, model.config, dict(weights, **{'lm_head.weight': weights['lm_head.weight'] + 1}))
-
-
-def test_impossible_shapes_are_rejected():
-    with pytest.raises(ValueError, match='longer than block_size = 16'):
-        tiny()(torch.zeros(1, 17, dtype=torch.long))

@@ -32,12 +32,6 @@ def test_toy_trajectories_are_those_of_the_papers_figure():
     assert abs(end['SignGD'][0] - 1) > 0.05, 'SignGD should bounce'
 
 
-@pytest.mark.parametrize('script', [toy_landscape, clipped_newton])
-def test_pictures_without_runs(script, tmp_path):
-    script.main([*(['--max_condition=10'] if script is clipped_newton else []), f'--output={tmp_path / "x.png"}'])
-    assert (tmp_path / 'x.png').stat().st_size > 10_000 and len(rows_of(tmp_path / 'x.csv')) > 4
-
-
 def test_theory_steps_are_flat_below_the_bound_and_signgds_above_theirs():
     conditions = [10, 1000]
     rows = clipped_newton.convex_rows(conditions, np.random.default_rng(0)) + clipped_newton.quadratic_rows(conditions)

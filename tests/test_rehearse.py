@@ -103,11 +103,6 @@ def ramped(self):
     return advance(self)
 loader.TrainLoader.__next__ = ramped
 '''
-ORDER = '''
-def starts(self, iteration):
-    return loader.np.load('{}')[iteration]
-loader.TrainLoader.starts = starts
-'''
 RANDOM = '''
 def augment(self, sequences, generators):
     return (sequences + loader.np.random.randint(0, 2, sequences.shape).astype(sequences.dtype)) % 251
@@ -130,9 +125,3 @@ def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     # A run alone says so of what is an attribute or a field, at its first save.
     assert ('has changed, but no checkpoint holds it' in text) == (code in (WINDOW, HOOK, AVERAGE, MODEL))
     assert ('TrainState' in text) == (comparison == 'resumed')
-
-
-def test_a_file_that_decides_the_order_is_named(report, tmp_path):
-    rehearse.loader.np.save(tmp_path / 'order.npy', rehearse.loader.np.arange(160).reshape(20, 8))
-    status, text = report(ORDER.format(tmp_path / 'order.npy'), '--only', 'again')
-    assert f'note: training reads {tmp_path}/order.npy; a resume does not notice' in text and not status
