@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,17 +33,10 @@ CHECKS = {
 
 def copy_repository(target):
     """The repository's Python files, without records, docs and tests, as a copy in the directory `target`."""
-    skipped = {'records', 'docs', 'tests', 'out', 'build', 'wandb'}
-    target.mkdir(exist_ok=True)
-    for path in ROOT.iterdir():
-        if path.suffix in ('.py', '.toml'):
-            shutil.copy(path, target / path.name)
-        elif path.is_dir() and path.name[0] != '.' and path.name not in skipped and not (path / 'pyvenv.cfg').exists():
-            for file in path.rglob('*.py'):
-                copy = target / file.relative_to(ROOT)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, copy)
-    return target
+    def left_out(folder, names):
+        return [name for name in names if name in ('records', 'docs', 'tests', 'out', 'build', 'wandb', 'venv')
+                or name[0] == '.' or not (Path(folder, name).is_dir() or name.endswith(('.py', '.toml')))]
+    return Path(shutil.copytree(ROOT, target, ignore=left_out, dirs_exist_ok=True))
 
 
 def check(functions, copy, data, **environment):

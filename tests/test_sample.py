@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import rejection, write_bins
+from conftest import random_gpt, rejection, write_bins
 
 from data.sources import files_corpus
 from data.tokenizer import Char, get_tokenizer
@@ -22,12 +22,7 @@ TINY = dict(block_size=24, vocab_size=64, n_layer=3, n_head=2, n_embd=16)
 
 def make_model(**kwargs):
     """A random model with large weights, so that greedy decoding does not repeat one token."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**{**TINY, **kwargs})).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_() if p.dim() == 2 else p.add_(0.1 * torch.randn_like(p))
-    return model
+    return random_gpt(1.0, **{**TINY, **kwargs}).eval()
 
 
 @torch.no_grad()
