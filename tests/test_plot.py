@@ -72,17 +72,6 @@ def test_the_file_that_is_read_is_not_overwritten(tmp_path):
     assert path.read_text().endswith('AdamW,1,100,3.0\n') and not (tmp_path / 'loss.png').exists()
 
 
-def test_losses_that_cannot_be_compared_are_named(tmp_path, capsys):
-    for seed, options in enumerate([{}, dict(data='another'), dict(argv=['--eval_iters=3'])]):
-        argv = ['--max_iters=100', f'--seed={seed}', *options.pop('argv', [])]
-        fake_run(tmp_path / str(seed), 3.0, argv, **options)
-    plot.main([str(tmp_path), '--metrics', 'val/loss', '--output', str(tmp_path / 'x.png')])
-    assert {row['seeds'] for row in rows_of(tmp_path / 'x.csv')} == {'1'}
-    said = capsys.readouterr().err
-    assert 'note: the runs differ in the data (fingerprint), so their losses cannot be compared\n' in said
-    assert 'note: the runs differ in the number of validation sequences' in said
-
-
 def test_lines_are_named_after_what_tells_them_apart(tmp_path):
     for name, lr in (('adamw', 1e-3), ('adamw', 2e-3), ('lion', 1e-3)):
         argv = ['--max_iters=100', f'--optimizer_name={name}', f'--learning_rate={lr}']
