@@ -424,7 +424,7 @@ def test_a_builder_may_give_a_group_its_own_learning_rate(monkeypatch):
                                lr=s.learning_rate)
 
     monkeypatch.setitem(optimizers.OPTIMIZERS, 'two', optimizers.Row(build, {}, 0.1))
-    optimizer = build_optimizer('two', make_params(), lr=1.0)
+    optimizer = build_optimizer('two', make_params(), lr=2.0)
     optim.set_learning_rate(optimizer, 0.5)
     assert [group['lr'] for group in optimizer.param_groups] == pytest.approx([0.05, 0.5])
 
