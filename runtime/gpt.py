@@ -92,11 +92,12 @@ def num_params(model):
 def flops_per_token(model):
     """Return the FLOPs to train on one token, in sequences of block_size, as in Chowdhery et al. (2022) and Table 2.
 
-    6 per weight of a trained matrix (a tied head too, the embeddings' look-ups not), and 12·n_layer·n_embd·block_size
-    for QKᵀ and AV, as if attention were not causal.
+    6 per weight of a trained matrix (a tied head too, the embeddings' look-ups not, a block once for each place that it
+    has in the model), and 12·n_layer·n_embd·block_size for QKᵀ and AV, as if attention were not causal.
     """
     c = model.config
-    weights = sum(p.numel() for module in model.modules() if not isinstance(module, nn.Embedding)
+    weights = sum(p.numel() for _, module in model.named_modules(remove_duplicate=False)
+                  if not isinstance(module, nn.Embedding)
                   for p in module.parameters(recurse=False) if p.dim() > 1 and p.requires_grad)
     return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
 

@@ -116,6 +116,8 @@ def test_flops_per_token_counts_the_matrix_products():
         model(idx, idx)[1].backward()
     expected = counter.get_total_flops() / idx.numel()
     assert gpt.flops_per_token(model) == expected
+    model.transformer.h = torch.nn.ModuleList(list(model.transformer.h)[:1] * 3)  # one block, used three times
+    assert gpt.flops_per_token(model) == expected
     model.transformer.mtp = torch.nn.Linear(8, 5)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # untied: as many products
     assert gpt.flops_per_token(model) == expected + 6 * 8 * 5
