@@ -34,7 +34,7 @@ from runtime import checkpoint, optim
 from runtime import device as devices
 from runtime.distributed import World, one_message, ranks_from_environment
 from runtime.gpt import HUB_MODELS, config_of, flops_per_token, model_args
-from runtime.rng import DROPOUT, keyed_seed, seed_all
+from runtime.rng import DROPOUT, LOOP, keyed_seed, seed_all
 from runtime.signals import StopSignals, protect_streams, undo_at_end
 from runtime.speed import Speed
 
@@ -466,6 +466,7 @@ def train(c):
             break
 
         started = time.perf_counter()
+        seed_all(keyed_seed(c.seed, LOOP, state.iter))  # for what an experiment draws here, such as a random length
         sequences = next(loader)
         step = train_step(run, sequences, state.iter)
         check_step(run, step)

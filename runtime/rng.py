@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 # Streams, the second half of Philox's key
-SEQUENCES, LABELS, VECTORS, DROPOUT, AUGMENTATION = range(5)
+SEQUENCES, LABELS, VECTORS, DROPOUT, AUGMENTATION, LOOP = range(6)
 
 
 def keyed_bits(seed, stream, iteration, n=1):

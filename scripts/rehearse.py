@@ -45,6 +45,7 @@ ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'compiled': ['-
 TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
 MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests', 'site-packages'}  # folders without experiments
 SYSTEM = [sys.prefix, sys.base_prefix, '/usr', '/lib', '/etc', '/opt', '/proc', '/sys', '/dev']
+TIMES = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}  # metrics of the machine
 CHECKED = '.py', '.pyc', '.bin', 'meta.json', 'tokenizer.json'  # files whose change a resume notices
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -195,9 +196,12 @@ def trained(folder, name, flags, half=None, late=False, nudge=False, ranks=1):
             raise SystemExit(f'STOPS with exit code {code}: {reason}')
         found = json.loads(path.read_text(encoding='utf-8'))
         steps |= found['steps']
+    latest = {}
     for line in read_metrics(Path(folder, name, 'metrics.jsonl')):
+        latest |= line
         measured = digests((key, value) for key, value in line.items() if 'loss' in key or key in ('lr', 'grad_norm'))
         steps[str(line['iter'])] = measured | steps.get(str(line['iter']), {})
+    found['unsaved'] |= digests((f'metric {key}', value) for key, value in latest.items() if key not in TIMES)
     warnings = [line for line in text.splitlines() if line.startswith('warning: ')]
     return dict(found, steps=steps, warnings=warnings)
 
@@ -286,7 +290,9 @@ def main(argv=None):
                 else:
                     agrees, text = difference(whole.result()['steps'], theirs['steps'])
                 if name == 'resumed':
-                    if names := lost(whole.result(), again.result(), theirs):
+                    names = lost(whole.result(), again.result(), theirs)
+                    names = [name for name in names if agrees or not name.startswith('metric ')]  # which follow
+                    if names:
                         agrees, text = False, f'{text}; a resume does not bring back {", ".join(names[:4])}'
                     if not agrees:
                         text += ' (state may live in TrainState, param_groups, the state of the optimizer and buffers)'

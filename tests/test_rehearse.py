@@ -103,6 +103,15 @@ def ramped(self):
     return advance(self)
 loader.TrainLoader.__next__ = ramped
 '''
+METRIC = '''
+import train
+measure, seen = train.metrics_of, lambda step, losses=[]: losses.append(step.loss) or sum(losses)
+train.metrics_of = lambda run, step, lr: dict(measure(run, step, lr), signal=seen(step))
+'''
+LENGTH = '''
+advance = loader.TrainLoader.__next__
+loader.TrainLoader.__next__ = lambda self: advance(self)[:, :int(torch.randint(8, 17, ()))]
+'''
 RANDOM = '''
 def augment(self, sequences, generators):
     return (sequences + loader.np.random.randint(0, 2, sequences.shape).astype(sequences.dtype)) % 251
@@ -117,11 +126,17 @@ loader.TrainLoader.augment = augment
     (AVERAGE, 'resumed', "a resume does not bring back Run.average ('0 items' instead of "),
     (MODEL, 'resumed', 'a resume does not bring back raw_model.calls ('),
     (RAMP, 'resumed', 'DIFFERS from step 3: train/loss is '),
+    (METRIC, 'resumed', 'equal; a resume does not bring back metric signal ('),
     (RANDOM, 'again', 'DIFFERS from step 1: train/loss is '),
-], ids=['window', 'module', 'hook', 'average', 'model', 'ramp', 'random'])
+], ids=['window', 'module', 'hook', 'average', 'model', 'ramp', 'metric', 'random'])
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, '--only', comparison)
     assert status and text.startswith(comparison) and words in text
     # A run alone says so of what is an attribute or a field, at its first save.
     assert ('has changed, but no checkpoint holds it' in text) == (code in (WINDOW, HOOK, AVERAGE, MODEL))
     assert ('TrainState' in text) == (comparison == 'resumed')
+
+
+def test_the_loop_may_draw_random_numbers(report):
+    status, text = report(LENGTH, '--only', 'resumed')
+    assert not status and text.splitlines()[0].split() == ['resumed', 'equal'], text
