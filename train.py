@@ -283,6 +283,7 @@ def begin(c):
     torch.set_flush_denormal(True)  # sharp attention produces many, and they halve the speed of a CPU
     with world.exit_together():
         data, val_data = open_dataset(c.dataset, c.block_size)
+        guards.check_validation(val_data)
     fingerprints = dict(train=fingerprint(data.bins), val=fingerprint(val_data.values()))
     origin = find_origin(world, c, data, fingerprints, learning_rate_at)
     with world.exit_together():

@@ -19,6 +19,14 @@ from runtime.optim import parameters
 RUNAWAY = 25  # sees all 35 recorded runs of Sophia that pass ‖h‖ = 100, and of the 372 others one, which ends at 81
 
 
+def check_validation(val_data):
+    """Stop the run unless the weights of the validation sets, with which val/loss is their mean, sum to 1."""
+    total = sum(data.weight for data in val_data.values())
+    if abs(total - 1) > 1e-9:
+        raise SystemExit(f'open_dataset: the weights of the validation sets {", ".join(val_data)} sum to {total:g}, so '
+                         'that val/loss would not be their mean; add a set with weight=0, or by --dataset=A:1,B:0')
+
+
 def check_parameters(optimizer, model):
     """SystemExit unless the optimizer has all parameters of `model` that are trained."""
     mine = set(parameters(optimizer))
@@ -33,9 +41,21 @@ def check_forward(run, sequences):
 
     Collective: every rank must call it. `sequences`: some of this rank. Changes neither buffers nor gradients.
     """
+    before = versions_of(run)
     with same_buffers(run.raw_model):
         check_outputs(run, sequences[:1])
         warn_of_leaks(run, sequences[:1, :-1])
+    changed = dict(versions_of(run).items() ^ before.items())
+    if changed and run.world.is_master:
+        warn(f'model.py: GPT.forward changes the parameter {min(changed)}, so that results depend on batch_size and on '
+             'where a run is resumed; change it in train_step, after the update')
+
+
+def versions_of(run):
+    """Return {name: (version, norm)} of the parameters, by which a change is seen; nothing of sharded ones."""
+    # `p.data.lerp_(…)` changes no version, and a teacher's first average with an equal student changes no norm.
+    parameters = () if run.world.sharded else run.raw_model.named_parameters()
+    return {name: (p._version, p.detach().norm().item()) for name, p in parameters}
 
 
 def check_outputs(run, sequences):
@@ -91,7 +111,7 @@ def check_masks(run, targets, logits, loss):
     The labels that Gauss-Newton-Bartlett samples there would enter the estimate. A position is left out if the gradient
     of the loss in its logits is 0 throughout.
     """
-    gradient, = torch.autograd.grad(run.scaler.scale(loss), logits, allow_unused=True)
+    gradient, = torch.autograd.grad(run.scaler.scale(loss), logits, allow_unused=True, create_graph=True)
     if gradient is None:
         if run.world.is_master:
             warn('model.py: the loss is not a function of the logits that GPT.forward returns; make sure that what it '
@@ -102,20 +122,27 @@ def check_masks(run, targets, logits, loss):
         raise SystemExit(f'model.py: GPT.forward leaves {left_out} of {targets.numel() * run.world.size} positions out '
                          'of the loss whose targets are not -1, so the Hessian estimate would take them; mask them in '
                          'place (targets[…] = -1), see docs/hacking.md, "Another loss"')
-    if run.world.is_master and (targets >= 0).any():
-        warn_of_weights(targets, logits.detach().float(), gradient.float() / run.scaler.get_scale())
+    if run.world.is_master:
+        warn_of_weights(targets >= 0, logits, gradient, run.scaler.get_scale())
 
 
-def warn_of_weights(targets, logits, gradient):
-    """Warn where predictions have weights in the training loss, by its `gradient` in the logits.
+def warn_of_weights(counts, logits, gradient, scale):
+    """Warn where predictions have weights in the training loss, whose Hessian in the logits is then larger or smaller
+    than the plain cross-entropy's, which Gauss-Newton-Bartlett estimates.
 
-    Gauss-Newton-Bartlett estimates the Hessian of the plain cross-entropy.
+    Labels, smoothed, noisy or a teacher's, do not change that Hessian. `counts`: the positions in the loss, (B, T);
+    `gradient`: that of `scale` times the loss, with a graph.
     """
-    plain = logits.softmax(-1)
-    plain.scatter_add_(-1, targets.clamp(min=0).unsqueeze(-1), -torch.ones_like(plain[..., :1]))  # of the sum
-    counts = targets >= 0
-    weights = (plain * gradient).sum(-1) * counts.sum() / plain.square().sum(-1).clamp(min=1e-12)
-    low, high = (round(weights[counts].quantile(q).item(), 2) for q in (0.05, 0.95))
+    signs = 1 - 2 * (torch.arange(logits.size(-1), device=logits.device) % 2).to(logits.dtype)
+    try:
+        product, = torch.autograd.grad(gradient, logits, signs.expand_as(logits))
+    except RuntimeError:  # a loss without a second derivative
+        return
+    plain = 1 - (logits.detach().float().softmax(-1) @ signs.float()).square()  # the same product of the plain loss
+    weights = (product.float() @ signs.float() / scale * counts.sum() / plain)[counts & (plain > 0.01)]
+    if not len(weights):  # a trained model may be sure of all labels
+        return
+    low, high = (round(weights.quantile(q).item(), 2) for q in (0.05, 0.95))
     if not 0.9 <= low <= high <= 1.1:
         warn(f'model.py: predictions have weights of {low:g} to {high:g} in the loss, which the Hessian estimate does '
              'not see; multiply --gamma by their mean, and see docs/hacking.md, "Another loss"')

@@ -25,7 +25,7 @@ import model
 import train as program
 from analysis import runs
 from analysis.runs import read_run
-from data.loader import TrainLoader
+from data.loader import Bin, TrainLoader
 from lifecycle import resume
 from runtime import checkpoint
 from runtime.device import can_compile
@@ -467,6 +467,43 @@ def test_weights_in_the_loss_that_the_estimate_does_not_see_are_noted(main, tmp_
     main(tmp_path, '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1')
     err = capsys.readouterr().err
     assert (f'predictions have weights {words} in the loss' in err) if words else not err
+
+
+def test_other_labels_are_not_taken_for_weights(main, tmp_path, monkeypatch, capsys):
+    """Smoothed ones leave the Hessian in the logits as it is."""
+    monkeypatch.setattr(loss, 'token_loss', lambda logits, targets: (
+        0.8 * loss.cross_entropy(logits, targets) - 0.2 * logits.log_softmax(-1).mean(-1)))
+    main(tmp_path, '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1')
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize('change', [lambda p: p.add_(0), lambda p: p.data.mul_(0.9)])
+def test_a_forward_that_changes_weights_is_noted(main, tmp_path, monkeypatch, capsys, change):
+    """As an average for a teacher does, which would also move in the checks before the first step."""
+    forward = program.GPT.forward
+
+    def changing(self, *args):
+        with torch.no_grad():
+            change(self.transformer.wpe.weight)
+        return forward(self, *args)
+
+    monkeypatch.setattr(program.GPT, 'forward', changing)
+    main(tmp_path, '--max_iters=1', '--eval_iters=1')
+    assert 'GPT.forward changes the parameter transformer.wpe.weight' in capsys.readouterr().err
+
+
+def test_a_further_validation_set_does_not_count_in_the_loss(main, tmp_path, monkeypatch):
+    """With the weight that a Bin has by itself, val/loss would be the sum of two losses."""
+    def opened(*args, open_dataset=program.open_dataset, **weight):
+        data, val = open_dataset(*args)
+        return data, val | dict(other=Bin(next(iter(val.values())).path.parent, 'val', **weight))
+
+    flags = '--max_iters=1', '--eval_iters=1'
+    monkeypatch.setattr(program, 'open_dataset', opened)
+    assert 'sum to 2' in rejection(main, tmp_path / 'a', *flags)
+    monkeypatch.setattr(program, 'open_dataset', functools.partial(opened, weight=0))
+    main(tmp_path / 'b', *flags)
+    assert metrics(tmp_path / 'b', 'val/loss') == metrics(tmp_path / 'b', 'val/loss/other')
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag'])
