@@ -122,16 +122,15 @@ def check_masks(run, targets, logits, loss):
         raise SystemExit(f'model.py: GPT.forward leaves {left_out} of {targets.numel() * run.world.size} positions out '
                          'of the loss whose targets are not -1, so the Hessian estimate would take them; mask them in '
                          'place (targets[…] = -1), see docs/hacking.md, "Another loss"')
-    if run.world.is_master:
-        warn_of_weights(targets >= 0, logits, gradient, run.scaler.get_scale())
+    warn_of_weights(run, targets >= 0, logits, gradient)
 
 
-def warn_of_weights(counts, logits, gradient, scale):
+def warn_of_weights(run, counts, logits, gradient):
     """Warn where predictions have weights in the training loss, whose Hessian in the logits is then larger or smaller
     than the plain cross-entropy's, which Gauss-Newton-Bartlett estimates.
 
     Labels, smoothed, noisy or a teacher's, do not change that Hessian. `counts`: the positions in the loss, (B, T);
-    `gradient`: that of `scale` times the loss, with a graph.
+    `gradient`: that of the scaled loss, with a graph. Collective: FSDP's hooks on the logits communicate.
     """
     signs = 1 - 2 * (torch.arange(logits.size(-1), device=logits.device) % 2).to(logits.dtype)
     try:
@@ -139,11 +138,11 @@ def warn_of_weights(counts, logits, gradient, scale):
     except RuntimeError:  # a loss without a second derivative
         return
     plain = 1 - (logits.detach().float().softmax(-1) @ signs.float()).square()  # the same product of the plain loss
-    weights = (product.float() @ signs.float() / scale * counts.sum() / plain)[counts & (plain > 0.01)]
+    weights = (product.float() @ signs.float() / run.scaler.get_scale() * counts.sum() / plain)[counts & (plain > 0.01)]
     if not len(weights):  # a trained model may be sure of all labels
         return
     low, high = (round(weights.quantile(q).item(), 2) for q in (0.05, 0.95))
-    if not 0.9 <= low <= high <= 1.1:
+    if run.world.is_master and not 0.9 <= low <= high <= 1.1:
         warn(f'model.py: predictions have weights of {low:g} to {high:g} in the loss, which the Hessian estimate does '
              'not see; multiply --gamma by their mean, and see docs/hacking.md, "Another loss"')
 
