@@ -35,8 +35,8 @@ TINY = ['--n_layer=1', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--bloc
 OPTIMIZERS = {'sophiag': ['--hessian_interval=4', '--dropout=0.1'], 'sophiah': ['--hessian_interval=4']}
 INJECT = ROOT / 'tests/faults.py'
 HANG = 400  # seconds; on a busy machine runs of seconds take minutes
-LONGEST = ('test_hacking', 'test_sharding', 'test_examples', 'test_data', 'test_reliability', 'test_sweep', 'test_docs',
-           'test_hf', 'test_rows', 'test_launch', 'test_train', 'test_plan')
+LONGEST = ('test_hacking', 'test_sharding', 'test_examples', 'test_train', 'test_reliability', 'test_loss',
+           'test_rehearse', 'test_rows', 'test_sweep', 'test_hessian', 'test_sophia', 'test_hf', 'test_data')
 needs_compiler = pytest.mark.skipif(not can_compile('cpu'), reason='needs a C++ compiler and Python.h')
 
 # tiktoken's cache names the files by the SHA-1 of the addresses it has them from.

@@ -159,7 +159,6 @@ def test_what_is_printed(capsys):
         plan.main(flags)
         assert 'fsdp' not in capsys.readouterr().out
     for flags, told in ((['--model_size=30M', '--max_iters=600'], '0.26 s a step; 600 steps take 0.043 hours, 0.043'),
-                        (['--model_size=30M', '--max_iters=50000'], '0.26 s a step; 50,000 steps take 3.6 hours, 3.6'),
                         (['--model_size=355M'], '3 s a step; 100,000 steps take 83.6 hours, 83.6')):
         plan.main([*flags, '--gpu=H100'])
         assert f'  {told} GPU-hours' in capsys.readouterr().out
