@@ -1,7 +1,6 @@
 """dev/bench.py: its columns and its baselines; and that it steps as train.py does."""
 
 import json
-import multiprocessing
 
 import pytest
 import torch
@@ -40,9 +39,7 @@ def test_a_config_may_begin_with_variables_of_the_environment():
     assert bench.environment_of('config/quickstart.py --seed=1') == ({}, ['config/quickstart.py', '--seed=1'])
 
 
-def test_every_column_is_measured_where_it_exists(tmp_path, monkeypatch):
-    fork = multiprocessing.get_context('fork')  # starts sooner than `spawn`
-    monkeypatch.setattr(bench.multiprocessing, 'get_context', lambda _: fork)
+def test_every_column_is_measured_where_it_exists(tmp_path):
     (tmp_path / 'peer').mkdir()
     (tmp_path / 'peer' / 'model.py').write_text(BASELINE)
     bench.main(['--rounds', '1', '--baseline', str(tmp_path / 'peer'), '--output',
