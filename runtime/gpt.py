@@ -132,7 +132,7 @@ def sample_next(logits, temperature=1.0, top_k=None, top_p=None, generator=None)
     Temperature 0 takes the likeliest id. `generator`: on the logits' device; default torch's global one.
     """
     logits = logits.float()
-    if temperature == 0:
+    if temperature < 1e-30:  # by which logits would overflow
         return logits.argmax(-1)
     logits = logits / temperature
     if top_k is not None:

