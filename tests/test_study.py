@@ -18,6 +18,7 @@ from records.dissection import results
 from records.dissection.results import mean_sd
 from records.fresh_h import results as fresh_h_results
 from records.gpu_30m import results as gpu_30m_results
+from records.rare_tokens import results as rare_tokens_results
 from records.rare_tokens import study as rare_tokens
 from records.sharpening import results as sharpening_results
 from records.sharpening import study as sharpening
@@ -95,6 +96,7 @@ def test_the_table_of_the_first_study_is_of_its_records():
     (fresh_h_results, fresh_h_results.read_results, fresh_h_results.draw_shares, 'shares.csv'),
     (small_batch_results, small_batch_results.read_results, small_batch_results.draw_bands, 'bands.csv'),
     (sharpening_results, sharpening_results.read_runs, sharpening_results.draw_norms, 'norms.csv'),
+    (rare_tokens_results, rare_tokens_results.read_arms, rare_tokens_results.draw_losses, 'losses.csv'),
 ])
 def test_the_page_and_the_picture_of_a_study_are_of_its_records(study, read, draw, file):
     found, here = read(), Path(study.__file__).parent
@@ -105,12 +107,16 @@ def test_the_page_and_the_picture_of_a_study_are_of_its_records(study, read, dra
                        for row in draw(found)[1]]
 
 
-def test_the_records_of_the_runaway_are_runs_of_its_protocol():
-    recorded = studies.recorded(sharpening.HERE / 'runs.jsonl')
-    so_far, due = studies.next_runs(sharpening.protocol, lambda run: recorded.pop(str(run.path), None))
-    assert not recorded and len(so_far.done) + len(due) == 126
+@pytest.mark.parametrize('study', [sharpening, rare_tokens])
+def test_records_are_runs_of_their_protocol(study):
+    recorded = studies.recorded(study.HERE / 'runs.jsonl')
+    so_far, due = studies.next_runs(study.protocol, lambda run: recorded.pop(str(run.path), None))
+    assert not recorded and so_far.done and due
+
+
+def test_the_runs_of_the_runaway_are_in_the_order_of_their_worth():
     *_, order = studies.next_runs(sharpening.protocol, lambda run: None)
-    assert [run.part for run in order[:12]] == ['p=1', 'rows', 'proportional', 'clipped'] * 3
+    assert len(order) == 126 and [run.part for run in order[:12]] == ['p=1', 'rows', 'proportional', 'clipped'] * 3
 
 
 def test_rare_tokens_searches_each_arm_alike_and_then_takes_fresh_seeds():

@@ -39,10 +39,10 @@ def best_of(trials):
 
 
 def fresh(arm, trials):
-    """Return the losses of the fresh seeds of an arm, [] until all are there."""
+    """Return the losses of the fresh seeds of an arm so far, and whether all are there."""
     seeds = [*SEEDS, *(MORE if arm in TESTS[0] else ())]
-    results = trials.get(best_of(trials), {})
-    return [results[seed].loss for seed in seeds] if {*seeds} <= results.keys() else []
+    results = trials[best_of(trials)]
+    return [results[seed].loss for seed in seeds if seed in results], {*seeds} <= results.keys()
 
 
 def planned_tests(arms):
@@ -51,10 +51,11 @@ def planned_tests(arms):
 
     The first test is of equivalence: its p is the larger one of two one-sided Welch tests against ±EQUIVALENT.
     """
-    losses = {arm: fresh(arm, trials) for arm, trials in arms.items()}
+    found = {arm: fresh(arm, trials) for arm, trials in arms.items()}
+    losses = {arm: mine for arm, (mine, complete) in found.items() if complete}
     rows = []
     for one, two in TESTS:
-        if losses.get(one) and losses.get(two):
+        if {one, two} <= losses.keys():
             row = difference(losses[one], losses[two])
             name = f'{one} minus {two}'
             if (one, two) == TESTS[0]:
@@ -71,7 +72,7 @@ def arm_table(arms):
     for arm, trials in arms.items():
         tuned, rate, decay = best_of(trials)
         searched = trials[best_of(trials)][SEARCH_SEED]
-        losses = fresh(arm, trials)
+        losses, _ = fresh(arm, trials)
         unclipped = searched.unclipped if arm != 'AdamW' else None
         rows.append({'arm': f'`{arm}`', 'runs': f'{sum(map(len, trials.values()))}', 'tuned': f'{tuned:g}',
                      'lr': f'{rate:g}', 'λ': 'twice' if decay else '',
@@ -96,8 +97,8 @@ def tables(arms):
 
 
 def draw_losses(arms):
-    """Draw the fresh seeds of each arm that has them all. Return (figure, rows)."""
-    losses = {arm: found for arm, trials in arms.items() if (found := fresh(arm, trials))}
+    """Draw the fresh seeds of each arm. Return (figure, rows)."""
+    losses = {arm: fresh(arm, trials)[0] for arm, trials in arms.items()}
     rows = [dict(arm=arm, loss=loss) for arm, found in losses.items() for loss in found]
     fig, (ax,) = figure(width=6.0, height=1.0 + 0.35 * len(losses))
     for place, found in enumerate(losses.values()):
