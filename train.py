@@ -443,9 +443,9 @@ def train(c):
     world, state, log, stops = run.world, run.state, run.log, run.stops
     loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          state.iter)
-    if state.order not in ('', loader.order()):
+    before, state.order = state.order, loader.order()
+    if before not in ('', state.order):
         log.print('changed: the order of the data')
-    state.order = loader.order()
     speed = Speed(flops_per_token(run.raw_model), world)
     if not c.eval_only:
         first = loader.first()[:c.batch_size]

@@ -170,7 +170,8 @@ def parts_of(dataset):
         if Path(name).name in [Path(other).name for other in parts]:
             raise SystemExit(f'--dataset={dataset}: two parts have the same name')
         parts[name] = float(weight)
-    return {name: weight / sum(parts.values()) for name, weight in parts.items()}
+    total = sum(parts.values())
+    return {name: weight / total for name, weight in parts.items()}
 
 
 def open_dataset(dataset, block_size):

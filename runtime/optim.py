@@ -14,7 +14,8 @@ OVERFLOWS = 40
 def set_learning_rate(optimizer, lr):
     """Set the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one. SystemExit
     if something else has changed the rates since the call before, because its schedule would have no effect."""
-    if lrs_of(optimizer) != getattr(optimizer, 'scheduled', lrs_of(optimizer)):
+    rates = lrs_of(optimizer)
+    if rates != getattr(optimizer, 'scheduled', rates):
         raise SystemExit(f'{type(optimizer).__name__}: a scheduler, or its own step, has changed the learning rate, '
                          "which train.py sets in each iteration; edit learning_rate_at, or set a group's lr_scale")
     for group in optimizer.param_groups:

@@ -92,8 +92,9 @@ def start_wandb(path, values):
     run.define_metric('iter')
     run.define_metric('*', step_metric='iter')
     if run_id and path.is_file():
+        received = run.summary.get('iter', -1)  # before `log` changes it
         for entry in map(json.loads, path.read_text(encoding='utf-8').splitlines()):
-            if entry['iter'] >= run.summary.get('iter', -1):  # of its two lines perhaps only one arrived
+            if entry['iter'] >= received:  # of its two lines perhaps only one arrived
                 run.log(entry)
     return run
 

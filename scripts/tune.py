@@ -56,11 +56,13 @@ def main(argv=None):
             trial.check()
         train_all(found, args.jobs, args.launcher)
         tried.update((trial.out_dir, trial) for trial in found)
+        losses = []
         for trial in found:
             loss, state = outcome_of(trial.run)
             if loss is None:
                 raise SystemExit(f'{trial.out_dir}: {state}; {trial.last_line}. Then run the same command again')
-        return [outcome_of(trial.run)[0] for trial in found]
+            losses.append(loss)
+        return losses
 
     best, loss = search(values, {key: canonical(begin[key]) for key in values}, args.noise, losses_of)
     show(tried.values())

@@ -70,8 +70,8 @@ def arm_table(arms):
     """Return a row of texts for each arm: what its search has chosen, and its losses."""
     rows = []
     for arm, trials in arms.items():
-        tuned, rate, decay = best_of(trials)
-        searched = trials[best_of(trials)][SEARCH_SEED]
+        tuned, rate, decay = best = best_of(trials)
+        searched = trials[best][SEARCH_SEED]
         losses, _ = fresh(arm, trials)
         unclipped = searched.unclipped if arm != 'AdamW' else None
         rows.append({'arm': f'`{arm}`', 'runs': f'{sum(map(len, trials.values()))}', 'tuned': f'{tuned:g}',
