@@ -165,6 +165,7 @@ class GNBHook(HessianHook):
 
     samples_labels = True
     cost = 2 / 3
+    max_norm = None  # at which ĝ is clipped before it is squared
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -174,7 +175,7 @@ class GNBHook(HessianHook):
     def start(self, iter_num, loss_scale=1.0):
         super().start(iter_num, loss_scale)
         self.uniforms = None
-        self.estimator = GaussNewtonBartlett(self.optimizer, by_parts=self.parts > 1) if self.due else None
+        self.estimator = GaussNewtonBartlett(self.optimizer, self.parts > 1, self.max_norm) if self.due else None
         return self.due
 
     def split(self, rows, size):
@@ -231,6 +232,12 @@ def keep_buffers():
     import torch._functorch.config
     torch._functorch.config.donated_buffer = False
     torch.compiler.config.cache_key_tag = 'donated_buffer=False'
+
+
+class ClippedGNBHook(GNBHook):
+    """Gauss-Newton-Bartlett with ĝ clipped at norm 1, like the gradient; not in the paper."""
+
+    max_norm = 1.0
 
 
 class EmpiricalFisherHook(GNBHook):

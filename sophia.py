@@ -243,7 +243,8 @@ class Sophia(HessianOptimizer):
 # Algorithm 2
 
 
-def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, retain_graph=False, by_parts=False):
+def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, retain_graph=False, by_parts=False,
+                          max_norm=None):
     """Estimate the Gauss-Newton diagonal from labels that the model itself draws (Algorithm 2).
 
     Args:
@@ -260,10 +261,11 @@ def gauss_newton_bartlett(outputs, optimizer, distribution=None, group=None, ret
         retain_graph: keep the graph of `outputs` for the gradient of the true loss.
         by_parts: square the gradient of each micro-batch, and of each rank, by itself: less noise, see
             `GaussNewtonBartlett`. Parts of one forward, `logits.split(1)`, also need retain_graph=True.
+        max_norm: clip ĝ at this norm before it is squared, see `clip_estimate`; not in the paper.
 
     Returns the list of tensors ĥ = B·ĝ⊙ĝ for `Sophia.update_hessian`.
     """
-    estimator, classes = GaussNewtonBartlett(optimizer, by_parts), set()
+    estimator, classes = GaussNewtonBartlett(optimizer, by_parts, max_norm), set()
     check_seeds(estimator.params[0].device, group)
     if isinstance(outputs, tuple) and (distribution or hasattr(outputs, '_fields')):
         raise TypeError('gauss_newton_bartlett: a tuple may be the outputs of one forward or of several; pass '
@@ -312,8 +314,8 @@ class GaussNewtonBartlett:
     With sharded parameters a part is one `add` on all ranks, because FSDP's backward sums over them.
     """
 
-    def __init__(self, optimizer, by_parts=False):
-        self.params, self.by_parts = params_of(optimizer), by_parts
+    def __init__(self, optimizer, by_parts=False, max_norm=None):
+        self.params, self.by_parts, self.max_norm = params_of(optimizer), by_parts, max_norm
         self.total, self.predictions = [None] * len(self.params), 0  # G, or Σₚ Gₚ⊙Gₚ; B
 
     def add(self, loss_hat, predictions, retain_graph=False):
@@ -340,7 +342,23 @@ class GaussNewtonBartlett:
         for total in found:
             if total is not None:
                 total.div_(loss_scale ** 2 * B) if self.by_parts else total.div_(loss_scale * B ** 0.5).square_()
+        if self.max_norm is not None:
+            clip_estimate(found, B, self.max_norm)
         return found
+
+
+def clip_estimate(estimates, predictions, max_norm):
+    """Scale an estimate ĥ = B·ĝ⊙ĝ, in place, as if ĝ had been clipped at `max_norm` before it was squared.
+
+    Its coordinates sum to B·‖ĝ‖², in expectation also by parts. The paper does not clip ĝ; where the gradient is
+    clipped, this keeps h from running away, at the price of a bias. `predictions`: B.
+    """
+    given = [h_hat for h_hat in estimates if h_hat is not None]
+    sums = [h_hat.sum() for h_hat in given]
+    sums = [total.full_tensor() if is_dtensor(total) else total for total in sums]
+    factor = predictions * max_norm ** 2 / torch.stack([total.to(sums[0].device) for total in sums]).sum()
+    for h_hat in local(given):
+        h_hat.mul_(factor.clamp(max=1).to(h_hat.device))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

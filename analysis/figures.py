@@ -17,8 +17,9 @@ OPTIMIZER_LABELS = {'adamw': 'AdamW', 'lion': 'Lion', 'adahessian': 'AdaHessian'
                     'sophiah': 'Sophia-H', 'ef_clip': 'E-F+clip', 'ah_clip': 'AH+clip', 'signum': 'Sign momentum',
                     'clip': 'Sign momentum',  # its name in older records
                     'normalize': 'Normalize', 'gnb_noclip': 'GNB without clipping', 'gnb_mean': 'GNB, mean of h',
-                    'gnb_permuted': 'GNB, h permuted', 'sophiag_fresh': 'Sophia-G, fresh h', 'muon': 'Muon',
-                    'soap': 'SOAP'}
+                    'gnb_rows': 'GNB, h shuffled in rows', 'gnb_permuted': 'GNB, h permuted',  # in older records
+                    'sophiag_fresh': 'Sophia-G, fresh h', 'sophiag_clipped': 'Sophia-G, fresh h, ĝ clipped',
+                    'muon': 'Muon', 'soap': 'SOAP'}
 
 SETTING_LABELS = dict(learning_rate='learning rate', weight_decay='weight decay', beta1='β1', beta2='β2', eps='ε',
                       gamma='γ', hessian_interval='k', hessian_parts='parts', max_iters='steps T',

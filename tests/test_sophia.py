@@ -212,6 +212,22 @@ def test_the_expectation_over_all_labels_is_the_gauss_newton_diagonal(monkeypatc
     torch.testing.assert_close(mean, flat(total) / B, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize('scale', [0.1, 10])
+def test_an_estimate_with_a_max_norm_is_of_the_clipped_gradient(scale):
+    """In one part; by parts the factor comes from the sum of the estimate, whose expectation is the same."""
+    params, x = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)], scale * torch.randn(7, 5)
+    estimates = {}
+    for by_parts, max_norm in itertools.product((False, True), (None, 0.5)):
+        estimator = GaussNewtonBartlett(params, by_parts, max_norm)
+        for part in x.split(4):
+            estimator.add(8.0 * (part @ torch.cat(params)).sum(), len(part))
+        estimates[by_parts, max_norm] = flat(estimator.estimate(8.0))
+    g = x.mean(0)
+    torch.testing.assert_close(estimates[False, 0.5], 7 * (g * (0.5 / g.norm()).clamp(max=1)).square())
+    parts = estimates[True, None]
+    torch.testing.assert_close(estimates[True, 0.5], parts * (7 * 0.25 / parts.sum()).clamp(max=1))
+
+
 @pytest.mark.parametrize('distribution', [
     lambda f: Normal(f, 1.0), lambda f: Bernoulli(logits=f), lambda f: Poisson(f.exp())],
     ids=['squared loss', 'Bernoulli', 'Poisson'])
@@ -563,6 +579,8 @@ def on_each_of_two_ranks(rank, path):
     model, parts = fully_shard(network()), torch.arange(8)[half].split(2)
     sharded = estimate(model.parameters(), model, parts, by_parts=True)
     estimates['sharded parts'] = flat(h_hat.full_tensor() for h_hat in sharded)
+    sharded = estimate(model.parameters(), model, parts, by_parts=True, max_norm=0.01)
+    estimates['clipped parts'] = flat(h_hat.full_tensor() for h_hat in sharded)
     model, parts = network(), ([0, 1, 4, 5], [2, 3, 6, 7])  # both ranks' first and second part
     estimates['its parts'] = flat(estimate(model.parameters(), model, parts, alone, by_parts=True))
     *_, estimates['its estimate'] = estimate(model.parameters(), model, [slice(None)], alone)
@@ -654,6 +672,8 @@ def test_parts_are_squared_before_they_are_added_up_over_ranks(two_ranks):
     for rank in two_ranks:
         torch.testing.assert_close(rank['parts'], expected)
         torch.testing.assert_close(rank['sharded parts'], rank['its parts'])
+        factor = 8 * 0.01 ** 2 / rank['its parts'].sum()
+        torch.testing.assert_close(rank['clipped parts'], rank['its parts'] * factor)
 
 
 @pytest.mark.parametrize('order', [1, -1])

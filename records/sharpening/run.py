@@ -5,7 +5,6 @@
 It deletes the checkpoints of a finished run. COMMIT in the environment names the commit of a copy without git.
 """
 
-import functools
 import os
 import sys
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train
 from data.loader import TrainLoader, open_dataset
-from hessian import GNBHook
+from hessian import ClippedGNBHook, GNBHook
 from optimizers import OPTIMIZERS, SOPHIA_G, SOPHIA_G_LR, Row, kind_of, sophia
 from runtime import checkpoint, runlog
 from scripts import curvature
@@ -30,20 +29,6 @@ class Root(Sophia):
 
     def curvature(self, hs):
         return [(h * h.mean()).sqrt_() for h in hs]
-
-
-@functools.cache
-def shuffled(shape, device):
-    """Return a random order of each row of a tensor, a function of its shape alone; a vector is one row."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.rand(shape, generator=generator).argsort(-1).to(device)
-
-
-class Rows(Sophia):
-    """The coordinates of h shuffled within each row, the same way in every step."""
-
-    def curvature(self, hs):
-        return [h.gather(-1, shuffled(h.shape, h.device)) for h in hs]
 
 
 class Proportional(Sophia):
@@ -64,26 +49,13 @@ class Measured(Sophia):
         return [torch.zeros_like(h) for h in hs]
 
 
-class ClippedHook(GNBHook):
-    """The estimate as if ĝ were clipped at norm 1 before it is squared.
-
-    With one part the sum of ĥ = B·ĝ⊙ĝ over all coordinates is B·‖ĝ‖², so clipping multiplies it by min(1, B / sum).
-    With parts the sum has the same expectation, and the same factor is used.
-    """
-
-    def diagonal(self):
-        B, estimates = self.estimator.predictions, super().diagonal()
-        factor = (B / sum(h_hat.sum() for h_hat in estimates)).clamp(max=1)
-        return [h_hat * factor for h_hat in estimates]
-
-
 def row(cls=Sophia, hook=GNBHook):
     """Return the row of an optimizer that differs from Sophia-G's in its class or its hook."""
     return Row(partial(sophia, cls=cls), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', hook)
 
 
-OPTIMIZERS.update(gnb_root=row(Root), gnb_rows=row(Rows), gnb_proportional=row(Proportional),
-                  gnb_measured=row(Measured), gnb_clipped=row(hook=ClippedHook))
+OPTIMIZERS.update(gnb_root=row(Root), gnb_proportional=row(Proportional), gnb_measured=row(Measured),
+                  gnb_clipped=row(hook=ClippedGNBHook))
 
 
 def measured(run):
