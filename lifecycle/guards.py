@@ -159,8 +159,9 @@ def warn_of_runaway(run, metrics):
     norm = metrics['hessian_norm'] / (1 - c.beta2 ** (state.iter // c.hessian_interval + 1))
     if norm > RUNAWAY * state.lowest_hessian_norm:
         growth = norm / state.lowest_hessian_norm
-        run.log.print(f'warning: the norm of h is {growth:.0f} times its lowest and runs away; begin again, or at an '
-                      'earlier checkpoint, with a lower --gamma or --learning_rate, see docs/troubleshooting.md')
+        run.log.print(f'warning: the norm of h is {growth:.0f} times its lowest and runs away; begin again with '
+                      '--optimizer_name=sophiag_clipped, or, also at an earlier checkpoint, with a lower --gamma or '
+                      '--learning_rate, see docs/troubleshooting.md')
         state.lowest_hessian_norm = math.inf  # so that it is said again only after as much growth again
     state.lowest_hessian_norm = min(state.lowest_hessian_norm, norm or math.inf)  # 0: no estimate was finite yet
 
