@@ -5,7 +5,8 @@
 
 It compares the checkpoint's h and update with those of a low-noise h, the mean of the squared gradients of single
 sequences on labels drawn from the model, as training draws them (`loss.Losses` and the hook). Without Sophia-G's h and
-update, or with --estimator hutchinson, it only describes the diagonal. The table has a row for each kind of tensor.
+update, or with --estimator hutchinson, it only describes the diagonal. The table has a row for each KIND of
+hessian_norm/KIND.
 
   positive          share of the diagonal's entries that are above 0
   agreement         correlation of the logarithms of two low-noise h, from different halves of the sequences
@@ -15,20 +16,15 @@ update, or with --estimator hutchinson, it only describes the diagonal. The tabl
   log_corr          correlation of log h of the run and of the low-noise h
   scale             sum of h of the run, which begins at 0, over that of the low-noise h
 
-A second table is of the whole model:
-
-  signal_over_noise of the gradient of one sequence; it grows with their number
-  level             share of its level that h, which begins at 0, has reached
-  averaged          how many equally weighted estimates would have as much noise as h
-  mean_age          of the estimates in h, in iterations
-  along_run, _low   curvature along the update with h of the run, and with the low-noise h; along sign momentum it is 1
+A second table is of the whole model: signal_over_noise of the gradient of one sequence; the level that h has reached,
+as a share of its own; how many equally weighted estimates would have as much noise as h (averaged), and their mean_age
+in iterations; curvature along the update with h of the run and with the low-noise h (along_run, along_low), where along
+sign momentum it is 1.
 
 More parts help where noise_of_h is large, say above 0.3. Where it is small and log_corr is well below agreement, h is
 stale, and a lower β2 helps.
 """
 
-import functools
-import re
 import sys
 from pathlib import Path
 
@@ -40,7 +36,7 @@ from analysis.figures import argparser, figure, png_path, print_table, save
 from data.loader import Mixture, TrainLoader
 from hessian import GNBHook
 from loss import Losses
-from optimizers import OPTIMIZERS
+from optimizers import OPTIMIZERS, kind_of
 from optimizers import sophia as build_sophia
 from runtime import checkpoint
 from runtime.arguments import at_least
@@ -62,18 +58,13 @@ def log_correlation(a, b):
     return torch.corrcoef(torch.stack([a[both].log(), b[both].log()]))[0, 1].item()
 
 
-def inputs_and_targets(tokens):
-    """Return X and Y (1, T) of a sequence (T + 1,); Y is a copy, in which GPT.forward may mask targets."""
-    return tokens[None, :-1].contiguous(), tokens[None, 1:].clone()
-
-
 def draw_gradients(model, params, sequences):
     """Yield for each sequence (T + 1,) the number of its predictions that count, and the gradients of their summed loss
     on sampled labels, as the hook draws them, and of their summed training loss, two vectors."""
     losses = Losses(model)
     hook = GNBHook(model, Sophia(params, 0.0), seed=SEED, interval=1, batch_size=1)
     for i, tokens in enumerate(sequences):
-        X, Y = inputs_and_targets(tokens)
+        X, Y = tokens[None, :-1].contiguous(), tokens[None, 1:].clone()  # in which GPT.forward may mask targets
         hook.start(i)
         _, loss, loss_hat, predictions = losses(X, Y, **hook.labels(X, Y))
         yield predictions.item(), *(
@@ -86,79 +77,74 @@ def trained(model):
     return zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad))
 
 
-class Gradients:
-    """Means over the gradients g of the summed loss of single sequences at a checkpoint.
+class Diagonal:
+    """Moments of estimates of the Hessian's diagonal, each from one sequence."""
 
-    halves: low-noise h from half of the sequences each; their sum is the low-noise h. squares: the mean square of an
-    estimate from one sequence. signal, noise: ‖E g‖² and E‖g − E g‖², of the training loss.
-    """
+    def __init__(self):
+        self.N, self.weights, self.sums, self.squares = 0, 0, [0, 0], 0
 
-    def __init__(self, model, params, sequences):
-        self.N, predictions = len(sequences), 0
-        self.halves, self.squares, gradient, square = [0, 0], 0, 0, 0.0
-        for i, (count, g, true) in enumerate(draw_gradients(model, params, sequences)):
-            predictions += count
-            self.halves[i % 2] = self.halves[i % 2] + g ** 2
-            self.squares = self.squares + g ** 4 / self.N
-            gradient, square = gradient + true, square + true.square().sum().item() / self.N
-        self.halves = [half / predictions for half in self.halves]
-        self.squares = self.squares / (predictions / self.N) ** 2
-        self.signal = max(1e-30, (gradient.square().sum().item() / self.N - square) / (self.N - 1))  # without bias
-        self.noise = square - self.signal
+    def add(self, estimate, weight=1):
+        """Add an estimate that is multiplied by its weight."""
+        self.sums[self.N % 2] = self.sums[self.N % 2] + estimate
+        self.squares = self.squares + estimate ** 2
+        self.N, self.weights = self.N + 1, self.weights + weight
 
-    def cv(self, size, parts, at=slice(None)):
-        """Return the standard deviation over the mean of Algorithm 2's estimate on `size` sequences in `parts` parts.
+    @property
+    def halves(self):
+        """Two vectors, from half of the sequences each, whose sum is the low-noise h."""
+        return [half / self.weights for half in self.sums]
 
-        Both are root mean squares over the coordinates `at`. The square of a sum of n independent variables with mean 0
-        has the variance 2 + κ/n, in units of its squared mean, where κ is the excess kurtosis of one.
+    def cv(self, at=slice(None), size=1, parts=1):
+        """Return the standard deviation over the mean of an estimate from `size` sequences, of Algorithm 2's in `parts`
+        parts. Both are root mean squares over the coordinates `at`.
+
+        The square of a sum of n independent variables with mean 0 has the variance 2 + κ/n, in units of its squared
+        mean, where κ is the excess kurtosis of one.
         """
-        squared_mean = (self.halves[0] + self.halves[1])[at].square().mean()
-        variance = (self.squares[at].mean() - squared_mean) * self.N / (self.N - 1)
+        squared_mean = (sum(self.sums)[at] / self.N).square().mean()
+        variance = (self.squares[at].mean() / self.N - squared_mean) * self.N / (self.N - 1)
         kurtosis = variance / (squared_mean - variance / self.N).clamp(min=squared_mean / self.N) - 2
         return (2 / parts + kurtosis / size).clamp(min=0).sqrt().item()  # rounding may end below 0
 
 
-def diagonal_halves(model, params, sequences):
-    """Return two vectors whose sum is the mean of Algorithm 1's estimates, from half of the sequences each; and a
-    function of coordinates: the standard deviation over the mean of one estimate, both root mean squares."""
-    halves, squares, N = [0, 0], 0, len(sequences)
-    for i, tokens in enumerate(sequences):
-        with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
-            estimate = flat(hutchinson(model(*inputs_and_targets(tokens))[1], params))
-        halves[i % 2] = halves[i % 2] + estimate / N
-        squares = squares + estimate ** 2 / N
+class Gradients(Diagonal):
+    """The diagonal by the squared gradients of single sequences' losses on sampled labels.
 
-    def cv(at):
-        mean = (halves[0] + halves[1])[at].square().mean()
-        variance = (squares[at].mean() - mean) * N / (N - 1)
-        return (variance / (mean - variance / N).clamp(min=mean / N)).sqrt().item()
-    return halves, cv
+    signal, noise: ‖E g‖² and E‖g − E g‖² of the gradient g of a sequence's summed training loss.
+    """
+
+    def __init__(self, model, params, sequences):
+        super().__init__()
+        gradient = square = 0
+        for predictions, g, true in draw_gradients(model, params, sequences):
+            self.add(g ** 2, predictions)
+            gradient, square = gradient + true, square + true.square().sum().item() / len(sequences)
+        self.signal = max(1e-30, (gradient.square().sum().item() / self.N - square) / (self.N - 1))  # without bias
+        self.noise = square - self.signal
+
+
+def hutchinson_diagonal(model, params, sequences):
+    """Return the `Diagonal` by Algorithm 1's estimates."""
+    found = Diagonal()
+    for tokens in sequences:
+        with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
+            found.add(flat(hutchinson(model(tokens[None, :-1].contiguous(), tokens[None, 1:].clone())[1], params)))
+    return found
 
 
 def state_of_run(loaded, names):
     """Return (h, m) of a checkpoint as vectors in the order of the parameters' `names`; (None, None) unless its
     optimizer uses Sophia-G's estimates and update."""
-    path, state = checkpoint.load_checkpoint(loaded.path, weights=False)
-    saved = state.get('optimizer')
-    if not saved or not any('hessian' in own for own in saved['state'].values()):
-        return None, None
-    name = loaded.state['config'].get('optimizer_name', 'sophiag')
-    row = OPTIMIZERS.get(name)  # not a library's, which would be imported by the name in a file
+    row = OPTIMIZERS.get(loaded.state.get('config', {}).get('optimizer_name'))
     if not row or (row.build, row.hook) != (build_sophia, GNBHook):
-        print(f'note: the h of {name} is not described; its estimates or its update are others', file=sys.stderr)
         return None, None
+    path, state = checkpoint.load_checkpoint(loaded.path, weights=False)
+    saved = state['optimizer']
     if path.is_dir():
         from runtime.sharded import read_optimizer
         saved = read_optimizer(path, saved, {})
     device = next(loaded.model.parameters()).device
     return [flat(saved['state'][name][key] for name in names).to(device) for key in ('hessian', 'exp_avg')]
-
-
-def update_of(m, h, config):
-    """Return clip(m / max(γ·h, ε), 1)."""
-    update, = precondition([m], [h], config['gamma'], config['eps'])
-    clip_([update], 1.0)
-    return update
 
 
 def weights_of(iterations, interval, beta2):
@@ -182,15 +168,13 @@ def curvature_along(model, sequences, u):
     return (total / predictions / u.square().sum(0)).tolist()
 
 
-def describe(kind, at, halves, noises, run=None):
-    """Return the row of the table for the coordinates `at` of a kind of tensor.
-
-    noises: number of parts → function of coordinates. run: h, the parts and the number of its estimates.
-    """
-    low = (halves[0] + halves[1])[at]
+def describe(kind, at, diagonal, size, parts, run=None):
+    """Return the row of the table for the coordinates `at` of a kind of tensor, with the noise of an estimate from
+    `size` sequences in each number of `parts`. run: h, the parts and the number of its estimates."""
+    one, two = (half[at] for half in diagonal.halves)
+    low = one + two
     row = dict(tensor=kind, parameters=len(low), positive=(low > 0).float().mean().item(),
-               agreement=log_correlation(halves[0][at], halves[1][at]),
-               **{f'cv_{n}': noise(at) for n, noise in noises.items()})
+               agreement=log_correlation(one, two), **{f'cv_{n}': diagonal.cv(at, size, n) for n in parts})
     if run:
         h, parts, averaged = run
         row |= dict(noise_of_h=row[f'cv_{parts}'] / averaged ** 0.5, log_corr=log_correlation(h[at], low),
@@ -230,31 +214,29 @@ def main(argv=None):
     loader.close()
 
     names, params = trained(model)
-    sizes = [p.numel() for p in params]
     whole = dict(iteration=loaded.state.get('iter_num'), sequences=args.sequences)
-    h = run = None
+    size, parts, h, run = 1, 1, None, None
     if args.estimator == 'gnb':
-        gradients = Gradients(model, params, sequences)
-        halves, whole['signal_over_noise'] = gradients.halves, gradients.signal / gradients.noise
+        diagonal = Gradients(model, params, sequences)
+        whole['signal_over_noise'] = diagonal.signal / diagonal.noise
         size, parts = config.get('hessian_batch_size') or 16, config.get('hessian_parts') or 1
-        noises = {n: functools.partial(gradients.cv, size, n) for n in sorted({1, parts, size})}
         h, m = state_of_run(loaded, names)
     else:
-        halves, cv = diagonal_halves(model, params, sequences)
-        noises = {1: cv}
-    low = halves[0] + halves[1]
+        diagonal = hutchinson_diagonal(model, params, sequences)
+    low = sum(diagonal.halves)
     if h is not None:
         whole |= weights_of(loaded.state['iter_num'], config['hessian_interval'], config['beta2'])
-        sign, along, along_low = curvature_along(model, sequences, torch.stack(
-            [m.sign(), update_of(m, h, config), update_of(m, low, config)], 1))
+        updates = precondition([m, m], [h, low], config['gamma'], config['eps'])
+        clip_(updates, 1.0)
+        sign, along, along_low = curvature_along(model, sequences, torch.stack([m.sign(), *updates], 1))
         whole |= dict(along_run=along / sign, along_low=along_low / sign)
         run = h, parts, whole['averaged']
 
-    kinds = {}
-    for name, place in zip(names, torch.arange(sum(sizes), device=low.device).split(sizes)):
-        kinds.setdefault(re.sub(r'\.\d+\.', '.*.', name).removesuffix('.weight'), []).append(place)
-    kinds = {kind: torch.cat(places) for kind, places in kinds.items()} | {'all': slice(None)}
-    table = [describe(kind, at, halves, noises, run) for kind, at in kinds.items()]
+    kinds = [kind_of(name, p) for name, p in zip(names, params)]
+    places = torch.arange(len(low), device=low.device).split([p.numel() for p in params])
+    places = {kind: torch.cat([at for at, other in zip(places, kinds) if other == kind]) for kind in kinds}
+    table = [describe(kind, at, diagonal, size, sorted({1, parts, size}), run)
+             for kind, at in {**places, 'all': slice(None)}.items()]
     print_table(table)
     print_table([whole])
     fig = draw(low.cpu(), h if h is None else h.cpu(), f'{loaded.name}, {args.estimator}, {args.sequences} sequences',

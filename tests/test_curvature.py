@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from loss import Losses
 from runtime.files import save_pt
 from scripts import curvature
-from scripts.curvature import Gradients, curvature_along, draw_gradients, log_correlation, trained
+from scripts.curvature import Gradients, curvature_along, draw_gradients, trained
 
 
 @pytest.fixture(scope='module')
@@ -25,13 +25,13 @@ def gpt():
 @pytest.mark.parametrize(('name', 'known'), [
     ('sophiag', True), ('sophiag_fresh', True), ('sophiah', False), ('adahessian', False), ('ef_clip', False),
     ('gnb_mean', False), ('gnb_noclip', False), ('this:Zen', False)])
-def test_h_of_other_estimates_and_updates_is_not_judged_by_these(tmp_path, capsys, name, known):
+def test_h_of_other_estimates_and_updates_is_not_judged_by_these(tmp_path, name, known):
     state = dict(w=dict(hessian=torch.ones(2), exp_avg=torch.zeros(2)))
     save_pt(tmp_path / 'ckpt_00000001.pt', dict(model={}, model_args={}, iter_num=1, config={}, optimizer=dict(
         state=state, shapes={})))
     loaded = SimpleNamespace(path=tmp_path, state=dict(config=dict(optimizer_name=name)), model=torch.nn.Linear(1, 1))
     h, _ = curvature.state_of_run(loaded, ['w'])
-    assert (h is not None) == known == (f'note: the h of {name}' not in capsys.readouterr().err)
+    assert (h is not None) == known
 
 
 @pytest.mark.parametrize(('size', 'parts'), [(1, 1), (4, 1), (4, 2), (4, 4)])
@@ -44,7 +44,7 @@ def test_the_noise_of_an_estimate_by_parts(monkeypatch, size, parts):
     torch.testing.assert_close(sum(gradients.halves) * 3, estimates.mean(0), rtol=0.1, atol=0)
     for at in (slice(0, 1), slice(1, 2), slice(None)):
         cv = (estimates.var(0)[at].mean() / estimates.mean(0)[at].square().mean()).sqrt().item()
-        assert gradients.cv(size, parts, at) == pytest.approx(cv, rel=0.1, abs=0.02)
+        assert gradients.cv(at, size, parts) == pytest.approx(cv, rel=0.1, abs=0.02)
 
 
 def test_the_curvature_along_an_update_is_the_gauss_newton_form(gpt):
@@ -136,11 +136,6 @@ def test_signal_and_noise_are_those_of_the_gradients(gpt):
     noise = true.var(0).sum().item()
     assert gradients.noise == pytest.approx(noise, rel=1e-3)
     assert gradients.signal == pytest.approx(true.mean(0).square().sum().item() - noise / len(true), rel=1e-3, abs=1e-6)
-
-
-def test_the_log_correlation_does_not_depend_on_scale():
-    h = torch.rand(20_000).exp()
-    assert log_correlation(h, 3 * h) == pytest.approx(1) and abs(log_correlation(h, h[torch.randperm(len(h))])) < 0.05
 
 
 @pytest.mark.parametrize('iterations', [1, 20, 605])
