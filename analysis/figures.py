@@ -1,6 +1,5 @@
 """Figures and tables: drawn, labelled, printed, and written with the command and commit that made them."""
 
-import argparse
 import csv
 import math
 import shlex
@@ -9,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 from runtime import files
+from runtime.arguments import argument_parser
 
 # The values of --x → the labels of the x-axis
 AXES = {'steps': 'iterations', 'tokens': 'training tokens', 'seconds': 'seconds of training', 'flops': 'training FLOPs'}
@@ -96,7 +96,7 @@ def save(output, fig, rows, **data):
 def argparser(doc, output, numbers='.csv', of_runs=False):
     """Return an ArgumentParser for a script that draws, with --output; `of_runs`: also with OUT_DIR and --title, for
     `parse`."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(doc)
     default, where = (None, f'{output} beside the runs') if of_runs else (f'out/{output}', f'out/{output}')
     parser.add_argument('--output', default=default, type=png_path, metavar='FILE.png',
                         help=f'the picture; its numbers go next to it as {numbers} (default: {where})')

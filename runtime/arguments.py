@@ -1,7 +1,12 @@
-"""Types of command-line flags."""
+"""Command-line arguments: a parser, types of flags."""
 
 import argparse
 import math
+
+
+def argument_parser(doc, **options):
+    """Return an ArgumentParser that prints `doc` as it is written."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
 
 def at_least(low, kind=int, at_most=math.inf):

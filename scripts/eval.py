@@ -7,7 +7,6 @@ The tokens are cut into sequences of block_size, as in train.py, without an inco
 JSON, for a mixture of data sets a line for each part.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -19,7 +18,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.loader import ValidationLoader
 from loss import cross_entropy
-from runtime.arguments import at_least
+from runtime.arguments import argument_parser, at_least
 from runtime.device import autocast, set_matmul_precision
 from runtime.files import one_line_errors
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, open_bins
@@ -49,7 +48,7 @@ def measure(loaded, data, args):
 
 @one_line_errors()
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument('checkpoint', help=MODEL_HELP)
     parser.add_argument('--dataset', help="a directory under data/, or a path (default: the checkpoint's)")
     parser.add_argument('--eval_sequences', type=at_least(0), default=0, help='as in train.py; 0 (default): all')

@@ -6,7 +6,6 @@ Then `GPT2LMHeadModel.from_pretrained` and `AutoTokenizer.from_pretrained` load 
 has computed the same logits from it: an edited model whose weights happen to have a GPT-2's shapes is rejected.
 """
 
-import argparse
 import base64
 import json
 import sys
@@ -17,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.tokenizer import END_OF_TEXT, GPT2, Byte, FileTokenizer
+from runtime.arguments import argument_parser
 from runtime.files import local_path, one_line_errors
 from runtime.gpt import ACTIVATIONS, TRANSPOSED, num_params
 from scripts.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
@@ -117,7 +117,7 @@ def export(loaded, dest):
 
 @one_line_errors()
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument('checkpoint', metavar='OUT_DIR', help=MODEL_HELP)
     parser.add_argument('dest', metavar='DEST', type=local_path, help='folder to write')
     add_tokenizer_flag(parser)

@@ -5,13 +5,11 @@
   python scripts/plan.py config/train_neox_{1.5b,6.6b}_sophiag.py --gpu A100 --gpus 64 --mfu 0.3
 
 Arguments are train.py's: config files, one plan each, and --key=value flags for all of them; by default, the published
-configs for Sophia-G. A data set that is not prepared is taken to have GPT-2's ids. GB are 1e9 bytes. FLOPs
-(`step_cost`) run at --mfu of the peak; activation checkpointing adds up to a third, communication is not counted.
-Memory is a formula (`memory`) for compiled steps of the GPT in model.py; dev/bench.py measures it, also of an edited
-model, loss or optimizer.
+configs for Sophia-G. A data set that is not prepared is taken to have GPT-2's ids. GB are 1e9 bytes. FLOPs run at --mfu
+of the peak; activation checkpointing adds up to a third, communication is not counted. Memory is a formula (`memory`)
+for compiled steps of the GPT in model.py; dev/bench.py measures it, also of an edited model, loss or optimizer.
 """
 
-import argparse
 import copy
 import functools
 import sys
@@ -26,7 +24,7 @@ from model import GPT, GPTConfig
 from optimizers import hessian_flops_per_token, row
 from runtime import device as devices
 from runtime import gpt
-from runtime.arguments import at_least
+from runtime.arguments import argument_parser, at_least
 from runtime.files import one_line_errors
 
 HEADROOM = 0.1  # of a GPU's memory: the CUDA context, workspaces of cuBLAS and NCCL, fragmentation
@@ -105,22 +103,12 @@ def changed(c, **values):
     return c
 
 
-def step_cost(c, model, args):
-    """Return a step's (seconds, FLOPs, FLOPs of Hessian estimates among them) with the settings `c`."""
-    per_token = gpt.flops_per_token(model)
-    gradient, hessian = (n * c.total_batch_size * c.block_size
-                         for n in (per_token, hessian_flops_per_token(c.values, per_token)))
-    return (gradient + hessian) / (args.gpus * args.flops * args.mfu), gradient + hessian, hessian
-
-
-def modes(c, shape, args):
-    """List (settings, largest batch_size) for `c` in each mode that its optimizer supports, the fastest first."""
-    optimizer = row(c.optimizer_name)
-    shards = ['fsdp'] if args.gpus > 1 and optimizer.shards else []
-    found = [('ddp', False)] if optimizer.hook.hessian_products else [
-        (parallel, checkpointing) for parallel in ('ddp', *shards) for checkpointing in (False, True)]
-    found = [changed(c, parallel=parallel, activation_checkpointing=checkpointing) for parallel, checkpointing in found]
-    return [(here, largest_micro_batch(here, shape, args.gpus, args.limit)) for here in found]
+def modes(optimizer, gpus):
+    """List the pairs (parallel, activation_checkpointing) that a row of OPTIMIZERS supports, the fastest first."""
+    if optimizer.hook.hessian_products:
+        return [('ddp', False)]
+    shards = ['fsdp'] if gpus > 1 and optimizer.shards else []
+    return [(parallel, checkpointing) for parallel in ('ddp', *shards) for checkpointing in (False, True)]
 
 
 def number(x):
@@ -130,9 +118,12 @@ def number(x):
 
 def plan(c, shape, args):
     """Print the plan of the settings `c`."""
-    model, optimizer = gpt.without_values(GPT, shape), row(c.optimizer_name)
-    seconds, flops, hessian = step_cost(c, model, args)
-    hours, limit = seconds * c.max_iters / 3600, args.limit
+    model, optimizer, limit = gpt.without_values(GPT, shape), row(c.optimizer_name), args.limit
+    per_token, tokens = gpt.flops_per_token(model), c.total_batch_size * c.block_size
+    hessian = tokens * hessian_flops_per_token(c.values, per_token)
+    flops = tokens * per_token + hessian
+    seconds = flops / (args.gpus * args.flops * args.mfu)
+    hours = seconds * c.max_iters / 3600
     print(f'{c.out_dir}: {c.optimizer_name}, {gpt.num_params(model):,} parameters, {shape.vocab_size:,} ids, '
           f'{number(flops / 1e12)} TFLOPs a step, {hessian / flops:.1%} of them for the Hessian')
     print(f'  {number(seconds)} s a step; {c.max_iters:,} steps take {number(hours)} hours, '
@@ -141,11 +132,11 @@ def plan(c, shape, args):
         print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, and may be '
               'much larger: dev/bench.py measures it')
     print(f'  memory, computed, of {limit / 1e9:.0f} GB ({1 - HEADROOM:.0%} of {args.memory_gb:g}):')
-    for here, largest in modes(c, shape, args):
-        parts = memory(here, shape, args.gpus)
-        peak = sum(parts.values())
-        chosen = (here.parallel, here.activation_checkpointing) == (c.parallel, c.activation_checkpointing)
-        print(f'  {"*" if chosen else " "} {here.parallel:4} {"checkpointing" * here.activation_checkpointing:13}  '
+    for parallel, checkpointing in modes(optimizer, args.gpus):
+        here = changed(c, parallel=parallel, activation_checkpointing=checkpointing)
+        parts, largest = memory(here, shape, args.gpus), largest_micro_batch(here, shape, args.gpus, limit)
+        peak, chosen = sum(parts.values()), here.values == c.values
+        print(f'  {"*" if chosen else " "} {parallel:4} {"checkpointing" * checkpointing:13}  '
               f'batch_size={c.batch_size}: {peak / 1e9:6.1f} GB{" (too much)" if peak > limit else ""}; largest: '
               f'{largest or "none"}')
         if chosen:
@@ -154,8 +145,7 @@ def plan(c, shape, args):
 
 @one_line_errors()
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = argument_parser(__doc__, allow_abbrev=False)
     parser.add_argument('configs', nargs='*', metavar='CONFIG', help='config files, one plan each')
     parser.add_argument('--gpu', metavar='NAME', help='the card: ' + ', '.join(filter(devices.GPUS.get, devices.GPUS))
                         + ', or its last word (default: H100)')
@@ -172,10 +162,9 @@ def main(argv=None):
     args.limit = (1 - HEADROOM) * args.memory_gb * 1e9
     print(f'{args.gpus} × {card}, {args.memory_gb} GB and {args.flops / 1e12:g} TFLOP/s each, at an MFU of {args.mfu:g}'
           + ('' if args.gpu else '; name another card with --gpu'))
-    configs = args.configs
-    if not (configs or flags):
-        configs = map(str, sorted((Path(__file__).parents[1] / 'config').glob('train_*_sophiag.py')))
-    for words in [[name] for name in configs] or [[]]:
+    published = sorted((Path(__file__).parents[1] / 'config').glob('train_*_sophiag.py'))
+    configs = [[str(config)] for config in args.configs or ([] if flags else published)]
+    for words in configs or [[]]:
         c = train.resolve(['--device=cuda', *flags, *words], world_size=args.gpus)  # whatever this machine has
         plan(c, gpt.config_of(GPTConfig, c.values, vocab_size_of(c.dataset)), args)
 

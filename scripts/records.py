@@ -6,7 +6,6 @@
 records/README.md says what a record must hold. If any is incomplete, nothing is packed and the exit code is 1.
 """
 
-import argparse
 import math
 import re
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.figures import print_table
 from analysis.runs import find_runs, packed
+from runtime.arguments import argument_parser
 from runtime.files import local_path, one_line_errors, write_text
 
 
@@ -44,7 +44,7 @@ def row(run):
 
 @one_line_errors()
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument('out_dirs', nargs='+', metavar='OUT_DIR', help='records, or directories of records')
     parser.add_argument('--pack', metavar='DIR', type=local_path,
                         help='write DIR/runs.jsonl, each run named by its path below the one OUT_DIR')

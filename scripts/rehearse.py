@@ -9,8 +9,8 @@ step, and prints a line for each: equal; equal up to rounding; or the first step
 differ, and what a resume did not bring back. Exit status 1 if something differs.
 """
 
-import argparse
 import functools
+import gc
 import hashlib
 import json
 import math
@@ -33,7 +33,7 @@ import train
 from analysis.runs import read_metrics
 from data import loader
 from lifecycle.run import unsaved
-from runtime.arguments import at_least
+from runtime.arguments import argument_parser, at_least
 from runtime.checkpoint import parameter_names
 from runtime.device import can_compile
 from runtime.files import one_line_errors
@@ -41,12 +41,10 @@ from runtime.optimizer_state import leaves, to_save
 from runtime.signals import STOPPED
 
 EXACT = 'again', 'resumed'
-ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'compiled': ['--compile=True']}  # their flags
+ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'compiled': ['--compile=True']}  # name → its flags
 TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
 MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests', 'site-packages'}  # folders without experiments
-SYSTEM = [sys.prefix, sys.base_prefix, '/usr', '/lib', '/etc', '/opt', '/proc', '/sys', '/dev']
 TIMES = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}  # metrics of the machine
-CHECKED = '.py', '.pyc', '.bin', 'meta.json', 'tokenizer.json'  # files whose change a resume notices
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A session: training in a process of its own
@@ -56,15 +54,10 @@ def session(path, stop, late, nudge, flags):
     """Train with `flags`, up to iteration `stop` if there is one; `late`: with batches that are read when they are
     needed; `nudge`: from weights that differ in their last bits.
 
-    Write to `path`, as JSON, 'steps', the digests of what checkpoints hold after each step; 'unsaved', those of what
-    they do not hold, halfway; and 'files', what else was read.
+    Write to `path`, as JSON, 'steps', the digests of what checkpoints hold after each step, and 'unsaved', those of
+    what they do not hold, halfway.
     """
-    c, steps, unsaved, opened, loaders = train.resolve(flags), {}, {}, set(), []
-    train_step, make_loader = train.train_step, train.TrainLoader
-
-    def recorded_loader(*args):
-        loaders.append(make_loader(*args))
-        return loaders[0]
+    c, steps, halfway, train_step = train.resolve(flags), {}, {}, train.train_step
 
     def recorded_step(run, sequences, iteration):
         if nudge and not steps:
@@ -72,7 +65,7 @@ def session(path, stop, late, nudge, flags):
                 for p in run.params:
                     p.mul_(1 + 2e-7 * torch.randint_like(p, 2))
         if iteration == c.max_iters // 2:
-            unsaved.update(digests(unsaved_state(run, loaders[0])))
+            halfway.update(digests(unsaved_state(run)))
         if iteration + 1 == stop:
             os.kill(os.getpid(), signal.SIGTERM)
         step = train_step(run, sequences, iteration)
@@ -82,20 +75,13 @@ def session(path, stop, late, nudge, flags):
         steps[iteration] = digests(leaf for key, part in saved.items() for leaf in leaves(part, key))
         return step
 
-    def note(event, args):
-        if event == 'open' and isinstance(args[0], str) and not (args[1] or 'r').strip('rbt'):
-            opened.add(Path(args[0]).absolute())
-
-    train.train_step, train.TrainLoader = recorded_step, recorded_loader
+    train.train_step = recorded_step
     loader.ThreadPoolExecutor = lambda *args: reader(late)
-    sys.addaudithook(note)
     try:
         train.train(c)
     finally:
         if os.environ.get('RANK', '0') == '0':
-            known = {*SYSTEM, *(str(value) for key, value in c.values.items() if value and key != 'dataset')}
-            files = [str(name) for name in sorted(opened) if not is_expected(name, known)]
-            Path(path).write_text(json.dumps(dict(steps=steps, unsaved=unsaved, files=files)), encoding='utf-8')
+            Path(path).write_text(json.dumps(dict(steps=steps, unsaved=halfway)), encoding='utf-8')
 
 
 def reader(late):
@@ -108,28 +94,17 @@ def reader(late):
     return SimpleNamespace(submit=submit, shutdown=lambda **options: None)
 
 
-def unsaved_state(run, loader):
-    """Yield (name, leaf) of all else that the code of an experiment may keep from one iteration to the next."""
-    code = {name: module for name, module in [*sys.modules.items()] if is_experiment(module)}
-    yield from unsaved(
-        run, ('config', SimpleNamespace(**run.config.values), ()), ('loader', loader, ()),
-        *((key, getattr(run, key), {'advised'}) for key in ('log', 'stops', 'world')),
-        *((name, module, ()) for name, module in code.items()),
-        *((f'{name}.{key}', value, ()) for name, module in code.items() for key, value in vars(module).items()
-          if isinstance(value, (type, FunctionType)) and value.__module__ == name))
-
-
-def is_experiment(module):
-    """Return whether a module is one of this repository's that experiments edit or add."""
-    path = Path(getattr(module, '__file__', None) or '/').resolve()
-    return ROOT in path.parents and path.is_file() and not MACHINERY & {*path.relative_to(ROOT).parts}
-
-
-def is_expected(path, known):
-    """Return whether a file that was read is one that a resume checks, is hidden, or is in one of the `known` places.
-    """
-    return (path.name.endswith(CHECKED) or not path.is_file() or any(part[0] == '.' for part in path.parts)
-            or bool({Path(place).absolute() for place in known} & {path, *path.parents}))
+def unsaved_state(run):
+    """Return (name, leaf) of all else that the code of an experiment may keep from one iteration to the next."""
+    parts = [('loader', one, ()) for one in gc.get_objects() if isinstance(one, loader.TrainLoader)]
+    parts += [(key, getattr(run, key), {'advised'}) for key in ('log', 'stops', 'world')]
+    for name, module in [*sys.modules.items()]:
+        path = Path(getattr(module, '__file__', None) or '/').resolve()
+        if ROOT in path.parents and not MACHINERY & {*path.relative_to(ROOT).parts}:
+            own = {key: value for key, value in vars(module).items()
+                   if isinstance(value, (type, FunctionType)) and value.__module__ == name}
+            parts += [(name, module, ()), *((f'{name}.{key}', value, ()) for key, value in own.items())]
+    return unsaved(run, *parts)
 
 
 def digests(named):
@@ -139,10 +114,9 @@ def digests(named):
         found[name] = [repr(value), 0.0, 0.0]
         if isinstance(value, torch.Tensor):
             flat = value.detach().cpu().contiguous().reshape(-1)
-            text = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest() if flat.numel() else ''
+            text = f'{value.dtype} {value.shape} {hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()}'
             signs = torch.randint(2, flat.shape, generator=torch.Generator().manual_seed(0)).double() * 2 - 1
-            found[name] = [f'{value.dtype} {tuple(value.shape)} {text}', float(flat.double().norm()),
-                           float(flat.double() @ signs)]
+            found[name] = [text, float(flat.double().norm()), float(flat.double() @ signs)]
         elif isinstance(value, (bool, int, float)):
             found[name][1:] = abs(value), value
     return found
@@ -172,22 +146,24 @@ def shrunk(argv, steps):
 def launch(argv, ranks):
     """Run this script with `argv` on `ranks` ranks. Return the first exit code that is not 0, and their output."""
     environment = dict(os.environ, OMP_NUM_THREADS='1')
+    environments = [environment]
     if ranks > 1:
         with socket.create_server(('127.0.0.1', 0)) as free:
-            environment.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR='127.0.0.1',
-                               MASTER_PORT=str(free.getsockname()[1]))
+            port = free.getsockname()[1]
+        environments = [environment | dict(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+            MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port)) for rank in range(ranks)]
     processes = [subprocess.Popen([sys.executable, __file__, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                  text=True, env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-                                  if ranks > 1 else environment) for rank in range(ranks)]
+                                  text=True, env=environment) for environment in environments]
     texts = [process.communicate()[0] for process in processes]
     return next((process.returncode for process in processes if process.returncode), 0), ''.join(texts)
 
 
-def trained(folder, name, flags, half=None, late=False, nudge=False, ranks=1):
-    """Return what a session with `flags` writes or, given `half`, what two write, the first of which is stopped there;
+def trained(folder, name, flags, stops=(None,), late=False, nudge=False, ranks=1):
+    """Return what sessions with `flags` write, the first of which ends before the iteration stops[0], and so on;
     SystemExit with the last line of one that fails."""
     steps = {}
-    for stop in (half, None) if half else (None,):
+    for stop in stops:
         path = Path(folder, f'{name}-{stop}.json')
         code, text = launch(['--session', json.dumps([str(path), stop, late, nudge]), *flags,
                              f'--out_dir={Path(folder, name)}'], ranks)
@@ -204,6 +180,10 @@ def trained(folder, name, flags, half=None, late=False, nudge=False, ranks=1):
     found['unsaved'] |= digests((f'metric {key}', value) for key, value in latest.items() if key not in TIMES)
     warnings = [line for line in text.splitlines() if line.startswith('warning: ')]
     return dict(found, steps=steps, warnings=warnings)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Comparisons of what they wrote
 
 
 def apart(one, two):
@@ -242,7 +222,6 @@ def kind(name):
 
 
 def shown(digest):
-    """Return a value as a message gives it, of a tensor its norm."""
     return digest[0] if len(digest[0]) < 30 else f'a tensor of norm {digest[1]:.9g}'
 
 
@@ -252,58 +231,58 @@ def lost(whole, again, after):
             if again['unsaved'].get(name) == ours and (theirs := after['unsaved'].get(name, ours))[0] != ours[0]]
 
 
+def verdict(name, run):
+    """Return (whether a run agrees with what it must equal, and a text); `run`: name → what `trained` returns."""
+    try:
+        if name in ROUNDED:
+            return difference(run('plain')['steps'], run(name)['steps'], run('nudged')['steps'])
+        agrees, text = difference(run('whole')['steps'], run(name)['steps'])
+        names = lost(run('whole'), run('again'), run(name)) if name == 'resumed' else []
+    except SystemExit as error:
+        return False, str(error)
+    if names := [name for name in names if agrees or not name.startswith('metric ')]:  # which follow from others
+        agrees, text = False, f'{text}; a resume does not bring back {", ".join(names[:4])}'
+    if name == 'resumed' and not agrees:
+        text += ' (state may live in TrainState, param_groups, the state of the optimizer and buffers)'
+    return agrees, text
+
+
 @one_line_errors()
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ['--session']:
         session(*json.loads(argv[1]), argv[2:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, usage='%(prog)s CONFIG [--KEY=VALUE ...]',
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, allow_abbrev=False, usage='%(prog)s CONFIG [--KEY=VALUE ...]')
     parser.add_argument('--half', type=at_least(1), default=5, help='steps before the stop, and after (default: 5)')
     parser.add_argument('--only', choices=[*EXACT, *ROUNDED], nargs='+', default=[*EXACT, *ROUNDED],
                         help='some of the comparisons')
     args, flags = parser.parse_known_args(argv)
-    flags = shrunk(flags, 2 * args.half)
-    failed = 0
+    flags, failed = shrunk(flags, 2 * args.half), False
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         def start(name, *more, **how):
-            return pool.submit(trained, folder, name, [*flags, *more], **how)
+            runs[name] = pool.submit(trained, folder, name, [*flags, *more], **how)
 
-        whole, again = start('whole'), start('again', late=True)
-        runs = {'again': again}
+        runs, without = {}, '--dropout=0'  # which draws by micro-batch
+        start('whole')
+        start('again', late=True)
         if 'resumed' in args.only:
-            runs['resumed'] = start('resumed', half=args.half)
-        if rounded := [name for name in ROUNDED if name in args.only]:
-            off = '--dropout=0'  # which draws by micro-batch
-            plain, nudged = start('plain', off), start('nudged', off, nudge=True)
-            runs |= {name: start(name, off, *ROUNDED[name], ranks=1 + (name == 'two ranks')) for name in rounded
-                     if name != 'compiled' or can_compile('cpu')}
+            start('resumed', stops=(args.half, None))
+        if any(name in ROUNDED for name in args.only):
+            start('plain', without)
+            start('nudged', without, nudge=True)
         for name in args.only:
-            if name not in runs:
-                print(f'{name:<15} skipped: no C++ compiler or no Python.h')
-                continue
-            try:
-                theirs = runs[name].result()
-                if name in ROUNDED:
-                    agrees, text = difference(*(run['steps'] for run in (plain.result(), theirs, nudged.result())))
-                else:
-                    agrees, text = difference(whole.result()['steps'], theirs['steps'])
-                if name == 'resumed':
-                    names = lost(whole.result(), again.result(), theirs)
-                    names = [name for name in names if agrees or not name.startswith('metric ')]  # which follow
-                    if names:
-                        agrees, text = False, f'{text}; a resume does not bring back {", ".join(names[:4])}'
-                    if not agrees:
-                        text += ' (state may live in TrainState, param_groups, the state of the optimizer and buffers)'
-            except SystemExit as error:
-                agrees, text = False, str(error)
+            if name in ROUNDED and (name != 'compiled' or can_compile('cpu')):
+                start(name, without, *ROUNDED[name], ranks=2 if name == 'two ranks' else 1)
+        for name in args.only:
+            if name in runs:
+                agrees, text = verdict(name, lambda name: runs[name].result())
+                failed |= not agrees
+            else:
+                text = 'skipped: no C++ compiler or no Python.h'
             print(f'{name:<15} {text}', flush=True)
-            failed += not agrees
-        print('\n'.join(whole.result()['warnings'] + [
-            f'note: training reads {name}; a resume does not notice when it is replaced'
-            for name in whole.result()['files']]))
-    sys.exit(bool(failed))
+        print(*runs['whole'].result()['warnings'], sep='\n')
+    sys.exit(failed)
 
 
 if __name__ == '__main__':

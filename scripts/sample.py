@@ -7,10 +7,7 @@
 Text goes to standard output, everything else to standard error.
 """
 
-import argparse
-import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -18,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sources import lines
 from data.tokenizer import END_OF_TEXT
-from runtime.arguments import at_least
+from runtime.arguments import argument_parser, at_least
 from runtime.device import DTYPES
 from runtime.files import one_line_errors
 from runtime.gpt import continuation, num_params
@@ -27,7 +24,7 @@ from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tok
 
 @one_line_errors()
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument('checkpoint', nargs='?', help=f'{MODEL_HELP} (default: out)')
     parser.add_argument('--out_dir', help="the same, as nanoGPT's flag")
     parser.add_argument('--start', help="the prompt; FILE:NAME reads the whole file NAME; '' starts a document "
@@ -59,20 +56,15 @@ def main(argv=None):
 
     idx, generate = torch.tensor([ids], device=args.device), continuation(model)
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    tokens, started = 0, time.perf_counter()
     for _ in range(args.num_samples if args.temperature else 1):  # greedy samples are all the same
         row = generate(idx, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k or None,
                        top_p=args.top_p if args.top_p < 1 else None,
                        stop=lambda row: row[0, -1] == tokenizer.eot_id, generator=generator)[0].tolist()
-        tokens += len(row) - len(ids)
         if row[-1] == tokenizer.eot_id:
             row.pop()
         # Decoded with the prompt, because some tokenizers write a space only between two tokens.
         print(prompt + tokenizer.decode(row)[len(tokenizer.decode(ids)):] + '\n---------------', flush=True)
-    seconds = time.perf_counter() - started
-    print(f'{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s on {args.device}', file=sys.stderr)
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback after `| head`
     main()

@@ -12,7 +12,6 @@ directory is named after its settings; OUT_DIR/sweep.json keeps the spec. A run 
 unless its directory is removed.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -36,7 +35,7 @@ from analysis.runs import as_number, mean_final_loss, notes_on, read_run
 from configurator import with_younger
 from model import GPTConfig
 from optimizers import placeholders
-from runtime.arguments import at_least
+from runtime.arguments import argument_parser, at_least
 from runtime.files import code_hashes, differing_files, local_path, one_line_errors, write_json
 from runtime.signals import undo_at_end
 
@@ -130,7 +129,7 @@ def split_values(pairs):
 
 def sweep_argparser(doc):
     """Return an ArgumentParser with the arguments of train.py, --out_dir, --jobs, and --launcher, a list of words."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(doc)
     parser.add_argument('base', nargs='*', metavar='-- ARGUMENTS', help='of train.py, for every run')
     parser.add_argument('--out_dir', required=True, type=local_path, help='each run gets a directory in it')
     parser.add_argument('--jobs', type=at_least(1), default=1, help='runs at a time (default: 1)')

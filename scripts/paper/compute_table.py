@@ -9,7 +9,6 @@ CONFIG --max_iters=60 --eval_iters=1 --log_interval=5. T(step) is the mean over 
 metrics, in which kernels are compiled; T(Hessian) is the part of it that the estimates take.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from analysis.runs import read_run, training_and_hessian_flops
 from model import GPT, GPTConfig
 from optimizers import estimates_per_iteration, hessian_flops_per_token
 from runtime import gpt
+from runtime.arguments import argument_parser
 from runtime.files import one_line_errors
 
 # TFLOPs per step in the paper's Table 2. Its Sophia-G makes an extra forward pass to estimate.
@@ -52,7 +52,7 @@ def measured(run):
 
 @one_line_errors()
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument('sources', nargs='+', metavar='OUT_DIR_OR_CONFIG')
     parser.add_argument('--output', metavar='FILE.csv', help='also write the table as CSV')
     args = parser.parse_args(argv)
