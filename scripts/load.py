@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from data import tokenizer as tokenizers
 from data.loader import Bin, data_dir, first_dir, parts_of, read_meta
@@ -85,22 +84,16 @@ def with_tokenizer(loaded):
     if tokenizer.vocab_size > size:
         raise SystemExit(f'{loaded.path}: the model has {size} ids, fewer than the tokenizer {tokenizer.name} '
                          f'({tokenizer.vocab_size}); check --tokenizer')
-    crop_vocab_size(loaded.model, tokenizer.vocab_size)
+    if tokenizer.vocab_size < size:
+        crop_vocab_size(loaded.model, tokenizer.vocab_size)
     return loaded
 
 
 def crop_vocab_size(model, vocab_size):
     """Remove the ids from `vocab_size` on, the padding, from a GPT."""
-    if model.config.vocab_size == vocab_size:
-        return
     embedding, head = model.transformer.wte, model.lm_head
-    tied = head.weight is embedding.weight
-    for module in (embedding, head):
-        module.weight = nn.Parameter(module.weight.detach()[:vocab_size].clone())
-        if getattr(module, 'bias', None) is not None:  # of an untied head
-            module.bias = nn.Parameter(module.bias.detach()[:vocab_size].clone())
-    if tied:
-        head.weight = embedding.weight
+    for p in (*embedding.parameters(), *head.parameters()):  # a tied weight twice, which does no harm
+        p.data = p.data[:vocab_size]
     model.config.vocab_size = embedding.num_embeddings = head.out_features = vocab_size
 
 

@@ -48,9 +48,8 @@ def main(argv=None):
     labels = {side: label_of_side(side, args.by) for side in sides}
     compared = [run for mine in sides.values() for run in mine]
     compare.check_comparable([run for run in compared if run.is_trial], args.tuned, args.by)
-    kept = [run for run in compared if not run.rejected]
-    groups = [group for mine in sides.values() for group in by_seed([run for run in mine if not run.rejected])]
-    counted = [run for group in groups for run in group]
+    counted = [run for mine in sides.values() for group in by_seed([run for run in mine if not run.rejected])
+               for run in group]
     rejected = {str(run.out_dir): run.rejected or 'another run has the same settings and seed'
                 for run in compared if run not in counted}
     for name, reason in rejected.items():
@@ -72,7 +71,7 @@ def main(argv=None):
                 print_table(verdict[key], SAME_T if key == 'same_T' else None)
                 print()
         print('\n'.join(verdict['text']))
-    notes = notes_on(kept) + [note for mine in tuned.values() for one in mine.values()
+    notes = notes_on(counted) + [note for mine in tuned.values() for one in mine.values()
                               for note in compare.weaknesses(one)]
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
     fig = draw(tuned, labels, verdicts, args.panels)

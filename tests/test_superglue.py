@@ -1,6 +1,8 @@
 """scripts/paper/superglue.py: prompts, batches, scores of a model with known answers, the whole script."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,13 +56,13 @@ def test_scores_of_a_model_with_known_answers(tmp_path, monkeypatch):
 
 def test_script(tmp_path, monkeypatch):
     """On made-up examples in place of the Hub's."""
-    def read_examples(data, name, split):
+    def load_dataset(data, name, split):
         premise = 'Seen' if split == 'train' else 'P'
         return [dict(premise=f'{premise} {i}.', hypothesis='H.', choice1='A.', choice2='B.', question='cause',
                      label=i % 2) for i in range(10)]
 
     asked, plain = [], superglue.make_prompt
-    monkeypatch.setattr(superglue, 'read_examples', read_examples)
+    monkeypatch.setitem(sys.modules, 'datasets', SimpleNamespace(load_dataset=load_dataset))
     monkeypatch.setattr(superglue, 'make_prompt', lambda *args: asked.append(plain(*args)) or asked[-1])
     monkeypatch.chdir(tmp_path)
     runs = [str(save_run(Path(name), tokenizer=get_tokenizer('byte').meta)) for name in ('one', 'two')]

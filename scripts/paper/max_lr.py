@@ -50,10 +50,10 @@ def main(argv=None):
         group = groups.setdefault((run.optimizer_label, run.scale_attn_by_inverse_layer_idx), [])
         group.append(run)
         one, other = (dict(hyperparameters(each)) for each in (group[0], run))
-        if differing := [key for key in one if one[key] != other[key] and key not in ('learning_rate', 'min_lr')]:
-            key = differing[0]
-            raise SystemExit(f'{group[0].out_dir} and {run.out_dir}: {key} is {one[key]} in one and {other[key]} in '
-                             'the other; pass runs that differ only in learning rate, scaling and seed')
+        for key in one:
+            if one[key] != other[key] and key not in ('learning_rate', 'min_lr'):
+                raise SystemExit(f'{group[0].out_dir} and {run.out_dir}: {key} is {one[key]} in one and {other[key]} '
+                                 'in the other; pass runs that differ only in learning rate, scaling and seed')
 
     rows, (fig, (ax,)) = [], figure()
     optimizers = sorted({optimizer for optimizer, _ in groups})

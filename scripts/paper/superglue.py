@@ -56,12 +56,6 @@ TASKS = {  # by their names on the Hub
 }
 
 
-def read_examples(data, name, split):
-    """Read the 'train' or 'validation' split of a task: dicts with the template's fields and `label`, an index."""
-    import datasets
-    return list(datasets.load_dataset(data, name, split=split))
-
-
 def make_prompt(task, exemplars, example):
     """Return the prompt, without the space before the answer."""
     shown = [f'{task.template.format(**e)} {task.answers[e["label"]]}' for e in exemplars]
@@ -79,13 +73,13 @@ def run_task(loaded, task, examples, draws):
     model, tokenizer, device = loaded.model, loaded.tokenizer, next(loaded.model.parameters()).device
     # One token more than the longest answer, which shows where the word ends.
     n = 1 + max(len(tokenizer.encode(f' {answer}')) for answer in task.answers)
-    accuracies, cut = [], 0
+    room, accuracies, cut = model.config.block_size - n, [], 0
     for exemplars in draws:
         right = 0
         for example in tqdm(examples, desc=f'{loaded.name} {task.title}', disable=None):
-            prompt = tokenizer.encode(make_prompt(task, exemplars, example))
-            cut += len(prompt) > model.config.block_size - n
-            idx = torch.tensor([[int(i) for i in prompt[n - model.config.block_size:]]], device=device)
+            prompt = [int(i) for i in tokenizer.encode(make_prompt(task, exemplars, example))]
+            cut += len(prompt) > room
+            idx = torch.tensor([prompt[-room:]], device=device)
             ids = continuation(model)(idx, n, temperature=0)[0, idx.size(1):].tolist()
             end = ids.index(tokenizer.eot_id) if tokenizer.eot_id in ids else n
             right += read_answer(task, tokenizer.decode(ids[:end])) == example['label']
@@ -124,12 +118,12 @@ def main(argv=None):
     parser.add_argument('--data', default='aps/super_glue', help='on the Hub, or a copy (default: aps/super_glue)')
     add_model_flags(parser)
     args = parser.parse_args(argv)
+    from datasets import load_dataset
 
     data, table = {}, []
     for name in args.tasks:
-        train, examples = (read_examples(args.data, name, split) for split in ('train', 'validation'))
-        draws = [random.Random(f'{SEED} {name} {draw}').sample(train, SHOTS) for draw in range(DRAWS)]
-        data[name] = examples, draws
+        train, examples = (list(load_dataset(args.data, name, split=split)) for split in ('train', 'validation'))
+        data[name] = examples, [random.Random(f'{SEED} {name} {draw}').sample(train, SHOTS) for draw in range(DRAWS)]
     for number, path in enumerate(args.checkpoints, 1):
         loaded = with_tokenizer(load(path, args.device, args.tokenizer))
         loaded.model.to(DTYPES[dtype_name(args)])
