@@ -3,20 +3,20 @@
   python scripts/rehearse.py config/quickstart.py --optimizer_name=sophiah
 
 trains a few steps of train.py with the config's optimizer, schedule and data, but a small model and short sequences, in
-float32 on a CPU: in one go; again, with batches that are read late; stopped halfway and resumed; in smaller
+float32 on a CPU: in one go; again, with batches that are read late; resumed from the checkpoint halfway; in smaller
 micro-batches; on two ranks; compiled. It compares losses, gradient norms, weights and the optimizer's state after every
 step, and prints a line for each: equal; equal up to rounding; or the first step and the first number or tensor that
-differ, and what a resume did not bring back. Exit status 1 if something differs.
+differ, and what a resume did not bring back. Exit status 1 if something differs. Checkpoints of every step go to a
+temporary directory: with GPT-2's ids 1.5 GB.
 """
 
 import functools
 import gc
-import hashlib
 import json
 import math
 import os
 import re
-import signal
+import shutil
 import socket
 import subprocess
 import sys
@@ -34,11 +34,10 @@ from analysis.runs import read_metrics
 from data import loader
 from lifecycle.run import unsaved
 from runtime.arguments import argument_parser, at_least
-from runtime.checkpoint import parameter_names
+from runtime.checkpoint import checkpoints, number, path_of
 from runtime.device import can_compile
-from runtime.files import one_line_errors
-from runtime.optimizer_state import leaves, to_save
-from runtime.signals import STOPPED
+from runtime.files import load_pt, one_line_errors, save_pt
+from runtime.optimizer_state import equal, leaves
 
 EXACT = 'again', 'resumed'
 ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'compiled': ['--compile=True']}  # name → its flags
@@ -50,38 +49,25 @@ TIMES = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'} 
 # A session: training in a process of its own
 
 
-def session(path, stop, late, nudge, flags):
-    """Train with `flags`, up to iteration `stop` if there is one; `late`: with batches that are read when they are
-    needed; `nudge`: from weights that differ in their last bits.
+def session(unsaved_path, late, nudge, flags):
+    """Train with `flags` and save after every step; `late`: with batches that are read when they are needed; `nudge`:
+    from weights that differ in their last bits. Write to `unsaved_path` what no checkpoint holds halfway."""
+    c, train_step = train.resolve(flags), train.train_step
 
-    Write to `path`, as JSON, 'steps', the digests of what checkpoints hold after each step, and 'unsaved', those of
-    what they do not hold, halfway.
-    """
-    c, steps, halfway, train_step = train.resolve(flags), {}, {}, train.train_step
-
-    def recorded_step(run, sequences, iteration):
-        if nudge and not steps:
+    def saved_step(run, sequences, iteration):
+        if nudge and iteration == 0:
             with torch.no_grad():
                 for p in run.params:
                     p.mul_(1 + 2e-7 * torch.randint_like(p, 2))
-        if iteration == c.max_iters // 2:
-            halfway.update(digests(unsaved_state(run)))
-        if iteration + 1 == stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-        step = train_step(run, sequences, iteration)
-        optimizer, _ = to_save(run.optimizer, parameter_names(run.raw_model), False)
-        progress = {key: value for key, value in vars(run.state).items() if key != 'seconds'}
-        saved = dict(weights=run.raw_model.state_dict(), optimizer=optimizer, TrainState=progress)
-        steps[iteration] = digests(leaf for key, part in saved.items() for leaf in leaves(part, key))
-        return step
+        if iteration == c.max_iters // 2 and run.world.is_master:
+            save_pt(unsaved_path, {name: value if isinstance(value, torch.Tensor) else repr(value)
+                                   for name, value in unsaved_state(run)})
+        run.stops.save = True
+        return train_step(run, sequences, iteration)
 
-    train.train_step = recorded_step
+    train.train_step = saved_step
     loader.ThreadPoolExecutor = lambda *args: reader(late)
-    try:
-        train.train(c)
-    finally:
-        if os.environ.get('RANK', '0') == '0':
-            Path(path).write_text(json.dumps(dict(steps=steps, unsaved=halfway)), encoding='utf-8')
+    train.train(c)
 
 
 def reader(late):
@@ -96,7 +82,7 @@ def reader(late):
 
 def unsaved_state(run):
     """Return (name, leaf) of all else that the code of an experiment may keep from one iteration to the next."""
-    parts = [('loader', one, ()) for one in gc.get_objects() if isinstance(one, loader.TrainLoader)]
+    parts = [('loader', one, ()) for one in gc.get_objects() if issubclass(type(one), loader.TrainLoader)]
     parts += [(key, getattr(run, key), {'advised'}) for key in ('log', 'stops', 'world')]
     for name, module in [*sys.modules.items()]:
         path = Path(getattr(module, '__file__', None) or '/').resolve()
@@ -105,21 +91,6 @@ def unsaved_state(run):
                    if isinstance(value, (type, FunctionType)) and value.__module__ == name}
             parts += [(name, module, ()), *((f'{name}.{key}', value, ()) for key, value in own.items())]
     return unsaved(run, *parts)
-
-
-def digests(named):
-    """Return {name: [text, norm, number]}: texts differ where values do, and numbers by about a difference's norm."""
-    found = {}
-    for name, value in named:
-        found[name] = [repr(value), 0.0, 0.0]
-        if isinstance(value, torch.Tensor):
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            text = f'{value.dtype} {value.shape} {hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()}'
-            signs = torch.randint(2, flat.shape, generator=torch.Generator().manual_seed(0)).double() * 2 - 1
-            found[name] = [text, float(flat.double().norm()), float(flat.double() @ signs)]
-        elif isinstance(value, (bool, int, float)):
-            found[name][1:] = abs(value), value
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -131,13 +102,13 @@ def shrunk(argv, steps):
     c = train.resolve(argv, world_size=1)
     few = dict(warmup_iters=2, cooldown_iters=steps // 2, block_size=32)
     if c.init_from in ('scratch', 'resume'):
-        few |= dict(n_layer=2, n_head=2, n_embd=64)
+        few |= dict(n_layer=2, n_head=2, n_embd=32)
     own = train.optimizers.row(c.optimizer_name).settings.keys()
     few |= {key: 2 for key in ('hessian_interval', 'hessian_parts') if key in own}
     small = {key: min(c.values[key], most) for key, most in few.items()} | dict(
         max_iters=steps, lr_decay_iters=steps, eval_interval=2, eval_sequences=16, log_interval=1, total_batch_size=8,
         batch_size=4, gradient_accumulation_steps=0, dtype='float32', parallel='ddp', compile=False, device='cpu',
-        backend='gloo', auto_resume=True, always_save_checkpoint=True, eval_only=False, wandb_log=False, max_hours=0)
+        backend='gloo', auto_resume=True, keep_checkpoints=steps, eval_only=False, wandb_log=False, max_hours=0)
     small |= dict.fromkeys(own & {'hessian_batch_size'}, 4)  # of which each of two ranks has two
     return [arg for arg in argv if arg[:2] != '--'] + [f'--{key}={value}' for key, value in small.items()] + [
         arg for arg in argv if arg[:2] == '--']
@@ -159,53 +130,67 @@ def launch(argv, ranks):
     return next((process.returncode for process in processes if process.returncode), 0), ''.join(texts)
 
 
-def trained(folder, name, flags, stops=(None,), late=False, nudge=False, ranks=1):
-    """Return what sessions with `flags` write, the first of which ends before the iteration stops[0], and so on;
-    SystemExit with the last line of one that fails."""
-    steps = {}
-    for stop in stops:
-        path = Path(folder, f'{name}-{stop}.json')
-        code, text = launch(['--session', json.dumps([str(path), stop, late, nudge]), *flags,
-                             f'--out_dir={Path(folder, name)}'], ranks)
-        if code != (STOPPED if stop else 0):
-            reason = (text.strip().splitlines() or [''])[-1] if code else f'it ends before step {stop}'
-            raise SystemExit(f'STOPS with exit code {code}: {reason}')
-        found = json.loads(path.read_text(encoding='utf-8'))
-        steps |= found['steps']
-    latest = {}
-    for line in read_metrics(Path(folder, name, 'metrics.jsonl')):
-        latest |= line
-        measured = digests((key, value) for key, value in line.items() if 'loss' in key or key in ('lr', 'grad_norm'))
-        steps[str(line['iter'])] = measured | steps.get(str(line['iter']), {})
-    found['unsaved'] |= digests((f'metric {key}', value) for key, value in latest.items() if key not in TIMES)
-    warnings = [line for line in text.splitlines() if line.startswith('warning: ')]
-    return dict(found, steps=steps, warnings=warnings)
+def trained(out_dir, flags, ranks=1, late=False, nudge=False):
+    """Train with `flags`. Return the run's `out_dir`; its `steps`, {step: {name: value}}; what was `unsaved` halfway;
+    and its `warnings`. SystemExit with the last line of a run that fails."""
+    unsaved_path = out_dir.with_suffix('.pt')
+    session = ['--session', json.dumps([str(unsaved_path), late, nudge])]
+    code, text = launch([*session, *flags, f'--out_dir={out_dir}'], ranks)
+    if code:
+        raise SystemExit(f'STOPS with exit code {code}: {(text.strip().splitlines() or [""])[-1]}')
+    steps, latest = {}, {}
+    for line in read_metrics(out_dir / 'metrics.jsonl'):
+        latest |= {f'metric {key}': value for key, value in line.items() if key not in TIMES}
+        steps.setdefault(line['iter'], {}).update(
+            (key, value) for key, value in line.items() if 'loss' in key or key in ('lr', 'grad_norm'))
+    for path in checkpoints(out_dir):
+        state = load_pt(path)
+        saved = dict(weights=state['model'], optimizer=state['optimizer'],
+                     TrainState={key: value for key, value in state['train_state'].items() if key != 'seconds'})
+        steps.setdefault(number(path), {}).update(leaf for part in saved for leaf in leaves(saved[part], part))
+    return SimpleNamespace(out_dir=out_dir, steps=steps, unsaved=load_pt(unsaved_path) | latest,
+                           warnings=[line for line in text.splitlines() if line.startswith('warning: ')])
+
+
+def resumed(run, step, out_dir, flags):
+    """Return what `trained` does for a resume from the checkpoint that `run`, a future, has saved after some steps."""
+    before = run.result()
+    out_dir.mkdir()
+    for path in before.out_dir / 'metrics.jsonl', path_of(before.out_dir, step):
+        shutil.copy(path, out_dir)
+    after = trained(out_dir, flags)
+    after.steps |= {i: values for i, values in before.steps.items() if i < step}
+    return after
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Comparisons of what they wrote
+# Comparisons
 
 
 def apart(one, two):
-    """Return the relative difference of two digests, 0 where they are equal."""
-    size = max(one[1], two[1])
-    return 0.0 if one[0] == two[0] else abs(one[2] - two[2]) / size if size else math.inf
+    """Return the relative difference of two values, 0 where they are equal, infinity for different kinds."""
+    if equal(one, two):
+        return 0.0
+    if not all(isinstance(value, (bool, int, float, torch.Tensor)) for value in (one, two)):
+        return math.inf
+    one, two = (torch.as_tensor(value, dtype=torch.float64) for value in (one, two))
+    return ((one - two).norm() / max(one.norm(), two.norm())).item() if one.shape == two.shape else math.inf
 
 
 def difference(ours, theirs, nudged=None):
-    """Compare two {iteration: digests}. Return (whether they agree, and a text that says how far).
+    """Compare the steps of two runs. Return (whether they agree, and a text that says how far).
 
     They agree if they are equal, or, given a third run whose weights were `nudged`, up to rounding: the relative
     difference is below TOLERANCE, or ten times what that run has shown so far for values of this kind.
     """
-    missing, largest, drift = ['nothing', 0.0, 0.0], (0.0, ''), {}
-    for step in sorted(ours.keys() | theirs.keys(), key=int):
+    largest, drift = (0.0, ''), {}
+    for step in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(step, {}), theirs.get(step, {})
         for name in a if nudged else ():
-            other = nudged.get(step, {}).get(name, missing)
-            drift[kind(name)] = max(drift.get(kind(name), 0.0), apart(a[name], other))
+            relative = apart(a[name], nudged.get(step, {}).get(name, 'nothing'))
+            drift[kind(name)] = max(drift.get(kind(name), 0.0), relative)
         for name in {**a, **b}:
-            x, y = a.get(name, missing), b.get(name, missing)
+            x, y = a.get(name, 'nothing'), b.get(name, 'nothing')
             relative = apart(x, y)
             allowed = max(TOLERANCE, 10 * drift.get(kind(name), 0.0)) if nudged else 0.0
             if nudged and name.startswith('TrainState.'):  # counts, of which rounding may change one
@@ -221,23 +206,23 @@ def kind(name):
     return re.sub(r'\..*\.', '.', name)
 
 
-def shown(digest):
-    return digest[0] if len(digest[0]) < 30 else f'a tensor of norm {digest[1]:.9g}'
+def shown(value):
+    return f'a tensor of norm {value.double().norm():.9g}' if isinstance(value, torch.Tensor) else str(value)
 
 
 def lost(whole, again, after):
     """Return what a resume has not brought back, of the values that do not differ between any two runs."""
-    return [f'{name} ({shown(theirs)} instead of {shown(ours)})' for name, ours in whole['unsaved'].items()
-            if again['unsaved'].get(name) == ours and (theirs := after['unsaved'].get(name, ours))[0] != ours[0]]
+    return [f'{name} ({shown(after[name])} instead of {shown(value)})' for name, value in whole.items()
+            if equal(again.get(name), value) and not equal(after.get(name, value), value)]
 
 
 def verdict(name, run):
     """Return (whether a run agrees with what it must equal, and a text); `run`: name → what `trained` returns."""
     try:
         if name in ROUNDED:
-            return difference(run('plain')['steps'], run(name)['steps'], run('nudged')['steps'])
-        agrees, text = difference(run('whole')['steps'], run(name)['steps'])
-        names = lost(run('whole'), run('again'), run(name)) if name == 'resumed' else []
+            return difference(*(run(other).steps for other in ('plain', name, 'nudged')))
+        agrees, text = difference(run('whole').steps, run(name).steps)
+        names = lost(*(run(other).unsaved for other in ('whole', 'again', name))) if name == 'resumed' else []
     except SystemExit as error:
         return False, str(error)
     if names := [name for name in names if agrees or not name.startswith('metric ')]:  # which follow from others
@@ -254,26 +239,25 @@ def main(argv=None):
         session(*json.loads(argv[1]), argv[2:])
         return
     parser = argument_parser(__doc__, allow_abbrev=False, usage='%(prog)s CONFIG [--KEY=VALUE ...]')
-    parser.add_argument('--half', type=at_least(1), default=5, help='steps before the stop, and after (default: 5)')
+    parser.add_argument('--half', type=at_least(1), default=5, help='steps before the resume, and after (default: 5)')
     parser.add_argument('--only', choices=[*EXACT, *ROUNDED], nargs='+', default=[*EXACT, *ROUNDED],
                         help='some of the comparisons')
     args, flags = parser.parse_known_args(argv)
     flags, failed = shrunk(flags, 2 * args.half), False
+    plain = [*flags, '--dropout=0']  # which draws by micro-batch
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        def start(name, *more, **how):
-            runs[name] = pool.submit(trained, folder, name, [*flags, *more], **how)
-
-        runs, without = {}, '--dropout=0'  # which draws by micro-batch
-        start('whole')
-        start('again', late=True)
+        place = Path(folder)
+        runs = dict(whole=pool.submit(trained, place / 'whole', flags))
+        runs['again'] = pool.submit(trained, place / 'again', flags, late=True)
         if 'resumed' in args.only:
-            start('resumed', stops=(args.half, None))
+            runs['resumed'] = pool.submit(resumed, runs['whole'], args.half, place / 'resumed', flags)
         if any(name in ROUNDED for name in args.only):
-            start('plain', without)
-            start('nudged', without, nudge=True)
+            runs['plain'] = pool.submit(trained, place / 'plain', plain)
+            runs['nudged'] = pool.submit(trained, place / 'nudged', plain, nudge=True)
         for name in args.only:
             if name in ROUNDED and (name != 'compiled' or can_compile('cpu')):
-                start(name, without, *ROUNDED[name], ranks=2 if name == 'two ranks' else 1)
+                ranks = 2 if name == 'two ranks' else 1
+                runs[name] = pool.submit(trained, place / name, [*plain, *ROUNDED[name]], ranks)
         for name in args.only:
             if name in runs:
                 agrees, text = verdict(name, lambda name: runs[name].result())
@@ -281,7 +265,7 @@ def main(argv=None):
             else:
                 text = 'skipped: no C++ compiler or no Python.h'
             print(f'{name:<15} {text}', flush=True)
-        print(*runs['whole'].result()['warnings'], sep='\n')
+        print(*runs['whole'].result().warnings, sep='\n')
     sys.exit(failed)
 
 
