@@ -89,7 +89,6 @@ def write_tokenizer(tokenizer, folder, block_size):
 def export(loaded, dest):
     """Write `loaded` to `dest`, a new folder; return the largest difference between transformers' logits and ours."""
     import transformers
-    transformers.logging.disable_progress_bar()
     dest, model = Path(dest), loaded.model
     if dest.exists():
         raise SystemExit(f'{dest}: exists; give another folder, or remove it')
@@ -99,8 +98,7 @@ def export(loaded, dest):
         exported = to_hf(model, loaded.tokenizer.eot_id)
         exported.save_pretrained(partial)
         if exported.config.scale_attn_by_inverse_layer_idx:
-            print('note: transformers before 5.4 scales attention by layer only with attn_implementation="eager", '
-                  'which config.json asks for; do not override it there', file=sys.stderr)
+            # Without this, transformers before 5.4 would not scale.
             config = json.loads((partial / 'config.json').read_text()) | dict(_attn_implementation='eager')
             (partial / 'config.json').write_text(json.dumps(config, indent=2))
         write_tokenizer(loaded.tokenizer, partial, model.config.block_size)

@@ -11,19 +11,6 @@ from records.paper import clipped_newton, toy_landscape
 from scripts.paper import compute_table, final_losses, max_lr
 
 
-def test_toy_derivatives_are_those_of_the_footnotes_functions():
-    for x, y in [(-0.9, 0.5), (0.2, 0.0), (0.7, 5.0), (1.4, -1.0)]:
-        theta, step = np.array([x, y]), 1e-5
-        assert toy_landscape.loss(theta) == pytest.approx(
-            8 * (x - 1) ** 2 * (1.3 * x ** 2 + 2 * x + 1) + (y - 4) ** 2 / 2)
-        for i in range(2):
-            e = np.eye(2)[i] * step
-            slope = (toy_landscape.loss(theta + e) - toy_landscape.loss(theta - e)) / (2 * step)
-            bend = (toy_landscape.gradient(theta + e)[i] - toy_landscape.gradient(theta - e)[i]) / (2 * step)
-            assert toy_landscape.gradient(theta)[i] == pytest.approx(slope, abs=1e-5)
-            assert toy_landscape.hessian_diagonal(theta)[i] == pytest.approx(bend, abs=1e-5)
-
-
 def test_toy_trajectories_are_those_of_the_papers_figure():
     end = {name: toy_landscape.trajectory(name)[-1] for name in toy_landscape.LEARNING_RATES}
     assert toy_landscape.trajectory('Sophia')[7:] == pytest.approx(np.tile([1, 4], (44, 1)), abs=0.05)

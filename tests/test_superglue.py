@@ -16,15 +16,6 @@ from scripts.paper import superglue
 from scripts.paper.superglue import TASKS
 
 
-def test_prompt():
-    exemplars = [dict(passage='One.', question='is a', label=1), dict(passage='Two.', question='is b', label=0)]
-    prompt = superglue.make_prompt(TASKS['boolq'], exemplars, dict(passage='Three.', question='is c', label=1))
-    assert prompt == ('Answer the question about the passage with yes or no.\n\n'
-                      'Passage: One.\nQuestion: is a?\nAnswer: yes\n\n'
-                      'Passage: Two.\nQuestion: is b?\nAnswer: no\n\n'
-                      'Passage: Three.\nQuestion: is c?\nAnswer:')
-
-
 def test_the_first_word_of_the_line_is_the_answer():
     texts = [' true', ' False.', '  neither, I think', ' false', '', ' trueish', '\n true', ' it is false']
     assert [superglue.read_answer(TASKS['cb'], text) for text in texts] == [0, 1, 2, 1, None, None, None, None]
