@@ -31,14 +31,6 @@ def test_the_repository_passes(report):
     assert 'equal' in micro and 'equal' in ranks and 'warning' not in text
 
 
-RUN = '''
-import dataclasses, train
-@dataclasses.dataclass
-class Run(train.Run):
-    average: dict = dataclasses.field(default_factory=dict)
-train.Run = Run
-step, evaluate = train.train_step, train.evaluate_and_save
-'''
 # The edits of a fork: (its code; what a rehearsal compares; what it says)
 WINDOW = '''
 import collections, sophia
@@ -70,22 +62,19 @@ def adapted(self):
     return finish(self)
 hessian.HessianHook.finish = adapted
 '''
-AVERAGE = RUN + '''
+AVERAGE = '''
+import dataclasses, train
+@dataclasses.dataclass
+class Run(train.Run):
+    average: dict = dataclasses.field(default_factory=dict)
+step = train.train_step
 def averaged(run, *args):
     found = step(run, *args)
     with torch.no_grad():
         for p in run.params:
             run.average.setdefault(p, p.clone()).lerp_(p, 0.5)
     return found
-def evaluate_the_average(run):
-    mine = [p.detach().clone() for p in run.params]
-    with torch.no_grad():
-        for p in run.params:
-            p.copy_(run.average.get(p, p))
-        evaluate(run)
-        for p, q in zip(run.params, mine):
-            p.copy_(q)
-train.train_step, train.evaluate_and_save = averaged, evaluate_the_average
+train.Run, train.train_step = Run, averaged
 '''
 MODEL = '''
 forward = model.GPT.forward
