@@ -43,6 +43,9 @@ EXACT = 'again', 'resumed'
 ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'compiled': ['--compile=True']}  # name → its flags
 TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
 MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests', 'site-packages'}  # folders without experiments
+NOTES = 'warning: ', 'note: training reads '  # beginnings of lines that a rehearsal repeats
+CHECKED = '.py', '.pyc', '.bin', 'meta.json', 'tokenizer.json'  # files whose change a resume notices
+SYSTEM = sys.prefix, sys.base_prefix, '/usr', '/lib', '/etc', '/opt', '/proc', '/sys', '/dev'
 TIMES = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}  # metrics of the machine
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -52,7 +55,7 @@ TIMES = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'} 
 def session(unsaved_path, late, nudge, flags):
     """Train with `flags` and save after every step; `late`: with batches that are read when they are needed; `nudge`:
     from weights that differ in their last bits. Write to `unsaved_path` what no checkpoint holds halfway."""
-    c, train_step = train.resolve(flags), train.train_step
+    c, train_step, opened = train.resolve(flags), train.train_step, set()
 
     def saved_step(run, sequences, iteration):
         if nudge and iteration == 0:
@@ -67,7 +70,13 @@ def session(unsaved_path, late, nudge, flags):
 
     train.train_step = saved_step
     loader.ThreadPoolExecutor = lambda *args: reader(late)
+    sys.addaudithook(lambda event, args: event == 'open' and args[1] in ('r', 'rb') and opened.add(str(args[0])))
     train.train(c)
+    places = (*SYSTEM, *map(os.path.abspath, (c.out_dir, c.init_from)))
+    for name in sorted(map(os.path.abspath, opened)):
+        expected = name.startswith(places) or name.endswith(CHECKED) or '/.' in name
+        if Path(name).is_file() and not expected:
+            print(f'note: training reads {name}; a resume does not notice when it is replaced')
 
 
 def reader(late):
@@ -132,7 +141,7 @@ def launch(argv, ranks):
 
 def trained(out_dir, flags, ranks=1, late=False, nudge=False):
     """Train with `flags`. Return the run's `out_dir`; its `steps`, {step: {name: value}}; what was `unsaved` halfway;
-    and its `warnings`. SystemExit with the last line of a run that fails."""
+    and the `notes` that it prints. SystemExit with the last line of a run that fails."""
     unsaved_path = out_dir.with_suffix('.pt')
     session = ['--session', json.dumps([str(unsaved_path), late, nudge])]
     code, text = launch([*session, *flags, f'--out_dir={out_dir}'], ranks)
@@ -149,7 +158,7 @@ def trained(out_dir, flags, ranks=1, late=False, nudge=False):
                      TrainState={key: value for key, value in state['train_state'].items() if key != 'seconds'})
         steps.setdefault(number(path), {}).update(leaf for part in saved for leaf in leaves(saved[part], part))
     return SimpleNamespace(out_dir=out_dir, steps=steps, unsaved=load_pt(unsaved_path) | latest,
-                           warnings=[line for line in text.splitlines() if line.startswith('warning: ')])
+                           notes=[line for line in text.splitlines() if line.startswith(NOTES)])
 
 
 def resumed(run, step, out_dir, flags):
@@ -265,7 +274,7 @@ def main(argv=None):
             else:
                 text = 'skipped: no C++ compiler or no Python.h'
             print(f'{name:<15} {text}', flush=True)
-        print(*runs['whole'].result().warnings, sep='\n')
+        print(*runs['whole'].result().notes, sep='\n')
     sys.exit(failed)
 
 

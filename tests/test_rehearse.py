@@ -126,6 +126,13 @@ def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     assert ('TrainState' in text) == (comparison == 'resumed')
 
 
+def test_a_file_that_training_reads_is_named(report, tmp_path):
+    (tmp_path / 'order').write_text('of the data')
+    _, text = report('starts = loader.TrainLoader.starts\nloader.TrainLoader.starts = lambda *args: starts(*args) if '
+                     f'open({str(tmp_path / "order")!r}).read() else None', '--only', 'again')
+    assert f'note: training reads {tmp_path / "order"}; a resume does not notice when it is replaced' in text
+
+
 def test_the_loop_may_draw_random_numbers(report):
     status, text = report(LENGTH, '--only', 'resumed')
     assert not status and text.splitlines()[0].split() == ['resumed', 'equal'], text

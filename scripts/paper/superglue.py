@@ -92,9 +92,9 @@ def run_task(loaded, task, examples, draws):
                 majority=most_frequent / len(examples), random=1 / len(task.answers))
 
 
-def draw_figure(table, names):
+def draw_figure(table):
     """Draw accuracies as bars, a group for each task, a color for each checkpoint, and the baselines as lines."""
-    tasks = list(dict.fromkeys(row['task'] for row in table))
+    tasks, names = (list(dict.fromkeys(row[key] for row in table)) for key in ('task', 'checkpoint'))
     fig, (ax,) = figure(width=max(4.5, 1.2 * len(tasks) * (1 + len(names) / 4)), height=3.8)
     width = 0.8 / len(names)
     for j, name in enumerate(names):
@@ -124,14 +124,14 @@ def main(argv=None):
     for name in args.tasks:
         train, examples = (list(load_dataset(args.data, name, split=split)) for split in ('train', 'validation'))
         data[name] = examples, [random.Random(f'{SEED} {name} {draw}').sample(train, SHOTS) for draw in range(DRAWS)]
-    for number, path in enumerate(args.checkpoints, 1):
+    for path in args.checkpoints:
         loaded = with_tokenizer(load(path, args.device, args.tokenizer))
         loaded.model.to(DTYPES[dtype_name(args)])
         for name, (examples, draws) in data.items():
             table.append(dict(task=TASKS[name].title, checkpoint=path, examples=len(examples),
                               **run_task(loaded, TASKS[name], examples, draws)))
         # Each takes long, and the next one may not load.
-        save(args.output, draw_figure(table, args.checkpoints[:number]), table)
+        save(args.output, draw_figure(table), table)
     print_table(table)
 
 
