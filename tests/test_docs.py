@@ -14,6 +14,7 @@ import train
 from dev import front, tables
 from records.dissection import results as dissection
 from records.fresh_h import results as fresh_h
+from records.rare_tokens import results as rare_tokens
 from records.small_batch import results as small_batch
 
 PAGES = ['README.md', *sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))]
@@ -142,7 +143,8 @@ def test_the_front_s_numbers_and_picture_are_of_the_records():
 def test_the_results_of_the_planned_tests_are_of_the_records():
     """As differences without a sign, because the page turns some around."""
     planned = [*dissection.tests(dissection.find_runs([dissection.RECORDS])),
-               *fresh_h.planned_tests(fresh_h.read_results()), *small_batch.planned_tests(small_batch.read_results())]
+               *fresh_h.planned_tests(fresh_h.read_results()), *small_batch.planned_tests(small_batch.read_results()),
+               *rare_tokens.planned_tests(rare_tokens.read_arms())]
     cells = read('docs/results.md').replace('−', '').replace('+', '')
     weak = [row for row in planned if row['comparison'].startswith('A: ') and row['n'] == '3, 3'][1:]
     for row in planned:
