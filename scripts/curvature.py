@@ -32,7 +32,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from analysis.figures import argparser, figure, png_path, print_table, save
+from analysis.figures import argparser, figure, print_table, save
 from data.loader import Mixture, TrainLoader
 from hessian import GNBHook
 from loss import Losses
@@ -135,7 +135,7 @@ def hutchinson_diagonal(model, params, sequences):
 def state_of_run(loaded, names):
     """Return (h, m) of a checkpoint as vectors in the order of the parameters' `names`; (None, None) unless its
     optimizer uses Sophia-G's estimates and update."""
-    row = OPTIMIZERS.get(loaded.state.get('config', {}).get('optimizer_name'))
+    row = OPTIMIZERS.get(loaded.state['config'].get('optimizer_name'))
     if not row or (row.build, row.hook) != (build_sophia, GNBHook):
         return None, None
     path, state = checkpoint.load_checkpoint(loaded.path, weights=False)
@@ -199,22 +199,21 @@ def draw(low, h, title, correlation):
 @one_line_errors()
 def main(argv=None):
     parser = argparser(__doc__, 'curvature.png', '.csv and .json')
-    parser.set_defaults(output=None)  # beside the checkpoint
     parser.add_argument('checkpoint', help=MODEL_HELP)
     parser.add_argument('--estimator', choices=['gnb', 'hutchinson'], default='gnb', help='default: gnb')
     parser.add_argument('--sequences', type=at_least(32), default=512, help='training sequences (default: 512)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     args = parser.parse_args(argv)
     loaded = load(args.checkpoint, args.device)
-    model, config = loaded.model, loaded.state.get('config', {})
+    model = loaded.model
     torch.manual_seed(SEED)
     loader = TrainLoader(Mixture(open_bins(loaded, None, 'train')), SEED, args.sequences, model.config.block_size, 0, 1,
                          args.device)
     sequences = next(loader)
     loader.close()
 
-    names, params = trained(model)
-    whole = dict(iteration=loaded.state.get('iter_num'), sequences=args.sequences)
+    (names, params), config = trained(model), loaded.state['config']
+    whole = dict(iteration=loaded.state['iter_num'], sequences=args.sequences)
     size, parts, h, run = 1, 1, None, None
     if args.estimator == 'gnb':
         diagonal = Gradients(model, params, sequences)
@@ -239,10 +238,9 @@ def main(argv=None):
              for kind, at in {**places, 'all': slice(None)}.items()]
     print_table(table)
     print_table([whole])
-    fig = draw(low.cpu(), h if h is None else h.cpu(), f'{loaded.name}, {args.estimator}, {args.sequences} sequences',
-               table[-1].get('log_corr'))
-    output = args.output or png_path((loaded.path.parent if loaded.state else Path('out')) / 'curvature.png')
-    save(output, fig, table, **whole)
+    title = f'{args.checkpoint}, {args.estimator}, {args.sequences} sequences'
+    fig = draw(low.cpu(), h if h is None else h.cpu(), title, table[-1].get('log_corr'))
+    save(args.output, fig, table, **whole)
 
 
 if __name__ == '__main__':

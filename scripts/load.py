@@ -23,7 +23,6 @@ MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or
 @dataclass
 class Loaded:
     """A model in eval mode."""
-    name: str  # last part of the path
     path: Path
     model: GPT
     tokenizer: tokenizers.Tokenizer | None  # None if unknown
@@ -55,7 +54,7 @@ def load(path, device='cpu', tokenizer=None):
     if any(given.glob('*.safetensors')) or str(path) in HUB_MODELS and not given.exists():
         model = GPT.from_pretrained(path)
         meta = tokenizers.folder_meta(given, model.config.vocab_size)
-        return Loaded(given.name, given, model.to(device).eval(), chosen_tokenizer(tokenizer, meta, path))
+        return Loaded(given, model.to(device).eval(), chosen_tokenizer(tokenizer, meta, path))
     path, state = checkpoint.load_checkpoint(path)
     state.pop('optimizer', None)
     best = checkpoint.best_path(given)
@@ -72,7 +71,7 @@ def load(path, device='cpu', tokenizer=None):
     meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
     if meta is None and dataset and not tokenizer and (first_dir(dataset) / 'train.bin').is_file():
         meta = read_meta(first_dir(dataset))  # nanoGPT's checkpoints do not hold it
-    return Loaded(given.resolve().name, path, model.to(device).eval(), chosen_tokenizer(tokenizer, meta, path), state)
+    return Loaded(path, model.to(device).eval(), chosen_tokenizer(tokenizer, meta, path), state)
 
 
 def with_tokenizer(loaded):

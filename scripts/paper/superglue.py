@@ -76,7 +76,7 @@ def run_task(loaded, task, examples, draws):
     room, accuracies, cut = model.config.block_size - n, [], 0
     for exemplars in draws:
         right = 0
-        for example in tqdm(examples, desc=f'{loaded.name} {task.title}', disable=None):
+        for example in tqdm(examples, desc=f'{loaded.path} {task.title}', disable=None):
             prompt = [int(i) for i in tokenizer.encode(make_prompt(task, exemplars, example))]
             cut += len(prompt) > room
             idx = torch.tensor([prompt[-room:]], device=device)
