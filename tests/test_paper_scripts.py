@@ -31,11 +31,8 @@ def test_theory_steps_are_flat_below_the_bound_and_signgds_above_theirs():
 
 
 @pytest.mark.parametrize('name', clipped_newton.FUNCTIONS)
-def test_theory_R_is_no_smaller_than_it_must_be_and_derivatives_fit(name):
+def test_theory_R_is_no_smaller_than_it_must_be(name):
     phi, rng = clipped_newton.FUNCTIONS[name], np.random.default_rng(0)
-    for z in (-1.3, 0.0, 0.4, 2.1):
-        assert phi.first(z) == pytest.approx((phi.value(z + 1e-6) - phi.value(z - 1e-6)) / 2e-6, abs=1e-6)
-        assert phi.second(z) == pytest.approx((phi.first(z + 1e-6) - phi.first(z - 1e-6)) / 2e-6, abs=1e-6)
     problem = clipped_newton.Problem(phi, np.logspace(0, 2, 3), rng)
     theta = problem.start(10.0, rng)
     assert problem.loss(theta) == pytest.approx(10.0) and problem.loss(problem.minimizer) == 0
