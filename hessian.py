@@ -94,11 +94,12 @@ class HessianHook(StepHook):
         # scale is in the param groups, which a checkpoint holds.
         group = self.optimizer.param_groups[0]
         self.scale = min(loss_scale, group.get('hessian_scale', loss_scale))
-        # Until there is an h every iteration estimates, because steps without one are sign steps: after a skipped
-        # iteration 0, or an estimate that overflowed while the update was made.
+        # Once an estimate was due, every iteration makes one until there is an h, because steps without it are sign
+        # steps: after a skipped iteration 0, or an estimate that overflowed while the update was made.
         taker = getattr(self.optimizer.update_hessian, '__self__', self.optimizer)  # which may be inside a wrapper
         self.has_h = any(taker.state.values()) and 'no_hessian_yet' not in group
-        self.due = not self.has_h or self.is_due(iter_num, self.interval)
+        late = not self.has_h and self.estimates(self.interval, iter_num) > 0
+        self.due = late or self.is_due(iter_num, self.interval)
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         return self.due
 

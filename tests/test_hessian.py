@@ -304,6 +304,16 @@ def test_until_there_is_an_h_every_iteration_estimates(gpt):
     assert all(own['hessian'].any() for own in state['state'].values())
 
 
+def test_estimates_may_begin_later(gpt, monkeypatch):
+    """Before, updates have no h; after an estimate that is lost, the next iteration makes one."""
+    model, idx, _, _ = gpt
+    monkeypatch.setattr(hessian.HessianHook, 'is_due', classmethod(lambda cls, i, interval: i in (2, 9)))
+    hook = make_hook(model, 'sophiag')
+    assert [hook.start(number) for number in range(5)] == [False, False, True, True, True]
+    iteration(hook, idx[:, :-1], idx[:, 1:], number=5)
+    assert [hook.start(number) for number in (6, 9)] == [False, True]
+
+
 class Counting(GPT):
     """A GPT whose forward passes in training change buffers, in place and by assignment."""
 
