@@ -33,7 +33,7 @@ from model import GPT, GPTConfig
 from runtime import checkpoint, optim
 from runtime import device as devices
 from runtime.distributed import World, one_message, ranks_from_environment
-from runtime.gpt import HUB_MODELS, config_of, flops_per_token, model_args
+from runtime.gpt import HUB_MODELS, config_of, evaluation_mode, flops_per_token, model_args
 from runtime.rng import DROPOUT, LOOP, keyed_seed, seed_all
 from runtime.signals import StopSignals, protect_streams, undo_at_end
 from runtime.speed import Speed
@@ -264,7 +264,6 @@ def set_up(c, world, model):
         model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
         parts=c.hessian_parts, rank=world.rank, world_size=world.size, autocast=autocast, compile=c.compile)
     scaler = torch.amp.GradScaler(world.device.type, enabled=c.dtype == 'float16')
-    model.train()
     return Run(c, world, model, wrapped, optimizer, hessian, scaler, autocast, params,
                torch.compile(cross_entropy) if c.compile else cross_entropy)
 
@@ -368,7 +367,6 @@ def evaluate(run, data):
     """Return (mean cross-entropy, mean training loss) over the validation set `data`, each rank its share. Stops early,
     with run.stops.stopping, when a rank was asked to stop."""
     c, world = run.config, run.world
-    run.raw_model.eval()
     total = world.zeros(4)  # sum and count of val/loss, sum and count of the training loss
     batches = ValidationLoader(data, c.eval_sequences, c.batch_size, c.block_size, world.rank, world.size,
                                world.device)
@@ -385,7 +383,6 @@ def evaluate(run, data):
         # A rank's last batches may be padding only; their mean training loss is 0 / 0.
         training_loss = torch.where(count > 0, training_loss * count, 0)
         total += torch.stack([val_loss, (Y >= 0).sum(), training_loss, count]).to(total)
-    run.raw_model.train()
     world.reshard(run.raw_model)
     val_loss, n, training_loss, m = world.sum(total)
     return torch.stack([val_loss / n, training_loss / m]).tolist()
@@ -397,7 +394,8 @@ def evaluate_and_save(run):
     A run that is asked to stop meanwhile does neither; it evaluates again when it resumes.
     """
     c, state = run.config, run.state
-    with optim.evaluating(run.optimizer):
+    seed_all(keyed_seed(c.seed, LOOP, 0))  # for what an experiment draws in evaluations, the same in each
+    with optim.evaluating(run.optimizer), evaluation_mode(run.raw_model):
         losses = {name: evaluate(run, data) for name, data in run.val_data.items()}
     if run.stops.stopping:
         return

@@ -3,6 +3,7 @@
 Of a model these functions need `config`, a dataclass with nanoGPT's fields, and nanoGPT's forward.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -100,6 +101,16 @@ def flops_per_token(model):
                   if not isinstance(module, nn.Embedding)
                   for p in module.parameters(recurse=False) if p.dim() > 1 and p.requires_grad)
     return 6 * weights + 12 * c.n_layer * c.n_embd * c.block_size
+
+
+@contextlib.contextmanager
+def evaluation_mode(model):
+    """Put `model` in evaluation mode and, at the end, its modules back in theirs: a teacher in it may stay there."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    yield
+    for module in training:
+        module.training = True
 
 
 @torch.no_grad()

@@ -422,15 +422,18 @@ def test_a_group_that_is_left_out_is_one_line(main, tmp_path, monkeypatch):
     (dict(scaled_dot_product_attention=lambda sdpa, *qkv, is_causal, **options: sdpa(*qkv, **options)), True),
     (dict(scaled_dot_product_attention=lambda sdpa, q, *kv, is_causal, **options: sdpa(
         q, *kv, attn_mask=torch.ones(32, 32, dtype=bool).tril(1), **options)), True),
+    (dict(scaled_dot_product_attention=lambda sdpa, q, *kv, is_causal, **options: sdpa(
+        q, *kv, attn_mask=torch.ones(32, 32, dtype=bool).tril() | torch.eye(8).kron(torch.ones(4, 4)).bool(),
+        **options)), True),
     (dict(dropout=lambda dropout, x, p, training: dropout(x, p)), True),
     ({}, False)])
 @pytest.mark.parametrize('flags', [[], ['--optimizer_name=sophiag', '--dtype=bfloat16', '--parallel=fsdp']])
 def test_later_tokens_and_dropout_in_evaluation_are_noticed(main, tmp_path, monkeypatch, capsys, edit, leaks, flags):
-    """Attention to all positions, or to the next one; the model itself is causal, with dropout, too."""
+    """Attention to all positions, to the next one, or in chunks; the model itself is causal, with dropout, too."""
     for name, edited in edit.items():
         monkeypatch.setattr(torch.nn.functional, name, functools.partial(edited, getattr(torch.nn.functional, name)))
     main(tmp_path, *flags, '--dropout=0.2', '--max_iters=1', '--eval_iters=1')
-    assert ('change the logits of the first position' in capsys.readouterr().err) == leaks
+    assert ('change the logits of earlier positions' in capsys.readouterr().err) == leaks
 
 
 def masking(in_place):
@@ -475,6 +478,46 @@ def test_other_labels_are_not_taken_for_weights(main, tmp_path, monkeypatch, cap
         0.8 * loss.cross_entropy(logits, targets) - 0.2 * logits.log_softmax(-1).mean(-1)))
     main(tmp_path, '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1')
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize('term, words', [
+    (lambda model, logits: model.transformer.wpe.weight.square().sum(), True),
+    (lambda model, logits: logits.logsumexp(-1).square().mean(), False)])
+def test_terms_of_the_loss_that_the_estimate_does_not_see_are_noted(main, tmp_path, monkeypatch, capsys, term, words):
+    """A z-loss is a function of the logits; a penalty on weights is not."""
+    def forward(self, *args, forward=program.GPT.forward):
+        logits, loss = forward(self, *args)
+        return logits, loss + 0.1 * term(self, logits)
+
+    monkeypatch.setattr(program.GPT, 'forward', forward)
+    main(tmp_path, '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1')
+    assert ('that are not functions of the logits make ' in capsys.readouterr().err) == words
+
+
+def test_a_module_in_evaluation_mode_stays_there(main, tmp_path, monkeypatch):
+    """Such as a teacher, whose dropout would otherwise be on."""
+    init, step, modes = program.GPT.__init__, program.train_step, []
+
+    def with_frozen(self, config):
+        init(self, config)
+        self.transformer.ln_f.eval()
+
+    def noting(run, *args):
+        modes.append((run.raw_model.training, run.raw_model.transformer.ln_f.training))
+        return step(run, *args)
+
+    monkeypatch.setattr(program.GPT, '__init__', with_frozen)
+    monkeypatch.setattr(program, 'train_step', noting)
+    main(tmp_path, '--max_iters=2', '--eval_interval=1', '--eval_iters=1')
+    assert modes == [(True, False)] * 2
+
+
+def test_what_is_drawn_in_evaluations_is_the_same_after_a_resume(main, tmp_path, monkeypatch):
+    drawn, evaluate = [], program.evaluate
+    monkeypatch.setattr(program, 'evaluate', lambda *args: (drawn.append(torch.rand(()).item()), evaluate(*args))[1])
+    main(tmp_path, '--max_iters=2', '--lr_decay_iters=3', '--eval_interval=2', '--eval_iters=1')
+    main(tmp_path, '--max_iters=3', '--eval_interval=3', '--eval_iters=1', '--init_from=resume')
+    assert len(drawn) == 3 and len(set(drawn)) == 1
 
 
 @pytest.mark.parametrize('change', [lambda p: p.add_(0), lambda p: p.data.mul_(0.9)])
