@@ -41,41 +41,33 @@ def to_hf(model, eot_id):
     return theirs
 
 
-def gpt2_tokenizer(tokenizer):
-    """Return GPT-2's tokenizer for the package tokenizers."""
-    from tokenizers import AddedToken
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-    bpe = tokenizer.bpe
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, 'gpt2.tiktoken')  # a file in tiktoken's own format
-        path.write_text(''.join(f'{base64.b64encode(token).decode()} {rank}\n'
-                                for token, rank in bpe._mergeable_ranks.items()))
-        fast = TikTokenConverter(vocab_file=str(path), pattern=bpe._pat_str).converted()
-    fast.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
-    return fast
-
-
-def byte_tokenizer():
-    """Return the byte tokenizer for the package tokenizers. Byte 0 is the token <|endoftext|>."""
+def fast_tokenizer(tokenizer):
+    """Return a tokenizer for the package tokenizers; None for characters, which nothing ends, and a fork's class."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-    names = bytes_to_unicode() | {0: END_OF_TEXT}
-    fast = Tokenizer(models.BPE(vocab={name: byte for byte, name in names.items()}, merges=[]))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    fast.decoder = decoders.ByteLevel()
+    from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
+    if isinstance(tokenizer, FileTokenizer):
+        return tokenizer.bpe
+    if isinstance(tokenizer, GPT2):
+        ranks = tokenizer.bpe._mergeable_ranks.items()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, 'gpt2.tiktoken')  # a file in tiktoken's own format
+            path.write_text(''.join(f'{base64.b64encode(token).decode()} {rank}\n' for token, rank in ranks))
+            fast = TikTokenConverter(vocab_file=str(path), pattern=tokenizer.bpe._pat_str).converted()
+    elif isinstance(tokenizer, Byte):
+        names = bytes_to_unicode() | {0: END_OF_TEXT}
+        fast = Tokenizer(models.BPE(vocab={name: byte for byte, name in names.items()}, merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+    else:
+        return None
     fast.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
     return fast
 
 
 def write_tokenizer(tokenizer, folder, block_size):
-    """Write tokenizer.json and its config; neither for tokenizers without such a form, with a note."""
-    if isinstance(tokenizer, FileTokenizer):
-        fast = tokenizer.bpe
-    elif isinstance(tokenizer, GPT2):
-        fast = gpt2_tokenizer(tokenizer)
-    elif isinstance(tokenizer, Byte):
-        fast = byte_tokenizer()
-    else:  # characters, which nothing ends, as a tokenizer.json's documents must here; or a fork's
+    """Write tokenizer.json and its config, or print a note."""
+    fast = fast_tokenizer(tokenizer)
+    if fast is None:
         print(f'note: the tokenizer {tokenizer.name} is not exported', file=sys.stderr)
         return
     fast.save(str(folder / 'tokenizer.json'))
