@@ -12,6 +12,7 @@ for compiled steps of the GPT in model.py; dev/bench.py measures it, also of an 
 
 import copy
 import functools
+import itertools
 import sys
 from dataclasses import astuple
 from pathlib import Path
@@ -103,14 +104,6 @@ def changed(c, **values):
     return c
 
 
-def modes(optimizer, gpus):
-    """List the pairs (parallel, activation_checkpointing) that a row of OPTIMIZERS supports, the fastest first."""
-    if optimizer.hook.hessian_products:
-        return [('ddp', False)]
-    shards = ['fsdp'] if gpus > 1 and optimizer.shards else []
-    return [(parallel, checkpointing) for parallel in ('ddp', *shards) for checkpointing in (False, True)]
-
-
 def number(x):
     """Format a positive number: 1,561.2, 4.2 or 0.0042."""
     return f'{x:,.1f}' if x >= 10 else f'{x:.2g}'
@@ -132,7 +125,9 @@ def plan(c, shape, args):
         print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, and may be '
               'much larger: dev/bench.py measures it')
     print(f'  memory, computed, of {limit / 1e9:.0f} GB ({1 - HEADROOM:.0%} of {args.memory_gb:g}):')
-    for parallel, checkpointing in modes(optimizer, args.gpus):
+    shards = ['fsdp'] if args.gpus > 1 and optimizer.shards else []
+    lean = [False] if optimizer.hook.hessian_products else [False, True]
+    for parallel, checkpointing in itertools.product(['ddp', *shards], lean):  # the fastest first
         here = changed(c, parallel=parallel, activation_checkpointing=checkpointing)
         parts, largest = memory(here, shape, args.gpus), largest_micro_batch(here, shape, args.gpus, limit)
         peak, chosen = sum(parts.values()), here.values == c.values

@@ -219,25 +219,24 @@ def shown(value):
     return f'a tensor of norm {value.double().norm():.9g}' if isinstance(value, torch.Tensor) else str(value)
 
 
-def lost(whole, again, after):
-    """Return what a resume has not brought back, of the values that do not differ between any two runs."""
-    return [f'{name} ({shown(after[name])} instead of {shown(value)})' for name, value in whole.items()
-            if equal(again.get(name), value) and not equal(after.get(name, value), value)]
-
-
 def verdict(name, run):
     """Return (whether a run agrees with what it must equal, and a text); `run`: name → what `trained` returns."""
     try:
         if name in ROUNDED:
             return difference(*(run(other).steps for other in ('plain', name, 'nudged')))
         agrees, text = difference(run('whole').steps, run(name).steps)
-        names = lost(*(run(other).unsaved for other in ('whole', 'again', name))) if name == 'resumed' else []
+        whole, again, after = (run(other).unsaved for other in ('whole', 'again', name))
     except SystemExit as error:
         return False, str(error)
-    if names := [name for name in names if agrees or not name.startswith('metric ')]:  # which follow from others
-        agrees, text = False, f'{text}; a resume does not bring back {", ".join(names[:4])}'
-    if name == 'resumed' and not agrees:
-        text += ' (state may live in TrainState, param_groups, the state of the optimizer and buffers)'
+    if name == 'resumed':
+        # What differs between any two runs does not count, and metrics only where nothing else differs.
+        lost = [f'{key} ({shown(after[key])} instead of {shown(value)})' for key, value in whole.items()
+                if equal(again.get(key), value) and not equal(after.get(key, value), value)
+                and (agrees or not key.startswith('metric '))]
+        if lost:
+            agrees, text = False, f'{text}; a resume does not bring back {", ".join(lost[:4])}'
+        if not agrees:
+            text += ' (state may live in TrainState, param_groups, the state of the optimizer and buffers)'
     return agrees, text
 
 

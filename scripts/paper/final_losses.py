@@ -23,19 +23,6 @@ X = {'max_iters': 'steps T of the whole schedule', 'flops': 'training FLOPs', 'p
      'learning_rate': 'peak learning rate'}
 
 
-def x_value(run, x):
-    """Return the run's place on the x-axis."""
-    if x == 'flops':
-        return run.series('val/loss', 'flops')[0][-1]
-    return run.about['parameters'] if x == 'parameters' else run.config[x]
-
-
-def line_of(run, by):
-    """Return the name of the line of a run; a setting of 0 is one that its optimizer does not have."""
-    return ', '.join(run.optimizer_label if key == 'optimizer_name' else
-                     f'{label_of(key)} {run.config[key]}' for key in by if run.config[key] != 0)
-
-
 def best_groups(runs, place):
     """Return {place: row} of the groups of seeds with the lowest mean loss, sorted by place, a function of a run."""
     found = {}
@@ -49,7 +36,14 @@ def best_groups(runs, place):
 
 def draw_lines(runs, x, by):
     """Return (figure, rows): final loss against `x`, a line for each value of the settings `by`."""
-    best = best_groups(runs, lambda run: (line_of(run, by), x_value(run, x)))
+    def place(run):
+        line = ', '.join(run.optimizer_label if key == 'optimizer_name' else f'{label_of(key)} {run.config[key]}'
+                         for key in by if run.config[key] != 0)  # 0: a setting that the optimizer does not have
+        if x == 'flops':
+            return line, run.series('val/loss', 'flops')[0][-1]
+        return line, run.about['parameters'] if x == 'parameters' else run.config[x]
+
+    best = best_groups(runs, place)
     rows = [{'line': line, x: value, **row} for (line, value), row in best.items()]
     lines = list(dict.fromkeys(row['line'] for row in rows))
     if len(lines) == len(rows) > 2:  # a point each: labeled on the axis, not by colors
