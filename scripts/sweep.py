@@ -207,34 +207,29 @@ def launch(words, out_dir, **options):
 
 
 def show(trials):
-    """Print a table of `trials`, averaged over seeds, the lowest validation loss first, and notes on what differs."""
-    groups = {}
+    """Print a table of `trials`, averaged over seeds, the lowest validation loss first, and notes on what differs. A
+    mean is over all seeds, or missing."""
+    groups, rows = {}, []
     for trial in trials:
         settings = tuple((key, value) for key, value in trial.settings.items() if key != 'seed')
         groups.setdefault(settings, []).append(trial.run)
-    rows = [row(dict(settings), group) for settings, group in groups.items()]
-    runs = [run for group in groups.values() for run in group if run]
+    for settings, runs in groups.items():
+        losses, states = zip(*map(outcome_of, runs))
+        counted = [] if None in losses else runs
+        mean, sd = mean_final_loss(counted) if counted else (None, None)
+        row = {**dict(settings), 'val/loss': mean, 'sd': sd, 'seeds': len(runs)}
+        for key in ('update_unclipped', 'grad_clipped'):
+            values = [run.last(key) for run in counted]
+            row[key] = statistics.mean(values) if values and None not in values else None
+        rows.append({**row, 'state': '; '.join(dict.fromkeys(states))})
     print_table(sorted(rows, key=lambda row: math.inf if row['val/loss'] is None else row['val/loss']))
-    notes = notes_on(runs)
-    if files := differing_files(code_hashes(), *(run.about.get('code') for run in runs)):
+    begun = [run for runs in groups.values() for run in runs if run]
+    notes = notes_on(begun)
+    if files := differing_files(code_hashes(), *(run.about.get('code') for run in begun)):
         notes.append(f'{", ".join(files)} changed since some of these runs were trained; choose another --out_dir to '
                      'train them with the present code')
     for note in notes:
         print(f'note: {note}')
-
-
-def row(settings, runs):
-    """Return the row of runs that differ in their seed only, None for one that has not begun. Means are over all seeds,
-    or None."""
-    losses, states = zip(*map(outcome_of, runs))
-    counted = [] if None in losses else runs
-    mean, sd = mean_final_loss(counted) if counted else (None, None)
-    shares = {}
-    for key in ('update_unclipped', 'grad_clipped'):
-        values = [run.last(key) for run in counted]
-        shares[key] = statistics.mean(values) if values and None not in values else None
-    return {**settings, 'val/loss': mean, 'sd': sd, 'seeds': len(runs), **shares,
-            'state': '; '.join(dict.fromkeys(states))}
 
 
 @one_line_errors()
