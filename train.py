@@ -194,7 +194,7 @@ def learning_rate_at(c, iteration):
 # The run
 
 
-@dataclass
+@dataclass(slots=True)
 class TrainState:
     """The progress of a run; saved and restored as a whole. Plain numbers and lists only: tensors belong in the
     model's buffers or the optimizer's state."""

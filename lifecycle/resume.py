@@ -1,6 +1,6 @@
 """How a run resumes, or starts from trained weights: what continues, what may change, what is refused."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,12 +35,13 @@ class Origin:
             return
         progress = self.saved['train_state']
         with run.world.exit_together():
-            if unknown := progress.keys() - vars(run.state).keys():
+            if unknown := progress.keys() - asdict(run.state).keys():
                 raise SystemExit(f'{self.path}: was saved by a different train.py (its TrainState has {min(unknown)}); '
                                  'resume with that one, or choose another --out_dir')
             checkpoint.load_tensors(self.path, self.saved, run.raw_model, run.optimizer, run.scaler)
             optim.back_to_training(run.optimizer)  # checkpoints are saved in evaluation mode
-        vars(run.state).update(progress)
+        for key, value in progress.items():
+            setattr(run.state, key, value)
         self.saved = None  # frees the memory
 
 

@@ -47,9 +47,10 @@ def main(corpus):
 @pytest.mark.parametrize('edit, words', [
     (lambda run: setattr(run.config, 'total_batch_size', 2), 'total_batch_size = 2: a setting keeps its value'),
     (lambda run: setattr(run, 'ema_loss', 0.0), "no attribute 'ema_loss'"),
+    (lambda run: setattr(run.state, 'ema_loss', 0.0), "no attribute 'ema_loss'"),
 ])
 def test_what_the_loop_would_not_follow_is_an_error(main, tmp_path, monkeypatch, edit, words):
-    """A setting that is assigned while training, and an attribute of Run that is none of its fields."""
+    """A setting that is assigned while training, and attributes of Run and TrainState that are none of their fields."""
     monkeypatch.setattr(program, 'train_step', lambda run, *args: edit(run))
     with pytest.raises((SystemExit, AttributeError), match=words):
         main(tmp_path)
