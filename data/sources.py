@@ -72,7 +72,7 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
         else:
             rule = f'val: about the last {val_fraction:g} of the text, as there are fewer than {enough} documents'
             pairs = by_position(documents(files), sum(lengths), val_fraction)
-        print(f'{source}: {rule}')
+        print(rule)
     return Corpus(source, revision, rule, open=lambda: batched(pairs))
 
 

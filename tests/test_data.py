@@ -587,6 +587,15 @@ def test_files_are_read_in_their_order(tmp_path):
     assert "key 'content'', not" in prepare('text', *command, 'url', ok=False).replace('"', "'")
 
 
+def test_a_name_that_the_terminal_cannot_show_does_no_harm(tmp_path, monkeypatch):
+    """Neither in its encoding nor in any."""
+    path = tmp_path / os.fsdecode(b'na\xc3\xafve\xef.txt')
+    path.write_text('one\ntwo\n')
+    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(io.BytesIO(), 'ascii'))
+    prepared = write_bins(sources.files_corpus([path]), BYTE, tmp_path / 'out', 1)
+    assert prepared == bins(tmp_path / 'out')[2] and prepared['source'] == path.name
+
+
 def test_no_file_is_in_both_splits(tmp_path):
     """Nor twice in one, because one copy of a document could be in the other."""
     for name in 'abc':
