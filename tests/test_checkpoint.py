@@ -386,6 +386,17 @@ def test_a_file_system_that_cannot_sync_a_directory_holds_checkpoints(tmp_path, 
     assert saved(tmp_path, model, optimizer, 4) is None
 
 
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, capsys):
+    def failing(*args):
+        raise OSError(errno.ENOLCK, 'No locks available')
+
+    monkeypatch.setattr(files.fcntl, 'flock', failing)
+    with undo_at_end():
+        assert checkpoint.open_run(WORLD, tmp_path) == (None, None)
+    warning = f'warning: {tmp_path}: the file system has no locks (No locks available); make sure'
+    assert capsys.readouterr().err.startswith(warning)
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_the_new_one_fail(tmp_path, monkeypatch, capsys):
     model, optimizer = made('adamw')
 

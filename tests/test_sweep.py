@@ -74,6 +74,12 @@ def test_a_run_that_is_there_with_other_settings_is_rejected(tmp_path):
         assert f'holds a run with {there}, asked' in rejection(sweep.Trial(tmp_path, {}, [*argv, flag]).check)
 
 
+def test_an_estimate_of_one_part_had_no_name_for_it(tmp_path):
+    argv = [*SHAPE, '--optimizer_name=sophiag']
+    edit(fake_run(tmp_path, 3.0, argv), lambda about: about['config'].pop('hessian_parts'))
+    sweep.Trial(tmp_path, {}, argv).check()
+
+
 def test_the_shape_of_a_fine_tuned_run_is_that_of_its_weights(tmp_path):
     tuned = [*SHAPE, '--init_from=gpt2', '--learning_rate=1e-3']
     edit(fake_run(tmp_path, 3.0, tuned), lambda about: about['config'].update(n_layer=12, n_embd=768))
