@@ -228,7 +228,7 @@ class TrainLoader:
         return batch
 
     def close(self):
-        self.thread.shutdown(cancel_futures=True)
+        self.thread.shutdown()
 
     def _load(self, iteration):
         starts = self.starts(iteration)
