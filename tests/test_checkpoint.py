@@ -28,15 +28,17 @@ from sophia import Sophia
 
 
 class Toy(torch.optim.Optimizer):
-    """Keeps a Python int for each parameter, a NumPy number, integers in a tensor, and a counter in its group."""
+    """Keeps a Python int for each parameter, a NumPy number, integers in a tensor, and in its group a counter and
+    a list that it changes."""
 
     def __init__(self, params, lr):
-        super().__init__(params, dict(lr=lr, k=0, train_mode=False, betas=(0.5, 0.5)))
+        super().__init__(params, dict(lr=lr, k=0, train_mode=False, betas=[0.5, 0.5]))
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             group['k'] += 1
+            group['betas'][0] *= 0.9
             group['train_mode'] = True
             for p in group['params']:
                 state = self.state[p]
@@ -163,6 +165,8 @@ def test_tensors_of_another_dtype_or_shape_differ():
     assert not first_difference([one, float('nan')], [one.clone(), float('nan')])
     for other in one.double(), one[None], one[:1]:
         assert first_difference(dict(a=[one]), dict(a=[other]), 'x') == 'x.a.0 differs'
+    assert first_difference(dict(a=1), dict(a=1, b=2), 'x') == 'x.b is missing'
+    assert first_difference(*(torch.optim.SGD([one], lr) for lr in (1, 2)), 'x') == 'x.param_groups.0.lr differs'
 
 
 def test_values_of_groups_are_restored_as_saved_unless_they_are_built_otherwise(tmp_path):
@@ -204,6 +208,9 @@ def test_state_goes_to_the_parameter_of_its_name(tmp_path):
     state['optimizer']['shapes']['0.bias'] = (7,)
     with pytest.raises(ValueError, match=r'0.bias is \(7,\) in the checkpoint, \(6,\) here'):
         restored(model.parameters())
+    del state['optimizer']['shapes']['0.bias']
+    with pytest.raises(ValueError, match=r'0.bias is missing in the checkpoint, \(6,\) here'):
+        restored(model.parameters())
     two = built(torch.optim.AdamW, [dict(params=[weight, bias]), dict(params=[last])])
     path, state = checkpoint.load_checkpoint(saved(tmp_path, model, two, 4))
     with pytest.raises(ValueError, match='2.weight and 0.weight were in different param groups'):
@@ -217,12 +224,13 @@ def test_what_no_checkpoint_can_hold_is_rejected_before_anything_is_written(tmp_
         words = f'TrainState.ema.a.1: a checkpoint cannot hold a {kind} there'
         assert words in rejection(saved, tmp_path, model, optimizer, 1, dict(iter=1, ema=dict(a=[1.0, ema])))
     optimizer.state[model[2].weight]['history'] = {1, 2}
-    words = 'Toy: its state cannot be saved (optimizer.state.2.weight.history is of type set)'
-    assert words in rejection(saved, tmp_path, model, optimizer, 1)
+    words = 'Toy: its state cannot be saved (optimizer.state.2.weight.history is of type set'
+    assert f'{words}); keep plain numbers and tensors there' == rejection(saved, tmp_path, model, optimizer, 1)
     assert words in rejection(guards.check_round_trip, WORLD, model, optimizer, built('toy', model.parameters()))
     assert not list(tmp_path.iterdir())
-    words = 'optimizer.state.0.weight.seen is a tensor that each rank has for itself'
-    assert words in rejection(optimizer_state.to_save, optimizer, checkpoint.parameter_names(model), True)
+    message = rejection(optimizer_state.to_save, optimizer, checkpoint.parameter_names(model), True)
+    assert 'optimizer.state.0.weight.seen is a tensor that each rank has for itself' in message
+    assert message.endswith(', or use --parallel=ddp')
     optimizer.state.clear()
     optimizer.state[model[0].bias]['step'] = torch.tensor(3.0)  # is the same on every rank
     state, _ = optimizer_state.to_save(optimizer, checkpoint.parameter_names(model), True)
@@ -321,6 +329,7 @@ def test_retention(tmp_path):
     for i in 1, 2, 3, 12:
         saved(tmp_path, model, optimizer, i, best=i == 1)
     assert iterations(tmp_path) == [12, 3, 1]
+    assert 'No such file' in rejection(checkpoint.load_checkpoint, tmp_path / 'ckpt_00000002.pt')  # not the best one
     assert checkpoint.load_checkpoint(tmp_path / 'best.pt')[1]['iter_num'] == 1
     # A damaged newer checkpoint that a resumed run has skipped does not count as one of those kept.
     saved(tmp_path, model, optimizer, 4, best=True)
@@ -360,12 +369,12 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     synced, fsync = [], os.fsync
 
     def seen(fd):
-        synced.append((stat.S_ISDIR(os.fstat(fd).st_mode), [p.suffix for p in tmp_path.iterdir()]))
+        synced.append((stat.S_ISDIR(os.fstat(fd).st_mode), sorted(p.suffix for p in tmp_path.iterdir())))
         fsync(fd)
 
     monkeypatch.setattr(os, 'fsync', seen)
-    saved(tmp_path, *made('adamw'), 3)
-    assert synced == [(False, ['.partial']), (True, ['.pt'])]
+    saved(tmp_path, *made('adamw'), 3, best=True)
+    assert synced == [(False, ['.partial']), (True, ['.pt']), (False, ['.partial', '.pt'])]
 
 
 def test_a_file_system_that_cannot_sync_a_directory_holds_checkpoints(tmp_path, monkeypatch, capsys):
