@@ -4,14 +4,15 @@
 
 trains a few steps of train.py with the config's optimizer, schedule and data, but a small model and short sequences, in
 float32 on a CPU: in one go; again, with batches that are read late; resumed from the checkpoint halfway; in smaller
-micro-batches; on two ranks; compiled. It compares losses, gradient norms, weights and the optimizer's state after every
-step, and prints a line for each: equal; equal up to rounding; or the first step and the first number or tensor that
-differ, and what a resume did not bring back. Exit status 1 if something differs. Checkpoints of every step go to a
-temporary directory: with GPT-2's ids 1.5 GB.
+micro-batches; on two ranks; on their shards; compiled. It compares metrics, weights and the optimizer's state after
+every step, and the last validation loss with scripts/eval.py's of the checkpoint. It prints a line for each: equal;
+equal up to rounding; or the first step and the first number or tensor that differ, and what a resume did not bring
+back. Exit status 1 if something differs. Checkpoints of every step go to a temporary directory: with GPT-2's ids 2 GB.
 """
 
 import functools
 import gc
+import hashlib
 import json
 import math
 import os
@@ -32,21 +33,23 @@ sys.path.insert(0, str(ROOT))
 import train
 from analysis.runs import read_metrics
 from data import loader
-from lifecycle.run import unsaved
+from lifecycle.run import same_buffers, unsaved
 from runtime.arguments import argument_parser, at_least
-from runtime.checkpoint import checkpoints, number, path_of
+from runtime.checkpoint import checkpoints, load_checkpoint, number, path_of
 from runtime.device import can_compile
-from runtime.files import load_pt, one_line_errors, save_pt
+from runtime.files import load_pt, one_line_errors, save_pt, warn
 from runtime.optimizer_state import equal, leaves
 
 EXACT = 'again', 'resumed'
-ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'compiled': ['--compile=True']}  # name → its flags
+ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'sharded': ['--parallel=fsdp'],
+           'compiled': ['--compile=True']}  # name → its flags
 TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
 MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests', 'site-packages'}  # folders without experiments
 NOTES = 'warning: ', 'note: training reads '  # beginnings of lines that a rehearsal repeats
 CHECKED = '.py', '.pyc', '.bin', 'meta.json', 'tokenizer.json'  # files whose change a resume notices
 SYSTEM = sys.prefix, sys.base_prefix, '/usr', '/lib', '/etc', '/opt', '/proc', '/sys', '/dev'
-TIMES = {'time', 'step_ms', 'hessian_ms', 'tokens_per_sec', 'mfu', 'memory_gb'}  # metrics of the machine
+COUNTS = 'TrainState.', 'grad_clipped', 'update_unclipped'  # of which rounding may change one
+MACHINE = re.compile('(^|[_/])(time|ms|sec|seconds|mfu|memory)(_|$)')  # metrics of the machine
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A session: training in a process of its own
@@ -58,6 +61,7 @@ def session(unsaved_path, late, nudge, flags):
     c, train_step, opened = train.resolve(flags), train.train_step, set()
 
     def saved_step(run, sequences, iteration):
+        expected = None
         if nudge and iteration == 0:
             with torch.no_grad():
                 for p in run.params:
@@ -66,7 +70,14 @@ def session(unsaved_path, late, nudge, flags):
             save_pt(unsaved_path, {name: value if isinstance(value, torch.Tensor) else repr(value)
                                    for name, value in unsaved_state(run)})
         run.stops.save = True
-        return train_step(run, sequences, iteration)
+        if iteration == 0 and not c.dropout and run.world.size == 1:
+            with torch.no_grad(), same_buffers(run.raw_model):
+                expected = run.raw_model(sequences[:, :-1].contiguous(), sequences[:, 1:].clone())[1].item()
+        step = train_step(run, sequences, iteration)
+        if expected is not None and not math.isclose(step.loss, expected, rel_tol=TOLERANCE):
+            warn(f'the loss of the first step is {step.loss:.9g}, and GPT.forward returns {expected:.9g} for its '
+                 'sequences, which evaluation and Sophia-H follow')
+        return step
 
     train.train_step = saved_step
     loader.ThreadPoolExecutor = lambda *args: reader(late)
@@ -124,7 +135,7 @@ def shrunk(argv, steps):
 
 
 def launch(argv, ranks):
-    """Run this script with `argv` on `ranks` ranks. Return the first exit code that is not 0, and their output."""
+    """Run the script argv[0] on `ranks` ranks. Return the first exit code that is not 0, and their output."""
     environment = dict(os.environ, OMP_NUM_THREADS='1')
     environments = [environment]
     if ranks > 1:
@@ -133,31 +144,37 @@ def launch(argv, ranks):
         environments = [environment | dict(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
             MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port)) for rank in range(ranks)]
-    processes = [subprocess.Popen([sys.executable, __file__, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    processes = [subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                   text=True, env=environment) for environment in environments]
     texts = [process.communicate()[0] for process in processes]
     return next((process.returncode for process in processes if process.returncode), 0), ''.join(texts)
 
 
-def trained(out_dir, flags, ranks=1, late=False, nudge=False):
-    """Train with `flags`. Return the run's `out_dir`; its `steps`, {step: {name: value}}; what was `unsaved` halfway;
-    and the `notes` that it prints. SystemExit with the last line of a run that fails."""
-    unsaved_path = out_dir.with_suffix('.pt')
-    session = ['--session', json.dumps([str(unsaved_path), late, nudge])]
-    code, text = launch([*session, *flags, f'--out_dir={out_dir}'], ranks)
+def output(argv, ranks=1):
+    """Return what the script argv[0] prints; SystemExit with the last line if it fails."""
+    code, text = launch(argv, ranks)
     if code:
         raise SystemExit(f'STOPS with exit code {code}: {(text.strip().splitlines() or [""])[-1]}')
-    steps, latest = {}, {}
+    return text
+
+
+def trained(out_dir, flags, ranks=1, late=False, nudge=False):
+    """Train with `flags`. Return the run's `out_dir`; its `steps`, {step: {name: value}}; what was `unsaved` halfway;
+    and the `notes` that it prints."""
+    unsaved_path = out_dir.with_suffix('.pt')
+    session = [__file__, '--session', json.dumps([str(unsaved_path), late, nudge])]
+    text, steps = output([*session, *flags, f'--out_dir={out_dir}'], ranks), {}
     for line in read_metrics(out_dir / 'metrics.jsonl'):
-        latest |= {f'metric {key}': value for key, value in line.items() if key not in TIMES}
-        steps.setdefault(line['iter'], {}).update(
-            (key, value) for key, value in line.items() if 'loss' in key or key in ('lr', 'grad_norm'))
+        measured = {key: value for key, value in line.items() if not MACHINE.search(key)}
+        steps.setdefault(line['iter'], {}).update(leaf for key in measured for leaf in leaves(measured[key], key))
     for path in checkpoints(out_dir):
-        state = load_pt(path)
+        state = load_checkpoint(path)[1]
         saved = dict(weights=state['model'], optimizer=state['optimizer'],
                      TrainState={key: value for key, value in state['train_state'].items() if key != 'seconds'})
         steps.setdefault(number(path), {}).update(leaf for part in saved for leaf in leaves(saved[part], part))
-    return SimpleNamespace(out_dir=out_dir, steps=steps, unsaved=load_pt(unsaved_path) | latest,
+    files = {f'file {path.name}': hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+             for path in out_dir.iterdir() if path.is_file() and number(path) is None}
+    return SimpleNamespace(out_dir=out_dir, steps=steps, unsaved=load_pt(unsaved_path) | files,
                            notes=[line for line in text.splitlines() if line.startswith(NOTES)])
 
 
@@ -170,6 +187,21 @@ def resumed(run, step, out_dir, flags):
     after = trained(out_dir, flags)
     after.steps |= {i: values for i, values in before.steps.items() if i < step}
     return after
+
+
+def evaluated(run, sequences):
+    """Compare the last validation losses of `run`, a future, with scripts/eval.py's of the last checkpoint. Return
+    (whether they agree, and a text)."""
+    found, script = run.result(), str(ROOT / 'scripts/eval.py')
+    logged = found.steps[max(found.steps)]
+    text = output([script, str(found.out_dir), f'--eval_sequences={sequences}', '--device=cpu'])
+    for result in map(json.loads, re.findall(r'^\{.*\}$', text, re.MULTILINE)):
+        name = f'val/loss/{Path(result["data"]).parent.name}'  # of a part of a mixture
+        name = name if name in logged else 'val/loss'
+        if not math.isclose(result['loss'], logged[name], rel_tol=1e-5):
+            return False, (f'DIFFERS: scripts/eval.py measures {result["loss"]:.9g} of the last checkpoint instead of '
+                           f'{name} = {logged[name]:.9g} (it makes the model of GPTConfig and state_dict alone)')
+    return True, 'equal up to rounding'
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -186,11 +218,12 @@ def apart(one, two):
     return ((one - two).norm() / max(one.norm(), two.norm())).item() if one.shape == two.shape else math.inf
 
 
-def difference(ours, theirs, nudged=None):
+def difference(ours, theirs, nudged=None, whole=True):
     """Compare the steps of two runs. Return (whether they agree, and a text that says how far).
 
     They agree if they are equal, or, given a third run whose weights were `nudged`, up to rounding: the relative
-    difference is below TOLERANCE, or ten times what that run has shown so far for values of this kind.
+    difference is below TOLERANCE, or ten times what that run has shown so far for values of this kind. Unless `whole`,
+    the optimizer's state is left out, which cannot be read from shards.
     """
     largest, drift = (0.0, ''), {}
     for step in sorted(ours.keys() | theirs.keys()):
@@ -199,11 +232,11 @@ def difference(ours, theirs, nudged=None):
             relative = apart(a[name], nudged.get(step, {}).get(name, 'nothing'))
             drift[kind(name)] = max(drift.get(kind(name), 0.0), relative)
         for name in {**a, **b}:
+            if nudged and name.startswith(COUNTS) or not whole and name.startswith('optimizer'):
+                continue
             x, y = a.get(name, 'nothing'), b.get(name, 'nothing')
             relative = apart(x, y)
             allowed = max(TOLERANCE, 10 * drift.get(kind(name), 0.0)) if nudged else 0.0
-            if nudged and name.startswith('TrainState.'):  # counts, of which rounding may change one
-                continue
             if not relative <= allowed:  # NaN, too
                 return False, f'DIFFERS from step {step}: {name} is {shown(y)} instead of {shown(x)}'
             largest = max(largest, (relative, f'{name} at step {step}'))
@@ -222,17 +255,18 @@ def shown(value):
 def verdict(name, run):
     """Return (whether a run agrees with what it must equal, and a text); `run`: name → what `trained` returns."""
     try:
+        if name == 'evaluated':
+            return run(name)
         if name in ROUNDED:
-            return difference(*(run(other).steps for other in ('plain', name, 'nudged')))
+            return difference(*(run(other).steps for other in ('plain', name, 'nudged')), whole=name != 'sharded')
         agrees, text = difference(run('whole').steps, run(name).steps)
         whole, again, after = (run(other).unsaved for other in ('whole', 'again', name))
     except SystemExit as error:
         return False, str(error)
     if name == 'resumed':
-        # What differs between any two runs does not count, and metrics only where nothing else differs.
+        # What differs between any two runs does not count.
         lost = [f'{key} ({shown(after[key])} instead of {shown(value)})' for key, value in whole.items()
-                if equal(again.get(key), value) and not equal(after.get(key, value), value)
-                and (agrees or not key.startswith('metric '))]
+                if equal(again.get(key), value) and not equal(after.get(key, value), value)]
         if lost:
             agrees, text = False, f'{text}; a resume does not bring back {", ".join(lost[:4])}'
         if not agrees:
@@ -248,10 +282,15 @@ def main(argv=None):
         return
     parser = argument_parser(__doc__, allow_abbrev=False, usage='%(prog)s CONFIG [--KEY=VALUE ...]')
     parser.add_argument('--half', type=at_least(1), default=5, help='steps before the resume, and after (default: 5)')
-    parser.add_argument('--only', choices=[*EXACT, *ROUNDED], nargs='+', default=[*EXACT, *ROUNDED],
-                        help='some of the comparisons')
+    comparisons = [*EXACT, 'evaluated', *ROUNDED]
+    parser.add_argument('--only', choices=comparisons, nargs='+', default=comparisons, help='some of the comparisons')
     args, flags = parser.parse_known_args(argv)
-    flags, failed = shrunk(flags, 2 * args.half), False
+    flags, failed, skipped = shrunk(flags, 2 * args.half), False, {}
+    c = train.resolve(flags, world_size=1)
+    if not can_compile('cpu'):
+        skipped['compiled'] = 'no C++ compiler or no Python.h'
+    if not train.optimizers.row(c.optimizer_name).shards or c.hessian_parts > 1:
+        skipped['sharded'] = 'no shards=True, or an estimate in parts, which draws other labels there'
     plain = [*flags, '--dropout=0']  # which draws by micro-batch
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         place = Path(folder)
@@ -259,19 +298,21 @@ def main(argv=None):
         runs['again'] = pool.submit(trained, place / 'again', flags, late=True)
         if 'resumed' in args.only:
             runs['resumed'] = pool.submit(resumed, runs['whole'], args.half, place / 'resumed', flags)
+        if 'evaluated' in args.only:
+            runs['evaluated'] = pool.submit(evaluated, runs['whole'], c.eval_sequences)
         if any(name in ROUNDED for name in args.only):
             runs['plain'] = pool.submit(trained, place / 'plain', plain)
             runs['nudged'] = pool.submit(trained, place / 'nudged', plain, nudge=True)
         for name in args.only:
-            if name in ROUNDED and (name != 'compiled' or can_compile('cpu')):
-                ranks = 2 if name == 'two ranks' else 1
+            if name in ROUNDED and name not in skipped:
+                ranks = 2 if name in ('two ranks', 'sharded') else 1
                 runs[name] = pool.submit(trained, place / name, [*plain, *ROUNDED[name]], ranks)
         for name in args.only:
-            if name in runs:
+            if name not in skipped:
                 agrees, text = verdict(name, lambda name: runs[name].result())
                 failed |= not agrees
             else:
-                text = 'skipped: no C++ compiler or no Python.h'
+                text = f'skipped: {skipped[name]}'
             print(f'{name:<15} {text}', flush=True)
         print(*runs['whole'].result().notes, sep='\n')
     sys.exit(failed)

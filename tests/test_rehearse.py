@@ -12,7 +12,7 @@ def report(fork, corpus, monkeypatch, capsys):
     """report(code, *argv): the exit status and the output of a rehearsal of the repository with the edits of `code`."""
     def run(code, *argv):
         def launch(argv, ranks):
-            done = fork('scripts/rehearse.py', *argv, faults=code, ranks=ranks)
+            done = fork(*argv, faults=code, ranks=ranks)
             return done.code, done.out + done.err
 
         monkeypatch.setattr(rehearse, 'launch', launch)
@@ -24,11 +24,12 @@ def report(fork, corpus, monkeypatch, capsys):
 
 
 def test_the_repository_passes(report):
-    status, text = report('', '--dropout=0.1', '--only', 'again', 'resumed', 'micro-batches', 'two ranks')
+    status, text = report('', '--dropout=0.1', '--only', 'again', 'resumed', 'evaluated', 'micro-batches', 'two ranks',
+                          'sharded')
     assert not status, text
-    again, resumed, micro, ranks = text.splitlines()[:4]
+    again, resumed, *rounded = text.splitlines()[:6]
     assert again.split() == ['again', 'equal'] and resumed.split() == ['resumed', 'equal']
-    assert 'equal' in micro and 'equal' in ranks and 'warning' not in text
+    assert all('equal' in line for line in rounded) and 'warning' not in text
 
 
 # The edits of a fork: (its code; what a rehearsal compares; what it says)
@@ -106,6 +107,52 @@ def augment(self, sequences, generators):
     return (sequences + loader.np.random.randint(0, 2, sequences.shape).astype(sequences.dtype)) % 251
 loader.TrainLoader.augment = augment
 '''
+FILE = '''
+import train
+step, close, losses = train.train_step, train.close_run, []
+def noted(run, *args):
+    found = step(run, *args)
+    losses.append(found.loss)
+    return found
+def closed(run):
+    Path(run.config.out_dir, 'sum.txt').write_text(f'{sum(losses)}')
+    close(run)
+train.train_step, train.close_run = noted, closed
+'''
+SHARE = '''
+import train
+step, measure, means = train.train_step, train.metrics_of, []
+def noted(run, sequences, *args):
+    means.append(sequences.float().mean().item())
+    return step(run, sequences, *args)
+train.train_step, train.metrics_of = noted, lambda *args: dict(measure(*args), mean_id=means[-1])
+'''
+SPARSE = '''
+import sophia
+update = sophia.sophia_update
+sophia.sophia_update = lambda params, grads, *rest: update(
+    params, [g * (g.abs() > g.abs().mean()) for g in grads], *rest)
+'''
+CAPPED = '''
+import train
+make, head = train.make_model, torch.nn.Linear.forward
+def made(*args):
+    found = make(*args)
+    found[0].lm_head.cap = 0.2
+    return found
+def capped(self, x):
+    logits = head(self, x)
+    return self.cap * torch.tanh(logits / self.cap) if hasattr(self, 'cap') else logits
+train.make_model, torch.nn.Linear.forward = made, capped
+'''
+PENALTY = '''
+import train
+step = train.train_step
+def penalized(run, *args):
+    found = step(run, *args)
+    return found._replace(loss=found.loss + 0.1)
+train.train_step = penalized
+'''
 
 
 @pytest.mark.parametrize('code, comparison, words', [
@@ -115,15 +162,25 @@ loader.TrainLoader.augment = augment
     (AVERAGE, 'resumed', "a resume does not bring back Run.average ('0 items' instead of "),
     (MODEL, 'resumed', 'a resume does not bring back raw_model.calls ('),
     (RAMP, 'resumed', 'DIFFERS from step 3: train/loss is '),
-    (METRIC, 'resumed', 'equal; a resume does not bring back metric signal ('),
+    (METRIC, 'resumed', 'DIFFERS from step 3: signal is '),
     (RANDOM, 'again', 'DIFFERS from step 1: train/loss is '),
-], ids=['window', 'module', 'hook', 'average', 'model', 'ramp', 'metric', 'random'])
+    (FILE, 'resumed', 'equal; a resume does not bring back file sum.txt ('),
+    (SHARE, 'two ranks', 'DIFFERS from step 0: mean_id is '),
+    (SPARSE, 'sharded', 'DIFFERS from step 0: momentum_norm is '),
+    (CAPPED, 'evaluated', 'DIFFERS: scripts/eval.py measures '),
+], ids=['window', 'module', 'hook', 'average', 'model', 'ramp', 'metric', 'random',
+        'file', 'share', 'sparse', 'capped'])
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, '--only', comparison)
     assert status and text.startswith(comparison) and words in text
     # A run alone says so of what is an attribute or a field, at its first save.
     assert ('has changed, but no checkpoint holds it' in text) == (code in (WINDOW, HOOK, AVERAGE, MODEL))
     assert ('TrainState' in text) == (comparison == 'resumed')
+
+
+def test_a_term_of_the_loss_that_only_the_step_has_is_noted(report):
+    _, text = report(PENALTY, '--only', 'again')
+    assert 'warning: the loss of the first step is ' in text
 
 
 def test_a_file_that_training_reads_is_named(report, tmp_path):
