@@ -46,7 +46,7 @@ ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'sharded': ['--
 TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
 MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests', 'site-packages'}  # folders without experiments
 NOTES = 'warning: ', 'note: training reads '  # beginnings of lines that a rehearsal repeats
-CHECKED = '.py', '.pyc', '.bin', 'meta.json', 'tokenizer.json'  # files whose change a resume notices
+CHECKED = '.py', '.pyc', 'train.bin', 'val.bin', 'meta.json', 'tokenizer.json'  # whose change a resume notices
 SYSTEM = sys.prefix, sys.base_prefix, '/usr', '/lib', '/etc', '/opt', '/proc', '/sys', '/dev'
 COUNTS = 'TrainState.', 'grad_clipped', 'update_unclipped'  # of which rounding may change one
 MACHINE = re.compile('(^|[_/])(time|ms|sec|seconds|mfu|memory)(_|$)')  # metrics of the machine

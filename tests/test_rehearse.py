@@ -93,6 +93,12 @@ def ramped(self):
     return advance(self)
 loader.TrainLoader.__next__ = ramped
 '''
+STREAM = '''
+def starts(self, iteration):
+    self.stream = vars(self).get('stream') or iter(range(0, 9999, 7))
+    return loader.np.array([next(self.stream) for _ in range(self.total_batch_size)])
+loader.TrainLoader.starts = starts
+'''
 METRIC = '''
 import train
 measure, seen = train.metrics_of, lambda step, losses=[]: losses.append(step.loss) or sum(losses)
@@ -162,14 +168,15 @@ train.train_step = penalized
     (AVERAGE, 'resumed', "a resume does not bring back Run.average ('0 items' instead of "),
     (MODEL, 'resumed', 'a resume does not bring back raw_model.calls ('),
     (RAMP, 'resumed', 'DIFFERS from step 3: train/loss is '),
+    (STREAM, 'resumed', 'DIFFERS from step 3: train/loss is '),
     (METRIC, 'resumed', 'DIFFERS from step 3: signal is '),
     (RANDOM, 'again', 'DIFFERS from step 1: train/loss is '),
     (FILE, 'resumed', 'equal; a resume does not bring back file sum.txt ('),
     (SHARE, 'two ranks', 'DIFFERS from step 0: mean_id is '),
     (SPARSE, 'sharded', 'DIFFERS from step 0: momentum_norm is '),
     (CAPPED, 'evaluated', 'DIFFERS: scripts/eval.py measures '),
-], ids=['window', 'module', 'hook', 'average', 'model', 'ramp', 'metric', 'random',
-        'file', 'share', 'sparse', 'capped'])
+], ids=['window', 'module', 'hook', 'average', 'model', 'ramp', 'stream', 'metric',
+        'random', 'file', 'share', 'sparse', 'capped'])
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, '--only', comparison)
     assert status and text.startswith(comparison) and words in text
@@ -184,10 +191,10 @@ def test_a_term_of_the_loss_that_only_the_step_has_is_noted(report):
 
 
 def test_a_file_that_training_reads_is_named(report, tmp_path):
-    (tmp_path / 'order').write_text('of the data')
+    (tmp_path / 'order.bin').write_text('of the data')
     _, text = report('starts = loader.TrainLoader.starts\nloader.TrainLoader.starts = lambda *args: starts(*args) if '
-                     f'open({str(tmp_path / "order")!r}).read() else None', '--only', 'again')
-    assert f'note: training reads {tmp_path / "order"}; a resume does not notice when it is replaced' in text
+                     f'open({str(tmp_path / "order.bin")!r}).read() else None', '--only', 'again')
+    assert f'note: training reads {tmp_path / "order.bin"}; a resume does not notice when it is replaced' in text
 
 
 def test_the_loop_may_draw_random_numbers(report):
