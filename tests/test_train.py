@@ -426,11 +426,12 @@ def test_a_group_that_is_left_out_is_one_line(main, tmp_path, monkeypatch):
     (dict(scaled_dot_product_attention=lambda sdpa, q, *kv, is_causal, **options: sdpa(
         q, *kv, attn_mask=torch.ones(32, 32, dtype=bool).tril() | torch.eye(8).kron(torch.ones(4, 4)).bool(),
         **options)), True),
+    (dict(gelu=lambda gelu, x, **options: gelu(x - x.mean((0, 1)), **options)), True),
     (dict(dropout=lambda dropout, x, p, training: dropout(x, p)), True),
     ({}, False)])
 @pytest.mark.parametrize('flags', [[], ['--optimizer_name=sophiag', '--dtype=bfloat16', '--parallel=fsdp']])
 def test_later_tokens_and_dropout_in_evaluation_are_noticed(main, tmp_path, monkeypatch, capsys, edit, leaks, flags):
-    """Attention to all positions, to the next one, or in chunks; the model itself is causal, with dropout, too."""
+    """Attention to all positions, to the next one, or in chunks; a statistic of the batch. GPT itself is causal."""
     for name, edited in edit.items():
         monkeypatch.setattr(torch.nn.functional, name, functools.partial(edited, getattr(torch.nn.functional, name)))
     main(tmp_path, *flags, '--dropout=0.2', '--max_iters=1', '--eval_iters=1')
