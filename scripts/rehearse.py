@@ -134,8 +134,8 @@ def shrunk(argv, steps):
         arg for arg in argv if arg[:2] == '--']
 
 
-def launch(argv, ranks):
-    """Run the script argv[0] on `ranks` ranks. Return the first exit code that is not 0, and their output."""
+def launch(argv, ranks=1):
+    """Run the script argv[0] on `ranks` ranks. Return what they print; SystemExit with the last line if one fails."""
     environment = dict(os.environ, OMP_NUM_THREADS='1')
     environments = [environment]
     if ranks > 1:
@@ -147,13 +147,8 @@ def launch(argv, ranks):
     processes = [subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                   text=True, env=environment) for environment in environments]
     texts = [process.communicate()[0] for process in processes]
-    return next((process.returncode for process in processes if process.returncode), 0), ''.join(texts)
-
-
-def output(argv, ranks=1):
-    """Return what the script argv[0] prints; SystemExit with the last line if it fails."""
-    code, text = launch(argv, ranks)
-    if code:
+    text = ''.join(texts)
+    if code := next((process.returncode for process in processes if process.returncode), 0):
         raise SystemExit(f'STOPS with exit code {code}: {(text.strip().splitlines() or [""])[-1]}')
     return text
 
@@ -163,7 +158,7 @@ def trained(out_dir, flags, ranks=1, late=False, nudge=False):
     and the `notes` that it prints."""
     unsaved_path = out_dir.with_suffix('.pt')
     session = [__file__, '--session', json.dumps([str(unsaved_path), late, nudge])]
-    text, steps = output([*session, *flags, f'--out_dir={out_dir}'], ranks), {}
+    text, steps = launch([*session, *flags, f'--out_dir={out_dir}'], ranks), {}
     for line in read_metrics(out_dir / 'metrics.jsonl'):
         measured = {key: value for key, value in line.items() if not MACHINE.search(key)}
         steps.setdefault(line['iter'], {}).update(leaf for key in measured for leaf in leaves(measured[key], key))
@@ -194,13 +189,12 @@ def evaluated(run, sequences):
     (whether they agree, and a text)."""
     found, script = run.result(), str(ROOT / 'scripts/eval.py')
     logged = found.steps[max(found.steps)]
-    text = output([script, str(found.out_dir), f'--eval_sequences={sequences}', '--device=cpu'])
+    text = launch([script, str(found.out_dir), f'--eval_sequences={sequences}', '--device=cpu'])
     for result in map(json.loads, re.findall(r'^\{.*\}$', text, re.MULTILINE)):
-        name = f'val/loss/{Path(result["data"]).parent.name}'  # of a part of a mixture
-        name = name if name in logged else 'val/loss'
-        if not math.isclose(result['loss'], logged[name], rel_tol=1e-5):
+        expected = logged.get(f'val/loss/{Path(result["data"]).parent.name}', logged['val/loss'])  # of a mixture's part
+        if not math.isclose(result['loss'], expected, rel_tol=1e-5):
             return False, (f'DIFFERS: scripts/eval.py measures {result["loss"]:.9g} of the last checkpoint instead of '
-                           f'{name} = {logged[name]:.9g} (it makes the model of GPTConfig and state_dict alone)')
+                           f'{expected:.9g} (it makes the model of GPTConfig and state_dict alone)')
     return True, 'equal up to rounding'
 
 

@@ -11,9 +11,9 @@ TINY = ['--model_size=tiny', '--optimizer_name=sophiag', '--n_layer=1', '--n_emb
 def report(fork, corpus, monkeypatch, capsys):
     """report(code, *argv): the exit status and the output of a rehearsal of the repository with the edits of `code`."""
     def run(code, *argv):
-        def launch(argv, ranks):
-            done = fork(*argv, faults=code, ranks=ranks)
-            return done.code, done.out + done.err
+        def launch(argv, ranks=1):
+            done = fork(*argv, faults=code, ranks=ranks, check=True)
+            return done.out + done.err
 
         monkeypatch.setattr(rehearse, 'launch', launch)
         monkeypatch.setattr(rehearse.os, 'cpu_count', lambda: 1)  # `fork` is for one thread
