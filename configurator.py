@@ -220,13 +220,15 @@ def help_text(path, defaults):
     declared, source = Config(defaults).declared, Path(path).read_text(encoding='utf-8')
     rows = [ast.get_docstring(ast.parse(source)), '', 'Settings (a config file sets them as key = value):']
     for line in source.splitlines():
-        key, _, comment = line.partition(' = ')[0], *line.rpartition('  # ')[1:]
+        code, _, comment = line.partition('  # ')
+        key = code.partition(' = ')[0]
         if section := re.match('# ([a-z].*)$', line):
             rows.append(f'\n{section[1]}')
         elif key in declared:
             one = declared[key]
             value = f'({one.type.__name__})' if one.default is None else repr(one.default)
-            rows.append(f'{f"  --{key}={value}":<45} {comment}')
+            choices = f' [{", ".join(one.choices)}]' if one.choices else ''
+            rows.append(f'{f"  --{key}={value}":<45} {comment}{choices}'.rstrip())
     return '\n'.join(rows)
 
 

@@ -56,8 +56,8 @@ def clip_(update, rho):
 
 
 @functools.cache
-def compiled_update():
-    return torch.compile(sophia_update)
+def compiled(rule):
+    return torch.compile(rule)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -188,6 +188,7 @@ class Sophia(HessianOptimizer):
 
     State per parameter: `exp_avg` (m) and `hessian` (h), in the parameter's dtype and shape.
     """
+    rule = staticmethod(sophia_update)  # a variant of the update is another function of these arguments
     rho = 1.0  # where the update is clipped; the official code's rho is γ
     _first = True  # whether no step has moved anything yet
 
@@ -207,7 +208,7 @@ class Sophia(HessianOptimizer):
                               'yet, or its estimates were 0', stacklevel=5)
         if self.compile and not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=params[0].device)  # a number would be compiled in
-        rule = compiled_update() if self.compile else sophia_update
+        rule = compiled(self.rule) if self.compile else self.rule
         rule(local(params), local(grads), local(ms), self.curvature(local(hs)), lr, group['betas'][0], group['gamma'],
              group['eps'], group['weight_decay'], self.rho)
 

@@ -101,9 +101,9 @@ min_lr_ratio = setting(0.05, at_least=0)  # final / peak learning rate, where mi
 # system
 parallel = setting('ddp', choices=('ddp', 'fsdp', 'hsdp'), role='run')  # fsdp: shards; hsdp: shards within each machine
 activation_checkpointing = setting(False, role='run')  # keep each block's input only, and compute the rest again
-backend = setting(str, choices=('nccl', 'gloo'), role='run')  # backend of torch.distributed: nccl or gloo
+backend = setting(str, choices=('nccl', 'gloo'), role='run')  # backend of torch.distributed
 device = setting(str, role='run')  # cuda, cuda:1, cpu or mps
-dtype = setting(str, choices=tuple(devices.DTYPES), role='protocol')  # of matmuls: float32 (no TF32), bfloat16, float16
+dtype = setting(str, choices=tuple(devices.DTYPES), role='protocol')  # of matmuls; float32 is without TF32
 compile = setting(bool, role='run')  # torch.compile the model
 seed = setting(1337, at_least=-2 ** 63, below=2 ** 64, role='chance')  # of weights, data order, sampled labels, dropout
 
@@ -276,7 +276,7 @@ def make_optimizer(c, model):
 
 
 def begin(c):
-    """Return the `Run`, new or resumed, and the training data."""
+    """Return the `Run`, new or resumed, and its `TrainLoader`."""
     world = World(c.device, c.backend, c.parallel)
     devices.set_matmul_precision(c.dtype)
     torch.set_flush_denormal(True)  # sharp attention produces many, and they halve the speed of a CPU
@@ -294,9 +294,12 @@ def begin(c):
                      code=origin.code)
     if not c.eval_only:
         run.fresh = make_optimizer(c, model)
+    loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
+                         run.state.iter)
+    origin.compare_order(run.state, loader.order())
     with world.exit_together():
         run.log = open_log(run, origin, data)
-    return run, data
+    return run, loader
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -437,13 +440,8 @@ def main(argv):
 @undo_at_end()
 def train(c):
     """Train as the `Config` says."""
-    run, data = begin(c)
+    run, loader = begin(c)
     world, state, log, stops = run.world, run.state, run.log, run.stops
-    loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
-                         state.iter)
-    before, state.order = state.order, loader.order()
-    if before not in ('', state.order):
-        log.print('changed: the order of the data')
     speed = Speed(flops_per_token(run.raw_model), world)
     if not c.eval_only:
         first = loader.first()[:c.batch_size]

@@ -44,6 +44,13 @@ class Origin:
             setattr(run.state, key, value)
         self.saved = None  # frees the memory
 
+    def compare_order(self, state, order):
+        """Note when the order of the data, a hash, is not the one that the `TrainState` has; it becomes `order`."""
+        if state.order not in ('', order):
+            self.differences.append('the order of the data')
+            self.changes.append({'iter': state.iter, 'key': 'order', 'from': state.order, 'to': order})
+        state.order = order
+
 
 def finetunes(c):
     """Return whether the run begins with trained weights."""

@@ -37,8 +37,9 @@ class RunLog:
             if self.wandb:
                 self.wandb.log(entry)
         self.print(line)
-        unclipped = metrics.get('update_unclipped', 0.5)
-        if not (self.advised or state.iter < self.values['warmup_iters'] or 0.01 <= unclipped <= 0.9):
+        unclipped, values = metrics.get('update_unclipped', 0.5), self.values
+        early = max(values['warmup_iters'], values['hessian_interval'] / (1 - values['beta2']))  # h is being built
+        if not (self.advised or state.iter < early or 0.01 <= unclipped <= 0.9):
             self.advised = True
             way = 'raise' if unclipped < 0.5 else 'lower'
             self.print(f'note: {unclipped:.1%} of the coordinates are unclipped; {way} --gamma until update_unclipped '

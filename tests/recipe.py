@@ -395,9 +395,9 @@ def early_stopping():
 
 def another_schedule():
     import train
-    c = train.resolve(['--learning_rate=1', '--min_lr=0', '--warmup_iters=10', '--max_iters=110', '--schedule=sqrt'])
+    c = train.resolve(['--learning_rate=1', '--min_lr=0', '--warmup_iters=10', '--max_iters=110', '--schedule=1-sqrt'])
     assert [train.learning_rate_at(c, i) for i in (10, 35, 74, 110)] == [1.0, 0.5, 1 - 0.8, 0.0]
-    assert run('--schedule=sqrt')['lr'] != unedited('sophiag')['lr'] == run()['lr']
+    assert run('--schedule=1-sqrt')['lr'] != unedited('sophiag')['lr'] == run()['lr']
 
 
 def another_metric():

@@ -23,7 +23,7 @@ CHECKS = {
     'rms_norm document_masking': 'architecture',
     'rotary frozen_teacher': 'rotary_positions a_frozen_teacher a_constructor_with_values',
     'mixture_of_experts': 'a_mixture_of_experts',
-    'adopt adaptive_gamma gauss_newton_product muon_and_sophia weight_average sqrt_schedule metrics':
+    'adopt adaptive_gamma gauss_newton_product muon_and_sophia weight_average one_minus_sqrt metrics':
         'a_first_order_optimizer a_hessian_optimizer a_hessian_estimator muon_and_sophia average_of_the_weights '
         'another_schedule another_metric',
     'random_tokens': 'random_tokens',

@@ -135,8 +135,7 @@ train.train_step, train.metrics_of = noted, lambda *args: dict(measure(*args), m
 '''
 SPARSE = '''
 import sophia
-update = sophia.sophia_update
-sophia.sophia_update = lambda params, grads, *rest: update(
+sophia.Sophia.rule = lambda self, params, grads, *rest: sophia.sophia_update(
     params, [g * (g.abs() > g.abs().mean()) for g in grads], *rest)
 '''
 CAPPED = '''

@@ -14,9 +14,10 @@ from runtime import runlog
 from runtime.signals import STOPPED
 
 
-@pytest.mark.parametrize('unclipped, way', [(0.004, 'raise'), (0.96, 'lower')])
-def test_advice_on_gamma_comes_once_and_after_the_warm_up(tmp_path, capsys, unclipped, way):
-    log = runlog.RunLog(tmp_path, dict(auto_resume=False, warmup_iters=3), enabled=True)
+@pytest.mark.parametrize('unclipped, way, warmup, interval', [(0.004, 'raise', 3, 1), (0.96, 'lower', 0, 2)])
+def test_advice_on_gamma_comes_once_after_the_warm_up_and_when_h_is_built(tmp_path, capsys, unclipped, way, warmup,
+                                                                          interval):
+    log = runlog.RunLog(tmp_path, dict(warmup_iters=warmup, hessian_interval=interval, beta2=0.5), enabled=True)
     for i in range(6):
         log.record(SimpleNamespace(iter=i, tokens=0, seconds=0.0), f'line {i}', {
             'update_unclipped': unclipped if i != 3 else 0.3})
@@ -26,7 +27,7 @@ def test_advice_on_gamma_comes_once_and_after_the_warm_up(tmp_path, capsys, uncl
 
 
 def test_a_log_takes_lists_of_finite_numbers(tmp_path):
-    log = runlog.RunLog(tmp_path, dict(warmup_iters=9), enabled=True)
+    log = runlog.RunLog(tmp_path, dict(warmup_iters=9, hessian_interval=0, beta2=0), enabled=True)
     log.record(SimpleNamespace(iter=0, tokens=0, seconds=0.0), '', dict(
         a=[1, 0.5], b=[1, float('nan')], c=1, d=float('inf')))
     assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == dict(iter=0, tokens=0, time=0, a=[1, 0.5], c=1)
