@@ -37,13 +37,17 @@ class RunLog:
             if self.wandb:
                 self.wandb.log(entry)
         self.print(line)
-        unclipped, values = metrics.get('update_unclipped', 0.5), self.values
-        early = max(values['warmup_iters'], values['hessian_interval'] / (1 - values['beta2']))  # h is being built
-        if not (self.advised or state.iter < early or 0.01 <= unclipped <= 0.9):
-            self.advised = True
-            way = 'raise' if unclipped < 0.5 else 'lower'
-            self.print(f'note: {unclipped:.1%} of the coordinates are unclipped; {way} --gamma until update_unclipped '
-                       'is between 0.1 and 0.5')
+        if not self.advised and not 0.01 <= metrics.get('update_unclipped', 0.5) <= 0.9:
+            self.advise(state.iter, metrics['update_unclipped'])
+
+    def advise(self, iteration, unclipped):
+        """Print which way γ should go; nothing in the warm-up, or while h is being built."""
+        if iteration < max(self.values['warmup_iters'], self.values['hessian_interval'] / (1 - self.values['beta2'])):
+            return
+        self.advised = True
+        way = 'raise' if unclipped < 0.5 else 'lower'
+        self.print(f'note: {unclipped:.1%} of the coordinates are unclipped; {way} --gamma until update_unclipped is '
+                   'between 0.1 and 0.5')
 
     def print(self, line):
         if self.enabled:
