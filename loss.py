@@ -43,11 +43,11 @@ class Losses(nn.Module):
             idx: (B, T) token ids.
             targets: (B, T) token ids, negative where a position does not count.
             uniforms: (n, T) uniform numbers in [0, 1), n ≤ B, with which labels are drawn from softmax(logits).
-            labels_hat: (n, T) token ids to use as labels instead.
+            labels_hat: (n, T) token ids to use as labels instead, negative where a position does not count.
 
         loss_hat is the negative log-likelihood of the second labels, *summed* over the `predictions` positions that
-        count in `targets` after the model's forward. The logits are None where gradients are on: compiled code would
-        write zeros as their gradient and read them again.
+        count in them and, after the model's forward, in `targets`. The logits are None where gradients are on: compiled
+        code would write zeros as their gradient and read them again.
         """
         logits, loss = self.model(idx, targets)
         if uniforms is not None:
@@ -55,7 +55,7 @@ class Losses(nn.Module):
         if labels_hat is None:
             return None if torch.is_grad_enabled() else logits, loss
         n = len(labels_hat)
-        counts = targets[:n] >= 0
+        counts = (targets[:n] >= 0) & (labels_hat >= 0)
         loss_hat = cross_entropy(logits[:n], torch.where(counts, labels_hat, -1)).sum()
         return None, loss, loss_hat, counts.sum()
 
