@@ -334,7 +334,7 @@ def train_step(run, sequences, iter_num):
         world.set_gradient_sync(micro_step == len(micro_batches) - 1, estimating)
         with run.autocast:
             # Only Sophia-G has labels of its own: for AdamW this is run.model(X, Y). Another term of the loss belongs
-            # in loss.py or GPT.forward, so that evaluation and Sophia-H see it, too.
+            # in `token_loss` or GPT.forward, so that evaluation and Sophia-H see it, too.
             _, loss, *second = run.model(X, Y, **hessian.labels(X, Y))
         if second:  # every k iterations a second backward pass, through the same forward
             hessian.add(*second)

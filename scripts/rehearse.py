@@ -4,10 +4,11 @@
 
 trains a few steps of train.py with the config's optimizer, schedule and data, but a small model and short sequences, in
 float32 on a CPU: in one go; again, with batches that are read late; resumed from the checkpoint halfway; in smaller
-micro-batches; on two ranks; on their shards; compiled. It compares metrics, weights and the optimizer's state after
-every step, and the last validation loss with scripts/eval.py's of the checkpoint. It prints a line for each: equal;
-equal up to rounding; or the first step and the first number or tensor that differ, and what a resume did not bring
-back. Exit status 1 if something differs. Checkpoints of every step go to a temporary directory: with GPT-2's ids 2 GB.
+micro-batches; on two ranks; on their shards; with activation checkpointing; compiled. It compares metrics, weights and
+the optimizer's state after every step, and the last validation loss with scripts/eval.py's of the checkpoint. It prints
+a line for each: equal; equal up to rounding; or the first step and the first number or tensor that differ, and what a
+resume did not bring back. Exit status 1 if something differs. Checkpoints of every step go to a temporary directory:
+with GPT-2's ids 2 GB.
 """
 
 import functools
@@ -42,7 +43,7 @@ from runtime.optimizer_state import equal, leaves
 
 EXACT = 'again', 'resumed'
 ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'sharded': ['--parallel=fsdp'],
-           'compiled': ['--compile=True']}  # name → its flags
+           'recomputed': ['--activation_checkpointing=True'], 'compiled': ['--compile=True']}  # name → its flags
 TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
 MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests', 'site-packages'}  # folders without experiments
 NOTES = 'warning: ', 'note: training reads '  # beginnings of lines that a rehearsal repeats
@@ -127,8 +128,9 @@ def shrunk(argv, steps):
     few |= {key: 2 for key in ('hessian_interval', 'hessian_parts') if key in own}
     small = {key: min(c.values[key], most) for key, most in few.items()} | dict(
         max_iters=steps, lr_decay_iters=steps, eval_interval=2, eval_sequences=16, log_interval=1, total_batch_size=8,
-        batch_size=4, gradient_accumulation_steps=0, dtype='float32', parallel='ddp', compile=False, device='cpu',
-        backend='gloo', auto_resume=True, keep_checkpoints=steps, eval_only=False, wandb_log=False, max_hours=0)
+        batch_size=4, gradient_accumulation_steps=0, dtype='float32', parallel='ddp', activation_checkpointing=False,
+        compile=False, device='cpu', backend='gloo', auto_resume=True, keep_checkpoints=steps, eval_only=False,
+        wandb_log=False, max_hours=0)
     small |= dict.fromkeys(own & {'hessian_batch_size'}, 4)  # of which each of two ranks has two
     return [arg for arg in argv if arg[:2] != '--'] + [f'--{key}={value}' for key, value in small.items()] + [
         arg for arg in argv if arg[:2] == '--']
@@ -283,7 +285,10 @@ def main(argv=None):
     c = train.resolve(flags, world_size=1)
     if not can_compile('cpu'):
         skipped['compiled'] = 'no C++ compiler or no Python.h'
-    if not train.optimizers.row(c.optimizer_name).shards or c.hessian_parts > 1:
+    row = train.optimizers.row(c.optimizer_name)
+    if row.hook.hessian_products:
+        skipped['recomputed'] = f'{c.optimizer_name} has no --activation_checkpointing'
+    if not row.shards or c.hessian_parts > 1:
         skipped['sharded'] = 'no shards=True, or an estimate in parts, which draws other labels there'
     plain = [*flags, '--dropout=0']  # which draws by micro-batch
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:

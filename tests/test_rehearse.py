@@ -25,9 +25,9 @@ def report(fork, corpus, monkeypatch, capsys):
 
 def test_the_repository_passes(report):
     status, text = report('', '--dropout=0.1', '--only', 'again', 'resumed', 'evaluated', 'micro-batches', 'two ranks',
-                          'sharded')
+                          'sharded', 'recomputed')
     assert not status, text
-    again, resumed, *rounded = text.splitlines()[:6]
+    again, resumed, *rounded = text.splitlines()[:7]
     assert again.split() == ['again', 'equal'] and resumed.split() == ['resumed', 'equal']
     assert all('equal' in line for line in rounded) and 'warning' not in text
 
@@ -150,6 +150,16 @@ def capped(self, x):
     return self.cap * torch.tanh(logits / self.cap) if hasattr(self, 'cap') else logits
 train.make_model, torch.nn.Linear.forward = made, capped
 '''
+STATISTIC = '''
+make, forward = model.Block.__init__, model.Block.forward
+def made(self, config):
+    make(self, config)
+    self.register_buffer('scale', torch.ones(()))
+def scaled(self, x, *args):
+    self.scale = self.scale.lerp(x.detach().std(), 0.1)
+    return forward(self, x / self.scale, *args)
+model.Block.__init__, model.Block.forward = made, scaled
+'''
 PENALTY = '''
 import train
 step = train.train_step
@@ -174,14 +184,20 @@ train.train_step = penalized
     (SHARE, 'two ranks', 'DIFFERS from step 0: mean_id is '),
     (SPARSE, 'sharded', 'DIFFERS from step 0: momentum_norm is '),
     (CAPPED, 'evaluated', 'DIFFERS: scripts/eval.py measures '),
+    (STATISTIC, 'recomputed', 'DIFFERS from step '),
 ], ids=['window', 'module', 'hook', 'average', 'model', 'ramp', 'stream', 'metric',
-        'random', 'file', 'share', 'sparse', 'capped'])
+        'random', 'file', 'share', 'sparse', 'capped', 'statistic'])
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, '--only', comparison)
     assert status and text.startswith(comparison) and words in text
     # A run alone says so of what is an attribute or a field, at its first save.
     assert ('has changed, but no checkpoint holds it' in text) == (code in (WINDOW, HOOK, AVERAGE, MODEL))
     assert ('TrainState' in text) == (comparison == 'resumed')
+
+
+def test_products_are_not_recomputed(report):
+    status, text = report('', '--optimizer_name=sophiah', '--only', 'recomputed')
+    assert not status and text.startswith('recomputed      skipped: ')
 
 
 def test_a_term_of_the_loss_that_only_the_step_has_is_noted(report):
