@@ -68,7 +68,7 @@ def session(unsaved_path, late, nudge, flags):
                 for p in run.params:
                     p.mul_(1 + 2e-7 * torch.randint_like(p, 2))
         if iteration == c.max_iters // 2 and run.world.is_master:
-            save_pt(unsaved_path, {name: value if isinstance(value, torch.Tensor) else repr(value)
+            save_pt(unsaved_path, {name: value.clone() if isinstance(value, torch.Tensor) else repr(value)
                                    for name, value in unsaved_state(run)})
         run.stops.save = True
         if iteration == 0 and not c.dropout and run.world.size == 1:

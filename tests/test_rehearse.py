@@ -200,6 +200,12 @@ def test_products_are_not_recomputed(report):
     assert not status and text.startswith('recomputed      skipped: ')
 
 
+def test_tensors_of_a_hessian_vector_product_may_be_kept(report):
+    status, text = report('forward = model.Block.forward\nmodel.Block.forward = lambda self, x, *args: forward(self, '
+                          "vars(self).update(kept=x) or x, *args)", '--optimizer_name=sophiah', '--only', 'resumed')
+    assert status and text.startswith('resumed         equal; a resume does not bring back raw_model.transformer.h.0.')
+
+
 def test_a_term_of_the_loss_that_only_the_step_has_is_noted(report):
     _, text = report(PENALTY, '--only', 'again')
     assert 'warning: the loss of the first step is ' in text
