@@ -76,7 +76,7 @@ def test_no_import_circle():
 
 
 @pytest.mark.parametrize(('modules', 'slow'), [
-    ('scripts.plot, scripts.records', ['torch', 'scipy']),
+    ('scripts.plot, records.check', ['torch', 'scipy']),
     ('train, scripts.sample', ['torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'torch.distributed.fsdp',
                                'sympy', 'transformers', 'safetensors', 'tokenizers', 'matplotlib', 'scipy'])])
 def test_slow_modules_are_imported_where_they_are_used(modules, slow):

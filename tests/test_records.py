@@ -1,4 +1,4 @@
-"""scripts/records.py and runs.jsonl: what a record must hold. The records of this repository."""
+"""records/check.py and runs.jsonl: what a record must hold. The records of this repository."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from fake_runs import edit, fake_run, make
 from PIL import Image
 
 from analysis import runs
-from scripts import records
+from records import check as records
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Check that records of runs are complete, print them as a table, and pack directories of runs into records.
 
-  python scripts/records.py records/study
-  python scripts/records.py out/sweep --pack records/sweep     writes records/sweep/runs.jsonl, a line per run
+  python records/check.py records/study
+  python records/check.py out/sweep --pack records/sweep     writes records/sweep/runs.jsonl, a line per run
 
 records/README.md says what a record must hold. If any is incomplete, nothing is packed and the exit code is 1.
 """
