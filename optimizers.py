@@ -297,7 +297,7 @@ OPTIMIZERS = {
     'sophiag_fresh': Row(sophia, SOPHIA_FRESH, SOPHIA_G_LR, 'Table 3, sophiag', GNBHook, shards=True),
     # Not in the paper: the same with ĝ clipped, which ends the runaway of h in records/sharpening.
     'sophiag_clipped': Row(sophia, SOPHIA_FRESH, SOPHIA_G_LR, 'Table 3, sophiag', ClippedGNBHook, shards=True),
-    # Not in the paper: does h matter coordinate by coordinate? Neither works on shards: both are about whole tensors.
+    # Not in the paper: does h matter coordinate by coordinate? Neither works on shards: both take whole rows or more.
     'gnb_mean': Row(partial(sophia, cls=SophiaTensorMean), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', GNBHook),
     'gnb_rows': Row(partial(sophia, cls=SophiaShuffledRows), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', GNBHook),
     # Baselines that the paper does not have, with their libraries' defaults but for AdamW's weight decay. Muon's

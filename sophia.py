@@ -32,7 +32,7 @@ __version__ = '0.2.0'
 def sophia_update(params, grads, ms, hs, lr, beta1, gamma, eps, weight_decay, rho=1.0):
     """Update m and θ, in place, on lists of tensors: Algorithm 3, which has ρ = 1, without its lines on h.
 
-    `unclipped_fraction` is that of `precondition` and `clip_`, and follows edits of these only.
+    `unclipped_fraction` follows edits of `precondition` and `clip_` only.
     """
     torch._foreach_lerp_(ms, grads, 1 - beta1)  # line 6: m ← β1·m + (1−β1)·g
     torch._foreach_mul_(params, 1 - lr * weight_decay)  # line 12: θ ← θ − lr·λ·θ

@@ -1,6 +1,5 @@
 """Documents from .txt, .jsonl and .parquet files on disk, and the flags that every prepare.py has."""
 
-import argparse
 import gzip
 import hashlib
 import io
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from data.tokenizer import END_OF_TEXT, TOKENIZER_NAMES, get_tokenizer
 from data.writer import Corpus, sha256
-from runtime.arguments import at_least
+from runtime import arguments
 from runtime.files import local_path, one_line
 
 CHARS = 2 ** 23  # characters of text in one batch
@@ -19,10 +18,10 @@ CHARS = 2 ** 23  # characters of text in one batch
 
 def argument_parser(doc, script, tokenizer=None):
     """Return the parser of a prepare.py, from its docstring and __file__; --tokenizer exists if it has a default."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments.argument_parser(doc)
     parser.add_argument('--out_dir', type=local_path, default=Path(script).resolve().parent,
                         help="where the bins go (default: this script's directory)")
-    parser.add_argument('--num_proc', type=at_least(1), help='processes (default: one per core)',
+    parser.add_argument('--num_proc', type=arguments.at_least(1), help='processes (default: one per core)',
                         default=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())
     parser.add_argument('--overwrite', action='store_true', help='replace other bins in out_dir')
     if tokenizer:

@@ -18,7 +18,6 @@ mfu, with that share; optimizer_ms, the optimizer's step alone, and over_adamw, 
 the peak of the device (on CPU: of the process).
 """
 
-import argparse
 import contextlib
 import importlib.util
 import multiprocessing
@@ -42,7 +41,7 @@ from loss import Losses, cross_entropy
 from model import GPT, GPTConfig
 from runtime import device as devices
 from runtime import gpt, optim
-from runtime.arguments import at_least
+from runtime.arguments import argument_parser, at_least
 from runtime.distributed import World
 from runtime.files import git_commit, write_json, write_text
 from runtime.runlog import machine
@@ -187,8 +186,7 @@ def call(method, *arguments):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(usage='%(prog)s [options] [CONFIG ...]', description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, usage='%(prog)s [options] [CONFIG ...]', allow_abbrev=False)
     parser.add_argument('--baseline', type=Path, metavar='PATH', help='a checkout to compare with')
     parser.add_argument('--rounds', type=at_least(1), default=15,
                         help='steps of each kind and configuration (default: 15)')

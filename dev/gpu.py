@@ -10,7 +10,6 @@ nanoGPT), tests (those marked gpu, and runs in float16), large (speed of 355M an
 everything finished is in out/gpu/records and in OUT/gpu.tar.gz, where OUT is out/gpu or from the environment.
 """
 
-import argparse
 import json
 import lzma
 import os
@@ -27,6 +26,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from runtime.arguments import argument_parser
 from runtime.files import atomic_write, checksum, git_commit, write_json
 
 SMOKE = bool(os.environ.get('SMOKE'))
@@ -186,7 +186,7 @@ def tests():
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument('steps', nargs='*', metavar='STEP', help='by default all, in the order above')
     parser.add_argument('--minutes', type=float, default=9, help='stop after so long (default: 9)')
     parser.add_argument('--pack', type=Path, metavar='BINS', help='compress a data set, and exit')

@@ -167,7 +167,7 @@ def warn_of_runaway(run, metrics):
     """Print a warning when Sophia's h runs away (records/sharpening): when ‖h‖, corrected for its start at 0, is
     RUNAWAY times its lowest value since a tenth of the run, which `state.lowest_hessian_norm` keeps.
 
-    metrics: those of a logged step.
+    metrics: the dict of a logged step.
     """
     c, state = run.config, run.state
     if 'update_unclipped' not in metrics or not c.hessian_interval or state.iter < c.max_iters / 10:

@@ -5,7 +5,6 @@ A study's protocol is in records/NAME/study.py, which calls `main`. Runs are tra
 tree's out/NAME. An interrupted study continues when started again: runs resume from their newest checkpoint.
 """
 
-import argparse
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from analysis.figures import argparser, save
 from analysis.runs import packed, read_packed, read_run
+from runtime.arguments import argument_parser
 from runtime.files import write_text
 from scripts.sweep import launch, run_in_turns
 
@@ -173,7 +173,7 @@ def main(protocol, here, description, command):
         here: the record's folder.
         command: `PlannedRun` → the arguments of Python, without --out_dir.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(description)
     parser.add_argument('--tree', type=Path, required=True, help='a checkout of the commit in README.md')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
     parser.add_argument('--skip', type=int, default=0, help='number of due runs to leave out')

@@ -5,9 +5,10 @@
   python scripts/plan.py config/train_neox_{1.5b,6.6b}_sophiag.py --gpu A100 --gpus 64 --mfu 0.3
 
 Arguments are train.py's: config files, one plan each, and --key=value flags for all of them; by default, the published
-configs for Sophia-G. A data set that is not prepared is taken to have GPT-2's ids. GB are 1e9 bytes. FLOPs run at --mfu
-of the peak; activation checkpointing adds up to a third, communication is not counted. Memory is a formula (`memory`)
-for compiled steps of the GPT in model.py; dev/bench.py measures it, also of an edited model, loss or optimizer.
+configs for Sophia-G. A data set that is not prepared is assumed to have GPT-2's ids. GB are 1e9 bytes. FLOPs run at
+--mfu of the peak; activation checkpointing adds up to a third, communication is not counted. Memory is a formula
+(`memory`) for compiled steps of the GPT in model.py; dev/bench.py measures it, also of an edited model, loss or
+optimizer.
 """
 
 import copy

@@ -72,7 +72,7 @@ def main(argv=None):
                 print()
         print('\n'.join(verdict['text']))
     notes = notes_on(counted) + [note for mine in tuned.values() for one in mine.values()
-                              for note in compare.weaknesses(one)]
+                                 for note in compare.weaknesses(one)]
     print('\n'.join(['', *(f'note: {note}' for note in notes)]))
     fig = draw(tuned, labels, verdicts, args.panels)
     figures.set_title(fig, args.title)

@@ -8,7 +8,6 @@ the newest checkpoint. Each run is train.py as a process, of seconds on one CPU 
 state, everything else in the last and the best checkpoint, and metrics.jsonl except for times.
 """
 
-import argparse
 import functools
 import json
 import random
@@ -28,6 +27,7 @@ import optimizers
 import train
 from configurator import HARMLESS, Config
 from runtime import checkpoint, sharded
+from runtime.arguments import argument_parser
 from runtime.files import FAILED
 from runtime.optimizer_state import first_difference
 from runtime.signals import NOT_FINITE, STOPPED
@@ -157,7 +157,7 @@ def contents(out_dir):
 
 
 if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument('--minutes', type=float, default=10)
     parser.add_argument('--seed', type=int, default=0, help='of the first settings; the next ones count on')
     args = parser.parse_args()
