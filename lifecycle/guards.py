@@ -10,12 +10,14 @@ from dataclasses import asdict
 import torch
 
 from lifecycle.run import same_buffers, warn_of_unsaved
+from loss import Losses
 from runtime import optimizer_state
 from runtime.checkpoint import check_plain, parameter_names
 from runtime.distributed import one_message
 from runtime.files import one_line, warn
 from runtime.gpt import evaluation_mode
 from runtime.optim import global_norm, parameters
+from runtime.rng import seed_all
 
 RUNAWAY = 25  # sees all 37 recorded runs of Sophia that pass ‖h‖ = 100, and three others, two with far too large a γ
 
@@ -64,6 +66,7 @@ def check_outputs(run, sequences):
     what `check_masks` finds."""
     X, Y, masks = sequences[:, :-1], sequences[:, 1:].clone(), run.hessian.samples_labels
     before = shapes_of(run.raw_model)
+    seed_all(run.config.seed)
     with eager(run), run.autocast, torch.set_grad_enabled(masks):
         outputs = run.raw_model(X, Y)
     if changed := dict(shapes_of(run.raw_model).items() ^ before.items()):
@@ -74,10 +77,21 @@ def check_outputs(run, sequences):
         raise SystemExit('model.py: with targets, GPT.forward must return the logits of all positions, (B, T, '
                          'vocab_size), and the mean loss, a 0-d tensor')
     if masks:
-        if len(outputs) == 2:  # of more heads the estimate may take labels, too
-            warn_of_terms(run, logits, loss)
-        check_masks(run, Y, logits, loss)
+        check_masks(run, Y, logits, loss, heads=len(outputs) - 1)
+    if masks or run.hessian.hessian_products:
+        warn_of_another_loss(run, sequences, loss)
     run.world.reshard(run.raw_model)
+
+
+def warn_of_another_loss(run, sequences, loss):
+    """Warn where training's loss is not `loss`, the plain model's, to which the estimates and their checks keep."""
+    seed_all(run.config.seed)  # for equal dropout
+    with eager(run), run.autocast, torch.set_grad_enabled(loss.requires_grad):  # for the same kernels
+        trained = Losses(run.raw_model)(sequences[:, :-1], sequences[:, 1:].clone())[1]
+    trained, loss = trained.item(), loss.item()
+    if run.world.is_master and not math.isclose(trained, loss, rel_tol=1e-5):
+        warn(f'loss.py: Losses.forward returns {trained:.6g} where GPT.forward returns {loss:.6g}, which is all that '
+             'Hessian estimates and their checks see; put what it adds into `token_loss` or GPT.forward')
 
 
 def eager(run):
@@ -108,13 +122,14 @@ def shapes_of(model):
     return {name: getattr(value, 'shape', None) for name, value in model.state_dict().items()}
 
 
-def check_masks(run, targets, logits, loss):
+def check_masks(run, targets, logits, loss, heads):
     """Stop the run when the training loss leaves out positions that count in `targets` after the forward pass.
 
     The labels that Gauss-Newton-Bartlett samples there would enter the estimate. A position is left out if the gradient
-    of the loss in its logits is 0 throughout.
+    of the loss in its logits is 0 throughout. Of several `heads` the estimate may take labels, too.
     """
-    gradient, = torch.autograd.grad(run.scaler.scale(loss), logits, allow_unused=True, create_graph=True)
+    loss = run.scaler.scale(loss)
+    gradient, = torch.autograd.grad(loss, logits, allow_unused=True, create_graph=True)
     if gradient is None:
         if run.world.is_master:
             warn('model.py: the loss is not a function of the logits that GPT.forward returns; make sure that what it '
@@ -125,16 +140,16 @@ def check_masks(run, targets, logits, loss):
         raise SystemExit(f'model.py: GPT.forward leaves {left_out} of {targets.numel() * run.world.size} positions out '
                          'of the loss whose targets are not -1, so the Hessian estimate would take them; mask them in '
                          'place (targets[…] = -1), see docs/hacking.md, "Another loss"')
+    if heads == 1 and not run.world.sharded:  # FSDP's backward communicates
+        warn_of_terms(run, logits, loss, gradient.detach())
     warn_of_weights(run, targets >= 0, logits, gradient)
 
 
-def warn_of_terms(run, logits, loss):
-    """Warn where the loss has terms that are not functions of the logits, which Gauss-Newton-Bartlett does not see."""
-    through, = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
-    if through is None or run.world.sharded:  # FSDP's backward communicates
-        return
+def warn_of_terms(run, logits, loss, gradient):
+    """Warn where the loss has terms that are not functions of the logits, which Gauss-Newton-Bartlett does not see.
+    `gradient`: that of the loss in the logits."""
     whole, seen = (torch.autograd.grad(output, run.params, weight, retain_graph=True, materialize_grads=True)
-                   for output, weight in ((loss, None), (logits, through)))
+                   for output, weight in ((loss, None), (logits, gradient)))
     share = global_norm(torch._foreach_sub(whole, seen)) / global_norm(whole)
     if run.world.is_master and share > 0.01:
         warn(f'model.py: terms of the loss that are not functions of the logits make {share:.0%} of its gradient; '

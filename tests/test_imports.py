@@ -17,7 +17,7 @@ MAY_IMPORT = {
     'hessian.py': {'sophia', 'loss', 'runtime'},
     'optimizers.py': {'sophia', 'hessian', 'runtime'},
     'configurator.py': {'runtime'},
-    'lifecycle': {'configurator', 'data', 'model', 'optimizers', 'runtime'},
+    'lifecycle': {'configurator', 'data', 'loss', 'model', 'optimizers', 'runtime'},
     'runtime': set(),
     'data': {'runtime'},
     'examples': {'sophia'},

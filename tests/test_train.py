@@ -496,6 +496,22 @@ def test_terms_of_the_loss_that_the_estimate_does_not_see_are_noted(main, tmp_pa
     assert ('that are not functions of the logits make ' in capsys.readouterr().err) == words
 
 
+@pytest.mark.parametrize('optimizer, words', [('sophiah', True), ('sophiag', True), ('adamw', False)])
+def test_terms_that_training_adds_to_the_models_loss_are_noted(main, tmp_path, monkeypatch, capsys, optimizer, words):
+    """Such as the divergence of two forwards with dropout: estimates differentiate the model's loss. Dropout is not."""
+    flags = f'--optimizer_name={optimizer}', '--dropout=0.2', '--max_iters=1', '--eval_iters=1'
+    main(tmp_path / 'a', *flags)
+    assert not capsys.readouterr().err
+
+    def forward(self, idx, targets, forward=loss.Losses.forward, **second):
+        outputs, other = forward(self, idx, targets, **second), self.model(idx, targets)[1]
+        return outputs[0], outputs[1] + (outputs[1] - other).abs(), *outputs[2:]
+
+    monkeypatch.setattr(loss.Losses, 'forward', forward)
+    main(tmp_path / 'b', *flags)
+    assert ('loss.py: Losses.forward returns ' in capsys.readouterr().err) == words
+
+
 def test_a_module_in_evaluation_mode_stays_there(main, tmp_path, monkeypatch):
     """Such as a teacher, whose dropout would otherwise be on."""
     init, step, modes = program.GPT.__init__, program.train_step, []
