@@ -24,8 +24,8 @@ FRESH = {memory: ESTIMATE | dict(beta2=beta2) for memory, beta2 in MEMORIES.item
 
 
 def beta2s(missing):
-    """Return k → β2 = 1 − `missing` / 3^k."""
-    return 'beta2', lambda k: float(f'{1 - missing / 3 ** k:.3g}' if k < 1 else f'{1 - missing / 3 ** k:.4g}')
+    """Return k → β2 = 1 − `missing` / 3^k, at most 0.9999: four times the steps of a run."""
+    return 'beta2', lambda k: min(0.9999, float(f'{1 - missing / 3 ** k:.{3 if k < 1 else 4}g}'))
 
 
 # Arm → (optimizer, its settings, k of the first learning rate in `rate_at`, the setting that is tuned with it, λ).
