@@ -83,6 +83,10 @@ class Config:
 
     def __init__(self, defaults):
         declared = {key: value if isinstance(value, Setting) else Setting(value) for key, value in defaults.items()}
+        for key, one in declared.items():
+            if one.role == 'data' and key != 'dataset':
+                raise ValueError(f"{key}: role='data' is the name of the data; a setting of what is read from them has "
+                                 "role='protocol'")
         self.declared = declared
         self.values = {key: one.default for key, one in declared.items()}
         self.sources = dict.fromkeys(declared, 'default')

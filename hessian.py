@@ -45,7 +45,7 @@ class StepHook:
 
     def labels(self, X, Y):
         """Return further arguments of `loss.Losses` for a micro-batch, X and Y (B, T) int64, a dict. Where these are
-        labels, `add(loss_hat, predictions)` gets the loss on them, a sum over `predictions` predictions."""
+        labels, n of them, for the *first* n sequences, `add(loss_hat, predictions)` gets the loss on them, a sum."""
         return {}
 
     def finish(self):
@@ -315,7 +315,8 @@ class HutchinsonHook(HessianHook):
             return hessian_vector_product(loss, [p.detach() for p in self.params], u)
 
     def start(self, iter_num, loss_scale=1.0):
-        self.rows = []
+        self.rows, self.generator = [], torch.Generator(self.params[0].device)
+        self.generator.manual_seed(keyed_seed(self.seed, VECTORS, iter_num))
         return super().start(iter_num)  # the products are not loss-scaled, so an overflow is an error
 
     def labels(self, X, Y):
@@ -324,9 +325,7 @@ class HutchinsonHook(HessianHook):
         return {}
 
     def diagonal(self):
-        generator = torch.Generator(self.params[0].device)
-        generator.manual_seed(keyed_seed(self.seed, VECTORS, self.iter_num))
-        estimator = Hutchinson(self.params, generator, self.rademacher)
+        estimator = Hutchinson(self.params, self.generator, self.rademacher)
         X, Y = (torch.cat(parts) for parts in zip(*self.rows))
         n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows), self.lean)
         self.find_places()  # because a forward may have assigned buffers anew

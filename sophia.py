@@ -217,8 +217,9 @@ class Sophia(HessianOptimizer):
         return hs
 
     def metrics(self):
-        """Return a dict of 0-d tensors for a log: `update_unclipped`, the `unclipped_fraction`, if there is one."""
-        unclipped = self.unclipped_fraction()
+        """Return a dict of 0-d tensors for a log: `update_unclipped`, the `unclipped_fraction`, if there is one and the
+        rule is Algorithm 3's."""
+        unclipped = self.unclipped_fraction() if self.rule is sophia_update else None
         return {} if unclipped is None else dict(update_unclipped=unclipped)
 
     def unclipped_fraction(self):

@@ -362,15 +362,17 @@ def by_seed(runs, repeats=False):
 
 def measured_on(run):
     """Return the data that a run's loss is measured on, {name: value}; losses on other data cannot be compared."""
+    others = {key: value for key, value in run.config.items() if run.role(key) == 'eval'}
+    others.pop('eval_iters', None)  # a way to set eval_sequences
     return {'the data (fingerprint)': json.dumps(run.about.get('data')),
-            'the number of validation sequences': run.config['eval_sequences'] or 'all'}
+            'the number of validation sequences': others.pop('eval_sequences', 0) or 'all', **others}
 
 
 def notes_on(runs):
     """Return sentences on why losses of `runs` may differ by more than settings and seeds: other data, other code."""
     first, *others = map(measured_on, runs) if runs else [{}]
     notes = [f'the runs differ in {what}, so their losses cannot be compared' for what, value in first.items()
-             if any(other[what] != value for other in others)]
+             if any(other.get(what) != value for other in others)]
     if files := differing_files(*(run.about.get('code') for run in runs)):
         notes.append(f'the runs are of different code ({", ".join(files)}), so they may differ in more than settings '
                      'and seed')

@@ -238,6 +238,9 @@ class TrainLoader:
         sequences = self.data.sequences(starts[places], self.block_size + 1)
         generators = (keyed_generator(self.seed, AUGMENTATION, iteration, place) for place in places)
         batch = torch.from_numpy(self.augment(sequences, generators).astype(np.int64))
+        if (top := batch.max()) >= self.data.vocab_size:  # sampling and exports leave out the ids of the padding
+            raise SystemExit(f'TrainLoader.augment: token id {top} is beyond the vocabulary of {self.data.vocab_size}; '
+                             'prepare the data with a tokenizer that has it')
         return batch.pin_memory() if self.device.type == 'cuda' else batch
 
 

@@ -50,6 +50,9 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
     class_of(tokenizer.name)  # which sampling will need
     out_dir = Path(out_dir)
     about = {key: value for key, value in tokenizer.meta.items() if key != 'json'}
+    if changed := [key for key, value in about.items() if json.loads(json.dumps(value)) != value]:
+        raise SystemExit(f'{type(tokenizer).__name__}.{changed[0]}: meta.json would not bring it back as it is; '
+                         'use lists, and dicts with strings as keys')
     identity = {**about, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}
     parts = out_dir / f'parts.{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}'
     with lock(out_dir / 'prepare.lock'):

@@ -31,11 +31,17 @@ def check_validation(val_data):
 
 
 def check_parameters(optimizer, model):
-    """SystemExit unless the optimizer has all parameters of `model` that are trained."""
-    mine = set(parameters(optimizer))
+    """SystemExit unless the optimizer has all parameters of `model` that are trained, and `model` all in its lists."""
+    mine, known = set(parameters(optimizer)), set(model.parameters())
     if missing := [name for name, p in model.named_parameters() if p.requires_grad and p not in mine]:
         raise SystemExit(f'{missing[0]}: is in no group of parameter_groups, so that it would not be trained; add it, '
                          'or freeze it with requires_grad_(False)')
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            if any(isinstance(p, torch.nn.Parameter) and p not in known for p in values):
+                raise SystemExit(f'{name or "GPT"}.{key}: holds parameters that the model does not know, so that they '
+                                 'are neither trained nor saved; use nn.ParameterList or nn.ParameterDict')
 
 
 @one_message()
@@ -44,14 +50,24 @@ def check_forward(run, sequences):
 
     Collective: every rank must call it. `sequences`: some of this rank. Changes neither buffers nor gradients.
     """
+    check_due(run.config, run.hessian)
     before = versions_of(run)
     with same_buffers(run.raw_model):
-        check_outputs(run, sequences[:1])
+        check_outputs(run, sequences[:2])  # a loss may compare sequences
         warn_of_leaks(run, sequences[:1, :-1])
     changed = dict(versions_of(run).items() ^ before.items())
     if changed and run.world.is_master:
         warn(f'model.py: GPT.forward changes the parameter {min(changed)}, so that results depend on batch_size and on '
              'where a run is resumed; change it in train_step, after the update')
+
+
+def check_due(c, hessian):
+    """SystemExit where chance decides when to estimate: ranks and resumed runs would not agree."""
+    if c.hessian_interval and hasattr(hessian, 'is_due'):
+        one, two = ([hessian.is_due(i, c.hessian_interval) for i in range(min(1000, c.max_iters))] for _ in range(2))
+        if one != two:
+            raise SystemExit(f'{type(hessian).__name__}.is_due: differs between two calls, and so between ranks; draw '
+                             'from runtime.rng.keyed_generator(seed, runtime.rng.LOOP, iter_num)')
 
 
 def versions_of(run):
@@ -103,18 +119,30 @@ def eager(run):
 @torch.no_grad()
 def warn_of_leaks(run, X):
     """Warn where, in evaluation mode, logits depend on later tokens, such as by attention without a causal mask, or on
-    chance: where other tokens in the second half change logits in the first. `X`: (1, T)."""
+    chance: where other tokens in the second half change logits in the first. Warn where those of the last position
+    depend on targets, without which a model samples. `X`: (1, T)."""
     model, cut = run.raw_model, max(1, X.size(1) // 2 - 1)  # not where a chunk of an even size ends
     other = torch.cat([X[:, :cut], (X[:, cut:] + 1) % model.config.vocab_size], 1)
     with eager(run), run.autocast, evaluation_mode(model):
         # One after the other, because in one batch a statistic of the batch would change both
-        first, second = (model(x, x.clone())[0][0, :cut].float() for x in (X, other))
+        whole, second = (model(x, x.clone())[0][0].float() for x in (X, other))
+        first, second, last = whole[:cut], second[:cut], whole[-1]
+        try:
+            sampled, problem = model(X)[0][0, -1].float(), ''
+        except Exception as error:  # whatever the model raises
+            sampled, problem = last, one_line(error)
     run.world.reshard(model)
     # In bfloat16 rounding is below 1 %, and attention to 1,024 positions of a new model of width 128 changes 3 %.
     limit = 1e-4 if run.config.dtype == 'float32' else 0.01
     if run.world.is_master and ((first - second).norm(dim=-1) > limit * first.norm(dim=-1)).any():
         warn('model.py: in evaluation mode, later tokens or chance change the logits of earlier positions, so that '
              'losses may be far too low; use is_causal=True in attention, and self.training in dropout')
+    elif run.world.is_master and problem:
+        warn(f'model.py: GPT.forward fails without targets, as scripts/sample.py calls it ({problem})')
+    elif run.world.is_master and (last - sampled).norm() > limit * last.norm():
+        warn('model.py: GPT.forward returns other logits with targets than without, so that val/loss is not that of '
+             'the model that scripts/sample.py uses; change logits before `if targets is None`, or, for training only, '
+             'in `token_loss`')
 
 
 def shapes_of(model):

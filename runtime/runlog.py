@@ -144,6 +144,7 @@ def rewind_log(path, iteration, last_eval_iter):
     for line in path.read_bytes().split(b'\n') if path.is_file() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             entry = json.loads(text := line.decode())
-            if entry['iter'] < iteration or ('val/loss' in entry and entry['iter'] == iteration == last_eval_iter):
+            evaluation = any(key.startswith('val/') for key in entry)
+            if entry['iter'] < iteration or (evaluation and entry['iter'] == iteration == last_eval_iter):
                 kept.append(f'{text}\n')
     write_text(path.resolve(), ''.join(kept))  # a link stays one

@@ -467,7 +467,7 @@ def test_a_setting_that_the_checkpoint_lacks_had_its_default():
 def test_metrics_jsonl_loses_torn_and_repeated_lines_at_resume(tmp_path):
     """The evaluation of the checkpoint's own iteration stays, and a link a link."""
     path, link = tmp_path / 'metrics.jsonl', tmp_path / 'link'
-    good = b'{"iter": 4, "lr": 1}\n{"iter": 5, "val/loss": 3}\n'
+    good = b'{"iter": 4, "lr": 1}\n{"iter": 5, "val/loss": 3}\n{"iter": 5, "val/accuracy": 0.1}\n'
     path.write_bytes(good + b'{"iter": 5, "lr": 1}\n{"iter": 3, "\xff": 1}\n{"iter": 6, "l\n3\n\0\0\0\0')
     link.symlink_to(path)
     runlog.rewind_log(link, 5, 5)

@@ -199,6 +199,8 @@ def test_roles_of_settings():
     assert older == {key: roles.get(key, 'tuned') for key in declared} | dict(model_size=None)
     with pytest.raises(ValueError, match="role = 'protokol': must be one of tuned, model, protocol"):
         setting(1, role='protokol')
+    with pytest.raises(ValueError, match="^mix_iters: role='data' is the name of the data"):
+        configurator.Config(train.DEFAULTS | dict(mix_iters=setting(1, role='data')))
 
 
 def test_help_lists_every_setting_with_its_comment(capsys):

@@ -312,6 +312,8 @@ def test_a_tokenizer_with_a_vocabulary_of_its_own_is_kept_with_bins_and_checkpoi
     assert 'tokenizer words: unknown here; its class must be in TOKENIZERS' in rejection(
         write_bins, small_corpus(), Words(['a', 'b', 'd', 'e']), tmp_path / 'one', 1)
     monkeypatch.setitem(TOKENIZERS, 'words', Words)
+    assert 'Words.words: meta.json would not bring it back as it is' in rejection(
+        write_bins, small_corpus(), Words({1: 'a', 2: 'b'}), tmp_path / 'one', 1)
     for name, words, val in ('one', 'abde', 'd'), ('two', 'abde', 'e'), ('other', 'badd', 'd'):
         write_bins(small_corpus(val=val), Words([*words]), tmp_path / name, 1)
     command = [*TINY, f'--dataset={tmp_path}/one:3,{tmp_path}/two:1', f'--out_dir={tmp_path}/out', '--block_size=1',

@@ -114,6 +114,17 @@ def test_frozen_parameters_take_no_part(gpt, monkeypatch):
     torch.testing.assert_close(h_hat, u * (H[trained][:, trained] @ u))
 
 
+def test_a_second_call_of_an_estimator_draws_on(gpt):
+    """A subclass that averages two estimates; the first is what it was."""
+    model, idx = gpt[:2]
+    hook = make_hook(model, 'sophiah')
+    iteration(hook, idx[:, :-1], idx[:, 1:])
+    one, two = (flat(hook.diagonal()) for _ in range(2))
+    hook.start(0)
+    hook.labels(idx[:, :-1], idx[:, 1:])
+    assert not torch.equal(one, two) and torch.equal(flat(hook.diagonal()), estimates(model, idx, 'sophiah')[0])
+
+
 @pytest.mark.parametrize('name', ['sophiag', 'sophiah', 'ef_clip'])
 def test_the_micro_batch_does_not_change_the_estimate(gpt, name):
     """All 4 sequences as 3 + 1; the first 3 of them out of 2 + 2."""

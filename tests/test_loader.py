@@ -86,6 +86,9 @@ def test_random_changes_of_the_data_depend_on_the_seed_and_the_iteration_only(co
     np.random.seed(3)
     assert torch.equal(batches(data, 2, 1)[0], changed[2])
     assert torch.equal(torch.stack([batches(data, 1, 1, rank, 3)[0] for rank in range(3)], 1).flatten(0, 1), changed[1])
+    monkeypatch.setattr(TrainLoader, 'augment', lambda self, sequences, generators: sequences + data.vocab_size)
+    with pytest.raises(SystemExit, match='TrainLoader.augment: token id .* is beyond the vocabulary of 256'):
+        batches(data, 0, 1)
 
 
 @pytest.mark.parametrize('tokens, sequences', [(100, 9), (101, 10), (103, 10)])

@@ -71,6 +71,9 @@ def test_the_unclipped_fraction_follows_an_edit_of_the_rule(monkeypatch):
     optimizer.step()
     assert optimizer.unclipped_fraction().item() == pytest.approx(2 / 5)
     assert optimizer.metrics() == dict(update_unclipped=optimizer.unclipped_fraction())
+    with monkeypatch.context() as edit:
+        edit.setattr(Sophia, 'rule', staticmethod(lambda *args: None))  # whose clip it does not know
+        assert optimizer.metrics() == {}
     monkeypatch.setattr('sophia.clip_', clip_at_two)
     assert optimizer.unclipped_fraction().item() == pytest.approx(3 / 5)
     before = p.detach().clone()

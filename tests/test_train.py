@@ -419,6 +419,37 @@ def test_a_group_that_is_left_out_is_one_line(main, tmp_path, monkeypatch):
         main(tmp_path)
 
 
+def test_parameters_in_a_list_of_pythons_are_one_line(main, tmp_path, monkeypatch):
+    """PyTorch would neither train nor save them."""
+    init = program.GPT.__init__
+
+    def with_scales(self, config):
+        init(self, config)
+        self.transformer.h[0].scales = {'residual': torch.nn.Parameter(torch.ones(1))}
+
+    monkeypatch.setattr(program.GPT, '__init__', with_scales)
+    with pytest.raises(SystemExit, match='^transformer.h.0.scales: holds parameters that the model does not know'):
+        main(tmp_path)
+
+
+@pytest.mark.parametrize('edit, words', [
+    (lambda logits, targets: logits if targets is None else 2 * logits.tanh(), 'returns other logits with targets'),
+    (lambda logits, targets: logits if targets is None else logits - torch.nn.functional.one_hot(targets, 256),
+     'returns other logits with targets'),
+    (lambda logits, targets: logits * targets.shape[0], 'fails without targets'),
+    (lambda logits, targets: logits[:, -1:] if targets is None else logits, '')])  # as nanoGPT's
+def test_logits_that_depend_on_targets_are_noted(main, tmp_path, monkeypatch, capsys, edit, words):
+    """A cap in the branch of the loss, a margin, a model that cannot sample."""
+    def forward(self, idx, targets=None, forward=program.GPT.forward):
+        logits, loss = forward(self, idx, targets)
+        return edit(logits, targets), loss
+
+    monkeypatch.setattr(program.GPT, 'forward', forward)
+    main(tmp_path, '--max_iters=1', '--eval_iters=1')
+    err = capsys.readouterr().err
+    assert words in err if words else not err
+
+
 @pytest.mark.parametrize('edit, leaks', [
     (dict(scaled_dot_product_attention=lambda sdpa, *qkv, is_causal, **options: sdpa(*qkv, **options)), True),
     (dict(scaled_dot_product_attention=lambda sdpa, q, *kv, is_causal, **options: sdpa(
@@ -453,7 +484,7 @@ def test_a_mask_that_the_second_loss_does_not_see_stops_the_run_before_its_first
     monkeypatch.setattr(program.GPT, 'forward', masking(in_place=False))
     flags = '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1'
     message = rejection(main, tmp_path / 'a', *flags)
-    assert message.startswith('model.py: GPT.forward leaves 16 of 32 positions out of the loss whose targets are not')
+    assert message.startswith('model.py: GPT.forward leaves 32 of 64 positions out of the loss whose targets are not')
     assert not metrics(tmp_path / 'a')
     main(tmp_path / 'b', '--max_iters=1', '--eval_iters=1')
     monkeypatch.setattr(program.GPT, 'forward', masking(in_place=True))
@@ -464,7 +495,7 @@ def test_a_mask_that_the_second_loss_does_not_see_stops_the_run_before_its_first
 
 
 @pytest.mark.parametrize('weight, words', [
-    (0.01, 'of 0.01 to 0.01'), (1, ''), (torch.linspace(0.1, 1.9, 32), 'of 0.19 to 1.81'), (torch.tensor(1.05), '')])
+    (0.01, 'of 0.01 to 0.01'), (1, ''), (torch.linspace(0.1, 1.9, 32), 'of 0.17 to 1.83'), (torch.tensor(1.05), '')])
 def test_weights_in_the_loss_that_the_estimate_does_not_see_are_noted(main, tmp_path, monkeypatch, capsys, weight,
                                                                       words):
     plain = loss.token_loss
@@ -484,12 +515,16 @@ def test_other_labels_are_not_taken_for_weights(main, tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize('term, words', [
     (lambda model, logits: model.transformer.wpe.weight.square().sum(), True),
+    (lambda model, logits: 100 * model.hidden.square().sum(), True),  # of several sequences
     (lambda model, logits: logits.logsumexp(-1).square().mean(), False)])
 def test_terms_of_the_loss_that_the_estimate_does_not_see_are_noted(main, tmp_path, monkeypatch, capsys, term, words):
     """A z-loss is a function of the logits; a penalty on weights is not."""
     def forward(self, *args, forward=program.GPT.forward):
+        handle = self.transformer.ln_f.register_forward_hook(
+            lambda module, inputs, output: setattr(self, 'hidden', output.mean(1) - output.mean((0, 1))))
         logits, loss = forward(self, *args)
-        return logits, loss + 0.1 * term(self, logits)
+        handle.remove()
+        return logits, loss if loss is None else loss + 0.1 * term(self, logits)
 
     monkeypatch.setattr(program.GPT, 'forward', forward)
     main(tmp_path, '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1')
