@@ -1,0 +1,72 @@
+"""Results of this study, from runs.jsonl beside this file.
+
+  python records/board/results.py tables                                     the tables of README.md
+  python records/board/results.py orders --output records/board/orders.png   final loss against steps at 124M
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+from analysis.figures import figure
+from analysis.runs import read_packed
+from records.board.study import ARMS, GATE, STEPS, TASKS, protocol
+from records.dissection.results import markdown
+from records.studies import finder, next_runs, show_results
+
+
+def read_losses():
+    """Return {task: {arm: lowest loss of its eight trials, None while some are missing}}."""
+    found = {}
+    next_runs(lambda study: found.update(protocol(study)), finder(HERE / 'runs.jsonl', lambda run: HERE))
+    return found
+
+
+def correlation(losses):
+    """Return Spearman's correlation of a task's losses with the steps at 124M, and its 95 % interval, from 10,000 draws
+    of as many arms with replacement."""
+    arms, generator = sorted(losses), np.random.default_rng(0)
+    pairs = np.array([(losses[arm], STEPS[arm]) for arm in arms])
+    drawn = [stats.spearmanr(*pairs[generator.integers(len(arms), size=len(arms))].T)[0] for _ in range(10_000)]
+    return stats.spearmanr(*pairs.T)[0], *np.nanquantile(drawn, (0.025, 0.975))
+
+
+def speed_up(task):
+    """Return 2,400 / the first evaluated step at which a run of Muon has AdamW's lowest final loss, None if none has.
+    Muon's learning rate has not decayed there, so its speed-up is at least this."""
+    runs = [run for run in read_packed(HERE / 'runs.jsonl') if run.out_dir.parent.name == task]
+    target = min(run.final_loss for run in runs if run.optimizer_name == 'adamw')
+    steps = [step for run in runs if run.optimizer_name == 'muon'
+             for step, loss in zip(*run.series('val/loss')) if loss <= target]
+    return 2400 / min(steps) if steps else None
+
+
+def tables(losses):
+    complete = {task: mine for task, mine in losses.items() if None not in mine.values()}
+    yield markdown([{'optimizer': arm, 'steps at 124M': f'{STEPS[arm]:,}', **{
+        task: f'{mine[arm]:.4f}' if mine[arm] is not None else '' for task, mine in losses.items()}} for arm in ARMS])
+    for task, mine in complete.items():
+        rho, low, high = correlation(mine)
+        yield (f'{task}: Spearman {rho:.2f} ({low:.2f} to {high:.2f}), {"at least" if rho >= GATE else "below"} '
+               f'{GATE}; Muon over AdamW: {speed_up(task)}')
+
+
+def draw_orders(losses):
+    fig, axes = figure(len(TASKS))
+    rows = [{'task': task, 'optimizer': arm, 'loss': loss, 'steps': STEPS[arm]}
+            for task, mine in losses.items() for arm, loss in mine.items() if loss is not None]
+    for ax, task in zip(axes, TASKS):
+        for row in rows:
+            if row['task'] == task:
+                ax.plot(row['steps'], row['loss'], 'o')
+                ax.annotate(row['optimizer'], (row['steps'], row['loss']), fontsize=7)
+        ax.set(title=task, xlabel='steps to 3.28 at 124M', ylabel='validation loss', xscale='log')
+    return fig, rows
+
+
+if __name__ == '__main__':
+    show_results(__doc__, 'orders.png', read_losses, tables, dict(orders=draw_orders))

@@ -1,0 +1,90 @@
+"""The protocol of this study (README.md states it in words) as a program: it alone decides which runs are due.
+
+  git worktree add ../board COMMIT                           the commit is in README.md; the data of sharpening and of
+  python records/board/study.py --tree ../board --jobs 2     small_batch. Trains what is missing
+  python records/board/study.py --tree ../board --list       the runs that are due
+  python records/board/study.py --tree ../board --collect    adds finished runs to runs.jsonl
+"""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+from records import studies  # noqa: E402
+from records.search import SEARCH_SEED, rate_at  # noqa: E402
+
+# Task → (data, sequences a step, how many factors of √2 its learning rates lie below those of ARMS).
+TASKS = {'ids_4': ('books_bpe', 4, 3), 'bytes_32': ('books', 32, 0), 'ids_32': ('books_bpe', 32, 0)}
+COMMON = dict(max_iters=2400, warmup_iters=240)
+SHARE = ('gamma', (0.3, 3.0))  # of AdamW's learning rate, for what is no matrix of a block
+# Arm → (k of its middle learning rate in `rate_at`, the setting that is tuned with it, two values besides the row's).
+ARMS = {
+    'adamw': (3, 'beta2', (0.98, 0.998)),
+    'lion': (-1, 'beta2', (0.95, 0.99)),
+    'signum': (-1, 'beta1', (0.9, 0.98)),
+    'muon': (5, *SHARE),
+    'normuon': (5, *SHARE),
+    'soap': (4, *SHARE),
+    'shampoo': (4, *SHARE),
+    'shampoo_one_sided': (4, *SHARE),
+}
+# Steps to a validation loss of 3.28 on FineWeb with GPT-2 of 124M, modded-nanogpt's track 3 at f411b3d: README.md.
+STEPS = {'adamw': 4950, 'lion': 12250, 'signum': 13500, 'muon': 3250, 'normuon': 3250, 'soap': 3125, 'shampoo': 4100,
+         'shampoo_one_sided': 3375}
+GATE = 0.8  # Spearman's correlation of the final losses with these steps, on one task
+
+
+def eight_trials(result, middle, key, values):
+    """Return the lowest loss of eight trials, None while some are missing: five learning rates, a factor of 2 apart,
+    or √2 once the best is inside; with the best, two more values of `key`; with the best of these, twice the row's λ.
+
+    result: settings → loss, or None.
+    """
+    found = {}
+    for k in (middle, middle - 2, middle + 2):
+        found[k] = result(learning_rate=rate_at(k))
+    while None not in found.values() and len(found) < 5:
+        best = min(found, key=found.get)
+        k = best - 2 if best == min(found) else best + 2 if best == max(found) else best - 1
+        k = best + 1 if k in found else k
+        found[k] = result(learning_rate=rate_at(k))
+    if None in found.values():
+        return None
+    best = dict(learning_rate=rate_at(min(found, key=found.get)))
+    trials = {None: min(found.values())} | {value: result(**best, **{key: value}) for value in values}
+    if None in trials.values():
+        return None
+    value = min(trials, key=trials.get)
+    decayed = result(**best, **({} if value is None else {key: value}), decay=2)
+    return None if decayed is None else min(trials[value], decayed)
+
+
+def protocol(study):
+    """Ask for all runs; return {task: {arm: lowest loss of its eight trials, None while some are missing}}."""
+    lowest = {}
+    for stage, (task, (_, sequences, lower)) in enumerate(TASKS.items()):
+        for place, (arm, (middle, key, values)) in enumerate(ARMS.items()):
+            asked = []
+
+            def result(decay=1, arm=arm, asked=asked, task=task, sequences=sequences, place=(stage, place), **settings):
+                asked.append(settings)
+                decays = dict(weight_decay=decay * (0.2 if arm in ('lion', 'signum') else 0.1)) if decay > 1 else {}
+                found = study.result((place[0], len(asked), place[1]), task, arm, **COMMON, **settings, **decays,
+                                     total_batch_size=sequences, seed=SEARCH_SEED)
+                return None if found is None else found.loss
+
+            lowest.setdefault(task, {})[arm] = eight_trials(result, middle - lower, key, values)
+    return lowest
+
+
+def command(run):
+    """Return the arguments of Python for a run."""
+    data, sequences, _ = TASKS[run.part]
+    return ['records/board/run.py', 'config/study.py', f'--dataset={data}', f'--batch_size={min(16, sequences)}',
+            '--eval_interval=200', '--eval_sequences=400', f'--optimizer_name={run.optimizer}',
+            *(f'--{key}={value:g}' for key, value in run.settings), '--auto_resume=True']
+
+
+if __name__ == '__main__':
+    studies.main(protocol, HERE, __doc__, command)
