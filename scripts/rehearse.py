@@ -3,12 +3,12 @@
   python scripts/rehearse.py config/quickstart.py --optimizer_name=sophiah
 
 trains a few steps of train.py with the config's optimizer, schedule and data, but a small model and short sequences, in
-float32 on a CPU: in one go; again, with batches that are read late; resumed from the checkpoint halfway; in smaller
-micro-batches; on two ranks; on their shards; with activation checkpointing; compiled. It compares metrics, weights and
-the optimizer's state after every step, and the last validation loss with scripts/eval.py's of the checkpoint. It prints
-a line for each: equal; equal up to rounding; or the first step and the first number or tensor that differ, and what a
-resume did not bring back. Exit status 1 if something differs. Checkpoints of every step go to a temporary directory:
-with GPT-2's ids 2 GB.
+float32 on a CPU: in one go; again, with batches that are read late; stopped and resumed, once at an evaluation and
+estimate and once between them; in smaller micro-batches; on two ranks; on their shards; with activation checkpointing;
+compiled. It compares metrics, weights and the optimizer's state after every step, and the last validation loss with
+scripts/eval.py's of the checkpoint. It prints a line for each: equal; equal up to rounding; or the first step and the
+first number or tensor that differ, and what a resume did not bring back. Exit status 1 if something differs.
+Checkpoints of every step go to a temporary directory: with GPT-2's ids 2 GB.
 """
 
 import functools
@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -44,6 +45,7 @@ from runtime.optimizer_state import equal, leaves
 EXACT = 'again', 'resumed'
 ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'sharded': ['--parallel=fsdp'],
            'recomputed': ['--activation_checkpointing=True'], 'compiled': ['--compile=True']}  # name → its flags
+PATIENCE = 300  # seconds, and ten times those of the first run, after which a run is ended
 TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
 MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests', 'site-packages'}  # folders without experiments
 NOTES = 'warning: ', 'note: training reads '  # beginnings of lines that a rehearsal repeats
@@ -58,8 +60,8 @@ MACHINE = re.compile('(^|[_/])(time|ms|sec|seconds|mfu|memory)(_|$)')  # metrics
 
 def session(unsaved_path, late, nudge, flags):
     """Train with `flags` and save after every step; `late`: with batches that are read when they are needed; `nudge`:
-    from weights that differ in their last bits. Write to `unsaved_path` what no checkpoint holds halfway."""
-    c, train_step, opened = train.resolve(flags), train.train_step, set()
+    from weights that differ in their last bits. Write to `unsaved_path` what no checkpoint holds at the `stops`."""
+    c, train_step, opened, found = train.resolve(flags), train.train_step, set(), {}
 
     def saved_step(run, sequences, iteration):
         expected = None
@@ -67,9 +69,10 @@ def session(unsaved_path, late, nudge, flags):
             with torch.no_grad():
                 for p in run.params:
                     p.mul_(1 + 2e-7 * torch.randint_like(p, 2))
-        if iteration == c.max_iters // 2 and run.world.is_master:
-            save_pt(unsaved_path, {name: value.clone() if isinstance(value, torch.Tensor) else repr(value)
-                                   for name, value in unsaved_state(run)})
+        if iteration in stops(c.max_iters) and run.world.is_master:
+            found.update({(iteration, name): value.clone() if isinstance(value, torch.Tensor) else repr(value)
+                          for name, value in unsaved_state(run)})
+            save_pt(unsaved_path, found)
         run.stops.save = True
         if iteration == 0 and not c.dropout and run.world.size == 1:
             with torch.no_grad(), same_buffers(run.raw_model):
@@ -118,6 +121,12 @@ def unsaved_state(run):
 # Sessions that must agree
 
 
+def stops(steps):
+    """Return after how many of `steps` steps a run is stopped and resumed: where `shrunk` neither evaluates nor
+    estimates, and where it does both. It does not log the step before."""
+    return 3, steps // 4 * 2 + 2
+
+
 def shrunk(argv, steps):
     """Return the flags of a small run of `steps` steps with the settings of `argv`, whose own flags come last."""
     c = train.resolve(argv, world_size=1)
@@ -127,17 +136,18 @@ def shrunk(argv, steps):
     own = train.optimizers.row(c.optimizer_name).settings.keys()
     few |= {key: 2 for key in ('hessian_interval', 'hessian_parts') if key in own}
     small = {key: min(c.values[key], most) for key, most in few.items()} | dict(
-        max_iters=steps, lr_decay_iters=steps, eval_interval=2, eval_sequences=16, log_interval=1, total_batch_size=8,
+        max_iters=steps, lr_decay_iters=steps, eval_interval=2, eval_sequences=16, log_interval=4, total_batch_size=8,
         batch_size=4, gradient_accumulation_steps=0, dtype='float32', parallel='ddp', activation_checkpointing=False,
-        compile=False, device='cpu', backend='gloo', auto_resume=True, keep_checkpoints=steps, eval_only=False,
-        wandb_log=False, max_hours=0)
+        compile=False, device='cpu', backend='gloo', auto_resume=True, always_save_checkpoint=True,
+        keep_checkpoints=steps, eval_only=False, wandb_log=False, max_hours=0)
     small |= dict.fromkeys(own & {'hessian_batch_size'}, 4)  # of which each of two ranks has two
     return [arg for arg in argv if arg[:2] != '--'] + [f'--{key}={value}' for key, value in small.items()] + [
         arg for arg in argv if arg[:2] == '--']
 
 
-def launch(argv, ranks=1):
-    """Run the script argv[0] on `ranks` ranks. Return what they print; SystemExit with the last line if one fails."""
+def launch(argv, ranks=1, first=None):
+    """Run the script argv[0] on `ranks` ranks. Return what they print; SystemExit with the last line if one fails, or
+    if they take much longer than the `first` run, in seconds."""
     environment = dict(os.environ, OMP_NUM_THREADS='1')
     environments = [environment]
     if ranks > 1:
@@ -148,19 +158,29 @@ def launch(argv, ranks=1):
             MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port)) for rank in range(ranks)]
     processes = [subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                   text=True, env=environment) for environment in environments]
-    texts = [process.communicate()[0] for process in processes]
+    limit = None if first is None else PATIENCE + 10 * first
+    try:
+        texts = [process.communicate(timeout=limit)[0] for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+            process.wait()
+        why = ': ranks that do not agree when to estimate, or a deadlock' if ranks > 1 else ''
+        raise SystemExit(f'STOPS: still running after {limit:.0f} s, while one rank took {first:.0f} s{why}') from None
     text = ''.join(texts)
     if code := next((process.returncode for process in processes if process.returncode), 0):
         raise SystemExit(f'STOPS with exit code {code}: {(text.strip().splitlines() or [""])[-1]}')
     return text
 
 
-def trained(out_dir, flags, ranks=1, late=False, nudge=False):
-    """Train with `flags`. Return the run's `out_dir`; its `steps`, {step: {name: value}}; what was `unsaved` halfway;
-    and the `notes` that it prints."""
-    unsaved_path = out_dir.with_suffix('.pt')
+def trained(out_dir, flags, ranks=1, first=None, late=False, nudge=False):
+    """Train with `flags`. Return the run's `out_dir`; its `steps`, {step: {name: value}}; what was `unsaved` at the
+    `stops` and which files it leaves, {(step, name): value}; the `lines` of text files, {name: number}; the `notes`
+    that it prints; and how many `seconds` it took."""
+    unsaved_path, started = out_dir.with_suffix('.pt'), time.monotonic()
     session = [__file__, '--session', json.dumps([str(unsaved_path), late, nudge])]
-    text, steps = launch([*session, *flags, f'--out_dir={out_dir}'], ranks), {}
+    text, steps = launch([*session, *flags, f'--out_dir={out_dir}'], ranks, first), {}
+    seconds = time.monotonic() - started
     for line in read_metrics(out_dir / 'metrics.jsonl'):
         measured = {key: value for key, value in line.items() if not MACHINE.search(key)}
         steps.setdefault(line['iter'], {}).update(leaf for key in measured for leaf in leaves(measured[key], key))
@@ -169,29 +189,32 @@ def trained(out_dir, flags, ranks=1, late=False, nudge=False):
         saved = dict(weights=state['model'], optimizer=state['optimizer'],
                      TrainState={key: value for key, value in state['train_state'].items() if key != 'seconds'})
         steps.setdefault(number(path), {}).update(leaf for part in saved for leaf in leaves(saved[part], part))
-    files = {f'file {path.name}': hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-             for path in out_dir.iterdir() if path.is_file() and number(path) is None}
-    return SimpleNamespace(out_dir=out_dir, steps=steps, unsaved=load_pt(unsaved_path) | files,
-                           notes=[line for line in text.splitlines() if line.startswith(NOTES)])
+    files = {path.name: path.read_bytes() for path in out_dir.iterdir() if path.is_file() and number(path) is None}
+    hashes = {(max(steps), f'file {name}'): hashlib.sha256(data).hexdigest()[:16] for name, data in files.items()}
+    lines = {name: data.count(b'\n') for name, data in files.items() if b'\0' not in data}
+    return SimpleNamespace(out_dir=out_dir, steps=steps, unsaved=load_pt(unsaved_path) | hashes, lines=lines,
+                           notes=[line for line in text.splitlines() if line.startswith(NOTES)], seconds=seconds)
 
 
-def resumed(run, step, out_dir, flags):
-    """Return what `trained` does for a resume from the checkpoint that `run`, a future, has saved after some steps."""
-    before = run.result()
-    out_dir.mkdir()
-    for path in before.out_dir / 'metrics.jsonl', path_of(before.out_dir, step):
-        shutil.copy(path, out_dir)
-    after = trained(out_dir, flags)
-    after.steps |= {i: values for i, values in before.steps.items() if i < step}
-    return after
+def resumed(whole, places, flags):
+    """Return what `trained` does for a run that is stopped and resumed at the `places`, as long as `whole`."""
+    run = whole
+    for step in places:
+        before, out_dir = run, whole.out_dir.with_name(f'resumed_{step}')
+        out_dir.mkdir()
+        for path in before.out_dir / 'metrics.jsonl', path_of(before.out_dir, step):
+            shutil.copy(path, out_dir)
+        run = trained(out_dir, flags, first=whole.seconds)
+        run.steps |= {i: values for i, values in before.steps.items() if i < step}
+        run.unsaved |= {key: value for key, value in before.unsaved.items() if key[0] < step}
+    return run
 
 
-def evaluated(run, sequences):
-    """Compare the last validation losses of `run`, a future, with scripts/eval.py's of the last checkpoint. Return
-    (whether they agree, and a text)."""
-    found, script = run.result(), str(ROOT / 'scripts/eval.py')
-    logged = found.steps[max(found.steps)]
-    text = launch([script, str(found.out_dir), f'--eval_sequences={sequences}', '--device=cpu'])
+def evaluated(whole, sequences):
+    """Compare the last validation losses of a run with scripts/eval.py's of its last checkpoint. Return (whether they
+    agree, and a text)."""
+    script, logged = str(ROOT / 'scripts/eval.py'), whole.steps[max(whole.steps)]
+    text = launch([script, str(whole.out_dir), f'--eval_sequences={sequences}', '--device=cpu'], first=whole.seconds)
     for result in map(json.loads, re.findall(r'^\{.*\}$', text, re.MULTILINE)):
         expected = logged.get(f'val/loss/{Path(result["data"]).parent.name}', logged['val/loss'])  # of a mixture's part
         if not math.isclose(result['loss'], expected, rel_tol=1e-5):
@@ -254,17 +277,22 @@ def verdict(name, run):
         if name == 'evaluated':
             return run(name)
         if name in ROUNDED:
-            return difference(*(run(other).steps for other in ('plain', name, 'nudged')), whole=name != 'sharded')
+            plain, split, nudged = map(run, ('plain', name, 'nudged'))
+            agrees, text = difference(plain.steps, split.steps, nudged.steps, whole=name != 'sharded')
+            for file, lines in split.lines.items() if name == 'two ranks' else ():
+                if lines != plain.lines.get(file):
+                    agrees, text = False, f'{text}; file {file} has {lines} lines instead of {plain.lines.get(file)}'
+            return agrees, text
         agrees, text = difference(run('whole').steps, run(name).steps)
         whole, again, after = (run(other).unsaved for other in ('whole', 'again', name))
     except SystemExit as error:
         return False, str(error)
     if name == 'resumed':
         # What differs between any two runs does not count.
-        lost = [f'{key} ({shown(after[key])} instead of {shown(value)})' for key, value in whole.items()
-                if equal(again.get(key), value) and not equal(after.get(key, value), value)]
+        lost = {key[1]: f'{key[1]} ({shown(after[key])} instead of {shown(value)})' for key, value in whole.items()
+                if equal(again.get(key), value) and not equal(after.get(key, value), value)}
         if lost:
-            agrees, text = False, f'{text}; a resume does not bring back {", ".join(lost[:4])}'
+            agrees, text = False, f'{text}; a resume does not bring back {", ".join([*lost.values()][:4])}'
         if not agrees:
             text += ' (state may live in TrainState, param_groups, the state of the optimizer and buffers)'
     return agrees, text
@@ -277,11 +305,11 @@ def main(argv=None):
         session(*json.loads(argv[1]), argv[2:])
         return
     parser = argument_parser(__doc__, allow_abbrev=False, usage='%(prog)s CONFIG [--KEY=VALUE ...]')
-    parser.add_argument('--half', type=at_least(1), default=5, help='steps before the resume, and after (default: 5)')
+    parser.add_argument('--steps', type=at_least(5), default=10, help='of each run (default: 10)')
     comparisons = [*EXACT, 'evaluated', *ROUNDED]
     parser.add_argument('--only', choices=comparisons, nargs='+', default=comparisons, help='some of the comparisons')
     args, flags = parser.parse_known_args(argv)
-    flags, failed, skipped = shrunk(flags, 2 * args.half), False, {}
+    flags, failed, skipped = shrunk(flags, args.steps), False, {}
     c = train.resolve(flags, world_size=1)
     if not can_compile('cpu'):
         skipped['compiled'] = 'no C++ compiler or no Python.h'
@@ -291,29 +319,34 @@ def main(argv=None):
     if not row.shards or c.hessian_parts > 1:
         skipped['sharded'] = 'no shards=True, or an estimate in parts, which draws other labels there'
     plain = [*flags, '--dropout=0']  # which draws by micro-batch
+    names = [name for name in args.only if name not in skipped]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         place = Path(folder)
         runs = dict(whole=pool.submit(trained, place / 'whole', flags))
         runs['again'] = pool.submit(trained, place / 'again', flags, late=True)
-        if 'resumed' in args.only:
-            runs['resumed'] = pool.submit(resumed, runs['whole'], args.half, place / 'resumed', flags)
-        if 'evaluated' in args.only:
-            runs['evaluated'] = pool.submit(evaluated, runs['whole'], c.eval_sequences)
-        if any(name in ROUNDED for name in args.only):
-            runs['plain'] = pool.submit(trained, place / 'plain', plain)
-            runs['nudged'] = pool.submit(trained, place / 'nudged', plain, nudge=True)
-        for name in args.only:
-            if name in ROUNDED and name not in skipped:
+        whole = runs['whole'].result()
+        submit = functools.partial(pool.submit, trained, first=whole.seconds)
+        if 'resumed' in names:
+            runs['resumed'] = pool.submit(resumed, whole, stops(c.max_iters), flags)
+        if 'evaluated' in names:
+            runs['evaluated'] = pool.submit(evaluated, whole, c.eval_sequences)
+        if any(name in ROUNDED for name in names):
+            runs['plain'] = submit(place / 'plain', plain) if c.dropout else runs['whole']
+            runs['nudged'] = submit(place / 'nudged', plain, nudge=True)
+        for name in names:
+            if name in ROUNDED:
                 ranks = 2 if name in ('two ranks', 'sharded') else 1
-                runs[name] = pool.submit(trained, place / name, [*plain, *ROUNDED[name]], ranks)
+                runs[name] = submit(place / name, [*plain, *ROUNDED[name]], ranks)
+        print(f'the first run took {whole.seconds:.0f} s; {len({*runs.values()}) - 1} more, {os.cpu_count()} at a time',
+              file=sys.stderr)
         for name in args.only:
-            if name not in skipped:
+            if name in names:
                 agrees, text = verdict(name, lambda name: runs[name].result())
                 failed |= not agrees
             else:
                 text = f'skipped: {skipped[name]}'
             print(f'{name:<15} {text}', flush=True)
-        print(*runs['whole'].result().notes, sep='\n')
+        print(*whole.notes, sep='\n')
     sys.exit(failed)
 
 

@@ -4,14 +4,14 @@ import pytest
 
 from scripts import rehearse
 
-TINY = ['--model_size=tiny', '--optimizer_name=sophiag', '--n_layer=1', '--n_embd=16', '--block_size=16', '--half', '3']
+TINY = ['--model_size=tiny', '--optimizer_name=sophiag', '--n_layer=1', '--n_embd=16', '--block_size=16', '--steps=6']
 
 
 @pytest.fixture
 def report(fork, corpus, monkeypatch, capsys):
     """report(code, *argv): the exit status and the output of a rehearsal of the repository with the edits of `code`."""
     def run(code, *argv):
-        def launch(argv, ranks=1):
+        def launch(argv, ranks=1, first=None):
             done = fork(*argv, faults=code, ranks=ranks, check=True)
             return done.out + done.err
 
@@ -99,10 +99,35 @@ def starts(self, iteration):
     return loader.np.array([next(self.stream) for _ in range(self.total_batch_size)])
 loader.TrainLoader.starts = starts
 '''
-METRIC = '''
+MEAN = '''
 import train
-measure, seen = train.metrics_of, lambda step, losses=[]: losses.append(step.loss) or sum(losses)
-train.metrics_of = lambda run, step, lr: dict(measure(run, step, lr), signal=seen(step))
+step, measure, losses = train.train_step, train.metrics_of, []  # since the last line of the log
+def noted(run, *args):
+    found = step(run, *args)
+    losses.append(found.loss)
+    return found
+def averaged(*args):
+    mean = sum(losses) / len(losses)
+    losses.clear()
+    return dict(measure(*args), loss_mean=mean)
+train.train_step, train.metrics_of = noted, averaged
+'''
+PREVIOUS = '''
+import hessian
+def labels(self, X, Y):
+    self.previous, rows = (X, Y), getattr(self, 'previous', (X, Y))
+    if n := self.take_rows(X):
+        self.rows.append(tuple(tokens[:n] for tokens in rows))
+    return {}
+hessian.HutchinsonHook.labels = labels
+'''
+LINE = '''
+import train
+evaluate = train.evaluate_and_save
+def logged(run):
+    evaluate(run)
+    run.log.record(run.state, 'accuracy', dict(accuracy=0.5))  # a resume removes lines without 'val/'
+train.evaluate_and_save = logged
 '''
 LENGTH = '''
 advance = loader.TrainLoader.__next__
@@ -131,7 +156,11 @@ step, measure, means = train.train_step, train.metrics_of, []
 def noted(run, sequences, *args):
     means.append(sequences.float().mean().item())
     return step(run, sequences, *args)
-train.train_step, train.metrics_of = noted, lambda *args: dict(measure(*args), mean_id=means[-1])
+def measured(run, *args):
+    with open(Path(run.config.out_dir, 'means.txt'), 'a') as file:  # on every rank
+        print(means[-1], file=file)
+    return dict(measure(run, *args), mean_id=means[-1])
+train.train_step, train.metrics_of = noted, measured
 '''
 SPARSE = '''
 import sophia
@@ -176,20 +205,23 @@ train.train_step = penalized
     (HOOK, 'resumed', 'a resume does not bring back hook.interval (2 instead of '),
     (AVERAGE, 'resumed', "a resume does not bring back Run.average ('0 items' instead of "),
     (MODEL, 'resumed', 'a resume does not bring back raw_model.calls ('),
-    (RAMP, 'resumed', 'DIFFERS from step 3: train/loss is '),
-    (STREAM, 'resumed', 'DIFFERS from step 3: train/loss is '),
-    (METRIC, 'resumed', 'DIFFERS from step 3: signal is '),
-    (RANDOM, 'again', 'DIFFERS from step 1: train/loss is '),
+    (RAMP, 'resumed', 'DIFFERS from step 4: '),
+    (STREAM, 'resumed', 'DIFFERS from step 4: '),
+    (MEAN, 'resumed', 'DIFFERS from step 4: loss_mean is '),
+    (PREVIOUS, 'resumed', 'DIFFERS from step 4: '),
+    (LINE, 'resumed', 'DIFFERS from step 4: accuracy is nothing instead of 0.5'),
+    (RANDOM, 'again', 'DIFFERS from step 2: '),
     (FILE, 'resumed', 'equal; a resume does not bring back file sum.txt ('),
     (SHARE, 'two ranks', 'DIFFERS from step 0: mean_id is '),
     (SPARSE, 'sharded', 'DIFFERS from step 0: momentum_norm is '),
     (CAPPED, 'evaluated', 'DIFFERS: scripts/eval.py measures '),
     (STATISTIC, 'recomputed', 'DIFFERS from step '),
-], ids=['window', 'module', 'hook', 'average', 'model', 'ramp', 'stream', 'metric',
-        'random', 'file', 'share', 'sparse', 'capped', 'statistic'])
+], ids=['window', 'module', 'hook', 'average', 'model', 'ramp', 'stream', 'mean',
+        'previous', 'line', 'random', 'file', 'share', 'sparse', 'capped', 'statistic'])
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
-    status, text = report(code, '--only', comparison)
+    status, text = report(code, *['--optimizer_name=sophiah'] * (code is PREVIOUS), '--only', comparison)
     assert status and text.startswith(comparison) and words in text
+    assert code is not SHARE or '; file means.txt has 6 lines instead of 3' in text
     # A run alone says so of what is an attribute or a field, at its first save.
     assert ('has changed, but no checkpoint holds it' in text) == (code in (WINDOW, HOOK, AVERAGE, MODEL))
     assert ('TrainState' in text) == (comparison == 'resumed')
@@ -221,3 +253,18 @@ def test_a_file_that_training_reads_is_named(report, tmp_path):
 def test_the_loop_may_draw_random_numbers(report):
     status, text = report(LENGTH, '--only', 'resumed')
     assert not status and text.splitlines()[0].split() == ['resumed', 'equal'], text
+
+
+@pytest.mark.parametrize('steps', range(5, 13))
+def test_a_run_is_resumed_at_an_evaluation_and_estimate_and_between_them(corpus, steps):
+    c = rehearse.train.resolve(rehearse.shrunk(['--optimizer_name=sophiah', f'--dataset={corpus}'], steps))
+    between, at = rehearse.stops(steps)
+    assert all(0 < stop < steps and (stop - 1) % c.log_interval for stop in (between, at))
+    assert between % c.eval_interval and between % c.hessian_interval and c.always_save_checkpoint
+    assert at % c.eval_interval == at % c.hessian_interval == 0
+
+
+def test_ranks_that_wait_for_each_other_are_ended(monkeypatch):
+    monkeypatch.setattr(rehearse, 'PATIENCE', 0)
+    with pytest.raises(SystemExit, match='still running after 1 s, while one rank took 0 s: ranks that do not agree'):
+        rehearse.launch(['-c', 'import time; time.sleep(60)'], ranks=2, first=0.1)
