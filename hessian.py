@@ -55,7 +55,8 @@ class StepHook:
 
 class HessianHook(StepHook):
     """Base class of estimators, at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch. A
-    subclass defines `diagonal()`, which returns the estimate of the iteration, a list of tensors in param-group order.
+    subclass defines `diagonal()`, which returns the estimate of the iteration, a list of tensors in param-group order,
+    None for parameters that keep their h. There `p.grad` is the mean gradient of the whole mini-batch, already clipped.
 
     Checkpoints hold only what a hook puts into the optimizer's param groups, so its results must depend on nothing else
     of earlier iterations.
@@ -142,7 +143,8 @@ class HessianHook(StepHook):
         def is_zero(tensor):
             return not add_shards(local([tensor])[0].count_nonzero(), [tensor])
 
-        unreached = [self.name_of[p] for p, h_hat in zip(parameters(self.optimizer), estimates)
+        given = [(p, h_hat) for p, h_hat in zip(parameters(self.optimizer), estimates) if h_hat is not None]
+        unreached = [self.name_of[p] for p, h_hat in given
                      if p.requires_grad and is_zero(h_hat) and (p.grad is None or not is_zero(p.grad))]
         if unreached and self.rank == 0:
             warn(f'the first Hessian estimate is 0 for {", ".join(unreached)}: the loss that is estimated does not '

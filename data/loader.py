@@ -210,7 +210,7 @@ class TrainLoader:
         return hashlib.sha256(self.starts(0).tobytes()).hexdigest()[:16]
 
     def augment(self, sequences, generators):
-        """Return the sequences as they are; the place for random changes of training data.
+        """Return the sequences as they are; the place for random changes of training data, not of validation data.
 
         `generators` yields a NumPy generator for each sequence. Draw from these only: this runs in another thread,
         ahead of the training step.

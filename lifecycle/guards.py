@@ -216,6 +216,9 @@ def warn_of_runaway(run, metrics):
     if 'update_unclipped' not in metrics or not c.hessian_interval or state.iter < c.max_iters / 10:
         return
     norm = metrics['hessian_norm'] / (1 - c.beta2 ** (state.iter // c.hessian_interval + 1))
+    if norm == 0 and state.lowest_hessian_norm < math.inf:
+        run.log.print('warning: h has become 0, so that steps are those of sign momentum until the next estimate')
+        state.lowest_hessian_norm = math.inf
     if norm > RUNAWAY * state.lowest_hessian_norm:
         growth = norm / state.lowest_hessian_norm
         run.log.print(f'warning: the norm of h is {growth:.0f} times its lowest and runs away; begin again with '

@@ -12,6 +12,8 @@ from dataclasses import MISSING, fields
 import torch
 from torch import nn
 
+from runtime.files import warn
+
 NANOGPT_ARGS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd', 'dropout', 'bias'
 # GPT-2 models that init_from can download from the Hugging Face Hub
 HUB_MODELS = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
@@ -132,6 +134,9 @@ def continuation(model):
     try:
         inspect.signature(own).bind(None, 1, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None)
     except TypeError:
+        if own:
+            warn('model.py: GPT.generate is not used, because it does not take top_p, stop and generator as the one in '
+                 'runtime/gpt.py does')
         return functools.partial(generate, model)
     return own
 

@@ -15,7 +15,11 @@ def set_learning_rate(optimizer, lr):
     """Set the learning rate of every param group: `lr`, times the group's own `lr_scale` where it has one. SystemExit
     if something else has changed the rates since the call before, because its schedule would have no effect."""
     rates = lrs_of(optimizer)
-    if rates != getattr(optimizer, 'scheduled', rates):
+    before = getattr(optimizer, 'scheduled', rates)
+    if len(rates) != len(before):
+        raise SystemExit(f'{type(optimizer).__name__}: a param group was added while training, so that no checkpoint '
+                         'could be loaded; make all groups in parameter_groups')
+    if rates != before:
         raise SystemExit(f'{type(optimizer).__name__}: a scheduler, or its own step, has changed the learning rate, '
                          "which train.py sets in each iteration; edit learning_rate_at, or set a group's lr_scale")
     for group in optimizer.param_groups:

@@ -41,3 +41,13 @@ def test_the_warning_comes_in_recorded_runaways_before_the_loss_has_risen(study,
     for run in away:
         losses = smoothed(run, warned[id(run)])
         assert losses[-1] < min(losses) + 0.051
+
+
+def test_an_h_that_becomes_0_is_said_once():
+    """Such as of an optimizer whose state is reset."""
+    said, state = [], SimpleNamespace(iter=50, lowest_hessian_norm=math.inf)
+    run = SimpleNamespace(config=SimpleNamespace(max_iters=100, hessian_interval=10, beta2=0.99), state=state,
+                          log=SimpleNamespace(print=said.append))
+    for norm in (0.0, 1.0, 0.0, 0.0, 1.0):
+        guards.warn_of_runaway(run, dict(update_unclipped=0.1, hessian_norm=norm))
+    assert len(said) == 1 and 'h has become 0' in said[0]

@@ -56,6 +56,11 @@ def test_what_the_loop_would_not_follow_is_an_error(main, tmp_path, monkeypatch,
         main(tmp_path)
 
 
+def grown(optimizer, lr):
+    later = iter([False, True, False])
+    optimizer.register_step_post_hook(lambda *args: next(later) and optimizer.add_param_group(dict(params=[])))
+
+
 def scheduled(optimizer, lr):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.register_step_post_hook(lambda *args: scheduler.step())
@@ -65,6 +70,7 @@ def scheduled(optimizer, lr):
     (lambda optimizer, lr: optimizer, ''),
     (lambda optimizer, lr: setattr(optimizer, 'lr', lr), 'no schedule changes the attribute lr of AdamW'),
     (lambda optimizer, lr: optimizer.param_groups[0].update(lr=0.02), 'param groups have learning rates of 1 to 2 ti'),
+    (grown, 'AdamW: a param group was added while training'),
     (scheduled, 'AdamW: a scheduler, or its own step, has changed the learning rate')])
 def test_a_learning_rate_that_is_not_the_schedules(main, tmp_path, monkeypatch, capsys, own, words):
     """It is said, and a scheduler that the loop would overrule stops the run."""
