@@ -16,14 +16,13 @@ from analysis.figures import figure
 from analysis.runs import read_packed
 from records.board.study import ARMS, GATE, STEPS, TASKS, protocol
 from records.dissection.results import markdown
-from records.studies import finder, next_runs, show_results
+from records.studies import Study, recorded, show_results
 
 
 def read_losses():
     """Return {task: {arm: lowest loss of its eight trials, None while some are missing}}."""
-    found = {}
-    next_runs(lambda study: found.update(protocol(study)), finder(HERE / 'runs.jsonl', lambda run: HERE))
-    return found
+    results = recorded(HERE / 'runs.jsonl')
+    return protocol(Study(lambda run: results.get(str(run.path))))
 
 
 def correlation(losses):

@@ -12,17 +12,17 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 from records import studies  # noqa: E402
-from records.search import SEARCH_SEED, rate_at  # noqa: E402
+from records.search import Search, rate_at  # noqa: E402
 
 # Task → (data, sequences a step, how many factors of √2 its learning rates lie below those of ARMS).
 TASKS = {'ids_4': ('books_bpe', 4, 3), 'bytes_32': ('books', 32, 0), 'ids_32': ('books_bpe', 32, 0)}
 COMMON = dict(max_iters=2400, warmup_iters=240)
-SHARE = ('gamma', (0.3, 3.0))  # of AdamW's learning rate, for what is no matrix of a block
-# Arm → (k of its middle learning rate in `rate_at`, the setting that is tuned with it, two values besides the row's).
+SHARE = ('gamma', (0.3, 3.0), 0.1)  # γ: of AdamW's learning rate, for what is no matrix of a block
+# Arm → (k of its middle learning rate in `rate_at`, the setting tuned with it, two values besides the row's, λ).
 ARMS = {
-    'adamw': (3, 'beta2', (0.98, 0.998)),
-    'lion': (-1, 'beta2', (0.95, 0.99)),
-    'signum': (-1, 'beta1', (0.9, 0.98)),
+    'adamw': (3, 'beta2', (0.98, 0.998), 0.1),
+    'lion': (-1, 'beta2', (0.95, 0.99), 0.2),
+    'signum': (-1, 'beta1', (0.9, 0.98), 0.2),
     'muon': (5, *SHARE),
     'normuon': (5, *SHARE),
     'soap': (4, *SHARE),
@@ -35,28 +35,28 @@ STEPS = {'adamw': 4950, 'lion': 12250, 'signum': 13500, 'muon': 3250, 'normuon':
 GATE = 0.8  # Spearman's correlation of the final losses with these steps, on one task
 
 
-def eight_trials(result, middle, key, values):
+def eight_trials(search, middle, key, values, decay):
     """Return the lowest loss of eight trials, None while some are missing: five learning rates, a factor of 2 apart,
-    or √2 once the best is inside; with the best, two more values of `key`; with the best of these, twice the row's λ.
+    or √2 once the best is inside; with the best, two more values of `key`; with the best of these, twice the row's λ,
+    `decay`."""
+    def loss(**settings):
+        found = search.result(**settings)
+        return None if found is None else found.loss
 
-    result: settings → loss, or None.
-    """
-    found = {}
-    for k in (middle, middle - 2, middle + 2):
-        found[k] = result(learning_rate=rate_at(k))
+    found = {k: loss(learning_rate=rate_at(k)) for k in (middle, middle - 2, middle + 2)}
     while None not in found.values() and len(found) < 5:
         best = min(found, key=found.get)
         k = best - 2 if best == min(found) else best + 2 if best == max(found) else best - 1
         k = best + 1 if k in found else k
-        found[k] = result(learning_rate=rate_at(k))
+        found[k] = loss(learning_rate=rate_at(k))
     if None in found.values():
         return None
     best = dict(learning_rate=rate_at(min(found, key=found.get)))
-    trials = {None: min(found.values())} | {value: result(**best, **{key: value}) for value in values}
+    trials = {None: min(found.values())} | {value: loss(**best, **{key: value}) for value in values}
     if None in trials.values():
         return None
     value = min(trials, key=trials.get)
-    decayed = result(**best, **({} if value is None else {key: value}), decay=2)
+    decayed = loss(**best, **({} if value is None else {key: value}), weight_decay=2 * decay)
     return None if decayed is None else min(trials[value], decayed)
 
 
@@ -64,17 +64,9 @@ def protocol(study):
     """Ask for all runs; return {task: {arm: lowest loss of its eight trials, None while some are missing}}."""
     lowest = {}
     for stage, (task, (_, sequences, lower)) in enumerate(TASKS.items()):
-        for place, (arm, (middle, key, values)) in enumerate(ARMS.items()):
-            asked = []
-
-            def result(decay=1, arm=arm, asked=asked, task=task, sequences=sequences, place=(stage, place), **settings):
-                asked.append(settings)
-                decays = dict(weight_decay=decay * (0.2 if arm in ('lion', 'signum') else 0.1)) if decay > 1 else {}
-                found = study.result((place[0], len(asked), place[1]), task, arm, **COMMON, **settings, **decays,
-                                     total_batch_size=sequences, seed=SEARCH_SEED)
-                return None if found is None else found.loss
-
-            lowest.setdefault(task, {})[arm] = eight_trials(result, middle - lower, key, values)
+        for place, (arm, (middle, key, values, decay)) in enumerate(ARMS.items()):
+            search = Search(study, (stage, place), task, arm, COMMON | dict(total_batch_size=sequences))
+            lowest.setdefault(task, {})[arm] = eight_trials(search, middle - lower, key, values, decay)
     return lowest
 
 
