@@ -31,7 +31,7 @@ def check_validation(val_data):
 
 
 def check_parameters(optimizer, model):
-    """SystemExit unless the optimizer has all parameters of `model` that are trained, and `model` all in its lists."""
+    """SystemExit unless the optimizer has all trained parameters of `model`, and that all in its lists and dicts."""
     mine, known = set(parameters(optimizer)), set(model.parameters())
     if missing := [name for name, p in model.named_parameters() if p.requires_grad and p not in mine]:
         raise SystemExit(f'{missing[0]}: is in no group of parameter_groups, so that it would not be trained; add it, '
@@ -125,8 +125,8 @@ def warn_of_leaks(run, X):
     other = torch.cat([X[:, :cut], (X[:, cut:] + 1) % model.config.vocab_size], 1)
     with eager(run), run.autocast, evaluation_mode(model):
         # One after the other, because in one batch a statistic of the batch would change both
-        whole, second = (model(x, x.clone())[0][0].float() for x in (X, other))
-        first, second, last = whole[:cut], second[:cut], whole[-1]
+        logits, changed = (model(x, x.clone())[0][0].float() for x in (X, other))
+        first, last = logits[:cut], logits[-1]
         try:
             sampled, problem = model(X)[0][0, -1].float(), ''
         except Exception as error:  # whatever the model raises
@@ -134,7 +134,7 @@ def warn_of_leaks(run, X):
     run.world.reshard(model)
     # In bfloat16 rounding is below 1 %, and attention to 1,024 positions of a new model of width 128 changes 3 %.
     limit = 1e-4 if run.config.dtype == 'float32' else 0.01
-    if run.world.is_master and ((first - second).norm(dim=-1) > limit * first.norm(dim=-1)).any():
+    if run.world.is_master and ((first - changed[:cut]).norm(dim=-1) > limit * first.norm(dim=-1)).any():
         warn('model.py: in evaluation mode, later tokens or chance change the logits of earlier positions, so that '
              'losses may be far too low; use is_causal=True in attention, and self.training in dropout')
     elif run.world.is_master and problem:
@@ -217,7 +217,7 @@ def warn_of_runaway(run, metrics):
         return
     norm = metrics['hessian_norm'] / (1 - c.beta2 ** (state.iter // c.hessian_interval + 1))
     if norm == 0 and state.lowest_hessian_norm < math.inf:
-        run.log.print('warning: h has become 0, so that steps are those of sign momentum until the next estimate')
+        run.log.print('warning: h has become 0, so that updates are sign momentum until the next estimate')
         state.lowest_hessian_norm = math.inf
     if norm > RUNAWAY * state.lowest_hessian_norm:
         growth = norm / state.lowest_hessian_norm
