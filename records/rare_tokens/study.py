@@ -47,13 +47,14 @@ ARMS = {
 }
 TESTS = [('rms', 'mean'), ('mean_embedding', 'mean'), ('fresh_2500', 'rows_2500'), ('root', 'AdamW')]
 EQUIVALENT = 0.012  # the first test: a difference within this
-STAGES = dict(mean=0, rms=0, mean_embedding=1, fresh_2500=2, rows_2500=2, AdamW=2)  # of the order; all others: 3
+# Of the order; all others: 4.
+STAGES = dict(mean=0, rms=0, mean_embedding=1, fresh_2500=2, rows_2500=2, AdamW=2, fresh_100=3, fresh_500=3, root=3)
 
 
 def best_of(study, place, arm, optimizer, settings, middle, tuned, decay):
     """Tune an arm: the setting `tuned`, the learning rate, then twice the weight decay; ask for its fresh seeds. Return
     the lowest loss of the search; None while runs are missing."""
-    search = Search(study, (STAGES.get(arm, 3), place), arm, optimizer, COMMON | settings)
+    search = Search(study, (STAGES.get(arm, 4), place), arm, optimizer, COMMON | settings)
     found = search.tune(middle, *tuned, width=2)
     more = found and search.result(**found[1], weight_decay=2 * decay)
     if more is None:
