@@ -84,8 +84,9 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
         if files := differing_files(saved.get('code'), code):
             differences.append(f'the code is not the one that saved the checkpoint ({", ".join(files)})')
             changes.append(dict(iter=saved['iter_num'], key='code', files=files))
-    if saved['data']['val'] != fingerprints['val'] or (
-            c.eval_sequences != with_younger(saved['config'])['eval_sequences']):
+    before = {**c.defaults, **with_younger(saved['config'])}
+    measured = c.having('eval') - {'eval_iters'}  # a way to set eval_sequences
+    if saved['data']['val'] != fingerprints['val'] or any(c.values[key] != before[key] for key in measured):
         saved['train_state'] |= dict(best_val_loss=float('inf'), last_eval_iter=-1)  # losses of other sequences
     return Origin(code, path, saved, config, differences, changes)
 

@@ -7,10 +7,12 @@ float32 on a CPU: in one go; again, with batches that are read late; stopped and
 estimate and once between them; in smaller micro-batches; on two ranks; on their shards; with activation checkpointing;
 compiled. It compares metrics, weights and the optimizer's state after every step, and the last validation loss with
 scripts/eval.py's of the checkpoint. It prints a line for each: equal; equal up to rounding; or the first step and the
-first number or tensor that differ, and what a resume did not bring back. Exit status 1 if something differs.
+first number or tensor that differ, and what a resume did not bring back. Exit status 1 if something differs. It warns
+where what the first run says of its steps is not so: the loss, clipping, decay, FLOPs.
 Checkpoints of every step go to a temporary directory: with GPT-2's ids 2 GB.
 """
 
+import contextlib
 import functools
 import gc
 import hashlib
@@ -29,6 +31,7 @@ from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -40,6 +43,8 @@ from runtime.arguments import argument_parser, at_least
 from runtime.checkpoint import checkpoints, load_checkpoint, number, path_of
 from runtime.device import can_compile
 from runtime.files import load_pt, one_line_errors, save_pt, warn
+from runtime.gpt import flops_per_token
+from runtime.optim import global_norm
 from runtime.optimizer_state import equal, leaves
 
 EXACT = 'again', 'resumed'
@@ -52,6 +57,11 @@ NOTES = 'warning: ', 'note: training reads '  # beginnings of lines that a rehea
 CHECKED = '.py', '.pyc', 'train.bin', 'val.bin', 'meta.json', 'tokenizer.json'  # whose change a resume notices
 SYSTEM = sys.prefix, sys.base_prefix, '/usr', '/lib', '/etc', '/opt', '/proc', '/sys', '/dev'
 COUNTS = 'TrainState.', 'grad_clipped', 'update_unclipped'  # of which rounding may change one
+ATTENTION = {  # which PyTorch does not count on a CPU
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: (
+        sdpa_flop_count(q, k, v)),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda gradient, q, k, v, *args, **kwargs: (
+        2 * sdpa_flop_count(q, k, v))}
 MACHINE = re.compile('(^|[_/])(time|ms|sec|seconds|mfu|memory)(_|$)')  # metrics of the machine
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -61,10 +71,10 @@ MACHINE = re.compile('(^|[_/])(time|ms|sec|seconds|mfu|memory)(_|$)')  # metrics
 def session(unsaved_path, late, nudge, flags):
     """Train with `flags` and save after every step; `late`: with batches that are read when they are needed; `nudge`:
     from weights that differ in their last bits. Write to `unsaved_path` what no checkpoint holds at the `stops`."""
-    c, train_step, opened, found = train.resolve(flags), train.train_step, set(), {}
+    c, opened, found = train.resolve(flags), set(), {}
+    train_step, audit = train.train_step, Audit(c, train.train_step)
 
     def saved_step(run, sequences, iteration):
-        expected = None
         if nudge and iteration == 0:
             with torch.no_grad():
                 for p in run.params:
@@ -74,14 +84,7 @@ def session(unsaved_path, late, nudge, flags):
                           for name, value in unsaved_state(run)})
             save_pt(unsaved_path, found)
         run.stops.save = True
-        if iteration == 0 and not c.dropout and run.world.size == 1:
-            with torch.no_grad(), same_buffers(run.raw_model):
-                expected = run.raw_model(sequences[:, :-1].contiguous(), sequences[:, 1:].clone())[1].item()
-        step = train_step(run, sequences, iteration)
-        if expected is not None and not math.isclose(step.loss, expected, rel_tol=TOLERANCE):
-            warn(f'the loss of the first step is {step.loss:.9g}, and GPT.forward returns {expected:.9g} for its '
-                 'sequences, which evaluation and Sophia-H follow')
-        return step
+        return (train_step if c.compile or run.world.size > 1 else audit.step)(run, sequences, iteration)
 
     train.train_step = saved_step
     loader.ThreadPoolExecutor = lambda *args: reader(late)
@@ -92,6 +95,58 @@ def session(unsaved_path, late, nudge, flags):
         expected = name.startswith(places) or name.endswith(CHECKED) or '/.' in name
         if Path(name).is_file() and not expected:
             print(f'note: training reads {name}; a resume does not notice when it is replaced')
+
+
+class Audit:
+    """A comparison of what a run on one rank says of its steps with what they do; it warns of differences."""
+
+    def __init__(self, c, train_step):
+        self.train_step, self.clipped, self.decays = train_step, None, None
+        end = train.learning_rate_at(c, c.lr_decay_iters)
+        if c.decay_lr and c.schedule != 'constant' and not math.isclose(end, c.min_lr, abs_tol=1e-3 * c.learning_rate):
+            warn(f'learning_rate_at: at lr_decay_iters it is {end:.4g} instead of min_lr = {c.min_lr:.4g}, and '
+                 'scripts/speedup.py takes a run for decayed from there on')
+
+    def step(self, run, sequences, iteration):
+        """Make a training step and return it."""
+        expected, counter, measured = None, FlopCounterMode(display=False, custom_mapping=ATTENTION), {}
+        if iteration == 0:
+            self.clipped, self.decays = 0, decays(run.fresh)
+            if not run.config.dropout:
+                with torch.no_grad(), same_buffers(run.raw_model):
+                    expected = run.raw_model(sequences[:, :-1].contiguous(), sequences[:, 1:].clone())[1].item()
+        if self.clipped not in (None, run.state.clipped):
+            warn(f'grad_clipped: counts {run.state.clipped} of {iteration} gradients, and {self.clipped} were clipped')
+            self.clipped = None  # said once
+
+        def measure(optimizer, *arguments):
+            measured.update(norm=global_norm([p.grad for p in run.params if p.grad is not None]).item(),
+                            decays=decays(optimizer), flops=counter.get_total_flops())
+
+        with run.optimizer.register_step_pre_hook(measure), counter if iteration == 1 else contextlib.nullcontext():
+            step = self.train_step(run, sequences, iteration)
+        if expected is not None and not math.isclose(step.loss, expected, rel_tol=TOLERANCE):
+            warn(f'the loss of the first step is {step.loss:.9g}, and GPT.forward returns {expected:.9g} for its '
+                 'sequences, which evaluation and Sophia-H follow')
+        if not measured:  # no update
+            return step
+        if self.clipped is not None:
+            self.clipped += measured['norm'] < (1 - TOLERANCE) * step.grad_norm
+        if self.decays is not None and any(now and not then for now, then in zip(measured['decays'], self.decays)):
+            warn(f'weight decay of norms and biases: a param group that parameter_groups gives none has some at step '
+                 f'{iteration}')
+            self.decays = None
+        if iteration == 1 and not step.estimated:
+            ratio = measured['flops'] / step.tokens / flops_per_token(run.raw_model)
+            if abs(ratio - 1) > 0.01:
+                warn(f'a step takes {ratio:.3g} times the FLOPs of flops_per_token in runtime/gpt.py, by which mfu and '
+                     'figures count')
+        return step
+
+
+def decays(optimizer):
+    """Return the weight decay of each param group."""
+    return [float(group.get('weight_decay') or 0) for group in optimizer.param_groups]
 
 
 def reader(late):

@@ -197,6 +197,36 @@ def penalized(run, *args):
     return found._replace(loss=found.loss + 0.1)
 train.train_step = penalized
 '''
+BY_VALUE = '''
+import train
+clip = train.optim.clip_gradients
+def by_value(params, *args):
+    norm = clip(params, 0, *args[1:])
+    torch.nn.utils.clip_grad_value_(params, 1e-3)
+    return norm
+train.optim.clip_gradients = by_value
+'''
+ALL_DECAY = '''
+import train
+set_rate = train.optim.set_learning_rate
+def scheduled(optimizer, lr):
+    set_rate(optimizer, lr)
+    for group in optimizer.param_groups:
+        group['weight_decay'] = 0.1 * lr / 0.01
+train.optim.set_learning_rate = scheduled
+'''
+TWICE = '''
+import loss
+forward = loss.Losses.forward
+def twice(self, X, Y, **labels):
+    one, two = (forward(self, X, Y.clone(), **labels) for _ in range(2))
+    return one[0], (one[1] + two[1]) / 2, *one[2:]
+loss.Losses.forward = twice
+'''
+NO_END = '''
+import train
+train.learning_rate_at = lambda c, i: c.learning_rate / (1 + i) ** 0.5
+'''
 
 
 @pytest.mark.parametrize('code, comparison, words', [
@@ -238,9 +268,13 @@ def test_tensors_of_a_hessian_vector_product_may_be_kept(report):
     assert status and text.startswith('resumed         equal; a resume does not bring back raw_model.transformer.h.0.')
 
 
-def test_a_term_of_the_loss_that_only_the_step_has_is_noted(report):
-    _, text = report(PENALTY, '--only', 'again')
-    assert 'warning: the loss of the first step is ' in text
+def test_what_a_run_says_of_its_steps_and_is_not_so_is_noted(report):
+    edits = PENALTY + BY_VALUE + ALL_DECAY + TWICE + NO_END
+    _, text = report(edits, '--grad_clip=100', '--hessian_interval=3', '--only', 'again')
+    for words in ('the loss of the first step is ', 'grad_clipped: counts 0 of 1 gradients, and 1 were clipped',
+                  'weight decay of norms and biases: a param group that parameter_groups gives none has some at step 0',
+                  'a step takes 2 times the FLOPs of flops_per_token', 'learning_rate_at: at lr_decay_iters it is '):
+        assert f'warning: {words}' in text
 
 
 def test_a_file_that_training_reads_is_named(report, tmp_path):

@@ -579,6 +579,16 @@ def test_what_is_drawn_in_evaluations_is_the_same_after_a_resume(main, tmp_path,
     assert len(drawn) == 3 and len(set(drawn)) == 1
 
 
+def test_a_loss_of_other_sequences_is_forgotten_at_a_resume(main, tmp_path, monkeypatch):
+    """Whatever setting of a fork chooses them; eval_iters alone changes nothing."""
+    monkeypatch.setitem(program.DEFAULTS, 'eval_domain', program.setting('', role='eval'))
+    for steps, flag in enumerate(['--eval_domain=a', '--eval_domain=a', '--eval_domain=b'], start=1):
+        main(tmp_path, f'--max_iters={steps}', '--eval_interval=9', '--eval_sequences=2', f'--eval_iters={steps}',
+             '--auto_resume=True', flag)
+    lines = runs.read_metrics(tmp_path / 'metrics.jsonl')
+    assert [line['iter'] for line in lines if 'val/loss' in line] == [0, 1, 3]  # not 2, of the sequences before
+
+
 @pytest.mark.parametrize('change', [lambda p: p.add_(0), lambda p: p.data.mul_(0.9)])
 def test_a_forward_that_changes_weights_is_noted(main, tmp_path, monkeypatch, capsys, change):
     """As an average for a teacher does, which would also move in the checks before the first step."""
