@@ -98,50 +98,65 @@ def session(unsaved_path, late, nudge, flags):
 
 
 class Audit:
-    """A comparison of what a run on one rank says of its steps with what they do; it warns of differences."""
+    """A comparison of what a new run on one rank says of its steps with what they do; it warns once of a difference."""
 
     def __init__(self, c, train_step):
-        self.train_step, self.clipped, self.decays = train_step, None, None
-        end = train.learning_rate_at(c, c.lr_decay_iters)
-        if c.decay_lr and c.schedule != 'constant' and not math.isclose(end, c.min_lr, abs_tol=1e-3 * c.learning_rate):
-            warn(f'learning_rate_at: at lr_decay_iters it is {end:.4g} instead of min_lr = {c.min_lr:.4g}, and '
-                 'scripts/speedup.py takes a run for decayed from there on')
+        self.train_step, self.said = train_step, set()
+        self.decays = self.loss = None  # at first: of the param groups, and by GPT.forward
+        self.clipped = 0  # gradients that reached the optimizer smaller than they were
+        if c.decay_lr and c.schedule != 'constant':
+            end = train.learning_rate_at(c, c.lr_decay_iters)
+            self.expect('end', math.isclose(end, c.min_lr, abs_tol=1e-3 * c.learning_rate),
+                        f'learning_rate_at: at lr_decay_iters it is {end:.4g} instead of min_lr = {c.min_lr:.4g}, and '
+                        'scripts/speedup.py takes a run for decayed from there on')
+
+    def expect(self, what, agrees, text):
+        """Warn unless it `agrees`, and not twice of the same."""
+        if not agrees and what not in self.said:
+            self.said.add(what)
+            warn(text)
 
     def step(self, run, sequences, iteration):
         """Make a training step and return it."""
-        expected, counter, measured = None, FlopCounterMode(display=False, custom_mapping=ATTENTION), {}
         if iteration == 0:
-            self.clipped, self.decays = 0, decays(run.fresh)
-            if not run.config.dropout:
-                with torch.no_grad(), same_buffers(run.raw_model):
-                    expected = run.raw_model(sequences[:, :-1].contiguous(), sequences[:, 1:].clone())[1].item()
-        if self.clipped not in (None, run.state.clipped):
-            warn(f'grad_clipped: counts {run.state.clipped} of {iteration} gradients, and {self.clipped} were clipped')
-            self.clipped = None  # said once
+            self.begin(run, sequences)
+        if self.decays is None:  # a resumed run
+            return self.train_step(run, sequences, iteration)
+        self.expect('clipped', self.clipped == run.state.clipped, f'grad_clipped: counts {run.state.clipped} of '
+                    f'{iteration} gradients, and {self.clipped} were clipped')
+        counter, got = FlopCounterMode(display=False, custom_mapping=ATTENTION), {}
 
         def measure(optimizer, *arguments):
-            measured.update(norm=global_norm([p.grad for p in run.params if p.grad is not None]).item(),
-                            decays=decays(optimizer), flops=counter.get_total_flops())
+            got.update(norm=global_norm([p.grad for p in run.params if p.grad is not None]).item(),
+                       decays=decays(optimizer), flops=counter.get_total_flops())
 
         with run.optimizer.register_step_pre_hook(measure), counter if iteration == 1 else contextlib.nullcontext():
             step = self.train_step(run, sequences, iteration)
-        if expected is not None and not math.isclose(step.loss, expected, rel_tol=TOLERANCE):
-            warn(f'the loss of the first step is {step.loss:.9g}, and GPT.forward returns {expected:.9g} for its '
-                 'sequences, which evaluation and Sophia-H follow')
-        if not measured:  # no update
-            return step
-        if self.clipped is not None:
-            self.clipped += measured['norm'] < (1 - TOLERANCE) * step.grad_norm
-        if self.decays is not None and any(now and not then for now, then in zip(measured['decays'], self.decays)):
-            warn(f'weight decay of norms and biases: a param group that parameter_groups gives none has some at step '
-                 f'{iteration}')
-            self.decays = None
-        if iteration == 1 and not step.estimated:
-            ratio = measured['flops'] / step.tokens / flops_per_token(run.raw_model)
-            if abs(ratio - 1) > 0.01:
-                warn(f'a step takes {ratio:.3g} times the FLOPs of flops_per_token in runtime/gpt.py, by which mfu and '
-                     'figures count')
+        if got:
+            self.clipped += got['norm'] < (1 - TOLERANCE) * step.grad_norm
+            self.compare(run, iteration, step, got)
         return step
+
+    def begin(self, run, sequences):
+        """Measure what a step may change."""
+        self.decays = decays(run.fresh)
+        if not run.config.dropout:
+            with torch.no_grad(), same_buffers(run.raw_model):
+                self.loss = run.raw_model(sequences[:, :-1].contiguous(), sequences[:, 1:].clone())[1].item()
+
+    def compare(self, run, iteration, step, got):
+        """Warn where a step is not as the run says, by what its optimizer has `got`."""
+        if iteration == 0 and self.loss is not None:
+            self.expect('loss', math.isclose(step.loss, self.loss, rel_tol=TOLERANCE),
+                        f'the loss of the first step is {step.loss:.9g}, and GPT.forward returns {self.loss:.9g} for '
+                        'its sequences, which evaluation and Sophia-H follow')
+        self.expect('decay', all(then or not now for now, then in zip(got['decays'], self.decays)),
+                    'weight decay: a param group that parameter_groups gives none, as of norms and biases, has some at '
+                    f'step {iteration}')
+        if iteration == 1 and not step.estimated:
+            ratio = got['flops'] / step.tokens / flops_per_token(run.raw_model)
+            self.expect('FLOPs', abs(ratio - 1) < 0.01, f'a step takes {ratio:.3g} times the FLOPs of flops_per_token '
+                        'in runtime/gpt.py, by which mfu and figures count')
 
 
 def decays(optimizer):

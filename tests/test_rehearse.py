@@ -272,7 +272,7 @@ def test_what_a_run_says_of_its_steps_and_is_not_so_is_noted(report):
     edits = PENALTY + BY_VALUE + ALL_DECAY + TWICE + NO_END
     _, text = report(edits, '--grad_clip=100', '--hessian_interval=3', '--only', 'again')
     for words in ('the loss of the first step is ', 'grad_clipped: counts 0 of 1 gradients, and 1 were clipped',
-                  'weight decay of norms and biases: a param group that parameter_groups gives none has some at step 0',
+                  'weight decay: a param group that parameter_groups gives none, as of norms and biases, has ',
                   'a step takes 2 times the FLOPs of flops_per_token', 'learning_rate_at: at lr_decay_iters it is '):
         assert f'warning: {words}' in text
 
