@@ -26,10 +26,10 @@ def read_arms():
     for name, result in recorded(HERE / 'runs.jsonl').items():
         arm, words = name.split('/')
         settings = {key: float(value) for key, value in (word.split('=') for word in words.split(',')[1:])}
-        tuned = settings[ARMS[arm][3][0] if arm in ARMS else 'gamma']
+        tuned = settings[ARMS[arm][3][0]]
         trial = tuned, settings['learning_rate'], settings.get('weight_decay')
         found.setdefault(arm, {}).setdefault(trial, {})[int(settings['seed'])] = result
-    return {arm: found[arm] for arm in [*ARMS, 'root'] if arm in found}
+    return {arm: found[arm] for arm in ARMS if arm in found}
 
 
 def best_of(trials):

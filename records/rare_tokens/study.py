@@ -36,6 +36,7 @@ ARMS = {
     'fresh_2500': ('sophiag', FRESH[2500], -3, gammas(0.45), 0.2),
     'rows_2500': ('gnb_rows', FRESH[2500], -3, gammas(0.45), 0.2),
     'AdamW': ('adamw', {}, 0, beta2s(0.0067), 0.1),
+    'root': ('gnb_root', FRESH[2500], -3, gammas(0.45), 0.2),
     'sign_scaled': ('sign_scaled', {}, -3, gammas(0.33), 0.2),
     'rms_embedding': ('rms_embedding', {}, -3, gammas(1), 0.2),
     'mean_matrices': ('mean_matrices', FRESH[100], -3, gammas(0.54), 0.2),
@@ -48,32 +49,27 @@ ARMS = {
 TESTS = [('rms', 'mean'), ('mean_embedding', 'mean'), ('fresh_2500', 'rows_2500'), ('root', 'AdamW')]
 EQUIVALENT = 0.012  # the first test: a difference within this
 # Of the order; all others: 4.
-STAGES = dict(mean=0, rms=0, mean_embedding=1, fresh_2500=2, rows_2500=2, AdamW=2, root=2, fresh_100=3, fresh_500=3)
+STAGES = dict(mean=0, rms=0, mean_embedding=1, fresh_2500=2, rows_2500=2, AdamW=2, root=3)
 
 
 def best_of(study, place, arm, optimizer, settings, middle, tuned, decay):
-    """Tune an arm: the setting `tuned`, the learning rate, then twice the weight decay; ask for its fresh seeds. Return
-    the lowest loss of the search; None while runs are missing."""
+    """Tune an arm: the setting `tuned`, the learning rate, then twice the weight decay; then ask for its fresh seeds."""
     search = Search(study, (STAGES.get(arm, 4), place), arm, optimizer, COMMON | settings)
     found = search.tune(middle, *tuned, width=2)
     more = found and search.result(**found[1], weight_decay=2 * decay)
     if more is None:
-        return None
+        return
     loss, best = found
     if more.loss < loss:
-        loss, best = more.loss, best | dict(weight_decay=2 * decay)
+        best = best | dict(weight_decay=2 * decay)
     for seed in [*SEEDS, *(MORE if arm in TESTS[0] else ())]:
         search.result(seed=seed, **best)
-    return loss
 
 
 def protocol(study):
     """Ask for all runs of the study, as far as the results are there."""
-    found = {arm: best_of(study, place, arm, *row) for place, (arm, row) in enumerate(ARMS.items())}
-    memories = {memory: found[f'fresh_{memory}'] for memory in MEMORIES}
-    if None not in memories.values():
-        memory = min(memories, key=memories.get)
-        best_of(study, len(ARMS), 'root', 'gnb_root', FRESH[memory], -3, gammas(0.45), 0.2)
+    for place, (arm, row) in enumerate(ARMS.items()):
+        best_of(study, place, arm, *row)
 
 
 def command(run):
