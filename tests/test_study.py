@@ -1,8 +1,10 @@
 """Studies: protocols, what trains and collects their runs; pages and pictures are those of the records."""
 
 import csv
+import itertools
 import json
 import math
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import train
 from analysis.runs import find_runs
 from optimizers import OPTIMIZERS
 from records import studies
+from records.board import study as board
 from records.dissection import results
 from records.dissection.results import mean_sd
 from records.fresh_h import results as fresh_h_results
@@ -135,6 +138,25 @@ def test_rare_tokens_searches_each_arm_alike_and_then_takes_fresh_seeds():
         assert {s['seed'] for s in fresh} == {*range(1342, 1352 if arm in ('rms', 'mean') else 1348)}
         assert {(s['learning_rate'], s.get('weight_decay')) for s in fresh} == {(0.001, None)}
         assert sum('weight_decay' in s for s in search) == 1 and len(search) >= 5 + 2 + 1
+
+
+def test_board_gives_each_optimizer_eight_trials_of_a_task_and_goes_beyond_an_edge():
+    """The loss is lowest at a learning rate of 0.001, where twice the weight decay helps."""
+    def loss_of(run):
+        s = dict(run.settings)
+        return 5 + abs(math.log2(s['learning_rate'] / 0.001)) - 0.1 * ('weight_decay' in s) + 0.01 * len(s)
+
+    made = {}
+    while due := studies.next_runs(board.protocol, made.get)[1]:
+        made[due[0]] = studies.Result(loss_of(due[0]))
+    trials = Counter((run.part, run.optimizer) for run in made)
+    assert trials == dict.fromkeys(itertools.product(board.TASKS, board.ARMS), 8)
+    lion = [dict(run.settings) for run in made if run.part == 'bytes_32' and run.optimizer == 'lion']
+    assert {s['learning_rate'] for s in lion} == {0.0057, 0.0028, 0.0014, 0.00071, 0.001}
+    assert [s['learning_rate'] for s in lion if 'weight_decay' in s] == [0.001]
+    lowest = board.protocol(studies.Study(made.get))
+    assert lowest['bytes_32']['lion'] == min(
+        loss_of(run) for run in made if run.part == 'bytes_32' and run.optimizer == 'lion')
 
 
 @pytest.fixture(scope='module')

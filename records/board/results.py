@@ -35,13 +35,13 @@ def correlation(losses):
 
 
 def speed_up(task):
-    """Return 2,400 / the first evaluated step at which a run of Muon has AdamW's lowest final loss, None if none has.
-    Muon's learning rate has not decayed there, so its speed-up is at least this."""
+    """Return the task's steps / the first evaluated step at which a run of Muon has AdamW's lowest final loss, None if
+    none has. Muon's learning rate has not decayed there, so its speed-up is at least this."""
     runs = [run for run in read_packed(HERE / 'runs.jsonl') if run.out_dir.parent.name == task]
     target = min(run.final_loss for run in runs if run.optimizer_name == 'adamw')
     steps = [step for run in runs if run.optimizer_name == 'muon'
              for step, loss in zip(*run.series('val/loss')) if loss <= target]
-    return 2400 / min(steps) if steps else None
+    return TASKS[task][2] / min(steps) if steps else None
 
 
 def tables(losses):

@@ -14,9 +14,8 @@ sys.path.insert(0, str(HERE.parents[1]))
 from records import studies  # noqa: E402
 from records.search import Search, rate_at  # noqa: E402
 
-# Task → (data, sequences a step, how many factors of √2 its learning rates lie below those of ARMS).
-TASKS = {'ids_4': ('books_bpe', 4, 3), 'bytes_32': ('books', 32, 0), 'ids_32': ('books_bpe', 32, 0)}
-COMMON = dict(max_iters=2400, warmup_iters=240)
+# Task, of 1.2M tokens → (data, sequences a step, steps, by how many factors of √2 its learning rates are below ARMS').
+TASKS = {'bytes_32': ('books', 32, 300, 0), 'ids_4': ('books_bpe', 4, 2400, 3), 'ids_32': ('books_bpe', 32, 300, 0)}
 SHARE = ('gamma', (0.3, 3.0), 0.1)  # γ: of AdamW's learning rate, for what is no matrix of a block
 # Arm → (k of its middle learning rate in `rate_at`, the setting tuned with it, two values besides the row's, λ).
 ARMS = {
@@ -63,18 +62,19 @@ def eight_trials(search, middle, key, values, decay):
 def protocol(study):
     """Ask for all runs; return {task: {arm: lowest loss of its eight trials, None while some are missing}}."""
     lowest = {}
-    for stage, (task, (_, sequences, lower)) in enumerate(TASKS.items()):
+    for stage, (task, (_, sequences, steps, lower)) in enumerate(TASKS.items()):
+        common = dict(max_iters=steps, warmup_iters=steps // 10, total_batch_size=sequences)
         for place, (arm, (middle, key, values, decay)) in enumerate(ARMS.items()):
-            search = Search(study, (stage, place), task, arm, COMMON | dict(total_batch_size=sequences))
+            search = Search(study, (stage, place), task, arm, common)
             lowest.setdefault(task, {})[arm] = eight_trials(search, middle - lower, key, values, decay)
     return lowest
 
 
 def command(run):
     """Return the arguments of Python for a run."""
-    data, sequences, _ = TASKS[run.part]
+    data, sequences, steps, _ = TASKS[run.part]
     return ['records/board/run.py', 'config/study.py', f'--dataset={data}', f'--batch_size={min(16, sequences)}',
-            '--eval_interval=200', '--eval_sequences=400', f'--optimizer_name={run.optimizer}',
+            f'--eval_interval={steps // 12}', '--eval_sequences=400', f'--optimizer_name={run.optimizer}',
             *(f'--{key}={value:g}' for key, value in run.settings), '--auto_resume=True']
 
 

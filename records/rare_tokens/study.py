@@ -53,7 +53,7 @@ STAGES = dict(mean=0, rms=0, mean_embedding=1, fresh_2500=2, rows_2500=2, AdamW=
 
 
 def best_of(study, place, arm, optimizer, settings, middle, tuned, decay):
-    """Tune an arm: the setting `tuned`, the learning rate, then twice the weight decay; then ask for its fresh seeds."""
+    """Tune an arm: the setting `tuned`, the learning rate, then twice the weight decay; ask for its fresh seeds."""
     search = Search(study, (STAGES.get(arm, 4), place), arm, optimizer, COMMON | settings)
     found = search.tune(middle, *tuned, width=2)
     more = found and search.result(**found[1], weight_decay=2 * decay)
