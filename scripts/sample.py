@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.sources import lines
 from data.tokenizer import END_OF_TEXT
 from runtime.arguments import argument_parser, at_least
-from runtime.device import DTYPES
+from runtime.device import autocast
 from runtime.files import one_line_errors
 from runtime.gpt import continuation, num_params
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
@@ -46,7 +46,7 @@ def main(argv=None):
     if prompt and prompt.startswith('FILE:'):
         prompt = ''.join(lines(Path(prompt.removeprefix('FILE:'))))
     loaded = with_tokenizer(load(args.checkpoint or args.out_dir or 'out', args.device, args.tokenizer))
-    model, tokenizer = loaded.model.to(DTYPES[dtype_name(args)]), loaded.tokenizer
+    model, tokenizer = loaded.model, loaded.tokenizer
     if prompt is None or prompt == '' and tokenizer.eot_id is None:
         prompt = tokenizer.default_prompt
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot_id]  # where a document begins
@@ -57,9 +57,10 @@ def main(argv=None):
     idx, generate = torch.tensor([ids], device=args.device), continuation(model)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     for _ in range(args.num_samples if args.temperature else 1):  # greedy samples are all the same
-        row = generate(idx, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k or None,
-                       top_p=args.top_p if args.top_p < 1 else None,
-                       stop=lambda row: row[0, -1] == tokenizer.eot_id, generator=generator)[0].tolist()
+        with autocast(args.device, dtype_name(args)):
+            row = generate(idx, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k or None,
+                           top_p=args.top_p if args.top_p < 1 else None,
+                           stop=lambda row: row[0, -1] == tokenizer.eot_id, generator=generator)[0].tolist()
         if row[-1] == tokenizer.eot_id:
             row.pop()
         # Decoded with the prompt, because some tokenizers write a space only between two tokens.

@@ -116,6 +116,19 @@ def test_a_fork_may_replace_generate(tmp_path, capsys, monkeypatch):
     assert run(capsys, out, '--start=a', '--num_samples=1') == 'abc\n---------------\n'
 
 
+def test_bfloat16_is_that_of_training(tmp_path, capsys, monkeypatch):
+    """Matmuls are in bfloat16; weights and buffers, such as frequencies of rotary positions, stay in float32."""
+    def forward(self, idx, targets=None, forward=GPT.forward):
+        logits, loss = forward(self, idx, targets)
+        dtypes.update([logits.dtype, self.lm_head.weight.dtype])
+        return logits, loss
+
+    dtypes = set()
+    monkeypatch.setattr(GPT, 'forward', forward)
+    run(capsys, save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta), '--dtype=bfloat16')
+    assert dtypes == {torch.bfloat16, torch.float32}
+
+
 def test_a_fork_may_have_no_module_for_its_head(tmp_path, capsys, monkeypatch):
     """The embeddings are its head, by whatever name."""
     class Headless(GPT):

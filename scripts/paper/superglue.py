@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.figures import argparser, figure, legend, print_table, save
-from runtime.device import DTYPES
+from runtime.device import autocast
 from runtime.files import one_line_errors
 from runtime.gpt import continuation
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
@@ -126,10 +126,10 @@ def main(argv=None):
         data[name] = examples, [random.Random(f'{SEED} {name} {draw}').sample(train, SHOTS) for draw in range(DRAWS)]
     for path in args.checkpoints:
         loaded = with_tokenizer(load(path, args.device, args.tokenizer))
-        loaded.model.to(DTYPES[dtype_name(args)])
         for name, (examples, draws) in data.items():
-            table.append(dict(task=TASKS[name].title, checkpoint=path, examples=len(examples),
-                              **run_task(loaded, TASKS[name], examples, draws)))
+            with autocast(args.device, dtype_name(args)):
+                results = run_task(loaded, TASKS[name], examples, draws)
+            table.append(dict(task=TASKS[name].title, checkpoint=path, examples=len(examples), **results))
         # Each takes long, and the next one may not load.
         save(args.output, draw_figure(table), table)
     print_table(table)
