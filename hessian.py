@@ -216,6 +216,9 @@ class GNBHook(HessianHook):
             if self.parts > 1:  # in the order of the micro-batches
                 uniforms = torch.cat([uniforms[part] for part in self.part_slices])
             self.uniforms = uniforms.to(Y.device)
+        if len(self.uniforms) < len(Y):
+            raise SystemExit(f'{type(self).__name__}: has more sequences for an estimate than hessian_batch_size = '
+                             f'{self.batch_size}, for which it draws labels; change batch_size, not rows_left')
         uniforms, self.uniforms = self.uniforms[:len(Y)], self.uniforms[len(Y):]
         return dict(uniforms=uniforms)
 
@@ -307,11 +310,11 @@ class HutchinsonHook(HessianHook):
     def curvature_product(self, X, Y, u):
         """Return ∇²L·u, with L the mean loss on sequences X and Y (B, T) and u tensors like `params`."""
         def loss(values):
-            # A forward may mask Y and change buffers, which torch.func allows only with new tensors. So an estimate
+            # A forward may change X, Y and buffers, which torch.func allows only with new tensors. So an estimate
             # leaves the model's own buffers as they are.
             tensors = {name: buffer.clone() for name, buffer in self.buffers.items()} | dict(zip(self.names, values))
             tensors = {place: tensors[name] for place, name in self.places.items() if name in tensors}
-            return functional_call(self.model, tensors, (X, Y.clone()), tie_weights=False)[1]
+            return functional_call(self.model, tensors, (X.clone(), Y.clone()), tie_weights=False)[1]
 
         with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
             return hessian_vector_product(loss, [p.detach() for p in self.params], u)
@@ -323,7 +326,7 @@ class HutchinsonHook(HessianHook):
 
     def labels(self, X, Y):
         if n := self.take_rows(X):
-            self.rows.append((X[:n], Y[:n]))
+            self.rows.append((X[:n].clone(), Y[:n]))  # Y as the model's forward masks it, X as it was
         return {}
 
     def diagonal(self):

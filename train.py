@@ -242,7 +242,7 @@ def make_model(c, origin, data):
 
     SystemExit when the pretrained weights fit neither the settings nor the training `data`.
     """
-    seed_all(c.seed)
+    seed_all(origin.seed)
     if finetunes(c) and not origin.path:
         model = pretrained_model(GPT, c, data, origin)
         return model, model_args(model.config)
@@ -291,7 +291,7 @@ def begin(c):
     origin.restore(run)
     run.val_data, run.stops = val_data, StopSignals(world, c.max_hours)
     run.about = dict(model_args=args, data=fingerprints, tokenizer=data.tokenizer, changes=origin.changes,
-                     code=origin.code)
+                     code=origin.code, model_seed=origin.seed)
     if not c.eval_only:
         run.fresh = make_optimizer(c, model)
     loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
@@ -329,8 +329,8 @@ def train_step(run, sequences, iter_num):
     micro_batches = hessian.split(len(sequences), c.batch_size)  # of several sizes where it estimates
     positions, total = sequences[:, 1:].numel(), world.zeros(2)  # sum of the loss, number of predictions
     for micro_step, rows in enumerate(micro_batches):
-        # Copies, because GPT.forward may mask targets in place, and nanoGPT's takes views of them.
-        X, Y = sequences[rows, :-1].contiguous(), sequences[rows, 1:].clone()
+        # Copies, because GPT.forward may change them in place, and nanoGPT's takes views of them.
+        X, Y = sequences[rows, :-1].clone(), sequences[rows, 1:].clone()
         world.set_gradient_sync(micro_step == len(micro_batches) - 1, estimating)
         with run.autocast:
             # Only Sophia-G has labels of its own: for AdamW this is run.model(X, Y). Another term of the loss belongs

@@ -48,7 +48,7 @@ def check_parameters(optimizer, model):
 def check_forward(run, sequences):
     """Stop the run before the first step when the forward pass of the model is not fit for training or estimates.
 
-    Collective: every rank must call it. `sequences`: some of this rank. Changes neither buffers nor gradients.
+    Collective: every rank must call it. `sequences`: some of this rank. Changes none of these, no buffer, no gradient.
     """
     check_due(run.config, run.hessian)
     before = versions_of(run)
@@ -80,7 +80,7 @@ def versions_of(run):
 def check_outputs(run, sequences):
     """Stop the run when the plain model does not return (logits, loss), changes what checkpoints hold of it, or masks
     what `check_masks` finds."""
-    X, Y, masks = sequences[:, :-1], sequences[:, 1:].clone(), run.hessian.samples_labels
+    X, Y, masks = sequences[:, :-1].clone(), sequences[:, 1:].clone(), run.hessian.samples_labels
     before = shapes_of(run.raw_model)
     seed_all(run.config.seed)
     with eager(run), run.autocast, torch.set_grad_enabled(masks):
@@ -103,7 +103,7 @@ def warn_of_another_loss(run, sequences, loss):
     """Warn where training's loss is not `loss`, the plain model's, to which the estimates and their checks keep."""
     seed_all(run.config.seed)  # for equal dropout
     with eager(run), run.autocast, torch.set_grad_enabled(loss.requires_grad):  # for the same kernels
-        trained = Losses(run.raw_model)(sequences[:, :-1], sequences[:, 1:].clone())[1]
+        trained = Losses(run.raw_model)(sequences[:, :-1].clone(), sequences[:, 1:].clone())[1]
     trained, loss = trained.item(), loss.item()
     if run.world.is_master and not math.isclose(trained, loss, rel_tol=1e-5):
         warn(f'loss.py: Losses.forward returns {trained:.6g} where GPT.forward returns {loss:.6g}, which is all that '
@@ -125,15 +125,20 @@ def warn_of_leaks(run, X):
     other = torch.cat([X[:, :cut], (X[:, cut:] + 1) % model.config.vocab_size], 1)
     with eager(run), run.autocast, evaluation_mode(model):
         # One after the other, because in one batch a statistic of the batch would change both
-        logits, changed = (model(x, x.clone())[0][0].float() for x in (X, other))
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        logits, changed = (model(x.clone(), x.clone())[0][0].float() for x in (X, other))
+        moved = [name for name, buffer in model.named_buffers() if not optimizer_state.equal(buffer, before.get(name))]
         first, last = logits[:cut], logits[-1]
         try:
-            sampled, problem = model(X)[0][0, -1].float(), ''
+            sampled, problem = model(X.clone())[0][0, -1].float(), ''
         except Exception as error:  # whatever the model raises
             sampled, problem = last, one_line(error)
     run.world.reshard(model)
     # In bfloat16 rounding is below 1 %, and attention to 1,024 positions of a new model of width 128 changes 3 %.
     limit = 1e-4 if run.config.dtype == 'float32' else 0.01
+    if run.world.is_master and moved:
+        warn(f'model.py: GPT.forward changes the buffer {moved[0]} in evaluation mode, too, so that results depend on '
+             'eval_interval; change it only if self.training')
     if run.world.is_master and ((first - changed[:cut]).norm(dim=-1) > limit * first.norm(dim=-1)).any():
         warn('model.py: in evaluation mode, later tokens or chance change the logits of earlier positions, so that '
              'losses may be far too low; use is_causal=True in attention, and self.training in dropout')

@@ -11,6 +11,7 @@ from model import GPTConfig
 from optimizers import OLD_NAMES, placeholders
 from runtime import checkpoint, gpt, optim
 from runtime.files import code_hashes, differing_files
+from runtime.rng import seed_all
 
 
 @dataclass
@@ -18,11 +19,13 @@ class Origin:
     """The origin of a run: the checkpoint from which it resumes, or none, when `path` is None.
 
     code: the `files.code_hashes` of the code that runs.
+    seed: of the model's constructor, for what it draws and no checkpoint holds, whatever seed a resume sets.
     saved: the checkpoint, until `restore` has used it.
     config: the GPTConfig of its model.
     differences, changes: how the settings differ from the checkpoint's, see `compare`.
     """
     code: dict
+    seed: int
     path: Path | None = None
     saved: dict | None = None
     config: Any = None
@@ -69,7 +72,7 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
         may_resume=c.auto_resume, read_only=c.eval_only)
     code = code_hashes()
     if path is None:
-        return Origin(code)
+        return Origin(code, c.seed)
     if saved.get('ended') and c.init_from != 'resume' and not c.eval_only:
         if world.is_master:
             print(f'{path}: the run has ended ({saved["ended"]}); --init_from=resume continues it')
@@ -88,7 +91,7 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
     measured = c.having('eval') - {'eval_iters'}  # a way to set eval_sequences
     if saved['data']['val'] != fingerprints['val'] or any(c.values[key] != before[key] for key in measured):
         saved['train_state'] |= dict(best_val_loss=float('inf'), last_eval_iter=-1)  # losses of other sequences
-    return Origin(code, path, saved, config, differences, changes)
+    return Origin(code, checkpoint.model_seed(saved), path, saved, config, differences, changes)
 
 
 def continued_config(c, path, saved, data):
@@ -151,7 +154,12 @@ def weights_of_run(cls, c, data, origin):
     adopt_model_args(c, args, data)
     if 'model.py' in differing_files(saved.get('code'), origin.code):
         notes.append(f'model.py is not the one that trained {path}')
-    model = cls(GPTConfig(**{**args, 'dropout': c.dropout}))
+    config = GPTConfig(**{**args, 'dropout': c.dropout})
+    new = cls(config).state_dict()  # by this run's seed
+    origin.seed = checkpoint.model_seed(saved)
+    seed_all(origin.seed)
+    model = cls(config)
+    model.load_state_dict(new)
     added = gpt.take_weights(model, saved['model'], rows)
     notes.extend(f'{name} is new, because {path} does not have it' for name in added)
     return model

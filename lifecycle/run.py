@@ -87,7 +87,7 @@ def build_buckets(run, sequences):
     with same_buffers(run.raw_model):
         for _ in range(2):  # the second makes the gradients views of the new buckets
             with run.autocast:
-                loss = run.model(sequences[:, :-1].contiguous(), sequences[:, 1:].clone())[1]
+                loss = run.model(sequences[:, :-1].clone(), sequences[:, 1:].clone())[1]
             run.scaler.scale(loss).backward()
             world.check_reduced()
     world.zero_grad(run.optimizer)

@@ -126,6 +126,11 @@ def exists(path):
     return path.is_file() or is_shards(path) or bool(checkpoints(path)) or path.name == 'best.pt'
 
 
+def model_seed(state):
+    """Return the seed of the constructor of a checkpoint's model, for what it draws and no checkpoint holds."""
+    return state.get('model_seed', state['config'].get('seed', 0))  # in older ones, that of the latest resume
+
+
 def load_checkpoint(path, weights=True, check=True):
     """Load the checkpoint at `path`, or the newest readable one of an out_dir; OUT_DIR/best.pt is the best one. Return
     (path, state), or stop with one line. Of a directory the model is read, unless `weights` is False, and not the

@@ -66,7 +66,7 @@ def load(path, device='cpu', tokenizer=None):
     args, weights = dict(state['model_args']), state.pop('model')
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:
         args.setdefault('gelu_approximate', 'tanh')  # the official repository's GELU
-    seed_all(state['config'].get('seed', 0))  # as in training, for what the constructor draws and no checkpoint holds
+    seed_all(checkpoint.model_seed(state))
     model = with_weights(GPT, GPTConfig(**args), weights)
     meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
     if meta is None and dataset and not tokenizer and (first_dir(dataset) / 'train.bin').is_file():

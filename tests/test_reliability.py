@@ -95,7 +95,7 @@ def test_a_config_that_its_class_and_the_model_change_is_saved_as_it_was_asked_f
     monkeypatch.setattr(program.GPTConfig, '__init__', lambda self, **args: (
         init(self, **args), setattr(self, 'head_size', 16))[0])
     monkeypatch.setattr(program, 'GPT', Changing)
-    args = program.make_model(resolve(TINY), resume.Origin({}), SimpleNamespace(vocab_size=256))[1]
+    args = program.make_model(resolve(TINY), resume.Origin({}, 0), SimpleNamespace(vocab_size=256))[1]
     assert tuple(args) == NANOGPT_ARGS
 
 
@@ -139,7 +139,7 @@ def test_what_a_checkpoint_lacks_is_new_and_said(finished, tmp_path, monkeypatch
     path, weights = checkpoint.path_of(finished(), 10), state(finished())['model']
 
     def started(*flags, cls=GPT):
-        origin = resume.Origin({})
+        origin = resume.Origin({}, 0)
         c = resolve([f'--init_from={path.parent}', '--learning_rate=1', '--device=cpu', *flags])
         return c, resume.pretrained_model(cls, c, data, origin), origin.differences
 

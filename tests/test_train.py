@@ -26,11 +26,13 @@ import train as program
 from analysis import runs
 from analysis.runs import read_run
 from data.loader import Bin, TrainLoader
+from hessian import HessianHook
 from lifecycle import resume
 from runtime import checkpoint
 from runtime.device import can_compile
 from runtime.files import differing_files
 from runtime.signals import LISTENED, NOT_FINITE
+from scripts.load import load
 
 FLAGS = {'adamw': ['--decay_lr=False', '--grad_clip=0.85'],
          'sophiag': ['--hessian_interval=2', '--lr_decay_iters=8', '--dropout=0']}
@@ -602,6 +604,71 @@ def test_a_forward_that_changes_weights_is_noted(main, tmp_path, monkeypatch, ca
     monkeypatch.setattr(program.GPT, 'forward', changing)
     main(tmp_path, '--max_iters=1', '--eval_iters=1')
     assert 'GPT.forward changes the parameter transformer.wpe.weight' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
+def test_a_forward_may_change_ids_in_place(main, tmp_path, monkeypatch, name):
+    """The checks before the first step use its mini-batch, and an estimate the sequences of the gradient."""
+    def in_place(self, idx, targets=None, forward=program.GPT.forward):
+        idx[idx % 4 == 1] += 1
+        return forward(self, idx, targets)
+
+    def plain(self, idx, targets=None, forward=program.GPT.forward):
+        return forward(self, torch.where(idx % 4 == 1, idx + 1, idx), targets)
+
+    losses = []
+    for forward in in_place, plain:
+        monkeypatch.setattr(program.GPT, 'forward', forward)
+        main(tmp_path / forward.__name__, f'--optimizer_name={name}', '--max_iters=2', '--log_interval=1')
+        lines = runs.read_metrics(tmp_path / forward.__name__ / 'metrics.jsonl')
+        losses.append([(line.get('train/loss'), line.get('hessian_norm'), line.get('val/loss')) for line in lines])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize('always', [True, False])
+def test_a_forward_that_changes_a_buffer_in_evaluation_is_noted(main, tmp_path, monkeypatch, capsys, always):
+    """Counts of experts, with which training goes on, would have validation data in them."""
+    def counting(self, *args, forward=program.GPT.forward):
+        self.seen += always or self.training
+        return forward(self, *args)
+
+    init = program.GPT.__init__
+    monkeypatch.setattr(program.GPT, '__init__', lambda self, config: (
+        init(self, config), self.register_buffer('seen', torch.zeros(())))[0])
+    monkeypatch.setattr(program.GPT, 'forward', counting)
+    main(tmp_path, '--max_iters=1', '--eval_iters=1')
+    assert ('GPT.forward changes the buffer seen in evaluation mode' in capsys.readouterr().err) == always
+
+
+def test_what_the_constructor_draws_and_no_checkpoint_holds_is_that_of_the_first_seed(main, tmp_path, monkeypatch):
+    """After a start from the weights of a run with another seed, a resume with a third one, and in scripts/eval.py."""
+    def rotated(self, config, init=program.GPT.__init__):
+        init(self, config)
+        rotation = torch.nn.init.orthogonal_(torch.empty(config.n_embd, config.n_embd))
+        self.transformer.wte.register_buffer('rotation', rotation, persistent=False)
+        self.transformer.wte.register_forward_hook(lambda wte, args, output: output @ wte.rotation)
+
+    monkeypatch.setattr(program.GPT, '__init__', rotated)
+    main(tmp_path / 'a', '--max_iters=3')
+    flags = '--learning_rate=0', '--max_iters=1', '--seed=2'
+    main(tmp_path / 'b', f'--init_from={tmp_path / "a"}', *flags)
+    main(tmp_path / 'b', '--init_from=resume', '--learning_rate=0', '--max_iters=2', '--seed=3')
+    found = [line['val/loss'] for name in 'ab' for line in runs.read_metrics(tmp_path / name / 'metrics.jsonl')
+             if 'val/loss' in line]
+    assert len(found) >= 5 and {*found[-3:]} == {found[-4]}
+    first, second = (load(tmp_path / name).model.transformer.wte.rotation for name in 'ab')
+    assert torch.equal(first, second)
+
+
+def test_an_estimate_of_more_sequences_than_labels_ends_the_run(main, tmp_path, monkeypatch):
+    def start(self, *args, start=HessianHook.start):
+        start(self, *args)
+        self.rows_left *= 2
+        return self.due
+
+    monkeypatch.setattr(HessianHook, 'start', start)
+    with pytest.raises(SystemExit, match='^GNBHook: has more sequences for an estimate than hessian_batch_size = 2'):
+        main(tmp_path, '--optimizer_name=sophiag', '--hessian_batch_size=2', '--max_iters=1')
 
 
 def test_a_further_validation_set_does_not_count_in_the_loss(main, tmp_path, monkeypatch):
