@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from analysis.figures import label_of
-from analysis.runs import by_seed, find_runs, hyperparameters, mean_final_loss, measured_on, notes_on
+from analysis.runs import by_seed, find_runs, hyperparameters, mean_final_loss, measured_on, notes_on, seed_of
 from analysis.significance import difference, expected_best
 
 
@@ -143,13 +143,13 @@ def finite_losses(runs):
 
 
 def shared_seeds(groups):
-    return set.intersection(*({run.seed for run in group} for group in groups))
+    return set.intersection(*(set(map(seed_of, group)) for group in groups))
 
 
 def losses_of_shared_seeds(groups):
     """Return the mean loss of each group over the seeds that all groups have; over its own where there are none."""
     shared = shared_seeds(groups)
-    return [mean_final_loss([run for run in group if run.seed in shared] or group)[0] for group in groups]
+    return [mean_final_loss([run for run in group if seed_of(run) in shared] or group)[0] for group in groups]
 
 
 def same_horizon(candidate, baseline):

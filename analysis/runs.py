@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -43,13 +43,15 @@ class RunRecord:
 
     out_dir: its directory, its name below the folder of runs.jsonl, or FILE.csv:LINE. about: the whole config.json.
     lines: of metrics.jsonl. failed: why it diverged, or None. config: its settings, key → value; max_iters is the
-    iteration at which it was ended as finished, if it was. found_in: the path by which it was found.
+    iteration at which it was ended as finished, if it was. found_in: the path by which it was found. other_roles: that
+    the runs beside it have declared, of settings that it may lack.
     """
     out_dir: Path
     about: dict
     lines: list
     failed: str | None = None
     found_in: str = ''
+    other_roles: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.config = with_younger(self.about['config'])
@@ -76,7 +78,7 @@ class RunRecord:
         """Return the role of a setting, a key of configurator.ROLES."""
         if 'roles' in self.about and key in self.about['config']:
             return self.about['roles'].get(key, 'tuned')
-        role = ROLES.get(key, 'protocol')
+        role = ROLES.get(key) or self.other_roles.get(key, 'protocol')
         return 'protocol' if self.from_csv and role in HARMLESS else role
 
     def series(self, key, x='steps'):
@@ -200,13 +202,14 @@ def read_run(out_dir):
 
 def with_same_settings(runs):
     """Give `runs` the same settings, and return them. One that a run lacks has the default of a run that has it, or
-    else is None: it is younger than the run, or a fork's."""
-    default = dict.fromkeys(key for run in runs for key in run.config)
+    else is None: it is younger than the run, or a fork's. Its role is that run's, too."""
+    default, roles = dict.fromkeys(key for run in runs for key in run.config), {}
     for run in runs:
         sources = run.about.get('provenance', {})
         default |= {key: value for key, value in run.config.items() if sources.get(key) == 'default'}
+        roles |= {key: run.role(key) for key in run.about['config'] if 'roles' in run.about}
     for run in runs:
-        run.config = {**default, **run.config}
+        run.config, run.other_roles = {**default, **run.config}, roles
     return runs
 
 
@@ -347,14 +350,24 @@ def hyperparameters(run):
         (key, value) for key, value in run.config.items() if run.role(key) not in ('eval', 'chance', *HARMLESS))]))
 
 
+def is_seed(key, role):
+    """Return whether a setting of this role is a part of the seed; skip_nonfinite draws nothing."""
+    return role == 'chance' and key != 'skip_nonfinite'
+
+
+def seed_of(run):
+    """Return all settings that are a part of the seed as a hashable key."""
+    return tuple(sorted((key, value) for key, value in run.config.items() if is_seed(key, run.role(key))))
+
+
 def by_seed(runs, repeats=False):
-    """Group runs that differ in their seed only, in order of first appearance. Of runs with the same seed the first
+    """Group runs that differ in `seed_of` only, in order of first appearance. Of runs with the same one the first
     counts; with `repeats`, each further one begins another group."""
     groups, seen = {}, Counter()
     for run in runs:
-        key = hyperparameters(run)
-        again = seen[key, run.seed]
-        seen[key, run.seed] += 1
+        key, seed = hyperparameters(run), seed_of(run)
+        again = seen[key, seed]
+        seen[key, seed] += 1
         if repeats or not again:
             groups.setdefault((key, again), []).append(run)
     return list(groups.values())

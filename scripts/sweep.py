@@ -31,8 +31,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.figures import print_table
-from analysis.runs import as_number, mean_final_loss, notes_on, read_run
-from configurator import with_younger
+from analysis.runs import as_number, is_seed, mean_final_loss, notes_on, read_run
+from configurator import Config, with_younger
 from model import GPTConfig
 from optimizers import placeholders
 from runtime.arguments import argument_parser, at_least
@@ -209,9 +209,9 @@ def launch(words, out_dir, **options):
 def show(trials):
     """Print a table of `trials`, averaged over seeds, the lowest validation loss first, and notes on what differs. A
     mean is over all seeds, or missing."""
-    groups, rows = {}, []
+    groups, rows, roles = {}, [], Config(train.DEFAULTS).roles
     for trial in trials:
-        settings = tuple((key, value) for key, value in trial.settings.items() if key != 'seed')
+        settings = tuple((key, value) for key, value in trial.settings.items() if not is_seed(key, roles.get(key)))
         groups.setdefault(settings, []).append(trial.run)
     for settings, runs in groups.items():
         losses, states = zip(*map(outcome_of, runs))

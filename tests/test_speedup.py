@@ -45,6 +45,22 @@ def test_the_best_settings_count_and_seeds_are_averaged(tmp_path):
     assert not result['holds']
 
 
+@pytest.mark.parametrize('older', [False, True])
+def test_settings_of_chance_are_together_the_seed(tmp_path, older):
+    """A run that is older than one of them has its default. skip_nonfinite alone makes no other sample."""
+    for seed, data_seed, skip in (1, 0, 0), (1, 1, 0), (1, 2, 0), (2, 0, 0), (2, 0, 3):
+        for name, loss in ('adamw', 3.1), ('sophiag', 3.0):
+            run = make(tmp_path, name, 100, loss + data_seed / 100, seed=seed, argv=[f'--skip_nonfinite={skip}'])
+            source = 'flag' if data_seed else 'default'
+            if data_seed or not older:
+                edit(run, lambda about: [about[part].update(data_seed=new) for part, new in
+                                         dict(config=data_seed, roles='chance', provenance=source).items()])  # noqa: B023
+    result = judge(tmp_path)
+    row, = result['same_T']
+    assert (row['seeds'], row['seeds of baseline'], row['trials']) == (4, 4, 1)
+    assert list(result['rejected'].values()) == ['another run has the same settings and seed'] * 2
+
+
 def test_one_lucky_seed_does_not_displace_settings_with_several(tmp_path):
     """It has to be lower on the seed that both have, and than the mean."""
     for seed, loss in ((1, 3.0), (2, 3.2), (3, 3.2)):

@@ -12,7 +12,9 @@ import pytest
 from conftest import ROOT, TINY, rejection
 from fake_runs import SHAPE, edit, fake_run, rows_of
 
+import train
 from analysis import runs
+from configurator import setting
 from runtime.signals import undo_at_end
 from scripts import curvature, sweep, tune
 
@@ -130,8 +132,11 @@ def test_the_table_has_no_loss_of_runs_that_cannot_be_compared(tmp_path, capsys)
         ('4', None, 'learning_rate was changed from 1 to 2 at iteration 40'), ('5', None, 'not begun')]
 
 
-def test_the_table_is_averaged_over_seeds(tmp_path, capsys):
-    found = sweep.trials_of(dict(base=SHAPE, runs=[dict(gamma=[0.1, 0.2, 0.3], seed=[1, 2], max_iters=100)]), tmp_path)
+@pytest.mark.parametrize('seed', ['seed', 'data_seed'])
+def test_the_table_is_averaged_over_seeds(tmp_path, capsys, monkeypatch, seed):
+    monkeypatch.setitem(train.DEFAULTS, 'data_seed', setting(0, role='chance'))  # as an edit declares it
+    spec = dict(base=SHAPE, runs=[{'gamma': [0.1, 0.2, 0.3], seed: [1, 2], 'max_iters': 100}])
+    found = sweep.trials_of(spec, tmp_path)
     for trial, loss in zip(found, (3.0, 3.1, 2.9, 2.95, 2.8)):
         fake_run(trial.out_dir, loss, ['--max_iters=100'], grad_clipped=loss / 10)
     sweep.show(found)
