@@ -14,8 +14,8 @@ sys.path.insert(0, str(HERE.parents[1]))
 from records import studies  # noqa: E402
 from records.search import Search, rate_at  # noqa: E402
 
-# Task, of 1.2M tokens → (data, sequences a step, steps, by how many factors of √2 its learning rates are below ARMS').
-TASKS = {'bytes_32': ('books', 32, 300, 0), 'ids_4': ('books_bpe', 4, 2400, 3), 'ids_32': ('books_bpe', 32, 300, 0)}
+# Task → (data, sequences a step, steps, by how many factors of √2 its learning rates are below those of ARMS).
+TASKS = {'ids_4': ('books_bpe', 4, 2400, 3), 'bytes_32': ('books', 32, 600, 0), 'ids_32': ('books_bpe', 32, 600, 0)}
 SHARE = ('gamma', (0.3, 3.0), 0.1)  # γ: of AdamW's learning rate, for what is no matrix of a block
 # Arm → (k of its middle learning rate in `rate_at`, the setting tuned with it, two values besides the row's, λ).
 ARMS = {
