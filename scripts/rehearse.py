@@ -54,7 +54,8 @@ PATIENCE = 300  # seconds, and ten times those of the first run, after which a r
 TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
 MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests', 'site-packages'}  # folders without experiments
 NOTES = 'warning: ', 'note: training reads '  # beginnings of lines that a rehearsal repeats
-CHECKED = '.py', '.pyc', 'train.bin', 'val.bin', 'meta.json', 'tokenizer.json'  # whose change a resume notices
+CODE = '.py', '.pyc'
+CHECKED = 'train.bin', 'val.bin', 'meta.json', 'tokenizer.json'  # of the data set, whose change a resume notices
 SYSTEM = sys.prefix, sys.base_prefix, '/usr', '/lib', '/etc', '/opt', '/proc', '/sys', '/dev'
 COUNTS = 'TrainState.', 'grad_clipped', 'update_unclipped'  # of which rounding may change one
 ATTENTION = {  # which PyTorch does not count on a CPU
@@ -91,8 +92,10 @@ def session(unsaved_path, late, nudge, flags):
     sys.addaudithook(lambda event, args: event == 'open' and args[1] in ('r', 'rb') and opened.add(str(args[0])))
     train.train(c)
     places = (*SYSTEM, *map(os.path.abspath, (c.out_dir, c.init_from)))
+    folders = map(loader.data_dir, loader.parts_of(c.dataset))
+    checked = {*map(os.path.abspath, (folder / name for folder in folders for name in CHECKED))}
     for name in sorted(map(os.path.abspath, opened)):
-        expected = name.startswith(places) or name.endswith(CHECKED) or '/.' in name
+        expected = name.startswith(places) or name.endswith(CODE) or name in checked or '/.' in name
         if Path(name).is_file() and not expected:
             print(f'note: training reads {name}; a resume does not notice when it is replaced')
 

@@ -1,5 +1,8 @@
 """scripts/rehearse.py: the unedited repository passes, and edits that keep state in a wrong place are found."""
 
+import re
+import shutil
+
 import pytest
 
 from scripts import rehearse
@@ -277,11 +280,19 @@ def test_what_a_run_says_of_its_steps_and_is_not_so_is_noted(report):
         assert f'warning: {words}' in text
 
 
-def test_a_file_that_training_reads_is_named(report, tmp_path):
+def test_a_file_that_training_reads_is_named(report, corpus, tmp_path):
     (tmp_path / 'order.bin').write_text('of the data')
-    _, text = report('starts = loader.TrainLoader.starts\nloader.TrainLoader.starts = lambda *args: starts(*args) if '
-                     f'open({str(tmp_path / "order.bin")!r}).read() else None', '--only', 'again')
-    assert f'note: training reads {tmp_path / "order.bin"}; a resume does not notice when it is replaced' in text
+    for name in 'second', 'only_val':
+        shutil.copytree(corpus, tmp_path / name)
+    _, text = report(f'''starts = loader.TrainLoader.starts
+def reading(self, iteration):
+    loader.open_dataset({str(tmp_path / "second")!r}, 16)
+    return starts(self, iteration) if open({str(tmp_path / "order.bin")!r}).read() else None
+loader.TrainLoader.starts = reading
+''', f'--dataset={corpus}:1,{tmp_path / "only_val"}:0', '--only', 'again')
+    named = re.findall('^note: training reads (.*); a resume does not notice when it is replaced$', text, re.MULTILINE)
+    assert named == [str(tmp_path / name) for name in (
+        'order.bin', 'second/meta.json', 'second/train.bin', 'second/val.bin')]
 
 
 def test_the_loop_may_draw_random_numbers(report):
