@@ -8,7 +8,7 @@ estimate and once between them; in smaller micro-batches; on two ranks; on their
 compiled. It compares metrics, weights and the optimizer's state after every step, and the last validation loss with
 scripts/eval.py's of the checkpoint. It prints a line for each: equal; equal up to rounding; or the first step and the
 first number or tensor that differ, and what a resume did not bring back. Exit status 1 if something differs. It warns
-where what the first run says of its steps is not so: the loss, clipping, decay, FLOPs.
+where what the first run says of its steps is not so: the loss, clipping, decay, learning rate, FLOPs.
 Checkpoints of every step go to a temporary directory: with GPT-2's ids 2 GB.
 """
 
@@ -131,7 +131,7 @@ class Audit:
 
         def measure(optimizer, *arguments):
             got.update(norm=global_norm([p.grad for p in run.params if p.grad is not None]).item(),
-                       decays=decays(optimizer), flops=counter.get_total_flops())
+                       decays=decays(optimizer), rates=rates(optimizer), flops=counter.get_total_flops())
 
         with run.optimizer.register_step_pre_hook(measure), counter if iteration == 1 else contextlib.nullcontext():
             step = self.train_step(run, sequences, iteration)
@@ -156,6 +156,11 @@ class Audit:
         self.expect('decay', all(then or not now for now, then in zip(got['decays'], self.decays)),
                     'weight decay: a param group that parameter_groups gives none, as of norms and biases, has some at '
                     f'step {iteration}')
+        lr = train.learning_rate_at(run.config, iteration)
+        for rate in got['rates']:
+            self.expect('rate', math.isclose(rate, lr, rel_tol=1e-6), f'the learning rate of step {iteration} is '
+                        f'{rate:.4g}, and learning_rate_at gives {lr:.4g}, by which scripts/speedup.py judges the '
+                        'schedule of a run')
         if iteration == 1 and not step.estimated:
             ratio = got['flops'] / step.tokens / flops_per_token(run.raw_model)
             self.expect('FLOPs', abs(ratio - 1) < 0.01, f'a step takes {ratio:.3g} times the FLOPs of flops_per_token '
@@ -165,6 +170,12 @@ class Audit:
 def decays(optimizer):
     """Return the weight decay of each param group."""
     return [float(group.get('weight_decay') or 0) for group in optimizer.param_groups]
+
+
+def rates(optimizer):
+    """Return the learning rate that each param group has of the schedule, before its `lr_scale`, unless that is 0."""
+    scaled = [(float(group['lr']), group.get('lr_scale', 1.0)) for group in optimizer.param_groups]
+    return [rate / scale for rate, scale in scaled if scale]
 
 
 def reader(late):

@@ -230,6 +230,11 @@ NO_END = '''
 import train
 train.learning_rate_at = lambda c, i: c.learning_rate / (1 + i) ** 0.5
 '''
+HALF_RATE = '''
+import train
+set_lr = train.optim.set_learning_rate
+train.optim.set_learning_rate = lambda optimizer, lr: set_lr(optimizer, lr / 2)
+'''
 
 
 @pytest.mark.parametrize('code, comparison, words', [
@@ -272,10 +277,11 @@ def test_tensors_of_a_hessian_vector_product_may_be_kept(report):
 
 
 def test_what_a_run_says_of_its_steps_and_is_not_so_is_noted(report):
-    edits = PENALTY + BY_VALUE + ALL_DECAY + TWICE + NO_END
+    edits = PENALTY + BY_VALUE + ALL_DECAY + HALF_RATE + TWICE + NO_END
     _, text = report(edits, '--grad_clip=100', '--hessian_interval=3', '--only', 'again')
     for words in ('the loss of the first step is ', 'grad_clipped: counts 0 of 1 gradients, and 1 were clipped',
                   'weight decay: a param group that parameter_groups gives none, as of norms and biases, has ',
+                  'the learning rate of step 0 is ',
                   'a step takes 2 times the FLOPs of flops_per_token', 'learning_rate_at: at lr_decay_iters it is '):
         assert f'warning: {words}' in text
 
