@@ -107,6 +107,7 @@ class Audit:
         self.train_step, self.said = train_step, set()
         self.decays = self.loss = None  # at first: of the param groups, and by GPT.forward
         self.clipped = 0  # gradients that reached the optimizer smaller than they were
+        self.latest = None  # iteration
         if c.decay_lr and c.schedule != 'constant':
             end = train.learning_rate_at(c, c.lr_decay_iters)
             self.expect('end', math.isclose(end, c.min_lr, abs_tol=1e-3 * c.learning_rate),
@@ -121,6 +122,12 @@ class Audit:
 
     def step(self, run, sequences, iteration):
         """Make a training step and return it."""
+        if iteration == self.latest:
+            self.expect('again', False, 'train_step is called more than once in an iteration: tokens, FLOPs and '
+                        'grad_clipped count one')
+            self.said.add('clipped')  # of which this method measures the first, and the run may count any
+            return self.train_step(run, sequences, iteration)
+        self.latest = iteration
         if iteration == 0:
             self.begin(run, sequences)
         if self.decays is None:  # a resumed run

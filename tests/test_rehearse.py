@@ -235,6 +235,14 @@ import train
 set_lr = train.optim.set_learning_rate
 train.optim.set_learning_rate = lambda optimizer, lr: set_lr(optimizer, lr / 2)
 '''
+TWO_UPDATES = '''
+import train
+check = train.guards.check_first_update
+def updated_again(run, step):
+    check(run, step)
+    train.train_step(run, torch.zeros(8, 17, dtype=torch.int64), run.state.iter)
+train.guards.check_first_update = updated_again
+'''
 
 
 @pytest.mark.parametrize('code, comparison, words', [
@@ -284,6 +292,12 @@ def test_what_a_run_says_of_its_steps_and_is_not_so_is_noted(report):
                   'the learning rate of step 0 is ',
                   'a step takes 2 times the FLOPs of flops_per_token', 'learning_rate_at: at lr_decay_iters it is '):
         assert f'warning: {words}' in text
+
+
+def test_updates_and_estimates_that_are_not_counted_are_noted(report):
+    _, text = report(TWO_UPDATES, '--grad_clip=0.1', '--optimizer_name=sophiah', '--only', 'again')
+    warnings = re.findall('^warning: (.*)$', text, re.MULTILINE)
+    assert warnings == ['train_step is called more than once in an iteration: tokens, FLOPs and grad_clipped count one']
 
 
 def test_a_file_that_training_reads_is_named(report, corpus, tmp_path):
