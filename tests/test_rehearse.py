@@ -243,6 +243,15 @@ def updated_again(run, step):
     train.train_step(run, torch.zeros(8, 17, dtype=torch.int64), run.state.iter)
 train.guards.check_first_update = updated_again
 '''
+MORE_ROWS = '''
+import hessian
+start = hessian.HessianHook.start
+def doubled(self, *args):
+    due = start(self, *args)
+    self.rows_left *= 2
+    return due
+hessian.HessianHook.start = doubled
+'''
 
 
 @pytest.mark.parametrize('code, comparison, words', [
@@ -295,9 +304,12 @@ def test_what_a_run_says_of_its_steps_and_is_not_so_is_noted(report):
 
 
 def test_updates_and_estimates_that_are_not_counted_are_noted(report):
-    _, text = report(TWO_UPDATES, '--grad_clip=0.1', '--optimizer_name=sophiah', '--only', 'again')
+    _, text = report(TWO_UPDATES + MORE_ROWS, '--grad_clip=0.1', '--optimizer_name=sophiah', '--only', 'again')
     warnings = re.findall('^warning: (.*)$', text, re.MULTILINE)
-    assert warnings == ['train_step is called more than once in an iteration: tokens, FLOPs and grad_clipped count one']
+    assert warnings == [
+        'train_step is called more than once in an iteration: tokens, FLOPs and grad_clipped count one',
+        'a step with an estimate takes 4 times the FLOPs of flops_per_token in runtime/gpt.py, and figures count '
+        '2.33 times']
 
 
 def test_a_file_that_training_reads_is_named(report, corpus, tmp_path):
