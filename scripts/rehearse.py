@@ -169,6 +169,10 @@ class Audit:
             self.expect('rate', math.isclose(rate, lr, rel_tol=1e-6), f'the learning rate of step {iteration} is '
                         f'{rate:.4g}, and learning_rate_at gives {lr:.4g}, by which scripts/speedup.py judges the '
                         'schedule of a run')
+        interval = run.config.hessian_interval
+        self.expect('estimates', step.estimated == bool(interval and iteration % interval == 0),
+                    f'step {iteration} makes {"an" if step.estimated else "no"} estimate, though hessian_interval = '
+                    f"{interval}; figures spread the FLOPs of the hook's `estimates` evenly over the run")
         if got['flops']:
             told = run.hessian.cost * run.config.hessian_batch_size / run.config.total_batch_size * step.estimated
             ratio = got['flops'] / step.tokens / flops_per_token(run.raw_model)
