@@ -222,7 +222,7 @@ def unsaved_state(run):
 
 def stops(steps):
     """Return after how many of `steps` steps a run is stopped and resumed: where `shrunk` neither evaluates nor
-    estimates, and where it does both. It does not log the step before."""
+    estimates, and where it does both, and logs what follows. It does not log the step before."""
     return 3, steps // 4 * 2 + 2
 
 
@@ -234,11 +234,13 @@ def shrunk(argv, steps):
         few |= dict(n_layer=2, n_head=2, n_embd=32)
     own = train.optimizers.row(c.optimizer_name).settings.keys()
     few |= {key: 2 for key in ('hessian_interval', 'hessian_parts') if key in own}
+    at = stops(steps)[1]
+    logs = next(n for n in range(3, at + 1) if at % n == 0)
     small = {key: min(c.values[key], most) for key, most in few.items()} | dict(
-        max_iters=steps, lr_decay_iters=steps, eval_interval=2, eval_sequences=16, log_interval=4, total_batch_size=8,
-        batch_size=4, gradient_accumulation_steps=0, dtype='float32', parallel='ddp', activation_checkpointing=False,
-        compile=False, device='cpu', backend='gloo', auto_resume=True, always_save_checkpoint=True,
-        keep_checkpoints=steps, eval_only=False, wandb_log=False, max_hours=0)
+        max_iters=steps, lr_decay_iters=steps, eval_interval=2, eval_sequences=16, log_interval=logs,
+        total_batch_size=8, batch_size=4, gradient_accumulation_steps=0, dtype='float32', parallel='ddp',
+        activation_checkpointing=False, compile=False, device='cpu', backend='gloo', auto_resume=True,
+        always_save_checkpoint=True, keep_checkpoints=steps, eval_only=False, wandb_log=False, max_hours=0)
     small |= dict.fromkeys(own & {'hessian_batch_size'}, 4)  # of which each of two ranks has two
     return [arg for arg in argv if arg[:2] != '--'] + [f'--{key}={value}' for key, value in small.items()] + [
         arg for arg in argv if arg[:2] == '--']

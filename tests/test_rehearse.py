@@ -344,7 +344,7 @@ def test_a_run_is_resumed_at_an_evaluation_and_estimate_and_between_them(corpus,
     between, at = rehearse.stops(steps)
     assert all(0 < stop < steps and (stop - 1) % c.log_interval for stop in (between, at))
     assert between % c.eval_interval and between % c.hessian_interval and c.always_save_checkpoint
-    assert at % c.eval_interval == at % c.hessian_interval == 0
+    assert at % c.eval_interval == at % c.hessian_interval == at % c.log_interval == 0
 
 
 def test_ranks_that_wait_for_each_other_are_ended(monkeypatch):
