@@ -66,6 +66,16 @@ def root(matrix, power):
     return vectors * values.clamp(min=1e-6 * values[-1].item()).pow(power) @ vectors.T
 
 
+def orthogonalize_in_float32():
+    """Let Muon's and NorMuon's Newton-Schulz iterations be in float32. On a CPU without instructions for bfloat16, in
+    which the libraries make them, they take eight times as long as the rest of a step."""
+    from pytorch_optimizer.optimizer.muon import base, normuon
+    iterate = partial(base.zero_power_via_newton_schulz_5, dtype=torch.float32)
+    base.zero_power_via_newton_schulz_5 = normuon.zero_power_via_newton_schulz_5 = iterate
+    torch.optim._muon._zeropower_via_newtonschulz = lambda g, coefficients, steps, eps: iterate(
+        g, steps, eps, weights=coefficients)
+
+
 # Optimizer of the blocks' matrices → how it is built: a library's defaults, with updates as large as AdamW's.
 MATRICES = {
     'muon': partial(library_class('torch:Muon'), momentum=0.95, adjust_lr_fn='match_rms_adamw'),
@@ -90,4 +100,5 @@ OPTIMIZERS.update({name: Row(build, dict(beta2=0.95, gamma=1.0, weight_decay=0.1
                    for name in MATRICES})
 
 if __name__ == '__main__':
+    orthogonalize_in_float32()
     main(sys.argv[1:])
