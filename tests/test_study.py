@@ -109,7 +109,7 @@ def test_the_page_and_the_picture_of_a_study_are_of_its_records(study, read, dra
                        for row in draw(found)[1]]
 
 
-@pytest.mark.parametrize('study', [sharpening, rare_tokens])
+@pytest.mark.parametrize('study', [sharpening, rare_tokens, board])
 def test_records_are_runs_of_their_protocol(study):
     recorded = studies.recorded(study.HERE / 'runs.jsonl')
     so_far, due = studies.next_runs(study.protocol, lambda run: recorded.pop(str(run.path), None))
