@@ -32,14 +32,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from analysis.figures import print_table
 from analysis.runs import as_number, is_seed, mean_final_loss, notes_on, read_run
-from configurator import Config, with_younger
+from configurator import Config, configure, with_younger
 from model import GPTConfig
-from optimizers import placeholders
+from optimizers import OLD_NAMES, placeholders
 from runtime.arguments import argument_parser, at_least
 from runtime.files import code_hashes, differing_files, local_path, one_line_errors, write_json
 from runtime.signals import undo_at_end
 
 ROOT = Path(__file__).resolve().parents[1]
+FITTED = 'hessian_batch_size', 'hessian_parts', 'gradient_accumulation_steps'  # to the launcher's number of ranks
 GRACE_SECONDS = 60  # for a run that was told to stop, to save its state
 
 
@@ -68,11 +69,17 @@ class Trial:
         return text.rstrip().split('\n')[-1].strip()
 
     def check(self):
-        """SystemExit unless train.py accepts the arguments, and a run that is there has them. Executes config files."""
+        """SystemExit unless train.py accepts the arguments, keeps the values that tell the trial from others, and a run
+        that is there has them. Executes config files."""
         run = self.run
         # The launcher sets the number of ranks; a run says how many trained it.
         argv = [*self.argv, '--gradient_accumulation_steps=0']
         c = train.resolve(argv, run.about.get('world_size') if run else None)
+        asked = configure(train.DEFAULTS, argv).values
+        for key, text in self.settings.items():
+            if key not in FITTED and c.values[key] != OLD_NAMES.get(asked[key], asked[key]):
+                raise SystemExit(f'--{key}={text}: would be trained with {c.values[key]!r} '
+                                 f'({c.sources[key]}); let derive in train.py keep a value whose key is in c.given')
         if not run:
             return
         unchecked = c.having('run') | {'eval_iters'} | {'dtype'} - c.given  # whose default is this machine's

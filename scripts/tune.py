@@ -48,7 +48,7 @@ def main(argv=None):
     values = {key: [*map(canonical, grid)] for key, grid in split_values(args.values).items()}
     begin, tried = train.resolve(args.base).values, {}
     for trial in trials_of(dict(base=args.base, runs=[{key: grid} for key, grid in values.items()]), args.out_dir):
-        train.resolve(trial.argv)  # which rejects invalid values before the first run
+        trial.check()  # rejects invalid values before the first run
 
     def losses_of(candidates):
         found = trials_of(dict(base=args.base, runs=candidates), args.out_dir)

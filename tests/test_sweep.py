@@ -246,6 +246,25 @@ def test_flags_that_make_no_sense_are_rejected(tmp_path, script, argv, message):
     assert message in rejection(script.main, ['--out_dir', str(tmp_path), *argv])
 
 
+@pytest.mark.parametrize(('script', 'argv'), [
+    (sweep, ['--grid', 'gamma=0.1', 'learning_rate=1e-3,2e-3']),
+    (tune, ['--noise=0', '--values', 'learning_rate=1e-3,2e-3']), (tune, ['--noise=0', '--values', 'beta1=0.9,0.8'])])
+def test_a_trial_is_trained_with_the_values_of_its_name(tmp_path, monkeypatch, script, argv):
+    """An edit of `derive` that changes a value would change it once more in a search, which gives what it has found."""
+    derive = train.derive
+
+    def scale(c, world_size):
+        derive(c, world_size)
+        c.set('learning_rate', c.learning_rate / 2, 'a rule')
+        c.set('beta1', c.beta1 * c.beta1, 'another rule')
+
+    monkeypatch.setattr(train, 'derive', scale)
+    message = rejection(script.main, ['--out_dir', str(tmp_path), *argv, '--', *SHAPE, '--optimizer_name=sophiag'])
+    said = '--beta1=0.9: would be trained with 0.81' if 'beta1' in argv[-1] else (
+        '--learning_rate=0.001: would be trained with 0.0005 (a rule); let derive')
+    assert said in message and not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize('estimator', ['gnb', 'hutchinson'])
 def test_the_curvature_at_a_checkpoint(swept, tmp_path, capsys, estimator):
     out_dir, _ = swept
