@@ -199,13 +199,16 @@ def compare(path, saved, c, fingerprints, learning_rate_at):
         raise SystemExit(f'{path}: was not trained on --dataset={c.dataset} ({", ".join(other)}.bin '
                          'differs); name its data set, or switch to this one with --ignore_data_change=True')
     changed = {key: (before[key], value) for key, value in c.values.items() if key in before and before[key] != value}
-    lines = [f'{key} = {now!r}, was {was!r}' for key, (was, now) in changed.items()
-             if key not in ('auto_resume', 'out_dir')]
+    lines = {key: f'{key} = {now!r}, was {was!r}' for key, (was, now) in changed.items()
+             if key not in ('auto_resume', 'out_dir')}
     past = SimpleNamespace(**before)
-    kept_pace = changed.keys() & c.having('horizon') and all(
-        learning_rate_at(past, i) == learning_rate_at(c, i) for i in range(saved['iter_num']))
+    horizon = [key for key in changed if key in c.having('horizon')]
+    kept_pace = horizon and all(learning_rate_at(past, i) == learning_rate_at(c, i) for i in range(saved['iter_num']))
+    if kept_pace:  # said once: the others mostly follow from the first, max_iters
+        lines[horizon[0]] += ('; the learning rates so far are the same with both, and what else an edit makes depend '
+                              'on it is not compared')
     harmless = c.having(*HARMLESS, *(['horizon'] if kept_pace else []))
     kept = {key: both for key, both in changed.items() if key not in harmless}
     kept |= {f'data {split}': (saved['data'].get(split), fingerprints[split]) for split in other}
     changes = [{'iter': saved['iter_num'], 'key': key, 'from': was, 'to': now} for key, (was, now) in kept.items()]
-    return lines, saved.get('changes', []) + changes
+    return [*lines.values()], saved.get('changes', []) + changes

@@ -447,12 +447,16 @@ WSD = ['--schedule=wsd', '--cooldown_iters=30']
     ([], ['--max_iters=1000', '--schedule=wsd'], 20, False),  # a run that is branched off to decay
     (['--schedule=constant'], [], 90, False), ([], ['--learning_rate=1'], 10, True)])
 def test_a_change_of_the_horizon_is_recorded_once_the_decay_has_begun(tmp_path, flags, before, iteration, recorded):
+    """Before, a note says what is not compared."""
     data, common = dict(train=[1], val=[2]), ['--warmup_iters=20']
     saved = train.resolve([*common, *flags, '--max_iters=1000', *before]).values
     state = dict(config=saved, data=data, iter_num=iteration, train_state={}, optimizer={}, scaler={})
     c = train.resolve([*common, *flags, '--max_iters=100'])
-    _, changes = resume.compare(tmp_path, state, c, data, train.learning_rate_at)
+    lines, changes = resume.compare(tmp_path, state, c, data, train.learning_rate_at)
     assert ('max_iters' in {change['key'] for change in changes}) is recorded
+    horizon = [line for line in lines if line.startswith('max_iters = 100, was ')]
+    said = [line for line in lines if 'what else an edit makes depend on it is not compared' in line]
+    assert said == ([] if recorded else horizon)
 
 
 def test_a_setting_that_the_checkpoint_lacks_had_its_default():
