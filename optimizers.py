@@ -514,6 +514,10 @@ def check_settings(config):
 # Metrics
 
 
+# Modules of a GPT → the kind of their tensors in metrics
+KINDS = dict(attn='attention', mlp='mlp', wte='embedding', wpe='embedding', lm_head='embedding')
+
+
 def optimizer_metrics(optimizer, model):
     """Return metrics as 0-d tensors: the ℓ2 norms of m and h, `momentum_norm` and `hessian_norm`, if there are such,
     that of h also by the kind of tensor, `hessian_norm/KIND`, and the result of the optimizer's method `metrics()`, if
@@ -532,7 +536,8 @@ def optimizer_metrics(optimizer, model):
 
 
 def kind_of(name, p):
-    """Return the kind of a GPT's parameter: norm (biases, too), attention, mlp, or embedding (an untied head, too)."""
+    """Return the kind of a GPT's parameter: norm (biases, too), attention, mlp, embedding (an untied head, too); or
+    other, in a module whose name is not model.py's."""
     if p.dim() < 2:
         return 'norm'
-    return 'attention' if '.attn.' in name else 'mlp' if '.h.' in name else 'embedding'
+    return next((KINDS[part] for part in name.split('.') if part in KINDS), 'other')

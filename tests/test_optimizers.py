@@ -457,7 +457,7 @@ def test_metrics():
             return dict(temperature=torch.tensor(2.0))
 
     model = torch.nn.ParameterDict(dict(a=torch.zeros(2), b=torch.zeros(1, 2)))
-    kinds = {'hessian_norm/norm': 800 ** 0.5, 'hessian_norm/embedding': 800 ** 0.5}
+    kinds = {'hessian_norm/norm': 800 ** 0.5, 'hessian_norm/other': 800 ** 0.5}
     for optimizer, expected in (
             (Own(model.parameters(), lr=0.1, momentum=0.9), dict(momentum_norm=2.0, temperature=2.0)),
             (Sophia(model.parameters(), lr=0.1, betas=(0.5, 0.5)), dict(
@@ -472,12 +472,15 @@ def test_metrics():
 
 
 def test_kinds_of_tensors():
+    """What an edit adds or renames is of no known kind."""
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=8, block_size=8))
+    model.transformer.h[0].mixer, model.head_2 = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
     found = {name.removeprefix('transformer.'): optimizers.kind_of(name, p) for name, p in model.named_parameters()}
     assert found == {'wte.weight': 'embedding', 'wpe.weight': 'embedding', 'h.0.ln_1.weight': 'norm',
                      'h.0.attn.c_attn.weight': 'attention', 'h.0.attn.c_proj.weight': 'attention',
                      'h.0.ln_2.weight': 'norm', 'h.0.mlp.c_fc.weight': 'mlp', 'h.0.mlp.c_proj.weight': 'mlp',
-                     'ln_f.weight': 'norm'}
+                     'ln_f.weight': 'norm', 'h.0.mixer.weight': 'other', 'h.0.mixer.bias': 'norm',
+                     'head_2.weight': 'other', 'head_2.bias': 'norm'}
 
 
 @pytest.mark.parametrize('max_norm, scale', [(0, 3.0), (0.5, 1.0), (0.5, 3.0), (100.0, 3.0)])
