@@ -36,4 +36,6 @@ def test_losses_are_those_of_a_pinned_run(corpus, tmp_path, name):
     assert losses[:3] == pytest.approx(LOSSES[name][:3], rel=2e-6)
     assert losses == pytest.approx(LOSSES[name], rel=2e-4)
     norms = metrics(tmp_path, 'hessian_norm')
-    assert norms[:1] + norms[4:9:4] == pytest.approx(H_NORMS.get(name, []), rel=1e-3)
+    found, pinned = norms[:1] + norms[4:9:4], H_NORMS.get(name, [])
+    assert found[:1] == pytest.approx(pinned[:1], rel=1e-4)
+    assert found == pytest.approx(pinned, rel=1e-2)  # rounding, another CPU's too, may change a sampled label
