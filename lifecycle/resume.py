@@ -155,11 +155,12 @@ def weights_of_run(cls, c, data, origin):
     if 'model.py' in differing_files(saved.get('code'), origin.code):
         notes.append(f'model.py is not the one that trained {path}')
     config = GPTConfig(**{**args, 'dropout': c.dropout})
-    new = cls(config).state_dict()  # by this run's seed
-    origin.seed = checkpoint.model_seed(saved)
-    seed_all(origin.seed)
-    model = cls(config)
-    model.load_state_dict(new)
+    model, origin.seed = cls(config), checkpoint.model_seed(saved)
+    if origin.seed != c.seed:  # whose draws stay for what is new
+        new = model.state_dict()
+        seed_all(origin.seed)
+        model = cls(config)
+        model.load_state_dict(new)
     added = gpt.take_weights(model, saved['model'], rows)
     notes.extend(f'{name} is new, because {path} does not have it' for name in added)
     return model
