@@ -37,5 +37,6 @@ def test_losses_are_those_of_a_pinned_run(corpus, tmp_path, name):
     assert losses == pytest.approx(LOSSES[name], rel=2e-4)
     norms = metrics(tmp_path, 'hessian_norm')
     found, pinned = norms[:1] + norms[4:9:4], H_NORMS.get(name, [])
-    assert found[:1] == pytest.approx(pinned[:1], rel=1e-4)
-    assert found == pytest.approx(pinned, rel=1e-2)  # rounding, another CPU's too, may change a sampled label
+    assert found[:2] == pytest.approx(pinned[:2], rel=1e-3)
+    # Another CPU's rounding may change a label that Sophia-G samples, and so its h by 0.2 %.
+    assert found == pytest.approx(pinned, rel=5e-3 if name == 'sophiag' else 1e-3)
