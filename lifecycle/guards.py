@@ -124,8 +124,8 @@ def warn_of_leaks(run, X):
     model, cut = run.raw_model, max(1, X.size(1) // 2 - 1)  # not where a chunk of an even size ends
     other = torch.cat([X[:, :cut], (X[:, cut:] + 1) % model.config.vocab_size], 1)
     with eager(run), run.autocast, evaluation_mode(model):
-        # One after the other, because in one batch a statistic of the batch would change both
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        # One after the other, because in one batch a statistic of the batch would change both
         logits, changed = (model(x.clone(), x.clone())[0][0].float() for x in (X, other))
         moved = [name for name, buffer in model.named_buffers() if not optimizer_state.equal(buffer, before.get(name))]
         first, last = logits[:cut], logits[-1]

@@ -153,7 +153,7 @@ class Audit:
         self.decays = decays(run.fresh)
         if not run.config.dropout:
             with torch.no_grad(), same_buffers(run.raw_model):
-                self.loss = run.raw_model(sequences[:, :-1].contiguous(), sequences[:, 1:].clone())[1].item()
+                self.loss = run.raw_model(sequences[:, :-1].clone(), sequences[:, 1:].clone())[1].item()
 
     def compare(self, run, iteration, step, got):
         """Warn where a step is not as the run says, by what its optimizer has `got`."""
