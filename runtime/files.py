@@ -150,10 +150,11 @@ def code_hashes():
     """Return {name: hash} of this repository's loaded Python files, tracked or not, and of all in the root and in
     runtime/, because some of them are loaded late."""
     root = Path(__file__).resolve().parents[1]
-    # Resolved, because the path to the repository may have symbolic links.
-    loaded = [Path(getattr(module, '__file__', None) or '').resolve() for module in list(sys.modules.values())]
-    names = {path.relative_to(root) for path in loaded if root in path.parents and path.is_file()}
-    names = {name for name in names if not {'site-packages', 'tests'} & set(name.parts)}
+    files = [getattr(module, '__file__', None) or '' for module in list(sys.modules.values())]
+    # Real paths, because the one to the repository may have symbolic links; not of the thousands in site-packages.
+    loaded = [os.path.realpath(file) for file in files if file and 'site-packages' not in file]
+    names = {Path(path).relative_to(root) for path in loaded if path.startswith(f'{root}{os.sep}')}
+    names = {name for name in names if (root / name).is_file() and not {'site-packages', 'tests'} & set(name.parts)}
     names |= {path.relative_to(root) for folder in (root, root / 'runtime') for path in folder.glob('*.py')}
     return {name.as_posix(): hashlib.sha256((root / name).read_bytes()).hexdigest()[:12] for name in sorted(names)}
 
