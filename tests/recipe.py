@@ -412,7 +412,7 @@ def another_metric():
 
 
 if __name__ == '__main__':
-    sys.path[0] = str(Path.cwd())
+    sys.path.insert(0, str(Path.cwd()))
     DATA = sys.argv[1]
     compile_ = torch.compile  # without the C++ compiler, which takes minutes
     torch.compile = lambda f=None, dynamic=None, **options: compile_(f, dynamic=dynamic, backend='aot_eager')

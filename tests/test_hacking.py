@@ -1,12 +1,8 @@
 """The recipes of docs/hacking/, applied to a copy of the repository, do what the page says."""
 
 import json
-import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +26,15 @@ CHECKS = {
     'batch_ramp rates_by_layer early_stopping': 'batch_ramp learning_rates_and_weight_decay_by_layer early_stopping',
 }
 
+ELSEWHERE = '''
+for name, module in [*sys.modules.items()]:
+    file = getattr(module, '__file__', None) or ''
+    if file.startswith({root!r}) and 'site-packages' not in file:
+        del sys.modules[name]
+sys.path[:] = [path for path in sys.path if not path.startswith({root!r}) or 'site-packages' in path]
+os.chdir({copy!r})
+'''
+
 
 def copy_repository(target):
     """The repository's Python files, without records, docs and tests, as a copy in the directory `target`."""
@@ -39,11 +44,15 @@ def copy_repository(target):
     return Path(shutil.copytree(ROOT, target, ignore=left_out, dirs_exist_ok=True))
 
 
-def check(functions, copy, data, **environment):
-    """A process that calls functions of recipe.py in the directory `copy`."""
-    return subprocess.Popen([sys.executable, str(ROOT / 'tests/recipe.py'), str(data), *functions.split()], cwd=copy,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env=dict(os.environ, OMP_NUM_THREADS='1', **environment))
+@pytest.fixture
+def check(fork, data):
+    """check(functions, copy, ranks=): functions of recipe.py in the directory `copy`, whose modules take the place of
+    the repository's, which forked processes share."""
+    def run(functions, copy, ranks=1):
+        elsewhere = ELSEWHERE.format(root=str(ROOT), copy=str(copy))
+        done = fork('tests/recipe.py', data, *functions.split(), faults=elsewhere, ranks=ranks, seconds=600)
+        assert done.out.count('the checks passed\n') == ranks, f'{done.out[-2000:]}\n{done.err[-2000:]}'
+    return run
 
 
 @pytest.fixture(scope='module')
@@ -57,11 +66,10 @@ def data(tmp_path_factory):
     return recipe.DATA
 
 
-def test_a_model_in_nanogpts_style_trains(data, tmp_path):
+def test_a_model_in_nanogpts_style_trains(check, tmp_path):
     copy = copy_repository(tmp_path / 'copy')
     shutil.copy(ROOT / 'tests/nanogpt_style.py', copy / 'model.py')
-    out = check('pasted_model', copy, data).communicate()[0]
-    assert out.endswith('the checks passed\n'), out[-4000:]
+    check('pasted_model', copy)
 
 
 def test_every_recipe_has_a_check_and_a_place_on_the_page():
@@ -70,16 +78,10 @@ def test_every_recipe_has_a_check_and_a_place_on_the_page():
 
 
 @pytest.mark.parametrize('names', CHECKS)
-def test_a_recipe(names, data, tmp_path):
+def test_a_recipe(names, check, tmp_path):
     copy = copy_repository(tmp_path)
     for name in names.split():
         apply(name, copy)
-    out = check(CHECKS[names], copy, data).communicate()[0]
-    assert out.endswith('the checks passed\n'), out[-4000:]
+    check(CHECKS[names], copy)
     if names == 'mixture_of_experts':
-        with socket.create_server(('127.0.0.1', 0)) as free:
-            port = free.getsockname()[1]
-        ranks = [check('a_mixture_of_experts_on_two_ranks', copy, data, RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE='2',
-                       LOCAL_WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port)) for r in range(2)]
-        outs = [rank.communicate()[0] for rank in ranks]
-        assert all(out.endswith('the checks passed\n') for out in outs), outs
+        check('a_mixture_of_experts_on_two_ranks', copy, ranks=2)
