@@ -146,15 +146,23 @@ def git_commit():
         return None
 
 
+def own_modules():
+    """Return [(path, module)] of this repository's loaded modules, with paths relative to its root."""
+    root, found = os.path.realpath(Path(__file__).parents[1]), []
+    for module in list(sys.modules.values()):
+        file = getattr(module, '__file__', None) or ''
+        # A real path, because the one to the repository may have links; not of the thousands of a library's modules
+        path = os.path.realpath(file) if file and 'site-packages' not in file else ''
+        if path.startswith(f'{root}{os.sep}') and 'site-packages' not in path:
+            found.append((Path(path).relative_to(root), module))
+    return found
+
+
 def code_hashes():
     """Return {name: hash} of this repository's loaded Python files, tracked or not, and of all in the root and in
     runtime/, because some of them are loaded late."""
     root = Path(__file__).resolve().parents[1]
-    files = [getattr(module, '__file__', None) or '' for module in list(sys.modules.values())]
-    # Real paths, because the one to the repository may have symbolic links; not of the thousands in site-packages.
-    loaded = [os.path.realpath(file) for file in files if file and 'site-packages' not in file]
-    names = {Path(path).relative_to(root) for path in loaded if path.startswith(f'{root}{os.sep}')}
-    names = {name for name in names if (root / name).is_file() and not {'site-packages', 'tests'} & set(name.parts)}
+    names = {path for path, _ in own_modules() if 'tests' not in path.parts and (root / path).is_file()}
     names |= {path.relative_to(root) for folder in (root, root / 'runtime') for path in folder.glob('*.py')}
     return {name.as_posix(): hashlib.sha256((root / name).read_bytes()).hexdigest()[:12] for name in sorted(names)}
 

@@ -42,7 +42,7 @@ from lifecycle.run import same_buffers, unsaved
 from runtime.arguments import argument_parser, at_least
 from runtime.checkpoint import checkpoints, load_checkpoint, number, path_of
 from runtime.device import can_compile
-from runtime.files import load_pt, one_line_errors, save_pt, warn
+from runtime.files import load_pt, one_line_errors, own_modules, save_pt, warn
 from runtime.gpt import flops_per_token
 from runtime.optim import global_norm
 from runtime.optimizer_state import equal, leaves
@@ -52,7 +52,7 @@ ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'sharded': ['--
            'recomputed': ['--activation_checkpointing=True'], 'compiled': ['--compile=True']}  # name → its flags
 PATIENCE = 300  # seconds, and ten times those of the first run, after which a run is ended
 TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
-MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests', 'site-packages'}  # folders without experiments
+MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests'}  # folders without experiments
 NOTES = 'warning: ', 'note: training reads '  # beginnings of lines that a rehearsal repeats
 CODE = '.py', '.pyc'
 CHECKED = 'train.bin', 'val.bin', 'meta.json', 'tokenizer.json'  # of the data set, whose change a resume notices
@@ -207,9 +207,9 @@ def unsaved_state(run):
     """Return (name, leaf) of all else that the code of an experiment may keep from one iteration to the next."""
     parts = [('loader', one, ()) for one in gc.get_objects() if issubclass(type(one), loader.TrainLoader)]
     parts += [(key, getattr(run, key), {'advised'}) for key in ('log', 'stops', 'world')]
-    for name, module in [*sys.modules.items()]:
-        path = Path(getattr(module, '__file__', None) or '/').resolve()
-        if ROOT in path.parents and not MACHINERY & {*path.relative_to(ROOT).parts}:
+    for path, module in own_modules():
+        name = module.__name__
+        if not MACHINERY & {*path.parts}:
             own = {key: value for key, value in vars(module).items()
                    if isinstance(value, (type, FunctionType)) and value.__module__ == name}
             parts += [(name, module, ()), *((f'{name}.{key}', value, ()) for key, value in own.items())]
