@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SHAPE = ['--n_layer=2', '--n_head=2', '--n_embd=32', '--model_size=tiny', '--block_size=32', '--total_batch_size=4',
          '--batch_size=2', '--warmup_iters=2', '--max_iters=6', '--device=cpu', '--log_interval=1', '--eval_interval=3',
-         '--learning_rate=1e-3']
+         '--eval_sequences=8', '--learning_rate=1e-3']
 NAMES = 'adamw', 'sophiag', 'sophiah'
 close = torch.testing.assert_close
 runs = itertools.count()

@@ -226,7 +226,8 @@ def test_the_notebook(monkeypatch, tmp_path):
     scope = dict(shell=shell, chdir=os.chdir)
     for cell in cells:
         text = ''.join(cell['source']).replace('\\\n', ' ').replace('STEPS = 600', 'STEPS = 4')
-        text = text.replace("SEEDS = '1337,1338,1339'", "SEEDS = '1337'").replace('=False', '=False --n_layer=1')
+        text = text.replace("SEEDS = '1337,1338,1339'", "SEEDS = '1337'")
+        text = text.replace('=False', '=False --n_layer=1 --eval_sequences=16')
         text = re.sub(r'^!(.*)$', lambda match: f'shell({match[1]!r})', text, flags=re.M)
         exec(re.sub(r'^%cd (.*)$', lambda match: f'chdir({match[1]!r})', text, flags=re.M), scope)
     assert len(shown) == 2 and all(Path(path).is_file() for path in shown)

@@ -78,8 +78,8 @@ model.GPT.__init__, model.GPT.forward = with_buffer, counting
 
 def test_replicas_of_a_model_compiled_in_parts_train_as_eager_ones_do(run, train, tmp_path):
     """DDP has torch.compile cut a model at its buckets of gradients; Gauss-Newton-Bartlett goes back twice."""
-    wide = ['--n_embd=192', '--batch_size=2', '--hessian_batch_size=8', '--hessian_interval=1', '--max_iters=2',
-            '--eval_interval=2']
+    wide = ['--n_layer=1', '--n_embd=192', '--batch_size=2', '--hessian_batch_size=8', '--hessian_interval=1',
+            '--max_iters=2', '--eval_interval=2']
     faults = """
 import functools, torch._dynamo.backends.distributed as backends
 torch.compile = functools.partial(torch.compile, backend='eager')
