@@ -419,7 +419,7 @@ def main(argv=None):
         skipped['recomputed'] = f'{c.optimizer_name} has no --activation_checkpointing'
     if not row.shards or c.hessian_parts > 1:
         skipped['sharded'] = 'no shards=True, or an estimate in parts, which draws other labels there'
-    plain = [*flags, '--dropout=0']  # which draws by micro-batch
+    plain = [*flags, '--dropout=0'] if c.dropout else flags  # which draws by micro-batch
     names = [name for name in args.only if name not in skipped]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         place = Path(folder)

@@ -286,9 +286,9 @@ def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     assert ('TrainState' in text) == (comparison == 'resumed')
 
 
-def test_products_are_not_recomputed(report):
-    status, text = report('', '--optimizer_name=sophiah', '--only', 'recomputed')
-    assert not status and text.startswith('recomputed      skipped: ')
+def test_without_dropout_the_files_of_two_ranks_agree_and_products_are_not_recomputed(report):
+    status, text = report('', '--optimizer_name=sophiah', '--only', 'recomputed', 'two ranks')
+    assert not status and text.startswith('recomputed      skipped: ') and '\ntwo ranks       equal' in text, text
 
 
 def test_tensors_of_a_hessian_vector_product_may_be_kept(report):
