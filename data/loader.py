@@ -77,7 +77,8 @@ class Bin:
             raise SystemExit(f'{self.path}: every second id is 0, as in uint32, but without a meta.json it is read as '
                              'uint16; write one with its dtype and tokenizer, see docs/data.md, or prepare it again')
         self.vocab_size, self.tokenizer = meta['vocab_size'], identifying(meta)
-        self.text_bytes = meta.get(split, {}).get('bytes')  # None if unknown
+        text_bytes = meta.get(split, {}).get('bytes')
+        self.bytes_per_token = text_bytes and text_bytes / tokens  # None if unknown
 
     def __len__(self):
         return len(self.tokens)

@@ -175,7 +175,7 @@ def get_tokenizer(name):
 def identifying(meta):
     """Return the entries of a meta.json's dict that tell the tokenizer; of an unknown one, all but the corpus's."""
     known = TOKENIZERS.get(meta['tokenizer'])
-    keys = known.arguments() if known else sorted(meta.keys() - {'source', 'revision', 'split', 'train', 'val'})
+    keys = known.arguments() if known else sorted(meta.keys() - {'source', 'revision', 'split', 'code', 'train', 'val'})
     return {key: meta[key] for key in dict.fromkeys(['tokenizer', *keys])}
 
 

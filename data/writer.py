@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.tokenizer import class_of, utf8
-from runtime.files import atomic_write, lock, one_line, sync_directory
+from runtime.files import atomic_write, code_hashes, differing_files, lock, one_line, sync_directory
 
 SPLITS = ('train', 'val')
 
@@ -54,17 +54,20 @@ def write_bins(corpus, tokenizer, out_dir, num_proc, overwrite=False):
         raise SystemExit(f'{type(tokenizer).__name__}.{changed[0]}: meta.json would not bring it back as it is; '
                          'use lists, and dicts with strings as keys')
     identity = {**about, 'source': corpus.source, 'revision': corpus.revision, 'split': corpus.split}
-    parts = out_dir / f'parts.{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}'
+    code = {name: digest for name, digest in code_hashes().items() if name.startswith('data/')}
+    parts = out_dir / f'parts.{hashlib.sha256(json.dumps([identity, code]).encode()).hexdigest()[:12]}'
     with lock(out_dir / 'prepare.lock'):
         if overwrite:  # finished bins stay until the new ones are complete
             shutil.rmtree(parts, ignore_errors=True)
         meta = None if overwrite or parts.exists() else find_existing(out_dir, identity)
         if meta:
-            print(f'{out_dir}: already has these bins, nothing to do (--overwrite makes them again)')
+            changed = ', '.join(differing_files(meta.get('code'), code))
+            print(f'{out_dir}: already has these bins, nothing to do (--overwrite makes them again'
+                  f'{changed and f"; {changed} changed since"})')
         else:
             try:
                 write_parts(corpus.open(), tokenizer, parts, num_proc)
-                meta = join(parts, identity, tokenizer.meta.get('json'))
+                meta = join(parts, {**identity, 'code': code}, tokenizer.meta.get('json'))
             except (KeyboardInterrupt, BrokenProcessPool, OSError) as error:
                 raise SystemExit(f'{out_dir}: stopped ({one_line(error)}); the same command, without --overwrite, '
                                  'resumes where it stopped (with a smaller --num_proc, if memory is short)') from None

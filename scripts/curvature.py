@@ -4,7 +4,8 @@
   python scripts/curvature.py out/gpt2-small-adamw --sequences 100 --estimator hutchinson        the paper's Figure "lt"
 
 It compares the checkpoint's h and update with those of a low-noise h, the mean of the squared gradients of single
-sequences on labels drawn from the model, as training draws them (`loss.Losses` and the hook). Without Sophia-G's h and
+sequences on labels drawn from the model, as training draws them (`loss.Losses` and the hook). The sequences are the
+same for every checkpoint: those of an iteration 0. Without Sophia-G's h and
 update, or with --estimator hutchinson, it only describes the diagonal. The table has a row for each KIND of
 hessian_norm/KIND.
 

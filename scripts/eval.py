@@ -38,8 +38,8 @@ def measure(loaded, data, args):
     loss = total / tokens
     result = dict(checkpoint=str(loaded.path), iter=loaded.state.get('iter_num'), data=str(data.path),
                   block_size=block_size, tokens=tokens, loss=loss, perplexity=math.exp(loss))
-    if data.text_bytes:
-        result['bits_per_byte'] = loss / math.log(2) * len(data) / data.text_bytes
+    if data.bytes_per_token:
+        result['bits_per_byte'] = loss / math.log(2) / data.bytes_per_token
     else:
         print(f'note: {data.path}: no bits_per_byte, because its meta.json does not have the bytes of the text; '
               'prepare the data again', file=sys.stderr)

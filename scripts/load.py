@@ -61,7 +61,7 @@ def load(path, device='cpu', tokenizer=None):
     if path.parent == given and best and best != path:
         print(f'note: {path} is the newest; {best} had the lowest validation loss', file=sys.stderr)
     if files := [name for name in differing_files(state.get('code'), code_hashes())
-                 if '/' not in name and name not in NOT_OF_THE_MODEL]:
+                 if name == 'data/tokenizer.py' or '/' not in name and name not in NOT_OF_THE_MODEL]:
         print(f'note: {", ".join(files)} changed since {path} was trained, so its outputs may differ', file=sys.stderr)
     args, weights = dict(state['model_args']), state.pop('model')
     if 'data' not in state and 'scale_attn_by_inverse_layer_idx' in args:

@@ -83,12 +83,18 @@ def write_bins(directory, train, val, vocab_size=256, dtype='uint16', meta=True)
     return directory
 
 
+def learnable(directory, val):
+    """Writes a data set with something to learn: 50,000 bytes, and `val` more, each of which mostly follows from the
+    one before."""
+    rng = np.random.default_rng(0)
+    tokens = np.cumsum(rng.choice([1, 2, 7], p=[0.8, 0.1, 0.1], size=50_000 + val)) % 251
+    return write_bins(directory, tokens[:50_000], tokens[50_000:])
+
+
 @pytest.fixture(scope='session')
 def corpus(tmp_path_factory):
-    """A data set with something to learn: 60,000 bytes, each of which mostly follows from the one before."""
-    rng = np.random.default_rng(0)
-    tokens = np.cumsum(rng.choice([1, 2, 7], p=[0.8, 0.1, 0.1], size=60_000)) % 251
-    command.corpus = write_bins(tmp_path_factory.mktemp('corpus'), tokens[:50_000], tokens[50_000:])
+    """The data set of `learnable`."""
+    command.corpus = learnable(tmp_path_factory.mktemp('corpus'), 2_000)
     return command.corpus
 
 

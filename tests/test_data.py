@@ -203,7 +203,7 @@ def test_openwebtext_has_nanogpts_split(tmp_path, monkeypatch):
         assert ids.tolist() == [i for text in parts[part]['text'] for i in [*tokenizer.encode(text), tokenizer.eot_id]]
         assert meta[split]['documents'] == size
         assert meta[split]['bytes'] == len(''.join(parts[part]['text']).encode())
-    assert {key: meta[key] for key in meta if key not in ('train', 'val')} == {
+    assert {key: meta[key] for key in meta if key not in ('code', 'train', 'val')} == {
         **tokenizer.meta, 'source': openwebtext.REPOSITORY, 'revision': openwebtext.REVISION,
         'split': f'train_test_split: {openwebtext.SPLIT}'}
 
@@ -433,6 +433,19 @@ def test_other_bins_in_the_way(tmp_path, capsys):
     (tmp_path / 'train.bin').write_bytes(b'\1')  # damaged bins of the same data are made again
     (tmp_path / 'val.bin').unlink()
     assert write(small_corpus()) == before == bins(tmp_path)[2]
+
+
+def test_bins_are_of_one_version_of_the_code(tmp_path, monkeypatch, capsys):
+    """What an earlier version has begun is not continued; of what it has finished, a line names the changed file."""
+    with pytest.raises(SystemExit):
+        write_bins(interrupted(small_corpus(), 1), BYTE, tmp_path, 1)
+    before = writer.code_hashes()
+    monkeypatch.setattr(writer, 'code_hashes', lambda: before | {'data/tokenizer.py': 'edited'})
+    write_bins(small_corpus(), BYTE, tmp_path, 1)
+    assert 'resuming' not in capsys.readouterr().out
+    monkeypatch.undo()
+    write_bins(small_corpus(), BYTE, tmp_path, 1)
+    assert '(--overwrite makes them again; data/tokenizer.py changed since)' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, BrokenProcessPool('killed'), OSError(5, 'Input/output error'),

@@ -1,7 +1,7 @@
 """The losses and h of short runs, pinned: what must not change when the code around the mathematics does."""
 
 import pytest
-from conftest import TINY, metrics
+from conftest import TINY, learnable, metrics
 
 import train
 
@@ -24,6 +24,11 @@ LOSSES = {
 # The norms of h after the estimates of iterations 0, 4 and 8, from commit ccec2ca.
 H_NORMS = {'ef_clip': [0.0243969, 0.0459173, 0.0547888], 'sophiag': [0.0193987, 0.0301482, 0.0388992],
            'sophiah': [0.6644033, 0.7903975, 0.8842465]}
+
+
+@pytest.fixture(scope='module')
+def corpus(tmp_path_factory):
+    return learnable(tmp_path_factory.mktemp('corpus'), 10_000)
 
 
 @pytest.mark.parametrize('name', LOSSES)
