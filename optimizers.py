@@ -441,6 +441,11 @@ def placeholders(config):
     return {key: one.type() for key, one in config.declared.items() if key in names and one.default is None}
 
 
+def defaults_of(config):
+    """Return the settings of a run of this optimizer whose files name none."""
+    return {**placeholders(config), **row(config.optimizer_name).settings, **config.defaults}
+
+
 def fill_settings(config):
     """Fill in the settings of the optimizer, hessian_batch_size for this run's mini-batch."""
     if config.optimizer_name in OLD_NAMES:

@@ -92,8 +92,11 @@ class RunRecord:
         return [line[column] * factor for line in found], [line[key] for line in found]
 
     def last(self, key):
-        """Return the latest measured value of `key`, or None."""
-        return next((line[key] for line in reversed(self.lines) if key in line), None)
+        """Return the latest measured value of `key`, or None; None, too, if the latest validation lacks it."""
+        latest = next((line for line in reversed(self.lines) if key in line), {})
+        skipped = key.startswith('val/') and any(
+            'val/loss' in line and line.get('iter', 0) > latest.get('iter', 0) for line in self.lines)
+        return None if skipped else latest.get(key)
 
     @property
     def unfinished(self):
@@ -201,15 +204,19 @@ def read_run(out_dir):
 
 
 def with_same_settings(runs):
-    """Give `runs` the same settings, and return them. One that a run lacks has the default of a run that has it, or
-    else is None: it is younger than the run, or a fork's. Its role is that run's, too."""
+    """Give `runs` the same settings, and return them. One that a run lacks has the default of a run that has it, of the
+    same optimizer where it is the optimizer's, or else is None: it is younger than the run, or a fork's. Its role is
+    that run's, too."""
     default, roles = dict.fromkeys(key for run in runs for key in run.config), {}
+    own = {run.optimizer_name: {} for run in runs}
     for run in runs:
-        sources = run.about.get('provenance', {})
+        sources, name = run.about.get('provenance', {}), run.optimizer_name
         default |= {key: value for key, value in run.config.items() if sources.get(key) == 'default'}
+        own[name] |= {key: value for key, value in run.config.items()
+                      if sources.get(key) in (f'optimizer {name}', f'not a setting of {name}')}
         roles |= {key: run.role(key) for key in run.about['config'] if 'roles' in run.about}
     for run in runs:
-        run.config, run.other_roles = {**default, **run.config}, roles
+        run.config, run.other_roles = {**default, **own[run.optimizer_name], **run.config}, roles
     return runs
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from configurator import HARMLESS, with_younger
 from data.tokenizer import check_same_tokenizer, folder_meta, tokenizer_from_meta
 from model import GPTConfig
-from optimizers import OLD_NAMES, placeholders
+from optimizers import OLD_NAMES, defaults_of
 from runtime import checkpoint, gpt, optim
 from runtime.files import code_hashes, differing_files
 from runtime.rng import seed_all
@@ -189,7 +189,7 @@ def compare(path, saved, c, fingerprints, learning_rate_at):
     of a horizon are harmless while all learning rates so far are the present schedule's.
     SystemExit when the optimizer or the data set differs.
     """
-    before = {**placeholders(c), **c.defaults, **with_younger(saved['config'])}
+    before = {**defaults_of(c), **with_younger(saved['config'])}
     before['optimizer_name'] = OLD_NAMES.get(before['optimizer_name'], before['optimizer_name'])
     for key in 'optimizer_name', 'optimizer_args':
         if before[key] != c.values[key]:

@@ -34,7 +34,7 @@ from analysis.figures import print_table
 from analysis.runs import as_number, is_seed, mean_final_loss, notes_on, read_run
 from configurator import Config, configure, with_younger
 from model import GPTConfig
-from optimizers import OLD_NAMES, placeholders
+from optimizers import OLD_NAMES, defaults_of
 from runtime.arguments import argument_parser, at_least
 from runtime.files import code_hashes, differing_files, local_path, one_line_errors, write_json
 from runtime.signals import undo_at_end
@@ -85,7 +85,7 @@ class Trial:
         unchecked = c.having('run') | {'eval_iters'} | {'dtype'} - c.given  # whose default is this machine's
         if train.finetunes(c):  # these follow the pretrained weights
             unchecked |= asdict(GPTConfig()).keys() - {'block_size', 'dropout'}
-        before = {**placeholders(c), **c.defaults, **with_younger(run.about['config'])}
+        before = {**defaults_of(c), **with_younger(run.about['config'])}
         for key, value in c.values.items():
             if key not in unchecked and value != before.get(key, value):
                 raise SystemExit(f'{self.out_dir}: holds a run with {key} = {before[key]!r}, asked for is '

@@ -461,7 +461,8 @@ def test_a_change_of_the_horizon_is_recorded_once_the_decay_has_begun(tmp_path, 
 
 def test_a_setting_that_the_checkpoint_lacks_had_its_default():
     before = train.resolve(['--optimizer_name=sophiag']).values
-    config = {key: value for key, value in before.items() if key not in ('hessian_parts', 'schedule', 'grad_clip')}
+    lacks = 'hessian_parts', 'gamma', 'schedule', 'grad_clip'
+    config = {key: value for key, value in before.items() if key not in lacks}
     state = dict(config=config, data={}, iter_num=4, train_state={}, optimizer={}, scaler={})
     for flags, changes in ([], []), (['--grad_clip=2'], [{'iter': 4, 'key': 'grad_clip', 'from': 1.0, 'to': 2.0}]):
         c = train.resolve(['--optimizer_name=sophiag', *flags])

@@ -257,6 +257,23 @@ def test_a_setting_that_an_edit_gives_the_model_is_part_of_the_protocol(tmp_path
             assert judge(tmp_path)['same_T']
 
 
+def test_an_older_run_has_its_optimizers_default_of_a_younger_setting(tmp_path):
+    """So it is a seed of the same settings, not another trial."""
+    made = [make(tmp_path, name, 100, 3.0, seed=seed) for name in ('sophiag', 'adamw') for seed in (1, 2)]
+    for older in made[::2]:
+        edit(older, lambda about: about['config'].pop('gamma'))
+    found = runs.with_same_settings([*map(runs.read_run, made)])
+    assert [run.gamma for run in found] == [0.05, 0.05, 0.0, 0.0]
+
+
+def test_a_measurement_of_an_earlier_validation_is_not_the_last(tmp_path):
+    run = runs.read_run(make(tmp_path, 'adamw', 100, 3.0))
+    run.lines[1]['val/training_loss'] = 4.0
+    assert run.final('val/training_loss') is None and run.final_loss == 3.0
+    run.lines.append({'iter': 100, 'val/training_loss': 3.5})
+    assert run.final('val/training_loss') == 3.5
+
+
 def test_iterations_with_fewer_tokens_cost_fewer_flops(tmp_path):
     run = runs.read_run(make(tmp_path, 'adamw', 100, 3.0))
     full = run.flops_per_iteration()

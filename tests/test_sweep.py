@@ -76,9 +76,11 @@ def test_a_run_that_is_there_with_other_settings_is_rejected(tmp_path):
         assert f'holds a run with {there}, asked' in rejection(sweep.Trial(tmp_path, {}, [*argv, flag]).check)
 
 
-def test_an_estimate_of_one_part_had_no_name_for_it(tmp_path):
+@pytest.mark.parametrize('key', ['hessian_parts', 'gamma'])
+def test_a_setting_of_the_optimizer_that_is_younger_than_a_run(tmp_path, key):
+    """An estimate of one part had no name for it; else the run has its optimizer's default."""
     argv = [*SHAPE, '--optimizer_name=sophiag']
-    edit(fake_run(tmp_path, 3.0, argv), lambda about: about['config'].pop('hessian_parts'))
+    edit(fake_run(tmp_path, 3.0, argv), lambda about: about['config'].pop(key))
     sweep.Trial(tmp_path, {}, argv).check()
 
 
