@@ -237,7 +237,7 @@ def shrunk(argv, steps):
     at = stops(steps)[1]
     logs = next(n for n in range(3, at + 1) if at % n == 0)
     small = {key: min(c.values[key], most) for key, most in few.items()} | dict(
-        max_iters=steps, lr_decay_iters=steps, eval_interval=2, eval_sequences=16, log_interval=logs,
+        max_iters=steps, lr_decay_iters=steps, eval_interval=2, eval_sequences=13, log_interval=logs,
         total_batch_size=8, batch_size=4, gradient_accumulation_steps=0, dtype='float32', parallel='ddp',
         activation_checkpointing=False, compile=False, device='cpu', backend='gloo', auto_resume=True,
         always_save_checkpoint=True, keep_checkpoints=steps, eval_only=False, wandb_log=False, max_hours=0)

@@ -35,6 +35,11 @@ def test_the_repository_passes(report):
     assert all('equal' in line for line in rounded) and 'warning' not in text
 
 
+def edited(module, function, old, new):
+    """The code that replaces words in a function of a module."""
+    return f'import {module}\nexec(inspect.getsource({module}.{function}).replace({old!r}, {new!r}), vars({module}))\n'
+
+
 # The edits of a fork: (its code; what a rehearsal compares; what it says)
 WINDOW = '''
 import collections, sophia
@@ -192,6 +197,8 @@ def scaled(self, x, *args):
     return forward(self, x / self.scale, *args)
 model.Block.__init__, model.Block.forward = made, scaled
 '''
+ACCURACY = edited('train', 'evaluate', 'training_loss, count])', '(logits.argmax(-1) == Y).float().mean(), '
+                  'torch.ones(())])')  # a mean over batches, of which the last has padding
 PENALTY = '''
 import train
 step = train.train_step
@@ -275,8 +282,10 @@ hessian.HessianHook.is_due = classmethod(lambda cls, iteration, interval: iterat
     (SPARSE, 'sharded', 'DIFFERS from step 0: momentum_norm is '),
     (CAPPED, 'evaluated', 'DIFFERS: scripts/eval.py measures '),
     (STATISTIC, 'recomputed', 'DIFFERS from step '),
+    (ACCURACY, 'micro-batches', ': val/training_loss is '),
 ], ids=['window', 'module', 'hook', 'average', 'model', 'ramp', 'stream', 'mean',
-        'previous', 'line', 'random', 'file', 'share', 'sparse', 'capped', 'statistic'])
+        'previous', 'line', 'random', 'file', 'share', 'sparse', 'capped', 'statistic',
+        'accuracy'])
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, *['--optimizer_name=sophiah'] * (code is PREVIOUS), '--only', comparison)
     assert status and text.startswith(comparison) and words in text
