@@ -241,7 +241,8 @@ def shrunk(argv, steps):
         total_batch_size=8, batch_size=4, gradient_accumulation_steps=0, dtype='float32', parallel='ddp',
         activation_checkpointing=False, compile=False, device='cpu', backend='gloo', auto_resume=True,
         always_save_checkpoint=True, keep_checkpoints=steps, eval_only=False, wandb_log=False, max_hours=0)
-    small |= dict.fromkeys(own & {'hessian_batch_size'}, 4)  # of which each of two ranks has two
+    # With 6 sequences the micro-batches of a step have several sizes. Parts of 6 would not be the same on two ranks.
+    small |= dict.fromkeys(own & {'hessian_batch_size'}, 4 if small.get('hessian_parts', 1) > 1 else 6)
     return [arg for arg in argv if arg[:2] != '--'] + [f'--{key}={value}' for key, value in small.items()] + [
         arg for arg in argv if arg[:2] == '--']
 

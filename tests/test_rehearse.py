@@ -199,6 +199,7 @@ model.Block.__init__, model.Block.forward = made, scaled
 '''
 ACCURACY = edited('train', 'evaluate', 'training_loss, count])', '(logits.argmax(-1) == Y).float().mean(), '
                   'torch.ones(())])')  # a mean over batches, of which the last has padding
+OF_MICRO_BATCHES = edited('train', 'train_step', 'loss * (count / positions)', 'loss / len(micro_batches)')
 PENALTY = '''
 import train
 step = train.train_step
@@ -282,10 +283,11 @@ hessian.HessianHook.is_due = classmethod(lambda cls, iteration, interval: iterat
     (SPARSE, 'sharded', 'DIFFERS from step 0: momentum_norm is '),
     (CAPPED, 'evaluated', 'DIFFERS: scripts/eval.py measures '),
     (STATISTIC, 'recomputed', 'DIFFERS from step '),
+    (OF_MICRO_BATCHES, 'micro-batches', 'DIFFERS from step 0: grad_norm is '),
     (ACCURACY, 'micro-batches', ': val/training_loss is '),
 ], ids=['window', 'module', 'hook', 'average', 'model', 'ramp', 'stream', 'mean',
         'previous', 'line', 'random', 'file', 'share', 'sparse', 'capped', 'statistic',
-        'accuracy'])
+        'of_micro_batches', 'accuracy'])
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, *['--optimizer_name=sophiah'] * (code is PREVIOUS), '--only', comparison)
     assert status and text.startswith(comparison) and words in text
@@ -324,7 +326,7 @@ def test_updates_and_estimates_that_are_not_counted_are_noted(report):
         "step 1 makes an estimate, though hessian_interval = 2; figures spread the FLOPs of the hook's `estimates` "
         'evenly over the run',
         'a step with an estimate takes 4 times the FLOPs of flops_per_token in runtime/gpt.py, and figures count '
-        '2.33 times']
+        '3 times']
 
 
 def test_a_file_that_training_reads_is_named(report, corpus, tmp_path):
