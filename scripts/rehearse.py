@@ -329,38 +329,45 @@ def evaluated(whole, sequences):
 # Comparisons
 
 
-def apart(one, two):
-    """Return the relative difference of two values, 0 where they are equal, infinity for different kinds."""
+def apart(one, two, start=None):
+    """Return the relative difference of two values, 0 where they are equal, infinity for different kinds; given where
+    a tensor has been at the `start`, relative to how far it is from there."""
     if equal(one, two):
         return 0.0
     if not all(isinstance(value, (bool, int, float, torch.Tensor)) for value in (one, two)):
         return math.inf
     one, two = (torch.as_tensor(value, dtype=torch.float64) for value in (one, two))
-    return ((one - two).norm() / max(one.norm(), two.norm())).item() if one.shape == two.shape else math.inf
+    if one.shape != two.shape:
+        return math.inf
+    size = max(one.norm(), two.norm())
+    if start is not None:
+        size = max((one - start).norm(), TOLERANCE * size)  # which may be all that rounding allows
+    return ((one - two).norm() / size).item()
 
 
 def difference(ours, theirs, nudged=None, whole=True):
     """Compare the steps of two runs. Return (whether they agree, and a text that says how far).
 
     They agree if they are equal, or, given a third run whose weights were `nudged`, up to rounding: the relative
-    difference is below TOLERANCE, or ten times what that run has shown so far for values of this kind. Unless `whole`,
-    the optimizer's state is left out, which cannot be read from shards.
+    difference, of weights relative to how far they have moved, is below TOLERANCE, or ten times what that run has shown
+    so far for values of this kind. Unless `whole`, the optimizer's state is left out, which cannot be read from shards.
     """
-    largest, drift = (0.0, ''), {}
+    largest, drift, starts = (0.0, ''), {}, {}
     for step in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(step, {}), theirs.get(step, {})
         for name in a if nudged else ():
-            relative = apart(a[name], nudged.get(step, {}).get(name, 'nothing'))
+            relative = apart(a[name], nudged.get(step, {}).get(name, 'nothing'), starts.get(name))
             drift[kind(name)] = max(drift.get(kind(name), 0.0), relative)
         for name in {**a, **b}:
             if nudged and name.startswith(COUNTS) or not whole and name.startswith('optimizer'):
                 continue
             x, y = a.get(name, 'nothing'), b.get(name, 'nothing')
-            relative = apart(x, y)
+            relative = apart(x, y, starts.get(name))
             allowed = max(TOLERANCE, 10 * drift.get(kind(name), 0.0)) if nudged else 0.0
             if not relative <= allowed:  # NaN, too
                 return False, f'DIFFERS from step {step}: {name} is {shown(y)} instead of {shown(x)}'
             largest = max(largest, (relative, f'{name} at step {step}'))
+        starts = {name: value for name, value in a.items() if name.startswith('weights')} | starts
     return True, f'equal up to rounding (at most {largest[0]:.1g}, {largest[1]})' if largest[0] else 'equal'
 
 

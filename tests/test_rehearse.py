@@ -175,6 +175,11 @@ import sophia
 sophia.Sophia.rule = lambda self, params, grads, *rest: sophia.sophia_update(
     params, [g * (g.abs() > g.abs().mean()) for g in grads], *rest)
 '''
+TRUST_RATIO = edited('sophia', 'sophia_update', 'clip_(update, rho)', '''clip_(update, rho)
+    for p, u in zip(params, update):
+        u.mul_(p.norm() / (u.norm() + 1e-12))''') + '''
+sophia.Sophia.rule = staticmethod(sophia.sophia_update)
+'''
 CAPPED = '''
 import train
 make, head = train.make_model, torch.nn.Linear.forward
@@ -281,12 +286,13 @@ hessian.HessianHook.is_due = classmethod(lambda cls, iteration, interval: iterat
     (FILE, 'resumed', 'equal; a resume does not bring back file sum.txt ('),
     (SHARE, 'two ranks', 'DIFFERS from step 0: mean_id is '),
     (SPARSE, 'sharded', 'DIFFERS from step 0: momentum_norm is '),
+    (TRUST_RATIO, 'sharded', 'DIFFERS from step 2: weights.'),
     (CAPPED, 'evaluated', 'DIFFERS: scripts/eval.py measures '),
     (STATISTIC, 'recomputed', 'DIFFERS from step '),
     (OF_MICRO_BATCHES, 'micro-batches', 'DIFFERS from step 0: grad_norm is '),
     (ACCURACY, 'micro-batches', ': val/training_loss is '),
 ], ids=['window', 'module', 'hook', 'average', 'model', 'ramp', 'stream', 'mean',
-        'previous', 'line', 'random', 'file', 'share', 'sparse', 'capped', 'statistic',
+        'previous', 'line', 'random', 'file', 'share', 'sparse', 'trust_ratio', 'capped', 'statistic',
         'of_micro_batches', 'accuracy'])
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, *['--optimizer_name=sophiah'] * (code is PREVIOUS), '--only', comparison)
