@@ -206,7 +206,8 @@ def main(argv=None):
     adamw = [text for text in texts if train.resolve(environment_of(text)[1]).optimizer_name == 'adamw']
     cases = [(text, None) for text in texts] + [(text, args.baseline) for text in adamw if args.baseline]
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))) for _ in cases]
+        context = multiprocessing.get_context('forkserver')
+        processes = [stack.enter_context(ProcessPoolExecutor(1, context)) for _ in cases]
         with ThreadPoolExecutor(args.jobs) as waiting:
             list(waiting.map(lambda process, case: process.submit(set_up, *case).result(), processes, cases))
         for round_ in range(args.rounds):

@@ -648,7 +648,7 @@ def on_each_of_two_ranks(rank, path):
 @pytest.fixture(scope='module')
 def two_ranks(tmp_path_factory):
     path = tmp_path_factory.mktemp('ranks')
-    torch.multiprocessing.spawn(on_each_of_two_ranks, (path,), nprocs=2)
+    torch.multiprocessing.start_processes(on_each_of_two_ranks, (path,), nprocs=2, start_method='forkserver')
     return [torch.load(path / f'{rank}.pt') for rank in range(2)]
 
 
