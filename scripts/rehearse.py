@@ -3,12 +3,12 @@
   python scripts/rehearse.py config/quickstart.py --optimizer_name=sophiah
 
 trains a few steps of train.py with the config's optimizer, schedule and data, but a small model and short sequences, in
-float32 on a CPU: in one go; again, with batches that are read late; stopped and resumed, once at an evaluation and
-estimate and once between them; in smaller micro-batches; on two ranks; on their shards; with activation checkpointing;
-compiled. It compares metrics, weights and the optimizer's state after every step, and the last validation loss with
-scripts/eval.py's of the checkpoint. It prints a line for each: equal; equal up to rounding; or the first step and the
-first number or tensor that differ, and what a resume did not bring back. Exit status 1 if something differs. It warns
-where what the first run says of its steps is not so: the loss, clipping, decay, learning rate, FLOPs.
+float32 on a CPU: in one go; again, with batches that are read late; stopped and resumed, once after an evaluation and
+once before one; in smaller micro-batches; on two ranks; on their shards; with activation checkpointing; compiled. It
+compares metrics, weights and the optimizer's state after each step, and the last validation loss with scripts/eval.py's
+of the checkpoint. It prints a line for each: equal; equal up to rounding; or the first step and the first number or
+tensor that differ, and what a resume did not bring back. Exit status 1 if something differs. It warns where what the
+first run says of its steps is not so: the loss, clipping, decay, learning rate, FLOPs.
 Checkpoints of every step go to a temporary directory: with GPT-2's ids 2 GB.
 """
 
@@ -71,9 +71,16 @@ MACHINE = re.compile('(^|[_/])(time|ms|sec|seconds|mfu|memory)(_|$)')  # metrics
 
 def session(unsaved_path, late, nudge, flags):
     """Train with `flags` and save after every step; `late`: with batches that are read when they are needed; `nudge`:
-    from weights that differ in their last bits. Write to `unsaved_path` what no checkpoint holds at the `stops`."""
+    from weights that differ in their last bits. Write to `unsaved_path` what no checkpoint holds at the `stops`, and
+    keep the checkpoint that an evaluation replaces at the second one."""
     c, opened, found = train.resolve(flags), set(), {}
-    train_step, audit = train.train_step, Audit(c, train.train_step)
+    train_step, evaluate, audit = train.train_step, train.evaluate_and_save, Audit(c, train.train_step)
+
+    def keeping(run):
+        path = path_of(c.out_dir, run.state.iter)
+        if run.state.iter == stops(c.max_iters)[1] and run.world.is_master and path.is_file():
+            shutil.copy(path, f'{c.out_dir}.{run.state.iter}')
+        evaluate(run)
 
     def saved_step(run, sequences, iteration):
         if nudge and iteration == 0:
@@ -87,7 +94,7 @@ def session(unsaved_path, late, nudge, flags):
         run.stops.save = True
         return (train_step if c.compile or run.world.size > 1 else audit.step)(run, sequences, iteration)
 
-    train.train_step = saved_step
+    train.train_step, train.evaluate_and_save = saved_step, keeping
     loader.ThreadPoolExecutor = lambda *args: reader(late)
     sys.addaudithook(lambda event, args: event == 'open' and args[1] in ('r', 'rb') and opened.add(str(args[0])))
     train.train(c)
@@ -221,9 +228,9 @@ def unsaved_state(run):
 
 
 def stops(steps):
-    """Return after how many of `steps` steps a run is stopped and resumed: where `shrunk` neither evaluates nor
-    estimates, and where it does both, and logs what follows. It does not log the step before."""
-    return 3, steps // 4 * 2 + 2
+    """Return after how many of `steps` steps a run is stopped and resumed: after an evaluation of `shrunk` without an
+    estimate, and before one with an estimate. It logs what follows, and not the step before."""
+    return 3, max(6, steps // 12 * 6)
 
 
 def shrunk(argv, steps):
@@ -234,10 +241,8 @@ def shrunk(argv, steps):
         few |= dict(n_layer=2, n_head=2, n_embd=32)
     own = train.optimizers.row(c.optimizer_name).settings.keys()
     few |= {key: 2 for key in ('hessian_interval', 'hessian_parts') if key in own}
-    at = stops(steps)[1]
-    logs = next(n for n in range(3, at + 1) if at % n == 0)
     small = {key: min(c.values[key], most) for key, most in few.items()} | dict(
-        max_iters=steps, lr_decay_iters=steps, eval_interval=2, eval_sequences=13, log_interval=logs,
+        max_iters=steps, lr_decay_iters=steps, eval_interval=3, eval_sequences=13, log_interval=3,
         total_batch_size=8, batch_size=4, gradient_accumulation_steps=0, dtype='float32', parallel='ddp',
         activation_checkpointing=False, compile=False, device='cpu', backend='gloo', auto_resume=True,
         always_save_checkpoint=True, keep_checkpoints=steps, eval_only=False, wandb_log=False, max_hours=0)
@@ -304,8 +309,9 @@ def resumed(whole, places, flags):
     for step in places:
         before, out_dir = run, whole.out_dir.with_name(f'resumed_{step}')
         out_dir.mkdir()
-        for path in before.out_dir / 'metrics.jsonl', path_of(before.out_dir, step):
-            shutil.copy(path, out_dir)
+        shutil.copy(before.out_dir / 'metrics.jsonl', out_dir)
+        kept = Path(f'{before.out_dir}.{step}')
+        shutil.copy(kept if kept.is_file() else path_of(before.out_dir, step), path_of(out_dir, step))
         run = trained(out_dir, flags, first=whole.seconds)
         run.steps |= {i: values for i, values in before.steps.items() if i < step}
         run.unsaved |= {key: value for key, value in before.unsaved.items() if key[0] < step}
@@ -414,7 +420,7 @@ def main(argv=None):
         session(*json.loads(argv[1]), argv[2:])
         return
     parser = argument_parser(__doc__, allow_abbrev=False, usage='%(prog)s CONFIG [--KEY=VALUE ...]')
-    parser.add_argument('--steps', type=at_least(5), default=10, help='of each run (default: 10)')
+    parser.add_argument('--steps', type=at_least(7), default=10, help='of each run (default: 10)')
     comparisons = [*EXACT, 'evaluated', *ROUNDED]
     parser.add_argument('--only', choices=comparisons, nargs='+', default=comparisons, help='some of the comparisons')
     args, flags = parser.parse_known_args(argv)
