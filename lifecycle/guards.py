@@ -10,7 +10,7 @@ from dataclasses import asdict
 import torch
 
 from lifecycle.run import same_buffers, warn_of_unsaved
-from loss import Losses
+from loss import Losses, cross_entropy
 from runtime import optimizer_state
 from runtime.checkpoint import check_plain, parameter_names
 from runtime.distributed import one_message
@@ -92,11 +92,21 @@ def check_outputs(run, sequences):
     if getattr(logits, 'shape', ())[:2] != Y.shape or getattr(loss, 'shape', None) != ():
         raise SystemExit('model.py: with targets, GPT.forward must return the logits of all positions, (B, T, '
                          'vocab_size), and the mean loss, a 0-d tensor')
+    warn_of_cross_entropy(run, logits[:1].detach(), sequences[:1, 1:])
     if masks:
         check_masks(run, Y, logits, loss, heads=len(outputs) - 1)
     if masks or run.hessian.hessian_products:
         warn_of_another_loss(run, sequences, loss)
     run.world.reshard(run.raw_model)
+
+
+def warn_of_cross_entropy(run, logits, targets):
+    """Warn where `loss.cross_entropy`, by which val/loss and sampled labels count, is not the plain one."""
+    targets = targets.clamp(min=0)
+    plain = -logits.float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    if run.world.is_master and not torch.allclose(cross_entropy(logits, targets), plain, 1e-3, 1e-3, equal_nan=True):
+        warn('loss.py: cross_entropy is not the plain one, as val/loss and the estimates of Sophia-G must be; put '
+             'smoothed labels and the like into `token_loss`')
 
 
 def warn_of_another_loss(run, sequences, loss):

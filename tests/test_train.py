@@ -513,6 +513,14 @@ def test_weights_in_the_loss_that_the_estimate_does_not_see_are_noted(main, tmp_
     assert (f'predictions have weights {words} in the loss' in err) if words else not err
 
 
+@pytest.mark.parametrize('name', ['adamw', 'sophiag'])
+def test_a_val_loss_that_is_not_the_plain_cross_entropy_is_noted(main, tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr(torch.nn.functional, 'cross_entropy', functools.partial(
+        torch.nn.functional.cross_entropy, label_smoothing=0.1))
+    main(tmp_path, f'--optimizer_name={name}', '--max_iters=1', '--eval_iters=1')
+    assert 'loss.py: cross_entropy is not the plain one' in capsys.readouterr().err
+
+
 def test_other_labels_are_not_taken_for_weights(main, tmp_path, monkeypatch, capsys):
     """Smoothed ones leave the Hessian in the logits as it is."""
     monkeypatch.setattr(loss, 'token_loss', lambda logits, targets: (
