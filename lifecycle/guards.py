@@ -222,10 +222,12 @@ def warn_of_weights(run, counts, logits, gradient):
     weights = (product.float() @ signs.float() / run.scaler.get_scale() * counts.sum() / plain)[counts & (plain > 0.01)]
     if not len(weights):  # a trained model may be sure of all labels
         return
+    mean = round(weights.mean().item(), 2)  # which few predictions may change
     low, high = (round(weights.quantile(q).item(), 2) for q in (0.05, 0.95))
-    if run.world.is_master and not 0.9 <= low <= high <= 1.1:
-        warn(f'model.py: predictions have weights of {low:g} to {high:g} in the loss, which the Hessian estimate does '
-             'not see; multiply --gamma by their mean, and see docs/hacking.md, "Another loss"')
+    if run.world.is_master and not (0.9 <= low <= high <= 1.1 and 0.9 <= mean <= 1.1):
+        warn(f'model.py: predictions have weights of {weights.min():.2g} to {weights.max():.2g} in the loss, which the '
+             f'Hessian estimate does not see; multiply --gamma by their mean, {mean:g}, and see docs/hacking.md, '
+             '"Another loss"')
 
 
 def warn_of_runaway(run, metrics):

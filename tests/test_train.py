@@ -503,7 +503,8 @@ def test_a_mask_that_the_second_loss_does_not_see_stops_the_run_before_its_first
 
 
 @pytest.mark.parametrize('weight, words', [
-    (0.01, 'of 0.01 to 0.01'), (1, ''), (torch.linspace(0.1, 1.9, 32), 'of 0.17 to 1.83'), (torch.tensor(1.05), '')])
+    (0.01, 'of 0.01 to 0.01'), (1, ''), (torch.linspace(0.1, 1.9, 32), 'of 0.1 to 1.9'), (torch.tensor(1.05), ''),
+    (1 + 9 * (torch.arange(32) == 5), 'of 1 to 10')])
 def test_weights_in_the_loss_that_the_estimate_does_not_see_are_noted(main, tmp_path, monkeypatch, capsys, weight,
                                                                       words):
     plain = loss.token_loss
