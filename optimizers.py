@@ -240,7 +240,7 @@ def matrices_and_rest(groups):
     """Return the param groups of the matrices that Muon is for, which are in the blocks, and the groups of the rest."""
     def for_muon(group, p):
         p = p[1] if isinstance(p, tuple) else p  # named_parameters() gives pairs
-        return group.get('role') != 'embedding' and p.dim() == 2
+        return group.get('role') != 'embedding' and p.dim() == 2 and is_matrix(p)
 
     matrices = [dict(group, params=[p for p in group['params'] if for_muon(group, p)]) for group in groups]
     rest = [dict(group, params=[p for p in group['params'] if not for_muon(group, p)]) for group in groups]
@@ -382,18 +382,24 @@ def hessian_flops_per_token(settings, flops_per_token):
     return OPTIMIZERS[name].hook.cost * share * estimates * flops_per_token if estimates else 0.0
 
 
+def is_matrix(p):
+    """Return whether two dimensions of `p` or more have several entries, so that a gain of shape (n_head, 1, 1) is a
+    vector. nanoGPT decays whatever has two dimensions."""
+    return sum(n > 1 for n in p.shape) > 1
+
+
 def parameter_groups(model, weight_decay):
     """Return the param groups of the embeddings (and an untied head) and of the blocks' matrices, both with weight
-    decay (None: the optimizer's own), and of norms and biases, without.
+    decay (None: the optimizer's own), and of norms, biases and other vectors, without.
 
     A group's `lr_scale` multiplies its learning rate. The `role` 'embedding' keeps matrices from Muon, which is for
     hidden layers.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     in_blocks = set(model.transformer.h.parameters())
-    hidden = [p for p in trained if p.dim() > 1 and p in in_blocks]
-    others = [p for p in trained if p.dim() > 1 and p not in in_blocks]
-    vectors = [p for p in trained if p.dim() < 2]
+    hidden = [p for p in trained if is_matrix(p) and p in in_blocks]
+    others = [p for p in trained if is_matrix(p) and p not in in_blocks]
+    vectors = [p for p in trained if not is_matrix(p)]
     decay = {} if weight_decay is None else dict(weight_decay=weight_decay)
     groups = [dict(params=others, role='embedding', **decay), dict(params=hidden, **decay),
               dict(params=vectors, weight_decay=0.0)]
@@ -541,8 +547,8 @@ def optimizer_metrics(optimizer, model):
 
 
 def kind_of(name, p):
-    """Return the kind of a GPT's parameter: norm (biases, too), attention, mlp, embedding (an untied head, too); or
+    """Return the kind of a GPT's parameter: norm (any vector), attention, mlp, embedding (an untied head, too); or
     other, in a module whose name is not model.py's."""
-    if p.dim() < 2:
+    if not is_matrix(p):
         return 'norm'
     return next((KINDS[part] for part in name.split('.') if part in KINDS), 'other')

@@ -456,12 +456,12 @@ def test_metrics():
         def metrics(self):
             return dict(temperature=torch.tensor(2.0))
 
-    model = torch.nn.ParameterDict(dict(a=torch.zeros(2), b=torch.zeros(1, 2)))
-    kinds = {'hessian_norm/norm': 800 ** 0.5, 'hessian_norm/other': 800 ** 0.5}
+    model = torch.nn.ParameterDict(dict(a=torch.zeros(5), b=torch.zeros(2, 2)))
+    kinds = {'hessian_norm/norm': 2000 ** 0.5, 'hessian_norm/other': 40.0}
     for optimizer, expected in (
-            (Own(model.parameters(), lr=0.1, momentum=0.9), dict(momentum_norm=2.0, temperature=2.0)),
+            (Own(model.parameters(), lr=0.1, momentum=0.9), dict(momentum_norm=3.0, temperature=2.0)),
             (Sophia(model.parameters(), lr=0.1, betas=(0.5, 0.5)), dict(
-                momentum_norm=1.0, hessian_norm=40.0, update_unclipped=1.0, **kinds))):
+                momentum_norm=1.5, hessian_norm=60.0, update_unclipped=1.0, **kinds))):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         if isinstance(optimizer, Sophia):

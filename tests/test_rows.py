@@ -12,7 +12,7 @@ import train as program
 from hessian import StepHook
 from lifecycle import guards
 from model import GPT, GPTConfig
-from optimizers import OPTIMIZERS, build_optimizer, parameter_groups
+from optimizers import OPTIMIZERS, build_optimizer, kind_of, parameter_groups
 from runtime import optim
 from runtime.distributed import World
 from runtime.optimizer_state import first_difference
@@ -87,6 +87,18 @@ def test_groups_hold_exactly_the_trained_parameters():
                       for layer in ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')]
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert sorted(embedding + hidden + vector) == sorted(trained)
+
+
+def test_a_gain_is_a_vector_whatever_its_shape():
+    """Without weight decay, not Muon's, and with the norms in metrics."""
+    model = tiny_gpt()
+    gains = [torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 1, 1), (16, 1), (1, 1, 16))]
+    model.transformer.h[0].attn.gains = torch.nn.ParameterList(gains)
+    *_, vectors = parameter_groups(model, 0.1)
+    assert vectors['weight_decay'] == 0 and {*gains} <= {*vectors['params']}
+    muon, adamw = build_optimizer('muon', model.parameters(), lr=LR).optimizers
+    assert {*gains} <= {*optim.parameters(adamw)}
+    assert {kind_of('transformer.h.0.attn.gain', p) for p in gains} == {'norm'}
 
 
 @pytest.mark.parametrize('name', [*OPTIMIZERS, *BY_NAME])
