@@ -237,13 +237,18 @@ def from_library(groups, s, **arguments):
 
 
 def matrices_and_rest(groups):
-    """Return the param groups of the matrices that Muon is for, which are in the blocks, and the groups of the rest."""
+    """Return the param groups of the matrices that Muon is for, and the groups of the rest: those of the role 'hidden',
+    or, where no group has a role, all."""
+    role = 'hidden' if any(group.get('role') for group in groups) else None
+
     def for_muon(group, p):
         p = p[1] if isinstance(p, tuple) else p  # named_parameters() gives pairs
-        return group.get('role') != 'embedding' and p.dim() == 2 and is_matrix(p)
+        return group.get('role') == role and p.dim() == 2 and is_matrix(p)
 
     matrices = [dict(group, params=[p for p in group['params'] if for_muon(group, p)]) for group in groups]
     rest = [dict(group, params=[p for p in group['params'] if not for_muon(group, p)]) for group in groups]
+    if not any(group['params'] for group in matrices):
+        raise SystemExit("parameter_groups: no group of the role 'hidden' has a matrix, and Muon takes no others")
     return [[group for group in part if group['params']] for part in (matrices, rest)]
 
 
@@ -392,8 +397,8 @@ def parameter_groups(model, weight_decay):
     """Return the param groups of the embeddings (and an untied head) and of the blocks' matrices, both with weight
     decay (None: the optimizer's own), and of norms, biases and other vectors, without.
 
-    A group's `lr_scale` multiplies its learning rate. The `role` 'embedding' keeps matrices from Muon, which is for
-    hidden layers.
+    A group's `lr_scale` multiplies its learning rate. Muon, which is for hidden layers, takes the matrices of groups of
+    the `role` 'hidden' only.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     in_blocks = set(model.transformer.h.parameters())
@@ -401,7 +406,7 @@ def parameter_groups(model, weight_decay):
     others = [p for p in trained if is_matrix(p) and p not in in_blocks]
     vectors = [p for p in trained if not is_matrix(p)]
     decay = {} if weight_decay is None else dict(weight_decay=weight_decay)
-    groups = [dict(params=others, role='embedding', **decay), dict(params=hidden, **decay),
+    groups = [dict(params=others, role='embedding', **decay), dict(params=hidden, role='hidden', **decay),
               dict(params=vectors, weight_decay=0.0)]
     return [group for group in groups if group['params']]
 

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def test_groups_hold_exactly_the_trained_parameters():
     model.transformer.wpe.weight.requires_grad_(False)
     groups = parameter_groups(model, 0.1)
     assert [(group.get('role'), group['weight_decay']) for group in groups] == [
-        ('embedding', 0.1), (None, 0.1), (None, 0.0)]
+        ('embedding', 0.1), ('hidden', 0.1), (None, 0.0)]
     names = {id(p): name for name, p in model.named_parameters()}
     embedding, hidden, vector = ([names[id(p)] for p in group['params']] for group in groups)
     assert embedding == ['transformer.wte.weight']
@@ -87,6 +88,19 @@ def test_groups_hold_exactly_the_trained_parameters():
                       for layer in ('attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')]
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert sorted(embedding + hidden + vector) == sorted(trained)
+
+
+def test_matrices_of_a_group_without_a_role_are_not_for_muon():
+    """As of positions that an edit gives a group of their own. Of groups that have no role at all, they are."""
+    model = tiny_gpt()
+    embedding, hidden, vectors = parameter_groups(model, 0.1)
+    tokens, positions = embedding['params']
+    groups = [embedding | dict(params=[tokens]), dict(params=[positions], weight_decay=0.0), hidden, vectors]
+    for one in groups, [{key: value for key, value in group.items() if key != 'role'} for group in groups]:
+        muon, adamw = build_optimizer('muon', one, lr=LR).optimizers
+        assert (positions in {*optim.parameters(adamw)}) == (one is groups)
+        assert {*hidden['params']} <= {*optim.parameters(muon)}
+    assert "no group of the role 'hidden'" in rejection(partial(build_optimizer, 'muon', groups[:2], lr=LR))
 
 
 def test_a_gain_is_a_vector_whatever_its_shape():

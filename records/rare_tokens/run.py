@@ -70,7 +70,7 @@ OPTIMIZERS.update(
     rms_embedding=Row(partial(build_sophia, cls=partial(Rms, everywhere=False)), WITHOUT_H, SOPHIA_G_LR,
                       'Table 3, sophiag'),
     mean_embedding=row(partial(MeanOf, role='embedding')),
-    mean_matrices=row(partial(MeanOf, role=None)),
+    mean_matrices=row(partial(MeanOf, role='hidden')),
     sampled_adam=Row(sampled_adam, SOPHIA_G | dict(eps=1e-8, weight_decay=0.1), SOPHIA_G_LR, 'Table 3, sophiag',
                      GNBHook))
 
