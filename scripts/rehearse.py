@@ -144,11 +144,15 @@ class Audit:
         counter, got = FlopCounterMode(display=False, custom_mapping=ATTENTION), {}
 
         def measure(optimizer, *arguments):
+            scaled = [(float(group['lr']), group.get('lr_scale', 1.0)) for group in optimizer.param_groups]
             got.update(norm=global_norm([p.grad for p in run.params if p.grad is not None]).item(),
-                       decays=decays(optimizer), rates=rates(optimizer), flops=counter.get_total_flops())
+                       decays=decays(optimizer), rates=[rate / scale for rate, scale in scaled if scale],
+                       flops=counter.get_total_flops())
 
         counted = iteration in {1, run.config.hessian_interval} - {0}  # with an estimate and, if any has none, without
-        with run.optimizer.register_step_pre_hook(measure), counter if counted else contextlib.nullcontext():
+        with (run.optimizer.register_step_pre_hook(measure),
+              run.optimizer.register_step_post_hook(lambda one, *_: got.update(unclipped=unclipped(one))),
+              counter if counted else contextlib.nullcontext()):
             step = self.train_step(run, sequences, iteration)
         if got:
             self.clipped += got['norm'] < (1 - TOLERANCE) * step.grad_norm
@@ -176,6 +180,9 @@ class Audit:
             self.expect('rate', math.isclose(rate, lr, rel_tol=1e-6), f'the learning rate of step {iteration} is '
                         f'{rate:.4g}, and learning_rate_at gives {lr:.4g}, by which scripts/speedup.py judges the '
                         'schedule of a run')
+        now = unclipped(run.optimizer)
+        self.expect('unclipped', now == got['unclipped'], f'update_unclipped: is {now:.3g} after step {iteration}, and '
+                    f"was {got['unclipped']:.3g} at its update: h or m has changed since")
         interval = run.config.hessian_interval
         self.expect('estimates', step.estimated == bool(interval and iteration % interval == 0),
                     f'step {iteration} makes {"an" if step.estimated else "no"} estimate, though hessian_interval = '
@@ -194,10 +201,9 @@ def decays(optimizer):
     return [float(group.get('weight_decay') or 0) for group in optimizer.param_groups]
 
 
-def rates(optimizer):
-    """Return the learning rate that each param group has of the schedule, before its `lr_scale`, unless that is 0."""
-    scaled = [(float(group['lr']), group.get('lr_scale', 1.0)) for group in optimizer.param_groups]
-    return [rate / scale for rate, scale in scaled if scale]
+def unclipped(optimizer):
+    """Return the fraction of the latest update that the optimizer would log as not clipped."""
+    return float(getattr(optimizer, 'metrics', dict)().get('update_unclipped', 0))
 
 
 def reader(late):
@@ -343,12 +349,10 @@ def apart(one, two, start=None):
     if not all(isinstance(value, (bool, int, float, torch.Tensor)) for value in (one, two)):
         return math.inf
     one, two = (torch.as_tensor(value, dtype=torch.float64) for value in (one, two))
-    if one.shape != two.shape:
-        return math.inf
     size = max(one.norm(), two.norm())
     if start is not None:
-        size = max((one - start).norm(), TOLERANCE * size)  # which may be all that rounding allows
-    return ((one - two).norm() / size).item()
+        size = max((one - start).norm(), TOLERANCE * size)  # because rounding is relative to the tensor
+    return ((one - two).norm() / size).item() if one.shape == two.shape else math.inf
 
 
 def difference(ours, theirs, nudged=None, whole=True):

@@ -214,6 +214,12 @@ model.Block.__init__, model.Block.forward = made, scaled
 ACCURACY = edited('train', 'evaluate', 'training_loss, count])', '(logits.argmax(-1) == Y).float().mean(), '
                   'torch.ones(())])')  # a mean over batches, of which the last has padding
 OF_MICRO_BATCHES = edited('train', 'train_step', 'loss * (count / positions)', 'loss / len(micro_batches)')
+AFTERWARDS = edited('train', 'train_step', ''' or hessian.finish()
+    if not problem:
+        scaler.step(run.optimizer)''', '''
+    if not problem:
+        scaler.step(run.optimizer)
+        hessian.finish()''')
 PENALTY = '''
 import train
 step = train.train_step
@@ -325,12 +331,13 @@ def test_tensors_of_a_hessian_vector_product_may_be_kept(report):
 
 
 def test_what_a_run_says_of_its_steps_and_is_not_so_is_noted(report):
-    edits = PENALTY + BY_VALUE + ALL_DECAY + HALF_RATE + TWICE + NO_END
+    edits = AFTERWARDS + PENALTY + BY_VALUE + ALL_DECAY + HALF_RATE + TWICE + NO_END
     _, text = report(edits, '--grad_clip=100', '--hessian_interval=3', '--only', 'again')
     for words in ('the loss of the first step is ', 'grad_clipped: counts 0 of 1 gradients, and 1 were clipped',
                   'weight decay: a param group that parameter_groups gives none, as of norms and biases, has ',
                   'the learning rate of step 0 is ',
-                  'a step takes 2 times the FLOPs of flops_per_token', 'learning_rate_at: at lr_decay_iters it is '):
+                  'a step takes 2 times the FLOPs of flops_per_token', 'learning_rate_at: at lr_decay_iters it is ',
+                  'update_unclipped: is '):
         assert f'warning: {words}' in text
 
 
