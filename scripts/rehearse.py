@@ -150,6 +150,8 @@ class Audit:
                        flops=counter.get_total_flops())
 
         counted = iteration in {1, run.config.hessian_interval} - {0}  # with an estimate and, if any has none, without
+        # PyTorch counts the backward pass of a convolution as if it had one group.
+        counted = counted and all(getattr(module, 'groups', 1) == 1 for module in run.raw_model.modules())
         with (run.optimizer.register_step_pre_hook(measure),
               run.optimizer.register_step_post_hook(lambda one, *_: got.update(unclipped=unclipped(one))),
               counter if counted else contextlib.nullcontext()):
