@@ -8,7 +8,7 @@ once before one; in smaller micro-batches; on two ranks; on their shards; with a
 compares metrics, weights and the optimizer's state after each step, and the last validation loss with scripts/eval.py's
 of the checkpoint. It prints a line for each: equal; equal up to rounding; or the first step and the first number or
 tensor that differ, and what a resume did not bring back. Exit status 1 if something differs. It warns where what the
-first run says of its steps is not so: the loss, clipping, decay, learning rate, FLOPs.
+first run says of its steps is not so: the loss, clipping, decay, learning rate, FLOPs, h.
 Checkpoints of every step go to a temporary directory: with GPT-2's ids 2 GB.
 """
 
@@ -44,7 +44,7 @@ from runtime.checkpoint import checkpoints, load_checkpoint, number, path_of
 from runtime.device import can_compile
 from runtime.files import load_pt, one_line_errors, own_modules, save_pt, warn
 from runtime.gpt import flops_per_token
-from runtime.optim import global_norm
+from runtime.optim import global_norm, parameters
 from runtime.optimizer_state import equal, leaves
 
 EXACT = 'again', 'resumed'
@@ -113,8 +113,7 @@ class Audit:
     def __init__(self, c, train_step):
         self.train_step, self.said = train_step, set()
         self.decays = self.loss = None  # at first: of the param groups, and by GPT.forward
-        self.clipped = 0  # gradients that reached the optimizer smaller than they were
-        self.latest = None  # iteration
+        self.clipped, self.latest = 0, None  # gradients that reached the optimizer smaller than they were; iteration
         if c.decay_lr and c.schedule != 'constant':
             end = train.learning_rate_at(c, c.lr_decay_iters)
             self.expect('end', math.isclose(end, c.min_lr, abs_tol=1e-3 * c.learning_rate),
@@ -167,6 +166,13 @@ class Audit:
         if not run.config.dropout:
             with torch.no_grad(), same_buffers(run.raw_model):
                 self.loss = run.raw_model(sequences[:, :-1].clone(), sequences[:, 1:].clone())[1].item()
+        if isinstance(run.optimizer, train.optimizers.Sophia):
+            other, level = train.make_optimizer(run.config, run.raw_model), 1 - run.config.beta2
+            other.update_hessian([torch.ones_like(p) for p in parameters(other)])
+            for h in (state['hessian'].mean().item() for state in other.state.values()):
+                self.expect('level', math.isclose(h, level, rel_tol=TOLERANCE), f'h: a first estimate of 1 makes it '
+                            f'{h:.3g} instead of 1 − beta2 = {level:.3g}, which scripts/curvature.py (level, '
+                            'averaged, mean_age, noise_of_h) and the warning of a runaway assume')
 
     def compare(self, run, iteration, step, got):
         """Warn where a step is not as the run says, by what its optimizer has `got`."""

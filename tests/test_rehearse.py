@@ -280,6 +280,12 @@ def doubled(self, *args):
     return due
 hessian.HessianHook.start = doubled
 '''
+FROM_FIRST = '''
+def update_ema(self, group, params, targets):
+    for h, target in zip(self.buffers(params, 'hessian'), targets):
+        h.lerp_(target, 1 - group['betas'][1] if h.any() else 1)
+optimizers.Sophia.update_ema = update_ema
+'''
 OFTEN = '''
 import hessian
 hessian.HessianHook.is_due = classmethod(lambda cls, iteration, interval: iteration < 2 or iteration % interval == 0)
@@ -342,13 +348,13 @@ def test_tensors_of_a_hessian_vector_product_may_be_kept(report):
 
 
 def test_what_a_run_says_of_its_steps_and_is_not_so_is_noted(report):
-    edits = AFTERWARDS + PENALTY + BY_VALUE + ALL_DECAY + HALF_RATE + TWICE + NO_END
+    edits = AFTERWARDS + FROM_FIRST + PENALTY + BY_VALUE + ALL_DECAY + HALF_RATE + TWICE + NO_END
     _, text = report(edits, '--grad_clip=100', '--hessian_interval=3', '--only', 'again')
     for words in ('the loss of the first step is ', 'grad_clipped: counts 0 of 1 gradients, and 1 were clipped',
                   'weight decay: a param group that parameter_groups gives none, as of norms and biases, has ',
                   'the learning rate of step 0 is ',
                   'a step takes 2 times the FLOPs of flops_per_token', 'learning_rate_at: at lr_decay_iters it is ',
-                  'update_unclipped: is '):
+                  'update_unclipped: is ', 'h: a first estimate of 1 makes it 1 instead of 1 − beta2 = 0.01, '):
         assert f'warning: {words}' in text
 
 
