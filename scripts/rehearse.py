@@ -169,7 +169,7 @@ class Audit:
         if isinstance(run.optimizer, train.optimizers.Sophia):
             other, level = train.make_optimizer(run.config, run.raw_model), 1 - run.config.beta2
             other.update_hessian([torch.ones_like(p) for p in parameters(other)])
-            for h in (state['hessian'].mean().item() for state in other.state.values()):
+            for h in (state['hessian'].mean().item() for state in other.state.values() if 'hessian' in state):
                 self.expect('level', math.isclose(h, level, rel_tol=TOLERANCE), f'h: a first estimate of 1 makes it '
                             f'{h:.3g} instead of 1 − beta2 = {level:.3g}, which scripts/curvature.py (level, '
                             'averaged, mean_age, noise_of_h) and the warning of a runaway assume')
