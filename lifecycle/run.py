@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from optimizers import hessian_flops_per_token
+from optimizers import hessian_flops_per_token, is_matrix
 from runtime import checkpoint, gpt, optim, optimizer_state, runlog
 from runtime.device import device_name
 from runtime.files import FAILED, warn, write_text
@@ -41,7 +41,7 @@ def open_log(run, origin, train_data):
     if origin.path:
         log.print(f'resuming from {origin.path} at iteration {state.iter} of {c.max_iters}')
     for line in (*(f'changed: {line}' for line in origin.differences), *c.lines(), *notes(c),
-                 *rate_notes(run.optimizer)):
+                 *group_notes(run.optimizer)):
         log.print(line)
     log.print(f'{parameters:,} parameters; {len(train_data):,} training tokens; '
               f'{c.total_batch_size * c.block_size:,} tokens per iteration = {world.size} device(s) × '
@@ -61,9 +61,13 @@ def notes(c):
                '--warmup_iters')
 
 
-def rate_notes(optimizer):
-    """Yield lines about learning rates that are not the logged one."""
-    scales = sorted({group.get('lr_scale', 1.0) for group in optimizer.param_groups})
+def group_notes(optimizer):
+    """Yield lines about param groups whose learning rate is not the logged one, or that Muon does not take."""
+    groups = optimizer.param_groups
+    if len(optim.parts(optimizer)) > 1 and any(group.get('role') for group in groups) and any(
+            is_matrix(p) for group in groups if not group.get('role') for p in group['params']):
+        yield "note: Muon takes no matrix of a param group without a role; those of hidden layers need role='hidden'"
+    scales = sorted({group.get('lr_scale', 1.0) for group in groups})
     if scales != [1.0]:
         yield (f'note: param groups have learning rates of {scales[0]:g} to {scales[-1]:g} times the logged one '
                '(lr_scale)')
