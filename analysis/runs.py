@@ -93,10 +93,13 @@ class RunRecord:
 
     def last(self, key):
         """Return the latest measured value of `key`, or None; None, too, if the latest validation lacks it."""
-        latest = next((line for line in reversed(self.lines) if key in line), {})
-        skipped = key.startswith('val/') and any(
-            'val/loss' in line and line.get('iter', 0) > latest.get('iter', 0) for line in self.lines)
-        return None if skipped else latest.get(key)
+        def latest(name):
+            return next((line for line in reversed(self.lines) if name in line), {})
+
+        line = latest(key)
+        if key.startswith('val/') and line.get('iter', 0) < latest('val/loss').get('iter', 0):
+            return None
+        return line.get(key)
 
     @property
     def unfinished(self):
