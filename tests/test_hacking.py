@@ -27,10 +27,9 @@ CHECKS = {
 }
 
 ELSEWHERE = '''
-for name, module in [*sys.modules.items()]:
-    file = getattr(module, '__file__', None) or ''
-    if file.startswith({root!r}) and 'site-packages' not in file:
-        del sys.modules[name]
+from runtime.files import own_modules
+for _, module in own_modules():
+    sys.modules.pop(module.__name__, None)
 sys.path[:] = [path for path in sys.path if not path.startswith({root!r}) or 'site-packages' in path]
 os.chdir({copy!r})
 '''
