@@ -5,9 +5,8 @@
 
 It compares the checkpoint's h and update with those of a low-noise h, the mean of the squared gradients of single
 sequences on labels drawn from the model, as training draws them (`loss.Losses` and the hook). The sequences are the
-same for every checkpoint: those of an iteration 0. Without Sophia-G's h and
-update, or with --estimator hutchinson, it only describes the diagonal. The table has a row for each KIND of
-hessian_norm/KIND.
+same for every checkpoint: those of an iteration 0. Without Sophia-G's h and update, or with --estimator hutchinson, it
+only describes the diagonal. The table has a row for each KIND of hessian_norm/KIND.
 
   positive          share of the diagonal's entries that are above 0
   agreement         correlation of the logarithms of two low-noise h, from different halves of the sequences

@@ -113,7 +113,8 @@ class Audit:
     def __init__(self, c, train_step):
         self.train_step, self.said = train_step, set()
         self.decays = self.loss = None  # at first: of the param groups, and by GPT.forward
-        self.clipped, self.latest = 0, None  # gradients that reached the optimizer smaller than they were; iteration
+        self.clipped = 0  # gradients that reached the optimizer smaller than they were
+        self.latest = None  # iteration
         if c.decay_lr and c.schedule != 'constant':
             end = train.learning_rate_at(c, c.lr_decay_iters)
             self.expect('end', math.isclose(end, c.min_lr, abs_tol=1e-3 * c.learning_rate),
