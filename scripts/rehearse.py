@@ -14,7 +14,6 @@ Checkpoints of every step go to a temporary directory: with GPT-2's ids 2 GB.
 
 import contextlib
 import functools
-import gc
 import hashlib
 import json
 import math
@@ -73,8 +72,13 @@ def session(unsaved_path, late, nudge, flags):
     """Train with `flags` and save after every step; `late`: with batches that are read when they are needed; `nudge`:
     from weights that differ in their last bits. Write to `unsaved_path` what no checkpoint holds at the `stops`, and
     keep the checkpoint that an evaluation replaces at the second one."""
-    c, opened, found = train.resolve(flags), set(), {}
+    c, opened, found, loaders = train.resolve(flags), set(), {}, []
     train_step, evaluate, audit = train.train_step, train.evaluate_and_save, Audit(c, train.train_step)
+    make_loader = loader.TrainLoader.__init__
+
+    def noted(self, *args, **options):
+        loaders.append(self)
+        make_loader(self, *args, **options)
 
     def keeping(run):
         path = path_of(c.out_dir, run.state.iter)
@@ -89,12 +93,12 @@ def session(unsaved_path, late, nudge, flags):
                     p.mul_(1 + 2e-7 * torch.randint_like(p, 2))
         if iteration in stops(c.max_iters) and run.world.is_master:
             found.update({(iteration, name): value.clone() if isinstance(value, torch.Tensor) else repr(value)
-                          for name, value in unsaved_state(run)})
+                          for name, value in unsaved_state(run, loaders)})
             save_pt(unsaved_path, found)
         run.stops.save = True
         return (train_step if c.compile or run.world.size > 1 else audit.step)(run, sequences, iteration)
 
-    train.train_step, train.evaluate_and_save = saved_step, keeping
+    train.train_step, train.evaluate_and_save, loader.TrainLoader.__init__ = saved_step, keeping, noted
     loader.ThreadPoolExecutor = lambda *args: reader(late)
     sys.addaudithook(lambda event, args: event == 'open' and args[1] in ('r', 'rb') and opened.add(str(args[0])))
     train.train(c)
@@ -225,9 +229,9 @@ def reader(late):
     return SimpleNamespace(submit=submit, shutdown=lambda **options: None)
 
 
-def unsaved_state(run):
+def unsaved_state(run, loaders):
     """Return (name, leaf) of all else that the code of an experiment may keep from one iteration to the next."""
-    parts = [('loader', one, ()) for one in gc.get_objects() if issubclass(type(one), loader.TrainLoader)]
+    parts = [('loader', one, ()) for one in loaders]
     parts += [(key, getattr(run, key), {'advised'}) for key in ('log', 'stops', 'world')]
     for path, module in own_modules():
         name = module.__name__
