@@ -83,26 +83,33 @@ LOGS = itertools.count()
 PRELOAD = ['faults', 'pytest', 'tqdm', 'torch._dynamo', 'torch.distributed.fsdp', 'torch.distributed.checkpoint']
 
 
-def fork(script, *argv, logs, seconds, faults='', ranks=1, machines=1):
-    """Runs a script of the repository in `ranks` forked processes, without torchrun, on as if several `machines`, each
-    for at most `seconds`, with the CODE `faults` and with its output in the directory `logs`. Returns Done: the first
-    exit code that is not 0 (-n after signal n; None when a process hung), and the output of one after the other."""
+def begin(script, argv, out, err, faults='', **environment):
+    """Starts a script of the repository in a forked process, with the CODE `faults`; its output is added to the files
+    `out` and `err`. Returns the multiprocessing.Process."""
     with mock.patch.dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=f'{ROOT}/tests'):
         context = multiprocessing.get_context('forkserver')
         context.set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
-    environment = dict(os.environ, OMP_NUM_THREADS='1')
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1', **environment}
+    process = context.Process(target=forked, args=(faults, ROOT / script, [*map(str, argv)], out, err, environment))
+    process.start()
+    return process
+
+
+def fork(script, *argv, logs, seconds, faults='', ranks=1, machines=1):
+    """Runs a script of the repository in `ranks` forked processes, without torchrun, on as if several `machines`, each
+    for at most `seconds`, with the CODE `faults` and with its output in the directory `logs`. Returns Done: the first
+    exit code that is not 0 (-n after signal n; None when a process hung), and the output of one after the other."""
+    paths = [Path(logs) / f'{next(LOGS)}' for _ in range(ranks)]
+    processes, environment = [], {}
     if ranks > 1:
         with socket.create_server(('127.0.0.1', 0)) as free:
-            environment.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks // machines),
+            environment = dict(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks // machines),
                                MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free.getsockname()[1]))
-    paths = [Path(logs) / f'{next(LOGS)}' for _ in range(ranks)]
-    processes = [
-        context.Process(target=forked, args=(faults, ROOT / script, [*map(str, argv)], path, {
-            **environment, **(dict(RANK=str(rank), LOCAL_RANK=str(rank)) if ranks > 1 else {})}))
-        for rank, path in enumerate(paths)]
-    for process in processes:
-        process.start()
+    for rank, path in enumerate(paths):
+        if ranks > 1:
+            environment |= dict(RANK=str(rank), LOCAL_RANK=str(rank))
+        processes.append(begin(script, argv, path.with_suffix('.out'), path.with_suffix('.err'), faults, **environment))
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(0, deadline - time.monotonic()))
@@ -114,10 +121,10 @@ def fork(script, *argv, logs, seconds, faults='', ranks=1, machines=1):
     return Done(code, *(''.join(path.with_suffix(end).read_text() for path in paths) for end in ('.out', '.err')))
 
 
-def forked(code, script, argv, log, environment):
+def forked(code, script, argv, out, err, environment):
     """The body of a forked process; ends it as Python would."""
-    for descriptor, end in (1, '.out'), (2, '.err'):
-        os.dup2(os.open(log.with_suffix(end), os.O_WRONLY | os.O_CREAT), descriptor)
+    for descriptor, path in (1, out), (2, err):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.clear()
     os.environ.update(environment)
     number = 0

@@ -26,12 +26,16 @@ CHECKS = {
     'batch_ramp rates_by_layer early_stopping': 'batch_ramp learning_rates_and_weight_decay_by_layer early_stopping',
 }
 
-ELSEWHERE = '''
+
+
+def elsewhere(copy):
+    """Code for `fork`: the modules in the directory `copy` take the place of the repository's."""
+    return f'''
 from runtime.files import own_modules
 for _, module in own_modules():
     sys.modules.pop(module.__name__, None)
-sys.path[:] = [path for path in sys.path if not path.startswith({root!r}) or 'site-packages' in path]
-os.chdir({copy!r})
+sys.path[:] = [path for path in sys.path if not path.startswith({str(ROOT)!r}) or 'site-packages' in path]
+os.chdir({str(copy)!r})
 '''
 
 
@@ -45,11 +49,9 @@ def copy_repository(target):
 
 @pytest.fixture
 def check(fork, data):
-    """check(functions, copy, ranks=): functions of recipe.py in the directory `copy`, whose modules take the place of
-    the repository's, which forked processes share."""
+    """check(functions, copy, ranks=): functions of recipe.py in the directory `copy`."""
     def run(functions, copy, ranks=1):
-        elsewhere = ELSEWHERE.format(root=str(ROOT), copy=str(copy))
-        done = fork('tests/recipe.py', data, *functions.split(), faults=elsewhere, ranks=ranks, seconds=600)
+        done = fork('tests/recipe.py', data, *functions.split(), faults=elsewhere(copy), ranks=ranks, seconds=600)
         assert done.out.count('the checks passed\n') == ranks, f'{done.out[-2000:]}\n{done.err[-2000:]}'
     return run
 

@@ -5,9 +5,12 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
+import faults
 import pytest
 from conftest import ROOT, TINY, rejection
 from fake_runs import SHAPE, edit, fake_run, rows_of
@@ -17,6 +20,25 @@ from analysis import runs
 from configurator import setting
 from runtime.signals import undo_at_end
 from scripts import curvature, sweep, tune
+
+
+@pytest.fixture(scope='module', autouse=True)
+def forks():
+    """Sweeps fork train.py instead of starting Python, unless they have another launcher."""
+    launch = sweep.launch
+
+    def fork(words, out_dir, env):
+        python, script, *argv = words
+        if python != sys.executable:
+            return launch(words, out_dir, env=env)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        process = faults.begin(script, argv, *[out_dir / 'log.txt'] * 2, **env)
+        return SimpleNamespace(poll=lambda: process.exitcode, terminate=process.terminate, wait=process.join,
+                               kill=process.kill)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, 'launch', fork)
+        yield
 
 
 def test_a_spec_becomes_trials_in_order_with_stable_names(tmp_path):
