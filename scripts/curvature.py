@@ -133,18 +133,31 @@ def hutchinson_diagonal(model, params, sequences):
 
 
 def state_of_run(loaded, names):
-    """Return (h, m) of a checkpoint as vectors in the order of the parameters' `names`; (None, None) unless its
-    optimizer uses Sophia-G's estimates and update."""
+    """Return (h, m, groups) of a checkpoint: dicts of the vectors of the parameters' `names`, and the param groups,
+    whose `params` are names; (None, None, None) unless its optimizer uses Sophia-G's estimates and update."""
     row = OPTIMIZERS.get(loaded.state['config'].get('optimizer_name'))
     if not row or (row.build, row.hook) != (build_sophia, GNBHook):
-        return None, None
+        return None, None, None
     path, state = checkpoint.load_checkpoint(loaded.path, weights=False)
     saved = state['optimizer']
     if path.is_dir():
         from runtime.sharded import read_optimizer
         saved = read_optimizer(path, saved, {})
     device = next(loaded.model.parameters()).device
-    return [flat(saved['state'][name][key] for name in names).to(device) for key in ('hessian', 'exp_avg')]
+    h, m = ({name: flat([saved['state'][name][key]]).to(device) for name in names} for key in ('hessian', 'exp_avg'))
+    return h, m, saved['param_groups']
+
+
+def update_of(groups, m, h):
+    """Return the update of Sophia's param `groups`, a vector in the order of the dicts m and h of vectors: each group
+    has its own γ and ε, and, of the learning rate, its `lr_scale`."""
+    updates = {}
+    for group in groups:
+        names = [name for name in group['params'] if name in h]
+        clipped = precondition([m[name] for name in names], [h[name] for name in names], group['gamma'], group['eps'])
+        clip_(clipped, 1.0)
+        updates |= {name: group.get('lr_scale', 1.0) * update for name, update in zip(names, clipped)}
+    return torch.cat([updates[name] for name in h])
 
 
 def weights_of(iterations, interval, beta2):
@@ -219,15 +232,17 @@ def main(argv=None):
         diagonal = Gradients(model, params, sequences)
         whole['signal_over_noise'] = diagonal.signal / diagonal.noise
         size, parts = config.get('hessian_batch_size') or 16, config.get('hessian_parts') or 1
-        h, m = state_of_run(loaded, names)
+        h_of, m, groups = state_of_run(loaded, names)
+        h = h_of and flat(h_of.values())
     else:
         diagonal = hutchinson_diagonal(model, params, sequences)
     low = sum(diagonal.halves)
     if h is not None:
         whole |= weights_of(loaded.state['iter_num'], config['hessian_interval'], config['beta2'])
-        updates = precondition([m, m], [h, low], config['gamma'], config['eps'])
-        clip_(updates, 1.0)
-        sign, along, along_low = curvature_along(model, sequences, torch.stack([m.sign(), *updates], 1))
+        low_of = dict(zip(names, low.split([p.numel() for p in params])))
+        none = {name: torch.zeros_like(values) for name, values in h_of.items()}  # of sign momentum
+        updates = [update_of(groups, m, values) for values in (none, h_of, low_of)]
+        sign, along, along_low = curvature_along(model, sequences, torch.stack(updates, 1))
         whole |= dict(along_run=along / sign, along_low=along_low / sign)
         run = h, parts, whole['averaged']
 

@@ -14,6 +14,7 @@ from loss import Losses
 from runtime.files import save_pt
 from scripts import curvature
 from scripts.curvature import Gradients, curvature_along, draw_gradients, trained
+from sophia import Sophia
 
 
 @pytest.fixture(scope='module')
@@ -28,9 +29,9 @@ def gpt():
 def test_h_of_other_estimates_and_updates_is_not_judged_by_these(tmp_path, name, known):
     state = dict(w=dict(hessian=torch.ones(2), exp_avg=torch.zeros(2)))
     save_pt(tmp_path / 'ckpt_00000001.pt', dict(model={}, model_args={}, iter_num=1, config={}, optimizer=dict(
-        state=state, shapes={})))
+        state=state, shapes={}, param_groups=[])))
     loaded = SimpleNamespace(path=tmp_path, state=dict(config=dict(optimizer_name=name)), model=torch.nn.Linear(1, 1))
-    h, _ = curvature.state_of_run(loaded, ['w'])
+    h, *_ = curvature.state_of_run(loaded, ['w'])
     assert (h is not None) == known
 
 
@@ -64,6 +65,23 @@ def test_the_curvature_along_an_update_is_the_gauss_newton_form(gpt):
     draws = sequences[:2].repeat(1000, 1)
     one, two = curvature_along(model, draws, torch.stack([u, -2 * u], 1))
     assert one == pytest.approx(two) == pytest.approx(exact.item(), rel=3 * (2 / len(draws)) ** 0.5)
+
+
+def test_the_update_is_that_of_the_param_groups():
+    """Each with its γ, and lr_scale times the learning rate."""
+    params = [torch.nn.Parameter(torch.randn(4)) for _ in range(2)]
+    groups = [dict(params=params[:1], lr_scale=3.0), dict(params=params[1:], gamma=0.5, lr=0.5)]
+    optimizer = Sophia(groups, lr=1.0, gamma=0.2, weight_decay=0.0)
+    optimizer.param_groups[0]['lr'] = 3.0
+    optimizer.update_hessian([torch.rand_like(p) for p in params])
+    before = flat(params)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    optimizer.param_groups[1]['lr_scale'] = 0.5
+    h, m = ({i: optimizer.state[p][key].flatten() for i, p in enumerate(params)} for key in ('hessian', 'exp_avg'))
+    named = [dict(group, params=[i]) for i, group in enumerate(optimizer.param_groups)][::-1]
+    torch.testing.assert_close(curvature.update_of(named, m, h), before - flat(params))
 
 
 def test_frozen_parameters_are_left_out(gpt):
