@@ -121,7 +121,7 @@ class World:
         # Inputs of blocks keep their dtype: the residual stream stays float32.
         options = dict(mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),
                        mp_policy=MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False))
-        for block in blocks:
+        for block in dict.fromkeys(blocks):  # one may be used in several places
             if compile:  # inside FSDP's hooks
                 block.forward = torch.compile(block.forward)
             fully_shard(block, **options)

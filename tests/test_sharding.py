@@ -47,6 +47,19 @@ def test_any_number_of_ranks_trains_as_one_does(run, name, parallel, flags, rank
     assert_same_metrics(run(name, parallel, *flags, ranks=ranks, machines=machines), run(name, ranks=1))
 
 
+def test_a_block_in_two_places_is_sharded_once(train, tmp_path):
+    for ranks, parallel in (2, 'fsdp'), (1, 'ddp'):
+        train(tmp_path / parallel, *RUN, f'--parallel={parallel}', '--max_iters=5', ranks=ranks, name='sophiag',
+              check=True, faults="""
+init = model.GPT.__init__
+def shared(self, config):
+    init(self, config)
+    self.transformer.h[1] = self.transformer.h[0]
+model.GPT.__init__ = shared
+""")
+    assert_same_metrics(tmp_path / 'fsdp', tmp_path / 'ddp')
+
+
 def test_an_averaging_optimizer_trains_as_replicas_do(train, tmp_path):
     """It evaluates other weights than it trains, which must not stay gathered until the next step."""
     for parallel in 'fsdp', 'ddp':
@@ -150,7 +163,8 @@ def test_the_curvature_script_reads_h_and_m_from_shards(stopped):
     for parallel in 'fsdp', 'ddp':
         path, state = checkpoint.load_checkpoint(stopped(parallel))
         loaded = SimpleNamespace(path=path, state=state, model=torch.nn.Linear(1, 1))
-        found.append(curvature.state_of_run(loaded, [*state['optimizer']['shapes']]))
+        h, m, _ = curvature.state_of_run(loaded, [*state['optimizer']['shapes']])
+        found.append([curvature.flat(part.values()) for part in (h, m)])
     for shards, whole in zip(*found):
         torch.testing.assert_close(shards, whole, rtol=1e-3, atol=1e-3 * whole.abs().max().item())
 
