@@ -98,9 +98,9 @@ class CombinedOptimizer(torch.optim.Optimizer):
     """Several `optimizers` as one, with their param groups in order and their state in its `state`, and the base class
     of optimizers that wrap others. `owners`: the number of the optimizer that each param group belongs to.
 
-    A wrapper, such as Lookahead, overrides `step`. It keeps all that a resume needs in `state` and `param_groups`, and
-    adds to a parameter's state only after the parts' first step, because many optimizers take a parameter that has any
-    state for one that has theirs.
+    A wrapper, such as Lookahead, overrides `step`, and passes on `update_hessian` and `metrics` where its part has
+    these. It keeps all that a resume needs in `state` and `param_groups`, and adds to a parameter's state only after
+    the parts' first step, because many optimizers take a parameter that has any state for one that has theirs.
     """
 
     def __init__(self, *optimizers):
@@ -118,6 +118,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for i, optimizer in enumerate(self.optimizers):
             optimizer.param_groups = [group for group, owner in zip(self.param_groups, self.owners) if owner == i]
             optimizer.state = self.state
+            if isinstance(optimizer, CombinedOptimizer):
+                optimizer.share()
 
     def __setstate__(self, state):  # the end of load_state_dict
         super().__setstate__(state)

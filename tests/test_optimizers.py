@@ -355,6 +355,19 @@ def test_several_optimizers_under_schedulers():
         both.add_param_group(dict(params=make_params()))
 
 
+def test_several_optimizers_in_a_wrapper_have_one_state():
+    params, others = make_params(), make_params()
+    wrapper, other = (optim.CombinedOptimizer(muon(those)) for those in (params, others))
+    train(wrapper, params, 2)
+    assert wrapper.state.keys() == set(params)
+    other.load_state_dict(copy.deepcopy(wrapper.state_dict()))
+    for p, q in zip(params, others):
+        q.data.copy_(p)
+    for optimizer, those in (wrapper, params), (other, others):
+        train(optimizer, those, 1, first=2)
+    torch.testing.assert_close(others, params, rtol=0, atol=0)
+
+
 def test_adahessian_needs_an_estimate_before_its_first_step():
     params = make_params()
     before = [p.detach().clone() for p in params]
