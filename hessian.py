@@ -7,13 +7,14 @@ iteration's mini-batch (Algorithm 3, lines 7 to 9). Everything random is a funct
 """
 
 import contextlib
+import re
 
 import torch
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime.checkpoint import parameter_names
-from runtime.files import warn
+from runtime.files import one_line, warn
 from runtime.optim import OVERFLOWS, parameters
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
 from sophia import GaussNewtonBartlett, Hutchinson, add_shards, check_finite, hessian_vector_product, local, meshes_of
@@ -335,8 +336,15 @@ class HutchinsonHook(HessianHook):
         n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows), self.lean)
         self.find_places()  # because a forward may have assigned buffers anew
         for x, y in zip(X.split(n), Y.split(n)):
-            with self.autocast:
-                product = self.product(x, y, estimator.u)
+            try:
+                with self.autocast:
+                    product = self.product(x, y, estimator.u)
+            except RuntimeError as error:  # NotImplementedError, too
+                if not re.search('forward AD|functorch', str(error)):
+                    raise
+                raise SystemExit(f'{type(self).__name__}: the loss has an operator without a forward-mode derivative, '
+                                 "which Hessian-vector products need; use PyTorch's own, or an estimator without "
+                                 f'products, such as sophiag ({one_line(error)})') from None
             # Like the loss, over the predictions; the model's forward has masked targets in place.
             estimator.add(product, int((y >= 0).sum()) / y.size(1))
             del product  # frees the memory for the next one

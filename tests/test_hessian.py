@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch._functorch.config
-from conftest import needs_compiler, random_gpt
+from conftest import needs_compiler, random_gpt, rejection
 from reference import double_precision, flat  # noqa: F401 - for every test here
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -258,6 +258,25 @@ def test_hessian_vector_products_in_low_precision(gpt):
     torch.testing.assert_close(half, exact, rtol=0, atol=0)
     assert [make_hook(model, 'sophiah', compile=compile, autocast=autocast).lean
             for compile in (False, True) for autocast in (None, bfloat16)] == [False, False, False, True]
+
+
+def test_an_operator_without_a_forward_mode_derivative_is_one_line(gpt, monkeypatch):
+    """Gauss-Newton-Bartlett does not need it."""
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    model, idx = copy.deepcopy(gpt[0]), gpt[1]
+    plain = estimates(model, idx, 'sophiag')
+    model.transformer.ln_f.register_forward_hook(lambda module, args, output: Same.apply(output))
+    torch.testing.assert_close(estimates(model, idx, 'sophiag'), plain)
+    message = rejection(estimates, model, idx, 'sophiah')
+    assert message.startswith('HutchinsonHook: the loss has an operator without a forward-mode derivative, which ')
 
 
 @pytest.mark.parametrize('scale', [{}, dict(loss_scale=2.0)])
