@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.tokenizer import END_OF_TEXT, GPT2, Byte, FileTokenizer
 from runtime.arguments import argument_parser
-from runtime.files import local_path, one_line_errors
+from runtime.files import local_path, one_line, one_line_errors
 from runtime.gpt import ACTIVATIONS, TRANSPOSED, num_params
 from scripts.load import MODEL_HELP, add_tokenizer_flag, load, with_tokenizer
 
@@ -87,7 +87,10 @@ def export(loaded, dest):
     dest.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory('.partial', f'{dest.name}.', dest.parent) as folder:
         partial = Path(folder, 'model')
-        exported = to_hf(model, loaded.tokenizer.eot_id)
+        try:
+            exported = to_hf(model, loaded.tokenizer.eot_id)
+        except RuntimeError as error:
+            raise SystemExit(f"{dest}: not written; the weights are not a GPT-2's ({one_line(error)})") from None
         exported.save_pretrained(partial)
         if exported.config.scale_attn_by_inverse_layer_idx:
             # Without this, transformers before 5.4 would not scale.

@@ -155,12 +155,16 @@ def test_nothing_else_than_a_gpt2_is_exported(tmp_path):
         with torch.no_grad():
             model.transformer.ln_f.weight[0] = float('nan')
 
+    def add(model):
+        model.scale = torch.nn.Parameter(torch.ones(1))
+
     def divide(model):
         plain = model.forward
         model.forward = lambda idx, targets=None: (plain(idx)[0] * (idx == 0).any(1)[:, None, None].logical_not(), None)
 
     for change in untie, spoil, divide:  # the last one only where documents end
         assert 'other logits' in exported(change)
+    assert "not written; the weights are not a GPT-2's (" in exported(add)
     (tmp_path / 'file').touch()
     assert 'file: exists' in rejection(export_main, [str(tmp_path / 'run'), str(tmp_path / 'file')])
     assert sorted(path.name for path in tmp_path.iterdir()) == ['file', 'masking', 'run']
