@@ -41,7 +41,7 @@ from lifecycle.run import same_buffers, unsaved
 from runtime.arguments import argument_parser, at_least
 from runtime.checkpoint import checkpoints, load_checkpoint, number, path_of
 from runtime.device import can_compile
-from runtime.files import load_pt, one_line_errors, own_modules, save_pt, warn
+from runtime.files import last_words, load_pt, one_line_errors, own_modules, save_pt, warn
 from runtime.gpt import flops_per_token
 from runtime.optim import global_norm, parameters
 from runtime.optimizer_state import equal, leaves
@@ -57,6 +57,7 @@ CODE = '.py', '.pyc'
 CHECKED = 'train.bin', 'val.bin', 'meta.json', 'tokenizer.json'  # of the data set, whose change a resume notices
 SYSTEM = sys.prefix, sys.base_prefix, '/usr', '/lib', '/etc', '/opt', '/proc', '/sys', '/dev'
 COUNTS = 'TrainState.', 'grad_clipped', 'update_unclipped'  # of which rounding may change one
+ASSUMED = 'scripts/curvature.py (level, averaged, mean_age, noise_of_h) and the warning of a runaway assume'
 ATTENTION = {  # which PyTorch does not count on a CPU
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: (
         sdpa_flop_count(q, k, v)),
@@ -146,6 +147,8 @@ class Audit:
         self.expect('clipped', self.clipped == run.state.clipped, f'grad_clipped: counts {run.state.clipped} of '
                     f'{iteration} gradients, and {self.clipped} were clipped')
         counter, got = FlopCounterMode(display=False, custom_mapping=ATTENTION), {}
+        counter.mod_tracker = contextlib.nullcontext()  # its hooks fail where a parameter is the input of a module
+        counter.mod_tracker.parents = {'Global'}
 
         def measure(optimizer, *arguments):
             scaled = [(float(group['lr']), group.get('lr_scale', 1.0)) for group in optimizer.param_groups]
@@ -176,8 +179,7 @@ class Audit:
             other.update_hessian([torch.ones_like(p) for p in parameters(other)])
             for h in (state['hessian'].mean().item() for state in other.state.values() if 'hessian' in state):
                 self.expect('level', math.isclose(h, level, rel_tol=TOLERANCE), f'h: a first estimate of 1 makes it '
-                            f'{h:.3g} instead of 1 − beta2 = {level:.3g}, which scripts/curvature.py (level, '
-                            'averaged, mean_age, noise_of_h) and the warning of a runaway assume')
+                            f'{h:.3g} instead of 1 − beta2 = {level:.3g}, which {ASSUMED}')
 
     def compare(self, run, iteration, step, got):
         """Warn where a step is not as the run says, by what its optimizer has `got`."""
@@ -196,6 +198,10 @@ class Audit:
         now = unclipped(run.optimizer)
         self.expect('unclipped', now == got['unclipped'], f'update_unclipped: is {now:.3g} after step {iteration}, and '
                     f"was {got['unclipped']:.3g} at its update: h or m has changed since")
+        if step.estimated and isinstance(run.optimizer, train.optimizers.Sophia):
+            beta2s = {group['betas'][1] for group in run.optimizer.param_groups}
+            self.expect('level', beta2s == {run.config.beta2}, f'h: β2 is {max(beta2s):.4g} at step {iteration} '
+                        f'instead of beta2 = {run.config.beta2:.4g}, which {ASSUMED}')
         interval = run.config.hessian_interval
         self.expect('estimates', step.estimated == bool(interval and iteration % interval == 0),
                     f'step {iteration} makes {"an" if step.estimated else "no"} estimate, though hessian_interval = '
@@ -295,7 +301,7 @@ def launch(argv, ranks=1, first=None):
         raise SystemExit(f'STOPS: still running after {limit:.0f} s, while one rank took {first:.0f} s{why}') from None
     text = ''.join(texts)
     if code := next((process.returncode for process in processes if process.returncode), 0):
-        raise SystemExit(f'STOPS with exit code {code}: {(text.strip().splitlines() or [""])[-1]}')
+        raise SystemExit(f'STOPS with exit code {code}: {last_words(text)}')
     return text
 
 

@@ -291,8 +291,22 @@ OFTEN = '''
 import hessian
 hessian.HessianHook.is_due = classmethod(lambda cls, iteration, interval: iteration < 2 or iteration % interval == 0)
 '''
-
-
+BETA2 = '''
+import train
+set_scheduled = train.optim.set_learning_rate
+def with_beta2(optimizer, lr):
+    set_scheduled(optimizer, lr)
+    for group in optimizer.param_groups:
+        group['betas'] = 0.96, 1 - 10 * lr
+train.optim.set_learning_rate = with_beta2
+'''
+WEIGHT_NORM = '''
+make = model.GPT.__init__
+def made(self, config):
+    make(self, config)
+    torch.nn.utils.parametrizations.weight_norm(self.transformer.h[0].mlp.c_fc)
+model.GPT.__init__ = made
+'''
 DEPTHWISE = '''
 make, forward = model.Block.__init__, model.Block.forward
 def made(self, config):
@@ -358,9 +372,12 @@ def test_what_a_run_says_of_its_steps_and_is_not_so_is_noted(report):
 
 
 def test_updates_and_estimates_that_are_not_counted_are_noted(report):
-    _, text = report(TWO_UPDATES + MORE_ROWS + OFTEN, '--grad_clip=0.1', '--optimizer_name=sophiah', '--only', 'again')
+    edits = TWO_UPDATES + MORE_ROWS + OFTEN + BETA2
+    _, text = report(edits, '--grad_clip=0.1', '--optimizer_name=sophiah', '--only', 'again')
     warnings = re.findall('^warning: (.*)$', text, re.MULTILINE)
     assert warnings == [
+        'h: β2 is 0.9933 at step 0 instead of beta2 = 0.99, which scripts/curvature.py (level, averaged, mean_age, '
+        'noise_of_h) and the warning of a runaway assume',
         'train_step is called more than once in an iteration: tokens, FLOPs and grad_clipped count one',
         "step 1 makes an estimate, though hessian_interval = 2; figures spread the FLOPs of the hook's `estimates` "
         'evenly over the run',
@@ -385,8 +402,8 @@ loader.TrainLoader.starts = reading
     assert 'warning: a step takes' not in text  # as PyTorch's count of the FLOPs of a convolution with groups is wrong
 
 
-def test_the_loop_may_draw_random_numbers(report):
-    status, text = report(LENGTH, '--only', 'resumed')
+def test_the_loop_may_draw_random_numbers_and_layers_may_have_parametrizations(report):
+    status, text = report(LENGTH + WEIGHT_NORM, '--only', 'resumed')
     assert not status and text.splitlines()[0].split() == ['resumed', 'equal'], text
 
 

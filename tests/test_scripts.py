@@ -6,7 +6,7 @@ import re
 import pytest
 from conftest import ROOT, rejection
 
-from runtime.files import one_line_errors
+from runtime.files import last_words, one_line_errors
 
 PROGRAMS = [str(path.relative_to(ROOT).with_suffix('')).replace('/', '.') for path in ROOT.glob('scripts/**/*.py')
             if re.search(r'^def main\(', path.read_text(encoding='utf-8'), re.M)]
@@ -15,6 +15,14 @@ PROGRAMS = [str(path.relative_to(ROOT).with_suffix('')).replace('/', '.') for pa
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
     message = rejection(one_line_errors()(lambda path: path.read_text()), tmp_path / 'none.csv')
     assert message == f'{tmp_path}/none.csv: No such file or directory'
+
+
+@pytest.mark.parametrize(('text', 'words'), [
+    ('', ''), ('one\ntwo\n', 'two'), ('torch.OutOfMemoryError: full\nmore\n', 'torch.OutOfMemoryError: full'),
+    ('[rank1]: AssertionError: once, got Block(\n[rank1]:   (ln_1): LayerNorm()\n[rank1]: )\n',
+     'AssertionError: once, got Block(')])
+def test_the_last_words_of_a_program_are_its_exceptions(text, words):
+    assert last_words(text) == words
 
 
 @pytest.mark.parametrize('name', PROGRAMS)
