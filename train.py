@@ -349,7 +349,8 @@ def train_step(run, sequences, iter_num):
     scaler.unscale_(run.optimizer)
     loss, predictions = world.sum(total)
     # Of a sum over the predictions, divided by the positions of a rank, to the mean over the predictions of all ranks
-    grad_norm = optim.clip_gradients(run.params, c.grad_clip, positions * world.size / predictions)
+    optim.scale_gradients(run.params, positions * world.size / predictions)
+    grad_norm = optim.clip_gradients(run.params, c.grad_clip)
     mean_loss, grad_norm = torch.stack([loss / predictions, grad_norm]).tolist()  # the only device sync but a scaler's
 
     # finish() hands the estimate to the optimizer.

@@ -80,17 +80,24 @@ def global_norm(tensors):
     return full_tensor(torch.nn.utils.get_total_norm(tensors))
 
 
+def gradients(params):
+    """Return the gradients of `params`, without None, as in modules that this forward did not use."""
+    return [p.grad for p in params if p.grad is not None]
+
+
 @torch.no_grad()
-def clip_gradients(params, max_norm, scale):
-    """Multiply the gradients of `params` by `scale`, a 0-d tensor, and clip them at the norm `max_norm` (0: no
-    clipping). Return their norm before the clipping, a 0-d tensor, over all ranks."""
-    gradients = [p.grad for p in params if p.grad is not None]  # it is None in modules that this forward did not use
-    norm = global_norm(gradients)
-    scale = scale.to(norm)
-    norm *= scale
+def scale_gradients(params, scale):
+    """Multiply the gradients of `params` by `scale`, a 0-d tensor."""
+    torch._foreach_mul_(gradients(params), scale.float())
+
+
+@torch.no_grad()
+def clip_gradients(params, max_norm):
+    """Clip the gradients of `params` at the norm `max_norm` (0: no clipping). Return their norm before, a 0-d tensor,
+    over all ranks."""
+    norm = global_norm(gradients(params))
     if max_norm:
-        scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_(gradients(params), (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 

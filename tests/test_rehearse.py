@@ -232,8 +232,8 @@ train.train_step = penalized
 BY_VALUE = '''
 import train
 clip = train.optim.clip_gradients
-def by_value(params, *args):
-    norm = clip(params, 0, *args[1:])
+def by_value(params, max_norm):
+    norm = clip(params, 0)
     torch.nn.utils.clip_grad_value_(params, 1e-3)
     return norm
 train.optim.clip_gradients = by_value
