@@ -373,7 +373,7 @@ def evaluate(run, data):
     c, world = run.config, run.world
     total = world.zeros(4)  # sum and count of val/loss, sum and count of the training loss
     batches = ValidationLoader(data, c.eval_sequences, c.batch_size, c.block_size, world.rank, world.size,
-                               world.device)
+                               world.device, one_shape=c.compile)
     # A progress bar where it takes longer than five seconds, on a terminal
     for X, Y in tqdm(batches, 'evaluating', leave=False, delay=5, disable=None if world.is_master else True):
         run.stops.exchange()

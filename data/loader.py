@@ -248,19 +248,21 @@ class TrainLoader:
 class ValidationLoader:
     """Fixed, non-overlapping sequences of the validation split, the same for every run, shared over the ranks.
 
-    Iterating yields (inputs, targets), each (batch_size, block_size) int64 on `device`. Targets of -1, which do not
-    count, fill up the last batch, so that all ranks have the same number of batches, of one shape.
+    Iterating yields (inputs, targets), each (batch_size, block_size) int64 on `device`; all ranks have the same number
+    of batches. A last one with fewer sequences is smaller or, with `one_shape`, filled up with targets of -1, which do
+    not count, as is one without any.
 
     `num_sequences`: how many, evenly spaced over the split; 0 = all of them.
     """
 
-    def __init__(self, data, num_sequences, batch_size, block_size, rank, world_size, device):
+    def __init__(self, data, num_sequences, batch_size, block_size, rank, world_size, device, one_shape=False):
         available = (len(data) - 1) // block_size
         n = min(num_sequences or available, available)
         self.starts = np.arange(n, dtype=np.int64) * available // n * block_size
         self.mine = self.starts[rank::world_size]
         self.batches = -(-n // (world_size * batch_size))
         self.data, self.batch_size, self.block_size, self.device = data, batch_size, block_size, torch.device(device)
+        self.one_shape = one_shape
 
     def __len__(self):
         return self.batches
@@ -268,10 +270,10 @@ class ValidationLoader:
     def __iter__(self):
         for i in range(self.batches):
             starts = self.mine[i * self.batch_size:(i + 1) * self.batch_size]
-            missing = self.batch_size - len(starts)
+            missing = (self.batch_size if self.one_shape else max(1, len(starts))) - len(starts)
             tokens = self.data.sequences(np.pad(starts, (0, missing)), self.block_size + 1)
             batch = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
             # Copies: other strides than in training would be compiled for, too, and a forward may `view` its inputs.
             inputs, targets = batch[:, :-1].contiguous(), batch[:, 1:].clone()
-            targets[self.batch_size - missing:] = -1
+            targets[len(starts):] = -1
             yield inputs, targets

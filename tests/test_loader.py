@@ -91,18 +91,20 @@ def test_random_changes_of_the_data_depend_on_the_seed_and_the_iteration_only(co
         batches(data, 0, 1)
 
 
+@pytest.mark.parametrize('one_shape', [False, True])
 @pytest.mark.parametrize('tokens, sequences', [(100, 9), (101, 10), (103, 10)])
 @pytest.mark.parametrize('world_size', [1, 2, 3])
-def test_validation_sequences_cover_the_split_once(tmp_path, world_size, tokens, sequences):
+def test_validation_sequences_cover_the_split_once(tmp_path, world_size, tokens, sequences, one_shape):
     """In windows of ten; the last one needs a token more, its last target."""
     data = Bin(write_bins(tmp_path, range(100), range(tokens)), 'val')
     seen = []
     for rank in range(world_size):
-        loader = ValidationLoader(data, 0, 4, 10, rank, world_size, 'cpu')
+        loader = ValidationLoader(data, 0, 4, 10, rank, world_size, 'cpu', one_shape)
         batches = list(loader)
         assert len(batches) == len(loader) == -(-sequences // (4 * world_size))
         for X, Y in batches:
-            assert X.shape == Y.shape == (4, 10) and X.is_contiguous()
+            assert X.shape == Y.shape and X.size(1) == 10 and X.is_contiguous()
+            assert len(X) == 4 if one_shape else len(X) == 1 or (Y != -1).all()
             for x, y in zip(X, Y):
                 if (y != -1).any():
                     assert torch.equal(y, x + 1)
