@@ -208,7 +208,7 @@ def warn_of_terms(run, logits, loss, gradient):
 
 def warn_of_weights(run, counts, logits, gradient):
     """Warn where predictions have weights in the training loss, whose Hessian in the logits is then larger or smaller
-    than the plain cross-entropy's, which Gauss-Newton-Bartlett estimates.
+    than the plain cross-entropy's, which Gauss-Newton-Bartlett estimates; or another one, as of adjusted logits.
 
     Labels, smoothed, noisy or a teacher's, do not change that Hessian. `counts`: the positions in the loss, (B, T);
     `gradient`: that of the scaled loss, with a graph. Collective: FSDP's hooks on the logits communicate.
@@ -218,9 +218,18 @@ def warn_of_weights(run, counts, logits, gradient):
         product, = torch.autograd.grad(gradient, logits, signs.expand_as(logits))
     except RuntimeError:  # a loss without a second derivative
         return
-    plain = 1 - (logits.detach().float().softmax(-1) @ signs.float()).square()  # the same product of the plain loss
-    weights = (product.float() @ signs.float() / run.scaler.get_scale() * counts.sum() / plain)[counts & (plain > 0.01)]
-    if not len(weights):  # a trained model may be sure of all labels
+    product, signs = product.float() / run.scaler.get_scale() * counts.sum(), signs.float()
+    p = logits.detach().float().softmax(-1)
+    plain = p * (signs - (p @ signs).unsqueeze(-1))  # the same product of the plain loss
+    counts = counts & (plain @ signs > 0.01)  # a trained model may be sure of a label
+    if not counts.any():
+        return
+    weights, squares = product @ signs / (plain @ signs), product.norm(dim=-1).square()
+    rest = squares - 2 * weights * torch.linalg.vecdot(product, plain) + (weights * plain.norm(dim=-1)).square()
+    weights, share = weights[counts], (rest[counts].sum() / squares[counts].sum()).clamp(min=0).sqrt().item()
+    if run.world.is_master and share > 0.1:
+        warn(f'model.py: {share:.0%} of the Hessian of the loss in the logits is not that of a cross-entropy of the '
+             'logits that GPT.forward returns, from which Sophia-G draws labels; return those that the loss is of')
         return
     mean = round(weights.mean().item(), 2)  # which few predictions may change
     low, high = (round(weights.quantile(q).item(), 2) for q in (0.05, 0.95))
@@ -237,7 +246,8 @@ def warn_of_runaway(run, metrics):
     metrics: the dict of a logged step.
     """
     c, state = run.config, run.state
-    if 'update_unclipped' not in metrics or not c.hessian_interval or state.iter < c.max_iters / 10:
+    sophia = {'update_unclipped', 'hessian_norm'} <= metrics.keys()
+    if not sophia or not c.hessian_interval or state.iter < c.max_iters / 10:
         return
     norm = metrics['hessian_norm'] / (1 - c.beta2 ** (state.iter // c.hessian_interval + 1))
     if norm == 0 and state.lowest_hessian_norm < math.inf:

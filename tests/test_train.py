@@ -247,8 +247,13 @@ def test_a_mean_is_over_the_predictions_however_they_are_split(main, train, tmp_
     exec(MASK, dict(torch=torch, model=model))
     flags = ['--total_batch_size=8', '--max_iters=6', '--eval_iters=1', '--weight_decay=0.1', '--dropout=0.0',
              '--hessian_interval=2', '--hessian_batch_size=6']
+    norms, clip = [], program.optim.clip_gradients
+    monkeypatch.setattr(program.optim, 'clip_gradients', lambda params, max_norm: (
+        norms.append(program.optim.global_norm([p.grad for p in params]).item()), clip(params, max_norm))[1])
     for size in 8, 2:
         main(tmp_path / f'{size}', *flags, f'--optimizer_name={name}', f'--batch_size={size}')
+    # An edit finds the gradient of the mean before the clipping.
+    assert norms == [*metrics(tmp_path / '8', 'grad_norm'), *metrics(tmp_path / '2', 'grad_norm')]
     train(tmp_path / 'ranks', *flags, '--batch_size=1', name=name, ranks=2, faults=MASK, check=True)
     for key in 'train/loss', 'grad_norm', 'param_norm', 'hessian_norm':
         whole = metrics(tmp_path / '8', key)
@@ -520,6 +525,29 @@ def test_a_val_loss_that_is_not_the_plain_cross_entropy_is_noted(main, tmp_path,
         torch.nn.functional.cross_entropy, label_smoothing=0.1))
     main(tmp_path, f'--optimizer_name={name}', '--max_iters=1', '--eval_iters=1')
     assert 'loss.py: cross_entropy is not the plain one' in capsys.readouterr().err
+
+
+def test_a_term_without_targets_is_the_same_in_evaluations_of_any_batch_size(main, tmp_path, monkeypatch):
+    """Of five sequences the last batch has one."""
+    def forward(self, idx, targets=None, forward=program.GPT.forward):
+        logits, loss = forward(self, idx, targets)
+        return logits, loss if loss is None else loss + 100 * self.transformer.wte(idx).square().mean()
+
+    monkeypatch.setattr(program.GPT, 'forward', forward)
+    for size in 4, 2:
+        main(tmp_path / f'{size}', '--max_iters=1', '--eval_sequences=5', f'--batch_size={size}')
+    one, two = (metrics(tmp_path / f'{size}', 'val/training_loss')[0] for size in (4, 2))
+    assert one == pytest.approx(two, rel=1e-6)
+
+
+@pytest.mark.parametrize('shift', [0, 0.5])
+def test_a_loss_of_other_logits_than_those_that_are_returned_is_noted(main, tmp_path, monkeypatch, capsys, shift):
+    """Such as adjusted ones, from which Sophia-G does not draw labels."""
+    prior, plain = -shift * torch.arange(1.0, 257).log(), loss.token_loss
+    monkeypatch.setattr(loss, 'token_loss', lambda logits, targets: plain(logits + prior, targets))
+    main(tmp_path, '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1')
+    err = capsys.readouterr().err
+    assert ('of the Hessian of the loss in the logits is not that of ' in err) == bool(shift), err
 
 
 def test_other_labels_are_not_taken_for_weights(main, tmp_path, monkeypatch, capsys):
