@@ -535,14 +535,17 @@ KINDS = dict(attn='attention', mlp='mlp', wte='embedding', wpe='embedding', lm_h
 
 
 def optimizer_metrics(optimizer, model):
-    """Return metrics as 0-d tensors: the ℓ2 norms of m and h, `momentum_norm` and `hessian_norm`, if there are such,
-    that of h also by the kind of tensor, `hessian_norm/KIND`, and the result of the optimizer's method `metrics()`, if
-    it has one (Sophia: update_unclipped)."""
+    """Return metrics as 0-d tensors: the ℓ2 norms of m and h, `momentum_norm` and `hessian_norm`, if the state has them
+    in the dtype of the parameters, as `exp_avg` or `momentum_buffer` and as `hessian`; that of h also by the kind of
+    tensor, `hessian_norm/KIND`; and the result of the optimizer's method `metrics()`, if it has one (Sophia:
+    update_unclipped)."""
     found = {}
     for metric, keys in dict(momentum_norm=('exp_avg', 'momentum_buffer'), hessian_norm=('hessian',)).items():
-        tensors = [optimizer.state.get(p, {}).get(key) for p in optim.parameters(optimizer) for key in keys]
-        if tensors := [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]:
-            found[metric] = optim.global_norm(tensors)
+        tensors = [(optimizer.state.get(p, {}).get(key), p) for p in optim.parameters(optimizer) for key in keys]
+        tensors = [(tensor, p) for tensor, p in tensors if isinstance(tensor, torch.Tensor)]
+        # In another dtype it may be a code, such as int8 with a scale.
+        if tensors and all(tensor.dtype in (p.dtype, torch.float32) for tensor, p in tensors):
+            found[metric] = optim.global_norm([tensor for tensor, _ in tensors])
     kinds = {}
     for name, p in model.named_parameters() if 'hessian_norm' in found else ():
         if 'hessian' in optimizer.state.get(p, {}):

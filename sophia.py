@@ -217,9 +217,10 @@ class Sophia(HessianOptimizer):
         return hs
 
     def metrics(self):
-        """Return a dict of 0-d tensors for a log: `update_unclipped`, the `unclipped_fraction`, if there is one and the
-        rule is Algorithm 3's."""
-        unclipped = self.unclipped_fraction() if self.rule is sophia_update else None
+        """Return a dict of 0-d tensors for a log: `update_unclipped`, the `unclipped_fraction`, if there is one, the
+        rule is Algorithm 3's, and m in the dtype of its parameter, not a code of it."""
+        plain = all(state['exp_avg'].dtype == p.dtype for p, state in self.state.items() if 'exp_avg' in state)
+        unclipped = self.unclipped_fraction() if plain and self.rule is sophia_update else None
         return {} if unclipped is None else dict(update_unclipped=unclipped)
 
     def unclipped_fraction(self):

@@ -484,6 +484,18 @@ def test_metrics():
         assert found == pytest.approx(expected)
 
 
+def test_a_state_in_a_code_is_not_measured():
+    """A row's own, with the scale elsewhere."""
+    p = torch.nn.Parameter(torch.ones(2, 2))
+    for optimizer in torch.optim.SGD([p], lr=0.1, momentum=0.9), Sophia([p], lr=0.1):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        key = 'exp_avg' if isinstance(optimizer, Sophia) else 'momentum_buffer'
+        optimizer.state[p][key] = optimizer.state[p][key].to(torch.int8)
+        found = optimizers.optimizer_metrics(optimizer, torch.nn.ParameterDict(dict(a=p)))
+        assert not {'momentum_norm', 'update_unclipped'} & found.keys()
+
+
 def test_kinds_of_tensors():
     """What an edit adds or renames is of no known kind."""
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, vocab_size=8, block_size=8))
@@ -503,7 +515,9 @@ def test_clipping_is_that_of_pytorch(max_norm, scale):
     for p, q in zip(params, twins):
         p.grad = torch.randn_like(p)
         q.grad = scale * p.grad
-    norm = optim.clip_gradients([*params, torch.nn.Parameter(torch.ones(2))], max_norm, torch.tensor(scale))
+    params_and_one = [*params, torch.nn.Parameter(torch.ones(2))]
+    optim.scale_gradients(params_and_one, torch.tensor(scale))
+    norm = optim.clip_gradients(params_and_one, max_norm)
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(twins, max_norm or float('inf')))
     torch.testing.assert_close([p.grad for p in params], [q.grad for q in twins])
 
