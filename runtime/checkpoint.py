@@ -221,6 +221,9 @@ def claim(out_dir, must_resume, may_resume, read_only):
 def load_tensors(path, state, model, optimizer, scaler):
     """Load the tensors of the checkpoint `state` from `path` into model, optimizer and GradScaler, without
     communication. RuntimeError or ValueError when something does not fit."""
+    if 'optimizer' not in state:
+        raise SystemExit(f'{path}: has no state of an optimizer; begin anew with its weights, --init_from={path} and '
+                         'another --out_dir')
     saved, names = state['optimizer'], parameter_names(model)
     if path.is_dir():
         from runtime import sharded

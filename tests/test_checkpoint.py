@@ -9,6 +9,7 @@ import random
 import stat
 import sys
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -113,6 +114,11 @@ def test_a_resumed_optimizer_is_the_same_bit_for_bit(tmp_path, name):
         for key in group.keys() - expected.keys():  # settings that load_state_dict adds
             del group[key]
     assert not first_difference(ours, theirs)
+
+
+def test_weights_without_an_optimizer_are_no_place_to_resume():
+    message = rejection(checkpoint.load_tensors, Path('average.pt'), dict(model={}), None, None, None)
+    assert message.startswith('average.pt: has no state of an optimizer; begin anew with its weights, --init_from=')
 
 
 class Slots:
