@@ -4,9 +4,9 @@
   python scripts/curvature.py out/gpt2-small-adamw --sequences 100 --estimator hutchinson        the paper's Figure "lt"
 
 It compares the checkpoint's h and update with those of a low-noise h, the mean of the squared gradients of single
-sequences on labels drawn from the model, as training draws them (`loss.Losses` and the hook). The sequences are the
-same for every checkpoint: those of an iteration 0. Without Sophia-G's h and update, or with --estimator hutchinson, it
-only describes the diagonal. The table has a row for each KIND of hessian_norm/KIND.
+sequences on labels drawn from the model, as training draws them (`loss.Losses` and the hook, in training mode). The
+sequences are the same for every checkpoint: those of an iteration 0. Without Sophia-G's h and update, or with
+--estimator hutchinson, it only describes the diagonal. The table has a row for each KIND of hessian_norm/KIND.
 
   positive          share of the diagonal's entries that are above 0
   agreement         correlation of the logarithms of two low-noise h, from different halves of the sequences
@@ -139,6 +139,8 @@ def state_of_run(loaded, names):
     if not row or (row.build, row.hook) != (build_sophia, GNBHook):
         return None, None, None
     path, state = checkpoint.load_checkpoint(loaded.path, weights=False)
+    if 'optimizer' not in state:  # an average of checkpoints, perhaps
+        return None, None, None
     saved = state['optimizer']
     if path.is_dir():
         from runtime.sharded import read_optimizer
@@ -217,7 +219,7 @@ def main(argv=None):
     parser.add_argument('--sequences', type=at_least(32), default=512, help='training sequences (default: 512)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     args = parser.parse_args(argv)
-    loaded = load(args.checkpoint, args.device)
+    loaded = load(args.checkpoint, args.device, training=True)
     model = loaded.model
     torch.manual_seed(SEED)
     loader = TrainLoader(Mixture(open_bins(loaded, None, 'train')), SEED, args.sequences, model.config.block_size, 0, 1,

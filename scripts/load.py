@@ -22,7 +22,7 @@ MODEL_HELP = 'out_dir (its newest checkpoint), .pt file, Hugging Face folder, or
 
 @dataclass
 class Loaded:
-    """A model in eval mode."""
+    """A model, and what is known of it."""
     path: Path
     model: GPT
     tokenizer: tokenizers.Tokenizer | None  # None if unknown
@@ -48,13 +48,14 @@ def dtype_name(args):
     return args.dtype or device_defaults(args.device)[0]['dtype']
 
 
-def load(path, device='cpu', tokenizer=None):
-    """Load the model at `path`, see MODEL_HELP, as a `Loaded`; `tokenizer` is the value of --tokenizer."""
+def load(path, device='cpu', tokenizer=None, training=False):
+    """Load the model at `path`, see MODEL_HELP, as a `Loaded`; `tokenizer` is the value of --tokenizer. The model is in
+    evaluation mode or, if `training`, as train.py trains it."""
     device, given = check_device(device), Path(path)
     if any(given.glob('*.safetensors')) or str(path) in HUB_MODELS and not given.exists():
         model = GPT.from_pretrained(path)
         meta = tokenizers.folder_meta(given, model.config.vocab_size)
-        return Loaded(given, model.to(device).eval(), chosen_tokenizer(tokenizer, meta, path))
+        return Loaded(given, in_mode(model.to(device), training), chosen_tokenizer(tokenizer, meta, path))
     path, state = checkpoint.load_checkpoint(path)
     state.pop('optimizer', None)
     best = checkpoint.best_path(given)
@@ -71,7 +72,11 @@ def load(path, device='cpu', tokenizer=None):
     meta, dataset = state.get('tokenizer'), state['config'].get('dataset')
     if meta is None and dataset and not tokenizer and (first_dir(dataset) / 'train.bin').is_file():
         meta = read_meta(first_dir(dataset))  # nanoGPT's checkpoints do not hold it
-    return Loaded(path, model.to(device).eval(), chosen_tokenizer(tokenizer, meta, path), state)
+    return Loaded(path, in_mode(model.to(device), training), chosen_tokenizer(tokenizer, meta, path), state)
+
+
+def in_mode(model, training):
+    return model if training else model.eval()  # `train` would also change modules that their constructor evaluates
 
 
 def with_tokenizer(loaded):

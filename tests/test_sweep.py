@@ -290,14 +290,16 @@ def test_a_trial_is_trained_with_the_values_of_its_name(tmp_path, monkeypatch, s
 
 
 @pytest.mark.parametrize('estimator', ['gnb', 'hutchinson'])
-def test_the_curvature_at_a_checkpoint(swept, tmp_path, capsys, estimator):
+def test_the_curvature_at_a_checkpoint(swept, tmp_path, capsys, monkeypatch, estimator):
     out_dir, _ = swept
+    modes, forward = set(), train.GPT.forward
+    monkeypatch.setattr(train.GPT, 'forward', lambda self, *args: (modes.add(self.training), forward(self, *args))[1])
     curvature.main([str(out_dir / 'optimizer_name=sophiag'), '--estimator', estimator, '--sequences', '32',
                     '--device', 'cpu', '--output', str(tmp_path / 'curvature.png')])
     summary = json.loads((tmp_path / 'curvature.json').read_text())
     *tensors, total = ({key: float(value) for key, value in row.items() if key != 'tensor'}
                        for row in rows_of(tmp_path / 'curvature.csv'))
-    assert (summary['iteration'], summary['sequences']) == (10, 32)
+    assert (summary['iteration'], summary['sequences']) == (10, 32) and modes == {True}
     assert sum(row['parameters'] for row in tensors) == total['parameters']
     if estimator == 'hutchinson':  # the Hessian's own diagonal, unlike Gauss-Newton's, is not positive
         assert 0.3 < total['positive'] < 0.9 and 'signal_over_noise' not in summary
