@@ -171,9 +171,11 @@ class Audit:
     def begin(self, run, sequences):
         """Measure what a step may change."""
         self.decays = decays(run.fresh)
-        if not run.config.dropout:
-            with torch.no_grad(), same_buffers(run.raw_model):
-                self.loss = run.raw_model(sequences[:, :-1].clone(), sequences[:, 1:].clone())[1].item()
+        before = torch.get_rng_state()
+        with torch.no_grad(), same_buffers(run.raw_model):
+            loss = run.raw_model(sequences[:, :-1].clone(), sequences[:, 1:].clone())[1].item()
+        if torch.equal(torch.get_rng_state(), before):  # without dropout
+            self.loss = loss
         if isinstance(run.optimizer, train.optimizers.Sophia):
             other, level = train.make_optimizer(run.config, run.raw_model), 1 - run.config.beta2
             other.update_hessian([torch.ones_like(p) for p in parameters(other)])
@@ -186,7 +188,7 @@ class Audit:
         if iteration == 0 and self.loss is not None:
             self.expect('loss', math.isclose(step.loss, self.loss, rel_tol=TOLERANCE),
                         f'the loss of the first step is {step.loss:.9g}, and GPT.forward returns {self.loss:.9g} for '
-                        'its sequences, which evaluation and Sophia-H follow')
+                        'all its sequences, which evaluation and Sophia-H follow')
         self.expect('decay', all(then or not now for now, then in zip(got['decays'], self.decays)),
                     'weight decay: a param group that parameter_groups gives none, as of norms and biases, has some at '
                     f'step {iteration}')
@@ -456,7 +458,8 @@ def main(argv=None):
         skipped['recomputed'] = f'{c.optimizer_name} has no --activation_checkpointing'
     if not row.shards or c.hessian_parts > 1:
         skipped['sharded'] = 'no shards=True, or an estimate in parts, which draws other labels there'
-    plain = [*flags, '--dropout=0'] if c.dropout else flags  # which draws by micro-batch
+    drops = [f'--{key}=0' for key, value in c.values.items() if 'drop' in key and value]  # which draw by micro-batch
+    plain = [*flags, *drops]
     names = [name for name in args.only if name not in skipped]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         place = Path(folder)
@@ -469,7 +472,7 @@ def main(argv=None):
         if 'evaluated' in names:
             runs['evaluated'] = pool.submit(evaluated, whole, c.eval_sequences)
         if any(name in ROUNDED for name in names):
-            runs['plain'] = submit(place / 'plain', plain) if c.dropout else runs['whole']
+            runs['plain'] = submit(place / 'plain', plain) if drops else runs['whole']
             runs['nudged'] = submit(place / 'nudged', plain, nudge=True)
         for name in names:
             if name in ROUNDED:
