@@ -139,7 +139,7 @@ def warn_of_leaks(run, X):
     # In bfloat16 rounding is below 1 %, and attention to 1,024 positions of a new model of width 128 changes 3 %.
     model, limit = run.raw_model, 1e-4 if run.config.dtype == 'float32' else 0.01
     half, leaks, depends, problem = max(1, X.size(1) // 2 - 1), False, False, ''
-    with eager(run), run.autocast, evaluation_mode(model):
+    with eager(run), run.autocast, evaluation_mode(model), filled(() if run.world.sharded else model.parameters()):
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         logits = model(X.clone(), X.clone())[0][0]
         # Not where a chunk of an even size ends; the first is inside any prefix that is seen whole. More take seconds.
@@ -165,6 +165,18 @@ def warn_of_leaks(run, X):
         warn('model.py: GPT.forward returns other logits with targets than without, so that val/loss is not that of '
              'the model that scripts/sample.py uses; change logits before `if targets is None`, or, for training only, '
              'in `token_loss`')
+
+
+@contextlib.contextmanager
+def filled(parameters):
+    """Fill matrices of zeros, such as output projections, with noise, because nothing is seen through them; empty them
+    at the end. By `.data`, so that it counts as no change."""
+    zeros = [p.data for p in parameters if p.dim() > 1 and not p.any()]
+    for values in zeros:
+        values.normal_(std=0.02)
+    yield
+    for values in zeros:
+        values.zero_()
 
 
 def shapes_of(model):
