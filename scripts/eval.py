@@ -40,6 +40,9 @@ def measure(loaded, data, args):
                   block_size=block_size, tokens=tokens, loss=loss, perplexity=math.exp(loss))
     if data.bytes_per_token:
         result['bits_per_byte'] = loss / math.log(2) / data.bytes_per_token
+        if args.eval_sequences:
+            print('note: bits_per_byte takes the bytes per token of the whole split, not of these sequences',
+                  file=sys.stderr)
     else:
         print(f'note: {data.path}: no bits_per_byte, because its meta.json does not have the bytes of the text; '
               'prepare the data again', file=sys.stderr)

@@ -37,7 +37,10 @@ OUTSIDE = 12  # the same for the last norm and the residual stream's gradients; 
 LOGIT = 2  # bytes per logit in the backward pass: compiled, the gradient takes the place of the logits
 KEPT_LOGIT = 4  # the same where a second backward pass needs the logits: they and their gradient
 EAGER_LOGIT = 12  # the same under FSDP, which compiles blocks only: log-probabilities and two gradients, in float32
-STATES = dict(lion=1, signum=1, normalize=1)  # float32 numbers per parameter in the optimizer's state; others take 2
+# Float32 numbers per parameter in the optimizer's state; any other row is counted with 2, and a note says so
+STATES = dict.fromkeys(('lion', 'signum', 'normalize'), 1) | dict.fromkeys(
+    ('adamw', 'muon', 'adahessian', 'sophiag', 'sophiah', 'ef_clip', 'ah_clip', 'gnb_noclip', 'sophiag_fresh',
+     'sophiag_clipped', 'gnb_mean', 'gnb_rows'), 2)
 
 
 def memory(c, shape, ranks=1):
@@ -122,9 +125,9 @@ def plan(c, shape, args):
           f'{number(flops / 1e12)} TFLOPs a step, {hessian / flops:.1%} of them for the Hessian')
     print(f'  {number(seconds)} s a step; {c.max_iters:,} steps take {number(hours)} hours, '
           f'{number(hours * args.gpus)} GPU-hours')
-    if optimizer.library and c.optimizer_name != 'muon':
-        print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, and may be '
-              'much larger: dev/bench.py measures it')
+    if c.optimizer_name not in STATES:
+        print(f'  note: the state of {c.optimizer_name} is counted as AdamW\'s, two numbers per parameter, which may '
+              'be wrong: dev/bench.py measures it')
     print(f'  memory, computed, of {limit / 1e9:.0f} GB ({1 - HEADROOM:.0%} of {args.memory_gb:g}):')
     shards = ['fsdp'] if args.gpus > 1 and optimizer.shards else []
     lean = [False] if optimizer.hook.hessian_products else [False, True]

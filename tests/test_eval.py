@@ -55,6 +55,8 @@ def test_bits_per_byte_are_of_the_text_that_was_prepared(capsys, corpus, out_dir
     (other / 'meta.json').write_text(json.dumps(meta))
     result = evaluate(capsys, out_dir, f'--dataset={other}')
     assert result['bits_per_byte'] == pytest.approx(result['loss'] * 2 / math.log(2))
+    eval_script.main([str(out_dir), '--device=cpu', f'--dataset={other}', '--eval_sequences=2'])
+    assert 'bits_per_byte takes the bytes per token of the whole split' in capsys.readouterr().err
     monkeypatch.setattr(load.Bin, '__len__', lambda self: 1000)  # of a fork that takes a part of each bin
     part = evaluate(capsys, out_dir, f'--dataset={other}')
     assert part['tokens'] < 1000 and part['bits_per_byte'] == pytest.approx(part['loss'] * 2 / math.log(2))

@@ -144,3 +144,11 @@ def test_a_card_is_named_by_its_last_word(capsys):
     plain = {name: largest[i + 1][1] for i, (name, _) in enumerate(largest) if name}
     assert len(plain) == 7 and plain['gpt2-medium-sophiag'] == '12' and plain['gpt2-large-sophiag'] == 'none'
     assert '--gpu=1080: not in the table' in rejection(plan.main, ['--gpu=1080'])
+
+
+def test_every_row_of_the_table_is_counted_and_others_are_noted(capsys, monkeypatch):
+    assert plan.STATES.keys() == optimizers.OPTIMIZERS.keys() - {'soap'}
+    monkeypatch.setitem(optimizers.OPTIMIZERS, 'mine', optimizers.OPTIMIZERS['adamw'])
+    for name in 'adamw', 'mine':
+        plan.main([f'--optimizer_name={name}', '--gpu', '4090', '--batch_size=10'])
+        assert ('the state of mine is counted as AdamW' in capsys.readouterr().out) == (name == 'mine')
