@@ -465,7 +465,11 @@ def main(argv=None):
         place = Path(folder)
         runs = dict(whole=pool.submit(trained, place / 'whole', flags))
         runs['again'] = pool.submit(trained, place / 'again', flags, late=True)
-        whole = runs['whole'].result()
+        try:
+            whole = runs['whole'].result()
+        except SystemExit as error:
+            raise SystemExit(f'{error}; the model is small here, n_embd = {c.n_embd} and block_size = {c.block_size}, '
+                             'unless flags say otherwise') from None
         submit = functools.partial(pool.submit, trained, first=whole.seconds)
         if 'resumed' in names:
             runs['resumed'] = pool.submit(resumed, whole, stops(c.max_iters), flags)
