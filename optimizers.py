@@ -541,11 +541,11 @@ def optimizer_metrics(optimizer, model):
     update_unclipped)."""
     found = {}
     for metric, keys in dict(momentum_norm=('exp_avg', 'momentum_buffer'), hessian_norm=('hessian',)).items():
-        tensors = [(optimizer.state.get(p, {}).get(key), p) for p in optim.parameters(optimizer) for key in keys]
-        tensors = [(tensor, p) for tensor, p in tensors if isinstance(tensor, torch.Tensor)]
+        states = [(p, optimizer.state.get(p, {})) for p in optim.parameters(optimizer)]
+        held = [(p, state[key]) for p, state in states for key in keys if isinstance(state.get(key), torch.Tensor)]
         # In another dtype it may be a code, such as int8 with a scale.
-        if tensors and all(tensor.dtype in (p.dtype, torch.float32) for tensor, p in tensors):
-            found[metric] = optim.global_norm([tensor for tensor, _ in tensors])
+        if held and all(tensor.dtype in (p.dtype, torch.float32) for p, tensor in held):
+            found[metric] = optim.global_norm([tensor for _, tensor in held])
     kinds = {}
     for name, p in model.named_parameters() if 'hessian_norm' in found else ():
         if 'hessian' in optimizer.state.get(p, {}):

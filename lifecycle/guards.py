@@ -258,8 +258,8 @@ def warn_of_runaway(run, metrics):
     metrics: the dict of a logged step.
     """
     c, state = run.config, run.state
-    sophia = {'update_unclipped', 'hessian_norm'} <= metrics.keys()
-    if not sophia or not c.hessian_interval or state.iter < c.max_iters / 10:
+    measured = {'update_unclipped', 'hessian_norm'} <= metrics.keys()
+    if not measured or not c.hessian_interval or state.iter < c.max_iters / 10:
         return
     norm = metrics['hessian_norm'] / (1 - c.beta2 ** (state.iter // c.hessian_interval + 1))
     if norm == 0 and state.lowest_hessian_norm < math.inf:

@@ -95,9 +95,10 @@ def scale_gradients(params, scale):
 def clip_gradients(params, max_norm):
     """Clip the gradients of `params` at the norm `max_norm` (0: no clipping). Return their norm before, a 0-d tensor,
     over all ranks."""
-    norm = global_norm(gradients(params))
+    found = gradients(params)
+    norm = global_norm(found)
     if max_norm:
-        torch._foreach_mul_(gradients(params), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(found, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
