@@ -187,14 +187,6 @@ def one_line(error):
     return ' '.join(str(error).split())[:200] or type(error).__name__
 
 
-def last_words(text):
-    """Return the line of a program's output that says why it ended: that of its last exception, whose message may have
-    several lines, else the last one; '' if there is none."""
-    lines = [re.sub(r'^\[rank\d+\]: ', '', line).strip() for line in text.strip().splitlines()]
-    raised = [line for line in lines if re.match(r'[\w.]+(Error|Exception): ', line)]
-    return (raised or lines or [''])[-1]
-
-
 @contextlib.contextmanager
 def one_line_errors():
     """Turn an OSError inside into a SystemExit with its file and reason; a decorator for the `main` of a script."""

@@ -41,7 +41,7 @@ from lifecycle.run import same_buffers, unsaved
 from runtime.arguments import argument_parser, at_least
 from runtime.checkpoint import checkpoints, load_checkpoint, number, path_of
 from runtime.device import can_compile
-from runtime.files import last_words, load_pt, one_line_errors, own_modules, save_pt, warn
+from runtime.files import load_pt, one_line_errors, own_modules, save_pt, warn
 from runtime.gpt import flops_per_token
 from runtime.optim import global_norm, parameters
 from runtime.optimizer_state import equal, leaves
@@ -305,6 +305,14 @@ def launch(argv, ranks=1, first=None):
     if code := next((process.returncode for process in processes if process.returncode), 0):
         raise SystemExit(f'STOPS with exit code {code}: {last_words(text)}')
     return text
+
+
+def last_words(text):
+    """Return the line of a program's output that says why it ended: that of its last exception, whose message may have
+    several lines, else the last one; '' if there is none."""
+    lines = [re.sub(r'^\[rank\d+\]: ', '', line).strip() for line in text.strip().splitlines()]
+    raised = [line for line in lines if re.match(r'[\w.]+(Error|Exception): ', line)]
+    return (raised or lines or [''])[-1]
 
 
 def trained(out_dir, flags, ranks=1, first=None, late=False, nudge=False):

@@ -36,7 +36,7 @@ from configurator import Config, configure, with_younger
 from model import GPTConfig
 from optimizers import OLD_NAMES, defaults_of
 from runtime.arguments import argument_parser, at_least
-from runtime.files import code_hashes, differing_files, last_words, local_path, one_line_errors, write_json
+from runtime.files import code_hashes, differing_files, local_path, one_line_errors, write_json
 from runtime.signals import undo_at_end
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,8 +64,9 @@ class Trial:
 
     @property
     def last_line(self):
-        """The last words of its log.txt."""
-        return last_words((self.out_dir / 'log.txt').read_text(encoding='utf-8', errors='replace'))
+        """The last line of its log.txt, in which earlier starts may have ended otherwise."""
+        text = (self.out_dir / 'log.txt').read_text(encoding='utf-8', errors='replace')
+        return text.rstrip().split('\n')[-1].strip()
 
     def check(self):
         """SystemExit unless train.py accepts the arguments, keeps the values that tell the trial from others, and a run

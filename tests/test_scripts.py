@@ -6,7 +6,8 @@ import re
 import pytest
 from conftest import ROOT, rejection
 
-from runtime.files import last_words, one_line_errors
+from runtime.files import one_line_errors
+from scripts.rehearse import last_words
 
 PROGRAMS = [str(path.relative_to(ROOT).with_suffix('')).replace('/', '.') for path in ROOT.glob('scripts/**/*.py')
             if re.search(r'^def main\(', path.read_text(encoding='utf-8'), re.M)]
