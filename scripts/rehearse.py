@@ -344,7 +344,9 @@ def resumed(whole, places, flags):
     for step in places:
         before, out_dir = run, whole.out_dir.with_name(f'resumed_{step}')
         out_dir.mkdir()
-        shutil.copy(before.out_dir / 'metrics.jsonl', out_dir)
+        for path in before.out_dir.iterdir():  # as if the run had been killed after its last step
+            if path.is_file() and number(path) is None and path.name not in ('best.txt', 'lock'):
+                shutil.copy(path, out_dir)
         kept = Path(f'{before.out_dir}.{step}')
         shutil.copy(kept if kept.is_file() else path_of(before.out_dir, step), path_of(out_dir, step))
         run = trained(out_dir, flags, first=whole.seconds)

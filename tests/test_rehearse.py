@@ -162,11 +162,23 @@ step, close, losses = train.train_step, train.close_run, []
 def noted(run, *args):
     found = step(run, *args)
     losses.append(found.loss)
+    with open(Path(run.config.out_dir, 'losses.txt'), 'a') as file:
+        print(found.loss, file=file)
     return found
 def closed(run):
     Path(run.config.out_dir, 'sum.txt').write_text(f'{sum(losses)}')
     close(run)
 train.train_step, train.close_run = noted, closed
+'''
+LINES = '''
+import train
+step = train.train_step
+def noted(run, sequences, iteration):
+    found, path = step(run, sequences, iteration), Path(run.config.out_dir, 'losses.txt')
+    kept = path.read_text().splitlines()[:iteration] if iteration else []
+    path.write_text(''.join(f'{line}\\n' for line in [*kept, found.loss]))
+    return found
+train.train_step = noted
 '''
 SHARE = '''
 import train
@@ -329,7 +341,7 @@ model.Block.__init__, model.Block.forward = made, mixed
     (PREVIOUS, 'resumed', 'DIFFERS from step 6: '),
     (LINE, 'resumed', 'DIFFERS from step 3: accuracy is nothing instead of 0.5'),
     (RANDOM, 'again', 'DIFFERS from step 2: '),
-    (FILE, 'resumed', 'equal; a resume does not bring back file sum.txt ('),
+    (FILE, 'resumed', 'equal; a resume does not bring back … file sum.txt (… file losses.txt ('),
     (SHARE, 'two ranks', 'DIFFERS from step 0: mean_id is '),
     (SPARSE, 'sharded', 'DIFFERS from step 0: momentum_norm is '),
     (TRUST_RATIO, 'sharded', 'DIFFERS from step 2: weights.'),
@@ -402,8 +414,8 @@ loader.TrainLoader.starts = reading
     assert 'warning: a step takes' not in text  # as PyTorch's count of the FLOPs of a convolution with groups is wrong
 
 
-def test_the_loop_may_draw_random_numbers_and_layers_may_have_parametrizations(report):
-    status, text = report(LENGTH + WEIGHT_NORM, '--only', 'resumed')
+def test_the_loop_may_draw_random_numbers_and_keep_a_file_and_layers_may_have_parametrizations(report):
+    status, text = report(LENGTH + LINES + WEIGHT_NORM, '--only', 'resumed')
     assert not status and text.splitlines()[0].split() == ['resumed', 'equal'], text
 
 
