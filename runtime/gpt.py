@@ -67,9 +67,7 @@ def with_weights(cls, config, weights):
     not fit."""
     model = cls(config)
     model.load_state_dict(weights)
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if not torch.equal(p, weights[name].to(p.dtype)):
-            raise RuntimeError(f'{name} is tied to another weight here, not there')
+    check_tied(model, weights)
     return model
 
 
@@ -84,7 +82,15 @@ def take_weights(model, weights, rows):
     missing, unexpected = model.load_state_dict(taken, strict=False)
     if unexpected:
         raise RuntimeError(f'{unexpected[0]} is in the checkpoint only')
+    check_tied(model, taken)
     return missing
+
+
+def check_tied(model, weights):
+    """RuntimeError if a parameter of `model`, into which `weights` were loaded, has the values of another of them."""
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if name in weights and not torch.equal(p, weights[name].to(p.dtype)):
+            raise RuntimeError(f'{name} is tied to another weight here, not there')
 
 
 def num_params(model):
