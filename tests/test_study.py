@@ -147,14 +147,14 @@ def test_board_gives_each_optimizer_eight_trials_of_a_task_and_goes_beyond_an_ed
         return 5 + abs(math.log2(s['learning_rate'] / 0.001)) - 0.1 * ('weight_decay' in s) + 0.01 * len(s)
 
     made = {}
-    while due := studies.next_runs(board.protocol, made.get)[1]:
+    while due := studies.next_runs(board.planned, made.get)[1]:
         made[due[0]] = studies.Result(loss_of(due[0]))
     trials = Counter((run.part, run.optimizer) for run in made)
     assert trials == dict.fromkeys(itertools.product(board.TASKS, board.ARMS), 8)
     lion = [dict(run.settings) for run in made if run.part == 'bytes_32' and run.optimizer == 'lion']
     assert {s['learning_rate'] for s in lion} == {0.0057, 0.0028, 0.0014, 0.00071, 0.001}
     assert [s['learning_rate'] for s in lion if 'weight_decay' in s] == [0.001]
-    lowest = board.protocol(studies.Study(made.get))
+    lowest = board.planned(studies.Study(made.get))
     assert lowest['bytes_32']['lion'] == min(
         loss_of(run) for run in made if run.part == 'bytes_32' and run.optimizer == 'lion')
 

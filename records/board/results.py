@@ -14,15 +14,19 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 from analysis.figures import figure
 from analysis.runs import read_packed
-from records.board.study import ARMS, GATE, STEPS, TASKS, protocol
+from records.board.study import ARMS, GATE, STEPS, TASKS, planned, with_beta2
 from records.dissection.results import markdown
 from records.studies import Study, recorded, show_results
 
 
 def read_losses():
-    """Return {task: {arm: lowest loss of its eight trials, None while some are missing}}."""
+    """Return {task: {arm: lowest loss of its eight trials, None while some are missing}}; last, once they are complete,
+    those of ids_4 with the added runs."""
     results = recorded(HERE / 'runs.jsonl')
-    return protocol(Study(lambda run: results.get(str(run.path))))
+    study = Study(lambda run: results.get(str(run.path)))
+    losses = planned(study)
+    with_added = losses['ids_4'] | with_beta2(study)
+    return losses if None in with_added.values() else losses | {'ids_4_beta2': with_added}
 
 
 def correlation(losses):
@@ -50,8 +54,8 @@ def tables(losses):
         task: f'{mine[arm]:.4f}' if mine[arm] is not None else '' for task, mine in losses.items()}} for arm in ARMS])
     for task, mine in complete.items():
         rho, low, high = correlation(mine)
-        yield (f'{task}: Spearman {rho:.2f} ({low:.2f} to {high:.2f}), {"at least" if rho >= GATE else "below"} '
-               f'{GATE}; Muon over AdamW: {speed_up(task)}')
+        yield (f'{task}: Spearman {rho:.2f} ({low:.2f} to {high:.2f}), {"at least" if rho >= GATE else "below"} {GATE}'
+               + (f'; Muon over AdamW: {speed_up(task)}' if task in TASKS else ''))
 
 
 def draw_orders(losses):
