@@ -140,23 +140,33 @@ def test_rare_tokens_searches_each_arm_alike_and_then_takes_fresh_seeds():
         assert sum('weight_decay' in s for s in search) == 1 and len(search) >= 5 + 2 + 1
 
 
-def test_board_gives_each_optimizer_eight_trials_of_a_task_and_goes_beyond_an_edge():
-    """The loss is lowest at a learning rate of 0.001, where twice the weight decay helps."""
+def trained_board(lowest):
+    """Return {run: its `Result`} of the board where twice the weight decay helps, and the rate `lowest` is the best."""
     def loss_of(run):
         s = dict(run.settings)
-        return 5 + abs(math.log2(s['learning_rate'] / 0.001)) - 0.1 * ('weight_decay' in s) + 0.01 * len(s)
+        return 5 + abs(math.log2(s['learning_rate'] / lowest)) - 0.1 * ('weight_decay' in s) + 0.01 * len(s)
 
     made = {}
     while due := studies.next_runs(board.planned, made.get)[1]:
         made[due[0]] = studies.Result(loss_of(due[0]))
     trials = Counter((run.part, run.optimizer) for run in made)
     assert trials == dict.fromkeys(itertools.product(board.TASKS, board.ARMS), 8)
+    return made
+
+
+def test_board_gives_each_optimizer_eight_trials_of_a_task_and_goes_beyond_an_edge():
+    made = trained_board(0.001)
     lion = [dict(run.settings) for run in made if run.part == 'bytes_32' and run.optimizer == 'lion']
     assert {s['learning_rate'] for s in lion} == {0.0057, 0.0028, 0.0014, 0.00071, 0.001}
     assert [s['learning_rate'] for s in lion if 'weight_decay' in s] == [0.001]
-    lowest = board.planned(studies.Study(made.get))
-    assert lowest['bytes_32']['lion'] == min(
-        loss_of(run) for run in made if run.part == 'bytes_32' and run.optimizer == 'lion')
+    assert board.planned(studies.Study(made.get))['bytes_32']['lion'] == min(
+        result.loss for run, result in made.items() if run.part == 'bytes_32' and run.optimizer == 'lion')
+
+
+def test_board_tries_another_rate_inside_where_both_neighbours_of_the_best_are_tried():
+    rates = {dict(run.settings)['learning_rate'] for run in trained_board(0.0057)
+             if run.part == 'ids_4' and run.optimizer == 'normuon'}
+    assert rates == {0.004, 0.0057, 0.008, 0.011, 0.016}
 
 
 @pytest.fixture(scope='module')

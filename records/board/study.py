@@ -47,8 +47,9 @@ def eight_trials(search, middle, key, values, decay):
     found = {k: loss(learning_rate=rate_at(k)) for k in (middle, middle - 2, middle + 2)}
     while None not in found.values() and len(found) < 5:
         best = min(found, key=found.get)
-        k = best - 2 if best == min(found) else best + 2 if best == max(found) else best - 1
-        k = best + 1 if k in found else k
+        nearest = sorted(range(min(found), max(found)), key=lambda k: (abs(k - best), k))
+        k = (best - 2 if best == min(found) else best + 2 if best == max(found) else
+             next(k for k in nearest if k not in found))
         found[k] = loss(learning_rate=rate_at(k))
     if None in found.values():
         return None
