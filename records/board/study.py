@@ -47,9 +47,9 @@ def eight_trials(search, middle, key, values, decay):
     found = {k: loss(learning_rate=rate_at(k)) for k in (middle, middle - 2, middle + 2)}
     while None not in found.values() and len(found) < 5:
         best = min(found, key=found.get)
-        nearest = sorted(range(min(found), max(found)), key=lambda k: (abs(k - best), k))
+        inside = [k for k in range(min(found), max(found)) if k not in found]
         k = (best - 2 if best == min(found) else best + 2 if best == max(found) else
-             next(k for k in nearest if k not in found))
+             min(inside, key=lambda k: (abs(k - best), k)))
         found[k] = loss(learning_rate=rate_at(k))
     if None in found.values():
         return None
