@@ -1,4 +1,4 @@
-# Common to all runs of records/study, records/dissection and records/fresh_h: 0.8M parameters, bytes of books.
+# Common to all runs of the studies in records/: 0.8M parameters, bytes of books.
 dataset = 'books'
 model_size = 'tiny'
 block_size = 128

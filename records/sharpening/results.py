@@ -69,7 +69,7 @@ def arm_rows(found):
     rows = []
     for (arm, ratio, rate), runs in found.items():
         row = {'arm': f'`{arm}`', 'γ/lr': f'{ratio}', 'lr': f'{rate:g}', 'seeds': f'{len(runs)}',
-               'loss': mean_sd(*mean_final_loss(runs)),
+               'loss ± sd': mean_sd(*mean_final_loss(runs)),
                'largest ‖h‖': ', '.join(f'{x:,.0f}' for x in largest(runs)),
                'last ‖h‖': f'{geometric_mean(last(runs)):,.3g}'}
         for name, key in COLUMNS.items():
