@@ -92,15 +92,12 @@ class HessianHook(StepHook):
 
     def start(self, iter_num, loss_scale=1.0):
         self.iter_num, self.loss_scale = iter_num, loss_scale
-        # An estimate overflows at another scale than the training gradient, the only one that GradScaler watches. Its
-        # scale is in the param groups, which a checkpoint holds.
-        group = self.optimizer.param_groups[0]
+        group = self.optimizer.param_groups[0]  # which a checkpoint holds
+        # An estimate overflows at another scale than the training gradient, the only one that GradScaler watches.
         self.scale = min(loss_scale, group.get('hessian_scale', loss_scale))
         # Once an estimate was due, every iteration makes one until there is an h, because steps without it are sign
         # steps: after a skipped iteration 0, or an estimate that overflowed while the update was made.
-        taker = getattr(self.optimizer.update_hessian, '__self__', self.optimizer)  # which may be inside a wrapper
-        self.has_h = any(taker.state.values()) and 'no_hessian_yet' not in group
-        late = not self.has_h and self.estimates(self.interval, iter_num) > 0
+        late = not group.get('has_h') and self.estimates(self.interval, iter_num) > 0
         self.due = late or self.is_due(iter_num, self.interval)
         self.rows_left = self.batch_size // self.world_size if self.due else 0
         return self.due
@@ -117,11 +114,12 @@ class HessianHook(StepHook):
         estimates = self.diagonal()
         if not check_finite('skip', 'Hessian estimate', [h_hat for h_hat in estimates if h_hat is not None]):
             return self.overflowed()
-        self.optimizer.param_groups[0].pop('hessian_overflows', None)
-        if not self.has_h:
+        group = self.optimizer.param_groups[0]
+        group.pop('hessian_overflows', None)
+        if not group.get('has_h'):
             self.warn_of_unreached(estimates)
-            self.optimizer.param_groups[0].pop('no_hessian_yet', None)
         self.optimizer.update_hessian(estimates)
+        group['has_h'] = True
         return ''
 
     def overflowed(self):
@@ -131,8 +129,6 @@ class HessianHook(StepHook):
         if self.loss_scale == 1 or group['hessian_overflows'] > OVERFLOWS:
             return 'a Hessian estimate is not finite'
         group['hessian_scale'] = self.scale / 2
-        if not self.has_h:
-            group['no_hessian_yet'] = True
         if self.rank == 0:
             warn(f'iteration {self.iter_num}: the Hessian estimate overflowed in float16 and was left out; its loss '
                  f'scale falls to {self.scale / 2:g}')
@@ -183,16 +179,12 @@ class GNBHook(HessianHook):
         return self.due
 
     def split(self, rows, size):
-        if not self.due:
+        if not self.due or self.compile and self.parts < 2:  # another size would be compiled again
             return super().split(rows, size)
+        # The sequences of the estimate come first, because its backward pass is over whole micro-batches.
         here = min(self.rows_left, rows)
-        rest = [slice(here + one.start, here + one.stop) for one in super().split(rows - here, size)]
-        if self.parts > 1:
-            self.part_slices = self.slices_of_parts(here)
-            return self.part_slices + rest
-        if self.compile:  # a micro-batch of another size would be compiled again
-            return super().split(rows, size)
-        return super().split(here, size) + rest  # the second backward pass is over whole micro-batches
+        self.part_slices = self.slices_of_parts(here) if self.parts > 1 else super().split(here, size)
+        return self.part_slices + [slice(here + one.start, here + one.stop) for one in super().split(rows - here, size)]
 
     def slices_of_parts(self, rows):
         """Return the parts of this rank's first `rows` sequences, as slices of them."""

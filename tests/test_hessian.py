@@ -147,7 +147,7 @@ def test_the_second_backward_pass_is_over_the_estimate_only(gpt, monkeypatch, co
     slices = hook.split(9, 3)
     assert [len(range(9)[rows]) for rows in slices] == sizes
     assert sorted(i for rows in slices for i in range(9)[rows]) == [*range(9)]
-    monkeypatch.setattr(hook.optimizer, 'state', {0: True})
+    hook.optimizer.param_groups[0]['has_h'] = True
     hook.start(1)
     assert [len(range(9)[rows]) for rows in hook.split(9, 3)] == [3, 3, 3]
 
@@ -335,10 +335,13 @@ def test_until_there_is_an_h_every_iteration_estimates(gpt):
 
 
 def test_estimates_may_begin_later(gpt, monkeypatch):
-    """Before, updates have no h; after an estimate that is lost, the next iteration makes one."""
+    """Before, updates have no h, but a state; after an estimate that is lost, the next iteration makes one."""
     model, idx, _, _ = gpt
     monkeypatch.setattr(hessian.HessianHook, 'is_due', classmethod(lambda cls, i, interval: i in (2, 9)))
     hook = make_hook(model, 'sophiag')
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    hook.optimizer.step()
     assert [hook.start(number) for number in range(5)] == [False, False, True, True, True]
     iteration(hook, idx[:, :-1], idx[:, 1:], number=5)
     assert [hook.start(number) for number in (6, 9)] == [False, True]
@@ -406,8 +409,9 @@ def test_an_optimizer_needs_update_hessian_and_nothing_else(gpt, name):
             self.received = list(estimates)
 
     model, idx = gpt[:2]
-    hook = row(name).hook(model, Newton(model.parameters(), lr=0.1), interval=1, batch_size=4, seed=7)
+    hook = row(name).hook(model, Newton(model.parameters(), lr=0.1), interval=10, batch_size=4, seed=7)
     iteration(hook, idx[:, :-1], idx[:, 1:])
+    assert not hook.start(1)
     expected = make_hook(model, name)
     iteration(expected, idx[:, :-1], idx[:, 1:])
     h = [expected.optimizer.state[p]['hessian'] for p in model.parameters()]
