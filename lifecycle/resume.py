@@ -89,7 +89,7 @@ def find_origin(world, c, data, fingerprints, learning_rate_at):
             changes.append(dict(iter=saved['iter_num'], key='code', files=files))
     before = {**c.defaults, **with_younger(saved['config'])}
     measured = c.having('eval') - {'eval_iters'}  # a way to set eval_sequences
-    if saved['data']['val'] != fingerprints['val'] or any(c.values[key] != before[key] for key in measured):
+    if saved['data']['val'] != fingerprints['val'] or any(c.values[key] != before.get(key) for key in measured):
         saved['train_state'] |= dict(best_val_loss=float('inf'), last_eval_iter=-1)  # losses of other sequences
     return Origin(code, checkpoint.model_seed(saved), path, saved, config, differences, changes)
 

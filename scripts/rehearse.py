@@ -290,17 +290,23 @@ def launch(argv, ranks=1, first=None):
         environments = [environment | dict(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
             MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port)) for rank in range(ranks)]
-    processes = [subprocess.Popen([sys.executable, *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                  text=True, env=environment) for environment in environments]
     limit = None if first is None else PATIENCE + 10 * first
-    try:
-        texts = [process.communicate(timeout=limit)[0] for process in processes]
-    except subprocess.TimeoutExpired:
-        for process in processes:
-            process.kill()
-            process.wait()
-        why = ': ranks that do not agree when to estimate, or a deadlock' if ranks > 1 else ''
-        raise SystemExit(f'STOPS: still running after {limit:.0f} s, while one rank took {first:.0f} s{why}') from None
+    with contextlib.ExitStack() as stack:
+        # Files, because a rank that has filled a pipe would wait until the others have ended.
+        outputs = [stack.enter_context(tempfile.TemporaryFile('w+', errors='replace')) for _ in environments]
+        processes = [subprocess.Popen([sys.executable, *argv], stdout=output, stderr=subprocess.STDOUT, env=environment)
+                     for output, environment in zip(outputs, environments)]
+        try:
+            for process in processes:
+                process.wait(limit)
+        except subprocess.TimeoutExpired:
+            for process in processes:
+                process.kill()
+                process.wait()
+            why = ': ranks that do not agree when to estimate, or a deadlock' if ranks > 1 else ''
+            raise SystemExit(f'STOPS: still running after {limit:.0f} s, while one rank took {first:.0f} s{why}'
+                             ) from None
+        texts = [output.seek(0) or output.read() for output in outputs]
     text = ''.join(texts)
     if code := next((process.returncode for process in processes if process.returncode), 0):
         raise SystemExit(f'STOPS with exit code {code}: {last_words(text)}')
@@ -345,7 +351,7 @@ def resumed(whole, places, flags):
         before, out_dir = run, whole.out_dir.with_name(f'resumed_{step}')
         out_dir.mkdir()
         for path in before.out_dir.iterdir():  # as if the run had been killed after its last step
-            if path.is_file() and number(path) is None and path.name not in ('best.txt', 'lock'):
+            if path.is_file() and number(path) is None:
                 shutil.copy(path, out_dir)
         kept = Path(f'{before.out_dir}.{step}')
         shutil.copy(kept if kept.is_file() else path_of(before.out_dir, step), path_of(out_dir, step))

@@ -433,3 +433,13 @@ def test_ranks_that_wait_for_each_other_are_ended(monkeypatch):
     monkeypatch.setattr(rehearse, 'PATIENCE', 0)
     with pytest.raises(SystemExit, match='still running after 1 s, while one rank took 0 s: ranks that do not agree'):
         rehearse.launch(['-c', 'import time; time.sleep(60)'], ranks=2, first=0.1)
+
+
+def test_a_rank_that_prints_much_does_not_wait_for_the_others(tmp_path, monkeypatch):
+    """As it would once a pipe is full that nobody reads."""
+    monkeypatch.setattr(rehearse, 'PATIENCE', 20)
+    code = ('import os, pathlib, time; print(os.environ["RANK"] * 200_000, flush=True); '
+            f'done = pathlib.Path({str(tmp_path)!r}, "1")\n'
+            'if os.environ["RANK"] == "1": done.touch()\n'
+            'while not done.exists(): time.sleep(0.01)')
+    assert rehearse.launch(['-c', code], ranks=2, first=0) == '0' * 200_000 + '\n' + '1' * 200_000 + '\n'
