@@ -45,7 +45,6 @@ $PY records/small_batch/results.py bands --output records/small_batch/bands.png
 $PY records/gpu_30m/results.py curves --output records/gpu_30m/curves.png
 
 # What needs no run.
-$PY scripts/paper/compute_table.py config/train_gpt2_{large,medium}_{adamw,sophiah,sophiag}.py --output records/paper/compute_table.csv
 $PY records/paper/toy_landscape.py --output records/paper/toy_landscape.png
 $PY records/paper/clipped_newton.py --output records/paper/clipped_newton.png
 
