@@ -50,31 +50,9 @@ def check_forward(run, sequences):
 
     Collective: every rank must call it. `sequences`: some of this rank. Changes none of these, no buffer, no gradient.
     """
-    check_due(run.config, run.hessian)
-    before = versions_of(run)
     with same_buffers(run.raw_model):
         check_outputs(run, sequences[:2])  # a loss may compare sequences
         warn_of_leaks(run, sequences[:1, :-1])
-    changed = dict(versions_of(run).items() ^ before.items())
-    if changed and run.world.is_master:
-        warn(f'model.py: GPT.forward changes the parameter {min(changed)}, so that results depend on batch_size and on '
-             'where a run is resumed; change it in train_step, after the update')
-
-
-def check_due(c, hessian):
-    """SystemExit where chance decides when to estimate: ranks and resumed runs would not agree."""
-    if c.hessian_interval and hasattr(hessian, 'is_due'):
-        one, two = ([hessian.is_due(i, c.hessian_interval) for i in range(min(1000, c.max_iters))] for _ in range(2))
-        if one != two:
-            raise SystemExit(f'{type(hessian).__name__}.is_due: differs between two calls, and so between ranks; draw '
-                             'from runtime.rng.keyed_generator(seed, runtime.rng.LOOP, iter_num)')
-
-
-def versions_of(run):
-    """Return {name: (version, norm)} of the parameters, by which a change is seen; nothing of sharded ones."""
-    # `p.data.lerp_(…)` changes no version, and a teacher's first average with an equal student changes no norm.
-    parameters = () if run.world.sharded else run.raw_model.named_parameters()
-    return {name: (p._version, p.detach().norm().item()) for name, p in parameters}
 
 
 def check_outputs(run, sequences):
