@@ -57,7 +57,7 @@ class Setting:
             return 'one of ' + ', '.join(self.choices)
         if self.type is str and not value and self.default != '':
             return 'non-empty (is a shell variable unset?)'
-        if self.type is str and value != value.encode(errors='replace').decode():
+        if self.type is str and value != value.encode(errors='replace').decode():  # a checkpoint could not be loaded
             return 'valid UTF-8'
         if self.type is float and not math.isfinite(value):
             return 'finite'
@@ -131,8 +131,6 @@ class Config:
         name = f'--{key}' if source == 'flag' else f'{source}: {key}'
         convert = from_text if source == 'flag' else from_python
         self.values[key], self.sources[key] = convert(name, value, one.type), source
-        if one.type is int and abs(self.values[key]) > 2 ** 64:  # Python does not print an integer of 5,000 digits
-            raise SystemExit(f'{name}: does not fit in 64 bits')
         if one.type is str:
             self.values[key] = expanded(self.values[key], f'{name}=' if source == 'flag' else f'{name} = ')
         problem = one.problem(self.values[key])

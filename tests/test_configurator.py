@@ -45,8 +45,8 @@ def test_flags_are_typed(flag, key, value):
     ('--vocab_size=9', "--vocab_size: unknown setting; the data set's meta.json has it"),
     ('--name=', '--name=: must be non-empty (is a shell variable unset?)'), ('--name=\udcff', 'must be valid UTF-8'),
     ('--rate=9', '--rate=9.0: must be at least 0 and below 9'), ('--rate=nan', '--rate=nan: must be finite'),
-    ('--kind=z', '--kind=z: must be one of x, y'), (f'--steps={"9" * 4000}', '--steps: does not fit in 64 bits'),
-    (f'--steps={"9" * 5000}', 'whole number'), ('--config=a.py', 'write the name of a config file without a flag'),
+    ('--kind=z', '--kind=z: must be one of x, y'), (f'--steps={"9" * 5000}', 'whole number'),
+    ('--config=a.py', 'write the name of a config file without a flag'),
     (str(ROOT / 'config/ablation/clipping.json'), 'which would end in .py'),  # which is valid Python, and sets nothing
 ])
 def test_bad_flags_are_rejected_in_one_line(flag, words):
