@@ -373,18 +373,14 @@ def listed(params):
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
-def estimates_per_iteration(name, interval, iterations):
-    """Return the mean number of Hessian estimates per iteration of a run; optimizers outside the table have none."""
-    return OPTIMIZERS[name].hook.estimates(interval, iterations) / max(1, iterations) if name in OPTIMIZERS else 0.0
-
-
 def hessian_flops_per_token(settings, flops_per_token):
     """Return the FLOPs of Hessian estimates per training token of a run with these `settings`, a dict, whose forward
     and backward take `flops_per_token`. An estimate costs the hook's `cost` × those of hessian_batch_size sequences.
     """
-    name, share = settings['optimizer_name'], settings['hessian_batch_size'] / settings['total_batch_size']
-    estimates = estimates_per_iteration(name, settings['hessian_interval'], settings['max_iters'])
-    return OPTIMIZERS[name].hook.cost * share * estimates * flops_per_token if estimates else 0.0
+    hook, iterations = row(settings['optimizer_name']).hook, settings['max_iters']
+    per_iteration = hook.estimates(settings['hessian_interval'], iterations) / iterations
+    share = settings['hessian_batch_size'] / settings['total_batch_size']
+    return hook.cost * share * per_iteration * flops_per_token
 
 
 def is_matrix(p):
