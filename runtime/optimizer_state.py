@@ -138,16 +138,6 @@ def spread_all(entries, like):
     return map_tensors(entries, lambda _, tensor: spread(tensor, like))
 
 
-def lost_in_round_trip(optimizer, fresh, saved, names):
-    """Return the first difference between `optimizer` and `fresh`, built alike but without a state, after `fresh` has
-    loaded the state_dict `saved`; '' when there is none."""
-    load_optimizer(fresh, saved, names)
-    ours, theirs = optimizer.state_dict(), fresh.state_dict()
-    theirs['param_groups'] = [{key: group.get(key) for key in compared}  # load_state_dict may add settings
-                              for group, compared in zip(theirs['param_groups'], ours['param_groups'])]
-    return first_difference(ours, theirs)
-
-
 @functools.cache
 def no_state():
     """Return the names of attributes that PyTorch keeps in any optimizer, or that checkpoints hold. A function, because
