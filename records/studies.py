@@ -94,20 +94,18 @@ def next_runs(protocol, find):
     return study, sorted(study.due, key=study.due.get)
 
 
-def train_due(protocol, find, start, jobs, after=lambda: None, skip=0):
-    """Train until nothing is due but the first `skip` runs, `jobs` runs at a time.
+def train_due(protocol, find, start, jobs):
+    """Train until nothing is due, `jobs` runs at a time.
 
     Args:
         find: `PlannedRun` → `Result`, None while the run is not finished.
         start: (`PlannedRun`, slot) → its process.
-        after: called when a run has finished.
     """
     def ended(run):
         if find(run) is None:  # the others may work
             print(f'{run.path}: the run failed; its last lines are in log.txt there', file=sys.stderr, flush=True)
-        after()
 
-    run_in_turns(lambda: next_runs(protocol, find)[1][skip:], start, jobs, ended)
+    run_in_turns(lambda: next_runs(protocol, find)[1], start, jobs, ended)
 
 
 def finder(runs_jsonl, out_dir_of):
@@ -176,7 +174,6 @@ def main(protocol, here, description, command):
     parser = argument_parser(description)
     parser.add_argument('--tree', type=Path, required=True, help='a checkout of the commit in README.md')
     parser.add_argument('--jobs', type=int, default=1, help='runs at a time (default: 1)')
-    parser.add_argument('--skip', type=int, default=0, help='number of due runs to leave out')
     parser.add_argument('--minutes', type=float, default=0, help='stop after so long; the same command resumes')
     parser.add_argument('flags', nargs='*', help='of train.py, for every run')
     parser.add_argument('--list', action='store_true', help='print the runs that are due; train nothing')
@@ -199,4 +196,4 @@ def main(protocol, here, description, command):
         print(f'{len(study.done)} runs finished, {len(due)} due')
     else:
         signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
-        train_due(protocol, find, start, args.jobs, skip=args.skip)
+        train_due(protocol, find, start, args.jobs)
