@@ -85,7 +85,7 @@ def group_by_side(runs, args):
     if args.by != 'out_dir' and any(args.by not in run.config for run in runs):
         raise SystemExit(f'--by {args.by}: not a setting of all of these runs')
     ordered = runs if args.by == 'out_dir' else sorted(runs, key=lambda run: (
-        isinstance(run.config[args.by], str), run.config[args.by] or 0))
+        isinstance(value := run.config[args.by], str), 0 if value is None else value))
     sides = {}
     for run in ordered:
         sides.setdefault(compare.side_of(run, args.by), []).append(run)

@@ -349,6 +349,8 @@ def test_values_of_a_setting_are_compared(tmp_path):
     assert judge(tmp_path, '--by', 'dropout', '--baseline', '1e-1')['candidate'] == '0.0'
     make(tmp_path, 'adamw', 100, 3.0, argv=['--min_lr_ratio=0.1', '--scale_attn_by_inverse_layer_idx=True'])
     assert judge(tmp_path, '--by', 'min_lr_ratio', '--tuned', 'dropout')['baseline'] == '0.05'
+    edit(make(tmp_path, 'adamw', 100, 3.0), lambda about: about['config'].update(optimizer_args='a=1'))
+    assert judge(tmp_path, '--by', 'optimizer_args', '--tuned', 'dropout', 'min_lr_ratio')['baseline'] == ''
     make(tmp_path, 'lion', 100, 3.0, argv=['--dropout=0.1'])  # a gain of the optimizer, not of dropout
     assert 'optimizer_name is adamw in one and lion in the other' in rejection(
         judge, tmp_path, '--by', 'dropout', '--tuned', 'min_lr_ratio')
