@@ -41,7 +41,7 @@ from optimizers import sophia as build_sophia
 from runtime import checkpoint
 from runtime.arguments import at_least
 from runtime.files import one_line_errors
-from scripts.load import MODEL_HELP, load, open_bins
+from scripts.load import load, open_bins
 from sophia import Sophia, clip_, hutchinson, precondition
 
 SEED = 1  # of sequences, labels and vectors
@@ -214,16 +214,18 @@ def draw(low, h, title, correlation):
 @one_line_errors()
 def main(argv=None):
     parser = argparser(__doc__, 'curvature.png', '.csv and .json')
-    parser.add_argument('checkpoint', help=MODEL_HELP)
+    parser.add_argument('checkpoint', help='out_dir (its newest checkpoint) or .pt file')
     parser.add_argument('--estimator', choices=['gnb', 'hutchinson'], default='gnb', help='default: gnb')
     parser.add_argument('--sequences', type=at_least(32), default=512, help='training sequences (default: 512)')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     args = parser.parse_args(argv)
     loaded = load(args.checkpoint, args.device, training=True)
-    model = loaded.model
+    model, dataset = loaded.model, loaded.state.get('config', {}).get('dataset')
+    if not dataset:
+        raise SystemExit(f'{args.checkpoint}: does not name its data set; give a checkpoint of train.py')
     torch.manual_seed(SEED)
-    loader = TrainLoader(Mixture(open_bins(loaded, None, 'train')), SEED, args.sequences, model.config.block_size, 0, 1,
-                         args.device)
+    data = Mixture(open_bins(loaded, dataset, 'train'))
+    loader = TrainLoader(data, SEED, args.sequences, model.config.block_size, 0, 1, args.device)
     sequences = next(loader)
     loader.close()
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import random_gpt
+from conftest import random_gpt, rejection
 from reference import double_precision, flat  # noqa: F401 - for every test here
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,6 +14,7 @@ from loss import Losses
 from runtime.files import save_pt
 from scripts import curvature
 from scripts.curvature import Gradients, curvature_along, draw_gradients, trained
+from scripts.load import Loaded
 from sophia import Sophia
 
 
@@ -33,6 +34,13 @@ def test_h_of_other_estimates_and_updates_is_not_judged_by_these(tmp_path, name,
     loaded = SimpleNamespace(path=tmp_path, state=dict(config=dict(optimizer_name=name)), model=torch.nn.Linear(1, 1))
     h, *_ = curvature.state_of_run(loaded, ['w'])
     assert (h is not None) == known
+
+
+@pytest.mark.parametrize('state', [{}, dict(config={})])
+def test_a_model_without_a_data_set_is_rejected(monkeypatch, gpt, state):
+    """As Hugging Face's, and without naming a flag that the script lacks."""
+    monkeypatch.setattr(curvature, 'load', lambda *_, **__: Loaded('gpt2', gpt[0], None, state))
+    assert 'gpt2: does not name its data set; give a checkpoint' in rejection(curvature.main, ['gpt2', '--device=cpu'])
 
 
 @pytest.mark.parametrize(('size', 'parts'), [(1, 1), (4, 1), (4, 2), (4, 4)])
