@@ -191,8 +191,8 @@ def describe(kind, at, diagonal, size, parts, run=None):
     row = dict(tensor=kind, parameters=len(low), positive=(low > 0).float().mean().item(),
                agreement=log_correlation(one, two), **{f'cv_{n}': diagonal.cv(at, size, n) for n in parts})
     if run:
-        h, parts, averaged = run
-        row |= dict(noise_of_h=row[f'cv_{parts}'] / averaged ** 0.5, log_corr=log_correlation(h[at], low),
+        h, parts_of_run, averaged = run
+        row |= dict(noise_of_h=row[f'cv_{parts_of_run}'] / averaged ** 0.5, log_corr=log_correlation(h[at], low),
                     scale=(h[at].sum() / low.sum()).item())
     return row
 
