@@ -50,7 +50,8 @@ def files_corpus(files, val_files=(), val_fraction=0.01, text_key='text'):
     """Return the Corpus of .txt, .jsonl and .parquet files, and directories of them, without blank documents. A file
     counts once, one of `val_files` for val only, unless train would have no other."""
     files, val_files = distinct(expand(files)), distinct(expand(val_files))
-    files = distinct([*val_files, *files])[len(val_files):] or files
+    held_out = {path.resolve() for path in val_files}
+    files = [path for path in files if path.resolve() not in held_out] or files
     source, revision = local_files([*files, *val_files])
     if any(reader_of(path) is not txt for path in [*files, *val_files]):
         source += f', key {text_key!r}'  # part of the bins' identity
