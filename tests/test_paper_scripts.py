@@ -85,6 +85,18 @@ def test_final_losses_by_hessian_interval_against_flops(tmp_path):
     assert float(frequent['flops']) / float(seldom['flops']) == pytest.approx((1 + 1 / 3) / (1 + 1 / 30))
 
 
+@pytest.mark.parametrize(('keys', 'argv', 'lines'), [
+    (['dropout'], [['--dropout=0'], ['--dropout=0.1']], ['dropout 0.0', 'dropout 0.1']),
+    (['bias'], [['--bias=False'], ['--bias=True']], ['bias False', 'bias True']),
+    (['optimizer_name', 'gamma'], [[], ['--optimizer_name=sophiag']], ['AdamW', 'Sophia-G, γ 0.05'])])
+def test_a_line_is_named_by_its_settings(tmp_path, keys, argv, lines):
+    """Also by one that is 0, unless the optimizer does not have it."""
+    for flags in argv:
+        make(tmp_path, 'adamw', 100, 3.0, argv=flags)
+    final_losses.main([str(tmp_path), '--by', *keys, '--output', str(tmp_path / 'f.png')])
+    assert [row['line'] for row in rows_of(tmp_path / 'f.csv')] == lines
+
+
 def test_a_grid_shows_losses(tmp_path):
     for gamma in (0.01, 0.02):
         for beta2 in (0.95, 0.99):

@@ -37,8 +37,10 @@ def best_groups(runs, place):
 def draw_lines(runs, x, by):
     """Return (figure, rows): final loss against `x`, a line for each value of the settings `by`."""
     def place(run):
+        sources = run.about.get('provenance', {})  # the optimizer's 0: it does not have the setting
         line = ', '.join(run.optimizer_label if key == 'optimizer_name' else f'{label_of(key)} {run.config[key]}'
-                         for key in by if run.config[key] != 0)  # 0: a setting that the optimizer does not have
+                         for key in by if run.config[key] != 0
+                         or not sources.get(key, '').startswith(('optimizer ', 'not a setting')))
         if x == 'flops':
             return line, run.series('val/loss', 'flops')[0][-1]
         return line, run.about['parameters'] if x == 'parameters' else run.config[x]
