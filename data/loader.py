@@ -171,7 +171,8 @@ def parts_of(dataset):
         if Path(name).name in [Path(other).name for other in parts]:
             raise SystemExit(f'--dataset={dataset}: two parts have the same name')
         parts[name] = float(weight)
-    total = sum(parts.values())
+    if not (total := sum(parts.values())):
+        raise SystemExit(f'--dataset={dataset}: all weights are 0; raise one')
     return {name: weight / total for name, weight in parts.items()}
 
 

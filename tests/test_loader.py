@@ -238,6 +238,7 @@ def test_a_part_of_weight_0_is_only_validated_on(two):
 @pytest.mark.parametrize('dataset, message', [
     ('a:0.7,b', "'b' is not NAME:WEIGHT"), ('a:-1,b:2', "'a:-1' is not"), ('a:nan,b:2', "'a:nan' is not"),
     ('a:1,./data/a:1', 'two parts have the same name'),
+    ('a:0,b:0', '--dataset=a:0,b:0: all weights are 0; raise one'),
     ('a:1,c:1', 'data/c/train.bin: made with another tokenizer (char) than data/a/train.bin (byte); prepare all'),
     ('a:1,c:0', 'data/c/val.bin: made with another tokenizer (char)'),
     ('d:1,e:1', 'data/e/train.bin: made with another tokenizer (mine) than data/d/train.bin (mine)')])
