@@ -106,7 +106,7 @@ def trials_of(spec, out_dir):
     trials = {}
     for grid in spec['runs']:
         for values in itertools.product(*(value if isinstance(value, list) else [value] for value in grid.values())):
-            settings = {key: canonical(value) for key, value in zip(grid, values)}
+            settings = {key: canonical(key, value) for key, value in zip(grid, values)}
             words = [f'{key}={value}' for key, value in settings.items()]
             name = ','.join(word.replace('/', '_').replace(',', '_') for word in words)
             trial = Trial(Path(out_dir) / name, settings, [*spec.get('base', []), *(f'--{word}' for word in words)])
@@ -116,8 +116,11 @@ def trials_of(spec, out_dir):
     return list(trials.values())
 
 
-def canonical(value):
-    """Return a setting's value as text, numbers in one way: 1e-3 as 0.001, and 1e3 as 1000."""
+def canonical(key, value):
+    """Return the value of a setting as text, a number in one way: 1e-3 as 0.001, and 1e3 as 1000."""
+    declared = Config(train.DEFAULTS).declared.get(key)
+    if declared and declared.type is str:
+        return str(value)
     number = as_number(str(value))  # of a JSON true, not 1
     return str(int(number) if isinstance(number, float) and number.is_integer() else number)
 

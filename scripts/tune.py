@@ -45,7 +45,7 @@ def main(argv=None):
     parser.add_argument('--noise', required=True, type=at_least(0, float), metavar='LOSS',
                         help='keep a value only if it lowers the loss by more, e.g. two standard deviations over seeds')
     args = parser.parse_args(argv)
-    values = {key: [*map(canonical, grid)] for key, grid in split_values(args.values).items()}
+    values = {key: [canonical(key, value) for value in grid] for key, grid in split_values(args.values).items()}
     begin, tried = train.resolve(args.base).values, {}
     for trial in trials_of(dict(base=args.base, runs=[{key: grid} for key, grid in values.items()]), args.out_dir):
         trial.check()  # rejects invalid values before the first run
@@ -64,7 +64,7 @@ def main(argv=None):
             losses.append(loss)
         return losses
 
-    best, loss = search(values, {key: canonical(begin[key]) for key in values}, args.noise, losses_of)
+    best, loss = search(values, {key: canonical(key, begin[key]) for key in values}, args.noise, losses_of)
     show(tried.values())
     for key, value in best.items():
         numbers = {as_number(trial.settings[key]) for trial in tried.values()}

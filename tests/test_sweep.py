@@ -56,10 +56,12 @@ def test_equal_numbers_are_one_trial(tmp_path):
     trial, = sweep.trials_of(dict(base=SHAPE, runs=[dict(max_iters=['1e3', 1000, '1000.0'])]), tmp_path)
     assert trial.out_dir == tmp_path / 'max_iters=1000'
     trial.check()  # train.py takes no fraction there
+    names = ['007', '1e3']
+    assert [trial.settings['dataset'] for trial in sweep.trials_of(dict(runs=[dict(dataset=names)]), '')] == names
 
 
 def test_values_of_a_grid():
-    assert sweep.canonical(True) == 'True'
+    assert sweep.canonical('compile', True) == 'True'
     assert sweep.split_values(['seed=1,2', 'dataset=a,b']) == dict(seed=['1', '2'], dataset=['a', 'b'])
     for one in ('dataset=a:0.7,b:0.3', 'optimizer_args=a=1, b=2'):
         key, _, value = one.partition('=')
