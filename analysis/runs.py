@@ -270,7 +270,7 @@ def read_csv(path):
     """Return the runs in a CSV file, as docs/verdict.md describes it. SystemExit where the file is not like that."""
     columns, rows = csv_rows(path)
     settings, found = [column for column in columns if column not in MEASURED], {}
-    for number, row in enumerate(rows, 2):
+    for number, row in rows:
         where = f'{path}:{number}'
         if None in row or None in row.values():
             raise SystemExit(f'{where}: not as many columns as in the header')
@@ -301,13 +301,14 @@ def read_csv(path):
 
 
 def csv_rows(path):
-    """Return (columns, rows as dicts) of a CSV file, whose cells commas, semicolons or tabs part."""
+    """Return (columns, [(line, row as a dict)]) of a CSV file, whose cells commas, semicolons or tabs part."""
     with path.open(encoding='utf-8-sig', newline='') as f:
         header = f.readline()
         delimiter = max(',;\t', key=header.count)
         columns = [name.strip().lower() for name in next(csv.reader([header], delimiter=delimiter), [])]
         columns = [RENAMED.get(name, name) for name in columns]
-        rows = list(csv.DictReader(f, columns, delimiter=delimiter, skipinitialspace=True))
+        rows = csv.DictReader(f, columns, delimiter=delimiter, skipinitialspace=True)
+        rows = [(rows.reader.line_num + 1, row) for row in rows]  # rows.line_num does not count blank lines
     if wrong := [column for column in (*REQUIRED, *columns) if columns.count(column) != 1]:
         raise SystemExit(f'{path}: {columns.count(wrong[0])} columns {wrong[0]}; its first line must name each column '
                          'once, and optimizer, seed, steps and loss')

@@ -457,6 +457,7 @@ def test_only_columns_that_are_known_to_be_tuned_may_differ(tmp_path, column):
     ('optimizer,seed,steps,loss\na,1,2,low\n', ':2: loss must be a number'),
     ('optimizer,seed,steps,loss\na,1,,3\n', ':2: steps must be a number'),
     ('optimizer,seed,steps,loss\na,1,2,3\na,1,2,4\n', ':3: the second row of a run for step 2'),
+    ('optimizer,seed,steps,loss\n\n"a\nb",1,2,3\n\n\na,1,2,low\n', ':7: loss must be a number'),
     ('optimizer,seed,steps,loss\n', ': no runs found'),
     ('optimizer,seed,steps,loss,LOSS\na,1,2,3,4\n', ': 2 columns loss'),
     ('optimizer,seed,max_iters,steps,loss\na,1,100,120,3\n', ':2: step 120 is beyond the horizon, 100'),
