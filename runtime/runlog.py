@@ -127,13 +127,15 @@ def machine():
 
 def append_line(path, line):
     """Append `line` to the file `path`, whole or not at all; warn when that fails."""
-    size = path.stat().st_size if path.exists() else 0
+    size = None
     try:
         with path.open('ab') as f:
+            size = f.tell()
             f.write(f'{line}\n'.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.truncate(path, size)
+        if size is not None:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
         warn(f'{path}: a line could not be written ({error.strerror}); training continues')
 
 

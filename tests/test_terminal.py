@@ -1,8 +1,11 @@
 """The output of a run: advice, answers to Ctrl-C, lines and last lines, Weights & Biases."""
 
+import errno
 import json
+import resource
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,6 +36,22 @@ def test_a_log_takes_lists_of_finite_numbers(tmp_path):
     assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == dict(iter=0, tokens=0, time=0, a=[1, 0.5], c=1)
     record = RunRecord(tmp_path, dict(config={}), [dict(iter=0, a=[1, 0.5], c=1)])
     assert record.series('a') == ([], [])  # a plot leaves them out
+
+
+def test_a_line_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capsys):
+    """Nor is a part of it left. A file system may fail in any call."""
+    path, (soft, hard) = tmp_path / 'log', resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_text('one\n')
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))
+    runlog.append_line(path, 'two')
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == 'one\n'
+    with monkeypatch.context() as patch:
+        for call in 'stat', 'open':
+            patch.setattr(Path, call, mock.Mock(side_effect=OSError(errno.ESTALE, 'Stale file handle')))
+        runlog.append_line(path, 'two')
+    assert [line.partition('could not be written ')[2] for line in capsys.readouterr().err.splitlines()] == [
+        f'({reason}); training continues' for reason in ('File too large', 'Stale file handle')]
 
 
 def test_ctrl_c_says_at_once_what_it_does_and_what_a_second_one_does(train, tmp_path):
