@@ -155,11 +155,14 @@ class Case:
             torch.cuda.empty_cache()
 
     def profile(self):
-        """Return the operators of one step, by their own time on the device; with an estimate if there are any."""
-        with torch.profiler.profile() as found:
-            self.measure(0)
-        device = 'cuda' if self.device.type == 'cuda' else 'cpu'
-        return found.key_averages().table(sort_by=f'self_{device}_time_total', row_limit=40, max_name_column_width=90)
+        """Return the operators of a step, by own time on the device, and of one with an estimate if they differ."""
+        device, tables = 'cuda' if self.device.type == 'cuda' else 'cpu', []
+        for iteration in (1, 0) if all(self.seconds.values()) else (1,):  # all steps may be of one kind
+            with torch.profiler.profile() as found:
+                train.train_step(self.run, self.batch(), iteration)
+            tables.append(found.key_averages().table(
+                sort_by=f'self_{device}_time_total', row_limit=40, max_name_column_width=90))
+        return '\nand of a step with an estimate\n'.join(tables)
 
 
 def set_up(text, folder):
@@ -215,11 +218,11 @@ def main(argv=None):
             for process in processes:
                 process.submit(call, 'take_turn').result()
         names = [f'{folder.name}: {text}' if folder else text for text, folder in cases]
-        if args.profile:
-            write_text(args.profile, '\n'.join(f'{name}\n{process.submit(call, "profile").result()}'
-                                               for name, process in zip(names, processes)))
         rows = [dict(config=name, **process.submit(call, 'results').result())
                 for name, process in zip(names, processes)]
+        if args.profile:  # after the results, because it takes memory
+            write_text(args.profile, '\n'.join(f'{name}\n{process.submit(call, "profile").result()}'
+                                               for name, process in zip(names, processes)))
     print_table(rows)
     if args.output:
         about = dict(commit=git_commit(), **machine(), torch=torch.__version__, rounds=args.rounds)

@@ -46,7 +46,7 @@ def test_every_column_is_measured_where_it_exists(tmp_path):
                 str(tmp_path / 'bench.json'), '--profile', str(tmp_path / 'profile.txt'),
                 MODEL, f'{MODEL} --optimizer_name=sophiag'])
     profiles = (tmp_path / 'profile.txt').read_text()
-    assert profiles.count('aten::mm ') == 3 and profiles.count(f'{MODEL}\n') == 2
+    assert profiles.count('aten::mm ') == 4 and profiles.count(f'{MODEL}\n') == 2
     report = json.loads((tmp_path / 'bench.json').read_text())
     adamw, sophiag, peer = rows = report['results']
     assert 'optimizer_name=sophiag' in sophiag['config'] and peer['config'] == f'peer: {adamw["config"]}'
@@ -69,7 +69,7 @@ def test_a_baseline_is_compiled_as_nanogpt_compiles_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('name', ['sophiag', 'sophiah'])
 def test_it_steps_as_train_py_does(corpus, tmp_path, name, monkeypatch):
-    """Iterations 0 and 1, on the same sequences."""
+    """Iterations 0 and 1, on the same sequences. A step that is profiled is not a measurement."""
     flags = [*TINY, f'--optimizer_name={name}', '--decay_lr=False', '--learning_rate=1e-2', '--max_iters=2',
              f'--dataset={corpus}', f'--out_dir={tmp_path}']
     train.main(flags)
@@ -79,6 +79,8 @@ def test_it_steps_as_train_py_does(corpus, tmp_path, name, monkeypatch):
     monkeypatch.setattr(bench.Case, 'batch', lambda self: next(loader))
     case = bench.Case(c, World('cpu', 'gloo'))
     assert case.losses[:2] == pytest.approx(metrics(tmp_path), abs=2e-6)
+    case.take_turn()
+    assert case.profile().count('aten::mm ') == 2 and [len(one) for one in case.seconds.values()] == [1, 1]
 
 
 def test_an_output_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path):
