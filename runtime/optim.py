@@ -95,10 +95,9 @@ def scale_gradients(params, scale):
 def clip_gradients(params, max_norm):
     """Clip the gradients of `params` at the norm `max_norm` (0: no clipping). Return their norm before, a 0-d tensor,
     over all ranks."""
-    found = gradients(params)
-    norm = global_norm(found)
+    norm = global_norm(gradients(params))
     if max_norm:
-        torch._foreach_mul_(found, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
 
 
