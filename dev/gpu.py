@@ -26,8 +26,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from data.writer import sha256
 from runtime.arguments import argument_parser
-from runtime.files import atomic_write, checksum, git_commit, write_json
+from runtime.files import atomic_write, git_commit, write_json
 
 SMOKE = bool(os.environ.get('SMOKE'))
 WORK = Path('out', 'gpu_smoke' if SMOKE else 'gpu')
@@ -92,7 +93,7 @@ def write_bins(folder, meta, **splits):
     for split, tokens in splits.items():
         tokens.tofile(folder / f'{split}.bin')
     about = {split: dict(tokens=len(tokens), documents=int((tokens == meta['eot_id']).sum()),
-                         sha256=checksum(folder / f'{split}.bin')) for split, tokens in splits.items()}
+                         sha256=sha256(folder / f'{split}.bin')) for split, tokens in splits.items()}
     write_json(folder / 'meta.json', meta | about)
 
 
