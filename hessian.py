@@ -60,7 +60,7 @@ class HessianHook(StepHook):
     None for parameters that keep their h. There `p.grad` is the mean gradient of the whole mini-batch, already clipped.
 
     Checkpoints hold only what a hook puts into the optimizer's param groups, so its results must depend on nothing else
-    of earlier iterations.
+    of earlier iterations. Another `finish` calls this one, which notes there that there is an h.
 
     Args:
         model: the plain GPT, neither compiled nor wrapped.
@@ -90,9 +90,14 @@ class HessianHook(StepHook):
     def estimates(cls, interval, iterations):
         return sum(cls.is_due(i, interval) for i in range(iterations))
 
+    @property
+    def group(self):
+        """The param group for what a hook keeps: the first with parameters, because checkpoints bring back no other."""
+        return next(group for group in self.optimizer.param_groups if group['params'])
+
     def start(self, iter_num, loss_scale=1.0):
         self.iter_num, self.loss_scale = iter_num, loss_scale
-        group = self.optimizer.param_groups[0]  # which a checkpoint holds
+        group = self.group
         # An estimate overflows at another scale than the training gradient, the only one that GradScaler watches.
         self.scale = min(loss_scale, group.get('hessian_scale', loss_scale))
         # Once an estimate was due, every iteration makes one until there is an h, because steps without it are sign
@@ -114,7 +119,7 @@ class HessianHook(StepHook):
         estimates = self.diagonal()
         if not check_finite('skip', 'Hessian estimate', [h_hat for h_hat in estimates if h_hat is not None]):
             return self.overflowed()
-        group = self.optimizer.param_groups[0]
+        group = self.group
         group.pop('hessian_overflows', None)
         if not group.get('has_h'):
             self.warn_of_unreached(estimates)
@@ -124,7 +129,7 @@ class HessianHook(StepHook):
 
     def overflowed(self):
         """Halve the estimate's loss scale. Return '' for an occasional overflow of float16, else why to skip."""
-        group = self.optimizer.param_groups[0]
+        group = self.group
         group['hessian_overflows'] = group.get('hessian_overflows', 0) + 1  # in a row
         if self.loss_scale == 1 or group['hessian_overflows'] > OVERFLOWS:
             return 'a Hessian estimate is not finite'

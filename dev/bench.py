@@ -220,13 +220,13 @@ def main(argv=None):
         names = [f'{folder.name}: {text}' if folder else text for text, folder in cases]
         rows = [dict(config=name, **process.submit(call, 'results').result())
                 for name, process in zip(names, processes)]
-        if args.profile:  # after the results, because it takes memory
+        print_table(rows)
+        if args.output:
+            about = dict(commit=git_commit(), **machine(), torch=torch.__version__, rounds=args.rounds)
+            write_json(args.output, dict(about=about, results=rows))
+        if args.profile:  # last, because it takes memory
             write_text(args.profile, '\n'.join(f'{name}\n{process.submit(call, "profile").result()}'
                                                for name, process in zip(names, processes)))
-    print_table(rows)
-    if args.output:
-        about = dict(commit=git_commit(), **machine(), torch=torch.__version__, rounds=args.rounds)
-        write_json(args.output, dict(about=about, results=rows))
 
 
 if __name__ == '__main__':

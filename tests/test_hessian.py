@@ -17,7 +17,7 @@ from model import GPT, SIZES, GPTConfig
 from optimizers import build_optimizer, row
 from runtime.optim import parameters
 from runtime.rng import VECTORS, keyed_seed
-from sophia import Hutchinson, double_backward
+from sophia import Hutchinson, Sophia, double_backward
 
 
 def explicit_hessian(loss_fn, params):
@@ -332,6 +332,15 @@ def test_until_there_is_an_h_every_iteration_estimates(gpt):
         hook.optimizer.load_state_dict(state)
     assert 5 < sum(made) < 25 and made == sorted(made, reverse=True)
     assert all(own['hessian'].any() for own in state['state'].values())
+
+
+def test_what_a_hook_keeps_is_in_a_group_that_a_checkpoint_brings_back(gpt):
+    """Of a group without parameters it brings back nothing."""
+    model, idx = gpt[:2]
+    optimizer = Sophia([dict(params=[]), dict(params=[*model.parameters()])], lr=0.1)
+    hook = row('sophiag').hook(model, optimizer, interval=10, batch_size=4, seed=7)
+    iteration(hook, idx[:, :-1], idx[:, 1:])
+    assert [group.get('has_h') for group in optimizer.param_groups] == [None, True] and not hook.start(1)
 
 
 def test_estimates_may_begin_later(gpt, monkeypatch):

@@ -227,6 +227,14 @@ model.Block.__init__, model.Block.forward = made, scaled
 ACCURACY = edited('train', 'evaluate', 'training_loss, count])', '(logits.argmax(-1) == Y).float().mean(), '
                   'torch.ones(())])')  # a mean over batches, of which the last has padding
 OF_MICRO_BATCHES = edited('train', 'train_step', 'loss * (count / positions)', 'loss / len(micro_batches)')
+AVERAGING = '''
+forward = model.GPT.forward
+def averaging(self, *args):
+    with torch.no_grad():
+        self.transformer.wpe.weight.mul_(0.999)
+    return forward(self, *args)
+model.GPT.forward = averaging
+'''
 AFTERWARDS = edited('train', 'train_step', ''' or hessian.finish()
     if not problem:
         scaler.step(run.optimizer)''', '''
@@ -349,9 +357,10 @@ model.Block.__init__, model.Block.forward = made, mixed
     (STATISTIC, 'recomputed', 'DIFFERS from step '),
     (OF_MICRO_BATCHES, 'micro-batches', 'DIFFERS from step 0: grad_norm is '),
     (ACCURACY, 'micro-batches', ': val/training_loss is '),
+    (AVERAGING, 'micro-batches', 'DIFFERS from step '),
 ], ids=['window', 'places', 'ramp', 'stream', 'mean',
         'annealed', 'previous', 'line', 'random', 'file', 'share', 'sparse', 'trust_ratio', 'capped', 'statistic',
-        'of_micro_batches', 'accuracy'])
+        'of_micro_batches', 'accuracy', 'averaging'])
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, *['--optimizer_name=sophiah'] * (code is PREVIOUS), '--only', comparison)
     assert status and text.startswith(comparison) and all(word in text for word in words.split('…')), text

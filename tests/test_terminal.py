@@ -43,8 +43,10 @@ def test_a_line_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capsys
     path, (soft, hard) = tmp_path / 'log', resource.getrlimit(resource.RLIMIT_FSIZE)
     path.write_text('one\n')
     resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))
-    runlog.append_line(path, 'two')
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        runlog.append_line(path, 'two')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == 'one\n'
     with monkeypatch.context() as patch:
         for call in 'stat', 'open':

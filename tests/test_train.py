@@ -620,12 +620,12 @@ def test_what_is_drawn_in_evaluations_is_the_same_after_a_resume(main, tmp_path,
 
 def test_a_loss_of_other_sequences_is_forgotten_at_a_resume(main, tmp_path, monkeypatch):
     """Whatever setting of a fork chooses them; eval_iters alone changes nothing."""
-    monkeypatch.setitem(program.DEFAULTS, 'eval_domain', program.setting('', role='eval'))
-    for steps, flag in enumerate(['--eval_domain=a', '--eval_domain=a', '--eval_domain=b'], start=1):
+    for steps, flags in enumerate([[], ['--eval_domain=a'], ['--eval_domain=a'], ['--eval_domain=b']], start=1):
         main(tmp_path, f'--max_iters={steps}', '--eval_interval=9', '--eval_sequences=2', f'--eval_iters={steps}',
-             '--auto_resume=True', flag)
+             '--auto_resume=True', *flags)
+        monkeypatch.setitem(program.DEFAULTS, 'eval_domain', program.setting(str, role='eval'))
     lines = runs.read_metrics(tmp_path / 'metrics.jsonl')
-    assert [line['iter'] for line in lines if 'val/loss' in line] == [0, 1, 3]  # not 2, of the sequences before
+    assert [line['iter'] for line in lines if 'val/loss' in line] == [0, 2, 4]  # not 1 and 3, of other sequences
 
 
 @pytest.mark.parametrize('name', ['adamw', 'sophiag', 'sophiah'])
