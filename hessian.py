@@ -188,8 +188,8 @@ class GNBHook(HessianHook):
             return super().split(rows, size)
         # The sequences of the estimate come first, because its backward pass is over whole micro-batches.
         here = min(self.rows_left, rows)
-        self.part_slices = self.slices_of_parts(here) if self.parts > 1 else super().split(here, size)
-        return self.part_slices + [slice(here + one.start, here + one.stop) for one in super().split(rows - here, size)]
+        first = self.slices_of_parts(here) if self.parts > 1 else super().split(here, size)
+        return first + [slice(here + one.start, here + one.stop) for one in super().split(rows - here, size)]
 
     def slices_of_parts(self, rows):
         """Return the parts of this rank's first `rows` sequences, as slices of them."""
@@ -212,7 +212,7 @@ class GNBHook(HessianHook):
             shape = (self.batch_size, Y.size(1))
             uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]
             if self.parts > 1:  # in the order of the micro-batches
-                uniforms = torch.cat([uniforms[part] for part in self.part_slices])
+                uniforms = torch.cat([uniforms[part] for part in self.slices_of_parts(len(uniforms))])
             self.uniforms = uniforms.to(Y.device)
         if len(self.uniforms) < len(Y):
             raise SystemExit(f'{type(self).__name__}: has more sequences for an estimate than hessian_batch_size = '

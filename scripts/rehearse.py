@@ -306,8 +306,10 @@ def launch(argv, ranks=1, first=None):
             why = ': ranks that do not agree when to estimate, or a deadlock' if ranks > 1 else ''
             raise SystemExit(f'STOPS: still running after {limit:.0f} s, while one rank took {first:.0f} s{why}'
                              ) from None
-        texts = [output.seek(0) or output.read() for output in outputs]
-    text = ''.join(texts)
+        text = ''
+        for output in outputs:
+            output.seek(0)
+            text += output.read()
     if code := next((process.returncode for process in processes if process.returncode), 0):
         raise SystemExit(f'STOPS with exit code {code}: {last_words(text)}')
     return text
