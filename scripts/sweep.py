@@ -118,8 +118,8 @@ def trials_of(spec, out_dir):
 
 def canonical(key, value):
     """Return the value of a setting as text, a number in one way: 1e-3 as 0.001, and 1e3 as 1000."""
-    declared = Config(train.DEFAULTS).declared.get(key)
-    if declared and declared.type is str:
+    default = train.DEFAULTS.get(key)
+    if getattr(default, 'type', type(default)) is str:
         return str(value)
     number = as_number(str(value))  # of a JSON true, not 1
     return str(int(number) if isinstance(number, float) and number.is_integer() else number)
