@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
+# pip would compile every file that it installs, for a minute; Python compiles those that it imports.
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 DEV = requirements-dev.txt requirements-hf.txt requirements-examples.txt
 
 help:  ## list the targets
@@ -13,11 +15,11 @@ $(VENV)/.installed: requirements.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON): no such program; name a Python of 3.10 or newer: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is older than Python 3.10: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PIP) -r requirements.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(DEV) $(VENV)/.installed
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt $(DEV:%=-r %)
+	$(PIP) -r requirements.txt $(DEV:%=-r %)
 	@touch $@
 
 # $(call ask,QUESTION) fails unless the answer is y.
