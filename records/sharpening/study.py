@@ -34,7 +34,7 @@ CHANGES = {
 ARMS = {arm: (optimizer, {}) for arm, optimizer in POWERS.items()} | CHANGES
 # (arms, γ / learning rate, learning rate), in order: planned tests (ii) to (iv), (i), then the rest by worth.
 ORDER = [(['p=1', 'rows', 'proportional', 'clipped'], 72, RATES[0]), (['p=1', 'rows'], 28, RATES[0]),
-         (['no_grad_clip', 'beta2=0.99', 'p=0.5'], 72, RATES[0]), (CHANGES, 72, RATES[0]),
+         (['no_grad_clip', 'beta2=0.99'], 72, RATES[0]), (['p=0.5'], 72, RATES[0]), (CHANGES, 72, RATES[0]),
          *(([arm], ratio, RATES[0]) for arm in POWERS for ratio in RATIOS),
          (['p=1', 'rows', 'proportional', 'clipped'], 72, RATES[1]), (['p=1', 'rows'], 28, RATES[1]),
          *(([arm], ratio, RATES[1]) for arm in POWERS for ratio in RATIOS), (CHANGES, 72, RATES[1])]
