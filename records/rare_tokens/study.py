@@ -50,7 +50,7 @@ TESTS = [('rms', 'mean'), ('mean_embedding', 'mean'), ('fresh_2500', 'rows_2500'
 EQUIVALENT = 0.012  # the first test: a difference within this
 # Of the order; all others: 6.
 STAGES = dict(mean=0, rms=0, mean_embedding=1, fresh_2500=2, rows_2500=2, AdamW=2, root=3, sampled_adam=4,
-              sign_scaled=5, rms_embedding=5)
+              sign_scaled=5)
 
 
 def best_of(study, place, arm, optimizer, settings, middle, tuned, decay):
