@@ -10,7 +10,7 @@ from statistics import geometric_mean, mean
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from analysis.figures import figure, styles
+from analysis.figures import figure, legend, styles
 from analysis.runs import mean_final_loss, read_packed
 from records.dissection.results import markdown, mean_sd
 from records.sharpening.study import ARMS, RATES, RATIOS
@@ -95,8 +95,8 @@ def draw_norms(found):
             ax.plot(steps, values, linewidth=1, label=arm if run is runs[0] else None, **style)
             rows += [dict(arm=arm, seed=run.seed, steps=step, norm=value) for step, value in zip(steps, values)]
     ax.axhline(100, color='0.6', linewidth=1, linestyle='--')
-    ax.set(yscale='log', xlabel='steps', title='Norm of h, γ / learning rate = 72, three seeds each')
-    ax.legend(frameon=False)
+    ax.set(yscale='log', xlabel='steps', title='Norm of h, γ / learning rate = 72, a line for each run')
+    legend(fig, ax)
     return fig, rows
 
 
