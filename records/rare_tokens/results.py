@@ -98,7 +98,7 @@ def tables(arms):
 
 def draw_losses(arms):
     """Draw the fresh seeds of each arm. Return (figure, rows)."""
-    losses = {arm: fresh(arm, trials)[0] for arm, trials in arms.items()}
+    losses = {arm: found for arm, trials in arms.items() if (found := fresh(arm, trials)[0])}
     rows = [dict(arm=arm, loss=loss) for arm, found in losses.items() for loss in found]
     fig, (ax,) = figure(width=6.0, height=1.0 + 0.35 * len(losses))
     for place, found in enumerate(losses.values()):
