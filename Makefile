@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
-# pip would compile every file that it installs, for a minute; Python compiles those that it imports.
-PIP = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
+# pip compiles what it installs on one core, compileall on all of them; it fails at files for other versions of Python.
+pip_install = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile $(1) \
+	&& { $(PY) -m compileall -qq -j 0 $(VENV)/lib || true; }
 DEV = requirements-dev.txt requirements-hf.txt requirements-examples.txt
 
 help:  ## list the targets
@@ -15,11 +16,11 @@ $(VENV)/.installed: requirements.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON): no such program; name a Python of 3.10 or newer: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is older than Python 3.10: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -r requirements.txt
+	$(call pip_install,-r requirements.txt)
 	@touch $@
 
 $(VENV)/.installed-dev: $(DEV) $(VENV)/.installed
-	$(PIP) -r requirements.txt $(DEV:%=-r %)
+	$(call pip_install,-r requirements.txt $(DEV:%=-r %))
 	@touch $@
 
 # $(call ask,QUESTION) fails unless the answer is y.
