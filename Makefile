@@ -2,9 +2,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
-# pip compiles what it installs on one core, compileall on all of them; it fails at files for other versions of Python.
-pip_install = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile $(1) \
-	&& { $(PY) -m compileall -qq -j 0 $(VENV)/lib || true; }
 DEV = requirements-dev.txt requirements-hf.txt requirements-examples.txt
 
 help:  ## list the targets
@@ -16,11 +13,11 @@ $(VENV)/.installed: requirements.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON): no such program; name a Python of 3.10 or newer: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is older than Python 3.10: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(call pip_install,-r requirements.txt)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
 $(VENV)/.installed-dev: $(DEV) $(VENV)/.installed
-	$(call pip_install,-r requirements.txt $(DEV:%=-r %))
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt $(DEV:%=-r %)
 	@touch $@
 
 # $(call ask,QUESTION) fails unless the answer is y.
