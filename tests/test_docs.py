@@ -135,6 +135,7 @@ def test_the_front_s_numbers_and_picture_are_of_the_records():
     found = front.panels()
     for text in [front.interval(test) for arms in found.values() for test in front.tests(arms).values()]:
         assert text in read('README.md').partition('## Use')[0].partition('\n| ')[2] and text in read('docs/results.md')
+        assert text in re.search('alt="(.*)"', read('README.md'))[1]
     rows = [{key: '' if value is None else str(value) for key, value in row.items()} for row in front.draw(found)[1]]
     assert list(csv.DictReader((ROOT / 'records/front.csv').open(encoding='utf-8'))) == rows
 
