@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from hessian import GNBHook
+from hessian import EmpiricalFisherHook, GNBHook
 from optimizers import OPTIMIZERS, SOPHIA_G, SOPHIA_G_LR, AdaHessian, Row, SophiaTensorMean, betas, signum
 from optimizers import sophia as build_sophia
 from records.sharpening.run import main, row
@@ -72,7 +72,10 @@ OPTIMIZERS.update(
     mean_embedding=row(partial(MeanOf, role='embedding')),
     mean_matrices=row(partial(MeanOf, role='hidden')),
     sampled_adam=Row(sampled_adam, SOPHIA_G | dict(eps=1e-8, weight_decay=0.1), SOPHIA_G_LR, 'Table 3, sophiag',
-                     GNBHook))
+                     GNBHook),
+    data_mean=row(SophiaTensorMean, EmpiricalFisherHook),
+    data_adam=Row(sampled_adam, SOPHIA_G | dict(eps=1e-8, weight_decay=0.1), SOPHIA_G_LR, 'Table 3, sophiag',
+                  EmpiricalFisherHook))
 
 if __name__ == '__main__':
     main(sys.argv[1:])

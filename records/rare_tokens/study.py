@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 from records import studies  # noqa: E402
-from records.search import Search, gammas  # noqa: E402
+from records.search import Search, gammas, rate_at  # noqa: E402
 
 SEEDS = range(1342, 1348)  # that no other study of this kind has
 MORE = range(1348, 1352)  # where equivalence is claimed
@@ -49,6 +49,13 @@ ARMS = {
 }
 TESTS = [('rms', 'mean'), ('mean_embedding', 'mean'), ('fresh_2500', 'rows_2500'), ('root', 'AdamW')]
 EQUIVALENT = 0.012  # the first test: a difference within this
+# Added later, labels or curvature? `mean` and `sampled_adam` with the data's labels in place of sampled ones.
+# Arm → (optimizer, its settings, k of the first learning rate, the tuned setting, fresh seeds).
+DATA_LABELS = {
+    'data_mean': ('data_mean', FRESH[100], -3, gammas(0.54), [*SEEDS, *MORE]),
+    'data_adam': ('data_adam', ESTIMATE, -1, beta2s(0.01), SEEDS),
+}
+DATA_TESTS = [('data_mean', 'mean'), ('data_adam', 'AdamW')]  # both: equivalent within EQUIVALENT
 # Of the order; all other arms come last.
 STAGES = dict(mean=0, rms=0, mean_embedding=1, fresh_2500=2, rows_2500=2, AdamW=2, root=3, sampled_adam=4,
               sign_scaled=5)
@@ -68,8 +75,35 @@ def best_of(study, place, arm, optimizer, settings, middle, tuned, decay):
         search.result(seed=seed, **best)
 
 
+def with_data_labels(study):
+    """Ask for the runs of DATA_LABELS. `data_mean` is tuned like `mean`; `data_adam` has five trials."""
+    for place, (arm, (optimizer, settings, middle, (tuned, values), seeds)) in enumerate(DATA_LABELS.items()):
+        search = Search(study, (-1, place), arm, optimizer, COMMON | settings)
+        if arm == 'data_mean':
+            found = search.tune(middle, tuned, values, width=2)
+            more = found and search.result(**found[1], weight_decay=0.4)
+            best = more and (found[1] | dict(weight_decay=0.4) if more.loss < found[0] else found[1])
+        else:
+            best = five_trials(search, middle, tuned, values)
+        if best:
+            for seed in seeds:
+                search.result(seed=seed, **best)
+
+
+def five_trials(search, middle, tuned, values):
+    """Return the settings of the best of three values of `tuned` and then three learning rates; None while runs are
+    missing."""
+    def choose(trials):
+        results = [search.result(**trial) for trial in trials]
+        return None if None in results else min(zip(results, trials), key=lambda pair: pair[0].loss)[1]
+
+    best = choose([{tuned: values(k), 'learning_rate': rate_at(middle)} for k in (-1, 0, 1)])
+    return best and choose([best | dict(learning_rate=rate_at(k)) for k in (middle - 1, middle, middle + 1)])
+
+
 def protocol(study):
     """Ask for all runs of the study, as far as the results are there."""
+    with_data_labels(study)
     for place, (arm, row) in enumerate(ARMS.items()):
         best_of(study, place, arm, *row)
 
