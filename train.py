@@ -27,7 +27,7 @@ from data.loader import TrainLoader, ValidationLoader, fingerprint, open_dataset
 from hessian import StepHook
 from lifecycle import guards
 from lifecycle.resume import find_origin, finetunes, pretrained_model
-from lifecycle.run import abort, build_buckets, check_step, close_run, not_finite, note_unsaved, open_log, save
+from lifecycle.run import abort, build_buckets, check_step, close_run, not_finite, open_log, save
 from loss import Losses, cross_entropy
 from model import GPT, GPTConfig
 from runtime import checkpoint, optim
@@ -205,7 +205,6 @@ class TrainState:
     skipped_in_a_row: int = 0  # latest iterations whose loss or gradient was not finite
     best_val_loss: float = float('inf')
     last_eval_iter: int = -1
-    order: str = ''  # of the data, a hash
     lowest_hessian_norm: float = float('inf')  # for guards.warn_of_runaway
 
 
@@ -233,12 +232,11 @@ class Run:
     about: dict = field(default_factory=dict)  # what checkpoints say of the run: model_args, data, tokenizer, code, …
     fresh: Any = None  # an optimizer without a state, until the first update has shown that a checkpoint can hold one
     saved: bool = True  # whether the latest checkpoint that was due has been saved
-    before: dict = field(default_factory=dict)  # what no checkpoint holds, at the start, see lifecycle/run.py
 
 
 def make_model(c, origin, data):
-    """Return the GPT with random or pretrained weights, and its `model_args`. A checkpoint, `origin`, replaces the
-    weights later; it lacks plain tensors and some buffers, so these are made as at the start.
+    """Return a GPT, new or with the pretrained weights of init_from, and its `model_args`. A run that resumes loads its
+    weights later; what no checkpoint holds is drawn here again, from the first seed.
 
     SystemExit when the pretrained weights fit neither the settings nor the training `data`.
     """
@@ -296,7 +294,6 @@ def begin(c):
         run.fresh = make_optimizer(c, model)
     loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          run.state.iter)
-    origin.compare_order(run.state, loader.order())
     with world.exit_together():
         run.log = open_log(run, origin, data)
     return run, loader
@@ -445,10 +442,7 @@ def train(c):
     world, state, log, stops = run.world, run.state, run.log, run.stops
     speed = Speed(flops_per_token(run.raw_model), world)
     if not c.eval_only:
-        first = loader.first()[:c.batch_size]
-        guards.check_forward(run, first)
-        build_buckets(run, first)
-        note_unsaved(run)
+        build_buckets(run, loader.first()[:c.batch_size])
     c.frozen = True
 
     while not stops.stopping:

@@ -207,10 +207,6 @@ class TrainLoader:
         return sequence_starts(self.seed, iteration, self.total_batch_size, [len(bin) for bin in self.data.bins],
                                self.block_size, [bin.weight for bin in self.data.bins])
 
-    def order(self):
-        """Return a hash of the order of the data, by which a resumed run notices another one: of `starts` at first."""
-        return hashlib.sha256(self.starts(0).tobytes()).hexdigest()[:16]
-
     def augment(self, sequences, generators):
         """Return the sequences as they are; the place for random changes of training data, not of validation data.
 

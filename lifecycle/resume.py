@@ -1,6 +1,6 @@
 """How a run resumes, or starts from trained weights: what continues, what may change, what is refused."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,23 +36,12 @@ class Origin:
         """Put the checkpoint's tensors and progress into their places in the `Run`."""
         if not self.path:
             return
-        progress = self.saved['train_state']
-        with run.world.exit_together():
-            if unknown := progress.keys() - asdict(run.state).keys():
-                raise SystemExit(f'{self.path}: was saved by a different train.py (its TrainState has {min(unknown)}); '
-                                 'resume with that one, or choose another --out_dir')
-            checkpoint.load_tensors(self.path, self.saved, run.raw_model, run.optimizer, run.scaler)
-            optim.back_to_training(run.optimizer)  # checkpoints are saved in evaluation mode
-        for key, value in progress.items():
-            setattr(run.state, key, value)
+        checkpoint.load_tensors(self.saved, run.raw_model, run.optimizer, run.scaler)
+        optim.back_to_training(run.optimizer)  # checkpoints are saved in evaluation mode
+        for key, value in self.saved['train_state'].items():
+            if hasattr(run.state, key):  # another train.py may have had more
+                setattr(run.state, key, value)
         self.saved = None  # frees the memory
-
-    def compare_order(self, state, order):
-        """Note when the order of the data, a hash, is not the one that the `TrainState` has; it becomes `order`."""
-        if state.order not in ('', order):
-            self.differences.append('the order of the data')
-            self.changes.append({'iter': state.iter, 'key': 'order', 'from': state.order, 'to': order})
-        state.order = order
 
 
 def finetunes(c):
@@ -154,13 +143,9 @@ def weights_of_run(cls, c, data, origin):
     adopt_model_args(c, args, data)
     if 'model.py' in differing_files(saved.get('code'), origin.code):
         notes.append(f'model.py is not the one that trained {path}')
-    config = GPTConfig(**{**args, 'dropout': c.dropout})
-    model, origin.seed = cls(config), checkpoint.model_seed(saved)
-    if origin.seed != c.seed:  # whose draws stay for what is new
-        new = model.state_dict()
-        seed_all(origin.seed)
-        model = cls(config)
-        model.load_state_dict(new)
+    origin.seed = checkpoint.model_seed(saved)  # for what the constructor draws and no checkpoint holds
+    seed_all(origin.seed)
+    model = cls(GPTConfig(**{**args, 'dropout': c.dropout}))
     added = gpt.take_weights(model, saved['model'], rows)
     notes.extend(f'{name} is new, because {path} does not have it' for name in added)
     return model
@@ -205,9 +190,6 @@ def compare(path, saved, c, fingerprints, learning_rate_at):
     past = SimpleNamespace(**before)
     horizon = [key for key in changed if key in c.having('horizon')]
     kept_pace = horizon and all(learning_rate_at(past, i) == learning_rate_at(c, i) for i in range(saved['iter_num']))
-    if kept_pace:  # said once: the others mostly follow from the first, max_iters
-        lines[horizon[0]] += ('; the learning rates so far are the same with both, and what else an edit makes depend '
-                              'on it is not compared')
     harmless = c.having(*HARMLESS, *(['horizon'] if kept_pace else []))
     kept = {key: both for key, both in changed.items() if key not in harmless}
     kept |= {f'data {split}': (saved['data'].get(split), fingerprints[split]) for split in other}

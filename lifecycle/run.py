@@ -1,25 +1,16 @@
 """The log of a run, the start of its replicas, faults, saving, the end."""
 
-import contextlib
 import math
 import os
-import re
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-from optimizers import hessian_flops_per_token, is_matrix
-from runtime import checkpoint, gpt, optim, optimizer_state, runlog
+from optimizers import hessian_flops_per_token
+from runtime import checkpoint, gpt, optim, runlog
 from runtime.device import device_name
-from runtime.files import FAILED, warn, write_text
+from runtime.files import FAILED, write_text
 from runtime.signals import NOT_FINITE, STOPPED
-
-# Fields of Run that a checkpoint holds, or that are the same again after a resume
-REBUILT = {'config', 'world', 'raw_model', 'model', 'optimizer', 'hessian', 'scaler', 'autocast', 'params',
-           'cross_entropy', 'state', 'val_data', 'log', 'stops', 'about', 'fresh', 'saved', 'before'}
-SAID = object()  # in place of a value that `warn_of_unsaved` has named
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The start
@@ -62,49 +53,33 @@ def notes(c):
 
 
 def group_notes(optimizer):
-    """Yield lines about param groups whose learning rate is not the logged one, or that Muon does not take."""
-    groups = optimizer.param_groups
-    if len(optim.parts(optimizer)) > 1 and any(group.get('role') for group in groups) and any(
-            is_matrix(p) for group in groups if not group.get('role') for p in group['params']):
-        yield "note: Muon takes no matrix of a param group without a role; those of hidden layers need role='hidden'"
-    scales = sorted({group.get('lr_scale', 1.0) for group in groups})
+    """Yield a line about param groups whose learning rate is not the logged one."""
+    scales = sorted({group.get('lr_scale', 1.0) for group in optimizer.param_groups})
     if scales != [1.0]:
         yield (f'note: param groups have learning rates of {scales[0]:g} to {scales[-1]:g} times the logged one '
                '(lr_scale)')
-    if owner := next((part for part in optim.parts(optimizer) if hasattr(part, 'lr')), None):
-        yield (f'warning: no schedule changes the attribute lr of {type(owner).__name__}; let its step read the lr of '
-               'each param group')
 
 
 def build_buckets(run, sequences):
-    """Let DDP form its final buckets by two backward passes that change nothing else.
+    """Make two backward passes that change nothing but DDP's buckets of gradients.
 
-    DDP forms its buckets anew after its first sum over ranks, and the order in which three or more ranks are added
-    depends on them. Then it divides gradients that are views of a bucket by the number of ranks, but multiplies others
-    by its inverse. A resumed run must do as the uninterrupted one from its first iteration on. Collective: every rank
-    must call it. `sequences`: a micro-batch of this rank, so that what is compiled here serves a step.
+    DDP sorts them anew after its first sum over ranks, and rounds differently before and after: without these passes,
+    the first iteration of a resumed run would not be that of the uninterrupted one. Collective: every rank must call
+    it. `sequences`: a micro-batch of this rank, so that what is compiled here serves a step.
     """
     world = run.world
     if world.size == 1 or world.sharded:
         return
     world.set_gradient_sync(True)
-    with same_buffers(run.raw_model):
-        for _ in range(2):  # the second makes the gradients views of the new buckets
-            with run.autocast:
-                loss = run.model(sequences[:, :-1].clone(), sequences[:, 1:].clone())[1]
-            run.scaler.scale(loss).backward()
-            world.check_reduced()
+    buffers = {name: buffer.clone() for name, buffer in run.raw_model.named_buffers()}
+    for _ in range(2):  # the second makes the gradients views of the new buckets
+        with run.autocast:
+            loss = run.model(sequences[:, :-1].clone(), sequences[:, 1:].clone())[1]
+        run.scaler.scale(loss).backward()
+        world.check_reduced()
+    for name, buffer in run.raw_model.named_buffers():
+        buffer.copy_(buffers[name])
     world.zero_grad(run.optimizer)
-
-
-@contextlib.contextmanager
-def same_buffers(model):
-    """Undo, at the end of the context, what forward passes change in the buffers of `model`."""
-    before = [(module, name, buffer, buffer.clone()) for module in model.modules()
-              for name, buffer in module.named_buffers(recurse=False)]
-    yield
-    for module, name, buffer, value in before:
-        setattr(module, name, buffer.copy_(value))  # it may have been assigned anew, in another shape
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -153,8 +128,8 @@ def abort(run, problem, otherwise=''):
 def save(run, best=False):
     """Save a checkpoint; run.saved says whether that succeeded. Collective: every rank must call it."""
     c, state = run.config, run.state
-    check_weights(run)
-    warn_of_unsaved(run)
+    if not optim.global_norm(run.params).isfinite():
+        abort(run, 'the parameters are not finite')
     run.stops.save = False  # a request to save is answered
     with optim.evaluating(run.optimizer):
         path = checkpoint.save_run(run.world, c.out_dir, run.raw_model, run.optimizer, dict(
@@ -164,72 +139,6 @@ def save(run, best=False):
     run.saved = path is not None
     if run.saved:
         run.log.print(f'saved {path}')
-
-
-def check_weights(run):
-    """End a run whose parameters are not finite. Warn of one that was thawed too late for the optimizer, and where the
-    ranks' replicas of the model differ, because only rank 0's is saved. Collective: every rank must call it."""
-    world, norm = run.world, optim.global_norm(run.params)
-    if not norm.isfinite():
-        abort(run, 'the parameters are not finite')
-    trained = set(run.params)
-    late = [name for name, p in run.raw_model.named_parameters() if p.requires_grad and p not in trained]
-    if late and world.is_master:
-        warn(f'{late[0]}: is not trained, because it was frozen when the optimizer was built; freeze it after that')
-    if world.size > 1 and not world.sharded:
-        norms = world.gather(norm.reshape(1)).flatten()
-        if world.is_master and (norms / norms[0] - 1).abs().max() > 1e-6:
-            warn(f"the ranks' weights have drifted apart (norms {norms.min():.7g} to {norms.max():.7g}), and rank 0's "
-                 'are saved; let nothing that changes weights or gradients differ between ranks')
-
-
-def unsaved(run, *more):
-    """Yield (name, value) of the plain values and tensors that an experiment may keep and no checkpoint holds: in
-    fields that it has added to Run, in the hook, in attributes of optimizers and modules.
-
-    Flags with an underscore are left out, in which PyTorch notes what it has checked or warned of. `more`: further
-    parts, as (name, object, names of attributes to leave out).
-    """
-    parts = [('Run', run, REBUILT), ('hook', run.hessian, ()), *more]
-    parts += [(f'optimizer{i or ""}', part, optimizer_state.no_state())
-              for i, part in enumerate(optim.parts(run.optimizer))]
-    for key in sorted({f.name for f in fields(run)} - REBUILT | {'raw_model'}):
-        if isinstance(getattr(run, key), torch.nn.Module):
-            parts += [(f'{key}.{name}'.rstrip('.'), module, vars(torch.nn.Module()))
-                      for name, module in getattr(run, key).named_modules()]
-    seen = {id(one): one for one in (*(getattr(run, key) for key in REBUILT), *(part for _, part, _ in parts))}
-    saved = {id(tensor) for tensor in run.raw_model.state_dict(keep_vars=True).values()}
-    for name, part, known in parts:
-        named = {f.name: getattr(part, f.name) for f in fields(part)} if part is run else vars(part)
-        if isinstance(part, torch.nn.Module):
-            named = named | {key: part._buffers[key] for key in part._non_persistent_buffers_set}
-        for key, value in [*named.items()]:
-            if key not in known and key[:2] != '__' and not (key[0] == '_' and isinstance(value, bool)):
-                yield from (leaf for leaf in optimizer_state.leaves(value, f'{name}.{key}', seen)
-                            if id(leaf[1]) not in saved)
-
-
-def note_unsaved(run):
-    """Keep copies of the values that no checkpoint holds, for `warn_of_unsaved`."""
-    run.before = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in unsaved(run)}
-
-
-def warn_of_unsaved(run, loaded=None):
-    """Warn of what has changed since `note_unsaved` and is in no checkpoint; once of each.
-
-    Of what is new, only attributes of optimizers count: a hook or a module may set some anew in every iteration.
-    `loaded`: an optimizer that has loaded the state of the run's. Attributes that this has brought back are saved.
-    """
-    changed, brought_back = [], dict(unsaved(replace(run, optimizer=loaded))) if loaded else {}
-    for name, value in unsaved(run):
-        before = run.before.get(name, None if re.fullmatch(r'optimizer\d*\.\w+', name) else value)
-        if before is not SAID and not optimizer_state.equal(value, before):
-            run.before[name] = SAID
-            if not (name.startswith('optimizer') and optimizer_state.equal(value, brought_back.get(name))):
-                changed.append(name)
-    if changed and run.world.is_master:
-        warn(f'{changed[0]}: has changed, but no checkpoint holds it, so a resumed run may differ; keep it in '
-             'TrainState, in state or param_groups of the optimizer, or in a buffer of the model')
 
 
 def close_run(run):

@@ -3,18 +3,14 @@
   python scripts/rehearse.py config/quickstart.py --optimizer_name=sophiah
 
 trains a few steps of train.py with the config's optimizer, schedule and data, but a small model and short sequences, in
-float32 on a CPU: in one go; again, with batches that are read late; stopped and resumed, once after an evaluation and
-once before one; in smaller micro-batches; on two ranks; on their shards; with activation checkpointing; compiled. It
-compares metrics, weights and the optimizer's state after each step, and the last validation loss with scripts/eval.py's
-of the checkpoint. It prints a line for each: equal; equal up to rounding; or the first step and the first number or
-tensor that differ, and what a resume did not bring back. Exit status 1 if something differs. It warns where what the
-first run says of its steps is not so: the loss, clipping, decay, learning rate, FLOPs, h.
+float32 on a CPU: in one go; stopped and resumed; in smaller micro-batches; on two ranks; on their shards; with
+activation checkpointing; compiled. It compares metrics, weights and the optimizer's state after each step, and the last
+validation loss with scripts/eval.py's of the checkpoint. It prints a line for each: equal; equal up to rounding; or the
+first step and the first number or tensor that differ. Exit status 1 if something differs. It warns where the model or
+its loss is not as training takes it to be (`contract`).
 Checkpoints of every step go to a temporary directory: with GPT-2's ids 2 GB.
 """
 
-import contextlib
-import functools
-import hashlib
 import json
 import math
 import os
@@ -27,237 +23,125 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import train
 from analysis.runs import read_metrics
-from data import loader
-from lifecycle.run import same_buffers, unsaved
 from runtime.arguments import argument_parser, at_least
-from runtime.checkpoint import checkpoints, load_checkpoint, number, path_of
+from runtime.checkpoint import checkpoints, load_checkpoint, number
 from runtime.device import can_compile
-from runtime.files import load_pt, one_line_errors, own_modules, save_pt, warn
-from runtime.gpt import flops_per_token
-from runtime.optim import global_norm, parameters
+from runtime.files import one_line_errors
+from runtime.gpt import evaluation_mode
+from runtime.optim import global_norm
 from runtime.optimizer_state import equal, leaves
+from runtime.signals import undo_at_end
 
-EXACT = 'again', 'resumed'
+EXACT = 'model', 'resumed', 'evaluated'
 ROUNDED = {'micro-batches': ['--batch_size=2'], 'two ranks': [], 'sharded': ['--parallel=fsdp'],
            'recomputed': ['--activation_checkpointing=True'], 'compiled': ['--compile=True']}  # name → its flags
+STOP = 6  # the step before which a run is resumed: after an evaluation, before an estimate and a line of the log
 PATIENCE = 300  # seconds, and ten times those of the first run, after which a run is ended
 TOLERANCE = 1e-3  # of a difference that may be rounding, relative to the norm of a tensor
-MACHINERY = {'runtime', 'lifecycle', 'scripts', 'analysis', 'tests'}  # folders without experiments
-NOTES = 'warning: ', 'note: training reads '  # beginnings of lines that a rehearsal repeats
-CODE = '.py', '.pyc'
-CHECKED = 'train.bin', 'val.bin', 'meta.json', 'tokenizer.json'  # of the data set, whose change a resume notices
-SYSTEM = sys.prefix, sys.base_prefix, '/usr', '/lib', '/etc', '/opt', '/proc', '/sys', '/dev'
 COUNTS = 'TrainState.', 'grad_clipped', 'update_unclipped'  # of which rounding may change one
-ASSUMED = 'scripts/curvature.py (level, averaged, mean_age, noise_of_h) and the warning of a runaway assume'
-ATTENTION = {  # which PyTorch does not count on a CPU
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: (
-        sdpa_flop_count(q, k, v)),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda gradient, q, k, v, *args, **kwargs: (
-        2 * sdpa_flop_count(q, k, v))}
 MACHINE = re.compile('(^|[_/])(time|ms|sec|seconds|mfu|memory)(_|$)')  # metrics of the machine
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A session: training in a process of its own
+# The model's contract
 
 
-def session(unsaved_path, late, nudge, flags):
-    """Train with `flags` and save after every step; `late`: with batches that are read when they are needed; `nudge`:
-    from weights that differ in their last bits. Write to `unsaved_path` what no checkpoint holds at the `stops`, and
-    keep the checkpoint that an evaluation replaces at the second one."""
-    c, opened, found, loaders = train.resolve(flags), set(), {}, []
-    train_step, evaluate, audit = train.train_step, train.evaluate_and_save, Audit(c, train.train_step)
-    make_loader = loader.TrainLoader.__init__
+@undo_at_end()
+def check_model(flags):
+    """Print a warning for each part of the `contract` that the model of a run with `flags` does not keep."""
+    run, loader = train.begin(train.resolve(flags))
+    sequences = next(loader)
+    loader.close()
+    for text in contract(run, sequences):
+        print(f'warning: {text}')
 
-    def noted(self, *args, **options):
-        loaders.append(self)
-        make_loader(self, *args, **options)
 
-    def keeping(run):
-        path = path_of(c.out_dir, run.state.iter)
-        if run.state.iter == stops(c.max_iters)[1] and run.world.is_master and path.is_file():
-            shutil.copy(path, f'{c.out_dir}.{run.state.iter}')
-        evaluate(run)
+def contract(run, sequences):
+    """Yield what is not as training, sampling or an estimate takes it to be in the model and its loss."""
+    model, X, Y = run.raw_model, sequences[:, :-1], sequences[:, 1:]
+    for p in run.params:  # because nothing is seen through zeros, as of output projections
+        if p.dim() > 1 and not p.any():
+            p.data.normal_(std=0.02)
+    with torch.no_grad(), evaluation_mode(model):
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        logits = model(X.clone(), Y.clone())[0]
+        for cut in range(1, X.size(1)):
+            later = torch.cat([X[:, :cut], (X[:, cut:] + 1) % model.config.vocab_size], 1)
+            if not close(model(later, Y.clone())[0][:, :cut], logits[:, :cut]):
+                yield ('in evaluation mode, later tokens or chance change the logits of earlier positions, so that '
+                       'losses may be far too low; use is_causal=True in attention, and self.training in dropout')
+                break
+        if not close(model(X.clone())[0][:, -1], logits[:, -1]):
+            yield ('GPT.forward returns other logits without targets, with which scripts/sample.py samples, than with '
+                   'them, of which val/loss is; change them before `if targets is None`, or in `token_loss`')
+        if changed := [name for name, buffer in model.named_buffers() if not equal(buffer, buffers.get(name))]:
+            yield f'GPT.forward changes the buffer {changed[0]} in evaluation mode, too; do so only if self.training'
+        if not close(train.cross_entropy(logits, Y), -logits.log_softmax(-1).gather(-1, Y[..., None])[..., 0]):
+            yield ('loss.py: cross_entropy is not the plain one, as val/loss and the labels of Sophia-G must be; put '
+                   'smoothed labels and the like into `token_loss`')
+
+    targets = Y.clone()
+    logits, loss, *more = model(X.clone(), targets)
+    if run.hessian.samples_labels and not more:
+        yield from contract_of_estimate(run.params, logits, loss, targets >= 0)
+    trained = train.train_step(run, sequences, 0).loss
+    if not math.isclose(trained, loss.item(), rel_tol=TOLERANCE):
+        yield (f'the first step trains on a loss of {trained:.6g}, and GPT.forward returns {loss.item():.6g}, which is '
+               'all that evaluation and Hessian estimates see; put what training adds into `token_loss`')
+
+
+def contract_of_estimate(params, logits, loss, counts):
+    """Yield what Gauss-Newton-Bartlett does not see of `loss`, which it takes for a function of the `logits` with the
+    Hessian of their cross-entropy at the positions that count."""
+    gradient, = torch.autograd.grad(loss, logits, create_graph=True, materialize_grads=True)
+    whole, seen = (torch.autograd.grad(output, params, weight, retain_graph=True, materialize_grads=True)
+                   for output, weight in ((loss, None), (logits, gradient.detach())))
+    share = global_norm(torch._foreach_sub(whole, seen)) / global_norm(whole)
+    if share > 0.01:
+        yield (f'terms of the loss that are not functions of the logits make {share:.0%} of its gradient; Sophia-G '
+               'does not see them, so h may be too small; see docs/hacking.md, "Another loss"')
+    signs, p = 1.0 - 2 * (torch.arange(logits.size(-1)) % 2), logits.detach().softmax(-1)
+    expected = p * (signs - (p @ signs)[..., None]) * counts[..., None] / counts.sum()
+    try:
+        product, = torch.autograd.grad(gradient, logits, signs.expand_as(logits))
+    except RuntimeError:  # a loss without a second derivative
+        return
+    apart = (product - expected).norm() / expected.norm()
+    if apart > 0.1:
+        yield (f'the Hessian of the loss in the logits differs by {apart:.0%} from that of their cross-entropy over '
+               'targets other than -1, which Sophia-G estimates: predictions are masked, weighted, or of other logits; '
+               'see docs/hacking.md, "Another loss"')
+
+
+def close(a, b):
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs that must agree
+
+
+def session(nudge, flags):
+    """Train with `flags` and save after every step; if `nudge`, from weights that differ in their last bits."""
+    c, train_step = train.resolve(flags), train.train_step
 
     def saved_step(run, sequences, iteration):
         if nudge and iteration == 0:
             with torch.no_grad():
                 for p in run.params:
                     p.mul_(1 + 2e-7 * torch.randint_like(p, 2))
-        if iteration in stops(c.max_iters) and run.world.is_master:
-            found.update({(iteration, name): value.clone() if isinstance(value, torch.Tensor) else repr(value)
-                          for name, value in unsaved_state(run, loaders)})
-            save_pt(unsaved_path, found)
         run.stops.save = True
-        return (train_step if c.compile or run.world.size > 1 else audit.step)(run, sequences, iteration)
+        return train_step(run, sequences, iteration)
 
-    train.train_step, train.evaluate_and_save, loader.TrainLoader.__init__ = saved_step, keeping, noted
-    loader.ThreadPoolExecutor = lambda *args: reader(late)
-    sys.addaudithook(lambda event, args: event == 'open' and args[1] in ('r', 'rb') and opened.add(str(args[0])))
+    train.train_step = saved_step
     train.train(c)
-    places = (*SYSTEM, *map(os.path.abspath, (c.out_dir, c.init_from)))
-    folders = map(loader.data_dir, loader.parts_of(c.dataset))
-    checked = {*map(os.path.abspath, (folder / name for folder in folders for name in CHECKED))}
-    for name in sorted(map(os.path.abspath, opened)):
-        expected = name.startswith(places) or name.endswith(CODE) or name in checked or '/.' in name
-        if Path(name).is_file() and not expected:
-            print(f'note: training reads {name}; a resume does not notice when it is replaced')
-
-
-class Audit:
-    """A comparison of what a new run on one rank says of its steps with what they do; it warns once of a difference."""
-
-    def __init__(self, c, train_step):
-        self.train_step, self.said = train_step, set()
-        self.decays = self.loss = None  # at first: of the param groups, and by GPT.forward
-        self.clipped = 0  # gradients that reached the optimizer smaller than they were
-        self.latest = None  # iteration
-        if c.decay_lr and c.schedule != 'constant':
-            end = train.learning_rate_at(c, c.lr_decay_iters)
-            self.expect('end', math.isclose(end, c.min_lr, abs_tol=1e-3 * c.learning_rate),
-                        f'learning_rate_at: at lr_decay_iters it is {end:.4g} instead of min_lr = {c.min_lr:.4g}, and '
-                        'scripts/speedup.py takes a run for decayed from there on')
-
-    def expect(self, what, agrees, text):
-        """Warn unless it `agrees`, and not twice of the same."""
-        if not agrees and what not in self.said:
-            self.said.add(what)
-            warn(text)
-
-    def step(self, run, sequences, iteration):
-        """Make a training step and return it."""
-        if iteration == self.latest:
-            self.expect('again', False, 'train_step is called more than once in an iteration: tokens, FLOPs and '
-                        'grad_clipped count one')
-            self.said.add('clipped')  # of which this method measures the first, and the run may count any
-            return self.train_step(run, sequences, iteration)
-        self.latest = iteration
-        if iteration == 0:
-            self.begin(run, sequences)
-        if self.decays is None:  # a resumed run
-            return self.train_step(run, sequences, iteration)
-        self.expect('clipped', self.clipped == run.state.clipped, f'grad_clipped: counts {run.state.clipped} of '
-                    f'{iteration} gradients, and {self.clipped} were clipped')
-        counter, got = FlopCounterMode(display=False, custom_mapping=ATTENTION), {}
-        counter.mod_tracker = contextlib.nullcontext()  # its hooks fail where a parameter is the input of a module
-        counter.mod_tracker.parents = {'Global'}
-
-        def measure(optimizer, *arguments):
-            scaled = [(float(group['lr']), group.get('lr_scale', 1.0)) for group in optimizer.param_groups]
-            got.update(norm=global_norm([p.grad for p in run.params if p.grad is not None]).item(),
-                       decays=decays(optimizer), rates=[rate / scale for rate, scale in scaled if scale],
-                       flops=counter.get_total_flops())
-
-        counted = iteration in {1, run.config.hessian_interval} - {0}  # with an estimate and, if any has none, without
-        # PyTorch counts the backward pass of a convolution as if it had one group.
-        counted = counted and all(getattr(module, 'groups', 1) == 1 for module in run.raw_model.modules())
-        with (run.optimizer.register_step_pre_hook(measure),
-              run.optimizer.register_step_post_hook(lambda one, *_: got.update(unclipped=unclipped(one))),
-              counter if counted else contextlib.nullcontext()):
-            step = self.train_step(run, sequences, iteration)
-        if got:
-            self.clipped += got['norm'] < (1 - TOLERANCE) * step.grad_norm
-            self.compare(run, iteration, step, got)
-        return step
-
-    def begin(self, run, sequences):
-        """Measure what a step may change."""
-        self.decays = decays(run.fresh)
-        before = torch.get_rng_state()
-        with torch.no_grad(), same_buffers(run.raw_model):
-            loss = run.raw_model(sequences[:, :-1].clone(), sequences[:, 1:].clone())[1].item()
-        if torch.equal(torch.get_rng_state(), before):  # without dropout
-            self.loss = loss
-        if isinstance(run.optimizer, train.optimizers.Sophia):
-            other, level = train.make_optimizer(run.config, run.raw_model), 1 - run.config.beta2
-            other.update_hessian([torch.ones_like(p) for p in parameters(other)])
-            for h in (state['hessian'].mean().item() for state in other.state.values() if 'hessian' in state):
-                self.expect('level', math.isclose(h, level, rel_tol=TOLERANCE), f'h: a first estimate of 1 makes it '
-                            f'{h:.3g} instead of 1 − beta2 = {level:.3g}, which {ASSUMED}')
-
-    def compare(self, run, iteration, step, got):
-        """Warn where a step is not as the run says, by what its optimizer has `got`."""
-        if iteration == 0 and self.loss is not None:
-            self.expect('loss', math.isclose(step.loss, self.loss, rel_tol=TOLERANCE),
-                        f'the loss of the first step is {step.loss:.9g}, and GPT.forward returns {self.loss:.9g} for '
-                        'all its sequences, which evaluation and Sophia-H follow')
-        self.expect('decay', all(then or not now for now, then in zip(got['decays'], self.decays)),
-                    'weight decay: a param group that parameter_groups gives none, as of norms and biases, has some at '
-                    f'step {iteration}')
-        lr = train.learning_rate_at(run.config, iteration)
-        for rate in got['rates']:
-            self.expect('rate', math.isclose(rate, lr, rel_tol=1e-6), f'the learning rate of step {iteration} is '
-                        f'{rate:.4g}, and learning_rate_at gives {lr:.4g}, by which scripts/speedup.py judges the '
-                        'schedule of a run')
-        now = unclipped(run.optimizer)
-        self.expect('unclipped', now == got['unclipped'], f'update_unclipped: is {now:.3g} after step {iteration}, and '
-                    f"was {got['unclipped']:.3g} at its update: h or m has changed since")
-        if step.estimated and isinstance(run.optimizer, train.optimizers.Sophia):
-            beta2s = {group['betas'][1] for group in run.optimizer.param_groups}
-            self.expect('level', beta2s == {run.config.beta2}, f'h: β2 is {max(beta2s):.4g} at step {iteration} '
-                        f'instead of beta2 = {run.config.beta2:.4g}, which {ASSUMED}')
-        interval = run.config.hessian_interval
-        self.expect('estimates', step.estimated == bool(interval and iteration % interval == 0),
-                    f'step {iteration} makes {"an" if step.estimated else "no"} estimate, though hessian_interval = '
-                    f"{interval}; figures spread the FLOPs of the hook's `estimates` evenly over the run")
-        if got['flops']:
-            told = run.hessian.cost * run.config.hessian_batch_size / run.config.total_batch_size * step.estimated
-            ratio = got['flops'] / step.tokens / flops_per_token(run.raw_model)
-            # A Hessian-vector product that is not compiled takes an eighth more than its cost.
-            self.expect('FLOPs', abs(ratio - 1 - told) < 0.01 + 0.2 * told,
-                        f'a step{" with an estimate" * step.estimated} takes {ratio:.3g} times the FLOPs of '
-                        f'flops_per_token in runtime/gpt.py, and figures count {1 + told:.3g} times')
-
-
-def decays(optimizer):
-    """Return the weight decay of each param group."""
-    return [float(group.get('weight_decay') or 0) for group in optimizer.param_groups]
-
-
-def unclipped(optimizer):
-    """Return the fraction of the latest update that the optimizer would log as not clipped."""
-    return float(getattr(optimizer, 'metrics', dict)().get('update_unclipped', 0))
-
-
-def reader(late):
-    """Return the loader's thread without a race: it reads a batch at once or, if `late`, when the batch is needed."""
-    def submit(function, *args):
-        read = functools.cache(functools.partial(function, *args))
-        if not late:
-            read()
-        return SimpleNamespace(result=read)
-    return SimpleNamespace(submit=submit, shutdown=lambda **options: None)
-
-
-def unsaved_state(run, loaders):
-    """Return (name, leaf) of all else that the code of an experiment may keep from one iteration to the next."""
-    parts = [('loader', one, ()) for one in loaders]
-    parts += [(key, getattr(run, key), {'advised'}) for key in ('log', 'stops', 'world')]
-    for path, module in own_modules():
-        name = module.__name__
-        if not MACHINERY & {*path.parts}:
-            own = {key: value for key, value in vars(module).items()
-                   if isinstance(value, (type, FunctionType)) and value.__module__ == name}
-            parts += [(name, module, ()), *((f'{name}.{key}', value, ()) for key, value in own.items())]
-    return unsaved(run, *parts)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Sessions that must agree
-
-
-def stops(steps):
-    """Return after how many of `steps` steps a run is stopped and resumed: after an evaluation of `shrunk` without an
-    estimate, and before one with an estimate. It logs what follows, and not the step before."""
-    return 3, max(6, steps // 12 * 6)
 
 
 def shrunk(argv, steps):
@@ -282,20 +166,17 @@ def shrunk(argv, steps):
 def launch(argv, ranks=1, first=None):
     """Run the script argv[0] on `ranks` ranks. Return what they print; SystemExit with the last line if one fails, or
     if they take much longer than the `first` run, in seconds."""
-    environment = dict(os.environ, OMP_NUM_THREADS='1')
-    environments = [environment]
+    environments = [dict(os.environ, OMP_NUM_THREADS='1')]
     if ranks > 1:
         with socket.create_server(('127.0.0.1', 0)) as free:
             port = free.getsockname()[1]
-        environments = [environment | dict(
+        environments = [environments[0] | dict(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
             MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port)) for rank in range(ranks)]
     limit = None if first is None else PATIENCE + 10 * first
-    with contextlib.ExitStack() as stack:
-        # Files, because a rank that has filled a pipe would wait until the others have ended.
-        outputs = [stack.enter_context(tempfile.TemporaryFile('w+', errors='replace')) for _ in environments]
+    with tempfile.TemporaryFile('w+', errors='replace') as output:
         processes = [subprocess.Popen([sys.executable, *argv], stdout=output, stderr=subprocess.STDOUT, env=environment)
-                     for output, environment in zip(outputs, environments)]
+                     for environment in environments]
         try:
             for process in processes:
                 process.wait(limit)
@@ -303,13 +184,9 @@ def launch(argv, ranks=1, first=None):
             for process in processes:
                 process.kill()
                 process.wait()
-            why = ': ranks that do not agree when to estimate, or a deadlock' if ranks > 1 else ''
-            raise SystemExit(f'STOPS: still running after {limit:.0f} s, while one rank took {first:.0f} s{why}'
-                             ) from None
-        text = ''
-        for output in outputs:
-            output.seek(0)
-            text += output.read()
+            raise SystemExit(f'STOPS: still running after {limit:.0f} s, while one rank took {first:.0f} s') from None
+        output.seek(0)
+        text = output.read()
     if code := next((process.returncode for process in processes if process.returncode), 0):
         raise SystemExit(f'STOPS with exit code {code}: {last_words(text)}')
     return text
@@ -323,13 +200,11 @@ def last_words(text):
     return (raised or lines or [''])[-1]
 
 
-def trained(out_dir, flags, ranks=1, first=None, late=False, nudge=False):
-    """Train with `flags`. Return the run's `out_dir`; its `steps`, {step: {name: value}}; what was `unsaved` at the
-    `stops` and which files it leaves, {(step, name): value}; the `lines` of text files, {name: number}; the `notes`
-    that it prints; and how many `seconds` it took."""
-    unsaved_path, started = out_dir.with_suffix('.pt'), time.monotonic()
-    session = [__file__, '--session', json.dumps([str(unsaved_path), late, nudge])]
-    text, steps = launch([*session, *flags, f'--out_dir={out_dir}'], ranks, first), {}
+def trained(out_dir, flags, ranks=1, first=None, nudge=False):
+    """Train with `flags`. Return the run's `out_dir`, its `steps`, {step: {name: value}}, and how many `seconds` it
+    took."""
+    started, steps = time.monotonic(), {}
+    launch([__file__, '--session', str(int(nudge)), *flags, f'--out_dir={out_dir}'], ranks, first)
     seconds = time.monotonic() - started
     for line in read_metrics(out_dir / 'metrics.jsonl'):
         measured = {key: value for key, value in line.items() if not MACHINE.search(key)}
@@ -339,27 +214,17 @@ def trained(out_dir, flags, ranks=1, first=None, late=False, nudge=False):
         saved = dict(weights=state['model'], optimizer=state['optimizer'],
                      TrainState={key: value for key, value in state['train_state'].items() if key != 'seconds'})
         steps.setdefault(number(path), {}).update(leaf for part in saved for leaf in leaves(saved[part], part))
-    files = {path.name: path.read_bytes() for path in out_dir.iterdir() if path.is_file() and number(path) is None}
-    hashes = {(max(steps), f'file {name}'): hashlib.sha256(data).hexdigest()[:16] for name, data in files.items()}
-    lines = {name: data.count(b'\n') for name, data in files.items() if b'\0' not in data}
-    return SimpleNamespace(out_dir=out_dir, steps=steps, unsaved=load_pt(unsaved_path) | hashes, lines=lines,
-                           notes=[line for line in text.splitlines() if line.startswith(NOTES)], seconds=seconds)
+    return SimpleNamespace(out_dir=out_dir, steps=steps, seconds=seconds)
 
 
-def resumed(whole, places, flags):
-    """Return what `trained` does for a run that is stopped and resumed at the `places`, as long as `whole`."""
-    run = whole
-    for step in places:
-        before, out_dir = run, whole.out_dir.with_name(f'resumed_{step}')
-        out_dir.mkdir()
-        for path in before.out_dir.iterdir():  # as if the run had been killed after its last step
-            if path.is_file() and number(path) is None:
-                shutil.copy(path, out_dir)
-        kept = Path(f'{before.out_dir}.{step}')
-        shutil.copy(kept if kept.is_file() else path_of(before.out_dir, step), path_of(out_dir, step))
-        run = trained(out_dir, flags, first=whole.seconds)
-        run.steps |= {i: values for i, values in before.steps.items() if i < step}
-        run.unsaved |= {key: value for key, value in before.unsaved.items() if key[0] < step}
+def resumed(out_dir, flags, whole):
+    """Return what `trained` does for a run that is resumed before the step STOP of the run `whole`."""
+    out_dir.mkdir()
+    for path in whole.out_dir.iterdir():  # as if the run had been killed after its last step
+        if path.is_file() and number(path) in (None, STOP):
+            shutil.copy(path, out_dir)
+    run = trained(out_dir, flags, first=whole.seconds)
+    run.steps |= {i: values for i, values in whole.steps.items() if i < STOP}
     return run
 
 
@@ -394,30 +259,32 @@ def apart(one, two, start=None):
     return ((one - two).norm() / size).item() if one.shape == two.shape else math.inf
 
 
-def difference(ours, theirs, nudged=None, whole=True):
+def difference(ours, theirs, nudged=None):
     """Compare the steps of two runs. Return (whether they agree, and a text that says how far).
 
     They agree if they are equal, or, given a third run whose weights were `nudged`, up to rounding: the relative
     difference, of weights relative to how far they have moved, is below TOLERANCE, or ten times what that run has shown
-    so far for values of this kind. Unless `whole`, the optimizer's state is left out, which cannot be read from shards.
+    so far for values of this kind.
     """
-    largest, drift, starts = (0.0, ''), {}, {}
+    equally, drift, starts = True, {}, {}
     for step in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(step, {}), theirs.get(step, {})
         for name in a if nudged else ():
             relative = apart(a[name], nudged.get(step, {}).get(name, 'nothing'), starts.get(name))
             drift[kind(name)] = max(drift.get(kind(name), 0.0), relative)
         for name in {**a, **b}:
-            if nudged and name.startswith(COUNTS) or not whole and name.startswith('optimizer'):
+            if nudged and name.startswith(COUNTS):
                 continue
             x, y = a.get(name, 'nothing'), b.get(name, 'nothing')
             relative = apart(x, y, starts.get(name))
             allowed = max(TOLERANCE, 10 * drift.get(kind(name), 0.0)) if nudged else 0.0
             if not relative <= allowed:  # NaN, too
-                return False, f'DIFFERS from step {step}: {name} is {shown(y)} instead of {shown(x)}'
-            largest = max(largest, (relative, f'{name} at step {step}'))
+                return False, (f'DIFFERS from step {step}: {name} is {shown(y)} instead of {shown(x)}' + (
+                    '' if nudged else '; state may live in TrainState, in buffers, and in the optimizer\'s state and '
+                    'param_groups'))
+            equally &= relative == 0
         starts = {name: value for name, value in a.items() if name.startswith('weights')} | starts
-    return True, f'equal up to rounding (at most {largest[0]:.1g}, {largest[1]})' if largest[0] else 'equal'
+    return True, 'equal' if equally else 'equal up to rounding'
 
 
 def kind(name):
@@ -429,87 +296,63 @@ def shown(value):
     return f'a tensor of norm {value.double().norm():.9g}' if isinstance(value, torch.Tensor) else str(value)
 
 
-def verdict(name, run):
-    """Return (whether a run agrees with what it must equal, and a text); `run`: name → what `trained` returns."""
-    try:
-        if name == 'evaluated':
-            return run(name)
-        if name in ROUNDED:
-            plain, split, nudged = map(run, ('plain', name, 'nudged'))
-            agrees, text = difference(plain.steps, split.steps, nudged.steps, whole=name != 'sharded')
-            for file, lines in split.lines.items() if name == 'two ranks' else ():
-                if lines != plain.lines.get(file):
-                    agrees, text = False, f'{text}; file {file} has {lines} lines instead of {plain.lines.get(file)}'
-            return agrees, text
-        agrees, text = difference(run('whole').steps, run(name).steps)
-        whole, again, after = (run(other).unsaved for other in ('whole', 'again', name))
-    except SystemExit as error:
-        return False, str(error)
-    if name == 'resumed':
-        # What differs between any two runs does not count.
-        lost = {key[1]: f'{key[1]} ({shown(after[key])} instead of {shown(value)})' for key, value in whole.items()
-                if equal(again.get(key), value) and not equal(after.get(key, value), value)}
-        if lost:
-            agrees, text = False, f'{text}; a resume does not bring back {", ".join([*lost.values()][:4])}'
-        if not agrees:
-            text += ' (state may live in TrainState, param_groups, the state of the optimizer and buffers)'
-    return agrees, text
+def skipped(c):
+    """Return why some comparisons are left out, {name: text}."""
+    found, row = {}, train.optimizers.row(c.optimizer_name)
+    if not can_compile('cpu'):
+        found['compiled'] = 'no C++ compiler or no Python.h'
+    if row.hook.hessian_products:
+        found['recomputed'] = f'{c.optimizer_name} has no --activation_checkpointing'
+    if not row.shards or c.hessian_parts > 1:
+        found['sharded'] = 'no shards=True, or an estimate in parts, which draws other labels there'
+    return found
 
 
 @one_line_errors()
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ['--model']:
+        return check_model(argv[1:])
     if argv[:1] == ['--session']:
-        session(*json.loads(argv[1]), argv[2:])
-        return
+        return session(int(argv[1]), argv[2:])
     parser = argument_parser(__doc__, allow_abbrev=False, usage='%(prog)s CONFIG [--KEY=VALUE ...]')
-    parser.add_argument('--steps', type=at_least(7), default=10, help='of each run (default: 10)')
-    comparisons = [*EXACT, 'evaluated', *ROUNDED]
+    parser.add_argument('--steps', type=at_least(STOP + 1), default=10, help='of each run (default: 10)')
+    comparisons = [*EXACT, *ROUNDED]
     parser.add_argument('--only', choices=comparisons, nargs='+', default=comparisons, help='some of the comparisons')
     args, flags = parser.parse_known_args(argv)
-    flags, failed, skipped = shrunk(flags, args.steps), False, {}
+    flags = shrunk(flags, args.steps)
     c = train.resolve(flags, world_size=1)
-    if not can_compile('cpu'):
-        skipped['compiled'] = 'no C++ compiler or no Python.h'
-    row = train.optimizers.row(c.optimizer_name)
-    if row.hook.hessian_products:
-        skipped['recomputed'] = f'{c.optimizer_name} has no --activation_checkpointing'
-    if not row.shards or c.hessian_parts > 1:
-        skipped['sharded'] = 'no shards=True, or an estimate in parts, which draws other labels there'
-    drops = [f'--{key}=0' for key, value in c.values.items() if 'drop' in key and value]  # which draw by micro-batch
-    plain = [*flags, *drops]
-    names = [name for name in args.only if name not in skipped]
+    # Without dropout, which draws by micro-batch
+    plain_flags = flags + [f'--{key}=0' for key, value in c.values.items() if 'drop' in key and value]
+    left_out, failed = skipped(c), False
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         place = Path(folder)
-        runs = dict(whole=pool.submit(trained, place / 'whole', flags))
-        runs['again'] = pool.submit(trained, place / 'again', flags, late=True)
-        try:
-            whole = runs['whole'].result()
-        except SystemExit as error:
-            raise SystemExit(f'{error}; the model is small here, n_embd = {c.n_embd} and block_size = {c.block_size}, '
-                             'unless flags say otherwise') from None
-        submit = functools.partial(pool.submit, trained, first=whole.seconds)
-        if 'resumed' in names:
-            runs['resumed'] = pool.submit(resumed, whole, stops(c.max_iters), flags)
-        if 'evaluated' in names:
-            runs['evaluated'] = pool.submit(evaluated, whole, c.eval_sequences)
-        if any(name in ROUNDED for name in names):
-            runs['plain'] = submit(place / 'plain', plain) if drops else runs['whole']
-            runs['nudged'] = submit(place / 'nudged', plain, nudge=True)
-        for name in names:
-            if name in ROUNDED:
+        whole = trained(place / 'whole', flags) if [*args.only] != ['model'] else None
+        if {*args.only} & {*ROUNDED}:
+            plain = trained(place / 'plain', plain_flags) if plain_flags != flags else whole
+            nudged = trained(place / 'nudged', plain_flags, nudge=True)
+
+        def compare(name):
+            """Return (whether a run agrees with what it must equal, and a text)."""
+            if name in left_out:
+                return True, f'skipped: {left_out[name]}'
+            try:
+                if name == 'model':
+                    text = launch([__file__, '--model', *plain_flags, f'--out_dir={place / name}'])
+                    return True, '\n'.join(re.findall('^warning: .*$', text, re.MULTILINE)) or 'as training takes it'
+                if name == 'resumed':
+                    return difference(whole.steps, resumed(place / name, flags, whole).steps)
+                if name == 'evaluated':
+                    return evaluated(whole, c.eval_sequences)
                 ranks = 2 if name in ('two ranks', 'sharded') else 1
-                runs[name] = submit(place / name, [*plain, *ROUNDED[name]], ranks)
-        print(f'the first run took {whole.seconds:.0f} s; {len({*runs.values()}) - 1} more, {os.cpu_count()} at a time',
-              file=sys.stderr)
-        for name in args.only:
-            if name in names:
-                agrees, text = verdict(name, lambda name: runs[name].result())
-                failed |= not agrees
-            else:
-                text = f'skipped: {skipped[name]}'
+                run = trained(place / name, [*plain_flags, *ROUNDED[name]], ranks, whole.seconds)
+                return difference(plain.steps, run.steps, nudged.steps)
+            except SystemExit as error:
+                return False, str(error)
+
+        for name, (agrees, text) in zip(args.only, pool.map(compare, args.only)):
+            failed |= not agrees
             print(f'{name:<15} {text}', flush=True)
-        print(*whole.notes, sep='\n')
     sys.exit(failed)
 
 

@@ -18,7 +18,7 @@ from data.tokenizer import END_OF_TEXT
 from runtime.arguments import argument_parser, at_least
 from runtime.device import autocast
 from runtime.files import one_line_errors
-from runtime.gpt import continuation, num_params
+from runtime.gpt import generate, num_params
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 
 
@@ -54,11 +54,11 @@ def main(argv=None):
         print(f"note: {END_OF_TEXT} in the prompt is ordinary text; --start='' starts a document", file=sys.stderr)
     print(f'{loaded.path}: {num_params(model):,} parameters, tokenizer {tokenizer.name}', file=sys.stderr)
 
-    idx, generate = torch.tensor([ids], device=args.device), continuation(model)
+    idx = torch.tensor([ids], device=args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     for _ in range(args.num_samples if args.temperature else 1):  # greedy samples are all the same
         with autocast(args.device, dtype_name(args)):
-            row = generate(idx, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k or None,
+            row = generate(model, idx, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k or None,
                            top_p=args.top_p if args.top_p < 1 else None,
                            stop=lambda row: row[0, -1] == tokenizer.eot_id, generator=generator)[0].tolist()
         if row[-1] == tokenizer.eot_id:

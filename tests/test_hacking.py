@@ -31,9 +31,10 @@ CHECKS = {
 def elsewhere(copy):
     """Code for `fork`: the modules in the directory `copy` take the place of the repository's."""
     return f'''
-from runtime.files import own_modules
-for _, module in own_modules():
-    sys.modules.pop(module.__name__, None)
+for module in [*sys.modules.values()]:
+    file = getattr(module, '__file__', None) or ''
+    if file.startswith({str(ROOT)!r}) and 'site-packages' not in file:
+        sys.modules.pop(module.__name__, None)
 sys.path[:] = [path for path in sys.path if not path.startswith({str(ROOT)!r}) or 'site-packages' in path]
 os.chdir({str(copy)!r})
 '''

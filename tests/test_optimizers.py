@@ -351,8 +351,6 @@ def test_several_optimizers_under_schedulers():
             scheduler.step()
         assert {group['lr'] for part in optimizer.optimizers for group in part.param_groups} == set(
             scheduler.get_last_lr()) != {0.1}
-    with pytest.raises(ValueError, match='CombinedOptimizer: add param groups to its parts before'):
-        both.add_param_group(dict(params=make_params()))
 
 
 def test_several_optimizers_in_a_wrapper_have_one_state():

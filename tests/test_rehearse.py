@@ -1,7 +1,5 @@
 """scripts/rehearse.py: the unedited repository passes, and edits that keep state in a wrong place are found."""
 
-import re
-import shutil
 
 import pytest
 
@@ -15,8 +13,11 @@ def report(fork, corpus, monkeypatch, capsys):
     """report(code, *argv): the exit status and the output of a rehearsal of the repository with the edits of `code`."""
     def run(code, *argv):
         def launch(argv, ranks=1, first=None):
-            done = fork(*argv, faults=code, ranks=ranks, check=True)
-            return done.out + done.err
+            done = fork(*argv, faults=code, ranks=ranks)
+            text = done.out + done.err
+            if done.code:
+                raise SystemExit(f'STOPS with exit code {done.code}: {rehearse.last_words(text)}')
+            return text
 
         monkeypatch.setattr(rehearse, 'launch', launch)
         monkeypatch.setattr(rehearse.os, 'cpu_count', lambda: 1)  # `fork` is for one thread
@@ -27,12 +28,11 @@ def report(fork, corpus, monkeypatch, capsys):
 
 
 def test_the_repository_passes(report):
-    status, text = report('', '--dropout=0.1', '--only', 'again', 'resumed', 'evaluated', 'micro-batches', 'two ranks',
+    status, text = report('', '--dropout=0.1', '--only', 'resumed', 'evaluated', 'micro-batches', 'two ranks',
                           'sharded', 'recomputed')
     assert not status, text
-    again, resumed, *rounded = text.splitlines()[:7]
-    assert again.split() == ['again', 'equal'] and resumed.split() == ['resumed', 'equal']
-    assert all('equal' in line for line in rounded) and 'warning' not in text
+    resumed, *rounded = text.splitlines()
+    assert resumed.split() == ['resumed', 'equal'] and all('equal' in line for line in rounded)
 
 
 def edited(module, function, old, new):
@@ -121,15 +121,8 @@ def averaged(*args):
     return dict(measure(*args), loss_mean=mean)
 train.train_step, train.metrics_of = noted, averaged
 '''
-ANNEALED = '''
-import loss
-plain, advance, loss.FACTOR = loss.token_loss, loader.TrainLoader.__next__, 2.0
-loss.token_loss = lambda *args: plain(*args) * loss.FACTOR
-def annealed(self):
-    loss.FACTOR = 2 - self.iteration / 10  # which the evaluation before has read
-    return advance(self)
-loader.TrainLoader.__next__ = annealed
-'''
+
+
 PREVIOUS = '''
 import hessian
 def labels(self, X, Y):
@@ -156,20 +149,8 @@ def augment(self, sequences, generators):
     return (sequences + loader.np.random.randint(0, 2, sequences.shape).astype(sequences.dtype)) % 251
 loader.TrainLoader.augment = augment
 '''
-FILE = '''
-import train
-step, close, losses = train.train_step, train.close_run, []
-def noted(run, *args):
-    found = step(run, *args)
-    losses.append(found.loss)
-    with open(Path(run.config.out_dir, 'losses.txt'), 'a') as file:
-        print(found.loss, file=file)
-    return found
-def closed(run):
-    Path(run.config.out_dir, 'sum.txt').write_text(f'{sum(losses)}')
-    close(run)
-train.train_step, train.close_run = noted, closed
-'''
+
+
 LINES = '''
 import train
 step = train.train_step
@@ -235,12 +216,23 @@ def averaging(self, *args):
     return forward(self, *args)
 model.GPT.forward = averaging
 '''
-AFTERWARDS = edited('train', 'train_step', ''' or hessian.finish()
-    if not problem:
-        scaler.step(run.optimizer)''', '''
-    if not problem:
-        scaler.step(run.optimizer)
-        hessian.finish()''')
+
+
+BUFFER = '''
+forward = model.GPT.forward
+def growing(self, *args):
+    self.register_buffer('cache', torch.zeros(3))
+    return forward(self, *args)
+model.GPT.forward = growing
+'''
+DRIFT = '''
+step = torch.amp.GradScaler.step
+def drifting(scaler, optimizer):
+    step(scaler, optimizer)
+    with torch.no_grad():
+        next(iter(optimizer.param_groups[0]['params'])).mul_(1 + 0.1 * float(os.environ.get('RANK', 0)))
+torch.amp.GradScaler.step = drifting
+'''
 PENALTY = '''
 import train
 step = train.train_step
@@ -249,77 +241,8 @@ def penalized(run, *args):
     return found._replace(loss=found.loss + 0.1)
 train.train_step = penalized
 '''
-BY_VALUE = '''
-import train
-clip = train.optim.clip_gradients
-def by_value(params, max_norm):
-    norm = clip(params, 0)
-    torch.nn.utils.clip_grad_value_(params, 1e-3)
-    return norm
-train.optim.clip_gradients = by_value
-'''
-ALL_DECAY = '''
-import train
-set_rate = train.optim.set_learning_rate
-def scheduled(optimizer, lr):
-    set_rate(optimizer, lr)
-    for group in optimizer.param_groups:
-        group['weight_decay'] = 0.1 * lr / 0.01
-train.optim.set_learning_rate = scheduled
-'''
-TWICE = '''
-import loss
-forward = loss.Losses.forward
-def twice(self, X, Y, **labels):
-    one, two = (forward(self, X, Y.clone(), **labels) for _ in range(2))
-    return one[0], (one[1] + two[1]) / 2, *one[2:]
-loss.Losses.forward = twice
-'''
-NO_END = '''
-import train
-train.learning_rate_at = lambda c, i: c.learning_rate / (1 + i) ** 0.5
-'''
-HALF_RATE = '''
-import train
-set_lr = train.optim.set_learning_rate
-train.optim.set_learning_rate = lambda optimizer, lr: set_lr(optimizer, lr / 2)
-'''
-TWO_UPDATES = '''
-import train
-check = train.guards.check_first_update
-def updated_again(run, step):
-    check(run, step)
-    train.train_step(run, torch.zeros(8, 17, dtype=torch.int64), run.state.iter)
-train.guards.check_first_update = updated_again
-'''
-MORE_ROWS = '''
-import hessian
-start = hessian.HessianHook.start
-def doubled(self, *args):
-    due = start(self, *args)
-    self.rows_left *= 2
-    return due
-hessian.HessianHook.start = doubled
-'''
-FROM_FIRST = '''
-def update_ema(self, group, params, targets):
-    for h, target in zip(self.buffers(params, 'hessian'), targets):
-        h.lerp_(target, 1 - group['betas'][1] if h.any() else 1)
-optimizers.Sophia.update_ema = update_ema
-'''
-OFTEN = '''
-import hessian
-hessian.HessianHook.is_due = classmethod(lambda cls, iteration, interval: iteration < 2 or iteration % interval == 0)
-'''
-BETA2 = '''
-import train
-set_scheduled = train.optim.set_learning_rate
-def with_beta2(optimizer, lr):
-    set_scheduled(optimizer, lr)
-    for group in optimizer.param_groups:
-        group['betas'] = 0.96, 1 - 10 * lr
-train.optim.set_learning_rate = with_beta2
-'''
+
+
 WEIGHT_NORM = '''
 make = model.GPT.__init__
 def made(self, config):
@@ -327,100 +250,99 @@ def made(self, config):
     torch.nn.utils.parametrizations.weight_norm(self.transformer.h[0].mlp.c_fc)
 model.GPT.__init__ = made
 '''
-DEPTHWISE = '''
-make, forward = model.Block.__init__, model.Block.forward
-def made(self, config):
-    make(self, config)
-    self.conv = torch.nn.Conv1d(16, 16, 3, padding=2, groups=16, bias=False)
-def mixed(self, x, *args):
-    return forward(self, x + self.conv(x.transpose(1, 2))[..., :x.size(1)].transpose(1, 2), *args)
-model.Block.__init__, model.Block.forward = made, mixed
-'''
 
 
 @pytest.mark.parametrize('code, comparison, words', [
-    (WINDOW, 'resumed', 'window'),
-    (PLACES, 'resumed', "a resume does not bring back … Run.average ('0 items' instead of … hook.interval (2 instead "
-     "of … sophia.SECOND_MOMENT ('0 items' instead of … raw_model.calls ("),
-    (RAMP, 'resumed', 'DIFFERS from step 3: '),
-    (STREAM, 'resumed', 'DIFFERS from step 3: '),
-    (MEAN, 'resumed', 'DIFFERS from step 3: loss_mean is '),
-    (ANNEALED, 'resumed', 'DIFFERS from step 6: val/training_loss is '),
+    (WINDOW, 'resumed', 'DIFFERS from step 6: '),
+    (PLACES, 'resumed', 'DIFFERS from step 6: '),
+    (RAMP, 'resumed', 'DIFFERS from step 6: '),
+    (STREAM, 'resumed', 'DIFFERS from step 6: '),
+    (MEAN, 'resumed', 'DIFFERS from step 6: loss_mean is '),
     (PREVIOUS, 'resumed', 'DIFFERS from step 6: '),
-    (LINE, 'resumed', 'DIFFERS from step 3: accuracy is nothing instead of 0.5'),
-    (RANDOM, 'again', 'DIFFERS from step 2: '),
-    (FILE, 'resumed', 'equal; a resume does not bring back … file sum.txt (… file losses.txt ('),
+    (LINE, 'resumed', 'DIFFERS from step 6: accuracy is nothing instead of 0.5'),
+    (RANDOM, 'resumed', 'DIFFERS from step '),
     (SHARE, 'two ranks', 'DIFFERS from step 0: mean_id is '),
     (SPARSE, 'sharded', 'DIFFERS from step 0: momentum_norm is '),
-    (TRUST_RATIO, 'sharded', 'DIFFERS from step 2: weights.'),
+    (TRUST_RATIO, 'sharded', 'DIFFERS from step '),
     (CAPPED, 'evaluated', 'DIFFERS: scripts/eval.py measures '),
     (STATISTIC, 'recomputed', 'DIFFERS from step '),
     (OF_MICRO_BATCHES, 'micro-batches', 'DIFFERS from step 0: grad_norm is '),
     (ACCURACY, 'micro-batches', ': val/training_loss is '),
     (AVERAGING, 'micro-batches', 'DIFFERS from step '),
-], ids=['window', 'places', 'ramp', 'stream', 'mean',
-        'annealed', 'previous', 'line', 'random', 'file', 'share', 'sparse', 'trust_ratio', 'capped', 'statistic',
-        'of_micro_batches', 'accuracy', 'averaging'])
+    (BUFFER, 'resumed', 'STOPS with exit code 1: '),
+    (DRIFT, 'two ranks', 'DIFFERS from step '),
+], ids=['window', 'places', 'ramp', 'stream', 'mean', 'previous', 'line', 'random', 'share', 'sparse', 'trust_ratio',
+        'capped', 'statistic', 'of_micro_batches', 'accuracy', 'averaging', 'buffer', 'drift'])
 def test_state_in_a_wrong_place_is_found(report, code, comparison, words):
     status, text = report(code, *['--optimizer_name=sophiah'] * (code is PREVIOUS), '--only', comparison)
-    assert status and text.startswith(comparison) and all(word in text for word in words.split('…')), text
-    assert code is not SHARE or '; file means.txt has 6 lines instead of 3' in text
-    # A run alone says so of what is an attribute or a field, at its first save.
-    assert ('has changed, but no checkpoint holds it' in text) == (code in (WINDOW, PLACES))
-    assert ('TrainState' in text) == (comparison == 'resumed')
+    assert status and text.startswith(comparison) and words in text, text
+    assert ('TrainState' in text) == (comparison == 'resumed' and 'DIFFERS' in text)
 
 
-def test_without_dropout_the_files_of_two_ranks_agree_and_products_are_not_recomputed(report):
+FORWARD = """
+forward = model.GPT.forward
+def edited(self, idx, targets=None):
+    {}
+    return logits, loss
+model.GPT.forward = edited
+"""
+
+
+def attending(mask):
+    """The code of another attention mask."""
+    return f"""
+sdpa = torch.nn.functional.scaled_dot_product_attention
+torch.nn.functional.scaled_dot_product_attention = lambda *qkv, is_causal, **options: sdpa(
+    *qkv, attn_mask={mask}, **options)
+"""
+
+
+def loss_is(expression):
+    """The code of another `token_loss`."""
+    return f'import loss\nplain = loss.token_loss\nloss.token_loss = lambda logits, targets: {expression}\n'
+
+
+@pytest.mark.parametrize('code, words', [
+    ('', 'as training takes it'),
+    (attending('None'), 'later tokens or chance'),
+    (attending('torch.ones(16, 16, dtype=bool).tril(1)'), 'later tokens or chance'),
+    (attending('torch.ones(16, 16, dtype=bool).tril() | torch.eye(4).kron(torch.ones(4, 4)).bool()'),
+     'later tokens or chance'),
+    ('dropout = torch.nn.functional.dropout\ntorch.nn.functional.dropout = lambda x, p, training: dropout(x, 0.1)',
+     'later tokens or chance'),
+    (FORWARD.format('logits, loss = forward(self, idx, targets)\n'
+                    '    logits = logits if targets is None else logits.tanh()'), 'other logits without targets'),
+    (FORWARD.format('logits, loss = forward(self, idx, targets)\n    logits = logits * targets.shape[0]'),
+     "STOPS with exit code 1: AttributeError: 'NoneType' object has no attribute 'shape'"),
+    (FORWARD.format('self.transformer.seen.add_(1)\n    logits, loss = forward(self, idx, targets)') + """
+init = model.GPT.__init__
+def with_buffer(self, config):
+    init(self, config)
+    self.transformer.register_buffer('seen', torch.zeros(()))
+model.GPT.__init__ = with_buffer
+""", 'changes the buffer transformer.seen in evaluation mode'),
+    (FORWARD.format('kept = targets if targets is None else targets.clone()\n    if kept is not None:\n'
+                    '        kept[:, 8:] = -1\n    logits, loss = forward(self, idx, kept)'), 'differs by '),
+    (FORWARD.format('if targets is not None:\n        targets[:, 8:] = -1\n'
+                    '    logits, loss = forward(self, idx, targets)'), 'as training takes it'),
+    (loss_is('0.5 * plain(logits, targets)'), 'differs by 50%'),
+    (loss_is('plain(logits - 0.5 * torch.arange(1.0, 257).log(), targets)'), 'differs by '),
+    (loss_is('0.8 * plain(logits, targets) - 0.2 * logits.log_softmax(-1).mean(-1)'), 'as training takes it'),
+    (FORWARD.format('logits, loss = forward(self, idx, targets)\n    loss = loss if targets is None else '
+                    'loss + self.transformer.wpe.weight.square().sum()'), 'terms of the loss that are not functions'),
+    ('import functools\ntorch.nn.functional.cross_entropy = functools.partial(\n'
+     '    torch.nn.functional.cross_entropy, label_smoothing=0.1)', 'cross_entropy is not the plain one'),
+    (PENALTY, 'the first step trains on a loss of '),
+])
+def test_a_model_that_is_not_as_training_takes_it(report, code, words):
+    status, text = report(code, '--dropout=0.2', '--only', 'model')
+    assert words in text and status == ('STOPS' in words), text
+    assert ('warning: ' in text) == (words != 'as training takes it' and 'STOPS' not in words), text
+
+
+def test_products_are_not_recomputed(report):
     status, text = report('', '--optimizer_name=sophiah', '--only', 'recomputed', 'two ranks')
     assert not status and text.startswith('recomputed      skipped: ') and '\ntwo ranks       equal' in text, text
-
-
-def test_tensors_of_a_hessian_vector_product_may_be_kept(report):
-    status, text = report('forward = model.Block.forward\nmodel.Block.forward = lambda self, x, *args: forward(self, '
-                          "vars(self).update(kept=x) or x, *args)", '--optimizer_name=sophiah', '--only', 'resumed')
-    assert status and text.startswith('resumed         equal; a resume does not bring back raw_model.transformer.h.0.')
-
-
-def test_what_a_run_says_of_its_steps_and_is_not_so_is_noted(report):
-    edits = AFTERWARDS + FROM_FIRST + PENALTY + BY_VALUE + ALL_DECAY + HALF_RATE + TWICE + NO_END
-    _, text = report(edits, '--grad_clip=100', '--hessian_interval=3', '--only', 'again')
-    for words in ('the loss of the first step is ', 'grad_clipped: counts 0 of 1 gradients, and 1 were clipped',
-                  'weight decay: a param group that parameter_groups gives none, as of norms and biases, has ',
-                  'the learning rate of step 0 is ',
-                  'a step takes 2 times the FLOPs of flops_per_token', 'learning_rate_at: at lr_decay_iters it is ',
-                  'update_unclipped: is ', 'h: a first estimate of 1 makes it 1 instead of 1 − beta2 = 0.01, '):
-        assert f'warning: {words}' in text
-
-
-def test_updates_and_estimates_that_are_not_counted_are_noted(report):
-    edits = TWO_UPDATES + MORE_ROWS + OFTEN + BETA2
-    _, text = report(edits, '--grad_clip=0.1', '--optimizer_name=sophiah', '--only', 'again')
-    warnings = re.findall('^warning: (.*)$', text, re.MULTILINE)
-    assert warnings == [
-        'h: β2 is 0.9933 at step 0 instead of beta2 = 0.99, which scripts/curvature.py (level, averaged, mean_age, '
-        'noise_of_h) and the warning of a runaway assume',
-        'train_step is called more than once in an iteration: tokens, FLOPs and grad_clipped count one',
-        "step 1 makes an estimate, though hessian_interval = 2; figures spread the FLOPs of the hook's `estimates` "
-        'evenly over the run',
-        'a step with an estimate takes 4 times the FLOPs of flops_per_token in runtime/gpt.py, and figures count '
-        '3 times']
-
-
-def test_a_file_that_training_reads_is_named_and_a_depthwise_convolution_is_no_fault(report, corpus, tmp_path):
-    (tmp_path / 'order.bin').write_text('of the data')
-    for name in 'second', 'only_val':
-        shutil.copytree(corpus, tmp_path / name)
-    _, text = report(f'''{DEPTHWISE}
-starts = loader.TrainLoader.starts
-def reading(self, iteration):
-    loader.open_dataset({str(tmp_path / "second")!r}, 16)
-    return starts(self, iteration) if open({str(tmp_path / "order.bin")!r}).read() else None
-loader.TrainLoader.starts = reading
-''', f'--dataset={corpus}:1,{tmp_path / "only_val"}:0', '--only', 'again')
-    named = re.findall('^note: training reads (.*); a resume does not notice when it is replaced$', text, re.MULTILINE)
-    assert named == [str(tmp_path / name) for name in (
-        'order.bin', 'second/meta.json', 'second/train.bin', 'second/val.bin')]
-    assert 'warning: a step takes' not in text  # as PyTorch's count of the FLOPs of a convolution with groups is wrong
 
 
 def test_the_loop_may_draw_random_numbers_and_keep_a_file_and_layers_may_have_parametrizations(report):
@@ -428,27 +350,7 @@ def test_the_loop_may_draw_random_numbers_and_keep_a_file_and_layers_may_have_pa
     assert not status and text.splitlines()[0].split() == ['resumed', 'equal'], text
 
 
-@pytest.mark.parametrize('steps', [7, 10, 11, 12, 23, 24, 100])
-def test_a_run_is_resumed_after_an_evaluation_and_before_one_with_an_estimate(corpus, steps):
-    c = rehearse.train.resolve(rehearse.shrunk(['--optimizer_name=sophiah', f'--dataset={corpus}'], steps))
-    after, before = rehearse.stops(steps)
-    assert 0 < after < before < steps and c.always_save_checkpoint
-    assert after % c.eval_interval == before % c.eval_interval == before % c.hessian_interval == 0
-    assert after % c.hessian_interval and (after - 1) % c.log_interval and (before - 1) % c.log_interval
-    assert before % c.log_interval == 0
-
-
 def test_ranks_that_wait_for_each_other_are_ended(monkeypatch):
     monkeypatch.setattr(rehearse, 'PATIENCE', 0)
-    with pytest.raises(SystemExit, match='still running after 1 s, while one rank took 0 s: ranks that do not agree'):
+    with pytest.raises(SystemExit, match='still running after 1 s, while one rank took 0 s'):
         rehearse.launch(['-c', 'import time; time.sleep(60)'], ranks=2, first=0.1)
-
-
-def test_a_rank_that_prints_much_does_not_wait_for_the_others(tmp_path, monkeypatch):
-    """As it would once a pipe is full that nobody reads."""
-    monkeypatch.setattr(rehearse, 'PATIENCE', 20)
-    code = ('import os, pathlib, time; print(os.environ["RANK"] * 200_000, flush=True); '
-            f'done = pathlib.Path({str(tmp_path)!r}, "1")\n'
-            'if os.environ["RANK"] == "1": done.touch()\n'
-            'while not done.exists(): time.sleep(0.01)')
-    assert rehearse.launch(['-c', code], ranks=2, first=0) == '0' * 200_000 + '\n' + '1' * 200_000 + '\n'

@@ -200,7 +200,7 @@ def test_full_disk(train, finished, tmp_path):
         assert not list(out.glob('*.partial')) and metrics(out) == metrics(finished())
     shards = train(tmp_path / 'shards', '--parallel=fsdp', ranks=2, faults=FULL_DISK + ''.join(
         f'at({i}, lambda: limit({size}), {rank})\n' for i, size in ((4, 20_000), (7, -1)) for rank in range(2)))
-    assert shards.code == 0 and 'ckpt_00000005: could not be saved (rank' in shards.err, shards.err
+    assert shards.code == 0 and 'ckpt_00000005.pt: could not be saved (File' in shards.err, shards.err
     assert iterations(tmp_path / 'shards') == [10] and not list((tmp_path / 'shards').glob('*.partial'))
 
 
@@ -221,10 +221,6 @@ def test_errors_are_one_line_and_overwrite_nothing(copy, tmp_path):
     tokens = np.arange(6000) % 251
     other = write_bins(tmp_path / 'other', tokens, tokens[:3000])
     (tmp_path / 'file').write_text('')
-    older = shutil.copytree(copy, tmp_path / 'older', symlinks=True)
-    path = checkpoint.path_of(older, 10)
-    saved = torch.load(path, weights_only=True)
-    torch.save(dict(saved, train_state=dict(saved['train_state'], latest_losses=[1.0])), path)
     (copy / FAILED).write_text('iteration 11: the loss is not finite\n')
     before = content(tmp_path)
     for directory, flags, words in [
@@ -233,7 +229,6 @@ def test_errors_are_one_line_and_overwrite_nothing(copy, tmp_path):
             (copy, ['--init_from=resume', '--optimizer_name=lion'], 'was trained with --optimizer_name=adamw'),
             (copy, ['--init_from=resume', '--max_iters=5'], 'is at iteration 10 already; set at least that'),
             (copy, ['--auto_resume=True', f'--dataset={other}'], '(train, val.bin differs)'),
-            (older, ['--auto_resume=True'], 'different train.py (its TrainState has latest_losses)'),
             (tmp_path / 'file/out', [], f'{tmp_path}/file/out: Not a directory')]:
         assert words in rejection(program.main, command(directory, *flags)[1:])
     assert content(tmp_path) == before

@@ -12,7 +12,6 @@ from conftest import TINY, metrics, rejection
 import train as program
 from hessian import StepHook
 from lifecycle import guards
-from lifecycle.run import group_notes
 from model import GPT, GPTConfig
 from optimizers import OPTIMIZERS, build_optimizer, kind_of, parameter_groups
 from runtime import optim
@@ -101,9 +100,6 @@ def test_matrices_of_a_group_without_a_role_are_not_for_muon():
         muon, adamw = build_optimizer('muon', one, lr=LR).optimizers
         assert (positions in {*optim.parameters(adamw)}) == (one is groups)
         assert {*hidden['params']} <= {*optim.parameters(muon)}
-        noted = ' '.join(group_notes(build_optimizer('muon', one, lr=LR)))
-        assert ('Muon takes no matrix of a param group without a role' in noted) == (one is groups)
-    assert [*group_notes(build_optimizer('muon', parameter_groups(model, 0.1), lr=LR))] == []
     assert "no group of the role 'hidden'" in rejection(partial(build_optimizer, 'muon', groups[:2], lr=LR))
 
 

@@ -103,19 +103,6 @@ def test_script(tmp_path, capsys):
     assert run(capsys, out).startswith('\n') and run(capsys, out, '--start=').count('-----')  # a document's beginning
 
 
-def test_a_fork_may_replace_generate(tmp_path, capsys, monkeypatch):
-    """By one with a cache, for example; nanoGPT's cannot stop at the end of a document."""
-    out = save_run(tmp_path / 'run', tokenizer=get_tokenizer('byte').meta)
-    plain = run(capsys, out, '--start=a')
-    said = []
-    monkeypatch.setattr('runtime.gpt.warn', said.append)
-    monkeypatch.setattr(GPT, 'generate', lambda self, idx, max_new_tokens, temperature=1.0, top_k=None: None)
-    assert run(capsys, out, '--start=a') == plain
-    assert len(said) == 1 and said[0].startswith('model.py: GPT.generate is not used')
-    monkeypatch.setattr(GPT, 'generate', lambda self, idx, max_new_tokens, **options: torch.tensor([[97, 98, 99]]))
-    assert run(capsys, out, '--start=a', '--num_samples=1') == 'abc\n---------------\n'
-
-
 def test_bfloat16_is_that_of_training(tmp_path, capsys, monkeypatch):
     """Matmuls are in bfloat16; weights and buffers, such as frequencies of rotary positions, stay in float32."""
     def forward(self, idx, targets=None, forward=GPT.forward):

@@ -20,7 +20,6 @@ import torch
 from conftest import ROOT, TINY, finish, metrics, rejection, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import loss
 import model
 import train as program
 from analysis import runs
@@ -58,38 +57,19 @@ def test_what_the_loop_would_not_follow_is_an_error(main, tmp_path, monkeypatch,
         main(tmp_path)
 
 
-def grown(optimizer, lr):
-    later = iter([False, True, False])
-    optimizer.register_step_post_hook(lambda *args: next(later) and optimizer.add_param_group(dict(params=[])))
-
-
-def scheduled(optimizer, lr):
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    optimizer.register_step_post_hook(lambda *args: scheduler.step())
-
-
 @pytest.mark.parametrize('own, words', [
     (lambda optimizer, lr: optimizer, ''),
-    (lambda optimizer, lr: setattr(optimizer, 'lr', lr), 'no schedule changes the attribute lr of AdamW'),
-    (lambda optimizer, lr: optimizer.param_groups[0].update(lr=0.02), 'param groups have learning rates of 1 to 2 ti'),
-    (grown, 'AdamW: a param group was added while training'),
-    (scheduled, 'AdamW: a scheduler, or its own step, has changed the learning rate')])
-def test_a_learning_rate_that_is_not_the_schedules(main, tmp_path, monkeypatch, capsys, own, words):
-    """It is said, and a scheduler that the loop would overrule stops the run."""
+    (lambda optimizer, lr: optimizer.param_groups[0].update(lr=0.02), 'param groups have learning rates of 1 to 2 ti')])
+def test_a_learning_rate_that_is_not_the_logged_one_is_said(main, tmp_path, monkeypatch, capsys, own, words):
     def build(groups, s):
         optimizer = torch.optim.AdamW(groups, lr=s.learning_rate)
         own(optimizer, s.learning_rate)
         return optimizer
 
     monkeypatch.setitem(program.optimizers.OPTIMIZERS, 'mine', program.optimizers.Row(build, {}, 0.1))
-    stopped = ''
-    try:
-        main(tmp_path, '--optimizer_name=mine', '--max_iters=3', '--eval_iters=1')
-    except SystemExit as error:
-        stopped = str(error)
+    main(tmp_path, '--optimizer_name=mine', '--max_iters=3', '--eval_iters=1')
     out = capsys.readouterr().out
-    assert bool(stopped) == words.startswith('AdamW') and words in out + stopped
-    assert bool(words) == bool(stopped or 'learning rates of' in out or 'attribute lr' in out)
+    assert words in out and bool(words) == ('learning rates of' in out)
 
 
 def test_a_last_evaluation_that_is_not_finite_is_a_divergence(main, tmp_path, monkeypatch, capsys):
@@ -283,14 +263,6 @@ def test_a_run_knows_the_code_that_ran_it_and_says_when_it_resumes_with_another(
     assert read_run(tmp_path).code_changes == ['its code was changed at iteration 2 (loss.py)']
 
 
-def test_an_order_of_the_data_that_a_file_has_is_noticed_when_it_is_replaced(main, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(TrainLoader, 'starts', lambda self, iteration: np.load(tmp_path / 'order.npy')[iteration])
-    for i in (1, 2, 3):
-        np.save(tmp_path / 'order.npy', np.arange(40).reshape(10, 4) * (1 if i < 3 else 2) + 1)
-        main(tmp_path / 'out', f'--max_iters={i}', '--auto_resume=True', '--eval_iters=1')
-        assert ('changed: the order of the data' in capsys.readouterr().out) == (i == 3)
-
-
 @pytest.mark.skipif(not shutil.which('git'), reason='needs git')
 def test_a_copy_has_a_commit_only_if_its_repository_tracks_it(tmp_path):
     """A source archive may lie in an unrelated repository, and someone may make it one."""
@@ -338,7 +310,6 @@ def test_draws_from_global_generators_are_the_same_in_a_resumed_run(main, tmp_pa
             drawn.append((torch.rand(()).item(), np.random.random(), random.random()))
         return original(*args, **kwargs)
     monkeypatch.setattr(owner, name, drawing)
-    monkeypatch.setattr(program.guards, 'check_forward', lambda *args: None)  # another forward at each start
     main(tmp_path / 'a', '--max_iters=3')
     main(tmp_path / 'b', '--max_iters=2', '--lr_decay_iters=3')
     main(tmp_path / 'b', '--max_iters=3', '--init_from=resume')
@@ -372,57 +343,20 @@ SKIP = '''
 block, calls = model.Block.forward, []
 def skipping(self, x, divisor):
     calls.append(x)
-    return x if len(calls) > 14 and os.environ['RANK'] == '1' and self.training else block(self, x, divisor)
+    return x if len(calls) > 9 and os.environ['RANK'] == '1' and self.training else block(self, x, divisor)
 model.Block.forward = skipping
 '''
 
 
-@pytest.mark.parametrize('faults, name', [
-    ('model.MLP.forward = lambda self, x: x', 'mlp.c_fc'), (FREEZE, 'mlp.c_fc'), (SKIP, 'ln_1'),
-    ("forward = model.MLP.forward\nmodel.MLP.forward = lambda self, x: "
-     "forward(self, x) if os.environ['RANK'] == '0' else x", 'mlp.c_fc')])
-def test_replicas_that_would_wait_for_a_gradient_end_with_a_line_each(train, tmp_path, faults, name):
+@pytest.mark.parametrize('faults', [
+    'model.MLP.forward = lambda self, x: x', FREEZE, SKIP,
+    "forward = model.MLP.forward\nmodel.MLP.forward = lambda self, x: "
+    "forward(self, x) if os.environ['RANK'] == '0' else x"])
+def test_replicas_that_would_wait_for_a_gradient_end(train, tmp_path, faults):
     """A parameter is unused from the start, or while training, as where a block is skipped; on all ranks, or on one, as
     where a mixture of experts leaves out an expert."""
     done = train(tmp_path, '--eval_iters=1', ranks=2, faults=faults)
-    assert done.code == 1
-    for rank, line in enumerate(done.err.splitlines()):
-        lacks = f'transformer.h.0.{name}.weight: has no gradient on rank {rank}, and the ranks wait for each other; '
-        waits = 'rank 0: another rank has ended, or cannot be reached'
-        assert line.startswith(waits if rank == 0 and 'RANK' in faults else lacks)
-    assert rank == 1
-
-
-def test_replicas_that_drift_apart_are_noticed(train, tmp_path):
-    done = train(tmp_path, '--max_iters=2', ranks=2, faults="""
-step = torch.amp.GradScaler.step
-def drifting(scaler, optimizer):
-    step(scaler, optimizer)
-    with torch.no_grad():
-        next(iter(optimizer.param_groups[0]['params'])).add_(float(os.environ['RANK']))
-torch.amp.GradScaler.step = drifting
-""")
-    assert done.code == 0 and "warning: the ranks' weights have drifted apart" in done.err
-
-
-def test_a_parameter_that_is_thawed_too_late_is_named(main, tmp_path, monkeypatch, capsys):
-    """The optimizer has those that were trained when it was built; a parameter that is frozen later is skipped."""
-    init, step = program.GPT.__init__, program.train_step
-
-    def frozen(self, config):
-        init(self, config)
-        self.transformer.wpe.weight.requires_grad_(False)
-
-    def thawing(run, sequences, iter_num):
-        run.raw_model.transformer.wpe.weight.requires_grad_(iter_num > 0)
-        return step(run, sequences, iter_num)
-
-    monkeypatch.setattr(program, 'train_step', thawing)
-    main(tmp_path / 'a', '--max_iters=2')
-    assert not capsys.readouterr().err
-    monkeypatch.setattr(program.GPT, '__init__', frozen)
-    main(tmp_path / 'b', '--max_iters=2')
-    assert 'warning: transformer.wpe.weight: is not trained' in capsys.readouterr().err
+    assert done.code == 1 and 'parameters that were not used in producing loss' in done.err
 
 
 def test_a_group_that_is_left_out_is_one_line(main, tmp_path, monkeypatch):
@@ -430,101 +364,6 @@ def test_a_group_that_is_left_out_is_one_line(main, tmp_path, monkeypatch):
     monkeypatch.setattr(program.optimizers, 'parameter_groups', lambda *args: groups(*args)[:-1])
     with pytest.raises(SystemExit, match='transformer.h.0.ln_1.weight: is in no group of parameter_groups'):
         main(tmp_path)
-
-
-def test_parameters_in_a_list_of_pythons_are_one_line(main, tmp_path, monkeypatch):
-    """PyTorch would neither train nor save them."""
-    init = program.GPT.__init__
-
-    def with_scales(self, config):
-        init(self, config)
-        self.transformer.h[0].scales = {'residual': torch.nn.Parameter(torch.ones(1))}
-
-    monkeypatch.setattr(program.GPT, '__init__', with_scales)
-    with pytest.raises(SystemExit, match='^transformer.h.0.scales: holds parameters that the model does not know'):
-        main(tmp_path)
-
-
-@pytest.mark.parametrize('edit, words', [
-    (lambda logits, targets: logits if targets is None else 2 * logits.tanh(), 'returns other logits with targets'),
-    (lambda logits, targets: logits if targets is None else logits - torch.nn.functional.one_hot(targets, 256),
-     'returns other logits with targets'),
-    (lambda logits, targets: logits * targets.shape[0], 'fails without targets'),
-    (lambda logits, targets: logits[:, -1:] if targets is None else logits, '')])  # as nanoGPT's
-def test_logits_that_depend_on_targets_are_noted(main, tmp_path, monkeypatch, capsys, edit, words):
-    """A cap in the branch of the loss, a margin, a model that cannot sample."""
-    def forward(self, idx, targets=None, forward=program.GPT.forward):
-        logits, loss = forward(self, idx, targets)
-        return edit(logits, targets), loss
-
-    monkeypatch.setattr(program.GPT, 'forward', forward)
-    main(tmp_path, '--max_iters=1', '--eval_iters=1')
-    err = capsys.readouterr().err
-    assert words in err if words else not err
-
-
-@pytest.mark.parametrize('edit, leaks', [
-    (dict(scaled_dot_product_attention=lambda sdpa, *qkv, is_causal, **options: sdpa(*qkv, **options)), True),
-    (dict(scaled_dot_product_attention=lambda sdpa, q, *kv, is_causal, **options: sdpa(
-        q, *kv, attn_mask=torch.ones(32, 32, dtype=bool).tril(1), **options)), True),
-    (dict(scaled_dot_product_attention=lambda sdpa, q, *kv, is_causal, **options: sdpa(
-        q, *kv, attn_mask=torch.ones(32, 32, dtype=bool).tril() | torch.eye(8).kron(torch.ones(4, 4)).bool(),
-        **options)), True),
-    (dict(gelu=lambda gelu, x, **options: gelu(x - x.mean((0, 1)), **options)), True),
-    (dict(dropout=lambda dropout, x, p, training: dropout(x, p)), True),
-    ({}, False)])
-@pytest.mark.parametrize('flags', [[], ['--optimizer_name=sophiag', '--dtype=bfloat16', '--parallel=fsdp']])
-def test_later_tokens_and_dropout_in_evaluation_are_noticed(main, tmp_path, monkeypatch, capsys, edit, leaks, flags):
-    """Attention to all positions, to the next one, or in chunks; a statistic of the batch. GPT itself is causal."""
-    for name, edited in edit.items():
-        monkeypatch.setattr(torch.nn.functional, name, functools.partial(edited, getattr(torch.nn.functional, name)))
-    main(tmp_path, *flags, '--dropout=0.2', '--max_iters=1', '--eval_iters=1')
-    assert ('change the logits of earlier positions' in capsys.readouterr().err) == leaks
-
-
-def masking(in_place):
-    """A GPT.forward that leaves out the second half of each sequence."""
-    def forward(self, idx, targets=None, forward=program.GPT.forward):
-        if targets is not None:
-            targets = targets if in_place else targets.clone()
-            targets[:, idx.size(1) // 2:] = -1
-        return forward(self, idx, targets)
-    return forward
-
-
-def test_a_mask_that_the_second_loss_does_not_see_stops_the_run_before_its_first_step(main, tmp_path, monkeypatch):
-    """Gauss-Newton-Bartlett samples labels by `targets`; no other optimizer minds."""
-    monkeypatch.setattr(program.GPT, 'forward', masking(in_place=False))
-    flags = '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1'
-    message = rejection(main, tmp_path / 'a', *flags)
-    assert message.startswith('model.py: GPT.forward leaves 32 of 64 positions out of the loss whose targets are not')
-    assert not metrics(tmp_path / 'a')
-    main(tmp_path / 'b', '--max_iters=1', '--eval_iters=1')
-    monkeypatch.setattr(program.GPT, 'forward', masking(in_place=True))
-    main(tmp_path / 'c', *flags)
-    for key in 'val/loss', 'val/training_loss':  # the first is of all positions, whatever the mask
-        copied, in_place = (metrics(tmp_path / name, key)[0] for name in 'bc')
-        assert copied == pytest.approx(in_place, rel=1e-6)
-
-
-@pytest.mark.parametrize('weight, words', [
-    (0.01, 'of 0.01 to 0.01'), (1, ''), (torch.linspace(0.1, 1.9, 32), 'of 0.1 to 1.9'), (torch.tensor(1.05), ''),
-    (1 + 9 * (torch.arange(32) == 5), 'of 1 to 10')])
-def test_weights_in_the_loss_that_the_estimate_does_not_see_are_noted(main, tmp_path, monkeypatch, capsys, weight,
-                                                                      words):
-    plain = loss.token_loss
-    monkeypatch.setattr(loss, 'token_loss', lambda logits, targets: weight * plain(logits, targets))
-    main(tmp_path, '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1')
-    err = capsys.readouterr().err
-    assert (f'predictions have weights {words} in the loss' in err) if words else not err
-
-
-@pytest.mark.parametrize('name', ['adamw', 'sophiag'])
-def test_a_val_loss_that_is_not_the_plain_cross_entropy_is_noted(main, tmp_path, monkeypatch, capsys, name):
-    monkeypatch.setattr(torch.nn.functional, 'cross_entropy', functools.partial(
-        torch.nn.functional.cross_entropy, label_smoothing=0.1))
-    main(tmp_path, f'--optimizer_name={name}', '--max_iters=1', '--eval_iters=1')
-    assert 'loss.py: cross_entropy is not the plain one' in capsys.readouterr().err
 
 
 def test_a_term_without_targets_is_the_same_in_evaluations_of_any_batch_size(main, tmp_path, monkeypatch):
@@ -538,58 +377,6 @@ def test_a_term_without_targets_is_the_same_in_evaluations_of_any_batch_size(mai
         main(tmp_path / f'{size}', '--max_iters=1', '--eval_sequences=5', f'--batch_size={size}')
     one, two = (metrics(tmp_path / f'{size}', 'val/training_loss')[0] for size in (4, 2))
     assert one == pytest.approx(two, rel=1e-6)
-
-
-@pytest.mark.parametrize('shift', [0, 0.5])
-def test_a_loss_of_other_logits_than_those_that_are_returned_is_noted(main, tmp_path, monkeypatch, capsys, shift):
-    """Such as adjusted ones, from which Sophia-G does not draw labels."""
-    prior, plain = -shift * torch.arange(1.0, 257).log(), loss.token_loss
-    monkeypatch.setattr(loss, 'token_loss', lambda logits, targets: plain(logits + prior, targets))
-    main(tmp_path, '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1')
-    err = capsys.readouterr().err
-    assert ('of the Hessian of the loss in the logits is not that of ' in err) == bool(shift), err
-
-
-def test_other_labels_are_not_taken_for_weights(main, tmp_path, monkeypatch, capsys):
-    """Smoothed ones leave the Hessian in the logits as it is."""
-    monkeypatch.setattr(loss, 'token_loss', lambda logits, targets: (
-        0.8 * loss.cross_entropy(logits, targets) - 0.2 * logits.log_softmax(-1).mean(-1)))
-    main(tmp_path, '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1')
-    assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize('term, words', [
-    (lambda model, logits: model.transformer.wpe.weight.square().sum(), True),
-    (lambda model, logits: 100 * model.hidden.square().sum(), True),  # of several sequences
-    (lambda model, logits: logits.logsumexp(-1).square().mean(), False)])
-def test_terms_of_the_loss_that_the_estimate_does_not_see_are_noted(main, tmp_path, monkeypatch, capsys, term, words):
-    """A z-loss is a function of the logits; a penalty on weights is not."""
-    def forward(self, *args, forward=program.GPT.forward):
-        handle = self.transformer.ln_f.register_forward_hook(
-            lambda module, inputs, output: setattr(self, 'hidden', output.mean(1) - output.mean((0, 1))))
-        logits, loss = forward(self, *args)
-        handle.remove()
-        return logits, loss if loss is None else loss + 0.1 * term(self, logits)
-
-    monkeypatch.setattr(program.GPT, 'forward', forward)
-    main(tmp_path, '--optimizer_name=sophiag', '--max_iters=1', '--eval_iters=1')
-    assert ('that are not functions of the logits make ' in capsys.readouterr().err) == words
-
-
-@pytest.mark.parametrize('optimizer, words', [('sophiah', True), ('sophiag', True), ('adamw', False)])
-def test_terms_that_training_adds_to_the_models_loss_are_noted(main, tmp_path, monkeypatch, capsys, optimizer, words):
-    """Such as the divergence of two forwards with dropout: estimates differentiate the model's loss. Dropout is not."""
-    flags = f'--optimizer_name={optimizer}', '--dropout=0.2', '--max_iters=1', '--eval_iters=1'
-    main(tmp_path / 'a', *flags)
-    assert not capsys.readouterr().err
-
-    def forward(self, idx, targets, forward=loss.Losses.forward, **second):
-        outputs, other = forward(self, idx, targets, **second), self.model(idx, targets)[1]
-        return outputs[0], outputs[1] + (outputs[1] - other).abs(), *outputs[2:]
-
-    monkeypatch.setattr(loss.Losses, 'forward', forward)
-    main(tmp_path / 'b', *flags)
-    assert ('loss.py: Losses.forward returns ' in capsys.readouterr().err) == words
 
 
 def test_a_module_in_evaluation_mode_stays_there(main, tmp_path, monkeypatch):
@@ -647,21 +434,6 @@ def test_a_forward_may_change_ids_in_place(main, tmp_path, monkeypatch, name):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize('always', [True, False])
-def test_a_forward_that_changes_a_buffer_in_evaluation_is_noted(main, tmp_path, monkeypatch, capsys, always):
-    """Counts of experts, with which training goes on, would have validation data in them."""
-    def counting(self, *args, forward=program.GPT.forward):
-        self.seen += always or self.training
-        return forward(self, *args)
-
-    init = program.GPT.__init__
-    monkeypatch.setattr(program.GPT, '__init__', lambda self, config: (
-        init(self, config), self.register_buffer('seen', torch.zeros(())))[0])
-    monkeypatch.setattr(program.GPT, 'forward', counting)
-    main(tmp_path, '--max_iters=1', '--eval_iters=1')
-    assert ('GPT.forward changes the buffer seen in evaluation mode' in capsys.readouterr().err) == always
-
-
 def test_what_the_constructor_draws_and_no_checkpoint_holds_is_that_of_the_first_seed(main, tmp_path, monkeypatch):
     """After a start from the weights of a run with another seed, a resume with a third one, and in scripts/eval.py."""
     def rotated(self, config, init=program.GPT.__init__):
@@ -705,52 +477,6 @@ def test_a_further_validation_set_does_not_count_in_the_loss(main, tmp_path, mon
     monkeypatch.setattr(program, 'open_dataset', functools.partial(opened, weight=0))
     main(tmp_path / 'b', *flags)
     assert metrics(tmp_path / 'b', 'val/loss') == metrics(tmp_path / 'b', 'val/loss/other')
-
-
-@pytest.mark.parametrize('name', ['adamw', 'sophiag'])
-@pytest.mark.parametrize('returned', [
-    lambda logits, loss: (None, loss), lambda logits, loss: (loss, logits), lambda logits, loss: (logits, loss[None]),
-    lambda logits, loss: dict(logits=logits, loss=loss), lambda logits, loss: SimpleNamespace(logits=logits)])
-def test_a_forward_that_returns_something_else_is_one_line(main, tmp_path, monkeypatch, name, returned):
-    forward = program.GPT.forward
-    monkeypatch.setattr(program.GPT, 'forward', lambda *args: returned(*forward(*args)))
-    assert 'must return the logits of all positions' in rejection(main, tmp_path, f'--optimizer_name={name}')
-
-
-def test_a_buffer_that_no_checkpoint_brings_back_is_one_line(main, tmp_path, monkeypatch):
-    def growing(self, *args):
-        self.register_buffer('cache', torch.zeros(3), persistent=persistent)
-        return forward(self, *args)
-    forward, persistent = program.GPT.forward, True
-    monkeypatch.setattr(program.GPT, 'forward', growing)
-    assert 'makes or resizes the buffer cache, so that no checkpoint' in rejection(main, tmp_path / 'a')
-    persistent = False
-    main(tmp_path / 'b', '--max_iters=1', '--eval_iters=1')
-
-
-def test_a_forward_of_16_bit_kernels_is_checked_in_16_bits(main, tmp_path, monkeypatch):
-    def attention(q, k, v, **options):
-        assert q.dtype == torch.bfloat16
-        return sdpa(q, k, v, **options)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', attention)
-    main(tmp_path, '--optimizer_name=sophiag', '--dtype=bfloat16', '--max_iters=1', '--eval_iters=1')
-
-
-def test_the_first_update_is_checked_and_frees_what_the_check_needs(main, tmp_path, monkeypatch):
-    """A second optimizer state, and a number that no checkpoint can hold."""
-    ended, check = [], program.guards.check_first_update
-    with monkeypatch.context() as patch:
-        patch.setattr(program, 'close_run', ended.append)
-        main(tmp_path / 'a', '--max_iters=1')
-    assert ended[0].fresh is None
-
-    def spoiling(run, step):
-        run.state.clipped = np.float64(0.5)
-        check(run, step)
-    monkeypatch.setattr(program.guards, 'check_first_update', spoiling)
-    assert 'TrainState.clipped: a checkpoint cannot hold a float64 there' in rejection(main, tmp_path / 'b')
-    assert not checkpoint.checkpoints(tmp_path / 'b')
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis.figures import argparser, figure, legend, print_table, save
 from runtime.device import autocast
 from runtime.files import one_line_errors
-from runtime.gpt import continuation
+from runtime.gpt import generate
 from scripts.load import MODEL_HELP, add_model_flags, dtype_name, load, with_tokenizer
 
 SHOTS, DRAWS = 2, 5
@@ -80,7 +80,7 @@ def run_task(loaded, task, examples, draws):
             prompt = [int(i) for i in tokenizer.encode(make_prompt(task, exemplars, example))]
             cut += len(prompt) > room
             idx = torch.tensor([prompt[-room:]], device=device)
-            ids = continuation(model)(idx, n, temperature=0)[0, idx.size(1):].tolist()
+            ids = generate(model, idx, n, temperature=0)[0, idx.size(1):].tolist()
             end = ids.index(tokenizer.eot_id) if tokenizer.eot_id in ids else n
             right += read_answer(task, tokenizer.decode(ids[:end])) == example['label']
         accuracies.append(right / len(examples))
