@@ -46,8 +46,6 @@ class Setting:
     """
 
     def __init__(self, default, at_least=-math.inf, below=math.inf, choices=(), role='tuned'):
-        if role not in ROLES:
-            raise ValueError(f'role = {role!r}: must be one of {", ".join(ROLES)}')
         self.type, self.default = (default, None) if isinstance(default, type) else (type(default), default)
         self.at_least, self.below, self.choices, self.role = at_least, below, tuple(choices), role
 
@@ -57,17 +55,10 @@ class Setting:
             return 'one of ' + ', '.join(self.choices)
         if self.type is str and not value and self.default != '':
             return 'non-empty (is a shell variable unset?)'
-        if self.type is str and value != value.encode(errors='replace').decode():  # a checkpoint could not be loaded
-            return 'valid UTF-8'
         if self.type is float and not math.isfinite(value):
             return 'finite'
         if self.type in (int, float) and not self.at_least <= value < self.below:
-            rules = []
-            if self.at_least > -math.inf:
-                rules.append(f'at least {self.at_least}')
-            if self.below < math.inf:
-                rules.append(f'below {self.below}')
-            return ' and '.join(rules)
+            return f'at least {self.at_least}' + (f' and below {self.below}' if self.below < math.inf else '')
         return ''
 
 
@@ -77,20 +68,22 @@ setting = Setting  # as train.py writes it
 class Config:
     """Settings as attributes, and for each the source of its value.
 
-    `values` is a dict in declaration order; `sources` maps key → 'default', a file's name, 'flag', or the table that
-    the value is from; `given` holds the keys that a config file, a flag or an assignment has set.
+    `declared` is a dict of `Setting`s; `sources` maps key → 'default', a file's name, 'flag', or the table that the
+    value is from; `given` holds the keys that a config file or a flag has set.
     """
 
     def __init__(self, defaults):
-        declared = {key: value if isinstance(value, Setting) else Setting(value) for key, value in defaults.items()}
-        for key, one in declared.items():
-            if one.role == 'data' and key != 'dataset':
-                raise ValueError(f"{key}: role='data' is the name of the data; a setting of what is read from them has "
-                                 "role='protocol'")
-        self.declared = declared
-        self.values = {key: one.default for key, one in declared.items()}
-        self.sources = dict.fromkeys(declared, 'default')
+        self.declared = {key: value if isinstance(value, Setting) else Setting(value)
+                         for key, value in defaults.items()}
+        self.sources = dict.fromkeys(self.declared, 'default')
         self.given = set()
+        for key, one in self.declared.items():
+            setattr(self, key, one.default)
+
+    @property
+    def values(self):
+        """The settings as a dict, in the order of their declaration."""
+        return {key: getattr(self, key) for key in self.declared}
 
     @property
     def defaults(self):
@@ -102,23 +95,6 @@ class Config:
         """The roles of settings other than 'tuned', key → role."""
         return {key: one.role for key, one in self.declared.items() if one.role != 'tuned'}
 
-    def __getattr__(self, key):
-        try:
-            return self.__dict__['values'][key]
-        except KeyError:
-            raise AttributeError(f'no setting {key!r}') from None
-
-    def __setattr__(self, name, value):
-        """Assign to an attribute; for a setting, `set` it, so that the run, its model and its records see one value.
-        SystemExit when the loop has begun, because what was built with the value would not follow."""
-        if self.__dict__.get('frozen'):
-            raise SystemExit(f'c.{name} = {value!r}: a setting keeps its value once training has begun; put what '
-                             'changes into TrainState or param_groups')
-        if name in self.__dict__.get('declared', ()):
-            self.give(name, value, 'code')
-        else:
-            super().__setattr__(name, value)
-
     def having(self, *roles):
         """Return the settings with one of these roles, a set of keys."""
         return {key for key, one in self.declared.items() if one.role in roles}
@@ -129,11 +105,12 @@ class Config:
             raise SystemExit(self.unknown(key, source))
         one = self.declared[key]
         name = f'--{key}' if source == 'flag' else f'{source}: {key}'
-        convert = from_text if source == 'flag' else from_python
-        self.values[key], self.sources[key] = convert(name, value, one.type), source
+        value = from_text(name, value, one.type) if source == 'flag' else from_python(name, value, one.type)
         if one.type is str:
-            self.values[key] = expanded(self.values[key], f'{name}=' if source == 'flag' else f'{name} = ')
-        problem = one.problem(self.values[key])
+            value = expanded(value, f'{name}=' if source == 'flag' else f'{name} = ')
+        setattr(self, key, value)
+        self.sources[key] = source
+        problem = one.problem(value)
         self.require(key, not problem, problem)
 
     def unknown(self, key, source):
@@ -141,8 +118,6 @@ class Config:
         place, dashes = ('', '--') if source == 'flag' else (f'{source}: ', '')
         near = [RENAMED[key]] if key in RENAMED else difflib.get_close_matches(key, self.declared, n=1)
         hint = f'did you mean {dashes}{near[0]}?' if near else 'see python train.py --help'
-        if source != 'flag' and key not in RENAMED:
-            hint += " (a name of the file's own begins with _)"
         return f'{place}{dashes}{key}: unknown setting; {ELSEWHERE.get(key, hint)}'
 
     def give(self, key, value, source):
@@ -163,8 +138,8 @@ class Config:
 
     def shown(self, key):
         """Name a setting as a message does: as the flag that set it, or with the source of its value."""
-        value = self.values[key]
-        return f'--{key}={value}' if self.sources[key] == 'flag' else f'{self.sources[key]}: {key} = {value!r}'
+        value, source = getattr(self, key), self.sources[key]
+        return f'--{key}={value}' if source == 'flag' else f'{source}: {key} = {value!r}'
 
     def lines(self, everything=False):
         """Format one aligned line per setting, `key = value   source`; settings at their default, and settings that the
@@ -175,21 +150,15 @@ class Config:
         return [f'{left:<{width}}   {source}' for left, source in rows]
 
 
-def configure(defaults, argv, script=None, finish=lambda config: None):
+def configure(defaults, argv, script=None):
     """Return the `Config` of `defaults` (train.py's module-level names) with the config files and flags of `argv`
-    applied.
-
-    Args:
-        script: the path of the file that declares the settings; --help prints them and exits.
-        finish: sets and checks in the Config what follows from what was given.
-
-    SystemExit with a line for the first mistake.
+    applied. SystemExit with a line for the first mistake. `script`: the path of the file that declares the settings,
+    which --help prints.
     """
     if script and {'--help', '-h'} & {*argv}:
         print(help_text(script, defaults))
         raise SystemExit
-    config = Config(defaults)
-    flags, files = [], []
+    config, flags = Config(defaults), []
     for arg in argv:
         key, equals, value = arg.removeprefix('--').partition('=')
         if arg.startswith('--') and equals:
@@ -197,13 +166,10 @@ def configure(defaults, argv, script=None, finish=lambda config: None):
         elif arg.startswith('-'):
             raise SystemExit(f'{arg}: write --KEY=VALUE')
         else:
-            files.append(arg)
-    for name in files:
-        for key, value in read_file(name, config.values).items():
-            config.give(key, value, name)
+            for key, value in read_file(arg, config.values).items():
+                config.give(key, value, arg)
     for key, value in flags:
         config.give(key, value, 'flag')
-    finish(config)
     return config
 
 
@@ -248,9 +214,8 @@ def read_file(name, values):
         exec(compile(path.read_bytes(), name, 'exec'), scope)
     except Exception as error:
         trace = error.__traceback__.tb_next  # None for a SyntaxError, whose message has the line
-        hint = '; set it above, or in a config file before' if getattr(error, 'name', '') in values else ''
-        raise SystemExit(f'{name}{f":{trace.tb_lineno}" if trace else ""}: {type(error).__name__}: {error}{hint}'
-                         ) from None
+        place = f'{name}:{trace.tb_lineno}' if trace else name
+        raise SystemExit(f'{place}: {type(error).__name__}: {error}') from None
     return {key: value for key, value in scope.items()
             if not key.startswith('_') and not isinstance(value, ModuleType) and not callable(value)}
 

@@ -7,17 +7,14 @@ iteration's mini-batch (Algorithm 3, lines 7 to 9). Everything random is a funct
 """
 
 import contextlib
-import re
 
 import torch
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtime.checkpoint import parameter_names
-from runtime.files import one_line, warn
-from runtime.optim import OVERFLOWS, parameters
+from runtime.optim import parameters
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
-from sophia import GaussNewtonBartlett, Hutchinson, add_shards, check_finite, hessian_vector_product, local, meshes_of
+from sophia import GaussNewtonBartlett, Hutchinson, check_finite, hessian_vector_product, is_dtensor
 
 
 class StepHook:
@@ -31,9 +28,9 @@ class StepHook:
         pass
 
     @classmethod
-    def estimates(cls, interval, iterations):
-        """Return the number of estimates in a run of `iterations` iterations."""
-        return 0
+    def is_due(cls, iter_num, interval):
+        """Return whether iteration `iter_num` makes an estimate."""
+        return False
 
     def start(self, iter_num, loss_scale=1.0):
         """Begin iteration `iter_num`. Return whether it estimates the Hessian. `loss_scale`: float16's."""
@@ -44,9 +41,9 @@ class StepHook:
         iteration with an estimate they may be of several sizes."""
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
-    def labels(self, X, Y):
-        """Return further arguments of `loss.Losses` for a micro-batch, X and Y (B, T) int64, a dict. Where these are
-        labels, n of them, for the *first* n sequences, `add(loss_hat, predictions)` gets the loss on them, a sum."""
+    def labels(self, X, Y, rows):
+        """Return further arguments of `loss.Losses` for the micro-batch `rows`, X and Y (B, T) int64, a dict. Where
+        these are labels for its *first* sequences, `add(loss_hat, predictions)` gets the loss on them, a sum."""
         return {}
 
     def finish(self):
@@ -59,15 +56,14 @@ class HessianHook(StepHook):
     subclass defines `diagonal()`, which returns the estimate of the iteration, a list of tensors in param-group order,
     None for parameters that keep their h. There `p.grad` is the mean gradient of the whole mini-batch, already clipped.
 
-    Checkpoints hold only what a hook puts into the optimizer's param groups, so its results must depend on nothing else
-    of earlier iterations. Another `finish` calls this one, which notes there that there is an h.
+    Checkpoints do not hold a hook, so its results must not depend on earlier iterations.
 
     Args:
         model: the plain GPT, neither compiled nor wrapped.
         optimizer: anything with `param_groups` and `update_hessian(estimates)`, see sophia.py.
         seed: of labels and vectors.
         interval, batch_size: k, and the sequences of an estimate over all ranks, a multiple of world_size.
-        parts: of these, see `fitting_parts`; for Gauss-Newton-Bartlett only.
+        parts: of these, see `fit_parts`; for Gauss-Newton-Bartlett only.
         rank, world_size: this rank has the sequences [rank::world_size] of the mini-batch.
         autocast: context manager for a forward outside of train_step's.
         compile: whether the model's forward is compiled; then Hessian-vector products are, too.
@@ -79,82 +75,32 @@ class HessianHook(StepHook):
         self.interval, self.batch_size, self.parts = interval, batch_size, parts
         self.rank, self.world_size, self.compile = rank, world_size, compile
         self.autocast = autocast or contextlib.nullcontext()
-        self.name_of = parameter_names(model)
 
     @classmethod
     def is_due(cls, iter_num, interval):
-        """Return whether iteration `iter_num` makes an estimate."""
         return iter_num % interval == 0
-
-    @classmethod
-    def estimates(cls, interval, iterations):
-        return sum(cls.is_due(i, interval) for i in range(iterations))
-
-    @property
-    def group(self):
-        """The param group for what a hook keeps: the first with parameters, because checkpoints bring back no other."""
-        return next(group for group in self.optimizer.param_groups if group['params'])
 
     def start(self, iter_num, loss_scale=1.0):
         self.iter_num, self.loss_scale = iter_num, loss_scale
-        group = self.group
-        # An estimate overflows at another scale than the training gradient, the only one that GradScaler watches.
-        self.scale = min(loss_scale, group.get('hessian_scale', loss_scale))
-        # Once an estimate was due, every iteration makes one until there is an h, because steps without it are sign
-        # steps: after a skipped iteration 0, or an estimate that overflowed while the update was made.
-        late = not group.get('has_h') and self.estimates(self.interval, iter_num) > 0
-        self.due = late or self.is_due(iter_num, self.interval)
-        self.rows_left = self.batch_size // self.world_size if self.due else 0
+        self.due = self.is_due(iter_num, self.interval)
+        self.here = self.batch_size // self.world_size if self.due else 0  # of this rank's sequences the first ones
         return self.due
 
-    def take_rows(self, X):
-        """Return how many of the micro-batch's first rows belong to the estimate, and count them off."""
-        n = min(self.rows_left, X.size(0))
-        self.rows_left -= n
-        return n
+    def count(self, rows):
+        """Return how many sequences of the micro-batch `rows`, the first ones, belong to the estimate."""
+        return len(range(rows.start, min(rows.stop, self.here), rows.step or 1))
 
     def finish(self):
         if not self.due:
             return ''
         estimates = self.diagonal()
         if not check_finite('skip', 'Hessian estimate', [h_hat for h_hat in estimates if h_hat is not None]):
-            return self.overflowed()
-        group = self.group
-        group.pop('hessian_overflows', None)
-        if not group.get('has_h'):
-            self.warn_of_unreached(estimates)
+            return f'{"a" if self.loss_scale == 1 else "the scaled gradient of a"} Hessian estimate is not finite'
         self.optimizer.update_hessian(estimates)
-        group['has_h'] = True
         return ''
 
-    def overflowed(self):
-        """Halve the estimate's loss scale. Return '' for an occasional overflow of float16, else why to skip."""
-        group = self.group
-        group['hessian_overflows'] = group.get('hessian_overflows', 0) + 1  # in a row
-        if self.loss_scale == 1 or group['hessian_overflows'] > OVERFLOWS:
-            return 'a Hessian estimate is not finite'
-        group['hessian_scale'] = self.scale / 2
-        if self.rank == 0:
-            warn(f'iteration {self.iter_num}: the Hessian estimate overflowed in float16 and was left out; its loss '
-                 f'scale falls to {self.scale / 2:g}')
-        return ''
 
-    def warn_of_unreached(self, estimates):
-        """Warn of trained parameters whose estimate is all zeros, because sign momentum would update them. Skip those
-        whose gradient is also zero: they may sit behind zero-initialized weights, as in LoRA."""
-        def is_zero(tensor):
-            return not add_shards(local([tensor])[0].count_nonzero(), [tensor])
-
-        given = [(p, h_hat) for p, h_hat in zip(parameters(self.optimizer), estimates) if h_hat is not None]
-        unreached = [self.name_of[p] for p, h_hat in given
-                     if p.requires_grad and is_zero(h_hat) and (p.grad is None or not is_zero(p.grad))]
-        if unreached and self.rank == 0:
-            warn(f'the first Hessian estimate is 0 for {", ".join(unreached)}: the loss that is estimated does not '
-                 'depend on them, so they are updated by sign momentum; see docs/hacking.md, "A second head" (if they '
-                 'are skipped at random, as in stochastic depth, this is no mistake)')
-
-
-def fitting_parts(parts, batch_size, micro_batch, ranks, sharded):
+def fit_parts(parts, batch_size, micro_batch, ranks, sharded):
     """Return the first number from `parts` on into which `batch_size` sequences can be divided.
 
     All parts have one size, at most `micro_batch`. A part is on one rank, with `sharded` parameters on all of them.
@@ -187,38 +133,30 @@ class GNBHook(HessianHook):
         if not self.due or self.compile and self.parts < 2:  # another size would be compiled again
             return super().split(rows, size)
         # The sequences of the estimate come first, because its backward pass is over whole micro-batches.
-        here = min(self.rows_left, rows)
-        first = self.slices_of_parts(here) if self.parts > 1 else super().split(here, size)
+        here = min(self.here, rows)
+        first = super().split(here, size)
+        if self.parts > 1:
+            # Part p has the sequences p, p + parts, … of the mini-batch, however many ranks share it. Where parameters
+            # are sharded, all ranks work on one part, which has other sequences: another draw of the same estimate.
+            n = self.parts if any(map(is_dtensor, self.estimator.params)) else self.parts // self.world_size
+            first = [slice(i, here, n) for i in range(min(n, here))]
         return first + [slice(here + one.start, here + one.stop) for one in super().split(rows - here, size)]
 
-    def slices_of_parts(self, rows):
-        """Return the parts of this rank's first `rows` sequences, as slices of them."""
-        # Part p has the sequences p, p + parts, … of the mini-batch, however many ranks share it. Where parameters are
-        # sharded, all ranks work on one part, which has other sequences: another draw of the same estimate.
-        n = self.parts if meshes_of(self.estimator.params) else self.parts // self.world_size
-        return [slice(i, rows, n) for i in range(min(n, rows))]
-
-    def labels(self, X, Y):
-        n = self.take_rows(X)
+    def labels(self, X, Y, rows):
+        n = self.count(rows)
         if n == 0:
             return {}
-        # loss_hat is a sum. Weighted like a mean and scaled, its gradient fits float16; `finish` undoes the weight.
-        self.weight = self.scale * self.world_size / (self.batch_size * Y.size(1))
-        return self.second_labels(Y[:n])
+        # loss_hat is a sum. Weighted like a mean and scaled, its gradient fits float16; `diagonal` undoes the weight.
+        self.weight = self.loss_scale * self.world_size / (self.batch_size * Y.size(1))
+        return self.second_labels(Y[:n], rows)
 
-    def second_labels(self, Y):
-        """Return the arguments for the second loss on `Y`, the next rows of the estimate."""
-        if self.uniforms is None:
+    def second_labels(self, Y, rows):
+        """Return the arguments for the second loss on `Y`, the sequences of `rows` that belong to the estimate."""
+        if self.uniforms is None:  # of this rank's sequences of the estimate
             shape = (self.batch_size, Y.size(1))
-            uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)[self.rank::self.world_size]
-            if self.parts > 1:  # in the order of the micro-batches
-                uniforms = torch.cat([uniforms[part] for part in self.slices_of_parts(len(uniforms))])
-            self.uniforms = uniforms.to(Y.device)
-        if len(self.uniforms) < len(Y):
-            raise SystemExit(f'{type(self).__name__}: has more sequences for an estimate than hessian_batch_size = '
-                             f'{self.batch_size}, for which it draws labels; change batch_size, not rows_left')
-        uniforms, self.uniforms = self.uniforms[:len(Y)], self.uniforms[len(Y):]
-        return dict(uniforms=uniforms)
+            uniforms = keyed_uniforms(self.seed, LABELS, self.iter_num, shape)
+            self.uniforms = uniforms[self.rank::self.world_size].to(Y.device)
+        return dict(uniforms=self.uniforms[rows])
 
     def add(self, loss_hat, predictions):
         self.estimator.add(loss_hat * self.weight, predictions, retain_graph=True)
@@ -247,7 +185,7 @@ class ClippedGNBHook(GNBHook):
 class EmpiricalFisherHook(GNBHook):
     """The ablation E-F+clip: Gauss-Newton-Bartlett with the true labels instead of sampled ones."""
 
-    def second_labels(self, Y):
+    def second_labels(self, Y, rows):
         return dict(labels_hat=Y)
 
 
@@ -263,10 +201,8 @@ def rows_at_once(config, rows, T, micro_batch, lean):
 
 
 def product_size(config, T, lean):
-    """Return the number of attention weights and logits in a Hessian-vector product of a sequence of T tokens.
-
-    lean: whether it is compiled and in bfloat16, and so keeps about a quarter of the logits' bytes.
-    """
+    """Return the number of attention weights and logits in a Hessian-vector product of a sequence of T tokens. `lean`:
+    compiled and in bfloat16 it keeps about a quarter of the logits' bytes."""
     return T * (config.n_layer * config.n_head * T + (1 if lean else 4) * config.vocab_size)
 
 
@@ -282,8 +218,10 @@ class HutchinsonHook(HessianHook):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.params = [p for p in parameters(self.optimizer) if p.requires_grad]
-        self.names = [self.name_of[p] for p in self.params]
-        self.find_places()
+        number = {p: i for i, p in enumerate(self.params)}
+        # Each name of a parameter, of which tied ones have several, but a module that is there twice only once
+        self.places = [(place, number[p]) for prefix, module in self.model.named_modules()
+                       for place, p in module.named_parameters(prefix, recurse=False) if p in number]
         self.product = self.curvature_product
         if self.compile:
             # dynamic=False: PyTorch 2.11 fails to compile this for varying shapes; rows_at_once gives one.
@@ -294,54 +232,38 @@ class HutchinsonHook(HessianHook):
             # Gradients and their derivatives along u differ too much in size for float16, whatever the loss scale.
             self.autocast = contextlib.nullcontext()
 
-    def find_places(self):
-        """Find the model's buffers, and all places of its tensors, {name: first name}: tied ones have several.
-
-        A module that is there twice counts once, because functional_call would not restore it.
-        """
-        self.buffers, self.places, first = dict(self.model.named_buffers()), {}, {}
-        for prefix, module in self.model.named_modules():
-            for named in module.named_parameters, module.named_buffers:
-                for place, tensor in named(prefix, recurse=False, remove_duplicate=False):
-                    self.places[place] = first.setdefault(tensor, place)
+    def forward(self, values, *args):
+        """Call the model with `values` of the parameters. It may change `args` and buffers, which torch.func allows
+        only with new tensors; so an estimate leaves the model's own buffers as they are."""
+        tensors = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        tensors.update((place, values[i]) for place, i in self.places)
+        return functional_call(self.model, tensors, tuple(arg.clone() for arg in args), tie_weights=False)
 
     def curvature_product(self, X, Y, u):
         """Return ∇²L·u, with L the mean loss on sequences X and Y (B, T) and u tensors like `params`."""
         def loss(values):
-            # A forward may change X, Y and buffers, which torch.func allows only with new tensors. So an estimate
-            # leaves the model's own buffers as they are.
-            tensors = {name: buffer.clone() for name, buffer in self.buffers.items()} | dict(zip(self.names, values))
-            tensors = {place: tensors[name] for place, name in self.places.items() if name in tensors}
-            return functional_call(self.model, tensors, (X.clone(), Y.clone()), tie_weights=False)[1]
+            return self.forward(values, X, Y)[1]
 
         with sdpa_kernel(SDPBackend.MATH):  # flash attention has no derivative of its derivative
             return hessian_vector_product(loss, [p.detach() for p in self.params], u)
 
     def start(self, iter_num, loss_scale=1.0):
-        self.rows, self.generator = [], torch.Generator(self.params[0].device)
+        self.sequences, self.generator = [], torch.Generator(self.params[0].device)
         self.generator.manual_seed(keyed_seed(self.seed, VECTORS, iter_num))
-        return super().start(iter_num)  # the products are not loss-scaled, so an overflow is an error
+        return super().start(iter_num)
 
-    def labels(self, X, Y):
-        if n := self.take_rows(X):
-            self.rows.append((X[:n].clone(), Y[:n]))  # Y as the model's forward masks it, X as it was
+    def labels(self, X, Y, rows):
+        if n := self.count(rows):
+            self.sequences.append((X[:n].clone(), Y[:n]))  # Y as the model's forward masks it, X as it was
         return {}
 
     def diagonal(self):
         estimator = Hutchinson(self.params, self.generator, self.rademacher)
-        X, Y = (torch.cat(parts) for parts in zip(*self.rows))
-        n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.rows), self.lean)
-        self.find_places()  # because a forward may have assigned buffers anew
+        X, Y = (torch.cat(parts) for parts in zip(*self.sequences))
+        n = rows_at_once(self.model.config, *X.shape, max(len(x) for x, _ in self.sequences), self.lean)
         for x, y in zip(X.split(n), Y.split(n)):
-            try:
-                with self.autocast:
-                    product = self.product(x, y, estimator.u)
-            except RuntimeError as error:  # NotImplementedError, too
-                if not re.search('forward AD|functorch', str(error)):
-                    raise
-                raise SystemExit(f'{type(self).__name__}: the loss has an operator without a forward-mode derivative, '
-                                 "which Hessian-vector products need; use PyTorch's own, or an estimator without "
-                                 f'products, such as sophiag ({one_line(error)})') from None
+            with self.autocast:
+                product = self.product(x, y, estimator.u)
             # Like the loss, over the predictions; the model's forward has masked targets in place.
             estimator.add(product, int((y >= 0).sum()) / y.size(1))
             del product  # frees the memory for the next one

@@ -17,38 +17,44 @@ from types import SimpleNamespace
 import torch
 from torch.optim import AdamW
 
-from hessian import (
-    AdaHessianHook,
-    ClippedGNBHook,
-    EmpiricalFisherHook,
-    GNBHook,
-    HessianHook,
-    HutchinsonHook,
-    StepHook,
-    fitting_parts,
-)
+from hessian import AdaHessianHook, ClippedGNBHook, EmpiricalFisherHook, GNBHook, HutchinsonHook, StepHook, fit_parts
 from runtime import optim, optimizer_state
 from runtime.distributed import full_tensor
 from runtime.files import one_line
-from sophia import GuardedOptimizer, HessianOptimizer, Sophia, local
+from sophia import Sophia, local
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Baselines
 
 
-class Lion(GuardedOptimizer):
-    """Lion (Chen et al., 2023): θ ← θ − lr·λ·θ;  θ ← θ − lr·sign(β1·m + (1−β1)·g);  m ← β2·m + (1−β2)·g.
+class Momentum(torch.optim.Optimizer):
+    """Base class of optimizers whose state is `exp_avg` (m). A subclass defines `update(group, params, grads, ms)`, on
+    lists of tensors."""
 
-    Arguments as for `Sophia`. State per parameter: `exp_avg` (m).
-    """
+    def step(self, closure=None):
+        """Update every parameter that has a gradient, and return the loss of the closure, if there is one."""
+        loss = closure() if closure else None
+        with torch.no_grad():
+            for group in self.param_groups:
+                params = [p for p in group['params'] if p.grad is not None]
+                for p in params:
+                    if 'exp_avg' not in self.state[p]:
+                        self.state[p]['exp_avg'] = torch.zeros_like(p)
+                if params:
+                    self.update(group, params, [p.grad for p in params], [self.state[p]['exp_avg'] for p in params])
+        return loss
 
-    def __init__(self, params, lr, betas=(0.95, 0.98), weight_decay=0.2, *, nonfinite='raise'):
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), nonfinite)
 
-    def update(self, group, params, grads):
+class Lion(Momentum):
+    """Lion (Chen et al., 2023): θ ← θ − lr·λ·θ;  θ ← θ − lr·sign(β1·m + (1−β1)·g);  m ← β2·m + (1−β2)·g."""
+
+    def __init__(self, params, lr, betas=(0.95, 0.98), weight_decay=0.2):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+
+    def update(self, group, params, grads, ms):
         lr, (beta1, beta2) = group['lr'], group['betas']
         # PyTorch 2.11 lacks some of these operators for DTensors; each rank updates its shards.
-        ms, params, grads = local(self.buffers(params, 'exp_avg')), local(params), local(grads)
+        params, grads, ms = local(params), local(grads), local(ms)
         update = torch._foreach_lerp(ms, grads, 1 - beta1)
         torch._foreach_sign_(update)
         torch._foreach_mul_(params, 1 - lr * group['weight_decay'])
@@ -57,19 +63,19 @@ class Lion(GuardedOptimizer):
         torch._foreach_lerp_(ms, grads, 1 - beta2)
 
 
-class AdaHessian(HessianOptimizer):
+class AdaHessian(Sophia):
     """AdaHessian (Yao et al., 2021) as the paper compares with it: AdamW with the EMA of ĥ² as the second moment v,
     θ ← θ − lr·λ·θ − lr·m̂ / (√v̂ + ε), m and v bias-corrected.
 
-    A coordinate whose v is 0, because all its estimates were, does not move: m̂ / ε would throw it far away. A step
-    before any estimate is a RuntimeError.
+    A coordinate whose v is 0, because it has no estimate yet or all were 0, only decays: m̂ / ε would throw it far away.
 
     Arguments and `update_hessian` as for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and `step`, how
     often each of the two was updated.
     """
+    rule = None  # `update` replaces it
 
     def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, nonfinite='raise'):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), nonfinite)
+        super().__init__(params, lr, betas, eps=eps, weight_decay=weight_decay, nonfinite=nonfinite)
 
     def averaged(self, h_hat):
         return h_hat.square()
@@ -77,10 +83,6 @@ class AdaHessian(HessianOptimizer):
     def update(self, group, params, grads):
         lr, (beta1, beta2) = group['lr'], group['betas']
         ms, vs, counts = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian'), self.counts(params)
-        if not any(self.state[p]['step'][1] for p in optim.parameters(self) if self.state.get(p)):
-            if lr:
-                raise RuntimeError('AdaHessian.step() before any estimate of the Hessian: call update_hessian() first')
-            return  # torch.distributed.checkpoint makes such a step, to get the state that it loads into
         torch._foreach_lerp_(ms, grads, 1 - beta1)
         for p, m, v, count in zip(params, ms, vs, counts):
             count[0] += 1
@@ -144,19 +146,15 @@ def order_of_rows(shape, device):
     return torch.rand(shape, generator=generator).argsort(-1).to(device)
 
 
-class Normalize(GuardedOptimizer):
+class Normalize(Momentum):
     """The ablation Normalize: θ ← θ − lr·λ·θ;  θ ← θ − lr·m / max(rms(m), ε), the root mean square of each tensor.
+    momentum: β1, by the name that PyTorch's schedulers look for."""
 
-    momentum: β1, by the name that PyTorch's schedulers look for; the other arguments as for `Sophia`. State per
-    parameter: `exp_avg` (m).
-    """
+    def __init__(self, params, lr, momentum=0.96, eps=1e-12, weight_decay=0.2):
+        super().__init__(params, dict(lr=lr, momentum=momentum, eps=eps, weight_decay=weight_decay))
 
-    def __init__(self, params, lr, momentum=0.96, eps=1e-12, weight_decay=0.2, *, nonfinite='raise'):
-        super().__init__(params, dict(lr=lr, momentum=momentum, eps=eps, weight_decay=weight_decay), nonfinite)
-
-    def update(self, group, params, grads):
-        lr, ms = group['lr'], self.buffers(params, 'exp_avg')
-        params, grads, shards = local(params), local(grads), local(ms)
+    def update(self, group, params, grads, ms):
+        lr, params, grads, shards = group['lr'], local(params), local(grads), local(ms)
         torch._foreach_lerp_(shards, grads, 1 - group['momentum'])
         # The norm of a tensor takes all of its shards; every other line is about one coordinate at a time.
         norms = [full_tensor(norm) for norm in torch._foreach_norm(ms)]
@@ -195,16 +193,16 @@ def adamw(groups, s):
 
 
 def lion(groups, s):
-    return Lion(groups, s.learning_rate, betas(s), s.weight_decay, nonfinite='ignore')
+    return Lion(groups, s.learning_rate, betas(s), s.weight_decay)
 
 
 def signum(groups, s):
     """Build Signum, sign momentum: Sophia with h = 0, or Lion with a single β."""
-    return Lion(groups, s.learning_rate, (s.beta1, s.beta1), s.weight_decay, nonfinite='ignore')
+    return Lion(groups, s.learning_rate, (s.beta1, s.beta1), s.weight_decay)
 
 
 def normalize(groups, s):
-    return Normalize(groups, s.learning_rate, s.beta1, s.eps, s.weight_decay, nonfinite='ignore')
+    return Normalize(groups, s.learning_rate, s.beta1, s.eps, s.weight_decay)
 
 
 def adahessian(groups, s):
@@ -217,49 +215,31 @@ def sophia(groups, s, cls=Sophia):
 
 
 def from_library(groups, s, **arguments):
-    """Build the optimizer of the row's library with `arguments`, by default the settings under their names there.
-    SystemExit when it cannot be built, or has no learning rate to set."""
+    """Build the optimizer of the row's library with `arguments`, by default the settings under their names there."""
     path = row(s.optimizer_name).library
-    flag = f'--optimizer_name={path}'
     if not arguments:
         arguments = {name: getattr(s, name) for name in ('eps', 'weight_decay') if hasattr(s, name)}
         arguments |= dict(betas=betas(s)) if hasattr(s, 'beta2') else {}
     more = parse_arguments(s.optimizer_args, path)
     try:
-        optimizer = library_class(path)(groups, lr=s.learning_rate, **arguments, **more)
+        return library_class(path)(groups, lr=s.learning_rate, **arguments, **more)
     except Exception as error:  # whatever the library raises
-        raise SystemExit(f'{flag}: cannot be built with its settings ({one_line(error)}); see --optimizer_args'
-                         ) from None
-    if not all('lr' in group for group in optimizer.param_groups):
-        raise SystemExit(f'{flag}: keeps no learning rate in its param groups, as this training loop needs; choose '
-                         'another optimizer')
-    return optimizer
+        raise SystemExit(f'--optimizer_name={path}: cannot be built with its settings ({one_line(error)}); see '
+                         '--optimizer_args') from None
 
 
 def matrices_and_rest(groups):
-    """Return the param groups of the matrices that Muon is for, and the groups of the rest: those of the role 'hidden',
-    or, where no group has a role, all."""
-    role = 'hidden' if any(group.get('role') for group in groups) else None
-
-    def for_muon(group, p):
-        p = p[1] if isinstance(p, tuple) else p  # named_parameters() gives pairs
-        return group.get('role') == role and p.dim() == 2 and is_matrix(p)
-
-    matrices = [dict(group, params=[p for p in group['params'] if for_muon(group, p)]) for group in groups]
-    rest = [dict(group, params=[p for p in group['params'] if not for_muon(group, p)]) for group in groups]
-    if not any(group['params'] for group in matrices):
-        raise SystemExit("parameter_groups: no group of the role 'hidden' has a matrix, and Muon takes no others")
-    return [[group for group in part if group['params']] for part in (matrices, rest)]
+    """Return the param groups for Muon, those of the role 'hidden', and the others."""
+    return ([group for group in groups if group.get('role') == 'hidden'],
+            [group for group in groups if group.get('role') != 'hidden'])
 
 
 def muon(groups, s):
     """Build Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for the others."""
     matrices, rest = matrices_and_rest(groups)
-    parts = [from_library(matrices, s, momentum=s.beta1, weight_decay=s.weight_decay, adjust_lr_fn='match_rms_adamw')]
-    if rest:
-        parts.append(AdamW(rest, lr=s.learning_rate, betas=(0.9, s.beta2), eps=s.eps, weight_decay=s.weight_decay,
-                           fused=True))
-    return optim.CombinedOptimizer(*parts)
+    return optim.CombinedOptimizer(
+        from_library(matrices, s, momentum=s.beta1, weight_decay=s.weight_decay, adjust_lr_fn='match_rms_adamw'),
+        AdamW(rest, lr=s.learning_rate, betas=(0.9, s.beta2), eps=s.eps, weight_decay=s.weight_decay, fused=True))
 
 
 # Peak learning rates, Table 3. 'tiny' is ours (records/).
@@ -342,35 +322,19 @@ def unlisted_row(path):
     return Row(from_library, dict(settings, optimizer_args=''), {}, 'our table', library=path, shards=path in SHARDABLE)
 
 
-def all_settings():
-    return {key for chosen in OPTIMIZERS.values() for key in chosen.settings}
-
-
-def build_optimizer(name, params, *, lr, compile=False, **settings):
-    """Build the optimizer called `name` in the table on `params`: parameters, with or without names, or param groups.
+def build_optimizer(name, groups, *, lr, compile=False, **settings):
+    """Build the optimizer called `name` in the table on param groups, or a list of parameters.
 
     Settings that are not given are the table's; those that its row lacks have no effect. `compile` fuses Sophia's
     update by torch.compile. Gradients must be finite when it steps.
     """
-    if unknown := settings.keys() - all_settings():
-        raise ValueError(f'build_optimizer: unknown settings {", ".join(sorted(unknown))}')
-    chosen, groups = row(name), listed(params)
-    if not any(isinstance(group, dict) for group in groups):
-        groups = [dict(params=groups)]
-    groups = [dict(group, params=listed(group['params'])) for group in groups]  # copies, to which settings are added
+    chosen = row(name)
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
     s = SimpleNamespace(**own, optimizer_name=name, learning_rate=lr, compile=compile)
     optimizer = chosen.build(groups, s)  # AttributeError where its row lacks a setting
-    for group in optimizer.param_groups:  # a learning rate of a group's own follows the schedule, too
-        if group['lr'] != lr and lr:
-            group.setdefault('lr_scale', group['lr'] / lr)
     optim.back_to_training(optimizer)  # schedule-free ones start in evaluation mode
     optimizer_state.record_construction(optimizer)
     return optimizer
-
-
-def listed(params):
-    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def hessian_flops_per_token(settings, flops_per_token):
@@ -378,15 +342,9 @@ def hessian_flops_per_token(settings, flops_per_token):
     and backward take `flops_per_token`. An estimate costs the hook's `cost` × those of hessian_batch_size sequences.
     """
     hook, iterations = row(settings['optimizer_name']).hook, settings['max_iters']
-    per_iteration = hook.estimates(settings['hessian_interval'], iterations) / iterations
+    estimates = sum(hook.is_due(i, settings['hessian_interval']) for i in range(iterations))
     share = settings['hessian_batch_size'] / settings['total_batch_size']
-    return hook.cost * share * per_iteration * flops_per_token
-
-
-def is_matrix(p):
-    """Return whether two dimensions of `p` or more have several entries, so that a gain of shape (n_head, 1, 1) is a
-    vector. nanoGPT decays whatever has two dimensions."""
-    return sum(n > 1 for n in p.shape) > 1
+    return hook.cost * share * estimates / iterations * flops_per_token
 
 
 def parameter_groups(model, weight_decay):
@@ -398,9 +356,9 @@ def parameter_groups(model, weight_decay):
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     in_blocks = set(model.transformer.h.parameters())
-    hidden = [p for p in trained if is_matrix(p) and p in in_blocks]
-    others = [p for p in trained if is_matrix(p) and p not in in_blocks]
-    vectors = [p for p in trained if not is_matrix(p)]
+    hidden = [p for p in trained if p.dim() > 1 and p in in_blocks]
+    others = [p for p in trained if p.dim() > 1 and p not in in_blocks]
+    vectors = [p for p in trained if p.dim() < 2]
     decay = {} if weight_decay is None else dict(weight_decay=weight_decay)
     groups = [dict(params=others, role='embedding', **decay), dict(params=hidden, role='hidden', **decay),
               dict(params=vectors, weight_decay=0.0)]
@@ -442,15 +400,15 @@ def parse_arguments(text, path):
 # Settings from the table, for train.py's `derive`
 
 
-def placeholders(config):
-    """Return 0, or False, for each setting that some row has and that has no default, as its value for other rows."""
-    names = all_settings()
+def unused(config):
+    """Return the settings that only other optimizers of the table have, each as 0 or False."""
+    names = {key for one in OPTIMIZERS.values() for key in one.settings} - row(config.optimizer_name).settings.keys()
     return {key: one.type() for key, one in config.declared.items() if key in names and one.default is None}
 
 
 def defaults_of(config):
     """Return the settings of a run of this optimizer whose files name none."""
-    return {**placeholders(config), **row(config.optimizer_name).settings, **config.defaults}
+    return {**unused(config), **row(config.optimizer_name).settings, **config.defaults}
 
 
 def fill_settings(config):
@@ -465,30 +423,17 @@ def fill_settings(config):
             size = max(1, size * total // 480)
         settings['hessian_batch_size'] = min(size, total)
     config.fill(settings, f'optimizer {name}')
-    config.fill({key: value for key, value in placeholders(config).items() if key not in settings},
-                f'not a setting of {name}')
+    config.fill(unused(config), f'not a setting of {name}')
     # In the paper AdamW and Lion divide attention logits by the layer index from 24 layers (355M) up.
     config.fill(dict(scale_attn_by_inverse_layer_idx=chosen.scales_attention and config.n_layer >= 24),
                 f'{name}, {config.n_layer} layers')
 
 
-def fill_learning_rate(config):
-    """Fill in the peak learning rate of training from scratch; SystemExit when the table has none."""
-    lr, source = peak_learning_rate(config.optimizer_name, config.model_size)
-    if lr is None:
-        raise SystemExit(f'{source}; set --learning_rate')
-    config.fill(dict(learning_rate=lr), source)
-
-
 def peak_learning_rate(optimizer_name, model_size):
-    """Return (learning rate, where it stands) in the table, or (None, why not)."""
+    """Return (learning rate, None where there is none; the name of the table)."""
     chosen = row(optimizer_name)
-    if not isinstance(chosen.learning_rates, dict):
-        return chosen.learning_rates, f'{chosen.source}: {optimizer_name}'
-    source = 'our table' if model_size == 'tiny' else chosen.source
-    if model_size not in chosen.learning_rates:
-        return None, f'{source} has no learning rate for {optimizer_name} at {model_size}'
-    return chosen.learning_rates[model_size], f'{source}: {optimizer_name}, {model_size}'
+    rates, table = chosen.learning_rates, 'our table' if model_size == 'tiny' else chosen.source
+    return rates.get(model_size) if isinstance(rates, dict) else rates, table
 
 
 def fit_estimate(config, ranks):
@@ -497,7 +442,7 @@ def fit_estimate(config, ranks):
     size = math.ceil(min(asked, total) / ranks) * ranks
     if size != asked:
         config.set('hessian_batch_size', size, f'{asked} made to fit {total} sequences on {ranks} device(s)')
-    fitting = fitting_parts(parts, size, config.batch_size, ranks, config.parallel != 'ddp')
+    fitting = fit_parts(parts, size, config.batch_size, ranks, config.parallel != 'ddp')
     if fitting != parts:
         config.set('hessian_parts', fitting, f'{parts} made to fit {size} sequences on {ranks} device(s), at most '
                    f'{config.batch_size} sequences a part')
@@ -506,20 +451,16 @@ def fit_estimate(config, ranks):
 def check_settings(config):
     """SystemExit where a setting does not go with the optimizer. Hessian-vector products need the plain model."""
     name, chosen = config.optimizer_name, row(config.optimizer_name)
-    config.require('parallel', chosen.shards or chosen.hook.hessian_products or config.parallel == 'ddp',
-                   f'ddp for {name}, whose row in optimizers.py does not say shards=True')
-    positive = {'eps', 'gamma', 'hessian_parts'} & chosen.settings.keys() if name in OPTIMIZERS else set()
-    if issubclass(chosen.hook, HessianHook):
-        positive |= {'hessian_interval', 'hessian_batch_size'}
-    for key in (*placeholders(config), 'optimizer_args'):
-        if key in positive:
-            config.require(key, config.values[key] > 0, f'above 0 for {name}')
-        if key not in chosen.settings and config.sources[key] == 'flag':
+    for key in (*unused(config), *({'optimizer_args'} - chosen.settings.keys())):
+        if config.sources[key] == 'flag':
             raise SystemExit(f'--{key} has no effect with {name}; leave it out')
-    if chosen.hook.hessian_products:
-        for key, only in dict(parallel='ddp', activation_checkpointing=False).items():
-            config.require(key, config.values[key] == only,
-                           f'{only} for {name} (Hessian-vector products), or use sophiag')
+    for key in {'hessian_interval', 'hessian_batch_size'} & chosen.settings.keys():
+        config.require(key, config.values[key] > 0, f'above 0 for {name}')
+    products = chosen.hook.hessian_products
+    config.require('parallel', config.parallel == 'ddp' or chosen.shards and not products, f'ddp for {name}, which '
+                   'cannot update shards (see its row in optimizers.py)')
+    config.require('activation_checkpointing', not (products and config.activation_checkpointing),
+                   f'False for {name} (Hessian-vector products), or use sophiag')
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -532,18 +473,15 @@ KINDS = dict(attn='attention', mlp='mlp', wte='embedding', wpe='embedding', lm_h
 
 def optimizer_metrics(optimizer, model):
     """Return metrics as 0-d tensors: the ℓ2 norms of m and h, `momentum_norm` and `hessian_norm`, if the state has them
-    in the dtype of the parameters, as `exp_avg` or `momentum_buffer` and as `hessian`; that of h also by the kind of
-    tensor, `hessian_norm/KIND`; and the result of the optimizer's method `metrics()`, if it has one (Sophia:
-    update_unclipped)."""
+    as `exp_avg` or `momentum_buffer` and as `hessian`; that of h also by the kind of tensor, `hessian_norm/KIND`; and
+    the result of the optimizer's method `metrics()`, if it has one (Sophia: update_unclipped)."""
+    states = [optimizer.state.get(p, {}) for p in optim.parameters(optimizer)]
     found = {}
     for metric, keys in dict(momentum_norm=('exp_avg', 'momentum_buffer'), hessian_norm=('hessian',)).items():
-        states = [(p, optimizer.state.get(p, {})) for p in optim.parameters(optimizer)]
-        held = [(p, state[key]) for p, state in states for key in keys if isinstance(state.get(key), torch.Tensor)]
-        # In another dtype it may be a code, such as int8 with a scale.
-        if held and all(tensor.dtype in (p.dtype, torch.float32) for p, tensor in held):
-            found[metric] = optim.global_norm([tensor for _, tensor in held])
+        if held := [state[key] for state in states for key in keys if isinstance(state.get(key), torch.Tensor)]:
+            found[metric] = optim.global_norm(held)
     kinds = {}
-    for name, p in model.named_parameters() if 'hessian_norm' in found else ():
+    for name, p in model.named_parameters():
         if 'hessian' in optimizer.state.get(p, {}):
             kinds.setdefault(kind_of(name, p), []).append(optimizer.state[p]['hessian'])
     found.update({f'hessian_norm/{kind}': optim.global_norm(hs) for kind, hs in sorted(kinds.items())})
@@ -553,6 +491,6 @@ def optimizer_metrics(optimizer, model):
 def kind_of(name, p):
     """Return the kind of a GPT's parameter: norm (any vector), attention, mlp, embedding (an untied head, too); or
     other, in a module whose name is not model.py's."""
-    if not is_matrix(p):
+    if p.dim() < 2:
         return 'norm'
     return next((KINDS[part] for part in name.split('.') if part in KINDS), 'other')

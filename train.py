@@ -114,61 +114,58 @@ DEFAULTS = {key: value for key, value in globals().items() if key.islower() and 
 def resolve(argv, world_size=None):
     """Return the `Config` of `python train.py ARGV…` on `world_size` ranks; by default those that torchrun has started.
     """
-    return configurator.configure(DEFAULTS, argv, __file__, lambda c: derive(c, world_size))
+    c = configurator.configure(DEFAULTS, argv, __file__)
+    derive(c, world_size or ranks_from_environment()[2])
+    return c
 
 
-def derive(c, world_size):
+def derive(c, ranks):
     """Set the settings that neither a config file nor a flag has set. SystemExit when some do not go together."""
     if finetunes(c) and c.init_from not in HUB_MODELS:
         c.require('init_from', Path(c.init_from).is_dir() or checkpoint.exists(c.init_from),
-                  f'scratch, resume, {", ".join(HUB_MODELS)}, a Hugging Face folder, or an out_dir or checkpoint to '
-                  'start anew from; --auto_resume=True resumes if there is a checkpoint')
+                  f'scratch, resume, {", ".join(HUB_MODELS)}, a Hugging Face folder, an out_dir, or a checkpoint')
     c.fill(SIZES.get(c.model_size, {}), f'model size {c.model_size}')
     if None in (c.n_layer, c.n_head, c.n_embd):
         raise SystemExit('model.py: has no table SIZES; set --n_layer, --n_head and --n_embd')
-    if 'eval_sequences' not in c.given or c.sources['eval_iters'] == 'flag' and c.sources['eval_sequences'] != 'flag':
-        c.set('eval_sequences', c.eval_iters * c.total_batch_size, 'eval_iters × total_batch_size')
+    c.require('n_head', c.n_embd % c.n_head == 0, f'a divisor of n_embd = {c.n_embd}')
     optimizers.fill_settings(c)
+    for key in c.having('model') - {one.name for one in fields(GPTConfig)}:
+        c.require(key, not getattr(c, key), f'{c.declared[key].type()} because GPTConfig in model.py has no {key}')
     if 'learning_rate' not in c.given:
         if finetunes(c) and not c.eval_only:
             raise SystemExit(f'Table 3 is for training from scratch, not for init_from = {c.init_from}; set '
                              '--learning_rate')
-        optimizers.fill_learning_rate(c)
+        lr, table = optimizers.peak_learning_rate(c.optimizer_name, c.model_size)
+        if lr is None:
+            raise SystemExit(f'{table} has no learning rate for {c.optimizer_name} at {c.model_size}; set '
+                             '--learning_rate')
+        c.fill(dict(learning_rate=lr), f'{table}: {c.optimizer_name}, {c.model_size}')
+
     c.fill(dict(lr_decay_iters=c.max_iters), 'max_iters')
     most = max(0, c.lr_decay_iters - c.warmup_iters)
-    c.fill(dict(cooldown_iters=min(most, c.lr_decay_iters // 5) if c.schedule == 'wsd' else 0),
-           f'schedule {c.schedule}')
+    cooldown = min(most, c.lr_decay_iters // 5) if c.schedule == 'wsd' else 0
+    c.fill(dict(cooldown_iters=cooldown), f'schedule {c.schedule}')
     c.fill(dict(min_lr=c.min_lr_ratio * c.learning_rate), 'min_lr_ratio × learning_rate')
-    c.fill(dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'this machine')
-    c.fill(*devices.device_defaults(c.device))
-    optimizers.check_settings(c)
-    ranks = world_size or ranks_from_environment()[2]
-    fit_batch_sizes(c, ranks)
-    optimizers.fit_estimate(c, ranks)
-
-    # Settings that do not go together
-    for key in sorted(c.having('model') - {one.name for one in fields(GPTConfig)}):
-        c.require(key, not c.values[key], f'{c.declared[key].type()} because GPTConfig in model.py has no {key}')
-    c.require('n_head', c.n_embd % c.n_head == 0, f'a divisor of n_embd = {c.n_embd}')
-    c.require('dtype', c.parallel == 'ddp' or c.dtype != 'float16', f'bfloat16 or float32 for --parallel={c.parallel}')
     c.require('min_lr', c.min_lr <= c.learning_rate or not c.decay_lr, f'at most learning_rate = {c.learning_rate}')
     c.require('cooldown_iters', c.schedule != 'constant' or not c.cooldown_iters, '0 for --schedule=constant')
     c.require('cooldown_iters', c.cooldown_iters <= most or not c.decay_lr,
               f'at most {most}, because the decay ends at {c.lr_decay_iters} and the warm-up at {c.warmup_iters}')
 
-
-def fit_batch_sizes(c, ranks):
-    """Set gradient_accumulation_steps, total_batch_size / (batch_size × `ranks`); SystemExit where that is no whole
-    number, or another one was given."""
+    c.fill(dict(device='cuda' if torch.cuda.is_available() else 'cpu'), 'this machine')
+    c.fill(*devices.device_defaults(c.device))
+    c.require('dtype', c.parallel == 'ddp' or c.dtype != 'float16', f'bfloat16 or float32 for --parallel={c.parallel}')
+    optimizers.check_settings(c)
     share, rest = divmod(c.total_batch_size, ranks)
     c.require('total_batch_size', not rest, f'a multiple of {ranks}, the number of devices')
-    c.require('batch_size', share % c.batch_size == 0, f'a divisor of {share}, the sequences of each device')
-    steps = share // c.batch_size
+    steps, rest = divmod(share, c.batch_size)
+    c.require('batch_size', not rest, f'a divisor of {share}, the sequences of each device')
     c.require('gradient_accumulation_steps', c.gradient_accumulation_steps in (0, steps),
-              f'0 or {steps}, for --total_batch_size={c.total_batch_size} with --batch_size={c.batch_size} on {ranks} '
-              'device(s)')
-    if not c.gradient_accumulation_steps:
-        c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
+              f'0 or {steps}, which is total_batch_size / (batch_size × devices)')
+    c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
+    optimizers.fit_estimate(c, ranks)
+    by_iters = c.sources['eval_iters'] == 'flag' and c.sources['eval_sequences'] != 'flag'  # nanoGPT's name
+    if by_iters or 'eval_sequences' not in c.given:
+        c.set('eval_sequences', c.eval_iters * c.total_batch_size, 'eval_iters × total_batch_size')
 
 
 def learning_rate_at(c, iteration):
@@ -210,11 +207,8 @@ class TrainState:
 
 @dataclass(slots=True)
 class Run:
-    """Everything that lives as long as a run. `train_step` alone needs no more than the fields without a default.
-
-    Nothing here is saved but `state` and the tensors of `raw_model` and `optimizer`: what an iteration leaves for later
-    ones belongs in TrainState, the optimizer's `state` and `param_groups`, or a buffer of the model.
-    """
+    """Everything that lives as long as a run. Checkpoints hold of it only `state` and the tensors of `raw_model` and
+    `optimizer`, so what an iteration leaves for later ones belongs there."""
     config: configurator.Config
     world: World
     raw_model: GPT  # neither compiled nor replicated
@@ -230,7 +224,6 @@ class Run:
     log: Any = None
     stops: Any = None
     about: dict = field(default_factory=dict)  # what checkpoints say of the run: model_args, data, tokenizer, code, …
-    fresh: Any = None  # an optimizer without a state, until the first update has shown that a checkpoint can hold one
     saved: bool = True  # whether the latest checkpoint that was due has been saved
 
 
@@ -257,7 +250,6 @@ def set_up(c, world, model):
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
     optimizer = make_optimizer(c, model)
     params = [p for p in model.parameters() if p.requires_grad]
-    guards.check_parameters(optimizer, model)
     hessian = optimizers.row(c.optimizer_name).hook(
         model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
         parts=c.hessian_parts, rank=world.rank, world_size=world.size, autocast=autocast, compile=c.compile)
@@ -268,7 +260,7 @@ def set_up(c, world, model):
 
 def make_optimizer(c, model):
     """Build the optimizer of the settings `c` for the parameters of `model`."""
-    settings = {key: c.values[key] for key in optimizers.row(c.optimizer_name).settings}
+    settings = {key: getattr(c, key) for key in optimizers.row(c.optimizer_name).settings}
     groups = optimizers.parameter_groups(model, settings.get('weight_decay'))
     return optimizers.build_optimizer(c.optimizer_name, groups, lr=c.learning_rate, compile=c.compile, **settings)
 
@@ -280,7 +272,6 @@ def begin(c):
     torch.set_flush_denormal(True)  # sharp attention produces many, and they halve the speed of a CPU
     with world.exit_together():
         data, val_data = open_dataset(c.dataset, c.block_size)
-        guards.check_validation(val_data)
     fingerprints = dict(train=fingerprint(data.bins), val=fingerprint(val_data.values()))
     origin = find_origin(world, c, data, fingerprints, learning_rate_at)
     with world.exit_together():
@@ -290,8 +281,6 @@ def begin(c):
     run.val_data, run.stops = val_data, StopSignals(world, c.max_hours)
     run.about = dict(model_args=args, data=fingerprints, tokenizer=data.tokenizer, changes=origin.changes,
                      code=origin.code, model_seed=origin.seed)
-    if not c.eval_only:
-        run.fresh = make_optimizer(c, model)
     loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          run.state.iter)
     with world.exit_together():
@@ -332,7 +321,7 @@ def train_step(run, sequences, iter_num):
         with run.autocast:
             # Only Sophia-G has labels of its own: for AdamW this is run.model(X, Y). Another term of the loss belongs
             # in `token_loss` or GPT.forward, so that evaluation and Sophia-H see it, too.
-            _, loss, *second = run.model(X, Y, **hessian.labels(X, Y))
+            _, loss, *second = run.model(X, Y, **hessian.labels(X, Y, rows))
         if second:  # every k iterations a second backward pass, through the same forward
             hessian.add(*second)
         count = (Y >= 0).sum()  # now, because GPT.forward may have masked some
@@ -340,12 +329,11 @@ def train_step(run, sequences, iter_num):
         scaler.scale(loss * (count / positions)).backward()
     world.check_reduced()
 
-    # What draws from here on does so alike on every rank. So noise for a sharded p is distribute_tensor(torch.randn(
-    # p.shape, device=p.device), p.device_mesh, p.placements): torch.randn_like would give all shards the same noise.
+    # From here on random numbers are the same on every rank.
     seed_all(keyed_seed(c.seed, DROPOUT, iter_num))
     scaler.unscale_(run.optimizer)
     loss, predictions = world.sum(total)
-    # Of a sum over the predictions, divided by the positions of a rank, to the mean over the predictions of all ranks
+    # Each rank has divided its sum by its positions, and DDP has averaged these. Now the mean over all predictions:
     optim.scale_gradients(run.params, positions * world.size / predictions)
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
     mean_loss, grad_norm = torch.stack([loss / predictions, grad_norm]).tolist()  # the only device sync but a scaler's
@@ -354,7 +342,7 @@ def train_step(run, sequences, iter_num):
     problem = not_finite(loss=mean_loss, gradient=grad_norm) or hessian.finish()
     if not problem:
         scaler.step(run.optimizer)
-    scaler.update()
+    scaler.update(scaler.get_scale() / 2 if problem else None)
     world.zero_grad(run.optimizer)
     return Step(mean_loss, positions * world.size, grad_norm, estimating, problem)
 
@@ -365,8 +353,8 @@ def train_step(run, sequences, iter_num):
 
 @torch.no_grad()
 def evaluate(run, data):
-    """Return (mean cross-entropy, mean training loss) over the validation set `data`, each rank its share. Stops early,
-    with run.stops.stopping, when a rank was asked to stop."""
+    """Return (mean cross-entropy, mean training loss) over the validation set `data`, each rank its share. Stops early
+    when a rank was asked to stop."""
     c, world = run.config, run.world
     total = world.zeros(4)  # sum and count of val/loss, sum and count of the training loss
     batches = ValidationLoader(data, c.eval_sequences, c.batch_size, c.block_size, world.rank, world.size,
@@ -390,10 +378,8 @@ def evaluate(run, data):
 
 
 def evaluate_and_save(run):
-    """Log the validation loss, and save unless only the best checkpoints are wanted.
-
-    A run that is asked to stop meanwhile does neither; it evaluates again when it resumes.
-    """
+    """Log the validation loss, and save unless only the best checkpoints are wanted. A run that is asked to stop
+    meanwhile does neither; it evaluates again when it resumes."""
     c, state = run.config, run.state
     seed_all(keyed_seed(c.seed, LOOP, 0))  # for what an experiment draws in evaluations, the same in each
     with optim.evaluating(run.optimizer), evaluation_mode(run.raw_model):
@@ -409,16 +395,16 @@ def evaluate_and_save(run):
     if abs(training_loss - val_loss) > 1e-4 * val_loss:  # the training loss is not the plain cross-entropy
         metrics['val/training_loss'] = training_loss
     run.log.record(state, f'iter {state.iter}: val loss {val_loss:.4f}', metrics)
-    if state.iter >= c.max_iters and not math.isfinite(val_loss) and not c.eval_only:
-        abort(run, 'the validation loss is not finite')
 
+    if c.eval_only:
+        return
+    last = state.iter >= c.max_iters
+    if last and not math.isfinite(val_loss):
+        abort(run, 'the validation loss is not finite')
     best = val_loss < state.best_val_loss
-    due = best or c.always_save_checkpoint or state.iter >= c.max_iters
-    if due and state.iter > 0 and not c.eval_only:
-        before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
+    if state.iter > 0 and (best or last or c.always_save_checkpoint):
+        state.best_val_loss = min(state.best_val_loss, val_loss)
         save(run, best)
-        if not run.saved:
-            state.best_val_loss = before  # the lowest one that was saved
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -431,8 +417,8 @@ def main(argv):
         c = resolve(argv)
     if c.show_config:
         print('\n'.join(c.lines(everything=True)))
-        return
-    train(c)
+    else:
+        train(c)
 
 
 @undo_at_end()
@@ -441,20 +427,20 @@ def train(c):
     run, loader = begin(c)
     world, state, log, stops = run.world, run.state, run.log, run.stops
     speed = Speed(flops_per_token(run.raw_model), world)
-    if not c.eval_only:
+    if c.eval_only:
+        evaluate_and_save(run)
+    else:
         build_buckets(run, loader.first()[:c.batch_size])
-    c.frozen = True
 
-    while not stops.stopping:
+    while not stops.stopping and not c.eval_only:
         lr = learning_rate_at(c, state.iter)
         optim.set_learning_rate(run.optimizer, lr)
 
         # Once in a while, and at the end: evaluate on the validation set, and save.
         last = state.iter >= c.max_iters
-        due = last or state.iter % c.eval_interval == 0
-        if c.eval_only or due and state.last_eval_iter != state.iter:
+        if (last or state.iter % c.eval_interval == 0) and state.last_eval_iter != state.iter:
             evaluate_and_save(run)
-        if last or stops.stopping or c.eval_only:
+        if last or stops.stopping:
             break
 
         started = time.perf_counter()
@@ -462,7 +448,6 @@ def train(c):
         sequences = next(loader)
         step = train_step(run, sequences, state.iter)
         check_step(run, step)
-        guards.check_first_update(run, step)
         logs = state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1
         if logs or world.size > 1:
             devices.synchronize(world.device)  # what follows would wait for the update, and is not timed

@@ -15,7 +15,6 @@ sys.path.insert(0, str(ROOT))
 import optimizers
 import train
 from analysis.figures import label_of
-from configurator import Config
 
 PAGE = ROOT / 'docs/optimizers.md'
 
@@ -45,8 +44,8 @@ def shared(cells_of):
 def optimizer_settings(hessian):
     """List the settings of the optimizers with or without a Hessian, and whether they can be sharded."""
     mine = {name: row for name, row in optimizers.OPTIMIZERS.items() if ('hessian_interval' in row.settings) == hessian}
-    keys = [key for key in optimizers.placeholders(Config(train.DEFAULTS))
-            if any(key in row.settings for row in mine.values())]
+    used = {key for row in mine.values() for key in row.settings} - {'optimizer_args'}
+    keys = [key for key in train.DEFAULTS if key in used]
     cells = {name: [*(number(row.settings[key]) if key in row.settings else '–' for key in keys),
                     *[row.hook.__name__.removesuffix('Hook')] * hessian,
                     'yes' if row.shards and not row.hook.hessian_products else 'no'] for name, row in mine.items()}

@@ -66,7 +66,7 @@ def draw_gradients(model, params, sequences):
     for i, tokens in enumerate(sequences):
         X, Y = tokens[None, :-1].contiguous(), tokens[None, 1:].clone()  # in which GPT.forward may mask targets
         hook.start(i)
-        _, loss, loss_hat, predictions = losses(X, Y, **hook.labels(X, Y))
+        _, loss, loss_hat, predictions = losses(X, Y, **hook.labels(X, Y, slice(0, 1)))
         yield predictions.item(), *(
             flat(torch.autograd.grad(total, params, retain_graph=total is loss_hat, materialize_grads=True))
             for total in (loss_hat, loss * predictions if predictions else loss_hat * 0))

@@ -104,7 +104,7 @@ def largest_micro_batch(c, shape, ranks, limit):
 
 def changed(c, **values):
     c = copy.copy(c)
-    c.values = {**c.values, **values}
+    vars(c).update(values)
     return c
 
 

@@ -117,7 +117,7 @@ def follows(objective=lambda logits, targets, hidden: F.cross_entropy(logits, ta
 
     hook = hook_of(GNBHook, model)
     hook.start(0)
-    given = hook.labels(X, Y)
+    given = hook.labels(X, Y, slice(0, len(X)))
     hook.add(*Losses(model)(X, Y, **given)[2:])
     hook.finish()
     logits = model(X)[0]
@@ -158,7 +158,7 @@ def a_second_head():
     for labels in itertools.product(range(8), range(8)):
         u_1, u_2 = (p[:y].sum() + p[y] / 2 for p, y in zip((p_1, p_2), labels))  # which draw these labels
         hook.start(0)
-        assert hook.labels(X, Y)['uniforms'].shape == (1, 8)
+        assert hook.labels(X, Y, slice(0, 1))['uniforms'].shape == (1, 8)
         hook.add(*Losses(model)(X, Y, uniforms=torch.tensor([[u_1] * 4 + [u_2] * 4]))[2:])
         hook.finish()
         for total, p in zip(found, params):

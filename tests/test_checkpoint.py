@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import pickle
-import random
 import stat
 import sys
 import zipfile
@@ -19,7 +18,6 @@ from conftest import iterations, rejection
 
 import train
 from lifecycle import guards, resume
-from lifecycle.run import note_unsaved, warn_of_unsaved
 from runtime import checkpoint, files, optimizer_state, runlog
 from runtime.distributed import World
 from runtime.optimizer_state import first_difference
@@ -119,51 +117,6 @@ def test_a_resumed_optimizer_is_the_same_bit_for_bit(tmp_path, name):
 def test_weights_without_an_optimizer_are_no_place_to_resume():
     message = rejection(checkpoint.load_tensors, Path('average.pt'), dict(model={}), None, None, None)
     assert message.startswith('average.pt: has no state of an optimizer; begin anew with its weights, --init_from=')
-
-
-class Slots:
-    __slots__ = ('count',)
-
-    def __init__(self, count):
-        self.count = count
-
-
-@pytest.mark.parametrize('before, after', [
-    ([None], [1]), ([1], [torch.ones(1)]), ([2], [2, 3]), (torch.zeros(2), torch.ones(2)), ({'a': 1}, {'a': 2}),
-    (np.zeros(3), np.ones(3)), ({1, 2}, {1, 3}), (SimpleNamespace(n=1), SimpleNamespace(n=2)), (Slots(1), Slots(2)),
-    (None, torch.optim.SGD([torch.ones(1)])), (random.Random(1), random.Random(2)),
-    (np.random.default_rng(1), np.random.default_rng(2)), (iter([1, 2]), iter([2]))])
-def test_an_attribute_that_no_checkpoint_holds_is_named_once(before, after, capsys):
-    """Values that a scheduler keeps with the optimizer do not count."""
-    model, optimizer = made('toy')
-    run = train.Run(None, WORLD, model, model, optimizer, SimpleNamespace(), None, None, [], None)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0)
-    optimizer.kept = before
-    note_unsaved(run)
-    trained(model, optimizer, range(1))
-    warn_of_unsaved(run)
-    assert not capsys.readouterr().err
-    optimizer.kept = after
-    for _ in range(2):
-        warn_of_unsaved(run)
-    assert capsys.readouterr().err.startswith('warning: optimizer.kept')
-    optimizer.more = 1
-    warn_of_unsaved(run)
-    assert capsys.readouterr().err.startswith('warning: optimizer.more: has changed, but no checkpoint holds it')
-
-
-def test_an_attribute_that_a_load_brings_back_is_saved(capsys):
-    model, optimizer = made('toy')
-    run = train.Run(None, WORLD, model, model, optimizer, SimpleNamespace(), None, None, [], None)
-    note_unsaved(run)
-    loaded = built('toy', model.parameters())
-    optimizer.seen = loaded.seen = 3
-    optimizer.lost = 4
-    warn_of_unsaved(run, loaded)
-    assert capsys.readouterr().err.startswith('warning: optimizer.lost: ')
-    optimizer.seen = 5
-    warn_of_unsaved(run)
-    assert not capsys.readouterr().err
 
 
 def test_tensors_of_another_dtype_or_shape_differ():

@@ -43,7 +43,7 @@ def test_flags_are_typed(flag, key, value):
     ('-steps=5', '-steps=5: write --KEY=VALUE'), ('steps=5', 'steps=5: no such config file, '),
     ('—steps=5', '; flags are --KEY=VALUE'),
     ('--vocab_size=9', "--vocab_size: unknown setting; the data set's meta.json has it"),
-    ('--name=', '--name=: must be non-empty (is a shell variable unset?)'), ('--name=\udcff', 'must be valid UTF-8'),
+    ('--name=', '--name=: must be non-empty (is a shell variable unset?)'),
     ('--rate=9', '--rate=9.0: must be at least 0 and below 9'), ('--rate=nan', '--rate=nan: must be finite'),
     ('--kind=z', '--kind=z: must be one of x, y'), (f'--steps={"9" * 5000}', 'whole number'),
     ('--config=a.py', 'write the name of a config file without a flag'),
@@ -51,19 +51,6 @@ def test_flags_are_typed(flag, key, value):
 ])
 def test_bad_flags_are_rejected_in_one_line(flag, words):
     assert words in rejection(apply, flag)
-
-
-def test_an_assignment_sets_a_setting():
-    """As where a script or train.py changes a setting: the attribute and what the run records are one value."""
-    config, values = apply('--steps=7')
-    config.size, config.rate, config.other = 3, 1, 'no setting'
-    assert (config.size, config.rate, config.other) == (values['size'], values['rate'], 'no setting')
-    assert type(values['rate']) is float and 'other' not in values and config.sources['size'] == 'code'
-    config.fill(dict(size=4), 'a table')
-    assert config.size == 3
-    assert rejection(setattr, config, 'kind', 'z') == "code: kind = 'z': must be one of x, y"
-    config.frozen = True  # as in train.py's loop
-    assert rejection(setattr, config, 'size', 5).startswith('c.size = 5: a setting keeps its value once training')
 
 
 def test_a_tilde_is_the_home_directory_and_an_address_is_refused(monkeypatch):
@@ -106,8 +93,8 @@ def test_files_then_flags_in_order(tmp_path):
     ('rate = -1', 'bad.py: rate = -1.0: must be at least 0'),
     ('fast = 1', 'not True or False'), ('x = (', 'bad.py, line 1)'), ('steps = 1 / 0', 'bad.py:1: ZeroDivisionError'),
     ('\nsteps = stpes', 'bad.py:2: NameError'),
-    ('from math import pi', "bad.py: pi: unknown setting; see python train.py --help (a name of the file's own begins"),
-    ('name = f"out/{size}"', "bad.py:1: NameError: name 'size' is not defined; set it above"),
+    ('from math import pi', 'bad.py: pi: unknown setting; see python train.py --help'),
+    ('name = f"out/{size}"', "bad.py:1: NameError: name 'size' is not defined"),
 ])
 def test_bad_files_are_rejected_in_one_line(tmp_path, text, words):
     path = tmp_path / 'bad.py'
@@ -197,10 +184,6 @@ def test_roles_of_settings():
     assert not {'learning_rate', 'max_iters', 'seed', 'eval_iters'} & harmless
     older = {key: runs.ROLES.get(key, roles.get(key)) for key in declared}
     assert older == {key: roles.get(key, 'tuned') for key in declared} | dict(model_size=None)
-    with pytest.raises(ValueError, match="role = 'protokol': must be one of tuned, model, protocol"):
-        setting(1, role='protokol')
-    with pytest.raises(ValueError, match="^mix_iters: role='data' is the name of the data"):
-        configurator.Config(train.DEFAULTS | dict(mix_iters=setting(1, role='data')))
 
 
 def test_help_lists_every_setting_with_its_comment(capsys):

@@ -163,7 +163,8 @@ def test_several_optimizers_as_one_in_other_loops(tmp_path):
                 attn_pdrop=0))
 
         def configure_optimizers(self):
-            return build_optimizer('muon', self.named_parameters(), lr=1e-2)
+            matrices, vectors = ([p for p in self.parameters() if (p.dim() == 2) == two] for two in (True, False))
+            return build_optimizer('muon', [dict(params=matrices, role='hidden'), dict(params=vectors)], lr=1e-2)
 
         def training_step(self, batch):
             return self.model(batch, labels=batch).loss

@@ -125,10 +125,10 @@ train.train_step, train.metrics_of = noted, averaged
 
 PREVIOUS = '''
 import hessian
-def labels(self, X, Y):
-    self.previous, rows = (X, Y), getattr(self, 'previous', (X, Y))
-    if n := self.take_rows(X):
-        self.rows.append(tuple(tokens[:n] for tokens in rows))
+def labels(self, X, Y, rows):
+    self.previous, sequences = (X, Y), getattr(self, 'previous', (X, Y))
+    if n := self.count(rows):
+        self.sequences.append(tuple(tokens[:n] for tokens in sequences))
     return {}
 hessian.HutchinsonHook.labels = labels
 '''

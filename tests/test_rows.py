@@ -13,7 +13,7 @@ import train as program
 from hessian import StepHook
 from lifecycle import guards
 from model import GPT, GPTConfig
-from optimizers import OPTIMIZERS, build_optimizer, kind_of, parameter_groups
+from optimizers import OPTIMIZERS, build_optimizer, parameter_groups
 from runtime import optim
 from runtime.distributed import World
 from runtime.optimizer_state import first_difference
@@ -91,7 +91,7 @@ def test_groups_hold_exactly_the_trained_parameters():
 
 
 def test_matrices_of_a_group_without_a_role_are_not_for_muon():
-    """As of positions that an edit gives a group of their own. Of groups that have no role at all, they are."""
+    """As of positions that an edit gives a group of their own."""
     model = tiny_gpt()
     embedding, hidden, vectors = parameter_groups(model, 0.1)
     tokens, positions = embedding['params']
@@ -215,7 +215,6 @@ def test_optimizers_of_libraries_that_train(name):
 
 @pytest.mark.parametrize('name, message', [
     ('torch:LBFGS', 'cannot be built'), ('torch:Muon', 'cannot be built with its settings (Muon only supports 2D'),
-    ('pytorch_optimizer:A2Grad', 'keeps no learning rate in its param groups'),
     ('pytorch_optimizer:LOMO', 'cannot be built'), ('pytorch_optimizer:DeMo', ''), ('pytorch_optimizer:NorMuon', '')])
 def test_optimizers_of_libraries_that_do_not(name, message):
     needs(name)

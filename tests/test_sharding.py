@@ -69,9 +69,9 @@ def test_an_averaging_optimizer_trains_as_replicas_do(train, tmp_path):
     assert_same_metrics(tmp_path / 'fsdp', tmp_path / 'ddp')
 
 
-@pytest.mark.parametrize('parallel, checks', [('fsdp', [*range(5)]), ('ddp', [*range(5), 0, 1])])
+@pytest.mark.parametrize('parallel, checks', [('fsdp', []), ('ddp', [0, 1])])
 def test_buffers_that_a_forward_changes_are_those_of_rank_0(train, tmp_path, parallel, checks):
-    """Forwards of checks, and those that build the buckets of replicas, leave no trace."""
+    """Forwards that build the buckets of replicas leave no trace."""
     done = train(tmp_path, *RUN, f'--parallel={parallel}', '--max_iters=2', ranks=2, check=True, faults="""
 init, forward = model.GPT.__init__, model.GPT.forward
 def with_buffer(self, config):

@@ -1,7 +1,6 @@
 """train.py: it learns, its losses do not depend on how a mini-batch is split, and nothing fools a fork silently."""
 
 import contextlib
-import functools
 import json
 import math
 import random
@@ -24,8 +23,7 @@ import model
 import train as program
 from analysis import runs
 from analysis.runs import read_run
-from data.loader import Bin, TrainLoader
-from hessian import HessianHook
+from data.loader import TrainLoader
 from lifecycle import resume
 from runtime import checkpoint
 from runtime.device import can_compile
@@ -46,12 +44,11 @@ def main(corpus):
 
 
 @pytest.mark.parametrize('edit, words', [
-    (lambda run: setattr(run.config, 'total_batch_size', 2), 'total_batch_size = 2: a setting keeps its value'),
     (lambda run: setattr(run, 'ema_loss', 0.0), "no attribute 'ema_loss'"),
     (lambda run: setattr(run.state, 'ema_loss', 0.0), "no attribute 'ema_loss'"),
 ])
 def test_what_the_loop_would_not_follow_is_an_error(main, tmp_path, monkeypatch, edit, words):
-    """A setting that is assigned while training, and attributes of Run and TrainState that are none of their fields."""
+    """Attributes of Run and TrainState that are none of their fields."""
     monkeypatch.setattr(program, 'train_step', lambda run, *args: edit(run))
     with pytest.raises((SystemExit, AttributeError), match=words):
         main(tmp_path)
