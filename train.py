@@ -224,6 +224,7 @@ class Run:
     log: Any = None
     stops: Any = None
     about: dict = field(default_factory=dict)  # what checkpoints say of the run: model_args, data, tokenizer, code, …
+    fresh: Any = None  # an optimizer without a state, until the first update has shown that a checkpoint can hold one
     saved: bool = True  # whether the latest checkpoint that was due has been saved
 
 
@@ -250,6 +251,7 @@ def set_up(c, world, model):
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
     optimizer = make_optimizer(c, model)
     params = [p for p in model.parameters() if p.requires_grad]
+    guards.check_parameters(optimizer, model)
     hessian = optimizers.row(c.optimizer_name).hook(
         model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
         parts=c.hessian_parts, rank=world.rank, world_size=world.size, autocast=autocast, compile=c.compile)
@@ -272,6 +274,7 @@ def begin(c):
     torch.set_flush_denormal(True)  # sharp attention produces many, and they halve the speed of a CPU
     with world.exit_together():
         data, val_data = open_dataset(c.dataset, c.block_size)
+        guards.check_validation(val_data)
     fingerprints = dict(train=fingerprint(data.bins), val=fingerprint(val_data.values()))
     origin = find_origin(world, c, data, fingerprints, learning_rate_at)
     with world.exit_together():
@@ -281,6 +284,8 @@ def begin(c):
     run.val_data, run.stops = val_data, StopSignals(world, c.max_hours)
     run.about = dict(model_args=args, data=fingerprints, tokenizer=data.tokenizer, changes=origin.changes,
                      code=origin.code, model_seed=origin.seed)
+    if not c.eval_only:
+        run.fresh = make_optimizer(c, model)
     loader = TrainLoader(data, c.seed, c.total_batch_size, c.block_size, world.rank, world.size, world.device,
                          run.state.iter)
     with world.exit_together():
@@ -448,6 +453,7 @@ def train(c):
         sequences = next(loader)
         step = train_step(run, sequences, state.iter)
         check_step(run, step)
+        guards.check_first_update(run, step)
         logs = state.iter % c.log_interval == 0 or state.iter == c.max_iters - 1
         if logs or world.size > 1:
             devices.synchronize(world.device)  # what follows would wait for the update, and is not timed
