@@ -21,17 +21,7 @@ from runtime.files import expanded
 RENAMED = dict(rho='gamma', interval='hessian_interval', total_bs='total_batch_size', lr='learning_rate')
 ELSEWHERE = dict(vocab_size="the data set's meta.json has it", config='write the name of a config file without a flag')
 
-# What a setting is to a resume and to comparisons of runs
-ROLES = {
-    'tuned': 'one of what is compared: it may differ between runs, and tells them apart',
-    'model': 'a field of GPTConfig; must agree in runs that are compared',
-    'protocol': 'must agree in runs that are compared',
-    'horizon': 'tuned; may change at a resume before the learning rate decays',
-    'chance': 'does not tell runs apart: results are averaged over it',
-    'eval': 'on which sequences runs are evaluated; changes nothing that they compute',
-    'data': "the name of the data, whose fingerprint tells runs apart",
-    'run': 'how a run is carried out; changes nothing that it computes, except for rounding',
-}
+ROLES = 'tuned', 'model', 'protocol', 'horizon', 'chance', 'eval', 'data', 'run'  # explained in train.py
 HARMLESS = 'run', 'data'  # roles whose change at a resume is not recorded
 
 
@@ -118,6 +108,8 @@ class Config:
         place, dashes = ('', '--') if source == 'flag' else (f'{source}: ', '')
         near = [RENAMED[key]] if key in RENAMED else difflib.get_close_matches(key, self.declared, n=1)
         hint = f'did you mean {dashes}{near[0]}?' if near else 'see python train.py --help'
+        if source != 'flag' and not near:
+            hint += ' (the name of a helper variable must begin with _)'
         return f'{place}{dashes}{key}: unknown setting; {ELSEWHERE.get(key, hint)}'
 
     def give(self, key, value, source):
@@ -171,16 +163,6 @@ def configure(defaults, argv, script=None):
     for key, value in flags:
         config.give(key, value, 'flag')
     return config
-
-
-def with_younger(config):
-    """Return the settings of a run with those that are younger than the run, as what it did had no name yet."""
-    squares = config.get('optimizer_name') in ('sophiag', 'ef_clip', 'gnb_noclip', 'gnb_mean', 'gnb_permuted')
-    evaluated = config.get('eval_iters', 0) * config.get('batch_size', 0)  # micro-batches at that time
-    found = dict(eval_sequences=evaluated, schedule='cosine', cooldown_iters=0, optimizer_args='', parallel='ddp',
-                 auto_resume=False, activation_checkpointing=False, hessian_parts=int(squares), hessian_sequences='own',
-                 hessian_bias_correction=False, branch_cooldown=0, trackio_log=False) | config
-    return found | dict(init_from='scratch') if found.get('init_from') == 'auto' else found  # auto_resume's older name
 
 
 def help_text(path, defaults):

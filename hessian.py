@@ -1,9 +1,10 @@
-"""When, and on what, the Hessian is estimated: the callbacks that train_step calls.
-For other times, sequences or estimators, subclass a hook and name it in a row of optimizers.py.
+"""Hessian estimates during training: when, on which sequences, and with which labels or vectors.
+For another schedule or estimator, subclass a hook and name it in a row of optimizers.py.
 
-In each iteration train_step calls `start` and `split`; for each micro-batch `labels` before the forward and `add` after
-it; then, before the update, `finish`. Estimates are made at iterations 0, k, 2k, … on the first sequences of that
-iteration's mini-batch (Algorithm 3, lines 7 to 9). Everything random is a function of (seed, iteration).
+In each iteration train_step calls `start` and `split`, and for each micro-batch `labels` before the forward pass. If
+that returned labels, it calls `add` with the loss on them. If `start` returned True, it calls `update` before the
+optimizer's step. Estimates are made at iterations 0, k, 2k, … on the first sequences of that iteration's mini-batch
+(Algorithm 3, lines 7 to 9). Everything random is a function of (seed, iteration).
 """
 
 import contextlib
@@ -12,16 +13,17 @@ import torch
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from runtime.files import warn
 from runtime.optim import parameters
 from runtime.rng import LABELS, VECTORS, keyed_seed, keyed_uniforms
 from sophia import GaussNewtonBartlett, Hutchinson, check_finite, hessian_vector_product, is_dtensor
 
 
 class StepHook:
-    """Callbacks of a training step; these, of first-order optimizers, estimate nothing."""
+    """Callbacks of a training step. First-order optimizers use this class, which estimates nothing."""
 
     hessian_products = False  # whether estimates are Hessian-vector products, which need an unsharded eager model
-    samples_labels = False  # whether estimates take labels for the model's logits
+    samples_labels = False  # whether labels are sampled from the model's logits
     cost = 0.0  # FLOPs of an estimate, in forward and backward passes over its sequences
 
     def __init__(self, model, optimizer, **options):
@@ -37,42 +39,38 @@ class StepHook:
         return False
 
     def split(self, rows, size):
-        """Return the micro-batches, each of at most `size` of this rank's `rows` sequences, as slices of them. In an
-        iteration with an estimate they may be of several sizes."""
+        """Return the micro-batches, each of at most `size` of this rank's `rows` sequences, as slices. Their sizes may
+        differ when an estimate is due."""
         return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
     def labels(self, X, Y, rows):
-        """Return further arguments of `loss.Losses` for the micro-batch `rows`, X and Y (B, T) int64, a dict. Where
-        these are labels for its *first* sequences, `add(loss_hat, predictions)` gets the loss on them, a sum."""
+        """Return a dict of further arguments for `loss.Losses`, given the micro-batch `rows`: X and Y, (B, T) int64. If
+        these are labels for its first sequences, `add(loss_hat, predictions)` gets the summed loss on them."""
         return {}
-
-    def finish(self):
-        """Pass the estimate to the optimizer. Return why the iteration must be skipped, or ''."""
-        return ''
 
 
 class HessianHook(StepHook):
-    """Base class of estimators, at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch. A
-    subclass defines `diagonal()`, which returns the estimate of the iteration, a list of tensors in param-group order,
-    None for parameters that keep their h. There `p.grad` is the mean gradient of the whole mini-batch, already clipped.
+    """Base class of the estimators, at iterations 0, k, 2k, … on the first `batch_size` sequences of the mini-batch. A
+    subclass defines `diagonal()`, which returns ĥ as a list of tensors in param-group order; None keeps that h. During
+    `diagonal`, `p.grad` is the mean gradient of the whole mini-batch, already clipped.
 
     Checkpoints do not hold a hook, so its results must not depend on earlier iterations.
 
     Args:
         model: the plain GPT, neither compiled nor wrapped.
         optimizer: anything with `param_groups` and `update_hessian(estimates)`, see sophia.py.
-        seed: of labels and vectors.
-        interval, batch_size: k, and the sequences of an estimate over all ranks, a multiple of world_size.
-        parts: of these, see `fit_parts`; for Gauss-Newton-Bartlett only.
+        seed: random seed of labels and vectors.
+        interval, batch_size: k, and the number of sequences over all ranks, a multiple of world_size.
+        parts, clip: the settings hessian_parts and hessian_clip, for Gauss-Newton-Bartlett only.
         rank, world_size: this rank has the sequences [rank::world_size] of the mini-batch.
-        autocast: context manager for a forward outside of train_step's.
+        autocast: context manager for forward passes outside of train_step's.
         compile: whether the model's forward is compiled; then Hessian-vector products are, too.
     """
 
-    def __init__(self, model, optimizer, *, seed, interval, batch_size, parts=1, rank=0, world_size=1, autocast=None,
-                 compile=False):
+    def __init__(self, model, optimizer, *, seed, interval, batch_size, parts=1, clip=0.0, rank=0, world_size=1,
+                 autocast=None, compile=False):
         self.model, self.optimizer, self.seed = model, optimizer, seed
-        self.interval, self.batch_size, self.parts = interval, batch_size, parts
+        self.interval, self.batch_size, self.parts, self.clip = interval, batch_size, parts, clip
         self.rank, self.world_size, self.compile = rank, world_size, compile
         self.autocast = autocast or contextlib.nullcontext()
 
@@ -81,22 +79,33 @@ class HessianHook(StepHook):
         return iter_num % interval == 0
 
     def start(self, iter_num, loss_scale=1.0):
-        self.iter_num, self.loss_scale = iter_num, loss_scale
-        self.due = self.is_due(iter_num, self.interval)
-        self.here = self.batch_size // self.world_size if self.due else 0  # of this rank's sequences the first ones
+        self.iter_num, self.due = iter_num, self.is_due(iter_num, self.interval)
+        # An estimate overflows at another loss scale than the gradient, the only one that GradScaler watches.
+        self.scale = min(loss_scale, self.group.get('hessian_scale', loss_scale))
+        self.here = self.batch_size // self.world_size if self.due else 0  # the first sequences of this rank
         return self.due
+
+    @property
+    def group(self):
+        """The param group that keeps the estimates' loss scale, because checkpoints hold param groups."""
+        return next(group for group in self.optimizer.param_groups if group['params'])
 
     def count(self, rows):
         """Return how many sequences of the micro-batch `rows`, the first ones, belong to the estimate."""
         return len(range(rows.start, min(rows.stop, self.here), rows.step or 1))
 
-    def finish(self):
-        if not self.due:
-            return ''
+    def update(self):
+        """Update h with the estimate (Algorithm 3, line 9). Return why the iteration must be skipped, or ''."""
         estimates = self.diagonal()
-        if not check_finite('skip', 'Hessian estimate', [h_hat for h_hat in estimates if h_hat is not None]):
-            return f'{"a" if self.loss_scale == 1 else "the scaled gradient of a"} Hessian estimate is not finite'
-        self.optimizer.update_hessian(estimates)
+        if check_finite('skip', 'Hessian estimate', [h_hat for h_hat in estimates if h_hat is not None]):
+            self.optimizer.update_hessian(estimates)
+        elif self.scale > 1:
+            self.group['hessian_scale'] = self.scale / 2
+            if self.rank == 0:
+                warn(f'iteration {self.iter_num}: the Hessian estimate overflowed in float16 and was left out; its '
+                     f'loss scale falls to {self.scale / 2:g}')
+        else:
+            return 'a Hessian estimate is not finite'
         return ''
 
 
@@ -116,7 +125,6 @@ class GNBHook(HessianHook):
 
     samples_labels = True
     cost = 2 / 3
-    max_norm = None  # at which ĝ is clipped before it is squared
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -126,7 +134,7 @@ class GNBHook(HessianHook):
     def start(self, iter_num, loss_scale=1.0):
         super().start(iter_num, loss_scale)
         self.uniforms = None
-        self.estimator = GaussNewtonBartlett(self.optimizer, self.parts > 1, self.max_norm) if self.due else None
+        self.estimator = GaussNewtonBartlett(self.optimizer, self.parts > 1, self.clip) if self.due else None
         return self.due
 
     def split(self, rows, size):
@@ -147,7 +155,7 @@ class GNBHook(HessianHook):
         if n == 0:
             return {}
         # loss_hat is a sum. Weighted like a mean and scaled, its gradient fits float16; `diagonal` undoes the weight.
-        self.weight = self.loss_scale * self.world_size / (self.batch_size * Y.size(1))
+        self.weight = self.scale * self.world_size / (self.batch_size * Y.size(1))
         return self.second_labels(Y[:n], rows)
 
     def second_labels(self, Y, rows):
@@ -174,12 +182,6 @@ def keep_buffers():
     import torch._functorch.config
     torch._functorch.config.donated_buffer = False
     torch.compiler.config.cache_key_tag = 'donated_buffer=False'
-
-
-class ClippedGNBHook(GNBHook):
-    """Gauss-Newton-Bartlett with ĝ clipped at norm 1, like the gradient; not in the paper."""
-
-    max_norm = 1.0
 
 
 class EmpiricalFisherHook(GNBHook):

@@ -1,4 +1,4 @@
-"""GPT-2: its config, the table of sizes, the model, weights from Hugging Face.
+"""GPT-2: its config, the table of sizes, the model. Needs PyTorch and loss.py only.
 Edit the architecture here, or put another model.py with nanoGPT's `GPT` and `GPTConfig` in its place.
 
 The architecture is GPT-2's (learned positions, pre-norm blocks, GELU, tied head) in the paper's setting: no bias, no
@@ -8,22 +8,19 @@ dropout, optional scaling of attention logits by the inverse layer index. Module
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
 from loss import mean_loss
-from runtime import gpt
-from runtime.files import one_line
 
-INIT_STD = 0.02  # of the initial weights
+INIT_STD = 0.02  # standard deviation of the initial weights
 
 
 @dataclass
 class GPTConfig:
-    """Shape of a GPT. `vocab_size` is the padded one."""
+    """Shape of a GPT. `vocab_size` includes padding."""
     block_size: int = 1024
     vocab_size: int = 50304
     n_layer: int = 12
@@ -35,7 +32,7 @@ class GPTConfig:
     gelu_approximate: str = 'none'  # 'tanh' for the weights that OpenAI published
 
 
-# Depth, heads, width: Table 3 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
+# Depth, heads, width: Table 2 of the paper. 'tiny' is ours, for a laptop or two CPU cores.
 SIZES = {
     'tiny': dict(n_layer=4, n_head=4, n_embd=128),
     '30M': dict(n_layer=6, n_head=6, n_embd=384),
@@ -149,44 +146,19 @@ class GPT(nn.Module):
             return logits, None
         return logits, mean_loss(logits, targets)
 
-    def generate(self, idx, max_new_tokens, *args, **options):
-        """Continue each row of `idx` (B, T) by up to `max_new_tokens` ids; see `gpt.generate`."""
-        return gpt.generate(self, idx, max_new_tokens, *args, **options)
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """Continue each row of `idx` (B, T) by `max_new_tokens` sampled ids, as in nanoGPT."""
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -self.config.block_size:])[0][:, -1] / temperature
+            if top_k is not None:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            idx = torch.cat([idx, torch.multinomial(logits.softmax(-1), 1)], 1)
+        return idx
 
     @classmethod
     def from_pretrained(cls, name, block_size=None, dropout=0.0):
-        """Load the GPT-2 `name`, one of gpt.HUB_MODELS or a folder with config.json and safetensors, and keep the
-        first `block_size` positions, by default all."""
-        theirs = load_hf(name)
-        c, weights = theirs.config, theirs.state_dict()
-        supported = dict(activation_function=[*gpt.ACTIVATIONS], n_inner=[None, 4 * c.n_embd],
-                         layer_norm_epsilon=[1e-5], scale_attn_weights=[True], add_cross_attention=[False])
-        for key, values in supported.items():
-            if getattr(c, key) not in values:
-                raise SystemExit(f'{name}: {key} = {getattr(c, key)!r} is not supported; it must be one of {values}')
-        if not torch.equal(weights['lm_head.weight'], weights['transformer.wte.weight']):
-            raise SystemExit(f'{name}: its output head is not tied to the embeddings, which is not supported')
-        # Hugging Face's GPT-2 always has biases. scripts/export_hf.py sets them to zero for a model without any.
-        bias = getattr(c, 'bias', True) or any(w.any() for key, w in weights.items() if key.endswith('.bias'))
-        weights = {key: w.t().contiguous() if key.endswith(gpt.TRANSPOSED) else w for key, w in weights.items()
-                   if bias or not key.endswith('.bias')}
-        positions = weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size].clone()
-        return gpt.with_weights(cls, GPTConfig(
-            len(positions), c.vocab_size, c.n_layer, c.n_head, c.n_embd, dropout, bias,
-            c.scale_attn_by_inverse_layer_idx, gpt.ACTIVATIONS[c.activation_function]), weights)
-
-
-def load_hf(name):
-    """Load the GPT2LMHeadModel called `name`, in float32, from a local folder or the Hub."""
-    try:
-        import transformers
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        source = f'openai-community/{name}' if name in gpt.HUB_MODELS and not Path(name).exists() else name
-        model, report = transformers.GPT2LMHeadModel.from_pretrained(source, use_safetensors=True,
-                                                                     output_loading_info=True)
-    except Exception as error:  # damaged folders and the network have no common class
-        raise SystemExit(f'{name}: transformers (requirements-hf.txt) cannot load it ({one_line(error)})') from None
-    if problems := [*report['missing_keys'], *report['mismatched_keys'], *report['unexpected_keys']]:
-        raise SystemExit(f'{name}: its weights do not fit its config.json ({problems[0]})')
-    return model.float()
+        """Load GPT-2 weights from Hugging Face, see runtime/huggingface.py."""
+        from runtime.huggingface import load_gpt2
+        return load_gpt2(cls, GPTConfig, name, block_size, dropout)

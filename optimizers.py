@@ -1,11 +1,10 @@
-"""The optimizers of a run: one table with how each is built, its settings, learning rates and Hessian hook.
-Add an optimizer as a row of OPTIMIZERS; one of a library needs none, --optimizer_name=LIBRARY:CLASS.
+"""The table of optimizers: how each is built, its settings, its learning rates, its Hessian estimator.
+Add an optimizer as a row of OPTIMIZERS. A library's optimizer needs none: --optimizer_name=LIBRARY:CLASS.
 
-The baselines Lion and AdaHessian, the ablations of Sophia, and the param groups are here, too.
+Also here: the baselines Lion and AdaHessian, the paper's ablations, and the param groups.
 """
 
 import ast
-import functools
 import importlib
 import inspect
 import math
@@ -17,14 +16,14 @@ from types import SimpleNamespace
 import torch
 from torch.optim import AdamW
 
-from hessian import AdaHessianHook, ClippedGNBHook, EmpiricalFisherHook, GNBHook, HutchinsonHook, StepHook, fit_parts
+from hessian import AdaHessianHook, EmpiricalFisherHook, GNBHook, HutchinsonHook, StepHook, fit_parts
 from runtime import optim, optimizer_state
 from runtime.distributed import full_tensor
 from runtime.files import one_line
-from sophia import Sophia, local
+from sophia import Sophia, local, params_of
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Baselines
+# Baselines and ablations without a Hessian
 
 
 class Momentum(torch.optim.Optimizer):
@@ -63,89 +62,6 @@ class Lion(Momentum):
         torch._foreach_lerp_(ms, grads, 1 - beta2)
 
 
-class AdaHessian(Sophia):
-    """AdaHessian (Yao et al., 2021) as the paper compares with it: AdamW with the EMA of ĥ² as the second moment v,
-    θ ← θ − lr·λ·θ − lr·m̂ / (√v̂ + ε), m and v bias-corrected.
-
-    A coordinate whose v is 0, because it has no estimate yet or all were 0, only decays: m̂ / ε would throw it far away.
-
-    Arguments and `update_hessian` as for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and `step`, how
-    often each of the two was updated.
-    """
-    rule = None  # `update` replaces it
-
-    def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, nonfinite='raise'):
-        super().__init__(params, lr, betas, eps=eps, weight_decay=weight_decay, nonfinite=nonfinite)
-
-    def averaged(self, h_hat):
-        return h_hat.square()
-
-    def update(self, group, params, grads):
-        lr, (beta1, beta2) = group['lr'], group['betas']
-        ms, vs, counts = self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian'), self.counts(params)
-        torch._foreach_lerp_(ms, grads, 1 - beta1)
-        for p, m, v, count in zip(params, ms, vs, counts):
-            count[0] += 1
-            steps, estimates = count.tolist()
-            denominator = (v / (1 - beta2 ** estimates)).sqrt_().add_(group['eps'])
-            p.mul_(1 - lr * group['weight_decay'])
-            p.sub_(torch.where(v > 0, m / denominator, 0) * (lr / (1 - beta1 ** steps)))
-
-    def update_ema(self, group, params, targets):
-        super().update_ema(group, params, targets)
-        for count in self.counts(params):
-            count[1] += 1
-
-    def counts(self, params):
-        """Return the state `step` of each of `params`: float32 (2,), its numbers of steps and of estimates."""
-        # PyTorch loads a state of this name as it is, and all others in the dtype of the parameter.
-        return [self.state[p].setdefault('step', torch.zeros(2, dtype=torch.float32)) for p in params]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Ablations (section "Ablation Study")
-
-
-class SophiaUnclipped(Sophia):
-    """The ablation "GNB without clipping": ε alone bounds the update, so that there is no fraction to log."""
-    rho = math.inf
-
-    def metrics(self):
-        return {}
-
-
-class SophiaSquared(Sophia):
-    """The ablation AH+clip: the state `hessian` is the EMA of ĥ², as AdaHessian's, and the update takes its root."""
-
-    def averaged(self, h_hat):
-        return h_hat.square()
-
-    def curvature(self, hs):
-        return torch._foreach_sqrt(hs)
-
-
-class SophiaTensorMean(Sophia):
-    """The ablation "mean of h", not in the paper: each coordinate is divided by the mean of h over its tensor."""
-
-    def curvature(self, hs):
-        return [h.mean().expand_as(h) for h in hs]
-
-
-class SophiaShuffledRows(Sophia):
-    """The control "shuffled h", not in the paper: within each row of a tensor the coordinates of h are shuffled, the
-    same way in every step, so that a row, such as a token's embedding, keeps its denominators."""
-
-    def curvature(self, hs):
-        return [h.gather(-1, order_of_rows(h.shape, h.device)) for h in hs]
-
-
-@functools.cache
-def order_of_rows(shape, device):
-    """Return a random order of each row of a tensor, int64 of its shape, a function of the shape alone."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.rand(shape, generator=generator).argsort(-1).to(device)
-
-
 class Normalize(Momentum):
     """The ablation Normalize: θ ← θ − lr·λ·θ;  θ ← θ − lr·m / max(rms(m), ε), the root mean square of each tensor.
     momentum: β1, by the name that PyTorch's schedulers look for."""
@@ -166,6 +82,68 @@ class Normalize(Momentum):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Baselines and ablations with a Hessian (section "Ablation Study")
+
+
+class SophiaSquared(Sophia):
+    """The ablation AH+clip: the state `hessian` is the EMA of ĥ², as in AdaHessian, and the update takes its root."""
+
+    def update_hessian(self, estimates):
+        return super().update_hessian(None if h_hat is None else h_hat.square() for h_hat in estimates)
+
+    def curvature(self, hs):
+        return torch._foreach_sqrt(hs)
+
+
+class AdaHessian(SophiaSquared):
+    """AdaHessian (Yao et al., 2021) as the paper compares with it: AdamW with the EMA of ĥ² as the second moment v,
+    θ ← θ − lr·λ·θ − lr·m̂ / (√v̂ + ε), m and v bias-corrected.
+
+    A coordinate with v = 0, because it has no estimate yet or all were 0, only decays: m̂ / ε would throw it far away.
+
+    Arguments and `update_hessian` as for `Sophia`. State per parameter: `exp_avg` (m), `hessian` (v), and `step`, a
+    float32 tensor (2,): step count, estimate count.
+    """
+
+    def __init__(self, params, lr, betas=(0.92, 0.99), eps=1e-8, weight_decay=1e-3, *, nonfinite='raise'):
+        super().__init__(params, lr, betas, eps=eps, weight_decay=weight_decay, nonfinite=nonfinite)
+
+    def update(self, group, params):
+        lr, (beta1, beta2) = group['lr'], group['betas']
+        for p, m, v in zip(params, self.buffers(params, 'exp_avg'), self.buffers(params, 'hessian')):
+            count = self.count(p)
+            count[0] += 1
+            steps, estimates = count.tolist()
+            m.lerp_(p.grad, 1 - beta1)
+            denominator = (v / (1 - beta2 ** estimates)).sqrt_().add_(group['eps'])
+            p.mul_(1 - lr * group['weight_decay'])
+            p.sub_(torch.where(v > 0, m / denominator, 0) * (lr / (1 - beta1 ** steps)))
+
+    def update_hessian(self, estimates):
+        estimates = list(estimates)
+        if finite := super().update_hessian(estimates):
+            for p, h_hat in zip(params_of(self), estimates):
+                if h_hat is not None:
+                    self.count(p)[1] += 1
+        return finite
+
+    def count(self, p):
+        # PyTorch loads a state of this name as it is, and all others in the dtype of the parameter.
+        return self.state[p].setdefault('step', torch.zeros(2, dtype=torch.float32))
+
+    def unclipped_fraction(self):
+        return None
+
+
+class SophiaUnclipped(Sophia):
+    """The ablation "GNB without clipping": only ε bounds the update."""
+    rho = math.inf
+
+    def unclipped_fraction(self):
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The table. Values are from the paper's section on hyperparameter tuning for the optimizers that it trains; a comment
 # says where it is silent.
 
@@ -174,26 +152,23 @@ class Normalize(Momentum):
 class Row:
     """An optimizer of the table."""
     build: Callable  # (param groups, its settings as attributes) → Optimizer; gradients come finite and clipped
-    settings: dict  # its values of train.py's settings; hessian_batch_size is for a mini-batch of 480 sequences
+    settings: dict  # train.py's settings that it has → default; hessian_batch_size is for mini-batches of 480 sequences
     learning_rates: dict | float  # peak learning rate by model size, or one for all sizes
-    source: str = 'Table 3'  # where the learning rates come from
-    hook: type[StepHook] = StepHook  # the class of its per-step callbacks, see hessian.py
-    scale_hessian_batch: bool = True  # whether hessian_batch_size grows and shrinks with the mini-batch
+    source: str = 'Table 2'  # where the learning rates come from
+    hook: type[StepHook] = StepHook  # the class of its Hessian estimates, see hessian.py
+    scale_hessian_batch: bool = True  # whether hessian_batch_size scales with the mini-batch
     scales_attention: bool = False  # whether the paper divides its attention logits by the layer index
     library: str = ''  # 'LIBRARY:CLASS' of a library's optimizer
-    shards: bool = False  # whether it can update sharded parameters, each rank its part
-
-
-def betas(s):
-    return s.beta1, s.beta2
+    shards: bool = False  # whether it can update sharded parameters
 
 
 def adamw(groups, s):
-    return AdamW(groups, lr=s.learning_rate, betas=betas(s), eps=s.eps, weight_decay=s.weight_decay, fused=True)
+    return AdamW(groups, lr=s.learning_rate, betas=(s.beta1, s.beta2), eps=s.eps, weight_decay=s.weight_decay,
+                 fused=True)
 
 
 def lion(groups, s):
-    return Lion(groups, s.learning_rate, betas(s), s.weight_decay)
+    return Lion(groups, s.learning_rate, (s.beta1, s.beta2), s.weight_decay)
 
 
 def signum(groups, s):
@@ -206,20 +181,20 @@ def normalize(groups, s):
 
 
 def adahessian(groups, s):
-    return AdaHessian(groups, s.learning_rate, betas(s), s.eps, s.weight_decay, nonfinite='ignore')
+    return AdaHessian(groups, s.learning_rate, (s.beta1, s.beta2), s.eps, s.weight_decay, nonfinite='ignore')
 
 
 def sophia(groups, s, cls=Sophia):
-    return cls(groups, s.learning_rate, betas(s), s.gamma, s.eps, s.weight_decay, nonfinite='ignore',
+    return cls(groups, s.learning_rate, (s.beta1, s.beta2), s.gamma, s.eps, s.weight_decay, nonfinite='ignore',
                compile=s.compile)
 
 
 def from_library(groups, s, **arguments):
-    """Build the optimizer of the row's library with `arguments`, by default the settings under their names there."""
+    """Build the row's library optimizer with `arguments`, by default the settings under the library's names."""
     path = row(s.optimizer_name).library
     if not arguments:
         arguments = {name: getattr(s, name) for name in ('eps', 'weight_decay') if hasattr(s, name)}
-        arguments |= dict(betas=betas(s)) if hasattr(s, 'beta2') else {}
+        arguments |= dict(betas=(s.beta1, s.beta2)) if hasattr(s, 'beta2') else {}
     more = parse_arguments(s.optimizer_args, path)
     try:
         return library_class(path)(groups, lr=s.learning_rate, **arguments, **more)
@@ -229,20 +204,28 @@ def from_library(groups, s, **arguments):
 
 
 def matrices_and_rest(groups):
-    """Return the param groups for Muon, those of the role 'hidden', and the others."""
-    return ([group for group in groups if group.get('role') == 'hidden'],
-            [group for group in groups if group.get('role') != 'hidden'])
+    """Return the param groups of the matrices for Muon and of the rest. Muon takes the groups of the role 'hidden', or
+    all matrices if no group has a role."""
+    roles = any(group.get('role') for group in groups)
+
+    def part(wanted):
+        found = [dict(group, params=[p for p in group['params'] if wanted == (
+            p.dim() == 2 and (group.get('role') == 'hidden' or not roles))]) for group in groups]
+        return [group for group in found if group['params']]
+
+    return part(True), part(False)
 
 
 def muon(groups, s):
-    """Build Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for the others."""
+    """Build Muon for the matrices of the blocks, with updates as large as AdamW's, and AdamW for the rest."""
     matrices, rest = matrices_and_rest(groups)
     return optim.CombinedOptimizer(
         from_library(matrices, s, momentum=s.beta1, weight_decay=s.weight_decay, adjust_lr_fn='match_rms_adamw'),
-        AdamW(rest, lr=s.learning_rate, betas=(0.9, s.beta2), eps=s.eps, weight_decay=s.weight_decay, fused=True))
+        *([AdamW(rest, lr=s.learning_rate, betas=(0.9, s.beta2), eps=s.eps, weight_decay=s.weight_decay, fused=True)]
+          if rest else []))
 
 
-# Peak learning rates, Table 3. 'tiny' is ours (records/).
+# Peak learning rates, Table 2. 'tiny' is ours (records/).
 ADAMW_LR = {'tiny': 1.2e-2, '30M': 1.2e-3, '125M': 6e-4, '355M': 3e-4, '540M': 3e-4, '770M': 2e-4, '1.5B': 1.5e-4,
             '6.6B': 1.2e-4}
 LION_LR = {'tiny': 4e-3, '30M': 4e-4, '125M': 1.5e-4, '355M': 6e-5}
@@ -253,8 +236,7 @@ SOPHIA_G_LR = SOPHIA_H_LR | {'1.5B': 1.2e-4, '6.6B': 6e-5}
 ADAHESSIAN_LR = 0.3
 
 SOPHIA = dict(beta1=0.96, beta2=0.99, weight_decay=0.2, eps=1e-12, hessian_interval=10)
-SOPHIA_G = dict(SOPHIA, gamma=0.05, hessian_batch_size=240, hessian_parts=1)
-SOPHIA_FRESH = dict(SOPHIA_G, beta2=0.9, gamma=0.15, hessian_parts=16)
+SOPHIA_G = dict(SOPHIA, gamma=0.05, hessian_batch_size=240, hessian_parts=1, hessian_clip=0.0)
 SOPHIA_H = dict(SOPHIA, gamma=0.01, hessian_batch_size=32)
 
 OPTIMIZERS = {
@@ -269,32 +251,33 @@ OPTIMIZERS = {
     'sophiah': Row(sophia, SOPHIA_H, SOPHIA_H_LR, hook=HutchinsonHook, scale_hessian_batch=False),
     # Ablations. The paper does not state their learning rates: ours are the closest optimizer's. Empirical Fisher
     # and AH+clip: k = 10, γ "found by grid search" but not stated, so Sophia's own here.
-    'ef_clip': Row(sophia, SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', EmpiricalFisherHook, shards=True),
-    'ah_clip': Row(partial(sophia, cls=SophiaSquared), SOPHIA_H, SOPHIA_H_LR, 'Table 3, sophiah', HutchinsonHook,
+    'ef_clip': Row(sophia, SOPHIA_G, SOPHIA_G_LR, 'Table 2, sophiag', EmpiricalFisherHook, shards=True),
+    'ah_clip': Row(partial(sophia, cls=SophiaSquared), SOPHIA_H, SOPHIA_H_LR, 'Table 2, sophiah', HutchinsonHook,
                    scale_hessian_batch=False),
     # Clip and Normalize have no preconditioner; the paper does not state β1. ε only bounds Normalize's denominator.
-    'signum': Row(signum, dict(beta1=0.96, weight_decay=0.2), LION_LR, 'Table 3, lion', shards=True),
-    'normalize': Row(normalize, dict(beta1=0.96, weight_decay=0.2, eps=1e-12), LION_LR, 'Table 3, lion', shards=True),
+    'signum': Row(signum, dict(beta1=0.96, weight_decay=0.2), LION_LR, 'Table 2, lion', shards=True),
+    'normalize': Row(normalize, dict(beta1=0.96, weight_decay=0.2, eps=1e-12), LION_LR, 'Table 2, lion', shards=True),
     # k = 2 is the paper's. Without the clip ε has to bound the step where h is tiny; the paper does not state it.
     'gnb_noclip': Row(partial(sophia, cls=SophiaUnclipped), dict(SOPHIA_G, hessian_interval=2, eps=1e-4), SOPHIA_G_LR,
-                      'Table 3, sophiag', GNBHook, shards=True),
-    # Not in the paper: h with a tenth of the lag and, by squares of 16 parts, about the same noise.
-    'sophiag_fresh': Row(sophia, SOPHIA_FRESH, SOPHIA_G_LR, 'Table 3, sophiag', GNBHook, shards=True),
-    # Not in the paper: the same with ĝ clipped, which ends the runaway of h in records/sharpening.
-    'sophiag_clipped': Row(sophia, SOPHIA_FRESH, SOPHIA_G_LR, 'Table 3, sophiag', ClippedGNBHook, shards=True),
-    # Not in the paper: does h matter coordinate by coordinate? Neither works on shards: both take whole rows or more.
-    'gnb_mean': Row(partial(sophia, cls=SophiaTensorMean), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', GNBHook),
-    'gnb_rows': Row(partial(sophia, cls=SophiaShuffledRows), SOPHIA_G, SOPHIA_G_LR, 'Table 3, sophiag', GNBHook),
-    # Baselines that the paper does not have, with their libraries' defaults but for AdamW's weight decay. Muon's
-    # updates are scaled to the size of AdamW's, so it takes AdamW's learning rates; for its matrix products of
-    # shards DTensor gathers the whole matrix.
+                      'Table 2, sophiag', GNBHook, shards=True),
+    # Not in the paper: a window of 100 steps instead of 1,000 and, by squaring 16 parts separately, similar noise.
+    'sophiag_fresh': Row(sophia, dict(SOPHIA_G, beta2=0.9, hessian_parts=16), SOPHIA_G_LR, 'Table 2, sophiag', GNBHook,
+                         shards=True),
+    # Baselines that the paper does not have, with library defaults except for AdamW's weight decay. Muon's updates are
+    # scaled to the size of AdamW's, so it takes AdamW's learning rates. Its products of shards gather whole matrices.
     'muon': Row(muon, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8, optimizer_args=''),
-                ADAMW_LR | {'tiny': 4.8e-2}, 'Table 3, adamw', shards=True, library='torch:Muon'),
+                ADAMW_LR | {'tiny': 4.8e-2}, 'Table 2, adamw', shards=True, library='torch:Muon'),
     'soap': Row(from_library, dict(beta1=0.95, beta2=0.95, weight_decay=0.1, eps=1e-8, optimizer_args=''),
                 {'tiny': 2.4e-2}, 'our table', library='pytorch_optimizer:SOAP'),
     # Rows of a fork:
 }
-OLD_NAMES = dict(clip='signum')  # of rows, in checkpoints, configs and records
+# Library optimizers that this loop cannot run → what to use instead
+INSTEAD = {
+    'torch:Muon': 'muon, which leaves all but the matrices of the blocks to AdamW',
+    'torch:SparseAdam': 'adamw, because gradients here are dense',
+    'torch:LBFGS': 'adamw, because a step here evaluates the loss once',
+    'pytorch_optimizer:SophiaH': 'sophiah', 'pytorch_optimizer:AdaHessian': 'adahessian',
+}
 # Library optimizers that work on each coordinate by itself, or know DTensors
 SHARDABLE = {f'torch:{name}' for name in torch.optim.__all__} - {'torch:Muon', 'torch:Adafactor', 'torch:Rprop'} | {
     'schedulefree:AdamWScheduleFree'}
@@ -302,7 +285,8 @@ SHARDABLE = {f'torch:{name}' for name in torch.optim.__all__} - {'torch:Muon', '
 
 def row(optimizer_name):
     """Return the row of an optimizer, in the table or of a library."""
-    optimizer_name = OLD_NAMES.get(optimizer_name, optimizer_name)
+    if optimizer_name in INSTEAD:
+        raise SystemExit(f'--optimizer_name={optimizer_name}: is not supported; use {INSTEAD[optimizer_name]}')
     if ':' in optimizer_name:
         return unlisted_row(optimizer_name)
     if optimizer_name not in OPTIMIZERS:
@@ -322,13 +306,11 @@ def unlisted_row(path):
     return Row(from_library, dict(settings, optimizer_args=''), {}, 'our table', library=path, shards=path in SHARDABLE)
 
 
-def build_optimizer(name, groups, *, lr, compile=False, **settings):
-    """Build the optimizer called `name` in the table on param groups, or a list of parameters.
-
-    Settings that are not given are the table's; those that its row lacks have no effect. `compile` fuses Sophia's
-    update by torch.compile. Gradients must be finite when it steps.
-    """
-    chosen = row(name)
+def build_optimizer(name, params, *, lr, compile=False, **settings):
+    """Build the optimizer called `name` in the table on parameters or param groups. Settings that are not given are the
+    table's. `compile` fuses Sophia's update by torch.compile. Gradients must be finite when it steps."""
+    chosen, groups = row(name), list(params)
+    groups = groups if isinstance(groups[0], dict) else [dict(params=groups)]
     own = {key: settings.get(key, value) for key, value in chosen.settings.items()}
     s = SimpleNamespace(**own, optimizer_name=name, learning_rate=lr, compile=compile)
     optimizer = chosen.build(groups, s)  # AttributeError where its row lacks a setting
@@ -413,8 +395,6 @@ def defaults_of(config):
 
 def fill_settings(config):
     """Fill in the settings of the optimizer, hessian_batch_size for this run's mini-batch."""
-    if config.optimizer_name in OLD_NAMES:
-        config.set('optimizer_name', OLD_NAMES[config.optimizer_name], config.sources['optimizer_name'])
     name, chosen = config.optimizer_name, row(config.optimizer_name)
     settings = dict(chosen.settings)
     if 'hessian_batch_size' in settings:
@@ -473,8 +453,8 @@ KINDS = dict(attn='attention', mlp='mlp', wte='embedding', wpe='embedding', lm_h
 
 def optimizer_metrics(optimizer, model):
     """Return metrics as 0-d tensors: the ℓ2 norms of m and h, `momentum_norm` and `hessian_norm`, if the state has them
-    as `exp_avg` or `momentum_buffer` and as `hessian`; that of h also by the kind of tensor, `hessian_norm/KIND`; and
-    the result of the optimizer's method `metrics()`, if it has one (Sophia: update_unclipped)."""
+    as `exp_avg` or `momentum_buffer` and as `hessian`; the norm of h also by kind of tensor, `hessian_norm/KIND`;
+    `update_unclipped` of Sophia; and the dict of the optimizer's method `metrics()`, if it has one."""
     states = [optimizer.state.get(p, {}) for p in optim.parameters(optimizer)]
     found = {}
     for metric, keys in dict(momentum_norm=('exp_avg', 'momentum_buffer'), hessian_norm=('hessian',)).items():
@@ -485,6 +465,8 @@ def optimizer_metrics(optimizer, model):
         if 'hessian' in optimizer.state.get(p, {}):
             kinds.setdefault(kind_of(name, p), []).append(optimizer.state[p]['hessian'])
     found.update({f'hessian_norm/{kind}': optim.global_norm(hs) for kind, hs in sorted(kinds.items())})
+    unclipped = optimizer.unclipped_fraction() if isinstance(optimizer, Sophia) else None
+    found |= {} if unclipped is None else dict(update_unclipped=unclipped)
     return found | (optimizer.metrics() if hasattr(optimizer, 'metrics') else {})
 
 

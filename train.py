@@ -38,16 +38,19 @@ from runtime.rng import DROPOUT, LOOP, keyed_seed, seed_all
 from runtime.signals import StopSignals, protect_streams, undo_at_end
 from runtime.speed import Speed
 
-SIZES = getattr(models, 'SIZES', {})  # nanoGPT's model.py has none
+SIZES = getattr(models, 'SIZES', {})  # nanoGPT's model.py, which also works here, has no such table
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Settings. `resolve` fills in those without a default, `setting(type)`. Roles are configurator.ROLES.
+# Settings. `setting(value)` has that default; `setting(type)` has none, and `derive` fills it in. Roles matter when runs
+# are resumed or compared. 'model' (a field of GPTConfig), 'protocol' and the fingerprint of 'data' must agree; 'tuned',
+# the default role, and 'horizon' may differ; runs are averaged over 'chance'; 'eval' and 'run' do not change what a run
+# computes. 'horizon' may also change at a resume, before the learning rate decays.
 
 # output
 out_dir = setting('out', role='run')  # where checkpoints, metrics.jsonl and config.json go
 eval_interval = setting(2000, at_least=1, role='run')  # iterations between evaluations
 log_interval = setting(10, at_least=1, role='run')  # iterations between lines of metrics
-eval_iters = setting(0, at_least=0, role='eval')  # mini-batches of total_batch_size to evaluate on; 0 = all
+eval_iters = setting(0, at_least=0, role='eval')  # nanoGPT's name: sets eval_sequences to this × total_batch_size
 eval_sequences = setting(int, at_least=0, role='eval')  # sequences of each validation set to evaluate on; 0 = all
 eval_only = setting(False, role='run')  # evaluate and exit: pretrained weights of init_from, else the newest checkpoint
 always_save_checkpoint = setting(True, role='run')  # save after every evaluation, not only after the best one
@@ -87,7 +90,8 @@ eps = setting(float, at_least=0)  # lower bound of the denominator (Sophia), or 
 gamma = setting(float, at_least=0)  # Sophia's γ in clip(m / max(γ·h, ε), 1)
 hessian_interval = setting(int, at_least=0)  # k, iterations between Hessian estimates
 hessian_batch_size = setting(int, at_least=0)  # sequences of the mini-batch, over all devices, in an estimate
-hessian_parts = setting(int, at_least=0)  # parts of these, each squared by itself; 1 = Algorithm 2
+hessian_parts = setting(int, at_least=0)  # number of parts that are squared separately; 1 = Algorithm 2
+hessian_clip = setting(float, at_least=0)  # clip ĝ at this norm before it is squared; 0 = off, official script: 1
 grad_clip = setting(1.0, at_least=0, role='protocol')  # clip gradients at this norm; 0 = off
 # schedule
 max_iters = setting(100000, at_least=1, below=10 ** 10, role='horizon')  # T, number of iterations
@@ -107,8 +111,9 @@ dtype = setting(str, choices=tuple(devices.DTYPES), role='protocol')  # of matmu
 compile = setting(bool, role='run')  # torch.compile the model
 seed = setting(1337, at_least=-2 ** 63, below=2 ** 64, role='chance')  # of weights, data order, sampled labels, dropout
 
-DEFAULTS = {key: value for key, value in globals().items() if key.islower() and not key.startswith('_')
-            and isinstance(value, (bool, int, float, str, configurator.Setting))}
+# All settings above: names in capitals are constants.
+DEFAULTS = {key: value for key, value in globals().items() if isinstance(value, configurator.Setting) or (
+    isinstance(value, (bool, int, float, str)) and not key.isupper() and not key.startswith('_'))}
 
 
 def resolve(argv, world_size=None):
@@ -133,8 +138,7 @@ def derive(c, ranks):
         c.require(key, not getattr(c, key), f'{c.declared[key].type()} because GPTConfig in model.py has no {key}')
     if 'learning_rate' not in c.given:
         if finetunes(c) and not c.eval_only:
-            raise SystemExit(f'Table 3 is for training from scratch, not for init_from = {c.init_from}; set '
-                             '--learning_rate')
+            raise SystemExit(f'--init_from={c.init_from}: set --learning_rate; the table is for training from scratch')
         lr, table = optimizers.peak_learning_rate(c.optimizer_name, c.model_size)
         if lr is None:
             raise SystemExit(f'{table} has no learning rate for {c.optimizer_name} at {c.model_size}; set '
@@ -163,8 +167,8 @@ def derive(c, ranks):
               f'0 or {steps}, which is total_batch_size / (batch_size × devices)')
     c.set('gradient_accumulation_steps', steps, 'total_batch_size / (batch_size × devices)')
     optimizers.fit_estimate(c, ranks)
-    by_iters = c.sources['eval_iters'] == 'flag' and c.sources['eval_sequences'] != 'flag'  # nanoGPT's name
-    if by_iters or 'eval_sequences' not in c.given:
+    overridden = c.sources['eval_iters'] == 'flag' and c.sources['eval_sequences'] != 'flag'
+    if overridden or 'eval_sequences' not in c.given:
         c.set('eval_sequences', c.eval_iters * c.total_batch_size, 'eval_iters × total_batch_size')
 
 
@@ -179,12 +183,12 @@ def learning_rate_at(c, iteration):
         return c.learning_rate
     if iteration < c.warmup_iters:
         return c.learning_rate * (iteration + 1) / (c.warmup_iters + 1)
-    start = c.lr_decay_iters - c.cooldown_iters if c.cooldown_iters else c.warmup_iters  # of the decay
-    if c.schedule == 'constant' or iteration <= start:
+    decay_start = c.lr_decay_iters - c.cooldown_iters if c.cooldown_iters else c.warmup_iters
+    if c.schedule == 'constant' or iteration <= decay_start:
         return c.learning_rate
-    share = min(1.0, (iteration - start) / max(1, c.lr_decay_iters - start))  # of the decay that is over
-    left = 0.5 * (1 + math.cos(math.pi * share)) if c.schedule == 'cosine' else 1 - share
-    return c.min_lr + left * (c.learning_rate - c.min_lr)
+    decay_ratio = min(1.0, (iteration - decay_start) / max(1, c.lr_decay_iters - decay_start))
+    coeff = 0.5 * (1 + math.cos(math.pi * decay_ratio)) if c.schedule == 'cosine' else 1 - decay_ratio
+    return c.min_lr + coeff * (c.learning_rate - c.min_lr)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -229,10 +233,10 @@ class Run:
 
 
 def make_model(c, origin, data):
-    """Return a GPT, new or with the pretrained weights of init_from, and its `model_args`. A run that resumes loads its
-    weights later; what no checkpoint holds is drawn here again, from the first seed.
+    """Return a GPT with random weights or the pretrained ones of init_from, and its `model_args`. When resuming,
+    `origin` overwrites the weights later; tensors that checkpoints lack keep the values that they get here.
 
-    SystemExit when the pretrained weights fit neither the settings nor the training `data`.
+    SystemExit when pretrained weights do not fit the settings or the training `data`.
     """
     seed_all(origin.seed)
     if finetunes(c) and not origin.path:
@@ -245,7 +249,7 @@ def make_model(c, origin, data):
 
 @one_message()
 def set_up(c, world, model):
-    """Return the `Run` of a model, which is moved to its devices, compiled and wrapped as the settings `c` say."""
+    """Move the model to its device, compile and wrap it, and build its optimizer. Return the `Run`."""
     autocast = devices.autocast(world.device, c.dtype)
     wrapped = world.wrap(Losses(model), model, model.transformer.h, c.compile, c.activation_checkpointing,
                          devices.DTYPES[c.dtype] if c.dtype != 'float32' else None)
@@ -254,7 +258,8 @@ def set_up(c, world, model):
     guards.check_parameters(optimizer, model)
     hessian = optimizers.row(c.optimizer_name).hook(
         model, optimizer, seed=c.seed, interval=c.hessian_interval, batch_size=c.hessian_batch_size,
-        parts=c.hessian_parts, rank=world.rank, world_size=world.size, autocast=autocast, compile=c.compile)
+        parts=c.hessian_parts, clip=c.hessian_clip, rank=world.rank, world_size=world.size, autocast=autocast,
+        compile=c.compile)
     scaler = torch.amp.GradScaler(world.device.type, enabled=c.dtype == 'float16')
     return Run(c, world, model, wrapped, optimizer, hessian, scaler, autocast, params,
                torch.compile(cross_entropy) if c.compile else cross_entropy)
@@ -268,10 +273,14 @@ def make_optimizer(c, model):
 
 
 def begin(c):
-    """Return the `Run`, new or resumed, and its `TrainLoader`."""
+    """Return the `Run`, new or resumed, and its `TrainLoader`.
+
+    The order matters: pretrained weights and a checkpoint decide the model's shape, the optimizer is built for the
+    model on its device, and a checkpoint is loaded into both. Nothing is written before all of this has succeeded.
+    """
     world = World(c.device, c.backend, c.parallel)
     devices.set_matmul_precision(c.dtype)
-    torch.set_flush_denormal(True)  # sharp attention produces many, and they halve the speed of a CPU
+    torch.set_flush_denormal(True)  # sharp attention produces many denormals, and they halve the speed of a CPU
     with world.exit_together():
         data, val_data = open_dataset(c.dataset, c.block_size)
         guards.check_validation(val_data)
@@ -307,8 +316,8 @@ class Step(NamedTuple):
 
 
 def train_step(run, sequences, iter_num):
-    """Make one iteration of Algorithm 3: the gradient of the mini-batch, clipping, the Hessian every k iterations, the
-    update. Nothing enters the weights or the optimizer's state unless loss, gradient and estimate are finite.
+    """Make one iteration of Algorithm 3: gradient, clipping, every k iterations the Hessian estimate, update. Nothing
+    enters the weights or the optimizer's state unless loss, gradient and estimate are finite.
 
     Args:
         sequences: (B, T + 1) token ids, this rank's share of the mini-batch; all ranks have the same B and T.
@@ -317,37 +326,38 @@ def train_step(run, sequences, iter_num):
     seed_all(keyed_seed(c.seed, DROPOUT, iter_num, world.rank))
     estimating = hessian.start(iter_num, scaler.get_scale())  # the scale is 1 unless float16
 
-    micro_batches = hessian.split(len(sequences), c.batch_size)  # of several sizes where it estimates
-    positions, total = sequences[:, 1:].numel(), world.zeros(2)  # sum of the loss, number of predictions
+    micro_batches = hessian.split(len(sequences), c.batch_size)  # sizes may differ when an estimate is due
+    positions, total = sequences[:, 1:].numel(), world.zeros(2)  # total: summed loss, number of predictions
     for micro_step, rows in enumerate(micro_batches):
         # Copies, because GPT.forward may change them in place, and nanoGPT's takes views of them.
         X, Y = sequences[rows, :-1].clone(), sequences[rows, 1:].clone()
         world.set_gradient_sync(micro_step == len(micro_batches) - 1, estimating)
         with run.autocast:
-            # Only Sophia-G has labels of its own: for AdamW this is run.model(X, Y). Another term of the loss belongs
-            # in `token_loss` or GPT.forward, so that evaluation and Sophia-H see it, too.
-            _, loss, *second = run.model(X, Y, **hessian.labels(X, Y, rows))
-        if second:  # every k iterations a second backward pass, through the same forward
-            hessian.add(*second)
-        count = (Y >= 0).sum()  # now, because GPT.forward may have masked some
+            # For AdamW this is run.model(X, Y). In an iteration with an estimate Sophia-G also gets the loss on labels
+            # that it samples from the logits. Other terms of the loss belong in `token_loss` or GPT.forward, so that
+            # evaluation and Sophia-H see them, too.
+            _, loss, *loss_hat = run.model(X, Y, **hessian.labels(X, Y, rows))
+        if loss_hat:
+            hessian.add(*loss_hat)  # a second backward pass through the same forward
+        count = (Y >= 0).sum()  # after the forward, which may have masked some
         total += torch.stack([loss.detach() * count, count])
-        scaler.scale(loss * (count / positions)).backward()
+        scaler.scale(loss * (count / positions)).backward()  # sums over the predictions, so micro-batches add up
     world.check_reduced()
 
-    # From here on random numbers are the same on every rank.
-    seed_all(keyed_seed(c.seed, DROPOUT, iter_num))
+    seed_all(keyed_seed(c.seed, DROPOUT, iter_num))  # from here on random numbers are the same on every rank
     scaler.unscale_(run.optimizer)
     loss, predictions = world.sum(total)
-    # Each rank has divided its sum by its positions, and DDP has averaged these. Now the mean over all predictions:
+    # Each rank has divided its sum by its positions, and DDP has averaged the ranks: make it a mean over predictions.
     optim.scale_gradients(run.params, positions * world.size / predictions)
     grad_norm = optim.clip_gradients(run.params, c.grad_clip)
     mean_loss, grad_norm = torch.stack([loss / predictions, grad_norm]).tolist()  # the only device sync but a scaler's
 
-    # finish() hands the estimate to the optimizer.
-    problem = not_finite(loss=mean_loss, gradient=grad_norm) or hessian.finish()
+    problem = not_finite(loss=mean_loss, gradient=grad_norm)
+    if estimating and not problem:
+        problem = hessian.update()  # h ← β2·h + (1−β2)·ĥ (Algorithm 3, line 9)
     if not problem:
         scaler.step(run.optimizer)
-    scaler.update(scaler.get_scale() / 2 if problem else None)
+    scaler.update()
     world.zero_grad(run.optimizer)
     return Step(mean_loss, positions * world.size, grad_norm, estimating, problem)
 
@@ -386,7 +396,7 @@ def evaluate_and_save(run):
     """Log the validation loss, and save unless only the best checkpoints are wanted. A run that is asked to stop
     meanwhile does neither; it evaluates again when it resumes."""
     c, state = run.config, run.state
-    seed_all(keyed_seed(c.seed, LOOP, 0))  # for what an experiment draws in evaluations, the same in each
+    seed_all(keyed_seed(c.seed, LOOP, 0))  # for random choices of an experiment, the same in each evaluation
     with optim.evaluating(run.optimizer), evaluation_mode(run.raw_model):
         losses = {name: evaluate(run, data) for name, data in run.val_data.items()}
     if run.stops.stopping:
@@ -408,8 +418,10 @@ def evaluate_and_save(run):
         abort(run, 'the validation loss is not finite')
     best = val_loss < state.best_val_loss
     if state.iter > 0 and (best or last or c.always_save_checkpoint):
-        state.best_val_loss = min(state.best_val_loss, val_loss)
+        before, state.best_val_loss = state.best_val_loss, min(state.best_val_loss, val_loss)
         save(run, best)
+        if not run.saved:
+            state.best_val_loss = before  # the lowest loss of a saved checkpoint
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -449,7 +461,7 @@ def train(c):
             break
 
         started = time.perf_counter()
-        seed_all(keyed_seed(c.seed, LOOP, state.iter))  # for what an experiment draws here, such as a random length
+        seed_all(keyed_seed(c.seed, LOOP, state.iter))  # for random choices of an experiment, such as a length
         sequences = next(loader)
         step = train_step(run, sequences, state.iter)
         check_step(run, step)
@@ -476,7 +488,7 @@ def train(c):
 
 
 def metrics_of(run, step, lr):
-    """Return the metrics of a step, but for its speed, as a dict."""
+    """Return the step's metrics, without timing."""
     measured = optimizers.optimizer_metrics(run.optimizer, run.raw_model)
     measured['param_norm'] = optim.global_norm(run.params)
     numbers = dict(zip(measured, torch.stack([*measured.values()]).tolist()))  # one device sync

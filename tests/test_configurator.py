@@ -177,7 +177,7 @@ def test_settings_that_are_valid_but_may_surprise_are_noted(monkeypatch):
 def test_roles_of_settings():
     declared = configurator.Config(train.DEFAULTS).declared
     roles = configurator.Config(train.DEFAULTS).roles
-    assert {*roles.values()} == configurator.ROLES.keys() - {'tuned'}
+    assert {*roles.values()} == {*configurator.ROLES} - {'tuned'}
     assert {key for key in declared if key not in roles} > {'learning_rate', 'warmup_iters'}
     harmless = {key for key, role in roles.items() if role in configurator.HARMLESS}
     assert {'out_dir', 'compile', 'dataset'} < harmless

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributions import Bernoulli, Categorical, Normal, Poisson
+from torch.distributions import AffineTransform, Bernoulli, Categorical, Normal, Poisson, TransformedDistribution
 from torch.nn import functional as F
 
 import sophia
@@ -56,27 +56,15 @@ def test_update_rule(seed):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_the_unclipped_fraction_follows_an_edit_of_the_rule(monkeypatch):
-    def clip_at_two(update, rho):
-        torch._foreach_clamp_min_(update, -2.0)
-        torch._foreach_clamp_max_(update, 2.0)
-
+def test_the_unclipped_fraction_is_of_the_latest_step():
     p, q = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(1))
     optimizer = Sophia([p, q], lr=1.0, betas=(0, 0), gamma=0.5, weight_decay=0)
-    assert optimizer.unclipped_fraction() is None and optimizer.metrics() == {}
+    assert optimizer.unclipped_fraction() is None
     optimizer.update_hessian([torch.tensor([1.0, 4.0, -1.0, 1.0]), torch.tensor([10.0])])
     p.grad, q.grad = torch.tensor([0.4, 5.0, 1e-3, 0.6]), torch.tensor([1.0])
     optimizer.step()
     assert optimizer.unclipped_fraction().item() == pytest.approx(2 / 5)
-    assert optimizer.metrics() == dict(update_unclipped=optimizer.unclipped_fraction())
-    with monkeypatch.context() as edit:
-        edit.setattr(Sophia, 'rule', staticmethod(lambda *args: None))  # whose clip it does not know
-        assert optimizer.metrics() == {}
-    monkeypatch.setattr('sophia.clip_', clip_at_two)
-    assert optimizer.unclipped_fraction().item() == pytest.approx(3 / 5)
-    before = p.detach().clone()
-    optimizer.step()
-    torch.testing.assert_close(before - p.detach(), torch.tensor([0.8, 2.0, 2.0, 1.2]))
+    torch.testing.assert_close(p.detach(), -torch.tensor([0.8, 1.0, 1.0, 1.0]))
 
 
 def test_the_first_step_that_moves_without_an_estimate_warns():
@@ -96,6 +84,10 @@ def test_the_first_step_that_moves_without_an_estimate_warns():
         optimizer.update_hessian([torch.ones(2)])
         resumed.load_state_dict(optimizer.state_dict())
         resumed.step()
+        scheduled = Sophia([p], lr=0.1)
+        torch.optim.lr_scheduler.LinearLR(scheduled)  # wraps `step`
+        with pytest.raises(UserWarning, match='no update_hessian'):
+            scheduled.step()
         wrapped, wrapper = Sophia([p], lr=0.1), Sophia([p], lr=0.1)
         wrapper.__dict__.update(wrapped.__dict__)  # as Lightning's
         wrapper.update_hessian([torch.ones(2)])
@@ -116,31 +108,6 @@ def test_a_state_is_complete_from_the_first_estimate_on():
     _, saved = get_state_dict(model, optimizer)
     assert {name: [*state] for name, state in saved['state'].items()} == {'weight': ['exp_avg', 'hessian']}
     assert optimizer.unclipped_fraction() == 1
-
-
-class ByRow(Sophia):
-    """Sophia with one h for each row of a matrix."""
-
-    def averaged(self, h_hat):
-        return h_hat.mean(-1, keepdim=True)
-
-    def buffers(self, params, key):
-        for p in params:
-            self.state[p].setdefault('hessian', p.new_zeros(len(p), 1))
-        return super().buffers(params, key)
-
-
-def test_a_subclass_may_keep_an_h_of_another_shape():
-    p, q = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
-    optimizers = ByRow([p], lr=0.1, gamma=0.5), Sophia([q], lr=0.1, gamma=0.5)
-    estimate = torch.tensor([[1.0, 2.0, 6.0], [300.0, 300.0, 300.0]])
-    for optimizer, h_hat in zip(optimizers, (estimate, estimate.mean(-1, keepdim=True).expand(2, 3))):
-        for _ in range(2):
-            optimizer.update_hessian([h_hat])
-            optimizer.param_groups[0]['params'][0].grad = torch.ones(2, 3)
-            optimizer.step()
-    assert optimizers[0].state[p]['hessian'].shape == (2, 1) and torch.equal(p, q)
-    assert optimizers[0].unclipped_fraction() == optimizers[1].unclipped_fraction() == 0.5
 
 
 @needs_compiler
@@ -218,14 +185,14 @@ def test_an_estimate_with_a_max_norm_is_of_the_clipped_gradient(scale):
     """In one part; by parts the factor comes from the sum of the estimate, whose expectation is the same."""
     params, x = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)], scale * torch.randn(7, 5)
     estimates = {}
-    for by_parts, max_norm in itertools.product((False, True), (None, 0.5)):
+    for by_parts, max_norm in itertools.product((False, True), (0, 0.5)):
         estimator = GaussNewtonBartlett(params, by_parts, max_norm)
         for part in x.split(4):
             estimator.add(8.0 * (part @ torch.cat(params)).sum(), len(part))
         estimates[by_parts, max_norm] = flat(estimator.estimate(8.0))
     g = x.mean(0)
     torch.testing.assert_close(estimates[False, 0.5], 7 * (g * (0.5 / g.norm()).clamp(max=1)).square())
-    parts = estimates[True, None]
+    parts = estimates[True, 0]
     torch.testing.assert_close(estimates[True, 0.5], parts * (7 * 0.25 / parts.sum()).clamp(max=1))
 
 
@@ -240,11 +207,21 @@ def test_gauss_newton_bartlett_of_any_exponential_family(distribution):
     assert_mean_is(samples, flat(total) / (2 * B))
 
 
-def test_outputs_of_two_tensors_are_a_list_of_one_micro_batch():
-    """The Fisher information of (μ, σ) at (0, 1) is (1, 2)."""
+class Reparametrized(Normal):
+    sample = Normal.rsample
+
+
+def cached(mu, sigma):
+    """A normal distribution that keeps its last sample, by which its log_prob would lose the gradient."""
+    return TransformedDistribution(Normal(torch.zeros_like(mu), 1.0), [AffineTransform(mu, sigma, cache_size=1)])
+
+
+@pytest.mark.parametrize('distribution', [Normal, Reparametrized, cached])
+def test_labels_are_constants(distribution):
+    """The Fisher information of (μ, σ) at (0, 1) is (1, 2). Outputs of two tensors are a list of one micro-batch."""
     mu, sigma = torch.nn.Parameter(torch.zeros(())), torch.nn.Parameter(torch.ones(()))
     outputs = [(mu.expand(64), sigma.expand(64))]
-    samples = torch.stack([flat(gauss_newton_bartlett(outputs, [mu, sigma], lambda f: Normal(*f)))
+    samples = torch.stack([flat(gauss_newton_bartlett(outputs, [mu, sigma], lambda f: distribution(*f)))
                            for _ in range(600)])
     assert_mean_is(samples, torch.tensor([1.0, 2.0]))
 
@@ -358,7 +335,7 @@ def test_hutchinson_rejects_a_gradient_without_a_graph():
     for params, i in ([p], 0), ([unused, p], 1):
         with pytest.raises(RuntimeError, match=f'element {i} of tensors does not require grad'):
             hutchinson((2.0 * p).sum() + unused.square().sum(), params)
-    with pytest.raises(RuntimeError, match='the loss depends on none of the params'):
+    with pytest.raises(RuntimeError, match='the loss depends on none of the parameters'):
         hutchinson((2.0 * p).sum(), [unused])
     estimates = hutchinson((p ** 2).sum(), [p, unused], rademacher=True)
     torch.testing.assert_close(estimates, [torch.full((3,), 2.0), torch.zeros(2)])
@@ -389,7 +366,7 @@ def test_the_state_of_frozen_parameters_stays():
 
 MISUSE = {  # what → (error, its words)
     'another model': (lambda m, x: gauss_newton_bartlett(m(x), [torch.nn.Parameter(torch.ones(2))]),
-                      'depend on none of the params'),
+                      'depend on none of the parameters'),
     'a used generator': (lambda m, x: gauss_newton_bartlett(m(x), iter([])), 'generator .* was used before'),
     'one output': (lambda m, x: gauss_newton_bartlett(m(x)[:, :1], m.parameters()),
                    r'of shape \(8, 1\) are not logits .* its distribution'),
@@ -398,8 +375,10 @@ MISUSE = {  # what → (error, its words)
     'a dict': (lambda m, x: gauss_newton_bartlett(dict(logits=m(x)), m.parameters()), 'pass output.logits'),
     'a smaller estimate': (lambda m, x: Sophia(m.parameters(), lr=0.1).update_hessian([torch.ones(3), torch.ones(5)]),
                            r'an estimate of shape \(3,\) for a parameter of shape \(5, 3\)'),
-    'too few': (lambda m, x: Sophia(m.parameters(), lr=0.1).update_hessian([torch.ones(5, 3)]), 'shorter than'),
-    'bfloat16': (lambda m, x: Sophia(m.bfloat16().parameters(), lr=0.1), 'keep them in float32'),
+    'too few': (lambda m, x: Sophia(m.parameters(), lr=0.1).update_hessian([torch.ones(5, 3)]), '1 estimates for 2'),
+    'no graph': (lambda m, x: gauss_newton_bartlett(m(x).detach(), m.parameters()), 'the outputs have no graph'),
+    'a range': (lambda m, x: Sophia(m.parameters(), lr=0.1, eps=0.0), 'out of range: .* eps = 0.0'),
+    'bfloat16': (lambda m, x: Sophia(m.bfloat16().parameters(), lr=0.1), 'keep float32 ones'),
 }
 
 
@@ -420,11 +399,45 @@ def test_a_micro_batch_without_predictions_adds_nothing():
     torch.testing.assert_close(both, gauss_newton_bartlett(model(x[0]), model.parameters()))
 
 
+@pytest.mark.parametrize('outputs', [lambda model: model(torch.ones(0, 4)), lambda model: iter(())])
+def test_a_mini_batch_without_predictions_leaves_h(outputs):
+    """A mask may leave none."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = Sophia(model.parameters(), lr=0.1)
+    optimizer.update_hessian([torch.ones(3, 4), torch.ones(3)])
+    before = [optimizer.state[p]['hessian'].clone() for p in model.parameters()]
+    optimizer.update_hessian(gauss_newton_bartlett(outputs(model), optimizer))
+    optimizer.update_hessian(hutchinson((), optimizer))
+    assert all(torch.equal(optimizer.state[p]['hessian'], h) for p, h in zip(model.parameters(), before))
+
+
+def test_sparse_gradients_are_one_line():
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = Sophia(embedding.parameters(), lr=0.1)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match='does not support sparse gradients; use torch.nn.Embedding'):
+        optimizer.step()
+
+
 @pytest.fixture
 def one_rank():
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_an_estimate_calls_no_optimizer_that_steps_in_the_backward_pass(one_rank):
+    """Its gradient would be that of sampled labels. FSDP's own backward makes it."""
+    model, x, calls, found = fully_shard(torch.nn.Linear(3, 5)), torch.randn(8, 3), [], []
+    params = [*model.parameters()]
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append(flat(h.full_tensor() for h in gauss_newton_bartlett(model(x), params)))
+        for p in params:
+            p.register_post_accumulate_grad_hook(calls.append)
+    assert torch.equal(*found) and not calls
+    model(x).sum().backward()
+    assert len(calls) == 4  # two hooks of either parameter
 
 
 def test_parameters_that_fsdp_replaces_in_the_forward_are_named(one_rank):
@@ -433,7 +446,7 @@ def test_parameters_that_fsdp_replaces_in_the_forward_are_named(one_rank):
     fully_shard(model[0])
     fully_shard(model)
     optimizer = Sophia(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match='list them before the forward'):
+    with pytest.raises(RuntimeError, match='list the parameters before the forward'):
         gauss_newton_bartlett(model(x), model.parameters())
     with pytest.raises(ValueError, match='only one of them sharded'):
         optimizer.update_hessian([torch.ones(p.shape) for p in model.parameters()])
@@ -444,7 +457,7 @@ def test_parameters_that_fsdp_replaces_in_the_forward_are_named(one_rank):
 def test_tensor_parallelism_is_refused(one_rank):
     mesh = init_device_mesh('cpu', (1, 1), mesh_dim_names=('dp', 'tp'))
     W = torch.nn.Parameter(distribute_tensor(torch.randn(3, 5), mesh, [Shard(0), Shard(1)]))
-    with pytest.raises(ValueError, match='without tensor parallelism'):
+    with pytest.raises(ValueError, match='tensor parallelism is not supported'):
         gauss_newton_bartlett(torch.randn(8, 3) @ W.full_tensor(), [W])
 
 
@@ -490,11 +503,24 @@ def on_each_of_two_ranks(rank, path):
     estimates['clipped parts'] = flat(h_hat.full_tensor() for h_hat in sharded)
     model, parts = network(), ([0, 1, 4, 5], [2, 3, 6, 7])  # both ranks' first and second part
     estimates['its parts'] = flat(estimate(model.parameters(), model, parts, alone, by_parts=True))
+    *_, estimates['its estimate'] = estimate(model.parameters(), model, [slice(None)], alone)
+    model = network()
+    fully_shard(model, ignored_params={model[2].bias})
+    *_, estimates['ignored'] = estimate(model.parameters(), model, [half])
+    # The first layer, an expert of each rank's own, on a mesh of 1, the second on a mesh of 2, in either order.
+    own_mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('each', 'own'))['own']
+    for order in 1, -1:
+        model = network()
+        fully_shard(model[0], mesh=own_mesh)
+        fully_shard(model)
+        found = estimate([*model.parameters()][::order], model, [half])[::order]
+        estimates[f'meshes {order}'] = [h_hat.full_tensor() for h_hat in found]
+    model = network()
+    estimates['its half'] = estimate(model.parameters(), model, [half], alone)
     both = init_device_mesh('cpu', (2,))
     assert sophia.check_finite('raise', 'gradient', [distribute_tensor(torch.ones(1), both, [Shard(0)])])  # on rank 0
     with pytest.raises(FloatingPointError):
         sophia.check_finite('raise', 'gradient', [distribute_tensor(torch.tensor([torch.nan]), both, [Shard(0)])])
-    own_mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('each', 'own'))['own']
     # Sharded over a part of the ranks: over this one alone.
     by_shards = []
     for shards in False, True:
@@ -559,6 +585,16 @@ def test_parts_are_squared_before_they_are_added_up_over_ranks(two_ranks):
         torch.testing.assert_close(rank['sharded parts'], rank['its parts'])
         factor = 8 * 0.01 ** 2 / rank['its parts'].sum()
         torch.testing.assert_close(rank['clipped parts'], rank['its parts'] * factor)
+
+
+@pytest.mark.parametrize('order', [1, -1])
+def test_each_parameter_has_the_sum_over_the_ranks_that_share_it(two_ranks, order):
+    """Of 8 predictions; a rank's own expert sees its half of them."""
+    for rank in two_ranks:
+        expert, shared = rank[f'meshes {order}'][:2], rank[f'meshes {order}'][2:]
+        torch.testing.assert_close(expert, [h_hat / 2 for h_hat in rank['its half'][:2]])
+        for whole in shared[-1], rank['ignored']:  # a parameter that FSDP ignores is summed, too
+            torch.testing.assert_close(whole, rank['its estimate'])
 
 
 def test_sharded_and_divided_optimizers_make_the_step_of_a_whole_one(two_ranks):
